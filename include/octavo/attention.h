@@ -1,0 +1,52 @@
+// Attention over dense and packed arrays, and the merge of partial results.
+#pragma once
+
+#include <octavo/error.h>
+#include <octavo/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace octavo {
+
+// softmax(softcap(scale * q k^T) + ALiBi, masked) v, tiled with an online softmax (FlashAttention,
+// Dao et al. 2022, arXiv:2205.14135).
+//
+// Dense:  q [batch, seqlen_q, num_q_heads, head_dim], k and v [batch, seqlen_k, num_kv_heads, head_dim].
+// Packed: q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], with
+//         cu_seqlens_q and cu_seqlens_k, int32 [batch + 1]: where each sequence starts.
+//
+// Positions are absolute and bottom-right aligned: query i of n sits at seqlen_k - n + i. Key j is visible
+// to the query at position p if p - window_left <= j <= p + window_right (-1: unbounded; causal:
+// window_right is 0), or if j < prefix_lens[batch]. Keys visible to no query of a sequence are never read.
+struct AttentionArgs {
+    TensorView q, k, v;
+    TensorView out;                 // like q
+    std::optional<TensorView> lse;  // float32, the shape of q without its last axis; natural logarithm
+    std::optional<TensorView> cu_seqlens_q;
+    std::optional<TensorView> cu_seqlens_k;
+    std::optional<TensorView> prefix_lens;   // int32 [batch]: the first tokens, visible to every query
+    std::optional<TensorView> alibi_slopes;  // float32 [num_q_heads] or [batch, num_q_heads]
+    std::optional<int64_t> max_seqlen_q;     // bounds for packed arrays; a tighter bound starts fewer blocks
+    std::optional<int64_t> max_seqlen_k;
+    std::optional<double> softmax_scale;  // default 1 / sqrt(head_dim)
+    bool causal = false;
+    int64_t window_left = -1;
+    int64_t window_right = -1;
+    double softcap = 0.0;    // 0: none; else softcap * tanh(score / softcap)
+    void* stream = nullptr;  // cudaStream_t; ignored on the CPU
+};
+
+void attention(const AttentionArgs& args);
+
+// The exact result over two disjoint sets of keys from the results over each (FlashAttention's
+// log-sum-exp merge). out_* [..., head_dim], lse_* float32 [...]. The result may be one of the inputs.
+struct MergeStatesArgs {
+    TensorView out_a, lse_a, out_b, lse_b;
+    TensorView out, lse;
+    void* stream = nullptr;
+};
+
+void merge_states(const MergeStatesArgs& args);
+
+}  // namespace octavo

@@ -1,0 +1,41 @@
+// What this build of the library holds.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace octavo {
+
+struct BuildInfo {
+    std::string version;                     // "0.1.0"
+    std::string cuda_version;                // "13.0"; empty without CUDA
+    std::vector<std::string> architectures;  // "sm_80", "sm_90a", "compute_80"
+    std::vector<std::string> instances;      // "forward<float16, 64>"; the kernels compiled
+    std::string compiler;                    // "GNU 12.2.0"
+};
+
+struct CpuInfo {
+    std::string isa;                    // in use: "baseline", "avx2", "avx512"
+    std::vector<std::string> features;  // seen: "avx2", "fma", "f16c", "avx512f", ...
+    int num_threads;
+};
+
+struct GpuInfo {
+    int index;
+    std::string name;
+    int compute_major, compute_minor;
+    int num_sms;
+    long long memory_bytes;
+};
+
+const BuildInfo& build_info();
+CpuInfo cpu_info();
+
+// The GPUs that the driver shows. Empty without CUDA or a usable driver; `why_none` then says why.
+std::vector<GpuInfo> gpu_info(std::string* why_none = nullptr);
+
+// Threads that the CPU operators use. Default: OCTAVO_NUM_THREADS, else the cores this process may run on.
+void set_num_threads(int num_threads);
+int get_num_threads();
+
+}  // namespace octavo

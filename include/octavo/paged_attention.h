@@ -1,0 +1,68 @@
+// Attention over a paged KV cache, and what keeps the cache (PagedAttention, Kwon et al. 2023,
+// arXiv:2309.06180).
+//
+// k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], any strides with a unit last one.
+// page_table: int32 [batch, max_pages]; entries past a sequence's last page are never read.
+// seq_lens: int32 [batch]; slots past a sequence's length are never used, whatever they hold.
+#pragma once
+
+#include <octavo/error.h>
+#include <octavo/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace octavo {
+
+// q [batch, num_q_heads, head_dim]: one token a sequence; or packed [total_q, num_q_heads, head_dim] with
+// cu_seqlens_q int32 [batch + 1]: any mix of decode, chunked prefill and speculative tokens.
+// seq_lens counts the new tokens too: append first, then attend. Masks and positions as in AttentionArgs.
+struct PagedAttentionArgs {
+    TensorView q, k_pages, v_pages, page_table, seq_lens;
+    TensorView out;                 // like q
+    std::optional<TensorView> lse;  // float32, the shape of q without its last axis
+    std::optional<TensorView> cu_seqlens_q;
+    std::optional<TensorView> prefix_lens;   // int32 [batch]
+    std::optional<TensorView> alibi_slopes;  // float32 [num_q_heads] or [batch, num_q_heads]
+    std::optional<int64_t> max_seqlen_q;
+    std::optional<double> softmax_scale;
+    bool causal = true;
+    int64_t window_left = -1;
+    double softcap = 0.0;
+    std::optional<float> k_scale;  // multiplies what is stored, per tensor
+    std::optional<float> v_scale;
+    std::optional<int64_t> num_splits;  // runs of keys worked on at once; default: chosen
+    void* stream = nullptr;
+};
+
+void paged_attention(const PagedAttentionArgs& args);
+
+// Writes each sequence's newest tokens to the end of its pages. k, v [batch, num_kv_heads, head_dim]: one
+// token a sequence; or packed [total, num_kv_heads, head_dim] with cu_seqlens int32 [batch + 1].
+// seq_lens counts the new tokens. A sequence of length 0 is padding: nothing is written for it.
+struct AppendKvArgs {
+    TensorView k, v, k_pages, v_pages, page_table, seq_lens;
+    std::optional<TensorView> cu_seqlens;
+    std::optional<float> k_scale;
+    std::optional<float> v_scale;
+    void* stream = nullptr;
+};
+
+void append_kv(const AppendKvArgs& args);
+
+// Copies whole pages inside the cache. copies: int32 [n, 2], (from, to); no page is both read and written,
+// and none is written twice.
+struct CopyPagesArgs {
+    TensorView k_pages, v_pages, copies;
+    void* stream = nullptr;
+};
+
+void copy_pages(const CopyPagesArgs& args);
+
+// Throws ValueError if a length needs more pages than the table has columns, or an entry in use lies
+// outside [0, num_pages). The CPU operators check by themselves; for CUDA arrays this copies the table to
+// the host and waits for it.
+void check_page_table(const TensorView& page_table, const TensorView& seq_lens, int64_t num_pages,
+                      int64_t page_size, void* stream = nullptr);
+
+}  // namespace octavo

@@ -1,0 +1,52 @@
+// A borrowed, strided array: what every operator takes and writes.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+namespace octavo {
+
+enum class DType : uint8_t { float32, float16, bfloat16, int32 };
+
+enum class DeviceType : uint8_t { cpu, cuda };
+
+struct Device {
+    DeviceType type = DeviceType::cpu;
+    int32_t index = 0;
+
+    friend bool operator==(Device a, Device b) { return a.type == b.type && a.index == b.index; }
+    friend bool operator!=(Device a, Device b) { return !(a == b); }
+};
+
+// Bytes of one element.
+constexpr int64_t size_of(DType dtype) { return dtype == DType::float32 || dtype == DType::int32 ? 4 : 2; }
+
+std::string to_string(DType dtype);    // "float16"
+std::string to_string(Device device);  // "cpu", "cuda:0"
+
+// Owns nothing. Shape and strides count elements. An axis of length one, and every axis of an empty
+// array, may have any stride.
+struct TensorView {
+    static constexpr int kMaxDims = 6;
+
+    void* data = nullptr;
+    DType dtype = DType::float32;
+    Device device;
+    int32_t ndim = 0;
+    bool read_only = false;
+    std::array<int64_t, kMaxDims> shape{};
+    std::array<int64_t, kMaxDims> strides{};
+
+    TensorView() = default;
+
+    // A contiguous (C order) array over `data`.
+    TensorView(void* data, DType dtype, std::initializer_list<int64_t> shape, Device device = {});
+
+    int64_t size() const;              // number of elements
+    bool is_contiguous() const;        // C order, no gaps
+    std::string shape_string() const;  // "[2, 128, 9, 64]"
+};
+
+}  // namespace octavo

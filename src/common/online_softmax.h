@@ -1,0 +1,49 @@
+// The state of a softmax seen in pieces (Milakov and Gimelshein 2018; FlashAttention), and how two pieces
+// become one.
+#pragma once
+
+#include "common/macros.h"
+#include "common/score.h"
+
+#include <cmath>
+
+namespace octavo {
+
+// Over the scores seen so far, in units of log2(e): their maximum, and the sum of exp2(score - max).
+struct SoftmaxState {
+    float max = -INFINITY;
+    float sum = 0.0f;
+
+    // Raises the maximum to at least `score_max`; returns what earlier sums must be multiplied by.
+    OCTAVO_HD float raise(float score_max) {
+        if (!(score_max > max)) return 1.0f;
+        float factor = exp2f(max - score_max);  // 0 from -inf
+        max = score_max;
+        sum *= factor;
+        return factor;
+    }
+
+    // The maximum to subtract: any finite number while nothing was seen, so that exp2 never meets inf - inf.
+    OCTAVO_HD float safe_max() const { return max == -INFINITY ? 0.0f : max; }
+
+    // 1 / sum, or 0 for an empty row, whose output is 0.
+    OCTAVO_HD float inverse_sum() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+
+    // Natural logarithm of the sum of exponentials; -inf for an empty row.
+    OCTAVO_HD float lse() const { return sum == 0.0f ? -INFINITY : (max + log2f(sum)) * kLn2; }
+};
+
+// How two normalised partial results combine: out = weight_a * out_a + weight_b * out_b.
+struct MergeWeights {
+    float a, b, lse;
+
+    OCTAVO_HD static MergeWeights make(float lse_a, float lse_b) {
+        float max = lse_a > lse_b ? lse_a : lse_b;
+        if (max == -INFINITY) return {0.0f, 0.0f, -INFINITY};
+        float weight_a = expf(lse_a - max), weight_b = expf(lse_b - max);
+        float sum = weight_a + weight_b;
+        return {weight_a / sum, weight_b / sum, max + logf(sum)};
+    }
+};
+
+}  // namespace octavo

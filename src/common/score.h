@@ -1,0 +1,34 @@
+// From a dot product to the exponent of a softmax weight, once for both backends.
+#pragma once
+
+#include "common/macros.h"
+
+#include <cmath>
+
+namespace octavo {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// Scores are kept in units of log2(e), so that a weight is exp2(score - max).
+struct ScoreTransform {
+    float inner;  // without softcap: scale * log2(e); with: scale / softcap
+    float outer;  // softcap * log2(e)
+    bool has_softcap;
+
+    OCTAVO_HD static ScoreTransform make(float scale, float softcap) {
+        if (softcap > 0.0f) return {scale / softcap, softcap * kLog2e, true};
+        return {scale * kLog2e, 0.0f, false};
+    }
+
+    OCTAVO_HD float operator()(float qk) const {
+        return has_softcap ? outer * tanhf(qk * inner) : qk * inner;
+    }
+};
+
+// ALiBi (Press et al. 2021): -slope * (q_pos - k_pos), in units of log2(e).
+OCTAVO_HD float alibi_bias(float slope_log2, int q_pos, int k_pos) {
+    return -slope_log2 * static_cast<float>(q_pos - k_pos);
+}
+
+}  // namespace octavo

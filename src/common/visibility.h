@@ -1,0 +1,73 @@
+// Which keys a query sees, and which tiles of keys a run of queries has to visit.
+#pragma once
+
+#include "common/macros.h"
+
+#include <cstdint>
+
+namespace octavo {
+
+// Positions are absolute: key j of a sequence sits at j, query i of n at seqlen_k - n + i.
+struct Visibility {
+    int32_t seqlen_k;
+    int32_t prefix_len;    // keys before it are visible to every query; at most seqlen_k
+    int32_t window_left;   // -1: unbounded
+    int32_t window_right;  // -1: unbounded; causal: 0
+
+    // The window of the query at `q_pos`, cut to the sequence: keys [window_begin, window_end).
+    OCTAVO_HD int32_t window_begin(int32_t q_pos) const {
+        int32_t begin = window_left < 0 ? 0 : q_pos - window_left;
+        return begin < 0 ? 0 : begin;
+    }
+    OCTAVO_HD int32_t window_end(int32_t q_pos) const {
+        int32_t end = window_right < 0 ? seqlen_k : q_pos + window_right + 1;
+        return end > seqlen_k ? seqlen_k : (end < 0 ? 0 : end);
+    }
+    OCTAVO_HD bool visible(int32_t q_pos, int32_t k_pos) const {
+        return k_pos < prefix_len || (k_pos >= window_begin(q_pos) && k_pos < window_end(q_pos));
+    }
+};
+
+// The keys that some query of a run sees: [0, prefix_end) and [window_begin, window_end), which may touch
+// or overlap, walked in tiles of `tile_size` keys.
+struct KeyTiles {
+    int32_t tile_size;
+    int32_t prefix_end;
+    int32_t window_begin, window_end;
+    int32_t num_prefix_tiles;
+    int32_t first_window_tile;  // not before num_prefix_tiles
+    int32_t count;
+
+    // For queries at positions [first_q_pos, last_q_pos].
+    OCTAVO_HD KeyTiles(const Visibility& see, int32_t first_q_pos, int32_t last_q_pos, int32_t tile_size)
+        : tile_size(tile_size),
+          prefix_end(see.prefix_len),
+          window_begin(see.window_begin(first_q_pos)),
+          window_end(see.window_end(last_q_pos)) {
+        if (window_begin > window_end) window_begin = window_end;
+        num_prefix_tiles = (prefix_end + tile_size - 1) / tile_size;
+        int32_t begin = window_begin / tile_size;
+        int32_t end = window_begin < window_end ? (window_end + tile_size - 1) / tile_size : begin;
+        first_window_tile = begin > num_prefix_tiles ? begin : num_prefix_tiles;
+        count = num_prefix_tiles + (end > first_window_tile ? end - first_window_tile : 0);
+    }
+
+    // First key of the i-th tile to visit.
+    OCTAVO_HD int32_t start(int32_t i) const {
+        return (i < num_prefix_tiles ? i : i - num_prefix_tiles + first_window_tile) * tile_size;
+    }
+
+    // Whether some query of the run sees this key. What none sees is never loaded.
+    OCTAVO_HD bool needed(int32_t k_pos) const {
+        return k_pos < prefix_end || (k_pos >= window_begin && k_pos < window_end);
+    }
+
+    // Whether every query of the run sees every key of [k_begin, k_begin + tile_size): no mask to apply.
+    OCTAVO_HD static bool all_visible(const Visibility& see, int32_t first_q_pos, int32_t last_q_pos,
+                                      int32_t k_begin, int32_t tile_size) {
+        return k_begin + tile_size <= see.prefix_len || (k_begin >= see.window_begin(last_q_pos) &&
+                                                         k_begin + tile_size <= see.window_end(first_q_pos));
+    }
+};
+
+}  // namespace octavo

@@ -1,0 +1,14 @@
+// The operators on the CPU. Parameters are checked, values of lengths and page ids included.
+#pragma once
+
+#include "ops/cache_params.h"
+#include "ops/forward_params.h"
+
+namespace octavo::cpu {
+
+void forward(const ForwardParams& params);
+void append_kv(const AppendKvParams& params);
+void copy_pages(const CopyPagesParams& params);
+void merge_states(const MergeStatesParams& params);
+
+}  // namespace octavo::cpu

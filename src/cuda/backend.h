@@ -1,0 +1,41 @@
+// The operators on CUDA devices: each launches on `stream` (cudaStream_t) and returns. Parameters are
+// checked, except for what lies in device memory. A build without CUDA defines them in without_cuda.cpp,
+// where each throws DeviceError.
+#pragma once
+
+#include "ops/cache_params.h"
+#include "ops/forward_params.h"
+
+#include <octavo/build_info.h>
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace octavo::cuda {
+
+void forward(const ForwardParams& params, void* stream);
+void append_kv(const AppendKvParams& params, void* stream);
+void copy_pages(const CopyPagesParams& params, void* stream);
+void merge_states(const MergeStatesParams& params, void* stream);
+
+// Waits for `stream` and copies `count` rows of `row_bytes` to the host.
+void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,
+                  int32_t device_index, void* stream);
+
+// Throws DeviceError, saying why, unless CUDA kernels can run here.
+void require_usable();
+
+// For array importers. `consumer` waits for what `producer` holds now.
+void order_streams(int32_t device_index, void* producer, void* consumer);
+void synchronize(int32_t device_index, void* stream);
+// Stream-ordered memory for results handed to frameworks whose allocator cannot be called.
+void* allocate(int32_t device_index, size_t bytes, void* stream);
+void release(int32_t device_index, void* pointer, void* stream) noexcept;
+
+std::string cuda_version();  // "13.0"; empty without CUDA
+std::vector<std::string> architectures();
+std::vector<std::string> instances();
+std::vector<GpuInfo> gpu_info(std::string* why_none);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,60 @@
+// The operators that write a paged cache, and the merge, checked: plain data for both backends.
+// Strides count elements; the last axis has stride 1 throughout.
+#pragma once
+
+#include <octavo/tensor.h>
+
+#include <cstdint>
+
+namespace octavo {
+
+struct AppendKvParams {
+    DType dtype;
+    Device device;
+    const void* k;  // [total, num_kv_heads, head_dim]
+    int64_t k_token_stride, k_head_stride;
+    const void* v;
+    int64_t v_token_stride, v_head_stride;
+    void* k_pages;  // [num_pages, page_size, num_kv_heads, head_dim]
+    int64_t k_page_stride, k_slot_stride, k_pages_head_stride;
+    void* v_pages;
+    int64_t v_page_stride, v_slot_stride, v_pages_head_stride;
+    const int32_t* page_table;  // [batch, max_pages]
+    int64_t page_table_stride;
+    const int32_t* seq_lens;    // [batch], new tokens included
+    const int32_t* cu_seqlens;  // [batch + 1]; null: one token a sequence
+    int64_t total;              // new tokens over all sequences
+    int32_t batch, num_kv_heads, head_dim, page_size;
+    float k_scale, v_scale;  // what is stored is the value divided by its scale
+};
+
+struct CopyPagesParams {
+    DType dtype;
+    Device device;
+    void* k_pages;  // [num_pages, page_size, num_kv_heads, head_dim]
+    int64_t k_page_stride, k_slot_stride, k_head_stride;
+    void* v_pages;
+    int64_t v_page_stride, v_slot_stride, v_head_stride;
+    const int32_t* copies;  // [num_copies, 2]: (from, to)
+    int64_t num_copies;
+    int32_t page_size, num_kv_heads, head_dim;
+};
+
+// Every array has the leading axes `shape`, each with its own strides; shorter shapes are padded with ones.
+struct MergeStatesParams {
+    DType dtype;  // of out_a, out_b and out
+    Device device;
+    int64_t shape[3];
+    int32_t head_dim;
+    const void* out_a;   // [shape..., head_dim]; likewise out_b and out
+    const float* lse_a;  // [shape...]; likewise lse_b and lse
+    const void* out_b;
+    const float* lse_b;
+    void* out;
+    float* lse;
+    int64_t out_a_strides[3], lse_a_strides[3];
+    int64_t out_b_strides[3], lse_b_strides[3];
+    int64_t out_strides[3], lse_strides[3];
+};
+
+}  // namespace octavo

@@ -1,0 +1,62 @@
+// The vocabulary of the argument checks. Each failure names the operator, the argument, the requirement
+// and the value.
+#pragma once
+
+#include "common/fail.h"
+
+#include <octavo/tensor.h>
+
+#include <cstdint>
+#include <string>
+
+namespace octavo {
+
+// Lengths and positions are 32-bit in the kernels; this leaves room to add a window without overflow.
+constexpr int64_t kMaxLength = int64_t{1} << 30;
+constexpr int64_t kMaxHeadDim = 256;
+
+// One operator's checks. `axes` describes a shape as the message shows it: "[batch, num_q_heads, head_dim]".
+class Checker {
+  public:
+    Checker(const char* op, Device device) : op_(op), device_(device) {}
+
+    const char* op() const { return op_; }
+
+    // An array of floating-point data: number of axes, device, unit last stride.
+    void data(const char* name, const TensorView& t, int ndim, const char* axes) const;
+    // As data(), and written to.
+    void output(const char* name, const TensorView& t, int ndim, const char* axes) const;
+    // int32 metadata, contiguous along its last axis.
+    void index(const char* name, const TensorView& t, int ndim, const char* axes) const;
+
+    void dtype(const char* name, const TensorView& t, DType wanted, const char* of) const;
+    void float_dtype(const char* name, const TensorView& t) const;
+    // `what` of array `name` is `value` and has to equal that of `other_name`.
+    void equal(const char* what, const char* name, int64_t value, const char* other_name,
+               int64_t other) const;
+    void same_shape(const char* name, const TensorView& t, const char* other_name,
+                    const TensorView& other) const;
+    void length(const char* what, int64_t value) const;  // 0 <= value <= kMaxLength
+
+  private:
+    void device_and_ndim(const char* name, const TensorView& t, int ndim, const char* axes) const;
+    void unit_last_stride(const char* name, const TensorView& t) const;
+
+    const char* op_;
+    Device device_;
+};
+
+// 1 where the axis is too short for its stride to matter, so that equal layouts compare equal.
+inline int64_t stride_of(const TensorView& t, int axis) { return t.shape[axis] > 1 ? t.strides[axis] : 0; }
+
+// Checks that cu_seqlens (host memory, [batch + 1]) starts at 0, never falls, and ends at `total`.
+void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
+                      int64_t total);
+
+// Checks in host memory that sequence b, of seq_lens[b] tokens, fits the table's columns and that its
+// entries in use lie in [0, num_pages).
+void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page_table_stride,
+                         const int32_t* seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
+                         int64_t num_pages);
+
+}  // namespace octavo

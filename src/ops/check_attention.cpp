@@ -1,0 +1,284 @@
+#include "ops/check.h"
+#include "ops/checks.h"
+
+#include <cmath>
+
+namespace octavo {
+namespace {
+
+constexpr const char* kDenseQ = "[batch, seqlen_q, num_q_heads, head_dim]";
+constexpr const char* kDenseK = "[batch, seqlen_k, num_kv_heads, head_dim]";
+constexpr const char* kPackedQ = "[total_q, num_q_heads, head_dim]";
+constexpr const char* kPackedK = "[total_k, num_kv_heads, head_dim]";
+constexpr const char* kDecodeQ = "[batch, num_q_heads, head_dim]";
+constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
+
+int32_t check_window(const char* op, const char* name, int64_t window) {
+    if (window < -1) fail<ValueError>(op, name, " must be -1 (unbounded) or at least 0; got ", window);
+    return window > kMaxLength ? -1 : static_cast<int32_t>(window);
+}
+
+void set_heads(const Checker& check, ForwardParams& p, const char* k_name, const TensorView& q,
+               const TensorView& k) {
+    const int64_t num_q_heads = q.shape[q.ndim - 2], num_kv_heads = k.shape[k.ndim - 2];
+    const int64_t head_dim = q.shape[q.ndim - 1];
+    check.equal("head_dim", k_name, k.shape[k.ndim - 1], "q", head_dim);
+    if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
+        fail<ValueError>(check.op(), "head_dim (", head_dim, ") must be a multiple of 8 from 8 to ",
+                         kMaxHeadDim);
+    }
+    if (num_kv_heads < 1)
+        fail<ValueError>(check.op(), "num_kv_heads (", num_kv_heads, ") must be at least 1");
+    if (num_q_heads < 1) fail<ValueError>(check.op(), "num_q_heads (", num_q_heads, ") must be at least 1");
+    if (num_q_heads % num_kv_heads != 0) {
+        fail<ValueError>(check.op(), "num_q_heads (", num_q_heads, ") must be a multiple of num_kv_heads (",
+                         num_kv_heads, ")");
+    }
+    check.length("num_q_heads", num_q_heads);
+    p.num_q_heads = static_cast<int32_t>(num_q_heads);
+    p.num_kv_heads = static_cast<int32_t>(num_kv_heads);
+    p.head_dim = static_cast<int32_t>(head_dim);
+}
+
+// What attention and paged_attention share: the queries' side, masks and biases. `packed` says whether the
+// leading axis of q counts tokens of all sequences.
+template <class Args>
+void set_queries_and_masks(const Checker& check, ForwardParams& p, const Args& args, int q_ndim,
+                           const char* q_axes) {
+    const char* op = check.op();
+    const bool has_batch_axis = q_ndim == 4;
+    check.output("out", args.out, q_ndim, q_axes);
+    check.same_shape("out", args.out, "q", args.q);
+    check.dtype("out", args.out, args.q.dtype, " like q");
+
+    const int token_axis = has_batch_axis ? 1 : 0;
+    auto set_strides = [&](const TensorView& t, int64_t& batch, int64_t& token, int64_t& head) {
+        batch = stride_of(t, 0);  // one token a sequence: the batch axis; packed: unused
+        token = stride_of(t, token_axis);
+        head = stride_of(t, token_axis + 1);
+    };
+    p.q = args.q.data;
+    set_strides(args.q, p.q_batch_stride, p.q_token_stride, p.q_head_stride);
+    p.out = args.out.data;
+    set_strides(args.out, p.out_batch_stride, p.out_token_stride, p.out_head_stride);
+    if (args.lse) {
+        const TensorView& lse = *args.lse;
+        check.dtype("lse", lse, DType::float32, "");
+        if (lse.device != p.device) check.data("lse", lse, lse.ndim, "");
+        bool shape_fits = lse.ndim == q_ndim - 1;
+        for (int axis = 0; shape_fits && axis < lse.ndim; ++axis)
+            shape_fits = lse.shape[axis] == args.q.shape[axis];
+        if (!shape_fits) {
+            fail<ValueError>(op, "lse must have the shape of q without its last axis; q has ",
+                             args.q.shape_string(), ", lse ", lse.shape_string());
+        }
+        if (lse.read_only) fail<ValueError>(op, "lse must be writable; it is read-only");
+        p.lse = static_cast<float*>(lse.data);
+        set_strides(lse, p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride);
+    }
+    if (args.prefix_lens) {
+        check.index("prefix_lens", *args.prefix_lens, 1, "[batch]");
+        check.equal("batch", "prefix_lens", args.prefix_lens->shape[0], "q", p.batch);
+        p.prefix_lens = static_cast<const int32_t*>(args.prefix_lens->data);
+        if (p.device.type == DeviceType::cpu) {
+            for (int32_t b = 0; b < p.batch; ++b) {
+                if (p.prefix_lens[b] < 0) {
+                    fail<ValueError>(op, "prefix_lens[", b, "] must be at least 0; got ", p.prefix_lens[b]);
+                }
+            }
+        }
+    }
+    if (args.alibi_slopes) {
+        const TensorView& slopes = *args.alibi_slopes;
+        check.dtype("alibi_slopes", slopes, DType::float32, "");
+        const bool per_batch = slopes.ndim == 2;
+        check.data("alibi_slopes", slopes, per_batch ? 2 : 1, "[num_q_heads] or [batch, num_q_heads]");
+        check.equal("num_q_heads", "alibi_slopes", slopes.shape[slopes.ndim - 1], "q", p.num_q_heads);
+        if (per_batch) check.equal("batch", "alibi_slopes", slopes.shape[0], "q", p.batch);
+        p.alibi_slopes = static_cast<const float*>(slopes.data);
+        p.alibi_batch_stride = per_batch ? stride_of(slopes, 0) : 0;
+    }
+
+    const double scale = args.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+    if (!std::isfinite(scale)) fail<ValueError>(op, "softmax_scale must be finite; got ", scale);
+    if (!(args.softcap >= 0.0) || !std::isfinite(args.softcap)) {
+        fail<ValueError>(op, "softcap must be 0 (none) or positive; got ", args.softcap);
+    }
+    p.softmax_scale = static_cast<float>(scale);
+    p.softcap = static_cast<float>(args.softcap);
+    p.window_left = check_window(op, "window_left", args.window_left);
+    p.window_right = args.causal ? 0 : -1;
+    p.out_scale = 1.0f;
+}
+
+int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<int64_t> bound,
+                         int64_t total) {
+    if (!bound) return static_cast<int32_t>(total);
+    check.length(name, *bound);
+    return static_cast<int32_t>(*bound < total ? *bound : total);
+}
+
+// cu_seqlens [batch + 1] over `total` tokens; on the CPU its values too, and that none exceeds `max_seqlen`.
+const int32_t* set_cu_seqlens(const Checker& check, const char* name, const TensorView& cu_seqlens,
+                              int64_t batch, int64_t total, const char* max_name, int64_t max_seqlen) {
+    check.index(name, cu_seqlens, 1, "[batch + 1]");
+    if (cu_seqlens.shape[0] != batch + 1) {
+        fail<ValueError>(check.op(), name, " must have batch + 1 = ", batch + 1, " entries; got ",
+                         cu_seqlens.shape[0]);
+    }
+    const auto* values = static_cast<const int32_t*>(cu_seqlens.data);
+    if (cu_seqlens.device.type == DeviceType::cpu) {
+        check_cu_seqlens(check.op(), name, values, batch, total);
+        for (int64_t b = 0; b < batch; ++b) {
+            if (values[b + 1] - values[b] > max_seqlen) {
+                fail<ValueError>(check.op(), max_name, " (", max_seqlen,
+                                 ") must be at least every length in ", name, "; sequence ", b, " has ",
+                                 values[b + 1] - values[b]);
+            }
+        }
+    }
+    return values;
+}
+
+}  // namespace
+
+ForwardParams check_attention(const AttentionArgs& args) {
+    ForwardParams p{};
+    p.op = "attention";
+    p.device = args.q.device;
+    p.dtype = args.q.dtype;
+    const Checker check(p.op, p.device);
+    const bool packed = args.cu_seqlens_q.has_value();
+    if (packed != args.cu_seqlens_k.has_value()) {
+        fail<ValueError>(p.op, "cu_seqlens_q and cu_seqlens_k must be given together; only cu_seqlens_",
+                         packed ? "q" : "k", " was");
+    }
+    const int ndim = packed ? 3 : 4;
+    const char* q_axes = packed ? kPackedQ : kDenseQ;
+    const char* k_axes = packed ? kPackedK : kDenseK;
+    check.float_dtype("q", args.q);
+    check.data("q", args.q, ndim, q_axes);
+    check.data("k", args.k, ndim, k_axes);
+    check.data("v", args.v, ndim, k_axes);
+    check.dtype("k", args.k, args.q.dtype, " like q");
+    check.dtype("v", args.v, args.q.dtype, " like q");
+    check.same_shape("v", args.v, "k", args.k);
+    set_heads(check, p, "k", args.q, args.k);
+
+    p.k = args.k.data;
+    p.v = args.v.data;
+    p.k_outer_stride = stride_of(args.k, 0);
+    p.v_outer_stride = stride_of(args.v, 0);
+    p.k_token_stride = stride_of(args.k, ndim - 3);
+    p.v_token_stride = stride_of(args.v, ndim - 3);
+    p.k_head_stride = stride_of(args.k, ndim - 2);
+    p.v_head_stride = stride_of(args.v, ndim - 2);
+    if (packed) {
+        const int64_t batch = args.cu_seqlens_q->ndim == 1 ? args.cu_seqlens_q->shape[0] - 1 : 0;
+        if (batch < 0) fail<ValueError>(p.op, "cu_seqlens_q must have batch + 1 entries, at least 1; got 0");
+        check.length("total_q", args.q.shape[0]);
+        check.length("total_k", args.k.shape[0]);
+        check.length("batch", batch);
+        p.batch = static_cast<int32_t>(batch);
+        p.total_q = args.q.shape[0];
+        p.seqlen_q = check_max_seqlen(check, "max_seqlen_q", args.max_seqlen_q, p.total_q);
+        p.seqlen_k = check_max_seqlen(check, "max_seqlen_k", args.max_seqlen_k, args.k.shape[0]);
+        p.cu_seqlens_q = set_cu_seqlens(check, "cu_seqlens_q", *args.cu_seqlens_q, batch, p.total_q,
+                                        "max_seqlen_q", p.seqlen_q);
+        p.cu_seqlens_k = set_cu_seqlens(check, "cu_seqlens_k", *args.cu_seqlens_k, batch, args.k.shape[0],
+                                        "max_seqlen_k", p.seqlen_k);
+    } else {
+        if (args.max_seqlen_q || args.max_seqlen_k) {
+            fail<ValueError>(p.op, "max_seqlen_", args.max_seqlen_q ? "q" : "k",
+                             " belongs to packed arrays; give cu_seqlens_q and cu_seqlens_k too");
+        }
+        check.equal("batch", "k", args.k.shape[0], "q", args.q.shape[0]);
+        check.length("batch", args.q.shape[0]);
+        check.length("seqlen_q", args.q.shape[1]);
+        check.length("seqlen_k", args.k.shape[1]);
+        p.batch = static_cast<int32_t>(args.q.shape[0]);
+        p.seqlen_q = static_cast<int32_t>(args.q.shape[1]);
+        p.seqlen_k = static_cast<int32_t>(args.k.shape[1]);
+        p.total_q = args.q.shape[0] * args.q.shape[1];
+    }
+    set_queries_and_masks(check, p, args, ndim, q_axes);
+    const int32_t window_right = check_window(p.op, "window_right", args.window_right);
+    if (!args.causal) p.window_right = window_right;
+    return p;
+}
+
+ForwardParams check_paged_attention(const PagedAttentionArgs& args) {
+    ForwardParams p{};
+    p.op = "paged_attention";
+    p.device = args.q.device;
+    p.dtype = args.q.dtype;
+    const Checker check(p.op, p.device);
+    const char* q_axes = args.cu_seqlens_q ? kPackedQ : kDecodeQ;
+    check.float_dtype("q", args.q);
+    check.data("q", args.q, 3, q_axes);
+    check.data("k_pages", args.k_pages, 4, kPages);
+    check.data("v_pages", args.v_pages, 4, kPages);
+    check.dtype("k_pages", args.k_pages, args.q.dtype, " like q");
+    check.dtype("v_pages", args.v_pages, args.q.dtype, " like q");
+    check.same_shape("v_pages", args.v_pages, "k_pages", args.k_pages);
+    set_heads(check, p, "k_pages", args.q, args.k_pages);
+    check.index("page_table", args.page_table, 2, "[batch, max_pages]");
+    check.index("seq_lens", args.seq_lens, 1, "[batch]");
+
+    const int64_t num_pages = args.k_pages.shape[0], page_size = args.k_pages.shape[1];
+    const int64_t batch = args.page_table.shape[0], max_pages = args.page_table.shape[1];
+    if (page_size < 1) fail<ValueError>(p.op, "page_size (", page_size, ") must be at least 1");
+    check.length("page_size", page_size);
+    check.length("batch", batch);
+    check.equal("batch", "seq_lens", args.seq_lens.shape[0], "page_table", batch);
+    p.batch = static_cast<int32_t>(batch);
+    p.page_size = static_cast<int32_t>(page_size);
+    const int64_t capacity = max_pages * page_size;
+    p.seqlen_k = static_cast<int32_t>(capacity < kMaxLength ? capacity : kMaxLength);
+    p.k = args.k_pages.data;
+    p.v = args.v_pages.data;
+    p.k_outer_stride = stride_of(args.k_pages, 0);
+    p.v_outer_stride = stride_of(args.v_pages, 0);
+    p.k_token_stride = stride_of(args.k_pages, 1);
+    p.v_token_stride = stride_of(args.v_pages, 1);
+    p.k_head_stride = stride_of(args.k_pages, 2);
+    p.v_head_stride = stride_of(args.v_pages, 2);
+    p.page_table = static_cast<const int32_t*>(args.page_table.data);
+    p.page_table_stride = stride_of(args.page_table, 0);
+    p.seq_lens = static_cast<const int32_t*>(args.seq_lens.data);
+
+    p.total_q = args.q.shape[0];
+    check.length("total_q", p.total_q);
+    if (args.cu_seqlens_q) {
+        p.seqlen_q = check_max_seqlen(check, "max_seqlen_q", args.max_seqlen_q, p.total_q);
+        p.cu_seqlens_q = set_cu_seqlens(check, "cu_seqlens_q", *args.cu_seqlens_q, batch, p.total_q,
+                                        "max_seqlen_q", p.seqlen_q);
+    } else {
+        if (args.max_seqlen_q) {
+            fail<ValueError>(p.op, "max_seqlen_q belongs to packed queries; give cu_seqlens_q too");
+        }
+        check.equal("batch", "q", p.total_q, "page_table", batch);
+        p.seqlen_q = 1;
+    }
+    set_queries_and_masks(check, p, args, 3, q_axes);
+    if (!std::isfinite(args.k_scale.value_or(1.0f)))
+        fail<ValueError>(p.op, "k_scale must be finite; got ", *args.k_scale);
+    if (!std::isfinite(args.v_scale.value_or(1.0f)))
+        fail<ValueError>(p.op, "v_scale must be finite; got ", *args.v_scale);
+    p.softmax_scale *= args.k_scale.value_or(1.0f);
+    p.out_scale = args.v_scale.value_or(1.0f);
+    if (args.num_splits) {
+        constexpr int64_t kMaxSplits = 1024;
+        if (*args.num_splits < 1 || *args.num_splits > kMaxSplits) {
+            fail<ValueError>(p.op, "num_splits must lie in [1, ", kMaxSplits, "]; got ", *args.num_splits);
+        }
+        p.num_splits = static_cast<int32_t>(*args.num_splits);
+    }
+    if (p.device.type == DeviceType::cpu) {
+        check_pages_in_host(p.op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, page_size,
+                            num_pages);
+    }
+    return p;
+}
+
+}  // namespace octavo

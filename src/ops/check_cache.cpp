@@ -1,0 +1,216 @@
+#include "ops/check.h"
+#include "ops/checks.h"
+
+#include <cmath>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
+
+// The cache's two arrays, as outputs.
+void check_cache(const Checker& check, const TensorView& k_pages, const TensorView& v_pages) {
+    check.float_dtype("k_pages", k_pages);
+    check.output("k_pages", k_pages, 4, kPages);
+    check.output("v_pages", v_pages, 4, kPages);
+    check.dtype("v_pages", v_pages, k_pages.dtype, " like k_pages");
+    check.same_shape("v_pages", v_pages, "k_pages", k_pages);
+    if (k_pages.shape[1] < 1) {
+        fail<ValueError>(check.op(), "page_size (", k_pages.shape[1], ") must be at least 1");
+    }
+    check.length("page_size", k_pages.shape[1]);
+    check.length("num_kv_heads", k_pages.shape[2]);
+    check.length("head_dim", k_pages.shape[3]);
+}
+
+float check_scale(const char* op, const char* name, std::optional<float> scale) {
+    const float value = scale.value_or(1.0f);
+    if (!std::isfinite(value) || value == 0.0f)
+        fail<ValueError>(op, name, " must be finite and not 0; got ", value);
+    return value;
+}
+
+}  // namespace
+
+AppendKvParams check_append_kv(const AppendKvArgs& args) {
+    constexpr const char* op = "append_kv";
+    AppendKvParams p{};
+    p.device = args.k.device;
+    p.dtype = args.k_pages.dtype;
+    const Checker check(op, p.device);
+    const char* axes =
+        args.cu_seqlens ? "[total, num_kv_heads, head_dim]" : "[batch, num_kv_heads, head_dim]";
+    check.data("k", args.k, 3, axes);
+    check.data("v", args.v, 3, axes);
+    check_cache(check, args.k_pages, args.v_pages);
+    check.dtype("k", args.k, p.dtype, " like k_pages");
+    check.dtype("v", args.v, p.dtype, " like k_pages");
+    check.same_shape("v", args.v, "k", args.k);
+    check.equal("num_kv_heads", "k", args.k.shape[1], "k_pages", args.k_pages.shape[2]);
+    check.equal("head_dim", "k", args.k.shape[2], "k_pages", args.k_pages.shape[3]);
+    check.index("page_table", args.page_table, 2, "[batch, max_pages]");
+    check.index("seq_lens", args.seq_lens, 1, "[batch]");
+    const int64_t batch = args.page_table.shape[0], max_pages = args.page_table.shape[1];
+    check.equal("batch", "seq_lens", args.seq_lens.shape[0], "page_table", batch);
+    check.length("batch", batch);
+    check.length("total", args.k.shape[0]);
+
+    p.k = args.k.data;
+    p.k_token_stride = stride_of(args.k, 0);
+    p.k_head_stride = stride_of(args.k, 1);
+    p.v = args.v.data;
+    p.v_token_stride = stride_of(args.v, 0);
+    p.v_head_stride = stride_of(args.v, 1);
+    p.k_pages = args.k_pages.data;
+    p.k_page_stride = stride_of(args.k_pages, 0);
+    p.k_slot_stride = stride_of(args.k_pages, 1);
+    p.k_pages_head_stride = stride_of(args.k_pages, 2);
+    p.v_pages = args.v_pages.data;
+    p.v_page_stride = stride_of(args.v_pages, 0);
+    p.v_slot_stride = stride_of(args.v_pages, 1);
+    p.v_pages_head_stride = stride_of(args.v_pages, 2);
+    p.page_table = static_cast<const int32_t*>(args.page_table.data);
+    p.page_table_stride = stride_of(args.page_table, 0);
+    p.seq_lens = static_cast<const int32_t*>(args.seq_lens.data);
+    p.total = args.k.shape[0];
+    p.batch = static_cast<int32_t>(batch);
+    p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
+    p.num_kv_heads = static_cast<int32_t>(args.k.shape[1]);
+    p.head_dim = static_cast<int32_t>(args.k.shape[2]);
+    p.k_scale = check_scale(op, "k_scale", args.k_scale);
+    p.v_scale = check_scale(op, "v_scale", args.v_scale);
+    if (args.cu_seqlens) {
+        check.index("cu_seqlens", *args.cu_seqlens, 1, "[batch + 1]");
+        if (args.cu_seqlens->shape[0] != batch + 1) {
+            fail<ValueError>(op, "cu_seqlens must have batch + 1 = ", batch + 1, " entries; got ",
+                             args.cu_seqlens->shape[0]);
+        }
+        p.cu_seqlens = static_cast<const int32_t*>(args.cu_seqlens->data);
+    } else {
+        check.equal("batch", "k", p.total, "page_table", batch);
+    }
+    if (p.device.type == DeviceType::cpu) {
+        if (p.cu_seqlens) check_cu_seqlens(op, "cu_seqlens", p.cu_seqlens, batch, p.total);
+        check_pages_in_host(op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, p.page_size,
+                            args.k_pages.shape[0]);
+        for (int32_t b = 0; b < p.batch; ++b) {
+            const int32_t count = p.cu_seqlens ? p.cu_seqlens[b + 1] - p.cu_seqlens[b] : 1;
+            if (p.seq_lens[b] != 0 && p.seq_lens[b] < count) {
+                fail<ValueError>(op, "seq_lens[", b, "] (", p.seq_lens[b],
+                                 ") counts the new tokens and must be 0 (padding) or at least their number (",
+                                 count, ")");
+            }
+        }
+    }
+    return p;
+}
+
+CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
+    constexpr const char* op = "copy_pages";
+    CopyPagesParams p{};
+    p.device = args.k_pages.device;
+    p.dtype = args.k_pages.dtype;
+    const Checker check(op, p.device);
+    check_cache(check, args.k_pages, args.v_pages);
+    check.index("copies", args.copies, 2, "[num_copies, 2]");
+    if (args.copies.shape[1] != 2) {
+        fail<ValueError>(op, "copies must have shape [num_copies, 2]; got ", args.copies.shape_string());
+    }
+    if (!args.copies.is_contiguous()) fail<ValueError>(op, "copies must be contiguous");
+    p.k_pages = args.k_pages.data;
+    p.k_page_stride = stride_of(args.k_pages, 0);
+    p.k_slot_stride = stride_of(args.k_pages, 1);
+    p.k_head_stride = stride_of(args.k_pages, 2);
+    p.v_pages = args.v_pages.data;
+    p.v_page_stride = stride_of(args.v_pages, 0);
+    p.v_slot_stride = stride_of(args.v_pages, 1);
+    p.v_head_stride = stride_of(args.v_pages, 2);
+    p.copies = static_cast<const int32_t*>(args.copies.data);
+    p.num_copies = args.copies.shape[0];
+    p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
+    p.num_kv_heads = static_cast<int32_t>(args.k_pages.shape[2]);
+    p.head_dim = static_cast<int32_t>(args.k_pages.shape[3]);
+    if (p.device.type == DeviceType::cpu) {
+        const int64_t num_pages = args.k_pages.shape[0];
+        enum : uint8_t { kRead = 1, kWritten = 2 };
+        std::vector<uint8_t> use(p.num_copies > 0 ? num_pages : 0);
+        auto check_page = [&](int64_t i, int column) {
+            const int32_t page = p.copies[2 * i + column];
+            if (page < 0 || page >= num_pages) {
+                fail<ValueError>(op, "copies[", i, ", ", column, "] must lie in [0, num_pages = ", num_pages,
+                                 "); got ", page);
+            }
+            return page;
+        };
+        for (int64_t i = 0; i < p.num_copies; ++i) use[check_page(i, 0)] |= kRead;
+        for (int64_t i = 0; i < p.num_copies; ++i) {
+            const int32_t to = check_page(i, 1);
+            if (use[to]) {
+                fail<ValueError>(op, "copies[", i, ", 1] (", to, ") is also ",
+                                 use[to] & kRead ? "copied from" : "copied to by another row",
+                                 "; copies are made in no particular order");
+            }
+            use[to] |= kWritten;
+        }
+    }
+    return p;
+}
+
+MergeStatesParams check_merge_states(const MergeStatesArgs& args) {
+    constexpr const char* op = "merge_states";
+    constexpr const char* axes = "[..., head_dim] with one to three leading axes";
+    MergeStatesParams p{};
+    p.device = args.out_a.device;
+    p.dtype = args.out_a.dtype;
+    const Checker check(op, p.device);
+    const int ndim = args.out_a.ndim;
+    if (ndim < 2 || ndim > 4) {
+        fail<ValueError>(op, "out_a must have shape ", axes, "; got ", args.out_a.shape_string());
+    }
+    check.float_dtype("out_a", args.out_a);
+    check.data("out_a", args.out_a, ndim, axes);
+    check.length("head_dim", args.out_a.shape[ndim - 1]);
+    p.head_dim = static_cast<int32_t>(args.out_a.shape[ndim - 1]);
+
+    const int pad = 4 - ndim;
+    for (int i = 0; i < 3; ++i) p.shape[i] = i < pad ? 1 : args.out_a.shape[i - pad];
+    auto set_strides = [&](const TensorView& t, int64_t (&strides)[3]) {
+        for (int i = 0; i < 3; ++i) strides[i] = i < pad ? 0 : stride_of(t, i - pad);
+    };
+    auto check_lse = [&](const char* name, const TensorView& lse) {
+        check.dtype(name, lse, DType::float32, "");
+        if (lse.device != p.device) check.data(name, lse, lse.ndim, "");
+        bool fits = lse.ndim == ndim - 1;
+        for (int axis = 0; fits && axis < lse.ndim; ++axis) fits = lse.shape[axis] == args.out_a.shape[axis];
+        if (!fits) {
+            fail<ValueError>(op, name, " must have the shape of out_a without its last axis; out_a has ",
+                             args.out_a.shape_string(), ", ", name, " ", lse.shape_string());
+        }
+    };
+    set_strides(args.out_a, p.out_a_strides);
+    check_lse("lse_a", args.lse_a);
+    set_strides(args.lse_a, p.lse_a_strides);
+    check.data("out_b", args.out_b, ndim, axes);
+    check.dtype("out_b", args.out_b, p.dtype, " like out_a");
+    check.same_shape("out_b", args.out_b, "out_a", args.out_a);
+    set_strides(args.out_b, p.out_b_strides);
+    check_lse("lse_b", args.lse_b);
+    set_strides(args.lse_b, p.lse_b_strides);
+    check.output("out", args.out, ndim, axes);
+    check.dtype("out", args.out, p.dtype, " like out_a");
+    check.same_shape("out", args.out, "out_a", args.out_a);
+    set_strides(args.out, p.out_strides);
+    check_lse("lse", args.lse);
+    if (args.lse.read_only) fail<ValueError>(op, "lse must be writable; it is read-only");
+    set_strides(args.lse, p.lse_strides);
+    p.out_a = args.out_a.data;
+    p.lse_a = static_cast<const float*>(args.lse_a.data);
+    p.out_b = args.out_b.data;
+    p.lse_b = static_cast<const float*>(args.lse_b.data);
+    p.out = args.out.data;
+    p.lse = static_cast<float*>(args.lse.data);
+    return p;
+}
+
+}  // namespace octavo

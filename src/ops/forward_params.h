@@ -1,0 +1,103 @@
+// Attention forward, checked: plain data for both backends. Strides count elements; the last axis has
+// stride 1 throughout.
+#pragma once
+
+#include "common/macros.h"
+#include "common/visibility.h"
+
+#include <octavo/tensor.h>
+
+#include <cstdint>
+
+namespace octavo {
+
+struct ForwardParams {
+    const char* op;  // "attention" or "paged_attention", for messages
+    DType dtype;     // of q, k, v and out
+    Device device;
+
+    const void* q;  // [batch, seqlen_q, num_q_heads, head_dim]; packed: [total_q, num_q_heads, head_dim]
+    int64_t q_batch_stride, q_token_stride, q_head_stride;
+    void* out;  // like q
+    int64_t out_batch_stride, out_token_stride, out_head_stride;
+    float* lse;  // like q without head_dim; may be null
+    int64_t lse_batch_stride, lse_token_stride, lse_head_stride;
+
+    // Dense: [batch, seqlen_k, num_kv_heads, head_dim], outer = batch. Packed: [total_k, ...], outer unused.
+    // Paged: [num_pages, page_size, num_kv_heads, head_dim], outer = page.
+    const void* k;
+    int64_t k_outer_stride, k_token_stride, k_head_stride;
+    const void* v;
+    int64_t v_outer_stride, v_token_stride, v_head_stride;
+
+    const int32_t* cu_seqlens_q;  // [batch + 1]; null: every sequence has seqlen_q queries
+    const int32_t* cu_seqlens_k;  // [batch + 1]; null unless packed
+    const int32_t* page_table;    // [batch, max_pages]; null unless paged
+    int64_t page_table_stride;
+    const int32_t* seq_lens;     // [batch]; null unless paged
+    const int32_t* prefix_lens;  // [batch]; may be null
+    const float* alibi_slopes;   // [num_q_heads], or [batch, num_q_heads]; may be null
+    int64_t alibi_batch_stride;  // 0 when shared by the batch
+
+    int64_t total_q;  // queries over all sequences
+    int32_t batch;
+    int32_t seqlen_q;  // of every sequence; packed: the bound max_seqlen_q
+    int32_t seqlen_k;  // of every sequence; packed: the bound max_seqlen_k; paged: max_pages * page_size
+    int32_t num_q_heads, num_kv_heads, head_dim;
+    int32_t page_size;
+    int32_t window_left, window_right;  // -1: unbounded; causal: window_right = 0
+    float softmax_scale;                // k_scale included
+    float softcap;                      // 0: none
+    float out_scale;                    // v_scale
+    int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
+
+    OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
+    OCTAVO_HD bool paged() const { return page_table != nullptr; }
+};
+
+// What one sequence of the batch is made of.
+struct SequenceSlice {
+    int64_t q_begin;  // its first query, in elements from q; likewise out_begin and lse_begin
+    int64_t out_begin;
+    int64_t lse_begin;
+    int64_t k_begin;  // its first key, in elements from k; 0 when paged; likewise v_begin
+    int64_t v_begin;
+    int32_t seqlen_q;
+    Visibility see;
+
+    OCTAVO_HD int32_t q_pos(int32_t i) const { return see.seqlen_k - seqlen_q + i; }
+
+    OCTAVO_HD static SequenceSlice make(const ForwardParams& p, int32_t b) {
+        SequenceSlice s{};
+        if (p.cu_seqlens_q) {
+            int64_t first = p.cu_seqlens_q[b];
+            s.q_begin = first * p.q_token_stride;
+            s.out_begin = first * p.out_token_stride;
+            s.lse_begin = first * p.lse_token_stride;
+            s.seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+        } else {
+            s.q_begin = b * p.q_batch_stride;
+            s.out_begin = b * p.out_batch_stride;
+            s.lse_begin = b * p.lse_batch_stride;
+            s.seqlen_q = p.seqlen_q;
+        }
+        int32_t seqlen_k = p.seqlen_k;
+        if (p.paged()) {
+            seqlen_k = p.seq_lens[b];
+        } else if (p.cu_seqlens_k) {
+            int64_t first = p.cu_seqlens_k[b];
+            s.k_begin = first * p.k_token_stride;
+            s.v_begin = first * p.v_token_stride;
+            seqlen_k = p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
+        } else {
+            s.k_begin = b * p.k_outer_stride;
+            s.v_begin = b * p.v_outer_stride;
+        }
+        int32_t prefix_len = p.prefix_lens ? p.prefix_lens[b] : 0;
+        if (prefix_len > seqlen_k) prefix_len = seqlen_k;
+        s.see = {seqlen_k, prefix_len, p.window_left, p.window_right};
+        return s;
+    }
+};
+
+}  // namespace octavo

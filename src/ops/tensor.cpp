@@ -1,0 +1,58 @@
+#include <octavo/tensor.h>
+
+#include <octavo/error.h>
+
+namespace octavo {
+
+std::string to_string(DType dtype) {
+    switch (dtype) {
+        case DType::float32: return "float32";
+        case DType::float16: return "float16";
+        case DType::bfloat16: return "bfloat16";
+        case DType::int32: return "int32";
+    }
+    return "unknown dtype";
+}
+
+std::string to_string(Device device) {
+    return device.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+}
+
+TensorView::TensorView(void* data, DType dtype, std::initializer_list<int64_t> extents, Device device)
+    : data(data), dtype(dtype), device(device), ndim(static_cast<int32_t>(extents.size())) {
+    if (extents.size() > kMaxDims) {
+        throw ValueError("TensorView: at most " + std::to_string(kMaxDims) + " axes, got " +
+                         std::to_string(extents.size()));
+    }
+    int axis = 0;
+    for (int64_t extent : extents) shape[axis++] = extent;
+    int64_t stride = 1;
+    for (axis = ndim - 1; axis >= 0; --axis) {
+        strides[axis] = stride;
+        stride *= shape[axis];
+    }
+}
+
+int64_t TensorView::size() const {
+    int64_t count = 1;
+    for (int axis = 0; axis < ndim; ++axis) count *= shape[axis];
+    return count;
+}
+
+bool TensorView::is_contiguous() const {
+    if (size() == 0) return true;
+    int64_t stride = 1;
+    for (int axis = ndim - 1; axis >= 0; --axis) {
+        if (shape[axis] != 1 && strides[axis] != stride) return false;
+        stride *= shape[axis];
+    }
+    return true;
+}
+
+std::string TensorView::shape_string() const {
+    std::string text = "[";
+    for (int axis = 0; axis < ndim; ++axis) text += (axis ? ", " : "") + std::to_string(shape[axis]);
+    return text + "]";
+}
+
+}  // namespace octavo
