@@ -1,0 +1,113 @@
+#include "page_allocator/page_pool.h"
+
+#include "common/fail.h"
+
+#include <algorithm>
+#include <new>
+
+namespace octavo {
+
+PagePool::PagePool(int32_t num_pages)
+    : pages_(static_cast<Page*>(std::calloc(static_cast<size_t>(num_pages), sizeof(Page)))),
+      num_pages_(num_pages) {
+    if (!pages_) throw std::bad_alloc();
+}
+
+void PagePool::push_free(int32_t page) noexcept {
+    pages_[page] = {0, first_free_};
+    first_free_ = page;
+    ++num_released_;
+}
+
+void PagePool::release(int32_t page) noexcept {
+    if (--pages_[page].num_holders > 0) return;
+    int32_t link = pages_[page].link;
+    if (link > 0) return;
+    if (link < 0) {
+        PageCopy& dropped = pending_copies_[~link];
+        int32_t from = dropped.from;
+        dropped = pending_copies_.back();
+        pages_[dropped.to].link = link;
+        pending_copies_.pop_back();
+        release_source(from);
+    }
+    push_free(page);
+}
+
+void PagePool::release_source(int32_t page) noexcept {
+    if (--pages_[page].link == 0 && pages_[page].num_holders == 0) push_free(page);
+}
+
+void PagePool::reserve_copy() {
+    size_t needed = pending_copies_.size() + 1;
+    if (pending_copies_.capacity() < needed) pending_copies_.reserve(std::max<size_t>(2 * needed, 16));
+}
+
+int32_t PagePool::copy_on_write(int32_t page) noexcept {
+    assert(is_shared(page) && pending_copies_.size() < pending_copies_.capacity());
+    int32_t to = acquire();
+    int32_t link = pages_[page].link;
+    int32_t from = link < 0 ? pending_copies_[~link].from : page;
+    ++pages_[from].link;
+    pages_[to].link = ~static_cast<int32_t>(pending_copies_.size());
+    pending_copies_.push_back({from, to});
+    --pages_[page].num_holders;
+    return to;
+}
+
+std::vector<PageCopy> PagePool::take_copies() {
+    std::vector<PageCopy> copies(pending_copies_);
+    pending_copies_.clear();
+    for (PageCopy copy : copies) {
+        pages_[copy.to].link = 0;
+        release_source(copy.from);
+    }
+    return copies;
+}
+
+void PagePool::check(const std::vector<int32_t>& holders) const {
+    auto fail_page = [](int32_t page, const auto&... what) {
+        fail<Error>("check_invariants", "page ", page, ' ', what...);
+    };
+    std::vector<bool> is_free(static_cast<size_t>(num_touched_));
+    int32_t num_listed = 0;
+    for (int32_t page = first_free_; page != kNone; page = pages_[page].link, ++num_listed) {
+        if (page < 0 || page >= num_touched_) fail_page(page, "is listed as free, but was never handed out");
+        if (is_free[page]) fail_page(page, "is listed as free twice");
+        is_free[page] = true;
+    }
+    if (num_listed != num_released_) {
+        fail<Error>("check_invariants", num_listed, " pages are listed as free, but ", num_released_,
+                    " counted");
+    }
+
+    std::vector<int32_t> num_readers(static_cast<size_t>(num_touched_));
+    std::vector<int32_t> writer(static_cast<size_t>(num_touched_), kNone);
+    for (size_t i = 0; i < pending_copies_.size(); ++i) {
+        auto [from, to] = pending_copies_[i];
+        if (from < 0 || from >= num_touched_) fail_page(from, "is to be copied, but was never handed out");
+        if (to < 0 || to >= num_touched_) fail_page(to, "is to be written, but was never handed out");
+        if (writer[to] != kNone) fail_page(to, "is to be written by two copies");
+        writer[to] = static_cast<int32_t>(i);
+        ++num_readers[from];
+    }
+
+    for (int32_t page = 0; page < num_touched_; ++page) {
+        auto [num_holders, link] = pages_[page];
+        bool is_written = writer[page] != kNone;
+        bool is_reserved = num_readers[page] > 0;
+        if (num_holders != holders[page]) {
+            fail_page(page, "has ", holders[page], " holders, but counts ", num_holders);
+        }
+        if (is_written && is_reserved) fail_page(page, "is to be both copied and written");
+        if (is_written && num_holders == 0) fail_page(page, "is to be written, but nobody holds it");
+        if (is_free[page] && (num_holders > 0 || is_reserved))
+            fail_page(page, "is listed as free, but in use");
+        if (!is_free[page] && num_holders == 0 && !is_reserved) fail_page(page, "is neither in use nor free");
+        if (!is_free[page] && link != (is_written ? ~writer[page] : num_readers[page])) {
+            fail_page(page, "does not know of the copies that read or write it");
+        }
+    }
+}
+
+}  // namespace octavo

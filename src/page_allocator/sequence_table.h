@@ -1,0 +1,68 @@
+// The sequences and their handles. A handle is an index into the table and the generation of that entry,
+// which every free advances, so that an old handle no longer matches.
+#pragma once
+
+#include <octavo/page_allocator.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace octavo {
+
+// 40 bytes: what growing a sequence needs, in one cache line.
+struct SequenceEntry {
+    uint64_t handle;             // of the sequence; of a free entry, kFreeBit and the next sequence's
+    int32_t length = 0;          // tokens
+    int32_t next_free;           // of a free entry: the next one, or kNone
+    std::vector<int32_t> pages;  // [ceil(length / page_size)]; a free entry keeps the memory
+};
+
+class SequenceTable {
+  public:
+    // Handles are index | generation << kIndexBits, and below 2^63: they fit a signed integer too.
+    static constexpr int kIndexBits = 28;
+    static constexpr int kGenerationBits = 35;
+    static constexpr uint64_t kFreeBit = uint64_t{1} << 63;
+    static constexpr int32_t kMaxSequences = 1 << kIndexBits;
+
+    SequenceTable();
+
+    const std::vector<SequenceEntry>& entries() const { return entries_; }
+    int32_t size() const { return static_cast<int32_t>(entries_.size()) - num_free_; }
+
+    // The entry of a live sequence; throws InvalidSequence in the name of `call`. Valid until reserve().
+    SequenceEntry& find(const char* call, Sequence sequence) {
+        uint64_t handle = static_cast<uint64_t>(sequence);
+        size_t index = handle & (kMaxSequences - 1);
+        if (index >= entries_.size() || entries_[index].handle != handle || handle & kFreeBit) {
+            throw_invalid(call, handle);
+        }
+        return entries_[index];
+    }
+    const SequenceEntry& find(const char* call, Sequence sequence) const {
+        return const_cast<SequenceTable*>(this)->find(call, sequence);
+    }
+
+    // Room for `count` more sequences of `num_pages` pages, so that create and filling them cannot fail.
+    // size() + count may be at most kMaxSequences.
+    void reserve(int64_t count, size_t num_pages);
+
+    SequenceEntry& create() noexcept;  // an empty sequence; needs reserve()
+    void free(SequenceEntry& entry) noexcept;
+
+    void check() const;  // throws Error at the first contradiction
+
+  private:
+    static constexpr int32_t kNone = -1;
+
+    [[noreturn]] void throw_invalid(const char* call, uint64_t handle) const;
+    uint64_t age(uint64_t handle) const;  // how many sequences had the entry before
+
+    std::vector<SequenceEntry> entries_;
+    uint64_t first_generation_;
+    int32_t num_free_ = 0;
+    int32_t first_free_ = kNone;
+};
+
+}  // namespace octavo

@@ -1,0 +1,334 @@
+// Random calls against a model that holds tokens, and that copies a page the moment it should be the
+// sequence's own.
+#include "allocator_testing.h"
+
+#include <octavo/page_allocator.h>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <utility>
+
+namespace octavo {
+namespace {
+
+using ModelPage = std::shared_ptr<std::vector<int>>;  // the tokens in it
+
+struct ModelSequence {
+    Sequence handle;
+    std::vector<ModelPage> pages;
+    int64_t length = 0;
+    int64_t written = 0;  // tokens before this one are in the cache, not only counted
+};
+
+struct ModelCopy {
+    ModelPage from;
+    std::weak_ptr<std::vector<int>> to;
+};
+
+class Model {
+  public:
+    Model(int64_t num_pages, int64_t page_size) : num_pages_(num_pages), page_size_(page_size) {}
+
+    std::vector<ModelSequence> sequences;
+
+    int64_t num_free() const {
+        std::set<const void*> used;
+        for (const ModelSequence& s : sequences) {
+            for (const ModelPage& page : s.pages) used.insert(page.get());
+        }
+        for (const ModelCopy& copy : copies_) {
+            if (!copy.to.expired()) used.insert(copy.from.get());
+        }
+        return num_pages_ - static_cast<int64_t>(used.size());
+    }
+
+    bool copies_tail(const ModelSequence& s, int64_t n) const {
+        return n > 0 && s.length % page_size_ != 0 && num_holders(s.pages.back()) > 1;
+    }
+
+    int64_t num_new_pages(const ModelSequence& s, int64_t n) const {
+        return (s.length + n + page_size_ - 1) / page_size_ - static_cast<int64_t>(s.pages.size());
+    }
+
+    void extend(ModelSequence& s, int64_t n) {
+        if (copies_tail(s, n)) {
+            ModelPage tail = s.pages.back();
+            ModelPage from = tail;
+            for (const ModelCopy& copy : copies_) {
+                if (copy.to.lock() == tail) from = copy.from;
+            }
+            s.pages.back() = std::make_shared<std::vector<int>>(*tail);
+            copies_.push_back({from, s.pages.back()});
+        }
+        for (int64_t i = 0; i < n; ++i, ++s.length) {
+            if (s.length % page_size_ == 0) s.pages.push_back(std::make_shared<std::vector<int>>());
+            s.pages.back()->resize(static_cast<size_t>(s.length % page_size_));
+            s.pages.back()->push_back(next_token_++);
+        }
+    }
+
+    void truncate(ModelSequence& s, int64_t length) {
+        s.length = length;
+        s.written = std::min(s.written, length);
+        s.pages.resize(static_cast<size_t>((length + page_size_ - 1) / page_size_));
+    }
+
+    int token(const ModelSequence& s, int64_t i) const {
+        return (*s.pages[static_cast<size_t>(i / page_size_)])[static_cast<size_t>(i % page_size_)];
+    }
+
+    int64_t take_copies() {
+        int64_t count = 0;
+        for (const ModelCopy& copy : copies_) count += !copy.to.expired();
+        copies_.clear();
+        return count;
+    }
+
+    void check_stats(const PageAllocatorStats& stats) const {
+        std::map<const void*, std::pair<int, int64_t>> pages;  // holders, tokens
+        int64_t num_tokens = 0;
+        for (const ModelSequence& s : sequences) {
+            num_tokens += s.length;
+            for (size_t i = 0; i < s.pages.size(); ++i) {
+                auto& [num_holders, filled] = pages[s.pages[i].get()];
+                ++num_holders;
+                filled =
+                    std::max(filled, std::min(page_size_, s.length - static_cast<int64_t>(i) * page_size_));
+            }
+        }
+        int64_t num_shared = 0, num_stored = 0;
+        for (const auto& [page, counts] : pages) {
+            num_shared += counts.first > 1;
+            num_stored += counts.second;
+        }
+        ASSERT_EQ(stats.num_sequences, static_cast<int64_t>(sequences.size()));
+        ASSERT_EQ(stats.num_free_pages, num_free());
+        ASSERT_EQ(stats.num_used_pages, num_pages_ - num_free());
+        ASSERT_EQ(stats.num_shared_pages, num_shared);
+        ASSERT_EQ(stats.num_tokens, num_tokens);
+        ASSERT_EQ(stats.num_stored_tokens, num_stored);
+        double slots = static_cast<double>(stats.num_used_pages * page_size_);
+        ASSERT_DOUBLE_EQ(stats.waste_percent,
+                         slots > 0 ? 100 * (slots - static_cast<double>(num_stored)) / slots : 0);
+    }
+
+  private:
+    int num_holders(const ModelPage& page) const {
+        int count = 0;
+        for (const ModelSequence& s : sequences) {
+            count += static_cast<int>(std::count(s.pages.begin(), s.pages.end(), page));
+        }
+        return count;
+    }
+
+    int64_t num_pages_, page_size_;
+    int next_token_ = 0;
+    std::vector<ModelCopy> copies_;
+};
+
+struct Sizes {
+    int64_t num_pages, page_size;
+    uint32_t seed;
+};
+
+class Simulation {
+  public:
+    explicit Simulation(Sizes sizes)
+        : page_size_(sizes.page_size),
+          random_(sizes.seed),
+          allocator_(sizes.num_pages, sizes.page_size),
+          model_(sizes.num_pages, sizes.page_size),
+          cache_(static_cast<size_t>(sizes.num_pages * sizes.page_size), -1) {}
+
+    void step() {
+        size_t count = model_.sequences.size();
+        int64_t action = below(100);
+        if (count == 0 || (action < 8 && count < 10)) {
+            model_.sequences.push_back({allocator_.create(), {}});
+        } else if (action < 55) {
+            extend(any(), below(4) ? below(page_size_ + 2) : below(4 * page_size_), below(2));
+        } else if (action < 65) {
+            if (count < 10) fork(below(static_cast<int64_t>(count)), below(4));
+        } else if (action < 77) {
+            ModelSequence& s = any();
+            int64_t length = below(s.length + 1);
+            if (below(2)) length = std::max(length, s.length - below(page_size_ + 1));
+            allocator_.truncate(s.handle, length);
+            model_.truncate(s, length);
+        } else if (action < 86) {
+            int64_t i = below(static_cast<int64_t>(count));
+            freed_.push_back(model_.sequences[i].handle);
+            allocator_.free(freed_.back());
+            model_.sequences.erase(model_.sequences.begin() + i);
+        } else if (action < 90 && !freed_.empty()) {
+            Sequence stale = freed_[below(static_cast<int64_t>(freed_.size()))];
+            ASSERT_THROW(allocator_.extend(stale, 1), InvalidSequence);
+            ASSERT_THROW(allocator_.free(stale), InvalidSequence);
+        } else {
+            write_cache();
+        }
+        check();
+    }
+
+  private:
+    int64_t below(int64_t bound) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(bound)); }
+    ModelSequence& any() { return model_.sequences[below(static_cast<int64_t>(model_.sequences.size()))]; }
+
+    std::vector<Sequence> handles() const {
+        std::vector<Sequence> handles;
+        for (const ModelSequence& s : model_.sequences) handles.push_back(s.handle);
+        return handles;
+    }
+
+    void extend(ModelSequence& s, int64_t n, bool try_it) {
+        int64_t num_new = model_.num_new_pages(s, n);
+        bool copies_tail = model_.copies_tail(s, n);
+        bool fits = num_new + copies_tail <= model_.num_free();
+        std::string before = fits ? "" : dump(allocator_, handles());
+        if (try_it) {
+            ASSERT_EQ(allocator_.try_extend(s.handle, n), fits);
+        } else if (fits) {
+            allocator_.extend(s.handle, n);
+        } else {
+            ASSERT_EQ(message_of<OutOfPages>([&] { allocator_.extend(s.handle, n); }),
+                      "extend: needs " + std::to_string(num_new + copies_tail) + " pages (" +
+                          std::to_string(num_new) + " new, " + std::to_string(copies_tail) +
+                          " copy-on-write), " + std::to_string(model_.num_free()) + " free");
+        }
+        if (fits) {
+            model_.extend(s, n);
+        } else {
+            ASSERT_EQ(dump(allocator_, handles()), before);
+        }
+    }
+
+    void fork(int64_t parent, int64_t n) {
+        for (Sequence handle : allocator_.fork(model_.sequences[parent].handle, n)) {
+            ModelSequence child = model_.sequences[parent];
+            child.handle = handle;
+            model_.sequences.push_back(child);
+        }
+    }
+
+    // What a step of generation does: the copies, in any order, then the tokens that were not yet written.
+    void write_cache() {
+        std::vector<PageCopy> copies = allocator_.take_copies();
+        check_copies(copies);
+        ASSERT_EQ(static_cast<int64_t>(copies.size()), model_.take_copies());
+        std::shuffle(copies.begin(), copies.end(), random_);
+        for (PageCopy copy : copies) std::copy_n(slot(copy.from, 0), page_size_, slot(copy.to, 0));
+        for (ModelSequence& s : model_.sequences) {
+            std::vector<int32_t> pages = allocator_.pages(s.handle);
+            for (; s.written < s.length; ++s.written) {
+                *slot(pages[s.written / page_size_], s.written % page_size_) = model_.token(s, s.written);
+            }
+        }
+        for (const ModelSequence& s : model_.sequences) {
+            std::vector<int32_t> pages = allocator_.pages(s.handle);
+            for (int64_t i = 0; i < s.length; ++i) {
+                ASSERT_EQ(*slot(pages[i / page_size_], i % page_size_), model_.token(s, i));
+            }
+        }
+    }
+
+    void check() {
+        allocator_.check_invariants();
+        std::map<int32_t, const void*> model_of;
+        std::map<const void*, int32_t> page_of;
+        for (const ModelSequence& s : model_.sequences) {
+            std::vector<int32_t> pages = allocator_.pages(s.handle);
+            ASSERT_EQ(allocator_.length(s.handle), s.length);
+            ASSERT_EQ(pages.size(), s.pages.size());
+            for (size_t i = 0; i < pages.size(); ++i) {  // the same page exactly where the model shares one
+                ASSERT_EQ(model_of.emplace(pages[i], s.pages[i].get()).first->second, s.pages[i].get());
+                ASSERT_EQ(page_of.emplace(s.pages[i].get(), pages[i]).first->second, pages[i]);
+            }
+        }
+        model_.check_stats(allocator_.stats());
+    }
+
+    int* slot(int32_t page, int64_t i) { return &cache_[static_cast<size_t>(page * page_size_ + i)]; }
+
+    int64_t page_size_;
+    std::mt19937_64 random_;
+    PageAllocator allocator_;
+    Model model_;
+    std::vector<int> cache_;  // [num_pages, page_size], a token a slot
+    std::vector<Sequence> freed_;
+};
+
+class PageAllocatorModel : public testing::TestWithParam<Sizes> {};
+
+TEST_P(PageAllocatorModel, AgreesOverRandomCalls) {
+    Simulation simulation(GetParam());
+    for (int i = 0; i < 40000; ++i) {
+        simulation.step();
+        if (HasFatalFailure()) FAIL() << "at call " << i;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, PageAllocatorModel,
+                         testing::Values(Sizes{1, 1, 1}, Sizes{6, 1, 2}, Sizes{9, 3, 3}, Sizes{24, 4, 4},
+                                         Sizes{17, 5, 5}, Sizes{40, 16, 6}),
+                         [](const testing::TestParamInfo<Sizes>& sizes) {
+                             return std::to_string(sizes.param.num_pages) + "x" +
+                                    std::to_string(sizes.param.page_size);
+                         });
+
+// The same calls on two allocators, and before each of them, on the first one only, extends of every sequence
+// that cannot succeed. Everything seen from then on stays equal.
+TEST(PageAllocatorTwins, OutOfPagesAtEveryPointLeavesNoTrace) {
+    constexpr int64_t kPageSize = 3;
+    for (int64_t num_pages = 1; num_pages <= 24; ++num_pages) {
+        std::mt19937 random(static_cast<uint32_t>(num_pages));
+        PageAllocator tried(num_pages, kPageSize), twin(num_pages, kPageSize);
+        std::vector<Sequence> a, b;
+        for (int i = 0; i < 200; ++i) {
+            const std::string before = dump(tried, a);
+            for (Sequence sequence : a) {
+                ASSERT_THROW(tried.extend(sequence, (tried.num_free_pages() + 1) * kPageSize), OutOfPages);
+                ASSERT_FALSE(tried.try_extend(sequence, (tried.num_free_pages() + 2) * kPageSize));
+            }
+            ASSERT_EQ(dump(tried, a), before);
+
+            uint32_t action = random() % 10;
+            size_t chosen = a.empty() ? 0 : random() % a.size();
+            if (a.empty() || (action == 0 && a.size() < 8)) {
+                a.push_back(tried.create());
+                b.push_back(twin.create());
+            } else if (action < 6) {
+                int64_t n = random() % 6;
+                ASSERT_EQ(tried.try_extend(a[chosen], n), twin.try_extend(b[chosen], n));
+            } else if (action < 7 && a.size() < 8) {
+                a.push_back(tried.fork(a[chosen])[0]);
+                b.push_back(twin.fork(b[chosen])[0]);
+            } else if (action < 8) {
+                int64_t length = random() % (tried.length(a[chosen]) + 1);
+                tried.truncate(a[chosen], length);
+                twin.truncate(b[chosen], length);
+            } else if (action < 9) {
+                tried.free(a[chosen]);
+                twin.free(b[chosen]);
+                a.erase(a.begin() + static_cast<int64_t>(chosen));
+                b.erase(b.begin() + static_cast<int64_t>(chosen));
+            } else {
+                std::vector<PageCopy> copies = tried.take_copies(), same = twin.take_copies();
+                ASSERT_EQ(copies.size(), same.size());
+                for (size_t j = 0; j < copies.size(); ++j) {
+                    ASSERT_EQ(copies[j].from, same[j].from);
+                    ASSERT_EQ(copies[j].to, same[j].to);
+                }
+            }
+            ASSERT_EQ(dump(tried, a), dump(twin, b));
+            tried.check_invariants();
+        }
+    }
+}
+
+}  // namespace
+}  // namespace octavo
