@@ -1,0 +1,112 @@
+// From checked parameters to the instance that serves them, and how it cuts the work.
+#include "common/fail.h"
+#include "cuda/alignment.h"
+#include "cuda/backend.h"
+#include "cuda/forward/config.h"
+#include "cuda/forward/kernel.cuh"
+#include "cuda/runtime.h"
+
+#include <algorithm>
+
+namespace octavo::cuda {
+
+template <class T, int kHeadDim>
+void launch_forward(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream);
+
+namespace {
+
+struct Instance {
+    DType dtype;
+    int32_t head_dim;
+    int32_t rows, keys;
+    void (*launch)(const ForwardParams&, const ForwardPlan&, cudaStream_t);
+};
+
+// Every instance compiled, by rising head dim; CMake writes the list that it compiles.
+constexpr Instance kInstances[] = {
+#define OCTAVO_FORWARD_INSTANCE(type, head_dim)                                                  \
+    {dtype_of<type>(), head_dim, ForwardConfig<head_dim>::kRows, ForwardConfig<head_dim>::kKeys, \
+     launch_forward<type, head_dim>},
+#include "forward_instances.inc"
+#undef OCTAVO_FORWARD_INSTANCE
+};
+
+std::string name_of(const Instance& instance) {
+    return "forward<" + to_string(instance.dtype) + ", " + std::to_string(instance.head_dim) + ">";
+}
+
+// The smallest head dim that holds the problem's; the columns between are zeros in shared memory.
+const Instance& choose_instance(const ForwardParams& p) {
+    for (const Instance& instance : kInstances) {
+        if (instance.dtype == p.dtype && instance.head_dim >= p.head_dim) return instance;
+    }
+    std::string compiled;
+    for (const std::string& name : instances()) compiled += (compiled.empty() ? "" : ", ") + name;
+    fail<TypeError>(p.op, "no CUDA kernel for ", to_string(p.dtype), ", head_dim ", p.head_dim,
+                    "; compiled: ", compiled);
+}
+
+// Row tiles over the batch. What a packed batch holds is known on the device only: a bound.
+int64_t bound_row_tiles(const ForwardParams& p, int32_t rows) {
+    const int64_t group_size = p.group_size();
+    const int64_t by_batch = p.batch * ((p.seqlen_q * group_size + rows - 1) / rows);
+    if (!p.cu_seqlens_q) return by_batch;
+    return std::min(by_batch, p.total_q * group_size / rows + p.batch);
+}
+
+// Enough splits that the CTAs fill the device twice, as long as each has a few tiles of keys to walk. Dense
+// and packed attention never splits: a sequence's bits then do not depend on its batch.
+int32_t choose_num_splits(const ForwardParams& p, const Instance& instance, int64_t num_row_tiles) {
+    if (!p.paged()) return 1;
+    constexpr int64_t kCtasPerSm = 2, kMinTiles = 4, kMaxSplits = 128;
+    const int64_t ctas = num_row_tiles * p.num_kv_heads;
+    const int64_t tiles = (p.seqlen_k + instance.keys - 1) / instance.keys;
+    const int64_t wanted = kCtasPerSm * num_sms(p.device.index) / std::max<int64_t>(ctas, 1);
+    return static_cast<int32_t>(std::clamp<int64_t>(std::min(wanted, tiles / kMinTiles), 1, kMaxSplits));
+}
+
+}  // namespace
+
+std::vector<std::string> instances() {
+    std::vector<std::string> names;
+    for (const Instance& instance : kInstances) names.push_back(name_of(instance));
+    return names;
+}
+
+void forward(const ForwardParams& p, void* stream) {
+    const Instance& instance = choose_instance(p);
+    if (p.total_q == 0 || p.batch == 0) return;
+    const DeviceGuard guard(p.device.index);
+    const int64_t num_row_tiles = bound_row_tiles(p, instance.rows);
+    if (num_row_tiles == 0) return;
+    const int64_t max_rows = int64_t{p.seqlen_q} * p.group_size();
+    if (max_rows > INT32_MAX) {
+        fail<ValueError>(p.op, "seqlen_q * group_size (", max_rows, ") must be at most ", INT32_MAX,
+                         " on CUDA");
+    }
+    constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1, kMaxGridY = 65535;
+    if (num_row_tiles > kMaxGridX) {
+        fail<ValueError>(p.op, "the batch has ", num_row_tiles, " tiles of ", instance.rows,
+                         " queries; one launch takes at most ", kMaxGridX);
+    }
+    if (p.num_kv_heads > kMaxGridY) {
+        fail<ValueError>(p.op, "num_kv_heads (", p.num_kv_heads, ") must be at most ", kMaxGridY, " on CUDA");
+    }
+
+    ForwardPlan plan{};
+    plan.num_row_tiles = static_cast<int32_t>(num_row_tiles);
+    plan.num_splits = p.num_splits > 0 ? p.num_splits : choose_num_splits(p, instance, num_row_tiles);
+    plan.q_aligned = aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype);
+    plan.k_aligned = aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype);
+    plan.v_aligned = aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.dtype);
+    plan.out_aligned =
+        aligned(p.out, 4, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
+    const int64_t partial_rows = plan.num_splits > 1 ? plan.num_splits * p.total_q * p.num_q_heads : 0;
+    const Workspace workspace(partial_rows * (p.head_dim + 1) * sizeof(float),
+                              static_cast<cudaStream_t>(stream));
+    plan.partial_out = workspace.floats();
+    plan.partial_lse = plan.partial_out + partial_rows * p.head_dim;
+    instance.launch(p, plan, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace octavo::cuda

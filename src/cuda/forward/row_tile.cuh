@@ -1,0 +1,47 @@
+// Which rows a CTA works on.
+#pragma once
+
+#include "ops/forward_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// A tile of rows of one sequence; `batch` is -1 past the last tile.
+struct RowTile {
+    int32_t batch;
+    int32_t first_row;
+};
+
+// Which sequence the row tile `index` of the batch belongs to. Every lane of a warp gets the answer.
+template <int kRows>
+__device__ __forceinline__ RowTile find_row_tile(const ForwardParams& p, int32_t index) {
+    const int32_t group_size = p.group_size();
+    if (!p.cu_seqlens_q) {
+        const int32_t tiles = (p.seqlen_q * group_size + kRows - 1) / kRows;
+        return {index / tiles, index % tiles * kRows};
+    }
+    const int32_t lane = threadIdx.x % 32;
+    int32_t before = 0;  // tiles of the sequences passed
+    for (int32_t base = 0; base < p.batch; base += 32) {
+        const int32_t b = base + lane;
+        int32_t tiles = 0;
+        if (b < p.batch)
+            tiles = ((p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]) * group_size + kRows - 1) / kRows;
+        int32_t end = tiles;  // inclusive prefix sum over the lanes
+        for (int32_t step = 1; step < 32; step *= 2) {
+            const int32_t lower = __shfl_up_sync(~0u, end, step);
+            if (lane >= step) end += lower;
+        }
+        const uint32_t past = __ballot_sync(~0u, index < before + end);
+        if (past) {
+            const int32_t owner = __ffs(past) - 1;
+            const int32_t begin = __shfl_sync(~0u, end - tiles, owner);
+            return {base + owner, (index - before - begin) * kRows};
+        }
+        before += __shfl_sync(~0u, end, 31);
+    }
+    return {-1, 0};
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,46 @@
+// Merges two partial results by their LSE. grid: one warp a row.
+#include "common/online_softmax.h"
+#include "cuda/backend.h"
+#include "cuda/rows.cuh"
+#include "cuda/runtime.h"
+
+namespace octavo::cuda {
+namespace {
+
+template <class T>
+__global__ void merge_states_kernel(const __grid_constant__ MergeStatesParams p) {
+    const int64_t row = warp_row();
+    if (row >= p.shape[0] * p.shape[1] * p.shape[2]) return;
+    const int64_t index[3] = {row / p.shape[2] / p.shape[1], row / p.shape[2] % p.shape[1], row % p.shape[2]};
+    auto offset = [&](const int64_t (&strides)[3]) {
+        return index[0] * strides[0] + index[1] * strides[1] + index[2] * strides[2];
+    };
+    const MergeWeights weights =
+        MergeWeights::make(p.lse_a[offset(p.lse_a_strides)], p.lse_b[offset(p.lse_b_strides)]);
+    const T* const a = static_cast<const T*>(p.out_a) + offset(p.out_a_strides);
+    const T* const b = static_cast<const T*>(p.out_b) + offset(p.out_b_strides);
+    T* const out = static_cast<T*>(p.out) + offset(p.out_strides);
+    __syncwarp();  // every lane has read the LSEs, which may be where the result goes
+    for (int i = threadIdx.x % 32; i < p.head_dim; i += 32) {
+        // An empty side counts as zero, whatever it holds.
+        const float from_a = weights.a == 0.0f ? 0.0f : weights.a * to_float(a[i]);
+        const float from_b = weights.b == 0.0f ? 0.0f : weights.b * to_float(b[i]);
+        out[i] = from_float<T>(from_a + from_b);
+    }
+    if (threadIdx.x % 32 == 0) p.lse[offset(p.lse_strides)] = weights.lse;
+}
+
+}  // namespace
+
+void merge_states(const MergeStatesParams& p, void* stream) {
+    const int64_t rows = p.shape[0] * p.shape[1] * p.shape[2];
+    if (rows == 0) return;
+    const DeviceGuard guard(p.device.index);
+    with_type(p.dtype, [&](auto type) {
+        merge_states_kernel<decltype(type)>
+            <<<blocks_for_rows(rows), 32 * kRowsPerBlock, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    });
+    check(cudaGetLastError(), "merge_states");
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,31 @@
+// Asynchronous copies from global to shared memory (sm_80).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace octavo::cuda::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes past L1, or writes 16 zero bytes if not `valid`; both addresses are multiples of 16, and
+// `global` has to be a mapped address even then.
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `kPending` of this thread's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace octavo::cuda::ptx

@@ -1,0 +1,34 @@
+// Moving one row of head_dim elements with one warp.
+#pragma once
+
+#include "cuda/types.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+constexpr int kRowsPerBlock = 4;  // one warp each
+
+// A row index for this warp.
+__device__ __forceinline__ int64_t warp_row() {
+    return int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / 32;
+}
+
+inline unsigned blocks_for_rows(int64_t rows) {
+    return static_cast<unsigned>((rows + kRowsPerBlock - 1) / kRowsPerBlock);
+}
+
+// Bit for bit; 16 bytes at a time where `aligned` says that both rows start and end on 16 bytes.
+template <class T>
+__device__ __forceinline__ void copy_row(T* to, const T* from, int32_t head_dim, bool aligned) {
+    const int lane = threadIdx.x % 32;
+    if (aligned) {
+        const int chunks = head_dim * static_cast<int>(sizeof(T)) / 16;
+        for (int i = lane; i < chunks; i += 32)
+            reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    } else {
+        for (int i = lane; i < head_dim; i += 32) to[i] = from[i];
+    }
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,143 @@
+#include "cuda/runtime.h"
+
+#include "cuda/backend.h"
+
+#include <octavo/error.h>
+
+#include <string>
+
+namespace octavo::cuda {
+namespace {
+
+// Why no kernel can run here, or an empty string.
+std::string why_unusable() {
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status == cudaSuccess && count > 0) return {};
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    if (status == cudaErrorInsufficientDriver && driver == 0) return "no NVIDIA driver found (libcuda.so.1)";
+    if (status == cudaErrorInsufficientDriver) {
+        return "the NVIDIA driver supports CUDA " + std::to_string(driver / 1000) + "." +
+               std::to_string(driver % 1000 / 10) + ", and this build needs CUDA " + cuda_version();
+    }
+    if (status == cudaSuccess || status == cudaErrorNoDevice) return "the NVIDIA driver shows no GPU";
+    return std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status);
+}
+
+cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+}  // namespace
+
+void check(cudaError_t status, const char* what) {
+    if (status == cudaSuccess) return;
+    std::string text =
+        std::string(what) + ": " + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) + ")";
+    if (status == cudaErrorNoKernelImageForDevice) {
+        text += "; this build has kernels for";
+        for (const std::string& architecture : architectures()) text += " " + architecture;
+    }
+    throw DeviceError(text);
+}
+
+DeviceGuard::DeviceGuard(int32_t device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ == device) {
+        previous_ = -1;
+    } else {
+        check(cudaSetDevice(device), "cudaSetDevice");
+    }
+}
+
+DeviceGuard::~DeviceGuard() {
+    if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+int32_t num_sms(int32_t device) {
+    int count = 0;
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    return count;
+}
+
+Workspace::Workspace(size_t bytes, cudaStream_t stream) : stream_(stream) {
+    if (bytes > 0) check(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
+}
+
+Workspace::~Workspace() {
+    if (pointer_) cudaFreeAsync(pointer_, stream_);
+}
+
+void require_usable() {
+    const std::string why = why_unusable();
+    if (!why.empty()) throw DeviceError("CUDA arrays cannot be used here: " + why);
+}
+
+void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,
+                  int32_t device_index, void* stream) {
+    if (row_bytes == 0 || count == 0) return;
+    const DeviceGuard guard(device_index);
+    check(cudaMemcpy2DAsync(host, row_bytes, device, pitch_bytes, row_bytes, count, cudaMemcpyDeviceToHost,
+                            as_stream(stream)),
+          "cudaMemcpy2DAsync");
+    check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
+}
+
+void order_streams(int32_t device_index, void* producer, void* consumer) {
+    if (producer == consumer) return;
+    const DeviceGuard guard(device_index);
+    cudaEvent_t event;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    cudaError_t status = cudaEventRecord(event, as_stream(producer));
+    if (status == cudaSuccess) status = cudaStreamWaitEvent(as_stream(consumer), event, 0);
+    cudaEventDestroy(event);  // takes effect once the event has completed
+    check(status, "ordering one stream after another");
+}
+
+void synchronize(int32_t device_index, void* stream) {
+    const DeviceGuard guard(device_index);
+    check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
+}
+
+void* allocate(int32_t device_index, size_t bytes, void* stream) {
+    const DeviceGuard guard(device_index);
+    void* pointer = nullptr;
+    if (bytes > 0) check(cudaMallocAsync(&pointer, bytes, as_stream(stream)), "cudaMallocAsync");
+    return pointer;
+}
+
+void release(int32_t device_index, void* pointer, void* stream) noexcept {
+    if (!pointer) return;
+    int previous = -1;
+    cudaGetDevice(&previous);
+    cudaSetDevice(device_index);
+    cudaFreeAsync(pointer, as_stream(stream));
+    cudaSetDevice(previous);
+}
+
+std::string cuda_version() {
+    return std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+}
+
+std::vector<std::string> architectures() {
+    return {
+#include "architectures.inc"
+    };
+}
+
+std::vector<GpuInfo> gpu_info(std::string* why_none) {
+    std::vector<GpuInfo> gpus;
+    const std::string why = why_unusable();
+    if (why_none) *why_none = why;
+    if (!why.empty()) return gpus;
+    int count = 0;
+    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+    for (int index = 0; index < count; ++index) {
+        cudaDeviceProp properties;
+        check(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
+        gpus.push_back({index, properties.name, properties.major, properties.minor,
+                        properties.multiProcessorCount, static_cast<long long>(properties.totalGlobalMem)});
+    }
+    return gpus;
+}
+
+}  // namespace octavo::cuda

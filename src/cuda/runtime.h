@@ -1,0 +1,44 @@
+// What every launcher needs of the CUDA runtime.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// Throws DeviceError naming `what` if `status` is an error.
+void check(cudaError_t status, const char* what);
+
+// Makes `device` current for this thread until the end of the scope.
+class DeviceGuard {
+  public:
+    explicit DeviceGuard(int32_t device);
+    ~DeviceGuard();
+    DeviceGuard(const DeviceGuard&) = delete;
+    DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+  private:
+    int previous_ = -1;
+};
+
+int32_t num_sms(int32_t device);
+
+// Device memory that lives from here to here in the order of `stream`; inside a graph capture it becomes
+// part of the graph.
+class Workspace {
+  public:
+    Workspace(size_t bytes, cudaStream_t stream);
+    ~Workspace();
+    Workspace(const Workspace&) = delete;
+    Workspace& operator=(const Workspace&) = delete;
+
+    float* floats() const { return static_cast<float*>(pointer_); }
+
+  private:
+    void* pointer_ = nullptr;
+    cudaStream_t stream_;
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,71 @@
+// The element types under one name on the device, and their conversions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <octavo/tensor.h>
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+using float16 = __half;
+using bfloat16 = __nv_bfloat16;
+using float32 = float;
+
+template <class T>
+constexpr DType dtype_of();
+template <>
+constexpr DType dtype_of<float16>() {
+    return DType::float16;
+}
+template <>
+constexpr DType dtype_of<bfloat16>() {
+    return DType::bfloat16;
+}
+template <>
+constexpr DType dtype_of<float32>() {
+    return DType::float32;
+}
+
+__device__ __forceinline__ float to_float(float16 x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(float32 x) { return x; }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float16 from_float<float16>(float x) {
+    return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ float32 from_float<float32>(float x) {
+    return x;
+}
+
+// Two neighbours in one register, `low` at the lower address.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    static_assert(sizeof(T) == 2);
+    const T parts[2] = {from_float<T>(low), from_float<T>(high)};
+    uint32_t packed;
+    memcpy(&packed, parts, sizeof(packed));
+    return packed;
+}
+
+// Calls `body` with a value of the element type that `dtype` names.
+template <class Body>
+void with_type(DType dtype, Body body) {
+    switch (dtype) {
+        case DType::float16: return body(float16{});
+        case DType::bfloat16: return body(bfloat16{});
+        default: return body(float32{});
+    }
+}
+
+}  // namespace octavo::cuda

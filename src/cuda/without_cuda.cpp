@@ -1,0 +1,35 @@
+// The CUDA backend of a build without CUDA: every use says so.
+#include "cuda/backend.h"
+
+#include <octavo/error.h>
+
+namespace octavo::cuda {
+namespace {
+
+constexpr const char* kWhy = "octavo was built without CUDA (OCTAVO_CUDA=OFF)";
+
+[[noreturn]] void refuse() { throw DeviceError(std::string("CUDA arrays cannot be used here: ") + kWhy); }
+
+}  // namespace
+
+void forward(const ForwardParams&, void*) { refuse(); }
+void append_kv(const AppendKvParams&, void*) { refuse(); }
+void copy_pages(const CopyPagesParams&, void*) { refuse(); }
+void merge_states(const MergeStatesParams&, void*) { refuse(); }
+void copy_to_host(void*, const void*, size_t, size_t, size_t, int32_t, void*) { refuse(); }
+void require_usable() { refuse(); }
+void order_streams(int32_t, void*, void*) { refuse(); }
+void synchronize(int32_t, void*) { refuse(); }
+void* allocate(int32_t, size_t, void*) { refuse(); }
+void release(int32_t, void*, void*) noexcept {}
+
+std::string cuda_version() { return {}; }
+std::vector<std::string> architectures() { return {}; }
+std::vector<std::string> instances() { return {}; }
+
+std::vector<GpuInfo> gpu_info(std::string* why_none) {
+    if (why_none) *why_none = kWhy;
+    return {};
+}
+
+}  // namespace octavo::cuda

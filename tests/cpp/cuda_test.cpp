@@ -1,0 +1,403 @@
+// The CUDA operators against the CPU operators, through the public headers, on random problems. Unused
+// pages, unused slots and outputs hold NaN, unused page table entries huge ids. Small enough to run under
+// compute-sanitizer.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+#include <octavo/attention.h>
+#include <octavo/paged_attention.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <random>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+constexpr Device kGpu{DeviceType::cuda, 0};
+
+uint16_t to_bits(float x, DType dtype) {
+    if (dtype == DType::float16) return static_cast<__half_raw>(__float2half_rn(x)).x;
+    return static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x;
+}
+
+float from_bits(uint16_t bits, DType dtype) {
+    if (dtype == DType::float16) return __half2float(__half(__half_raw{bits}));
+    return __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw{bits}));
+}
+
+// The same values on the host and on the device.
+template <class T>
+class Mirror {
+  public:
+    explicit Mirror(std::vector<T> values) : host(std::move(values)) {
+        EXPECT_EQ(cudaMalloc(&device_, std::max<size_t>(bytes(), 1)), cudaSuccess);
+        EXPECT_EQ(cudaMemcpy(device_, host.data(), bytes(), cudaMemcpyHostToDevice), cudaSuccess);
+    }
+    ~Mirror() { cudaFree(device_); }
+    Mirror(const Mirror&) = delete;
+
+    std::vector<T> fetch() const {
+        std::vector<T> values(host.size());
+        EXPECT_EQ(cudaMemcpy(values.data(), device_, bytes(), cudaMemcpyDeviceToHost), cudaSuccess);
+        return values;
+    }
+    TensorView on_host(DType dtype, std::initializer_list<int64_t> shape) {
+        return {host.data(), dtype, shape};
+    }
+    TensorView on_gpu(DType dtype, std::initializer_list<int64_t> shape) const {
+        return {device_, dtype, shape, kGpu};
+    }
+
+    std::vector<T> host;
+
+  private:
+    size_t bytes() const { return host.size() * sizeof(T); }
+    T* device_ = nullptr;
+};
+
+class Random {
+  public:
+    explicit Random(unsigned seed) : engine_(seed) {}
+    template <class T>
+    T pick(std::initializer_list<T> choices) {
+        return choices.begin()[engine_() % choices.size()];
+    }
+    bool one_in(unsigned n) { return engine_() % n == 0; }
+    std::vector<uint16_t> normal(size_t count, DType dtype) {
+        std::normal_distribution<float> normal;
+        std::vector<uint16_t> bits(count);
+        for (uint16_t& b : bits) b = to_bits(normal(engine_), dtype);
+        return bits;
+    }
+    std::mt19937& engine() { return engine_; }
+
+  private:
+    std::mt19937 engine_;
+};
+
+std::vector<uint16_t> nans(size_t count, DType dtype) {
+    return std::vector<uint16_t>(count, to_bits(NAN, dtype));
+}
+
+void expect_close(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& cpu, DType dtype) {
+    // Both round to the dtype once; the GPU also rounds its softmax weights.
+    const float relative = dtype == DType::float16 ? 2e-3f : 1.6e-2f;
+    for (size_t i = 0; i < gpu.size(); ++i) {
+        const float want = from_bits(cpu[i], dtype), got = from_bits(gpu[i], dtype);
+        ASSERT_LE(std::fabs(got - want), relative * (1.0f + std::fabs(want))) << "element " << i;
+    }
+}
+
+void expect_close(const std::vector<float>& gpu, const std::vector<float>& cpu) {
+    for (size_t i = 0; i < gpu.size(); ++i) {
+        if (gpu[i] == cpu[i]) continue;  // -inf too
+        ASSERT_LE(std::fabs(gpu[i] - cpu[i]), 1e-4f * (1.0f + std::fabs(cpu[i]))) << "element " << i;
+    }
+}
+
+// A paged cache of random lengths on shuffled pages.
+struct Cache {
+    Cache(Random& random, std::vector<int32_t> lengths, int64_t page_size, int64_t num_kv_heads,
+          int64_t head_dim, DType dtype)
+        : lengths(std::move(lengths)), page_size(page_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
+        batch = static_cast<int64_t>(this->lengths.size());
+        int64_t used = 0;
+        max_pages = 1;
+        for (int32_t length : this->lengths) {
+            const int64_t pages = (length + page_size - 1) / page_size;
+            used += pages;
+            max_pages = std::max(max_pages, pages + 1);
+        }
+        num_pages = used + 5;
+        std::vector<int32_t> ids(num_pages);
+        std::iota(ids.begin(), ids.end(), 0);
+        std::shuffle(ids.begin(), ids.end(), random.engine());
+        table.assign(batch * max_pages, 1 << 30);
+        const int64_t slot_size = num_kv_heads * head_dim;
+        k = nans(num_pages * page_size * slot_size, dtype);
+        v = k;
+        size_t next = 0;
+        for (int64_t b = 0; b < batch; ++b) {
+            for (int64_t position = 0; position < this->lengths[b]; ++position) {
+                int32_t& page = table[b * max_pages + position / page_size];
+                if (position % page_size == 0) page = ids[next++];
+                const int64_t at = (page * page_size + position % page_size) * slot_size;
+                const auto new_k = random.normal(slot_size, dtype), new_v = random.normal(slot_size, dtype);
+                std::copy(new_k.begin(), new_k.end(), k.begin() + at);
+                std::copy(new_v.begin(), new_v.end(), v.begin() + at);
+            }
+        }
+    }
+
+    std::vector<int32_t> lengths, table;
+    int64_t page_size, num_kv_heads, head_dim;
+    int64_t batch = 0, max_pages = 0, num_pages = 0;
+    std::vector<uint16_t> k, v;
+};
+
+std::vector<int32_t> cumulative(const std::vector<int32_t>& lengths) {
+    std::vector<int32_t> sums{0};
+    for (int32_t length : lengths) sums.push_back(sums.back() + length);
+    return sums;
+}
+
+class CudaTest : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(CudaTest, PagedAttentionAgreesWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const bool decode = random.one_in(3);
+    const auto lengths_q =
+        decode ? std::vector<int32_t>{1, 1, 1} : random.pick<std::vector<int32_t>>({{5, 64, 0, 31, 1}, {33}});
+    const auto lengths_k = decode
+                               ? std::vector<int32_t>{1, 257, 130}
+                               : random.pick<std::vector<int32_t>>({{5, 200, 64, 67, 0}, {7, 64, 0, 31, 13}});
+    const int64_t batch = lengths_q.size();
+    const int64_t num_kv_heads = random.pick({1, 2}), group_size = random.pick({1, 3, 5, 7, 8});
+    const int64_t num_q_heads = num_kv_heads * group_size;
+    const int64_t head_dim = random.pick({8, 64, 80, 96, 112, 128, 160, 256});
+    Cache cache(random, {lengths_k.begin(), lengths_k.begin() + batch}, random.pick({1, 16, 17, 256}),
+                num_kv_heads, head_dim, dtype);
+
+    Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), table(cache.table), lengths(cache.lengths);
+    const int64_t total_q = cu_seqlens_q.host.back();
+    Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype)), k(cache.k), v(cache.v);
+    Mirror<uint16_t> out(nans(q.host.size(), dtype));
+    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN));
+    std::vector<float> slope_values(num_q_heads);
+    for (int64_t h = 0; h < num_q_heads; ++h) slope_values[h] = std::exp2(-8.0f * (h + 1) / num_q_heads);
+    Mirror<float> slopes(slope_values);
+    std::vector<int32_t> prefixes(batch);
+    for (int32_t& prefix : prefixes) prefix = random.pick({0, 3, 40});
+    Mirror<int32_t> prefix_lens(prefixes);
+
+    PagedAttentionArgs args;
+    args.causal = !random.one_in(3);
+    if (random.one_in(3)) args.window_left = random.pick({0, 10, 90});
+    if (random.one_in(4)) args.softcap = 20.0;
+    if (random.one_in(4)) args.num_splits = random.pick({1, 3, 7});
+    const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4);
+    auto run = [&](auto view) {
+        args.q = view(q, dtype, {total_q, num_q_heads, head_dim});
+        args.out = view(out, dtype, {total_q, num_q_heads, head_dim});
+        args.lse = view(lse, DType::float32, {total_q, num_q_heads});
+        args.k_pages = view(k, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
+        args.v_pages = view(v, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
+        args.page_table = view(table, DType::int32, {batch, cache.max_pages});
+        args.seq_lens = view(lengths, DType::int32, {batch});
+        if (!decode) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
+        if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        if (with_prefix) args.prefix_lens = view(prefix_lens, DType::int32, {batch});
+        paged_attention(args);
+    };
+    using Shape = std::initializer_list<int64_t>;
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+    expect_close(out.fetch(), out.host, dtype);
+    expect_close(lse.fetch(), lse.host);
+}
+
+TEST_P(CudaTest, DenseAttentionOnUnalignedRowsAgreesWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t batch = 2, num_kv_heads = random.pick({1, 2}), group_size = random.pick({1, 3, 4});
+    const int64_t num_q_heads = num_kv_heads * group_size;
+    const int64_t seqlen_q = random.pick({1, 37, 130}), seqlen_k = random.pick({1, 64, 131});
+    const int64_t head_dim = random.pick({64, 72, 128});
+    const int64_t gap = random.one_in(2) ? 3 : 0;  // elements between heads: rows off every 16-byte boundary
+    const int64_t row = head_dim + gap;
+    Mirror<uint16_t> q(random.normal(batch * seqlen_q * num_q_heads * row, dtype));
+    Mirror<uint16_t> k(random.normal(batch * seqlen_k * num_kv_heads * row, dtype));
+    Mirror<uint16_t> v(random.normal(k.host.size(), dtype));
+    Mirror<uint16_t> out(nans(q.host.size(), dtype));
+    Mirror<float> lse(std::vector<float>(batch * seqlen_q * num_q_heads, NAN));
+
+    AttentionArgs args;
+    args.causal = random.one_in(2);
+    if (random.one_in(3)) args.window_left = 20;
+    if (random.one_in(3)) args.window_right = 9;
+    auto run = [&](auto view) {
+        auto heads_of = [&](auto& mirror, int64_t seqlen, int64_t heads) {
+            TensorView t = view(mirror, dtype, {batch, seqlen, heads, row});
+            t.shape[3] = head_dim;
+            return t;
+        };
+        args.q = heads_of(q, seqlen_q, num_q_heads);
+        args.out = heads_of(out, seqlen_q, num_q_heads);
+        args.k = heads_of(k, seqlen_k, num_kv_heads);
+        args.v = heads_of(v, seqlen_k, num_kv_heads);
+        args.lse = view(lse, DType::float32, {batch, seqlen_q, num_q_heads});
+        attention(args);
+    };
+    using Shape = std::initializer_list<int64_t>;
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+    const std::vector<uint16_t> gpu = out.fetch();
+    std::vector<uint16_t> gpu_rows, cpu_rows;
+    for (size_t i = 0; i < gpu.size(); ++i) {
+        if (static_cast<int64_t>(i) % row < head_dim) {
+            gpu_rows.push_back(gpu[i]);
+            cpu_rows.push_back(out.host[i]);
+        } else {
+            ASSERT_TRUE(std::isnan(from_bits(gpu[i], dtype))) << "the gap at " << i << " was written";
+        }
+    }
+    expect_close(gpu_rows, cpu_rows, dtype);
+    expect_close(lse.fetch(), lse.host);
+}
+
+TEST_P(CudaTest, AppendAndCopyEqualTheCpuBitForBit) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t num_kv_heads = random.pick({1, 3}), head_dim = random.pick({4, 8, 64, 80});
+    Cache cache(random, {0, 40, 1, 77}, random.pick({1, 16, 17}), num_kv_heads, head_dim, dtype);
+    Mirror<int32_t> cu_seqlens(cumulative({1, 7, 1, 77})), table(cache.table), lengths(cache.lengths);
+    const int64_t total = cu_seqlens.host.back();
+    Mirror<uint16_t> k(random.normal(total * num_kv_heads * head_dim, dtype)),
+        v(random.normal(k.host.size(), dtype));
+    Mirror<uint16_t> k_pages(cache.k), v_pages(cache.v);
+    std::vector<int32_t> unused;
+    for (int32_t page = 0; page < cache.num_pages; ++page) {
+        if (std::find(cache.table.begin(), cache.table.end(), page) == cache.table.end())
+            unused.push_back(page);
+    }
+    Mirror<int32_t> copies(
+        {cache.table[cache.max_pages], unused[0], cache.table[3 * cache.max_pages], unused[1]});
+
+    AppendKvArgs append;
+    if (random.one_in(2)) append.k_scale = 0.5f;
+    CopyPagesArgs copy;
+    auto run = [&](auto view) {
+        append.k = view(k, dtype, {total, num_kv_heads, head_dim});
+        append.v = view(v, dtype, {total, num_kv_heads, head_dim});
+        append.k_pages = view(k_pages, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
+        append.v_pages = view(v_pages, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
+        append.page_table = view(table, DType::int32, {cache.batch, cache.max_pages});
+        append.seq_lens = view(lengths, DType::int32, {cache.batch});
+        append.cu_seqlens = view(cu_seqlens, DType::int32, {cache.batch + 1});
+        append_kv(append);
+        copy.k_pages = append.k_pages;
+        copy.v_pages = append.v_pages;
+        copy.copies = view(copies, DType::int32, {2, 2});
+        copy_pages(copy);
+    };
+    using Shape = std::initializer_list<int64_t>;
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+    EXPECT_EQ(k_pages.fetch(), k_pages.host);
+    EXPECT_EQ(v_pages.fetch(), v_pages.host);
+}
+
+TEST_P(CudaTest, MergeStatesAgreesWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t rows = 13, heads = 3, head_dim = random.pick({8, 80});
+    const size_t count = rows * heads * head_dim;
+    Mirror<uint16_t> out_a(random.normal(count, dtype)), out_b(random.normal(count, dtype)),
+        out(nans(count, dtype));
+    std::vector<float> lse_values(rows * heads);
+    for (float& value : lse_values) value = random.pick({-INFINITY, -3.0f, 0.5f, 40.0f});
+    Mirror<float> lse_a(lse_values);
+    std::shuffle(lse_values.begin(), lse_values.end(), random.engine());
+    Mirror<float> lse_b(lse_values), lse(std::vector<float>(rows * heads, NAN));
+    MergeStatesArgs args;
+    auto run = [&](auto view) {
+        args.out_a = view(out_a, dtype, {rows, heads, head_dim});
+        args.out_b = view(out_b, dtype, {rows, heads, head_dim});
+        args.out = view(out, dtype, {rows, heads, head_dim});
+        args.lse_a = view(lse_a, DType::float32, {rows, heads});
+        args.lse_b = view(lse_b, DType::float32, {rows, heads});
+        args.lse = view(lse, DType::float32, {rows, heads});
+        merge_states(args);
+    };
+    using Shape = std::initializer_list<int64_t>;
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+    expect_close(out.fetch(), out.host, dtype);
+    expect_close(lse.fetch(), lse.host);
+}
+
+TEST(CudaGraphTest, ReplayFollowsLengthsAndTables) {
+    const DType dtype = DType::bfloat16;
+    const int64_t num_q_heads = 6, num_kv_heads = 2, head_dim = 64;
+    Random random(7);
+    Cache before(random, {40, 3, 100}, 16, num_kv_heads, head_dim, dtype);
+    Cache after(random, {1, 111, 64}, 16, num_kv_heads, head_dim, dtype);
+    const int64_t max_pages = std::max(before.max_pages, after.max_pages);
+    const int64_t num_pages = std::max(before.num_pages, after.num_pages);
+    auto widened = [&](const Cache& cache) {
+        std::vector<int32_t> table(3 * max_pages, 1 << 30);
+        for (int64_t b = 0; b < 3; ++b) {
+            std::copy_n(cache.table.begin() + b * cache.max_pages, cache.max_pages,
+                        table.begin() + b * max_pages);
+        }
+        return table;
+    };
+    const size_t page_elements = 16 * num_kv_heads * head_dim;
+    before.k.resize(num_pages * page_elements);
+    before.v.resize(num_pages * page_elements);
+    Mirror<int32_t> table(widened(before)), lengths(before.lengths);
+    Mirror<uint16_t> q(random.normal(3 * num_q_heads * head_dim, dtype)), k(before.k), v(before.v);
+    Mirror<uint16_t> out(nans(q.host.size(), dtype));
+
+    PagedAttentionArgs args;
+    auto set = [&](auto view) {
+        args.q = view(q, dtype, {3, num_q_heads, head_dim});
+        args.out = view(out, dtype, {3, num_q_heads, head_dim});
+        args.k_pages = view(k, dtype, {num_pages, 16, num_kv_heads, head_dim});
+        args.v_pages = view(v, dtype, {num_pages, 16, num_kv_heads, head_dim});
+        args.page_table = view(table, DType::int32, {3, max_pages});
+        args.seq_lens = view(lengths, DType::int32, {3});
+    };
+    using Shape = std::initializer_list<int64_t>;
+    set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    const TensorView gpu_table = args.page_table, gpu_lengths = args.seq_lens, gpu_k = args.k_pages,
+                     gpu_v = args.v_pages;
+    cudaStream_t stream;
+    ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    args.stream = stream;
+    args.num_splits = 3;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+    paged_attention(args);
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+
+    for (const Cache* cache : {&before, &after}) {
+        table.host = widened(*cache);
+        lengths.host = cache->lengths;
+        std::copy(cache->k.begin(), cache->k.end(), k.host.begin());
+        std::copy(cache->v.begin(), cache->v.end(), v.host.begin());
+        auto upload = [](const TensorView& to, const auto& from) {
+            ASSERT_EQ(cudaMemcpy(to.data, from.data(), from.size() * sizeof(from[0]), cudaMemcpyHostToDevice),
+                      cudaSuccess);
+        };
+        upload(gpu_table, table.host);
+        upload(gpu_lengths, lengths.host);
+        upload(gpu_k, k.host);
+        upload(gpu_v, v.host);
+        ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+        paged_attention(args);
+        expect_close(out.fetch(), out.host, dtype);
+    }
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaTest, ::testing::Range(0u, 24u));
+
+}  // namespace
+}  // namespace octavo
