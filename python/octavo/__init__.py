@@ -1,0 +1,35 @@
+"""Paged attention for every array library.
+
+One native library behind NumPy, PyTorch, JAX and CuPy: arrays come in through DLPack without a copy, and
+results come out as arrays of the caller's own framework.
+"""
+
+from octavo._attention import attention, merge_states
+from octavo._cmake import get_cmake_dir
+from octavo._core import (
+    InvalidSequence,
+    OutOfPages,
+    PageAllocator,
+    __version__,
+    build_info,
+    get_num_threads,
+    set_num_threads,
+)
+from octavo._paged_attention import append_kv, check_page_table, copy_pages, paged_attention
+
+__all__ = [
+    "InvalidSequence",
+    "OutOfPages",
+    "PageAllocator",
+    "__version__",
+    "append_kv",
+    "attention",
+    "build_info",
+    "check_page_table",
+    "copy_pages",
+    "get_cmake_dir",
+    "get_num_threads",
+    "merge_states",
+    "paged_attention",
+    "set_num_threads",
+]

@@ -1,0 +1,178 @@
+"""Attention over dense and packed arrays, and the merge of partial results."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from octavo import _core
+from octavo._types import Array, Stream, SupportsDLPack
+
+
+@overload
+def attention(
+    q: Array,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    *,
+    cu_seqlens_q: SupportsDLPack | None = None,
+    cu_seqlens_k: SupportsDLPack | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: SupportsDLPack | None = None,
+    prefix_lens: SupportsDLPack | None = None,
+    return_lse: Literal[False] = False,
+    out: Array | None = None,
+    stream: Stream | None = None,
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    *,
+    cu_seqlens_q: SupportsDLPack | None = None,
+    cu_seqlens_k: SupportsDLPack | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: SupportsDLPack | None = None,
+    prefix_lens: SupportsDLPack | None = None,
+    return_lse: Literal[True],
+    out: Array | None = None,
+    stream: Stream | None = None,
+) -> tuple[Array, Array]: ...
+def attention(
+    q: Array,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    *,
+    cu_seqlens_q: SupportsDLPack | None = None,
+    cu_seqlens_k: SupportsDLPack | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: SupportsDLPack | None = None,
+    prefix_lens: SupportsDLPack | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    stream: Stream | None = None,
+) -> Array | tuple[Array, Array]:
+    """Exact attention over dense or packed arrays, tiled with an online softmax.
+
+    Computes ``softmax(softcap(softmax_scale * q @ k.T) + alibi, masked) @ v`` without ever holding the matrix
+    of scores (FlashAttention, Dao et al. 2022, arXiv:2205.14135). Every group of
+    ``num_q_heads / num_kv_heads`` query heads shares a key/value head.
+
+    Query i of n sits at position ``seqlen_k - n + i`` (bottom-right aligned). Key j is visible to the query
+    at position p if ``p - window_left <= j <= p + window_right``, or if ``j < prefix_lens[b]``. Keys that no
+    query of a sequence sees are never read. A query that sees no key gets output 0 and log-sum-exp ``-inf``.
+
+    Work runs on the current stream of the framework of ``q``. Arrays of several frameworks may be mixed, as
+    long as they are on one device; the current stream of each then waits for the work. With JAX arrays on a
+    GPU the call returns when the work is done.
+
+    Args:
+        q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
+            [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 256. Here and below any strides,
+            with a unit last one.
+        k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
+            num_kv_heads divides num_q_heads.
+        v: like k.
+        cu_seqlens_q: int32 [batch + 1], for packed arrays: sequence b has the queries from cu_seqlens_q[b] up
+            to cu_seqlens_q[b + 1]. Default: dense arrays.
+        cu_seqlens_k: int32 [batch + 1], the same for keys and values; given together with cu_seqlens_q.
+        max_seqlen_q: the most queries of one sequence, for packed arrays; a tight bound starts less work.
+            Default: total_q.
+        max_seqlen_k: the most keys of one sequence, for packed arrays. Default: total_k.
+        softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
+        causal: a query sees no key past its own position; the same as window_right=0. Default: False.
+        window_left: keys before its own that a query sees. Default: -1, unbounded.
+        window_right: keys past its own that a query sees; ignored if causal. Default: -1, unbounded.
+        softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
+        alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]; adds
+            ``-slope * (query position - key position)`` after the cap (ALiBi, Press et al. 2022,
+            arXiv:2108.12409). Default: none.
+        prefix_lens: int32 [batch]: the number of first keys that all queries of the sequence see, whatever
+            the masks say (prefix-LM). Default: none.
+        return_lse: return the log-sum-exp too. Default: False.
+        out: an array like q to write the result to; never read. Default: a new array of the framework of q.
+        stream: a CUDA stream to work on instead of the current one: its address, or an object with
+            ``__cuda_stream__``, ``cuda_stream`` (torch) or ``ptr`` (CuPy). The work waits for the current
+            streams of the arrays' frameworks; to make them wait for the work, and to keep the arrays alive
+            until it is done, is the caller's part. Ignored on the CPU.
+
+    Returns:
+        out: like q; the very object given as ``out``, if any.
+        lse: only with return_lse: float32, the shape of q without its last axis; the natural logarithm of the
+            sum of ``exp(score)``, every bias included.
+
+    Raises:
+        ValueError: a shape or value that does not fit; on the CPU, lengths too.
+        TypeError: not an array, a wrong dtype, a torch tensor that requires grad, a JAX array as ``out``.
+        RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
+    """
+    return _core.attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+        alibi_slopes,
+        prefix_lens,
+        return_lse,
+        out,
+        stream,
+    )
+
+
+def merge_states(
+    out_a: Array,
+    lse_a: SupportsDLPack,
+    out_b: SupportsDLPack,
+    lse_b: SupportsDLPack,
+    *,
+    stream: Stream | None = None,
+) -> tuple[Array, Array]:
+    """Merge the attention of the same queries over two disjoint sets of keys into that over both.
+
+    The result is exact, up to rounding (Flash-Decoding's combine step; FlashAttention, arXiv:2205.14135). A
+    part that saw no key has log-sum-exp ``-inf`` and counts for nothing.
+
+    Args:
+        out_a: float32, float16 or bfloat16 [..., head_dim], with one to three leading axes: attention over
+            the first set.
+        lse_a: float32 [...]: its log-sum-exp, natural logarithm.
+        out_b: like out_a: attention over the second set.
+        lse_b: like lse_a.
+        stream: as for ``attention``. Default: the current stream.
+
+    Returns:
+        out: like out_a, in its framework.
+        lse: like lse_a, in the framework of out_a.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: not an array, or a wrong dtype.
+        RuntimeError: as for ``attention``.
+    """
+    return _core.merge_states(out_a, lse_a, out_b, lse_b, stream)

@@ -1,0 +1,242 @@
+"""Attention over a paged KV cache, and the functions that keep the cache."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from octavo import _core
+from octavo._types import Array, Stream, SupportsDLPack
+
+
+@overload
+def paged_attention(
+    q: Array,
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    page_table: SupportsDLPack,
+    seq_lens: SupportsDLPack,
+    *,
+    cu_seqlens_q: SupportsDLPack | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: SupportsDLPack | None = None,
+    prefix_lens: SupportsDLPack | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: Literal[False] = False,
+    out: Array | None = None,
+    stream: Stream | None = None,
+) -> Array: ...
+@overload
+def paged_attention(
+    q: Array,
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    page_table: SupportsDLPack,
+    seq_lens: SupportsDLPack,
+    *,
+    cu_seqlens_q: SupportsDLPack | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: SupportsDLPack | None = None,
+    prefix_lens: SupportsDLPack | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: Literal[True],
+    out: Array | None = None,
+    stream: Stream | None = None,
+) -> tuple[Array, Array]: ...
+def paged_attention(
+    q: Array,
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    page_table: SupportsDLPack,
+    seq_lens: SupportsDLPack,
+    *,
+    cu_seqlens_q: SupportsDLPack | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: SupportsDLPack | None = None,
+    prefix_lens: SupportsDLPack | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    stream: Stream | None = None,
+) -> Array | tuple[Array, Array]:
+    """Exact attention of new tokens over a paged KV cache.
+
+    PagedAttention (Kwon et al. 2023, arXiv:2309.06180). Serves decoding, with one query a sequence, and with
+    ``cu_seqlens_q`` any mix of decoding, chunked prefill and speculative tokens in one call. The new tokens'
+    keys and values are in the cache already: first ``append_kv``, then attend. Positions, masks, biases and
+    streams are as for ``attention``: query i of the n queries of sequence b sits at ``seq_lens[b] - n + i``.
+
+    Never read: entries of the page table past a sequence's last page. Never used, whatever they hold: slots
+    past its length. On the CPU a page out of range is an error; on a GPU ``check_page_table`` finds it when
+    asked. Nothing is read back from a GPU: a captured CUDA graph follows the lengths and pages at its replay.
+
+    Args:
+        q: float32, float16 or bfloat16 [batch, num_q_heads, head_dim], one token a sequence; packed:
+            [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 256. Here and below any strides,
+            with a unit last one.
+        k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys. Any page size
+            works; powers of two from 8 up are fast. A head-major cache is passed as a transposed view.
+        v_pages: like k_pages: the cache of values.
+        page_table: int32 [batch, max_pages]: page_table[b, i] holds the tokens of sequence b from
+            ``i * page_size`` on.
+        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
+        cu_seqlens_q: int32 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
+            cu_seqlens_q[b + 1], the last of its tokens. Default: one query a sequence.
+        max_seqlen_q: the most queries of one sequence, for packed q; a tight bound starts less work.
+            Default: total_q.
+        softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
+        causal: a query sees no key past its own position. Default: True.
+        window_left: keys before its own that a query sees. Default: -1, unbounded.
+        softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
+        alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]; adds
+            ``-slope * (query position - key position)`` after the cap. Default: none.
+        prefix_lens: int32 [batch]: the number of first keys that all queries of the sequence see, whatever
+            the masks say (prefix-LM). Default: none.
+        k_scale: multiplies what k_pages holds. Default: 1.
+        v_scale: multiplies what v_pages holds. Default: 1.
+        num_splits: runs of keys worked on at once, from 1 to 1024 (Flash-Decoding). Default: chosen.
+        return_lse: return the log-sum-exp too. Default: False.
+        out: an array like q to write the result to; never read. Default: a new array of the framework of q.
+        stream: a CUDA stream to work on instead of the current one, as for ``attention``.
+
+    Returns:
+        out: like q; the very object given as ``out``, if any.
+        lse: only with return_lse: float32, the shape of q without its last axis; the natural logarithm of the
+            sum of ``exp(score)``, every bias included.
+
+    Raises:
+        ValueError: a shape or value that does not fit; on the CPU, lengths and page numbers too.
+        TypeError: not an array, a wrong dtype, a torch tensor that requires grad, a JAX array as ``out``.
+        RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
+    """
+    return _core.paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        seq_lens,
+        cu_seqlens_q,
+        max_seqlen_q,
+        softmax_scale,
+        causal,
+        window_left,
+        softcap,
+        alibi_slopes,
+        prefix_lens,
+        k_scale,
+        v_scale,
+        num_splits,
+        return_lse,
+        out,
+        stream,
+    )
+
+
+def append_kv(
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    page_table: SupportsDLPack,
+    seq_lens: SupportsDLPack,
+    *,
+    cu_seqlens: SupportsDLPack | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    stream: Stream | None = None,
+) -> None:
+    """Write each sequence's newest tokens to the end of its pages.
+
+    The n new tokens of sequence b go to its positions from ``seq_lens[b] - n`` up to ``seq_lens[b]``. A
+    sequence of length 0 is padding: nothing is written for it. On the CPU nothing at all is written if an
+    argument is wrong.
+
+    Args:
+        k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
+            [total, num_kv_heads, head_dim]. Any strides, with a unit last one.
+        v: like k.
+        k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written.
+        v_pages: like k_pages: the cache of values; written.
+        page_table: int32 [batch, max_pages]; entries past a sequence's last page are never read.
+        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
+        cu_seqlens: int32 [batch + 1]: sequence b has the tokens of k and v from cu_seqlens[b] up to
+            cu_seqlens[b + 1]. Default: one token a sequence.
+        k_scale: what is stored is k divided by it. Default: 1.
+        v_scale: what is stored is v divided by it. Default: 1.
+        stream: a CUDA stream to work on instead of the current one of the framework of k, as for
+            ``attention``.
+
+    Raises:
+        ValueError: a shape or value that does not fit, a read-only cache; on the CPU, lengths and page
+            numbers too.
+        TypeError: not an array, a wrong dtype, a JAX array as the cache.
+        RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
+    """
+    _core.append_kv(k, v, k_pages, v_pages, page_table, seq_lens, cu_seqlens, k_scale, v_scale, stream)
+
+
+def copy_pages(
+    k_pages: SupportsDLPack, v_pages: SupportsDLPack, copies: SupportsDLPack, *, stream: Stream | None = None
+) -> None:
+    """Copy whole pages inside a cache: what copy-on-write still has to do.
+
+    Args:
+        k_pages: float32, float16 or bfloat16 [num_pages, page_size, num_kv_heads, head_dim]: the cache of
+            keys; written. Any strides, with a unit last one.
+        v_pages: like k_pages: the cache of values; written.
+        copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; contiguous. No
+            page is both read and written, and none is written twice.
+        stream: a CUDA stream to work on instead of the current one of the framework of k_pages, as for
+            ``attention``.
+
+    Raises:
+        ValueError: a shape or value that does not fit, a read-only cache; on the CPU, page numbers too.
+        TypeError: not an array, a wrong dtype, a JAX array as the cache.
+        RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
+    """
+    _core.copy_pages(k_pages, v_pages, copies, stream)
+
+
+def check_page_table(
+    page_table: SupportsDLPack,
+    seq_lens: SupportsDLPack,
+    *,
+    num_pages: int,
+    page_size: int,
+    stream: Stream | None = None,
+) -> None:
+    """Check that every sequence fits its row of the page table, and that its pages exist.
+
+    The CPU operators do this by themselves. For CUDA arrays it copies both to the host and waits for them.
+
+    Args:
+        page_table: int32 [batch, max_pages]; entries past a sequence's last page are not looked at.
+        seq_lens: int32 [batch], in tokens.
+        num_pages: pages in the cache.
+        page_size: tokens in a page.
+        stream: a CUDA stream to work on instead of the current one of the framework of page_table.
+
+    Raises:
+        ValueError: a length below 0 or beyond ``max_pages * page_size``, or an entry in use outside
+            [0, num_pages); the message names the first.
+        TypeError: not an array, or a wrong dtype.
+        RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
+    """
+    _core.check_page_table(page_table, seq_lens, num_pages, page_size, stream)

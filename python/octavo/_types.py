@@ -1,0 +1,72 @@
+"""The types in the signatures of Octavo's functions."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias, TypedDict, TypeVar
+
+
+class SupportsDLPack(Protocol):
+    """An array: anything that lends its memory through DLPack.
+
+    torch.Tensor, jax.Array, cupy.ndarray, numpy.ndarray, ... Octavo also calls __dlpack_device__, and passes
+    keywords to __dlpack__; this names only what every library's type stubs have.
+    """
+
+    def __dlpack__(self) -> object: ...
+
+
+Array = TypeVar("Array", bound=SupportsDLPack)
+"""The framework of the call's first array, which is that of its results."""
+
+
+class SupportsCudaStream(Protocol):
+    """A stream of cuda.core, or of whatever else follows its protocol."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class TorchStream(Protocol):
+    """torch.cuda.Stream."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class CupyStream(Protocol):
+    """cupy.cuda.Stream."""
+
+    @property
+    def ptr(self) -> int: ...
+
+
+Stream: TypeAlias = int | SupportsCudaStream | TorchStream | CupyStream
+"""A CUDA stream: its address (cudaStream_t), or an object that has it."""
+
+
+class BuildInfo(TypedDict):
+    """What this build holds."""
+
+    version: str
+    cuda_version: str  # "13.0"; empty without CUDA
+    architectures: list[str]  # "sm_80", "sm_90a", "compute_80"
+    instances: list[str]  # the CUDA kernels compiled
+    compiler: str
+
+
+class CpuInfo(TypedDict):
+    """What the CPU offers, and what is used of it."""
+
+    isa: str  # in use: "baseline", "avx2" or "avx512"
+    features: list[str]
+    num_threads: int
+
+
+class GpuInfo(TypedDict):
+    """One GPU that the driver shows."""
+
+    index: int
+    name: str
+    compute_major: int
+    compute_minor: int
+    num_sms: int
+    memory_bytes: int

@@ -1,0 +1,29 @@
+// What a Python type of arrays offers.
+#pragma once
+
+#include "bindings/dlpack.h"
+
+#include <octavo/tensor.h>
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+
+namespace octavo::bindings {
+
+namespace nb = nanobind;
+
+enum class Framework : uint8_t { none, numpy, torch, cupy, jax, other };
+
+struct ArrayType {
+    Framework framework = Framework::none;          // none: not an array
+    const dlpack::ExchangeApi* exchange = nullptr;  // null: not offered
+
+    // The stream that the framework works on now; nothing where it does not say.
+    std::optional<void*> current_stream(Device device) const;
+};
+
+// Looked up once for each type.
+ArrayType array_type_of(nb::handle object);
+
+}  // namespace octavo::bindings

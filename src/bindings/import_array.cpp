@@ -1,0 +1,316 @@
+#include "bindings/import_array.h"
+
+#include "bindings/scalars.h"
+#include "common/fail.h"
+#include "cuda/backend.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace octavo::bindings {
+namespace {
+
+constexpr const char* kVersionedCapsule = "dltensor_versioned";
+constexpr const char* kUnversionedCapsule = "dltensor";
+
+std::string dtype_name(dlpack::DataType dtype) {
+    constexpr const char* kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex"};
+    constexpr const char* small[] = {
+        "bool",           "float8_e3m4",     "float8_e4m3",   "float8_e4m3b11fnuz",
+        "float8_e4m3fn",  "float8_e4m3fnuz", "float8_e5m2",   "float8_e5m2fnuz",
+        "float8_e8m0fnu", "float6_e2m3fn",   "float6_e3m2fn", "float4_e2m1fn"};
+    const size_t code = dtype.code;
+    std::string name = code < std::size(kinds)                      ? kinds[code] + std::to_string(dtype.bits)
+                       : code - std::size(kinds) < std::size(small) ? small[code - std::size(kinds)]
+                                                                    : "DLPack type " + std::to_string(code);
+    return dtype.lanes == 1 ? name : name + "x" + std::to_string(dtype.lanes);
+}
+
+std::optional<DType> to_dtype(dlpack::DataType dtype) {
+    if (dtype.lanes != 1) return std::nullopt;
+    if (dtype.code == dlpack::kFloat && dtype.bits == 32) return DType::float32;
+    if (dtype.code == dlpack::kFloat && dtype.bits == 16) return DType::float16;
+    if (dtype.code == dlpack::kBfloat && dtype.bits == 16) return DType::bfloat16;
+    if (dtype.code == dlpack::kInt && dtype.bits == 32) return DType::int32;
+    return std::nullopt;
+}
+
+const char* wanted_dtypes(Accept accept) {
+    switch (accept) {
+        case Accept::int32: return "int32";
+        case Accept::float32: return "float32";
+        case Accept::data: break;
+    }
+    return "float32, float16 or bfloat16";
+}
+
+Device to_device(const char* op, const char* name, dlpack::Device device) {
+    switch (device.type) {
+        case dlpack::kCpu:
+        case dlpack::kCudaHost: return {DeviceType::cpu, 0};
+        case dlpack::kCuda:
+        case dlpack::kCudaManaged: return {DeviceType::cuda, device.id};
+    }
+    fail<DeviceError>(op, name, " must be on a CPU or CUDA device; it is on DLPack device type ",
+                      device.type);
+}
+
+TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor, Accept accept) {
+    const std::optional<DType> dtype = to_dtype(tensor.dtype);
+    if (!dtype) {
+        fail<TypeError>(op, name, " must be ", wanted_dtypes(accept), "; got ", dtype_name(tensor.dtype));
+    }
+    if (tensor.ndim > TensorView::kMaxDims) {
+        fail<ValueError>(op, name, " must have at most ", TensorView::kMaxDims, " axes; got ", tensor.ndim);
+    }
+    TensorView view;
+    view.dtype = *dtype;
+    view.device = to_device(op, name, tensor.device);
+    view.ndim = tensor.ndim;
+    std::copy_n(tensor.shape, tensor.ndim, view.shape.begin());
+    if (tensor.strides) {
+        std::copy_n(tensor.strides, tensor.ndim, view.strides.begin());
+    } else {
+        int64_t stride = 1;
+        for (int axis = tensor.ndim - 1; axis >= 0; --axis) {
+            view.strides[axis] = stride;
+            stride *= view.shape[axis];
+        }
+    }
+    if (view.size() == 0) return view;
+    if (!tensor.data) fail<TypeError>(op, name, " has no data (is it a meta or fake tensor?)");
+    view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+    if (reinterpret_cast<uintptr_t>(view.data) % size_of(view.dtype) != 0) {
+        fail<ValueError>(op, name, " must be aligned to its elements of ", size_of(view.dtype), " bytes");
+    }
+    return view;
+}
+
+// Raises `type`, chained to the Python error being handled. KeyboardInterrupt and its like pass unchanged.
+[[noreturn]] void refuse(nb::python_error& error, nb::handle type, const char* op, const char* name,
+                         nb::handle array) {
+    if (!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError))
+        throw nb::python_error(std::move(error));
+    std::string what = bindings::type_name(array);
+    const nb::object dtype = nb::getattr(array, "dtype", nb::none());
+    if (!dtype.is_none()) what += std::string(" of ") + nb::str(dtype).c_str();
+    std::string reason = nb::str(error.value()).c_str();
+    reason.resize(std::min(reason.size(), reason.find('\n')));  // torch appends a stack trace
+    nb::raise_from(error, type, "%s: %s (%s) cannot be taken through DLPack: %s", op, name, what.c_str(),
+                   reason.c_str());
+}
+
+Device device_of(const char* op, const char* name, nb::handle array) {
+    try {
+        const nb::object pair = array.attr("__dlpack_device__")();
+        return to_device(op, name,
+                         {nb::cast<int32_t>(nb::int_(pair[0])), nb::cast<int32_t>(nb::int_(pair[1]))});
+    } catch (nb::python_error& error) {
+        refuse(error, PyExc_TypeError, op, name, array);
+    }
+}
+
+// torch's own __dlpack__ refuses these two; its exchange table does not.
+void refuse_gradient(const char* op, const char* name, nb::handle tensor) {
+    static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (!nb::cast<bool>(tensor.attr(nb::handle(requires_grad)))) return;
+    if (!nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) return;
+    fail<TypeError>(op, name, " requires grad, and this call has no backward; use ", name,
+                    ".detach() or torch.no_grad()");
+}
+
+void refuse_negative_bit(const char* op, const char* name, nb::handle tensor) {
+    static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+    if (nb::cast<bool>(tensor.attr(nb::handle(is_neg))())) {
+        fail<TypeError>(op, name, " has its negative bit set; use ", name, ".resolve_neg()");
+    }
+}
+
+// ml_dtypes.bfloat16, which NumPy exports neither through DLPack nor as a buffer.
+bool is_bfloat16(nb::handle numpy_array) {
+    static PyObject* known = nullptr;  // the dtype object, kept once seen
+    static PyObject* const name = PyUnicode_InternFromString("dtype");
+    nb::object dtype = numpy_array.attr(nb::handle(name));
+    if (dtype.ptr() == known) return true;
+    if (!dtype.attr("kind").equal(nb::str("V")) || !dtype.attr("name").equal(nb::str("bfloat16")))
+        return false;
+    if (!known) known = dtype.inc_ref().ptr();
+    return true;
+}
+
+}  // namespace
+
+bool Loan::is_capsule(nb::handle object) {
+    return PyCapsule_IsValid(object.ptr(), kVersionedCapsule) ||
+           PyCapsule_IsValid(object.ptr(), kUnversionedCapsule);
+}
+
+Loan::Loan(nb::handle capsule) {
+    if (PyCapsule_IsValid(capsule.ptr(), kVersionedCapsule)) {
+        versioned_ = static_cast<dlpack::ManagedTensorVersioned*>(
+            PyCapsule_GetPointer(capsule.ptr(), kVersionedCapsule));
+        PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+    } else {
+        unversioned_ =
+            static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), kUnversionedCapsule));
+        PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+    }
+}
+
+Loan::Loan(Loan&& other) noexcept
+    : versioned_(std::exchange(other.versioned_, nullptr)),
+      unversioned_(std::exchange(other.unversioned_, nullptr)) {}
+
+Loan::~Loan() {
+    if (versioned_ && versioned_->deleter) versioned_->deleter(versioned_);
+    if (unversioned_ && unversioned_->deleter) unversioned_->deleter(unversioned_);
+}
+
+Call::Call(const char* op, nb::handle stream) : op_(op), wanted_stream_(stream_argument(op, stream)) {}
+
+TensorView Call::input(const char* name, nb::handle array, Accept accept) {
+    return import(name, array, accept, false);
+}
+
+std::optional<TensorView> Call::optional_input(const char* name, nb::handle array, Accept accept) {
+    if (array.is_none()) return std::nullopt;
+    return import(name, array, accept, false);
+}
+
+TensorView Call::output(const char* name, nb::handle array) {
+    return import(name, array, Accept::data, true);
+}
+
+TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes) {
+    const ArrayType type = array_type_of(array);
+    if (type.framework == Framework::none) {
+        fail<TypeError>(op_, name,
+                        " must be an array (an object with __dlpack__ and __dlpack_device__); got ",
+                        bindings::type_name(array));
+    }
+    if (writes && type.framework == Framework::jax) {
+        // Before jax 0.12 nothing in the exchange says that the memory must not be written.
+        fail<TypeError>(op_, name, " is written to and cannot be a JAX array, which is immutable");
+    }
+    if (type.framework == Framework::torch) refuse_gradient(op_, name, array);
+    TensorView view;
+    if (type.exchange && type.exchange->tensor_from_object) {
+        dlpack::Tensor tensor;
+        if (type.exchange->tensor_from_object(array.ptr(), &tensor)) {
+            nb::python_error error;
+            refuse(error, PyExc_TypeError, op_, name, array);
+        }
+        view = to_view(op_, name, tensor, accept);
+        enter_device(name, type, view.device);
+    } else {
+        nb::object source = nb::borrow(array);
+        const bool by_view = type.framework == Framework::numpy && is_bfloat16(array);
+        if (by_view) source = array.attr("view")("uint16");
+        // Once the first array is on the CPU, the tensor itself will say whether this one is.
+        const bool ask = type.framework != Framework::numpy && !(device_ && device_->type == DeviceType::cpu);
+        const Device device = ask ? device_of(op_, name, array) : Device{};
+        Loan loan = borrow(name, source, type, enter_device(name, type, device));
+        if (!loan.is_known_version()) {
+            fail<TypeError>(op_, name, " comes in a version of DLPack other than ", dlpack::kMajorVersion);
+        }
+        if (writes && loan.is_copy())
+            fail<TypeError>(op_, name, " is written to, but was handed over as a copy");
+        dlpack::Tensor tensor = loan.tensor();
+        if (by_view) tensor.dtype = {dlpack::kBfloat, 16, 1};
+        view = to_view(op_, name, tensor, accept);
+        view.read_only = loan.is_read_only();
+        if (view.device != device) refuse_device(name, view.device);
+        loans_.push_back(std::move(loan));
+    }
+    // Only real and imaginary parts of complex tensors carry the bit: there is no complex bfloat16.
+    const bool is_part = view.dtype == DType::float32 || view.dtype == DType::float16;
+    if (type.framework == Framework::torch && is_part) refuse_negative_bit(op_, name, array);
+    if (!first_array_.is_valid()) {
+        first_array_ = array;
+        first_type_ = type;
+        first_view_ = view;
+    }
+    return view;
+}
+
+void Call::refuse_device(const char* name, Device device) const {
+    fail<DeviceError>(op_, "all arrays must be on one device; ", name, " is on ", to_string(device),
+                      ", the first array on ", to_string(*device_));
+}
+
+// Settles on which stream we work, and that the array's own work comes before ours. Returns what
+// __dlpack__(stream=) is to get.
+std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& type, Device device) {
+    if (device_ && *device_ != device) refuse_device(name, device);
+    const bool is_first = !device_;
+    device_ = device;
+    if (device.type == DeviceType::cpu) return std::nullopt;
+    if (is_first) cuda::require_usable();
+    const std::optional<void*> current = type.current_stream(device);
+    if (is_first) stream_ = wanted_stream_ ? *wanted_stream_ : current.value_or(nullptr);
+    // XLA may reuse an input's memory as soon as it is given back, and does not know our stream: with JAX
+    // arrays the call returns when the work is done, which also makes the result ready.
+    if (type.framework == Framework::jax) wait_for_work_ = true;
+    if (current) {
+        order_after(*current);
+        return -1;  // nothing left for the producer to order
+    }
+    return stream_ ? reinterpret_cast<int64_t>(stream_)
+                   : 1;  // 1: the legacy default stream; 0 is not allowed
+}
+
+// Asks the array for its tensor. `stream` is DLPack's number for the stream that the array must be ready on.
+Loan Call::borrow(const char* name, nb::handle array, const ArrayType& type,
+                  std::optional<int64_t> stream) const {
+    nb::object capsule;
+    try {
+        if (type.exchange) {
+            dlpack::ManagedTensorVersioned* tensor = nullptr;
+            if (type.exchange->managed_tensor_from_object(array.ptr(), &tensor)) throw nb::python_error();
+            return Loan(tensor);
+        }
+        // torch refuses tensors that require grad here, even where gradients are off.
+        nb::object source = type.framework == Framework::torch ? array.attr("detach")() : nb::borrow(array);
+        static PyObject* const method = PyUnicode_InternFromString("__dlpack__");
+        static PyObject* const newest =
+            nb::make_tuple(dlpack::kMajorVersion, dlpack::kMinorVersion).release().ptr();
+        nb::object lend = source.attr(nb::handle(method));
+        try {
+            capsule = stream ? lend(nb::arg("stream") = *stream, nb::arg("max_version") = nb::handle(newest))
+                             : lend(nb::arg("max_version") = nb::handle(newest));
+        } catch (nb::python_error& error) {
+            if (!error.matches(PyExc_TypeError)) throw;
+            // A producer from before max_version (2023)?
+            capsule = stream ? lend(nb::arg("stream") = *stream) : lend();
+        }
+    } catch (nb::python_error& error) {
+        const bool failed = error.matches(PyExc_RuntimeError) && !error.matches(PyExc_NotImplementedError);
+        refuse(error, failed && !type.exchange ? PyExc_RuntimeError : PyExc_TypeError, op_, name, array);
+    }
+    if (!Loan::is_capsule(capsule)) {
+        fail<TypeError>(op_, name, ": __dlpack__ must return a DLPack capsule; got ",
+                        bindings::type_name(capsule));
+    }
+    return Loan(capsule);
+}
+
+void Call::order_after(void* producer) {
+    if (producer == stream_) return;
+    if (std::find(producers_.begin(), producers_.end(), producer) == producers_.end())
+        producers_.push_back(producer);
+}
+
+void Call::before_work() const {
+    for (void* producer : producers_) cuda::order_streams(device_->index, producer, stream_);
+}
+
+void Call::after_work() const {
+    if (wait_for_work_) {
+        cuda::synchronize(device_->index, stream_);
+    } else if (!wanted_stream_) {
+        // Arrays of several frameworks: each goes on when we are done with its arrays.
+        for (void* producer : producers_) cuda::order_streams(device_->index, stream_, producer);
+    }
+}
+
+}  // namespace octavo::bindings

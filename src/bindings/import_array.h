@@ -1,0 +1,95 @@
+// From the caller's arrays to TensorViews, without copies.
+#pragma once
+
+#include "bindings/array_type.h"
+
+#include <octavo/tensor.h>
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+#include <vector>
+
+namespace octavo::bindings {
+
+namespace nb = nanobind;
+
+// The dtypes that an argument may have. The operators check further.
+enum class Accept : uint8_t { data, int32, float32 };
+
+// A tensor that an array lent. Given back when this goes, with the interpreter lock held.
+class Loan {
+  public:
+    static bool is_capsule(nb::handle object);
+    explicit Loan(nb::handle capsule);  // takes the tensor out of the capsule
+    explicit Loan(dlpack::ManagedTensorVersioned* tensor) : versioned_(tensor) {}
+    Loan(Loan&& other) noexcept;
+    Loan(const Loan&) = delete;
+    Loan& operator=(const Loan&) = delete;
+    ~Loan();
+
+    bool is_known_version() const {
+        return !versioned_ || versioned_->version.major == dlpack::kMajorVersion;
+    }
+    bool is_read_only() const { return versioned_ && (versioned_->flags & dlpack::kReadOnly); }
+    bool is_copy() const { return versioned_ && (versioned_->flags & dlpack::kCopied); }
+    const dlpack::Tensor& tensor() const { return versioned_ ? versioned_->tensor : unversioned_->tensor; }
+
+  private:
+    dlpack::ManagedTensorVersioned* versioned_ = nullptr;
+    dlpack::ManagedTensor* unversioned_ = nullptr;
+};
+
+// One call of an operator: imports its arrays, keeps what they lent until the work is done (CPU) or launched
+// (CUDA), and settles the stream. The first array imported decides framework, device and stream.
+class Call {
+  public:
+    // `stream`: None, or what the caller wants instead of the first array's current stream.
+    Call(const char* op, nb::handle stream);
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+    TensorView input(const char* name, nb::handle array, Accept accept = Accept::data);
+    std::optional<TensorView> optional_input(const char* name, nb::handle array, Accept accept);
+    TensorView output(const char* name, nb::handle array);  // one that the operator writes
+
+    const char* op() const { return op_; }
+    nb::handle first_array() const { return first_array_; }
+    const ArrayType& first_type() const { return first_type_; }
+    const TensorView& first_view() const { return first_view_; }
+    void* stream() const { return stream_; }
+
+    // The work will wait for what `producer` holds when it is launched.
+    void order_after(void* producer);
+
+    // Runs the operator without the interpreter lock.
+    template <class Work>
+    void run(const Work& work) {
+        nb::gil_scoped_release unlocked;
+        before_work();
+        work();
+        after_work();
+    }
+
+  private:
+    TensorView import(const char* name, nb::handle array, Accept accept, bool writes);
+    [[noreturn]] void refuse_device(const char* name, Device device) const;
+    std::optional<int64_t> enter_device(const char* name, const ArrayType& type, Device device);
+    Loan borrow(const char* name, nb::handle array, const ArrayType& type,
+                std::optional<int64_t> stream) const;
+    void before_work() const;
+    void after_work() const;
+
+    const char* op_;
+    std::optional<void*> wanted_stream_;
+    nb::handle first_array_;
+    ArrayType first_type_;
+    TensorView first_view_;
+    std::optional<Device> device_;
+    void* stream_ = nullptr;        // cudaStream_t; unused on the CPU
+    std::vector<void*> producers_;  // streams that ours waits for
+    bool wait_for_work_ = false;
+    std::vector<Loan> loans_;
+};
+
+}  // namespace octavo::bindings

@@ -1,0 +1,108 @@
+// octavo._core: the native half of the package octavo.
+#include <octavo/build_info.h>
+#include <octavo/error.h>
+
+#include "bindings/bindings.h"
+#include "bindings/scalars.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace octavo::bindings {
+
+void bind_errors(nb::module_& m) {
+    // The last one registered is asked first.
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const ValueError& error) {
+            PyErr_SetString(PyExc_ValueError, error.what());
+        } catch (const TypeError& error) {
+            PyErr_SetString(PyExc_TypeError, error.what());
+        } catch (const Error& error) {
+            PyErr_SetString(PyExc_RuntimeError, error.what());
+        }
+    });
+    nb::exception<OutOfPages> out_of_pages(m, "OutOfPages", PyExc_RuntimeError);
+    out_of_pages.attr("__module__") = "octavo";
+    out_of_pages.doc() = "The page allocator has too few free pages. Its state is as before the call.";
+    nb::exception<InvalidSequence> invalid_sequence(m, "InvalidSequence", PyExc_ValueError);
+    invalid_sequence.attr("__module__") = "octavo";
+    invalid_sequence.doc() = "A handle that was freed, or that this page allocator never gave out.";
+}
+
+void bind_info(nb::module_& m) {
+    m.attr("__version__") = build_info().version;
+    m.def(
+        "build_info",
+        [] {
+            const BuildInfo& info = build_info();
+            nb::dict dict;
+            dict["version"] = info.version;
+            dict["cuda_version"] = info.cuda_version;
+            dict["architectures"] = info.architectures;
+            dict["instances"] = info.instances;
+            dict["compiler"] = info.compiler;
+            return dict;
+        },
+        nb::sig("def build_info() -> octavo._types.BuildInfo"),
+        "What this build holds: a dict of version, cuda_version (empty without CUDA), architectures, "
+        "instances "
+        "(the CUDA kernels compiled) and compiler.");
+    m.def(
+        "cpu_info",
+        [] {
+            const CpuInfo info = cpu_info();
+            nb::dict dict;
+            dict["isa"] = info.isa;
+            dict["features"] = info.features;
+            dict["num_threads"] = info.num_threads;
+            return dict;
+        },
+        nb::sig("def cpu_info() -> octavo._types.CpuInfo"));
+    m.def(
+        "gpu_info",
+        [] {
+            std::string why_none;
+            nb::list gpus;
+            for (const GpuInfo& info : gpu_info(&why_none)) {
+                nb::dict dict;
+                dict["index"] = info.index;
+                dict["name"] = info.name;
+                dict["compute_major"] = info.compute_major;
+                dict["compute_minor"] = info.compute_minor;
+                dict["num_sms"] = info.num_sms;
+                dict["memory_bytes"] = info.memory_bytes;
+                gpus.append(dict);
+            }
+            return nb::make_tuple(gpus, why_none);
+        },
+        nb::sig("def gpu_info() -> tuple[list[octavo._types.GpuInfo], str]"));
+    m.def(
+        "set_num_threads",
+        [](nb::handle num_threads) {
+            constexpr const char* op = "set_num_threads";
+            const int64_t count = int_argument(op, "num_threads", num_threads);
+            using Limits = std::numeric_limits<int>;
+            set_num_threads(static_cast<int>(std::clamp<int64_t>(count, Limits::min(), Limits::max())));
+        },
+        nb::arg("num_threads"), nb::sig("def set_num_threads(num_threads: int) -> None"),
+        "Use this many threads, at least 1, in the CPU operators. The default is the environment variable "
+        "OCTAVO_NUM_THREADS, else the number of cores that the process may run on.");
+    m.def("get_num_threads", &get_num_threads, "The number of threads that the CPU operators use.");
+}
+
+}  // namespace octavo::bindings
+
+NB_MODULE(_core, m) {
+    using namespace octavo::bindings;
+    m.doc() = "The native half of octavo. Its functions are documented, and given defaults, by the package.";
+    bind_errors(m);
+    bind_info(m);
+    bind_owned_array(m);
+    bind_operators(m);
+    bind_page_allocator(m);
+}

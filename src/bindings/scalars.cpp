@@ -1,0 +1,88 @@
+#include "bindings/scalars.h"
+
+#include <octavo/error.h>
+
+namespace octavo::bindings {
+namespace {
+
+// cudaStreamLegacy of the CUDA runtime, which DLPack also uses for the legacy default stream.
+constexpr uintptr_t kLegacyStream = 1;
+
+[[noreturn]] void fail_type(const char* op, const char* name, const char* wanted, nb::handle value) {
+    throw TypeError(std::string(op) + ": " + name + " must be " + wanted + "; got " +
+                    bindings::type_name(value));
+}
+
+}  // namespace
+
+std::string type_name(nb::handle object) {
+    const nb::handle type = object.type();
+    const std::string module = nb::str(type.attr("__module__")).c_str();
+    const std::string name = nb::str(type.attr("__qualname__")).c_str();
+    return module == "builtins" ? name : module + "." + name;
+}
+
+bool bool_argument(const char* op, const char* name, nb::handle value) {
+    if (value.ptr() == Py_True) return true;
+    if (value.ptr() == Py_False) return false;
+    const std::string type = bindings::type_name(value);
+    if (type != "numpy.bool" && type != "numpy.bool_") fail_type(op, name, "a bool", value);
+    return PyObject_IsTrue(value.ptr()) == 1;
+}
+
+int64_t int_argument(const char* op, const char* name, nb::handle value) {
+    if (!PyIndex_Check(value.ptr())) fail_type(op, name, "an int", value);
+    nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+    if (!index.is_valid()) throw nb::python_error();
+    int overflow = 0;
+    const long long number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+    if (overflow) throw ValueError(std::string(op) + ": " + name + " does not fit in 64 bits");
+    return number;
+}
+
+double float_argument(const char* op, const char* name, nb::handle value) {
+    if (!PyFloat_Check(value.ptr()) && !PyIndex_Check(value.ptr()) && !nb::hasattr(value, "__float__")) {
+        fail_type(op, name, "a float", value);
+    }
+    const double number = PyFloat_AsDouble(value.ptr());
+    if (number == -1.0 && PyErr_Occurred()) throw nb::python_error();
+    return number;
+}
+
+std::optional<int64_t> optional_int(const char* op, const char* name, nb::handle value) {
+    if (value.is_none()) return std::nullopt;
+    return int_argument(op, name, value);
+}
+
+std::optional<double> optional_float(const char* op, const char* name, nb::handle value) {
+    if (value.is_none()) return std::nullopt;
+    return float_argument(op, name, value);
+}
+
+std::optional<void*> stream_argument(const char* op, nb::handle stream) {
+    if (stream.is_none()) return std::nullopt;
+    nb::object address = nb::borrow(stream);
+    if (!PyLong_Check(stream.ptr())) {
+        if (nb::hasattr(stream, "__cuda_stream__")) {
+            nb::object pair = stream.attr("__cuda_stream__");
+            if (PyCallable_Check(pair.ptr())) pair = pair();
+            address = pair[1];  // (protocol version, address)
+        } else if (nb::hasattr(stream, "cuda_stream")) {
+            address = stream.attr("cuda_stream");
+        } else if (nb::hasattr(stream, "ptr")) {
+            address = stream.attr("ptr");
+        } else {
+            fail_type(op, "stream", "an int, or an object with __cuda_stream__, cuda_stream or ptr", stream);
+        }
+    }
+    if (!PyLong_Check(address.ptr())) fail_type(op, "stream's address", "an int", address);
+    const unsigned long long value = PyLong_AsUnsignedLongLong(address.ptr());
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        throw ValueError(std::string(op) + ": stream must be an address of 0 to 64 bits; got " +
+                         nb::str(address).c_str());
+    }
+    return reinterpret_cast<void*>(value == kLegacyStream ? 0 : static_cast<uintptr_t>(value));
+}
+
+}  // namespace octavo::bindings
