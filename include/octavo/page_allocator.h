@@ -46,7 +46,7 @@ class PageAllocator {
 
     // Shares every page; O(pages). Append the sequence's own tokens first: a fork has what its pages hold.
     std::vector<Sequence> fork(Sequence sequence, int64_t n = 1);
-    void truncate(Sequence sequence, int64_t length);              // drops tokens at the end
+    void truncate(Sequence sequence, int64_t length);  // drops tokens at the end
     void free(Sequence sequence);
 
     int64_t length(Sequence sequence) const;

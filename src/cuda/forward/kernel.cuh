@@ -138,8 +138,9 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads)
         (is_k ? shared.k_offset : shared.v_offset)[tile % 2][row] = offset;
     };
     auto load_keys = [&](T* target, const T* base, const int64_t (&offsets)[kKeys], bool aligned) {
-        load_rows<Config, kKeys>(target, p.head_dim, aligned, static_cast<const T*>(p.q),
-                                 [&](int i) { return offsets[i] == shared.kZeros ? nullptr : base + offsets[i]; });
+        load_rows<Config, kKeys>(target, p.head_dim, aligned, static_cast<const T*>(p.q), [&](int i) {
+            return offsets[i] == shared.kZeros ? nullptr : base + offsets[i];
+        });
         ptx::cp_async_commit();
     };
 
