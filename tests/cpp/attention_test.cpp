@@ -1,0 +1,245 @@
+// The operators through the public C++ headers, on the CPU, in float32. The Python tests cover the rest.
+#include "allocator_testing.h"
+
+#include <octavo/attention.h>
+#include <octavo/page_allocator.h>
+#include <octavo/paged_attention.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+constexpr int64_t kNumQHeads = 6, kNumKvHeads = 2, kHeadDim = 16;
+constexpr int64_t kQSize = kNumQHeads * kHeadDim, kKvSize = kNumKvHeads * kHeadDim;  // of one token
+constexpr double kTolerance = 2e-6;
+
+using Floats = std::vector<float>;
+
+Floats random_floats(std::mt19937& random, int64_t size) {
+    std::normal_distribution<float> normal;
+    Floats values(static_cast<size_t>(size));
+    for (float& value : values) value = normal(random);
+    return values;
+}
+
+TensorView view(Floats& values, std::initializer_list<int64_t> shape) {
+    return TensorView(values.data(), DType::float32, shape);
+}
+
+TensorView view(std::vector<int32_t>& values, std::initializer_list<int64_t> shape) {
+    return TensorView(values.data(), DType::int32, shape);
+}
+
+// One query token, q [num_q_heads, head_dim], over k and v [seqlen_k, num_kv_heads, head_dim], all of them
+// visible, compared with out [num_q_heads, head_dim] and lse [num_q_heads].
+void expect_attention(const float* q, const float* k, const float* v, int64_t seqlen_k, const float* out,
+                      const float* lse) {
+    for (int64_t head = 0; head < kNumQHeads; ++head) {
+        int64_t kv_head = head / (kNumQHeads / kNumKvHeads);
+        std::vector<double> weights;
+        double sum = 0;
+        for (int64_t j = 0; j < seqlen_k; ++j) {
+            double score = 0;
+            for (int64_t d = 0; d < kHeadDim; ++d) {
+                score += double{q[head * kHeadDim + d]} * k[j * kKvSize + kv_head * kHeadDim + d];
+            }
+            weights.push_back(std::exp(score / std::sqrt(double{kHeadDim})));
+            sum += weights.back();
+        }
+        ASSERT_NEAR(lse[head], std::log(sum), kTolerance * 10);
+        for (int64_t d = 0; d < kHeadDim; ++d) {
+            double expected = 0;
+            for (int64_t j = 0; j < seqlen_k; ++j) {
+                expected += weights[static_cast<size_t>(j)] / sum * v[j * kKvSize + kv_head * kHeadDim + d];
+            }
+            ASSERT_NEAR(out[head * kHeadDim + d], expected, kTolerance * 5);
+        }
+    }
+}
+
+TEST(Attention, DenseCausalIsBottomRightAligned) {
+    constexpr int64_t kBatch = 2, kSeqlenQ = 3, kSeqlenK = 37;
+    std::mt19937 random(1);
+    Floats q = random_floats(random, kBatch * kSeqlenQ * kQSize);
+    Floats k = random_floats(random, kBatch * kSeqlenK * kKvSize);
+    Floats v = random_floats(random, kBatch * kSeqlenK * kKvSize);
+    Floats out(q.size(), NAN), lse(kBatch * kSeqlenQ * kNumQHeads, NAN);
+    AttentionArgs args;
+    args.q = view(q, {kBatch, kSeqlenQ, kNumQHeads, kHeadDim});
+    args.k = view(k, {kBatch, kSeqlenK, kNumKvHeads, kHeadDim});
+    args.v = view(v, {kBatch, kSeqlenK, kNumKvHeads, kHeadDim});
+    args.out = view(out, {kBatch, kSeqlenQ, kNumQHeads, kHeadDim});
+    args.lse = view(lse, {kBatch, kSeqlenQ, kNumQHeads});
+    args.causal = true;
+    attention(args);
+    for (int64_t b = 0; b < kBatch; ++b) {
+        for (int64_t i = 0; i < kSeqlenQ; ++i) {
+            int64_t row = b * kSeqlenQ + i;
+            expect_attention(&q[row * kQSize], &k[b * kSeqlenK * kKvSize], &v[b * kSeqlenK * kKvSize],
+                             kSeqlenK - kSeqlenQ + i + 1, &out[row * kQSize], &lse[row * kNumQHeads]);
+        }
+    }
+}
+
+TEST(Attention, MergesStatesOfDisjointKeys) {
+    constexpr int64_t kSeqlenK = 29, kFirst = 11;
+    std::mt19937 random(2);
+    Floats q = random_floats(random, kQSize);
+    Floats k = random_floats(random, kSeqlenK * kKvSize), v = random_floats(random, kSeqlenK * kKvSize);
+    Floats out[2] = {Floats(kQSize), Floats(kQSize)}, lse[2] = {Floats(kNumQHeads), Floats(kNumQHeads)};
+    for (int part = 0; part < 2; ++part) {
+        int64_t begin = part ? kFirst : 0, seqlen_k = part ? kSeqlenK - kFirst : kFirst;
+        AttentionArgs args;
+        args.q = view(q, {1, 1, kNumQHeads, kHeadDim});
+        args.k = TensorView(&k[begin * kKvSize], DType::float32, {1, seqlen_k, kNumKvHeads, kHeadDim});
+        args.v = TensorView(&v[begin * kKvSize], DType::float32, {1, seqlen_k, kNumKvHeads, kHeadDim});
+        args.out = view(out[part], {1, 1, kNumQHeads, kHeadDim});
+        args.lse = view(lse[part], {1, 1, kNumQHeads});
+        attention(args);
+    }
+    MergeStatesArgs merge;
+    merge.out_a = view(out[0], {kNumQHeads, kHeadDim});
+    merge.lse_a = view(lse[0], {kNumQHeads});
+    merge.out_b = view(out[1], {kNumQHeads, kHeadDim});
+    merge.lse_b = view(lse[1], {kNumQHeads});
+    merge.out = merge.out_a;  // in place
+    merge.lse = merge.lse_a;
+    merge_states(merge);
+    expect_attention(q.data(), k.data(), v.data(), kSeqlenK, out[0].data(), lse[0].data());
+}
+
+TEST(Attention, RefusesWhatItCannotTake) {
+    Floats q(3 * kHeadDim), kv(2 * kHeadDim), out(3 * kHeadDim);
+    AttentionArgs args;
+    args.q = view(q, {1, 1, 3, kHeadDim});
+    args.k = args.v = view(kv, {1, 1, 2, kHeadDim});
+    args.out = view(out, {1, 1, 3, kHeadDim});
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: num_q_heads (3) must be a multiple of num_kv_heads (2)");
+}
+
+// A paged cache as a serving loop keeps it, and beside it each sequence's keys and values in order.
+class PagedCache : public testing::Test {
+  protected:
+    static constexpr int64_t kNumPages = 24, kPageSize = 4;
+
+    struct Written {
+        Sequence sequence;
+        Floats k, v;  // [length, num_kv_heads, head_dim]
+    };
+
+    Floats poisoned() { return Floats(kNumPages * kPageSize * kKvSize, NAN); }
+    TensorView pages_view(Floats& pages) {
+        return view(pages, {kNumPages, kPageSize, kNumKvHeads, kHeadDim});
+    }
+
+    // Each sequence grows by `n` random tokens: extend, copy_pages, append_kv.
+    void append(std::vector<Written*> batch, int64_t n) {
+        Floats k, v;
+        cu_seqlens_ = {0};
+        for (Written* written : batch) {
+            allocator_.extend(written->sequence, n);
+            Floats new_k = random_floats(random_, n * kKvSize), new_v = random_floats(random_, n * kKvSize);
+            for (auto [to, from] :
+                 {std::pair{&k, &new_k}, {&v, &new_v}, {&written->k, &new_k}, {&written->v, &new_v}}) {
+                to->insert(to->end(), from->begin(), from->end());
+            }
+            cu_seqlens_.push_back(cu_seqlens_.back() + static_cast<int32_t>(n));
+        }
+        std::vector<PageCopy> copies = allocator_.take_copies();
+        num_copies_ += copies.size();
+        CopyPagesArgs copy;
+        copy.k_pages = pages_view(k_pages_);
+        copy.v_pages = pages_view(v_pages_);
+        copy.copies = TensorView(copies.data(), DType::int32, {static_cast<int64_t>(copies.size()), 2});
+        copy_pages(copy);
+
+        write_page_table(batch);
+        AppendKvArgs args;
+        int64_t total = cu_seqlens_.back();
+        args.k = view(k, {total, kNumKvHeads, kHeadDim});
+        args.v = view(v, {total, kNumKvHeads, kHeadDim});
+        args.k_pages = pages_view(k_pages_);
+        args.v_pages = pages_view(v_pages_);
+        args.page_table = page_table_view();
+        args.seq_lens = seq_lens_view();
+        args.cu_seqlens = view(cu_seqlens_, {static_cast<int64_t>(cu_seqlens_.size())});
+        append_kv(args);
+    }
+
+    void expect_decode(std::vector<Written*> batch) {
+        int64_t count = static_cast<int64_t>(batch.size());
+        Floats q = random_floats(random_, count * kQSize);
+        Floats out(q.size(), NAN), lse(static_cast<size_t>(count * kNumQHeads), NAN);
+        write_page_table(batch);
+        PagedAttentionArgs args;
+        args.q = view(q, {count, kNumQHeads, kHeadDim});
+        args.k_pages = pages_view(k_pages_);
+        args.v_pages = pages_view(v_pages_);
+        args.page_table = page_table_view();
+        args.seq_lens = seq_lens_view();
+        args.out = view(out, {count, kNumQHeads, kHeadDim});
+        args.lse = view(lse, {count, kNumQHeads});
+        paged_attention(args);
+        for (int64_t i = 0; i < count; ++i) {
+            const Written& written = *batch[static_cast<size_t>(i)];
+            expect_attention(&q[i * kQSize], written.k.data(), written.v.data(),
+                             allocator_.length(written.sequence), &out[i * kQSize], &lse[i * kNumQHeads]);
+        }
+    }
+
+    void write_page_table(const std::vector<Written*>& batch) {
+        std::vector<Sequence> sequences;
+        for (const Written* written : batch) sequences.push_back(written->sequence);
+        int64_t count = static_cast<int64_t>(sequences.size());
+        int64_t max_pages = allocator_.max_pages(sequences.data(), count);
+        page_table_.assign(static_cast<size_t>(count * max_pages), 0);
+        seq_lens_.assign(static_cast<size_t>(count), 0);
+        allocator_.write_page_table(sequences.data(), count, page_table_.data(), max_pages, seq_lens_.data());
+    }
+
+    TensorView page_table_view() {
+        int64_t count = static_cast<int64_t>(seq_lens_.size());
+        return view(page_table_, {count, static_cast<int64_t>(page_table_.size()) / count});
+    }
+    TensorView seq_lens_view() { return view(seq_lens_, {static_cast<int64_t>(seq_lens_.size())}); }
+
+    std::mt19937 random_{3};
+    PageAllocator allocator_{kNumPages, kPageSize};
+    Floats k_pages_ = poisoned(), v_pages_ = poisoned();
+    std::vector<int32_t> page_table_, seq_lens_, cu_seqlens_;
+    size_t num_copies_ = 0;
+};
+
+TEST_F(PagedCache, DecodesForkedTruncatedAndFreedSequences) {
+    Written a{allocator_.create(), {}, {}}, b{allocator_.create(), {}, {}};
+    append({&a, &b}, 10);
+    expect_decode({&a, &b});
+    Written c = a, d = a;
+    std::vector<Sequence> children = allocator_.fork(a.sequence, 2);
+    c.sequence = children[0];
+    d.sequence = children[1];
+    for (int i = 0; i < 3; ++i) {
+        append({&a, &c, &d, &b}, 1);
+        expect_decode({&d, &b, &a, &c});
+    }
+    EXPECT_EQ(num_copies_, 2u);
+    allocator_.truncate(c.sequence, 5);
+    c.k.resize(5 * kKvSize);
+    c.v.resize(5 * kKvSize);
+    allocator_.free(b.sequence);
+    append({&c}, 9);
+    append({&d, &a}, 2);
+    expect_decode({&a, &c, &d});
+    EXPECT_EQ(num_copies_, 3u);
+    allocator_.check_invariants();
+}
+
+}  // namespace
+}  // namespace octavo
