@@ -1,0 +1,124 @@
+"""Calls an operator on a case with a target's arrays; results come back as float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cases
+import octavo
+from cases import Cache, Case, Inputs
+from targets import Target
+
+Result = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def optional_arrays(target: Target, inputs: Inputs) -> dict[str, Any]:
+    slopes, prefix_lens = inputs.alibi_slopes, inputs.prefix_lens
+    return {
+        "alibi_slopes": None if slopes is None else target.library.float32(slopes),
+        "prefix_lens": None if prefix_lens is None else target.int32(prefix_lens),
+    }
+
+
+def read(target: Target, result: tuple[Any, Any]) -> Result:
+    out, lse = result
+    assert isinstance(out, target.library.array_type)
+    assert isinstance(lse, target.library.array_type)
+    assert target.dtype in str(out.dtype)
+    assert "float32" in str(lse.dtype)
+    assert tuple(lse.shape) == tuple(out.shape[:-1])
+    return target.library.to_float64(out), target.library.to_float64(lse)
+
+
+def dense(case: Case, packed: NDArray) -> NDArray:
+    """[total, heads, head_dim] -> [batch, seqlen, heads, head_dim]."""
+    return packed.reshape(case.batch, len(packed) // case.batch, *packed.shape[1:])
+
+
+def attention(target: Target, case: Case, inputs: Inputs, **overrides: Any) -> Result:
+    """Over dense arrays, poisoned where no query looks."""
+    k, v = cases.poisoned(case, inputs)
+    arguments = {
+        **case.masks,
+        "window_right": case.window_right,
+        **optional_arrays(target, inputs),
+        **overrides,
+    }
+    result = octavo.attention(
+        *(target.array(dense(case, x)) for x in (inputs.q, k, v)), return_lse=True, **arguments
+    )
+    assert tuple(result[0].shape) == (case.batch, case.seqlens_q[0], case.num_q_heads, case.head_dim)
+    return read(target, result)
+
+
+def packed_attention(target: Target, case: Case, inputs: Inputs, **overrides: Any) -> Result:
+    k, v = cases.poisoned(case, inputs)
+    arguments = {
+        **case.masks,
+        "window_right": case.window_right,
+        **optional_arrays(target, inputs),
+        **overrides,
+    }
+    result = octavo.attention(
+        *(target.array(x) for x in (inputs.q, k, v)),
+        cu_seqlens_q=target.int32(inputs.cu_seqlens_q),
+        cu_seqlens_k=target.int32(inputs.cu_seqlens_k),
+        return_lse=True,
+        **arguments,
+    )
+    assert tuple(result[0].shape) == inputs.q.shape
+    return read(target, result)
+
+
+def paged_attention(
+    target: Target, case: Case, inputs: Inputs, cache: Cache, *, packed: bool = True, **overrides: Any
+) -> Result:
+    """`packed` gives cu_seqlens_q; without it every sequence must have one query."""
+    arguments = {
+        **case.masks,
+        "k_scale": case.k_scale,
+        "v_scale": case.v_scale,
+        **optional_arrays(target, inputs),
+        **overrides,
+    }
+    result = octavo.paged_attention(
+        target.array(inputs.q),
+        target.array(cache.k_pages),
+        target.array(cache.v_pages),
+        target.int32(cache.page_table),
+        target.int32(cache.seq_lens),
+        cu_seqlens_q=target.int32(inputs.cu_seqlens_q) if packed else None,
+        return_lse=True,
+        **arguments,
+    )
+    assert tuple(result[0].shape) == inputs.q.shape
+    return read(target, result)
+
+
+def assert_same_bits(a: Result, b: Result) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.tobytes() == y.tobytes(), f"{np.count_nonzero(x != y)} of {x.size} elements differ"
+
+
+GUARD = 64  # elements on either side
+SENTINEL = -7.0
+
+
+class GuardedArray:
+    """An array of NaN inside a bigger buffer, to see that nothing around it is written."""
+
+    def __init__(self, target: Target, *shape: int) -> None:
+        size = int(np.prod(shape))
+        values = np.full(size + 2 * GUARD, SENTINEL)
+        values[GUARD : GUARD + size] = np.nan
+        self._target = target
+        self._buffer = target.array(values)
+        self.array = self._buffer[GUARD : GUARD + size].reshape(shape)
+
+    def check_margins(self) -> None:
+        values = self._target.library.to_float64(self._buffer)
+        assert (values[:GUARD] == SENTINEL).all(), "written before the array's begin"
+        assert (values[-GUARD:] == SENTINEL).all(), "written past the array's end"

@@ -1,0 +1,62 @@
+"""The `gpu` marker and the hypothesis profiles.
+
+A test marked `gpu` is skipped where there is no NVIDIA GPU; where there is one, skipping it is a failure.
+Hypothesis: `ci` by default; `pytest --hypothesis-profile=thorough` searches longer, anew each time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Generator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# JAX would otherwise take most of the GPU's memory for itself.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, max_examples=30, suppress_health_check=_SLOW_IS_FINE
+)
+settings.register_profile("thorough", deadline=None, max_examples=1000, suppress_health_check=_SLOW_IS_FINE)
+settings.load_profile("ci")
+
+
+@functools.cache
+def gpu_count() -> int:
+    """As the driver says, without asking any library under test."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; where there is one, a skip is a failure")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if gpu_count() == 0:
+        skip = pytest.mark.skip(reason="no NVIDIA GPU")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    expected_failure = hasattr(report, "wasxfail")
+    if report.skipped and not expected_failure and item.get_closest_marker("gpu") and gpu_count() > 0:
+        report.outcome = "failed"
+        report.longrepr = f"skipped on a machine with a GPU: {report.longrepr}"
+    return report

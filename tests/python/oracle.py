@@ -1,0 +1,285 @@
+"""What the operators mean: float64 NumPy straight from the formulas, and the yardstick for errors.
+
+Every function works on packed arrays: q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads,
+head_dim], and the lengths of the sequences, one after the other. Dense arrays are packed ones with equal
+lengths; a paged cache becomes packed by `gather_pages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+NUMPY_DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+# Relative spacing of the numbers of a dtype.
+SPACING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+# The stated epsilon of the tolerance, relative to a row's largest element: half a spacing, for rounding the
+# result. In float32 the rounding of the scores counts as well. A score of size s is off by several s * 2^-24,
+# and a weight by as much relative to itself: there the epsilon is also relative to the sequence's largest LSE
+# (or to 1).
+EPSILON_OUT = {"float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+EPSILON_LSE = 2.0**-20  # relative to the sequence's largest LSE, or to 1
+
+
+def round_to(values: NDArray, dtype: str) -> NDArray[np.float64]:
+    """The nearest numbers of `dtype`, as float64."""
+    return np.asarray(values).astype(np.float32).astype(NUMPY_DTYPES[dtype]).astype(np.float64)
+
+
+def visible(
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    prefix_len: int = 0,
+) -> NDArray[np.bool_]:
+    """[seqlen_q, seqlen_k]: which keys each query sees. Query i sits at seqlen_k - seqlen_q + i."""
+    q_pos = seqlen_k - seqlen_q + np.arange(seqlen_q)[:, None]
+    k_pos = np.arange(seqlen_k)[None, :]
+    if causal:
+        window_right = 0
+    see = np.ones((seqlen_q, seqlen_k), bool)
+    if window_left >= 0:
+        see &= k_pos >= q_pos - window_left
+    if window_right >= 0:
+        see &= k_pos <= q_pos + window_right
+    return see | (k_pos < prefix_len)
+
+
+def _heads_first(x: NDArray, repeat: int = 1) -> NDArray:
+    """[n, heads, head_dim] -> [heads * repeat, n, head_dim]."""
+    return np.repeat(x.transpose(1, 0, 2), repeat, axis=0)
+
+
+def _alibi(slopes: NDArray, seqlen_q: int, seqlen_k: int) -> NDArray:
+    distance = (seqlen_k - seqlen_q + np.arange(seqlen_q))[:, None] - np.arange(seqlen_k)[None, :]
+    return -slopes[:, None, None] * distance
+
+
+def attend(
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    see: NDArray[np.bool_],
+    scale: float,
+    softcap: float,
+    slopes: NDArray | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """One sequence in float64: out [n, num_q_heads, head_dim] and lse [n, num_q_heads]."""
+    group_size = q.shape[1] // k.shape[1]
+    q, k, v = _heads_first(q), _heads_first(k, group_size), _heads_first(v, group_size)
+    scores = scale * (q @ k.transpose(0, 2, 1))
+    if softcap > 0.0:
+        scores = softcap * np.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + _alibi(slopes.astype(np.float64), q.shape[1], k.shape[1])
+    scores = np.where(see, scores, -np.inf)
+    highest = scores.max(axis=2, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isneginf(highest), 0.0, highest))
+    total = weights.sum(axis=2, keepdims=True)
+    empty = total == 0.0
+    out = (weights / np.where(empty, 1.0, total)) @ v
+    lse = np.where(empty, -np.inf, highest + np.log(np.where(empty, 1.0, total)))
+    return out.transpose(1, 0, 2), lse[:, :, 0].T
+
+
+def plain(
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    see: NDArray[np.bool_],
+    scale: float,
+    softcap: float,
+    slopes: NDArray | None,
+    dtype: str,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The same sequence as a plain implementation computes it: its error is the yardstick for the operators'.
+
+    Products of the dtype are summed in float32; scores, probabilities and result are rounded to the dtype.
+    """
+
+    def rounded(x: NDArray) -> NDArray:
+        return x.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
+
+    group_size = q.shape[1] // k.shape[1]
+    q, k, v = (
+        _heads_first(x.astype(np.float32), repeat) for x, repeat in ((q, 1), (k, group_size), (v, group_size))
+    )
+    scores = rounded(np.float32(scale) * rounded(q @ k.transpose(0, 2, 1)))
+    if softcap > 0.0:
+        scores = rounded(np.float32(softcap) * np.tanh(scores / np.float32(softcap)))
+    if slopes is not None:
+        scores = rounded(
+            scores + _alibi(slopes.astype(np.float32), q.shape[1], k.shape[1]).astype(np.float32)
+        )
+    scores = np.where(see, scores, np.float32(-np.inf))
+    highest = scores.max(axis=2, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isneginf(highest), np.float32(0), highest))
+    total = weights.sum(axis=2, keepdims=True)
+    empty = total == 0.0
+    total_or_one = np.where(empty, np.float32(1), total)
+    out = rounded(rounded(weights / total_or_one) @ v)
+    lse = np.where(empty, np.float32(-np.inf), highest + np.log(total_or_one))
+    return out.transpose(1, 0, 2).astype(np.float64), lse[:, :, 0].T.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The true result, the plain one, and the tolerance that they give."""
+
+    dtype: str
+    seqlens_q: tuple[int, ...]
+    out: NDArray[np.float64]  # [total_q, num_q_heads, head_dim]
+    lse: NDArray[np.float64]  # [total_q, num_q_heads]
+    plain_out: NDArray[np.float64]
+    plain_lse: NDArray[np.float64]
+
+    def _sequences(self) -> list[slice]:
+        ends = np.cumsum(self.seqlens_q, dtype=int)
+        return [slice(end - n, end) for end, n in zip(ends, self.seqlens_q, strict=True)]
+
+    def _largest_lse(self, rows: slice) -> float:
+        """In magnitude, and at least 1."""
+        lse = np.abs(self.lse[rows])
+        return float(lse.max(initial=1.0, where=np.isfinite(lse)))
+
+    def check_out(self, out: NDArray) -> None:
+        """At most twice the plain error plus the stated epsilon. Empty rows are exactly 0.
+
+        Row by row for the 16-bit dtypes, so that rows over many keys, whose results are small, are held to
+        their own error. A float32 row's error is a few roundings of one sum and owes much to luck: there the
+        plain error is the sequence's.
+        """
+        out = np.asarray(out, np.float64).reshape(self.out.shape)
+        if out.size == 0:
+            return
+        assert np.isfinite(out).all(), f"out has {np.count_nonzero(~np.isfinite(out))} non-finite elements"
+        error = np.abs(out - self.out).max(axis=(1, 2))
+        plain_error = np.abs(self.plain_out - self.out).max(axis=(1, 2))
+        epsilon = EPSILON_OUT[self.dtype] * np.abs(self.out).max(axis=(1, 2))
+        if self.dtype == "float32":
+            for rows in self._sequences():
+                plain_error[rows] = plain_error[rows].max(initial=0.0)
+                epsilon[rows] *= self._largest_lse(rows)
+        plain_error[np.isneginf(self.lse).all(axis=1)] = 0.0
+        tolerance = 2.0 * plain_error + epsilon
+        row = int(np.argmax(error - tolerance))
+        assert error[row] <= tolerance[row], (
+            f"out: error {error[row]:.3g} in row {row} of {len(error)}, tolerance {tolerance[row]:.3g} "
+            f"(plain error {plain_error[row]:.3g}); {np.count_nonzero(error > tolerance)} rows are off"
+        )
+
+    def check_lse(self, lse: NDArray) -> None:
+        """Each sequence: at most twice the plain error plus the stated epsilon. Empty rows are -inf."""
+        lse = np.asarray(lse, np.float64).reshape(self.lse.shape)
+        empty = np.isneginf(self.lse)
+        np.testing.assert_array_equal(np.isneginf(lse), empty, "lse is -inf for empty rows and no others")
+        for b, rows in enumerate(self._sequences()):
+            true = np.where(empty[rows], 0.0, self.lse[rows])
+            error = np.abs(np.where(empty[rows], 0.0, lse[rows]) - true).max(initial=0.0)
+            plain_error = np.abs(np.where(empty[rows], 0.0, self.plain_lse[rows]) - true).max(initial=0.0)
+            tolerance = 2.0 * plain_error + EPSILON_LSE * self._largest_lse(rows)
+            assert error <= tolerance, (
+                f"lse: error {error:.3g} in sequence {b}, tolerance {tolerance:.3g} "
+                f"(plain error {plain_error:.3g})"
+            )
+
+    def check(self, out: NDArray, lse: NDArray) -> None:
+        self.check_out(out)
+        self.check_lse(lse)
+
+
+def attention(
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    seqlens_q: Sequence[int],
+    seqlens_k: Sequence[int],
+    *,
+    dtype: str,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    prefix_lens: Sequence[int] | None = None,
+    alibi_slopes: NDArray | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> Reference:
+    """Both results for packed arrays, sequence by sequence. q, k and v hold numbers of `dtype`."""
+    assert sum(seqlens_q) == len(q) and sum(seqlens_k) == len(k) == len(v)
+    scale = (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale) * (k_scale or 1.0)
+    out_scale = v_scale or 1.0
+    outs = [np.empty_like(q, np.float64) for _ in range(2)]
+    lses = [np.empty(q.shape[:2], np.float64) for _ in range(2)]
+    q_begin = k_begin = 0
+    for b, (n, m) in enumerate(zip(seqlens_q, seqlens_k, strict=True)):
+        rows, keys = slice(q_begin, q_begin + n), slice(k_begin, k_begin + m)
+        q_begin, k_begin = q_begin + n, k_begin + m
+        see = visible(
+            n,
+            m,
+            causal=causal,
+            window_left=window_left,
+            window_right=window_right,
+            prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
+        )
+        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        arguments = (q[rows], k[keys], v[keys], see, scale, softcap, slopes)
+        true, same_precision = attend(*arguments), plain(*arguments, dtype)
+        outs[0][rows], lses[0][rows] = true[0] * out_scale, true[1]
+        outs[1][rows], lses[1][rows] = round_to(same_precision[0] * out_scale, dtype), same_precision[1]
+    return Reference(dtype, tuple(seqlens_q), outs[0], lses[0], outs[1], lses[1])
+
+
+def gather_pages(pages: NDArray, page_table: NDArray, seq_lens: Sequence[int]) -> NDArray:
+    """[num_pages, page_size, heads, head_dim] -> packed [total, heads, head_dim]."""
+    page_size = pages.shape[1]
+    tokens = [
+        pages[page_table[b, : -(-length // page_size)]].reshape(-1, *pages.shape[2:])[:length]
+        for b, length in enumerate(seq_lens)
+    ]
+    return np.concatenate(tokens) if tokens else pages[:0].reshape(0, *pages.shape[2:])
+
+
+def append_kv(
+    new: NDArray, pages: NDArray, page_table: NDArray, seq_lens: Sequence[int], counts: Sequence[int]
+) -> NDArray:
+    """A copy of `pages` with each sequence's newest tokens at its end; a sequence of length 0 is padding."""
+    pages = pages.copy()
+    page_size = pages.shape[1]
+    begin = 0
+    for b, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
+        if length:
+            for i in range(count):
+                slot = length - count + i
+                pages[page_table[b, slot // page_size], slot % page_size] = new[begin + i]
+        begin += count
+    return pages
+
+
+def merge_states(
+    out_a: NDArray, lse_a: NDArray, out_b: NDArray, lse_b: NDArray
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """softmax over the union of two disjoint sets of keys, from the results over each."""
+    highest = np.maximum(lse_a, lse_b)
+    highest = np.where(np.isneginf(highest), 0.0, highest)
+    a, b = np.exp(lse_a - highest), np.exp(lse_b - highest)
+    total = a + b
+    empty = total == 0.0
+    total = np.where(empty, 1.0, total)
+    out = (a / total)[..., None] * out_a + (b / total)[..., None] * out_b
+    return out, np.where(empty, -np.inf, highest + np.log(total))

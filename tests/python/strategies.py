@@ -1,0 +1,55 @@
+"""Hypothesis strategies for cases of any shape and mask."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from cases import Case
+
+HEAD_DIMS = (8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 136, 192, 256)
+PAGE_SIZES = (1, 2, 3, 7, 8, 16, 17, 32, 64, 100, 256)
+
+
+@st.composite
+def drawn_cases(
+    draw: st.DrawFn,
+    *,
+    dense: bool = False,
+    decode: bool = False,
+    paged: bool = False,
+    max_seqlen_q: int = 50,
+    max_seqlen_k: int = 200,
+) -> Case:
+    batch = draw(st.integers(1, 4))
+    seqlen_q = st.just(1) if decode else st.integers(0, max_seqlen_q)
+    seqlen_k = st.integers(0, max_seqlen_k)
+
+    def lengths(one: st.SearchStrategy[int]) -> tuple[int, ...]:
+        if dense:
+            return (draw(one),) * batch
+        return tuple(draw(st.lists(one, min_size=batch, max_size=batch)))
+
+    num_kv_heads = draw(st.sampled_from((1, 2, 3)))
+    group_size = draw(st.sampled_from((1, 2, 3, 4, 5, 7, 8)))
+    window = st.one_of(st.just(-1), st.integers(0, max_seqlen_k))
+    prefix = st.one_of(st.just(0), st.integers(0, max_seqlen_k + 50))
+    return Case(
+        name=f"drawn {draw(st.integers(0, 2**16))}",
+        seqlens_q=lengths(seqlen_q),
+        seqlens_k=lengths(seqlen_k),
+        num_q_heads=num_kv_heads * group_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from(HEAD_DIMS)),
+        page_size=draw(st.sampled_from(PAGE_SIZES)) if paged else 16,
+        causal=draw(st.booleans()),
+        window_left=draw(window),
+        window_right=-1 if paged else draw(window),
+        prefix_lens=draw(st.one_of(st.none(), st.lists(prefix, min_size=batch, max_size=batch).map(tuple))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
+        alibi=draw(st.sampled_from(("", "", "head", "batch"))),
+        softmax_scale=draw(st.one_of(st.none(), st.floats(0.01, 0.5))),
+        k_scale=draw(st.sampled_from((None, 0.5, 1.25))) if paged else None,
+        v_scale=draw(st.sampled_from((None, 0.5, 1.25))) if paged else None,
+        q_gain=draw(st.sampled_from((1.0, 1.0, 4.0))),
+        spare_pages=draw(st.integers(0, 4)),
+    )

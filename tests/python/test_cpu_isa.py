@@ -1,0 +1,120 @@
+"""Every instruction set that the CPU kernels are compiled for meets the same reference.
+
+The choice is made once a process, so each gets a process of its own, which runs this file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import calls
+import cases
+import octavo
+import test_merge_states
+from cases import Case
+from targets import Target
+
+ISAS = ("baseline", "avx2", "avx512")
+
+# Sizes off the vector width, all masks and biases, and every way to address keys.
+DENSE = (
+    "prefill_gqa_4",
+    "everything",
+    "group_7",
+    "head_dim_8",
+    "head_dim_24",
+    "head_dim_256",
+    "softcap",
+    "peaked",
+)
+PACKED = ("everything_packed", "ragged")
+PAGED = ("speculative", "page_size_1", "page_size_17", "decode", "decode_everything", "decode_group_5")
+
+
+def named(names: tuple[str, ...]) -> list[Case]:
+    every_case = (*cases.DENSE, *cases.PACKED, *cases.PAGED, *cases.DECODE)
+    return [case for case in every_case if case.name in names]
+
+
+def check_every_operator() -> None:
+    for dtype in ("float32", "float16", "bfloat16"):
+        target = Target("numpy", "cpu", dtype)
+
+        def check(
+            run: Callable[..., calls.Result], case: Case, target: Target = target, **paged: bool
+        ) -> None:
+            inputs = cases.make_inputs(case, target.dtype)
+            cache = (cases.make_cache(case, inputs),) if paged else ()
+            cases.make_reference(case, inputs, target.dtype, **paged).check(
+                *run(target, case, inputs, *cache)
+            )
+
+        for case in named(DENSE):
+            check(calls.attention, case)
+        for case in named(PACKED):
+            check(calls.packed_attention, case)
+        for case in named(PAGED):
+            check(calls.paged_attention, case, paged=True)
+        for shape in ((3, 5, 8), (17, 3, 80), (2, 7, 2, 128)):
+            states = test_merge_states.drawn_states(dtype, shape, seed=0)
+            test_merge_states.check_merge(target, states, test_merge_states.merge(target, states))
+    check_conversions()
+
+
+def check_conversions() -> None:
+    """Every 16-bit number survives being the only value seen, and NaN and infinities stay what they are."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    for dtype in ("float16", "bfloat16"):
+        target = Target("numpy", "cpu", dtype)
+        zeros = target.array(np.zeros((2**16 // 64, 1, 1, 64)))
+        values = bits.view(zeros.dtype).reshape(zeros.shape)
+        out = octavo.attention(zeros, zeros, values)
+        np.testing.assert_array_equal(out.astype(np.float32), values.astype(np.float32))
+
+
+def run(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "OCTAVO_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def isa_in_use(asked: str) -> str | None:
+    """None where the machine lacks it."""
+    result = run(asked, "-c", "from octavo import _core; print(_core.cpu_info()['isa'])")
+    if f"OCTAVO_CPU_ISA ({asked}) must not exceed what this machine has" in result.stderr:
+        return None
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_operators(isa: str) -> None:
+    widest = isa_in_use("")
+    assert widest in ISAS
+    in_use = isa_in_use(isa)
+    if ISAS.index(isa) > ISAS.index(widest):
+        assert in_use is None
+        pytest.skip(f"this machine has only {widest}")
+    assert in_use == isa
+    result = run(isa, __file__)
+    assert result.returncode == 0, result.stderr
+
+
+def test_unknown_isa_is_refused() -> None:
+    result = run("sse9", "-c", "from octavo import _core; _core.cpu_info()")
+    assert result.returncode != 0
+    assert "OCTAVO_CPU_ISA (sse9) must be baseline, avx2 or avx512" in result.stderr
+
+
+if __name__ == "__main__":
+    check_every_operator()

@@ -1,0 +1,325 @@
+"""octavo.paged_attention: decode, and packed queries of any number."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import calls
+import cases
+import octavo
+import oracle
+from calls import GuardedArray, assert_same_bits
+from cases import Cache, Case, Inputs
+from oracle import Reference
+from strategies import drawn_cases
+from targets import Target, cpu_target, every_target, writable_target
+
+ALL = (*cases.DECODE, *cases.PACKED, *cases.PAGED)
+
+
+@functools.lru_cache(maxsize=8)
+def problem(case: Case, dtype: str) -> tuple[Inputs, Cache, Reference]:
+    inputs = cases.make_inputs(case, dtype)
+    return inputs, cases.make_cache(case, inputs), cases.make_reference(case, inputs, dtype, paged=True)
+
+
+def named(*names: str) -> list[Case]:
+    by_name = {case.name: case for case in ALL}
+    return [by_name[name] for name in names]
+
+
+@every_target
+@pytest.mark.parametrize("case", cases.DECODE, ids=str)
+def test_decode(target: Target, case: Case) -> None:
+    inputs, cache, reference = problem(case, target.dtype)
+    reference.check(*calls.paged_attention(target, case, inputs, cache, packed=False))
+
+
+@every_target
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_packed_queries(target: Target, case: Case) -> None:
+    inputs, cache, reference = problem(case, target.dtype)
+    reference.check(*calls.paged_attention(target, case, inputs, cache))
+    reference.check(*calls.paged_attention(target, case, inputs, cache, max_seqlen_q=max(case.seqlens_q)))
+
+
+@every_target
+@given(case=drawn_cases(decode=True, paged=True, max_seqlen_k=600))
+def test_decode_of_any_shape(target: Target, case: Case) -> None:
+    inputs = cases.make_inputs(case, target.dtype)
+    reference = cases.make_reference(case, inputs, target.dtype, paged=True)
+    cache = cases.make_cache(case, inputs)
+    reference.check(*calls.paged_attention(target, case, inputs, cache, packed=False))
+
+
+@every_target
+@given(case=drawn_cases(paged=True), num_splits=st.one_of(st.none(), st.integers(1, 20)))
+def test_packed_queries_of_any_shape(target: Target, case: Case, num_splits: int | None) -> None:
+    inputs = cases.make_inputs(case, target.dtype)
+    reference = cases.make_reference(case, inputs, target.dtype, paged=True)
+    cache = cases.make_cache(case, inputs)
+    reference.check(*calls.paged_attention(target, case, inputs, cache, num_splits=num_splits))
+
+
+@every_target
+def test_batch_of_none(target: Target) -> None:
+    pages = target.nan(3, 16, 2, 64)
+    table, seq_lens = target.int32(np.zeros((0, 4))), target.int32([])
+    q = target.nan(0, 4, 64)
+    out, lse = octavo.paged_attention(q, pages, pages, table, seq_lens, return_lse=True)
+    assert tuple(out.shape) == (0, 4, 64)
+    assert tuple(lse.shape) == (0, 4)
+    out = octavo.paged_attention(q, pages, pages, table, seq_lens, cu_seqlens_q=target.int32([0]))
+    assert tuple(out.shape) == (0, 4, 64)
+
+
+@every_target
+def test_cache_without_pages(target: Target) -> None:
+    """No sequence holds a page, so the cache and the table may be empty."""
+    pages = target.nan(0, 16, 2, 64)
+    q = target.array(np.ones((2, 4, 64)))
+    result = octavo.paged_attention(
+        q, pages, pages, target.int32(np.zeros((2, 0))), target.int32([0, 0]), return_lse=True
+    )
+    out, lse = calls.read(target, result)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+@every_target
+@pytest.mark.parametrize(
+    "case",
+    named(
+        "decode", "decode_group_7", "decode_window_prefix", "decode_empty", "speculative", "everything_packed"
+    ),
+    ids=str,
+)
+def test_any_number_of_splits_agrees(target: Target, case: Case) -> None:
+    inputs, cache, reference = problem(case, target.dtype)
+    for num_splits in (1, 2, 3, 7, 16, 128, 1024):
+        reference.check(*calls.paged_attention(target, case, inputs, cache, num_splits=num_splits))
+
+
+@every_target
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    "case", named("decode", "decode_page_size_17", "chunked_prefill", "page_size_1"), ids=str
+)
+def test_permuting_pages_changes_no_bit(target: Target, case: Case, num_splits: int) -> None:
+    inputs, cache, _ = problem(case, target.dtype)
+    other = cases.make_cache(case, inputs, shuffle=1)
+    assert not np.array_equal(other.page_table, cache.page_table)
+    assert_same_bits(
+        calls.paged_attention(target, case, inputs, cache, num_splits=num_splits),
+        calls.paged_attention(target, case, inputs, other, num_splits=num_splits),
+    )
+
+
+@cpu_target
+@pytest.mark.parametrize("case", named("decode", "everything_packed"), ids=str)
+def test_page_size_changes_no_bit(target: Target, case: Case) -> None:
+    inputs, cache, _ = problem(case, target.dtype)
+    as_given = calls.paged_attention(target, case, inputs, cache, num_splits=2)
+    for page_size in (1, 5, 128):
+        other = dataclasses.replace(case, page_size=page_size)
+        other_cache = cases.make_cache(other, inputs)
+        assert_same_bits(calls.paged_attention(target, other, inputs, other_cache, num_splits=2), as_given)
+
+
+def sequence_of(case: Case, inputs: Inputs, cache: Cache, b: int) -> tuple[Case, Inputs, Cache]:
+    """Sequence b alone, over the same pages."""
+    queries = slice(inputs.cu_seqlens_q[b], inputs.cu_seqlens_q[b + 1])
+    slopes, prefix_lens = inputs.alibi_slopes, inputs.prefix_lens
+    one = dataclasses.replace(
+        inputs,
+        q=inputs.q[queries],
+        cu_seqlens_q=np.array([0, case.seqlens_q[b]], np.int32),
+        alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.ndim == 2 else slopes,
+        prefix_lens=prefix_lens[b : b + 1] if prefix_lens is not None else None,
+    )
+    rows = dataclasses.replace(
+        cache, page_table=cache.page_table[b : b + 1], seq_lens=cache.seq_lens[b : b + 1]
+    )
+    return dataclasses.replace(case, seqlens_q=case.seqlens_q[b : b + 1]), one, rows
+
+
+def check_independence(target: Target, case: Case, num_splits: int | None) -> None:
+    inputs, cache, _ = problem(case, target.dtype)
+    together = {"num_splits": num_splits, "max_seqlen_q": max(case.seqlens_q)}
+    out, lse = calls.paged_attention(target, case, inputs, cache, **together)
+    for b in range(case.batch):
+        rows = slice(inputs.cu_seqlens_q[b], inputs.cu_seqlens_q[b + 1])
+        alone = calls.paged_attention(target, *sequence_of(case, inputs, cache, b), num_splits=num_splits)
+        assert_same_bits(alone, (out[rows], lse[rows]))
+
+
+INDEPENDENT = named("decode", "decode_everything", "decode_pages_2000", "chunked_prefill", "ragged")
+
+
+@every_target
+@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize("case", INDEPENDENT, ids=str)
+def test_result_does_not_depend_on_the_rest_of_the_batch(target: Target, case: Case, num_splits: int) -> None:
+    check_independence(target, case, num_splits)
+
+
+@cpu_target
+@pytest.mark.parametrize("case", INDEPENDENT, ids=str)
+def test_nor_do_splits_chosen_on_the_cpu(target: Target, case: Case) -> None:
+    check_independence(target, case, None)
+
+
+@cpu_target
+@pytest.mark.parametrize("case", named("decode", "decode_pages_2000", "everything_packed"), ids=str)
+def test_any_number_of_threads_gives_the_same_bits(target: Target, case: Case) -> None:
+    inputs, cache, _ = problem(case, target.dtype)
+    before = octavo.get_num_threads()
+    try:
+        results = []
+        for num_threads in (1, 2, 3, 8):
+            octavo.set_num_threads(num_threads)
+            results.append(calls.paged_attention(target, case, inputs, cache))
+    finally:
+        octavo.set_num_threads(before)
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@every_target
+@pytest.mark.parametrize(
+    "case", named("decode_group_3", "decode_group_5", "decode_group_7", "decode_group_64"), ids=str
+)
+def test_gqa_equals_repeated_heads(target: Target, case: Case) -> None:
+    inputs, cache, reference = problem(case, target.dtype)
+    group_size = case.num_q_heads // case.num_kv_heads
+    repeated = dataclasses.replace(
+        cache,
+        k_pages=np.repeat(cache.k_pages, group_size, axis=2),
+        v_pages=np.repeat(cache.v_pages, group_size, axis=2),
+    )
+    reference.check(*calls.paged_attention(target, case, inputs, repeated))
+
+
+@every_target
+@pytest.mark.parametrize("case", named("chunked_prefill", "window_packed", "decode_softcap"), ids=str)
+def test_paged_equals_packed(target: Target, case: Case) -> None:
+    """octavo.attention over the gathered pages meets the same reference."""
+    inputs, cache, reference = problem(case, target.dtype)
+    gathered = dataclasses.replace(
+        inputs,
+        k=oracle.gather_pages(cache.k_pages, cache.page_table, cache.seq_lens),
+        v=oracle.gather_pages(cache.v_pages, cache.page_table, cache.seq_lens),
+    )
+    reference.check(*calls.packed_attention(target, case, gathered))
+    reference.check(*calls.paged_attention(target, case, inputs, cache))
+
+
+@every_target
+@pytest.mark.parametrize("case", named("decode", "decode_everything"), ids=str)
+def test_decode_equals_packed_queries(target: Target, case: Case) -> None:
+    inputs, cache, reference = problem(case, target.dtype)
+    for num_splits in (1, 3):
+        decode = calls.paged_attention(target, case, inputs, cache, packed=False, num_splits=num_splits)
+        packed = calls.paged_attention(target, case, inputs, cache, max_seqlen_q=1, num_splits=num_splits)
+        reference.check(*decode)
+        reference.check(*packed)
+        if target.on_cpu:
+            assert_same_bits(decode, packed)
+
+
+@writable_target
+@pytest.mark.parametrize(
+    "case", named("decode", "decode_page_size_17", "decode_group_5", "chunked_prefill"), ids=str
+)
+def test_strided_equals_contiguous(target: Target, case: Case) -> None:
+    inputs, cache, _ = problem(case, target.dtype)
+    table, seq_lens = target.int32(cache.page_table), target.int32(cache.seq_lens)
+    arguments = {
+        **case.masks,
+        "cu_seqlens_q": target.int32(inputs.cu_seqlens_q),
+        "num_splits": 2,
+        "return_lse": True,
+    }
+    q, k, v = inputs.q, cache.k_pages, cache.v_pages
+    contiguous = octavo.paged_attention(*map(target.array, (q, k, v)), table, seq_lens, **arguments)
+
+    # Pages whose heads come first, k and v pages side by side in one array, q a slice of one projection.
+    swap_axes = target.library.swap_axes
+    head_major = [swap_axes(target.array(x.swapaxes(1, 2)), 1, 2) for x in (k, v)]
+    both = target.array(np.stack([k, v], axis=1))
+    wide = np.full((len(q), case.num_q_heads + 3, case.head_dim + 8), np.nan)
+    wide[:, 2 : case.num_q_heads + 2, : case.head_dim] = q
+    sliced_q = target.array(wide)[:, 2 : case.num_q_heads + 2, : case.head_dim]
+    wide_table = np.full((case.batch, cache.page_table.shape[1] + 5), -1)
+    wide_table[:, : cache.page_table.shape[1]] = cache.page_table
+    sliced_table = target.int32(wide_table)[:, : cache.page_table.shape[1]]
+    for result in (
+        octavo.paged_attention(target.array(q), *head_major, table, seq_lens, **arguments),
+        octavo.paged_attention(target.array(q), both[:, 0], both[:, 1], table, seq_lens, **arguments),
+        octavo.paged_attention(sliced_q, *head_major, sliced_table, seq_lens, **arguments),
+    ):
+        assert_same_bits(calls.read(target, result), calls.read(target, contiguous))
+
+
+@writable_target
+@pytest.mark.parametrize(
+    "case", named("decode", "decode_empty", "decode_group_7", "ragged", "decode_group_5"), ids=str
+)
+def test_out_is_written_and_nothing_around_it(target: Target, case: Case) -> None:
+    inputs, cache, reference = problem(case, target.dtype)
+    for num_splits in (None, 1, 6):
+        guarded = GuardedArray(target, *inputs.q.shape)
+        result = calls.paged_attention(target, case, inputs, cache, out=guarded.array, num_splits=num_splits)
+        reference.check(*result)
+        reference.check_out(target.library.to_float64(guarded.array))
+        guarded.check_margins()
+
+
+@every_target
+def test_a_wide_window_is_no_window(target: Target) -> None:
+    case = named("decode")[0]
+    inputs, cache, _ = problem(case, target.dtype)
+    unbounded = calls.paged_attention(target, case, inputs, cache, num_splits=3)
+    for width in (max(case.seqlens_k), 2**31 - 1, 2**40):
+        assert_same_bits(
+            calls.paged_attention(target, case, inputs, cache, num_splits=3, window_left=width), unbounded
+        )
+
+
+@every_target
+def test_pages_may_be_shared(target: Target) -> None:
+    """Forked sequences: the same pages in several rows of the table, of different lengths."""
+    case = Case("shared_pages", (1, 1, 1), (61, 61, 61), num_kv_heads=2)
+    inputs, cache, _ = problem(case, target.dtype)
+    lengths = (61, 40, 17)
+    shared = dataclasses.replace(
+        cache,
+        page_table=np.repeat(cache.page_table[:1], 3, axis=0),
+        seq_lens=np.array(lengths, np.int32),
+    )
+    k, v = (oracle.gather_pages(x, shared.page_table, lengths) for x in (cache.k_pages, cache.v_pages))
+    reference = oracle.attention(inputs.q, k, v, case.seqlens_q, lengths, dtype=target.dtype, causal=True)
+    reference.check(*calls.paged_attention(target, case, inputs, shared))
+
+
+@cpu_target
+def test_causal_nan(target: Target) -> None:
+    """On the CPU no query meets a key that it does not see, even one that its neighbours see."""
+    case = Case("paged_causal_nan", (70,), (170,), num_kv_heads=2)
+    inputs, cache, _ = problem(case, target.dtype)
+    clean = calls.paged_attention(target, case, inputs, cache)
+    for first_nan in (101, 130, 169):
+        k, v = inputs.k.copy(), inputs.v.copy()
+        k[first_nan:] = np.nan
+        v[first_nan:] = np.nan
+        poisoned = cases.make_cache(case, dataclasses.replace(inputs, k=k, v=v))
+        out, lse = calls.paged_attention(target, case, inputs, poisoned)
+        rows = first_nan - 100
+        assert_same_bits((out[:rows], lse[:rows]), (clean[0][:rows], clean[1][:rows]))
+        assert np.isnan(out[rows:]).all()
