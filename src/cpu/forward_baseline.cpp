@@ -1,0 +1,38 @@
+// The kernels for any machine: four lanes, which the compiler maps to SSE2, NEON or plain floats.
+#include "common/online_softmax.h"
+#include "cpu/forward_tile.h"
+
+#include <cstddef>
+#include <utility>
+
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace octavo::cpu::baseline {
+
+constexpr int kLanes = 4;
+constexpr int kBlockRows = 6;  // 12 of 16 registers hold the block of c
+constexpr int kBlockVectors = 2;
+
+#include "cpu/simd.inl"
+
+OCTAVO_SIMD BitsVec widen(HalfVec x) { return __builtin_convertvector(x, BitsVec); }
+OCTAVO_SIMD Vec float_of_half(HalfVec x) {
+    Vec result;
+    for (int i = 0; i < kLanes; ++i) result[i] = to_float(Float16{x[i]});
+    return result;
+}
+OCTAVO_SIMD HalfVec half_of_float(Vec x) {
+    HalfVec result;
+    for (int i = 0; i < kLanes; ++i) {
+        Float16 half;
+        from_float(x[i], half);
+        result[i] = half.bits;
+    }
+    return result;
+}
+
+#include "cpu/gemm.inl"
+
+#include "cpu/forward_tile.inl"
+
+}  // namespace octavo::cpu::baseline

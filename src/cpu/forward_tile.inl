@@ -1,0 +1,284 @@
+// Attention of one tile of rows over a run of key tiles, in float32 (FlashAttention, Dao et al. 2022). The
+// dtype of the arrays only matters where rows are loaded and stored. Included inside the namespace of one
+// instruction set, after gemm.inl and its own
+//     BitsVec widen(HalfVec), Vec float_of_half(HalfVec), HalfVec half_of_float(Vec).
+
+OCTAVO_SIMD Vec load_lanes(const float* from) { return load(from); }
+OCTAVO_SIMD Vec load_lanes(const Float16* from) { return float_of_half(load_as<HalfVec>(from)); }
+OCTAVO_SIMD Vec load_lanes(const BFloat16* from) { return (Vec)(widen(load_as<HalfVec>(from)) << 16); }
+
+OCTAVO_SIMD void store_lanes(float* to, Vec x) { store(to, x); }
+OCTAVO_SIMD void store_lanes(Float16* to, Vec x) { store(to, half_of_float(x)); }
+OCTAVO_SIMD void store_lanes(BFloat16* to, Vec x) {
+    BitsVec bits = (BitsVec)x;
+    BitsVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    store(to, __builtin_convertvector(x == x ? rounded : (bits >> 16) | 0x40u, HalfVec));
+}
+
+template <class T>
+static void load_row(const T* from, int n, float* to) {
+    int d = 0;
+    for (; d + kLanes <= n; d += kLanes) store(to + d, load_lanes(from + d));
+    for (; d < n; ++d) to[d] = to_float(from[d]);
+}
+
+template <class T>
+static void store_row(const float* from, float scale, int n, T* to) {
+    int d = 0;
+    for (; d + kLanes <= n; d += kLanes) store_lanes(to + d, load(from + d) * scale);
+    for (; d < n; ++d) from_float(from[d] * scale, to[d]);
+}
+
+static void scale_row(float* row, int n, float factor) {
+    for (int d = 0; d < n; d += kLanes) store(row + d, load(row + d) * factor);
+}
+
+// The keys of a tile that a query, or some query of a run, sees, counted from the tile's first:
+// [0, prefix_end) and [window_begin, window_end).
+struct VisibleKeys {
+    int prefix_end, window_begin, window_end;
+
+    static VisibleKeys all() { return {0, 0, kTileKeys}; }
+
+    static VisibleKeys make(int32_t k_begin, int32_t prefix_len, int32_t window_begin, int32_t window_end) {
+        auto within = [](int32_t low, int32_t x) { return x < low ? low : (x > kTileKeys ? kTileKeys : x); };
+        VisibleKeys keys;
+        keys.prefix_end = within(0, prefix_len - k_begin);
+        keys.window_begin = within(keys.prefix_end, window_begin - k_begin);
+        keys.window_end = within(keys.window_begin, window_end - k_begin);
+        return keys;
+    }
+
+    template <class Body>
+    void for_ranges(const Body& body) const {
+        if (0 < prefix_end) body(0, prefix_end);
+        if (window_begin < window_end) body(window_begin, window_end);
+    }
+};
+
+// Where the keys of one tile lie, and their values. What no row sees is a row of zeros: it is never read.
+template <class T>
+struct KeyRows {
+    const T* k[kTileKeys];
+    const T* v[kTileKeys];
+};
+
+template <class T>
+static void find_keys(const ForwardParams& p, const RowTile& tile, const KeyTiles& tiles, int32_t k_begin,
+                      KeyRows<T>& rows) {
+    static const T kZeros[kMaxHeadDim] = {};
+    const T* k = static_cast<const T*>(p.k) + tile.sequence.k_begin + tile.kv_head * p.k_head_stride;
+    const T* v = static_cast<const T*>(p.v) + tile.sequence.v_begin + tile.kv_head * p.v_head_stride;
+    const int32_t* pages = p.paged() ? p.page_table + tile.batch_index * p.page_table_stride : nullptr;
+    const int32_t page_size = p.paged() ? p.page_size : INT32_MAX;
+    const VisibleKeys needed =
+        VisibleKeys::make(k_begin, tiles.prefix_end, tiles.window_begin, tiles.window_end);
+    auto fill_zeros = [&](int begin, int end) {
+        for (int j = begin; j < end; ++j) rows.k[j] = rows.v[j] = kZeros;
+    };
+    fill_zeros(needed.prefix_end, needed.window_begin);
+    fill_zeros(needed.window_end, kTileKeys);
+    needed.for_ranges([&](int begin, int end) {
+        for (int j = begin; j < end;) {  // page by page
+            const int32_t slot = (k_begin + j) % page_size;
+            const int64_t page = pages ? pages[(k_begin + j) / page_size] : 0;
+            const int page_end = end - j < page_size - slot ? end : j + page_size - slot;
+            const T* k_row = k + page * p.k_outer_stride + slot * p.k_token_stride;
+            const T* v_row = v + page * p.v_outer_stride + slot * p.v_token_stride;
+            for (; j < page_end; ++j, k_row += p.k_token_stride, v_row += p.v_token_stride) {
+                rows.k[j] = k_row;
+                rows.v[j] = v_row;
+            }
+        }
+    });
+}
+
+// Asks the memory for a row of the next tile. The hardware does not foresee it: pages lie anywhere.
+template <class T>
+static void prefetch_row(const T* row, int head_dim) {
+    for (int d = 0; d < head_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+}
+
+// One word of each of kLanes keys holds one dim of float32, or two of a 16-bit type: each to its own row.
+OCTAVO_SIMD void store_dims(const float*, Vec words, float* to) { store(to, words); }
+OCTAVO_SIMD void store_dims(const BFloat16*, Vec words, float* to) {
+    store(to, (Vec)((BitsVec)words << 16));
+    store(to + kTileKeys, (Vec)((BitsVec)words & 0xffff0000u));
+}
+OCTAVO_SIMD void store_dims(const Float16*, Vec words, float* to) {
+    store(to, float_of_half(__builtin_convertvector((BitsVec)words & 0xffffu, HalfVec)));
+    store(to + kTileKeys, float_of_half(__builtin_convertvector((BitsVec)words >> 16, HalfVec)));
+}
+
+// to [head_dim, kTileKeys], transposed word by word
+template <class T>
+static void load_keys(const T* const* keys, const T* const* next_keys, int head_dim, float* to) {
+    constexpr int kWordDims = sizeof(float) / sizeof(T);
+    const int num_words = head_dim / kWordDims;
+    for (int j = 0; j < kTileKeys; j += kLanes) {
+        for (int i = 0; i < kLanes; ++i) prefetch_row(next_keys[j + i], head_dim);
+        for (int word = 0; word < num_words; word += kLanes) {
+            Vec block[kLanes];
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i) {
+                const T* from = keys[j + i] + word * kWordDims;
+                block[i] =
+                    word + kLanes <= num_words ? load_as<Vec>(from) : load_first(from, num_words - word);
+            }
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i) {
+                store_dims(keys[0], block[i], to + (word + i) * kWordDims * kTileKeys + j);
+            }
+        }
+    }
+}
+
+// to [kTileKeys, row_stride(head_dim)]
+template <class T>
+static void load_values(const T* const* values, const T* const* next_values, int head_dim, float* to) {
+    for (int j = 0; j < kTileKeys; ++j, to += row_stride(head_dim)) {
+        prefetch_row(next_values[j], head_dim);
+        load_row(values[j], head_dim, to);
+    }
+}
+
+OCTAVO_SIMD Vec transform_score(const ScoreTransform& t, Vec qk) {
+    return t.has_softcap ? t.outer * tanh(qk * t.inner) : qk * t.inner;
+}
+
+// Turns one row of dot products into softmax weights, and adds them to the state. Returns what the output
+// so far has to be multiplied by.
+static float weigh_row(float* row, const ScoreTransform& transform, float slope_log2, const VisibleKeys& see,
+                       int32_t q_pos, int32_t k_begin, SoftmaxState& state) {
+    for (int j = 0; j < kTileKeys; j += kLanes) store(row + j, transform_score(transform, load(row + j)));
+    if (slope_log2 != 0.0f) {
+        for (int j = 0; j < kTileKeys; ++j) row[j] += alibi_bias(slope_log2, q_pos, k_begin + j);
+    }
+    for (int j = see.prefix_end; j < see.window_begin; ++j) row[j] = -INFINITY;
+    for (int j = see.window_end; j < kTileKeys; ++j) row[j] = -INFINITY;
+
+    Vec max = load(row);
+    for (int j = kLanes; j < kTileKeys; j += kLanes) {
+        Vec score = load(row + j);
+        max = score > max ? score : max;
+    }
+    float factor = state.raise(max_of_lanes(max));
+    Vec sum{};
+    for (int j = 0; j < kTileKeys; j += kLanes) {
+        Vec weight = exp2(load(row + j) - state.safe_max());
+        sum += weight;
+        store(row + j, weight);
+    }
+    state.sum += sum_of_lanes(sum);
+    return factor;
+}
+
+// out += weights * values. What a row does not see is left out, not multiplied by zero: it may hold NaN.
+static void add_values(const Gemm& all, const VisibleKeys& see) {
+    see.for_ranges([&](int begin, int end) {
+        Gemm part = all;
+        part.a += begin;
+        part.b += begin * all.b_stride;
+        part.depth = end - begin;
+        multiply(part);
+    });
+}
+
+template <class T>
+static void attend_typed(const ForwardParams& p, const RowTile& tile, int32_t first_key_tile,
+                         int32_t last_key_tile, TileScratch& scratch, Partial result) {
+    const int head_dim = p.head_dim, stride = row_stride(head_dim), rows = tile.num_rows;
+    const Visibility& see = tile.sequence.see;
+    const KeyTiles tiles = tile.key_tiles();
+    const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
+
+    SoftmaxState states[kTileRows];
+    float slopes_log2[kTileRows] = {};
+    int32_t q_pos[kTileRows];
+    for (int r = 0; r < rows; ++r) {
+        q_pos[r] = tile.q_pos_of(r);
+        const T* q = static_cast<const T*>(p.q) + tile.sequence.q_begin +
+                     tile.token_of(r) * p.q_token_stride + tile.head_of(r) * p.q_head_stride;
+        load_row(q, head_dim, scratch.queries + r * stride);
+        if (p.alibi_slopes) {
+            slopes_log2[r] =
+                p.alibi_slopes[tile.batch_index * p.alibi_batch_stride + tile.head_of(r)] * kLog2e;
+        }
+    }
+    for (int i = 0; i < rows * stride; ++i) result.out[i] = 0.0f;
+
+    KeyRows<T> key_rows[2];  // of tile t: key_rows[t % 2]
+    if (first_key_tile < last_key_tile) {
+        find_keys(p, tile, tiles, tiles.start(first_key_tile), key_rows[first_key_tile % 2]);
+    }
+    for (int32_t t = first_key_tile; t < last_key_tile; ++t) {
+        const int32_t k_begin = tiles.start(t);
+        const int32_t next_t = t + 1 < last_key_tile ? t + 1 : t;
+        const KeyRows<T>& here = key_rows[t % 2];
+        KeyRows<T>& next = key_rows[next_t % 2];
+        if (next_t != t) find_keys(p, tile, tiles, tiles.start(next_t), next);
+        const bool all_visible = KeyTiles::all_visible(see, q_pos[0], q_pos[rows - 1], k_begin, kTileKeys);
+        auto visible_to = [&](int r) {
+            return all_visible ? VisibleKeys::all()
+                               : VisibleKeys::make(k_begin, see.prefix_len, see.window_begin(q_pos[r]),
+                                                   see.window_end(q_pos[r]));
+        };
+
+        load_keys(here.k, next.k, head_dim, scratch.keys);
+        multiply({scratch.queries, stride, scratch.keys, kTileKeys, scratch.weights, kTileKeys, rows,
+                  kTileKeys, head_dim, false});
+
+        for (int r = 0; r < rows; ++r) {
+            float factor = weigh_row(scratch.weights + r * kTileKeys, transform, slopes_log2[r],
+                                     visible_to(r), q_pos[r], k_begin, states[r]);
+            if (factor != 1.0f) scale_row(result.out + r * stride, stride, factor);
+        }
+
+        load_values(here.v, next.v, head_dim, scratch.values);
+        for (int r = 0; r < rows;) {
+            int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
+            while (end < rows && (all_visible || q_pos[end] == q_pos[r])) ++end;
+            add_values({scratch.weights + r * kTileKeys, kTileKeys, scratch.values, stride,
+                        result.out + r * stride, stride, end - r, stride, kTileKeys, true},
+                       visible_to(r));
+            r = end;
+        }
+    }
+
+    for (int r = 0; r < rows; ++r) {
+        scale_row(result.out + r * stride, stride, states[r].inverse_sum());
+        result.lse[r] = states[r].lse();
+    }
+}
+
+static void attend(const ForwardParams& p, const RowTile& tile, int32_t first_key_tile, int32_t last_key_tile,
+                   TileScratch& scratch, Partial result) {
+    auto* run = p.dtype == DType::float32   ? attend_typed<float>
+                : p.dtype == DType::float16 ? attend_typed<Float16>
+                                            : attend_typed<BFloat16>;
+    run(p, tile, first_key_tile, last_key_tile, scratch, result);
+}
+
+template <class T>
+static void store_typed(const ForwardParams& p, const RowTile& tile, Partial result) {
+    for (int r = 0; r < tile.num_rows; ++r) {
+        int64_t token = tile.token_of(r), head = tile.head_of(r);
+        store_row(result.out + r * row_stride(p.head_dim), p.out_scale, p.head_dim,
+                  static_cast<T*>(p.out) + tile.sequence.out_begin + token * p.out_token_stride +
+                      head * p.out_head_stride);
+        if (p.lse) {
+            p.lse[tile.sequence.lse_begin + token * p.lse_token_stride + head * p.lse_head_stride] =
+                result.lse[r];
+        }
+    }
+}
+
+static void store(const ForwardParams& p, const RowTile& tile, Partial result) {
+    auto* run = p.dtype == DType::float32   ? store_typed<float>
+                : p.dtype == DType::float16 ? store_typed<Float16>
+                                            : store_typed<BFloat16>;
+    run(p, tile, result);
+}
+
+const TileKernels kKernels = {attend, store};

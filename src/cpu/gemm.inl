@@ -1,0 +1,72 @@
+// c [rows, columns] = a [rows, depth] * b [depth, columns], added to c if `accumulate`. Every element is one
+// chain of multiply-adds in the order of depth, however the matrices are cut into blocks.
+// Columns: a multiple of kLanes; b and c are padded to it. Included after simd.inl, kBlockRows,
+// kBlockVectors.
+
+struct Gemm {
+    const float* a;
+    int64_t a_stride;
+    const float* b;
+    int64_t b_stride;
+    float* c;
+    int64_t c_stride;
+    int rows, columns, depth;
+    bool accumulate;
+};
+
+// The block of c that starts at (row, column), held in registers.
+template <int num_rows, int num_vectors>
+static void multiply_block(const Gemm& g, int row, int column) {
+    const float* a = g.a + row * g.a_stride;
+    const float* b = g.b + column;
+    float* c = g.c + row * g.c_stride + column;
+    Vec sum[num_rows][num_vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < num_vectors; ++v) {
+            sum[r][v] = g.accumulate ? load(c + r * g.c_stride + v * kLanes) : Vec{};
+        }
+    }
+    for (int k = 0; k < g.depth; ++k, b += g.b_stride) {
+        Vec b_k[num_vectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < num_vectors; ++v) b_k[v] = load(b + v * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; ++r) {
+            float a_rk = a[r * g.a_stride + k];
+#pragma GCC unroll 8
+            for (int v = 0; v < num_vectors; ++v) sum[r][v] += a_rk * b_k[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < num_vectors; ++v) store(c + r * g.c_stride + v * kLanes, sum[r][v]);
+    }
+}
+
+// The last rows, fewer than a full block.
+template <int num_rows, int num_vectors>
+static void multiply_rest(const Gemm& g, int row, int column) {
+    if constexpr (num_rows > 0) {
+        if (g.rows - row == num_rows)
+            multiply_block<num_rows, num_vectors>(g, row, column);
+        else
+            multiply_rest<num_rows - 1, num_vectors>(g, row, column);
+    }
+}
+
+template <int num_vectors>
+static void multiply_columns(const Gemm& g, int column) {
+    for (; g.columns - column >= num_vectors * kLanes; column += num_vectors * kLanes) {
+        int row = 0;
+        for (; row + kBlockRows <= g.rows; row += kBlockRows) {
+            multiply_block<kBlockRows, num_vectors>(g, row, column);
+        }
+        multiply_rest<kBlockRows - 1, num_vectors>(g, row, column);
+    }
+    if constexpr (num_vectors > 1) multiply_columns<num_vectors / 2>(g, column);
+}
+
+static void multiply(const Gemm& g) { multiply_columns<kBlockVectors>(g, 0); }

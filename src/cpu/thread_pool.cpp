@@ -1,0 +1,168 @@
+#include "cpu/thread_pool.h"
+
+#include <octavo/build_info.h>
+#include <octavo/error.h>
+
+#include <pthread.h>
+#include <sched.h>
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace octavo {
+namespace cpu {
+namespace {
+
+// std::condition_variable::wait would bind to a newer libstdc++ than the rest of the library needs.
+class Condition {
+  public:
+    void wait(std::unique_lock<std::mutex>& lock) {
+        pthread_cond_wait(&condition_, lock.mutex()->native_handle());
+    }
+    void notify_all() { pthread_cond_broadcast(&condition_); }
+
+  private:
+    pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;
+};
+
+struct Job {
+    const std::function<void(int64_t)>& body;
+    const int64_t count;
+    std::atomic<int64_t> next{0};
+    int num_helpers = 0;  // pool threads inside; guarded by the pool's mutex, as is error
+    std::exception_ptr error{};
+};
+
+int default_num_threads() {
+    if (const char* text = std::getenv("OCTAVO_NUM_THREADS"); text && *text) {
+        char* end = nullptr;
+        long n = std::strtol(text, &end, 10);
+        if (*end || n < 1 || n > 65536) {
+            throw ValueError(std::string("OCTAVO_NUM_THREADS (") + text +
+                             ") must be an integer from 1 to 65536");
+        }
+        return static_cast<int>(n);
+    }
+#ifdef __linux__
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+#endif
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+std::atomic<int> g_num_threads{0};  // 0: not asked for yet
+
+// Every call of parallel_for queues a job and works on it; idle threads of the pool help with the first job
+// that has work left. A caller never works on another's job, so that waiting cannot run in a circle.
+class ThreadPool {
+  public:
+    void run(Job& job) {
+        {
+            std::lock_guard lock(mutex_);
+            for (; num_workers_ < get_num_threads() - 1; ++num_workers_)
+                std::thread([this] { work(); }).detach();
+            jobs_.push_back(&job);
+        }
+        wake_.notify_all();
+        work_on(job);
+        std::unique_lock lock(mutex_);
+        remove(job);
+        while (job.num_helpers > 0) done_.wait(lock);
+    }
+
+    // Lets threads beyond get_num_threads() end.
+    void shrink() {
+        std::lock_guard lock(mutex_);
+        wake_.notify_all();
+    }
+
+  private:
+    void work() {
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            if (num_workers_ > get_num_threads() - 1) break;
+            if (jobs_.empty()) {
+                wake_.wait(lock);
+                continue;
+            }
+            Job& job = *jobs_.front();
+            ++job.num_helpers;
+            lock.unlock();
+            work_on(job);
+            lock.lock();
+            remove(job);
+            if (--job.num_helpers == 0) done_.notify_all();
+        }
+        --num_workers_;
+    }
+
+    void work_on(Job& job) {
+        try {
+            for (int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) job.body(i);
+        } catch (...) {
+            job.next.store(job.count, std::memory_order_relaxed);
+            std::lock_guard lock(mutex_);
+            if (!job.error) job.error = std::current_exception();
+        }
+    }
+
+    void remove(Job& job) { jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end()); }
+
+    std::mutex mutex_;
+    Condition wake_, done_;
+    std::vector<Job*> jobs_;  // those that may have work left
+    int num_workers_ = 0;
+};
+
+// Never destroyed: its threads may outlive every static object. A forked child has none of them and starts
+// over with a pool of its own, whatever state the parent's was in.
+ThreadPool* g_pool = nullptr;
+
+ThreadPool& pool() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        g_pool = new ThreadPool;
+        pthread_atfork(nullptr, nullptr, [] { g_pool = new ThreadPool; });
+    });
+    return *g_pool;
+}
+
+}  // namespace
+
+void parallel_for(int64_t count, const std::function<void(int64_t)>& body) {
+    if (count <= 1 || get_num_threads() == 1) {
+        for (int64_t i = 0; i < count; ++i) body(i);
+        return;
+    }
+    Job job{body, count};
+    pool().run(job);
+    if (job.error) std::rethrow_exception(job.error);
+}
+
+}  // namespace cpu
+
+void set_num_threads(int num_threads) {
+    if (num_threads < 1) {
+        throw ValueError("set_num_threads: num_threads (" + std::to_string(num_threads) +
+                         ") must be at least 1");
+    }
+    cpu::g_num_threads = num_threads;
+    cpu::pool().shrink();
+}
+
+int get_num_threads() {
+    int n = cpu::g_num_threads;
+    if (n == 0) {
+        int expected = 0;
+        n = cpu::default_num_threads();
+        if (!cpu::g_num_threads.compare_exchange_strong(expected, n)) n = expected;
+    }
+    return n;
+}
+
+}  // namespace octavo
