@@ -38,8 +38,8 @@ struct MergeWeights {
     float a, b, lse;
 
     OCTAVO_HD static MergeWeights make(float lse_a, float lse_b) {
+        if (lse_a == -INFINITY && lse_b == -INFINITY) return {0.0f, 0.0f, -INFINITY};
         float max = lse_a > lse_b ? lse_a : lse_b;
-        if (max == -INFINITY) return {0.0f, 0.0f, -INFINITY};
         float weight_a = expf(lse_a - max), weight_b = expf(lse_b - max);
         float sum = weight_a + weight_b;
         return {weight_a / sum, weight_b / sum, max + logf(sum)};
