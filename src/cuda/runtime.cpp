@@ -25,6 +25,12 @@ std::string why_unusable() {
     return std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status);
 }
 
+int32_t attribute(cudaDeviceAttr which, int32_t device) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+    return value;
+}
+
 cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 }  // namespace
@@ -53,10 +59,10 @@ DeviceGuard::~DeviceGuard() {
     if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
-int32_t num_sms(int32_t device) {
-    int count = 0;
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    return count;
+int32_t num_sms(int32_t device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
+
+size_t shared_bytes_per_block(int32_t device) {
+    return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
 Workspace::Workspace(size_t bytes, cudaStream_t stream) : stream_(stream) {

@@ -2,6 +2,7 @@
 #include "common/fail.h"
 #include "cuda/alignment.h"
 #include "cuda/backend.h"
+#include "cuda/decode/decode.h"
 #include "cuda/forward/config.h"
 #include "cuda/forward/kernel.cuh"
 #include "cuda/runtime.h"
@@ -70,6 +71,7 @@ int32_t choose_num_splits(const ForwardParams& p, const Instance& instance, int6
 std::vector<std::string> instances() {
     std::vector<std::string> names;
     for (const Instance& instance : kInstances) names.push_back(name_of(instance));
+    for (const std::string& name : decode_instances()) names.push_back(name);
     return names;
 }
 
@@ -77,6 +79,7 @@ void forward(const ForwardParams& p, void* stream) {
     const Instance& instance = choose_instance(p);
     if (p.total_q == 0 || p.batch == 0) return;
     const DeviceGuard guard(p.device.index);
+    if (decode_serves(p)) return decode(p, static_cast<cudaStream_t>(stream));
     const int64_t num_row_tiles = bound_row_tiles(p, instance.rows);
     if (num_row_tiles == 0) return;
     const int64_t max_rows = int64_t{p.seqlen_q} * p.group_size();

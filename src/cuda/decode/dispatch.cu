@@ -1,0 +1,65 @@
+// From checked parameters to the instance of the decode kernel that serves them.
+#include "cuda/alignment.h"
+#include "cuda/decode/decode.h"
+#include "cuda/decode/merge.cuh"
+#include "cuda/runtime.h"
+
+namespace octavo::cuda {
+
+template <class T, int kHeadDim, int kRowTiles>
+void launch_decode(const ForwardParams& params, cudaStream_t stream);
+
+namespace {
+
+struct Instance {
+    DType dtype;
+    int32_t head_dim, rows;
+    size_t shared_bytes;
+    void (*launch)(const ForwardParams&, cudaStream_t);
+};
+
+// Every instance compiled, by rising head dim and rows; CMake writes the list that it compiles.
+constexpr Instance kInstances[] = {
+#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                                                  \
+    {dtype_of<type>(), head_dim, 8 * (row_tiles), sizeof(DecodeShared<DecodeConfig<head_dim, row_tiles>>), \
+     launch_decode<type, head_dim, row_tiles>},
+#include "decode_instances.inc"
+#undef OCTAVO_DECODE_INSTANCE
+};
+
+// The smallest instance that holds the problem, or null.
+const Instance* choose_instance(const ForwardParams& p) {
+    const int64_t rows = int64_t{p.seqlen_q} * p.group_size();
+    for (const Instance& instance : kInstances) {
+        if (instance.dtype == p.dtype && instance.head_dim >= p.head_dim && instance.rows >= rows)
+            return &instance;
+    }
+    return nullptr;
+}
+
+}  // namespace
+
+std::vector<std::string> decode_instances() {
+    std::vector<std::string> names;
+    for (const Instance& instance : kInstances) {
+        names.push_back("decode<" + to_string(instance.dtype) + ", " + std::to_string(instance.head_dim) +
+                        ", " + std::to_string(instance.rows) + " rows>");
+    }
+    return names;
+}
+
+bool decode_serves(const ForwardParams& p) {
+    const Instance* instance = choose_instance(p);
+    if (!instance || !p.paged() || p.num_splits != 0 || p.batch > kMaxDecodeBatch) return false;
+    const int64_t max_blocks = (int64_t{p.seqlen_k} / kBlockKeys + 1) * p.batch * p.num_kv_heads;
+    return max_blocks < (int64_t{1} << 30) &&
+           shared_bytes_per_block(p.device.index) >= instance->shared_bytes &&
+           aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype) &&
+           aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype) &&
+           aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.dtype) &&
+           aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
+}
+
+void decode(const ForwardParams& p, cudaStream_t stream) { choose_instance(p)->launch(p, stream); }
+
+}  // namespace octavo::cuda

@@ -1,0 +1,158 @@
+// Who works on what, found on the device from the lengths alone.
+//
+// Work is counted in blocks of 16 keys, in this order: sequences, within one its KV heads, within a head its
+// blocks. An item is one KV head of one sequence. CTAs own nearly equal runs of blocks, warps equal runs of
+// their CTA's, wherever items end.
+#pragma once
+
+#include "common/fast_divide.h"
+#include "cuda/decode/config.h"
+#include "ops/forward_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// The blocks that the queries of a sequence see.
+__device__ __forceinline__ KeyTiles key_blocks(const SequenceSlice& seq) {
+    return KeyTiles(seq.see, seq.q_pos(0), seq.q_pos(seq.seqlen_q - 1), kBlockKeys);
+}
+
+// One item: its place in the order of all blocks.
+struct Item {
+    int32_t sequence, kv_head;
+    int32_t begin, end;  // blocks
+};
+
+// `total` blocks in `count` shares, of which the first few have one block more than the rest.
+struct Shares {
+    int32_t size, larger;
+
+    __device__ Shares(int32_t total, int32_t count) : size(total / count), larger(total - size * count) {}
+
+    __device__ int32_t begin(int32_t i) const { return i * size + min(i, larger); }
+    __device__ int32_t owner(int32_t block) const {
+        const int32_t in_larger = larger * (size + 1);
+        return block < in_larger ? block / (size + 1) : larger + (block - in_larger) / size;
+    }
+};
+
+template <int kThreads>
+struct ScheduleStorage {
+    int32_t ends[kMaxDecodeBatch];  // blocks of one head up to the end of each sequence
+    int32_t warp_sums[kThreads / 32];
+};
+
+// The batch's work. Every thread of the CTA constructs it together.
+template <int kThreads>
+class Schedule {
+  public:
+    __device__ Schedule(const ForwardParams& p, ScheduleStorage<kThreads>& storage)
+        : ends_(storage.ends), batch_(p.batch), num_kv_heads_(p.num_kv_heads) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        int32_t before = 0;
+        for (int32_t base = 0; base < batch_; base += kThreads) {
+            const int32_t b = base + static_cast<int32_t>(threadIdx.x);
+            int32_t count = 0;
+            if (b < batch_) {
+                const SequenceSlice seq = SequenceSlice::make(p, b);
+                // An item without keys still has one block, which writes its empty result.
+                if (seq.seqlen_q > 0) count = max(key_blocks(seq).count, 1);
+            }
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int32_t lower = __shfl_up_sync(~0u, count, step);
+                if (lane >= step) count += lower;
+            }
+            if (lane == 31) storage.warp_sums[warp] = count;
+            __syncthreads();
+            int32_t all = 0;
+#pragma unroll
+            for (int w = 0; w < kThreads / 32; ++w) {
+                const int32_t sum = storage.warp_sums[w];
+                if (w < warp) count += sum;
+                all += sum;
+            }
+            if (b < batch_) ends_[b] = before + count;
+            before += all;
+            __syncthreads();
+        }
+        total_ = before * num_kv_heads_;
+    }
+
+    __device__ int32_t total() const { return total_; }
+
+    // The item that holds `block`.
+    __device__ Item find(int32_t block) const {
+        int32_t low = 0, high = batch_ - 1;  // the first sequence whose blocks end after `block`
+        while (low < high) {
+            const int32_t middle = (low + high) / 2;
+            if (ends_[middle] * num_kv_heads_ > block) {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+        const int32_t first = begin_of(low), count = ends_[low] - first;
+        const int32_t kv_head = (block - first * num_kv_heads_) / count;
+        const int32_t begin = first * num_kv_heads_ + kv_head * count;
+        return {low, kv_head, begin, begin + count};
+    }
+
+    // The item after this one; there has to be one.
+    __device__ Item next(Item item) const {
+        if (++item.kv_head < num_kv_heads_) {
+            const int32_t count = item.end - item.begin;
+            item.begin += count;
+            item.end += count;
+            return item;
+        }
+        item.kv_head = 0;
+        do {
+            ++item.sequence;
+        } while (ends_[item.sequence] * num_kv_heads_ ==
+                 item.end);  // a sequence without queries has no blocks
+        item.begin = item.end;
+        item.end += ends_[item.sequence] - begin_of(item.sequence);
+        return item;
+    }
+
+  private:
+    __device__ int32_t begin_of(int32_t sequence) const { return sequence == 0 ? 0 : ends_[sequence - 1]; }
+
+    int32_t* ends_;
+    int32_t batch_, num_kv_heads_;
+    int32_t total_;
+};
+
+// The runs of the CTAs: equal shares, except that one which would end within kSnap blocks of an item's end
+// ends there instead. Only items that a run's end cuts need a merge across CTAs.
+template <int kSnap>
+struct CtaRuns {
+    int32_t count;
+    Shares shares;
+
+    __device__ CtaRuns(int32_t total, int32_t count) : count(count), shares(total, count) {}
+
+    // Where the boundary at `raw`, which lies in [item.begin, item.end), goes.
+    __device__ int32_t snap(int32_t raw, const Item& item) const {
+        const int32_t reach = min(kSnap, (shares.size - 1) / 2);
+        const int32_t down = raw - item.begin, up = item.end - raw;
+        if (min(down, up) > reach) return raw;
+        return down <= up ? item.begin : item.end;
+    }
+
+    // The CTAs that share an item, first and last.
+    __device__ int32_t first(const Item& item) const {
+        const int32_t cta = shares.owner(item.begin);
+        const int32_t boundary = shares.begin(cta + 1);
+        return boundary < item.end && snap(boundary, item) == item.begin ? cta + 1 : cta;
+    }
+    __device__ int32_t last(const Item& item) const {
+        const int32_t cta = shares.owner(item.end - 1);
+        const int32_t boundary = shares.begin(cta);
+        return boundary > item.begin && snap(boundary, item) == item.end ? cta - 1 : cta;
+    }
+};
+
+}  // namespace octavo::cuda

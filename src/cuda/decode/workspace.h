@@ -1,0 +1,23 @@
+// Memory that the decode kernel keeps between launches: room for partial results, and counters that are zero
+// whenever no launch is under way.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace octavo::cuda {
+
+struct DecodeWorkspace {
+    void* partial;
+    uint32_t* counters;
+};
+
+// At least so many bytes and counters, for launches on `stream` of the current device only: launches on one
+// stream never overlap. While the stream is being captured, for that capture only, since its graph may run on
+// any stream. Safe under capture; lives as long as the process.
+DecodeWorkspace decode_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
+                                 size_t num_counters);
+
+}  // namespace octavo::cuda
