@@ -1,0 +1,196 @@
+"""What a benchmark found: one row a case, as JSON, as a table and as a plot. Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+OCTAVO = "octavo"
+# Columns of the table, and the contestants of which each shows the fastest.
+PEERS = {"FA3": ("fa3",), "FlashInfer": ("flashinfer_cuda_cores", "flashinfer_tensor_cores")}
+LAUNCH_US = 3.0
+DERIVED = ("floor_us", "best_peer_us", "goal_us")  # properties of a Row that its JSON has too
+
+
+def floor_us(num_bytes: int, read_bandwidth: float) -> float:
+    """What a kernel that only reads takes: a launch, and the bytes at the read bandwidth (bytes/s)."""
+    return LAUNCH_US + num_bytes / read_bandwidth * 1e6
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the rows were measured."""
+
+    device: str
+    driver: str
+    versions: dict[str, str]
+    l2_bytes: int
+    read_bandwidth: float  # bytes/s of one long contiguous read
+    matmul_flops: float  # FLOP/s of an 8192^3 bfloat16 product
+    probe_us: dict[str, dict[str, float]]  # pages scattered or contiguous -> MiB read -> microseconds
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    shape: dict[str, object]  # lengths, batch, heads and kind, for people and plots
+    num_bytes: int
+    us: dict[str, float]  # contestant -> median microseconds a call
+    max_error: dict[str, float]  # contestant -> against float64, relative to the row's largest element
+    skipped: dict[str, str]  # contestant -> why it has no time
+    machine: Machine
+
+    @property
+    def floor_us(self) -> float:
+        return floor_us(self.num_bytes, self.machine.read_bandwidth)
+
+    @property
+    def best_peer_us(self) -> float | None:
+        return min((us for name, us in self.us.items() if name != OCTAVO), default=None)
+
+    @property
+    def goal_us(self) -> float:
+        near_the_floor = 1.15 * self.floor_us
+        return near_the_floor if self.best_peer_us is None else min(near_the_floor, self.best_peer_us)
+
+    @property
+    def octavo_us(self) -> float | None:
+        return self.us.get(OCTAVO)
+
+    def peer_us(self, column: str) -> float | None:
+        return min((self.us[name] for name in PEERS[column] if name in self.us), default=None)
+
+
+def write_json(path: Path, rows: Iterable[Row]) -> None:
+    with path.open("w") as file:
+        for row in rows:
+            derived = {name: getattr(row, name) for name in DERIVED}
+            file.write(json.dumps(asdict(row) | derived) + "\n")
+
+
+def read_json(path: Path) -> list[Row]:
+    rows = []
+    for line in path.read_text().splitlines():
+        values = {name: value for name, value in json.loads(line).items() if name not in DERIVED}
+        rows.append(Row(**values | {"machine": Machine(**values["machine"])}))
+    return rows
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b is not None else None
+
+
+HEADER = (
+    "| case | batch x kv length | heads | head dim, dtype | MB | Octavo | "
+    + " | ".join(PEERS)
+    + " | floor | goal | Octavo/goal | /best peer | /floor | TB/s |\n|---|---|---|---|"
+    + "--:|" * (8 + len(PEERS))
+)
+
+
+def format_row(row: Row) -> str:
+    us = row.octavo_us
+    cells = [
+        row.case,
+        str(row.shape["lengths"]),
+        f"{row.shape['num_q_heads']}/{row.shape['num_kv_heads']}",
+        str(row.shape["kind"]),
+        f"{row.num_bytes / 1e6:.1f}",
+        *(_number(time, 1) for time in (us, *map(row.peer_us, PEERS), row.floor_us, row.goal_us)),
+        *(_number(_ratio(us, other), 2) for other in (row.goal_us, row.best_peer_us, row.floor_us)),
+        _number(_ratio(row.num_bytes / 1e6, us), 2),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def format_machine(machine: Machine) -> str:
+    lines = [
+        f"{machine.device}, driver {machine.driver}; "
+        + ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
+        f"pure read {machine.read_bandwidth / 1e12:.2f} TB/s, 8192^3 bfloat16 product "
+        f"{machine.matmul_flops / 1e12:.0f} TFLOP/s",
+        "",
+    ]
+    sizes = list(next(iter(machine.probe_us.values()), {}))
+    lines += [f"| MiB read | {' | '.join(sizes)} |", "|---|" + "--:|" * len(sizes)]
+    for pages, times in machine.probe_us.items():
+        lines.append(f"| us, {pages} pages | {' | '.join(f'{us:.1f}' for us in times.values())} |")
+    return "\n".join(lines)
+
+
+def format_summary(rows: Sequence[Row]) -> str:
+    """The geometric means, and what has no time."""
+    timed = [(row, row.octavo_us) for row in rows if row.octavo_us is not None]
+    against_peer = [us / row.best_peer_us for row, us in timed if row.best_peer_us is not None]
+    against_floor = [us / row.floor_us for row, us in timed]
+    lines = [
+        f"Octavo / best peer: geometric mean {geometric_mean(against_peer):.3f} of {len(against_peer)} rows",
+        f"Octavo / floor: geometric mean {geometric_mean(against_floor):.3f} of {len(against_floor)} rows",
+        f"At or below the goal: {sum(us <= row.goal_us for row, us in timed)} of {len(timed)} rows",
+    ]
+    lines += [f"{row.case}: {name}: {why}" for row in rows for name, why in row.skipped.items()]
+    return "\n".join(lines)
+
+
+# Rows of a plot's line differ in nothing but the x axis.
+_Axis = dict[tuple[object, ...], dict[float, Row]]
+
+
+def _curves(rows: Iterable[Row], x: str, same: str) -> _Axis:
+    curves: _Axis = {}
+    for row in rows:
+        shape = row.shape
+        if shape["min_seqlen"] == shape["max_seqlen"]:
+            key = (shape["num_q_heads"], shape["num_kv_heads"], shape["kind"], shape[same])
+            curves.setdefault(key, {})[float(str(shape[x]))] = row
+    return {key: dict(sorted(points.items())) for key, points in curves.items() if len(points) > 2}
+
+
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    """Time against the floor, over length (top) and over batch (bottom), wherever three rows make a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    axes_of = {
+        "kv length": ("batch", _curves(rows, "max_seqlen", "batch")),
+        "batch": ("kv length", _curves(rows, "batch", "max_seqlen")),
+    }
+    columns = max(len(curves) for _, curves in axes_of.values())
+    if columns == 0:
+        raise SystemExit("nothing to plot: no three rows differ in only their length, or only their batch")
+    figure, grid = pyplot.subplots(
+        2, columns, figsize=(5.5 * columns, 8), squeeze=False, layout="constrained"
+    )
+    for line, (x_label, (same, curves)) in zip(grid, axes_of.items(), strict=True):
+        for axes in line[len(curves) :]:
+            axes.axis("off")
+        for axes, ((q_heads, kv_heads, kind, fixed), points) in zip(line, curves.items(), strict=False):
+            axes.loglog(list(points), [row.floor_us for row in points.values()], "k--", label="floor")
+            for label in PEERS:
+                times = {x: us for x, row in points.items() if (us := row.peer_us(label)) is not None}
+                axes.loglog(list(times), list(times.values()), "o-", markersize=4, label=label)
+            times = {x: us for x, row in points.items() if (us := row.octavo_us) is not None}
+            axes.loglog(
+                list(times), list(times.values()), "o-", color="tab:red", linewidth=2.5, label="Octavo"
+            )
+            axes.set(xlabel=x_label, ylabel="microseconds")
+            axes.set_xscale("log", base=2)
+            axes.set_title(f"{q_heads}/{kv_heads} heads, head dim {kind}, {same} {fixed}", fontsize="medium")
+            axes.grid(visible=True, which="major", alpha=0.3)
+            axes.legend()
+    figure.suptitle(f"Paged decode, {rows[0].machine.device}")
+    figure.savefig(path)
+    pyplot.close(figure)

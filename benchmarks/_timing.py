@@ -1,0 +1,76 @@
+"""Times of GPU work in CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+GRAPH_US = 1500.0  # of work in one graph, beside which its launch and the events do not count
+
+
+def repeats_for(num_calls: int, call_us: float) -> int:
+    """How often a graph goes through its calls."""
+    return max(1, math.ceil(GRAPH_US / (num_calls * call_us)))
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and the calls that own the memory which it uses."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: Sequence[Call]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def capture(calls: Sequence[Call], repeats: int) -> Captured:
+    """A graph that runs the calls one after the other, `repeats` times.
+
+    They run once beforehand on the same stream: what a library compiles or allocates at its first call stays
+    out of the graph.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    return Captured(graph, calls)
+
+
+def replay_times(graphs: Mapping[str, Captured], rounds: int) -> dict[str, float]:
+    """Median microseconds of one replay of each graph.
+
+    The graphs take turns, so that a drift of the clocks meets them all.
+    """
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+    for _ in range(rounds + 1):
+        for name, graph in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {  # without the first round, which warms up
+        name: 1e3 * statistics.median(start.elapsed_time(end) for start, end in pairs[1:])
+        for name, pairs in events.items()
+    }
+
+
+def time_calls(calls: Sequence[Call], call_us: float, rounds: int) -> float:
+    """Microseconds of one call, when each takes about `call_us`."""
+    repeats = repeats_for(len(calls), call_us)
+    return replay_times({"": capture(calls, repeats)}, rounds)[""] / (repeats * len(calls))

@@ -1,0 +1,105 @@
+"""Paged decode on an NVIDIA GPU: Octavo beside FlashAttention-3 and FlashInfer in one run.
+
+    python benchmarks/bench_decode.py --json decode.jsonl --plot decode.svg
+
+A time is the median over replays of a CUDA graph of many calls, divided by their number. The calls rotate
+over copies of all inputs, more than twice the L2 cache in all; pages are shuffled over the whole cache. Every
+contestant's output is compared with float64: who is wrong gets no time, and a wrong Octavo fails the run. A
+peer that cannot be imported is left out: FlashAttention-3 is vLLM's _vllm_fa3_C.abi3.so, somewhere on
+PYTHONPATH; FlashInfer is the package flashinfer, which compiles its kernels on first use.
+
+floor = 3 us + bytes / read bandwidth measured in the same run, goal = min(1.15 * floor, best peer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+import time
+from pathlib import Path
+
+from _decode_cases import EXTRA, SWEEP, TABLE, Case
+from _report import (
+    HEADER,
+    OCTAVO,
+    Row,
+    format_machine,
+    format_row,
+    format_summary,
+    plot,
+    read_json,
+    write_json,
+)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--extra", action="store_true", help="also other groups, dims, page sizes, options, ..."
+    )
+    parser.add_argument("--sweep", action="store_true", help="also more lengths and batches, for the plot")
+    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
+    parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
+    parser.add_argument("--no-flashinfer", action="store_true", help="do not wait for it to compile")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
+    parser.add_argument("--plot", metavar="PATH", type=Path, help="draw the rows: .svg, .png, .pdf")
+    parser.add_argument("--from-json", metavar="PATH", type=Path, help="show these rows; measure nothing")
+    args = parser.parse_args(argv)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error(
+            "--plot needs matplotlib; without it, use --json now and --from-json with --plot elsewhere"
+        )
+    return args
+
+
+def select(args: argparse.Namespace) -> list[Case]:
+    cases = [*TABLE, *(EXTRA if args.extra else ()), *(SWEEP if args.sweep else ())]
+    return [case for case in cases if args.rows is None or args.rows.search(case.name)]
+
+
+def list_cases(cases: list[Case]) -> None:
+    print("| case | batch x kv length | heads | head dim, dtype | MB |\n|---|---|---|---|--:|")
+    for case in cases:
+        heads = f"{case.num_q_heads}/{case.num_kv_heads}"
+        print(f"| {case.name} | {case.lengths} | {heads} | {case.kind} | {case.num_bytes / 1e6:.1f} |")
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    from _decode_run import measure_all
+
+    start = time.monotonic()
+    rows: list[Row] = []
+    for row in measure_all(select(args), not args.no_flashinfer, rounds=5 if args.quick else 31):
+        if not rows:
+            print(f"{format_machine(row.machine)}\n\nMicroseconds:\n\n{HEADER}")
+        print(format_row(row), flush=True)
+        rows.append(row)
+        if args.json:
+            write_json(args.json, rows)
+    print(f"\n{len(rows)} rows in {time.monotonic() - start:.0f} s")
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.list:
+        list_cases(select(args))
+        return 0
+    if args.from_json:
+        rows = read_json(args.from_json)
+        print("\n".join([format_machine(rows[0].machine), "", HEADER, *map(format_row, rows)]))
+    else:
+        rows = measure(args)
+    print(f"\n{format_summary(rows)}")
+    if args.plot:
+        plot(args.plot, rows)
+    return 1 if any(row.skipped.get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""benchmarks/bench_decode.py: what of it needs no GPU."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import oracle
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from _decode_cases import EXTRA, SWEEP, TABLE, Case  # noqa: E402
+from _report import (  # noqa: E402
+    OCTAVO,
+    Machine,
+    Row,
+    floor_us,
+    format_machine,
+    format_row,
+    format_summary,
+    geometric_mean,
+    read_json,
+    write_json,
+)
+
+# Megabytes and floor of the table at a read bandwidth of 3.05 TB/s.
+BYTES_AND_FLOOR = {
+    "seed_seq128": (2.1, 3.7),
+    "seed_seq1024": (16.8, 8.5),
+    "seed_seq4096": (67.1, 25.0),
+    "seed_batch8": (16.9, 8.5),
+    "seed_batch32": (67.6, 25.2),
+    "seed_batch512": (1082.1, 357.8),
+    "8b_b1_s1024": (4.2, 4.4),
+    "8b_b1_s8192": (33.6, 14.0),
+    "8b_b8_s4096": (134.3, 47.0),
+    "8b_b32_s2048": (269.0, 91.2),
+    "8b_b64_s4096": (1074.8, 355.4),
+    "8b_b128_s1024": (539.0, 179.7),
+    "70btp8_b1_s8192": (4.2, 4.4),
+    "70btp8_b64_s8192": (268.7, 91.1),
+    "70btp8_b256_s1024": (135.3, 47.3),
+    "8b_ragged64": (446.0, 149.2),
+    "8b_fp8_b1_s8192": (16.8, 8.5),
+    "8b_fp8_b32_s2048": (134.7, 47.2),
+    "8b_fp8_b64_s4096": (537.9, 179.4),
+    "bloom_b1_s2048": (33.6, 14.0),
+    "bloom_b32_s2048": (1074.3, 355.2),
+}
+
+MACHINE = Machine(
+    device="Some GPU",
+    driver="580",
+    versions={"octavo": "0.1.0"},
+    l2_bytes=50 << 20,
+    read_bandwidth=3.05e12,
+    matmul_flops=787e12,
+    probe_us={"scattered": {"1": 2.3, "2": 3.0}, "contiguous": {"1": 2.1, "2": 2.5}},
+)
+
+
+def make_row(case: Case, us: dict[str, float], skipped: dict[str, str]) -> Row:
+    shape = {
+        "lengths": case.lengths,
+        "batch": case.batch,
+        "min_seqlen": min(case.seq_lens),
+        "max_seqlen": max(case.seq_lens),
+        "num_q_heads": case.num_q_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "kind": case.kind,
+    }
+    return Row(case.name, shape, case.num_bytes, us, dict.fromkeys(us, 0.001), skipped, MACHINE)
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    cases = {case.name: case for case in TABLE}
+    return [
+        make_row(
+            cases["seed_seq128"],
+            {OCTAVO: 4.0, "fa3": 8.8, "flashinfer_cuda_cores": 5.0, "flashinfer_tensor_cores": 6.0},
+            {},
+        ),
+        make_row(cases["seed_batch512"], {OCTAVO: 380.0, "fa3": 453.6}, {}),
+        make_row(cases["8b_b32_s2048"], {OCTAVO: 95.0, "fa3": 100.0}, {}),
+        make_row(cases["bloom_b1_s2048"], {OCTAVO: 15.0}, {"fa3": "no ALiBi"}),
+        make_row(cases["8b_fp8_b1_s8192"], {"fa3": 17.9}, {OCTAVO: "not supported yet"}),
+    ]
+
+
+def test_list_needs_no_gpu() -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench_decode.py"), "--list", "--extra", "--sweep"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()[2:]]
+    assert names == [case.name for case in (*TABLE, *EXTRA, *SWEEP)]
+    assert len(set(names)) == len(names)
+
+
+def test_list_selects_rows() -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench_decode.py"), "--list", "--rows", "^seed_batch(8|32)$"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert [line.split()[1] for line in shown.splitlines()[2:]] == ["seed_batch8", "seed_batch32"]
+
+
+def test_bytes_and_floor_of_the_table() -> None:
+    got = {
+        case.name: (round(case.num_bytes / 1e6, 1), round(floor_us(case.num_bytes, 3.05e12), 1))
+        for case in TABLE
+    }
+    assert got == BYTES_AND_FLOOR
+
+
+def test_ragged_lengths() -> None:
+    (case,) = (case for case in TABLE if case.name == "8b_ragged64")
+    assert (case.batch, sum(case.seq_lens), max(case.seq_lens)) == (64, 108637, 8613)
+
+
+def test_bytes_of_options() -> None:
+    case = Case("", (100, 5), num_q_heads=4, num_kv_heads=2, head_dim=64, dtype="float16")
+    queries_and_results, token = 2 * (2 * 4 * 64) * 2, 2 * (2 * 64) * 2
+    assert case.num_bytes == queries_and_results + 105 * token
+    assert replace(case, window_left=9).num_bytes == queries_and_results + (10 + 5) * token
+    assert replace(case, window_left=9, query_len=3).num_bytes == 3 * queries_and_results + (12 + 5) * token
+    assert replace(case, return_lse=True).num_bytes == case.num_bytes + 2 * 4 * 4
+    assert replace(case, kv_dtype="float8_e4m3fn").num_bytes == queries_and_results + 105 * token // 2
+    assert replace(case, page_size=64, head_major=True).num_bytes == case.num_bytes
+
+
+def test_goal_and_best_peer(rows: list[Row]) -> None:
+    near_floor, at_peer_or_floor, peer, no_peer, no_octavo = rows
+    assert near_floor.best_peer_us == 5.0 and near_floor.goal_us == pytest.approx(4.25, abs=0.005)
+    assert at_peer_or_floor.goal_us == pytest.approx(1.15 * 357.8, abs=0.1)
+    assert replace(peer, us={OCTAVO: 95.0, "fa3": 96.2}).goal_us == 96.2
+    assert no_peer.best_peer_us is None and no_peer.goal_us == 1.15 * no_peer.floor_us
+    assert no_octavo.octavo_us is None and no_octavo.best_peer_us == 17.9
+    assert near_floor.peer_us("FlashInfer") == 5.0 and peer.peer_us("FlashInfer") is None
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+    assert geometric_mean([0.8, 0.9, 1.25]) == pytest.approx(0.9 ** (1 / 3))
+    assert np.isnan(geometric_mean([]))
+
+
+def test_summary(rows: list[Row]) -> None:
+    summary = format_summary(rows)
+    mean = (4.0 / 5.0 * 380.0 / 453.6 * 95.0 / 100.0) ** (1 / 3)
+    assert f"Octavo / best peer: geometric mean {mean:.3f} of 3 rows" in summary
+    assert "At or below the goal: 4 of 4 rows" in summary
+    assert "bloom_b1_s2048: fa3: no ALiBi" in summary
+
+
+def test_table(rows: list[Row]) -> None:
+    assert format_row(rows[0]) == (
+        "| seed_seq128 | 1 x 128 | 32/32 | 128, float16 | 2.1 | 4.0 | 8.8 | 5.0 | 3.7 | 4.2 "
+        "| 0.94 | 0.80 | 1.08 | 0.53 |"
+    )
+    assert format_row(rows[4]) == (
+        "| 8b_fp8_b1_s8192 | 1 x 8192 | 32/8 | 128, bfloat16, KV float8_e4m3fn | 16.8 "
+        "|  | 17.9 |  | 8.5 | 9.8 |  |  |  |  |"
+    )
+    assert "pure read 3.05 TB/s, 8192^3 bfloat16 product 787 TFLOP/s" in format_machine(MACHINE)
+
+
+def test_json_keeps_the_rows(rows: list[Row], tmp_path: Path) -> None:
+    write_json(tmp_path / "rows.jsonl", rows)
+    assert read_json(tmp_path / "rows.jsonl") == rows
+
+
+def test_plot(rows: list[Row], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from _report import plot
+
+    drawn = [
+        make_row(case, {OCTAVO: 10.0 + i, "fa3": 20.0 + i}, {})
+        for i, case in enumerate((*TABLE, *SWEEP))
+        if case.name != "sweep_8b_s512"
+    ]
+    plot(tmp_path / "decode.svg", drawn)
+    assert "<svg" in (tmp_path / "decode.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"query_len": 3},
+        {"window_left": 20, "query_len": 2},
+        {"softcap": 2.0},
+        {"alibi": True, "page_size": 1},
+        {"head_major": True, "page_size": 7},
+    ],
+)
+def test_torch_oracle_agrees_with_numpy(options: dict) -> None:
+    pytest.importorskip("torch")
+    from _decode_inputs import Oracle, make_inputs
+
+    case = Case("", (5, 37, 16), num_q_heads=6, num_kv_heads=2, head_dim=16, dtype="float16", **options)
+    inputs = make_inputs(case, "cpu")
+    k, v = (
+        oracle.gather_pages(pages.double().numpy(), inputs.page_table.numpy(), case.seq_lens)
+        for pages in (inputs.k_pages, inputs.v_pages)
+    )
+    true = oracle.attention(
+        inputs.q.double().numpy(),
+        k,
+        v,
+        (case.query_len,) * case.batch,
+        case.seq_lens,
+        dtype="float16",
+        causal=True,
+        window_left=case.window_left,
+        softcap=case.softcap,
+        alibi_slopes=None if inputs.alibi_slopes is None else inputs.alibi_slopes.numpy(),
+    )
+    import torch
+
+    checked = Oracle(case, inputs)
+    assert len(checked.want) == case.batch * case.num_kv_heads
+    assert checked.max_error(torch.from_numpy(true.out)) < 1e-12
+    assert np.isnan(checked.max_error(torch.full_like(inputs.out, torch.nan)))
