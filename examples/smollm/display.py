@@ -149,5 +149,6 @@ def summary(statistics: Statistics, num_pages: int) -> Table:
     table.add_row("pages saved by sharing", f"{saved} ({statistics.unshared_pages} without it)")
     table.add_row("waste in used pages", f"{statistics.waste_percent:.1f} %")
     if statistics.preemptions:
-        table.add_row("gave way for lack of pages", f"{statistics.preemptions} times")
+        times = "once" if statistics.preemptions == 1 else f"{statistics.preemptions} times"
+        table.add_row("gave way for lack of pages", times)
     return table

@@ -21,7 +21,7 @@ namespace octavo {
 // window_right is 0), or if j < prefix_lens[batch]. Keys visible to no query of a sequence are never read.
 struct AttentionArgs {
     TensorView q, k, v;
-    TensorView out;                 // like q
+    TensorView out;  // like q; q itself, with its very strides, or nowhere in the memory of q, k and v
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis; natural logarithm
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> cu_seqlens_k;

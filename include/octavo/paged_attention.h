@@ -19,7 +19,7 @@ namespace octavo {
 // seq_lens counts the new tokens too: append first, then attend. Masks and positions as in AttentionArgs.
 struct PagedAttentionArgs {
     TensorView q, k_pages, v_pages, page_table, seq_lens;
-    TensorView out;                 // like q
+    TensorView out;                 // like q; see AttentionArgs
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> prefix_lens;   // int32 [batch]
@@ -39,7 +39,9 @@ void paged_attention(const PagedAttentionArgs& args);
 
 // Writes each sequence's newest tokens to the end of its pages. k, v [batch, num_kv_heads, head_dim]: one
 // token a sequence; or packed [total, num_kv_heads, head_dim] with cu_seqlens int32 [batch + 1].
-// seq_lens counts the new tokens. A sequence of length 0 is padding: nothing is written for it.
+// seq_lens counts the new tokens. A sequence of length 0 is padding: nothing is written for it. Two tokens of
+// one call must not go to one slot: sequences that share their last page need copy-on-write first. k and v
+// must not overlap the pages in memory.
 struct AppendKvArgs {
     TensorView k, v, k_pages, v_pages, page_table, seq_lens;
     std::optional<TensorView> cu_seqlens;
@@ -50,8 +52,8 @@ struct AppendKvArgs {
 
 void append_kv(const AppendKvArgs& args);
 
-// Copies whole pages inside the cache. copies: int32 [n, 2], (from, to); no page is both read and written,
-// and none is written twice.
+// Copies whole pages inside the cache. copies: int32 [n, 2], (from, to), rows at any stride; no page is both
+// read and written, and none is written twice.
 struct CopyPagesArgs {
     TensorView k_pages, v_pages, copies;
     void* stream = nullptr;

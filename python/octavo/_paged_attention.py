@@ -113,7 +113,9 @@ def paged_attention(
         v_scale: multiplies what v_pages holds. Default: 1.
         num_splits: runs of keys worked on at once, from 1 to 1024 (Flash-Decoding). Default: chosen.
         return_lse: return the log-sum-exp too. Default: False.
-        out: an array like q to write the result to; never read. Default: a new array of the framework of q.
+        out: an array like q to write the result to; never read. It may be q itself, with the same address
+            and strides; otherwise its memory must be apart from that of q, as from that of the cache.
+            Default: a new array of the framework of q.
         stream: a CUDA stream to work on instead of the current one, as for ``attention``.
 
     Returns:
@@ -165,12 +167,13 @@ def append_kv(
     """Write each sequence's newest tokens to the end of its pages.
 
     The n new tokens of sequence b go to its positions from ``seq_lens[b] - n`` up to ``seq_lens[b]``. A
-    sequence of length 0 is padding: nothing is written for it. On the CPU nothing at all is written if an
-    argument is wrong.
+    sequence of length 0 is padding: nothing is written for it. Two tokens of one call must not go to the same
+    slot: sequences that share their last page need copy-on-write first, as ``PageAllocator.extend`` plans it.
+    On the CPU nothing at all is written if an argument is wrong.
 
     Args:
         k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
-            [total, num_kv_heads, head_dim]. Any strides, with a unit last one.
+            [total, num_kv_heads, head_dim]. Any strides, with a unit last one; not inside the cache's memory.
         v: like k.
         k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written.
         v_pages: like k_pages: the cache of values; written.
@@ -201,8 +204,8 @@ def copy_pages(
         k_pages: float32, float16 or bfloat16 [num_pages, page_size, num_kv_heads, head_dim]: the cache of
             keys; written. Any strides, with a unit last one.
         v_pages: like k_pages: the cache of values; written.
-        copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; contiguous. No
-            page is both read and written, and none is written twice.
+        copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; rows at any
+            stride. No page is both read and written, and none is written twice.
         stream: a CUDA stream to work on instead of the current one of the framework of k_pages, as for
             ``attention``.
 

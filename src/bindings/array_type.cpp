@@ -64,6 +64,7 @@ ArrayType array_type_of(nb::handle object) {
     found.framework = framework_of(type);
     if (found.framework == Framework::none) return found;  // refused anyway
     found.exchange = exchange_api_of(type);
+    found.is_masked = is_subclass_of(type, "numpy.ma", "MaskedArray");
     PyObject* evicted = cache.types[cache.next];
     cache.types[cache.next] = type.inc_ref().ptr();
     cache.found[cache.next] = found;

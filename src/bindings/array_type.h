@@ -18,6 +18,7 @@ enum class Framework : uint8_t { none, numpy, torch, cupy, jax, other };
 struct ArrayType {
     Framework framework = Framework::none;          // none: not an array
     const dlpack::ExchangeApi* exchange = nullptr;  // null: not offered
+    bool is_masked = false;                         // numpy.ma
 
     // The stream that the framework works on now; nothing where it does not say.
     std::optional<void*> current_stream(Device device) const;

@@ -126,6 +126,14 @@ void refuse_negative_bit(const char* op, const char* name, nb::handle tensor) {
     }
 }
 
+void require_cuda(const char* op) {
+    try {
+        cuda::require_usable();
+    } catch (const DeviceError& error) {
+        fail<DeviceError>(op, error.what());
+    }
+}
+
 // ml_dtypes.bfloat16, which NumPy exports neither through DLPack nor as a buffer.
 bool is_bfloat16(nb::handle numpy_array) {
     static PyObject* known = nullptr;  // the dtype object, kept once seen
@@ -188,6 +196,10 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
                         " must be an array (an object with __dlpack__ and __dlpack_device__); got ",
                         bindings::type_name(array));
     }
+    if (type.is_masked) {
+        fail<TypeError>(op_, name, " is a masked array, and its mask would be ignored; use ", name,
+                        ".filled(...) or ", name, ".data");
+    }
     if (writes && type.framework == Framework::jax) {
         // Before jax 0.12 nothing in the exchange says that the memory must not be written.
         fail<TypeError>(op_, name, " is written to and cannot be a JAX array, which is immutable");
@@ -245,7 +257,7 @@ std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& typ
     const bool is_first = !device_;
     device_ = device;
     if (device.type == DeviceType::cpu) return std::nullopt;
-    if (is_first) cuda::require_usable();
+    if (is_first) require_cuda(op_);
     const std::optional<void*> current = type.current_stream(device);
     if (is_first) stream_ = wanted_stream_ ? *wanted_stream_ : current.value_or(nullptr);
     // XLA may reuse an input's memory as soon as it is given back, and does not know our stream: with JAX

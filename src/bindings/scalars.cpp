@@ -13,6 +13,26 @@ constexpr uintptr_t kLegacyStream = 1;
                     bindings::type_name(value));
 }
 
+// Python itself refuses to write very long integers in decimal.
+std::string text_of(nb::handle integer) {
+    nb::object text = nb::steal(PyObject_Str(integer.ptr()));
+    if (!text.is_valid()) {
+        PyErr_Clear();
+        text = nb::steal(PyNumber_ToBase(integer.ptr(), 16));
+    }
+    return nb::borrow<nb::str>(text).c_str();
+}
+
+// As fail_type, chained to the Python error of a conversion. KeyboardInterrupt and its like pass unchanged.
+[[noreturn]] void fail_conversion(const char* op, const char* name, const char* wanted, nb::handle value) {
+    nb::python_error error;
+    if (!error.matches(PyExc_Exception)) throw error;
+    if (error.matches(PyExc_OverflowError))
+        nb::raise_from(error, PyExc_ValueError, "%s: %s does not fit in %s", op, name, wanted);
+    nb::raise_from(error, PyExc_TypeError, "%s: %s must be %s; got %s", op, name, wanted,
+                   bindings::type_name(value).c_str());
+}
+
 }  // namespace
 
 std::string type_name(nb::handle object) {
@@ -33,10 +53,11 @@ bool bool_argument(const char* op, const char* name, nb::handle value) {
 int64_t int_argument(const char* op, const char* name, nb::handle value) {
     if (!PyIndex_Check(value.ptr())) fail_type(op, name, "an int", value);
     nb::object index = nb::steal(PyNumber_Index(value.ptr()));
-    if (!index.is_valid()) throw nb::python_error();
+    if (!index.is_valid()) fail_conversion(op, name, "an int", value);
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-    if (overflow) throw ValueError(std::string(op) + ": " + name + " does not fit in 64 bits");
+    if (overflow)
+        throw ValueError(std::string(op) + ": " + name + " must fit in 64 bits; got " + text_of(index));
     return number;
 }
 
@@ -45,7 +66,7 @@ double float_argument(const char* op, const char* name, nb::handle value) {
         fail_type(op, name, "a float", value);
     }
     const double number = PyFloat_AsDouble(value.ptr());
-    if (number == -1.0 && PyErr_Occurred()) throw nb::python_error();
+    if (number == -1.0 && PyErr_Occurred()) fail_conversion(op, name, "a float", value);
     return number;
 }
 
@@ -66,7 +87,12 @@ std::optional<void*> stream_argument(const char* op, nb::handle stream) {
         if (nb::hasattr(stream, "__cuda_stream__")) {
             nb::object pair = stream.attr("__cuda_stream__");
             if (PyCallable_Check(pair.ptr())) pair = pair();
-            address = pair[1];  // (protocol version, address)
+            if (!nb::isinstance<nb::tuple>(pair) || nb::len(pair) != 2) {
+                throw TypeError(std::string(op) +
+                                ": stream's __cuda_stream__ must give (version, address); got " +
+                                nb::repr(pair).c_str());
+            }
+            address = pair[1];
         } else if (nb::hasattr(stream, "cuda_stream")) {
             address = stream.attr("cuda_stream");
         } else if (nb::hasattr(stream, "ptr")) {
@@ -80,7 +106,7 @@ std::optional<void*> stream_argument(const char* op, nb::handle stream) {
     if (PyErr_Occurred()) {
         PyErr_Clear();
         throw ValueError(std::string(op) + ": stream must be an address of 0 to 64 bits; got " +
-                         nb::str(address).c_str());
+                         text_of(address));
     }
     return reinterpret_cast<void*>(value == kLegacyStream ? 0 : static_cast<uintptr_t>(value));
 }

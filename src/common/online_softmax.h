@@ -44,6 +44,11 @@ struct MergeWeights {
         float sum = weight_a + weight_b;
         return {weight_a / sum, weight_b / sum, max + logf(sum)};
     }
+
+    // A side that weighs nothing, such as an empty one, counts as zero, whatever it holds.
+    OCTAVO_HD float merge(float from_a, float from_b) const {
+        return (a == 0.0f ? 0.0f : a * from_a) + (b == 0.0f ? 0.0f : b * from_b);
+    }
 };
 
 }  // namespace octavo

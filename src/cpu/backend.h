@@ -3,6 +3,7 @@
 
 #include "ops/cache_params.h"
 #include "ops/forward_params.h"
+#include "ops/merge_states_params.h"
 
 namespace octavo::cpu {
 

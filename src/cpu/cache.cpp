@@ -88,7 +88,8 @@ void copy_pages(const CopyPagesParams& p) {
     const int64_t page_bytes = 2 * int64_t{p.page_size} * p.num_kv_heads * row_bytes;
     parallel_for_ranges(p.num_copies, grain_for(page_bytes), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-            int32_t from = p.copies[2 * i], to = p.copies[2 * i + 1];
+            const int32_t* pages = p.copies + i * p.copies_stride;
+            int32_t from = pages[0], to = pages[1];
             copy(p.k_pages, p.k_page_stride, p.k_slot_stride, p.k_head_stride, from, to);
             copy(p.v_pages, p.v_page_stride, p.v_slot_stride, p.v_head_stride, from, to);
         }

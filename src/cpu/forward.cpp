@@ -9,7 +9,7 @@
 #include <atomic>
 #include <iterator>
 #include <memory>
-#include <optional>
+#include <mutex>
 #include <vector>
 
 namespace octavo::cpu {
@@ -43,8 +43,8 @@ struct SequencePlan {
     int32_t num_rows;    // of one KV head: seqlen_q * group_size
     int32_t num_row_tiles;
     int32_t num_splits;
-    int64_t first_item;     // among the items of all sequences: [row tiles or splits, num_kv_heads]
-    int64_t first_partial;  // likewise; only with parallel splits: [num_kv_heads, num_splits]
+    int64_t first_item;           // among the items of all sequences: [row tiles or splits, num_kv_heads]
+    int64_t first_split_results;  // likewise; only with parallel splits: [num_kv_heads]
 
     bool parallel_splits() const { return num_row_tiles == 1 && num_splits > 1; }
     int64_t items_per_head() const { return parallel_splits() ? num_splits : num_row_tiles; }
@@ -69,46 +69,27 @@ SequencePlan make_plan(const ForwardParams& p, int32_t b) {
     return plan;
 }
 
-// The results of splits that are worked on at once.
-class Partials {
-  public:
-    Partials(int64_t count, int64_t max_rows, int head_dim)
-        : out_size_(max_rows * row_stride(head_dim)),
-          size_(out_size_ + max_rows),
-          data_(new float[count * size_]),
-          num_finished_(new std::atomic<int32_t>[count]()) {}
-
-    Partial operator[](int64_t i) const { return {&data_[i * size_], &data_[i * size_ + out_size_]}; }
-
-    // Notes one more finished split of the row tile whose partials start at `first`; whether it was the last.
-    bool finish(int64_t first, int32_t num_splits) {
-        return num_finished_[first].fetch_add(1, std::memory_order_acq_rel) + 1 == num_splits;
-    }
-
-  private:
-    int64_t out_size_, size_;
-    std::unique_ptr<float[]> data_;
-    std::unique_ptr<std::atomic<int32_t>[]> num_finished_;
+// What the splits of one row tile leave for their merge, kept from the first that begins to the last that
+// ends. Items begin in order, so that few tiles keep anything at a time, however big the batch is.
+struct SplitResults {
+    std::once_flag begun;
+    std::unique_ptr<float[]> partials;  // [num_splits]
+    std::atomic<int32_t> num_finished{0};
 };
 
 class Forward {
   public:
     explicit Forward(const ForwardParams& params) : p_(params) {
         plans_.reserve(p_.batch);
-        int64_t num_partials = 0;
-        int32_t max_rows = 0;
+        int64_t num_split_results = 0;
         for (int32_t b = 0; b < p_.batch; ++b) {
             SequencePlan& plan = plans_.emplace_back(make_plan(p_, b));
-            const int64_t num_items = plan.items_per_head() * p_.num_kv_heads;
             plan.first_item = num_items_;
-            plan.first_partial = num_partials;
-            num_items_ += num_items;
-            if (plan.parallel_splits()) {
-                num_partials += num_items;
-                max_rows = std::max(max_rows, plan.num_rows);
-            }
+            plan.first_split_results = num_split_results;
+            num_items_ += plan.items_per_head() * p_.num_kv_heads;
+            if (plan.parallel_splits()) num_split_results += p_.num_kv_heads;
         }
-        if (num_partials > 0) partials_.emplace(num_partials, max_rows, p_.head_dim);
+        if (num_split_results > 0) split_results_.reset(new SplitResults[num_split_results]);
     }
 
     void run() {
@@ -126,15 +107,7 @@ class Forward {
         RowTile tile = plan.first_tile;
         tile.kv_head = static_cast<int32_t>((item - plan.first_item) % p_.num_kv_heads);
 
-        if (plan.parallel_splits()) {
-            const int64_t first = plan.first_partial + int64_t{tile.kv_head} * plan.num_splits;
-            attend(tile, part, plan.num_splits, (*partials_)[first + part]);
-            if (!partials_->finish(first, plan.num_splits)) return;
-            for (int32_t s = 1; s < plan.num_splits; ++s)
-                merge(tile, (*partials_)[first], (*partials_)[first + s]);
-            kernels_.store(p_, tile, (*partials_)[first]);
-            return;
-        }
+        if (plan.parallel_splits()) return run_split(plan, tile, part);
         tile.first_row = (plan.num_row_tiles - 1 - part) * kTileRows;
         tile.num_rows = std::min(kTileRows, plan.num_rows - tile.first_row);
         TileScratch& scratch = thread_scratch();
@@ -145,6 +118,22 @@ class Forward {
             merge(tile, result, next);
         }
         kernels_.store(p_, tile, result);
+    }
+
+    void run_split(const SequencePlan& plan, const RowTile& tile, int32_t split) {
+        SplitResults& results = split_results_[plan.first_split_results + tile.kv_head];
+        const int64_t out_size = int64_t{tile.num_rows} * row_stride(p_.head_dim);
+        const int64_t size = out_size + tile.num_rows;
+        std::call_once(results.begun, [&] { results.partials.reset(new float[plan.num_splits * size]); });
+        auto partial = [&](int64_t s) {
+            float* out = &results.partials[s * size];
+            return Partial{out, out + out_size};
+        };
+        attend(tile, split, plan.num_splits, partial(split));
+        if (results.num_finished.fetch_add(1, std::memory_order_acq_rel) + 1 < plan.num_splits) return;
+        for (int32_t s = 1; s < plan.num_splits; ++s) merge(tile, partial(0), partial(s));
+        kernels_.store(p_, tile, partial(0));
+        results.partials.reset();
     }
 
     void attend(const RowTile& tile, int64_t split, int32_t num_splits, Partial result) const {
@@ -168,7 +157,7 @@ class Forward {
     const TileKernels& kernels_ = kernels();
     std::vector<SequencePlan> plans_;
     int64_t num_items_ = 0;
-    std::optional<Partials> partials_;
+    std::unique_ptr<SplitResults[]> split_results_;
 };
 
 }  // namespace

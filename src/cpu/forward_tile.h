@@ -11,7 +11,6 @@ namespace octavo::cpu {
 
 constexpr int kTileRows = 96;  // at most
 constexpr int kTileKeys = 64;
-constexpr int kMaxHeadDim = 256;
 
 // Rows of one KV head and one sequence: row i is of query token i / group_size and of the (i % group_size)-th
 // head of the group, so that a group shares each tile of keys.

@@ -25,11 +25,11 @@ void merge_typed(const MergeStatesParams& p) {
         const T* b = static_cast<const T*>(p.out_b) + at(p.out_b_strides);
         T* out = static_cast<T*>(p.out) + at(p.out_strides);
         for (int32_t d = 0; d < p.head_dim; ++d) {
-            from_float(weights.a * to_float(a[d]) + weights.b * to_float(b[d]), out[d]);
+            from_float(weights.merge(to_float(a[d]), to_float(b[d])), out[d]);
         }
         p.lse[at(p.lse_strides)] = weights.lse;
     };
-    parallel_for_ranges(num_rows, std::max<int64_t>(1, kGrainElements / p.head_dim),
+    parallel_for_ranges(num_rows, std::max<int64_t>(1, kGrainElements / std::max(1, p.head_dim)),
                         [&](int64_t begin, int64_t end) {
                             for (int64_t row = begin; row < end; ++row) merge_row(row);
                         });

@@ -11,6 +11,7 @@
 #include <exception>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -64,8 +65,7 @@ class ThreadPool {
     void run(Job& job) {
         {
             std::lock_guard lock(mutex_);
-            for (; num_workers_ < get_num_threads() - 1; ++num_workers_)
-                std::thread([this] { work(); }).detach();
+            add_workers(std::min<int64_t>(get_num_threads(), job.count) - 1);
             jobs_.push_back(&job);
         }
         wake_.notify_all();
@@ -82,6 +82,14 @@ class ThreadPool {
     }
 
   private:
+    // Up to `wanted` in all. The system may have no more threads to give: fewer do the same work.
+    void add_workers(int64_t wanted) {
+        try {
+            for (; num_workers_ < wanted; ++num_workers_) std::thread([this] { work(); }).detach();
+        } catch (const std::system_error&) {
+        }
+    }
+
     void work() {
         std::unique_lock lock(mutex_);
         for (;;) {

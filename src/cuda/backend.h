@@ -5,6 +5,7 @@
 
 #include "ops/cache_params.h"
 #include "ops/forward_params.h"
+#include "ops/merge_states_params.h"
 
 #include <octavo/build_info.h>
 

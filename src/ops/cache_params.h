@@ -1,4 +1,4 @@
-// The operators that write a paged cache, and the merge, checked: plain data for both backends.
+// The operators that write a paged cache, checked: plain data for both backends.
 // Strides count elements; the last axis has stride 1 throughout.
 #pragma once
 
@@ -36,25 +36,9 @@ struct CopyPagesParams {
     void* v_pages;
     int64_t v_page_stride, v_slot_stride, v_head_stride;
     const int32_t* copies;  // [num_copies, 2]: (from, to)
+    int64_t copies_stride;
     int64_t num_copies;
     int32_t page_size, num_kv_heads, head_dim;
-};
-
-// Every array has the leading axes `shape`, each with its own strides; shorter shapes are padded with ones.
-struct MergeStatesParams {
-    DType dtype;  // of out_a, out_b and out
-    Device device;
-    int64_t shape[3];
-    int32_t head_dim;
-    const void* out_a;   // [shape..., head_dim]; likewise out_b and out
-    const float* lse_a;  // [shape...]; likewise lse_b and lse
-    const void* out_b;
-    const float* lse_b;
-    void* out;
-    float* lse;
-    int64_t out_a_strides[3], lse_a_strides[3];
-    int64_t out_b_strides[3], lse_b_strides[3];
-    int64_t out_strides[3], lse_strides[3];
 };
 
 }  // namespace octavo

@@ -1,13 +1,37 @@
 #include "ops/check.h"
 
-namespace octavo {
+#include <algorithm>
+#include <cstdlib>
 
-void Checker::device_and_ndim(const char* name, const TensorView& t, int ndim, const char* axes) const {
+namespace octavo {
+namespace {
+
+struct Bytes {
+    uintptr_t begin, end;
+};
+
+// From the first element of `t` to its last.
+Bytes bytes_of(const TensorView& t) {
+    const auto data = reinterpret_cast<uintptr_t>(t.data);
+    if (t.size() == 0) return {data, data};
+    int64_t first = 0, last = 0;
+    for (int axis = 0; axis < t.ndim; ++axis) {
+        const int64_t reach = (t.shape[axis] - 1) * t.strides[axis];
+        (reach < 0 ? first : last) += reach;
+    }
+    return {data + first * size_of(t.dtype), data + (last + 1) * size_of(t.dtype)};
+}
+
+}  // namespace
+
+void Checker::memory(const char* name, const TensorView& t) const {
     if (t.device != device_) {
         fail<DeviceError>(op_, "all arrays must be on one device; ", name, " is on ", to_string(t.device),
                           ", the first array on ", to_string(device_));
     }
-    if (t.ndim != ndim) fail<ValueError>(op_, name, " must have shape ", axes, "; got ", t.shape_string());
+    if (!t.data && t.size() > 0) {
+        fail<ValueError>(op_, name, " of shape ", t.shape_string(), " must have data; its pointer is null");
+    }
 }
 
 void Checker::unit_last_stride(const char* name, const TensorView& t) const {
@@ -19,19 +43,22 @@ void Checker::unit_last_stride(const char* name, const TensorView& t) const {
 }
 
 void Checker::data(const char* name, const TensorView& t, int ndim, const char* axes) const {
-    device_and_ndim(name, t, ndim, axes);
+    memory(name, t);
+    if (t.ndim != ndim) fail<ValueError>(op_, name, " must have shape ", axes, "; got ", t.shape_string());
     unit_last_stride(name, t);
 }
 
 void Checker::output(const char* name, const TensorView& t, int ndim, const char* axes) const {
     data(name, t, ndim, axes);
-    if (t.read_only) fail<ValueError>(op_, name, " must be writable; it is read-only");
-    if (t.size() == 0) return;
-    for (int axis = 0; axis < t.ndim; ++axis) {
-        if (t.shape[axis] > 1 && t.strides[axis] == 0) {
-            fail<ValueError>(op_, name, " must not overlap itself; axis ", axis, " of length ", t.shape[axis],
-                             " has stride 0");
-        }
+    writable(name, t);
+}
+
+void Checker::lse(const char* name, const TensorView& t, const char* out_name, const TensorView& out) const {
+    dtype(name, t, DType::float32, "");
+    memory(name, t);
+    if (t.ndim != out.ndim - 1 || !std::equal(t.shape.begin(), t.shape.begin() + t.ndim, out.shape.begin())) {
+        fail<ValueError>(op_, name, " must have the shape of ", out_name, " without its last axis; ",
+                         out_name, " has ", out.shape_string(), ", ", name, " ", t.shape_string());
     }
 }
 
@@ -75,6 +102,41 @@ void Checker::length(const char* what, int64_t value) const {
     }
 }
 
+void Checker::writable(const char* name, const TensorView& t) const {
+    if (t.read_only) fail<ValueError>(op_, name, " must be writable; it is read-only");
+    if (t.size() == 0) return;
+    for (int axis = 0; axis < t.ndim; ++axis) {
+        // What the axes inside this one span: those of smaller strides, and of equal strides the later ones.
+        const int64_t stride = std::abs(t.strides[axis]);
+        int64_t span = 1;
+        for (int inner = 0; inner < t.ndim; ++inner) {
+            const int64_t inner_stride = std::abs(t.strides[inner]);
+            if (inner_stride < stride || (inner_stride == stride && inner > axis))
+                span += (t.shape[inner] - 1) * inner_stride;
+        }
+        if (t.shape[axis] > 1 && stride < span) {
+            fail<ValueError>(op_, name, " must not overlap itself: the stride of axis ", axis, " (",
+                             t.strides[axis], ") must be at least ", span, " in magnitude");
+        }
+    }
+}
+
+void Checker::apart(const char* name, const TensorView& t, const char* other_name,
+                    const TensorView& other) const {
+    const Bytes a = bytes_of(t), b = bytes_of(other);
+    if (std::max(a.begin, b.begin) < std::min(a.end, b.end)) {
+        fail<ValueError>(op_, name, " must not overlap ", other_name, " in memory");
+    }
+}
+
+bool same_elements(const TensorView& a, const TensorView& b) {
+    if (a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim || a.shape != b.shape) return false;
+    for (int axis = 0; axis < a.ndim; ++axis) {
+        if (stride_of(a, axis) != stride_of(b, axis)) return false;
+    }
+    return true;
+}
+
 void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
                       int64_t total) {
     if (cu_seqlens[0] != 0) fail<ValueError>(op, name, "[0] must be 0; got ", cu_seqlens[0]);
@@ -100,6 +162,8 @@ void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page
                              "] must lie in [0, max_pages * page_size = ", max_pages * page_size, "]; got ",
                              seq_len);
         }
+        if (seq_len > kMaxLength)
+            fail<ValueError>(op, "seq_lens[", b, "] must be at most ", kMaxLength, "; got ", seq_len);
         const int64_t used = (seq_len + page_size - 1) / page_size;
         for (int64_t i = 0; i < used; ++i) {
             const int32_t page = page_table[b * page_table_stride + i];

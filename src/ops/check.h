@@ -13,7 +13,8 @@ namespace octavo {
 
 // Lengths and positions are 32-bit in the kernels; this leaves room to add a window without overflow.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
-constexpr int64_t kMaxHeadDim = 256;
+
+constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
 
 // One operator's checks. `axes` describes a shape as the message shows it: "[batch, num_q_heads, head_dim]".
 class Checker {
@@ -26,6 +27,8 @@ class Checker {
     void data(const char* name, const TensorView& t, int ndim, const char* axes) const;
     // As data(), and written to.
     void output(const char* name, const TensorView& t, int ndim, const char* axes) const;
+    // The log-sum-exp that belongs to `out`.
+    void lse(const char* name, const TensorView& t, const char* out_name, const TensorView& out) const;
     // int32 metadata, contiguous along its last axis.
     void index(const char* name, const TensorView& t, int ndim, const char* axes) const;
 
@@ -38,16 +41,24 @@ class Checker {
                     const TensorView& other) const;
     void length(const char* what, int64_t value) const;  // 0 <= value <= kMaxLength
 
+    // Something that is written to: no two indices of it mean one element.
+    void writable(const char* name, const TensorView& t) const;
+    // No byte from the first element of the one to its last lies between those of the other.
+    void apart(const char* name, const TensorView& t, const char* other_name, const TensorView& other) const;
+
   private:
-    void device_and_ndim(const char* name, const TensorView& t, int ndim, const char* axes) const;
+    void memory(const char* name, const TensorView& t) const;
     void unit_last_stride(const char* name, const TensorView& t) const;
 
     const char* op_;
     Device device_;
 };
 
-// 1 where the axis is too short for its stride to matter, so that equal layouts compare equal.
+// 0 where the axis is too short for its stride to matter, so that equal layouts compare equal.
 inline int64_t stride_of(const TensorView& t, int axis) { return t.shape[axis] > 1 ? t.strides[axis] : 0; }
+
+// Whether both name the same elements in the same order.
+bool same_elements(const TensorView& a, const TensorView& b);
 
 // Checks that cu_seqlens (host memory, [batch + 1]) starts at 0, never falls, and ends at `total`.
 void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,

@@ -1,3 +1,4 @@
+#include "common/score.h"
 #include "ops/check.h"
 #include "ops/checks.h"
 
@@ -11,7 +12,6 @@ constexpr const char* kDenseK = "[batch, seqlen_k, num_kv_heads, head_dim]";
 constexpr const char* kPackedQ = "[total_q, num_q_heads, head_dim]";
 constexpr const char* kPackedK = "[total_k, num_kv_heads, head_dim]";
 constexpr const char* kDecodeQ = "[batch, num_q_heads, head_dim]";
-constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
 
 int32_t check_window(const char* op, const char* name, int64_t window) {
     if (window < -1) fail<ValueError>(op, name, " must be -1 (unbounded) or at least 0; got ", window);
@@ -47,6 +47,7 @@ void set_queries_and_masks(const Checker& check, ForwardParams& p, const Args& a
                            const char* q_axes) {
     const char* op = check.op();
     const bool has_batch_axis = q_ndim == 4;
+    check.length("seqlen_q * group_size", int64_t{p.seqlen_q} * p.group_size());  // rows of one KV head
     check.output("out", args.out, q_ndim, q_axes);
     check.same_shape("out", args.out, "q", args.q);
     check.dtype("out", args.out, args.q.dtype, " like q");
@@ -63,16 +64,8 @@ void set_queries_and_masks(const Checker& check, ForwardParams& p, const Args& a
     set_strides(args.out, p.out_batch_stride, p.out_token_stride, p.out_head_stride);
     if (args.lse) {
         const TensorView& lse = *args.lse;
-        check.dtype("lse", lse, DType::float32, "");
-        if (lse.device != p.device) check.data("lse", lse, lse.ndim, "");
-        bool shape_fits = lse.ndim == q_ndim - 1;
-        for (int axis = 0; shape_fits && axis < lse.ndim; ++axis)
-            shape_fits = lse.shape[axis] == args.q.shape[axis];
-        if (!shape_fits) {
-            fail<ValueError>(op, "lse must have the shape of q without its last axis; q has ",
-                             args.q.shape_string(), ", lse ", lse.shape_string());
-        }
-        if (lse.read_only) fail<ValueError>(op, "lse must be writable; it is read-only");
+        check.lse("lse", lse, "q", args.q);
+        check.writable("lse", lse);
         p.lse = static_cast<float*>(lse.data);
         set_strides(lse, p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride);
     }
@@ -109,6 +102,31 @@ void set_queries_and_masks(const Checker& check, ForwardParams& p, const Args& a
     p.window_left = check_window(op, "window_left", args.window_left);
     p.window_right = args.causal ? 0 : -1;
     p.out_scale = 1.0f;
+}
+
+// Results may not lie where other threads still read. Only the queries that a row's result replaces have all
+// been read by then.
+template <class Args>
+void check_results_apart(const Checker& check, const Args& args, const char* k_name, const TensorView& k,
+                         const char* v_name, const TensorView& v) {
+    check.apart("out", args.out, k_name, k);
+    check.apart("out", args.out, v_name, v);
+    if (!same_elements(args.out, args.q)) check.apart("out", args.out, "q", args.q);
+    if (!args.lse) return;
+    check.apart("lse", *args.lse, "q", args.q);
+    check.apart("lse", *args.lse, k_name, k);
+    check.apart("lse", *args.lse, v_name, v);
+    check.apart("lse", *args.lse, "out", args.out);
+}
+
+// What the scores are multiplied by must survive in float32, and a cap must not round to none.
+void check_score(const ForwardParams& p, const char* scale_name, double softcap) {
+    const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
+    if (std::isfinite(transform.inner) && std::isfinite(transform.outer) &&
+        transform.has_softcap == (softcap > 0.0))
+        return;
+    fail<ValueError>(p.op, scale_name, " (", p.softmax_scale, ") and softcap (", softcap,
+                     ") must neither overflow nor vanish in float32");
 }
 
 int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<int64_t> bound,
@@ -202,8 +220,10 @@ ForwardParams check_attention(const AttentionArgs& args) {
         p.total_q = args.q.shape[0] * args.q.shape[1];
     }
     set_queries_and_masks(check, p, args, ndim, q_axes);
+    check_results_apart(check, args, "k", args.k, "v", args.v);
     const int32_t window_right = check_window(p.op, "window_right", args.window_right);
     if (!args.causal) p.window_right = window_right;
+    check_score(p, "softmax_scale", args.softcap);
     return p;
 }
 
@@ -230,6 +250,7 @@ ForwardParams check_paged_attention(const PagedAttentionArgs& args) {
     if (page_size < 1) fail<ValueError>(p.op, "page_size (", page_size, ") must be at least 1");
     check.length("page_size", page_size);
     check.length("batch", batch);
+    check.length("max_pages", max_pages);
     check.equal("batch", "seq_lens", args.seq_lens.shape[0], "page_table", batch);
     p.batch = static_cast<int32_t>(batch);
     p.page_size = static_cast<int32_t>(page_size);
@@ -261,12 +282,14 @@ ForwardParams check_paged_attention(const PagedAttentionArgs& args) {
         p.seqlen_q = 1;
     }
     set_queries_and_masks(check, p, args, 3, q_axes);
+    check_results_apart(check, args, "k_pages", args.k_pages, "v_pages", args.v_pages);
     if (!std::isfinite(args.k_scale.value_or(1.0f)))
         fail<ValueError>(p.op, "k_scale must be finite; got ", *args.k_scale);
     if (!std::isfinite(args.v_scale.value_or(1.0f)))
         fail<ValueError>(p.op, "v_scale must be finite; got ", *args.v_scale);
     p.softmax_scale *= args.k_scale.value_or(1.0f);
     p.out_scale = args.v_scale.value_or(1.0f);
+    check_score(p, "softmax_scale * k_scale", args.softcap);
     if (args.num_splits) {
         constexpr int64_t kMaxSplits = 1024;
         if (*args.num_splits < 1 || *args.num_splits > kMaxSplits) {

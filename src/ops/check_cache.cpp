@@ -7,8 +7,6 @@
 namespace octavo {
 namespace {
 
-constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
-
 // The cache's two arrays, as outputs.
 void check_cache(const Checker& check, const TensorView& k_pages, const TensorView& v_pages) {
     check.float_dtype("k_pages", k_pages);
@@ -47,6 +45,10 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     check.dtype("k", args.k, p.dtype, " like k_pages");
     check.dtype("v", args.v, p.dtype, " like k_pages");
     check.same_shape("v", args.v, "k", args.k);
+    check.apart("k", args.k, "k_pages", args.k_pages);
+    check.apart("k", args.k, "v_pages", args.v_pages);
+    check.apart("v", args.v, "k_pages", args.k_pages);
+    check.apart("v", args.v, "v_pages", args.v_pages);
     check.equal("num_kv_heads", "k", args.k.shape[1], "k_pages", args.k_pages.shape[2]);
     check.equal("head_dim", "k", args.k.shape[2], "k_pages", args.k_pages.shape[3]);
     check.index("page_table", args.page_table, 2, "[batch, max_pages]");
@@ -54,6 +56,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     const int64_t batch = args.page_table.shape[0], max_pages = args.page_table.shape[1];
     check.equal("batch", "seq_lens", args.seq_lens.shape[0], "page_table", batch);
     check.length("batch", batch);
+    check.length("max_pages", max_pages);
     check.length("total", args.k.shape[0]);
 
     p.k = args.k.data;
@@ -117,7 +120,6 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     if (args.copies.shape[1] != 2) {
         fail<ValueError>(op, "copies must have shape [num_copies, 2]; got ", args.copies.shape_string());
     }
-    if (!args.copies.is_contiguous()) fail<ValueError>(op, "copies must be contiguous");
     p.k_pages = args.k_pages.data;
     p.k_page_stride = stride_of(args.k_pages, 0);
     p.k_slot_stride = stride_of(args.k_pages, 1);
@@ -127,6 +129,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     p.v_slot_stride = stride_of(args.v_pages, 1);
     p.v_head_stride = stride_of(args.v_pages, 2);
     p.copies = static_cast<const int32_t*>(args.copies.data);
+    p.copies_stride = stride_of(args.copies, 0);
     p.num_copies = args.copies.shape[0];
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k_pages.shape[2]);
@@ -136,7 +139,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
         enum : uint8_t { kRead = 1, kWritten = 2 };
         std::vector<uint8_t> use(p.num_copies > 0 ? num_pages : 0);
         auto check_page = [&](int64_t i, int column) {
-            const int32_t page = p.copies[2 * i + column];
+            const int32_t page = p.copies[i * p.copies_stride + column];
             if (page < 0 || page >= num_pages) {
                 fail<ValueError>(op, "copies[", i, ", ", column, "] must lie in [0, num_pages = ", num_pages,
                                  "); got ", page);
@@ -154,62 +157,6 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
             use[to] |= kWritten;
         }
     }
-    return p;
-}
-
-MergeStatesParams check_merge_states(const MergeStatesArgs& args) {
-    constexpr const char* op = "merge_states";
-    constexpr const char* axes = "[..., head_dim] with one to three leading axes";
-    MergeStatesParams p{};
-    p.device = args.out_a.device;
-    p.dtype = args.out_a.dtype;
-    const Checker check(op, p.device);
-    const int ndim = args.out_a.ndim;
-    if (ndim < 2 || ndim > 4) {
-        fail<ValueError>(op, "out_a must have shape ", axes, "; got ", args.out_a.shape_string());
-    }
-    check.float_dtype("out_a", args.out_a);
-    check.data("out_a", args.out_a, ndim, axes);
-    check.length("head_dim", args.out_a.shape[ndim - 1]);
-    p.head_dim = static_cast<int32_t>(args.out_a.shape[ndim - 1]);
-
-    const int pad = 4 - ndim;
-    for (int i = 0; i < 3; ++i) p.shape[i] = i < pad ? 1 : args.out_a.shape[i - pad];
-    auto set_strides = [&](const TensorView& t, int64_t (&strides)[3]) {
-        for (int i = 0; i < 3; ++i) strides[i] = i < pad ? 0 : stride_of(t, i - pad);
-    };
-    auto check_lse = [&](const char* name, const TensorView& lse) {
-        check.dtype(name, lse, DType::float32, "");
-        if (lse.device != p.device) check.data(name, lse, lse.ndim, "");
-        bool fits = lse.ndim == ndim - 1;
-        for (int axis = 0; fits && axis < lse.ndim; ++axis) fits = lse.shape[axis] == args.out_a.shape[axis];
-        if (!fits) {
-            fail<ValueError>(op, name, " must have the shape of out_a without its last axis; out_a has ",
-                             args.out_a.shape_string(), ", ", name, " ", lse.shape_string());
-        }
-    };
-    set_strides(args.out_a, p.out_a_strides);
-    check_lse("lse_a", args.lse_a);
-    set_strides(args.lse_a, p.lse_a_strides);
-    check.data("out_b", args.out_b, ndim, axes);
-    check.dtype("out_b", args.out_b, p.dtype, " like out_a");
-    check.same_shape("out_b", args.out_b, "out_a", args.out_a);
-    set_strides(args.out_b, p.out_b_strides);
-    check_lse("lse_b", args.lse_b);
-    set_strides(args.lse_b, p.lse_b_strides);
-    check.output("out", args.out, ndim, axes);
-    check.dtype("out", args.out, p.dtype, " like out_a");
-    check.same_shape("out", args.out, "out_a", args.out_a);
-    set_strides(args.out, p.out_strides);
-    check_lse("lse", args.lse);
-    if (args.lse.read_only) fail<ValueError>(op, "lse must be writable; it is read-only");
-    set_strides(args.lse, p.lse_strides);
-    p.out_a = args.out_a.data;
-    p.lse_a = static_cast<const float*>(args.lse_a.data);
-    p.out_b = args.out_b.data;
-    p.lse_b = static_cast<const float*>(args.lse_b.data);
-    p.out = args.out.data;
-    p.lse = static_cast<float*>(args.lse.data);
     return p;
 }
 

@@ -3,6 +3,7 @@
 
 #include "ops/cache_params.h"
 #include "ops/forward_params.h"
+#include "ops/merge_states_params.h"
 
 #include <octavo/attention.h>
 #include <octavo/paged_attention.h>

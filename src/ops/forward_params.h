@@ -11,6 +11,8 @@
 
 namespace octavo {
 
+constexpr int32_t kMaxHeadDim = 256;
+
 struct ForwardParams {
     const char* op;  // "attention" or "paged_attention", for messages
     DType dtype;     // of q, k, v and out

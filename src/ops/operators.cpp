@@ -47,6 +47,8 @@ void check_page_table(const TensorView& page_table, const TensorView& seq_lens, 
     const int64_t batch = page_table.shape[0], max_pages = page_table.shape[1];
     check.equal("batch", "seq_lens", seq_lens.shape[0], "page_table", batch);
     if (page_size < 1) fail<ValueError>(op, "page_size (", page_size, ") must be at least 1");
+    check.length("page_size", page_size);
+    check.length("max_pages", max_pages);
     if (num_pages < 0) fail<ValueError>(op, "num_pages (", num_pages, ") must be at least 0");
 
     const auto* table = static_cast<const int32_t*>(page_table.data);

@@ -122,6 +122,24 @@ TEST(Attention, RefusesWhatItCannotTake) {
     args.out = view(out, {1, 1, 3, kHeadDim});
     EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
               "attention: num_q_heads (3) must be a multiple of num_kv_heads (2)");
+
+    // Refused before anything is touched: no memory could hold these.
+    args.q = args.out = view(q, {1, int64_t{1} << 28, 8, kHeadDim});
+    args.k = args.v = view(kv, {1, 2, 1, kHeadDim});
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: seqlen_q * group_size must lie in [0, 1073741824]; got 2147483648");
+
+    args.q = view(q, {1, 1, 2, kHeadDim});
+    args.out = TensorView(nullptr, DType::float32, {1, 1, 2, kHeadDim});
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: out of shape [1, 1, 2, 16] must have data; its pointer is null");
+    args.out = view(out, {1, 1, 2, kHeadDim});
+    args.lse = view(out, {1, 1, 2});
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: lse must not overlap out in memory");
+    args.lse = TensorView(nullptr, DType::float32, {1, 1, 2});
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: lse of shape [1, 1, 2] must have data; its pointer is null");
 }
 
 // A paged cache as a serving loop keeps it, and beside it each sequence's keys and values in order.

@@ -38,10 +38,6 @@ def gpu_count() -> int:
     return count.value
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; where there is one, a skip is a failure")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_count() == 0:
         skip = pytest.mark.skip(reason="no NVIDIA GPU")

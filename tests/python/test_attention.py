@@ -103,6 +103,18 @@ def test_out_is_written_and_nothing_around_it(target: Target, case: Case) -> Non
 
 
 @writable_target
+@pytest.mark.parametrize("case", OUTPUTS, ids=str)
+def test_out_may_be_q_itself(target: Target, case: Case) -> None:
+    inputs, _ = problem(case, target.dtype)
+    arrays = [target.array(calls.dense(case, x)) for x in (inputs.q, *cases.poisoned(case, inputs))]
+    arguments = {**case.masks, **calls.optional_arrays(target, inputs), "return_lse": True}
+    apart = octavo.attention(*arrays, **arguments)
+    in_place = octavo.attention(*arrays, **arguments, out=arrays[0])
+    assert in_place[0] is arrays[0]
+    assert_same_bits(calls.read(target, in_place), calls.read(target, apart))
+
+
+@writable_target
 def test_out_may_be_strided(target: Target) -> None:
     case = named("group_7")[0]
     inputs, reference = problem(case, target.dtype)

@@ -256,6 +256,16 @@ def test_copy_many_pages(target: Target) -> None:
     cache.check(k, v)
 
 
+@writable_target
+def test_copies_may_be_columns_of_a_wider_array(target: Target) -> None:
+    cache = MutableCache.make(target, Case("copy_columns", (), (), num_kv_heads=2), 10, "contiguous")
+    wide = target.int32([[7, 3, 0, 7], [7, 5, 1, 7], [7, 3, 9, 7]])
+    octavo.copy_pages(cache.k_pages, cache.v_pages, wide[:, 1:3])
+    k, v = cache.k.copy(), cache.v.copy()
+    k[[0, 1, 9]], v[[0, 1, 9]] = cache.k[[3, 5, 3]], cache.v[[3, 5, 3]]
+    cache.check(k, v)
+
+
 @every_target
 def test_check_page_table(target: Target) -> None:
     case = Case("check_page_table", (1, 1, 1), (33, 0, 16))

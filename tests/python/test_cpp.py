@@ -1,24 +1,15 @@
 """The C++ tests (tests/cpp), built and run under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
-import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from programs import find_program, run
+
 SOURCE = Path(__file__).parents[1] / "cpp"
 
 HAS_GTEST = "#include <gtest/gtest.h>\nTEST(A, B) {}\n"
-
-
-# Programs beside this Python, as pip installs them, or on the PATH.
-SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-
-
-def find_program(name):
-    return shutil.which(name, path=SEARCH_PATH)
 
 
 def missing():
@@ -33,17 +24,6 @@ def missing():
         capture_output=True,
     )
     return "" if compiles.returncode == 0 else "GoogleTest (Debian: libgtest-dev)"
-
-
-def run(*command):
-    result = subprocess.run(
-        [find_program(command[0]), *command[1:]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PATH": SEARCH_PATH},
-    )
-    assert result.returncode == 0, result.stdout[-10000:]
 
 
 @pytest.mark.timeout(1200)

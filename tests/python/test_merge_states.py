@@ -59,7 +59,17 @@ def merge(target: Target, states: list[tuple[NDArray, NDArray]]) -> tuple[NDArra
 @every_target
 @pytest.mark.parametrize(
     "shape",
-    [(5, 64), (1, 8), (17, 6, 80), (3, 17, 5, 112), (2, 300, 2, 128), (7, 3, 256), (0, 4, 64), (3, 0, 4, 64)],
+    [
+        (5, 64),
+        (1, 8),
+        (17, 6, 80),
+        (3, 17, 5, 112),
+        (2, 300, 2, 128),
+        (7, 3, 256),
+        (0, 4, 64),
+        (3, 0, 4, 64),
+        (3, 4, 0),
+    ],
 )
 def test_shapes(target: Target, shape: tuple[int, ...]) -> None:
     states = drawn_states(target.dtype, shape, seed=0)
@@ -81,13 +91,20 @@ def test_any_shape(target: Target, axes: list[int], head_dim: int, seed: int) ->
 def test_empty_states(target: Target) -> None:
     (out, lse), _ = drawn_states(target.dtype, (4, 3, 64), seed=1, empty=0.0)
     nothing = (np.zeros_like(out), np.full_like(lse, -np.inf))
-    for states in ([(out, lse), nothing], [nothing, (out, lse)]):
+    unwritten = (np.full_like(out, np.nan), nothing[1])
+    for states in (
+        [(out, lse), nothing],
+        [nothing, (out, lse)],
+        [(out, lse), unwritten],
+        [unwritten, (out, lse)],
+    ):
         merged_out, merged_lse = merge(target, states)
         np.testing.assert_array_equal(merged_out, out)
         np.testing.assert_array_equal(merged_lse, lse)
-    merged_out, merged_lse = merge(target, [nothing, nothing])
-    assert not merged_out.any()
-    assert np.isneginf(merged_lse).all()
+    for states in ([nothing, nothing], [unwritten, unwritten]):
+        merged_out, merged_lse = merge(target, states)
+        assert not merged_out.any()
+        assert np.isneginf(merged_lse).all()
 
 
 @every_target

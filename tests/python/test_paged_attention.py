@@ -281,6 +281,21 @@ def test_out_is_written_and_nothing_around_it(target: Target, case: Case) -> Non
         guarded.check_margins()
 
 
+@writable_target
+@pytest.mark.parametrize("case", named("decode", "decode_group_7", "ragged"), ids=str)
+def test_out_may_be_q_itself(target: Target, case: Case) -> None:
+    inputs, cache, _ = problem(case, target.dtype)
+    pages = [target.array(cache.k_pages), target.array(cache.v_pages)]
+    tables = [target.int32(cache.page_table), target.int32(cache.seq_lens)]
+    arguments = {**case.masks, "cu_seqlens_q": target.int32(inputs.cu_seqlens_q), "return_lse": True}
+    for num_splits in (None, 1, 6):
+        q = target.array(inputs.q)
+        apart = octavo.paged_attention(q, *pages, *tables, **arguments, num_splits=num_splits)
+        in_place = octavo.paged_attention(q, *pages, *tables, **arguments, num_splits=num_splits, out=q)
+        assert in_place[0] is q
+        assert_same_bits(calls.read(target, in_place), calls.read(target, apart))
+
+
 @every_target
 def test_a_wide_window_is_no_window(target: Target) -> None:
     case = named("decode")[0]

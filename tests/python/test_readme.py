@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import octavo
+from programs import find_program, run
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -78,18 +76,6 @@ def snippets_in(language: str) -> list:
     ]
 
 
-def find_program(name: str) -> str | None:
-    """Beside this Python, as pip installs it, or on the PATH."""
-    return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-
-
-def run(*command: str | Path, cwd: Path) -> None:
-    result = subprocess.run(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout[-10_000:]
-
-
 @pytest.mark.parametrize("snippet", snippets_in("python"))
 def test_python(snippet: Snippet, tmp_path: Path) -> None:
     missing = sorted(name for name in modules_of(snippet.code) if importlib.util.find_spec(name) is None)
@@ -114,15 +100,13 @@ def test_cpp(snippet: Snippet, tmp_path: Path) -> None:
     cmake_dir = Path(octavo.get_cmake_dir())
     if not (cmake_dir / "octavoConfig.cmake").exists():
         pytest.skip("octavo was built in place, not installed: there is no CMake package")
-    cmake = find_program("cmake")
-    if cmake is None or find_program("c++") is None:
+    if find_program("cmake") is None or find_program("c++") is None:
         pytest.skip("needs cmake and a C++ compiler")
     (tmp_path / "main.cpp").write_text(snippet.code, encoding="utf-8")
     (tmp_path / "CMakeLists.txt").write_text(CMAKE_LISTS, encoding="utf-8")
-    ninja = find_program("ninja")
-    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
-    run(cmake, "-S", ".", "-B", "build", *generator, f"-Doctavo_DIR={cmake_dir}", cwd=tmp_path)
-    run(cmake, "--build", "build", cwd=tmp_path)
+    generator = ["-G", "Ninja"] if find_program("ninja") else []
+    run("cmake", "-S", ".", "-B", "build", *generator, f"-Doctavo_DIR={cmake_dir}", cwd=tmp_path)
+    run("cmake", "--build", "build", cwd=tmp_path)
     run(tmp_path / "build" / "snippet", cwd=tmp_path)
 
 

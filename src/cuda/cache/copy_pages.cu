@@ -15,7 +15,8 @@ __global__ void copy_pages_kernel(const __grid_constant__ CopyPagesParams p, boo
     const int64_t slot = row / p.num_kv_heads % p.page_size;
     const int64_t copy = row / p.num_kv_heads / p.page_size;
     if (copy >= p.num_copies) return;
-    const int64_t from = p.copies[2 * copy], to = p.copies[2 * copy + 1];
+    const int32_t* const pages = p.copies + copy * p.copies_stride;
+    const int64_t from = pages[0], to = pages[1];
     T* const k = static_cast<T*>(p.k_pages) + slot * p.k_slot_stride + head * p.k_head_stride;
     T* const v = static_cast<T*>(p.v_pages) + slot * p.v_slot_stride + head * p.v_head_stride;
     copy_row(k + to * p.k_page_stride, k + from * p.k_page_stride, p.head_dim, k_aligned);

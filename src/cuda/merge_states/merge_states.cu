@@ -22,10 +22,7 @@ __global__ void merge_states_kernel(const __grid_constant__ MergeStatesParams p)
     T* const out = static_cast<T*>(p.out) + offset(p.out_strides);
     __syncwarp();  // every lane has read the LSEs, which may be where the result goes
     for (int i = threadIdx.x % 32; i < p.head_dim; i += 32) {
-        // An empty side counts as zero, whatever it holds.
-        const float from_a = weights.a == 0.0f ? 0.0f : weights.a * to_float(a[i]);
-        const float from_b = weights.b == 0.0f ? 0.0f : weights.b * to_float(b[i]);
-        out[i] = from_float<T>(from_a + from_b);
+        out[i] = from_float<T>(weights.merge(to_float(a[i]), to_float(b[i])));
     }
     if (threadIdx.x % 32 == 0) p.lse[offset(p.lse_strides)] = weights.lse;
 }
