@@ -21,10 +21,10 @@ CTAS_PER_SM = (1, 2, 4, 7)  # of 32 KB
 
 _SOURCE = r"""
 // Reads pages of 4 KB and throws them away: what any kernel over a paged cache has to do at least.
-// grid: any number of CTAs of 256 threads. CTA b owns the pages b, b + gridDim.x, ...; a thread has eight copies of
-// 16 bytes in flight, each from another page into a slot of its own, which nobody reads. (Not loads into
-// registers: the compiler saves registers and waits between them. Not one slot for all: copies that another one
-// overwrites on the way seem never to be made; 20 TB/s were "measured" so.)
+// grid: any number of CTAs of 256 threads. CTA b owns the pages b, b + gridDim.x, ...; a thread has eight
+// copies of 16 bytes in flight, each from another page into a slot of its own, which nobody reads. (Not loads
+// into registers: the compiler saves registers and waits between them. Not one slot for all: copies that
+// another one overwrites on the way seem never to be made; 20 TB/s were "measured" so.)
 template <bool kScattered>
 __device__ void read_pages(const uint4* pool, const int* page_table, long long num_pages) {
     constexpr int kBatch = 8;
