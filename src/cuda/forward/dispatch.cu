@@ -82,11 +82,6 @@ void forward(const ForwardParams& p, void* stream) {
     if (decode_serves(p)) return decode(p, static_cast<cudaStream_t>(stream));
     const int64_t num_row_tiles = bound_row_tiles(p, instance.rows);
     if (num_row_tiles == 0) return;
-    const int64_t max_rows = int64_t{p.seqlen_q} * p.group_size();
-    if (max_rows > INT32_MAX) {
-        fail<ValueError>(p.op, "seqlen_q * group_size (", max_rows, ") must be at most ", INT32_MAX,
-                         " on CUDA");
-    }
     constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1, kMaxGridY = 65535;
     if (num_row_tiles > kMaxGridX) {
         fail<ValueError>(p.op, "the batch has ", num_row_tiles, " tiles of ", instance.rows,
