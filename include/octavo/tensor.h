@@ -45,7 +45,6 @@ struct TensorView {
     TensorView(void* data, DType dtype, std::initializer_list<int64_t> shape, Device device = {});
 
     int64_t size() const;              // number of elements
-    bool is_contiguous() const;        // C order, no gaps
     std::string shape_string() const;  // "[2, 128, 9, 64]"
 };
 

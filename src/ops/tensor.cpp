@@ -39,16 +39,6 @@ int64_t TensorView::size() const {
     return count;
 }
 
-bool TensorView::is_contiguous() const {
-    if (size() == 0) return true;
-    int64_t stride = 1;
-    for (int axis = ndim - 1; axis >= 0; --axis) {
-        if (shape[axis] != 1 && strides[axis] != stride) return false;
-        stride *= shape[axis];
-    }
-    return true;
-}
-
 std::string TensorView::shape_string() const {
     std::string text = "[";
     for (int axis = 0; axis < ndim; ++axis) text += (axis ? ", " : "") + std::to_string(shape[axis]);

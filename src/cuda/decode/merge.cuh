@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/decode/item.cuh"
+#include "cuda/warp.cuh"
 
 namespace octavo::cuda {
 
@@ -39,17 +40,6 @@ struct DecodeShared {
         return index % 2 == 0 ? first[index / 2] : queue[index / 2].last;
     }
 };
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-    return x;
-}
 
 template <class T, class Config, int kSnap>
 class Merge {

@@ -7,6 +7,7 @@
 
 #include "common/fast_divide.h"
 #include "cuda/decode/config.h"
+#include "cuda/warp.cuh"
 #include "ops/forward_params.h"
 
 #include <cstdint>
@@ -59,11 +60,7 @@ class Schedule {
                 // An item without keys still has one block, which writes its empty result.
                 if (seq.seqlen_q > 0) count = max(key_blocks(seq).count, 1);
             }
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int32_t lower = __shfl_up_sync(~0u, count, step);
-                if (lane >= step) count += lower;
-            }
+            count = inclusive_sum(count);
             if (lane == 31) storage.warp_sums[warp] = count;
             __syncthreads();
             int32_t all = 0;

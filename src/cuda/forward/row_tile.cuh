@@ -1,6 +1,7 @@
 // Which rows a CTA works on.
 #pragma once
 
+#include "cuda/warp.cuh"
 #include "ops/forward_params.h"
 
 #include <cstdint>
@@ -28,11 +29,7 @@ __device__ __forceinline__ RowTile find_row_tile(const ForwardParams& p, int32_t
         int32_t tiles = 0;
         if (b < p.batch)
             tiles = ((p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]) * group_size + kRows - 1) / kRows;
-        int32_t end = tiles;  // inclusive prefix sum over the lanes
-        for (int32_t step = 1; step < 32; step *= 2) {
-            const int32_t lower = __shfl_up_sync(~0u, end, step);
-            if (lane >= step) end += lower;
-        }
+        const int32_t end = inclusive_sum(tiles);
         const uint32_t past = __ballot_sync(~0u, index < before + end);
         if (past) {
             const int32_t owner = __ffs(past) - 1;

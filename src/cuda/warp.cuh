@@ -1,0 +1,31 @@
+// What the 32 lanes of a warp find out together.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// Over this lane and those before it.
+__device__ __forceinline__ int32_t inclusive_sum(int32_t x) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int32_t lower = __shfl_up_sync(~0u, x, step);
+        if (lane >= step) x += lower;
+    }
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+}  // namespace octavo::cuda
