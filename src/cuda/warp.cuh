@@ -5,6 +5,17 @@
 
 namespace octavo::cuda {
 
+// Keeps a value that never changes in a register: the compiler would rather compute it again in every turn of
+// a loop.
+template <class T>
+__device__ __forceinline__ void keep(T& value) {
+    if constexpr (sizeof(T) == 8) {
+        asm volatile("" : "+l"(value));
+    } else {
+        asm volatile("" : "+r"(value));
+    }
+}
+
 // Over this lane and those before it.
 __device__ __forceinline__ int32_t inclusive_sum(int32_t x) {
     const int lane = threadIdx.x % 32;

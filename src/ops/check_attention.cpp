@@ -254,6 +254,7 @@ ForwardParams check_paged_attention(const PagedAttentionArgs& args) {
     check.equal("batch", "seq_lens", args.seq_lens.shape[0], "page_table", batch);
     p.batch = static_cast<int32_t>(batch);
     p.page_size = static_cast<int32_t>(page_size);
+    p.num_pages = num_pages;
     const int64_t capacity = max_pages * page_size;
     p.seqlen_k = static_cast<int32_t>(capacity < kMaxLength ? capacity : kMaxLength);
     p.k = args.k_pages.data;

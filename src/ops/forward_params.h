@@ -41,6 +41,8 @@ struct ForwardParams {
     const float* alibi_slopes;   // [num_q_heads], or [batch, num_q_heads]; may be null
     int64_t alibi_batch_stride;  // 0 when shared by the batch
 
+    int64_t num_pages;  // 0 unless paged
+
     int64_t total_q;  // queries over all sequences
     int32_t batch;
     int32_t seqlen_q;  // of every sequence; packed: the bound max_seqlen_q
@@ -69,7 +71,17 @@ struct SequenceSlice {
 
     OCTAVO_HD int32_t q_pos(int32_t i) const { return see.seqlen_k - seqlen_q + i; }
 
+    OCTAVO_HD static int32_t seqlen_k(const ForwardParams& p, int32_t b) {
+        if (p.paged()) return p.seq_lens[b];
+        return p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
+    }
+
     OCTAVO_HD static SequenceSlice make(const ForwardParams& p, int32_t b) {
+        return make(p, b, seqlen_k(p, b));
+    }
+
+    // The same where seqlen_k(p, b) is known.
+    OCTAVO_HD static SequenceSlice make(const ForwardParams& p, int32_t b, int32_t seqlen_k) {
         SequenceSlice s{};
         if (p.cu_seqlens_q) {
             int64_t first = p.cu_seqlens_q[b];
@@ -83,15 +95,11 @@ struct SequenceSlice {
             s.lse_begin = b * p.lse_batch_stride;
             s.seqlen_q = p.seqlen_q;
         }
-        int32_t seqlen_k = p.seqlen_k;
-        if (p.paged()) {
-            seqlen_k = p.seq_lens[b];
-        } else if (p.cu_seqlens_k) {
+        if (p.cu_seqlens_k) {
             int64_t first = p.cu_seqlens_k[b];
             s.k_begin = first * p.k_token_stride;
             s.v_begin = first * p.v_token_stride;
-            seqlen_k = p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
-        } else {
+        } else if (!p.paged()) {
             s.k_begin = b * p.k_outer_stride;
             s.v_begin = b * p.v_outer_stride;
         }

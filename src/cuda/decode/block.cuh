@@ -3,77 +3,207 @@
 
 #include "cuda/decode/schedule.cuh"
 #include "cuda/ptx/l2_policy.h"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/warp.cuh"
 
 namespace octavo::cuda {
 
-// Where the keys of one block are: lane l knows key l % 16.
-struct BlockKeys {
-    int32_t page, slot;
-    bool needed;  // false: not there, or seen by no query
-    int32_t kv_head;
+// Rows of head_dim elements in shared memory, of keys, values or queries, which start at a multiple of 128
+// bytes: chunk c of row r stands in the place of chunk c ^ r % 8, so that neither the copies of a row nor
+// reads of one chunk of eight rows meet a bank conflict.
+template <class Config>
+struct Rows {
+    uint32_t address;  // in the shared window
 
-    // Block `index` of an item.
-    __device__ static BlockKeys find(const ForwardParams& p, const FastDivide& page_size, const Item& item,
-                                     const KeyTiles& tiles, int32_t index) {
-        const int32_t key = tiles.start(index) + static_cast<int32_t>(threadIdx.x % kBlockKeys);
-        const int32_t page_index = page_size.quotient(key);
-        BlockKeys keys{0, key - page_index * p.page_size, index < tiles.count && tiles.needed(key),
-                       item.kv_head};
-        if (keys.needed) keys.page = p.page_table[item.sequence * p.page_table_stride + page_index];
-        return keys;
+    // Where lanes read from: the start of the rows, and a row and a chunk below eight for each lane.
+    __device__ static uint32_t offset(int row, int chunk) {
+        return 16 * (row * Config::kRowChunks + (chunk ^ (row % 8)));
+    }
+    // From there `chunks` further, a multiple of the power of two above the lanes' chunks.
+    __device__ static uint32_t advance(uint32_t address, int chunks) {
+        return (address ^ (16 * (chunks % 8))) + 16 * (chunks / 8 * 8);
     }
 };
 
-// One block in shared memory: 16 rows of K, then 16 of V. A row's 16-byte chunks are permuted so that neither
-// copying rows nor reading fragments meets a bank conflict.
+// The places from which a lane reads the operands of mma.sync in a block.
 template <class Config>
-class Block {
+struct Operands {
+    uint32_t a, a_transposed, b;
+
+    __device__ Operands() {
+        const int lane = threadIdx.x % 32;
+        a = Rows<Config>::offset(lane % 16, lane / 16);
+        a_transposed = Rows<Config>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        b = Rows<Config>::offset(lane % 8, lane / 8);
+        keep(a);
+        keep(a_transposed);
+        keep(b);
+    }
+
+    // Operand a of a product over dims: 16 rows by dims 16 j and on.
+    __device__ void load_a(uint32_t (&words)[4], Rows<Config> rows, int j) const {
+        ptx::ldmatrix_x4(words, Rows<Config>::advance(rows.address + a, 2 * j));
+    }
+    // The same for rows that are the depth of the product: dims 16 j and on by 16 rows.
+    __device__ void load_a_transposed(uint32_t (&words)[4], Rows<Config> rows, int j) const {
+        ptx::ldmatrix_x4_trans(words, Rows<Config>::advance(rows.address + a_transposed, 2 * j));
+    }
+    // Operand b of two products over dims 32 j and on: rows 8 tile and on.
+    __device__ void load_b(uint32_t (&words)[4], Rows<Config> rows, int tile, int j) const {
+        ptx::ldmatrix_x4(words,
+                         Rows<Config>::advance(rows.address + b, 4 * j) + 128 * tile * Config::kRowChunks);
+    }
+};
+
+// Copies a warp's blocks in their order, and the queries of their items, to shared memory.
+template <class T, class Config>
+class Copier {
   public:
-    // `queue` is the warp's.
-    __device__ Block(uint4* queue, int32_t stage) : chunks_(queue + stage * Config::kBlockChunks) {}
-
-    // Key 8 i + lane / 4, dims 32 j + 8 (lane % 4) and on.
-    __device__ uint4 k(int i, int j) const {
+    __device__ Copier(const ForwardParams& p, const FastDivide& page_size, const FastDivide& group_size,
+                      const Schedule<Config::kThreads>& schedule)
+        : p_(p), page_size_(page_size), group_size_(group_size), schedule_(schedule) {
         const int lane = threadIdx.x % 32;
-        return chunks_[k_index(8 * i + lane / 4, 4 * j + lane % 4)];
+        column_ = lane % kLanesPerRow;
+        lane_row_ = lane / kLanesPerRow;
+        k_ = static_cast<const uint4*>(p.k) + column_;
+        v_ = static_cast<const uint4*>(p.v) + column_;
+        place_ = 16 * (lane_row_ * Config::kRowChunks + (column_ ^ lane_row_));
+        page_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_outer_stride : p.v_outer_stride) / kPerChunk);
+        token_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_token_stride : p.v_token_stride) / kPerChunk);
+        head_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_head_stride : p.v_head_stride) / kPerChunk);
+        keep(lane_row_);
+        keep(k_);
+        keep(v_);
+        keep(place_);
+        keep(page_stride_);
+        keep(token_stride_);
     }
-    // Key 8 (i / 2) + 2 (lane % 4) + i % 2, dims 64 c + 8 (lane / 4) and on.
-    __device__ uint4 v(int i, int c) const {
-        const int lane = threadIdx.x % 32;
-        return chunks_[v_index(8 * (i / 2) + 2 * (lane % 4) + i % 2, 8 * c + lane / 4)];
+
+    // A run of blocks that ends before block `end` of all, from `item` on.
+    __device__ void begin_run(const Item& item, int32_t end) {
+        run_end_ = end;
+        next_item_ = item;
+        ask_for_pages();
+        begin_next();
     }
 
-    // Starts the copies, whole rows at a time: requests of 64 bytes instead reach 2.3 of 2.9 TB/s on an H100.
-    // What is not needed, and columns from head_dim on, become zeros.
-    template <class T>
-    __device__ void copy(const ForwardParams& p, const BlockKeys& keys, uint64_t policy) {
-        constexpr int kColumns = Config::kHeadDim / 8;
+    // The run's next item.
+    __device__ void begin_next() {
+        item_ = next_item_;
+        seq_ = schedule_.slice(item_.sequence);
+        tiles_ = key_blocks(seq_);
+        num_pages_ = num_pages(seq_);
+        head_offset_ = static_cast<uint32_t>(item_.kv_head) * head_stride_;
+        window_ = next_window_ - 32;  // what was asked for comes into use with the first copy
+    }
+
+    __device__ const Item& item() const { return item_; }
+
+    // Starts the copies of block `index` of the item, whole rows at a time: requests of 64 bytes instead
+    // reach 2.3 of 2.9 TB/s on an H100. In the place of a row that no query sees, one that some query sees;
+    // without any, nothing is copied.
+    __device__ void copy(Rows<Config> k, Rows<Config> v, int32_t index) {
         const int lane = threadIdx.x % 32;
-        const T* const k = static_cast<const T*>(p.k) + keys.kv_head * p.k_head_stride;
-        const T* const v = static_cast<const T*>(p.v) + keys.kv_head * p.v_head_stride;
-#pragma unroll 2
-        for (int i = lane; i < kBlockKeys * kColumns; i += 32) {
-            const int row = i / kColumns, column = i % kColumns;
-            const int64_t page = __shfl_sync(~0u, keys.page, row), slot = __shfl_sync(~0u, keys.slot, row);
-            const bool needed = __shfl_sync(~0u, keys.needed, row);
-            const bool valid = needed && 8 * column < p.head_dim;
-            const T* k_row = k + page * p.k_outer_stride + slot * p.k_token_stride + 8 * column;
-            const T* v_row = v + page * p.v_outer_stride + slot * p.v_token_stride + 8 * column;
-            ptx::cp_async_16(chunks_ + k_index(row, column), valid ? k_row : p.q, valid, policy);
-            ptx::cp_async_16(chunks_ + v_index(row, column), valid ? v_row : p.q, valid, policy);
+        const int32_t first_key = tiles_.start(index), key = first_key + lane % kBlockKeys;
+        const uint32_t needed = __ballot_sync(~0u, tiles_.needed(key)) & 0xffff;
+        const int32_t first_page = page_size_.quotient(first_key), page = page_size_.quotient(key);
+        if (first_page >= window_ + 64) {  // past a gap between prefix and window
+            next_window_ = first_page;
+            next_ids_ = load_ids(item_, first_page, num_pages_);
+            window_ = first_page - 32;
+        }
+        if (first_page >= window_ + 32) next_pages();
+        if (needed == 0) return;
+        // Lane l knows key l % 16, its row of K for the lower lanes and of V for the upper ones.
+        uint32_t id = __shfl_sync(~0u, ids_, page - window_);
+        if (__any_sync(~0u, page >= window_ + 32 && (needed >> lane % 16 & 1))) {
+            const uint32_t next_id = __shfl_sync(~0u, next_ids_, page - window_);
+            if (page >= window_ + 32) id = next_id;
+        }
+        uint32_t offset = id * page_stride_ +
+                          static_cast<uint32_t>(key - page * p_.page_size) * token_stride_ + head_offset_;
+        offset = __shfl_sync(~0u, offset, needed >> lane % 16 & 1 ? lane : (lane & 16) + __ffs(needed) - 1);
+        const bool valid = 8 * column_ < p_.head_dim;
+        const uint32_t k_place = k.address + place_, v_place = v.address + place_;
+#pragma unroll
+        for (int row = 0; row < kBlockKeys; row += kRowsPerCopy) {
+            const uint32_t k_offset = __shfl_sync(~0u, offset, lane_row_ + row);
+            const uint32_t v_offset = __shfl_sync(~0u, offset, lane_row_ + 16 + row);
+            if (column_ < Config::kHeadDim / 8) {
+                ptx::cp_async_16_evict_first(row_place(k_place, row), from(k_, k_offset), valid);
+                ptx::cp_async_16_evict_first(row_place(v_place, row), from(v_, v_offset), valid);
+            }
+        }
+    }
+
+    // The queries of the item, zeros in rows that it does not have.
+    __device__ void copy_queries(Rows<Config> q) const {
+        if (column_ >= Config::kHeadDim / 8) return;
+#pragma unroll
+        for (int first = 0; first < Config::kRows; first += kRowsPerCopy) {
+            const DecodeRow row(seq_, group_size_, item_.kv_head, first + lane_row_);
+            const T* const source = static_cast<const T*>(p_.q) + seq_.q_begin +
+                                    row.token * p_.q_token_stride + row.head * p_.q_head_stride + 8 * column_;
+            const bool valid = row.valid && 8 * column_ < p_.head_dim;
+            ptx::cp_async_16(row_place(q.address + place_, first), valid ? source : p_.q, valid);
         }
     }
 
   private:
-    // Reading K, eight lanes of a phase take four chunks of two rows; reading V, two chunks of four rows.
-    __device__ static int k_index(int row, int chunk) {
-        return row * Config::kRowChunks + (chunk ^ ((row & 1) << 2));
+    static constexpr int kPerChunk = 16 / sizeof(T);
+    static constexpr int kLanesPerRow = Config::kHeadDim <= 64 ? 8 : (Config::kHeadDim <= 128 ? 16 : 32);
+    static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
+
+    // Page ids are held 32 at a time, a lane each, and the next 32 are asked for when these come into use:
+    // the item's next ones, or the first of the run's next item.
+    __device__ void next_pages() {
+        ids_ = next_ids_;
+        window_ = next_window_;
+        if (window_ + 32 < num_pages_) {
+            next_window_ = window_ + 32;
+            next_ids_ = load_ids(item_, next_window_, num_pages_);
+        } else if (item_.end < run_end_) {
+            next_item_ = schedule_.next(item_);
+            ask_for_pages();
+        }
     }
-    __device__ static int v_index(int row, int chunk) {
-        return (kBlockKeys + row) * Config::kRowChunks + (chunk ^ (row & 6));
+    __device__ void ask_for_pages() {
+        const SequenceSlice seq = schedule_.slice(next_item_.sequence);
+        next_window_ = page_size_.quotient(key_blocks(seq).start(0));
+        next_ids_ = load_ids(next_item_, next_window_, num_pages(seq));
+    }
+    __device__ uint32_t load_ids(const Item& item, int32_t first, int32_t num_pages) const {
+        const int32_t page = first + static_cast<int32_t>(threadIdx.x % 32);
+        return page < num_pages ? p_.page_table[item.sequence * p_.page_table_stride + page] : 0;
+    }
+    __device__ int32_t num_pages(const SequenceSlice& seq) const {
+        return page_size_.quotient(seq.see.seqlen_k + p_.page_size - 1);
     }
 
-    uint4* chunks_;
+    // The place of this lane's chunk `row` rows further, a multiple of kRowsPerCopy.
+    __device__ static uint32_t row_place(uint32_t place, int row) {
+        return (place ^ (16 * (row % 8))) + 16 * row * Config::kRowChunks;
+    }
+    __device__ static const void* from(const uint4* chunks, uint32_t offset) {
+        const void* address;  // one instruction, which the compiler would make four
+        asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(offset), "l"(chunks));
+        return address;
+    }
+
+    const ForwardParams& p_;
+    const FastDivide &page_size_, &group_size_;
+    const Schedule<Config::kThreads>& schedule_;
+    int column_, lane_row_;  // the chunk of a row that this lane copies, and the first row
+    const uint4 *k_, *v_;    // that chunk of the cache's first row
+    uint32_t place_;         // of the chunk in shared memory
+    uint32_t page_stride_, token_stride_, head_stride_;  // of K for the lower lanes, of V; in 16 bytes
+    int32_t run_end_;
+    Item item_, next_item_;  // next_item_: whose pages were asked for, if not this one's
+    SequenceSlice seq_;
+    KeyTiles tiles_{Visibility{}, 0, 0, kBlockKeys};
+    uint32_t head_offset_;
+    int32_t num_pages_, window_, next_window_;  // window_: the page whose id lane 0 holds
+    uint32_t ids_, next_ids_;
 };
 
 }  // namespace octavo::cuda

@@ -1,6 +1,7 @@
 // The shapes of the decode kernel.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 
 namespace octavo::cuda {
@@ -14,14 +15,19 @@ struct DecodeConfig {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kRowTiles = kRowTiles_;  // of eight rows: (query token, head of the group)
     static constexpr int kRows = 8 * kRowTiles;
-    static constexpr int kWarps = 8;
+    static constexpr int kWarps = kRowTiles == 1 && kHeadDim <= 128 ? 8 : 4;
     static constexpr int kThreads = 32 * kWarps;
-    static constexpr int kKChunks = kHeadDim / 32, kVChunks = (kHeadDim + 63) / 64;  // of a lane's fragments
-    // 16-byte chunks of a row in shared memory, and of a block.
-    static constexpr int kRowChunks = kVChunks * 8;
+    // 16-byte chunks of a row's place in shared memory (whole 128 bytes, for the swizzle), of a block's keys
+    // and values, and of an item's queries.
+    static constexpr int kRowChunks = (kHeadDim + 63) / 64 * 8;
     static constexpr int kBlockChunks = 2 * kBlockKeys * kRowChunks;
-    // Blocks that a warp has on their way: 128 KB an SM, four times what HBM's latency asks for.
-    static constexpr int kStages = kHeadDim <= 64 ? 4 : 2;
+    static constexpr int kQueryChunks = kRows * kRowChunks;
+    // Blocks that a warp has on their way: up to 144 KB an SM, three times what HBM's latency asks for, and
+    // what fits beside the queries of as many items and the piece of an item that a warp sets aside.
+    static constexpr int kPieceBytes = kRows * (kHeadDim + 6) * 4;
+    static constexpr int kStages =
+        std::min(144 * 1024 / (16 * kWarps * kBlockChunks),
+                 (222 * 1024 / kWarps - kPieceBytes) / (16 * (kBlockChunks + kQueryChunks)));
     // A CTA's share may grow or shrink by as many blocks to end where an item ends: some 32 KB, what an SM
     // reads in the time of a merge.
     static constexpr int kSnapBlocks = 32 * 1024 / (kBlockChunks * 16);

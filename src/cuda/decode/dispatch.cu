@@ -37,6 +37,14 @@ const Instance* choose_instance(const ForwardParams& p) {
     return nullptr;
 }
 
+// Whether the kernel's 32-bit offsets, which count 16 bytes, reach every row of K or V.
+bool within_reach(const ForwardParams& p, int64_t page_stride, int64_t token_stride, int64_t head_stride) {
+    if (page_stride < 0 || token_stride < 0 || head_stride < 0) return false;
+    const int64_t last = (p.num_pages - 1) * page_stride + (p.page_size - 1) * token_stride +
+                         (p.num_kv_heads - 1) * head_stride;
+    return last / (16 / size_of(p.dtype)) < (int64_t{1} << 32);
+}
+
 }  // namespace
 
 std::vector<std::string> decode_instances() {
@@ -53,6 +61,8 @@ bool decode_serves(const ForwardParams& p) {
     if (!instance || !p.paged() || p.num_splits != 0 || p.batch > kMaxDecodeBatch) return false;
     const int64_t max_blocks = (int64_t{p.seqlen_k} / kBlockKeys + 1) * p.batch * p.num_kv_heads;
     return max_blocks < (int64_t{1} << 30) &&
+           within_reach(p, p.k_outer_stride, p.k_token_stride, p.k_head_stride) &&
+           within_reach(p, p.v_outer_stride, p.v_token_stride, p.v_head_stride) &&
            shared_bytes_per_block(p.device.index) >= instance->shared_bytes &&
            aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype) &&
            aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype) &&

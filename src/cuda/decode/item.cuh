@@ -1,8 +1,8 @@
 // One warp's softmax and accumulators over its part of an item, in the fragments of mma.sync.
 //
-// S = Q K^T. The order of the dims inside the product is free as long as Q is permuted like K, so both are
-// read by the pattern of Block::k, whose words are operand b as they stand. O^T = V^T P^T. The accumulators
-// of S are operand b as they stand; operand a pairs the dims of two keys by byte permutation.
+// S^T = K Q^T, keys on the 16-wide side and rows on the 8-wide side, then O^T = V^T P^T: eight rows, whatever
+// the group, waste nothing. An 8 x 8 transposition turns the accumulators of S^T into operand b of the second
+// product.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -10,113 +10,85 @@
 #include "cuda/decode/block.cuh"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/mma.h"
-#include "cuda/tile/softmax.cuh"
+#include "cuda/ptx/movmatrix.h"
 #include "cuda/types.h"
 
 namespace octavo::cuda {
 
-// A row of an item: a query token of a query head.
-struct DecodeRow {
-    int32_t token, head;
-    bool valid;
-
-    __device__ DecodeRow(const SequenceSlice& seq, const FastDivide& group_size, int32_t kv_head, int32_t row)
-        : token(group_size.quotient(row)),
-          head(kv_head * static_cast<int32_t>(group_size.divisor) + row -
-               token * static_cast<int32_t>(group_size.divisor)),
-          valid(token < seq.seqlen_q) {}
-};
-
 // What a warp leaves of an item that others work on too. Weights are exp2(score - max).
 template <class Config>
 struct DecodePiece {
-    float out[Config::kRows][Config::kHeadDim];  // sums of weighted values
+    float out[Config::kRows][Config::kHeadDim + 4];  // sums of weighted values; padded against bank conflicts
     float max[Config::kRows];
     float sum[Config::kRows];  // of the weights
-    Item item;                 // begin is -1 if there is no piece
 };
 
 template <class T, class Config>
 class ItemState {
   public:
-    static constexpr int kRowTiles = Config::kRowTiles;
-    static constexpr int kKChunks = Config::kKChunks, kVChunks = Config::kVChunks;
+    __device__ ItemState(const ForwardParams& p, const FastDivide& group_size,
+                         const Schedule<Config::kThreads>& schedule)
+        : p_(p),
+          group_size_(group_size),
+          schedule_(schedule),
+          transform_(ScoreTransform::make(p.softmax_scale, p.softcap)) {}
 
-    __device__ ItemState(const ForwardParams& p, const FastDivide& group_size)
-        : p_(p), group_size_(group_size), transform_(ScoreTransform::make(p.softmax_scale, p.softcap)) {}
-
-    __device__ void begin(const Item& item) {
-        const int lane = threadIdx.x % 32;
+    // The rows of `q` may still be on their way.
+    __device__ void begin(const Item& item, Rows<Config> q) {
         item_ = item;
-        seq_ = SequenceSlice::make(p_, item.sequence);
+        q_ = q;
+        seq_ = schedule_.slice(item.sequence);
         tiles_ = key_blocks(seq_);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            const DecodeRow row(seq_, group_size_, item.kv_head, 8 * r + lane / 4);
-            const T* const source = static_cast<const T*>(p_.q) + seq_.q_begin +
-                                    row.token * p_.q_token_stride + row.head * p_.q_head_stride +
-                                    8 * (lane % 4);
-#pragma unroll
-            for (int j = 0; j < kKChunks; ++j) {
-                const bool valid = row.valid && 32 * j + 8 * (lane % 4) < p_.head_dim;
-                q_[r][j] = valid ? *reinterpret_cast<const uint4*>(source + 32 * j) : uint4{};
-            }
-            slope_log2_[r] = p_.alibi_slopes && row.valid
-                                 ? p_.alibi_slopes[item.sequence * p_.alibi_batch_stride + row.head] * kLog2e
-                                 : 0.0f;
-            q_pos_[r] = seq_.q_pos(row.token);
-            max_[r] = -INFINITY;
-            sum_[r] = 0.0f;
-#pragma unroll
-            for (int c = 0; c < kVChunks; ++c) {
-#pragma unroll
-                for (int m = 0; m < 4; ++m) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) out_[r][c][m][i] = 0.0f;
-                }
-            }
-        }
+        for_each_row([&](int r, int i) {
+            const DecodeRow row(seq_, group_size_, item.kv_head, row_of(r, i));
+            q_pos_[r][i] = seq_.q_pos(row.token);
+            slope_log2_[r][i] =
+                p_.alibi_slopes && row.valid
+                    ? p_.alibi_slopes[item.sequence * p_.alibi_batch_stride + row.head] * kLog2e
+                    : 0.0f;
+            max_[r][i] = -INFINITY;
+            sum_[r][i] = 0.0f;
+        });
+        for_each_out([](float& out, int, int, int) { out = 0.0f; });
     }
 
     // Block `index` of the item.
-    __device__ void add(const Block<Config>& block, int32_t index) {
-        float scores[2][4];
-        multiply_q_k(scores, block);
+    __device__ void add(Rows<Config> k, Rows<Config> v, int32_t index) {
+        if (tiles_.count == 0) return;
+        float scores[kRowTiles][4];
+        multiply_q_k(scores, k);
         score(scores, tiles_.start(index));
         uint32_t weights[kRowTiles][2];
         softmax(weights, scores);
-        multiply_p_v(weights, block);
+        multiply_p_v(weights, v);
     }
 
     // The whole item is done: writes its rows.
     __device__ void store() {
         const int lane = threadIdx.x % 32;
+        for_each_row([&](int r, int i) {
+            const SoftmaxState state{max_[r][i], over_keys(sum_[r][i])};
+            sum_[r][i] = state.inverse_sum() * p_.out_scale;
+            const DecodeRow row(seq_, group_size_, item_.kv_head, row_of(r, i));
+            if (p_.lse && lane / 4 == 0 && row.valid) {
+                p_.lse[seq_.lse_begin + row.token * p_.lse_token_stride + row.head * p_.lse_head_stride] =
+                    state.lse();
+            }
+        });
+        for_each_out([&](float& out, int r, int, int i) { out *= sum_[r][i]; });
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-            const SoftmaxState state{max_[r], row_sum(sum_[r])};
-            const float scale = state.inverse_sum() * p_.out_scale;
-            const DecodeRow own_row(seq_, group_size_, item_.kv_head, 8 * r + lane / 4);
-            if (p_.lse && lane % 4 == 0 && own_row.valid) {
-                p_.lse[seq_.lse_begin + own_row.token * p_.lse_token_stride +
-                       own_row.head * p_.lse_head_stride] = state.lse();
-            }
+            const DecodeRow row(seq_, group_size_, item_.kv_head, 8 * r + lane / 4);
+            T* const target = static_cast<T*>(p_.out) + seq_.out_begin + row.token * p_.out_token_stride +
+                              row.head * p_.out_head_stride + 2 * (lane % 4);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float row_scale = of_out_row(scale, i);
-                const DecodeRow row(seq_, group_size_, item_.kv_head, 8 * r + 2 * (lane % 4) + i);
-                T* const target = static_cast<T*>(p_.out) + seq_.out_begin + row.token * p_.out_token_stride +
-                                  row.head * p_.out_head_stride + 8 * (lane / 4);
+            for (int d = 0; d < kDimTiles; ++d) {
 #pragma unroll
-                for (int c = 0; c < kVChunks; ++c) {
-                    if (!row.valid || 64 * c + 8 * (lane / 4) >= p_.head_dim) break;
-                    uint32_t words[4];
-#pragma unroll
-                    for (int m = 0; m < 4; ++m) {
-                        words[m] =
-                            pack<T>(value(r, i, c, 2 * m) * row_scale, value(r, i, c, 2 * m + 1) * row_scale);
-                    }
-                    *reinterpret_cast<uint4*>(target + 64 * c) =
-                        make_uint4(words[0], words[1], words[2], words[3]);
+                for (int half = 0; half < 2; ++half) {
+                    const uint32_t pair =
+                        ptx::transpose_8x8(pack<T>(out_[r][d][2 * half], out_[r][d][2 * half + 1]));
+                    const int dim = 16 * d + 8 * half;
+                    if (row.valid && dim < p_.head_dim) *reinterpret_cast<uint32_t*>(target + dim) = pair;
                 }
             }
         }
@@ -125,177 +97,168 @@ class ItemState {
     // Others work on the item too: leaves this warp's piece for the merge.
     __device__ void leave(DecodePiece<Config>& piece) {
         const int lane = threadIdx.x % 32;
-        if (lane == 0) piece.item = item_;
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            const float total = row_sum(sum_[r]);
-            if (lane % 4 == 0) {
-                piece.max[8 * r + lane / 4] = max_[r];
-                piece.sum[8 * r + lane / 4] = total;
+        for_each_row([&](int r, int i) {
+            const float sum = over_keys(sum_[r][i]);
+            if (lane / 4 == 0) {
+                piece.max[row_of(r, i)] = max_[r][i];
+                piece.sum[row_of(r, i)] = sum;
             }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float* const target = piece.out[8 * r + 2 * (lane % 4) + i] + 8 * (lane / 4);
-#pragma unroll
-                for (int c = 0; c < kVChunks; ++c) {
-                    if (64 * c + 8 * (lane / 4) >= Config::kHeadDim) break;
-#pragma unroll
-                    for (int d = 0; d < 8; d += 4) {
-                        *reinterpret_cast<float4*>(target + 64 * c + d) =
-                            make_float4(value(r, i, c, d), value(r, i, c, d + 1), value(r, i, c, d + 2),
-                                        value(r, i, c, d + 3));
-                    }
-                }
-            }
-        }
+        });
+        for_each_out(
+            [&](float& out, int r, int dim, int i) { piece.out[row_of(r, i)][dim + lane / 4] = out; });
     }
 
   private:
-    // scores[half of the block]: row lane / 4 in elements 0 and 1 (and eight further in 2 and 3), for keys
-    // 8 half + 2 (lane % 4) and the next.
-    __device__ void multiply_q_k(float (&scores)[2][4], const Block<Config>& block) const {
+    static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;
+
+    // A lane has rows row_of(r, 0) and row_of(r, 1) of each tile r, and of S^T keys lane / 4 and eight
+    // further: scores[r][e] is row row_of(r, e % 2), key lane / 4 + 8 (e / 2).
+    __device__ static int row_of(int r, int i) { return 8 * r + 2 * (threadIdx.x % 4) + i; }
+
+    template <class Body>
+    __device__ static void for_each_row(Body body) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) scores[i][e] = 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < kKChunks; ++j) {
-            const uint4 low = q_[0][j], high = kRowTiles == 2 ? q_[kRowTiles - 1][j] : uint4{};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint4 k = block.k(i, j);
-                ptx::mma_m16n8k16<T>(scores[i], {low.x, high.x, low.y, high.y}, k.x, k.y);
-                ptx::mma_m16n8k16<T>(scores[i], {low.z, high.z, low.w, high.w}, k.z, k.w);
-            }
+        for (int r = 0; r < kRowTiles; ++r) {
+            body(r, 0);
+            body(r, 1);
         }
     }
-
-    // Calls body(score, row tile, key of the block) for the scores that this lane holds.
+    // Calls body(score, r, i, key of the block).
     template <class Body>
-    __device__ static void for_each(float (&scores)[2][4], Body body) {
+    __device__ static void for_each_score(float (&scores)[kRowTiles][4], Body body) {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int e = 0; e < 4; ++e) body(scores[r][e], r, e % 2, threadIdx.x % 32 / 4 + 8 * (e / 2));
+        }
+    }
+    // Calls body(out, r, dim, i): the output of row row_of(r, i), dim + lane / 4.
+    template <class Body>
+    __device__ void for_each_out(Body body) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) body(scores[i][2 * r + e], r, 8 * i + 2 * (threadIdx.x % 4) + e);
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) body(out_[r][d][e], r, 16 * d + 8 * (e / 2), e % 2);
             }
+        }
+    }
+    // Over the lanes that share rows.
+    __device__ static float over_keys(float sum) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        return sum;
+    }
+    __device__ static float max_over_keys(float max) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+        return max;
+    }
+
+    __device__ void multiply_q_k(float (&scores)[kRowTiles][4], Rows<Config> k) const {
+        float odd[kRowTiles][4];  // a second chain of products
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[r][e] = odd[r][e] = 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kDimTiles; j += 2) {
+            uint32_t a[2][4];
+            operands_.load_a(a[0], k, j);
+            operands_.load_a(a[1], k, j + 1);
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+                uint32_t b[4];
+                operands_.load_b(b, q_, r, j / 2);
+                ptx::mma_m16n8k16<T>(scores[r], a[0], b[0], b[1]);
+                ptx::mma_m16n8k16<T>(kRowTiles == 1 ? odd[r] : scores[r], a[1], b[2], b[3]);
+            }
+        }
+        if (kRowTiles == 1) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[0][e] += odd[0][e];
         }
     }
 
     // From dot products to scores in units of log2(e), -inf where the query does not see the key.
-    __device__ void score(float (&scores)[2][4], int32_t first_key) const {
+    __device__ void score(float (&scores)[kRowTiles][4], int32_t first_key) const {
         if (transform_.has_softcap) {
-            for_each(scores, [&](float& score, int, int) { score = transform_(score); });
+            for_each_score(scores, [&](float& score, int, int, int) { score = transform_(score); });
         } else {
-            for_each(scores, [&](float& score, int, int) { score *= transform_.inner; });
+            for_each_score(scores, [&](float& score, int, int, int) { score *= transform_.inner; });
         }
         if (p_.alibi_slopes) {
-            for_each(scores, [&](float& score, int r, int key) {
-                score += alibi_bias(slope_log2_[r], q_pos_[r], first_key + key);
+            for_each_score(scores, [&](float& score, int r, int i, int key) {
+                score += alibi_bias(slope_log2_[r][i], q_pos_[r][i], first_key + key);
             });
         }
         const int32_t first_q_pos = seq_.q_pos(0), last_q_pos = seq_.see.seqlen_k - 1;
         if (!KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, kBlockKeys)) {
-            for_each(scores, [&](float& score, int r, int key) {
-                if (!seq_.see.visible(q_pos_[r], first_key + key)) score = -INFINITY;
+            for_each_score(scores, [&](float& score, int r, int i, int key) {
+                if (!seq_.see.visible(q_pos_[r][i], first_key + key)) score = -INFINITY;
             });
         }
     }
 
     // From scores to weights, rounded to T: operand b of the second product.
-    __device__ void softmax(uint32_t (&weights)[kRowTiles][2], float (&scores)[2][4]) {
+    __device__ void softmax(uint32_t (&weights)[kRowTiles][2], float (&scores)[kRowTiles][4]) {
         // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
         constexpr float kSlackLog2 = 8.0f;
-        float block_max[kRowTiles];
         bool raise = false;
+        for_each_score(scores, [&](float& score, int r, int i, int) {
+            raise = raise || score > max_[r][i] + kSlackLog2;
+        });
+        if (__any_sync(~0u, raise)) {
+            for_each_row([&](int r, int i) {
+                const float new_max = fmaxf(max_[r][i], max_over_keys(fmaxf(scores[r][i], scores[r][i + 2])));
+                const float factor = new_max == -INFINITY ? 1.0f : ptx::exp2_approx(max_[r][i] - new_max);
+                max_[r][i] = new_max;
+                sum_[r][i] *= factor;
+#pragma unroll
+                for (int d = 0; d < kDimTiles; ++d) {
+                    out_[r][d][i] *= factor;
+                    out_[r][d][i + 2] *= factor;
+                }
+            });
+        }
+        for_each_score(scores, [&](float& score, int r, int i, int) {
+            score = ptx::exp2_approx(score - (max_[r][i] == -INFINITY ? 0.0f : max_[r][i]));
+            sum_[r][i] += score;
+        });
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-            block_max[r] = fmaxf(fmaxf(scores[0][2 * r], scores[0][2 * r + 1]),
-                                 fmaxf(scores[1][2 * r], scores[1][2 * r + 1]));
-            raise = raise || block_max[r] > max_[r] + kSlackLog2;
+            weights[r][0] = ptx::transpose_8x8(pack<T>(scores[r][0], scores[r][1]));
+            weights[r][1] = ptx::transpose_8x8(pack<T>(scores[r][2], scores[r][3]));
         }
-        if (__any_sync(~0u, raise)) {
+    }
+
+    __device__ void multiply_p_v(const uint32_t (&weights)[kRowTiles][2], Rows<Config> v) {
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+            uint32_t a[4];
+            operands_.load_a_transposed(a, v, d);
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) {
-                const float new_max = fmaxf(max_[r], row_max(block_max[r]));
-                const float factor = new_max == -INFINITY ? 1.0f : ptx::exp2_approx(max_[r] - new_max);
-                max_[r] = new_max;
-                sum_[r] *= factor;
-                rescale(r, factor);
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            const float subtract = max_[r] == -INFINITY ? 0.0f : max_[r];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float first = ptx::exp2_approx(scores[i][2 * r] - subtract);
-                const float second = ptx::exp2_approx(scores[i][2 * r + 1] - subtract);
-                sum_[r] += first + second;
-                weights[r][i] = pack<T>(first, second);
+                ptx::mma_m16n8k16<T>(out_[r][d], a, weights[r][0], weights[r][1]);
             }
         }
     }
-
-    __device__ void multiply_p_v(const uint32_t (&weights)[kRowTiles][2], const Block<Config>& block) {
-        constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
-#pragma unroll
-        for (int c = 0; c < kVChunks; ++c) {
-            uint32_t words[4][4];  // [key][pair of dims]
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint4 v = block.v(i, c);
-                words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
-            }
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const uint32_t a[4] = {__byte_perm(words[0][m], words[1][m], kLowHalves),
-                                       __byte_perm(words[0][m], words[1][m], kHighHalves),
-                                       __byte_perm(words[2][m], words[3][m], kLowHalves),
-                                       __byte_perm(words[2][m], words[3][m], kHighHalves)};
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r) {
-                    ptx::mma_m16n8k16<T>(out_[r][c][m], a, weights[r][0], weights[r][1]);
-                }
-            }
-        }
-    }
-
-    // A value of row lane / 4, as the lanes that hold the outputs of rows 2 (lane % 4) and the next need it.
-    __device__ static float of_out_row(float x, int i) {
-        return __shfl_sync(~0u, x, (2 * (threadIdx.x % 4) + i) * 4);
-    }
-
-    __device__ void rescale(int r, float factor) {
-        const float first = of_out_row(factor, 0), second = of_out_row(factor, 1);
-#pragma unroll
-        for (int c = 0; c < kVChunks; ++c) {
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                out_[r][c][m][0] *= first;
-                out_[r][c][m][1] *= second;
-                out_[r][c][m][2] *= first;
-                out_[r][c][m][3] *= second;
-            }
-        }
-    }
-
-    // Output of row 8 r + 2 (lane % 4) + i, dim 64 c + 8 (lane / 4) + d.
-    __device__ float value(int r, int i, int c, int d) const { return out_[r][c][d / 2][2 * (d % 2) + i]; }
 
     const ForwardParams& p_;
     const FastDivide& group_size_;
+    const Schedule<Config::kThreads>& schedule_;
     ScoreTransform transform_;
     Item item_;
+    Operands<Config> operands_;
+    Rows<Config> q_;
     SequenceSlice seq_;
     KeyTiles tiles_{Visibility{}, 0, 0, kBlockKeys};
-    uint4 q_[kRowTiles][kKChunks];  // row lane / 4 of each tile of rows, dims as in Block::k
-    float slope_log2_[kRowTiles];
-    int32_t q_pos_[kRowTiles];
-    float max_[kRowTiles], sum_[kRowTiles];  // of row lane / 4; sum_: this lane's share
-    float out_[kRowTiles][kVChunks][4][4];   // O^T, see value()
+    float slope_log2_[kRowTiles][2];
+    int32_t q_pos_[kRowTiles][2];
+    float max_[kRowTiles][2], sum_[kRowTiles][2];  // sum_: this lane's share
+    float out_[kRowTiles][kDimTiles][4];           // O^T, see for_each_out
 };
 
 }  // namespace octavo::cuda

@@ -9,18 +9,41 @@
 #pragma once
 
 #include "cuda/decode/merge.cuh"
+#include "cuda/ptx/grid_dependency.h"
 
 namespace octavo::cuda {
+
+// Brings the parameters into the constant cache: each warp waits for one line, not all warps for each.
+__device__ __forceinline__ void touch_parameters(const ForwardParams& p) {
+    constexpr int kLineWords = 16;
+    const int word = static_cast<int>(threadIdx.x / 32) * kLineWords;
+    if (word < static_cast<int>(sizeof(ForwardParams) / sizeof(int32_t))) {
+        asm volatile("" ::"r"(reinterpret_cast<const int32_t*>(&p)[word]));
+    }
+}
+
+// Brings the page table into the L2 cache while the lengths are on their way, unless it is very large.
+__device__ __forceinline__ void touch_page_table(const ForwardParams& p) {
+    constexpr int64_t kLineEntries = 32, kMaxEntries = 256 * 1024;
+    const int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLineEntries;
+    if (entry < min(p.batch * p.page_table_stride, kMaxEntries)) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table + entry));
+    }
+}
 
 template <class T, int kHeadDim, int kRowTiles>
 __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1)
     decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodePlan plan) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
     constexpr int kStages = Config::kStages;
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<DecodeShared<Config>*>(shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
+    touch_parameters(p);
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grid();
+    touch_page_table(p);
     const Schedule<Config::kThreads> schedule(p, shared.schedule);
     const int32_t total = schedule.total();
     const int32_t num_ctas =
@@ -29,71 +52,91 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     if (cta >= num_ctas) return;
     const CtaRuns<Config::kSnapBlocks> runs(total, num_ctas);
     // Lane 0 finds where this CTA's run begins, lane 1 where it ends.
+    Item boundary_item{0, 0, 0, 0};
     int32_t boundary = runs.shares.begin(min(cta + min(lane, 1), num_ctas));
-    if (boundary > 0 && boundary < total) boundary = runs.snap(boundary, schedule.find(boundary));
+    if (boundary > 0 && boundary < total) {
+        boundary_item = schedule.find(boundary);
+        boundary = runs.snap(boundary, boundary_item);
+    }
     const int32_t cta_begin = __shfl_sync(~0u, boundary, 0), cta_end = __shfl_sync(~0u, boundary, 1);
     const int32_t cta_blocks = cta_end - cta_begin;
     const int32_t begin = cta_begin + cta_blocks * warp / Config::kWarps;
     const int32_t end = cta_begin + cta_blocks * (warp + 1) / Config::kWarps;
 
-    bool left_first = false, left_last = false;
+    auto& own = shared.warps[warp];
+    Item first{0, 0, -1, 0}, last{0, 0, -1, 0};
     if (begin < end) {
-        uint4* const queue = shared.queue[warp].blocks;
-        const uint64_t policy = ptx::evict_first_policy();
-        const Item first_item = schedule.find(begin);
-        Item item = first_item, copied_item = first_item;
-        KeyTiles copied_tiles(Visibility{}, 0, 0, kBlockKeys);
-        BlockKeys keys{};
-        ItemState<T, Config> state(p, plan.group_size);
+        uint32_t blocks = ptx::shared_address(own.blocks), query_rows = ptx::shared_address(own.queries);
+        keep(blocks);
+        keep(query_rows);
+        auto k_rows = [&](int stage) { return Rows<Config>{blocks + stage * 16 * Config::kBlockChunks}; };
+        auto v_rows = [&](int stage) {
+            return Rows<Config>{k_rows(stage).address + 16 * kBlockKeys * Config::kRowChunks};
+        };
+        auto q_rows = [&](int index) { return Rows<Config>{query_rows + index * 16 * Config::kQueryChunks}; };
+        Copier<T, Config> copier(p, plan.page_size, plan.group_size, schedule);
+        ItemState<T, Config> state(p, plan.group_size, schedule);
+        Item item = schedule.find(begin);
+        copier.begin_run(item, end);
         int32_t item_from = begin;  // where this warp's part of the item starts
-        int32_t stage = 0;
+        int stage = 0, queries = -1, copied_queries = -1;
 
-        // Copies run kStages blocks ahead of the products, and look-ups of pages one block ahead of the
-        // copies.
+        // Copies run kStages blocks ahead of the products.
 #pragma unroll 1
-        for (int32_t block = begin - kStages - 1; block < end; ++block) {
+        for (int32_t block = begin - kStages; block < end; ++block) {
             if (block >= begin) {
                 ptx::cp_async_wait<kStages - 1>();
                 __syncwarp();  // every lane's copies have arrived
-                state.add(Block<Config>(queue, stage), block - item.begin);
+                state.add(k_rows(stage), v_rows(stage), block - item.begin);
                 __syncwarp();  // every lane is done with the block
             }
-            if (block >= begin - kStages) {
-                if (block + kStages < end) Block<Config>(queue, stage).template copy<T>(p, keys, policy);
-                ptx::cp_async_commit();  // a group a block, empty past the end
-                stage = stage + 1 == kStages ? 0 : stage + 1;
-            }
-            const int32_t next = block + kStages + 1;
+            const int32_t next = block + kStages;
             if (next < end) {
-                if (next == begin || next == copied_item.end) {
-                    if (next != begin) copied_item = schedule.next(copied_item);
-                    copied_tiles = key_blocks(SequenceSlice::make(p, copied_item.sequence));
+                const bool new_item = next == copier.item().end;
+                if (new_item) copier.begin_next();
+                copier.copy(k_rows(stage), v_rows(stage), next - copier.item().begin);
+                if (new_item || next == begin) {
+                    copied_queries = copied_queries + 1 == kStages ? 0 : copied_queries + 1;
+                    copier.copy_queries(q_rows(copied_queries));
                 }
-                keys =
-                    BlockKeys::find(p, plan.page_size, copied_item, copied_tiles, next - copied_item.begin);
             }
+            ptx::cp_async_commit();  // a group a block, empty past the end
+            stage = stage + 1 == kStages ? 0 : stage + 1;
 
             const bool run_ends = block + 1 == end, item_ends = block + 1 == item.end;
             if (block >= begin && (run_ends || item_ends)) {
                 if (item_ends && item_from == item.begin) {
                     state.store();
+                } else if (item_from == begin) {
+                    first = item;
+                    state.leave(own.first);
                 } else {
-                    // A run's last piece goes where its blocks have been: the last copy has arrived.
-                    const bool is_first = item_from == begin;
-                    state.leave(is_first ? shared.first[warp] : shared.queue[warp].last);
-                    (is_first ? left_first : left_last) = true;
+                    // Goes where the blocks have been: the last copy has arrived.
+                    last = item;
+                    state.leave(own.last);
                 }
                 if (run_ends) break;
                 item = schedule.next(item);
                 item_from = block + 1;
             }
-            if (block + 1 == item_from) state.begin(item);
+            if (block + 1 == item_from) {
+                queries = queries + 1 == kStages ? 0 : queries + 1;
+                state.begin(item, q_rows(queries));
+                // While the first copies are on their way. The last warp has blocks if any has.
+                if (item_from == begin && warp == Config::kWarps - 1 && lane < 2) {
+                    shared.cut[lane] = {runs.first(boundary_item), runs.last(boundary_item)};
+                }
+            }
         }
     }
-    if (lane == 0 && !left_first) shared.first[warp].item.begin = -1;
-    if (lane == 0 && !left_last) shared.queue[warp].last.item.begin = -1;
+    if (lane == 0) {
+        shared.items[2 * warp] = first;
+        shared.items[2 * warp + 1] = last;
+    }
     __syncthreads();  // all pieces are there
-    Merge<T, Config, Config::kSnapBlocks>(p, plan, runs, cta_begin, cta_end, shared)();
+    const RowMerge<T, Config> merge(p, plan, schedule, shared);
+    for (int row = warp; row < p.seqlen_q * p.group_size(); row += Config::kWarps)
+        merge(row, cta_begin, cta_end);
 }
 
 }  // namespace octavo::cuda

@@ -10,178 +10,191 @@ struct DecodePlan {
     FastDivide group_size, page_size;
     int32_t min_blocks;  // a CTA's share is at least so many blocks
     // Pieces of items that several CTAs share, two slots a CTA (the item from before, the item that goes on):
-    // weighted sums [2 * gridDim.x, kRows, head_dim], then maxima and sums of weights [2 * gridDim.x, kRows].
+    // weighted sums [2 * gridDim.x, kRows, kHeadDim], then maxima and sums of weights [2 * gridDim.x, kRows].
     float* partial_out;
     float* partial_max;
     float* partial_sum;
-    uint32_t* counters;  // [gridDim.x], zero between launches: pieces of the item whose first CTA this is
+    uint32_t*
+        counters;  // [gridDim.x, kRows], zero between launches: pieces of the item whose first CTA this is
+};
+
+// The CTAs that share an item.
+struct CutItem {
+    int32_t first, last;
 };
 
 template <class Config>
 struct DecodeShared {
-    union Queue {
-        uint4 blocks[Config::kStages * Config::kBlockChunks];
-        DecodePiece<Config> last;  // once the last block has been used
+    struct alignas(128) Warp {
+        union {
+            alignas(128) uint4 blocks[Config::kStages][Config::kBlockChunks];
+            DecodePiece<Config> last;  // once the last block has been used
+        };
+        alignas(
+            128) uint4 queries[Config::kStages][Config::kQueryChunks];  // of as many items as blocks copied
+        DecodePiece<Config> first;
     };
-    Queue queue[Config::kWarps];
-    DecodePiece<Config> first[Config::kWarps];
+    Warp warps[Config::kWarps];
     ScheduleStorage<Config::kThreads> schedule;
-    float weights[kMaxDecodeCtas][Config::kRows];  // of the pieces being merged
-    float max[Config::kRows], sum[Config::kRows];  // of their rows together
-    // Of the items shared with CTAs before and after: those CTAs, and whether this one is the last to arrive.
-    struct {
-        Item item;
-        int32_t first, last;
-        bool merge_now;
-    } cut[2];
+    // What each warp leaves of the first item of its run, and of the last one; begin is -1 if it leaves none.
+    Item items[2 * Config::kWarps];
+    CutItem cut[2];  // the items at the start and at the end of the CTA's run, if shared with others
 
-    // What a warp leaves of the first item of its run, and of the last one.
-    __device__ DecodePiece<Config>& piece(int index) {
-        return index % 2 == 0 ? first[index / 2] : queue[index / 2].last;
+    __device__ const DecodePiece<Config>& piece(int index) const {
+        const Warp& warp = warps[index / 2];
+        return index % 2 == 0 ? warp.first : warp.last;
     }
 };
 
-template <class T, class Config, int kSnap>
-class Merge {
+// One warp merges one row of the CTA's pieces.
+template <class T, class Config>
+class RowMerge {
   public:
-    __device__ Merge(const ForwardParams& p, const DecodePlan& plan, const CtaRuns<kSnap>& runs,
-                     int32_t cta_begin, int32_t cta_end, DecodeShared<Config>& shared)
-        : p_(p), plan_(plan), runs_(runs), cta_begin_(cta_begin), cta_end_(cta_end), shared_(shared) {}
+    __device__ RowMerge(const ForwardParams& p, const DecodePlan& plan,
+                        const Schedule<Config::kThreads>& schedule, const DecodeShared<Config>& shared)
+        : p_(p), plan_(plan), schedule_(schedule), shared_(shared) {
+        // Pieces of one item follow each other. Lane l looks at piece l.
+        const int lane = threadIdx.x % 32;
+        begin_ = lane < kPieces ? shared.items[lane].begin : -1;
+        pieces_ = __ballot_sync(~0u, begin_ >= 0);
+        const uint32_t before = pieces_ & ((1u << lane) - 1);
+        const int32_t begin_before = __shfl_sync(~0u, begin_, before ? 31 - __clz(before) : lane);
+        starts_ = __ballot_sync(~0u, begin_ >= 0 && (!before || begin_before != begin_));
+    }
 
-    // Every thread of the CTA together, once all its warps have left their pieces.
-    __device__ void operator()() {
-        constexpr int kPieces = 2 * Config::kWarps;
-        int cut = 0;  // bit 0: an item from before, bit 1: one that goes on
+    __device__ void operator()(int row, int32_t cta_begin, int32_t cta_end) const {
+        const int lane = threadIdx.x % 32;
+        int cut_piece[2] = {-1, -1};  // of an item from before, of one that goes on
 #pragma unroll 1
-        for (int index = 0; index < kPieces;) {
-            const Item item = shared_.piece(index).item;
-            int next = index + 1;
-            if (item.begin >= 0) {
-                while (next < kPieces && (!exists(next) || shared_.piece(next).item.begin == item.begin))
-                    ++next;
-                const bool from_before = item.begin<cta_begin_, goes_on = item.end> cta_end_;
-                merge_pieces(item, index, next, from_before ? 0 : (goes_on ? 1 : -1));
-                if (from_before || goes_on) {
-                    cut |= from_before ? 1 : 2;
-                    if (threadIdx.x == 0) shared_.cut[from_before ? 0 : 1].item = item;
-                }
-            }
-            index = next;
+        for (uint32_t starts = starts_; starts;) {
+            const int start = __ffs(starts) - 1;
+            starts &= starts - 1;
+            const uint32_t until_next = starts ? (starts & -starts) - 1 : ~0u;
+            const Item item = shared_.items[start];
+            const int slot = item.begin < cta_begin ? 0 : (item.end > cta_end ? 1 : -1);
+            merge_warps(item, pieces_ & until_next & ~((1u << start) - 1), row, slot);
+            if (slot == 0) cut_piece[0] = start;
+            if (slot == 1) cut_piece[1] = start;
         }
-        if (cut == 0) return;
-        __syncthreads();  // the CTA's partial results are written
-        if (threadIdx.x < 2 && (cut >> threadIdx.x & 1)) arrive(threadIdx.x);
-        __syncthreads();
+        if (cut_piece[0] < 0 && cut_piece[1] < 0) return;
+        __syncwarp();  // the row's partial results are written
+        bool is_last = false;
+        if (lane < 2 && (lane == 0 ? cut_piece[0] : cut_piece[1]) >= 0)
+            is_last = arrive(shared_.cut[lane], row);
 #pragma unroll 1
         for (int which = 0; which < 2; ++which) {
-            if ((cut >> which & 1) && shared_.cut[which].merge_now) merge_ctas(which);
+            if (__shfl_sync(~0u, is_last, which)) {
+                merge_ctas(shared_.items[which == 0 ? cut_piece[0] : cut_piece[1]], shared_.cut[which], row);
+            }
         }
     }
 
   private:
+    static constexpr int kPieces = 2 * Config::kWarps;
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
 
-    __device__ bool exists(int index) const { return shared_.piece(index).item.begin >= 0; }
+    // What a warp knows of pieces, one a lane.
+    struct Weights {
+        float max, sum, weight;  // of all; of this lane's piece
 
-    // Merges `count` pieces: max_of(i, row) is -inf where there is none, sum_of(i, row), out_of(i, row,
-    // column) four columns. Calls emit(row, column, max, sum, out) for each four columns of each row.
-    template <class MaxOf, class SumOf, class OutOf, class Emit>
-    __device__ void gather(int count, MaxOf max_of, SumOf sum_of, OutOf out_of, Emit emit) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        for (int row = warp; row < Config::kRows; row += Config::kWarps) {
-            float max = -INFINITY, sum = 0.0f;
-            for (int i = lane; i < count; i += 32) max = fmaxf(max, max_of(i, row));
-            max = warp_max(max);
-            for (int i = lane; i < count; i += 32) {
-                const float piece_max = max_of(i, row);
-                const float weight = piece_max == -INFINITY ? 0.0f : ptx::exp2_approx(piece_max - max);
-                shared_.weights[i][row] = weight;
-                if (weight > 0.0f) sum += weight * sum_of(i, row);
-            }
-            sum = warp_sum(sum);
-            if (lane == 0) {
-                shared_.max[row] = max;
-                shared_.sum[row] = sum;
-            }
+        __device__ Weights(float piece_max, float piece_sum, float floor) {
+            max = fmaxf(warp_max(piece_max), floor);
+            weight = piece_max == -INFINITY ? 0.0f : ptx::exp2_approx(piece_max - max);
+            sum = warp_sum(weight * piece_sum);
         }
-        __syncthreads();  // weights and totals are there
-        for (int i = threadIdx.x; i < Config::kRows * kColumns; i += Config::kThreads) {
-            const int row = i / kColumns, column = i % kColumns * 4;
+    };
+
+    __device__ static void add(float4& out, float weight, float4 x) {
+        out.x += weight * x.x, out.y += weight * x.y, out.z += weight * x.z, out.w += weight * x.w;
+    }
+
+    // The CTA's `pieces` of an item: to its result, or to this CTA's partial slot.
+    __device__ void merge_warps(const Item& item, uint32_t pieces, int row, int slot) const {
+        const int lane = threadIdx.x % 32;
+        const bool has_piece = pieces >> lane & 1;
+        const int some_piece =
+            __ffs(pieces) - 1;  // in the place of those that are not there, for a weight of 0
+        const DecodePiece<Config>& own = shared_.piece(has_piece ? lane : some_piece);
+        const Weights weights(has_piece ? own.max[row] : -INFINITY, has_piece ? own.sum[row] : 0.0f,
+                              -INFINITY);
+        for (int column = lane; column < (kColumns + 31) / 32 * 32; column += 32) {
+            const int from = column < kColumns ? 4 * column : 0;
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-            for (int piece = 0; piece < count; ++piece) {
-                const float weight = shared_.weights[piece][row];
-                const float4 x = out_of(piece, row, column);
-                if (weight == 0.0f) continue;
-                out.x += weight * x.x;
-                out.y += weight * x.y;
-                out.z += weight * x.z;
-                out.w += weight * x.w;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+                const auto& piece = shared_.piece(pieces >> i & 1 ? i : some_piece);
+                add(out, __shfl_sync(~0u, weights.weight, i),
+                    *reinterpret_cast<const float4*>(&piece.out[row][from]));
             }
-            emit(row, column, shared_.max[row], shared_.sum[row], out);
+            if (column >= kColumns) continue;
+            if (slot < 0) {
+                store(item, row, 4 * column, {weights.max, weights.sum}, out);
+                continue;
+            }
+            const int32_t slot_row = (2 * static_cast<int32_t>(blockIdx.x) + slot) * Config::kRows + row;
+            *reinterpret_cast<float4*>(plan_.partial_out + slot_row * Config::kHeadDim + 4 * column) = out;
+            if (column == 0) {
+                plan_.partial_max[slot_row] = weights.max;
+                plan_.partial_sum[slot_row] = weights.sum;
+            }
         }
-        __syncthreads();  // the weights are free again
     }
 
-    // The CTA's pieces `index` to `end` of an item: to its result, or to this CTA's partial slot.
-    __device__ void merge_pieces(const Item& item, int index, int end, int slot) {
-        gather(
-            end - index,
-            [&](int i, int row) { return exists(index + i) ? shared_.piece(index + i).max[row] : -INFINITY; },
-            [&](int i, int row) { return shared_.piece(index + i).sum[row]; },
-            [&](int i, int row, int column) {
-                return *reinterpret_cast<const float4*>(&shared_.piece(index + i).out[row][column]);
-            },
-            [&](int row, int column, float max, float sum, float4 out) {
-                if (slot < 0) return store(item, row, column, max, sum, out);
-                const int32_t slot_row = (2 * static_cast<int32_t>(blockIdx.x) + slot) * Config::kRows + row;
-                *reinterpret_cast<float4*>(plan_.partial_out + slot_row * Config::kHeadDim + column) = out;
-                if (column == 0) {
-                    plan_.partial_max[slot_row] = max;
-                    plan_.partial_sum[slot_row] = sum;
-                }
-            });
-    }
-
-    // Tells the other CTAs of a cut item that this one's piece is there, and finds whether it is the last.
-    __device__ void arrive(int which) {
-        auto& cut = shared_.cut[which];
-        cut.first = runs_.first(cut.item);
-        cut.last = runs_.last(cut.item);
+    // Tells the other CTAs of a cut item that this one's piece is there; whether it is the last.
+    __device__ bool arrive(const CutItem& cut, int row) const {
         const uint32_t others = cut.last - cut.first;
         uint32_t arrived;
-        // Release: what this CTA wrote; acquire: what the others did. Wraps to zero with the last piece.
+        // Release: what this warp wrote; acquire: what the others did. Wraps to zero with the last piece.
         asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                      : "=r"(arrived)
-                     : "l"(plan_.counters + cut.first), "r"(others)
+                     : "l"(plan_.counters + cut.first * Config::kRows + row), "r"(others)
                      : "memory");
-        cut.merge_now = arrived == others;
+        return arrived == others;
     }
 
-    // The partial results of every CTA of a cut item, in their order, to its result.
-    __device__ void merge_ctas(int which) {
-        const Item item = shared_.cut[which].item;
-        const int32_t first = shared_.cut[which].first, last = shared_.cut[which].last;
-        auto slot_row = [&](int i, int row) {
-            return (2 * (first + i) + (i == 0 ? 1 : 0)) * Config::kRows + row;
-        };
-        gather(
-            last - first + 1, [&](int i, int row) { return __ldcg(plan_.partial_max + slot_row(i, row)); },
-            [&](int i, int row) { return __ldcg(plan_.partial_sum + slot_row(i, row)); },
-            [&](int i, int row, int column) {
-                const float* const out = plan_.partial_out + slot_row(i, row) * Config::kHeadDim + column;
-                return __ldcg(reinterpret_cast<const float4*>(out));
-            },
-            [&](int row, int column, float max, float sum, float4 out) {
-                store(item, row, column, max, sum, out);
-            });
+    // The partial results of the CTAs of a cut item, in their order, to its result.
+    __device__ void merge_ctas(const Item& item, const CutItem& cut, int row) const {
+        constexpr int kAtOnce = 24;  // pieces whose loads are under way together
+        const int lane = threadIdx.x % 32;
+        const int32_t first = cut.first, count = cut.last - first + 1;
+        auto slot_row = [&](int32_t i) { return (2 * (first + i) + (i == 0 ? 1 : 0)) * Config::kRows + row; };
+        for (int column = lane; column < (kColumns + 31) / 32 * 32; column += 32) {
+            const int from = column < kColumns ? 4 * column : 0;
+            SoftmaxState state;
+            float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+            for (int32_t begin = 0; begin < count; begin += kAtOnce) {
+                const int32_t here = min(kAtOnce, count - begin);
+                const bool has_piece = lane < here;
+                const int32_t own = slot_row(begin + (has_piece ? lane : 0));
+                const float own_max = __ldcg(plan_.partial_max + own),
+                            own_sum = __ldcg(plan_.partial_sum + own);
+                float4 x[kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int32_t piece = begin + min(i, here - 1);
+                    const float* const source = plan_.partial_out + slot_row(piece) * Config::kHeadDim + from;
+                    x[i] = __ldcg(reinterpret_cast<const float4*>(source));
+                }
+                const Weights weights(has_piece ? own_max : -INFINITY, has_piece ? own_sum : 0.0f, state.max);
+                const float factor = state.raise(weights.max);
+                state.sum += weights.sum;
+                out.x *= factor, out.y *= factor, out.z *= factor, out.w *= factor;
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    add(out, __shfl_sync(~0u, weights.weight, i), x[i]);
+                }
+            }
+            if (column < kColumns) store(item, row, from, state, out);
+        }
     }
 
-    __device__ void store(const Item& item, int32_t row, int32_t column, float max, float sum, float4 out) {
-        const SequenceSlice seq = SequenceSlice::make(p_, item.sequence);
+    // Four columns of a row's result.
+    __device__ void store(const Item& item, int row, int column, const SoftmaxState& state,
+                          float4 out) const {
+        const SequenceSlice seq = schedule_.slice(item.sequence);
         const DecodeRow place(seq, plan_.group_size, item.kv_head, row);
         if (!place.valid || column >= p_.head_dim) return;
-        const SoftmaxState state{max, sum};
         const float scale = state.inverse_sum() * p_.out_scale;
         T* const target = static_cast<T*>(p_.out) + seq.out_begin + place.token * p_.out_token_stride +
                           place.head * p_.out_head_stride + column;
@@ -195,9 +208,10 @@ class Merge {
 
     const ForwardParams& p_;
     const DecodePlan& plan_;
-    const CtaRuns<kSnap>& runs_;
-    int32_t cta_begin_, cta_end_;
-    DecodeShared<Config>& shared_;
+    const Schedule<Config::kThreads>& schedule_;
+    const DecodeShared<Config>& shared_;
+    int32_t begin_;
+    uint32_t pieces_, starts_;  // of the CTA; those that are the first of their item
 };
 
 }  // namespace octavo::cuda

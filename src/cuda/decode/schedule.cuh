@@ -25,6 +25,18 @@ struct Item {
     int32_t begin, end;  // blocks
 };
 
+// A row of an item: a query token of a query head.
+struct DecodeRow {
+    int32_t token, head;
+    bool valid;
+
+    __device__ DecodeRow(const SequenceSlice& seq, const FastDivide& group_size, int32_t kv_head, int32_t row)
+        : token(group_size.quotient(row)),
+          head(kv_head * static_cast<int32_t>(group_size.divisor) + row -
+               token * static_cast<int32_t>(group_size.divisor)),
+          valid(token < seq.seqlen_q) {}
+};
+
 // `total` blocks in `count` shares, of which the first few have one block more than the rest.
 struct Shares {
     int32_t size, larger;
@@ -40,7 +52,10 @@ struct Shares {
 
 template <int kThreads>
 struct ScheduleStorage {
-    int32_t ends[kMaxDecodeBatch];  // blocks of one head up to the end of each sequence
+    int32_t lengths[kMaxDecodeBatch];     // seqlen_k of each sequence
+    int32_t ends[kMaxDecodeBatch];        // blocks of one head up to the end of each sequence
+    int32_t own_ends[kThreads / 32][32];  // the same for a small batch, each warp's own; and the lengths
+    int32_t own_lengths[kThreads / 32][32];
     int32_t warp_sums[kThreads / 32];
 };
 
@@ -49,28 +64,35 @@ template <int kThreads>
 class Schedule {
   public:
     __device__ Schedule(const ForwardParams& p, ScheduleStorage<kThreads>& storage)
-        : ends_(storage.ends), batch_(p.batch), num_kv_heads_(p.num_kv_heads) {
+        : p_(p),
+          lengths_(storage.lengths),
+          ends_(storage.ends),
+          batch_(p.batch),
+          num_kv_heads_(p.num_kv_heads) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        if (batch_ <= 32) {  // each warp by itself: nobody waits
+            lengths_ = storage.own_lengths[warp];
+            ends_ = storage.own_ends[warp];
+            const int32_t end = inclusive_sum(lane < batch_ ? count_blocks(lane) : 0);
+            ends_[lane] = end;
+            __syncwarp();
+            total_ = __shfl_sync(~0u, end, 31) * num_kv_heads_;
+            return;
+        }
         int32_t before = 0;
         for (int32_t base = 0; base < batch_; base += kThreads) {
             const int32_t b = base + static_cast<int32_t>(threadIdx.x);
-            int32_t count = 0;
-            if (b < batch_) {
-                const SequenceSlice seq = SequenceSlice::make(p, b);
-                // An item without keys still has one block, which writes its empty result.
-                if (seq.seqlen_q > 0) count = max(key_blocks(seq).count, 1);
-            }
-            count = inclusive_sum(count);
-            if (lane == 31) storage.warp_sums[warp] = count;
+            int32_t end = inclusive_sum(b < batch_ ? count_blocks(b) : 0);
+            if (lane == 31) storage.warp_sums[warp] = end;
             __syncthreads();
             int32_t all = 0;
 #pragma unroll
             for (int w = 0; w < kThreads / 32; ++w) {
                 const int32_t sum = storage.warp_sums[w];
-                if (w < warp) count += sum;
+                if (w < warp) end += sum;
                 all += sum;
             }
-            if (b < batch_) ends_[b] = before + count;
+            if (b < batch_) ends_[b] = before + end;
             before += all;
             __syncthreads();
         }
@@ -78,6 +100,11 @@ class Schedule {
     }
 
     __device__ int32_t total() const { return total_; }
+
+    // Without a load of the length from memory, which would wait behind the copies of keys.
+    __device__ SequenceSlice slice(int32_t sequence) const {
+        return SequenceSlice::make(p_, sequence, lengths_[sequence]);
+    }
 
     // The item that holds `block`.
     __device__ Item find(int32_t block) const {
@@ -115,9 +142,17 @@ class Schedule {
     }
 
   private:
+    // An item without keys still has one block, which writes its empty result.
+    __device__ int32_t count_blocks(int32_t sequence) {
+        lengths_[sequence] = p_.seq_lens[sequence];
+        const SequenceSlice seq = slice(sequence);
+        return seq.seqlen_q > 0 ? max(key_blocks(seq).count, 1) : 0;
+    }
+
     __device__ int32_t begin_of(int32_t sequence) const { return sequence == 0 ? 0 : ends_[sequence - 1]; }
 
-    int32_t* ends_;
+    const ForwardParams& p_;
+    int32_t *lengths_, *ends_;
     int32_t batch_, num_kv_heads_;
     int32_t total_;
 };

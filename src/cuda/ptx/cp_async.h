@@ -13,11 +13,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 // Copies 16 bytes past L1, or writes 16 zero bytes if not `valid`; both addresses are multiples of 16, and
 // `global` has to be a mapped address even then.
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
     const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(bytes)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                  : "memory");
+}
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
+    cp_async_16(shared_address(shared), global, valid);
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -5,20 +5,16 @@
 
 namespace octavo::cuda::ptx {
 
-// For data that is read once: it leaves before tables, lengths, partial results and code do.
-__device__ __forceinline__ uint64_t evict_first_policy() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
+// For data that is read once: it leaves before tables, lengths, partial results and code do. What
+// createpolicy.fractional.L2::evict_first gives for the whole of the data; a constant costs no register.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 
-// cp_async_16 under a policy.
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid, uint64_t policy) {
+// Copies 16 bytes past L1, or writes 16 zero bytes if not `valid`; see cp_async_16.
+__device__ __forceinline__ void cp_async_16_evict_first(uint32_t shared, const void* global, bool valid) {
     const int bytes = valid ? 16 : 0;
-    asm volatile(
-        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
-        "l"(global), "r"(bytes), "l"(policy)
-        : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared),
+                 "l"(global), "r"(bytes), "l"(kEvictFirst)
+                 : "memory");
 }
 
 }  // namespace octavo::cuda::ptx
