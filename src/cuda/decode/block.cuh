@@ -138,14 +138,21 @@ class Copier {
 
     // The queries of the item, zeros in rows that it does not have.
     __device__ void copy_queries(Rows<Config> q) const {
-        if (column_ >= Config::kHeadDim / 8) return;
+        // Lane l knows row l.
+        const DecodeRow own(seq_, group_size_, item_.kv_head, threadIdx.x % 32);
+        const uint32_t own_offset = static_cast<uint32_t>(
+            (seq_.q_begin + own.token * p_.q_token_stride + own.head * p_.q_head_stride) / kPerChunk);
+        const uint32_t rows = __ballot_sync(~0u, own.valid);
+        const uint4* const column = static_cast<const uint4*>(p_.q) + column_;
 #pragma unroll
         for (int first = 0; first < Config::kRows; first += kRowsPerCopy) {
-            const DecodeRow row(seq_, group_size_, item_.kv_head, first + lane_row_);
-            const T* const source = static_cast<const T*>(p_.q) + seq_.q_begin +
-                                    row.token * p_.q_token_stride + row.head * p_.q_head_stride + 8 * column_;
-            const bool valid = row.valid && 8 * column_ < p_.head_dim;
-            ptx::cp_async_16(row_place(q.address + place_, first), valid ? source : p_.q, valid);
+            const int row = first + lane_row_;
+            const uint32_t offset = __shfl_sync(~0u, own_offset, row);
+            if (column_ < Config::kHeadDim / 8) {
+                const bool valid = (rows >> row & 1) && 8 * column_ < p_.head_dim;
+                ptx::cp_async_16(row_place(q.address + place_, first), valid ? from(column, offset) : p_.q,
+                                 valid);
+            }
         }
     }
 

@@ -4,6 +4,9 @@
 #include "cuda/decode/merge.cuh"
 #include "cuda/runtime.h"
 
+#include <algorithm>
+#include <initializer_list>
+
 namespace octavo::cuda {
 
 template <class T, int kHeadDim, int kRowTiles>
@@ -37,12 +40,18 @@ const Instance* choose_instance(const ForwardParams& p) {
     return nullptr;
 }
 
-// Whether the kernel's 32-bit offsets, which count 16 bytes, reach every row of K or V.
-bool within_reach(const ForwardParams& p, int64_t page_stride, int64_t token_stride, int64_t head_stride) {
-    if (page_stride < 0 || token_stride < 0 || head_stride < 0) return false;
-    const int64_t last = (p.num_pages - 1) * page_stride + (p.page_size - 1) * token_stride +
-                         (p.num_kv_heads - 1) * head_stride;
-    return last / (16 / size_of(p.dtype)) < (int64_t{1} << 32);
+struct Axis {
+    int64_t length, stride;
+};
+
+// Whether the kernel's 32-bit offsets, which count 16 bytes, reach every row.
+bool within_reach(DType dtype, std::initializer_list<Axis> axes) {
+    int64_t last = 0;
+    for (const Axis& axis : axes) {
+        if (axis.length > 1 && axis.stride < 0) return false;
+        last += std::max(axis.length - 1, int64_t{0}) * axis.stride;
+    }
+    return last / (16 / size_of(dtype)) < (int64_t{1} << 32);
 }
 
 }  // namespace
@@ -60,9 +69,16 @@ bool decode_serves(const ForwardParams& p) {
     const Instance* instance = choose_instance(p);
     if (!instance || !p.paged() || p.num_splits != 0 || p.batch > kMaxDecodeBatch) return false;
     const int64_t max_blocks = (int64_t{p.seqlen_k} / kBlockKeys + 1) * p.batch * p.num_kv_heads;
-    return max_blocks < (int64_t{1} << 30) &&
-           within_reach(p, p.k_outer_stride, p.k_token_stride, p.k_head_stride) &&
-           within_reach(p, p.v_outer_stride, p.v_token_stride, p.v_head_stride) &&
+    return max_blocks < (int64_t{1} << 30) && p.num_kv_heads <= (1 << 16) &&
+           within_reach(p.dtype, {{p.num_pages, p.k_outer_stride},
+                                  {p.page_size, p.k_token_stride},
+                                  {p.num_kv_heads, p.k_head_stride}}) &&
+           within_reach(p.dtype, {{p.num_pages, p.v_outer_stride},
+                                  {p.page_size, p.v_token_stride},
+                                  {p.num_kv_heads, p.v_head_stride}}) &&
+           within_reach(p.dtype, {{p.batch, p.cu_seqlens_q ? 0 : p.q_batch_stride},
+                                  {p.total_q, p.cu_seqlens_q ? p.q_token_stride : 0},
+                                  {p.num_q_heads, p.q_head_stride}}) &&
            shared_bytes_per_block(p.device.index) >= instance->shared_bytes &&
            aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype) &&
            aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype) &&

@@ -46,19 +46,16 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     touch_page_table(p);
     const Schedule<Config::kThreads> schedule(p, shared.schedule);
     const int32_t total = schedule.total();
+    // A CTA's share is at least a block a warp.
     const int32_t num_ctas =
-        min(static_cast<int32_t>(gridDim.x), (total + plan.min_blocks - 1) / plan.min_blocks);
+        min(static_cast<int32_t>(gridDim.x), (total + Config::kWarps - 1) / Config::kWarps);
     const int32_t cta = blockIdx.x;
     if (cta >= num_ctas) return;
     const CtaRuns<Config::kSnapBlocks> runs(total, num_ctas);
-    // Lane 0 finds where this CTA's run begins, lane 1 where it ends.
-    Item boundary_item{0, 0, 0, 0};
-    int32_t boundary = runs.shares.begin(min(cta + min(lane, 1), num_ctas));
-    if (boundary > 0 && boundary < total) {
-        boundary_item = schedule.find(boundary);
-        boundary = runs.snap(boundary, boundary_item);
-    }
-    const int32_t cta_begin = __shfl_sync(~0u, boundary, 0), cta_end = __shfl_sync(~0u, boundary, 1);
+    // The items at the ends of the CTA's run.
+    const int32_t raw_begin = runs.shares.begin(cta), raw_end = runs.shares.begin(cta + 1);
+    const Item begin_item = schedule.find(raw_begin), end_item = schedule.find(min(raw_end, total - 1));
+    const int32_t cta_begin = runs.snap(raw_begin, begin_item), cta_end = runs.snap(raw_end, end_item);
     const int32_t cta_blocks = cta_end - cta_begin;
     const int32_t begin = cta_begin + cta_blocks * warp / Config::kWarps;
     const int32_t end = cta_begin + cta_blocks * (warp + 1) / Config::kWarps;
@@ -76,7 +73,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
         auto q_rows = [&](int index) { return Rows<Config>{query_rows + index * 16 * Config::kQueryChunks}; };
         Copier<T, Config> copier(p, plan.page_size, plan.group_size, schedule);
         ItemState<T, Config> state(p, plan.group_size, schedule);
-        Item item = schedule.find(begin);
+        Item item = begin < begin_item.end ? begin_item : schedule.find(begin);
         copier.begin_run(item, end);
         int32_t item_from = begin;  // where this warp's part of the item starts
         int stage = 0, queries = -1, copied_queries = -1;
@@ -124,7 +121,9 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
                 state.begin(item, q_rows(queries));
                 // While the first copies are on their way. The last warp has blocks if any has.
                 if (item_from == begin && warp == Config::kWarps - 1 && lane < 2) {
-                    shared.cut[lane] = {runs.first(boundary_item), runs.last(boundary_item)};
+                    Item cut_item = begin_item;
+                    if (lane == 1) cut_item = end_item;
+                    shared.cut[lane] = {runs.first(cut_item), runs.last(cut_item)};
                 }
             }
         }

@@ -25,7 +25,6 @@ void launch_decode(const ForwardParams& params, cudaStream_t stream) {
     DecodePlan plan;
     plan.group_size = FastDivide::by(params.group_size());
     plan.page_size = FastDivide::by(params.page_size);
-    plan.min_blocks = Config::kWarps;
     plan.partial_out = static_cast<float*>(workspace.partial);
     plan.partial_max = plan.partial_out + rows * kHeadDim;
     plan.partial_sum = plan.partial_max + rows;

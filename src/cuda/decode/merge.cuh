@@ -8,7 +8,6 @@ namespace octavo::cuda {
 
 struct DecodePlan {
     FastDivide group_size, page_size;
-    int32_t min_blocks;  // a CTA's share is at least so many blocks
     // Pieces of items that several CTAs share, two slots a CTA (the item from before, the item that goes on):
     // weighted sums [2 * gridDim.x, kRows, kHeadDim], then maxima and sums of weights [2 * gridDim.x, kRows].
     float* partial_out;
@@ -154,7 +153,7 @@ class RowMerge {
 
     // The partial results of the CTAs of a cut item, in their order, to its result.
     __device__ void merge_ctas(const Item& item, const CutItem& cut, int row) const {
-        constexpr int kAtOnce = 24;  // pieces whose loads are under way together
+        constexpr int kAtOnce = 8;  // pieces whose loads are under way together
         const int lane = threadIdx.x % 32;
         const int32_t first = cut.first, count = cut.last - first + 1;
         auto slot_row = [&](int32_t i) { return (2 * (first + i) + (i == 0 ? 1 : 0)) * Config::kRows + row; };

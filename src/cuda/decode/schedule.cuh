@@ -106,21 +106,24 @@ class Schedule {
         return SequenceSlice::make(p_, sequence, lengths_[sequence]);
     }
 
-    // The item that holds `block`.
+    // The item that holds `block`. All lanes together: they look at 32 sequences at a time.
     __device__ Item find(int32_t block) const {
-        int32_t low = 0, high = batch_ - 1;  // the first sequence whose blocks end after `block`
-        while (low < high) {
-            const int32_t middle = (low + high) / 2;
-            if (ends_[middle] * num_kv_heads_ > block) {
-                high = middle;
-            } else {
-                low = middle + 1;
-            }
-        }
-        const int32_t first = begin_of(low), count = ends_[low] - first;
-        const int32_t kv_head = (block - first * num_kv_heads_) / count;
+        const int lane = threadIdx.x % 32;
+        const int32_t step = (batch_ + 31) / 32;
+        auto done = [&](int32_t sequence) {  // before `block`
+            return ends_[min(sequence, batch_ - 1)] * num_kv_heads_ <= block;
+        };
+        int32_t sequence = __popc(__ballot_sync(~0u, done(lane * step + step - 1))) * step;
+        if (step > 1) sequence += __popc(__ballot_sync(~0u, lane < step && done(sequence + lane)));
+        const int32_t first = begin_of(sequence), count = ends_[sequence] - first;
+        const int32_t from_first = block - first * num_kv_heads_;
+        // A division by floats: the quotient is small, so that it is off by one at most.
+        int32_t kv_head =
+            static_cast<int32_t>(__fdividef(static_cast<float>(from_first), static_cast<float>(count)));
+        const int32_t rest = from_first - kv_head * count;
+        kv_head += rest >= count ? 1 : (rest < 0 ? -1 : 0);
         const int32_t begin = first * num_kv_heads_ + kv_head * count;
-        return {low, kv_head, begin, begin + count};
+        return {sequence, kv_head, begin, begin + count};
     }
 
     // The item after this one; there has to be one.
