@@ -133,9 +133,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
         shared.items[2 * warp + 1] = last;
     }
     __syncthreads();  // all pieces are there
-    const RowMerge<T, Config> merge(p, plan, schedule, shared);
-    for (int row = warp; row < p.seqlen_q * p.group_size(); row += Config::kWarps)
-        merge(row, cta_begin, cta_end);
+    RowMerge<T, Config>(p, plan, schedule, shared)(cta_begin, cta_end);
 }
 
 }  // namespace octavo::cuda

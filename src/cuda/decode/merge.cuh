@@ -45,7 +45,7 @@ struct DecodeShared {
     }
 };
 
-// One warp merges one row of the CTA's pieces.
+// A warp merges its share of the rows of the CTA's pieces.
 template <class T, class Config>
 class RowMerge {
   public:
@@ -61,9 +61,10 @@ class RowMerge {
         starts_ = __ballot_sync(~0u, begin_ >= 0 && (!before || begin_before != begin_));
     }
 
-    __device__ void operator()(int row, int32_t cta_begin, int32_t cta_end) const {
+    __device__ void operator()(int32_t cta_begin, int32_t cta_end) const {
         const int lane = threadIdx.x % 32;
-        int cut_piece[2] = {-1, -1};  // of an item from before, of one that goes on
+        const int num_rows = p_.seqlen_q * p_.group_size();  // of an item, at most
+        int cut_piece[2] = {-1, -1};                         // of an item from before, of one that goes on
 #pragma unroll 1
         for (uint32_t starts = starts_; starts;) {
             const int start = __ffs(starts) - 1;
@@ -71,26 +72,34 @@ class RowMerge {
             const uint32_t until_next = starts ? (starts & -starts) - 1 : ~0u;
             const Item item = shared_.items[start];
             const int slot = item.begin < cta_begin ? 0 : (item.end > cta_end ? 1 : -1);
-            merge_warps(item, pieces_ & until_next & ~((1u << start) - 1), row, slot);
+#pragma unroll 1
+            for (int row = row_of(0); row < num_rows; row += Config::kWarps) {
+                merge_warps(item, pieces_ & until_next & ~((1u << start) - 1), row, slot);
+            }
             if (slot == 0) cut_piece[0] = start;
             if (slot == 1) cut_piece[1] = start;
         }
         if (cut_piece[0] < 0 && cut_piece[1] < 0) return;
-        __syncwarp();  // the row's partial results are written
+        __syncwarp();  // the rows' partial results are written
+        // Lane 2 i + which tells of row i of the cut item `which`.
         bool is_last = false;
-        if (lane < 2 && (lane == 0 ? cut_piece[0] : cut_piece[1]) >= 0)
-            is_last = arrive(shared_.cut[lane], row);
+        if (row_of(lane / 2) < num_rows && (lane % 2 == 0 ? cut_piece[0] : cut_piece[1]) >= 0) {
+            is_last = arrive(shared_.cut[lane % 2], row_of(lane / 2));
+        }
 #pragma unroll 1
-        for (int which = 0; which < 2; ++which) {
-            if (__shfl_sync(~0u, is_last, which)) {
-                merge_ctas(shared_.items[which == 0 ? cut_piece[0] : cut_piece[1]], shared_.cut[which], row);
-            }
+        for (uint32_t merges = __ballot_sync(~0u, is_last); merges; merges &= merges - 1) {
+            const int from = __ffs(merges) - 1, which = from % 2;
+            merge_ctas(shared_.items[which == 0 ? cut_piece[0] : cut_piece[1]], shared_.cut[which],
+                       row_of(from / 2));
         }
     }
 
   private:
     static constexpr int kPieces = 2 * Config::kWarps;
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
+
+    // The i-th row of this warp.
+    __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x / 32) + i * Config::kWarps; }
 
     // What a warp knows of pieces, one a lane.
     struct Weights {
@@ -119,11 +128,15 @@ class RowMerge {
         for (int column = lane; column < (kColumns + 31) / 32 * 32; column += 32) {
             const int from = column < kColumns ? 4 * column : 0;
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                const auto& piece = shared_.piece(pieces >> i & 1 ? i : some_piece);
-                add(out, __shfl_sync(~0u, weights.weight, i),
-                    *reinterpret_cast<const float4*>(&piece.out[row][from]));
+#pragma unroll 1
+            for (uint32_t rest = pieces; rest;) {  // two at a time; an odd one's partner weighs nothing
+                const int i = __ffs(rest) - 1;
+                rest &= rest - 1;
+                const int j = rest ? __ffs(rest) - 1 : i;
+                const float weight_j = rest ? __shfl_sync(~0u, weights.weight, j) : 0.0f;
+                rest &= rest - 1;
+                add(out, __shfl_sync(~0u, weights.weight, i), out_of(i, row, from));
+                add(out, weight_j, out_of(j, row, from));
             }
             if (column >= kColumns) continue;
             if (slot < 0) {
@@ -137,6 +150,10 @@ class RowMerge {
                 plan_.partial_sum[slot_row] = weights.sum;
             }
         }
+    }
+
+    __device__ float4 out_of(int piece, int row, int column) const {
+        return *reinterpret_cast<const float4*>(&shared_.piece(piece).out[row][column]);
     }
 
     // Tells the other CTAs of a cut item that this one's piece is there; whether it is the last.
@@ -153,7 +170,8 @@ class RowMerge {
 
     // The partial results of the CTAs of a cut item, in their order, to its result.
     __device__ void merge_ctas(const Item& item, const CutItem& cut, int row) const {
-        constexpr int kAtOnce = 8;  // pieces whose loads are under way together
+        // Pieces whose loads are under way together; those of a small count skip what they do not need.
+        constexpr int kAtOnce = 32, kStep = 4;
         const int lane = threadIdx.x % 32;
         const int32_t first = cut.first, count = cut.last - first + 1;
         auto slot_row = [&](int32_t i) { return (2 * (first + i) + (i == 0 ? 1 : 0)) * Config::kRows + row; };
@@ -171,6 +189,7 @@ class RowMerge {
                 float4 x[kAtOnce];
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
+                    if (i % kStep == 0 && i >= here) break;
                     const int32_t piece = begin + min(i, here - 1);
                     const float* const source = plan_.partial_out + slot_row(piece) * Config::kHeadDim + from;
                     x[i] = __ldcg(reinterpret_cast<const float4*>(source));
@@ -181,6 +200,7 @@ class RowMerge {
                 out.x *= factor, out.y *= factor, out.z *= factor, out.w *= factor;
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
+                    if (i % kStep == 0 && i >= here) break;
                     add(out, __shfl_sync(~0u, weights.weight, i), x[i]);
                 }
             }
