@@ -6,3 +6,6 @@
 #else
 #define OCTAVO_HD inline
 #endif
+
+// A condition that seldom holds: what it guards is laid out away from the usual path.
+#define OCTAVO_RARE(condition) __builtin_expect(static_cast<bool>(condition), 0)

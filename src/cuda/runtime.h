@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
 
 namespace octavo::cuda {
 
@@ -24,8 +26,24 @@ class DeviceGuard {
 };
 
 int32_t num_sms(int32_t device);
-int32_t compute_capability(int32_t device);           // 90 for 9.0
+int32_t compute_capability(int32_t device);     // 90 for 9.0
 size_t shared_bytes_per_block(int32_t device);  // at most, for a kernel that opts in
+
+// One value for each device, made when it is first asked for.
+template <class Value>
+class PerDevice {
+  public:
+    template <class Make>
+    const Value& get(int32_t device, Make make) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = values_.find(device);
+        return found != values_.end() ? found->second : values_.emplace(device, make(device)).first->second;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<int32_t, Value> values_;
+};
 
 // Device memory that lives from here to here in the order of `stream`; inside a graph capture it becomes
 // part of the graph.

@@ -83,7 +83,7 @@ struct SequenceSlice {
     // The same where seqlen_k(p, b) is known.
     OCTAVO_HD static SequenceSlice make(const ForwardParams& p, int32_t b, int32_t seqlen_k) {
         SequenceSlice s{};
-        if (p.cu_seqlens_q) {
+        if (OCTAVO_RARE(p.cu_seqlens_q != nullptr)) {
             int64_t first = p.cu_seqlens_q[b];
             s.q_begin = first * p.q_token_stride;
             s.out_begin = first * p.out_token_stride;
@@ -103,7 +103,8 @@ struct SequenceSlice {
             s.k_begin = b * p.k_outer_stride;
             s.v_begin = b * p.v_outer_stride;
         }
-        int32_t prefix_len = p.prefix_lens ? p.prefix_lens[b] : 0;
+        int32_t prefix_len = 0;
+        if (OCTAVO_RARE(p.prefix_lens != nullptr)) prefix_len = p.prefix_lens[b];
         if (prefix_len > seqlen_k) prefix_len = seqlen_k;
         s.see = {seqlen_k, prefix_len, p.window_left, p.window_right};
         return s;

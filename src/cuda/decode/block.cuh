@@ -107,7 +107,7 @@ class Copier {
         const int32_t first_key = tiles_.start(index), key = first_key + lane % kBlockKeys;
         const uint32_t needed = __ballot_sync(~0u, tiles_.needed(key)) & 0xffff;
         const int32_t first_page = page_size_.quotient(first_key), page = page_size_.quotient(key);
-        if (first_page >= window_ + 64) {  // past a gap between prefix and window
+        if (OCTAVO_RARE(first_page >= window_ + 64)) {  // past a gap between prefix and window
             next_window_ = first_page;
             next_ids_ = load_ids(item_, first_page, num_pages_);
             window_ = first_page - 32;
@@ -116,7 +116,7 @@ class Copier {
         if (needed == 0) return;
         // Lane l knows key l % 16, its row of K for the lower lanes and of V for the upper ones.
         uint32_t id = __shfl_sync(~0u, ids_, page - window_);
-        if (__any_sync(~0u, page >= window_ + 32 && (needed >> lane % 16 & 1))) {
+        if (OCTAVO_RARE(__any_sync(~0u, page >= window_ + 32 && (needed >> lane % 16 & 1)))) {
             const uint32_t next_id = __shfl_sync(~0u, next_ids_, page - window_);
             if (page >= window_ + 32) id = next_id;
         }

@@ -28,8 +28,11 @@ struct DecodeConfig {
     static constexpr int kStages =
         std::min(144 * 1024 / (16 * kWarps * kBlockChunks),
                  (222 * 1024 / kWarps - kPieceBytes) / (16 * (kBlockChunks + kQueryChunks)));
-    // A CTA's share is at least so many blocks, 64 KB: smaller ones would cost more merging than they save.
-    static constexpr int kMinBlocks = std::max(64 * 1024 / (16 * kBlockChunks), kWarps);
+    // A row of partial results: weighted sums of values, their maximum, the sum of the weights, padding.
+    static constexpr int kPartialRow = kHeadDim + 4;
+    // A CTA's share is at least so many blocks, 64 KB a tile of rows: smaller ones would cost more merging
+    // than they save.
+    static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / (16 * kBlockChunks), kWarps);
     // A CTA's share may grow or shrink by as many blocks to end where an item ends: some 32 KB, what an SM
     // reads in the time of a merge.
     static constexpr int kSnapBlocks = 32 * 1024 / (kBlockChunks * 16);

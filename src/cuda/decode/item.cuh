@@ -184,18 +184,18 @@ class ItemState {
 
     // From dot products to scores in units of log2(e), -inf where the query does not see the key.
     __device__ void score(float (&scores)[kRowTiles][4], int32_t first_key) const {
-        if (transform_.has_softcap) {
+        if (OCTAVO_RARE(transform_.has_softcap)) {
             for_each_score(scores, [&](float& score, int, int, int) { score = transform_(score); });
         } else {
             for_each_score(scores, [&](float& score, int, int, int) { score *= transform_.inner; });
         }
-        if (p_.alibi_slopes) {
+        if (OCTAVO_RARE(p_.alibi_slopes != nullptr)) {
             for_each_score(scores, [&](float& score, int r, int i, int key) {
                 score += alibi_bias(slope_log2_[r][i], q_pos_[r][i], first_key + key);
             });
         }
         const int32_t first_q_pos = seq_.q_pos(0), last_q_pos = seq_.see.seqlen_k - 1;
-        if (!KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, kBlockKeys)) {
+        if (OCTAVO_RARE(!KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, kBlockKeys))) {
             for_each_score(scores, [&](float& score, int r, int i, int key) {
                 if (!seq_.see.visible(q_pos_[r][i], first_key + key)) score = -INFINITY;
             });

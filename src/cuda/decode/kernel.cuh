@@ -13,12 +13,14 @@
 
 namespace octavo::cuda {
 
-// Brings the parameters into the constant cache: each warp waits for one line, not all warps for each.
+// Brings the parameters into the constant cache: each warp waits for one line, not all warps for each. The
+// addresses are constants, since indexed reads go through another cache.
 __device__ __forceinline__ void touch_parameters(const ForwardParams& p) {
     constexpr int kLineWords = 16;
-    const int word = static_cast<int>(threadIdx.x / 32) * kLineWords;
-    if (word < static_cast<int>(sizeof(ForwardParams) / sizeof(int32_t))) {
-        asm volatile("" ::"r"(reinterpret_cast<const int32_t*>(&p)[word]));
+    const int32_t* const words = reinterpret_cast<const int32_t*>(&p);
+#pragma unroll
+    for (int line = 0; line < static_cast<int>(sizeof(p) / sizeof(int32_t)) / kLineWords; ++line) {
+        if (threadIdx.x / 32 == line) asm volatile("" ::"r"(words[line * kLineWords]));
     }
 }
 
@@ -46,16 +48,32 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     touch_page_table(p);
     const Schedule<Config::kThreads> schedule(p, shared.schedule);
     const int32_t total = schedule.total();
+    if (total == 0) return;
     // A CTA's share is at least a block a warp.
-    const int32_t num_ctas =
-        min(static_cast<int32_t>(gridDim.x), (total + Config::kWarps - 1) / Config::kWarps);
     const int32_t cta = blockIdx.x;
-    if (cta >= num_ctas) return;
-    const CtaRuns<Config::kSnapBlocks> runs(total, num_ctas);
-    // The items at the ends of the CTA's run.
-    const int32_t raw_begin = runs.shares.begin(cta), raw_end = runs.shares.begin(cta + 1);
-    const Item begin_item = schedule.find(raw_begin), end_item = schedule.find(min(raw_end, total - 1));
-    const int32_t cta_begin = runs.snap(raw_begin, begin_item), cta_end = runs.snap(raw_end, end_item);
+    // The CTA's run, the items at its ends, its place in a cluster and how many CTAs share the cluster's
+    // item.
+    int32_t cta_begin, cta_end, rank = 0, parts = 1;
+    Item begin_item, end_item;
+    CtaRuns<Config::kSnapBlocks> runs;
+    if (plan.cluster_log2 > 0) {
+        rank = cta & ((1 << plan.cluster_log2) - 1);
+        const int32_t count = schedule.blocks_of_head(0);
+        parts = max(min(1 << plan.cluster_log2, count / Config::kMinBlocks), 1);
+        if (rank > 0 && parts == 1) return;
+        begin_item = end_item = schedule.find((cta >> plan.cluster_log2) * count);
+        const Shares shares(count, parts);
+        cta_begin = begin_item.begin + shares.begin(min(rank, parts));
+        cta_end = begin_item.begin + shares.begin(min(rank + 1, parts));
+    } else {
+        const int32_t num_ctas =
+            min(static_cast<int32_t>(gridDim.x), (total + Config::kMinBlocks - 1) / Config::kMinBlocks);
+        if (cta >= num_ctas) return;
+        runs = CtaRuns<Config::kSnapBlocks>(total, num_ctas);
+        const int32_t raw_begin = runs.shares.begin(cta), raw_end = runs.shares.begin(cta + 1);
+        begin_item = schedule.find(raw_begin), end_item = schedule.find(min(raw_end, total - 1));
+        cta_begin = runs.snap(raw_begin, begin_item), cta_end = runs.snap(raw_end, end_item);
+    }
     const int32_t cta_blocks = cta_end - cta_begin;
     const int32_t begin = cta_begin + cta_blocks * warp / Config::kWarps;
     const int32_t end = cta_begin + cta_blocks * (warp + 1) / Config::kWarps;
@@ -120,7 +138,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
                 queries = queries + 1 == kStages ? 0 : queries + 1;
                 state.begin(item, q_rows(queries));
                 // While the first copies are on their way. The last warp has blocks if any has.
-                if (item_from == begin && warp == Config::kWarps - 1 && lane < 2) {
+                if (item_from == begin && warp == Config::kWarps - 1 && lane < 2 && plan.cluster_log2 == 0) {
                     Item cut_item = begin_item;
                     if (lane == 1) cut_item = end_item;
                     shared.cut[lane] = {runs.first(cut_item), runs.last(cut_item)};
@@ -128,12 +146,14 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
             }
         }
     }
+    const PartMerge<T, Config> part_merge(p, plan.group_size, schedule);
+    if (parts > 1) return merge_cluster(part_merge, shared, begin_item, rank, parts);
     if (lane == 0) {
         shared.items[2 * warp] = first;
         shared.items[2 * warp + 1] = last;
     }
     __syncthreads();  // all pieces are there
-    RowMerge<T, Config>(p, plan, schedule, shared)(cta_begin, cta_end);
+    RowMerge<T, Config>(part_merge, plan, shared)(cta_begin, cta_end);
 }
 
 }  // namespace octavo::cuda

@@ -2,17 +2,18 @@
 #pragma once
 
 #include "cuda/decode/item.cuh"
+#include "cuda/ptx/cluster.h"
 #include "cuda/warp.cuh"
 
 namespace octavo::cuda {
 
 struct DecodePlan {
     FastDivide group_size, page_size;
+    // Of one sequence alone, each KV head is a cluster's work: 2^cluster_log2 CTAs. 0: no clusters.
+    int32_t cluster_log2;
     // Pieces of items that several CTAs share, two slots a CTA (the item from before, the item that goes on):
-    // weighted sums [2 * gridDim.x, kRows, kHeadDim], then maxima and sums of weights [2 * gridDim.x, kRows].
-    float* partial_out;
-    float* partial_max;
-    float* partial_sum;
+    // [2 * gridDim.x, kRows] rows of kPartialRow floats.
+    float* partial;
     uint32_t*
         counters;  // [gridDim.x, kRows], zero between launches: pieces of the item whose first CTA this is
 };
@@ -45,13 +46,136 @@ struct DecodeShared {
     }
 };
 
+// What a warp knows of parts, one a lane.
+struct Weights {
+    float max, sum, weight;  // of all; of this lane's part
+
+    __device__ Weights(float part_max, float part_sum, float floor) {
+        max = fmaxf(warp_max(part_max), floor);
+        weight = part_max == -INFINITY ? 0.0f : ptx::exp2_approx(part_max - max);
+        sum = warp_sum(weight * part_sum);
+    }
+};
+
+// From partial results of a row to its result, by one warp.
+template <class T, class Config>
+class PartMerge {
+  public:
+    __device__ PartMerge(const ForwardParams& p, const FastDivide& group_size,
+                         const Schedule<Config::kThreads>& schedule)
+        : p_(p), group_size_(group_size), schedule_(schedule), num_rows_(p.seqlen_q * p.group_size()) {}
+
+    __device__ int num_rows() const { return num_rows_; }  // of an item, at most
+
+    __device__ static void add(float4& out, float weight, float4 x) {
+        out.x += weight * x.x, out.y += weight * x.y, out.z += weight * x.z, out.w += weight * x.w;
+    }
+
+    // `count` parts of a row of an item, which max_of(part), sum_of(part) and out_of(part, column) read, to
+    // its result.
+    template <class MaxOf, class SumOf, class OutOf>
+    __device__ void merge(const Item& item, int row, int count, MaxOf max_of, SumOf sum_of,
+                          OutOf out_of) const {
+        // Parts whose loads are under way together; those of a small count skip what they do not need.
+        constexpr int kAtOnce = 32, kStep = 4;
+        const int lane = threadIdx.x % 32;
+        for (int column = lane; column < (kColumns + 31) / 32 * 32; column += 32) {
+            const int from = column < kColumns ? 4 * column : 0;
+            SoftmaxState state;
+            float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+            for (int32_t begin = 0; begin < count; begin += kAtOnce) {
+                const int32_t here = min(kAtOnce, count - begin);
+                const bool has_part = lane < here;
+                const int own = begin + (has_part ? lane : 0);
+                const float own_max = max_of(own);
+                const float own_sum = sum_of(own);
+                float4 x[kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    if (i % kStep == 0 && i >= here) break;
+                    x[i] = out_of(begin + min(i, here - 1), from);
+                }
+                const Weights weights(has_part ? own_max : -INFINITY, has_part ? own_sum : 0.0f, state.max);
+                const float factor = state.raise(weights.max);
+                state.sum += weights.sum;
+                out.x *= factor, out.y *= factor, out.z *= factor, out.w *= factor;
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    if (i % kStep == 0 && i >= here) break;
+                    add(out, __shfl_sync(~0u, weights.weight, i), x[i]);
+                }
+            }
+            if (column < kColumns) store(item, row, from, state, out);
+        }
+    }
+
+    // Four columns of a row's result.
+    __device__ void store(const Item& item, int row, int column, const SoftmaxState& state,
+                          float4 out) const {
+        const SequenceSlice seq = schedule_.slice(item.sequence);
+        const DecodeRow place(seq, group_size_, item.kv_head, row);
+        if (!place.valid || column >= p_.head_dim) return;
+        const float scale = state.inverse_sum() * p_.out_scale;
+        T* const target = static_cast<T*>(p_.out) + seq.out_begin + place.token * p_.out_token_stride +
+                          place.head * p_.out_head_stride + column;
+        *reinterpret_cast<uint2*>(target) =
+            make_uint2(pack<T>(out.x * scale, out.y * scale), pack<T>(out.z * scale, out.w * scale));
+        if (p_.lse && column == 0) {
+            p_.lse[seq.lse_begin + place.token * p_.lse_token_stride + place.head * p_.lse_head_stride] =
+                state.lse();
+        }
+    }
+
+    static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
+
+  private:
+    const ForwardParams& p_;
+    const FastDivide& group_size_;
+    const Schedule<Config::kThreads>& schedule_;
+    int num_rows_;
+};
+
+// All CTAs of a cluster together, once all warps of its first `ctas` CTAs have left a piece of `item`: rows
+// are shared out among all of them.
+template <class T, class Config>
+__device__ __forceinline__ void merge_cluster(const PartMerge<T, Config>& merge, DecodeShared<Config>& shared,
+                                              const Item& item, int rank, int ctas) {
+    const int warp = threadIdx.x / 32;
+    ptx::cluster_barrier();  // the pieces are there
+    if (rank < ctas) {
+        for (int row = rank + ctas * warp; row < merge.num_rows(); row += ctas * Config::kWarps) {
+            auto address = [&](int part, const auto& of_piece) {
+                return ptx::cluster_address(
+                    ptx::shared_address(&of_piece(shared.warps[part % Config::kWarps].first)),
+                    part / Config::kWarps);
+            };
+            merge.merge(
+                item, row, ctas * Config::kWarps,
+                [&](int part) {
+                    return ptx::load_cluster_float(
+                        address(part, [&](auto& piece) -> auto& { return piece.max[row]; }));
+                },
+                [&](int part) {
+                    return ptx::load_cluster_float(
+                        address(part, [&](auto& piece) -> auto& { return piece.sum[row]; }));
+                },
+                [&](int part, int column) {
+                    return ptx::load_cluster_float4(
+                        address(part, [&](auto& piece) -> auto& { return piece.out[row][column]; }));
+                });
+        }
+    }
+    ptx::cluster_barrier_relaxed();  // nobody reads this CTA's memory any more
+}
+
 // A warp merges its share of the rows of the CTA's pieces.
 template <class T, class Config>
 class RowMerge {
   public:
-    __device__ RowMerge(const ForwardParams& p, const DecodePlan& plan,
-                        const Schedule<Config::kThreads>& schedule, const DecodeShared<Config>& shared)
-        : p_(p), plan_(plan), schedule_(schedule), shared_(shared) {
+    __device__ RowMerge(const PartMerge<T, Config>& merge, const DecodePlan& plan,
+                        const DecodeShared<Config>& shared)
+        : merge_(merge), plan_(plan), shared_(shared) {
         // Pieces of one item follow each other. Lane l looks at piece l.
         const int lane = threadIdx.x % 32;
         begin_ = lane < kPieces ? shared.items[lane].begin : -1;
@@ -63,8 +187,8 @@ class RowMerge {
 
     __device__ void operator()(int32_t cta_begin, int32_t cta_end) const {
         const int lane = threadIdx.x % 32;
-        const int num_rows = p_.seqlen_q * p_.group_size();  // of an item, at most
-        int cut_piece[2] = {-1, -1};                         // of an item from before, of one that goes on
+        const int num_rows = merge_.num_rows();
+        int cut_piece[2] = {-1, -1};  // of an item from before, of one that goes on
 #pragma unroll 1
         for (uint32_t starts = starts_; starts;) {
             const int start = __ffs(starts) - 1;
@@ -96,25 +220,10 @@ class RowMerge {
 
   private:
     static constexpr int kPieces = 2 * Config::kWarps;
-    static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
+    static constexpr int kColumns = PartMerge<T, Config>::kColumns;
 
     // The i-th row of this warp.
     __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x / 32) + i * Config::kWarps; }
-
-    // What a warp knows of pieces, one a lane.
-    struct Weights {
-        float max, sum, weight;  // of all; of this lane's piece
-
-        __device__ Weights(float piece_max, float piece_sum, float floor) {
-            max = fmaxf(warp_max(piece_max), floor);
-            weight = piece_max == -INFINITY ? 0.0f : ptx::exp2_approx(piece_max - max);
-            sum = warp_sum(weight * piece_sum);
-        }
-    };
-
-    __device__ static void add(float4& out, float weight, float4 x) {
-        out.x += weight * x.x, out.y += weight * x.y, out.z += weight * x.z, out.w += weight * x.w;
-    }
 
     // The CTA's `pieces` of an item: to its result, or to this CTA's partial slot.
     __device__ void merge_warps(const Item& item, uint32_t pieces, int row, int slot) const {
@@ -135,21 +244,25 @@ class RowMerge {
                 const int j = rest ? __ffs(rest) - 1 : i;
                 const float weight_j = rest ? __shfl_sync(~0u, weights.weight, j) : 0.0f;
                 rest &= rest - 1;
-                add(out, __shfl_sync(~0u, weights.weight, i), out_of(i, row, from));
-                add(out, weight_j, out_of(j, row, from));
+                merge_.add(out, __shfl_sync(~0u, weights.weight, i), out_of(i, row, from));
+                merge_.add(out, weight_j, out_of(j, row, from));
             }
             if (column >= kColumns) continue;
             if (slot < 0) {
-                store(item, row, 4 * column, {weights.max, weights.sum}, out);
+                merge_.store(item, row, 4 * column, {weights.max, weights.sum}, out);
                 continue;
             }
-            const int32_t slot_row = (2 * static_cast<int32_t>(blockIdx.x) + slot) * Config::kRows + row;
-            *reinterpret_cast<float4*>(plan_.partial_out + slot_row * Config::kHeadDim + 4 * column) = out;
+            float* const target = partial_row(2 * static_cast<int32_t>(blockIdx.x) + slot, row);
+            *reinterpret_cast<float4*>(target + 4 * column) = out;
             if (column == 0) {
-                plan_.partial_max[slot_row] = weights.max;
-                plan_.partial_sum[slot_row] = weights.sum;
+                target[Config::kHeadDim] = weights.max;
+                target[Config::kHeadDim + 1] = weights.sum;
             }
         }
+    }
+
+    __device__ float* partial_row(int32_t slot, int row) const {
+        return plan_.partial + (slot * Config::kRows + row) * Config::kPartialRow;
     }
 
     __device__ float4 out_of(int piece, int row, int column) const {
@@ -170,64 +283,20 @@ class RowMerge {
 
     // The partial results of the CTAs of a cut item, in their order, to its result.
     __device__ void merge_ctas(const Item& item, const CutItem& cut, int row) const {
-        // Pieces whose loads are under way together; those of a small count skip what they do not need.
-        constexpr int kAtOnce = 32, kStep = 4;
-        const int lane = threadIdx.x % 32;
-        const int32_t first = cut.first, count = cut.last - first + 1;
-        auto slot_row = [&](int32_t i) { return (2 * (first + i) + (i == 0 ? 1 : 0)) * Config::kRows + row; };
-        for (int column = lane; column < (kColumns + 31) / 32 * 32; column += 32) {
-            const int from = column < kColumns ? 4 * column : 0;
-            SoftmaxState state;
-            float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-            for (int32_t begin = 0; begin < count; begin += kAtOnce) {
-                const int32_t here = min(kAtOnce, count - begin);
-                const bool has_piece = lane < here;
-                const int32_t own = slot_row(begin + (has_piece ? lane : 0));
-                const float own_max = __ldcg(plan_.partial_max + own),
-                            own_sum = __ldcg(plan_.partial_sum + own);
-                float4 x[kAtOnce];
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    if (i % kStep == 0 && i >= here) break;
-                    const int32_t piece = begin + min(i, here - 1);
-                    const float* const source = plan_.partial_out + slot_row(piece) * Config::kHeadDim + from;
-                    x[i] = __ldcg(reinterpret_cast<const float4*>(source));
-                }
-                const Weights weights(has_piece ? own_max : -INFINITY, has_piece ? own_sum : 0.0f, state.max);
-                const float factor = state.raise(weights.max);
-                state.sum += weights.sum;
-                out.x *= factor, out.y *= factor, out.z *= factor, out.w *= factor;
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    if (i % kStep == 0 && i >= here) break;
-                    add(out, __shfl_sync(~0u, weights.weight, i), x[i]);
-                }
-            }
-            if (column < kColumns) store(item, row, from, state, out);
-        }
+        auto source = [&](int part, int column) {
+            return partial_row(2 * (cut.first + part) + (part == 0 ? 1 : 0), row) + column;
+        };
+        merge_.merge(
+            item, row, cut.last - cut.first + 1,
+            [&](int part) { return __ldcg(source(part, Config::kHeadDim)); },
+            [&](int part) { return __ldcg(source(part, Config::kHeadDim + 1)); },
+            [&](int part, int column) {
+                return __ldcg(reinterpret_cast<const float4*>(source(part, column)));
+            });
     }
 
-    // Four columns of a row's result.
-    __device__ void store(const Item& item, int row, int column, const SoftmaxState& state,
-                          float4 out) const {
-        const SequenceSlice seq = schedule_.slice(item.sequence);
-        const DecodeRow place(seq, plan_.group_size, item.kv_head, row);
-        if (!place.valid || column >= p_.head_dim) return;
-        const float scale = state.inverse_sum() * p_.out_scale;
-        T* const target = static_cast<T*>(p_.out) + seq.out_begin + place.token * p_.out_token_stride +
-                          place.head * p_.out_head_stride + column;
-        *reinterpret_cast<uint2*>(target) =
-            make_uint2(pack<T>(out.x * scale, out.y * scale), pack<T>(out.z * scale, out.w * scale));
-        if (p_.lse && column == 0) {
-            p_.lse[seq.lse_begin + place.token * p_.lse_token_stride + place.head * p_.lse_head_stride] =
-                state.lse();
-        }
-    }
-
-    const ForwardParams& p_;
+    const PartMerge<T, Config>& merge_;
     const DecodePlan& plan_;
-    const Schedule<Config::kThreads>& schedule_;
     const DecodeShared<Config>& shared_;
     int32_t begin_;
     uint32_t pieces_, starts_;  // of the CTA; those that are the first of their item

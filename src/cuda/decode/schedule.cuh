@@ -39,8 +39,9 @@ struct DecodeRow {
 
 // `total` blocks in `count` shares, of which the first few have one block more than the rest.
 struct Shares {
-    int32_t size, larger;
+    int32_t size = 1, larger = 0;
 
+    Shares() = default;
     __device__ Shares(int32_t total, int32_t count) : size(total / count), larger(total - size * count) {}
 
     __device__ int32_t begin(int32_t i) const { return i * size + min(i, larger); }
@@ -100,6 +101,8 @@ class Schedule {
     }
 
     __device__ int32_t total() const { return total_; }
+
+    __device__ int32_t blocks_of_head(int32_t sequence) const { return ends_[sequence] - begin_of(sequence); }
 
     // Without a load of the length from memory, which would wait behind the copies of keys.
     __device__ SequenceSlice slice(int32_t sequence) const {
@@ -164,10 +167,10 @@ class Schedule {
 // ends there instead. Only items that a run's end cuts need a merge across CTAs.
 template <int kSnap>
 struct CtaRuns {
-    int32_t count;
     Shares shares;
 
-    __device__ CtaRuns(int32_t total, int32_t count) : count(count), shares(total, count) {}
+    CtaRuns() = default;
+    __device__ CtaRuns(int32_t total, int32_t count) : shares(total, count) {}
 
     // Where the boundary at `raw`, which lies in [item.begin, item.end), goes.
     __device__ int32_t snap(int32_t raw, const Item& item) const {
