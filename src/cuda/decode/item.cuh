@@ -18,7 +18,7 @@ namespace octavo::cuda {
 // What a warp leaves of an item that others work on too. Weights are exp2(score - max).
 template <class Config>
 struct DecodePiece {
-    float out[Config::kRows][Config::kHeadDim + 4];  // sums of weighted values; padded against bank conflicts
+    float out[Config::kRows][Config::kPartialRow];  // sums of weighted values; padded against bank conflicts
     float max[Config::kRows];
     float sum[Config::kRows];  // of the weights
 };

@@ -47,36 +47,11 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     ptx::wait_for_previous_grid();
     touch_page_table(p);
     const Schedule<Config::kThreads> schedule(p, shared.schedule);
-    const int32_t total = schedule.total();
-    if (total == 0) return;
-    // A CTA's share is at least a block a warp.
-    const int32_t cta = blockIdx.x;
-    // The CTA's run, the items at its ends, its place in a cluster and how many CTAs share the cluster's
-    // item.
-    int32_t cta_begin, cta_end, rank = 0, parts = 1;
-    Item begin_item, end_item;
-    CtaRuns<Config::kSnapBlocks> runs;
-    if (plan.cluster_log2 > 0) {
-        rank = cta & ((1 << plan.cluster_log2) - 1);
-        const int32_t count = schedule.blocks_of_head(0);
-        parts = max(min(1 << plan.cluster_log2, count / Config::kMinBlocks), 1);
-        if (rank > 0 && parts == 1) return;
-        begin_item = end_item = schedule.find((cta >> plan.cluster_log2) * count);
-        const Shares shares(count, parts);
-        cta_begin = begin_item.begin + shares.begin(min(rank, parts));
-        cta_end = begin_item.begin + shares.begin(min(rank + 1, parts));
-    } else {
-        const int32_t num_ctas =
-            min(static_cast<int32_t>(gridDim.x), (total + Config::kMinBlocks - 1) / Config::kMinBlocks);
-        if (cta >= num_ctas) return;
-        runs = CtaRuns<Config::kSnapBlocks>(total, num_ctas);
-        const int32_t raw_begin = runs.shares.begin(cta), raw_end = runs.shares.begin(cta + 1);
-        begin_item = schedule.find(raw_begin), end_item = schedule.find(min(raw_end, total - 1));
-        cta_begin = runs.snap(raw_begin, begin_item), cta_end = runs.snap(raw_end, end_item);
-    }
-    const int32_t cta_blocks = cta_end - cta_begin;
-    const int32_t begin = cta_begin + cta_blocks * warp / Config::kWarps;
-    const int32_t end = cta_begin + cta_blocks * (warp + 1) / Config::kWarps;
+    const CtaRun<Config> run(schedule, plan.pairs);
+    const int32_t run_blocks = run.end - run.begin;
+    if (run_blocks == 0) return;
+    const int32_t begin = run.begin + run_blocks * warp / Config::kWarps;
+    const int32_t end = run.begin + run_blocks * (warp + 1) / Config::kWarps;
 
     auto& own = shared.warps[warp];
     Item first{0, 0, -1, 0}, last{0, 0, -1, 0};
@@ -91,7 +66,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
         auto q_rows = [&](int index) { return Rows<Config>{query_rows + index * 16 * Config::kQueryChunks}; };
         Copier<T, Config> copier(p, plan.page_size, plan.group_size, schedule);
         ItemState<T, Config> state(p, plan.group_size, schedule);
-        Item item = begin < begin_item.end ? begin_item : schedule.find(begin);
+        Item item = begin < run.begin_item.end ? run.begin_item : schedule.find(begin);
         copier.begin_run(item, end);
         int32_t item_from = begin;  // where this warp's part of the item starts
         int stage = 0, queries = -1, copied_queries = -1;
@@ -138,22 +113,19 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
                 queries = queries + 1 == kStages ? 0 : queries + 1;
                 state.begin(item, q_rows(queries));
                 // While the first copies are on their way. The last warp has blocks if any has.
-                if (item_from == begin && warp == Config::kWarps - 1 && lane < 2 && plan.cluster_log2 == 0) {
-                    Item cut_item = begin_item;
-                    if (lane == 1) cut_item = end_item;
-                    shared.cut[lane] = {runs.first(cut_item), runs.last(cut_item)};
-                }
+                if (item_from == begin && warp == Config::kWarps - 1 && lane < 2)
+                    shared.cut[lane] = run.cut(lane);
             }
         }
     }
     const PartMerge<T, Config> part_merge(p, plan.group_size, schedule);
-    if (parts > 1) return merge_cluster(part_merge, shared, begin_item, rank, parts);
+    if (run.in_pair) return merge_pair(part_merge, shared, run.begin_item);
     if (lane == 0) {
         shared.items[2 * warp] = first;
         shared.items[2 * warp + 1] = last;
     }
     __syncthreads();  // all pieces are there
-    RowMerge<T, Config>(part_merge, plan, shared)(cta_begin, cta_end);
+    RowMerge<T, Config>(part_merge, plan, shared)(run.begin, run.end);
 }
 
 }  // namespace octavo::cuda

@@ -11,11 +11,8 @@ namespace octavo::cuda {
 
 // What a kernel can do on a device, asked once.
 struct DecodeLimits {
-    static constexpr int kMaxClusterLog2 = 2;
-
     int32_t num_ctas;
-    bool has_dependent_launch;
-    int max_clusters[kMaxClusterLog2 + 1] = {};  // at once, by the logarithm of their size
+    bool has_dependent_launch, pairs;
 
     template <class Config, class Kernel>
     static DecodeLimits ask(Kernel kernel, int32_t device) {
@@ -23,33 +20,23 @@ struct DecodeLimits {
         static_assert(kSharedBytes <= 227 * 1024);
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
               "cudaFuncSetAttribute");
-        DecodeLimits limits;
-        limits.num_ctas = std::min(num_sms(device), kMaxDecodeCtas);
-        limits.has_dependent_launch = compute_capability(device) >= 90;
+        DecodeLimits limits{std::min(num_sms(device), kMaxDecodeCtas), compute_capability(device) >= 90,
+                            false};
         if (!limits.has_dependent_launch) return limits;
-        for (int log2 = 1; log2 <= kMaxClusterLog2; ++log2) {
-            cudaLaunchAttribute attribute{};
-            attribute.id = cudaLaunchAttributeClusterDimension;
-            attribute.val.clusterDim = {1u << log2, 1, 1};
-            cudaLaunchConfig_t config{};
-            config.gridDim = dim3(1u << log2);
-            config.blockDim = dim3(Config::kThreads);
-            config.dynamicSmemBytes = kSharedBytes;
-            config.attrs = &attribute;
-            config.numAttrs = 1;
-            check(cudaOccupancyMaxActiveClusters(&limits.max_clusters[log2], kernel, &config),
-                  "cudaOccupancyMaxActiveClusters");
-        }
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {2, 1, 1};
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(2);
+        config.blockDim = dim3(Config::kThreads);
+        config.dynamicSmemBytes = kSharedBytes;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        int max_clusters = 0;
+        check(cudaOccupancyMaxActiveClusters(&max_clusters, kernel, &config),
+              "cudaOccupancyMaxActiveClusters");
+        limits.pairs = 2 * max_clusters == limits.num_ctas;  // and no SM is left out
         return limits;
-    }
-
-    // The size, as a logarithm, of `count` clusters that run at once on much of the device, or 0. Larger ones
-    // than these start late: the SMs of one part of the device have to be free together.
-    int32_t cluster_log2(int32_t count) const {
-        for (int log2 = kMaxClusterLog2; log2 > 0; --log2) {
-            if (count <= max_clusters[log2] && 3 * (count << log2) >= num_ctas) return log2;
-        }
-        return 0;
     }
 };
 
@@ -64,9 +51,7 @@ void launch_decode(const ForwardParams& params, cudaStream_t stream) {
     DecodePlan plan;
     plan.group_size = FastDivide::by(params.group_size());
     plan.page_size = FastDivide::by(params.page_size);
-    plan.cluster_log2 = params.batch == 1 ? limits.cluster_log2(params.num_kv_heads) : 0;
-    const int32_t num_ctas =
-        plan.cluster_log2 > 0 ? params.num_kv_heads << plan.cluster_log2 : limits.num_ctas;
+    plan.pairs = limits.pairs;
     const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
     const DecodeWorkspace workspace =
         decode_workspace(params.device.index, stream, 2 * rows * Config::kPartialRow * sizeof(float), rows);
@@ -75,7 +60,7 @@ void launch_decode(const ForwardParams& params, cudaStream_t stream) {
 
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(num_ctas);
+    config.gridDim = dim3(limits.num_ctas);
     config.blockDim = dim3(Config::kThreads);
     config.dynamicSmemBytes = sizeof(DecodeShared<Config>);
     config.stream = stream;
@@ -85,9 +70,9 @@ void launch_decode(const ForwardParams& params, cudaStream_t stream) {
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
-    if (plan.cluster_log2 > 0) {
+    if (limits.pairs) {
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs++].val.clusterDim = {1u << plan.cluster_log2, 1, 1};
+        attributes[config.numAttrs++].val.clusterDim = {2, 1, 1};
     }
     check(cudaLaunchKernelEx(&config, kernel, params, plan), params.op);
 }

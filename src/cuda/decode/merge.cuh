@@ -2,25 +2,22 @@
 #pragma once
 
 #include "cuda/decode/item.cuh"
+#include "cuda/decode/runs.cuh"
 #include "cuda/ptx/cluster.h"
 #include "cuda/warp.cuh"
+
+#include <cstddef>
 
 namespace octavo::cuda {
 
 struct DecodePlan {
     FastDivide group_size, page_size;
-    // Of one sequence alone, each KV head is a cluster's work: 2^cluster_log2 CTAs. 0: no clusters.
-    int32_t cluster_log2;
+    bool pairs;  // CTAs are launched in clusters of two
     // Pieces of items that several CTAs share, two slots a CTA (the item from before, the item that goes on):
     // [2 * gridDim.x, kRows] rows of kPartialRow floats.
     float* partial;
     uint32_t*
         counters;  // [gridDim.x, kRows], zero between launches: pieces of the item whose first CTA this is
-};
-
-// The CTAs that share an item.
-struct CutItem {
-    int32_t first, last;
 };
 
 template <class Config>
@@ -136,35 +133,32 @@ class PartMerge {
     int num_rows_;
 };
 
-// All CTAs of a cluster together, once all warps of its first `ctas` CTAs have left a piece of `item`: rows
-// are shared out among all of them.
+// Both CTAs of a cluster together, once all their warps have left a piece of `item`: rows are shared out
+// among all of them.
 template <class T, class Config>
-__device__ __forceinline__ void merge_cluster(const PartMerge<T, Config>& merge, DecodeShared<Config>& shared,
-                                              const Item& item, int rank, int ctas) {
-    const int warp = threadIdx.x / 32;
+__device__ __forceinline__ void merge_pair(const PartMerge<T, Config>& merge, DecodeShared<Config>& shared,
+                                           const Item& item) {
     ptx::cluster_barrier();  // the pieces are there
-    if (rank < ctas) {
-        for (int row = rank + ctas * warp; row < merge.num_rows(); row += ctas * Config::kWarps) {
-            auto address = [&](int part, const auto& of_piece) {
-                return ptx::cluster_address(
-                    ptx::shared_address(&of_piece(shared.warps[part % Config::kWarps].first)),
-                    part / Config::kWarps);
-            };
-            merge.merge(
-                item, row, ctas * Config::kWarps,
-                [&](int part) {
-                    return ptx::load_cluster_float(
-                        address(part, [&](auto& piece) -> auto& { return piece.max[row]; }));
-                },
-                [&](int part) {
-                    return ptx::load_cluster_float(
-                        address(part, [&](auto& piece) -> auto& { return piece.sum[row]; }));
-                },
-                [&](int part, int column) {
-                    return ptx::load_cluster_float4(
-                        address(part, [&](auto& piece) -> auto& { return piece.out[row][column]; }));
-                });
-        }
+    for (int row = 2 * (threadIdx.x / 32) + blockIdx.x % 2; row < merge.num_rows();
+         row += 2 * Config::kWarps) {
+        // `part`: a warp of one of the CTAs.
+        auto address = [&](int part, int offset_bytes) {
+            const auto& piece = shared.warps[part % Config::kWarps].first;
+            return ptx::cluster_address(ptx::shared_address(&piece), part / Config::kWarps) + offset_bytes;
+        };
+        using Piece = DecodePiece<Config>;
+        constexpr int kFloat = sizeof(float);
+        merge.merge(
+            item, row, 2 * Config::kWarps,
+            [&](int part) {
+                return ptx::load_cluster_float(address(part, offsetof(Piece, max) + kFloat * row));
+            },
+            [&](int part) {
+                return ptx::load_cluster_float(address(part, offsetof(Piece, sum) + kFloat * row));
+            },
+            [&](int part, int column) {
+                return ptx::load_cluster_float4(address(part, kFloat * (row * Config::kPartialRow + column)));
+            });
     }
     ptx::cluster_barrier_relaxed();  // nobody reads this CTA's memory any more
 }

@@ -1,7 +1,7 @@
 // Who works on what, found on the device from the lengths alone.
 //
 // Work is counted in blocks of 16 keys, in this order: sequences, within one its KV heads, within a head its
-// blocks. An item is one KV head of one sequence. CTAs own nearly equal runs of blocks, warps equal runs of
+// blocks. An item is one KV head of one sequence. CTAs own runs of blocks (runs.cuh), warps equal runs of
 // their CTA's, wherever items end.
 #pragma once
 
@@ -37,20 +37,6 @@ struct DecodeRow {
           valid(token < seq.seqlen_q) {}
 };
 
-// `total` blocks in `count` shares, of which the first few have one block more than the rest.
-struct Shares {
-    int32_t size = 1, larger = 0;
-
-    Shares() = default;
-    __device__ Shares(int32_t total, int32_t count) : size(total / count), larger(total - size * count) {}
-
-    __device__ int32_t begin(int32_t i) const { return i * size + min(i, larger); }
-    __device__ int32_t owner(int32_t block) const {
-        const int32_t in_larger = larger * (size + 1);
-        return block < in_larger ? block / (size + 1) : larger + (block - in_larger) / size;
-    }
-};
-
 template <int kThreads>
 struct ScheduleStorage {
     int32_t lengths[kMaxDecodeBatch];     // seqlen_k of each sequence
@@ -78,6 +64,7 @@ class Schedule {
             ends_[lane] = end;
             __syncwarp();
             total_ = __shfl_sync(~0u, end, 31) * num_kv_heads_;
+            uniform_ = __all_sync(~0u, lane >= batch_ || blocks_of_head(lane) == ends_[0]);
             return;
         }
         int32_t before = 0;
@@ -98,11 +85,18 @@ class Schedule {
             __syncthreads();
         }
         total_ = before * num_kv_heads_;
+        bool uniform = true;
+        for (int32_t b = threadIdx.x; b < batch_; b += kThreads) {
+            uniform = uniform && blocks_of_head(b) == ends_[0];
+        }
+        uniform_ = __syncthreads_and(uniform);
     }
 
     __device__ int32_t total() const { return total_; }
 
-    __device__ int32_t blocks_of_head(int32_t sequence) const { return ends_[sequence] - begin_of(sequence); }
+    __device__ int32_t num_items() const { return batch_ * num_kv_heads_; }
+    // The blocks of every item, if they have equally many, or 0.
+    __device__ int32_t uniform_count() const { return uniform_ ? ends_[0] : 0; }
 
     // Without a load of the length from memory, which would wait behind the copies of keys.
     __device__ SequenceSlice slice(int32_t sequence) const {
@@ -155,42 +149,15 @@ class Schedule {
         return seq.seqlen_q > 0 ? max(key_blocks(seq).count, 1) : 0;
     }
 
+    __device__ int32_t blocks_of_head(int32_t sequence) const { return ends_[sequence] - begin_of(sequence); }
+
     __device__ int32_t begin_of(int32_t sequence) const { return sequence == 0 ? 0 : ends_[sequence - 1]; }
 
     const ForwardParams& p_;
     int32_t *lengths_, *ends_;
     int32_t batch_, num_kv_heads_;
     int32_t total_;
-};
-
-// The runs of the CTAs: equal shares, except that one which would end within kSnap blocks of an item's end
-// ends there instead. Only items that a run's end cuts need a merge across CTAs.
-template <int kSnap>
-struct CtaRuns {
-    Shares shares;
-
-    CtaRuns() = default;
-    __device__ CtaRuns(int32_t total, int32_t count) : shares(total, count) {}
-
-    // Where the boundary at `raw`, which lies in [item.begin, item.end), goes.
-    __device__ int32_t snap(int32_t raw, const Item& item) const {
-        const int32_t reach = min(kSnap, (shares.size - 1) / 2);
-        const int32_t down = raw - item.begin, up = item.end - raw;
-        if (min(down, up) > reach) return raw;
-        return down <= up ? item.begin : item.end;
-    }
-
-    // The CTAs that share an item, first and last.
-    __device__ int32_t first(const Item& item) const {
-        const int32_t cta = shares.owner(item.begin);
-        const int32_t boundary = shares.begin(cta + 1);
-        return boundary < item.end && snap(boundary, item) == item.begin ? cta + 1 : cta;
-    }
-    __device__ int32_t last(const Item& item) const {
-        const int32_t cta = shares.owner(item.end - 1);
-        const int32_t boundary = shares.begin(cta);
-        return boundary > item.begin && snap(boundary, item) == item.end ? cta - 1 : cta;
-    }
+    bool uniform_;
 };
 
 }  // namespace octavo::cuda
