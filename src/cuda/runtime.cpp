@@ -61,6 +61,13 @@ DeviceGuard::~DeviceGuard() {
 
 int32_t num_sms(int32_t device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
+int32_t compute_capability(int32_t device) {
+    return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+           attribute(cudaDevAttrComputeCapabilityMinor, device);
+}
+
+size_t l2_bytes(int32_t device) { return attribute(cudaDevAttrL2CacheSize, device); }
+
 size_t shared_bytes_per_block(int32_t device) {
     return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
