@@ -66,7 +66,7 @@ int32_t compute_capability(int32_t device) {
            attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
-size_t l2_bytes(int32_t device) { return attribute(cudaDevAttrL2CacheSize, device); }
+int64_t l2_bytes(int32_t device) { return attribute(cudaDevAttrL2CacheSize, device); }
 
 size_t shared_bytes_per_block(int32_t device) {
     return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);

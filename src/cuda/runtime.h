@@ -25,7 +25,7 @@ class DeviceGuard {
 
 int32_t num_sms(int32_t device);
 int32_t compute_capability(int32_t device);  // 90: 9.0
-size_t l2_bytes(int32_t device);
+int64_t l2_bytes(int32_t device);
 size_t shared_bytes_per_block(int32_t device);  // at most, for a kernel that opts in
 
 // Device memory that lives from here to here in the order of `stream`; inside a graph capture it becomes

@@ -12,7 +12,7 @@
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kWarpgroups>
 void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
                     cudaStream_t stream);
 
@@ -27,20 +27,12 @@ struct Instance {
 // Every instance compiled, by rising head dim; CMake writes the list that it compiles. None without sm_90a.
 const std::vector<Instance>& all_instances() {
     static const std::vector<Instance> instances = {
-#define OCTAVO_PREFILL_INSTANCE(type, head_dim) \
-    {dtype_of<type>(), prefill_tiles(head_dim), launch_prefill<type, head_dim>},
+#define OCTAVO_PREFILL_INSTANCE(type, head_dim, warpgroups) \
+    {dtype_of<type>(), prefill_tiles(head_dim, warpgroups), launch_prefill<type, head_dim, warpgroups>},
 #include "prefill_instances.inc"
 #undef OCTAVO_PREFILL_INSTANCE
     };
     return instances;
-}
-
-// The smallest instance that holds the problem, or null.
-const Instance* choose_instance(const ForwardParams& p) {
-    for (const Instance& instance : all_instances()) {
-        if (instance.dtype == p.dtype && instance.tiles.head_dim >= p.head_dim) return &instance;
-    }
-    return nullptr;
 }
 
 constexpr int32_t kGroupRows = 64;
@@ -69,6 +61,39 @@ int32_t choose_heads(const ForwardParams& p) {
 int64_t num_row_tiles(const ForwardParams& p, const PrefillTiles& tiles, int32_t heads) {
     const int64_t tile_tokens = int64_t{tiles.warpgroups} * (kGroupRows / heads);
     return p.num_q_heads / heads * p.batch * round_up_divide(typical_seqlen_q(p), tile_tokens);
+}
+
+// Units in a section. Few, so that row tiles that share K and V meet in time and in the L2 cache; but enough
+// row tiles that the SMs end together, although under a causal mask the first take longest.
+int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan) {
+    const int64_t sms = num_sms(p.device.index);
+    const int64_t row_tiles = (p.window_right >= 0 ? 4 : 2) * sms;
+    // Beyond these, K and V are read from memory again and again: half of the cache, unless so few units run
+    // at a time that eight CTAs share each.
+    const int64_t unit_bytes = int64_t{4} * p.seqlen_k * p.head_dim * plan.heads / p.group_size();
+    const int64_t most = std::max(l2_bytes(p.device.index) / 2 / std::max<int64_t>(unit_bytes, 1), sms / 8);
+    const int64_t units = std::min(round_up_divide(row_tiles, plan.num_row_tiles), most);
+    return static_cast<int32_t>(std::clamp<int64_t>(units, 1, plan.num_units));
+}
+
+// The smallest head dim that holds the problem's, or null. Of its instances, the one with the most warpgroups
+// whose row tiles waste few rows more than the smallest would.
+const Instance* choose_instance(const ForwardParams& p) {
+    const Instance* best = nullptr;
+    const int64_t groups = round_up_divide(typical_seqlen_q(p), kGroupRows / choose_heads(p));
+    auto padded = [&](const Instance& i) {
+        return round_up_divide(groups, i.tiles.warpgroups) * i.tiles.warpgroups;
+    };
+    for (const Instance& instance : all_instances()) {
+        if (instance.dtype != p.dtype || instance.tiles.head_dim < p.head_dim) continue;
+        if (!best) {
+            best = &instance;
+        } else if (instance.tiles.head_dim == best->tiles.head_dim &&
+                   100 * padded(instance) <= 106 * padded(*best)) {
+            best = &instance;
+        }
+    }
+    return best;
 }
 
 // Keys that one copy brings.
@@ -105,7 +130,7 @@ struct Operand {
         return make_tensor_map(static_cast<const unsigned char*>(base) - 2 * (edge * token_stride),
                                {{head_dim, num_heads, edge, kMaxIndex, kMaxIndex},
                                 {head_stride, token_stride, token_stride, outer_stride},
-                                {PrefillConfig<64>::kBlockColumns, box_heads, box_tokens, 1, 1}});
+                                {kPrefillBlockColumns, box_heads, box_tokens, 1, 1}});
     }
 };
 
@@ -135,12 +160,14 @@ std::vector<std::string> prefill_instances() {
     std::vector<std::string> names;
     for (const Instance& instance : all_instances()) {
         names.push_back("prefill<" + to_string(instance.dtype) + ", " +
-                        std::to_string(instance.tiles.head_dim) + ">");
+                        std::to_string(instance.tiles.head_dim) + ", " +
+                        std::to_string(kGroupRows * instance.tiles.warpgroups) + " rows>");
     }
     return names;
 }
 
 bool prefill_serves(const ForwardParams& p) {
+    if (p.total_q == 0) return false;
     const Instance* instance = choose_instance(p);
     if (!instance || compute_capability(p.device.index) != 90) return false;
     if (p.num_splits > 1 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
@@ -158,6 +185,7 @@ void prefill(const ForwardParams& p, cudaStream_t stream) {
     PrefillPlan plan{};
     plan.heads = choose_heads(p);
     plan.tokens = kGroupRows / plan.heads;
+    plan.page_size = FastDivide::by(std::max(p.page_size, 1));
     plan.box_keys = box_keys(p, instance.tiles);
     const Operands operands(p);
     plan.q_edge = operands.q.edge;
@@ -171,12 +199,8 @@ void prefill(const ForwardParams& p, cudaStream_t stream) {
     const int32_t tile_tokens = instance.tiles.warpgroups * plan.tokens;
     plan.num_units = p.batch * units_a_sequence;
     plan.num_row_tiles = static_cast<int32_t>(round_up_divide(p.seqlen_q, tile_tokens));
-    // Half of the L2 cache; sections of like size, so that the last still has work for every SM.
-    const int64_t unit_bytes = int64_t{4} * p.seqlen_k * p.head_dim * plan.heads / p.group_size();
-    const int64_t most_units =
-        std::max<int64_t>(l2_bytes(p.device.index) / 2 / std::max<int64_t>(unit_bytes, 1), 1);
-    const int64_t num_sections = round_up_divide(plan.num_units, most_units);
-    plan.section = static_cast<int32_t>(round_up_divide(plan.num_units, num_sections));
+    plan.section = choose_section(p, plan);
+    plan.first_section = (plan.num_units - 1) % plan.section + 1;
     plan.counter = reinterpret_cast<int32_t*>(decode_workspace(p.device.index, stream, 0, 1).counters);
 
     // What a packed batch holds is known on the device only: a bound.

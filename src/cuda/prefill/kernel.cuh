@@ -14,10 +14,10 @@
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim>
-__global__ void __launch_bounds__(PrefillConfig<kHeadDim>::kThreads, 1)
+template <class T, int kHeadDim, int kWarpgroups>
+__global__ void __launch_bounds__(PrefillConfig<kHeadDim, kWarpgroups>::kThreads, 1)
     prefill_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ PrefillPlan plan) {
-    using Config = PrefillConfig<kHeadDim>;
+    using Config = PrefillConfig<kHeadDim, kWarpgroups>;
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<PrefillShared<Config>*>(shared_bytes);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -26,11 +26,9 @@ __global__ void __launch_bounds__(PrefillConfig<kHeadDim>::kThreads, 1)
 
     if (warp < 4) {
         ptx::lower_registers<Config::kProducerRegisters>();
-        if (warp == 0) {
-            run_loader<Config>(p, plan, shared);
-        } else if (warp == 1) {
-            run_storer<Config>(p, plan, shared);
-        }
+        if (warp == 0) run_q_k_loader<Config>(p, plan, shared);
+        if (warp == 1) run_v_loader<Config>(p, plan, shared);
+        if (warp == 2) run_storer<Config>(p, plan, shared);
     } else {
         ptx::raise_registers<Config::kConsumerRegisters>();
         PrefillConsumer<T, Config>(p, plan, shared, warp / 4 - 1).run();

@@ -20,7 +20,8 @@ struct PrefillShared {
     uint64_t q_full[Config::kQSlots][Config::kConsumers], q_empty[Config::kQSlots][Config::kConsumers];
     uint64_t k_full[Config::kStages], k_empty[Config::kStages];
     uint64_t v_full[Config::kStages], v_empty[Config::kStages];
-    uint64_t out_full[Config::kConsumers];  // the result lies in the slot of the queries
+    // The result lies in the slot of its queries.
+    uint64_t out_full[Config::kQSlots][Config::kConsumers];
     uint64_t work_full[kPrefillWorkSlots], work_empty[kPrefillWorkSlots];
     uint64_t patch;  // a tile of V that the producer changes before it hands it on
 
@@ -30,6 +31,7 @@ struct PrefillShared {
             for (int group = 0; group < Config::kConsumers; ++group) {
                 ptx::mbarrier_init(&q_full[slot][group], 1);
                 ptx::mbarrier_init(&q_empty[slot][group], 1);
+                ptx::mbarrier_init(&out_full[slot][group], 4);
             }
         }
         for (int stage = 0; stage < Config::kStages; ++stage) {
@@ -38,10 +40,9 @@ struct PrefillShared {
             ptx::mbarrier_init(&k_empty[stage], kConsumerWarps);
             ptx::mbarrier_init(&v_empty[stage], kConsumerWarps);
         }
-        for (int group = 0; group < Config::kConsumers; ++group) ptx::mbarrier_init(&out_full[group], 4);
         for (int slot = 0; slot < kPrefillWorkSlots; ++slot) {
             ptx::mbarrier_init(&work_full[slot], 1);
-            ptx::mbarrier_init(&work_empty[slot], kConsumerWarps + 1);
+            ptx::mbarrier_init(&work_empty[slot], kConsumerWarps + 2);  // and two of the producer's
         }
         ptx::mbarrier_init(&patch, 1);
         ptx::mbarrier_init_fence();

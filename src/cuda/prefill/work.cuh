@@ -50,10 +50,15 @@ class PrefillScheduler {
                 w.batch = -1;
                 return w;
             }
-            const int32_t section = index_ / (plan_.section * plan_.num_row_tiles);
-            const int32_t at = index_ - section * plan_.section * plan_.num_row_tiles;
-            const int32_t units = min(plan_.section, plan_.num_units - section * plan_.section);
-            const int32_t unit = section * plan_.section + at % units;
+            int32_t first_unit = 0, units = plan_.first_section, at = index_;
+            if (at >= units * plan_.num_row_tiles) {
+                at -= units * plan_.num_row_tiles;
+                const int32_t section = at / (plan_.section * plan_.num_row_tiles);
+                at -= section * plan_.section * plan_.num_row_tiles;
+                first_unit = units + section * plan_.section;
+                units = plan_.section;
+            }
+            const int32_t unit = first_unit + at % units;
             w.batch = unit / num_units_a_sequence;
             w.first_head = unit % num_units_a_sequence * plan_.heads;
             w.first_token = (plan_.num_row_tiles - 1 - at / units) * tile_tokens_;
