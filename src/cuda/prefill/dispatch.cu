@@ -40,27 +40,31 @@ constexpr int64_t kMaxIndex = (int64_t{1} << 31) - 1;
 
 int64_t round_up_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Queries of one sequence: their number, or the mean of a packed batch.
-int64_t typical_seqlen_q(const ForwardParams& p) { return round_up_divide(p.total_q, p.batch); }
-
-// Runs of 64 rows that one sequence takes over all heads, with `heads` of them side by side.
+// Runs of 64 rows that one sequence of a dense batch takes over all heads, with `heads` of them side by side.
 int64_t row_groups(const ForwardParams& p, int32_t heads) {
-    return p.num_q_heads / heads * round_up_divide(typical_seqlen_q(p), kGroupRows / heads);
+    return p.num_q_heads / heads * round_up_divide(p.seqlen_q, kGroupRows / heads);
 }
 
-// The divisor of the group size that wastes the fewest rows; the largest of them, since heads side by side
-// share K and V and see the same keys.
+// The largest divisor of the group size that wastes few rows: heads side by side share K and V and see the
+// same keys. Of a packed batch only the bound of the lengths is known here, and one row in 16 may be wasted.
+// (Nor is the mean used: a sequence's bits do not depend on its neighbours.)
 int32_t choose_heads(const ForwardParams& p) {
     int32_t best = 1;
     for (int32_t heads = 2; heads <= std::min(p.group_size(), kGroupRows); ++heads) {
-        if (p.group_size() % heads == 0 && row_groups(p, heads) <= row_groups(p, best)) best = heads;
+        if (p.group_size() % heads != 0) continue;
+        const bool fits = p.cu_seqlens_q ? 16 * (kGroupRows % heads) <= kGroupRows
+                                         : row_groups(p, heads) <= row_groups(p, best);
+        if (fits) best = heads;
     }
     return best;
 }
 
-int64_t num_row_tiles(const ForwardParams& p, const PrefillTiles& tiles, int32_t heads) {
-    const int64_t tile_tokens = int64_t{tiles.warpgroups} * (kGroupRows / heads);
-    return p.num_q_heads / heads * p.batch * round_up_divide(typical_seqlen_q(p), tile_tokens);
+// Over the batch and all heads; of a packed batch a bound.
+int64_t num_row_tiles(const ForwardParams& p, int32_t warpgroups, int32_t heads) {
+    const int64_t tile_tokens = int64_t{warpgroups} * (kGroupRows / heads);
+    int64_t row_tiles = p.batch * round_up_divide(p.seqlen_q, tile_tokens);
+    if (p.cu_seqlens_q) row_tiles = std::min(row_tiles, p.total_q / tile_tokens + p.batch);
+    return row_tiles * (p.num_q_heads / heads);
 }
 
 // Units in a section. Few, so that row tiles that share K and V meet in time and in the L2 cache; but enough
@@ -80,7 +84,7 @@ int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan) {
 // whose row tiles waste few rows more than the smallest would.
 const Instance* choose_instance(const ForwardParams& p) {
     const Instance* best = nullptr;
-    const int64_t groups = round_up_divide(typical_seqlen_q(p), kGroupRows / choose_heads(p));
+    const int64_t groups = round_up_divide(p.seqlen_q, kGroupRows / choose_heads(p));
     auto padded = [&](const Instance& i) {
         return round_up_divide(groups, i.tiles.warpgroups) * i.tiles.warpgroups;
     };
@@ -170,10 +174,10 @@ bool prefill_serves(const ForwardParams& p) {
     if (p.total_q == 0) return false;
     const Instance* instance = choose_instance(p);
     if (!instance || compute_capability(p.device.index) != 90) return false;
-    if (p.num_splits > 1 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
-    // With too few row tiles to fill the device, keys have to be split.
-    const int64_t row_tiles = num_row_tiles(p, instance->tiles, choose_heads(p));
-    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || row_tiles < num_sms(p.device.index)))
+    if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
+    const int64_t row_tiles = num_row_tiles(p, instance->tiles.warpgroups, choose_heads(p));
+    // With row tiles for half of the SMs at most, keys are better split.
+    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || 2 * row_tiles <= num_sms(p.device.index)))
         return false;
     const Operands operands(p);
     return row_tiles + int64_t{p.num_q_heads} * p.batch < kMaxIndex && operands.q.movable(p.dtype) &&
@@ -203,11 +207,7 @@ void prefill(const ForwardParams& p, cudaStream_t stream) {
     plan.first_section = (plan.num_units - 1) % plan.section + 1;
     plan.counter = reinterpret_cast<int32_t*>(decode_workspace(p.device.index, stream, 0, 1).counters);
 
-    // What a packed batch holds is known on the device only: a bound.
-    int64_t row_tiles = int64_t{plan.num_units} * plan.num_row_tiles;
-    if (p.cu_seqlens_q) {
-        row_tiles = std::min(row_tiles, units_a_sequence * (p.total_q / tile_tokens + p.batch));
-    }
+    const int64_t row_tiles = num_row_tiles(p, instance.tiles.warpgroups, plan.heads);
     const int32_t num_ctas = static_cast<int32_t>(std::min<int64_t>(row_tiles, num_sms(p.device.index)));
     instance.launch(p, plan, num_ctas, stream);
 }
