@@ -66,6 +66,8 @@ int32_t compute_capability(int32_t device) {
            attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
+int64_t l2_bytes(int32_t device) { return attribute(cudaDevAttrL2CacheSize, device); }
+
 size_t shared_bytes_per_block(int32_t device) {
     return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }

@@ -26,7 +26,8 @@ class DeviceGuard {
 };
 
 int32_t num_sms(int32_t device);
-int32_t compute_capability(int32_t device);     // 90 for 9.0
+int32_t compute_capability(int32_t device);  // 90 for 9.0
+int64_t l2_bytes(int32_t device);
 size_t shared_bytes_per_block(int32_t device);  // at most, for a kernel that opts in
 
 // One value for each device, made when it is first asked for.

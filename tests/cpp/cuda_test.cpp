@@ -146,6 +146,20 @@ std::vector<int32_t> cumulative(const std::vector<int32_t>& lengths) {
     return sums;
 }
 
+std::vector<float> slopes_for(int64_t num_heads) {
+    std::vector<float> slopes(num_heads);
+    for (int64_t h = 0; h < num_heads; ++h) slopes[h] = std::exp2(-8.0f * (h + 1) / num_heads);
+    return slopes;
+}
+
+// Masks and biases at random, for either operator.
+template <class Args>
+void pick_masks(Random& random, Args& args) {
+    args.causal = !random.one_in(3);
+    if (random.one_in(3)) args.window_left = random.pick({0, 10, 90, 300});
+    if (random.one_in(4)) args.softcap = 20.0;
+}
+
 class CudaTest : public ::testing::TestWithParam<unsigned> {};
 
 TEST_P(CudaTest, PagedAttentionAgreesWithTheCpu) {
@@ -169,17 +183,13 @@ TEST_P(CudaTest, PagedAttentionAgreesWithTheCpu) {
     Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype)), k(cache.k), v(cache.v);
     Mirror<uint16_t> out(nans(q.host.size(), dtype));
     Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN));
-    std::vector<float> slope_values(num_q_heads);
-    for (int64_t h = 0; h < num_q_heads; ++h) slope_values[h] = std::exp2(-8.0f * (h + 1) / num_q_heads);
-    Mirror<float> slopes(slope_values);
+    Mirror<float> slopes(slopes_for(num_q_heads));
     std::vector<int32_t> prefixes(batch);
     for (int32_t& prefix : prefixes) prefix = random.pick({0, 3, 40});
     Mirror<int32_t> prefix_lens(prefixes);
 
     PagedAttentionArgs args;
-    args.causal = !random.one_in(3);
-    if (random.one_in(3)) args.window_left = random.pick({0, 10, 90});
-    if (random.one_in(4)) args.softcap = 20.0;
+    pick_masks(random, args);
     if (random.one_in(4)) args.num_splits = random.pick({1, 3, 7});
     const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4);
     auto run = [&](auto view) {
@@ -201,6 +211,133 @@ TEST_P(CudaTest, PagedAttentionAgreesWithTheCpu) {
     run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
     expect_close(out.fetch(), out.host, dtype);
     expect_close(lse.fetch(), lse.host);
+}
+
+TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t head_dim = random.pick({64, 72, 96, 128, 128, 160, 192, 256});
+    const int64_t num_kv_heads = random.pick({1, 2}), group_size = random.pick({1, 3, 4, 7, 8});
+    const int64_t num_q_heads = num_kv_heads * group_size;
+    const bool packed = random.one_in(2);
+    // Packed: the third sequence has no query, and NaN where its neighbours' tiles reach.
+    const auto lengths_q = packed ? random.pick<std::vector<int32_t>>({{70, 193, 0, 1}, {257, 1, 0, 300}})
+                                  : std::vector<int32_t>(2, random.pick({1, 64, 200, 333}));
+    const auto lengths_k = packed ? random.pick<std::vector<int32_t>>({{70, 450, 40, 129}, {257, 31, 7, 300}})
+                                  : std::vector<int32_t>(2, random.pick({1, 64, 200, 450}));
+    const int64_t batch = lengths_q.size();
+    Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), cu_seqlens_k(cumulative(lengths_k));
+    const int64_t total_q = cu_seqlens_q.host.back(), total_k = cu_seqlens_k.host.back();
+    Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype));
+    std::vector<uint16_t> values[2];
+    for (std::vector<uint16_t>& x : values) {
+        x = random.normal(total_k * num_kv_heads * head_dim, dtype);
+        if (!packed) continue;
+        const auto begin = x.begin() + cu_seqlens_k.host[2] * num_kv_heads * head_dim;
+        std::fill(begin, begin + lengths_k[2] * num_kv_heads * head_dim, to_bits(NAN, dtype));
+    }
+    Mirror<uint16_t> k(values[0]), v(values[1]), out(nans(q.host.size(), dtype));
+    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
+    std::vector<int32_t> prefixes(batch);
+    for (int32_t& prefix : prefixes) prefix = random.pick({0, 3, 140});
+    Mirror<int32_t> prefix_lens(prefixes);
+
+    AttentionArgs args;
+    pick_masks(random, args);
+    if (!args.causal && random.one_in(2)) args.window_right = random.pick({0, 60});
+    const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4);
+    auto run = [&](auto view) {
+        auto tokens_of = [&](auto& mirror, DType dtype, int64_t total, int64_t heads) {
+            return packed ? view(mirror, dtype, {total, heads, head_dim})
+                          : view(mirror, dtype, {batch, total / batch, heads, head_dim});
+        };
+        args.q = tokens_of(q, dtype, total_q, num_q_heads);
+        args.out = tokens_of(out, dtype, total_q, num_q_heads);
+        args.k = tokens_of(k, dtype, total_k, num_kv_heads);
+        args.v = tokens_of(v, dtype, total_k, num_kv_heads);
+        args.lse = packed ? view(lse, DType::float32, {total_q, num_q_heads})
+                          : view(lse, DType::float32, {batch, total_q / batch, num_q_heads});
+        if (packed) {
+            args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
+            args.cu_seqlens_k = view(cu_seqlens_k, DType::int32, {batch + 1});
+        }
+        if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        if (with_prefix) args.prefix_lens = view(prefix_lens, DType::int32, {batch});
+        attention(args);
+    };
+    using Shape = std::initializer_list<int64_t>;
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+    expect_close(out.fetch(), out.host, dtype);
+    expect_close(lse.fetch(), lse.host);
+}
+
+// Enough rows that a GPU needs no split of the keys.
+TEST_P(CudaTest, PagedPrefillAgreesWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t num_kv_heads = 8, group_size = random.pick({4, 7, 8});
+    const int64_t num_q_heads = num_kv_heads * group_size;
+    const int64_t head_dim = random.pick({64, 128, 128, 256});
+    // Decode rows and chunks in one batch.
+    const std::vector<int32_t> lengths_q{1, 200, 1, 64, 130, 0}, lengths_k{70, 270, 1, 64, 390, 5};
+    const int64_t batch = lengths_q.size();
+    Cache cache(random, lengths_k, random.pick({8, 16, 64, 256}), num_kv_heads, head_dim, dtype);
+    Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), table(cache.table), lengths(cache.lengths);
+    const int64_t total_q = cu_seqlens_q.host.back();
+    Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype)), k(cache.k), v(cache.v);
+    Mirror<uint16_t> out(nans(q.host.size(), dtype));
+    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
+
+    PagedAttentionArgs args;
+    pick_masks(random, args);
+    const bool with_alibi = random.one_in(3);
+    auto run = [&](auto view) {
+        args.q = view(q, dtype, {total_q, num_q_heads, head_dim});
+        args.out = view(out, dtype, {total_q, num_q_heads, head_dim});
+        args.lse = view(lse, DType::float32, {total_q, num_q_heads});
+        args.k_pages = view(k, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
+        args.v_pages = view(v, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
+        args.page_table = view(table, DType::int32, {batch, cache.max_pages});
+        args.seq_lens = view(lengths, DType::int32, {batch});
+        args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
+        if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        paged_attention(args);
+    };
+    using Shape = std::initializer_list<int64_t>;
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+    expect_close(out.fetch(), out.host, dtype);
+    expect_close(lse.fetch(), lse.host);
+}
+
+// The lengths at which a persistent kernel hands out several tiles to each SM.
+TEST(PrefillTest, LongSequencesAgreeWithTheCpu) {
+    Random random(3);
+    for (const int64_t head_dim : {64, 128, 256}) {
+        for (const int64_t seqlen : {1000, 4097}) {
+            const DType dtype = DType::bfloat16;
+            const int64_t num_heads = 8;
+            Mirror<uint16_t> q(random.normal(seqlen * num_heads * head_dim, dtype)),
+                k(random.normal(q.host.size(), dtype)), v(random.normal(q.host.size(), dtype)),
+                out(nans(q.host.size(), dtype));
+            AttentionArgs args;
+            args.causal = true;
+            auto run = [&](auto view) {
+                args.q = view(q), args.k = view(k), args.v = view(v), args.out = view(out);
+                attention(args);
+            };
+            // Twice: the second launch meets what the first left behind.
+            for (int i = 0; i < 2; ++i) {
+                run([&](auto& mirror) { return mirror.on_gpu(dtype, {1, seqlen, num_heads, head_dim}); });
+            }
+            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+            run([&](auto& mirror) { return mirror.on_host(dtype, {1, seqlen, num_heads, head_dim}); });
+            expect_close(out.fetch(), out.host, dtype);
+        }
+    }
 }
 
 TEST_P(CudaTest, DenseAttentionOnUnalignedRowsAgreesWithTheCpu) {

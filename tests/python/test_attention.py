@@ -152,7 +152,7 @@ def test_strided_equals_contiguous(target: Target, case: Case) -> None:
 def test_rows_that_are_not_aligned(target: Target) -> None:
     """Views that begin at any element: vector loads may not assume more than the element's alignment."""
     case = named("group_3")[0]
-    inputs, _ = problem(case, target.dtype)
+    inputs, reference = problem(case, target.dtype)
     arrays = [calls.dense(case, x) for x in (inputs.q, inputs.k, inputs.v)]
     masks = {**case.masks, "return_lse": True}
     aligned = calls.read(target, octavo.attention(*map(target.array, arrays), **masks))
@@ -162,7 +162,10 @@ def test_rows_that_are_not_aligned(target: Target) -> None:
             wide = np.full((*x.shape[:3], case.head_dim + 5), np.nan)
             wide[..., offset : offset + case.head_dim] = x
             shifted.append(target.array(wide)[..., offset : offset + case.head_dim])
-        assert_same_bits(calls.read(target, octavo.attention(*shifted, **masks)), aligned)
+        result = calls.read(target, octavo.attention(*shifted, **masks))
+        reference.check(*result)
+        if target.on_cpu:  # a GPU may have another kernel for them
+            assert_same_bits(result, aligned)
 
 
 @every_target

@@ -1,4 +1,4 @@
-"""benchmarks/bench_decode.py: what of it needs no GPU."""
+"""benchmarks/bench_decode.py and bench_prefill.py: what of them needs no GPU."""
 
 import subprocess
 import sys
@@ -104,6 +104,18 @@ def test_list_selects_rows() -> None:
     command = [sys.executable, str(BENCHMARKS / "bench_decode.py"), "--list", "--rows", "^seed_batch(8|32)$"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert [line.split()[1] for line in shown.splitlines()[2:]] == ["seed_batch8", "seed_batch32"]
+
+
+def test_prefill_list_and_operations() -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench_prefill.py"), "--list", "--extra"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in shown.splitlines()[2:]}
+    assert len(rows) == len(shown.splitlines()) - 2
+    gflop = {name: float(line.split(" | ")[-1].removesuffix(" |")) for name, line in rows.items()}
+    assert gflop["d128_full_1x16384"] == 4 * 16384**2 * 2048 // 10**8 / 10
+    assert gflop["d128_causal_1x16384"] == gflop["d128_full_1x16384"] / 2
+    assert gflop["chunk512_ctx8k"] == round(4 * 4 * 512 * (7680 + 256) * 4096 / 1e9, 1)
+    assert gflop["d128_causal_2x8192_window_left"] < gflop["d128_causal_2x8192"] * 2 * 1025 / 8192
 
 
 def test_bytes_and_floor_of_the_table() -> None:

@@ -5,6 +5,7 @@
 #include "cuda/decode/decode.h"
 #include "cuda/forward/config.h"
 #include "cuda/forward/kernel.cuh"
+#include "cuda/prefill/prefill.h"
 #include "cuda/runtime.h"
 
 #include <algorithm>
@@ -72,6 +73,7 @@ std::vector<std::string> instances() {
     std::vector<std::string> names;
     for (const Instance& instance : kInstances) names.push_back(name_of(instance));
     for (const std::string& name : decode_instances()) names.push_back(name);
+    for (const std::string& name : prefill_instances()) names.push_back(name);
     return names;
 }
 
@@ -80,6 +82,7 @@ void forward(const ForwardParams& p, void* stream) {
     if (p.total_q == 0 || p.batch == 0) return;
     const DeviceGuard guard(p.device.index);
     if (decode_serves(p)) return decode(p, static_cast<cudaStream_t>(stream));
+    if (prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
     const int64_t num_row_tiles = bound_row_tiles(p, instance.rows);
     if (num_row_tiles == 0) return;
     constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1, kMaxGridY = 65535;

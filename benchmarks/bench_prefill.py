@@ -1,0 +1,104 @@
+"""Attention over many queries on an NVIDIA GPU: Octavo beside cuDNN, FlashAttention-2 and -3 in one run.
+
+    python benchmarks/bench_prefill.py --json prefill.jsonl
+
+bfloat16. A time is the median over replays of a CUDA graph of many calls, divided by their number; the graphs
+of the contestants take turns, and the calls rotate over copies of all inputs, more than twice the L2 cache in
+all. Every contestant's output is compared with float64 in some rows: who is wrong gets no time, and a wrong
+Octavo fails the run. cuDNN and FlashAttention-2 are PyTorch's; FlashAttention-3 is vLLM's
+_vllm_fa3_C.abi3.so, left out unless it lies on PYTHONPATH.
+
+A causal mask counts half of a square's operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from _prefill_cases import EXTRA, TABLE, Case
+
+CONTESTANTS = ("octavo", "cudnn", "fa3", "fa2")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--extra", action="store_true", help="also other dims, lengths, masks, biases, pages")
+    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
+    parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
+    parser.add_argument("--from-json", metavar="PATH", type=Path, help="show these rows; measure nothing")
+    return parser.parse_args(argv)
+
+
+def select(args: argparse.Namespace) -> list[Case]:
+    cases = [*TABLE, *(EXTRA if args.extra else ())]
+    return [case for case in cases if args.rows is None or args.rows.search(case.name)]
+
+
+HEADER = (
+    "| case | batch x length | heads | "
+    + " | ".join(f"{name}, TFLOP/s" for name in CONTESTANTS)
+    + " | octavo, us | fastest peer's time / octavo's |\n|---|---|---|"
+    + "--:|" * (len(CONTESTANTS) + 2)
+)
+
+
+def best_ratio(row: dict[str, Any]) -> float | None:
+    """How many times as fast as the fastest peer."""
+    peers = [us for name, us in row["us"].items() if name != "octavo"]
+    return min(peers) / row["us"]["octavo"] if peers and "octavo" in row["us"] else None
+
+
+def format_row(row: dict[str, Any]) -> str:
+    def number(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    cells = [row["case"], row["shape"]["lengths"], row["shape"]["heads"]]
+    cells += [number(row["tflops"].get(name), 0) for name in CONTESTANTS]
+    cells += [number(row["us"].get("octavo"), 1), number(best_ratio(row), 2)]
+    return f"| {' | '.join(cells)} |"
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from _prefill_run import measure_all
+
+    rows: list[dict[str, Any]] = []
+    for row in measure_all(select(args), rounds=5 if args.quick else 31):
+        if not rows:
+            print(f"{json.dumps(row['machine'])}\n\n{HEADER}")
+        print(format_row(row), flush=True)
+        rows.append(row)
+        if args.json:
+            args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.list:
+        print("| case | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
+        for case in select(args):
+            heads = f"{case.num_q_heads}/{case.num_kv_heads}"
+            print(f"| {case.name} | {case.lengths} | {heads} | {case.head_dim} | {case.flops / 1e9:.1f} |")
+        return 0
+    if args.from_json:
+        rows = [json.loads(line) for line in args.from_json.read_text().splitlines()]
+        print("\n".join([HEADER, *map(format_row, rows)]))
+    else:
+        rows = measure(args)
+    for row in rows:
+        for name, why in row["skipped"].items():
+            print(f"{row['case']}: {name}: {why}")
+    return 1 if any(row["skipped"].get("octavo", "").startswith("WRONG") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

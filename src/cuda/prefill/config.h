@@ -1,0 +1,91 @@
+// The tiles of the sm_90a prefill kernel.
+#pragma once
+
+#include "common/fast_divide.h"
+#include "ops/forward_params.h"
+
+#include <cuda.h>
+
+namespace octavo::cuda {
+
+constexpr int kPrefillBlockColumns = 64;
+
+// One row of the table: what a CTA is made of.
+struct PrefillTiles {
+    int head_dim;
+    int warpgroups;  // consumers, 64 rows each
+    int keys;        // of one tile
+    int stages;      // tiles of K, and of V, in shared memory
+    int q_slots;     // tiles of Q; the result leaves through the slot that its queries came in
+    bool chained;    // whether the first scores of a row tile go with the last product of the one before
+};
+
+constexpr PrefillTiles kPrefillTiles[] = {
+    {64, 3, 128, 4, 2, false},   //
+    {96, 3, 80, 3, 2, false},    //
+    {128, 2, 128, 2, 2, true},   // short sequences, of which 192 rows would waste too many
+    {128, 3, 80, 3, 2, true},    //
+    {192, 2, 112, 2, 1, false},  //
+    {256, 2, 80, 2, 1, false},
+};
+
+constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups) {
+    for (const PrefillTiles& tiles : kPrefillTiles) {
+        if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups) return tiles;
+    }
+    return {};
+}
+
+template <int kHeadDim_, int kConsumers_>
+struct PrefillConfig {
+    static constexpr PrefillTiles kTiles = prefill_tiles(kHeadDim_, kConsumers_);
+    static_assert(kTiles.keys > 0, "no such row");
+    static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kConsumers = kConsumers_;
+    static constexpr bool kChained = kTiles.chained;
+    static constexpr int kKeys = kTiles.keys;
+    static constexpr int kStages = kTiles.stages;
+    static constexpr int kQSlots = kTiles.q_slots;
+    static constexpr int kGroupRows = 64;  // of a warpgroup; a row is one query token of one query head
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
+    static constexpr int kBlockColumns = kPrefillBlockColumns;
+    static constexpr int kColumnBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;
+    static constexpr int kRowBytes = 2 * kBlockColumns;
+    static constexpr int kKeyBlockBytes = kKeys * kRowBytes;
+    static constexpr int kQBlockBytes = kGroupRows * kRowBytes;
+    static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
+    static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // of one warpgroup
+    // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers.
+    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+};
+
+// How one launch finds its data and cuts its work.
+//
+// Every array is a tensor of five axes: column, head, place, shift, outer (batch or page). Place and shift
+// both move by one token, and only their sum says which token is meant; so the edge of the place axis, where
+// the copy engine loads zeros and stores nothing, can lie at the end of any sequence: there, place is `edge`
+// and shift is the end. The base address lies `edge` tokens before the array's.
+struct PrefillPlan {
+    CUtensorMap q, k, v, out;
+    int32_t q_edge, k_edge;
+
+    // A row tile holds for each warpgroup `heads` heads of one group (a divisor of the group size) at
+    // `tokens` tokens: heads * tokens <= 64 rows, the heads of a token first.
+    int32_t heads, tokens;
+    // Keys that one copy brings: a tile of them, or a divisor of the tile and the page size.
+    int32_t box_keys;
+    FastDivide page_size;
+
+    // Dense arrays: the order of row tiles. A unit is one batch entry and one run of heads; a section, so
+    // many units, the first section what remains. Inside a section, later row tiles come first, as causal
+    // ones take longest.
+    int32_t num_row_tiles;  // of one unit
+    int32_t num_units;
+    int32_t section, first_section;
+    int32_t* counter;  // of row tiles handed out beyond the first of each CTA; 0 between launches
+};
+
+}  // namespace octavo::cuda

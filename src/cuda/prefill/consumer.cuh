@@ -1,0 +1,404 @@
+// The consumers: each warpgroup owns 64 rows of the row tile, whose scores, weights and result stay in its
+// registers.
+#pragma once
+
+#include "common/score.h"
+#include "cuda/prefill/shared.cuh"
+#include "cuda/ptx/exp2.h"
+#include "cuda/ptx/stmatrix.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/ptx/wgmma.h"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/types.h"
+
+namespace octavo::cuda {
+
+// Named barriers: 1 + w gives warpgroup w its turn at the tensor cores, kConsumers further holds it together.
+template <class Config>
+__device__ __forceinline__ void wait_for_turn(int group) {
+    ptx::named_barrier_sync(1 + group, 256);
+}
+template <class Config>
+__device__ __forceinline__ void pass_turn(int group) {
+    ptx::named_barrier_arrive(group + 1 == Config::kConsumers ? 1 : 2 + group, 256);
+}
+
+// The rows of a warpgroup, and what this thread's two of them see. Element i of the scores is in row
+// i / 2 % 2 of the two, at column 8 (i / 4) + i % 2 behind the thread's first.
+struct PrefillRows {
+    bool any;  // whether the warpgroup has a query here
+    bool has_window_left;
+    int32_t prefix_len;
+    // A tile of keys inside [0, prefix_len) or [full_begin, full_end) is visible to every row.
+    int32_t full_begin, full_end;
+    int32_t begin, end;  // the keys that some row sees lie in [0, prefix_len) and [begin, end)
+    // ALiBi, but for a term that is the same along a row, and so does not change its weights: the bias counts
+    // from the warpgroup's first query, and `row_bias` (in units of log2(e)) is missing from the LSE.
+    int32_t anchor;
+    float slope_log2[2], row_bias[2];
+    int32_t row_end[2];   // keys from here on are hidden,
+    uint32_t row_gap[2];  // and so many behind the prefix
+
+    __device__ PrefillRows(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work,
+                           int group) {
+        const Visibility see = work.visibility(p);
+        const int32_t first_token = work.first_token + group * plan.tokens;
+        const int32_t first_q_pos = work.q_pos(first_token);
+        const int32_t last_q_pos = work.q_pos(min(first_token + plan.tokens, work.seqlen_q) - 1);
+        any = first_token < work.seqlen_q;
+        anchor = first_q_pos;
+        has_window_left = p.window_left >= 0;
+        prefix_len = see.prefix_len;
+        full_begin = see.window_begin(last_q_pos);
+        full_end = see.window_end(first_q_pos);
+        begin = see.window_begin(first_q_pos);
+        end = see.window_end(last_q_pos);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t row = this->row(half);
+            const int32_t q_pos = first_q_pos + row / plan.heads;
+            row_end[half] = max(see.window_end(q_pos), prefix_len);
+            row_gap[half] = max(see.window_begin(q_pos) - prefix_len, 0);
+            const int32_t head = work.first_head + row % plan.heads;
+            slope_log2[half] =
+                p.alibi_slopes ? p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2e : 0.0f;
+            row_bias[half] = alibi_bias(slope_log2[half], q_pos, anchor);
+        }
+    }
+
+    // Of the warpgroup's 64.
+    __device__ static int32_t row(int half) {
+        return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+    }
+    __device__ bool see_any(int32_t first_key, int32_t keys) const {
+        return any && (first_key < prefix_len || (first_key < end && first_key + keys > begin));
+    }
+    __device__ bool see_all(int32_t first_key, int32_t keys) const {
+        return first_key + keys <= prefix_len || (first_key >= full_begin && first_key + keys <= full_end);
+    }
+};
+
+// Maximum and sum of the two rows of a thread, the sum over this thread's columns only. The maximum is raised
+// only when a score passes it by 2^8 (in weights), so that the result is seldom rescaled.
+struct PrefillSoftmax {
+    static constexpr float kSlackLog2 = 8.0f;
+    float scale;                            // from scores to units of log2(e)
+    float slack;                            // kSlackLog2 in scores
+    float max[2] = {-INFINITY, -INFINITY};  // in scores
+    float sum[2] = {0.0f, 0.0f};
+
+    __device__ explicit PrefillSoftmax(float scale) : scale(scale), slack(kSlackLog2 / scale) {}
+
+    __device__ float max_log2(int half) const { return max[half] == -INFINITY ? 0.0f : max[half] * scale; }
+
+    // From scores to weights. Returns whether what was gathered before must be multiplied by `factor`.
+    template <int kCount>
+    __device__ __forceinline__ bool apply(float (&scores)[kCount], float (&factor)[2]) {
+        float tile_max[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            float& m = tile_max[i / 2 % 2][i % 2];
+            m = fmaxf(m, scores[i]);
+        }
+        bool raise = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            tile_max[half][0] = row_max(fmaxf(tile_max[half][0], tile_max[half][1]));
+            raise = raise || tile_max[half][0] > max[half] + slack;
+        }
+        raise = __any_sync(~0u, raise);
+        if (raise) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float raised = fmaxf(max[half], tile_max[half][0]);
+                factor[half] = raised == -INFINITY ? 1.0f : ptx::exp2_approx((max[half] - raised) * scale);
+                max[half] = raised;
+                sum[half] *= factor[half];
+            }
+        }
+        const float subtract[2] = {max_log2(0), max_log2(1)};
+        float tile_sum[2][2] = {};
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            scores[i] = ptx::exp2_approx(fmaf(scores[i], scale, -subtract[i / 2 % 2]));
+            tile_sum[i / 2 % 2][i % 2] += scores[i];
+        }
+        sum[0] += tile_sum[0][0] + tile_sum[0][1];
+        sum[1] += tile_sum[1][0] + tile_sum[1][1];
+        return raise;
+    }
+};
+
+// Softcap, ALiBi and masks, each a branch that the whole warpgroup takes or not. `one_slope`: both rows of
+// each thread have the same.
+template <int kKeys, int kCount>
+__device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
+                                           bool has_alibi, bool one_slope, const PrefillRows& rows,
+                                           int32_t first_key) {
+    const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+    if (transform.has_softcap) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) scores[i] = transform(scores[i]);
+    }
+    if (has_alibi) {
+        const float inner = transform.has_softcap ? 1.0f : transform.inner;
+        const float bias[2] = {alibi_bias(rows.slope_log2[0], rows.anchor, first_column),
+                               alibi_bias(rows.slope_log2[1], rows.anchor, first_column)};
+        auto column_bias = [&](int i, float slope_log2, float first_bias) {
+            const int column = i / 4 * 8 + i % 2;
+            return fmaf(slope_log2, column, first_bias);
+        };
+        if (one_slope) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                if (i / 2 % 2 == 1) continue;
+                const float both = column_bias(i, rows.slope_log2[0], bias[0]);
+                scores[i] = fmaf(scores[i], inner, both);
+                scores[i + 2] = fmaf(scores[i + 2], inner, both);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                const int half = i / 2 % 2;
+                scores[i] = fmaf(scores[i], inner, column_bias(i, rows.slope_log2[half], bias[half]));
+            }
+        }
+    }
+    if (rows.see_all(first_key, kKeys)) return;
+    const int32_t end[2] = {rows.row_end[0] - first_column, rows.row_end[1] - first_column};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const int column = i / 4 * 8 + i % 2;
+        if (column >= end[i / 2 % 2]) scores[i] = -INFINITY;
+    }
+    if (!rows.has_window_left) return;
+    const int32_t behind_prefix = first_column - rows.prefix_len;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const int column = i / 4 * 8 + i % 2;
+        if (static_cast<uint32_t>(behind_prefix + column) < rows.row_gap[i / 2 % 2]) scores[i] = -INFINITY;
+    }
+}
+
+// One warpgroup.
+template <class T, class Config>
+class PrefillConsumer {
+  public:
+    __device__ PrefillConsumer(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared,
+                               int group)
+        : p_(p), plan_(plan), shared_(shared), group_(group) {}
+
+    __device__ __forceinline__ void run() {
+        const ScoreTransform transform = ScoreTransform::make(p_.softmax_scale, p_.softcap);
+        const bool has_alibi = p_.alibi_slopes != nullptr, one_slope = 8 % plan_.heads == 0;
+        const float scale = transform.has_softcap || has_alibi ? 1.0f : transform.inner;
+        float scores[kScores], out[kOut], factor[2];
+        uint32_t weights[kWeights];
+        if (group_ == Config::kConsumers - 1) pass_turn<Config>(group_);
+
+        PrefillWork work = take_work<Config>(shared_, work_ring_);
+        while (work.batch >= 0) {
+            KeyTiles tiles = key_tiles<Config>(p_, plan_, work);
+            PrefillRows rows(p_, plan_, work, group_);
+            PrefillSoftmax softmax(scale);
+            int32_t tile = tiles.count - 1;
+            ptx::mbarrier_wait(&shared_.q_full[q_ring_.slot][group_], q_ring_.parity);
+            while (tile >= 0 && !rows.see_any(tiles.start(tile), Config::kKeys)) {
+                skip_tile();
+                --tile;
+            }
+#pragma unroll
+            for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
+            if (tile < 0) {
+                float out_scale[2];
+                finish(work, rows, softmax, out_scale);
+                store(out, out_scale);
+                work = take_work<Config>(shared_, work_ring_);
+                continue;
+            }
+
+            ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
+            wait_for_turn<Config>(group_);
+            multiply_q_k(scores, q_ring_.slot);
+            pass_turn<Config>(group_);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_results(scores);
+            release(shared_.k_empty, k_ring_);
+            score_tile<Config::kKeys>(scores, transform, has_alibi, one_slope, rows, tiles.start(tile));
+            softmax.apply(scores, factor);
+            pack_weights(scores, weights);
+            --tile;
+
+            // Scores of one tile, together with the product of the weights before with V. Past the first tile
+            // of keys, that goes on with the last one of the next row tile.
+            float out_scale[2];
+            PrefillWork next;
+            while (true) {
+                const bool boundary = tile < 0;
+                Ring<Config::kQSlots> q_ring = q_ring_;
+                if (boundary) {
+                    finish(work, rows, softmax, out_scale);
+                    next = take_work<Config>(shared_, work_ring_);
+                    if (!Config::kChained || next.batch < 0) break;
+                    tiles = key_tiles<Config>(p_, plan_, next);
+                    tile = tiles.count - 1;
+                    rows = PrefillRows(p_, plan_, next, group_);
+                    if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
+                    work = next;
+                    softmax = PrefillSoftmax(scale);
+                    q_ring.advance();
+                    ptx::mbarrier_wait(&shared_.q_full[q_ring.slot][group_], q_ring.parity);
+                }
+                ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
+                wait_for_turn<Config>(group_);
+                multiply_q_k(scores, q_ring.slot);
+                ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
+                multiply_p_v(weights, out);
+                pass_turn<Config>(group_);
+                ptx::wgmma_wait<1>();
+                ptx::wgmma_results(scores);
+                release(shared_.k_empty, k_ring_);
+                score_tile<Config::kKeys>(scores, transform, has_alibi, one_slope, rows, tiles.start(tile));
+                const bool rescale = softmax.apply(scores, factor);
+                // The exponentials run under the product with V: ptxas would move the wait before them, were
+                // it not behind a branch (3 to 5 % slower on an H200).
+                ptx::wgmma_results(softmax.sum);
+                if (boundary) {
+                    end_p_v(out);
+                    store(out, out_scale);
+#pragma unroll
+                    for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
+                } else if (rescale) {
+                    end_p_v(out);
+#pragma unroll
+                    for (int i = 0; i < kOut; ++i) out[i] *= factor[i / 2 % 2];
+                } else {
+                    end_p_v(out);
+                }
+                pack_weights(scores, weights);
+                --tile;
+            }
+            ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
+            multiply_p_v(weights, out);
+            end_p_v(out);
+            store(out, out_scale);
+            work = next;
+        }
+    }
+
+  private:
+    static constexpr int kScores = Config::kKeys / 2;
+    static constexpr int kWeights = Config::kKeys / 4;  // registers, two weights each
+    static constexpr int kOut = Config::kHeadDim / 2;
+    using ProductQK = ptx::Wgmma<T, Config::kKeys>;
+    using ProductPV = ptx::Wgmma<T, Config::kHeadDim>;
+
+    // Keeps step with the other warpgroups over a tile that no row here sees.
+    __device__ __forceinline__ void skip_tile() {
+        wait_for_turn<Config>(group_);
+        pass_turn<Config>(group_);
+        ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
+        release(shared_.k_empty, k_ring_);
+        ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
+        release(shared_.v_empty, v_ring_);
+    }
+
+    // This warp is done with the slot at hand.
+    __device__ __forceinline__ void release(uint64_t* empty, Ring<Config::kStages>& ring) {
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[ring.slot]);
+        ring.advance();
+    }
+
+    // scores = Q K^T, under way.
+    __device__ __forceinline__ void multiply_q_k(float (&scores)[kScores], int q_slot) {
+        const uint64_t q = ptx::wgmma_descriptor(ptx::shared_address(shared_.q[q_slot][group_]), 0);
+        const uint64_t k = ptx::wgmma_descriptor(ptx::shared_address(shared_.k[k_ring_.slot]), 0);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int block = step / 4, offset = step % 4 * 32;
+            ProductQK::ss(scores, q + (block * Config::kQBlockBytes + offset) / 16,
+                          k + (block * Config::kKeyBlockBytes + offset) / 16, step != 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    // out += P V, under way.
+    __device__ __forceinline__ void multiply_p_v(const uint32_t (&weights)[kWeights], float (&out)[kOut]) {
+        const uint64_t v =
+            ptx::wgmma_descriptor(ptx::shared_address(shared_.v[v_ring_.slot]), Config::kKeyBlockBytes);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kKeys / 16; ++step) {
+            ProductPV::rs(out, &weights[4 * step], v + step * 16 * Config::kRowBytes / 16);
+        }
+        ptx::wgmma_commit();
+    }
+
+    __device__ __forceinline__ void end_p_v(float (&out)[kOut]) {
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_results(out);
+        release(shared_.v_empty, v_ring_);
+    }
+
+    __device__ __forceinline__ void pack_weights(const float (&scores)[kScores],
+                                                 uint32_t (&weights)[kWeights]) {
+#pragma unroll
+        for (int i = 0; i < kWeights; ++i) weights[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+    }
+
+    // Once all weights are known: writes the LSE, and gives the factor that the result lacks.
+    __device__ __forceinline__ void finish(const PrefillWork& work, const PrefillRows& rows,
+                                           const PrefillSoftmax& softmax, float (&out_scale)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            SoftmaxState state;
+            state.max = softmax.max_log2(half);
+            state.sum = row_sum(softmax.sum[half]);
+            out_scale[half] = state.inverse_sum() * p_.out_scale;
+            if (!p_.lse || threadIdx.x % 4 != 0) continue;
+            const int32_t row = PrefillRows::row(half);
+            const int32_t token = work.first_token + group_ * plan_.tokens + row / plan_.heads;
+            if (row >= plan_.heads * plan_.tokens || token >= work.seqlen_q) continue;
+            const int64_t begin =
+                p_.cu_seqlens_q ? work.q_begin * p_.lse_token_stride : work.batch * p_.lse_batch_stride;
+            p_.lse[begin + token * p_.lse_token_stride +
+                   (work.first_head + row % plan_.heads) * p_.lse_head_stride] =
+                state.lse() + rows.row_bias[half] * kLn2;
+        }
+    }
+
+    // Puts the result into the slot of its queries, from where the storing warp sends it.
+    __device__ __forceinline__ void store(const float (&out)[kOut], const float (&out_scale)[2]) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+        // Every warp is done with the queries.
+        ptx::named_barrier_sync(1 + Config::kConsumers + group_, 128);
+        unsigned char* const slot = shared_.q[q_ring_.slot][group_];
+#pragma unroll
+        for (int i = 0; i < Config::kHeadDim / 16; ++i) {
+            auto pair = [&](int j) {
+                return pack<T>(out[8 * i + j] * out_scale[j / 2 % 2],
+                               out[8 * i + j + 1] * out_scale[j / 2 % 2]);
+            };
+            const int column = (i % 4 * 2 + lane / 16) ^ (lane % 8);  // 16 bytes wide, swizzled
+            ptx::stmatrix_x4(slot + i / 4 * Config::kQBlockBytes +
+                                 (16 * warp + lane % 16) * Config::kRowBytes + 16 * column,
+                             pair(0), pair(2), pair(4), pair(6));
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&shared_.out_full[q_ring_.slot][group_]);
+        q_ring_.advance();
+    }
+
+    const ForwardParams& p_;
+    const PrefillPlan& plan_;
+    PrefillShared<Config>& shared_;
+    const int group_;
+    Ring<Config::kQSlots> q_ring_;
+    Ring<Config::kStages> k_ring_, v_ring_;
+    Ring<kPrefillWorkSlots> work_ring_;
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,215 @@
+// From checked parameters to the instance of the prefill kernel that serves them, and how it cuts the work.
+#include "cuda/alignment.h"
+#include "cuda/decode/workspace.h"
+#include "cuda/prefill/config.h"
+#include "cuda/prefill/prefill.h"
+#include "cuda/prefill/tensor_map.h"
+#include "cuda/runtime.h"
+#include "cuda/types.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace octavo::cuda {
+
+template <class T, int kHeadDim, int kWarpgroups>
+void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
+                    cudaStream_t stream);
+
+namespace {
+
+struct Instance {
+    DType dtype;
+    PrefillTiles tiles;
+    void (*launch)(const ForwardParams&, const PrefillPlan&, int32_t, cudaStream_t);
+};
+
+// Every instance compiled, by rising head dim; CMake writes the list that it compiles. None without sm_90a.
+const std::vector<Instance>& all_instances() {
+    static const std::vector<Instance> instances = {
+#define OCTAVO_PREFILL_INSTANCE(type, head_dim, warpgroups) \
+    {dtype_of<type>(), prefill_tiles(head_dim, warpgroups), launch_prefill<type, head_dim, warpgroups>},
+#include "prefill_instances.inc"
+#undef OCTAVO_PREFILL_INSTANCE
+    };
+    return instances;
+}
+
+constexpr int32_t kGroupRows = 64;
+constexpr int64_t kMaxIndex = (int64_t{1} << 31) - 1;
+
+int64_t round_up_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Runs of 64 rows that one sequence of a dense batch takes over all heads, with `heads` of them side by side.
+int64_t row_groups(const ForwardParams& p, int32_t heads) {
+    return p.num_q_heads / heads * round_up_divide(p.seqlen_q, kGroupRows / heads);
+}
+
+// The largest divisor of the group size that wastes few rows: heads side by side share K and V and see the
+// same keys. Of a packed batch only the bound of the lengths is known here, and one row in 16 may be wasted.
+// (Nor is the mean used: a sequence's bits do not depend on its neighbours.)
+int32_t choose_heads(const ForwardParams& p) {
+    int32_t best = 1;
+    for (int32_t heads = 2; heads <= std::min(p.group_size(), kGroupRows); ++heads) {
+        if (p.group_size() % heads != 0) continue;
+        const bool fits = p.cu_seqlens_q ? 16 * (kGroupRows % heads) <= kGroupRows
+                                         : row_groups(p, heads) <= row_groups(p, best);
+        if (fits) best = heads;
+    }
+    return best;
+}
+
+// Over the batch and all heads; of a packed batch a bound.
+int64_t num_row_tiles(const ForwardParams& p, int32_t warpgroups, int32_t heads) {
+    const int64_t tile_tokens = int64_t{warpgroups} * (kGroupRows / heads);
+    int64_t row_tiles = p.batch * round_up_divide(p.seqlen_q, tile_tokens);
+    if (p.cu_seqlens_q) row_tiles = std::min(row_tiles, p.total_q / tile_tokens + p.batch);
+    return row_tiles * (p.num_q_heads / heads);
+}
+
+// Units in a section. Few, so that row tiles that share K and V meet in time and in the L2 cache; but enough
+// row tiles that the SMs end together, although under a causal mask the first take longest.
+int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan) {
+    const int64_t sms = num_sms(p.device.index);
+    const int64_t row_tiles = (p.window_right >= 0 ? 4 : 2) * sms;
+    // Beyond these, K and V are read from memory again and again: half of the cache, unless so few units run
+    // at a time that eight CTAs share each.
+    const int64_t unit_bytes = int64_t{4} * p.seqlen_k * p.head_dim * plan.heads / p.group_size();
+    const int64_t most = std::max(l2_bytes(p.device.index) / 2 / std::max<int64_t>(unit_bytes, 1), sms / 8);
+    const int64_t units = std::min(round_up_divide(row_tiles, plan.num_row_tiles), most);
+    return static_cast<int32_t>(std::clamp<int64_t>(units, 1, plan.num_units));
+}
+
+// The smallest head dim that holds the problem's, or null. Of its instances, the one with the most warpgroups
+// whose row tiles waste few rows more than the smallest would.
+const Instance* choose_instance(const ForwardParams& p) {
+    const Instance* best = nullptr;
+    const int64_t groups = round_up_divide(p.seqlen_q, kGroupRows / choose_heads(p));
+    auto padded = [&](const Instance& i) {
+        return round_up_divide(groups, i.tiles.warpgroups) * i.tiles.warpgroups;
+    };
+    for (const Instance& instance : all_instances()) {
+        if (instance.dtype != p.dtype || instance.tiles.head_dim < p.head_dim) continue;
+        if (!best) {
+            best = &instance;
+        } else if (instance.tiles.head_dim == best->tiles.head_dim &&
+                   100 * padded(instance) <= 106 * padded(*best)) {
+            best = &instance;
+        }
+    }
+    return best;
+}
+
+// Keys that one copy brings.
+int32_t box_keys(const ForwardParams& p, const PrefillTiles& tiles) {
+    return p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys;
+}
+
+// One array as the copy engine is to see it: [outer, token, head, column].
+struct Operand {
+    const void* base;
+    int64_t outer_stride, token_stride, head_stride;
+    int32_t num_heads;
+    int32_t edge;
+
+    // `num_outer` 1 leaves the outer axis unused, and 1 head the heads' axis: any stride does.
+    Operand(const void* base, int64_t num_outer, int64_t outer_stride, int64_t token_stride,
+            int64_t head_stride, int32_t num_heads, int32_t edge)
+        : base(base),
+          outer_stride(num_outer == 1 ? token_stride : outer_stride),
+          token_stride(token_stride),
+          head_stride(num_heads == 1 ? token_stride : head_stride),
+          num_heads(num_heads),
+          edge(edge) {}
+
+    bool movable(DType dtype) const {
+        constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
+        for (int64_t stride : {outer_stride, token_stride, head_stride}) {
+            if (stride <= 0 || 2 * stride >= kMaxStrideBytes) return false;
+        }
+        return aligned(base, 16, {outer_stride, token_stride, head_stride}, dtype) &&
+               reinterpret_cast<uintptr_t>(base) / 2 > static_cast<uintptr_t>(edge * token_stride);
+    }
+    CUtensorMap map(int32_t head_dim, int32_t box_heads, int32_t box_tokens) const {
+        return make_tensor_map(static_cast<const unsigned char*>(base) - 2 * (edge * token_stride),
+                               {{head_dim, num_heads, edge, kMaxIndex, kMaxIndex},
+                                {head_stride, token_stride, token_stride, outer_stride},
+                                {kPrefillBlockColumns, box_heads, box_tokens, 1, 1}});
+    }
+};
+
+struct Operands {
+    Operand q, out, k, v;
+
+    explicit Operands(const ForwardParams& p)
+        : q(p.q, p.cu_seqlens_q ? 1 : p.batch, p.q_batch_stride, p.q_token_stride, p.q_head_stride,
+            p.num_q_heads, p.seqlen_q),
+          out(p.out, p.cu_seqlens_q ? 1 : p.batch, p.out_batch_stride, p.out_token_stride, p.out_head_stride,
+              p.num_q_heads, p.seqlen_q),
+          k(p.k, num_outer_k(p), p.k_outer_stride, p.k_token_stride, p.k_head_stride, p.num_kv_heads,
+            k_edge(p)),
+          v(p.v, num_outer_k(p), p.v_outer_stride, p.v_token_stride, p.v_head_stride, p.num_kv_heads,
+            k_edge(p)) {}
+
+    static int64_t num_outer_k(const ForwardParams& p) {
+        if (p.paged()) return kMaxIndex;
+        return p.cu_seqlens_k ? 1 : p.batch;
+    }
+    static int32_t k_edge(const ForwardParams& p) { return p.paged() ? p.page_size : p.seqlen_k; }
+};
+
+}  // namespace
+
+std::vector<std::string> prefill_instances() {
+    std::vector<std::string> names;
+    for (const Instance& instance : all_instances()) {
+        names.push_back("prefill<" + to_string(instance.dtype) + ", " +
+                        std::to_string(instance.tiles.head_dim) + ", " +
+                        std::to_string(kGroupRows * instance.tiles.warpgroups) + " rows>");
+    }
+    return names;
+}
+
+bool prefill_serves(const ForwardParams& p) {
+    if (p.total_q == 0) return false;
+    const Instance* instance = choose_instance(p);
+    if (!instance || compute_capability(p.device.index) != 90) return false;
+    if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
+    const int64_t row_tiles = num_row_tiles(p, instance->tiles.warpgroups, choose_heads(p));
+    // With row tiles for half of the SMs at most, keys are better split.
+    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || 2 * row_tiles <= num_sms(p.device.index)))
+        return false;
+    const Operands operands(p);
+    return row_tiles + int64_t{p.num_q_heads} * p.batch < kMaxIndex && operands.q.movable(p.dtype) &&
+           operands.out.movable(p.dtype) && operands.k.movable(p.dtype) && operands.v.movable(p.dtype);
+}
+
+void prefill(const ForwardParams& p, cudaStream_t stream) {
+    const Instance& instance = *choose_instance(p);
+    PrefillPlan plan{};
+    plan.heads = choose_heads(p);
+    plan.tokens = kGroupRows / plan.heads;
+    plan.page_size = FastDivide::by(std::max(p.page_size, 1));
+    plan.box_keys = box_keys(p, instance.tiles);
+    const Operands operands(p);
+    plan.q_edge = operands.q.edge;
+    plan.k_edge = operands.k.edge;
+    plan.q = operands.q.map(p.head_dim, plan.heads, plan.tokens);
+    plan.out = operands.out.map(p.head_dim, plan.heads, plan.tokens);
+    plan.k = operands.k.map(p.head_dim, 1, plan.box_keys);
+    plan.v = operands.v.map(p.head_dim, 1, plan.box_keys);
+
+    const int32_t units_a_sequence = p.num_q_heads / plan.heads;
+    const int32_t tile_tokens = instance.tiles.warpgroups * plan.tokens;
+    plan.num_units = p.batch * units_a_sequence;
+    plan.num_row_tiles = static_cast<int32_t>(round_up_divide(p.seqlen_q, tile_tokens));
+    plan.section = choose_section(p, plan);
+    plan.first_section = (plan.num_units - 1) % plan.section + 1;
+    plan.counter = reinterpret_cast<int32_t*>(decode_workspace(p.device.index, stream, 0, 1).counters);
+
+    const int64_t row_tiles = num_row_tiles(p, instance.tiles.warpgroups, plan.heads);
+    const int32_t num_ctas = static_cast<int32_t>(std::min<int64_t>(row_tiles, num_sms(p.device.index)));
+    instance.launch(p, plan, num_ctas, stream);
+}
+
+}  // namespace octavo::cuda

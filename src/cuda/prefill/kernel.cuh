@@ -1,0 +1,38 @@
+// Attention forward on Hopper's tensor cores (sm_90a): dense, packed or paged.
+//
+// FlashAttention-3's schedule (Shah et al. 2024) in plain CUDA: one producer warpgroup moves tiles between
+// global and shared memory with the copy engine; two or three consumer warpgroups own 64 rows each and
+// multiply with wgmma. A consumer's softmax of one tile runs under its own product of the weights before
+// with V, and under the products of the other consumers, which take turns at the tensor cores.
+//
+// grid: persistent, one CTA an SM; a CTA takes row tiles from a counter until none is left.
+// Schedule and measurements: docs/kernels/prefill.md.
+#pragma once
+
+#include "cuda/prefill/consumer.cuh"
+#include "cuda/prefill/producer.cuh"
+
+namespace octavo::cuda {
+
+template <class T, int kHeadDim, int kWarpgroups>
+__global__ void __launch_bounds__(PrefillConfig<kHeadDim, kWarpgroups>::kThreads, 1)
+    prefill_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ PrefillPlan plan) {
+    using Config = PrefillConfig<kHeadDim, kWarpgroups>;
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    auto& shared = *reinterpret_cast<PrefillShared<Config>*>(shared_bytes);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) shared.init();
+    __syncthreads();
+
+    if (warp < 4) {
+        ptx::lower_registers<Config::kProducerRegisters>();
+        if (warp == 0) run_q_k_loader<Config>(p, plan, shared);
+        if (warp == 1) run_v_loader<Config>(p, plan, shared);
+        if (warp == 2) run_storer<Config>(p, plan, shared);
+    } else {
+        ptx::raise_registers<Config::kConsumerRegisters>();
+        PrefillConsumer<T, Config>(p, plan, shared, warp / 4 - 1).run();
+    }
+}
+
+}  // namespace octavo::cuda

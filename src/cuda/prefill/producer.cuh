@@ -1,0 +1,231 @@
+// The producer's warps: two load Q and K, and V; one stores results.
+#pragma once
+
+#include "cuda/prefill/shared.cuh"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warpgroup.h"
+
+namespace octavo::cuda {
+
+// Where one warpgroup's rows of a row tile lie in q and out.
+struct QueryPlace {
+    bool any;  // whether it has rows here
+    int32_t place, shift, outer;
+
+    __device__ QueryPlace(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work, int group)
+        : any(work.first_token + group * plan.tokens < work.seqlen_q),
+          place(plan.q_edge - work.seqlen_q + work.first_token + group * plan.tokens),
+          shift(work.q_begin + work.seqlen_q),
+          outer(p.cu_seqlens_q ? 0 : work.batch) {}
+};
+
+// Loads tiles of K and V of one row tile.
+template <class Config>
+class KeyLoader {
+  public:
+    __device__ KeyLoader(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work)
+        : p_(p),
+          plan_(plan),
+          work_(work),
+          kv_head_(work.first_head / p.group_size()),
+          hole_begin_(work.prefix_len),
+          hole_end_(work.visibility(p).window_begin(work.q_pos(0))) {}
+
+    // The page of box `lane` of the tile; what the other functions take. Unused unless paged.
+    __device__ int32_t find_pages(int32_t first_key) const {
+        const int32_t key = first_key + threadIdx.x % 32 * plan_.box_keys;
+        if (!p_.paged() || key >= min(work_.seqlen_k, first_key + Config::kKeys)) return 0;
+        return p_.page_table[work_.batch * p_.page_table_stride + plan_.page_size.quotient(key)];
+    }
+
+    // Fills `tile` [column blocks, keys, 64]; its bytes count towards `full`. Boxes of no key are left out: a
+    // box that lies outside the tensor altogether has ended in an illegal memory access.
+    __device__ void load(const CUtensorMap& map, unsigned char* tile, uint64_t* full, int32_t first_key,
+                         int32_t pages) const {
+        const bool elected = ptx::elect_one();
+        const int32_t rows = loaded_rows(first_key);
+        if (elected) ptx::mbarrier_arrive_expect(full, rows * Config::kColumnBlocks * Config::kRowBytes);
+        if (p_.paged()) {
+            int32_t offset = plan_.page_size.remainder(first_key);  // in its page
+            for (int32_t box = 0, row = 0; row < rows; ++box, row += plan_.box_keys) {
+                const int32_t page = __shfl_sync(~0u, pages, box);
+                const int32_t used = min(work_.seqlen_k - (first_key + row - offset), p_.page_size);
+                if (elected) {
+                    load_box(map, tile + row * Config::kRowBytes, full, p_.page_size - used + offset, used,
+                             page);
+                }
+                offset = offset + plan_.box_keys == p_.page_size ? 0 : offset + plan_.box_keys;
+            }
+        } else if (elected) {
+            load_box(map, tile, full, plan_.k_edge - work_.seqlen_k + first_key,
+                     work_.k_begin + work_.seqlen_k, p_.cu_seqlens_k ? 0 : work_.batch);
+        }
+        __syncwarp();
+    }
+
+    // Rows of V that no copy zeroes, and that must not spoil the product with weights of zero: keys between
+    // the prefix and the first query's window, which no query sees, and boxes past the last key.
+    __device__ bool has_holes(int32_t first_key) const {
+        const bool unseen =
+            hole_begin_ < hole_end_ && first_key < hole_end_ && first_key + Config::kKeys > hole_begin_;
+        return unseen || loaded_rows(first_key) < Config::kKeys;
+    }
+    __device__ void fill_holes(unsigned char* tile, int32_t first_key) const {
+        zero_rows(tile, max(hole_begin_ - first_key, 0), min(hole_end_ - first_key, Config::kKeys));
+        zero_rows(tile, loaded_rows(first_key), Config::kKeys);
+        ptx::fence_proxy_async();
+        __syncwarp();
+    }
+
+  private:
+    // Of a tile: whole boxes with at least one key.
+    __device__ int32_t loaded_rows(int32_t first_key) const {
+        if (!p_.paged() || first_key + Config::kKeys <= work_.seqlen_k) return Config::kKeys;
+        const int32_t keys = work_.seqlen_k - first_key;
+        int32_t rows = 0;
+        while (rows < keys) rows += plan_.box_keys;
+        return rows;
+    }
+    __device__ static void zero_rows(unsigned char* tile, int32_t begin, int32_t end) {
+        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+            auto* const rows = reinterpret_cast<uint32_t*>(tile + block * Config::kKeyBlockBytes);
+            for (int32_t row = begin; row < end; ++row) rows[row * 32 + threadIdx.x % 32] = 0;
+        }
+    }
+    __device__ void load_box(const CUtensorMap& map, unsigned char* rows, uint64_t* full, int32_t place,
+                             int32_t shift, int32_t outer) const {
+#pragma unroll(Config::kColumnBlocks <= 2 ? 2 : 1)  // more would spill: the producer has 24 registers
+        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+            ptx::tma_load(rows + block * Config::kKeyBlockBytes, &map, full, block * Config::kBlockColumns,
+                          kv_head_, place, shift, outer);
+        }
+    }
+
+    const ForwardParams& p_;
+    const PrefillPlan& plan_;
+    const PrefillWork& work_;
+    int32_t kv_head_;
+    int32_t hole_begin_, hole_end_;
+};
+
+template <class Config>
+__device__ __forceinline__ void load_q(const ForwardParams& p, const PrefillPlan& plan,
+                                       const PrefillWork& work, PrefillShared<Config>& shared,
+                                       const Ring<Config::kQSlots>& ring) {
+    for (int group = 0; group < Config::kConsumers; ++group) {
+        uint64_t* const full = &shared.q_full[ring.slot][group];
+        ptx::mbarrier_wait(&shared.q_empty[ring.slot][group], ring.parity ^ 1);
+        const QueryPlace at(p, plan, work, group);
+        const int32_t bytes = Config::kColumnBlocks * plan.heads * plan.tokens * Config::kRowBytes;
+        if (ptx::elect_one()) {
+            ptx::mbarrier_arrive_expect(full, at.any ? bytes : 0);
+#pragma unroll
+            for (int block = 0; at.any && block < Config::kColumnBlocks; ++block) {
+                ptx::tma_load(shared.q[ring.slot][group] + block * Config::kQBlockBytes, &plan.q, full,
+                              block * Config::kBlockColumns, work.first_head, at.place, at.shift, at.outer);
+            }
+        }
+        __syncwarp();
+    }
+}
+
+// One warp: hands out the work, and loads Q and K as far ahead of the consumers as the slots allow, over the
+// ends of row tiles too.
+template <class Config>
+__device__ void run_q_k_loader(const ForwardParams& p, const PrefillPlan& plan,
+                               PrefillShared<Config>& shared) {
+    PrefillScheduler scheduler(p, plan, Config::kConsumers * plan.tokens);
+    Ring<Config::kQSlots> q_ring;
+    Ring<Config::kStages> ring;
+    Ring<kPrefillWorkSlots> work_ring;
+    while (true) {
+        const PrefillWork work = scheduler.work();
+        ptx::mbarrier_wait(&shared.work_empty[work_ring.slot], work_ring.parity ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            shared.work[work_ring.slot] = work;
+            ptx::mbarrier_arrive(&shared.work_full[work_ring.slot]);
+        }
+        work_ring.advance();
+        if (work.batch < 0) break;
+        scheduler.request();
+
+        const KeyTiles tiles = key_tiles<Config>(p, plan, work);
+        const KeyLoader<Config> loader(p, plan, work);
+        int32_t pages = tiles.count > 0 ? loader.find_pages(tiles.start(tiles.count - 1)) : 0;
+        for (int32_t i = tiles.count - 1; i >= 0; --i) {
+            const int32_t next_pages = i > 0 ? loader.find_pages(tiles.start(i - 1)) : 0;
+            ptx::mbarrier_wait(&shared.k_empty[ring.slot], ring.parity ^ 1);
+            loader.load(plan.k, shared.k[ring.slot], &shared.k_full[ring.slot], tiles.start(i), pages);
+            ring.advance();
+            if (i == tiles.count - 1) load_q<Config>(p, plan, work, shared, q_ring);
+            pages = next_pages;
+        }
+        if (tiles.count == 0) load_q<Config>(p, plan, work, shared, q_ring);
+        q_ring.advance();
+        scheduler.advance();
+    }
+    scheduler.finish();
+}
+
+// One warp: loads V.
+template <class Config>
+__device__ void run_v_loader(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared) {
+    Ring<Config::kStages> ring;
+    Ring<kPrefillWorkSlots> work_ring;
+    uint32_t patch_parity = 0;
+    while (true) {
+        const PrefillWork work = take_work<Config>(shared, work_ring);
+        if (work.batch < 0) return;
+        const KeyTiles tiles = key_tiles<Config>(p, plan, work);
+        const KeyLoader<Config> loader(p, plan, work);
+        int32_t pages = tiles.count > 0 ? loader.find_pages(tiles.start(tiles.count - 1)) : 0;
+        for (int32_t i = tiles.count - 1; i >= 0; --i) {
+            const int32_t first_key = tiles.start(i);
+            const int32_t next_pages = i > 0 ? loader.find_pages(tiles.start(i - 1)) : 0;
+            unsigned char* const tile = shared.v[ring.slot];
+            uint64_t* const full = &shared.v_full[ring.slot];
+            ptx::mbarrier_wait(&shared.v_empty[ring.slot], ring.parity ^ 1);
+            if (loader.has_holes(first_key)) {
+                loader.load(plan.v, tile, &shared.patch, first_key, pages);
+                ptx::mbarrier_wait(&shared.patch, patch_parity);
+                patch_parity ^= 1;
+                loader.fill_holes(tile, first_key);
+                if (ptx::elect_one()) ptx::mbarrier_arrive(full);
+            } else {
+                loader.load(plan.v, tile, full, first_key, pages);
+            }
+            ring.advance();
+            pages = next_pages;
+        }
+    }
+}
+
+// One warp: sends the consumers' results on their way, so that none waits for a store.
+template <class Config>
+__device__ void run_storer(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared) {
+    Ring<Config::kQSlots> q_ring;
+    Ring<kPrefillWorkSlots> work_ring;
+    while (true) {
+        const PrefillWork work = take_work<Config>(shared, work_ring);
+        if (work.batch < 0) return;
+        for (int group = 0; group < Config::kConsumers; ++group) {
+            ptx::mbarrier_wait(&shared.out_full[q_ring.slot][group], q_ring.parity);
+            if (ptx::elect_one()) {
+                const QueryPlace at(p, plan, work, group);
+#pragma unroll
+                for (int block = 0; at.any && block < Config::kColumnBlocks; ++block) {
+                    ptx::tma_store(&plan.out, shared.q[q_ring.slot][group] + block * Config::kQBlockBytes,
+                                   block * Config::kBlockColumns, work.first_head, at.place, at.shift,
+                                   at.outer);
+                }
+                ptx::tma_store_commit();
+                ptx::tma_store_wait_read<0>();
+                ptx::mbarrier_arrive(&shared.q_empty[q_ring.slot][group]);
+            }
+            __syncwarp();
+        }
+        q_ring.advance();
+    }
+}
+
+}  // namespace octavo::cuda

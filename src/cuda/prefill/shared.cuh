@@ -1,0 +1,86 @@
+// What the warps of a prefill CTA share, and the rings that they hand tiles through.
+#pragma once
+
+#include "cuda/prefill/work.cuh"
+#include "cuda/ptx/mbarrier.h"
+
+namespace octavo::cuda {
+
+constexpr int kPrefillWorkSlots = 2;
+
+template <class Config>
+struct PrefillShared {
+    alignas(1024) unsigned char q[Config::kQSlots][Config::kConsumers][Config::kQTileBytes];
+    alignas(1024) unsigned char k[Config::kStages][Config::kKeyTileBytes];
+    alignas(1024) unsigned char v[Config::kStages][Config::kKeyTileBytes];
+    PrefillWork work[kPrefillWorkSlots];
+
+    // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
+    // one does.
+    uint64_t q_full[Config::kQSlots][Config::kConsumers], q_empty[Config::kQSlots][Config::kConsumers];
+    uint64_t k_full[Config::kStages], k_empty[Config::kStages];
+    uint64_t v_full[Config::kStages], v_empty[Config::kStages];
+    // The result lies in the slot of its queries.
+    uint64_t out_full[Config::kQSlots][Config::kConsumers];
+    uint64_t work_full[kPrefillWorkSlots], work_empty[kPrefillWorkSlots];
+    uint64_t patch;  // a tile of V that the producer changes before it hands it on
+
+    __device__ void init() {
+        constexpr int kConsumerWarps = 4 * Config::kConsumers;
+        for (int slot = 0; slot < Config::kQSlots; ++slot) {
+            for (int group = 0; group < Config::kConsumers; ++group) {
+                ptx::mbarrier_init(&q_full[slot][group], 1);
+                ptx::mbarrier_init(&q_empty[slot][group], 1);
+                ptx::mbarrier_init(&out_full[slot][group], 4);
+            }
+        }
+        for (int stage = 0; stage < Config::kStages; ++stage) {
+            ptx::mbarrier_init(&k_full[stage], 1);
+            ptx::mbarrier_init(&v_full[stage], 1);
+            ptx::mbarrier_init(&k_empty[stage], kConsumerWarps);
+            ptx::mbarrier_init(&v_empty[stage], kConsumerWarps);
+        }
+        for (int slot = 0; slot < kPrefillWorkSlots; ++slot) {
+            ptx::mbarrier_init(&work_full[slot], 1);
+            ptx::mbarrier_init(&work_empty[slot], kConsumerWarps + 2);  // and two of the producer's
+        }
+        ptx::mbarrier_init(&patch, 1);
+        ptx::mbarrier_init_fence();
+    }
+};
+
+// A place in a ring of slots, and the parity of the phase that fills it next.
+template <int kSize>
+struct Ring {
+    int slot = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++slot == kSize) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Takes the next row tile from the ring; every lane of a warp calls this.
+template <class Config>
+__device__ __forceinline__ PrefillWork take_work(PrefillShared<Config>& shared,
+                                                 Ring<kPrefillWorkSlots>& ring) {
+    ptx::mbarrier_wait(&shared.work_full[ring.slot], ring.parity);
+    const PrefillWork work = shared.work[ring.slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.work_empty[ring.slot]);
+    ring.advance();
+    return work;
+}
+
+// The tiles of keys that a row tile visits, from the last to the first.
+template <class Config>
+__device__ __forceinline__ KeyTiles key_tiles(const ForwardParams& p, const PrefillPlan& plan,
+                                              const PrefillWork& work) {
+    const int32_t end = min(work.first_token + Config::kConsumers * plan.tokens, work.seqlen_q);
+    return KeyTiles(work.visibility(p), work.q_pos(work.first_token), work.q_pos(end - 1), Config::kKeys);
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,48 @@
+// Boxes of a tensor of five axes, between global and shared memory, by the copy engine (sm_90). Coordinates
+// run from the innermost axis; elements outside the tensor are loaded as zeros and never stored.
+#pragma once
+
+#include "cuda/ptx/cp_async.h"
+
+#include <cuda.h>
+
+namespace octavo::cuda::ptx {
+
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Loads one box; its bytes, those outside the tensor too, count towards `barrier`.
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                         int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6, %7}], [%2];" ::"r"(shared_address(shared)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, int c0, int c1, int c2,
+                                          int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+        "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until the sources of all but the last `kPending` groups of this thread's stores may be overwritten.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Orders this thread's writes to shared memory before what the copy engine or wgmma read there.
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace octavo::cuda::ptx

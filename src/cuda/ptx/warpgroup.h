@@ -1,0 +1,39 @@
+// What warps do together beyond __syncthreads: named barriers, and registers handed over (sm_90a).
+#pragma once
+
+#include <cstdint>
+
+namespace octavo::cuda::ptx {
+
+// Barrier `id` (1 to 15) of `threads` threads, some of which may only arrive.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Registers a thread of this warpgroup may use from here; every warp of it executes this.
+template <int kRegisters>
+__device__ __forceinline__ void raise_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void lower_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// True in one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t elected;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(elected));
+    return elected != 0;
+}
+
+}  // namespace octavo::cuda::ptx
