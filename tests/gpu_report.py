@@ -88,7 +88,7 @@ def run_cuda_test(binary: Path, tool: str | None) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs everything that needs a GPU; writes a JSON report.")
-    parser.add_argument("--cuda-test", type=Path, required=True, help="built from tests/cpp/cuda_test.cpp")
+    parser.add_argument("--cuda-test", type=Path, required=True, help="built from tests/cpp")
     parser.add_argument("--json", type=Path, required=True, help="where the report goes")
     parser.add_argument("pytest_arguments", nargs="*", help="passed on to pytest, after --")
     options = parser.parse_args()

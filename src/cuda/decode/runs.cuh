@@ -65,8 +65,10 @@ class CtaRun {
         const int32_t cta = blockIdx.x, num_ctas = gridDim.x;
         const int32_t items = schedule.num_items(), count = schedule.uniform_count();
         if (count > 0 && items <= num_ctas) {
-            // Each item has CTAs of its own: pairs, if that leaves most of the memory's bandwidth.
-            parts_ = min(num_ctas / items, max(count / Config::kMinBlocks, 1));
+            // Each item has CTAs of its own: pairs, if that leaves most of the memory's bandwidth. The merge
+            // of more than 32 takes as long as what they save.
+            parts_ = max(count / Config::kMinBlocks, 1);
+            parts_ = min(num_ctas / items, parts_ <= 32 ? parts_ : max(32, parts_ / 2));
             in_pair = pairs && parts_ >= 2 && 6 * items >= num_ctas;
             if (in_pair) parts_ = 2;
             const int32_t item = cta / parts_;

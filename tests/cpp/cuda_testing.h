@@ -1,0 +1,162 @@
+// What the tests of the CUDA operators share: arrays on both devices, and random problems in which unused
+// pages, unused slots and outputs hold NaN, unused page table entries huge ids.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+#include <octavo/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <random>
+#include <vector>
+
+namespace octavo {
+
+constexpr Device kGpu{DeviceType::cuda, 0};
+
+inline uint16_t to_bits(float x, DType dtype) {
+    if (dtype == DType::float16) return static_cast<__half_raw>(__float2half_rn(x)).x;
+    return static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x;
+}
+
+inline float from_bits(uint16_t bits, DType dtype) {
+    if (dtype == DType::float16) return __half2float(__half(__half_raw{bits}));
+    return __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw{bits}));
+}
+
+// The same values on the host and on the device.
+template <class T>
+class Mirror {
+  public:
+    explicit Mirror(std::vector<T> values) : host(std::move(values)) {
+        EXPECT_EQ(cudaMalloc(&device_, std::max<size_t>(bytes(), 1)), cudaSuccess);
+        EXPECT_EQ(cudaMemcpy(device_, host.data(), bytes(), cudaMemcpyHostToDevice), cudaSuccess);
+    }
+    ~Mirror() { cudaFree(device_); }
+    Mirror(const Mirror&) = delete;
+
+    std::vector<T> fetch() const {
+        std::vector<T> values(host.size());
+        EXPECT_EQ(cudaMemcpy(values.data(), device_, bytes(), cudaMemcpyDeviceToHost), cudaSuccess);
+        return values;
+    }
+    TensorView on_host(DType dtype, std::initializer_list<int64_t> shape) {
+        return {host.data(), dtype, shape};
+    }
+    TensorView on_gpu(DType dtype, std::initializer_list<int64_t> shape) const {
+        return {device_, dtype, shape, kGpu};
+    }
+
+    std::vector<T> host;
+
+  private:
+    size_t bytes() const { return host.size() * sizeof(T); }
+    T* device_ = nullptr;
+};
+
+class Random {
+  public:
+    explicit Random(unsigned seed) : engine_(seed) {}
+    template <class T>
+    T pick(std::initializer_list<T> choices) {
+        return choices.begin()[engine_() % choices.size()];
+    }
+    bool one_in(unsigned n) { return engine_() % n == 0; }
+    std::vector<uint16_t> normal(size_t count, DType dtype) {
+        std::normal_distribution<float> normal;
+        std::vector<uint16_t> bits(count);
+        for (uint16_t& b : bits) b = to_bits(normal(engine_), dtype);
+        return bits;
+    }
+    std::mt19937& engine() { return engine_; }
+
+  private:
+    std::mt19937 engine_;
+};
+
+inline std::vector<uint16_t> nans(size_t count, DType dtype) {
+    return std::vector<uint16_t>(count, to_bits(NAN, dtype));
+}
+
+inline void expect_close(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& cpu, DType dtype) {
+    // Both round to the dtype once; the GPU also rounds its softmax weights.
+    const float relative = dtype == DType::float16 ? 2e-3f : 1.6e-2f;
+    for (size_t i = 0; i < gpu.size(); ++i) {
+        const float want = from_bits(cpu[i], dtype), got = from_bits(gpu[i], dtype);
+        ASSERT_LE(std::fabs(got - want), relative * (1.0f + std::fabs(want))) << "element " << i;
+    }
+}
+
+inline void expect_close(const std::vector<float>& gpu, const std::vector<float>& cpu) {
+    for (size_t i = 0; i < gpu.size(); ++i) {
+        if (gpu[i] == cpu[i]) continue;  // -inf too
+        ASSERT_LE(std::fabs(gpu[i] - cpu[i]), 1e-4f * (1.0f + std::fabs(cpu[i]))) << "element " << i;
+    }
+}
+
+// A paged cache of random lengths on shuffled pages.
+struct Cache {
+    Cache(Random& random, std::vector<int32_t> lengths, int64_t page_size, int64_t num_kv_heads,
+          int64_t head_dim, DType dtype)
+        : lengths(std::move(lengths)), page_size(page_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
+        batch = static_cast<int64_t>(this->lengths.size());
+        int64_t used = 0;
+        max_pages = 1;
+        for (int32_t length : this->lengths) {
+            const int64_t pages = (length + page_size - 1) / page_size;
+            used += pages;
+            max_pages = std::max(max_pages, pages + 1);
+        }
+        num_pages = used + 5;
+        std::vector<int32_t> ids(num_pages);
+        std::iota(ids.begin(), ids.end(), 0);
+        std::shuffle(ids.begin(), ids.end(), random.engine());
+        table.assign(batch * max_pages, 1 << 30);
+        const int64_t slot_size = num_kv_heads * head_dim;
+        k = nans(num_pages * page_size * slot_size, dtype);
+        v = k;
+        size_t next = 0;
+        for (int64_t b = 0; b < batch; ++b) {
+            for (int64_t position = 0; position < this->lengths[b]; ++position) {
+                int32_t& page = table[b * max_pages + position / page_size];
+                if (position % page_size == 0) page = ids[next++];
+                const int64_t at = (page * page_size + position % page_size) * slot_size;
+                const auto new_k = random.normal(slot_size, dtype), new_v = random.normal(slot_size, dtype);
+                std::copy(new_k.begin(), new_k.end(), k.begin() + at);
+                std::copy(new_v.begin(), new_v.end(), v.begin() + at);
+            }
+        }
+    }
+
+    std::vector<int32_t> lengths, table;
+    int64_t page_size, num_kv_heads, head_dim;
+    int64_t batch = 0, max_pages = 0, num_pages = 0;
+    std::vector<uint16_t> k, v;
+};
+
+inline std::vector<int32_t> cumulative(const std::vector<int32_t>& lengths) {
+    std::vector<int32_t> sums{0};
+    for (int32_t length : lengths) sums.push_back(sums.back() + length);
+    return sums;
+}
+
+inline std::vector<float> slopes_for(int64_t num_heads) {
+    std::vector<float> slopes(num_heads);
+    for (int64_t h = 0; h < num_heads; ++h) slopes[h] = std::exp2(-8.0f * (h + 1) / num_heads);
+    return slopes;
+}
+
+// Masks and biases at random, for either operator.
+template <class Args>
+void pick_masks(Random& random, Args& args) {
+    args.causal = !random.one_in(3);
+    if (random.one_in(3)) args.window_left = random.pick({0, 10, 90, 300});
+    if (random.one_in(4)) args.softcap = 20.0;
+}
+
+}  // namespace octavo
