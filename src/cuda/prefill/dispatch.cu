@@ -80,20 +80,26 @@ int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan) {
     return static_cast<int32_t>(std::clamp<int64_t>(units, 1, plan.num_units));
 }
 
-// The smallest head dim that holds the problem's, or null. Of its instances, the one with the most warpgroups
-// whose row tiles waste few rows more than the smallest would.
+// Rows that an instance works through, those wasted included, for a comparison of instances. Dense and packed
+// arrays: over one sequence of the given length, so that the choice does not depend on the batch. Paged: how
+// long the SMs take in rounds of one row tile each.
+int64_t padded_rows(const ForwardParams& p, int32_t warpgroups) {
+    const int32_t heads = choose_heads(p);
+    const int64_t turns = p.paged()
+                              ? round_up_divide(num_row_tiles(p, warpgroups, heads), num_sms(p.device.index))
+                              : round_up_divide(p.seqlen_q, int64_t{warpgroups} * (kGroupRows / heads));
+    return turns * warpgroups;
+}
+
+// Of the instances of the smallest head dim that holds the problem's, the one with the most warpgroups that
+// wastes few rows more than the smallest would. Null if there is none.
 const Instance* choose_instance(const ForwardParams& p) {
     const Instance* best = nullptr;
-    const int64_t groups = round_up_divide(p.seqlen_q, kGroupRows / choose_heads(p));
-    auto padded = [&](const Instance& i) {
-        return round_up_divide(groups, i.tiles.warpgroups) * i.tiles.warpgroups;
-    };
     for (const Instance& instance : all_instances()) {
         if (instance.dtype != p.dtype || instance.tiles.head_dim < p.head_dim) continue;
-        if (!best) {
-            best = &instance;
-        } else if (instance.tiles.head_dim == best->tiles.head_dim &&
-                   100 * padded(instance) <= 106 * padded(*best)) {
+        if (best && instance.tiles.head_dim != best->tiles.head_dim) break;
+        if (!best ||
+            100 * padded_rows(p, instance.tiles.warpgroups) <= 106 * padded_rows(p, best->tiles.warpgroups)) {
             best = &instance;
         }
     }

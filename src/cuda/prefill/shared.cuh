@@ -63,16 +63,19 @@ struct Ring {
     }
 };
 
-// Takes the next row tile from the ring; every lane of a warp calls this.
+// Takes the next row tile from the ring; every lane of a warp calls this. Lane 0 alone reads the slot, so
+// that its arrival hands it back.
 template <class Config>
 __device__ __forceinline__ PrefillWork take_work(PrefillShared<Config>& shared,
                                                  Ring<kPrefillWorkSlots>& ring) {
     ptx::mbarrier_wait(&shared.work_full[ring.slot], ring.parity);
-    const PrefillWork work = shared.work[ring.slot];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.work_empty[ring.slot]);
+    PrefillWork work{};
+    if (threadIdx.x % 32 == 0) {
+        work = shared.work[ring.slot];
+        ptx::mbarrier_arrive(&shared.work_empty[ring.slot]);
+    }
     ring.advance();
-    return work;
+    return work.from_lane_0();
 }
 
 // The tiles of keys that a row tile visits, from the last to the first.

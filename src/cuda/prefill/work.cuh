@@ -20,6 +20,11 @@ struct alignas(16) PrefillWork {
     __device__ Visibility visibility(const ForwardParams& p) const {
         return {seqlen_k, prefix_len, p.window_left, p.window_right};
     }
+    __device__ PrefillWork from_lane_0() const {
+        auto get = [](int32_t x) { return __shfl_sync(~0u, x, 0); };
+        return {get(batch),    get(first_head), get(first_token), get(seqlen_q),
+                get(seqlen_k), get(prefix_len), get(q_begin),     get(k_begin)};
+    }
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
 };
 
