@@ -59,9 +59,8 @@ struct Operands {
 template <class T, class Config>
 class Copier {
   public:
-    __device__ Copier(const ForwardParams& p, const FastDivide& page_size, const FastDivide& group_size,
-                      const Schedule<Config::kThreads>& schedule)
-        : p_(p), page_size_(page_size), group_size_(group_size), schedule_(schedule) {
+    __device__ Copier(const ForwardParams& p, const FastDivide& page_size, const FastDivide& group_size)
+        : p_(p), page_size_(page_size), group_size_(group_size) {
         const int lane = threadIdx.x % 32;
         column_ = lane % kLanesPerRow;
         lane_row_ = lane / kLanesPerRow;
@@ -80,7 +79,8 @@ class Copier {
     }
 
     // A run of blocks that ends before block `end` of all, from `item` on.
-    __device__ void begin_run(const Item& item, int32_t end) {
+    __device__ void begin_run(const Schedule<Config::kThreads>& schedule, const Item& item, int32_t end) {
+        schedule_ = &schedule;
         run_end_ = end;
         next_item_ = item;
         ask_for_pages();
@@ -90,7 +90,7 @@ class Copier {
     // The run's next item.
     __device__ void begin_next() {
         item_ = next_item_;
-        seq_ = schedule_.slice(item_.sequence);
+        seq_ = schedule_->slice(item_.sequence);
         tiles_ = key_blocks(seq_);
         num_pages_ = num_pages(seq_);
         head_offset_ = static_cast<uint32_t>(item_.kv_head) * head_stride_;
@@ -170,12 +170,12 @@ class Copier {
             next_window_ = window_ + 32;
             next_ids_ = load_ids(item_, next_window_, num_pages_);
         } else if (item_.end < run_end_) {
-            next_item_ = schedule_.next(item_);
+            next_item_ = schedule_->next(item_);
             ask_for_pages();
         }
     }
     __device__ void ask_for_pages() {
-        const SequenceSlice seq = schedule_.slice(next_item_.sequence);
+        const SequenceSlice seq = schedule_->slice(next_item_.sequence);
         next_window_ = page_size_.quotient(key_blocks(seq).start(0));
         next_ids_ = load_ids(next_item_, next_window_, num_pages(seq));
     }
@@ -199,7 +199,7 @@ class Copier {
 
     const ForwardParams& p_;
     const FastDivide &page_size_, &group_size_;
-    const Schedule<Config::kThreads>& schedule_;
+    const Schedule<Config::kThreads>* schedule_ = nullptr;
     int column_, lane_row_;  // the chunk of a row that this lane copies, and the first row
     const uint4 *k_, *v_;    // that chunk of the cache's first row
     uint32_t place_;         // of the chunk in shared memory

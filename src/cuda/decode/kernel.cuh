@@ -43,6 +43,17 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     touch_parameters(p);
+    auto& own = shared.warps[warp];
+    uint32_t blocks = ptx::shared_address(own.blocks), query_rows = ptx::shared_address(own.queries);
+    keep(blocks);
+    keep(query_rows);
+    auto k_rows = [&](int stage) { return Rows<Config>{blocks + stage * 16 * Config::kBlockChunks}; };
+    auto v_rows = [&](int stage) {
+        return Rows<Config>{k_rows(stage).address + 16 * kBlockKeys * Config::kRowChunks};
+    };
+    auto q_rows = [&](int index) { return Rows<Config>{query_rows + index * 16 * Config::kQueryChunks}; };
+    Copier<T, Config> copier(p, plan.page_size, plan.group_size);
+
     ptx::let_next_grid_start();
     ptx::wait_for_previous_grid();
     touch_page_table(p);
@@ -53,34 +64,17 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     const int32_t begin = run.begin + run_blocks * warp / Config::kWarps;
     const int32_t end = run.begin + run_blocks * (warp + 1) / Config::kWarps;
 
-    auto& own = shared.warps[warp];
     Item first{0, 0, -1, 0}, last{0, 0, -1, 0};
     if (begin < end) {
-        uint32_t blocks = ptx::shared_address(own.blocks), query_rows = ptx::shared_address(own.queries);
-        keep(blocks);
-        keep(query_rows);
-        auto k_rows = [&](int stage) { return Rows<Config>{blocks + stage * 16 * Config::kBlockChunks}; };
-        auto v_rows = [&](int stage) {
-            return Rows<Config>{k_rows(stage).address + 16 * kBlockKeys * Config::kRowChunks};
-        };
-        auto q_rows = [&](int index) { return Rows<Config>{query_rows + index * 16 * Config::kQueryChunks}; };
-        Copier<T, Config> copier(p, plan.page_size, plan.group_size, schedule);
-        ItemState<T, Config> state(p, plan.group_size, schedule);
         Item item = begin < run.begin_item.end ? run.begin_item : schedule.find(begin);
-        copier.begin_run(item, end);
+        copier.begin_run(schedule, item, end);
+        ItemState<T, Config> state(p, plan.group_size, schedule);
         int32_t item_from = begin;  // where this warp's part of the item starts
         int stage = 0, queries = -1, copied_queries = -1;
 
-        // Copies run kStages blocks ahead of the products.
+        // Block `next` is copied to the place of the block before the one that is multiplied.
 #pragma unroll 1
-        for (int32_t block = begin - kStages; block < end; ++block) {
-            if (block >= begin) {
-                ptx::cp_async_wait<kStages - 1>();
-                __syncwarp();  // every lane's copies have arrived
-                state.add(k_rows(stage), v_rows(stage), block - item.begin);
-                __syncwarp();  // every lane is done with the block
-            }
-            const int32_t next = block + kStages;
+        for (int32_t next = begin; next < end + kStages - 1; ++next) {
             if (next < end) {
                 const bool new_item = next == copier.item().end;
                 if (new_item) copier.begin_next();
@@ -92,30 +86,36 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
             }
             ptx::cp_async_commit();  // a group a block, empty past the end
             stage = stage + 1 == kStages ? 0 : stage + 1;
+            const int32_t block = next - (kStages - 1);
+            if (block < begin) continue;
 
-            const bool run_ends = block + 1 == end, item_ends = block + 1 == item.end;
-            if (block >= begin && (run_ends || item_ends)) {
-                if (item_ends && item_from == item.begin) {
-                    state.store();
-                } else if (item_from == begin) {
-                    first = item;
-                    state.leave(own.first);
-                } else {
-                    // Goes where the blocks have been: the last copy has arrived.
-                    last = item;
-                    state.leave(own.last);
-                }
-                if (run_ends) break;
-                item = schedule.next(item);
-                item_from = block + 1;
-            }
-            if (block + 1 == item_from) {
+            if (block == item_from) {
                 queries = queries + 1 == kStages ? 0 : queries + 1;
                 state.begin(item, q_rows(queries));
                 // While the first copies are on their way. The last warp has blocks if any has.
-                if (item_from == begin && warp == Config::kWarps - 1 && lane < 2)
+                if (block == begin && warp == Config::kWarps - 1 && lane < 2)
                     shared.cut[lane] = run.cut(lane);
             }
+            ptx::cp_async_wait<kStages - 1>();
+            __syncwarp();  // every lane's copies have arrived
+            state.add(k_rows(stage), v_rows(stage), block - item.begin);
+            __syncwarp();  // every lane is done with the block
+
+            const bool run_ends = block + 1 == end, item_ends = block + 1 == item.end;
+            if (!run_ends && !item_ends) continue;
+            if (item_ends && item_from == item.begin) {
+                state.store();
+            } else if (item_from == begin) {
+                first = item;
+                state.leave(own.first);
+            } else {
+                // Goes where the blocks have been: the last copy has arrived.
+                last = item;
+                state.leave(own.last);
+            }
+            if (run_ends) break;
+            item = schedule.next(item);
+            item_from = block + 1;
         }
     }
     const PartMerge<T, Config> part_merge(p, plan.group_size, schedule);
