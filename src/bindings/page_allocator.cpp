@@ -1,13 +1,15 @@
 // octavo.PageAllocator.
 #include <octavo/page_allocator.h>
 
+#include <nanobind/stl/string.h>
 #include "bindings/bindings.h"
 #include "bindings/scalars.h"
-
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
+#include "bindings/sequence_arguments.h"
+#include "bindings/step_arrays.h"
+#include "common/fail.h"
 
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -15,31 +17,6 @@
 
 namespace octavo::bindings {
 namespace {
-
-Sequence sequence_argument(const char* call, nb::handle seq) {
-    try {
-        return static_cast<Sequence>(static_cast<uint64_t>(int_argument(call, "seq", seq)));
-    } catch (const ValueError& error) {  // beyond 64 bits, where no handle is
-        throw InvalidSequence(error.what());
-    }
-}
-
-std::vector<Sequence> sequences_argument(const char* call, nb::handle seqs) {
-    nb::object iterator = nb::steal(PyObject_GetIter(seqs.ptr()));
-    if (!iterator.is_valid()) {
-        PyErr_Clear();
-        throw TypeError(std::string(call) + ": seqs must be an iterable of handles; got " +
-                        bindings::type_name(seqs));
-    }
-    std::vector<Sequence> sequences;
-    while (true) {
-        nb::object seq = nb::steal(PyIter_Next(iterator.ptr()));
-        if (!seq.is_valid()) break;
-        sequences.push_back(sequence_argument(call, seq));
-    }
-    if (PyErr_Occurred()) throw nb::python_error();
-    return sequences;
-}
 
 nb::int_ to_python(Sequence sequence) { return nb::int_(static_cast<uint64_t>(sequence)); }
 
@@ -62,6 +39,29 @@ nb::tuple page_table(const PageAllocator& allocator, nb::handle seqs) {
                                seq_lens.data());
     return nb::make_tuple(to_numpy(std::move(table), {batch, static_cast<size_t>(max_pages)}),
                           to_numpy(std::move(seq_lens), {batch}));
+}
+
+nb::object step(PageAllocator& allocator, nb::handle seqs, nb::handle num_new_tokens,
+                StepArraysObject& arrays) {
+    const std::vector<Sequence> sequences = sequences_argument("step", seqs);
+    const auto count = static_cast<int64_t>(sequences.size());
+    if (PyLong_Check(num_new_tokens.ptr())) {
+        const int64_t n = int_argument("step", "num_new_tokens", num_new_tokens);
+        if (n < 0 || n > std::numeric_limits<int32_t>::max()) {
+            fail<ValueError>("step", "num_new_tokens (", n, ") must be between 0 and ",
+                             std::numeric_limits<int32_t>::max());
+        }
+        const std::vector<int32_t> same(sequences.size(), static_cast<int32_t>(n));
+        allocator.step(sequences.data(), same.data(), count, arrays.arrays());
+        return arrays.num_copies();
+    }
+    const Int32Batch each("step", "num_new_tokens", num_new_tokens);
+    if (each.size() != count) {
+        fail<ValueError>("step", "num_new_tokens must have one number for each of the ", count,
+                         " sequences; got ", each.size());
+    }
+    allocator.step(sequences.data(), each.data(), count, arrays.arrays());
+    return arrays.num_copies();
 }
 
 nb::dict stats(const PageAllocator& allocator) {
@@ -94,7 +94,7 @@ append_kv() of its tokens.
 A sequence is named by a handle, an int below 2**63. A handle that was freed, or that this allocator never
 gave out, raises octavo.InvalidSequence wherever it is used.
 
-Not safe to use from several threads at once without a lock.
+Any call may be made from any thread.
 
 Args:
     num_pages: pages to hand out, numbered from 0; 1 to 2**31 - 1. Needs 8 bytes each, once used.
@@ -128,6 +128,31 @@ Returns:
 
 Raises:
     octavo.InvalidSequence, ValueError: as extend().)";
+
+constexpr const char* kStepDoc =
+    R"(A step of generation in one call: extends a batch and writes what the kernels read.
+
+Each sequence gets room for its new tokens, as by extend(), all of them or none. Then row i of the arrays
+shows seqs[i]: its pages, its length with the new tokens, and where its new tokens lie among those of the
+batch. The rows left over are padding: page_table -1, seq_lens 0, cu_seqlens_q the number of new tokens in
+all; so a CUDA graph over max_batch rows can be replayed with fewer sequences. The pending copies of
+copy-on-write go to `copies`, where there is one: pass its first rows, as many as returned, to copy_pages().
+
+Args:
+    seqs: handles, at most max_batch; a list or tuple of ints is fastest. None may come twice.
+    num_new_tokens: an int for all of them, or one for each, at least 0: a list, or an int32 array.
+    arrays: StepArrays.
+
+Returns:
+    The number of copies written: an int, or a tuple of one for each group where page_table was given as a
+    list.
+
+Raises:
+    octavo.OutOfPages: too few free pages. `indices` of the error lists the positions in seqs that did not fit
+        when every one before them that fits had got its pages: the step succeeds without exactly these.
+    octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
+    TypeError, ValueError: a bad argument; a table or `copies` with too little room.
+    In each case the allocator and the arrays are as before.)";
 
 constexpr const char* kForkDoc = R"(Makes n sequences that share every page of this one.
 
@@ -194,7 +219,7 @@ sequence holds them any more.
 Returns:
     int32 numpy.ndarray [n, 2]: the pages (from, to). The next call returns later ones only.)";
 
-constexpr const char* kStatsDoc = R"(Counts of pages and tokens. Costs O(pages of all sequences).
+constexpr const char* kStatsDoc = R"(Counts of pages and tokens. Costs O(sequences).
 
 Returns:
     A dict of
@@ -239,6 +264,11 @@ void bind_page_allocator(nb::module_& m) {
                                        int_argument("try_extend", "n", n));
             },
             seq, n, nb::sig("def try_extend(self, seq: int, n: int) -> bool"), kTryExtendDoc)
+        .def("step", &step, nb::arg("seqs").none(), nb::arg("num_new_tokens").none(), nb::arg("arrays"),
+             nb::sig("def step(self, seqs: collections.abc.Iterable[int], num_new_tokens: int | "
+                     "collections.abc.Iterable[int] | octavo._types.Array, arrays: StepArrays) -> "
+                     "int | tuple[int, ...]"),
+             kStepDoc)
         .def(
             "fork",
             [](PageAllocator& self, nb::handle seq, nb::handle n) {
@@ -291,9 +321,15 @@ void bind_page_allocator(nb::module_& m) {
                 return to_numpy(std::move(copies), {num_copies, 2});
             },
             nb::sig("def take_copies(self) -> numpy.typing.NDArray[numpy.int32]"), kTakeCopiesDoc)
-        .def_prop_ro("num_pages", &PageAllocator::num_pages, "Pages to hand out, as given.")
-        .def_prop_ro("page_size", &PageAllocator::page_size, "Tokens in a page, as given.")
-        .def_prop_ro("num_free_pages", &PageAllocator::num_free_pages, "Pages that extend() can still take.")
+        .def_prop_ro(
+            "num_pages", [](const PageAllocator& self) { return self.num_pages(); },
+            "Pages to hand out, as given.")
+        .def_prop_ro(
+            "page_size", [](const PageAllocator& self) { return self.page_size(); },
+            "Tokens in a page, as given.")
+        .def_prop_ro(
+            "num_free_pages", [](const PageAllocator& self) { return self.num_free_pages(); },
+            "Pages that extend() can still take.")
         .def("stats", &stats, nb::sig("def stats(self) -> dict[str, int | float]"), kStatsDoc)
         .def("check_invariants", &PageAllocator::check_invariants,
              "Recounts everything from the sequences; raises RuntimeError naming the first contradiction, "

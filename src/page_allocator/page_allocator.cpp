@@ -1,17 +1,14 @@
 #include <octavo/page_allocator.h>
 
-#include "common/fail.h"
-#include "page_allocator/page_pool.h"
-#include "page_allocator/sequence_table.h"
+#include "page_allocator/allocator_state.h"
 
 #include <algorithm>
-#include <limits>
+#include <atomic>
+#include <map>
 
 namespace octavo {
 
 namespace {
-
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 int32_t checked_size(const char* name, int64_t value) {
     if (value < 1 || value > kMaxInt32) {
@@ -20,206 +17,203 @@ int32_t checked_size(const char* name, int64_t value) {
     return static_cast<int32_t>(value);
 }
 
-void check_not_negative(const char* call, const char* name, int64_t value) {
-    if (value < 0) fail<ValueError>(call, name, " (", value, ") must be at least 0");
-}
-
-// Last to first, so that they are handed out again first to last.
-void release_from(PagePool& pool, const std::vector<int32_t>& pages, size_t first) {
-    for (size_t i = pages.size(); i-- > first;) pool.release(pages[i]);
+uint64_t new_allocator_id() {
+    static std::atomic<uint64_t> num_allocators{0};
+    return num_allocators.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
 }  // namespace
 
-struct PageAllocator::State {
-    // What growing a sequence takes.
-    struct Growth {
-        int32_t new_length;
-        int32_t num_new_pages;
-        bool copies_tail;  // the last page is partly filled, and another sequence holds it too
-
-        int64_t num_pages() const { return int64_t{num_new_pages} + copies_tail; }
-    };
-
-    State(int32_t num_pages, int32_t page_size) : pool(num_pages), page_size(page_size) {}
-
-    int32_t pages_for(int32_t length) const { return length / page_size + (length % page_size != 0); }
-
-    Growth plan_growth(const char* call, const SequenceEntry& entry, int64_t n) const;
-    void grow(SequenceEntry& entry, const Growth& growth);  // the pages are there
-
-    // As SequenceTable::reserve; throws ValueError in the name of `call` if these would be too many.
-    void reserve_sequences(const char* call, int64_t count, size_t num_pages);
-
-    PagePool pool;
-    SequenceTable sequences;
-    int32_t page_size;
-};
-
-PageAllocator::State::Growth PageAllocator::State::plan_growth(const char* call, const SequenceEntry& entry,
-                                                               int64_t n) const {
-    check_not_negative(call, "n", n);
-    if (n > kMaxInt32 - entry.length) {
-        fail<ValueError>(call, "n (", n, ") and the sequence's length (", entry.length,
-                         ") must add up to at most ", kMaxInt32);
+PageAllocator::State::State(const std::vector<PageGroup>& given) : id(new_allocator_id()) {
+    if (given.empty()) fail<ValueError>("PageAllocator", "groups must not be empty");
+    groups.reserve(given.size());
+    for (const PageGroup& group : given) {
+        groups.emplace_back(checked_size("num_pages", group.num_pages),
+                            checked_size("page_size", group.page_size));
     }
-    Growth growth;
-    growth.new_length = entry.length + static_cast<int32_t>(n);
-    growth.num_new_pages = pages_for(growth.new_length) - static_cast<int32_t>(entry.pages.size());
-    growth.copies_tail = n > 0 && entry.length % page_size != 0 && pool.is_shared(entry.pages.back());
-    return growth;
+    plans.resize(groups.size());
 }
 
-void PageAllocator::State::grow(SequenceEntry& entry, const Growth& growth) {
-    size_t num_pages = entry.pages.size() + static_cast<size_t>(growth.num_new_pages);
-    if (entry.pages.capacity() < num_pages) entry.pages.reserve(std::max(num_pages, 2 * entry.pages.size()));
-    if (growth.copies_tail) {
-        pool.reserve_copy();
-        entry.pages.back() = pool.copy_on_write(entry.pages.back());
+PageLists& PageAllocator::State::group_at(const char* call, int64_t group) {
+    if (group < 0 || group >= static_cast<int64_t>(groups.size())) {
+        fail<ValueError>(call, "group (", group, ") must be one of the ", groups.size(), " groups");
     }
-    for (int32_t i = 0; i < growth.num_new_pages; ++i) entry.pages.push_back(pool.acquire());
-    entry.length = growth.new_length;
+    return groups[group];
 }
 
-void PageAllocator::State::reserve_sequences(const char* call, int64_t count, size_t num_pages) {
+std::string PageAllocator::State::in_group(size_t group) const {
+    return groups.size() == 1 ? "" : " in group " + std::to_string(group);
+}
+
+std::vector<size_t> PageAllocator::State::reserve_sequences(const char* call, int64_t count) {
     if (count > SequenceTable::kMaxSequences - sequences.size()) {
         fail<ValueError>(call, "n (", count, ") and the number of sequences (", sequences.size(),
                          ") must add up to at most ", SequenceTable::kMaxSequences);
     }
-    sequences.reserve(count, num_pages);
+    std::vector<size_t> entries = sequences.reserve(count);
+    for (PageLists& lists : groups) lists.resize(sequences.entries().size());
+    return entries;
 }
 
 PageAllocator::PageAllocator(int64_t num_pages, int64_t page_size)
-    : state_(std::make_unique<State>(checked_size("num_pages", num_pages),
-                                     checked_size("page_size", page_size))) {}
+    : PageAllocator(std::vector<PageGroup>{{num_pages, page_size}}) {}
+
+PageAllocator::PageAllocator(const std::vector<PageGroup>& groups)
+    : state_(std::make_unique<State>(groups)) {}
 
 PageAllocator::~PageAllocator() = default;
 PageAllocator::PageAllocator(PageAllocator&&) noexcept = default;
 PageAllocator& PageAllocator::operator=(PageAllocator&&) noexcept = default;
 
 Sequence PageAllocator::create() {
-    state_->reserve_sequences("create", 1, 0);
+    std::lock_guard lock(state_->mutex);
+    state_->reserve_sequences("create", 1);
     return Sequence{state_->sequences.create().handle};
 }
 
-void PageAllocator::extend(Sequence sequence, int64_t n) {
-    SequenceEntry& entry = state_->sequences.find("extend", sequence);
-    State::Growth growth = state_->plan_growth("extend", entry, n);
-    int64_t num_free = state_->pool.num_free();
-    if (growth.num_pages() > num_free) {
-        fail<OutOfPages>("extend", "needs ", growth.num_pages(), " pages (", growth.num_new_pages, " new, ",
-                         int{growth.copies_tail}, " copy-on-write), ", num_free, " free");
-    }
-    state_->grow(entry, growth);
-}
-
-bool PageAllocator::try_extend(Sequence sequence, int64_t n) {
-    SequenceEntry& entry = state_->sequences.find("try_extend", sequence);
-    State::Growth growth = state_->plan_growth("try_extend", entry, n);
-    if (growth.num_pages() > state_->pool.num_free()) return false;
-    state_->grow(entry, growth);
-    return true;
-}
-
 std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n) {
+    std::lock_guard lock(state_->mutex);
     SequenceTable& sequences = state_->sequences;
-    size_t num_pages = sequences.find("fork", sequence).pages.size();
+    const size_t parent = sequences.index_of(sequences.find("fork", sequence));
     check_not_negative("fork", "n", n);
-    state_->reserve_sequences("fork", n, num_pages);
+    const std::vector<size_t> entries = state_->reserve_sequences("fork", n);
+    for (PageLists& lists : state_->groups) {
+        for (size_t index : entries) lists.reserve(index, lists[parent].pages.size());
+    }
     std::vector<Sequence> children;
-    children.reserve(static_cast<size_t>(n));
+    children.reserve(entries.size());
 
-    const SequenceEntry& parent = sequences.find("fork", sequence);
-    for (int64_t i = 0; i < n; ++i) {
+    for (size_t index : entries) {
         SequenceEntry& child = sequences.create();
-        child.length = parent.length;
-        child.pages.assign(parent.pages.begin(), parent.pages.end());
+        child.length = sequences[parent].length;
+        for (PageLists& lists : state_->groups) lists.share(parent, index, lists[parent].pages.size());
         children.push_back(Sequence{child.handle});
     }
-    for (int32_t page : parent.pages) state_->pool.add_holders(page, static_cast<int32_t>(n));
     return children;
 }
 
 void PageAllocator::truncate(Sequence sequence, int64_t length) {
+    std::lock_guard lock(state_->mutex);
     SequenceEntry& entry = state_->sequences.find("truncate", sequence);
     if (length < 0 || length > entry.length) {
         fail<ValueError>("truncate", "length (", length, ") must be between 0 and the sequence's length (",
                          entry.length, ")");
     }
     entry.length = static_cast<int32_t>(length);
-    size_t num_pages = state_->pages_for(entry.length);
-    release_from(state_->pool, entry.pages, num_pages);
-    entry.pages.resize(num_pages);
+    for (PageLists& lists : state_->groups) lists.truncate(state_->sequences.index_of(entry), entry.length);
 }
 
 void PageAllocator::free(Sequence sequence) {
+    std::lock_guard lock(state_->mutex);
     SequenceEntry& entry = state_->sequences.find("free", sequence);
-    release_from(state_->pool, entry.pages, 0);
+    for (PageLists& lists : state_->groups) lists.truncate(state_->sequences.index_of(entry), 0);
     state_->sequences.free(entry);
 }
 
 int64_t PageAllocator::length(Sequence sequence) const {
+    std::lock_guard lock(state_->mutex);
     return state_->sequences.find("length", sequence).length;
 }
 
-std::vector<int32_t> PageAllocator::pages(Sequence sequence) const {
-    return state_->sequences.find("pages", sequence).pages;
+std::vector<int32_t> PageAllocator::pages(Sequence sequence, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const PageLists& lists = state_->group_at("pages", group);
+    return lists[state_->sequences.index_of(state_->sequences.find("pages", sequence))].pages;
 }
 
-int64_t PageAllocator::max_pages(const Sequence* sequences, int64_t count) const {
+int64_t PageAllocator::State::max_pages(const Sequence* handles, int64_t count, int64_t group) {
+    const PageLists& lists = group_at("page_table", group);
     check_not_negative("page_table", "count", count);
     size_t num_pages = 0;
     for (int64_t i = 0; i < count; ++i) {
-        num_pages = std::max(num_pages, state_->sequences.find("page_table", sequences[i]).pages.size());
+        const SequenceEntry& entry = sequences.find("page_table", handles[i]);
+        num_pages = std::max(num_pages, lists[sequences.index_of(entry)].pages.size());
     }
     return static_cast<int64_t>(num_pages);
 }
 
+int64_t PageAllocator::max_pages(const Sequence* sequences, int64_t count, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    return state_->max_pages(sequences, count, group);
+}
+
 void PageAllocator::write_page_table(const Sequence* sequences, int64_t count, int32_t* page_table,
-                                     int64_t max_pages, int32_t* seq_lens) const {
-    int64_t num_pages = this->max_pages(sequences, count);
+                                     int64_t max_pages, int32_t* seq_lens, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const int64_t num_pages = state_->max_pages(sequences, count, group);
     if (max_pages < num_pages) {
         fail<ValueError>("page_table", "max_pages (", max_pages, ") must be at least ", num_pages,
                          ", the pages of the longest sequence");
     }
     for (int64_t i = 0; i < count; ++i) {
         const SequenceEntry& entry = state_->sequences.find("page_table", sequences[i]);
+        const std::vector<int32_t>& pages = state_->groups[group][state_->sequences.index_of(entry)].pages;
         int32_t* row = page_table + i * max_pages;
-        std::fill(std::copy(entry.pages.begin(), entry.pages.end(), row), row + max_pages, -1);
+        std::fill(std::copy(pages.begin(), pages.end(), row), row + max_pages, -1);
         seq_lens[i] = entry.length;
     }
 }
 
-std::vector<PageCopy> PageAllocator::take_copies() { return state_->pool.take_copies(); }
+std::vector<PageCopy> PageAllocator::take_copies(int64_t group) {
+    std::lock_guard lock(state_->mutex);
+    PagePool& pool = state_->group_at("take_copies", group).pool;
+    std::vector<PageCopy> copies(static_cast<size_t>(pool.num_pending_copies()));
+    pool.take_copies(copies.data());
+    return copies;
+}
 
-int64_t PageAllocator::num_pages() const { return state_->pool.num_pages(); }
-int64_t PageAllocator::page_size() const { return state_->page_size; }
-int64_t PageAllocator::num_free_pages() const { return state_->pool.num_free(); }
+int64_t PageAllocator::num_groups() const { return static_cast<int64_t>(state_->groups.size()); }
+int64_t PageAllocator::num_pages(int64_t group) const {
+    return state_->group_at("num_pages", group).pool.num_pages();
+}
+int64_t PageAllocator::page_size(int64_t group) const {
+    return state_->group_at("page_size", group).page_size();
+}
+int64_t PageAllocator::num_free_pages(int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    return state_->group_at("num_free_pages", group).pool.num_free();
+}
 
-PageAllocatorStats PageAllocator::stats() const {
-    const PagePool& pool = state_->pool;
-    std::vector<int32_t> num_holders(static_cast<size_t>(pool.num_touched()));
-    std::vector<int32_t> num_filled(num_holders.size());  // slots with a token, of each page
+PageAllocatorStats PageAllocator::stats(int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const PageLists& lists = state_->group_at("stats", group);
+    const PagePool& pool = lists.pool;
+    const int64_t page_size = lists.page_size();
     PageAllocatorStats stats{};
     stats.num_pages = pool.num_pages();
-    stats.page_size = state_->page_size;
+    stats.page_size = page_size;
     stats.num_sequences = state_->sequences.size();
     stats.num_free_pages = pool.num_free();
     stats.num_used_pages = stats.num_pages - stats.num_free_pages;
-    for (const SequenceEntry& entry : state_->sequences.entries()) {
-        stats.num_tokens += entry.length;
-        int32_t left = entry.length;
-        for (int32_t page : entry.pages) {
-            int32_t filled = std::min(left, state_->page_size);
-            left -= filled;
-            if (++num_holders[page] == 2) ++stats.num_shared_pages;
-            if (filled > num_filled[page]) {
-                stats.num_stored_tokens += filled - num_filled[page];
-                num_filled[page] = filled;
-            }
+    stats.num_shared_pages = pool.num_shared();
+
+    // Every held page is full but those that are the partly filled last page of each of their holders.
+    stats.num_stored_tokens = pool.num_held() * page_size;
+    struct Tail {
+        int32_t num_holders = 0;  // that fill the page partly
+        int64_t num_filled = 0;   // by the one that fills it most
+    };
+    std::map<int32_t, Tail> shared_tails;
+    const std::vector<SequenceEntry>& entries = state_->sequences.entries();
+    for (size_t index = 0; index < entries.size(); ++index) {
+        stats.num_tokens += entries[index].length;
+        const int64_t num_filled = entries[index].length % page_size;
+        if (num_filled == 0) continue;
+        const int32_t page = lists[index].pages.back();
+        if (!pool.is_shared(page)) {
+            stats.num_stored_tokens -= page_size - num_filled;
+        } else {
+            Tail& tail = shared_tails[page];
+            ++tail.num_holders;
+            tail.num_filled = std::max(tail.num_filled, num_filled);
         }
     }
-    int64_t num_slots = stats.num_used_pages * stats.page_size;
+    for (const auto& [page, tail] : shared_tails) {
+        if (tail.num_holders == pool.num_holders(page))
+            stats.num_stored_tokens -= page_size - tail.num_filled;
+    }
+
+    const int64_t num_slots = stats.num_used_pages * page_size;
     if (num_slots > 0) {
         stats.waste_percent =
             100.0 * static_cast<double>(num_slots - stats.num_stored_tokens) / static_cast<double>(num_slots);
@@ -228,33 +222,9 @@ PageAllocatorStats PageAllocator::stats() const {
 }
 
 void PageAllocator::check_invariants() const {
-    const PagePool& pool = state_->pool;
+    std::lock_guard lock(state_->mutex);
     state_->sequences.check();
-    std::vector<int32_t> num_holders(static_cast<size_t>(pool.num_touched()));
-    std::vector<int32_t> last_holder(num_holders.size(), -1);  // the last entry seen to hold a page
-    std::vector<int32_t> position(num_holders.size());         // of each page in the sequences that hold it
-    int32_t index = 0;
-    for (const SequenceEntry& entry : state_->sequences.entries()) {
-        auto fail_sequence = [&entry](const auto&... what) {
-            fail<Error>("check_invariants", "sequence ", entry.handle, ' ', what...);
-        };
-        if (static_cast<int64_t>(entry.pages.size()) != state_->pages_for(entry.length)) {
-            fail_sequence("has ", entry.pages.size(), " pages for ", entry.length, " tokens");
-        }
-        for (size_t i = 0; i < entry.pages.size(); ++i) {
-            int32_t page = entry.pages[i];
-            if (page < 0 || page >= pool.num_touched())
-                fail_sequence("holds page ", page, ", never handed out");
-            if (last_holder[page] == index) fail_sequence("holds page ", page, " twice");
-            if (num_holders[page]++ > 0 && position[page] != static_cast<int32_t>(i)) {
-                fail_sequence("holds page ", page, " at another place than its sharers");
-            }
-            last_holder[page] = index;
-            position[page] = static_cast<int32_t>(i);
-        }
-        ++index;
-    }
-    pool.check(num_holders);
+    for (const PageLists& lists : state_->groups) lists.check(state_->sequences);
 }
 
 }  // namespace octavo

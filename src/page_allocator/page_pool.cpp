@@ -10,7 +10,7 @@ namespace octavo {
 PagePool::PagePool(int32_t num_pages)
     : pages_(static_cast<Page*>(std::calloc(static_cast<size_t>(num_pages), sizeof(Page)))),
       num_pages_(num_pages) {
-    if (!pages_) throw std::bad_alloc();
+    if (!pages_ && num_pages > 0) throw std::bad_alloc();
 }
 
 void PagePool::push_free(int32_t page) noexcept {
@@ -20,7 +20,7 @@ void PagePool::push_free(int32_t page) noexcept {
 }
 
 void PagePool::release(int32_t page) noexcept {
-    if (--pages_[page].num_holders > 0) return;
+    if (drop_holder(page) > 0) return;
     int32_t link = pages_[page].link;
     if (link > 0) return;
     if (link < 0) {
@@ -38,8 +38,8 @@ void PagePool::release_source(int32_t page) noexcept {
     if (--pages_[page].link == 0 && pages_[page].num_holders == 0) push_free(page);
 }
 
-void PagePool::reserve_copy() {
-    size_t needed = pending_copies_.size() + 1;
+void PagePool::reserve_copies(int64_t count) {
+    size_t needed = pending_copies_.size() + static_cast<size_t>(count);
     if (pending_copies_.capacity() < needed) pending_copies_.reserve(std::max<size_t>(2 * needed, 16));
 }
 
@@ -51,18 +51,17 @@ int32_t PagePool::copy_on_write(int32_t page) noexcept {
     ++pages_[from].link;
     pages_[to].link = ~static_cast<int32_t>(pending_copies_.size());
     pending_copies_.push_back({from, to});
-    --pages_[page].num_holders;
+    drop_holder(page);
     return to;
 }
 
-std::vector<PageCopy> PagePool::take_copies() {
-    std::vector<PageCopy> copies(pending_copies_);
-    pending_copies_.clear();
-    for (PageCopy copy : copies) {
+void PagePool::take_copies(PageCopy* copies) noexcept {
+    std::copy(pending_copies_.begin(), pending_copies_.end(), copies);
+    for (PageCopy copy : pending_copies_) {
         pages_[copy.to].link = 0;
         release_source(copy.from);
     }
-    return copies;
+    pending_copies_.clear();
 }
 
 void PagePool::check(const std::vector<int32_t>& holders) const {
@@ -92,8 +91,11 @@ void PagePool::check(const std::vector<int32_t>& holders) const {
         ++num_readers[from];
     }
 
+    int32_t num_held = 0, num_shared = 0;
     for (int32_t page = 0; page < num_touched_; ++page) {
         auto [num_holders, link] = pages_[page];
+        num_held += num_holders > 0;
+        num_shared += num_holders > 1;
         bool is_written = writer[page] != kNone;
         bool is_reserved = num_readers[page] > 0;
         if (num_holders != holders[page]) {
@@ -107,6 +109,10 @@ void PagePool::check(const std::vector<int32_t>& holders) const {
         if (!is_free[page] && link != (is_written ? ~writer[page] : num_readers[page])) {
             fail_page(page, "does not know of the copies that read or write it");
         }
+    }
+    if (num_held != num_held_ || num_shared != num_shared_) {
+        fail<Error>("check_invariants", num_held, " pages are held and ", num_shared, " shared, but ",
+                    num_held_, " and ", num_shared_, " counted");
     }
 }
 

@@ -14,14 +14,29 @@ namespace octavo {
 
 class PagePool {
   public:
-    explicit PagePool(int32_t num_pages);
+    explicit PagePool(int32_t num_pages);  // 0: a tier that is not there
 
     int32_t num_pages() const { return num_pages_; }
     int32_t num_free() const { return num_pages_ - num_touched_ + num_released_; }
     int32_t num_touched() const { return num_touched_; }  // pages 0 to num_touched - 1 have been held
+    int32_t num_held() const { return num_held_; }        // by one sequence or more
+    int32_t num_shared() const { return num_shared_; }    // by two or more
+    int32_t num_holders(int32_t page) const { return pages_[page].num_holders; }
 
     bool is_shared(int32_t page) const { return pages_[page].num_holders > 1; }
-    void add_holders(int32_t page, int32_t count) { pages_[page].num_holders += count; }
+
+    void hold(int32_t page, int32_t count = 1) noexcept {
+        if (count == 0) return;
+        int32_t before = pages_[page].num_holders;
+        pages_[page].num_holders += count;
+        num_held_ += before == 0;
+        num_shared_ += before < 2 && before + count > 1;
+    }
+
+    void leave(int32_t page) noexcept {  // one holder of a shared page less
+        assert(is_shared(page));
+        drop_holder(page);
+    }
 
     // A free page, now held once: the one released last, else the first that never was held. Needs one free.
     int32_t acquire() noexcept {
@@ -34,6 +49,7 @@ class PagePool {
             --num_released_;
         }
         pages_[page] = {1, 0};
+        ++num_held_;
         return page;
     }
 
@@ -41,13 +57,14 @@ class PagePool {
     // that pending copies read stays reserved.
     void release(int32_t page) noexcept;
 
-    // Room for one more pending copy, so that copy_on_write cannot fail.
-    void reserve_copy();
+    // Room for `count` more pending copies, so that copy_on_write cannot fail.
+    void reserve_copies(int64_t count);
 
     // One holder gives up a shared page for a new one with the same contents. Needs one free page.
     int32_t copy_on_write(int32_t page) noexcept;
 
-    std::vector<PageCopy> take_copies();
+    int64_t num_pending_copies() const { return static_cast<int64_t>(pending_copies_.size()); }
+    void take_copies(PageCopy* copies) noexcept;  // [num_pending_copies]
 
     // Throws Error at the first contradiction. `holders` [num_touched]: how many sequences do hold each page.
     void check(const std::vector<int32_t>& holders) const;
@@ -65,6 +82,12 @@ class PagePool {
     };
     static constexpr int32_t kNone = -1;
 
+    int32_t drop_holder(int32_t page) noexcept {  // returns how many are left
+        int32_t left = --pages_[page].num_holders;
+        num_shared_ -= left == 1;
+        num_held_ -= left == 0;
+        return left;
+    }
     void push_free(int32_t page) noexcept;
     void release_source(int32_t page) noexcept;
 
@@ -74,6 +97,8 @@ class PagePool {
     int32_t num_touched_ = 0;
     int32_t num_released_ = 0;  // length of the list that starts at first_free_
     int32_t first_free_ = kNone;
+    int32_t num_held_ = 0;
+    int32_t num_shared_ = 0;
 };
 
 }  // namespace octavo

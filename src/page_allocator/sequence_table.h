@@ -10,12 +10,11 @@
 
 namespace octavo {
 
-// 40 bytes: what growing a sequence needs, in one cache line.
 struct SequenceEntry {
-    uint64_t handle;             // of the sequence; of a free entry, kFreeBit and the next sequence's
-    int32_t length = 0;          // tokens
-    int32_t next_free;           // of a free entry: the next one, or kNone
-    std::vector<int32_t> pages;  // [ceil(length / page_size)]; a free entry keeps the memory
+    uint64_t handle;       // of the sequence; of a free entry, kFreeBit and the next sequence's
+    int32_t length = 0;    // tokens
+    int32_t next_free;     // of a free entry: the next one, or kNone
+    uint64_t planned = 0;  // the last plan that this sequence was part of
 };
 
 class SequenceTable {
@@ -29,7 +28,12 @@ class SequenceTable {
     SequenceTable();
 
     const std::vector<SequenceEntry>& entries() const { return entries_; }
+    SequenceEntry& operator[](size_t index) { return entries_[index]; }
     int32_t size() const { return static_cast<int32_t>(entries_.size()) - num_free_; }
+    static bool is_live(const SequenceEntry& entry) { return !(entry.handle & kFreeBit); }
+    size_t index_of(const SequenceEntry& entry) const {
+        return static_cast<size_t>(&entry - entries_.data());
+    }
 
     // The entry of a live sequence; throws InvalidSequence in the name of `call`. Valid until reserve().
     SequenceEntry& find(const char* call, Sequence sequence) {
@@ -44,9 +48,9 @@ class SequenceTable {
         return const_cast<SequenceTable*>(this)->find(call, sequence);
     }
 
-    // Room for `count` more sequences of `num_pages` pages, so that create and filling them cannot fail.
-    // size() + count may be at most kMaxSequences.
-    void reserve(int64_t count, size_t num_pages);
+    // Room for `count` more sequences, so that create cannot fail. size() + count may be at most
+    // kMaxSequences. Returns the entries that create will give out, in order.
+    std::vector<size_t> reserve(int64_t count);
 
     SequenceEntry& create() noexcept;  // an empty sequence; needs reserve()
     void free(SequenceEntry& entry) noexcept;

@@ -41,6 +41,8 @@ TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
     auto fork = [&](size_t parent, int64_t n) {
         for (Sequence child : allocator.fork(sequences[parent], n)) sequences.push_back(child);
     };
+    std::vector<int32_t> page_table(8 * 16), seq_lens(8), step_copies(16);
+    StepArrays arrays(8, {{page_table.data(), 16, 16, step_copies.data(), 8}}, seq_lens.data());
     const std::vector<std::function<void()>> script = {
         [&] { sequences.push_back(allocator.create()); },
         [&] { allocator.extend(sequences[0], 6); },
@@ -53,6 +55,8 @@ TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
         [&] { allocator.extend(sequences[2], 9); },
         [&] { copies = allocator.take_copies(); },
         [&] { sequences.push_back(allocator.create()); },
+        [&] { fork(2, 3); },
+        [&] { allocator.step(sequences.data(), nullptr, 8, arrays); },
     };
     int num_failures = 0;
     for (const auto& call : script) {

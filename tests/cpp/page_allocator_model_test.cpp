@@ -7,10 +7,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <memory>
 #include <random>
 #include <set>
+#include <tuple>
 #include <utility>
 
 namespace octavo {
@@ -35,6 +37,25 @@ class Model {
     Model(int64_t num_pages, int64_t page_size) : num_pages_(num_pages), page_size_(page_size) {}
 
     std::vector<ModelSequence> sequences;
+
+    // With pages of its own, shared as these are.
+    Model clone() const {
+        std::map<ModelPage, ModelPage> cloned;
+        auto clone_of = [&](const ModelPage& page) {
+            ModelPage& copy = cloned[page];
+            if (!copy) copy = std::make_shared<std::vector<int>>(*page);
+            return copy;
+        };
+        Model model = *this;
+        for (ModelSequence& s : model.sequences) {
+            for (ModelPage& page : s.pages) page = clone_of(page);
+        }
+        model.copies_.clear();
+        for (const ModelCopy& copy : copies_) {
+            if (ModelPage to = copy.to.lock()) model.copies_.push_back({clone_of(copy.from), clone_of(to)});
+        }
+        return model;
+    }
 
     int64_t num_free() const {
         std::set<const void*> used;
@@ -143,7 +164,12 @@ class Simulation {
           random_(sizes.seed),
           allocator_(sizes.num_pages, sizes.page_size),
           model_(sizes.num_pages, sizes.page_size),
-          cache_(static_cast<size_t>(sizes.num_pages * sizes.page_size), -1) {}
+          cache_(static_cast<size_t>(sizes.num_pages * sizes.page_size), -1),
+          page_table_(static_cast<size_t>(kMaxBatch * sizes.num_pages)),
+          copies_(static_cast<size_t>(2 * sizes.num_pages)),
+          arrays_(kMaxBatch,
+                  {{page_table_.data(), sizes.num_pages, sizes.num_pages, copies_.data(), sizes.num_pages}},
+                  seq_lens_.data(), cu_seqlens_q_.data()) {}
 
     void step() {
         size_t count = model_.sequences.size();
@@ -169,13 +195,17 @@ class Simulation {
             Sequence stale = freed_[below(static_cast<int64_t>(freed_.size()))];
             ASSERT_THROW(allocator_.extend(stale, 1), InvalidSequence);
             ASSERT_THROW(allocator_.free(stale), InvalidSequence);
+        } else if (action < 95) {
+            step_batch();
         } else {
-            write_cache();
+            write_cache(allocator_.take_copies());
         }
         check();
     }
 
   private:
+    static constexpr int64_t kMaxBatch = 12;
+
     int64_t below(int64_t bound) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(bound)); }
     ModelSequence& any() { return model_.sequences[below(static_cast<int64_t>(model_.sequences.size()))]; }
 
@@ -215,9 +245,62 @@ class Simulation {
         }
     }
 
+    // PageAllocator::step over some of the sequences, in some order.
+    void step_batch() {
+        std::vector<size_t> chosen(model_.sequences.size());
+        for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = i;
+        std::shuffle(chosen.begin(), chosen.end(), random_);
+        chosen.resize(static_cast<size_t>(below(static_cast<int64_t>(chosen.size()) + 1)));
+        std::vector<Sequence> batch;
+        std::vector<int32_t> n;
+        for (size_t i : chosen) {
+            batch.push_back(model_.sequences[i].handle);
+            n.push_back(static_cast<int32_t>(below(2) ? 1 : below(3 * page_size_)));
+        }
+        const auto count = static_cast<int64_t>(batch.size());
+        // One after the other, to see which fit.
+        Model grown = model_.clone();
+        std::vector<int64_t> unfit;
+        for (size_t i = 0; i < chosen.size(); ++i) {
+            ModelSequence& s = grown.sequences[chosen[i]];
+            if (grown.num_new_pages(s, n[i]) + grown.copies_tail(s, n[i]) <= grown.num_free()) {
+                grown.extend(s, n[i]);
+            } else {
+                unfit.push_back(static_cast<int64_t>(i));
+            }
+        }
+        if (!unfit.empty()) {
+            const std::string before = dump(allocator_, handles());
+            const auto arrays = std::make_tuple(page_table_, seq_lens_, cu_seqlens_q_, copies_);
+            try {
+                allocator_.step(batch.data(), n.data(), count, arrays_);
+                FAIL() << "nothing was thrown";
+            } catch (const OutOfPages& error) {
+                ASSERT_EQ(error.indices, unfit);
+            }
+            ASSERT_EQ(dump(allocator_, handles()), before);
+            ASSERT_EQ(std::make_tuple(page_table_, seq_lens_, cu_seqlens_q_, copies_), arrays);
+            return;
+        }
+        model_ = std::move(grown);
+        allocator_.step(batch.data(), n.data(), count, arrays_);
+        std::vector<int32_t> table(page_table_.size(), -1), seq_lens(kMaxBatch, 0);
+        allocator_.write_page_table(batch.data(), count, table.data(), allocator_.num_pages(),
+                                    seq_lens.data());
+        ASSERT_EQ(page_table_, table);
+        ASSERT_TRUE(std::equal(seq_lens.begin(), seq_lens.end(), seq_lens_.begin()));
+        for (int64_t i = 0; i < kMaxBatch; ++i) {
+            ASSERT_EQ(cu_seqlens_q_[i + 1] - cu_seqlens_q_[i], i < count ? n[i] : 0);
+        }
+        std::vector<PageCopy> copies;
+        for (int64_t i = 0; i < arrays_.num_copies(); ++i) {
+            copies.push_back({copies_[2 * i], copies_[2 * i + 1]});
+        }
+        write_cache(std::move(copies));
+    }
+
     // What a step of generation does: the copies, in any order, then the tokens that were not yet written.
-    void write_cache() {
-        std::vector<PageCopy> copies = allocator_.take_copies();
+    void write_cache(std::vector<PageCopy> copies) {
         check_copies(copies);
         ASSERT_EQ(static_cast<int64_t>(copies.size()), model_.take_copies());
         std::shuffle(copies.begin(), copies.end(), random_);
@@ -259,6 +342,10 @@ class Simulation {
     PageAllocator allocator_;
     Model model_;
     std::vector<int> cache_;  // [num_pages, page_size], a token a slot
+    std::vector<int32_t> page_table_, copies_;
+    std::array<int32_t, kMaxBatch> seq_lens_;
+    std::array<int32_t, kMaxBatch + 1> cu_seqlens_q_;
+    StepArrays arrays_;
     std::vector<Sequence> freed_;
 };
 

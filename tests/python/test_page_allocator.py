@@ -384,6 +384,9 @@ HANDLE_CALLS = {
     "length": lambda alloc, seq: alloc.length(seq),
     "pages": lambda alloc, seq: alloc.pages(seq),
     "page_table": lambda alloc, seq: alloc.page_table([seq]),
+    "step": lambda alloc, seq: alloc.step(
+        [seq], 0, octavo.StepArrays(np.empty((1, 8), np.int32), np.empty(1, np.int32))
+    ),
 }
 
 
