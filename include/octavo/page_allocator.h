@@ -4,8 +4,11 @@
 
 #include <octavo/error.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace octavo {
@@ -23,6 +26,33 @@ struct PageCopy {
 struct PageGroup {
     int64_t num_pages;
     int64_t page_size;
+};
+
+// How pages are found again by the tokens in them.
+struct PrefixCacheOptions {
+    // 128 bits that the hash depends on. Random where not given; then nobody can make tokens that collide.
+    std::optional<std::array<uint64_t, 2>> hash_key;
+    int64_t hash_bits = 128;     // that are used; fewer are slower, and for tests
+    int64_t event_capacity = 0;  // of the log that take_events() reads
+};
+
+// A page that became findable, or no longer is.
+struct CacheEvent {
+    enum class Kind : uint8_t { stored, evicted };
+
+    Kind kind;
+    int32_t page;
+    std::array<uint64_t, 2> key;         // hash of the page's tokens and all before them
+    std::array<uint64_t, 2> parent_key;  // of the page before it, or of the namespace
+    std::vector<int32_t> tokens;         // [page_size]
+};
+
+struct PrefixCacheStats {
+    int64_t num_stored_pages;    // that are found by their tokens
+    int64_t num_idle_pages;      // of these, held by nobody: free, but found until they are evicted
+    int64_t num_evicted_pages;   // so far
+    int64_t num_queried_tokens;  // of every create(tokens) so far
+    int64_t num_hit_tokens;      // of these, found
 };
 
 struct PageAllocatorStats {
@@ -72,13 +102,31 @@ class StepArrays {
 // Every call may be made from any thread.
 class PageAllocator {
   public:
-    PageAllocator(int64_t num_pages, int64_t page_size);  // one group
-    explicit PageAllocator(const std::vector<PageGroup>& groups);
+    // One group. With a prefix cache, pages are found again by the tokens that step() was told are in them.
+    PageAllocator(int64_t num_pages, int64_t page_size,
+                  const std::optional<PrefixCacheOptions>& prefix_cache = std::nullopt);
+    explicit PageAllocator(const std::vector<PageGroup>& groups,
+                           const std::optional<PrefixCacheOptions>& prefix_cache = std::nullopt);
     ~PageAllocator();
     PageAllocator(PageAllocator&&) noexcept;
     PageAllocator& operator=(PageAllocator&&) noexcept;
 
     Sequence create();
+
+    // A sequence of as many of these tokens as the cache has: length() says how many. Only what was stored
+    // under the same namespace is found. A page found in part is shared, and copied when the sequence grows.
+    Sequence create(const int32_t* tokens, int64_t count, const std::string& cache_namespace = "");
+    int64_t num_cached_tokens(const int32_t* tokens, int64_t count,
+                              const std::string& cache_namespace = "") const;
+
+    // Keeps the full pages of these tokens that the cache has from being evicted until unpin().
+    Sequence pin(const int32_t* tokens, int64_t count, const std::string& cache_namespace = "");
+    void unpin(Sequence pin);
+
+    // Pages stored and evicted since the last call, oldest first; `num_lost` counts those that event_capacity
+    // had no room for, the oldest.
+    std::vector<CacheEvent> take_events(int64_t* num_lost = nullptr);
+    PrefixCacheStats cache_stats() const;
 
     // n more tokens, all or nothing. If the sequence shares a partly filled last page, it gets a copy of
     // its own, to be made by copy_pages from take_copies().
@@ -90,7 +138,13 @@ class PageAllocator {
     // page_table -1, seq_lens 0, cu_seqlens_q the total of new tokens. The pending copies go to `copies`.
     // OutOfPages::indices says which sequences did not fit: those that found too few pages when every one
     // before them that fits had got its own. The arrays are then as they were, too.
-    void step(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count, StepArrays& arrays);
+    //
+    // `tokens` are the new tokens, packed, for the prefix cache; their keys and values are to be in the pages
+    // before the next step() or free(). A full page whose tokens are all known is stored in the cache at the
+    // next call that could find or lose it; if the cache has the same page already, the sequence takes that
+    // one and gives its own back.
+    void step(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count, StepArrays& arrays,
+              const int32_t* tokens = nullptr);
 
     // Shares every page; O(pages). Append the sequence's own tokens first: a fork has what its pages hold.
     std::vector<Sequence> fork(Sequence sequence, int64_t n = 1);

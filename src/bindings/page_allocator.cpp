@@ -8,9 +8,13 @@
 #include "bindings/step_arrays.h"
 #include "common/fail.h"
 
+#include <array>
+#include <cstring>
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <numeric>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,26 +46,86 @@ nb::tuple page_table(const PageAllocator& allocator, nb::handle seqs) {
 }
 
 nb::object step(PageAllocator& allocator, nb::handle seqs, nb::handle num_new_tokens,
-                StepArraysObject& arrays) {
+                StepArraysObject& arrays, nb::handle tokens) {
     const std::vector<Sequence> sequences = sequences_argument("step", seqs);
     const auto count = static_cast<int64_t>(sequences.size());
+    std::vector<int32_t> same;
+    std::optional<Int32Batch> each;
     if (PyLong_Check(num_new_tokens.ptr())) {
         const int64_t n = int_argument("step", "num_new_tokens", num_new_tokens);
         if (n < 0 || n > std::numeric_limits<int32_t>::max()) {
             fail<ValueError>("step", "num_new_tokens (", n, ") must be between 0 and ",
                              std::numeric_limits<int32_t>::max());
         }
-        const std::vector<int32_t> same(sequences.size(), static_cast<int32_t>(n));
-        allocator.step(sequences.data(), same.data(), count, arrays.arrays());
-        return arrays.num_copies();
+        same.assign(sequences.size(), static_cast<int32_t>(n));
+    } else {
+        each.emplace("step", "num_new_tokens", num_new_tokens);
+        if (each->size() != count) {
+            fail<ValueError>("step", "num_new_tokens must have one number for each of the ", count,
+                             " sequences; got ", each->size());
+        }
     }
-    const Int32Batch each("step", "num_new_tokens", num_new_tokens);
-    if (each.size() != count) {
-        fail<ValueError>("step", "num_new_tokens must have one number for each of the ", count,
-                         " sequences; got ", each.size());
+    const int32_t* const n = each ? each->data() : same.data();
+    std::optional<Int32Batch> new_tokens;
+    if (!tokens.is_none()) {
+        new_tokens.emplace("step", "tokens", tokens);
+        const int64_t total = std::accumulate(n, n + count, int64_t{0});
+        if (new_tokens->size() != total) {
+            fail<ValueError>("step", "tokens must have one token for each of the ", total, " new ones; got ",
+                             new_tokens->size());
+        }
     }
-    allocator.step(sequences.data(), each.data(), count, arrays.arrays());
+    allocator.step(sequences.data(), n, count, arrays.arrays(), new_tokens ? new_tokens->data() : nullptr);
     return arrays.num_copies();
+}
+
+nb::int_ create(PageAllocator& allocator, nb::handle tokens, nb::handle cache_namespace) {
+    if (tokens.is_none()) {
+        if (!namespace_argument("create", cache_namespace).empty())
+            fail<ValueError>("create", "namespace must come with tokens; an empty list will do");
+        return to_python(allocator.create());
+    }
+    const Int32Batch batch("create", "tokens", tokens);
+    return to_python(
+        allocator.create(batch.data(), batch.size(), namespace_argument("create", cache_namespace)));
+}
+
+nb::int_ key_to_python(const std::array<uint64_t, 2>& key) {
+    return nb::int_(nb::int_(key[0]) | (nb::int_(key[1]) << nb::int_(64)));
+}
+
+nb::tuple take_events(PageAllocator& allocator) {
+    int64_t num_lost = 0;
+    nb::list events;
+    for (CacheEvent& event : allocator.take_events(&num_lost)) {
+        nb::dict dict;
+        dict["kind"] = event.kind == CacheEvent::Kind::stored ? "stored" : "evicted";
+        dict["page"] = event.page;
+        dict["key"] = key_to_python(event.key);
+        dict["parent_key"] = key_to_python(event.parent_key);
+        const size_t num_tokens = event.tokens.size();
+        dict["tokens"] = to_numpy(std::move(event.tokens), {num_tokens});
+        events.append(dict);
+    }
+    return nb::make_tuple(events, num_lost);
+}
+
+std::optional<PrefixCacheOptions> prefix_cache_options(nb::handle prefix_cache, nb::handle hash_key,
+                                                       nb::handle hash_bits, nb::handle event_capacity) {
+    constexpr const char* call = "PageAllocator";
+    PrefixCacheOptions options;
+    options.hash_bits = int_argument(call, "hash_bits", hash_bits);
+    options.event_capacity = int_argument(call, "event_capacity", event_capacity);
+    if (!hash_key.is_none()) {
+        if (!PyBytes_Check(hash_key.ptr()) || PyBytes_Size(hash_key.ptr()) != 16) {
+            fail<ValueError>(call, "hash_key must be 16 bytes");
+        }
+        std::array<uint64_t, 2> key;
+        std::memcpy(key.data(), PyBytes_AsString(hash_key.ptr()), sizeof key);
+        options.hash_key = key;
+    }
+    if (!bool_argument(call, "prefix_cache", prefix_cache)) return std::nullopt;
+    return options;
 }
 
 nb::dict stats(const PageAllocator& allocator) {
@@ -79,6 +143,17 @@ nb::dict stats(const PageAllocator& allocator) {
     return dict;
 }
 
+nb::dict cache_stats(const PageAllocator& allocator) {
+    const PrefixCacheStats stats = allocator.cache_stats();
+    nb::dict dict;
+    dict["num_stored_pages"] = stats.num_stored_pages;
+    dict["num_idle_pages"] = stats.num_idle_pages;
+    dict["num_evicted_pages"] = stats.num_evicted_pages;
+    dict["num_queried_tokens"] = stats.num_queried_tokens;
+    dict["num_hit_tokens"] = stats.num_hit_tokens;
+    return dict;
+}
+
 constexpr const char* kClassDoc = R"(The pages of a KV cache: which sequence holds which, and who shares them.
 
 PagedAttention (Kwon et al. 2023, arXiv:2309.06180). The allocator keeps numbers only: the arrays of
@@ -91,6 +166,11 @@ A step of generation: extend() each sequence by its new tokens, copy_pages() wha
 append_kv() the new keys and values, then paged_attention() with page_table(). Fork a sequence after the
 append_kv() of its tokens.
 
+With prefix_cache, pages are found again by the tokens in them: create(tokens) makes a sequence that shares
+what is there, and step(tokens=...) says what is in new pages. A freed page is found until it is needed for
+something else; pages go least recently used first, the deepest of a prompt before those above it. A keyed
+hash finds candidates, and the tokens themselves are compared before one is believed.
+
 A sequence is named by a handle, an int below 2**63. A handle that was freed, or that this allocator never
 gave out, raises octavo.InvalidSequence wherever it is used.
 
@@ -99,9 +179,59 @@ Any call may be made from any thread.
 Args:
     num_pages: pages to hand out, numbered from 0; 1 to 2**31 - 1. Needs 8 bytes each, once used.
     page_size: tokens in a page; 1 to 2**31 - 1.
+    prefix_cache: whether pages are found by their tokens. Needs about 90 + 4 * page_size bytes more for each
+        page: the tokens are kept to be compared.
+    hash_key: 16 bytes that the hash depends on; random by default. Allocators with one key log equal keys for
+        equal tokens.
+    hash_bits: of the hash, that are used; fewer than 128 serve tests of collisions.
+    event_capacity: events kept for take_events(); 0 keeps none.
 
 Raises:
     ValueError: a size out of range.)";
+
+constexpr const char* kCreateDoc =
+    R"(Makes a sequence: empty, or of as many of these tokens as the prefix cache has.
+
+length() says how many those are; step() takes the others. Leave out the last token of a prompt, since its
+query has still to be computed. Where the last page is found in part only, it is shared and copied when the
+sequence grows.
+
+Args:
+    tokens: ints of 32 bits: a list, or an int32 array in CPU memory.
+    namespace: str or bytes. Tokens are found only where step() stored them under the same one: keep tenants,
+        adapters or models apart with it.
+
+Returns:
+    The handle.
+
+Raises:
+    TypeError, ValueError: tokens or namespace of another kind; tokens without a prefix cache.)";
+
+constexpr const char* kPinDoc = R"(Keeps the full pages of these tokens that the cache has from being evicted.
+
+Args:
+    tokens, namespace: as for create().
+
+Returns:
+    A handle for unpin(): of a sequence of those pages, to be grown by nobody.
+
+Raises:
+    TypeError, ValueError: as create().)";
+
+constexpr const char* kTakeEventsDoc =
+    R"(Hands over what has been stored in the prefix cache and evicted since the last call, oldest first.
+
+Returns:
+    events: a list of dicts of
+        kind: "stored" or "evicted".
+        page: int.
+        key: int of 128 bits, the hash of the page's tokens and all before them in their namespace.
+        parent_key: the key of the page before it, or of the namespace.
+        tokens: int32 numpy.ndarray [page_size].
+    num_lost: how many older ones event_capacity had no room for.
+
+Raises:
+    ValueError: the allocator has no prefix cache.)";
 
 constexpr const char* kExtendDoc = R"(Makes room for n more tokens at the end of a sequence, all or nothing.
 
@@ -142,6 +272,11 @@ Args:
     seqs: handles, at most max_batch; a list or tuple of ints is fastest. None may come twice.
     num_new_tokens: an int for all of them, or one for each, at least 0: a list, or an int32 array.
     arrays: StepArrays.
+    tokens: the new tokens of all sequences, one after the other: an int32 array, or any iterable of ints. With
+        them, a full page is found by create(tokens) from the next call on; its keys and values have to be in
+        the caller's arrays before the next step() or free(). (To drop what was never written, truncate().) If
+        the cache has an equal page by then, the sequence takes that one in exchange for its own. A sequence
+        that grew without tokens is not stored from there on.
 
 Returns:
     The number of copies written: an int, or a tuple of one for each group where page_table was given as a
@@ -232,6 +367,18 @@ Returns:
     num_stored_tokens: slots that hold a token; one that several sequences share counts once.
     waste_percent: 100 * (slots of used pages without a token) / (slots of used pages), or 0.0.)";
 
+constexpr const char* kCacheStatsDoc = R"(Counts of the prefix cache.
+
+Returns:
+    A dict of
+    num_stored_pages: that create(tokens) finds.
+    num_idle_pages: of these, held by nobody: they count as free, and are found until they are evicted.
+    num_evicted_pages: so far.
+    num_queried_tokens, num_hit_tokens: asked of create(tokens) so far, and found.
+
+Raises:
+    ValueError: the allocator has no prefix cache.)";
+
 }  // namespace
 
 void bind_page_allocator(nb::module_& m) {
@@ -241,16 +388,53 @@ void bind_page_allocator(nb::module_& m) {
     nb::class_<PageAllocator>(m, "PageAllocator", kClassDoc)
         .def(
             "__init__",
-            [](PageAllocator* self, nb::handle num_pages, nb::handle page_size) {
+            [](PageAllocator* self, nb::handle num_pages, nb::handle page_size, nb::handle prefix_cache,
+               nb::handle hash_key, nb::handle hash_bits, nb::handle event_capacity) {
                 nb::module_::import_("numpy");  // without it take_copies() would lose what it takes
-                new (self) PageAllocator(int_argument("PageAllocator", "num_pages", num_pages),
-                                         int_argument("PageAllocator", "page_size", page_size));
+                new (self)
+                    PageAllocator(int_argument("PageAllocator", "num_pages", num_pages),
+                                  int_argument("PageAllocator", "page_size", page_size),
+                                  prefix_cache_options(prefix_cache, hash_key, hash_bits, event_capacity));
             },
-            nb::arg("num_pages").none(), nb::arg("page_size").none(),
-            nb::sig("def __init__(self, num_pages: int, page_size: int) -> None"))
+            nb::arg("num_pages").none(), nb::arg("page_size").none(), nb::kw_only(),
+            nb::arg("prefix_cache").none() = false, nb::arg("hash_key").none() = nb::none(),
+            nb::arg("hash_bits").none() = 128, nb::arg("event_capacity").none() = 0,
+            nb::sig("def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = False, "
+                    "hash_key: bytes | None = None, hash_bits: int = 128, event_capacity: int = 0) -> None"))
+        .def("create", &create, nb::arg("tokens").none() = nb::none(), nb::kw_only(),
+             nb::arg("namespace").none() = "",
+             nb::sig("def create(self, tokens: collections.abc.Iterable[int] | octavo._types.SupportsDLPack "
+                     "| None = "
+                     "None, *, namespace: str | bytes = '') -> int"),
+             kCreateDoc)
         .def(
-            "create", [](PageAllocator& self) { return to_python(self.create()); },
-            "Makes an empty sequence and returns its handle.")
+            "num_cached_tokens",
+            [](const PageAllocator& self, nb::handle tokens, nb::handle cache_namespace) {
+                const Int32Batch batch("num_cached_tokens", "tokens", tokens);
+                return self.num_cached_tokens(batch.data(), batch.size(),
+                                              namespace_argument("num_cached_tokens", cache_namespace));
+            },
+            nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = "",
+            nb::sig("def num_cached_tokens(self, tokens: collections.abc.Iterable[int] | "
+                    "octavo._types.SupportsDLPack, *, namespace: str | bytes = '') -> int"),
+            "How many of these tokens create() would find now. Arguments and errors as create().")
+        .def(
+            "pin",
+            [](PageAllocator& self, nb::handle tokens, nb::handle cache_namespace) {
+                const Int32Batch batch("pin", "tokens", tokens);
+                return to_python(
+                    self.pin(batch.data(), batch.size(), namespace_argument("pin", cache_namespace)));
+            },
+            nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = "",
+            nb::sig("def pin(self, tokens: collections.abc.Iterable[int] | octavo._types.SupportsDLPack, *, "
+                    "namespace: str | bytes = '') -> int"),
+            kPinDoc)
+        .def(
+            "unpin", [](PageAllocator& self, nb::handle pin) { self.unpin(sequence_argument("unpin", pin)); },
+            nb::arg("pin").none(), nb::sig("def unpin(self, pin: int) -> None"),
+            "Ends a pin(): its pages may be evicted again. Raises octavo.InvalidSequence.")
+        .def("take_events", &take_events,
+             nb::sig("def take_events(self) -> tuple[list[octavo._types.CacheEvent], int]"), kTakeEventsDoc)
         .def(
             "extend",
             [](PageAllocator& self, nb::handle seq, nb::handle n) {
@@ -265,9 +449,12 @@ void bind_page_allocator(nb::module_& m) {
             },
             seq, n, nb::sig("def try_extend(self, seq: int, n: int) -> bool"), kTryExtendDoc)
         .def("step", &step, nb::arg("seqs").none(), nb::arg("num_new_tokens").none(), nb::arg("arrays"),
-             nb::sig("def step(self, seqs: collections.abc.Iterable[int], num_new_tokens: int | "
-                     "collections.abc.Iterable[int] | octavo._types.Array, arrays: StepArrays) -> "
-                     "int | tuple[int, ...]"),
+             nb::arg("tokens").none() = nb::none(),
+             nb::sig(
+                 "def step(self, seqs: collections.abc.Iterable[int], num_new_tokens: int | "
+                 "collections.abc.Iterable[int] | octavo._types.SupportsDLPack, arrays: StepArrays, tokens: "
+                 "collections.abc.Iterable[int] | octavo._types.SupportsDLPack | None = None) -> "
+                 "int | tuple[int, ...]"),
              kStepDoc)
         .def(
             "fork",
@@ -331,6 +518,7 @@ void bind_page_allocator(nb::module_& m) {
             "num_free_pages", [](const PageAllocator& self) { return self.num_free_pages(); },
             "Pages that extend() can still take.")
         .def("stats", &stats, nb::sig("def stats(self) -> dict[str, int | float]"), kStatsDoc)
+        .def("cache_stats", &cache_stats, nb::sig("def cache_stats(self) -> dict[str, int]"), kCacheStatsDoc)
         .def("check_invariants", &PageAllocator::check_invariants,
              "Recounts everything from the sequences; raises RuntimeError naming the first contradiction, "
              "which would be a bug of Octavo.")

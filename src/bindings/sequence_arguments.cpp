@@ -63,22 +63,42 @@ std::vector<Sequence> sequences_argument(const char* call, nb::handle seqs, cons
 }
 
 Int32Batch::Int32Batch(const char* call, const char* name, nb::handle values) {
+    using Limits = std::numeric_limits<int32_t>;
+    auto append = [&](int64_t number) {
+        if (number < Limits::min() || number > Limits::max()) {
+            fail<ValueError>(call, name, " must fit in 32 bits; got ", number);
+        }
+        values_.push_back(static_cast<int32_t>(number));
+    };
     if (!PyList_Check(values.ptr()) && !PyTuple_Check(values.ptr())) {
         decltype(array_)::value_type array;
         if (nb::try_cast(values, array, false)) {
             array_ = std::move(array);
             return;
         }
+        nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> wide;
+        if (nb::try_cast(values, wide, false)) {
+            values_.reserve(wide.size());
+            for (size_t i = 0; i < wide.size(); ++i) append(wide.data()[i]);
+            return;
+        }
     }
-    using Limits = std::numeric_limits<int32_t>;
     for_each_item(call, name, "ints", values, [&](nb::handle value) {
         const std::optional<int64_t> small = small_int(value.ptr());
-        const int64_t number = small ? *small : int_argument(call, name, value);
-        if (number < Limits::min() || number > Limits::max()) {
-            fail<ValueError>(call, name, " must fit in 32 bits; got ", number);
-        }
-        values_.push_back(static_cast<int32_t>(number));
+        append(small ? *small : int_argument(call, name, value));
     });
+}
+
+std::string namespace_argument(const char* call, nb::handle name) {
+    nb::object bytes = nb::borrow(name);
+    if (PyUnicode_Check(name.ptr())) {
+        bytes = nb::steal(PyUnicode_AsEncodedString(name.ptr(), "utf-8", "surrogatepass"));
+        if (!bytes.is_valid()) throw nb::python_error();
+    }
+    if (!PyBytes_Check(bytes.ptr())) {
+        fail<TypeError>(call, "namespace must be a str or bytes; got ", bindings::type_name(name));
+    }
+    return {PyBytes_AsString(bytes.ptr()), static_cast<size_t>(PyBytes_Size(bytes.ptr()))};
 }
 
 }  // namespace octavo::bindings

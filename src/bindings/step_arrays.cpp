@@ -131,10 +131,12 @@ void bind_step_arrays(nb::module_& m) {
         .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle>(), nb::arg("page_table").none(),
              nb::arg("seq_lens").none(), nb::arg("cu_seqlens_q").none() = nb::none(),
              nb::arg("copies").none() = nb::none(),
-             nb::sig("def __init__(self, page_table: octavo._types.Array | "
-                     "collections.abc.Sequence[octavo._types.Array], seq_lens: octavo._types.Array, "
-                     "cu_seqlens_q: octavo._types.Array | None = None, copies: octavo._types.Array | "
-                     "collections.abc.Sequence[octavo._types.Array] | None = None) -> None"))
+             nb::sig("def __init__(self, page_table: octavo._types.SupportsDLPack | "
+                     "collections.abc.Sequence[octavo._types.SupportsDLPack], seq_lens: "
+                     "octavo._types.SupportsDLPack, "
+                     "cu_seqlens_q: octavo._types.SupportsDLPack | None = None, copies: "
+                     "octavo._types.SupportsDLPack | "
+                     "collections.abc.Sequence[octavo._types.SupportsDLPack] | None = None) -> None"))
         .def_prop_ro(
             "max_batch", [](StepArraysObject& self) { return self.arrays().max_batch(); },
             "Rows of the arrays: the most sequences in a step.")

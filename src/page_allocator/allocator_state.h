@@ -5,11 +5,14 @@
 
 #include "common/fail.h"
 #include "page_allocator/page_lists.h"
+#include "page_allocator/prefix_cache.h"
 #include "page_allocator/sequence_table.h"
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,7 +34,7 @@ struct PageAllocator::State {
         int64_t max_pages;  // of the longest, grown
     };
 
-    explicit State(const std::vector<PageGroup>& groups);
+    State(const std::vector<PageGroup>& groups, const std::optional<PrefixCacheOptions>& prefix_cache);
 
     PageLists& group_at(const char* call, int64_t group);
     int64_t max_pages(const Sequence* handles, int64_t count, int64_t group);  // of page_table
@@ -39,11 +42,27 @@ struct PageAllocator::State {
     // Checks that the sequences can grow by n[i] tokens (null: one), and makes the room that commit needs.
     // Fills plans and unfit; changes nothing that can be seen.
     void plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count);
-    void commit(const int32_t* n) noexcept;  // what was planned last, when all fit
+    // What was planned last, when all fit. `tokens` [sum of n] or null: for the prefix cache.
+    void commit(const int32_t* n, const int32_t* tokens) noexcept;
 
     bool grow_one(const char* call, Sequence sequence, int64_t n);
     [[noreturn]] void throw_unfit(const char* call, int64_t count) const;
     std::string in_group(size_t group) const;  // " in group 1", or nothing where there is but one
+
+    void free(const char* call, Sequence sequence);
+
+    PrefixCache& cache_for(const char* call);  // throws ValueError where there is none
+    Sequence create_cached(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
+                           bool partly);
+    void append_tokens(size_t index, int32_t num_new,
+                       const int32_t* tokens) noexcept;  // before it grows longer
+    // Stores the full pages whose tokens are known. Done when the next call could find or lose them, not when
+    // the tokens come: by then they are in the caller's arrays, and the page may be exchanged for an equal
+    // one.
+    bool store_pages(size_t index) noexcept;
+    void copy_knowledge(size_t from, size_t to) noexcept;  // of tokens; `to` is new
+    void check_stored() const;
+    void store_waiting() noexcept;  // of every sequence that has some
 
     // Room for sequences; throws ValueError in the name of `call` if these would be too many. Returns the
     // entries that they will have.
@@ -52,7 +71,12 @@ struct PageAllocator::State {
     std::mutex mutex;
     uint64_t id;  // of this allocator among all of the process
     SequenceTable sequences;
+    std::unique_ptr<PrefixCache> cache;  // of group 0; or null
     std::vector<PageLists> groups;
+
+    std::vector<size_t> waiting;  // entries that may have pages to store
+    std::vector<int32_t> found;   // pages of the last match
+    int64_t num_queried_tokens = 0, num_hit_tokens = 0;
 
     // Of the last plan.
     uint64_t num_plans = 0;

@@ -57,9 +57,9 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
             }
             plans[g].num_free -= growth.num_pages();
             if (growth.num_new_pages > 0) growing.push_back({g, index, num_pages});
-            if (growth.copies_tail) {
+            plans[g].num_copies += growth.copies_tail;
+            if (growth.copies_tail && lists.pool.is_shared(pages.back())) {
                 // From here on this plan counts one holder less: the last one to grow keeps the page.
-                ++plans[g].num_copies;
                 lists.pool.leave(pages.back());
                 left_pages.emplace_back(g, pages.back());
             }
@@ -71,12 +71,24 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     for (size_t g = 0; g < num_groups; ++g) groups[g].pool.reserve_copies(plans[g].num_copies);
 }
 
-void PageAllocator::State::commit(const int32_t* n) noexcept {
+void PageAllocator::State::commit(const int32_t* n, const int32_t* tokens) noexcept {
+    if (cache) store_waiting();
     for (size_t i = 0; i < planned.size(); ++i) {
-        SequenceEntry& entry = sequences[planned[i]];
+        const size_t index = planned[i];
+        SequenceEntry& entry = sequences[index];
         const int32_t num_new = n ? n[i] : 1;
         for (PageLists& lists : groups) {
-            lists.grow(planned[i], lists.plan(planned[i], entry.length, num_new));
+            const PageLists::Growth growth = lists.plan(index, entry.length, num_new);
+            const int32_t tail = growth.copies_tail ? lists[index].pages.back() : 0;
+            lists.grow(index, growth);
+            if (cache && growth.copies_tail) {
+                const size_t last = static_cast<size_t>(entry.length / lists.page_size());
+                cache->copy_tokens(tail, lists[index].pages[last], entry.length % lists.page_size());
+            }
+        }
+        if (tokens) {
+            append_tokens(index, num_new, tokens);
+            tokens += num_new;
         }
         entry.length += num_new;
     }
@@ -92,7 +104,7 @@ bool PageAllocator::State::grow_one(const char* call, Sequence sequence, int64_t
     const auto num_new = static_cast<int32_t>(n);
     plan(call, &sequence, &num_new, 1);
     if (!unfit.empty()) return false;
-    commit(&num_new);
+    commit(&num_new, nullptr);
     return true;
 }
 
@@ -130,11 +142,12 @@ void PageAllocator::State::throw_unfit(const char* call, int64_t count) const {
 }
 
 void PageAllocator::step(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count,
-                         StepArrays& arrays) {
+                         StepArrays& arrays, const int32_t* tokens) {
     constexpr const char* call = "step";
     StepArrays::State& out = *arrays.state_;
     std::scoped_lock lock(out.mutex, state_->mutex);
     std::vector<PageLists>& groups = state_->groups;
+    if (tokens) state_->cache_for(call);
     check_not_negative(call, "count", count);
     if (count > out.max_batch) {
         fail<ValueError>(call, "there are ", count, " sequences, but the arrays have max_batch (",
@@ -165,7 +178,7 @@ void PageAllocator::step(const Sequence* sequences, const int32_t* num_new_token
         fail<ValueError>(call, "num_new_tokens adds up to ", num_tokens, "; it may be at most ", kMaxInt32);
     }
 
-    state_->commit(num_new_tokens);
+    state_->commit(num_new_tokens, tokens);
     if (out.allocator != state_->id) out.clear();
     out.allocator = state_->id;
     for (size_t g = 0; g < groups.size(); ++g) {

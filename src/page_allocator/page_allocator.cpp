@@ -17,6 +17,23 @@ int32_t checked_size(const char* name, int64_t value) {
     return static_cast<int32_t>(value);
 }
 
+void check_prefix_cache(const PrefixCacheOptions& options, const std::vector<PageGroup>& groups) {
+    if (groups.size() > 1) {
+        fail<ValueError>("PageAllocator", "prefix_cache must be off with several groups; there are ",
+                         groups.size());
+    }
+    if (groups[0].num_pages >= PrefixCache::kMaxPages) {
+        fail<ValueError>("PageAllocator", "num_pages (", groups[0].num_pages, ") must be below ",
+                         PrefixCache::kMaxPages, " with a prefix cache");
+    }
+    if (options.hash_bits < 0 || options.hash_bits > 128) {
+        fail<ValueError>("PageAllocator", "hash_bits (", options.hash_bits, ") must be between 0 and 128");
+    }
+    if (options.event_capacity < 0) {
+        fail<ValueError>("PageAllocator", "event_capacity (", options.event_capacity, ") must be at least 0");
+    }
+}
+
 uint64_t new_allocator_id() {
     static std::atomic<uint64_t> num_allocators{0};
     return num_allocators.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -24,12 +41,19 @@ uint64_t new_allocator_id() {
 
 }  // namespace
 
-PageAllocator::State::State(const std::vector<PageGroup>& given) : id(new_allocator_id()) {
+PageAllocator::State::State(const std::vector<PageGroup>& given,
+                            const std::optional<PrefixCacheOptions>& prefix_cache)
+    : id(new_allocator_id()) {
     if (given.empty()) fail<ValueError>("PageAllocator", "groups must not be empty");
     groups.reserve(given.size());
     for (const PageGroup& group : given) {
-        groups.emplace_back(checked_size("num_pages", group.num_pages),
-                            checked_size("page_size", group.page_size));
+        const int32_t num_pages = checked_size("num_pages", group.num_pages);
+        const int32_t page_size = checked_size("page_size", group.page_size);
+        if (prefix_cache) {
+            check_prefix_cache(*prefix_cache, given);
+            cache = std::make_unique<PrefixCache>(num_pages, page_size, *prefix_cache);
+        }
+        groups.emplace_back(num_pages, page_size, cache.get());
     }
     plans.resize(groups.size());
 }
@@ -52,14 +76,17 @@ std::vector<size_t> PageAllocator::State::reserve_sequences(const char* call, in
     }
     std::vector<size_t> entries = sequences.reserve(count);
     for (PageLists& lists : groups) lists.resize(sequences.entries().size());
+    if (cache) waiting.reserve(sequences.entries().size());  // each waits once
     return entries;
 }
 
-PageAllocator::PageAllocator(int64_t num_pages, int64_t page_size)
-    : PageAllocator(std::vector<PageGroup>{{num_pages, page_size}}) {}
+PageAllocator::PageAllocator(int64_t num_pages, int64_t page_size,
+                             const std::optional<PrefixCacheOptions>& prefix_cache)
+    : PageAllocator(std::vector<PageGroup>{{num_pages, page_size}}, prefix_cache) {}
 
-PageAllocator::PageAllocator(const std::vector<PageGroup>& groups)
-    : state_(std::make_unique<State>(groups)) {}
+PageAllocator::PageAllocator(const std::vector<PageGroup>& groups,
+                             const std::optional<PrefixCacheOptions>& prefix_cache)
+    : state_(std::make_unique<State>(groups, prefix_cache)) {}
 
 PageAllocator::~PageAllocator() = default;
 PageAllocator::PageAllocator(PageAllocator&&) noexcept = default;
@@ -68,6 +95,7 @@ PageAllocator& PageAllocator::operator=(PageAllocator&&) noexcept = default;
 Sequence PageAllocator::create() {
     std::lock_guard lock(state_->mutex);
     state_->reserve_sequences("create", 1);
+    if (state_->cache) state_->cache->use_again(0);
     return Sequence{state_->sequences.create().handle};
 }
 
@@ -76,6 +104,7 @@ std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n) {
     SequenceTable& sequences = state_->sequences;
     const size_t parent = sequences.index_of(sequences.find("fork", sequence));
     check_not_negative("fork", "n", n);
+    if (state_->cache) state_->store_pages(parent);
     const std::vector<size_t> entries = state_->reserve_sequences("fork", n);
     for (PageLists& lists : state_->groups) {
         for (size_t index : entries) lists.reserve(index, lists[parent].pages.size());
@@ -86,7 +115,10 @@ std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n) {
     for (size_t index : entries) {
         SequenceEntry& child = sequences.create();
         child.length = sequences[parent].length;
-        for (PageLists& lists : state_->groups) lists.share(parent, index, lists[parent].pages.size());
+        if (state_->cache) state_->copy_knowledge(parent, index);
+        for (PageLists& lists : state_->groups) {
+            lists.hold(index, lists[parent].pages.data(), lists[parent].pages.size());
+        }
         children.push_back(Sequence{child.handle});
     }
     return children;
@@ -100,14 +132,23 @@ void PageAllocator::truncate(Sequence sequence, int64_t length) {
                          entry.length, ")");
     }
     entry.length = static_cast<int32_t>(length);
+    entry.num_known = std::min(entry.num_known, entry.length);
+    entry.num_stored = std::min(entry.num_stored, entry.num_known / state_->groups[0].page_size());
     for (PageLists& lists : state_->groups) lists.truncate(state_->sequences.index_of(entry), entry.length);
+}
+
+void PageAllocator::State::free(const char* call, Sequence sequence) {
+    SequenceEntry& entry = sequences.find(call, sequence);
+    const size_t index = sequences.index_of(entry);
+    if (cache) store_pages(index);
+    for (PageLists& lists : groups) lists.truncate(index, 0);
+    if (cache) cache->unuse_namespace(entry.cache_namespace);
+    sequences.free(entry);
 }
 
 void PageAllocator::free(Sequence sequence) {
     std::lock_guard lock(state_->mutex);
-    SequenceEntry& entry = state_->sequences.find("free", sequence);
-    for (PageLists& lists : state_->groups) lists.truncate(state_->sequences.index_of(entry), 0);
-    state_->sequences.free(entry);
+    state_->free("free", sequence);
 }
 
 int64_t PageAllocator::length(Sequence sequence) const {
@@ -225,6 +266,7 @@ void PageAllocator::check_invariants() const {
     std::lock_guard lock(state_->mutex);
     state_->sequences.check();
     for (const PageLists& lists : state_->groups) lists.check(state_->sequences);
+    if (state_->cache) state_->check_stored();
 }
 
 }  // namespace octavo

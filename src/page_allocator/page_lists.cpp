@@ -20,12 +20,19 @@ void PageLists::grow(size_t index, Growth growth) noexcept {
     for (int32_t i = 0; i < growth.num_new_pages; ++i) list.pages.push_back(pool.acquire());
 }
 
-void PageLists::share(size_t from, size_t to, size_t num_pages) noexcept {
-    const std::vector<int32_t>& pages = lists_[from].pages;
-    PageList& list = lists_[to];
-    list.pages.assign(pages.begin(), pages.begin() + static_cast<std::ptrdiff_t>(num_pages));
+void PageLists::hold(size_t index, const int32_t* pages, size_t num_pages) noexcept {
+    PageList& list = lists_[index];
+    list.pages.assign(pages, pages + num_pages);
     list.revision = ++last_revision_;
     for (int32_t page : list.pages) pool.hold(page);
+}
+
+void PageLists::replace(size_t index, size_t position, int32_t page) noexcept {
+    PageList& list = lists_[index];
+    pool.hold(page);
+    pool.release(list.pages[position]);
+    list.pages[position] = page;
+    list.revision = ++last_revision_;
 }
 
 void PageLists::truncate(size_t index, int32_t length) noexcept {

@@ -20,12 +20,13 @@ class PageLists {
     // What growing a sequence takes.
     struct Growth {
         int32_t num_new_pages;
-        bool copies_tail;  // the last page is partly filled, and another sequence holds it too
+        bool copies_tail;  // the last page is partly filled, and others read it too
 
         int64_t num_pages() const { return int64_t{num_new_pages} + copies_tail; }
     };
 
-    PageLists(int32_t num_pages, int32_t page_size) : pool(num_pages), page_size_(page_size) {}
+    PageLists(int32_t num_pages, int32_t page_size, PrefixCache* cache)
+        : pool(num_pages, cache), page_size_(page_size) {}
 
     int32_t page_size() const { return page_size_; }
     int32_t pages_for(int32_t length) const { return length / page_size_ + (length % page_size_ != 0); }
@@ -39,7 +40,7 @@ class PageLists {
     Growth plan(size_t index, int32_t length, int32_t n) const {
         const std::vector<int32_t>& pages = lists_[index].pages;
         const int64_t num_slots_left = static_cast<int64_t>(pages.size()) * page_size_ - length;
-        Growth growth{0, n > 0 && num_slots_left > 0 && pool.is_shared(pages.back())};
+        Growth growth{0, n > 0 && num_slots_left > 0 && pool.must_copy(pages.back())};
         if (n > num_slots_left) {
             growth.num_new_pages = static_cast<int32_t>((n - num_slots_left + page_size_ - 1) / page_size_);
         }
@@ -48,8 +49,10 @@ class PageLists {
     // Needs the room (reserve, and the pool's reserve_copies) and the pages.
     void grow(size_t index, Growth growth) noexcept;
 
-    void share(size_t from, size_t to, size_t num_pages) noexcept;  // `to` is empty and has the room
+    // The list is empty and has the room (reserve).
+    void hold(size_t index, const int32_t* pages, size_t num_pages) noexcept;
     void truncate(size_t index, int32_t length) noexcept;
+    void replace(size_t index, size_t position, int32_t page) noexcept;  // holds this one instead
 
     void check(const SequenceTable& sequences) const;  // throws Error at the first contradiction
 

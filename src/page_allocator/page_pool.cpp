@@ -1,19 +1,29 @@
 #include "page_allocator/page_pool.h"
 
 #include "common/fail.h"
+#include "page_allocator/prefix_cache.h"
 
 #include <algorithm>
 #include <new>
 
 namespace octavo {
 
-PagePool::PagePool(int32_t num_pages)
+PagePool::PagePool(int32_t num_pages, PrefixCache* cache)
     : pages_(static_cast<Page*>(std::calloc(static_cast<size_t>(num_pages), sizeof(Page)))),
+      cache_(cache),
       num_pages_(num_pages) {
     if (!pages_ && num_pages > 0) throw std::bad_alloc();
 }
 
-void PagePool::push_free(int32_t page) noexcept {
+int32_t PagePool::num_idle() const { return cache_ ? cache_->num_idle() : 0; }
+void PagePool::remove_idle(int32_t page) noexcept { cache_->remove_idle(page); }
+int32_t PagePool::evict() noexcept { return cache_->evict(); }
+
+void PagePool::set_free(int32_t page) noexcept {
+    if (is_stored(page)) {
+        cache_->push_idle(page);
+        return;
+    }
     pages_[page] = {0, first_free_};
     first_free_ = page;
     ++num_released_;
@@ -31,11 +41,11 @@ void PagePool::release(int32_t page) noexcept {
         pending_copies_.pop_back();
         release_source(from);
     }
-    push_free(page);
+    set_free(page);
 }
 
 void PagePool::release_source(int32_t page) noexcept {
-    if (--pages_[page].link == 0 && pages_[page].num_holders == 0) push_free(page);
+    if (--pages_[page].link == 0 && num_holders(page) == 0) set_free(page);
 }
 
 void PagePool::reserve_copies(int64_t count) {
@@ -44,7 +54,7 @@ void PagePool::reserve_copies(int64_t count) {
 }
 
 int32_t PagePool::copy_on_write(int32_t page) noexcept {
-    assert(is_shared(page) && pending_copies_.size() < pending_copies_.capacity());
+    assert(must_copy(page) && pending_copies_.size() < pending_copies_.capacity());
     int32_t to = acquire();
     int32_t link = pages_[page].link;
     int32_t from = link < 0 ? pending_copies_[~link].from : page;
@@ -92,8 +102,13 @@ void PagePool::check(const std::vector<int32_t>& holders) const {
     }
 
     int32_t num_held = 0, num_shared = 0;
+    std::vector<bool> stored(static_cast<size_t>(num_touched_)), idle(static_cast<size_t>(num_touched_));
     for (int32_t page = 0; page < num_touched_; ++page) {
-        auto [num_holders, link] = pages_[page];
+        const int32_t num_holders = this->num_holders(page);
+        const int32_t link = pages_[page].link;
+        stored[page] = is_stored(page);
+        idle[page] = stored[page] && num_holders == 0 && link == 0;
+        if (stored[page] && is_free[page]) fail_page(page, "is stored, but listed as free");
         num_held += num_holders > 0;
         num_shared += num_holders > 1;
         bool is_written = writer[page] != kNone;
@@ -105,11 +120,13 @@ void PagePool::check(const std::vector<int32_t>& holders) const {
         if (is_written && num_holders == 0) fail_page(page, "is to be written, but nobody holds it");
         if (is_free[page] && (num_holders > 0 || is_reserved))
             fail_page(page, "is listed as free, but in use");
-        if (!is_free[page] && num_holders == 0 && !is_reserved) fail_page(page, "is neither in use nor free");
+        if (!is_free[page] && !idle[page] && num_holders == 0 && !is_reserved)
+            fail_page(page, "is neither in use nor free");
         if (!is_free[page] && link != (is_written ? ~writer[page] : num_readers[page])) {
             fail_page(page, "does not know of the copies that read or write it");
         }
     }
+    if (cache_) cache_->check(stored, idle);
     if (num_held != num_held_ || num_shared != num_shared_) {
         fail<Error>("check_invariants", num_held, " pages are held and ", num_shared, " shared, but ",
                     num_held_, " and ", num_shared_, " counted");

@@ -15,6 +15,13 @@ struct SequenceEntry {
     int32_t length = 0;    // tokens
     int32_t next_free;     // of a free entry: the next one, or kNone
     uint64_t planned = 0;  // the last plan that this sequence was part of
+
+    // For the prefix cache: the namespace, how many of the first tokens are known, how many of the first
+    // pages are stored, and whether it waits for more of them to be.
+    int32_t cache_namespace = 0;
+    int32_t num_known = 0;
+    int32_t num_stored = 0;
+    bool is_waiting = false;
 };
 
 class SequenceTable {

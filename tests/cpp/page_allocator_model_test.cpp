@@ -353,7 +353,8 @@ class PageAllocatorModel : public testing::TestWithParam<Sizes> {};
 
 TEST_P(PageAllocatorModel, AgreesOverRandomCalls) {
     Simulation simulation(GetParam());
-    for (int i = 0; i < 40000; ++i) {
+    const int64_t num_calls = num_random_calls(40000);
+    for (int64_t i = 0; i < num_calls; ++i) {
         simulation.step();
         if (HasFatalFailure()) FAIL() << "at call " << i;
     }
