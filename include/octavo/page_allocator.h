@@ -146,8 +146,15 @@ class PageAllocator {
     void step(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count, StepArrays& arrays,
               const int32_t* tokens = nullptr);
 
-    // Shares every page; O(pages). Append the sequence's own tokens first: a fork has what its pages hold.
-    std::vector<Sequence> fork(Sequence sequence, int64_t n = 1);
+    // Shares the pages of the first `length` tokens, or of all; O(pages). Append the sequence's own tokens
+    // first: a fork has what its pages hold.
+    std::vector<Sequence> fork(Sequence sequence, int64_t n = 1,
+                               std::optional<int64_t> length = std::nullopt);
+
+    // A step of beam search: sequences[i] goes on from what sequences[parents[i]] held before the call.
+    // Parents may repeat. Takes no page.
+    void reorder(const Sequence* sequences, const int32_t* parents, int64_t count);
+
     void truncate(Sequence sequence, int64_t length);  // drops tokens at the end
     void free(Sequence sequence);
 

@@ -291,19 +291,33 @@ Raises:
 
 constexpr const char* kForkDoc = R"(Makes n sequences that share every page of this one.
 
-Copies no page and takes none: each of them, and the original, gets a last page of its own when it grows
+With `length`, only its first tokens: they share the pages of those. Copies no page and takes none: each of them, and the original, gets a last page of its own when it grows
 and others still share it. Costs O(n * pages).
 
 Args:
     seq: handle.
     n: number of new sequences, at least 0.
+    length: tokens that they begin with, from 0 to the sequence's length; all by default.
 
 Returns:
     n handles.
 
 Raises:
     octavo.InvalidSequence: seq is no live sequence of this allocator.
-    ValueError: n is negative, or there would be more than 2**28 sequences.)";
+    ValueError: n is negative, length is out of range, or there would be more than 2**28 sequences.)";
+
+constexpr const char* kReorderDoc =
+    R"(A step of beam search: each sequence goes on from what another one held before the call.
+
+Takes no page and copies none; pages are copied when beams that share them grow.
+
+Args:
+    seqs: handles; none may come twice.
+    parents: for each of them, the position in seqs of the one that it goes on from. Positions may repeat.
+
+Raises:
+    octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
+    TypeError, ValueError: a bad argument. In each case everything is as before.)";
 
 constexpr const char* kTruncateDoc =
     R"(Drops the tokens of a sequence past the first `length`, and the pages past the last one needed.
@@ -458,16 +472,31 @@ void bind_page_allocator(nb::module_& m) {
              kStepDoc)
         .def(
             "fork",
-            [](PageAllocator& self, nb::handle seq, nb::handle n) {
+            [](PageAllocator& self, nb::handle seq, nb::handle n, nb::handle length) {
                 nb::list children;
-                for (Sequence child :
-                     self.fork(sequence_argument("fork", seq), int_argument("fork", "n", n))) {
+                for (Sequence child : self.fork(sequence_argument("fork", seq), int_argument("fork", "n", n),
+                                                optional_int("fork", "length", length))) {
                     children.append(to_python(child));
                 }
                 return children;
             },
-            seq, nb::arg("n").none() = 1, nb::sig("def fork(self, seq: int, n: int = 1) -> list[int]"),
-            kForkDoc)
+            seq, nb::arg("n").none() = 1, nb::arg("length").none() = nb::none(),
+            nb::sig("def fork(self, seq: int, n: int = 1, length: int | None = None) -> list[int]"), kForkDoc)
+        .def(
+            "reorder",
+            [](PageAllocator& self, nb::handle seqs, nb::handle parents) {
+                const std::vector<Sequence> sequences = sequences_argument("reorder", seqs);
+                const Int32Batch batch("reorder", "parents", parents);
+                if (batch.size() != static_cast<int64_t>(sequences.size())) {
+                    fail<ValueError>("reorder", "parents must have one position for each of the ",
+                                     sequences.size(), " sequences; got ", batch.size());
+                }
+                self.reorder(sequences.data(), batch.data(), batch.size());
+            },
+            nb::arg("seqs").none(), nb::arg("parents").none(),
+            nb::sig("def reorder(self, seqs: collections.abc.Iterable[int], parents: "
+                    "collections.abc.Iterable[int] | octavo._types.SupportsDLPack) -> None"),
+            kReorderDoc)
         .def(
             "truncate",
             [](PageAllocator& self, nb::handle seq, nb::handle length) {

@@ -50,6 +50,7 @@ struct PageAllocator::State {
     std::string in_group(size_t group) const;  // " in group 1", or nothing where there is but one
 
     void free(const char* call, Sequence sequence);
+    void shorten(SequenceEntry& entry, int32_t length) noexcept;  // all but its pages
 
     PrefixCache& cache_for(const char* call);  // throws ValueError where there is none
     Sequence create_cached(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
@@ -60,7 +61,8 @@ struct PageAllocator::State {
     // the tokens come: by then they are in the caller's arrays, and the page may be exchanged for an equal
     // one.
     bool store_pages(size_t index) noexcept;
-    void copy_knowledge(size_t from, size_t to) noexcept;  // of tokens; `to` is new
+    static void set_known(SequenceEntry& to,
+                          const SequenceEntry& from) noexcept;  // as a copy of its pages is
     void check_stored() const;
     void store_waiting() noexcept;  // of every sequence that has some
 

@@ -99,29 +99,99 @@ Sequence PageAllocator::create() {
     return Sequence{state_->sequences.create().handle};
 }
 
-std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n) {
+std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n, std::optional<int64_t> length) {
     std::lock_guard lock(state_->mutex);
     SequenceTable& sequences = state_->sequences;
     const size_t parent = sequences.index_of(sequences.find("fork", sequence));
     check_not_negative("fork", "n", n);
+    const int32_t full_length = sequences[parent].length;
+    if (length && (*length < 0 || *length > full_length)) {
+        fail<ValueError>("fork", "length (", *length, ") must be between 0 and the sequence's length (",
+                         full_length, ")");
+    }
+    const int32_t kept = length ? static_cast<int32_t>(*length) : full_length;
     if (state_->cache) state_->store_pages(parent);
     const std::vector<size_t> entries = state_->reserve_sequences("fork", n);
     for (PageLists& lists : state_->groups) {
-        for (size_t index : entries) lists.reserve(index, lists[parent].pages.size());
+        for (size_t index : entries) lists.reserve(index, static_cast<size_t>(lists.pages_for(kept)));
     }
     std::vector<Sequence> children;
     children.reserve(entries.size());
 
     for (size_t index : entries) {
         SequenceEntry& child = sequences.create();
-        child.length = sequences[parent].length;
-        if (state_->cache) state_->copy_knowledge(parent, index);
+        child.length = full_length;
+        if (state_->cache) {
+            state_->cache->use_again(sequences[parent].cache_namespace);
+            state_->set_known(child, sequences[parent]);
+        }
+        state_->shorten(child, kept);
         for (PageLists& lists : state_->groups) {
-            lists.hold(index, lists[parent].pages.data(), lists[parent].pages.size());
+            lists.hold(index, lists[parent].pages.data(), static_cast<size_t>(lists.pages_for(kept)));
         }
         children.push_back(Sequence{child.handle});
     }
     return children;
+}
+
+void PageAllocator::reorder(const Sequence* sequences, const int32_t* parents, int64_t count) {
+    std::lock_guard lock(state_->mutex);
+    check_not_negative("reorder", "count", count);
+    std::vector<PageLists>& groups = state_->groups;
+    // What the sequences that go on from another will hold; afterwards, what they held.
+    struct Change {
+        size_t index;
+        SequenceEntry parent;
+        std::vector<std::vector<int32_t>> pages;  // one list a group
+    };
+    std::vector<size_t> entries;
+    std::vector<Change> changes;
+    ++state_->num_plans;
+    for (int64_t i = 0; i < count; ++i) {
+        SequenceEntry& entry = state_->sequences.find("reorder", sequences[i]);
+        if (entry.planned == state_->num_plans) {
+            fail<ValueError>("reorder", "sequence ", entry.handle,
+                             " is given twice (the second time as seqs[", i, "])");
+        }
+        entry.planned = state_->num_plans;
+        if (parents[i] < 0 || parents[i] >= count) {
+            fail<ValueError>("reorder", "parents[", i, "] (", parents[i], ") must be between 0 and ",
+                             count - 1);
+        }
+        entries.push_back(state_->sequences.index_of(entry));
+    }
+    if (state_->cache) {
+        for (size_t index : entries) state_->store_pages(index);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        if (parents[i] == i) continue;
+        const size_t parent = entries[parents[i]];
+        changes.push_back({entries[i], state_->sequences[parent], {}});
+        for (const PageLists& lists : groups) changes.back().pages.push_back(lists[parent].pages);
+    }
+
+    // Nothing is let go before all is held anew.
+    if (state_->cache) {
+        for (const Change& change : changes) state_->cache->use_again(change.parent.cache_namespace);
+    }
+    for (Change& change : changes) {
+        SequenceEntry& entry = state_->sequences[change.index];
+        entry.length = change.parent.length;
+        if (state_->cache) {
+            state_->cache->unuse_namespace(entry.cache_namespace);
+            state_->set_known(entry, change.parent);
+        }
+        for (size_t g = 0; g < groups.size(); ++g) groups[g].exchange(change.index, change.pages[g]);
+    }
+    for (const Change& change : changes) {
+        for (size_t g = 0; g < groups.size(); ++g) groups[g].release(change.pages[g]);
+    }
+}
+
+void PageAllocator::State::shorten(SequenceEntry& entry, int32_t length) noexcept {
+    entry.length = length;
+    entry.num_known = std::min(entry.num_known, length);
+    entry.num_stored = std::min(entry.num_stored, entry.num_known / groups[0].page_size());
 }
 
 void PageAllocator::truncate(Sequence sequence, int64_t length) {
@@ -131,9 +201,7 @@ void PageAllocator::truncate(Sequence sequence, int64_t length) {
         fail<ValueError>("truncate", "length (", length, ") must be between 0 and the sequence's length (",
                          entry.length, ")");
     }
-    entry.length = static_cast<int32_t>(length);
-    entry.num_known = std::min(entry.num_known, entry.length);
-    entry.num_stored = std::min(entry.num_stored, entry.num_known / state_->groups[0].page_size());
+    state_->shorten(entry, static_cast<int32_t>(length));
     for (PageLists& lists : state_->groups) lists.truncate(state_->sequences.index_of(entry), entry.length);
 }
 

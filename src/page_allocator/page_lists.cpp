@@ -27,6 +27,13 @@ void PageLists::hold(size_t index, const int32_t* pages, size_t num_pages) noexc
     for (int32_t page : list.pages) pool.hold(page);
 }
 
+void PageLists::exchange(size_t index, std::vector<int32_t>& pages) noexcept {
+    PageList& list = lists_[index];
+    for (int32_t page : pages) pool.hold(page);
+    list.pages.swap(pages);
+    list.revision = ++last_revision_;
+}
+
 void PageLists::replace(size_t index, size_t position, int32_t page) noexcept {
     PageList& list = lists_[index];
     pool.hold(page);
@@ -39,8 +46,7 @@ void PageLists::truncate(size_t index, int32_t length) noexcept {
     PageList& list = lists_[index];
     const size_t num_pages = static_cast<size_t>(pages_for(length));
     if (num_pages >= list.pages.size()) return;
-    // Last to first, so that they are handed out again first to last.
-    for (size_t i = list.pages.size(); i-- > num_pages;) pool.release(list.pages[i]);
+    release_from(list.pages, num_pages);
     list.pages.resize(num_pages);
     list.revision = ++last_revision_;
 }

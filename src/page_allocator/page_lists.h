@@ -52,6 +52,9 @@ class PageLists {
     // The list is empty and has the room (reserve).
     void hold(size_t index, const int32_t* pages, size_t num_pages) noexcept;
     void truncate(size_t index, int32_t length) noexcept;
+    // Holds these instead, and leaves the old ones in `pages`. Somebody holds every one of them already.
+    void exchange(size_t index, std::vector<int32_t>& pages) noexcept;
+    void release(const std::vector<int32_t>& pages) noexcept { release_from(pages, 0); }
     void replace(size_t index, size_t position, int32_t page) noexcept;  // holds this one instead
 
     void check(const SequenceTable& sequences) const;  // throws Error at the first contradiction
@@ -59,6 +62,11 @@ class PageLists {
     PagePool pool;
 
   private:
+    // Last to first, so that they are handed out again first to last, and evicted deepest first.
+    void release_from(const std::vector<int32_t>& pages, size_t first) noexcept {
+        for (size_t i = pages.size(); i-- > first;) pool.release(pages[i]);
+    }
+
     int32_t page_size_;
     std::vector<PageList> lists_;
     uint64_t last_revision_ = 0;

@@ -56,11 +56,10 @@ void PageAllocator::State::store_waiting() noexcept {
     waiting.erase(std::remove_if(waiting.begin(), waiting.end(), is_done), waiting.end());
 }
 
-void PageAllocator::State::copy_knowledge(size_t from, size_t to) noexcept {
-    cache->use_again(sequences[from].cache_namespace);
-    sequences[to].cache_namespace = sequences[from].cache_namespace;
-    sequences[to].num_known = sequences[from].num_known;
-    sequences[to].num_stored = sequences[from].num_stored;
+void PageAllocator::State::set_known(SequenceEntry& to, const SequenceEntry& from) noexcept {
+    to.cache_namespace = from.cache_namespace;
+    to.num_known = from.num_known;
+    to.num_stored = from.num_stored;
 }
 
 void PageAllocator::State::check_stored() const {

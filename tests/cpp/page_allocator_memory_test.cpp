@@ -82,6 +82,7 @@ TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
     };
     std::vector<int32_t> page_table(8 * 16), seq_lens(8), step_copies(16);
     StepArrays arrays(8, {{page_table.data(), 16, 16, step_copies.data(), 8}}, seq_lens.data());
+    const std::vector<int32_t> parents = {1, 3, 2, 0};
     const Script script = {
         [&] { sequences.push_back(allocator.create()); },
         [&] { allocator.extend(sequences[0], 6); },
@@ -96,6 +97,7 @@ TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
         [&] { sequences.push_back(allocator.create()); },
         [&] { fork(2, 3); },
         [&] { allocator.step(sequences.data(), nullptr, 8, arrays); },
+        [&] { allocator.reorder(sequences.data(), parents.data(), 4); },
     };
     EXPECT_GT(fail_every_allocation(allocator, sequences, script), 20);
     EXPECT_EQ(copies.size(), 4u);

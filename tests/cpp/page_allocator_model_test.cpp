@@ -179,7 +179,11 @@ class Simulation {
         } else if (action < 55) {
             extend(any(), below(4) ? below(page_size_ + 2) : below(4 * page_size_), below(2));
         } else if (action < 65) {
-            if (count < 10) fork(below(static_cast<int64_t>(count)), below(4));
+            if (below(3) == 0) {
+                reorder();
+            } else if (count < 10) {
+                fork(below(static_cast<int64_t>(count)), below(4));
+            }
         } else if (action < 77) {
             ModelSequence& s = any();
             int64_t length = below(s.length + 1);
@@ -238,10 +242,29 @@ class Simulation {
     }
 
     void fork(int64_t parent, int64_t n) {
-        for (Sequence handle : allocator_.fork(model_.sequences[parent].handle, n)) {
+        const int64_t length = below(model_.sequences[parent].length + 1);
+        const bool is_whole = below(2);
+        for (Sequence handle : is_whole ? allocator_.fork(model_.sequences[parent].handle, n)
+                                        : allocator_.fork(model_.sequences[parent].handle, n, length)) {
             ModelSequence child = model_.sequences[parent];
             child.handle = handle;
+            if (!is_whole) model_.truncate(child, length);
             model_.sequences.push_back(child);
+        }
+    }
+
+    void reorder() {
+        const auto count = static_cast<int64_t>(model_.sequences.size());
+        std::vector<int32_t> parents;
+        for (int64_t i = 0; i < count; ++i) {
+            parents.push_back(static_cast<int32_t>(below(3) ? i : below(count)));
+        }
+        const std::vector<Sequence> beam = handles();
+        allocator_.reorder(beam.data(), parents.data(), count);
+        const std::vector<ModelSequence> before = model_.sequences;
+        for (int64_t i = 0; i < count; ++i) {
+            model_.sequences[i] = before[parents[i]];
+            model_.sequences[i].handle = beam[i];
         }
     }
 

@@ -50,6 +50,8 @@ class CachedSimulation {
             truncate();
         } else if (action < 78 && sequences_.size() + 2 < kMaxBatch) {
             fork();
+        } else if (action < 82) {
+            reorder();
         } else if (action < 92) {
             free();
         } else if (action < 96 && pins_.size() < 3) {
@@ -181,10 +183,29 @@ class CachedSimulation {
 
     void fork() {
         if (has_unmade_copies_) return;  // a fork has what its pages hold
-        const ModelSequence s = any();
-        for (Sequence child : allocator_.fork(s.handle, 2)) {
+        ModelSequence s = any();
+        const int64_t length = below(static_cast<int64_t>(s.tokens.size()) + 1);
+        const std::vector<Sequence> children = allocator_.fork(s.handle, 2, length);
+        s.tokens.resize(static_cast<size_t>(length));
+        s.num_written = std::min(s.num_written, length);
+        for (Sequence child : children) {
+            s.handle = child;
             sequences_.push_back(s);
-            sequences_.back().handle = child;
+        }
+    }
+
+    void reorder() {
+        if (has_unmade_copies_) return;
+        std::shuffle(sequences_.begin(), sequences_.end(), random_);
+        const int64_t count = below(static_cast<int64_t>(sequences_.size()) + 1);
+        std::vector<Sequence> beam = handles();
+        Ints parents;
+        for (int64_t i = 0; i < count; ++i) parents.push_back(static_cast<int32_t>(below(count)));
+        allocator_.reorder(beam.data(), parents.data(), count);
+        const std::vector<ModelSequence> before = sequences_;
+        for (int64_t i = 0; i < count; ++i) {
+            sequences_[i] = before[parents[i]];
+            sequences_[i].handle = beam[i];
         }
     }
 

@@ -236,6 +236,19 @@ TEST(PrefixCache, AForkOfCachedPagesGoesOnFindably) {
     engine.allocator.check_invariants();
 }
 
+TEST(PrefixCache, BeamsOfTwoNamespacesChangePlaces) {
+    Engine engine;
+    std::vector<Sequence> beam = {engine.create({}, "x"), engine.create({}, "y")};
+    const Ints parents = {1, 0};
+    engine.allocator.reorder(beam.data(), parents.data(), 2);
+    engine.append(beam[0], counting(4));
+    EXPECT_EQ(engine.cached(counting(4), "y"), 4);
+    EXPECT_EQ(engine.cached(counting(4), "x"), 0);
+    engine.append(beam[1], counting(4));
+    EXPECT_EQ(engine.cached(counting(4), "x"), 4);
+    engine.allocator.check_invariants();
+}
+
 TEST(PrefixCache, CollidingHashesNeverShareAPage) {
     for (int64_t hash_bits : {0, 1, 3, 64, 65}) {
         PrefixCacheOptions options;
