@@ -26,6 +26,16 @@ struct PageCopy {
 struct PageGroup {
     int64_t num_pages;
     int64_t page_size;
+    // A query sees this many tokens before its own (-1: all). Pages that no new query can see are returned by
+    // themselves, when the sequence grows.
+    int64_t window_left = -1;
+    int64_t num_host_pages = 0;  // in host memory, for sequences that are preempted
+};
+
+// Pages to be copied between the caches of the device and of the host.
+struct Transfer {
+    int64_t id;
+    std::vector<std::vector<PageCopy>> copies;  // one list a group
 };
 
 // How pages are found again by the tokens in them.
@@ -45,6 +55,14 @@ struct CacheEvent {
     std::array<uint64_t, 2> key;         // hash of the page's tokens and all before them
     std::array<uint64_t, 2> parent_key;  // of the page before it, or of the namespace
     std::vector<int32_t> tokens;         // [page_size]
+};
+
+// What write_page_map says of a page that is not one sequence's own.
+enum class PageState : int64_t {
+    free = -1,
+    cached = -2,    // free, but found by its tokens
+    shared = -3,    // by two sequences or more
+    reserved = -4,  // held by nobody, but read or written by a copy or transfer
 };
 
 struct PrefixCacheStats {
@@ -158,11 +176,23 @@ class PageAllocator {
     void truncate(Sequence sequence, int64_t length);  // drops tokens at the end
     void free(Sequence sequence);
 
+    // Moves sequences to host memory: copies say (device page, host page). What no other sequence holds
+    // moves, once for all of these; the rest stays, shared. Until resumed, they can only be asked their
+    // length, or be freed. Throws OutOfPages where the host has too few.
+    Transfer preempt(const Sequence* sequences, int64_t count);
+    // And back: (host page, device page). Throws OutOfPages where the device has too few. Sequences that
+    // share pages still do if they come back in one call.
+    Transfer resume(const Sequence* sequences, int64_t count);
+    // The pages of a transfer are copied. Before this, no page of it is handed out, whoever lets it go, and
+    // its sequences can be used in no call but free() and length().
+    void confirm(int64_t transfer);
+
     int64_t length(Sequence sequence) const;
+    // In order; -1 for a page that the window has left behind.
     std::vector<int32_t> pages(Sequence sequence, int64_t group = 0) const;
 
     // Pages of the longest of these sequences, and the table [count, max_pages]: row i holds the pages of
-    // sequences[i], then -1.
+    // sequences[i], then -1. In place of a page that the window has left behind, it has one still held.
     int64_t max_pages(const Sequence* sequences, int64_t count, int64_t group = 0) const;
     void write_page_table(const Sequence* sequences, int64_t count, int32_t* page_table, int64_t max_pages,
                           int32_t* seq_lens, int64_t group = 0) const;
@@ -175,7 +205,12 @@ class PageAllocator {
     int64_t num_pages(int64_t group = 0) const;
     int64_t page_size(int64_t group = 0) const;
     int64_t num_free_pages(int64_t group = 0) const;
+    int64_t num_host_pages(int64_t group = 0) const;
+    int64_t num_free_host_pages(int64_t group = 0) const;
     PageAllocatorStats stats(int64_t group = 0) const;  // O(sequences)
+
+    // Of each page [num_pages], the handle of the only sequence that holds it, else a PageState.
+    void write_page_map(int64_t* map, int64_t group = 0) const;
 
     // Recounts everything from the sequences; throws Error naming the first contradiction.
     void check_invariants() const;

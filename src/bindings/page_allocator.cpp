@@ -2,7 +2,9 @@
 #include <octavo/page_allocator.h>
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 #include "bindings/bindings.h"
+#include "bindings/page_allocator_docs.h"
 #include "bindings/scalars.h"
 #include "bindings/sequence_arguments.h"
 #include "bindings/step_arrays.h"
@@ -16,6 +18,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -24,23 +27,25 @@ namespace {
 
 nb::int_ to_python(Sequence sequence) { return nb::int_(static_cast<uint64_t>(sequence)); }
 
-// An int32 array that owns `values`.
+// An array that owns `values`: of integers, or of structs of int32.
 template <class T>
 nb::object to_numpy(std::vector<T> values, std::initializer_list<size_t> shape) {
+    using Element = std::conditional_t<std::is_integral_v<T>, T, int32_t>;
     auto owned = std::make_unique<std::vector<T>>(std::move(values));
     nb::capsule owner(owned.get(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    auto* data = reinterpret_cast<int32_t*>(owned.release()->data());
-    return nb::cast(nb::ndarray<nb::numpy, int32_t>(data, shape, owner));
+    auto* data = reinterpret_cast<Element*>(owned.release()->data());
+    return nb::cast(nb::ndarray<nb::numpy, Element>(data, shape, owner));
 }
 
-nb::tuple page_table(const PageAllocator& allocator, nb::handle seqs) {
+nb::tuple page_table(const PageAllocator& allocator, nb::handle seqs, nb::handle group) {
     const std::vector<Sequence> sequences = sequences_argument("page_table", seqs);
+    const int64_t g = int_argument("page_table", "group", group);
     const size_t batch = sequences.size();
-    const int64_t max_pages = allocator.max_pages(sequences.data(), static_cast<int64_t>(batch));
+    const int64_t max_pages = allocator.max_pages(sequences.data(), static_cast<int64_t>(batch), g);
     std::vector<int32_t> table(batch * static_cast<size_t>(max_pages));
     std::vector<int32_t> seq_lens(batch);
     allocator.write_page_table(sequences.data(), static_cast<int64_t>(batch), table.data(), max_pages,
-                               seq_lens.data());
+                               seq_lens.data(), g);
     return nb::make_tuple(to_numpy(std::move(table), {batch, static_cast<size_t>(max_pages)}),
                           to_numpy(std::move(seq_lens), {batch}));
 }
@@ -110,9 +115,21 @@ nb::tuple take_events(PageAllocator& allocator) {
     return nb::make_tuple(events, num_lost);
 }
 
+constexpr const char* kAllocator = "PageAllocator";
+
+PageGroup page_group(const char* call, nb::handle num_pages, nb::handle page_size, nb::handle window_left,
+                     nb::handle num_host_pages) {
+    PageGroup group;
+    group.num_pages = int_argument(call, "num_pages", num_pages);
+    group.page_size = int_argument(call, "page_size", page_size);
+    group.window_left = int_argument(call, "window_left", window_left);
+    group.num_host_pages = int_argument(call, "num_host_pages", num_host_pages);
+    return group;
+}
+
 std::optional<PrefixCacheOptions> prefix_cache_options(nb::handle prefix_cache, nb::handle hash_key,
                                                        nb::handle hash_bits, nb::handle event_capacity) {
-    constexpr const char* call = "PageAllocator";
+    constexpr const char* call = kAllocator;
     PrefixCacheOptions options;
     options.hash_bits = int_argument(call, "hash_bits", hash_bits);
     options.event_capacity = int_argument(call, "event_capacity", event_capacity);
@@ -128,8 +145,8 @@ std::optional<PrefixCacheOptions> prefix_cache_options(nb::handle prefix_cache, 
     return options;
 }
 
-nb::dict stats(const PageAllocator& allocator) {
-    const PageAllocatorStats stats = allocator.stats();
+nb::dict stats(const PageAllocator& allocator, nb::handle group) {
+    const PageAllocatorStats stats = allocator.stats(int_argument("stats", "group", group));
     nb::dict dict;
     dict["num_pages"] = stats.num_pages;
     dict["page_size"] = stats.page_size;
@@ -143,6 +160,29 @@ nb::dict stats(const PageAllocator& allocator) {
     return dict;
 }
 
+template <class T>
+nb::object copies_to_numpy(std::vector<T> copies) {
+    static_assert(sizeof(T) == 2 * sizeof(int32_t));
+    const size_t num_copies = copies.size();
+    return to_numpy(std::move(copies), {num_copies, 2});
+}
+
+// (id, copies), with a list of copies where there are several groups.
+nb::tuple to_python(Transfer transfer) {
+    nb::list copies;
+    for (std::vector<PageCopy>& of_group : transfer.copies)
+        copies.append(copies_to_numpy(std::move(of_group)));
+    return nb::make_tuple(transfer.id, nb::len(copies) == 1 ? nb::object(copies[0]) : nb::object(copies));
+}
+
+nb::object page_map(const PageAllocator& allocator, nb::handle group) {
+    const int64_t g = int_argument("page_map", "group", group);
+    std::vector<int64_t> map(static_cast<size_t>(allocator.num_pages(g)));
+    allocator.write_page_map(map.data(), g);
+    const size_t num_pages = map.size();
+    return to_numpy(std::move(map), {num_pages});
+}
+
 nb::dict cache_stats(const PageAllocator& allocator) {
     const PrefixCacheStats stats = allocator.cache_stats();
     nb::dict dict;
@@ -154,267 +194,61 @@ nb::dict cache_stats(const PageAllocator& allocator) {
     return dict;
 }
 
-constexpr const char* kClassDoc = R"(The pages of a KV cache: which sequence holds which, and who shares them.
-
-PagedAttention (Kwon et al. 2023, arXiv:2309.06180). The allocator keeps numbers only: the arrays of
-pages are the caller's, and serve any number of layers under one page table. A page is held by one
-sequence or shared by several, and is free again when nobody holds it. A sequence that grows into a
-partly filled page that it shares gets a copy of its own first (copy-on-write); take_copies() says
-what to copy.
-
-A step of generation: extend() each sequence by its new tokens, copy_pages() what take_copies() returns,
-append_kv() the new keys and values, then paged_attention() with page_table(). Fork a sequence after the
-append_kv() of its tokens.
-
-With prefix_cache, pages are found again by the tokens in them: create(tokens) makes a sequence that shares
-what is there, and step(tokens=...) says what is in new pages. A freed page is found until it is needed for
-something else; pages go least recently used first, the deepest of a prompt before those above it. A keyed
-hash finds candidates, and the tokens themselves are compared before one is believed.
-
-A sequence is named by a handle, an int below 2**63. A handle that was freed, or that this allocator never
-gave out, raises octavo.InvalidSequence wherever it is used.
-
-Any call may be made from any thread.
-
-Args:
-    num_pages: pages to hand out, numbered from 0; 1 to 2**31 - 1. Needs 8 bytes each, once used.
-    page_size: tokens in a page; 1 to 2**31 - 1.
-    prefix_cache: whether pages are found by their tokens. Needs about 90 + 4 * page_size bytes more for each
-        page: the tokens are kept to be compared.
-    hash_key: 16 bytes that the hash depends on; random by default. Allocators with one key log equal keys for
-        equal tokens.
-    hash_bits: of the hash, that are used; fewer than 128 serve tests of collisions.
-    event_capacity: events kept for take_events(); 0 keeps none.
-
-Raises:
-    ValueError: a size out of range.)";
-
-constexpr const char* kCreateDoc =
-    R"(Makes a sequence: empty, or of as many of these tokens as the prefix cache has.
-
-length() says how many those are; step() takes the others. Leave out the last token of a prompt, since its
-query has still to be computed. Where the last page is found in part only, it is shared and copied when the
-sequence grows.
-
-Args:
-    tokens: ints of 32 bits: a list, or an int32 array in CPU memory.
-    namespace: str or bytes. Tokens are found only where step() stored them under the same one: keep tenants,
-        adapters or models apart with it.
-
-Returns:
-    The handle.
-
-Raises:
-    TypeError, ValueError: tokens or namespace of another kind; tokens without a prefix cache.)";
-
-constexpr const char* kPinDoc = R"(Keeps the full pages of these tokens that the cache has from being evicted.
-
-Args:
-    tokens, namespace: as for create().
-
-Returns:
-    A handle for unpin(): of a sequence of those pages, to be grown by nobody.
-
-Raises:
-    TypeError, ValueError: as create().)";
-
-constexpr const char* kTakeEventsDoc =
-    R"(Hands over what has been stored in the prefix cache and evicted since the last call, oldest first.
-
-Returns:
-    events: a list of dicts of
-        kind: "stored" or "evicted".
-        page: int.
-        key: int of 128 bits, the hash of the page's tokens and all before them in their namespace.
-        parent_key: the key of the page before it, or of the namespace.
-        tokens: int32 numpy.ndarray [page_size].
-    num_lost: how many older ones event_capacity had no room for.
-
-Raises:
-    ValueError: the allocator has no prefix cache.)";
-
-constexpr const char* kExtendDoc = R"(Makes room for n more tokens at the end of a sequence, all or nothing.
-
-Takes a page whenever the last one is full. If the last page is partly filled and shared, the sequence gets
-a new one in its place, and take_copies() has one more copy to make. extend(seq, 0) changes nothing.
-
-Args:
-    seq: handle.
-    n: number of tokens, at least 0; a sequence holds up to 2**31 - 1.
-
-Raises:
-    octavo.OutOfPages: too few free pages; everything is as before.
-    octavo.InvalidSequence: seq is no live sequence of this allocator.
-    ValueError: n is negative, or the sequence would grow too long.)";
-
-constexpr const char* kTryExtendDoc = R"(As extend(), but returns False where that raises octavo.OutOfPages.
-
-Args:
-    seq: handle.
-    n: number of tokens, at least 0.
-
-Returns:
-    True if the sequence has grown; False, with everything as before, if there are too few free pages.
-
-Raises:
-    octavo.InvalidSequence, ValueError: as extend().)";
-
-constexpr const char* kStepDoc =
-    R"(A step of generation in one call: extends a batch and writes what the kernels read.
-
-Each sequence gets room for its new tokens, as by extend(), all of them or none. Then row i of the arrays
-shows seqs[i]: its pages, its length with the new tokens, and where its new tokens lie among those of the
-batch. The rows left over are padding: page_table -1, seq_lens 0, cu_seqlens_q the number of new tokens in
-all; so a CUDA graph over max_batch rows can be replayed with fewer sequences. The pending copies of
-copy-on-write go to `copies`, where there is one: pass its first rows, as many as returned, to copy_pages().
-
-Args:
-    seqs: handles, at most max_batch; a list or tuple of ints is fastest. None may come twice.
-    num_new_tokens: an int for all of them, or one for each, at least 0: a list, or an int32 array.
-    arrays: StepArrays.
-    tokens: the new tokens of all sequences, one after the other: an int32 array, or any iterable of ints. With
-        them, a full page is found by create(tokens) from the next call on; its keys and values have to be in
-        the caller's arrays before the next step() or free(). (To drop what was never written, truncate().) If
-        the cache has an equal page by then, the sequence takes that one in exchange for its own. A sequence
-        that grew without tokens is not stored from there on.
-
-Returns:
-    The number of copies written: an int, or a tuple of one for each group where page_table was given as a
-    list.
-
-Raises:
-    octavo.OutOfPages: too few free pages. `indices` of the error lists the positions in seqs that did not fit
-        when every one before them that fits had got its pages: the step succeeds without exactly these.
-    octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
-    TypeError, ValueError: a bad argument; a table or `copies` with too little room.
-    In each case the allocator and the arrays are as before.)";
-
-constexpr const char* kForkDoc = R"(Makes n sequences that share every page of this one.
-
-With `length`, only its first tokens: they share the pages of those. Copies no page and takes none: each of them, and the original, gets a last page of its own when it grows
-and others still share it. Costs O(n * pages).
-
-Args:
-    seq: handle.
-    n: number of new sequences, at least 0.
-    length: tokens that they begin with, from 0 to the sequence's length; all by default.
-
-Returns:
-    n handles.
-
-Raises:
-    octavo.InvalidSequence: seq is no live sequence of this allocator.
-    ValueError: n is negative, length is out of range, or there would be more than 2**28 sequences.)";
-
-constexpr const char* kReorderDoc =
-    R"(A step of beam search: each sequence goes on from what another one held before the call.
-
-Takes no page and copies none; pages are copied when beams that share them grow.
-
-Args:
-    seqs: handles; none may come twice.
-    parents: for each of them, the position in seqs of the one that it goes on from. Positions may repeat.
-
-Raises:
-    octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
-    TypeError, ValueError: a bad argument. In each case everything is as before.)";
-
-constexpr const char* kTruncateDoc =
-    R"(Drops the tokens of a sequence past the first `length`, and the pages past the last one needed.
-
-Other sequences that share those pages keep them.
-
-Args:
-    seq: handle.
-    length: tokens to keep, from 0 to the sequence's length.
-
-Raises:
-    octavo.InvalidSequence: seq is no live sequence of this allocator.
-    ValueError: length is out of range.)";
-
-constexpr const char* kFreeDoc =
-    R"(Ends a sequence. Its handle is invalid from now on; pages that nobody else holds are free.
-
-A copy still to be made into such a page is dropped.
-
-Args:
-    seq: handle.
-
-Raises:
-    octavo.InvalidSequence: seq is no live sequence of this allocator (a double free, say).)";
-
-constexpr const char* kPageTableDoc =
-    R"(The pages and lengths of several sequences, as paged_attention() takes them.
-
-Args:
-    seqs: iterable of handles; one may come several times.
-
-Returns:
-    page_table: int32 numpy.ndarray [batch, max_pages], with the most pages of any of them as max_pages.
-        Row i holds the pages of seqs[i] in order, then -1.
-    seq_lens: int32 numpy.ndarray [batch], in tokens.
-
-Raises:
-    octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
-    TypeError: seqs is not iterable, or holds something else than ints.)";
-
-constexpr const char* kTakeCopiesDoc =
-    R"(Hands over the copies that copy-on-write still has to make, for copy_pages().
-
-Make them before the next append_kv(). They are in no particular order: no page is both read and written, and
-none is written twice. Until they are taken, the pages to be read are not handed out again, even when no
-sequence holds them any more.
-
-Returns:
-    int32 numpy.ndarray [n, 2]: the pages (from, to). The next call returns later ones only.)";
-
-constexpr const char* kStatsDoc = R"(Counts of pages and tokens. Costs O(sequences).
-
-Returns:
-    A dict of
-    num_pages, page_size: as given.
-    num_sequences: live sequences.
-    num_used_pages: held by at least one sequence, or waiting to be copied.
-    num_shared_pages: held by two sequences or more.
-    num_free_pages: the rest.
-    num_tokens: the sum of the sequences' lengths.
-    num_stored_tokens: slots that hold a token; one that several sequences share counts once.
-    waste_percent: 100 * (slots of used pages without a token) / (slots of used pages), or 0.0.)";
-
-constexpr const char* kCacheStatsDoc = R"(Counts of the prefix cache.
-
-Returns:
-    A dict of
-    num_stored_pages: that create(tokens) finds.
-    num_idle_pages: of these, held by nobody: they count as free, and are found until they are evicted.
-    num_evicted_pages: so far.
-    num_queried_tokens, num_hit_tokens: asked of create(tokens) so far, and found.
-
-Raises:
-    ValueError: the allocator has no prefix cache.)";
-
 }  // namespace
 
 void bind_page_allocator(nb::module_& m) {
     // None passes to our own checks, for their messages.
     const auto seq = nb::arg("seq").none();
     const auto n = nb::arg("n").none();
+    const auto group = nb::arg("group").none() = 0;
+    nb::class_<PageGroup>(m, "PageGroup", kPageGroupDoc)
+        .def(
+            "__init__",
+            [](PageGroup* self, nb::handle num_pages, nb::handle page_size, nb::handle window_left,
+               nb::handle num_host_pages) {
+                new (self)
+                    PageGroup(page_group("PageGroup", num_pages, page_size, window_left, num_host_pages));
+            },
+            nb::arg("num_pages").none(), nb::arg("page_size").none(), nb::kw_only(),
+            nb::arg("window_left").none() = -1, nb::arg("num_host_pages").none() = 0,
+            nb::sig("def __init__(self, num_pages: int, page_size: int, *, window_left: int = -1, "
+                    "num_host_pages: int = 0) -> None"))
+        .def_ro("num_pages", &PageGroup::num_pages)
+        .def_ro("page_size", &PageGroup::page_size)
+        .def_ro("window_left", &PageGroup::window_left)
+        .def_ro("num_host_pages", &PageGroup::num_host_pages);
     nb::class_<PageAllocator>(m, "PageAllocator", kClassDoc)
         .def(
             "__init__",
-            [](PageAllocator* self, nb::handle num_pages, nb::handle page_size, nb::handle prefix_cache,
-               nb::handle hash_key, nb::handle hash_bits, nb::handle event_capacity) {
+            [](PageAllocator* self, nb::handle num_pages, nb::handle page_size, nb::handle window_left,
+               nb::handle num_host_pages, nb::handle prefix_cache, nb::handle hash_key, nb::handle hash_bits,
+               nb::handle event_capacity) {
                 nb::module_::import_("numpy");  // without it take_copies() would lose what it takes
                 new (self)
-                    PageAllocator(int_argument("PageAllocator", "num_pages", num_pages),
-                                  int_argument("PageAllocator", "page_size", page_size),
+                    PageAllocator({page_group(kAllocator, num_pages, page_size, window_left, num_host_pages)},
                                   prefix_cache_options(prefix_cache, hash_key, hash_bits, event_capacity));
             },
             nb::arg("num_pages").none(), nb::arg("page_size").none(), nb::kw_only(),
+            nb::arg("window_left").none() = -1, nb::arg("num_host_pages").none() = 0,
             nb::arg("prefix_cache").none() = false, nb::arg("hash_key").none() = nb::none(),
             nb::arg("hash_bits").none() = 128, nb::arg("event_capacity").none() = 0,
-            nb::sig("def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = False, "
-                    "hash_key: bytes | None = None, hash_bits: int = 128, event_capacity: int = 0) -> None"))
+            nb::sig("def __init__(self, num_pages: int, page_size: int, *, window_left: int = -1, "
+                    "num_host_pages: int = 0, prefix_cache: bool = False, hash_key: bytes | None = None, "
+                    "hash_bits: int = 128, event_capacity: int = 0) -> None"))
+        .def_static(
+            "from_groups",
+            [](nb::handle groups) {
+                nb::module_::import_("numpy");
+                std::vector<PageGroup> given;
+                if (PyUnicode_Check(groups.ptr()) || !nb::try_cast(groups, given, false)) {
+                    fail<TypeError>("from_groups", "groups must be a list of octavo.PageGroup; got ",
+                                    bindings::type_name(groups));
+                }
+                return PageAllocator(given);
+            },
+            nb::arg("groups").none(),
+            nb::sig("def from_groups(groups: collections.abc.Sequence[PageGroup]) -> PageAllocator"),
+            kFromGroupsDoc)
         .def("create", &create, nb::arg("tokens").none() = nb::none(), nb::kw_only(),
              nb::arg("namespace").none() = "",
              nb::sig("def create(self, tokens: collections.abc.Iterable[int] | octavo._types.SupportsDLPack "
@@ -508,6 +342,35 @@ void bind_page_allocator(nb::module_& m) {
             "free", [](PageAllocator& self, nb::handle seq) { self.free(sequence_argument("free", seq)); },
             seq, nb::sig("def free(self, seq: int) -> None"), kFreeDoc)
         .def(
+            "preempt",
+            [](PageAllocator& self, nb::handle seqs) {
+                const std::vector<Sequence> sequences = sequences_argument("preempt", seqs);
+                return to_python(self.preempt(sequences.data(), static_cast<int64_t>(sequences.size())));
+            },
+            nb::arg("seqs").none(),
+            nb::sig("def preempt(self, seqs: collections.abc.Iterable[int]) -> tuple[int, "
+                    "numpy.typing.NDArray[numpy.int32] | list[numpy.typing.NDArray[numpy.int32]]]"),
+            kPreemptDoc)
+        .def(
+            "resume",
+            [](PageAllocator& self, nb::handle seqs) {
+                const std::vector<Sequence> sequences = sequences_argument("resume", seqs);
+                return to_python(self.resume(sequences.data(), static_cast<int64_t>(sequences.size())));
+            },
+            nb::arg("seqs").none(),
+            nb::sig("def resume(self, seqs: collections.abc.Iterable[int]) -> tuple[int, "
+                    "numpy.typing.NDArray[numpy.int32] | list[numpy.typing.NDArray[numpy.int32]]]"),
+            kResumeDoc)
+        .def(
+            "confirm",
+            [](PageAllocator& self, nb::handle transfer) {
+                self.confirm(int_argument("confirm", "transfer", transfer));
+            },
+            nb::arg("transfer").none(), nb::sig("def confirm(self, transfer: int) -> None"),
+            "Says that the pages of a preempt() or resume() are copied; once each. Raises ValueError where "
+            "it is "
+            "not in flight.")
+        .def(
             "length",
             [](const PageAllocator& self, nb::handle seq) {
                 return self.length(sequence_argument("length", seq));
@@ -516,27 +379,28 @@ void bind_page_allocator(nb::module_& m) {
             "The number of tokens of a sequence. Raises octavo.InvalidSequence.")
         .def(
             "pages",
-            [](const PageAllocator& self, nb::handle seq) {
-                std::vector<int32_t> pages = self.pages(sequence_argument("pages", seq));
+            [](const PageAllocator& self, nb::handle seq, nb::handle group) {
+                std::vector<int32_t> pages =
+                    self.pages(sequence_argument("pages", seq), int_argument("pages", "group", group));
                 const size_t num_pages = pages.size();
                 return to_numpy(std::move(pages), {num_pages});
             },
-            seq, nb::sig("def pages(self, seq: int) -> numpy.typing.NDArray[numpy.int32]"),
-            "The pages of a sequence, in order: int32 numpy.ndarray [ceil(length / page_size)]. "
-            "Raises octavo.InvalidSequence.")
-        .def("page_table", &page_table, nb::arg("seqs").none(),
-             nb::sig("def page_table(self, seqs: collections.abc.Iterable[int]) -> "
+            seq, group,
+            nb::sig("def pages(self, seq: int, group: int = 0) -> numpy.typing.NDArray[numpy.int32]"),
+            "The pages of a sequence, in order: int32 numpy.ndarray [ceil(length / page_size)]; -1 for one "
+            "that "
+            "the group's window has left behind. Raises octavo.InvalidSequence.")
+        .def("page_table", &page_table, nb::arg("seqs").none(), group,
+             nb::sig("def page_table(self, seqs: collections.abc.Iterable[int], group: int = 0) -> "
                      "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]"),
              kPageTableDoc)
         .def(
             "take_copies",
-            [](PageAllocator& self) {
-                static_assert(sizeof(PageCopy) == 2 * sizeof(int32_t));
-                std::vector<PageCopy> copies = self.take_copies();
-                const size_t num_copies = copies.size();
-                return to_numpy(std::move(copies), {num_copies, 2});
+            [](PageAllocator& self, nb::handle group) {
+                return copies_to_numpy(self.take_copies(int_argument("take_copies", "group", group)));
             },
-            nb::sig("def take_copies(self) -> numpy.typing.NDArray[numpy.int32]"), kTakeCopiesDoc)
+            group, nb::sig("def take_copies(self, group: int = 0) -> numpy.typing.NDArray[numpy.int32]"),
+            kTakeCopiesDoc)
         .def_prop_ro(
             "num_pages", [](const PageAllocator& self) { return self.num_pages(); },
             "Pages to hand out, as given.")
@@ -546,7 +410,18 @@ void bind_page_allocator(nb::module_& m) {
         .def_prop_ro(
             "num_free_pages", [](const PageAllocator& self) { return self.num_free_pages(); },
             "Pages that extend() can still take.")
-        .def("stats", &stats, nb::sig("def stats(self) -> dict[str, int | float]"), kStatsDoc)
+        .def_prop_ro("num_groups", &PageAllocator::num_groups,
+                     "Groups of layers; 1 unless made by from_groups().")
+        .def_prop_ro(
+            "num_host_pages", [](const PageAllocator& self) { return self.num_host_pages(); },
+            "Pages in host memory, as given.")
+        .def_prop_ro(
+            "num_free_host_pages", [](const PageAllocator& self) { return self.num_free_host_pages(); },
+            "Pages that preempt() can still take.")
+        .def("stats", &stats, group, nb::sig("def stats(self, group: int = 0) -> dict[str, int | float]"),
+             kStatsDoc)
+        .def("page_map", &page_map, group,
+             nb::sig("def page_map(self, group: int = 0) -> numpy.typing.NDArray[numpy.int64]"), kPageMapDoc)
         .def("cache_stats", &cache_stats, nb::sig("def cache_stats(self) -> dict[str, int]"), kCacheStatsDoc)
         .def("check_invariants", &PageAllocator::check_invariants,
              "Recounts everything from the sequences; raises RuntimeError naming the first contradiction, "

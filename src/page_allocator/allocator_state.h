@@ -45,12 +45,26 @@ struct PageAllocator::State {
     // What was planned last, when all fit. `tokens` [sum of n] or null: for the prefix cache.
     void commit(const int32_t* n, const int32_t* tokens) noexcept;
 
+    // As SequenceTable::find; throws ValueError too, where the sequence's pages are not all on the device.
+    SequenceEntry& find_on_device(const char* call, Sequence sequence) {
+        SequenceEntry& entry = sequences.find(call, sequence);
+        if (entry.place != SequenceEntry::Place::device) throw_not_on_device(call, entry);
+        return entry;
+    }
+    [[noreturn]] static void throw_not_on_device(const char* call, const SequenceEntry& entry);
+    std::vector<size_t> find_all_at(const char* call, const Sequence* handles, int64_t count,
+                                    SequenceEntry::Place place);  // entries
+    Transfer start(const std::vector<size_t>& entries, std::vector<PageLists::Move> moves, bool leaves);
+    int32_t token_page(int32_t page,
+                       bool on_host) const;  // where the prefix cache keeps the tokens of a page
+
     bool grow_one(const char* call, Sequence sequence, int64_t n);
     [[noreturn]] void throw_unfit(const char* call, int64_t count) const;
     std::string in_group(size_t group) const;  // " in group 1", or nothing where there is but one
 
     void free(const char* call, Sequence sequence);
-    void shorten(SequenceEntry& entry, int32_t length) noexcept;  // all but its pages
+    void check_kept(const char* call, size_t index, int64_t length) const;  // that windows have all they see
+    void shorten(SequenceEntry& entry, int32_t length) noexcept;            // all but its pages
 
     PrefixCache& cache_for(const char* call);  // throws ValueError where there is none
     Sequence create_cached(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
@@ -61,6 +75,7 @@ struct PageAllocator::State {
     // the tokens come: by then they are in the caller's arrays, and the page may be exchanged for an equal
     // one.
     bool store_pages(size_t index) noexcept;
+    void wait_to_store(size_t index) noexcept;
     static void set_known(SequenceEntry& to,
                           const SequenceEntry& from) noexcept;  // as a copy of its pages is
     void check_stored() const;
@@ -79,6 +94,18 @@ struct PageAllocator::State {
     std::vector<size_t> waiting;  // entries that may have pages to store
     std::vector<int32_t> found;   // pages of the last match
     int64_t num_queried_tokens = 0, num_hit_tokens = 0;
+
+    // A transfer that is not confirmed.
+    struct Flight {
+        int64_t id;
+        bool leaves;
+        std::vector<Sequence> sequences;
+        std::vector<std::vector<PageCopy>> copies;  // one list a group
+        // Pages that stay, reserved while those after them are: they leave the prefix cache after those.
+        std::vector<int32_t> kept;
+    };
+    std::vector<Flight> flights;
+    int64_t next_transfer = 0;
 
     // Of the last plan.
     uint64_t num_plans = 0;

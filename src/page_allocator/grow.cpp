@@ -20,7 +20,7 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     left_pages.reserve(static_cast<size_t>(count) * num_groups);
 
     for (int64_t i = 0; i < count; ++i) {
-        SequenceEntry& entry = sequences.find(call, handles[i]);
+        SequenceEntry& entry = find_on_device(call, handles[i]);
         if (entry.planned == num_plans) {
             fail<ValueError>(call, "sequence ", entry.handle, " is given twice (the second time as seqs[", i,
                              "])");
@@ -90,12 +90,14 @@ void PageAllocator::State::commit(const int32_t* n, const int32_t* tokens) noexc
             append_tokens(index, num_new, tokens);
             tokens += num_new;
         }
+        // Their queries see from the first new token's window on.
+        for (PageLists& lists : groups) lists.return_behind(index, entry.length);
         entry.length += num_new;
     }
 }
 
 bool PageAllocator::State::grow_one(const char* call, Sequence sequence, int64_t n) {
-    const SequenceEntry& entry = sequences.find(call, sequence);
+    const SequenceEntry& entry = find_on_device(call, sequence);
     check_not_negative(call, "n", n);
     if (n > kMaxInt32 - entry.length) {
         fail<ValueError>(call, "n (", n, ") and the sequence's length (", entry.length,

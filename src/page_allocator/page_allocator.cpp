@@ -22,6 +22,10 @@ void check_prefix_cache(const PrefixCacheOptions& options, const std::vector<Pag
         fail<ValueError>("PageAllocator", "prefix_cache must be off with several groups; there are ",
                          groups.size());
     }
+    if (groups[0].window_left >= 0) {
+        fail<ValueError>("PageAllocator", "prefix_cache must be off with a window; window_left is ",
+                         groups[0].window_left);
+    }
     if (groups[0].num_pages >= PrefixCache::kMaxPages) {
         fail<ValueError>("PageAllocator", "num_pages (", groups[0].num_pages, ") must be below ",
                          PrefixCache::kMaxPages, " with a prefix cache");
@@ -49,11 +53,22 @@ PageAllocator::State::State(const std::vector<PageGroup>& given,
     for (const PageGroup& group : given) {
         const int32_t num_pages = checked_size("num_pages", group.num_pages);
         const int32_t page_size = checked_size("page_size", group.page_size);
+        if (group.window_left < -1) {
+            fail<ValueError>("PageAllocator", "window_left (", group.window_left,
+                             ") must be -1 (unbounded) or at least 0");
+        }
+        const int32_t window_left =
+            group.window_left > kMaxInt32 ? -1 : static_cast<int32_t>(group.window_left);
+        if (group.num_host_pages < 0 || group.num_host_pages > kMaxInt32) {
+            fail<ValueError>("PageAllocator", "num_host_pages (", group.num_host_pages,
+                             ") must be between 0 and ", kMaxInt32);
+        }
         if (prefix_cache) {
             check_prefix_cache(*prefix_cache, given);
-            cache = std::make_unique<PrefixCache>(num_pages, page_size, *prefix_cache);
+            cache = std::make_unique<PrefixCache>(num_pages, group.num_host_pages, page_size, *prefix_cache);
         }
-        groups.emplace_back(num_pages, page_size, cache.get());
+        groups.emplace_back(num_pages, page_size, window_left, static_cast<int32_t>(group.num_host_pages),
+                            cache.get());
     }
     plans.resize(groups.size());
 }
@@ -102,7 +117,7 @@ Sequence PageAllocator::create() {
 std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n, std::optional<int64_t> length) {
     std::lock_guard lock(state_->mutex);
     SequenceTable& sequences = state_->sequences;
-    const size_t parent = sequences.index_of(sequences.find("fork", sequence));
+    const size_t parent = sequences.index_of(state_->find_on_device("fork", sequence));
     check_not_negative("fork", "n", n);
     const int32_t full_length = sequences[parent].length;
     if (length && (*length < 0 || *length > full_length)) {
@@ -110,6 +125,7 @@ std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n, std::opt
                          full_length, ")");
     }
     const int32_t kept = length ? static_cast<int32_t>(*length) : full_length;
+    state_->check_kept("fork", parent, kept);
     if (state_->cache) state_->store_pages(parent);
     const std::vector<size_t> entries = state_->reserve_sequences("fork", n);
     for (PageLists& lists : state_->groups) {
@@ -136,38 +152,30 @@ std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n, std::opt
 
 void PageAllocator::reorder(const Sequence* sequences, const int32_t* parents, int64_t count) {
     std::lock_guard lock(state_->mutex);
-    check_not_negative("reorder", "count", count);
     std::vector<PageLists>& groups = state_->groups;
     // What the sequences that go on from another will hold; afterwards, what they held.
     struct Change {
         size_t index;
         SequenceEntry parent;
-        std::vector<std::vector<int32_t>> pages;  // one list a group
+        std::vector<PageList> lists;  // one a group
     };
-    std::vector<size_t> entries;
-    std::vector<Change> changes;
-    ++state_->num_plans;
+    const std::vector<size_t> entries =
+        state_->find_all_at("reorder", sequences, count, SequenceEntry::Place::device);
     for (int64_t i = 0; i < count; ++i) {
-        SequenceEntry& entry = state_->sequences.find("reorder", sequences[i]);
-        if (entry.planned == state_->num_plans) {
-            fail<ValueError>("reorder", "sequence ", entry.handle,
-                             " is given twice (the second time as seqs[", i, "])");
-        }
-        entry.planned = state_->num_plans;
         if (parents[i] < 0 || parents[i] >= count) {
             fail<ValueError>("reorder", "parents[", i, "] (", parents[i], ") must be between 0 and ",
                              count - 1);
         }
-        entries.push_back(state_->sequences.index_of(entry));
     }
     if (state_->cache) {
         for (size_t index : entries) state_->store_pages(index);
     }
+    std::vector<Change> changes;
     for (int64_t i = 0; i < count; ++i) {
         if (parents[i] == i) continue;
         const size_t parent = entries[parents[i]];
         changes.push_back({entries[i], state_->sequences[parent], {}});
-        for (const PageLists& lists : groups) changes.back().pages.push_back(lists[parent].pages);
+        for (const PageLists& lists : groups) changes.back().lists.push_back(lists[parent]);
     }
 
     // Nothing is let go before all is held anew.
@@ -181,10 +189,21 @@ void PageAllocator::reorder(const Sequence* sequences, const int32_t* parents, i
             state_->cache->unuse_namespace(entry.cache_namespace);
             state_->set_known(entry, change.parent);
         }
-        for (size_t g = 0; g < groups.size(); ++g) groups[g].exchange(change.index, change.pages[g]);
+        for (size_t g = 0; g < groups.size(); ++g) groups[g].exchange(change.index, change.lists[g]);
     }
     for (const Change& change : changes) {
-        for (size_t g = 0; g < groups.size(); ++g) groups[g].release(change.pages[g]);
+        for (size_t g = 0; g < groups.size(); ++g) groups[g].release(change.lists[g]);
+    }
+}
+
+void PageAllocator::State::check_kept(const char* call, size_t index, int64_t length) const {
+    if (length == sequences.entries()[index].length || length == 0) return;
+    for (size_t g = 0; g < groups.size(); ++g) {
+        if (length < groups[g].min_length(index)) {
+            fail<ValueError>(call, "length (", length, ") must be 0 or at least ",
+                             groups[g].min_length(index), ": the pages before its window were returned",
+                             in_group(g));
+        }
     }
 }
 
@@ -196,11 +215,12 @@ void PageAllocator::State::shorten(SequenceEntry& entry, int32_t length) noexcep
 
 void PageAllocator::truncate(Sequence sequence, int64_t length) {
     std::lock_guard lock(state_->mutex);
-    SequenceEntry& entry = state_->sequences.find("truncate", sequence);
+    SequenceEntry& entry = state_->find_on_device("truncate", sequence);
     if (length < 0 || length > entry.length) {
         fail<ValueError>("truncate", "length (", length, ") must be between 0 and the sequence's length (",
                          entry.length, ")");
     }
+    state_->check_kept("truncate", state_->sequences.index_of(entry), length);
     state_->shorten(entry, static_cast<int32_t>(length));
     for (PageLists& lists : state_->groups) lists.truncate(state_->sequences.index_of(entry), entry.length);
 }
@@ -227,7 +247,10 @@ int64_t PageAllocator::length(Sequence sequence) const {
 std::vector<int32_t> PageAllocator::pages(Sequence sequence, int64_t group) const {
     std::lock_guard lock(state_->mutex);
     const PageLists& lists = state_->group_at("pages", group);
-    return lists[state_->sequences.index_of(state_->sequences.find("pages", sequence))].pages;
+    std::vector<int32_t> pages =
+        lists[state_->sequences.index_of(state_->find_on_device("pages", sequence))].pages;
+    std::replace(pages.begin(), pages.end(), PageList::kReturned, -1);
+    return pages;
 }
 
 int64_t PageAllocator::State::max_pages(const Sequence* handles, int64_t count, int64_t group) {
@@ -235,7 +258,7 @@ int64_t PageAllocator::State::max_pages(const Sequence* handles, int64_t count, 
     check_not_negative("page_table", "count", count);
     size_t num_pages = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const SequenceEntry& entry = sequences.find("page_table", handles[i]);
+        const SequenceEntry& entry = find_on_device("page_table", handles[i]);
         num_pages = std::max(num_pages, lists[sequences.index_of(entry)].pages.size());
     }
     return static_cast<int64_t>(num_pages);
@@ -255,10 +278,11 @@ void PageAllocator::write_page_table(const Sequence* sequences, int64_t count, i
                          ", the pages of the longest sequence");
     }
     for (int64_t i = 0; i < count; ++i) {
-        const SequenceEntry& entry = state_->sequences.find("page_table", sequences[i]);
-        const std::vector<int32_t>& pages = state_->groups[group][state_->sequences.index_of(entry)].pages;
+        const SequenceEntry& entry = state_->find_on_device("page_table", sequences[i]);
+        const PageList& list = state_->groups[group][state_->sequences.index_of(entry)];
         int32_t* row = page_table + i * max_pages;
-        std::fill(std::copy(pages.begin(), pages.end(), row), row + max_pages, -1);
+        list.write(row);
+        std::fill(row + list.pages.size(), row + max_pages, -1);
         seq_lens[i] = entry.length;
     }
 }
@@ -309,6 +333,7 @@ PageAllocatorStats PageAllocator::stats(int64_t group) const {
         const int64_t num_filled = entries[index].length % page_size;
         if (num_filled == 0) continue;
         const int32_t page = lists[index].pages.back();
+        if (PageList::is_on_host(page)) continue;
         if (!pool.is_shared(page)) {
             stats.num_stored_tokens -= page_size - num_filled;
         } else {
@@ -330,10 +355,34 @@ PageAllocatorStats PageAllocator::stats(int64_t group) const {
     return stats;
 }
 
+void PageAllocator::write_page_map(int64_t* map, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const PageLists& lists = state_->group_at("page_map", group);
+    const PagePool& pool = lists.pool;
+    pool.write_states(map);
+    const std::vector<SequenceEntry>& entries = state_->sequences.entries();
+    for (size_t index = 0; index < entries.size(); ++index) {
+        if (!SequenceTable::is_live(entries[index])) continue;
+        for (int32_t page : lists[index].pages) {
+            if (page >= 0 && !pool.is_shared(page)) map[page] = static_cast<int64_t>(entries[index].handle);
+        }
+    }
+}
+
 void PageAllocator::check_invariants() const {
     std::lock_guard lock(state_->mutex);
     state_->sequences.check();
-    for (const PageLists& lists : state_->groups) lists.check(state_->sequences);
+    for (size_t g = 0; g < state_->groups.size(); ++g) {
+        std::vector<int32_t> reserved, reserved_on_host;
+        for (const State::Flight& flight : state_->flights) {
+            for (PageCopy copy : flight.copies[g]) {
+                reserved.push_back(flight.leaves ? copy.from : copy.to);
+                reserved_on_host.push_back(flight.leaves ? copy.to : copy.from);
+            }
+            if (g == 0) reserved.insert(reserved.end(), flight.kept.begin(), flight.kept.end());
+        }
+        state_->groups[g].check(state_->sequences, reserved, reserved_on_host);
+    }
     if (state_->cache) state_->check_stored();
 }
 

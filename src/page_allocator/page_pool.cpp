@@ -39,12 +39,12 @@ void PagePool::release(int32_t page) noexcept {
         dropped = pending_copies_.back();
         pages_[dropped.to].link = link;
         pending_copies_.pop_back();
-        release_source(from);
+        unreserve(from);
     }
     set_free(page);
 }
 
-void PagePool::release_source(int32_t page) noexcept {
+void PagePool::unreserve(int32_t page) noexcept {
     if (--pages_[page].link == 0 && num_holders(page) == 0) set_free(page);
 }
 
@@ -69,12 +69,25 @@ void PagePool::take_copies(PageCopy* copies) noexcept {
     std::copy(pending_copies_.begin(), pending_copies_.end(), copies);
     for (PageCopy copy : pending_copies_) {
         pages_[copy.to].link = 0;
-        release_source(copy.from);
+        unreserve(copy.from);
     }
     pending_copies_.clear();
 }
 
-void PagePool::check(const std::vector<int32_t>& holders) const {
+void PagePool::write_states(int64_t* states) const {
+    std::fill_n(states, num_pages_, static_cast<int64_t>(PageState::free));
+    for (int32_t page = 0; page < num_touched_; ++page) {
+        const bool is_idle = is_stored(page) && num_holders(page) == 0 && pages_[page].link == 0;
+        states[page] = static_cast<int64_t>(is_shared(page) ? PageState::shared
+                                            : is_idle       ? PageState::cached
+                                                            : PageState::reserved);
+    }
+    for (int32_t page = first_free_; page != kNone; page = pages_[page].link) {
+        states[page] = static_cast<int64_t>(PageState::free);
+    }
+}
+
+void PagePool::check(const std::vector<int32_t>& holders, const std::vector<int32_t>& reserved) const {
     auto fail_page = [](int32_t page, const auto&... what) {
         fail<Error>("check_invariants", "page ", page, ' ', what...);
     };
@@ -91,6 +104,7 @@ void PagePool::check(const std::vector<int32_t>& holders) const {
     }
 
     std::vector<int32_t> num_readers(static_cast<size_t>(num_touched_));
+    for (int32_t page : reserved) ++num_readers[page];
     std::vector<int32_t> writer(static_cast<size_t>(num_touched_), kNone);
     for (size_t i = 0; i < pending_copies_.size(); ++i) {
         auto [from, to] = pending_copies_[i];

@@ -73,6 +73,10 @@ class PagePool {
     // that pending copies read stays reserved.
     void release(int32_t page) noexcept;
 
+    // A page that nothing may be written to, nor handed out, whoever lets it go, until unreserve.
+    void reserve(int32_t page) noexcept { ++pages_[page].link; }
+    void unreserve(int32_t page) noexcept;
+
     // Room for `count` more pending copies, so that copy_on_write cannot fail.
     void reserve_copies(int64_t count);
 
@@ -82,15 +86,19 @@ class PagePool {
     int64_t num_pending_copies() const { return static_cast<int64_t>(pending_copies_.size()); }
     void take_copies(PageCopy* copies) noexcept;  // [num_pending_copies]
 
-    // Throws Error at the first contradiction. `holders` [num_touched]: how many sequences do hold each page.
-    void check(const std::vector<int32_t>& holders) const;
+    void write_states(
+        int64_t* states) const;  // [num_pages], a PageState each; `reserved` too where one holds it
+
+    // Throws Error at the first contradiction. `holders` [num_touched]: how many sequences do hold each page;
+    // `reserved`: pages that reserve was called with.
+    void check(const std::vector<int32_t>& holders, const std::vector<int32_t>& reserved = {}) const;
 
   private:
     struct Page {
         int32_t holders;  // how many, and kStored
         // Of a free page: the next free one, or kNone; 0 in the cache. Of any other: how many pending copies
-        // read it, or ~i if pending copy i writes it. No page is both read and written, since a copy of a
-        // page that is itself still to be written reads that page's own source.
+        // read it and transfers reserve it, or ~i if pending copy i writes it. No page is both read and
+        // written, since a copy of a page that is itself still to be written reads that page's own source.
         int32_t link;
     };
     struct Free {
@@ -109,7 +117,6 @@ class PagePool {
     void set_free(int32_t page) noexcept;
     void remove_idle(int32_t page) noexcept;
     int32_t evict() noexcept;
-    void release_source(int32_t page) noexcept;
 
     std::unique_ptr<Page[], Free> pages_;  // from calloc: the kernel zeroes a page of it at its first use
     PrefixCache* cache_;                   // or null

@@ -36,13 +36,14 @@ ZeroedArray<T>::ZeroedArray(size_t size) : data_(static_cast<T*>(std::calloc(siz
     if (!data_) throw std::bad_alloc();
 }
 
-PrefixCache::PrefixCache(int32_t num_pages, int32_t page_size, const PrefixCacheOptions& options)
+PrefixCache::PrefixCache(int32_t num_pages, int64_t num_host_pages, int32_t page_size,
+                         const PrefixCacheOptions& options)
     : page_size_(page_size),
       key_(key_of(options)),
       low_mask_(mask_of(options.hash_bits)),
       high_mask_(mask_of(options.hash_bits - 64)),
       nodes_(static_cast<size_t>(num_pages)),
-      tokens_(static_cast<size_t>(num_pages) * static_cast<size_t>(page_size)),
+      tokens_(static_cast<size_t>(num_pages + num_host_pages) * static_cast<size_t>(page_size)),
       slot_mask_(slots_for(num_pages) - 1),
       slots_(slots_for(num_pages)),
       events_(static_cast<size_t>(options.event_capacity)),

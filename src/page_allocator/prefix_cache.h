@@ -40,7 +40,9 @@ class PrefixCache {
     static constexpr int32_t kNone = -1;
     static constexpr int64_t kMaxPages = 1 << 30;
 
-    PrefixCache(int32_t num_pages, int32_t page_size, const PrefixCacheOptions& options);
+    // Keeps the tokens of num_pages + num_host_pages pages; only the first can be found.
+    PrefixCache(int32_t num_pages, int64_t num_host_pages, int32_t page_size,
+                const PrefixCacheOptions& options);
 
     // A namespace by its name: made if there is none. It lasts while anybody uses it or pages lie below it.
     int32_t use_namespace(const std::string& name);

@@ -18,15 +18,20 @@ void PageAllocator::State::append_tokens(size_t index, int32_t num_new, const in
         done += count;
     }
     entry.num_known += num_new;
-    if (entry.num_known / page_size > entry.num_stored && !entry.is_waiting) {
-        entry.is_waiting = true;
-        waiting.push_back(index);
-    }
+    wait_to_store(index);
+}
+
+void PageAllocator::State::wait_to_store(size_t index) noexcept {
+    SequenceEntry& entry = sequences[index];
+    if (entry.num_known / groups[0].page_size() <= entry.num_stored || entry.is_waiting) return;
+    entry.is_waiting = true;
+    waiting.push_back(index);
 }
 
 // Returns whether all of its full pages are stored now.
 bool PageAllocator::State::store_pages(size_t index) noexcept {
     SequenceEntry& entry = sequences[index];
+    if (entry.place != SequenceEntry::Place::device) return false;
     PageLists& lists = groups[0];
     const std::vector<int32_t>& pages = lists[index].pages;
     for (; entry.num_stored < entry.num_known / lists.page_size(); ++entry.num_stored) {

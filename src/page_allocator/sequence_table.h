@@ -11,6 +11,9 @@
 namespace octavo {
 
 struct SequenceEntry {
+    // On the host, all pages that no other sequence held when it left.
+    enum class Place : uint8_t { device, leaving, host, arriving };
+
     uint64_t handle;       // of the sequence; of a free entry, kFreeBit and the next sequence's
     int32_t length = 0;    // tokens
     int32_t next_free;     // of a free entry: the next one, or kNone
@@ -22,6 +25,8 @@ struct SequenceEntry {
     int32_t num_known = 0;
     int32_t num_stored = 0;
     bool is_waiting = false;
+
+    Place place = Place::device;
 };
 
 class SequenceTable {
@@ -42,14 +47,19 @@ class SequenceTable {
         return static_cast<size_t>(&entry - entries_.data());
     }
 
-    // The entry of a live sequence; throws InvalidSequence in the name of `call`. Valid until reserve().
-    SequenceEntry& find(const char* call, Sequence sequence) {
+    // The entry of a live sequence, or null. Valid until reserve().
+    SequenceEntry* find_live(Sequence sequence) {
         uint64_t handle = static_cast<uint64_t>(sequence);
         size_t index = handle & (kMaxSequences - 1);
-        if (index >= entries_.size() || entries_[index].handle != handle || handle & kFreeBit) {
-            throw_invalid(call, handle);
-        }
-        return entries_[index];
+        const bool is_live =
+            index < entries_.size() && entries_[index].handle == handle && !(handle & kFreeBit);
+        return is_live ? &entries_[index] : nullptr;
+    }
+    // Throws InvalidSequence in the name of `call` if there is none.
+    SequenceEntry& find(const char* call, Sequence sequence) {
+        SequenceEntry* entry = find_live(sequence);
+        if (!entry) throw_invalid(call, static_cast<uint64_t>(sequence));
+        return *entry;
     }
     const SequenceEntry& find(const char* call, Sequence sequence) const {
         return const_cast<SequenceTable*>(this)->find(call, sequence);

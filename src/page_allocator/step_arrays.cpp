@@ -35,7 +35,7 @@ void StepArrays::State::write_row(Table& table, int64_t row, int32_t sequence,
     if (is_same && shown.num_pages == num_pages) return;
     int32_t* const entries = table.arrays.page_table + row * table.arrays.row_stride;
     const int32_t num_kept = is_same ? shown.num_pages : 0;  // a list with its old revision has only grown
-    std::copy(list.pages.begin() + num_kept, list.pages.end(), entries + num_kept);
+    list.write(entries, static_cast<size_t>(num_kept));
     if (num_pages < shown.num_pages) std::fill(entries + num_pages, entries + shown.num_pages, -1);
     shown = {list.revision, num_pages, sequence};
 }

@@ -33,6 +33,19 @@ int allocations_until_failure = kNever;
 namespace octavo {
 namespace {
 
+// As dump, with what is on the host.
+std::string dump_all(const PageAllocator& allocator, const std::vector<Sequence>& sequences) {
+    std::vector<Sequence> on_device;
+    for (Sequence sequence : sequences) {
+        try {
+            allocator.pages(sequence);
+            on_device.push_back(sequence);
+        } catch (const ValueError&) {
+        }
+    }
+    return dump(allocator, on_device) + std::to_string(allocator.num_free_host_pages());
+}
+
 using Script = std::vector<std::function<void()>>;
 
 // Runs each call of the script once for each of its allocations, which fails, and then in peace. Returns how
@@ -41,7 +54,7 @@ int fail_every_allocation(PageAllocator& allocator, const std::vector<Sequence>&
                           const Script& script) {
     int num_failures = 0;
     for (const auto& call : script) {
-        const std::string before = dump(allocator, sequences);
+        const std::string before = dump_all(allocator, sequences);
         for (int succeed = 0;; ++succeed) {
             allocations_until_failure = succeed;
             bool failed = false;
@@ -54,7 +67,7 @@ int fail_every_allocation(PageAllocator& allocator, const std::vector<Sequence>&
             allocator.check_invariants();
             if (!failed) break;
             ++num_failures;
-            EXPECT_EQ(dump(allocator, sequences), before);
+            EXPECT_EQ(dump_all(allocator, sequences), before);
         }
     }
     return num_failures;
@@ -73,7 +86,7 @@ void give_all_back(PageAllocator& allocator, const std::vector<Sequence>& sequen
 }
 
 TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
-    PageAllocator allocator(64, 4);
+    PageAllocator allocator({{64, 4, -1, 64}});
     std::vector<Sequence> sequences;
     sequences.reserve(64);
     std::vector<PageCopy> copies;
@@ -83,6 +96,7 @@ TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
     std::vector<int32_t> page_table(8 * 16), seq_lens(8), step_copies(16);
     StepArrays arrays(8, {{page_table.data(), 16, 16, step_copies.data(), 8}}, seq_lens.data());
     const std::vector<int32_t> parents = {1, 3, 2, 0};
+    Transfer transfer;
     const Script script = {
         [&] { sequences.push_back(allocator.create()); },
         [&] { allocator.extend(sequences[0], 6); },
@@ -98,6 +112,10 @@ TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
         [&] { fork(2, 3); },
         [&] { allocator.step(sequences.data(), nullptr, 8, arrays); },
         [&] { allocator.reorder(sequences.data(), parents.data(), 4); },
+        [&] { transfer = allocator.preempt(sequences.data(), 3); },
+        [&] { allocator.confirm(transfer.id); },
+        [&] { transfer = allocator.resume(sequences.data(), 3); },
+        [&] { allocator.confirm(transfer.id); },
     };
     EXPECT_GT(fail_every_allocation(allocator, sequences, script), 20);
     EXPECT_EQ(copies.size(), 4u);

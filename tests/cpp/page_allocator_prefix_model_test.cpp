@@ -29,7 +29,8 @@ class CachedSimulation {
         : page_size_(setting.page_size),
           num_pages_(setting.num_pages),
           random_(setting.seed),
-          allocator_(setting.num_pages, setting.page_size, options(setting)),
+          allocator_({{setting.num_pages, setting.page_size, -1, kNumHostPages}}, options(setting)),
+          host_slots_(static_cast<size_t>(kNumHostPages * setting.page_size), -1),
           slots_(static_cast<size_t>(setting.num_pages * setting.page_size), -1),
           page_table_(static_cast<size_t>(kMaxBatch * setting.num_pages)),
           copies_(static_cast<size_t>(2 * setting.num_pages)),
@@ -40,15 +41,21 @@ class CachedSimulation {
 
     void call() {
         const int64_t action = below(100);
-        if (sequences_.empty() || (action < 15 && sequences_.size() < kMaxBatch)) {
+        const size_t num_live = sequences_.size() + away_.size() + flights_.size();
+        if (num_live < kMaxBatch && (sequences_.empty() || action < 15)) {
             create();
-        } else if (action < 60) {
+        } else if (sequences_.empty()) {
+            below(2) ? confirm() : resume();
+        } else if (action < 54) {
             step();
+        } else if (action < 60) {
+            const int64_t which = below(4);
+            which == 0 ? preempt() : which == 1 ? resume() : confirm();
         } else if (action < 64) {
             extend_without_tokens();
         } else if (action < 72) {
             truncate();
-        } else if (action < 78 && sequences_.size() + 2 < kMaxBatch) {
+        } else if (action < 78 && num_live + 2 < kMaxBatch) {
             fork();
         } else if (action < 82) {
             reorder();
@@ -64,7 +71,7 @@ class CachedSimulation {
     }
 
   private:
-    static constexpr int64_t kMaxBatch = 8;
+    static constexpr int64_t kMaxBatch = 8, kNumHostPages = 10;
 
     struct ModelSequence {
         Sequence handle;
@@ -120,7 +127,7 @@ class CachedSimulation {
         const int64_t length = allocator_.length(handle);
         ASSERT_EQ(length, expected);
         for (const ModelSequence& s : sequences_) {  // what a live sequence has in full pages is found
-            if (s.space != space || has_unmade_copies_) continue;
+            if (s.space != space || has_unmade_copies_ || !flights_.empty()) continue;
             const auto common = std::mismatch(tokens.begin(), tokens.end(), s.tokens.begin(),
                                               s.tokens.begin() + s.num_written);
             ASSERT_GE(length, (common.first - tokens.begin()) / page_size_ * page_size_);
@@ -132,7 +139,7 @@ class CachedSimulation {
         std::vector<size_t> chosen;
         std::vector<Sequence> batch;
         Ints n, tokens;
-        for (size_t i = 0; i < sequences_.size(); ++i) {
+        for (size_t i = 0; i < std::min<size_t>(sequences_.size(), kMaxBatch); ++i) {
             if (below(3) == 0) continue;
             chosen.push_back(i);
             batch.push_back(sequences_[i].handle);
@@ -209,7 +216,70 @@ class CachedSimulation {
         }
     }
 
-    void free() { allocator_.free(take_any(sequences_).handle); }
+    void free() {
+        if (!sequences_.empty()) allocator_.free(take_any(sequences_).handle);
+        if (below(8) == 0 && !away_.empty()) allocator_.free(take_any(away_).handle);
+        if (below(4) == 0 && !flights_.empty()) {  // in the middle of a transfer
+            std::vector<ModelSequence>& sequences = flights_.back().sequences;
+            if (!sequences.empty()) allocator_.free(take_any(sequences).handle);
+        }
+    }
+
+    static std::vector<Sequence> handles_of(const std::vector<ModelSequence>& sequences) {
+        std::vector<Sequence> handles;
+        for (const ModelSequence& s : sequences) handles.push_back(s.handle);
+        return handles;
+    }
+    std::vector<ModelSequence> take_some(std::vector<ModelSequence>& from) {
+        std::vector<ModelSequence> some;
+        for (int64_t i = below(3); i >= 0 && !from.empty(); --i) some.push_back(take_any(from));
+        return some;
+    }
+
+    void preempt() {
+        if (has_unmade_copies_) return;
+        Flight flight{{}, true, take_some(sequences_)};
+        const std::vector<Sequence> handles = handles_of(flight.sequences);
+        const std::string before = dump(allocator_, this->handles());
+        try {
+            flight.transfer = allocator_.preempt(handles.data(), static_cast<int64_t>(handles.size()));
+        } catch (const OutOfPages&) {
+            ASSERT_EQ(dump(allocator_, this->handles()), before);
+            sequences_.insert(sequences_.end(), flight.sequences.begin(), flight.sequences.end());
+            return;
+        }
+        for (Sequence handle : handles) ASSERT_THROW(allocator_.extend(handle, 1), ValueError);
+        flights_.push_back(std::move(flight));
+    }
+
+    void resume() {
+        if (has_unmade_copies_) return;
+        Flight flight{{}, false, take_some(away_)};
+        const std::vector<Sequence> handles = handles_of(flight.sequences);
+        try {
+            flight.transfer = allocator_.resume(handles.data(), static_cast<int64_t>(handles.size()));
+        } catch (const OutOfPages&) {
+            away_.insert(away_.end(), flight.sequences.begin(), flight.sequences.end());
+            return;
+        }
+        for (Sequence handle : handles) ASSERT_THROW(allocator_.pages(handle), ValueError);
+        flights_.push_back(std::move(flight));
+    }
+
+    // The copies are made as late as they may be: just before they are confirmed.
+    void confirm() {
+        if (flights_.empty()) return;
+        const Flight flight = take_any(flights_);
+        Ints& from = flight.leaves ? slots_ : host_slots_;
+        Ints& to = flight.leaves ? host_slots_ : slots_;
+        for (PageCopy copy : flight.transfer.copies[0]) {
+            std::copy_n(&from[copy.from * page_size_], page_size_, &to[copy.to * page_size_]);
+        }
+        allocator_.confirm(flight.transfer.id);
+        ASSERT_THROW(allocator_.confirm(flight.transfer.id), ValueError);
+        std::vector<ModelSequence>& now = flight.leaves ? away_ : sequences_;
+        now.insert(now.end(), flight.sequences.begin(), flight.sequences.end());
+    }
 
     void write(std::vector<PageCopy> copies) {
         check_copies(copies);
@@ -246,11 +316,19 @@ class CachedSimulation {
     int64_t page_size_, num_pages_;
     std::mt19937_64 random_;
     PageAllocator allocator_;
-    Ints slots_;  // [num_pages, page_size]
+    Ints host_slots_;  // [num_host_pages, page_size]
+    Ints slots_;       // [num_pages, page_size]
     Ints page_table_, copies_;
     int32_t seq_lens_[kMaxBatch];
     StepArrays arrays_;
     std::vector<ModelSequence> sequences_;
+    std::vector<ModelSequence> away_;  // preempted
+    struct Flight {
+        Transfer transfer;
+        bool leaves;
+        std::vector<ModelSequence> sequences;
+    };
+    std::vector<Flight> flights_;
     std::vector<Sequence> pins_;
     std::map<std::pair<int32_t, int32_t>, int32_t> contents_;  // (content before, token) -> content
     int32_t last_unknown_ = 0;
