@@ -31,7 +31,7 @@ Args:
     window_left: how many tokens before its own a query sees, as of paged_attention(); -1: all. Pages that no new
         query can see are returned by themselves as the sequence grows.
     num_host_pages: pages in host memory, for preempt().
-    prefix_cache: whether pages are found by their tokens. Needs about 90 + 4 * page_size bytes more for each
+    prefix_cache: whether pages are found by their tokens. Needs about 60 + 4 * page_size bytes more for each
         page: the tokens are kept to be compared.
     hash_key: 16 bytes that the hash depends on; random by default. Allocators with one key log equal keys for
         equal tokens.

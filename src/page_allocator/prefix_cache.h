@@ -3,7 +3,7 @@
 // candidates; a candidate is believed when it lies below the very page that was found before it and holds the
 // very tokens, so that no collision of hashes shares a page.
 //
-// About 90 bytes a page and 4 a token, of pages that have been used: without the tokens, a hit would be a
+// About 60 bytes a page and 4 a token, of pages that have been used: without the tokens, a hit would be a
 // belief.
 #pragma once
 

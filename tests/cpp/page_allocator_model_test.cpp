@@ -392,15 +392,23 @@ INSTANTIATE_TEST_SUITE_P(Sizes, PageAllocatorModel,
                          });
 
 // The same calls on two allocators, and before each of them, on the first one only, extends of every sequence
-// that cannot succeed. Everything seen from then on stays equal.
+// and steps that cannot succeed. Everything seen from then on stays equal.
 TEST(PageAllocatorTwins, OutOfPagesAtEveryPointLeavesNoTrace) {
     constexpr int64_t kPageSize = 3;
     for (int64_t num_pages = 1; num_pages <= 24; ++num_pages) {
         std::mt19937 random(static_cast<uint32_t>(num_pages));
         PageAllocator tried(num_pages, kPageSize), twin(num_pages, kPageSize);
         std::vector<Sequence> a, b;
+        std::vector<int32_t> page_table(8 * 100), seq_lens(8);
+        StepArrays arrays(8, {{page_table.data(), 100, 100}}, seq_lens.data());
         for (int i = 0; i < 200; ++i) {
             const std::string before = dump(tried, a);
+            for (size_t unfit = 0; unfit < a.size(); ++unfit) {  // a step in which this one asks for too much
+                std::vector<int32_t> n(a.size(), 1);
+                n[unfit] = static_cast<int32_t>(tried.num_free_pages() + 1) * kPageSize;
+                ASSERT_THROW(tried.step(a.data(), n.data(), static_cast<int64_t>(a.size()), arrays),
+                             OutOfPages);
+            }
             for (Sequence sequence : a) {
                 ASSERT_THROW(tried.extend(sequence, (tried.num_free_pages() + 1) * kPageSize), OutOfPages);
                 ASSERT_FALSE(tried.try_extend(sequence, (tried.num_free_pages() + 2) * kPageSize));
