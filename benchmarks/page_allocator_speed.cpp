@@ -41,32 +41,44 @@ void report(const std::string& name, Times times, double count, const char* unit
                 times.best * scale / count, times.median * scale / count, unit);
 }
 
-// Decode: every sequence grows by one token a step, tables written. `shuffled`: rows change places each time.
-void time_step(int64_t batch, bool shuffled) {
-    constexpr int64_t kSteps = 64, kMaxPages = 256, kLength = 1000;
-    PageAllocator allocator(batch * 80, kPageSize);
+enum class Decode { plain, shuffled, cached };
+
+// Decode: every sequence grows by one token a step, tables written. Shuffled: rows change places each time.
+// Cached: the tokens are told, and full pages stored.
+void time_step(int64_t batch, Decode kind) {
+    constexpr int64_t kMaxPages = 256, kLength = 1000;
+    const int64_t num_steps = kind == Decode::shuffled ? 1 : 64;
+    std::optional<PrefixCacheOptions> prefix_cache;
+    if (kind == Decode::cached) prefix_cache.emplace();
+    PageAllocator allocator(batch * 80, kPageSize, prefix_cache);
     std::vector<Sequence> sequences;
-    for (int64_t i = 0; i < batch; ++i) {
-        sequences.push_back(allocator.create());
-        allocator.extend(sequences.back(), kLength + i % kPageSize);
-    }
     std::vector<int32_t> page_table(batch * kMaxPages), seq_lens(batch), cu_seqlens_q(batch + 1),
         copies(2 * batch);
     StepArrays arrays(batch, {{page_table.data(), kMaxPages, kMaxPages, copies.data(), batch}},
                       seq_lens.data(), cu_seqlens_q.data());
     std::mt19937 random(0);
+    std::vector<int32_t> tokens(std::max<int64_t>(batch, kLength + kPageSize));
+    for (int64_t i = 0; i < batch; ++i) {
+        sequences.push_back(allocator.create());
+        for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 128000);
+        const auto n = static_cast<int32_t>(kLength + i % kPageSize);
+        allocator.step(&sequences.back(), &n, 1, arrays, prefix_cache ? tokens.data() : nullptr);
+    }
     const Times times = time_rounds(
         [&] {
-            if (shuffled) std::shuffle(sequences.begin(), sequences.end(), random);
+            if (kind == Decode::shuffled) std::shuffle(sequences.begin(), sequences.end(), random);
             for (Sequence sequence : sequences) allocator.truncate(sequence, kLength);
+            for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 128000);
         },
         [&] {
-            for (int64_t step = 0; step < (shuffled ? 1 : kSteps); ++step) {
-                allocator.step(sequences.data(), nullptr, batch, arrays);
+            for (int64_t step = 0; step < num_steps; ++step) {
+                allocator.step(sequences.data(), nullptr, batch, arrays,
+                               prefix_cache ? tokens.data() : nullptr);
             }
         });
-    report("step, " + std::to_string(batch) + " sequences" + (shuffled ? ", rows shuffled" : ""), times,
-           static_cast<double>(batch * (shuffled ? 1 : kSteps)), "ns a sequence", 1e9);
+    const char* kinds[] = {"", ", rows shuffled", ", tokens stored"};
+    report("step, " + std::to_string(batch) + " sequences" + kinds[static_cast<int>(kind)], times,
+           static_cast<double>(batch * num_steps), "ns a sequence", 1e9);
 }
 
 void time_pages() {
@@ -133,10 +145,11 @@ void time_prefix_cache(int64_t num_pages) {
 }  // namespace
 
 int main() {
-    time_step(1, false);
-    time_step(256, false);
-    time_step(256, true);
-    time_step(4096, false);
+    time_step(1, Decode::plain);
+    time_step(256, Decode::plain);
+    time_step(256, Decode::shuffled);
+    time_step(256, Decode::cached);
+    time_step(4096, Decode::plain);
     time_pages();
     time_prefix_cache(64);
     time_prefix_cache(4096);

@@ -31,9 +31,10 @@ void bind_errors(nb::module_& m) {
     out_of_pages.doc() =
         "The page allocator has too few free pages. Its state is as before the call.\n\n"
         "Attributes:\n"
-        "    indices: list of int: where a call takes several sequences, the positions of those that did not "
+        "    indices: tuple of int: where a call takes several sequences, the positions of those that did "
+        "not "
         "fit.";
-    out_of_pages.attr("indices") = nb::list();  // of every call that takes one sequence
+    out_of_pages.attr("indices") = nb::tuple();  // of every call that takes one sequence
     // Asked before the translator that nb::exception registered, which knows the message only.
     nb::register_exception_translator(
         [](const std::exception_ptr& thrown, void* type) {
@@ -42,7 +43,7 @@ void bind_errors(nb::module_& m) {
             } catch (const OutOfPages& error) {
                 if (error.indices.empty()) throw;
                 nb::object raised = nb::borrow(static_cast<PyObject*>(type))(error.what());
-                raised.attr("indices") = nb::cast(error.indices);
+                raised.attr("indices") = nb::tuple(nb::cast(error.indices));
                 PyErr_SetObject(static_cast<PyObject*>(type), raised.ptr());
             }
         },

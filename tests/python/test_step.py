@@ -89,13 +89,13 @@ def test_out_of_pages_says_which(alloc):
         octavo.OutOfPages, match=re.escape("step: 2 of 4 sequences do not fit: seqs[1, 3] ")
     ) as e:
         alloc.step(seqs, [40, 30, 16, 9], step_arrays)
-    assert e.value.indices == [1, 3]
+    assert e.value.indices == (1, 3)
     assert [array.tolist() for array in arrays] == before
     assert alloc.num_free_pages == 16
     alloc.step([seqs[0], seqs[2]], [16, 16], step_arrays)
     with pytest.raises(octavo.OutOfPages) as e:
         alloc.extend(seqs[1], 100)
-    assert e.value.indices == []
+    assert e.value.indices == ()
 
 
 def test_reset(alloc):
