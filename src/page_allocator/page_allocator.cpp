@@ -91,7 +91,9 @@ std::vector<size_t> PageAllocator::State::reserve_sequences(const char* call, in
     }
     std::vector<size_t> entries = sequences.reserve(count);
     for (PageLists& lists : groups) lists.resize(sequences.entries().size());
-    if (cache) waiting.reserve(sequences.entries().size());  // each waits once
+    if (cache && waiting.capacity() < sequences.entries().size()) {  // each waits once
+        waiting.reserve(2 * sequences.entries().size());
+    }
     return entries;
 }
 

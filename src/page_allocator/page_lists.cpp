@@ -9,7 +9,7 @@ namespace octavo {
 void PageList::write(int32_t* row, size_t first) const {
     const auto num_unseen = static_cast<size_t>(num_returned);
     if (first < num_unseen) {
-        std::fill(row + first, row + num_unseen, pages[num_unseen]);
+        std::fill(row + first, row + num_unseen, num_unseen < pages.size() ? pages[num_unseen] : 0);
         first = num_unseen;
     }
     std::copy(pages.begin() + static_cast<std::ptrdiff_t>(first), pages.end(), row + first);

@@ -22,7 +22,7 @@ struct PageList {
     static constexpr int32_t kReturned = std::numeric_limits<int32_t>::min();
     static bool is_on_host(int32_t entry) { return entry < 0 && entry != kReturned; }
 
-    // As kernels read it: where pages were returned, the first one that is left. No query sees those.
+    // As kernels read it: where pages were returned, the first one that is left, or 0. No query sees those.
     void write(int32_t* row, size_t first = 0) const;
 };
 

@@ -58,8 +58,8 @@ int32_t PrefixCache::use_namespace(const std::string& name) {
     if (found == space_of_.end()) {
         int32_t space = static_cast<int32_t>(spaces_.size());
         if (free_spaces_.empty()) {
-            free_spaces_.reserve(spaces_.size() + 1);  // so that giving one back cannot fail
             spaces_.emplace_back();
+            free_spaces_.reserve(spaces_.capacity());  // so that giving one back cannot fail
             free_spaces_.push_back(space);
         }
         space = free_spaces_.back();

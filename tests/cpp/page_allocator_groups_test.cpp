@@ -61,6 +61,12 @@ TEST(PageGroups, ALongSequenceNeedsTheWindowOnly) {
     EXPECT_EQ(allocator.length(a), 1000);
     PageAllocator none({{2, 4, 0}});  // each query sees itself
     Sequence b = none.create();
+    for (int i = 0; i < 18; ++i) none.extend(b, i % 2);
+    none.truncate(b, 8);  // nothing is left that a query sees
+    EXPECT_EQ(none.pages(b), Pages({-1, -1}));
+    Pages table(2), seq_lens(1);
+    none.write_page_table(&b, 1, table.data(), 2, seq_lens.data());
+    EXPECT_EQ(table, Pages({0, 0}));
     for (int i = 0; i < 100; ++i) none.extend(b, i % 2);
     none.check_invariants();
     EXPECT_EQ(message_of<ValueError>([] { PageAllocator({{4, 4, -2}}); }),
@@ -149,6 +155,13 @@ class HybridSimulation {
                 std::copy_n(&slots_[g][copy.from * page_size], page_size, &slots_[g][copy.to * page_size]);
             }
             const Pages pages = allocator_.pages(s.handle, group);
+            Pages row(pages.size()), seq_lens(1);
+            allocator_.write_page_table(&s.handle, 1, row.data(), static_cast<int64_t>(row.size()),
+                                        seq_lens.data(), group);
+            for (size_t i = 0; i < pages.size(); ++i) {
+                ASSERT_TRUE(row[i] >= 0 && row[i] < kGroups[g].num_pages);
+                ASSERT_TRUE(pages[i] < 0 || row[i] == pages[i]);
+            }
             auto slot = [&](int64_t i) -> int& {
                 return slots_[g][pages[i / page_size] * page_size + i % page_size];
             };

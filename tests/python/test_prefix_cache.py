@@ -91,6 +91,59 @@ def test_an_allocator_with_the_same_key_logs_the_same(step_arrays):
     assert keys[0] == keys[1]
 
 
+def siphash128(key, message, c, d):
+    """SipHash-c-d of 128 bits (Aumasson and Bernstein 2012), written from its definition."""
+    mask = 2**64 - 1
+    k0, k1 = (int.from_bytes(key[i : i + 8], "little") for i in (0, 8))
+    v = [
+        k0 ^ 0x736F6D6570736575,
+        k1 ^ 0x646F72616E646F6D ^ 0xEE,
+        k0 ^ 0x6C7967656E657261,
+        k1 ^ 0x7465646279746573,
+    ]
+
+    def rounds(count):
+        for _ in range(count):
+            for a, b, bits, other in (
+                (0, 1, 13, True),
+                (2, 3, 16, False),
+                (2, 1, 17, True),
+                (0, 3, 21, False),
+            ):
+                v[a] = (v[a] + v[b]) & mask
+                v[b] = ((v[b] << bits | v[b] >> (64 - bits)) & mask) ^ v[a]
+                if other:
+                    v[a] = (v[a] << 32 | v[a] >> 32) & mask
+
+    whole = len(message) // 8 * 8
+    words = [message[i : i + 8] for i in range(0, whole, 8)]
+    words.append(message[whole:].ljust(7, b"\0") + bytes([len(message) % 256]))
+    for word in words:
+        v[3] ^= int.from_bytes(word, "little")
+        rounds(c)
+        v[0] ^= int.from_bytes(word, "little")
+    v[2] ^= 0xEE
+    rounds(d)
+    low = v[0] ^ v[1] ^ v[2] ^ v[3]
+    v[1] ^= 0xDD
+    rounds(d)
+    return low.to_bytes(8, "little") + (v[0] ^ v[1] ^ v[2] ^ v[3]).to_bytes(8, "little")
+
+
+def test_keys_are_chained_siphashes(step_arrays):
+    # The first of the vectors that come with the reference implementation.
+    key = bytes(range(16))
+    assert siphash128(key, b"", 2, 4).hex() == "a3817f04ba25a8e66df67214c7550293"
+    alloc = octavo.PageAllocator(16, 4, prefix_cache=True, hash_key=key, event_capacity=8)
+    seq = alloc.create([], namespace="näme")
+    alloc.step([seq], 10, step_arrays, tokens=PROMPT)
+    parent = siphash128(key, bytes(16) + "näme".encode(), 1, 3)
+    for event in alloc.take_events()[0]:
+        assert event["parent_key"] == int.from_bytes(parent, "little")
+        parent = siphash128(key, parent + event["tokens"].tobytes(), 1, 3)
+        assert event["key"] == int.from_bytes(parent, "little")
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
