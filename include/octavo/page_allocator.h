@@ -77,7 +77,7 @@ struct PageAllocatorStats {
     int64_t num_pages;
     int64_t page_size;
     int64_t num_sequences;
-    int64_t num_used_pages;    // held by at least one sequence, or the source of a copy not yet taken
+    int64_t num_used_pages;    // held by at least one sequence, or read by a copy not yet taken or a transfer
     int64_t num_shared_pages;  // held by two sequences or more
     int64_t num_free_pages;
     int64_t num_tokens;         // over all sequences

@@ -294,7 +294,7 @@ Returns:
     A dict of
     num_pages, page_size: as given.
     num_sequences: live sequences.
-    num_used_pages: held by at least one sequence, or waiting to be copied.
+    num_used_pages: held by at least one sequence, or waiting to be copied or transferred.
     num_shared_pages: held by two sequences or more.
     num_free_pages: the rest.
     num_tokens: the sum of the sequences' lengths.

@@ -55,8 +55,8 @@ struct PageAllocator::State {
     std::vector<size_t> find_all_at(const char* call, const Sequence* handles, int64_t count,
                                     SequenceEntry::Place place);  // entries
     Transfer start(const std::vector<size_t>& entries, std::vector<PageLists::Move> moves, bool leaves);
-    int32_t token_page(int32_t page,
-                       bool on_host) const;  // where the prefix cache keeps the tokens of a page
+    // Where the prefix cache keeps the tokens of a page.
+    int32_t token_page(int32_t page, bool on_host) const;
 
     bool grow_one(const char* call, Sequence sequence, int64_t n);
     [[noreturn]] void throw_unfit(const char* call, int64_t count) const;
@@ -69,15 +69,15 @@ struct PageAllocator::State {
     PrefixCache& cache_for(const char* call);  // throws ValueError where there is none
     Sequence create_cached(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
                            bool partly);
-    void append_tokens(size_t index, int32_t num_new,
-                       const int32_t* tokens) noexcept;  // before it grows longer
-    // Stores the full pages whose tokens are known. Done when the next call could find or lose them, not when
-    // the tokens come: by then they are in the caller's arrays, and the page may be exchanged for an equal
-    // one.
+    // The sequence has the pages of its new tokens, and still its old length.
+    void append_tokens(size_t index, int32_t num_new, const int32_t* tokens) noexcept;
+    // Stores the full pages whose tokens are known; returns whether these are all. Done when the next call
+    // could find or lose them, not when the tokens come: by then their keys and values are in the caller's
+    // arrays, and the page may be exchanged for an equal one.
     bool store_pages(size_t index) noexcept;
     void wait_to_store(size_t index) noexcept;
-    static void set_known(SequenceEntry& to,
-                          const SequenceEntry& from) noexcept;  // as a copy of its pages is
+    // For a sequence that takes another's pages.
+    static void set_known(SequenceEntry& to, const SequenceEntry& from) noexcept;
     void check_stored() const;
     void store_waiting() noexcept;  // of every sequence that has some
 
@@ -116,8 +116,8 @@ struct PageAllocator::State {
         size_t group, entry, num_pages;
     };
     std::vector<NewPages> growing;  // entries that will hold more pages
-    std::vector<std::pair<size_t, int32_t>>
-        left_pages;  // (group, page) that a sequence leaves by copy-on-write
+    // (group, page) that a sequence leaves by copy-on-write.
+    std::vector<std::pair<size_t, int32_t>> left_pages;
 };
 
 }  // namespace octavo

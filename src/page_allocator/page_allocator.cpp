@@ -26,9 +26,10 @@ void check_prefix_cache(const PrefixCacheOptions& options, const std::vector<Pag
         fail<ValueError>("PageAllocator", "prefix_cache must be off with a window; window_left is ",
                          groups[0].window_left);
     }
-    if (groups[0].num_pages >= PrefixCache::kMaxPages) {
-        fail<ValueError>("PageAllocator", "num_pages (", groups[0].num_pages, ") must be below ",
-                         PrefixCache::kMaxPages, " with a prefix cache");
+    if (groups[0].num_pages + groups[0].num_host_pages >= PrefixCache::kMaxPages) {
+        fail<ValueError>("PageAllocator", "num_pages (", groups[0].num_pages, ") and num_host_pages (",
+                         groups[0].num_host_pages, ") must add up to less than ", PrefixCache::kMaxPages,
+                         " with a prefix cache");
     }
     if (options.hash_bits < 0 || options.hash_bits > 128) {
         fail<ValueError>("PageAllocator", "hash_bits (", options.hash_bits, ") must be between 0 and 128");

@@ -28,7 +28,6 @@ void PageAllocator::State::wait_to_store(size_t index) noexcept {
     waiting.push_back(index);
 }
 
-// Returns whether all of its full pages are stored now.
 bool PageAllocator::State::store_pages(size_t index) noexcept {
     SequenceEntry& entry = sequences[index];
     if (entry.place != SequenceEntry::Place::device) return false;

@@ -291,6 +291,10 @@ TEST(PrefixCache, RefusesWhatItCannotDo) {
               "take_events: the allocator was made without a prefix cache");
     EXPECT_EQ(message_of<ValueError>([] { PageAllocator({{4, 4}, {4, 4}}, PrefixCacheOptions{}); }),
               "PageAllocator: prefix_cache must be off with several groups; there are 2");
+    EXPECT_EQ(
+        message_of<ValueError>([] { PageAllocator({{1 << 29, 4, -1, 1 << 29}}, PrefixCacheOptions{}); }),
+        "PageAllocator: num_pages (536870912) and num_host_pages (536870912) must add up to less than "
+        "1073741824 with a prefix cache");
     PrefixCacheOptions options;
     options.hash_bits = 129;
     EXPECT_EQ(message_of<ValueError>([&] { PageAllocator(4, 4, options); }),
