@@ -142,6 +142,36 @@ void time_prefix_cache(int64_t num_pages) {
            static_cast<double>(num_pages), "ns a page", 1e9);
 }
 
+// A cache larger than the CPU's, in which the pages of a prompt lie far apart.
+void time_scattered_hits() {
+    constexpr int64_t kPrompts = 4096, kPromptPages = 64, kCount = kPromptPages * kPageSize;
+    PageAllocator allocator(kPrompts * kPromptPages, kPageSize, PrefixCacheOptions{});
+    std::mt19937 random(0);
+    std::vector<int32_t> tokens(kPrompts * kCount);
+    for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 128000);
+    std::vector<int32_t> page_table(kPrompts * kPromptPages), seq_lens(kPrompts), n(kPrompts, kPageSize);
+    StepArrays arrays(kPrompts, {{page_table.data(), kPromptPages, kPromptPages}}, seq_lens.data());
+    std::vector<Sequence> sequences;
+    for (int64_t i = 0; i < kPrompts; ++i) sequences.push_back(allocator.create());
+    std::vector<int32_t> step_tokens(kPrompts * kPageSize);
+    for (int64_t page = 0; page < kPromptPages; ++page) {
+        for (int64_t i = 0; i < kPrompts; ++i) {
+            std::copy_n(&tokens[i * kCount + page * kPageSize], kPageSize, &step_tokens[i * kPageSize]);
+        }
+        allocator.step(sequences.data(), n.data(), kPrompts, arrays, step_tokens.data());
+    }
+    for (Sequence sequence : sequences) allocator.free(sequence);
+    std::vector<int64_t> chosen(256);
+    const Times times = time_rounds(
+        [&] {
+            for (int64_t& prompt : chosen) prompt = static_cast<int64_t>(random() % kPrompts);
+        },
+        [&] {
+            for (int64_t prompt : chosen) allocator.free(allocator.create(&tokens[prompt * kCount], kCount));
+        });
+    report("hit, pages scattered over a cache of 262144", times, 256 * kPromptPages, "ns a page", 1e9);
+}
+
 }  // namespace
 
 int main() {
@@ -153,4 +183,5 @@ int main() {
     time_pages();
     time_prefix_cache(64);
     time_prefix_cache(4096);
+    time_scattered_hits();
 }

