@@ -2,7 +2,11 @@
 // "paged_attention: num_q_heads (3) must be a multiple of num_kv_heads (2)".
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace octavo {
 
@@ -32,7 +36,10 @@ class DeviceError : public Error {
 // The allocator has too few free pages; its state is as before the call. Python: octavo.OutOfPages.
 class OutOfPages : public Error {
   public:
-    using Error::Error;
+    explicit OutOfPages(const std::string& message, std::vector<int64_t> indices = {})
+        : Error(message), indices(std::move(indices)) {}
+
+    std::vector<int64_t> indices;  // of the sequences that did not fit, in a call that takes several
 };
 
 // A handle that was freed, or that this allocator never gave out. Python: octavo.InvalidSequence.

@@ -4,8 +4,11 @@
 
 #include <octavo/error.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace octavo {
@@ -18,11 +21,63 @@ struct PageCopy {
     int32_t to;
 };
 
+// Layers that share a page table. Layers of another page size or window are another group, with page tables
+// of their own over pages of their own.
+struct PageGroup {
+    int64_t num_pages;
+    int64_t page_size;
+    // A query sees this many tokens before its own (-1: all). Pages that no new query can see are returned by
+    // themselves, when the sequence grows.
+    int64_t window_left = -1;
+    int64_t num_host_pages = 0;  // in host memory, for sequences that are preempted
+};
+
+// Pages to be copied between the caches of the device and of the host.
+struct Transfer {
+    int64_t id;
+    std::vector<std::vector<PageCopy>> copies;  // one list a group
+};
+
+// How pages are found again by the tokens in them.
+struct PrefixCacheOptions {
+    // 128 bits that the hash depends on. Random where not given; then nobody can make tokens that collide.
+    std::optional<std::array<uint64_t, 2>> hash_key;
+    int64_t hash_bits = 128;     // that are used; fewer are slower, and for tests
+    int64_t event_capacity = 0;  // of the log that take_events() reads
+};
+
+// A page that became findable, or no longer is.
+struct CacheEvent {
+    enum class Kind : uint8_t { stored, evicted };
+
+    Kind kind;
+    int32_t page;
+    std::array<uint64_t, 2> key;         // hash of the page's tokens and all before them
+    std::array<uint64_t, 2> parent_key;  // of the page before it, or of the namespace
+    std::vector<int32_t> tokens;         // [page_size]
+};
+
+// What write_page_map says of a page that is not one sequence's own.
+enum class PageState : int64_t {
+    free = -1,
+    cached = -2,    // free, but found by its tokens
+    shared = -3,    // by two sequences or more
+    reserved = -4,  // held by nobody, but read or written by a copy or transfer
+};
+
+struct PrefixCacheStats {
+    int64_t num_stored_pages;    // that are found by their tokens
+    int64_t num_idle_pages;      // of these, held by nobody: free, but found until they are evicted
+    int64_t num_evicted_pages;   // so far
+    int64_t num_queried_tokens;  // of every create(tokens) so far
+    int64_t num_hit_tokens;      // of these, found
+};
+
 struct PageAllocatorStats {
     int64_t num_pages;
     int64_t page_size;
     int64_t num_sequences;
-    int64_t num_used_pages;    // held by at least one sequence, or the source of a copy not yet taken
+    int64_t num_used_pages;    // held by at least one sequence, or read by a copy not yet taken or a transfer
     int64_t num_shared_pages;  // held by two sequences or more
     int64_t num_free_pages;
     int64_t num_tokens;         // over all sequences
@@ -30,42 +85,132 @@ struct PageAllocatorStats {
     double waste_percent;       // 100 * (used slots without a token) / (used slots); 0 when none is used
 };
 
+// Where step() writes one group's share: arrays of the caller's.
+struct PageTableArrays {
+    int32_t* page_table;  // [max_batch, max_pages]
+    int64_t max_pages;
+    int64_t row_stride;         // of page_table, in elements
+    int32_t* copies = nullptr;  // [max_copies, 2], in C order; null: copies stay pending until take_copies()
+    int64_t max_copies = 0;
+};
+
+// The arrays that step() writes, and what is in them, so that a step writes only what has changed. They are
+// set up here, padding included, and from then on are only read by the caller. Several sets, for steps in
+// flight at once, know of their own changes each.
+class StepArrays {
+  public:
+    // seq_lens [max_batch], cu_seqlens_q [max_batch + 1] or null; one table for each group of the allocator.
+    StepArrays(int64_t max_batch, const std::vector<PageTableArrays>& tables, int32_t* seq_lens,
+               int32_t* cu_seqlens_q = nullptr);
+    ~StepArrays();
+    StepArrays(StepArrays&&) noexcept;
+    StepArrays& operator=(StepArrays&&) noexcept;
+
+    int64_t max_batch() const;
+    int64_t num_copies(int64_t group = 0) const;  // that the last step wrote
+
+    void reset();  // sets the arrays up anew, if somebody else has written to them
+
+  private:
+    friend class PageAllocator;
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+// Every call may be made from any thread.
 class PageAllocator {
   public:
-    PageAllocator(int64_t num_pages, int64_t page_size);
+    // One group. With a prefix cache, pages are found again by the tokens that step() was told are in them.
+    PageAllocator(int64_t num_pages, int64_t page_size,
+                  const std::optional<PrefixCacheOptions>& prefix_cache = std::nullopt);
+    explicit PageAllocator(const std::vector<PageGroup>& groups,
+                           const std::optional<PrefixCacheOptions>& prefix_cache = std::nullopt);
     ~PageAllocator();
     PageAllocator(PageAllocator&&) noexcept;
     PageAllocator& operator=(PageAllocator&&) noexcept;
 
     Sequence create();
 
+    // A sequence of as many of these tokens as the cache has: length() says how many. Only what was stored
+    // under the same namespace is found. A page found in part is shared, and copied when the sequence grows.
+    Sequence create(const int32_t* tokens, int64_t count, const std::string& cache_namespace = "");
+    int64_t num_cached_tokens(const int32_t* tokens, int64_t count,
+                              const std::string& cache_namespace = "") const;
+
+    // Keeps the full pages of these tokens that the cache has from being evicted until unpin().
+    Sequence pin(const int32_t* tokens, int64_t count, const std::string& cache_namespace = "");
+    void unpin(Sequence pin);
+
+    // Pages stored and evicted since the last call, oldest first; `num_lost` counts those that event_capacity
+    // had no room for, the oldest.
+    std::vector<CacheEvent> take_events(int64_t* num_lost = nullptr);
+    PrefixCacheStats cache_stats() const;
+
     // n more tokens, all or nothing. If the sequence shares a partly filled last page, it gets a copy of
     // its own, to be made by copy_pages from take_copies().
     void extend(Sequence sequence, int64_t n);  // throws OutOfPages
     bool try_extend(Sequence sequence, int64_t n);
 
-    // Shares every page; O(pages). Append the sequence's own tokens first: a fork has what its pages hold.
-    std::vector<Sequence> fork(Sequence sequence, int64_t n = 1);
+    // A step of generation in one call: num_new_tokens[i] more tokens (null: one) for sequences[i], all or
+    // nothing, and row i of the arrays shows the sequence as it is then. The rows that are left are padding:
+    // page_table -1, seq_lens 0, cu_seqlens_q the total of new tokens. The pending copies go to `copies`.
+    // OutOfPages::indices says which sequences did not fit: those that found too few pages when every one
+    // before them that fits had got its own. The arrays are then as they were, too.
+    //
+    // `tokens` are the new tokens, packed, for the prefix cache; their keys and values are to be in the pages
+    // before the next step() or free(). A full page whose tokens are all known is stored in the cache at the
+    // next call that could find or lose it; if the cache has the same page already, the sequence takes that
+    // one and gives its own back.
+    void step(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count, StepArrays& arrays,
+              const int32_t* tokens = nullptr);
+
+    // Shares the pages of the first `length` tokens, or of all; O(pages). Append the sequence's own tokens
+    // first: a fork has what its pages hold.
+    std::vector<Sequence> fork(Sequence sequence, int64_t n = 1,
+                               std::optional<int64_t> length = std::nullopt);
+
+    // A step of beam search: sequences[i] goes on from what sequences[parents[i]] held before the call.
+    // Parents may repeat. Takes no page.
+    void reorder(const Sequence* sequences, const int32_t* parents, int64_t count);
+
     void truncate(Sequence sequence, int64_t length);  // drops tokens at the end
     void free(Sequence sequence);
 
+    // Moves sequences to host memory: copies say (device page, host page). What no other sequence holds
+    // moves, once for all of these; the rest stays, shared. Until resumed, they can only be asked their
+    // length, or be freed. Throws OutOfPages where the host has too few.
+    Transfer preempt(const Sequence* sequences, int64_t count);
+    // And back: (host page, device page). Throws OutOfPages where the device has too few. Sequences that
+    // share pages still do if they come back in one call.
+    Transfer resume(const Sequence* sequences, int64_t count);
+    // The pages of a transfer are copied. Before this, no page of it is handed out, whoever lets it go, and
+    // its sequences can be used in no call but free() and length().
+    void confirm(int64_t transfer);
+
     int64_t length(Sequence sequence) const;
-    std::vector<int32_t> pages(Sequence sequence) const;
+    // In order; -1 for a page that the window has left behind.
+    std::vector<int32_t> pages(Sequence sequence, int64_t group = 0) const;
 
     // Pages of the longest of these sequences, and the table [count, max_pages]: row i holds the pages of
-    // sequences[i], then -1.
-    int64_t max_pages(const Sequence* sequences, int64_t count) const;
+    // sequences[i], then -1. In place of a page that the window has left behind, it has one still held.
+    int64_t max_pages(const Sequence* sequences, int64_t count, int64_t group = 0) const;
     void write_page_table(const Sequence* sequences, int64_t count, int32_t* page_table, int64_t max_pages,
-                          int32_t* seq_lens) const;
+                          int32_t* seq_lens, int64_t group = 0) const;
 
     // The copies that copy-on-write still has to make, in no particular order: no page is both read and
     // written, none written twice. Make them before the next append_kv. Sources stay reserved until taken.
-    std::vector<PageCopy> take_copies();
+    std::vector<PageCopy> take_copies(int64_t group = 0);
 
-    int64_t num_pages() const;
-    int64_t page_size() const;
-    int64_t num_free_pages() const;
-    PageAllocatorStats stats() const;
+    int64_t num_groups() const;
+    int64_t num_pages(int64_t group = 0) const;
+    int64_t page_size(int64_t group = 0) const;
+    int64_t num_free_pages(int64_t group = 0) const;
+    int64_t num_host_pages(int64_t group = 0) const;
+    int64_t num_free_host_pages(int64_t group = 0) const;
+    PageAllocatorStats stats(int64_t group = 0) const;  // O(sequences)
+
+    // Of each page [num_pages], the handle of the only sequence that holds it, else a PageState.
+    void write_page_map(int64_t* map, int64_t group = 0) const;
 
     // Recounts everything from the sequences; throws Error naming the first contradiction.
     void check_invariants() const;

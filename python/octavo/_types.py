@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class SupportsDLPack(Protocol):
@@ -70,3 +73,13 @@ class GpuInfo(TypedDict):
     compute_minor: int
     num_sms: int
     memory_bytes: int
+
+
+class CacheEvent(TypedDict):
+    """A page that became findable in the prefix cache of a PageAllocator, or no longer is."""
+
+    kind: Literal["stored", "evicted"]
+    page: int
+    key: int  # 128 bits: hash of the page's tokens and all before them
+    parent_key: int  # of the page before it, or of the namespace
+    tokens: NDArray[np.int32]

@@ -185,8 +185,8 @@ std::optional<TensorView> Call::optional_input(const char* name, nb::handle arra
     return import(name, array, accept, false);
 }
 
-TensorView Call::output(const char* name, nb::handle array) {
-    return import(name, array, Accept::data, true);
+TensorView Call::output(const char* name, nb::handle array, Accept accept) {
+    return import(name, array, accept, true);
 }
 
 TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes) {

@@ -51,7 +51,8 @@ class Call {
 
     TensorView input(const char* name, nb::handle array, Accept accept = Accept::data);
     std::optional<TensorView> optional_input(const char* name, nb::handle array, Accept accept);
-    TensorView output(const char* name, nb::handle array);  // one that the operator writes
+    // One that the operator writes.
+    TensorView output(const char* name, nb::handle array, Accept accept = Accept::data);
 
     const char* op() const { return op_; }
     nb::handle first_array() const { return first_array_; }

@@ -28,7 +28,26 @@ void bind_errors(nb::module_& m) {
     });
     nb::exception<OutOfPages> out_of_pages(m, "OutOfPages", PyExc_RuntimeError);
     out_of_pages.attr("__module__") = "octavo";
-    out_of_pages.doc() = "The page allocator has too few free pages. Its state is as before the call.";
+    out_of_pages.doc() =
+        "The page allocator has too few free pages. Its state is as before the call.\n\n"
+        "Attributes:\n"
+        "    indices: tuple of int: where a call takes several sequences, the positions of those that did "
+        "not "
+        "fit.";
+    out_of_pages.attr("indices") = nb::tuple();  // of every call that takes one sequence
+    // Asked before the translator that nb::exception registered, which knows the message only.
+    nb::register_exception_translator(
+        [](const std::exception_ptr& thrown, void* type) {
+            try {
+                std::rethrow_exception(thrown);
+            } catch (const OutOfPages& error) {
+                if (error.indices.empty()) throw;
+                nb::object raised = nb::borrow(static_cast<PyObject*>(type))(error.what());
+                raised.attr("indices") = nb::tuple(nb::cast(error.indices));
+                PyErr_SetObject(static_cast<PyObject*>(type), raised.ptr());
+            }
+        },
+        out_of_pages.ptr());
     nb::exception<InvalidSequence> invalid_sequence(m, "InvalidSequence", PyExc_ValueError);
     invalid_sequence.attr("__module__") = "octavo";
     invalid_sequence.doc() = "A handle that was freed, or that this page allocator never gave out.";
@@ -104,5 +123,6 @@ NB_MODULE(_core, m) {
     bind_info(m);
     bind_owned_array(m);
     bind_operators(m);
+    bind_step_arrays(m);
     bind_page_allocator(m);
 }

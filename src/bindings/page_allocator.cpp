@@ -1,71 +1,152 @@
 // octavo.PageAllocator.
 #include <octavo/page_allocator.h>
 
-#include "bindings/bindings.h"
-#include "bindings/scalars.h"
-
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include "bindings/bindings.h"
+#include "bindings/page_allocator_docs.h"
+#include "bindings/scalars.h"
+#include "bindings/sequence_arguments.h"
+#include "bindings/step_arrays.h"
+#include "common/fail.h"
 
+#include <array>
+#include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <memory>
+#include <numeric>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace octavo::bindings {
 namespace {
 
-Sequence sequence_argument(const char* call, nb::handle seq) {
-    try {
-        return static_cast<Sequence>(static_cast<uint64_t>(int_argument(call, "seq", seq)));
-    } catch (const ValueError& error) {  // beyond 64 bits, where no handle is
-        throw InvalidSequence(error.what());
-    }
-}
-
-std::vector<Sequence> sequences_argument(const char* call, nb::handle seqs) {
-    nb::object iterator = nb::steal(PyObject_GetIter(seqs.ptr()));
-    if (!iterator.is_valid()) {
-        PyErr_Clear();
-        throw TypeError(std::string(call) + ": seqs must be an iterable of handles; got " +
-                        bindings::type_name(seqs));
-    }
-    std::vector<Sequence> sequences;
-    while (true) {
-        nb::object seq = nb::steal(PyIter_Next(iterator.ptr()));
-        if (!seq.is_valid()) break;
-        sequences.push_back(sequence_argument(call, seq));
-    }
-    if (PyErr_Occurred()) throw nb::python_error();
-    return sequences;
-}
-
 nb::int_ to_python(Sequence sequence) { return nb::int_(static_cast<uint64_t>(sequence)); }
 
-// An int32 array that owns `values`.
+// An array that owns `values`: of integers, or of structs of int32.
 template <class T>
 nb::object to_numpy(std::vector<T> values, std::initializer_list<size_t> shape) {
+    using Element = std::conditional_t<std::is_integral_v<T>, T, int32_t>;
     auto owned = std::make_unique<std::vector<T>>(std::move(values));
     nb::capsule owner(owned.get(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    auto* data = reinterpret_cast<int32_t*>(owned.release()->data());
-    return nb::cast(nb::ndarray<nb::numpy, int32_t>(data, shape, owner));
+    auto* data = reinterpret_cast<Element*>(owned.release()->data());
+    return nb::cast(nb::ndarray<nb::numpy, Element>(data, shape, owner));
 }
 
-nb::tuple page_table(const PageAllocator& allocator, nb::handle seqs) {
+nb::tuple page_table(const PageAllocator& allocator, nb::handle seqs, nb::handle group) {
     const std::vector<Sequence> sequences = sequences_argument("page_table", seqs);
+    const int64_t g = int_argument("page_table", "group", group);
     const size_t batch = sequences.size();
-    const int64_t max_pages = allocator.max_pages(sequences.data(), static_cast<int64_t>(batch));
+    const int64_t max_pages = allocator.max_pages(sequences.data(), static_cast<int64_t>(batch), g);
     std::vector<int32_t> table(batch * static_cast<size_t>(max_pages));
     std::vector<int32_t> seq_lens(batch);
     allocator.write_page_table(sequences.data(), static_cast<int64_t>(batch), table.data(), max_pages,
-                               seq_lens.data());
+                               seq_lens.data(), g);
     return nb::make_tuple(to_numpy(std::move(table), {batch, static_cast<size_t>(max_pages)}),
                           to_numpy(std::move(seq_lens), {batch}));
 }
 
-nb::dict stats(const PageAllocator& allocator) {
-    const PageAllocatorStats stats = allocator.stats();
+nb::object step(PageAllocator& allocator, nb::handle seqs, nb::handle num_new_tokens,
+                StepArraysObject& arrays, nb::handle tokens) {
+    const std::vector<Sequence> sequences = sequences_argument("step", seqs);
+    const auto count = static_cast<int64_t>(sequences.size());
+    std::vector<int32_t> same;
+    std::optional<Int32Batch> each;
+    if (PyLong_Check(num_new_tokens.ptr())) {
+        const int64_t n = int_argument("step", "num_new_tokens", num_new_tokens);
+        if (n < 0 || n > std::numeric_limits<int32_t>::max()) {
+            fail<ValueError>("step", "num_new_tokens (", n, ") must be between 0 and ",
+                             std::numeric_limits<int32_t>::max());
+        }
+        same.assign(sequences.size(), static_cast<int32_t>(n));
+    } else {
+        each.emplace("step", "num_new_tokens", num_new_tokens);
+        if (each->size() != count) {
+            fail<ValueError>("step", "num_new_tokens must have one number for each of the ", count,
+                             " sequences; got ", each->size());
+        }
+    }
+    const int32_t* const n = each ? each->data() : same.data();
+    std::optional<Int32Batch> new_tokens;
+    if (!tokens.is_none()) {
+        new_tokens.emplace("step", "tokens", tokens);
+        const int64_t total = std::accumulate(n, n + count, int64_t{0});
+        if (new_tokens->size() != total) {
+            fail<ValueError>("step", "tokens must have one token for each of the ", total, " new ones; got ",
+                             new_tokens->size());
+        }
+    }
+    allocator.step(sequences.data(), n, count, arrays.arrays(), new_tokens ? new_tokens->data() : nullptr);
+    return arrays.num_copies();
+}
+
+nb::int_ create(PageAllocator& allocator, nb::handle tokens, nb::handle cache_namespace) {
+    if (tokens.is_none()) {
+        if (!namespace_argument("create", cache_namespace).empty())
+            fail<ValueError>("create", "namespace must come with tokens; an empty list will do");
+        return to_python(allocator.create());
+    }
+    const Int32Batch batch("create", "tokens", tokens);
+    return to_python(
+        allocator.create(batch.data(), batch.size(), namespace_argument("create", cache_namespace)));
+}
+
+nb::int_ key_to_python(const std::array<uint64_t, 2>& key) {
+    return nb::int_(nb::int_(key[0]) | (nb::int_(key[1]) << nb::int_(64)));
+}
+
+nb::tuple take_events(PageAllocator& allocator) {
+    int64_t num_lost = 0;
+    nb::list events;
+    for (CacheEvent& event : allocator.take_events(&num_lost)) {
+        nb::dict dict;
+        dict["kind"] = event.kind == CacheEvent::Kind::stored ? "stored" : "evicted";
+        dict["page"] = event.page;
+        dict["key"] = key_to_python(event.key);
+        dict["parent_key"] = key_to_python(event.parent_key);
+        const size_t num_tokens = event.tokens.size();
+        dict["tokens"] = to_numpy(std::move(event.tokens), {num_tokens});
+        events.append(dict);
+    }
+    return nb::make_tuple(events, num_lost);
+}
+
+constexpr const char* kAllocator = "PageAllocator";
+
+PageGroup page_group(const char* call, nb::handle num_pages, nb::handle page_size, nb::handle window_left,
+                     nb::handle num_host_pages) {
+    PageGroup group;
+    group.num_pages = int_argument(call, "num_pages", num_pages);
+    group.page_size = int_argument(call, "page_size", page_size);
+    group.window_left = int_argument(call, "window_left", window_left);
+    group.num_host_pages = int_argument(call, "num_host_pages", num_host_pages);
+    return group;
+}
+
+std::optional<PrefixCacheOptions> prefix_cache_options(nb::handle prefix_cache, nb::handle hash_key,
+                                                       nb::handle hash_bits, nb::handle event_capacity) {
+    constexpr const char* call = kAllocator;
+    PrefixCacheOptions options;
+    options.hash_bits = int_argument(call, "hash_bits", hash_bits);
+    options.event_capacity = int_argument(call, "event_capacity", event_capacity);
+    if (!hash_key.is_none()) {
+        if (!PyBytes_Check(hash_key.ptr()) || PyBytes_Size(hash_key.ptr()) != 16) {
+            fail<ValueError>(call, "hash_key must be 16 bytes");
+        }
+        std::array<uint64_t, 2> key;
+        std::memcpy(key.data(), PyBytes_AsString(hash_key.ptr()), sizeof key);
+        options.hash_key = key;
+    }
+    if (!bool_argument(call, "prefix_cache", prefix_cache)) return std::nullopt;
+    return options;
+}
+
+nb::dict stats(const PageAllocator& allocator, nb::handle group) {
+    const PageAllocatorStats stats = allocator.stats(int_argument("stats", "group", group));
     nb::dict dict;
     dict["num_pages"] = stats.num_pages;
     dict["page_size"] = stats.page_size;
@@ -79,133 +160,39 @@ nb::dict stats(const PageAllocator& allocator) {
     return dict;
 }
 
-constexpr const char* kClassDoc = R"(The pages of a KV cache: which sequence holds which, and who shares them.
+template <class T>
+nb::object copies_to_numpy(std::vector<T> copies) {
+    static_assert(sizeof(T) == 2 * sizeof(int32_t));
+    const size_t num_copies = copies.size();
+    return to_numpy(std::move(copies), {num_copies, 2});
+}
 
-PagedAttention (Kwon et al. 2023, arXiv:2309.06180). The allocator keeps numbers only: the arrays of
-pages are the caller's, and serve any number of layers under one page table. A page is held by one
-sequence or shared by several, and is free again when nobody holds it. A sequence that grows into a
-partly filled page that it shares gets a copy of its own first (copy-on-write); take_copies() says
-what to copy.
+// (id, copies), with a list of copies where there are several groups.
+nb::tuple to_python(Transfer transfer) {
+    nb::list copies;
+    for (std::vector<PageCopy>& of_group : transfer.copies)
+        copies.append(copies_to_numpy(std::move(of_group)));
+    return nb::make_tuple(transfer.id, nb::len(copies) == 1 ? nb::object(copies[0]) : nb::object(copies));
+}
 
-A step of generation: extend() each sequence by its new tokens, copy_pages() what take_copies() returns,
-append_kv() the new keys and values, then paged_attention() with page_table(). Fork a sequence after the
-append_kv() of its tokens.
+nb::object page_map(const PageAllocator& allocator, nb::handle group) {
+    const int64_t g = int_argument("page_map", "group", group);
+    std::vector<int64_t> map(static_cast<size_t>(allocator.num_pages(g)));
+    allocator.write_page_map(map.data(), g);
+    const size_t num_pages = map.size();
+    return to_numpy(std::move(map), {num_pages});
+}
 
-A sequence is named by a handle, an int below 2**63. A handle that was freed, or that this allocator never
-gave out, raises octavo.InvalidSequence wherever it is used.
-
-Not safe to use from several threads at once without a lock.
-
-Args:
-    num_pages: pages to hand out, numbered from 0; 1 to 2**31 - 1. Needs 8 bytes each, once used.
-    page_size: tokens in a page; 1 to 2**31 - 1.
-
-Raises:
-    ValueError: a size out of range.)";
-
-constexpr const char* kExtendDoc = R"(Makes room for n more tokens at the end of a sequence, all or nothing.
-
-Takes a page whenever the last one is full. If the last page is partly filled and shared, the sequence gets
-a new one in its place, and take_copies() has one more copy to make. extend(seq, 0) changes nothing.
-
-Args:
-    seq: handle.
-    n: number of tokens, at least 0; a sequence holds up to 2**31 - 1.
-
-Raises:
-    octavo.OutOfPages: too few free pages; everything is as before.
-    octavo.InvalidSequence: seq is no live sequence of this allocator.
-    ValueError: n is negative, or the sequence would grow too long.)";
-
-constexpr const char* kTryExtendDoc = R"(As extend(), but returns False where that raises octavo.OutOfPages.
-
-Args:
-    seq: handle.
-    n: number of tokens, at least 0.
-
-Returns:
-    True if the sequence has grown; False, with everything as before, if there are too few free pages.
-
-Raises:
-    octavo.InvalidSequence, ValueError: as extend().)";
-
-constexpr const char* kForkDoc = R"(Makes n sequences that share every page of this one.
-
-Copies no page and takes none: each of them, and the original, gets a last page of its own when it grows
-and others still share it. Costs O(n * pages).
-
-Args:
-    seq: handle.
-    n: number of new sequences, at least 0.
-
-Returns:
-    n handles.
-
-Raises:
-    octavo.InvalidSequence: seq is no live sequence of this allocator.
-    ValueError: n is negative, or there would be more than 2**28 sequences.)";
-
-constexpr const char* kTruncateDoc =
-    R"(Drops the tokens of a sequence past the first `length`, and the pages past the last one needed.
-
-Other sequences that share those pages keep them.
-
-Args:
-    seq: handle.
-    length: tokens to keep, from 0 to the sequence's length.
-
-Raises:
-    octavo.InvalidSequence: seq is no live sequence of this allocator.
-    ValueError: length is out of range.)";
-
-constexpr const char* kFreeDoc =
-    R"(Ends a sequence. Its handle is invalid from now on; pages that nobody else holds are free.
-
-A copy still to be made into such a page is dropped.
-
-Args:
-    seq: handle.
-
-Raises:
-    octavo.InvalidSequence: seq is no live sequence of this allocator (a double free, say).)";
-
-constexpr const char* kPageTableDoc =
-    R"(The pages and lengths of several sequences, as paged_attention() takes them.
-
-Args:
-    seqs: iterable of handles; one may come several times.
-
-Returns:
-    page_table: int32 numpy.ndarray [batch, max_pages], with the most pages of any of them as max_pages.
-        Row i holds the pages of seqs[i] in order, then -1.
-    seq_lens: int32 numpy.ndarray [batch], in tokens.
-
-Raises:
-    octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
-    TypeError: seqs is not iterable, or holds something else than ints.)";
-
-constexpr const char* kTakeCopiesDoc =
-    R"(Hands over the copies that copy-on-write still has to make, for copy_pages().
-
-Make them before the next append_kv(). They are in no particular order: no page is both read and written, and
-none is written twice. Until they are taken, the pages to be read are not handed out again, even when no
-sequence holds them any more.
-
-Returns:
-    int32 numpy.ndarray [n, 2]: the pages (from, to). The next call returns later ones only.)";
-
-constexpr const char* kStatsDoc = R"(Counts of pages and tokens. Costs O(pages of all sequences).
-
-Returns:
-    A dict of
-    num_pages, page_size: as given.
-    num_sequences: live sequences.
-    num_used_pages: held by at least one sequence, or waiting to be copied.
-    num_shared_pages: held by two sequences or more.
-    num_free_pages: the rest.
-    num_tokens: the sum of the sequences' lengths.
-    num_stored_tokens: slots that hold a token; one that several sequences share counts once.
-    waste_percent: 100 * (slots of used pages without a token) / (slots of used pages), or 0.0.)";
+nb::dict cache_stats(const PageAllocator& allocator) {
+    const PrefixCacheStats stats = allocator.cache_stats();
+    nb::dict dict;
+    dict["num_stored_pages"] = stats.num_stored_pages;
+    dict["num_idle_pages"] = stats.num_idle_pages;
+    dict["num_evicted_pages"] = stats.num_evicted_pages;
+    dict["num_queried_tokens"] = stats.num_queried_tokens;
+    dict["num_hit_tokens"] = stats.num_hit_tokens;
+    return dict;
+}
 
 }  // namespace
 
@@ -213,19 +200,89 @@ void bind_page_allocator(nb::module_& m) {
     // None passes to our own checks, for their messages.
     const auto seq = nb::arg("seq").none();
     const auto n = nb::arg("n").none();
+    const auto group = nb::arg("group").none() = 0;
+    nb::class_<PageGroup>(m, "PageGroup", kPageGroupDoc)
+        .def(
+            "__init__",
+            [](PageGroup* self, nb::handle num_pages, nb::handle page_size, nb::handle window_left,
+               nb::handle num_host_pages) {
+                new (self)
+                    PageGroup(page_group("PageGroup", num_pages, page_size, window_left, num_host_pages));
+            },
+            nb::arg("num_pages").none(), nb::arg("page_size").none(), nb::kw_only(),
+            nb::arg("window_left").none() = -1, nb::arg("num_host_pages").none() = 0,
+            nb::sig("def __init__(self, num_pages: int, page_size: int, *, window_left: int = -1, "
+                    "num_host_pages: int = 0) -> None"))
+        .def_ro("num_pages", &PageGroup::num_pages)
+        .def_ro("page_size", &PageGroup::page_size)
+        .def_ro("window_left", &PageGroup::window_left)
+        .def_ro("num_host_pages", &PageGroup::num_host_pages);
     nb::class_<PageAllocator>(m, "PageAllocator", kClassDoc)
         .def(
             "__init__",
-            [](PageAllocator* self, nb::handle num_pages, nb::handle page_size) {
+            [](PageAllocator* self, nb::handle num_pages, nb::handle page_size, nb::handle window_left,
+               nb::handle num_host_pages, nb::handle prefix_cache, nb::handle hash_key, nb::handle hash_bits,
+               nb::handle event_capacity) {
                 nb::module_::import_("numpy");  // without it take_copies() would lose what it takes
-                new (self) PageAllocator(int_argument("PageAllocator", "num_pages", num_pages),
-                                         int_argument("PageAllocator", "page_size", page_size));
+                new (self)
+                    PageAllocator({page_group(kAllocator, num_pages, page_size, window_left, num_host_pages)},
+                                  prefix_cache_options(prefix_cache, hash_key, hash_bits, event_capacity));
             },
-            nb::arg("num_pages").none(), nb::arg("page_size").none(),
-            nb::sig("def __init__(self, num_pages: int, page_size: int) -> None"))
+            nb::arg("num_pages").none(), nb::arg("page_size").none(), nb::kw_only(),
+            nb::arg("window_left").none() = -1, nb::arg("num_host_pages").none() = 0,
+            nb::arg("prefix_cache").none() = false, nb::arg("hash_key").none() = nb::none(),
+            nb::arg("hash_bits").none() = 128, nb::arg("event_capacity").none() = 0,
+            nb::sig("def __init__(self, num_pages: int, page_size: int, *, window_left: int = -1, "
+                    "num_host_pages: int = 0, prefix_cache: bool = False, hash_key: bytes | None = None, "
+                    "hash_bits: int = 128, event_capacity: int = 0) -> None"))
+        .def_static(
+            "from_groups",
+            [](nb::handle groups) {
+                nb::module_::import_("numpy");
+                std::vector<PageGroup> given;
+                if (PyUnicode_Check(groups.ptr()) || !nb::try_cast(groups, given, false)) {
+                    fail<TypeError>("from_groups", "groups must be a list of octavo.PageGroup; got ",
+                                    bindings::type_name(groups));
+                }
+                return PageAllocator(given);
+            },
+            nb::arg("groups").none(),
+            nb::sig("def from_groups(groups: collections.abc.Sequence[PageGroup]) -> PageAllocator"),
+            kFromGroupsDoc)
+        .def("create", &create, nb::arg("tokens").none() = nb::none(), nb::kw_only(),
+             nb::arg("namespace").none() = "",
+             nb::sig("def create(self, tokens: collections.abc.Iterable[int] | octavo._types.SupportsDLPack "
+                     "| None = "
+                     "None, *, namespace: str | bytes = '') -> int"),
+             kCreateDoc)
         .def(
-            "create", [](PageAllocator& self) { return to_python(self.create()); },
-            "Makes an empty sequence and returns its handle.")
+            "num_cached_tokens",
+            [](const PageAllocator& self, nb::handle tokens, nb::handle cache_namespace) {
+                const Int32Batch batch("num_cached_tokens", "tokens", tokens);
+                return self.num_cached_tokens(batch.data(), batch.size(),
+                                              namespace_argument("num_cached_tokens", cache_namespace));
+            },
+            nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = "",
+            nb::sig("def num_cached_tokens(self, tokens: collections.abc.Iterable[int] | "
+                    "octavo._types.SupportsDLPack, *, namespace: str | bytes = '') -> int"),
+            "How many of these tokens create() would find now. Arguments and errors as create().")
+        .def(
+            "pin",
+            [](PageAllocator& self, nb::handle tokens, nb::handle cache_namespace) {
+                const Int32Batch batch("pin", "tokens", tokens);
+                return to_python(
+                    self.pin(batch.data(), batch.size(), namespace_argument("pin", cache_namespace)));
+            },
+            nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = "",
+            nb::sig("def pin(self, tokens: collections.abc.Iterable[int] | octavo._types.SupportsDLPack, *, "
+                    "namespace: str | bytes = '') -> int"),
+            kPinDoc)
+        .def(
+            "unpin", [](PageAllocator& self, nb::handle pin) { self.unpin(sequence_argument("unpin", pin)); },
+            nb::arg("pin").none(), nb::sig("def unpin(self, pin: int) -> None"),
+            "Ends a pin(): its pages may be evicted again. Raises octavo.InvalidSequence.")
+        .def("take_events", &take_events,
+             nb::sig("def take_events(self) -> tuple[list[octavo._types.CacheEvent], int]"), kTakeEventsDoc)
         .def(
             "extend",
             [](PageAllocator& self, nb::handle seq, nb::handle n) {
@@ -239,18 +296,41 @@ void bind_page_allocator(nb::module_& m) {
                                        int_argument("try_extend", "n", n));
             },
             seq, n, nb::sig("def try_extend(self, seq: int, n: int) -> bool"), kTryExtendDoc)
+        .def("step", &step, nb::arg("seqs").none(), nb::arg("num_new_tokens").none(), nb::arg("arrays"),
+             nb::arg("tokens").none() = nb::none(),
+             nb::sig(
+                 "def step(self, seqs: collections.abc.Iterable[int], num_new_tokens: int | "
+                 "collections.abc.Iterable[int] | octavo._types.SupportsDLPack, arrays: StepArrays, tokens: "
+                 "collections.abc.Iterable[int] | octavo._types.SupportsDLPack | None = None) -> "
+                 "int | tuple[int, ...]"),
+             kStepDoc)
         .def(
             "fork",
-            [](PageAllocator& self, nb::handle seq, nb::handle n) {
+            [](PageAllocator& self, nb::handle seq, nb::handle n, nb::handle length) {
                 nb::list children;
-                for (Sequence child :
-                     self.fork(sequence_argument("fork", seq), int_argument("fork", "n", n))) {
+                for (Sequence child : self.fork(sequence_argument("fork", seq), int_argument("fork", "n", n),
+                                                optional_int("fork", "length", length))) {
                     children.append(to_python(child));
                 }
                 return children;
             },
-            seq, nb::arg("n").none() = 1, nb::sig("def fork(self, seq: int, n: int = 1) -> list[int]"),
-            kForkDoc)
+            seq, nb::arg("n").none() = 1, nb::arg("length").none() = nb::none(),
+            nb::sig("def fork(self, seq: int, n: int = 1, length: int | None = None) -> list[int]"), kForkDoc)
+        .def(
+            "reorder",
+            [](PageAllocator& self, nb::handle seqs, nb::handle parents) {
+                const std::vector<Sequence> sequences = sequences_argument("reorder", seqs);
+                const Int32Batch batch("reorder", "parents", parents);
+                if (batch.size() != static_cast<int64_t>(sequences.size())) {
+                    fail<ValueError>("reorder", "parents must have one position for each of the ",
+                                     sequences.size(), " sequences; got ", batch.size());
+                }
+                self.reorder(sequences.data(), batch.data(), batch.size());
+            },
+            nb::arg("seqs").none(), nb::arg("parents").none(),
+            nb::sig("def reorder(self, seqs: collections.abc.Iterable[int], parents: "
+                    "collections.abc.Iterable[int] | octavo._types.SupportsDLPack) -> None"),
+            kReorderDoc)
         .def(
             "truncate",
             [](PageAllocator& self, nb::handle seq, nb::handle length) {
@@ -262,6 +342,35 @@ void bind_page_allocator(nb::module_& m) {
             "free", [](PageAllocator& self, nb::handle seq) { self.free(sequence_argument("free", seq)); },
             seq, nb::sig("def free(self, seq: int) -> None"), kFreeDoc)
         .def(
+            "preempt",
+            [](PageAllocator& self, nb::handle seqs) {
+                const std::vector<Sequence> sequences = sequences_argument("preempt", seqs);
+                return to_python(self.preempt(sequences.data(), static_cast<int64_t>(sequences.size())));
+            },
+            nb::arg("seqs").none(),
+            nb::sig("def preempt(self, seqs: collections.abc.Iterable[int]) -> tuple[int, "
+                    "numpy.typing.NDArray[numpy.int32] | list[numpy.typing.NDArray[numpy.int32]]]"),
+            kPreemptDoc)
+        .def(
+            "resume",
+            [](PageAllocator& self, nb::handle seqs) {
+                const std::vector<Sequence> sequences = sequences_argument("resume", seqs);
+                return to_python(self.resume(sequences.data(), static_cast<int64_t>(sequences.size())));
+            },
+            nb::arg("seqs").none(),
+            nb::sig("def resume(self, seqs: collections.abc.Iterable[int]) -> tuple[int, "
+                    "numpy.typing.NDArray[numpy.int32] | list[numpy.typing.NDArray[numpy.int32]]]"),
+            kResumeDoc)
+        .def(
+            "confirm",
+            [](PageAllocator& self, nb::handle transfer) {
+                self.confirm(int_argument("confirm", "transfer", transfer));
+            },
+            nb::arg("transfer").none(), nb::sig("def confirm(self, transfer: int) -> None"),
+            "Says that the pages of a preempt() or resume() are copied; once each. Raises ValueError where "
+            "it is "
+            "not in flight.")
+        .def(
             "length",
             [](const PageAllocator& self, nb::handle seq) {
                 return self.length(sequence_argument("length", seq));
@@ -270,31 +379,50 @@ void bind_page_allocator(nb::module_& m) {
             "The number of tokens of a sequence. Raises octavo.InvalidSequence.")
         .def(
             "pages",
-            [](const PageAllocator& self, nb::handle seq) {
-                std::vector<int32_t> pages = self.pages(sequence_argument("pages", seq));
+            [](const PageAllocator& self, nb::handle seq, nb::handle group) {
+                std::vector<int32_t> pages =
+                    self.pages(sequence_argument("pages", seq), int_argument("pages", "group", group));
                 const size_t num_pages = pages.size();
                 return to_numpy(std::move(pages), {num_pages});
             },
-            seq, nb::sig("def pages(self, seq: int) -> numpy.typing.NDArray[numpy.int32]"),
-            "The pages of a sequence, in order: int32 numpy.ndarray [ceil(length / page_size)]. "
-            "Raises octavo.InvalidSequence.")
-        .def("page_table", &page_table, nb::arg("seqs").none(),
-             nb::sig("def page_table(self, seqs: collections.abc.Iterable[int]) -> "
+            seq, group,
+            nb::sig("def pages(self, seq: int, group: int = 0) -> numpy.typing.NDArray[numpy.int32]"),
+            "The pages of a sequence, in order: int32 numpy.ndarray [ceil(length / page_size)]; -1 for one "
+            "that "
+            "the group's window has left behind. Raises octavo.InvalidSequence.")
+        .def("page_table", &page_table, nb::arg("seqs").none(), group,
+             nb::sig("def page_table(self, seqs: collections.abc.Iterable[int], group: int = 0) -> "
                      "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]"),
              kPageTableDoc)
         .def(
             "take_copies",
-            [](PageAllocator& self) {
-                static_assert(sizeof(PageCopy) == 2 * sizeof(int32_t));
-                std::vector<PageCopy> copies = self.take_copies();
-                const size_t num_copies = copies.size();
-                return to_numpy(std::move(copies), {num_copies, 2});
+            [](PageAllocator& self, nb::handle group) {
+                return copies_to_numpy(self.take_copies(int_argument("take_copies", "group", group)));
             },
-            nb::sig("def take_copies(self) -> numpy.typing.NDArray[numpy.int32]"), kTakeCopiesDoc)
-        .def_prop_ro("num_pages", &PageAllocator::num_pages, "Pages to hand out, as given.")
-        .def_prop_ro("page_size", &PageAllocator::page_size, "Tokens in a page, as given.")
-        .def_prop_ro("num_free_pages", &PageAllocator::num_free_pages, "Pages that extend() can still take.")
-        .def("stats", &stats, nb::sig("def stats(self) -> dict[str, int | float]"), kStatsDoc)
+            group, nb::sig("def take_copies(self, group: int = 0) -> numpy.typing.NDArray[numpy.int32]"),
+            kTakeCopiesDoc)
+        .def_prop_ro(
+            "num_pages", [](const PageAllocator& self) { return self.num_pages(); },
+            "Pages to hand out, as given.")
+        .def_prop_ro(
+            "page_size", [](const PageAllocator& self) { return self.page_size(); },
+            "Tokens in a page, as given.")
+        .def_prop_ro(
+            "num_free_pages", [](const PageAllocator& self) { return self.num_free_pages(); },
+            "Pages that extend() can still take.")
+        .def_prop_ro("num_groups", &PageAllocator::num_groups,
+                     "Groups of layers; 1 unless made by from_groups().")
+        .def_prop_ro(
+            "num_host_pages", [](const PageAllocator& self) { return self.num_host_pages(); },
+            "Pages in host memory, as given.")
+        .def_prop_ro(
+            "num_free_host_pages", [](const PageAllocator& self) { return self.num_free_host_pages(); },
+            "Pages that preempt() can still take.")
+        .def("stats", &stats, group, nb::sig("def stats(self, group: int = 0) -> dict[str, int | float]"),
+             kStatsDoc)
+        .def("page_map", &page_map, group,
+             nb::sig("def page_map(self, group: int = 0) -> numpy.typing.NDArray[numpy.int64]"), kPageMapDoc)
+        .def("cache_stats", &cache_stats, nb::sig("def cache_stats(self) -> dict[str, int]"), kCacheStatsDoc)
         .def("check_invariants", &PageAllocator::check_invariants,
              "Recounts everything from the sequences; raises RuntimeError naming the first contradiction, "
              "which would be a bug of Octavo.")

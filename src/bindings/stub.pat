@@ -2,6 +2,7 @@
 _core.__suffix__:
     __version__: str
 
-    class OutOfPages(RuntimeError): ...
+    class OutOfPages(RuntimeError):
+        indices: tuple[int, ...]
 
     class InvalidSequence(ValueError): ...

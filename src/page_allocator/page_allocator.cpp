@@ -1,17 +1,14 @@
 #include <octavo/page_allocator.h>
 
-#include "common/fail.h"
-#include "page_allocator/page_pool.h"
-#include "page_allocator/sequence_table.h"
+#include "page_allocator/allocator_state.h"
 
 #include <algorithm>
-#include <limits>
+#include <atomic>
+#include <map>
 
 namespace octavo {
 
 namespace {
-
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 int32_t checked_size(const char* name, int64_t value) {
     if (value < 1 || value > kMaxInt32) {
@@ -20,206 +17,340 @@ int32_t checked_size(const char* name, int64_t value) {
     return static_cast<int32_t>(value);
 }
 
-void check_not_negative(const char* call, const char* name, int64_t value) {
-    if (value < 0) fail<ValueError>(call, name, " (", value, ") must be at least 0");
+void check_prefix_cache(const PrefixCacheOptions& options, const std::vector<PageGroup>& groups) {
+    if (groups.size() > 1) {
+        fail<ValueError>("PageAllocator", "prefix_cache must be off with several groups; there are ",
+                         groups.size());
+    }
+    if (groups[0].window_left >= 0) {
+        fail<ValueError>("PageAllocator", "prefix_cache must be off with a window; window_left is ",
+                         groups[0].window_left);
+    }
+    if (groups[0].num_pages + groups[0].num_host_pages >= PrefixCache::kMaxPages) {
+        fail<ValueError>("PageAllocator", "num_pages (", groups[0].num_pages, ") and num_host_pages (",
+                         groups[0].num_host_pages, ") must add up to less than ", PrefixCache::kMaxPages,
+                         " with a prefix cache");
+    }
+    if (options.hash_bits < 0 || options.hash_bits > 128) {
+        fail<ValueError>("PageAllocator", "hash_bits (", options.hash_bits, ") must be between 0 and 128");
+    }
+    if (options.event_capacity < 0) {
+        fail<ValueError>("PageAllocator", "event_capacity (", options.event_capacity, ") must be at least 0");
+    }
 }
 
-// Last to first, so that they are handed out again first to last.
-void release_from(PagePool& pool, const std::vector<int32_t>& pages, size_t first) {
-    for (size_t i = pages.size(); i-- > first;) pool.release(pages[i]);
+uint64_t new_allocator_id() {
+    static std::atomic<uint64_t> num_allocators{0};
+    return num_allocators.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
 }  // namespace
 
-struct PageAllocator::State {
-    // What growing a sequence takes.
-    struct Growth {
-        int32_t new_length;
-        int32_t num_new_pages;
-        bool copies_tail;  // the last page is partly filled, and another sequence holds it too
-
-        int64_t num_pages() const { return int64_t{num_new_pages} + copies_tail; }
-    };
-
-    State(int32_t num_pages, int32_t page_size) : pool(num_pages), page_size(page_size) {}
-
-    int32_t pages_for(int32_t length) const { return length / page_size + (length % page_size != 0); }
-
-    Growth plan_growth(const char* call, const SequenceEntry& entry, int64_t n) const;
-    void grow(SequenceEntry& entry, const Growth& growth);  // the pages are there
-
-    // As SequenceTable::reserve; throws ValueError in the name of `call` if these would be too many.
-    void reserve_sequences(const char* call, int64_t count, size_t num_pages);
-
-    PagePool pool;
-    SequenceTable sequences;
-    int32_t page_size;
-};
-
-PageAllocator::State::Growth PageAllocator::State::plan_growth(const char* call, const SequenceEntry& entry,
-                                                               int64_t n) const {
-    check_not_negative(call, "n", n);
-    if (n > kMaxInt32 - entry.length) {
-        fail<ValueError>(call, "n (", n, ") and the sequence's length (", entry.length,
-                         ") must add up to at most ", kMaxInt32);
+PageAllocator::State::State(const std::vector<PageGroup>& given,
+                            const std::optional<PrefixCacheOptions>& prefix_cache)
+    : id(new_allocator_id()) {
+    if (given.empty()) fail<ValueError>("PageAllocator", "groups must not be empty");
+    groups.reserve(given.size());
+    for (const PageGroup& group : given) {
+        const int32_t num_pages = checked_size("num_pages", group.num_pages);
+        const int32_t page_size = checked_size("page_size", group.page_size);
+        if (group.window_left < -1) {
+            fail<ValueError>("PageAllocator", "window_left (", group.window_left,
+                             ") must be -1 (unbounded) or at least 0");
+        }
+        const int32_t window_left =
+            group.window_left > kMaxInt32 ? -1 : static_cast<int32_t>(group.window_left);
+        if (group.num_host_pages < 0 || group.num_host_pages > kMaxInt32) {
+            fail<ValueError>("PageAllocator", "num_host_pages (", group.num_host_pages,
+                             ") must be between 0 and ", kMaxInt32);
+        }
+        if (prefix_cache) {
+            check_prefix_cache(*prefix_cache, given);
+            cache = std::make_unique<PrefixCache>(num_pages, group.num_host_pages, page_size, *prefix_cache);
+        }
+        groups.emplace_back(num_pages, page_size, window_left, static_cast<int32_t>(group.num_host_pages),
+                            cache.get());
     }
-    Growth growth;
-    growth.new_length = entry.length + static_cast<int32_t>(n);
-    growth.num_new_pages = pages_for(growth.new_length) - static_cast<int32_t>(entry.pages.size());
-    growth.copies_tail = n > 0 && entry.length % page_size != 0 && pool.is_shared(entry.pages.back());
-    return growth;
+    plans.resize(groups.size());
 }
 
-void PageAllocator::State::grow(SequenceEntry& entry, const Growth& growth) {
-    size_t num_pages = entry.pages.size() + static_cast<size_t>(growth.num_new_pages);
-    if (entry.pages.capacity() < num_pages) entry.pages.reserve(std::max(num_pages, 2 * entry.pages.size()));
-    if (growth.copies_tail) {
-        pool.reserve_copy();
-        entry.pages.back() = pool.copy_on_write(entry.pages.back());
+PageLists& PageAllocator::State::group_at(const char* call, int64_t group) {
+    if (group < 0 || group >= static_cast<int64_t>(groups.size())) {
+        fail<ValueError>(call, "group (", group, ") must be one of the ", groups.size(), " groups");
     }
-    for (int32_t i = 0; i < growth.num_new_pages; ++i) entry.pages.push_back(pool.acquire());
-    entry.length = growth.new_length;
+    return groups[group];
 }
 
-void PageAllocator::State::reserve_sequences(const char* call, int64_t count, size_t num_pages) {
+std::string PageAllocator::State::in_group(size_t group) const {
+    return groups.size() == 1 ? "" : " in group " + std::to_string(group);
+}
+
+std::vector<size_t> PageAllocator::State::reserve_sequences(const char* call, int64_t count) {
     if (count > SequenceTable::kMaxSequences - sequences.size()) {
         fail<ValueError>(call, "n (", count, ") and the number of sequences (", sequences.size(),
                          ") must add up to at most ", SequenceTable::kMaxSequences);
     }
-    sequences.reserve(count, num_pages);
+    std::vector<size_t> entries = sequences.reserve(count);
+    for (PageLists& lists : groups) lists.resize(sequences.entries().size());
+    if (cache && waiting.capacity() < sequences.entries().size()) {  // each waits once
+        waiting.reserve(2 * sequences.entries().size());
+    }
+    return entries;
 }
 
-PageAllocator::PageAllocator(int64_t num_pages, int64_t page_size)
-    : state_(std::make_unique<State>(checked_size("num_pages", num_pages),
-                                     checked_size("page_size", page_size))) {}
+PageAllocator::PageAllocator(int64_t num_pages, int64_t page_size,
+                             const std::optional<PrefixCacheOptions>& prefix_cache)
+    : PageAllocator(std::vector<PageGroup>{{num_pages, page_size}}, prefix_cache) {}
+
+PageAllocator::PageAllocator(const std::vector<PageGroup>& groups,
+                             const std::optional<PrefixCacheOptions>& prefix_cache)
+    : state_(std::make_unique<State>(groups, prefix_cache)) {}
 
 PageAllocator::~PageAllocator() = default;
 PageAllocator::PageAllocator(PageAllocator&&) noexcept = default;
 PageAllocator& PageAllocator::operator=(PageAllocator&&) noexcept = default;
 
 Sequence PageAllocator::create() {
-    state_->reserve_sequences("create", 1, 0);
+    std::lock_guard lock(state_->mutex);
+    state_->reserve_sequences("create", 1);
+    if (state_->cache) state_->cache->use_again(0);
     return Sequence{state_->sequences.create().handle};
 }
 
-void PageAllocator::extend(Sequence sequence, int64_t n) {
-    SequenceEntry& entry = state_->sequences.find("extend", sequence);
-    State::Growth growth = state_->plan_growth("extend", entry, n);
-    int64_t num_free = state_->pool.num_free();
-    if (growth.num_pages() > num_free) {
-        fail<OutOfPages>("extend", "needs ", growth.num_pages(), " pages (", growth.num_new_pages, " new, ",
-                         int{growth.copies_tail}, " copy-on-write), ", num_free, " free");
-    }
-    state_->grow(entry, growth);
-}
-
-bool PageAllocator::try_extend(Sequence sequence, int64_t n) {
-    SequenceEntry& entry = state_->sequences.find("try_extend", sequence);
-    State::Growth growth = state_->plan_growth("try_extend", entry, n);
-    if (growth.num_pages() > state_->pool.num_free()) return false;
-    state_->grow(entry, growth);
-    return true;
-}
-
-std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n) {
+std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n, std::optional<int64_t> length) {
+    std::lock_guard lock(state_->mutex);
     SequenceTable& sequences = state_->sequences;
-    size_t num_pages = sequences.find("fork", sequence).pages.size();
+    const size_t parent = sequences.index_of(state_->find_on_device("fork", sequence));
     check_not_negative("fork", "n", n);
-    state_->reserve_sequences("fork", n, num_pages);
+    const int32_t full_length = sequences[parent].length;
+    if (length && (*length < 0 || *length > full_length)) {
+        fail<ValueError>("fork", "length (", *length, ") must be between 0 and the sequence's length (",
+                         full_length, ")");
+    }
+    const int32_t kept = length ? static_cast<int32_t>(*length) : full_length;
+    state_->check_kept("fork", parent, kept);
+    if (state_->cache) state_->store_pages(parent);
+    const std::vector<size_t> entries = state_->reserve_sequences("fork", n);
+    for (PageLists& lists : state_->groups) {
+        for (size_t index : entries) lists.reserve(index, static_cast<size_t>(lists.pages_for(kept)));
+    }
     std::vector<Sequence> children;
-    children.reserve(static_cast<size_t>(n));
+    children.reserve(entries.size());
 
-    const SequenceEntry& parent = sequences.find("fork", sequence);
-    for (int64_t i = 0; i < n; ++i) {
+    for (size_t index : entries) {
         SequenceEntry& child = sequences.create();
-        child.length = parent.length;
-        child.pages.assign(parent.pages.begin(), parent.pages.end());
+        child.length = full_length;
+        if (state_->cache) {
+            state_->cache->use_again(sequences[parent].cache_namespace);
+            state_->set_known(child, sequences[parent]);
+        }
+        state_->shorten(child, kept);
+        for (PageLists& lists : state_->groups) {
+            lists.hold(index, lists[parent].pages.data(), static_cast<size_t>(lists.pages_for(kept)));
+        }
         children.push_back(Sequence{child.handle});
     }
-    for (int32_t page : parent.pages) state_->pool.add_holders(page, static_cast<int32_t>(n));
     return children;
 }
 
+void PageAllocator::reorder(const Sequence* sequences, const int32_t* parents, int64_t count) {
+    std::lock_guard lock(state_->mutex);
+    std::vector<PageLists>& groups = state_->groups;
+    // What the sequences that go on from another will hold; afterwards, what they held.
+    struct Change {
+        size_t index;
+        SequenceEntry parent;
+        std::vector<PageList> lists;  // one a group
+    };
+    const std::vector<size_t> entries =
+        state_->find_all_at("reorder", sequences, count, SequenceEntry::Place::device);
+    for (int64_t i = 0; i < count; ++i) {
+        if (parents[i] < 0 || parents[i] >= count) {
+            fail<ValueError>("reorder", "parents[", i, "] (", parents[i], ") must be between 0 and ",
+                             count - 1);
+        }
+    }
+    if (state_->cache) {
+        for (size_t index : entries) state_->store_pages(index);
+    }
+    std::vector<Change> changes;
+    for (int64_t i = 0; i < count; ++i) {
+        if (parents[i] == i) continue;
+        const size_t parent = entries[parents[i]];
+        changes.push_back({entries[i], state_->sequences[parent], {}});
+        for (const PageLists& lists : groups) changes.back().lists.push_back(lists[parent]);
+    }
+
+    // Nothing is let go before all is held anew.
+    if (state_->cache) {
+        for (const Change& change : changes) state_->cache->use_again(change.parent.cache_namespace);
+    }
+    for (Change& change : changes) {
+        SequenceEntry& entry = state_->sequences[change.index];
+        entry.length = change.parent.length;
+        if (state_->cache) {
+            state_->cache->unuse_namespace(entry.cache_namespace);
+            state_->set_known(entry, change.parent);
+        }
+        for (size_t g = 0; g < groups.size(); ++g) groups[g].exchange(change.index, change.lists[g]);
+    }
+    for (const Change& change : changes) {
+        for (size_t g = 0; g < groups.size(); ++g) groups[g].release(change.lists[g]);
+    }
+}
+
+void PageAllocator::State::check_kept(const char* call, size_t index, int64_t length) const {
+    if (length == sequences.entries()[index].length || length == 0) return;
+    for (size_t g = 0; g < groups.size(); ++g) {
+        if (length < groups[g].min_length(index)) {
+            fail<ValueError>(call, "length (", length, ") must be 0 or at least ",
+                             groups[g].min_length(index), ": the pages before its window were returned",
+                             in_group(g));
+        }
+    }
+}
+
+void PageAllocator::State::shorten(SequenceEntry& entry, int32_t length) noexcept {
+    entry.length = length;
+    entry.num_known = std::min(entry.num_known, length);
+    entry.num_stored = std::min(entry.num_stored, entry.num_known / groups[0].page_size());
+}
+
 void PageAllocator::truncate(Sequence sequence, int64_t length) {
-    SequenceEntry& entry = state_->sequences.find("truncate", sequence);
+    std::lock_guard lock(state_->mutex);
+    SequenceEntry& entry = state_->find_on_device("truncate", sequence);
     if (length < 0 || length > entry.length) {
         fail<ValueError>("truncate", "length (", length, ") must be between 0 and the sequence's length (",
                          entry.length, ")");
     }
-    entry.length = static_cast<int32_t>(length);
-    size_t num_pages = state_->pages_for(entry.length);
-    release_from(state_->pool, entry.pages, num_pages);
-    entry.pages.resize(num_pages);
+    state_->check_kept("truncate", state_->sequences.index_of(entry), length);
+    state_->shorten(entry, static_cast<int32_t>(length));
+    for (PageLists& lists : state_->groups) lists.truncate(state_->sequences.index_of(entry), entry.length);
+}
+
+void PageAllocator::State::free(const char* call, Sequence sequence) {
+    SequenceEntry& entry = sequences.find(call, sequence);
+    const size_t index = sequences.index_of(entry);
+    if (cache) store_pages(index);
+    for (PageLists& lists : groups) lists.truncate(index, 0);
+    if (cache) cache->unuse_namespace(entry.cache_namespace);
+    sequences.free(entry);
 }
 
 void PageAllocator::free(Sequence sequence) {
-    SequenceEntry& entry = state_->sequences.find("free", sequence);
-    release_from(state_->pool, entry.pages, 0);
-    state_->sequences.free(entry);
+    std::lock_guard lock(state_->mutex);
+    state_->free("free", sequence);
 }
 
 int64_t PageAllocator::length(Sequence sequence) const {
+    std::lock_guard lock(state_->mutex);
     return state_->sequences.find("length", sequence).length;
 }
 
-std::vector<int32_t> PageAllocator::pages(Sequence sequence) const {
-    return state_->sequences.find("pages", sequence).pages;
+std::vector<int32_t> PageAllocator::pages(Sequence sequence, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const PageLists& lists = state_->group_at("pages", group);
+    std::vector<int32_t> pages =
+        lists[state_->sequences.index_of(state_->find_on_device("pages", sequence))].pages;
+    std::replace(pages.begin(), pages.end(), PageList::kReturned, -1);
+    return pages;
 }
 
-int64_t PageAllocator::max_pages(const Sequence* sequences, int64_t count) const {
+int64_t PageAllocator::State::max_pages(const Sequence* handles, int64_t count, int64_t group) {
+    const PageLists& lists = group_at("page_table", group);
     check_not_negative("page_table", "count", count);
     size_t num_pages = 0;
     for (int64_t i = 0; i < count; ++i) {
-        num_pages = std::max(num_pages, state_->sequences.find("page_table", sequences[i]).pages.size());
+        const SequenceEntry& entry = find_on_device("page_table", handles[i]);
+        num_pages = std::max(num_pages, lists[sequences.index_of(entry)].pages.size());
     }
     return static_cast<int64_t>(num_pages);
 }
 
+int64_t PageAllocator::max_pages(const Sequence* sequences, int64_t count, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    return state_->max_pages(sequences, count, group);
+}
+
 void PageAllocator::write_page_table(const Sequence* sequences, int64_t count, int32_t* page_table,
-                                     int64_t max_pages, int32_t* seq_lens) const {
-    int64_t num_pages = this->max_pages(sequences, count);
+                                     int64_t max_pages, int32_t* seq_lens, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const int64_t num_pages = state_->max_pages(sequences, count, group);
     if (max_pages < num_pages) {
         fail<ValueError>("page_table", "max_pages (", max_pages, ") must be at least ", num_pages,
                          ", the pages of the longest sequence");
     }
     for (int64_t i = 0; i < count; ++i) {
-        const SequenceEntry& entry = state_->sequences.find("page_table", sequences[i]);
+        const SequenceEntry& entry = state_->find_on_device("page_table", sequences[i]);
+        const PageList& list = state_->groups[group][state_->sequences.index_of(entry)];
         int32_t* row = page_table + i * max_pages;
-        std::fill(std::copy(entry.pages.begin(), entry.pages.end(), row), row + max_pages, -1);
+        list.write(row);
+        std::fill(row + list.pages.size(), row + max_pages, -1);
         seq_lens[i] = entry.length;
     }
 }
 
-std::vector<PageCopy> PageAllocator::take_copies() { return state_->pool.take_copies(); }
+std::vector<PageCopy> PageAllocator::take_copies(int64_t group) {
+    std::lock_guard lock(state_->mutex);
+    PagePool& pool = state_->group_at("take_copies", group).pool;
+    std::vector<PageCopy> copies(static_cast<size_t>(pool.num_pending_copies()));
+    pool.take_copies(copies.data());
+    return copies;
+}
 
-int64_t PageAllocator::num_pages() const { return state_->pool.num_pages(); }
-int64_t PageAllocator::page_size() const { return state_->page_size; }
-int64_t PageAllocator::num_free_pages() const { return state_->pool.num_free(); }
+int64_t PageAllocator::num_groups() const { return static_cast<int64_t>(state_->groups.size()); }
+int64_t PageAllocator::num_pages(int64_t group) const {
+    return state_->group_at("num_pages", group).pool.num_pages();
+}
+int64_t PageAllocator::page_size(int64_t group) const {
+    return state_->group_at("page_size", group).page_size();
+}
+int64_t PageAllocator::num_free_pages(int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    return state_->group_at("num_free_pages", group).pool.num_free();
+}
 
-PageAllocatorStats PageAllocator::stats() const {
-    const PagePool& pool = state_->pool;
-    std::vector<int32_t> num_holders(static_cast<size_t>(pool.num_touched()));
-    std::vector<int32_t> num_filled(num_holders.size());  // slots with a token, of each page
+PageAllocatorStats PageAllocator::stats(int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const PageLists& lists = state_->group_at("stats", group);
+    const PagePool& pool = lists.pool;
+    const int64_t page_size = lists.page_size();
     PageAllocatorStats stats{};
     stats.num_pages = pool.num_pages();
-    stats.page_size = state_->page_size;
+    stats.page_size = page_size;
     stats.num_sequences = state_->sequences.size();
     stats.num_free_pages = pool.num_free();
     stats.num_used_pages = stats.num_pages - stats.num_free_pages;
-    for (const SequenceEntry& entry : state_->sequences.entries()) {
-        stats.num_tokens += entry.length;
-        int32_t left = entry.length;
-        for (int32_t page : entry.pages) {
-            int32_t filled = std::min(left, state_->page_size);
-            left -= filled;
-            if (++num_holders[page] == 2) ++stats.num_shared_pages;
-            if (filled > num_filled[page]) {
-                stats.num_stored_tokens += filled - num_filled[page];
-                num_filled[page] = filled;
-            }
+    stats.num_shared_pages = pool.num_shared();
+
+    // Every held page is full but those that are the partly filled last page of each of their holders.
+    stats.num_stored_tokens = pool.num_held() * page_size;
+    struct Tail {
+        int32_t num_holders = 0;  // that fill the page partly
+        int64_t num_filled = 0;   // by the one that fills it most
+    };
+    std::map<int32_t, Tail> shared_tails;
+    const std::vector<SequenceEntry>& entries = state_->sequences.entries();
+    for (size_t index = 0; index < entries.size(); ++index) {
+        stats.num_tokens += entries[index].length;
+        const int64_t num_filled = entries[index].length % page_size;
+        if (num_filled == 0) continue;
+        const int32_t page = lists[index].pages.back();
+        if (PageList::is_on_host(page)) continue;
+        if (!pool.is_shared(page)) {
+            stats.num_stored_tokens -= page_size - num_filled;
+        } else {
+            Tail& tail = shared_tails[page];
+            ++tail.num_holders;
+            tail.num_filled = std::max(tail.num_filled, num_filled);
         }
     }
-    int64_t num_slots = stats.num_used_pages * stats.page_size;
+    for (const auto& [page, tail] : shared_tails) {
+        if (tail.num_holders == pool.num_holders(page))
+            stats.num_stored_tokens -= page_size - tail.num_filled;
+    }
+
+    const int64_t num_slots = stats.num_used_pages * page_size;
     if (num_slots > 0) {
         stats.waste_percent =
             100.0 * static_cast<double>(num_slots - stats.num_stored_tokens) / static_cast<double>(num_slots);
@@ -227,34 +358,35 @@ PageAllocatorStats PageAllocator::stats() const {
     return stats;
 }
 
-void PageAllocator::check_invariants() const {
-    const PagePool& pool = state_->pool;
-    state_->sequences.check();
-    std::vector<int32_t> num_holders(static_cast<size_t>(pool.num_touched()));
-    std::vector<int32_t> last_holder(num_holders.size(), -1);  // the last entry seen to hold a page
-    std::vector<int32_t> position(num_holders.size());         // of each page in the sequences that hold it
-    int32_t index = 0;
-    for (const SequenceEntry& entry : state_->sequences.entries()) {
-        auto fail_sequence = [&entry](const auto&... what) {
-            fail<Error>("check_invariants", "sequence ", entry.handle, ' ', what...);
-        };
-        if (static_cast<int64_t>(entry.pages.size()) != state_->pages_for(entry.length)) {
-            fail_sequence("has ", entry.pages.size(), " pages for ", entry.length, " tokens");
+void PageAllocator::write_page_map(int64_t* map, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const PageLists& lists = state_->group_at("page_map", group);
+    const PagePool& pool = lists.pool;
+    pool.write_states(map);
+    const std::vector<SequenceEntry>& entries = state_->sequences.entries();
+    for (size_t index = 0; index < entries.size(); ++index) {
+        if (!SequenceTable::is_live(entries[index])) continue;
+        for (int32_t page : lists[index].pages) {
+            if (page >= 0 && !pool.is_shared(page)) map[page] = static_cast<int64_t>(entries[index].handle);
         }
-        for (size_t i = 0; i < entry.pages.size(); ++i) {
-            int32_t page = entry.pages[i];
-            if (page < 0 || page >= pool.num_touched())
-                fail_sequence("holds page ", page, ", never handed out");
-            if (last_holder[page] == index) fail_sequence("holds page ", page, " twice");
-            if (num_holders[page]++ > 0 && position[page] != static_cast<int32_t>(i)) {
-                fail_sequence("holds page ", page, " at another place than its sharers");
-            }
-            last_holder[page] = index;
-            position[page] = static_cast<int32_t>(i);
-        }
-        ++index;
     }
-    pool.check(num_holders);
+}
+
+void PageAllocator::check_invariants() const {
+    std::lock_guard lock(state_->mutex);
+    state_->sequences.check();
+    for (size_t g = 0; g < state_->groups.size(); ++g) {
+        std::vector<int32_t> reserved, reserved_on_host;
+        for (const State::Flight& flight : state_->flights) {
+            for (PageCopy copy : flight.copies[g]) {
+                reserved.push_back(flight.leaves ? copy.from : copy.to);
+                reserved_on_host.push_back(flight.leaves ? copy.to : copy.from);
+            }
+            if (g == 0) reserved.insert(reserved.end(), flight.kept.begin(), flight.kept.end());
+        }
+        state_->groups[g].check(state_->sequences, reserved, reserved_on_host);
+    }
+    if (state_->cache) state_->check_stored();
 }
 
 }  // namespace octavo

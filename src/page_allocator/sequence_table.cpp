@@ -23,7 +23,9 @@ uint64_t new_first_generation() {
 
 SequenceTable::SequenceTable() : first_generation_(new_first_generation()) {}
 
-void SequenceTable::reserve(int64_t count, size_t num_pages) {
+std::vector<size_t> SequenceTable::reserve(int64_t count) {
+    std::vector<size_t> next;
+    next.reserve(static_cast<size_t>(count));
     if (count > num_free_) {
         size_t old_size = entries_.size();
         entries_.resize(old_size + static_cast<size_t>(count - num_free_));
@@ -34,11 +36,11 @@ void SequenceTable::reserve(int64_t count, size_t num_pages) {
             ++num_free_;
         }
     }
-    int32_t index = first_free_;
-    for (int64_t i = 0; i < count; ++i) {
-        entries_[index].pages.reserve(num_pages);
-        index = entries_[index].next_free;
+    for (int32_t index = first_free_; static_cast<int64_t>(next.size()) < count;
+         index = entries_[index].next_free) {
+        next.push_back(static_cast<size_t>(index));
     }
+    return next;
 }
 
 SequenceEntry& SequenceTable::create() noexcept {
@@ -52,10 +54,10 @@ SequenceEntry& SequenceTable::create() noexcept {
 
 void SequenceTable::free(SequenceEntry& entry) noexcept {
     entry.handle = (entry.handle + kGeneration) | kFreeBit;
-    entry.length = 0;
-    entry.pages.clear();
+    entry.place = SequenceEntry::Place::device;
+    entry.length = entry.cache_namespace = entry.num_known = entry.num_stored = 0;
     entry.next_free = first_free_;
-    first_free_ = static_cast<int32_t>(&entry - entries_.data());
+    first_free_ = static_cast<int32_t>(index_of(entry));
     ++num_free_;
 }
 

@@ -10,12 +10,23 @@
 
 namespace octavo {
 
-// 40 bytes: what growing a sequence needs, in one cache line.
 struct SequenceEntry {
-    uint64_t handle;             // of the sequence; of a free entry, kFreeBit and the next sequence's
-    int32_t length = 0;          // tokens
-    int32_t next_free;           // of a free entry: the next one, or kNone
-    std::vector<int32_t> pages;  // [ceil(length / page_size)]; a free entry keeps the memory
+    // On the host, all pages that no other sequence held when it left.
+    enum class Place : uint8_t { device, leaving, host, arriving };
+
+    uint64_t handle;       // of the sequence; of a free entry, kFreeBit and the next sequence's
+    int32_t length = 0;    // tokens
+    int32_t next_free;     // of a free entry: the next one, or kNone
+    uint64_t planned = 0;  // the last plan that this sequence was part of
+
+    // For the prefix cache: the namespace, how many of the first tokens are known, how many of the first
+    // pages are stored, and whether it waits for more of them to be.
+    int32_t cache_namespace = 0;
+    int32_t num_known = 0;
+    int32_t num_stored = 0;
+    bool is_waiting = false;
+
+    Place place = Place::device;
 };
 
 class SequenceTable {
@@ -29,24 +40,34 @@ class SequenceTable {
     SequenceTable();
 
     const std::vector<SequenceEntry>& entries() const { return entries_; }
+    SequenceEntry& operator[](size_t index) { return entries_[index]; }
     int32_t size() const { return static_cast<int32_t>(entries_.size()) - num_free_; }
+    static bool is_live(const SequenceEntry& entry) { return !(entry.handle & kFreeBit); }
+    size_t index_of(const SequenceEntry& entry) const {
+        return static_cast<size_t>(&entry - entries_.data());
+    }
 
-    // The entry of a live sequence; throws InvalidSequence in the name of `call`. Valid until reserve().
-    SequenceEntry& find(const char* call, Sequence sequence) {
+    // The entry of a live sequence, or null. Valid until reserve().
+    SequenceEntry* find_live(Sequence sequence) {
         uint64_t handle = static_cast<uint64_t>(sequence);
         size_t index = handle & (kMaxSequences - 1);
-        if (index >= entries_.size() || entries_[index].handle != handle || handle & kFreeBit) {
-            throw_invalid(call, handle);
-        }
-        return entries_[index];
+        const bool is_live =
+            index < entries_.size() && entries_[index].handle == handle && !(handle & kFreeBit);
+        return is_live ? &entries_[index] : nullptr;
+    }
+    // Throws InvalidSequence in the name of `call` if there is none.
+    SequenceEntry& find(const char* call, Sequence sequence) {
+        SequenceEntry* entry = find_live(sequence);
+        if (!entry) throw_invalid(call, static_cast<uint64_t>(sequence));
+        return *entry;
     }
     const SequenceEntry& find(const char* call, Sequence sequence) const {
         return const_cast<SequenceTable*>(this)->find(call, sequence);
     }
 
-    // Room for `count` more sequences of `num_pages` pages, so that create and filling them cannot fail.
-    // size() + count may be at most kMaxSequences.
-    void reserve(int64_t count, size_t num_pages);
+    // Room for `count` more sequences, so that create cannot fail. size() + count may be at most
+    // kMaxSequences. Returns the entries that create will give out, in order.
+    std::vector<size_t> reserve(int64_t count);
 
     SequenceEntry& create() noexcept;  // an empty sequence; needs reserve()
     void free(SequenceEntry& entry) noexcept;

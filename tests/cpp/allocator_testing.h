@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -24,6 +25,12 @@ inline std::string dump(const PageAllocator& allocator, const std::vector<Sequen
          << stats.num_shared_pages << " shared, " << stats.num_free_pages << " free, " << stats.num_tokens
          << " tokens, " << stats.num_stored_tokens << " stored, " << stats.waste_percent << " % waste";
     return text.str();
+}
+
+// How many random calls a test makes: OCTAVO_RANDOM_CALLS in the environment, else what CI has time for.
+inline int64_t num_random_calls(int64_t otherwise) {
+    const char* wanted = std::getenv("OCTAVO_RANDOM_CALLS");
+    return wanted ? std::atoll(wanted) : otherwise;
 }
 
 // The message of the Exception that `call` throws.

@@ -33,30 +33,28 @@ int allocations_until_failure = kNever;
 namespace octavo {
 namespace {
 
-TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
-    PageAllocator allocator(64, 4);
-    std::vector<Sequence> sequences;
-    sequences.reserve(64);
-    std::vector<PageCopy> copies;
-    auto fork = [&](size_t parent, int64_t n) {
-        for (Sequence child : allocator.fork(sequences[parent], n)) sequences.push_back(child);
-    };
-    const std::vector<std::function<void()>> script = {
-        [&] { sequences.push_back(allocator.create()); },
-        [&] { allocator.extend(sequences[0], 6); },
-        [&] { fork(0, 5); },
-        [&] { allocator.extend(sequences[1], 1); },
-        [&] { EXPECT_TRUE(allocator.try_extend(sequences[2], 20)); },
-        [&] { fork(2, 3); },
-        [&] { allocator.extend(sequences[6], 5); },
-        [&] { allocator.truncate(sequences[2], 3); },
-        [&] { allocator.extend(sequences[2], 9); },
-        [&] { copies = allocator.take_copies(); },
-        [&] { sequences.push_back(allocator.create()); },
-    };
+// As dump, with what is on the host.
+std::string dump_all(const PageAllocator& allocator, const std::vector<Sequence>& sequences) {
+    std::vector<Sequence> on_device;
+    for (Sequence sequence : sequences) {
+        try {
+            allocator.pages(sequence);
+            on_device.push_back(sequence);
+        } catch (const ValueError&) {
+        }
+    }
+    return dump(allocator, on_device) + std::to_string(allocator.num_free_host_pages());
+}
+
+using Script = std::vector<std::function<void()>>;
+
+// Runs each call of the script once for each of its allocations, which fails, and then in peace. Returns how
+// many failed.
+int fail_every_allocation(PageAllocator& allocator, const std::vector<Sequence>& sequences,
+                          const Script& script) {
     int num_failures = 0;
     for (const auto& call : script) {
-        const std::string before = dump(allocator, sequences);
+        const std::string before = dump_all(allocator, sequences);
         for (int succeed = 0;; ++succeed) {
             allocations_until_failure = succeed;
             bool failed = false;
@@ -69,25 +67,92 @@ TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
             allocator.check_invariants();
             if (!failed) break;
             ++num_failures;
-            ASSERT_EQ(dump(allocator, sequences), before);
+            EXPECT_EQ(dump_all(allocator, sequences), before);
         }
     }
-    EXPECT_EQ(copies.size(), 4u);
-    EXPECT_GT(num_failures, 10);
-    for (Sequence sequence : sequences) {  // giving back needs no memory
+    return num_failures;
+}
+
+// Giving back needs no memory.
+void give_all_back(PageAllocator& allocator, const std::vector<Sequence>& sequences) {
+    for (Sequence sequence : sequences) {
         allocations_until_failure = 0;
         allocator.truncate(sequence, 0);
         allocator.free(sequence);
         allocations_until_failure = kNever;
     }
     EXPECT_EQ(allocator.num_free_pages(), 64);
+    allocator.check_invariants();
+}
+
+TEST(PageAllocatorMemory, EveryFailedAllocationLeavesTheStateAsItWas) {
+    PageAllocator allocator({{64, 4, -1, 64}});
+    std::vector<Sequence> sequences;
+    sequences.reserve(64);
+    std::vector<PageCopy> copies;
+    auto fork = [&](size_t parent, int64_t n) {
+        for (Sequence child : allocator.fork(sequences[parent], n)) sequences.push_back(child);
+    };
+    std::vector<int32_t> page_table(8 * 16), seq_lens(8), step_copies(16);
+    StepArrays arrays(8, {{page_table.data(), 16, 16, step_copies.data(), 8}}, seq_lens.data());
+    const std::vector<int32_t> parents = {1, 3, 2, 0};
+    Transfer transfer;
+    const Script script = {
+        [&] { sequences.push_back(allocator.create()); },
+        [&] { allocator.extend(sequences[0], 6); },
+        [&] { fork(0, 5); },
+        [&] { allocator.extend(sequences[1], 1); },
+        [&] { EXPECT_TRUE(allocator.try_extend(sequences[2], 20)); },
+        [&] { fork(2, 3); },
+        [&] { allocator.extend(sequences[6], 5); },
+        [&] { allocator.truncate(sequences[2], 3); },
+        [&] { allocator.extend(sequences[2], 9); },
+        [&] { copies = allocator.take_copies(); },
+        [&] { sequences.push_back(allocator.create()); },
+        [&] { fork(2, 3); },
+        [&] { allocator.step(sequences.data(), nullptr, 8, arrays); },
+        [&] { allocator.reorder(sequences.data(), parents.data(), 4); },
+        [&] { transfer = allocator.preempt(sequences.data(), 3); },
+        [&] { allocator.confirm(transfer.id); },
+        [&] { transfer = allocator.resume(sequences.data(), 3); },
+        [&] { allocator.confirm(transfer.id); },
+    };
+    EXPECT_GT(fail_every_allocation(allocator, sequences, script), 20);
+    EXPECT_EQ(copies.size(), 4u);
+    give_all_back(allocator, sequences);
+}
+
+TEST(PageAllocatorMemory, EveryFailedAllocationOfThePrefixCacheToo) {
+    PrefixCacheOptions options;
+    options.event_capacity = 8;
+    PageAllocator allocator(64, 4, options);
+    std::vector<Sequence> sequences;
+    sequences.reserve(64);
+    std::vector<int32_t> page_table(8 * 16), seq_lens(8);
+    StepArrays arrays(8, {{page_table.data(), 16, 16}}, seq_lens.data());
+    const std::vector<int32_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19};
+    const std::string space = "a namespace too long to be stored without an allocation of its own";
+    auto append = [&](size_t i, int32_t n) { allocator.step(&sequences[i], &n, 1, arrays, tokens.data()); };
+    const Script script = {
+        [&] { sequences.push_back(allocator.create(tokens.data(), 9, space)); },
+        [&] { append(0, 17); },
+        [&] { sequences.push_back(allocator.create(tokens.data(), 19, space)); },
+        [&] { append(1, 6); },
+        [&] { sequences.push_back(allocator.fork(sequences[1])[0]); },
+        [&] { append(2, 3); },
+        [&] { sequences.push_back(allocator.pin(tokens.data(), 9, space)); },
+        [&] { EXPECT_EQ(allocator.num_cached_tokens(tokens.data(), 19, space), 16); },
+        [&] { EXPECT_EQ(allocator.take_events().size(), 5u); },
+    };
+    EXPECT_GT(fail_every_allocation(allocator, sequences, script), 10);
+    give_all_back(allocator, sequences);
 }
 
 TEST(PageAllocatorMemory, ConstructionFailsCleanly) {
-    for (int succeed = 0; succeed < 8; ++succeed) {
+    for (int succeed = 0; succeed < 16; ++succeed) {
         allocations_until_failure = succeed;
         try {
-            PageAllocator allocator(4, 4);
+            PageAllocator allocator(4, 4, PrefixCacheOptions{});
         } catch (const std::bad_alloc&) {
         }
         allocations_until_failure = kNever;

@@ -7,10 +7,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <memory>
 #include <random>
 #include <set>
+#include <tuple>
 #include <utility>
 
 namespace octavo {
@@ -35,6 +37,25 @@ class Model {
     Model(int64_t num_pages, int64_t page_size) : num_pages_(num_pages), page_size_(page_size) {}
 
     std::vector<ModelSequence> sequences;
+
+    // With pages of its own, shared as these are.
+    Model clone() const {
+        std::map<ModelPage, ModelPage> cloned;
+        auto clone_of = [&](const ModelPage& page) {
+            ModelPage& copy = cloned[page];
+            if (!copy) copy = std::make_shared<std::vector<int>>(*page);
+            return copy;
+        };
+        Model model = *this;
+        for (ModelSequence& s : model.sequences) {
+            for (ModelPage& page : s.pages) page = clone_of(page);
+        }
+        model.copies_.clear();
+        for (const ModelCopy& copy : copies_) {
+            if (ModelPage to = copy.to.lock()) model.copies_.push_back({clone_of(copy.from), clone_of(to)});
+        }
+        return model;
+    }
 
     int64_t num_free() const {
         std::set<const void*> used;
@@ -143,7 +164,12 @@ class Simulation {
           random_(sizes.seed),
           allocator_(sizes.num_pages, sizes.page_size),
           model_(sizes.num_pages, sizes.page_size),
-          cache_(static_cast<size_t>(sizes.num_pages * sizes.page_size), -1) {}
+          cache_(static_cast<size_t>(sizes.num_pages * sizes.page_size), -1),
+          page_table_(static_cast<size_t>(kMaxBatch * sizes.num_pages)),
+          copies_(static_cast<size_t>(2 * sizes.num_pages)),
+          arrays_(kMaxBatch,
+                  {{page_table_.data(), sizes.num_pages, sizes.num_pages, copies_.data(), sizes.num_pages}},
+                  seq_lens_.data(), cu_seqlens_q_.data()) {}
 
     void step() {
         size_t count = model_.sequences.size();
@@ -153,7 +179,11 @@ class Simulation {
         } else if (action < 55) {
             extend(any(), below(4) ? below(page_size_ + 2) : below(4 * page_size_), below(2));
         } else if (action < 65) {
-            if (count < 10) fork(below(static_cast<int64_t>(count)), below(4));
+            if (below(3) == 0) {
+                reorder();
+            } else if (count < 10) {
+                fork(below(static_cast<int64_t>(count)), below(4));
+            }
         } else if (action < 77) {
             ModelSequence& s = any();
             int64_t length = below(s.length + 1);
@@ -169,13 +199,17 @@ class Simulation {
             Sequence stale = freed_[below(static_cast<int64_t>(freed_.size()))];
             ASSERT_THROW(allocator_.extend(stale, 1), InvalidSequence);
             ASSERT_THROW(allocator_.free(stale), InvalidSequence);
+        } else if (action < 95) {
+            step_batch();
         } else {
-            write_cache();
+            write_cache(allocator_.take_copies());
         }
         check();
     }
 
   private:
+    static constexpr int64_t kMaxBatch = 12;
+
     int64_t below(int64_t bound) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(bound)); }
     ModelSequence& any() { return model_.sequences[below(static_cast<int64_t>(model_.sequences.size()))]; }
 
@@ -208,16 +242,88 @@ class Simulation {
     }
 
     void fork(int64_t parent, int64_t n) {
-        for (Sequence handle : allocator_.fork(model_.sequences[parent].handle, n)) {
+        const int64_t length = below(model_.sequences[parent].length + 1);
+        const bool is_whole = below(2);
+        for (Sequence handle : is_whole ? allocator_.fork(model_.sequences[parent].handle, n)
+                                        : allocator_.fork(model_.sequences[parent].handle, n, length)) {
             ModelSequence child = model_.sequences[parent];
             child.handle = handle;
+            if (!is_whole) model_.truncate(child, length);
             model_.sequences.push_back(child);
         }
     }
 
+    void reorder() {
+        const auto count = static_cast<int64_t>(model_.sequences.size());
+        std::vector<int32_t> parents;
+        for (int64_t i = 0; i < count; ++i) {
+            parents.push_back(static_cast<int32_t>(below(3) ? i : below(count)));
+        }
+        const std::vector<Sequence> beam = handles();
+        allocator_.reorder(beam.data(), parents.data(), count);
+        const std::vector<ModelSequence> before = model_.sequences;
+        for (int64_t i = 0; i < count; ++i) {
+            model_.sequences[i] = before[parents[i]];
+            model_.sequences[i].handle = beam[i];
+        }
+    }
+
+    // PageAllocator::step over some of the sequences, in some order.
+    void step_batch() {
+        std::vector<size_t> chosen(model_.sequences.size());
+        for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = i;
+        std::shuffle(chosen.begin(), chosen.end(), random_);
+        chosen.resize(static_cast<size_t>(below(static_cast<int64_t>(chosen.size()) + 1)));
+        std::vector<Sequence> batch;
+        std::vector<int32_t> n;
+        for (size_t i : chosen) {
+            batch.push_back(model_.sequences[i].handle);
+            n.push_back(static_cast<int32_t>(below(2) ? 1 : below(3 * page_size_)));
+        }
+        const auto count = static_cast<int64_t>(batch.size());
+        // One after the other, to see which fit.
+        Model grown = model_.clone();
+        std::vector<int64_t> unfit;
+        for (size_t i = 0; i < chosen.size(); ++i) {
+            ModelSequence& s = grown.sequences[chosen[i]];
+            if (grown.num_new_pages(s, n[i]) + grown.copies_tail(s, n[i]) <= grown.num_free()) {
+                grown.extend(s, n[i]);
+            } else {
+                unfit.push_back(static_cast<int64_t>(i));
+            }
+        }
+        if (!unfit.empty()) {
+            const std::string before = dump(allocator_, handles());
+            const auto arrays = std::make_tuple(page_table_, seq_lens_, cu_seqlens_q_, copies_);
+            try {
+                allocator_.step(batch.data(), n.data(), count, arrays_);
+                FAIL() << "nothing was thrown";
+            } catch (const OutOfPages& error) {
+                ASSERT_EQ(error.indices, unfit);
+            }
+            ASSERT_EQ(dump(allocator_, handles()), before);
+            ASSERT_EQ(std::make_tuple(page_table_, seq_lens_, cu_seqlens_q_, copies_), arrays);
+            return;
+        }
+        model_ = std::move(grown);
+        allocator_.step(batch.data(), n.data(), count, arrays_);
+        std::vector<int32_t> table(page_table_.size(), -1), seq_lens(kMaxBatch, 0);
+        allocator_.write_page_table(batch.data(), count, table.data(), allocator_.num_pages(),
+                                    seq_lens.data());
+        ASSERT_EQ(page_table_, table);
+        ASSERT_TRUE(std::equal(seq_lens.begin(), seq_lens.end(), seq_lens_.begin()));
+        for (int64_t i = 0; i < kMaxBatch; ++i) {
+            ASSERT_EQ(cu_seqlens_q_[i + 1] - cu_seqlens_q_[i], i < count ? n[i] : 0);
+        }
+        std::vector<PageCopy> copies;
+        for (int64_t i = 0; i < arrays_.num_copies(); ++i) {
+            copies.push_back({copies_[2 * i], copies_[2 * i + 1]});
+        }
+        write_cache(std::move(copies));
+    }
+
     // What a step of generation does: the copies, in any order, then the tokens that were not yet written.
-    void write_cache() {
-        std::vector<PageCopy> copies = allocator_.take_copies();
+    void write_cache(std::vector<PageCopy> copies) {
         check_copies(copies);
         ASSERT_EQ(static_cast<int64_t>(copies.size()), model_.take_copies());
         std::shuffle(copies.begin(), copies.end(), random_);
@@ -259,6 +365,10 @@ class Simulation {
     PageAllocator allocator_;
     Model model_;
     std::vector<int> cache_;  // [num_pages, page_size], a token a slot
+    std::vector<int32_t> page_table_, copies_;
+    std::array<int32_t, kMaxBatch> seq_lens_;
+    std::array<int32_t, kMaxBatch + 1> cu_seqlens_q_;
+    StepArrays arrays_;
     std::vector<Sequence> freed_;
 };
 
@@ -266,7 +376,8 @@ class PageAllocatorModel : public testing::TestWithParam<Sizes> {};
 
 TEST_P(PageAllocatorModel, AgreesOverRandomCalls) {
     Simulation simulation(GetParam());
-    for (int i = 0; i < 40000; ++i) {
+    const int64_t num_calls = num_random_calls(40000);
+    for (int64_t i = 0; i < num_calls; ++i) {
         simulation.step();
         if (HasFatalFailure()) FAIL() << "at call " << i;
     }
@@ -281,15 +392,23 @@ INSTANTIATE_TEST_SUITE_P(Sizes, PageAllocatorModel,
                          });
 
 // The same calls on two allocators, and before each of them, on the first one only, extends of every sequence
-// that cannot succeed. Everything seen from then on stays equal.
+// and steps that cannot succeed. Everything seen from then on stays equal.
 TEST(PageAllocatorTwins, OutOfPagesAtEveryPointLeavesNoTrace) {
     constexpr int64_t kPageSize = 3;
     for (int64_t num_pages = 1; num_pages <= 24; ++num_pages) {
         std::mt19937 random(static_cast<uint32_t>(num_pages));
         PageAllocator tried(num_pages, kPageSize), twin(num_pages, kPageSize);
         std::vector<Sequence> a, b;
+        std::vector<int32_t> page_table(8 * 100), seq_lens(8);
+        StepArrays arrays(8, {{page_table.data(), 100, 100}}, seq_lens.data());
         for (int i = 0; i < 200; ++i) {
             const std::string before = dump(tried, a);
+            for (size_t unfit = 0; unfit < a.size(); ++unfit) {  // a step in which this one asks for too much
+                std::vector<int32_t> n(a.size(), 1);
+                n[unfit] = static_cast<int32_t>(tried.num_free_pages() + 1) * kPageSize;
+                ASSERT_THROW(tried.step(a.data(), n.data(), static_cast<int64_t>(a.size()), arrays),
+                             OutOfPages);
+            }
             for (Sequence sequence : a) {
                 ASSERT_THROW(tried.extend(sequence, (tried.num_free_pages() + 1) * kPageSize), OutOfPages);
                 ASSERT_FALSE(tried.try_extend(sequence, (tried.num_free_pages() + 2) * kPageSize));

@@ -68,6 +68,56 @@ TEST(PageAllocator, ForkSharesEveryPage) {
     allocator.check_invariants();
 }
 
+TEST(PageAllocator, ForksAtAPosition) {
+    PageAllocator allocator(8, 4);
+    Sequence a = allocator.create();
+    allocator.extend(a, 11);
+    Sequence b = allocator.fork(a, 1, 5)[0], c = allocator.fork(a, 1, 8)[0], d = allocator.fork(a, 1, 0)[0];
+    EXPECT_EQ(allocator.pages(b), Pages({0, 1}));
+    EXPECT_EQ(allocator.length(b), 5);
+    EXPECT_EQ(allocator.pages(c), Pages({0, 1}));
+    EXPECT_EQ(allocator.pages(d), Pages());
+    allocator.extend(b, 1);
+    EXPECT_EQ(allocator.pages(b), Pages({0, 3}));
+    EXPECT_EQ(take_pairs(allocator), Pairs({{1, 3}}));
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.fork(a, 1, 12); }),
+              "fork: length (12) must be between 0 and the sequence's length (11)");
+    allocator.check_invariants();
+}
+
+TEST(PageAllocator, ReordersABeam) {
+    PageAllocator allocator(16, 4);
+    Sequence a = allocator.create();
+    allocator.extend(a, 6);
+    std::vector<Sequence> beam = allocator.fork(a, 2);
+    beam.insert(beam.begin(), a);
+    for (Sequence sequence : beam) allocator.extend(sequence, 3);
+    allocator.take_copies();
+    std::vector<Pages> before;
+    for (Sequence sequence : beam) before.push_back(allocator.pages(sequence));
+    const int64_t num_free = allocator.num_free_pages();
+    std::vector<int32_t> parents = {1, 0, 2};  // a permutation
+    allocator.reorder(beam.data(), parents.data(), 3);
+    EXPECT_EQ(allocator.pages(beam[0]), before[1]);
+    EXPECT_EQ(allocator.pages(beam[1]), before[0]);
+    EXPECT_EQ(allocator.pages(beam[2]), before[2]);
+    EXPECT_EQ(allocator.num_free_pages(), num_free);
+    parents = {1, 1, 1};  // one beam goes on thrice
+    allocator.reorder(beam.data(), parents.data(), 3);
+    for (Sequence sequence : beam) EXPECT_EQ(allocator.pages(sequence), before[0]);
+    EXPECT_EQ(allocator.num_free_pages(), num_free + 4);
+    allocator.check_invariants();
+
+    parents = {0, 3, 0};
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.reorder(beam.data(), parents.data(), 3); }),
+              "reorder: parents[1] (3) must be between 0 and 2");
+    beam[2] = beam[0];
+    parents = {0, 0, 0};
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.reorder(beam.data(), parents.data(), 3); }),
+              "reorder: sequence " + std::to_string(static_cast<uint64_t>(a)) +
+                  " is given twice (the second time as seqs[2])");
+}
+
 TEST(PageAllocator, CopiesAPartlyFilledTailOnlyWhileItIsShared) {
     PageAllocator allocator(8, 4);
     Sequence a = allocator.create();

@@ -11,7 +11,8 @@ namespace {
 TEST(PagePool, FindsHoldersThatDoNotAddUp) {
     PagePool pool(4);
     int32_t a = pool.acquire(), b = pool.acquire();
-    pool.add_holders(a, 2);
+    pool.hold(a);
+    pool.hold(a);
     pool.check({3, 1});
     EXPECT_EQ(message_of<Error>([&] { pool.check({2, 1}); }),
               "check_invariants: page 0 has 2 holders, but counts 3");

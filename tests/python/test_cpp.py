@@ -1,4 +1,8 @@
-"""The C++ tests (tests/cpp), built and run under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""The C++ tests (tests/cpp), built and run under sanitizers.
+
+All of them under AddressSanitizer and UndefinedBehaviorSanitizer; those of the page allocator, which several
+threads may call, under ThreadSanitizer too.
+"""
 
 import subprocess
 from pathlib import Path
@@ -27,10 +31,18 @@ def missing():
 
 
 @pytest.mark.timeout(1200)
-def test_cpp_under_sanitizers(tmp_path):
+@pytest.mark.parametrize(
+    ("sanitizers", "targets", "tests"),
+    [
+        ("address,undefined", ["all"], "."),
+        ("thread", ["page_allocator_test", "page_allocator_memory_test"], "octavo_page_allocator"),
+    ],
+)
+def test_cpp_under_sanitizers(tmp_path, sanitizers, targets, tests):
     if lacks := missing():
         pytest.skip(f"the C++ tests need {lacks}")
     generator = ["-G", "Ninja"] if find_program("ninja") else []
-    run("cmake", "-S", SOURCE, "-B", tmp_path, *generator, "-DOCTAVO_SANITIZE=address,undefined")
-    run("cmake", "--build", tmp_path, "--parallel", "2")
-    run("ctest", "--test-dir", tmp_path, "--output-on-failure", "--no-tests=error", "--parallel", "2")
+    run("cmake", "-S", SOURCE, "-B", tmp_path, *generator, f"-DOCTAVO_SANITIZE={sanitizers}")
+    run("cmake", "--build", tmp_path, "--parallel", "2", "--target", *targets)
+    command = ["ctest", "--test-dir", tmp_path, "--output-on-failure", "--no-tests=error", "--parallel", "2"]
+    run(*command, "--label-regex", tests)

@@ -225,6 +225,37 @@ def test_fork_defaults_to_one_and_takes_none(alloc):
     assert len(alloc.fork(seq=seq, n=2)) == 2
 
 
+def test_a_tree_of_drafts(alloc):
+    root = alloc.create()
+    alloc.extend(root, 6)
+    left, right = alloc.fork(root, 2)
+    for draft in (left, right):
+        alloc.extend(draft, 2)
+    (leaf,) = alloc.fork(left, length=7)
+    alloc.extend(leaf, 3)
+    assert [alloc.length(seq) for seq in (root, left, right, leaf)] == [6, 8, 8, 10]
+    assert alloc.pages(leaf).tolist()[0] == alloc.pages(root).tolist()[0]
+    for draft in (left, right, leaf):
+        alloc.free(draft)
+    alloc.extend(root, 1)
+    assert alloc.pages(root).tolist() == [0, 1]
+    assert len(alloc.take_copies()) == 0
+
+
+def test_a_beam_is_reordered(alloc):
+    beam = [alloc.create()]
+    alloc.extend(beam[0], 5)
+    beam += alloc.fork(beam[0], 2)
+    for seq in beam:
+        alloc.extend(seq, 1)
+    before = [alloc.pages(seq).tolist() for seq in beam]
+    alloc.reorder(beam, np.array([2, 0, 2], np.int32))
+    assert [alloc.pages(seq).tolist() for seq in beam] == [before[2], before[0], before[2]]
+    alloc.reorder(beam, [0, 1, 2])
+    with pytest.raises(ValueError, match=r"^reorder: parents must have one position for each of the 3 seq"):
+        alloc.reorder(beam, [0, 1])
+
+
 def test_a_full_shared_page_is_not_copied(alloc):
     seq = alloc.create()
     alloc.extend(seq, 8)
@@ -379,11 +410,15 @@ HANDLE_CALLS = {
     "extend": lambda alloc, seq: alloc.extend(seq, 1),
     "try_extend": lambda alloc, seq: alloc.try_extend(seq, 1),
     "fork": lambda alloc, seq: alloc.fork(seq),
+    "reorder": lambda alloc, seq: alloc.reorder([seq], [0]),
     "truncate": lambda alloc, seq: alloc.truncate(seq, 0),
     "free": lambda alloc, seq: alloc.free(seq),
     "length": lambda alloc, seq: alloc.length(seq),
     "pages": lambda alloc, seq: alloc.pages(seq),
     "page_table": lambda alloc, seq: alloc.page_table([seq]),
+    "step": lambda alloc, seq: alloc.step(
+        [seq], 0, octavo.StepArrays(np.empty((1, 8), np.int32), np.empty(1, np.int32))
+    ),
 }
 
 
@@ -445,6 +480,16 @@ def test_handles_that_are_not_live(alloc, name):
             lambda a, s: a.truncate(s, -1),
             ValueError,
             "truncate: length (-1) must be between 0 and the sequence's length (5)",
+        ),
+        (
+            lambda a, s: a.fork(s, length=6),
+            ValueError,
+            "fork: length (6) must be between 0 and the sequence's length (5)",
+        ),
+        (
+            lambda a, s: a.reorder([s], [1]),
+            ValueError,
+            "reorder: parents[0] (1) must be between 0 and 0",
         ),
         (lambda a, s: a.truncate(s, None), TypeError, "truncate: length must be an int; got NoneType"),
         (

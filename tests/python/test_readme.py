@@ -1,4 +1,4 @@
-"""Every Python and C++ snippet of the README runs.
+"""Every Python and C++ snippet of the README and of docs/page_allocator.md runs.
 
 `<!-- test: gpu -->` on the line before a fence, or `gpu` after its language: the snippet needs a GPU.
 """
@@ -18,7 +18,9 @@ import pytest
 import octavo
 from programs import find_program, run
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "page_allocator.md")
 
 FENCE = re.compile(
     r"^(?:<!--[ ]*test:[ ]*(?P<comment>[\w ]+?)[ ]*-->\n+)?"
@@ -68,10 +70,10 @@ def modules_of(code: str) -> set[str]:
 
 
 def snippets_in(language: str) -> list:
-    snippets = find_snippets(README.read_text(encoding="utf-8"))
     return [
-        pytest.param(snippet, id=str(snippet), marks=pytest.mark.gpu if snippet.needs_gpu else ())
-        for snippet in snippets
+        pytest.param(snippet, id=f"{page.stem}_{snippet}", marks=pytest.mark.gpu if snippet.needs_gpu else ())
+        for page in PAGES
+        for snippet in find_snippets(page.read_text(encoding="utf-8"))
         if snippet.language == language
     ]
 

@@ -1,0 +1,212 @@
+// Growing sequences, one or a batch: first see that all of it can be done, then do it.
+#include "page_allocator/allocator_state.h"
+#include "page_allocator/step_rows.h"
+
+#include <algorithm>
+#include <sstream>
+
+namespace octavo {
+
+void PageAllocator::State::plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count) {
+    const size_t num_groups = groups.size();
+    ++num_plans;
+    planned.clear();
+    unfit.clear();
+    growing.clear();
+    left_pages.clear();
+    planned.reserve(static_cast<size_t>(count));
+    unfit.reserve(static_cast<size_t>(count));
+    growing.reserve(static_cast<size_t>(count) * num_groups);
+    left_pages.reserve(static_cast<size_t>(count) * num_groups);
+
+    for (int64_t i = 0; i < count; ++i) {
+        SequenceEntry& entry = find_on_device(call, handles[i]);
+        if (entry.planned == num_plans) {
+            fail<ValueError>(call, "sequence ", entry.handle, " is given twice (the second time as seqs[", i,
+                             "])");
+        }
+        entry.planned = num_plans;
+        const int32_t num_new = n ? n[i] : 1;
+        if (num_new < 0) fail<ValueError>(call, "num_new_tokens[", i, "] (", num_new, ") must be at least 0");
+        if (num_new > kMaxInt32 - entry.length) {
+            fail<ValueError>(call, "num_new_tokens[", i, "] (", num_new, ") and the sequence's length (",
+                             entry.length, ") must add up to at most ", kMaxInt32);
+        }
+        planned.push_back(sequences.index_of(entry));
+    }
+
+    for (size_t g = 0; g < num_groups; ++g) plans[g] = {groups[g].pool.num_free(), 0, 0, 0};
+    for (int64_t i = 0; i < count; ++i) {
+        const size_t index = planned[i];
+        const int32_t length = sequences.entries()[index].length;
+        const int32_t num_new = n ? n[i] : 1;
+        bool fits = true;
+        for (size_t g = 0; g < num_groups; ++g) {
+            fits = fits && groups[g].plan(index, length, num_new).num_pages() <= plans[g].num_free;
+        }
+        if (!fits) unfit.push_back(i);
+        for (size_t g = 0; g < num_groups; ++g) {
+            PageLists& lists = groups[g];
+            const PageLists::Growth growth = lists.plan(index, length, num_new);
+            const std::vector<int32_t>& pages = lists[index].pages;
+            const size_t num_pages = pages.size() + static_cast<size_t>(growth.num_new_pages);
+            plans[g].max_pages = std::max(plans[g].max_pages, static_cast<int64_t>(num_pages));
+            if (!fits) {
+                plans[g].num_missing += growth.num_pages();
+                continue;
+            }
+            plans[g].num_free -= growth.num_pages();
+            if (growth.num_new_pages > 0) growing.push_back({g, index, num_pages});
+            plans[g].num_copies += growth.copies_tail;
+            if (growth.copies_tail && lists.pool.is_shared(pages.back())) {
+                // From here on this plan counts one holder less: the last one to grow keeps the page.
+                lists.pool.leave(pages.back());
+                left_pages.emplace_back(g, pages.back());
+            }
+        }
+    }
+    for (auto [g, page] : left_pages) groups[g].pool.hold(page);
+    if (!unfit.empty()) return;
+    for (NewPages grown : growing) groups[grown.group].reserve(grown.entry, grown.num_pages);
+    for (size_t g = 0; g < num_groups; ++g) groups[g].pool.reserve_copies(plans[g].num_copies);
+}
+
+void PageAllocator::State::commit(const int32_t* n, const int32_t* tokens) noexcept {
+    if (cache) store_waiting();
+    for (size_t i = 0; i < planned.size(); ++i) {
+        const size_t index = planned[i];
+        SequenceEntry& entry = sequences[index];
+        const int32_t num_new = n ? n[i] : 1;
+        for (PageLists& lists : groups) {
+            const PageLists::Growth growth = lists.plan(index, entry.length, num_new);
+            const int32_t tail = growth.copies_tail ? lists[index].pages.back() : 0;
+            lists.grow(index, growth);
+            if (cache && growth.copies_tail) {
+                const size_t last = static_cast<size_t>(entry.length / lists.page_size());
+                cache->copy_tokens(tail, lists[index].pages[last], entry.length % lists.page_size());
+            }
+        }
+        if (tokens) {
+            append_tokens(index, num_new, tokens);
+            tokens += num_new;
+        }
+        // Their queries see from the first new token's window on.
+        for (PageLists& lists : groups) lists.return_behind(index, entry.length);
+        entry.length += num_new;
+    }
+}
+
+bool PageAllocator::State::grow_one(const char* call, Sequence sequence, int64_t n) {
+    const SequenceEntry& entry = find_on_device(call, sequence);
+    check_not_negative(call, "n", n);
+    if (n > kMaxInt32 - entry.length) {
+        fail<ValueError>(call, "n (", n, ") and the sequence's length (", entry.length,
+                         ") must add up to at most ", kMaxInt32);
+    }
+    const auto num_new = static_cast<int32_t>(n);
+    plan(call, &sequence, &num_new, 1);
+    if (!unfit.empty()) return false;
+    commit(&num_new, nullptr);
+    return true;
+}
+
+void PageAllocator::extend(Sequence sequence, int64_t n) {
+    std::lock_guard lock(state_->mutex);
+    if (state_->grow_one("extend", sequence, n)) return;
+    const SequenceEntry& entry = state_->sequences.find("extend", sequence);
+    for (size_t g = 0; g < state_->groups.size(); ++g) {
+        const PageLists& lists = state_->groups[g];
+        const PageLists::Growth growth =
+            lists.plan(state_->sequences.index_of(entry), entry.length, static_cast<int32_t>(n));
+        if (growth.num_pages() <= lists.pool.num_free()) continue;
+        fail<OutOfPages>("extend", "needs ", growth.num_pages(), " pages (", growth.num_new_pages, " new, ",
+                         int{growth.copies_tail}, " copy-on-write), ", lists.pool.num_free(), " free",
+                         state_->in_group(g));
+    }
+}
+
+bool PageAllocator::try_extend(Sequence sequence, int64_t n) {
+    std::lock_guard lock(state_->mutex);
+    return state_->grow_one("try_extend", sequence, n);
+}
+
+void PageAllocator::State::throw_unfit(const char* call, int64_t count) const {
+    constexpr size_t kMaxListed = 8;
+    std::ostringstream text;
+    text << call << ": " << unfit.size() << " of " << count << " sequences do not fit: seqs[";
+    for (size_t i = 0; i < std::min(unfit.size(), kMaxListed); ++i) text << (i > 0 ? ", " : "") << unfit[i];
+    text << (unfit.size() > kMaxListed ? ", ...]" : "]");
+    for (size_t g = 0; g < groups.size(); ++g) {
+        text << (g > 0 ? "; they need " : " need ") << plans[g].num_missing << " pages, " << plans[g].num_free
+             << " of " << groups[g].pool.num_free() << " free ones are left" << in_group(g);
+    }
+    throw OutOfPages(text.str(), unfit);
+}
+
+void PageAllocator::step(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count,
+                         StepArrays& arrays, const int32_t* tokens) {
+    constexpr const char* call = "step";
+    StepArrays::State& out = *arrays.state_;
+    std::scoped_lock lock(out.mutex, state_->mutex);
+    std::vector<PageLists>& groups = state_->groups;
+    if (tokens) state_->cache_for(call);
+    check_not_negative(call, "count", count);
+    if (count > out.max_batch) {
+        fail<ValueError>(call, "there are ", count, " sequences, but the arrays have max_batch (",
+                         out.max_batch, ") rows");
+    }
+    if (out.tables.size() != groups.size()) {
+        fail<ValueError>(call, "the arrays have ", out.tables.size(), " page tables, but there are ",
+                         groups.size(), " groups");
+    }
+    state_->plan(call, sequences, num_new_tokens, count);
+    if (!state_->unfit.empty()) state_->throw_unfit(call, count);
+    for (size_t g = 0; g < groups.size(); ++g) {
+        const PageTableArrays& table = out.tables[g].arrays;
+        const State::GroupPlan& plan = state_->plans[g];
+        if (plan.max_pages > table.max_pages) {
+            fail<ValueError>(call, "page_table's max_pages (", table.max_pages, ") must be at least ",
+                             plan.max_pages, ", the pages of the longest sequence", state_->in_group(g));
+        }
+        const int64_t num_copies = groups[g].pool.num_pending_copies() + plan.num_copies;
+        if (table.copies && num_copies > table.max_copies) {
+            fail<ValueError>(call, "copies' max_copies (", table.max_copies, ") must be at least ",
+                             num_copies, state_->in_group(g));
+        }
+    }
+    int64_t num_tokens = 0;
+    for (int64_t i = 0; i < count; ++i) num_tokens += num_new_tokens ? num_new_tokens[i] : 1;
+    if (num_tokens > kMaxInt32) {
+        fail<ValueError>(call, "num_new_tokens adds up to ", num_tokens, "; it may be at most ", kMaxInt32);
+    }
+
+    state_->commit(num_new_tokens, tokens);
+    if (out.allocator != state_->id) out.clear();
+    out.allocator = state_->id;
+    for (size_t g = 0; g < groups.size(); ++g) {
+        StepArrays::State::Table& table = out.tables[g];
+        for (int64_t i = 0; i < count; ++i) {
+            out.write_row(table, i, static_cast<int32_t>(state_->planned[i]), groups[g][state_->planned[i]]);
+        }
+        for (int64_t i = count; i < out.num_rows; ++i) out.clear_row(table, i);
+        table.num_copies = 0;
+        if (table.arrays.copies) {
+            table.num_copies = groups[g].pool.num_pending_copies();
+            groups[g].pool.take_copies(reinterpret_cast<PageCopy*>(table.arrays.copies));
+        }
+    }
+    for (int64_t i = 0; i < count; ++i) out.seq_lens[i] = state_->sequences[state_->planned[i]].length;
+    std::fill(out.seq_lens + count, out.seq_lens + std::max(count, out.num_rows), 0);
+    if (out.cu_seqlens_q) {
+        int32_t total = 0;
+        out.cu_seqlens_q[0] = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            total += num_new_tokens ? num_new_tokens[i] : 1;
+            out.cu_seqlens_q[i + 1] = total;
+        }
+        std::fill(out.cu_seqlens_q + count + 1, out.cu_seqlens_q + out.max_batch + 1, total);
+    }
+    out.num_rows = count;
+}
+
+}  // namespace octavo

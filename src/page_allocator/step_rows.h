@@ -1,0 +1,43 @@
+// What a StepArrays remembers of the rows that it holds.
+#pragma once
+
+#include <octavo/page_allocator.h>
+
+#include "page_allocator/page_lists.h"
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace octavo {
+
+struct StepArrays::State {
+    // Of a row of a page table: the list that it shows, at this revision, as far as the first num_pages.
+    struct Row {
+        uint64_t revision = 0;
+        int32_t num_pages = 0;
+        int32_t sequence = -1;  // index of its entry; -1: the row is empty
+    };
+    struct Table {
+        PageTableArrays arrays;
+        std::vector<Row> rows;
+        int64_t num_copies = 0;
+    };
+
+    State(int64_t max_batch, const std::vector<PageTableArrays>& tables, int32_t* seq_lens,
+          int32_t* cu_seqlens_q);
+
+    void clear() noexcept;
+    void write_row(Table& table, int64_t row, int32_t sequence, const PageList& list) noexcept;
+    void clear_row(Table& table, int64_t row) noexcept;
+
+    std::mutex mutex;
+    int64_t max_batch;
+    std::vector<Table> tables;
+    int32_t* seq_lens;
+    int32_t* cu_seqlens_q;
+    int64_t num_rows = 0;    // filled by the last step
+    uint64_t allocator = 0;  // that the rows are of
+};
+
+}  // namespace octavo

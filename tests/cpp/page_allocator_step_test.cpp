@@ -1,0 +1,217 @@
+// PageAllocator::step, case by case. The model test compares it with single calls over random batches.
+#include "allocator_testing.h"
+
+#include <octavo/page_allocator.h>
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+namespace octavo {
+namespace {
+
+using Ints = std::vector<int32_t>;
+
+constexpr int32_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+// The arrays of a caller, for a batch of up to 3 sequences of up to 4 pages and 2 copies.
+struct Caller {
+    Ints page_table = Ints(12, 77), seq_lens = Ints(3, 77), cu_seqlens_q = Ints(4, 77), copies = Ints(4, 77);
+    StepArrays arrays{3, {{page_table.data(), 4, 4, copies.data(), 2}}, seq_lens.data(), cu_seqlens_q.data()};
+
+    void step(PageAllocator& allocator, const std::vector<Sequence>& sequences, const Ints& n) {
+        allocator.step(sequences.data(), n.data(), static_cast<int64_t>(sequences.size()), arrays);
+    }
+    std::vector<Ints> seen() const { return {page_table, seq_lens, cu_seqlens_q, copies}; }
+};
+
+TEST(Step, ExtendsAndWrites) {
+    PageAllocator allocator(8, 4);
+    Caller caller;
+    EXPECT_EQ(caller.page_table, Ints(12, -1));
+    EXPECT_EQ(caller.seq_lens, Ints(3, 0));
+    EXPECT_EQ(caller.cu_seqlens_q, Ints(4, 0));
+    Sequence a = allocator.create(), b = allocator.create();
+    caller.step(allocator, {a, b}, {6, 3});
+    EXPECT_EQ(caller.page_table, Ints({0, 1, -1, -1, 2, -1, -1, -1, -1, -1, -1, -1}));
+    EXPECT_EQ(caller.seq_lens, Ints({6, 3, 0}));
+    EXPECT_EQ(caller.cu_seqlens_q, Ints({0, 6, 9, 9}));
+    caller.step(allocator, {b}, {2});  // fewer rows: the others are padding again
+    EXPECT_EQ(caller.page_table, Ints({2, 3, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1}));
+    EXPECT_EQ(caller.seq_lens, Ints({5, 0, 0}));
+    EXPECT_EQ(caller.cu_seqlens_q, Ints({0, 2, 2, 2}));
+    allocator.step(nullptr, nullptr, 0, caller.arrays);
+    EXPECT_EQ(caller.page_table, Ints(12, -1));
+    EXPECT_EQ(caller.cu_seqlens_q, Ints(4, 0));
+    caller.step(allocator, {a}, {0});
+    EXPECT_EQ(allocator.length(a), 6);
+    EXPECT_EQ(caller.seq_lens, Ints({6, 0, 0}));
+}
+
+TEST(Step, HandsOverTheCopies) {
+    PageAllocator allocator(8, 4);
+    Caller caller;
+    Sequence a = allocator.create();
+    allocator.extend(a, 6);
+    std::vector<Sequence> beams = allocator.fork(a, 2);
+    beams.push_back(a);
+    caller.step(allocator, beams, {1, 1, 1});
+    EXPECT_EQ(caller.arrays.num_copies(), 2);
+    EXPECT_EQ(caller.copies, Ints({1, 2, 1, 3}));
+    EXPECT_EQ(caller.page_table, Ints({0, 2, -1, -1, 0, 3, -1, -1, 0, 1, -1, -1}));
+    EXPECT_TRUE(allocator.take_copies().empty());
+    caller.step(allocator, beams, {1, 1, 1});
+    EXPECT_EQ(caller.arrays.num_copies(), 0);
+}
+
+TEST(Step, LeavesCopiesPendingWhereThereIsNoArrayForThem) {
+    PageAllocator allocator(8, 4);
+    Ints page_table(8), seq_lens(2);
+    StepArrays arrays(2, {{page_table.data(), 4, 4}}, seq_lens.data());
+    Sequence a = allocator.create();
+    allocator.extend(a, 1);
+    std::vector<Sequence> both = {a, allocator.fork(a)[0]};
+    allocator.step(both.data(), nullptr, 2, arrays);  // one token each
+    EXPECT_EQ(seq_lens, Ints({2, 2}));
+    EXPECT_EQ(arrays.num_copies(), 0);
+    EXPECT_EQ(allocator.take_copies().size(), 1u);
+}
+
+TEST(Step, RowsFollowEveryChangeOfPages) {
+    PageAllocator allocator(16, 4);
+    Caller caller;
+    Sequence a = allocator.create(), b = allocator.create();
+    auto expect_rows = [&](const std::vector<Sequence>& sequences) {
+        caller.step(allocator, sequences, Ints(sequences.size(), 0));
+        Ints table(12, -1), lens(3, 0);
+        allocator.write_page_table(sequences.data(), static_cast<int64_t>(sequences.size()), table.data(), 4,
+                                   lens.data());
+        EXPECT_EQ(caller.page_table, table);
+        EXPECT_EQ(caller.seq_lens, lens);
+    };
+    allocator.extend(a, 9);
+    expect_rows({a, b});
+    expect_rows({b, a});  // other rows
+    allocator.truncate(a, 5);
+    allocator.extend(b, 4);  // takes the page that a gave back
+    allocator.extend(a, 8);
+    expect_rows({b, a});
+    allocator.free(b);
+    b = allocator.create();  // the same entry of the table
+    expect_rows({b, a});
+    allocator.extend(b, 1);
+    Sequence c = allocator.fork(b)[0];
+    expect_rows({b, a, c});
+    allocator.extend(b, 1);  // copy on write
+    expect_rows({b, a, c});
+}
+
+TEST(Step, WritesOnlyWhatHasChanged) {
+    PageAllocator allocator(16, 4);
+    Caller caller;
+    Sequence a = allocator.create();
+    caller.step(allocator, {a}, {4});
+    caller.page_table[0] = 55;
+    caller.step(allocator, {a}, {1});
+    EXPECT_EQ(caller.page_table[0], 55);
+    EXPECT_EQ(caller.page_table[1], 1);
+    caller.arrays.reset();
+    EXPECT_EQ(caller.page_table, Ints(12, -1));
+    caller.step(allocator, {a}, {1});
+    EXPECT_EQ(caller.page_table[0], 0);
+}
+
+TEST(Step, ArraysServeOneAllocatorAfterAnother) {
+    Caller caller;
+    PageAllocator first(8, 4), second(8, 4);
+    Sequence a = first.create(), b = second.create(), c = second.create();
+    second.extend(c, 1);
+    caller.step(first, {a}, {5});
+    caller.step(second, {b}, {5});
+    EXPECT_EQ(caller.page_table, Ints({1, 2, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1}));
+}
+
+TEST(Step, WritesOneTableForEachGroup) {
+    PageAllocator allocator({{8, 4}, {8, 2}});
+    Ints wide(8), narrow(8), seq_lens(2), copies(4), more_copies(4);
+    StepArrays arrays(2,
+                      {{wide.data(), 4, 4, copies.data(), 2}, {narrow.data(), 4, 4, more_copies.data(), 2}},
+                      seq_lens.data());
+    Sequence a = allocator.create();
+    int32_t n = 5;
+    allocator.step(&a, &n, 1, arrays);
+    EXPECT_EQ(wide, Ints({0, 1, -1, -1, -1, -1, -1, -1}));
+    EXPECT_EQ(narrow, Ints({0, 1, 2, -1, -1, -1, -1, -1}));
+    std::vector<Sequence> both = {a, allocator.fork(a)[0]};
+    allocator.step(both.data(), nullptr, 2, arrays);
+    EXPECT_EQ(wide, Ints({0, 2, -1, -1, 0, 1, -1, -1}));
+    EXPECT_EQ(narrow, Ints({0, 1, 3, -1, 0, 1, 2, -1}));
+    EXPECT_EQ(copies, Ints({1, 2, 0, 0}));
+    EXPECT_EQ(more_copies, Ints({2, 3, 0, 0}));
+    EXPECT_EQ(arrays.num_copies(0), 1);
+    EXPECT_EQ(arrays.num_copies(1), 1);
+    EXPECT_EQ(message_of<OutOfPages>([&] { allocator.extend(a, 11); }),
+              "extend: needs 6 pages (6 new, 0 copy-on-write), 4 free in group 1");
+    EXPECT_THROW(allocator.pages(a, 2), ValueError);
+    allocator.check_invariants();
+}
+
+TEST(Step, SaysWhichDoNotFit) {
+    PageAllocator allocator(4, 4);
+    Caller caller;
+    Sequence a = allocator.create(), b = allocator.create(), c = allocator.create();
+    caller.step(allocator, {a, b}, {3, 3});
+    const std::vector<Ints> seen = caller.seen();
+    const std::string before = dump(allocator, {a, b, c});
+    try {
+        caller.step(allocator, {a, b, c}, {5, 10, 4});
+        FAIL();
+    } catch (const OutOfPages& error) {
+        EXPECT_EQ(error.indices, std::vector<int64_t>({1}));
+        EXPECT_STREQ(error.what(),
+                     "step: 1 of 3 sequences do not fit: seqs[1] need 3 pages, 0 of 2 free ones are left");
+    }
+    EXPECT_EQ(caller.seen(), seen);
+    EXPECT_EQ(dump(allocator, {a, b, c}), before);
+    caller.step(allocator, {a, c}, {5, 4});
+    EXPECT_EQ(allocator.num_free_pages(), 0);
+}
+
+TEST(Step, RefusesAndChangesNothing) {
+    PageAllocator allocator(8, 4);
+    Caller caller;
+    Sequence a = allocator.create(), b = allocator.create(), gone = allocator.create();
+    allocator.free(gone);
+    caller.step(allocator, {a, b}, {3, 1});
+    std::vector<Sequence> forks = allocator.fork(a, 3);
+    const std::vector<Ints> seen = caller.seen();
+    const std::string before = dump(allocator, {a, b});
+    EXPECT_EQ(message_of<ValueError>([&] { caller.step(allocator, {a, b, a}, {1, 1, 1}); }),
+              "step: sequence " + std::to_string(static_cast<uint64_t>(a)) +
+                  " is given twice (the second time as seqs[2])");
+    EXPECT_EQ(message_of<ValueError>([&] { caller.step(allocator, {a, b}, {1, -1}); }),
+              "step: num_new_tokens[1] (-1) must be at least 0");
+    EXPECT_EQ(message_of<ValueError>([&] { caller.step(allocator, {a}, {kMaxInt32}); }),
+              "step: num_new_tokens[0] (2147483647) and the sequence's length (3) must add up to at most "
+              "2147483647");
+    EXPECT_EQ(
+        message_of<ValueError>([&] { caller.step(allocator, {a, b, forks[0], forks[1]}, {1, 1, 1, 1}); }),
+        "step: there are 4 sequences, but the arrays have max_batch (3) rows");
+    EXPECT_EQ(message_of<ValueError>([&] { caller.step(allocator, {a}, {14}); }),
+              "step: page_table's max_pages (4) must be at least 5, the pages of the longest sequence");
+    EXPECT_THROW(caller.step(allocator, {a, gone}, {1, 1}), InvalidSequence);
+    Sequence other = allocator.fork(b)[0];
+    allocator.extend(other, 1);  // a pending copy; two more are too many
+    EXPECT_EQ(message_of<ValueError>([&] { caller.step(allocator, {forks[0], forks[1]}, {1, 1}); }),
+              "step: copies' max_copies (2) must be at least 3");
+    allocator.free(other);
+    EXPECT_EQ(caller.seen(), seen);
+    EXPECT_EQ(dump(allocator, {a, b}).substr(0, 60), before.substr(0, 60));
+    allocator.check_invariants();
+    PageAllocator two({{8, 4}, {8, 4}});
+    EXPECT_EQ(message_of<ValueError>([&] { caller.step(two, {}, {}); }),
+              "step: the arrays have 1 page tables, but there are 2 groups");
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,135 @@
+"""Host memory, windows and groups of PageAllocator: what Python adds to the C++ tests of the same."""
+
+import re
+
+import numpy as np
+import pytest
+
+import octavo
+
+
+def test_a_sequence_is_preempted_and_resumed():
+    alloc = octavo.PageAllocator(4, 4, num_host_pages=3)
+    assert (alloc.num_host_pages, alloc.num_free_host_pages, alloc.num_groups) == (3, 3, 1)
+    device, host = np.zeros((4, 4), int), np.zeros((3, 4), int)
+    seq = alloc.create()
+    alloc.extend(seq, 10)
+    tokens = np.arange(12).reshape(3, 4)
+    device[alloc.pages(seq)] = tokens
+    transfer, copies = alloc.preempt([seq])
+    assert copies.dtype == np.int32 and copies.shape == (3, 2)
+    assert alloc.num_free_pages == 1
+    host[copies[:, 1]] = device[copies[:, 0]]
+    alloc.confirm(transfer)
+    assert (alloc.num_free_pages, alloc.num_free_host_pages) == (4, 0)
+    with pytest.raises(ValueError, match=f"^step: sequence {seq} is preempted: resume\\(\\) it first$"):
+        alloc.step([seq], 1, octavo.StepArrays(np.empty((1, 4), np.int32), np.empty(1, np.int32)))
+    device[:] = -1
+    transfer, copies = alloc.resume([seq])
+    device[copies[:, 1]] = host[copies[:, 0]]
+    alloc.confirm(transfer)
+    assert (device[alloc.pages(seq)] == tokens).all()
+    with pytest.raises(ValueError, match=r"^confirm: transfer \(\d+\) must be one in flight$"):
+        alloc.confirm(transfer)
+    alloc.check_invariants()
+
+
+def test_a_window_returns_pages():
+    alloc = octavo.PageAllocator(3, 4, window_left=6)
+    seq = alloc.create()
+    for _ in range(100):
+        alloc.extend(seq, 1)
+    pages = alloc.pages(seq)
+    assert (pages[:23] == -1).all() and (pages[23:] >= 0).all()
+    page_table, seq_lens = alloc.page_table([seq])
+    assert (page_table >= 0).all()
+    assert seq_lens.tolist() == [100]
+
+
+@pytest.mark.parametrize("window_left", [0, 3, 6, 50])
+def test_attention_agrees_with_pages_returned_and_kept(window_left):
+    rng = np.random.default_rng(0)
+    alloc, all_pages = octavo.PageAllocator(40, 4, window_left=window_left), octavo.PageAllocator(40, 4)
+    caches = [np.full((2, 40, 4, 1, 8), np.nan, np.float32) for _ in range(2)]
+    seqs = [alloc.create(), all_pages.create()]
+    for n in (1, 17, 1, 1, 9, 1, 30, 1):
+        q, k, v = rng.standard_normal((3, n, 1, 8), dtype=np.float32)
+        outs = []
+        for allocator, seq, (k_pages, v_pages) in zip((alloc, all_pages), seqs, caches, strict=True):
+            allocator.extend(seq, n)
+            page_table, seq_lens = allocator.page_table([seq])
+            cu_seqlens = np.array([0, n], np.int32)
+            octavo.append_kv(k, v, k_pages, v_pages, page_table, seq_lens, cu_seqlens=cu_seqlens)
+            options = {"cu_seqlens_q": cu_seqlens, "window_left": window_left}
+            outs.append(octavo.paged_attention(q, k_pages, v_pages, page_table, seq_lens, **options))
+        assert np.isfinite(outs[0]).all()
+        np.testing.assert_array_equal(*outs)
+    assert alloc.num_free_pages >= all_pages.num_free_pages
+
+
+def test_groups():
+    groups = [octavo.PageGroup(16, 4), octavo.PageGroup(8, 2, window_left=3, num_host_pages=5)]
+    assert (groups[1].num_pages, groups[1].page_size, groups[1].window_left) == (8, 2, 3)
+    alloc = octavo.PageAllocator.from_groups(groups)
+    assert alloc.num_groups == 2
+    arrays = [np.empty((2, 8), np.int32), np.empty((2, 8), np.int32)]
+    copies = [np.empty((2, 2), np.int32), np.empty((2, 2), np.int32)]
+    step_arrays = octavo.StepArrays(arrays, np.empty(2, np.int32), None, copies)
+    seq = alloc.create()
+    assert alloc.step([seq], 5, step_arrays) == (0, 0)
+    both = [seq, *alloc.fork(seq)]
+    assert alloc.step(both, 1, step_arrays) == step_arrays.num_copies == (1, 1)
+    assert [table[0, :3].tolist() for table in arrays] == [[0, 2, -1], [1, 1, 3]]
+    for group in range(2):
+        table, _ = alloc.page_table(both, group)
+        assert (arrays[group][:, : table.shape[1]] == table).all()
+        assert alloc.take_copies(group).shape == (0, 2)
+    assert alloc.pages(seq, group=1).tolist() == [-1, 1, 3]
+    assert alloc.stats(group=1)["page_size"] == 2
+    with pytest.raises(octavo.OutOfPages, match=re.escape("preempt: needs 1 host pages, 0 free in group 0")):
+        alloc.preempt([seq])
+    with pytest.raises(ValueError, match=re.escape("pages: group (2) must be one of the 2 groups")):
+        alloc.pages(seq, 2)
+    alloc.check_invariants()
+
+
+def test_groups_to_the_host():
+    alloc = octavo.PageAllocator.from_groups([octavo.PageGroup(4, 4, num_host_pages=4)] * 2)
+    seq = alloc.create()
+    alloc.extend(seq, 5)
+    transfer, copies = alloc.preempt([seq])
+    assert [array.tolist() for array in copies] == [[[0, 0], [1, 1]]] * 2
+    alloc.confirm(transfer)
+
+
+@pytest.mark.parametrize("groups", [None, "ab", [1, 2], 5])
+def test_bad_groups(groups):
+    with pytest.raises(TypeError, match=r"^from_groups: groups must be a list of octavo\.PageGroup; got "):
+        octavo.PageAllocator.from_groups(groups)
+
+
+def test_bad_sizes():
+    with pytest.raises(ValueError, match=r"^PageAllocator: groups must not be empty$"):
+        octavo.PageAllocator.from_groups([])
+    with pytest.raises(
+        ValueError, match=r"^PageAllocator: window_left \(-2\) must be -1 \(unbounded\) or at"
+    ):
+        octavo.PageAllocator(4, 4, window_left=-2)
+    with pytest.raises(TypeError, match=r"^PageGroup: page_size must be an int; got float$"):
+        octavo.PageGroup(4, 4.0)
+
+
+def test_page_map():
+    alloc = octavo.PageAllocator(8, 4, prefix_cache=True)
+    step_arrays = octavo.StepArrays(np.empty((2, 8), np.int32), np.empty(2, np.int32))
+    a = alloc.create()
+    alloc.step([a], 10, step_arrays, tokens=list(range(10)))
+    (b,) = alloc.fork(a)
+    alloc.extend(b, 3)
+    assert alloc.page_map().dtype == np.int64
+    assert alloc.page_map().tolist() == [-3, -3, a, b, b, -1, -1, -1]
+    alloc.free(a)
+    assert alloc.page_map().tolist() == [b, b, -4, b, b, -1, -1, -1]
+    alloc.take_copies()
+    alloc.free(b)
+    assert alloc.page_map().tolist() == [-2, -2, -1, -1, -1, -1, -1, -1]

@@ -1,0 +1,58 @@
+"""examples/simulate_pages.py: its tables, on a small trace of requests."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SIMULATE = Path(__file__).resolve().parents[2] / "examples" / "simulate_pages.py"
+
+
+def simulate(*arguments):
+    command = [sys.executable, str(SIMULATE), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
+    return {
+        cells[0]: cells[1:] for cells in ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
+    }
+
+
+def percent(cell):
+    return float(cell.removesuffix(" %"))
+
+
+def test_a_made_trace(tmp_path):
+    requests, trace = tmp_path / "requests.jsonl", tmp_path / "pages.npz"
+    rows = simulate("--num-requests", 60, "--pages", 512, "--save-requests", requests, "--trace", trace)
+    header = rows["memory"]
+    waste, found = header.index("waste"), header.index("prompt tokens found")
+    running = header.index("running")
+    assert percent(rows["contiguous, maximum length"][waste]) > 50
+    for name in ("pages", "pages, prefix cache"):
+        assert percent(rows[name][waste]) < 4  # PagedAttention's claim
+        assert float(rows[name][running]) > 1.5 * float(rows["contiguous, maximum length"][running])
+    assert percent(rows["pages, prefix cache"][found]) > 20
+    samples, beams = ([percent(rows[width][i]) for width in "246"] for i in (0, 1))
+    assert samples == sorted(samples) and 10 < samples[0] < samples[-1] < 35
+    assert beams == sorted(beams) and beams[-1] > 55
+    with np.load(trace) as recorded:
+        page_map = recorded["page_map"]
+    assert page_map.shape == (int(rows["pages, prefix cache"][0]), 512)
+    assert (page_map[-1] < 0).sum() > 0 and {-3, -2, -1} <= set(np.unique(page_map))
+    assert simulate("--requests", requests, "--pages", 512) == rows
+
+
+def test_a_given_trace(tmp_path):
+    requests = tmp_path / "requests.jsonl"
+    request = {"arrival": 0, "prompt_len": 33, "output_len": 3, "prefix": "a", "prefix_len": 32}
+    requests.write_text(json.dumps(request) + "\n" + json.dumps({**request, "arrival": 9}) + "\n")
+    rows = simulate("--requests", requests, "--pages", 128)
+    assert rows["pages"][0] == "12"
+    # Of 32 + 32 tokens asked for, the second request finds its 32.
+    assert percent(rows["pages, prefix cache"][rows["memory"].index("prompt tokens found")]) == pytest.approx(
+        50
+    )
