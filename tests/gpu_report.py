@@ -68,10 +68,11 @@ def run_pytest(arguments: list[str]) -> dict[str, object]:
     }
 
 
-def run_cuda_test(binary: Path, tool: str | None) -> dict[str, object]:
+def run_cuda_test(binary: Path, tool: str | None, tests: str = "*") -> dict[str, object]:
     sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"] if tool else []
     start = time.monotonic()
-    result = subprocess.run([*sanitizer, str(binary)], check=False, capture_output=True, text=True)
+    command = [*sanitizer, str(binary), f"--gtest_filter={tests}"]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
     passed = re.search(r"\[  PASSED  \] (\d+) tests?", result.stdout)
     skipped = re.search(r"\[  SKIPPED \]", result.stdout)
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
@@ -80,6 +81,7 @@ def run_cuda_test(binary: Path, tool: str | None) -> dict[str, object]:
         print(result.stdout[-4000:], result.stderr[-2000:], file=sys.stderr)
     return {
         "ok": ok,
+        "tests": tests,
         "passed": int(passed[1]) if passed else 0,
         "summary": summary[-1] if summary else None,
         "seconds": round(time.monotonic() - start, 1),
@@ -90,6 +92,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs everything that needs a GPU; writes a JSON report.")
     parser.add_argument("--cuda-test", type=Path, required=True, help="built from tests/cpp")
     parser.add_argument("--json", type=Path, required=True, help="where the report goes")
+    parser.add_argument(
+        "--sanitize", metavar="FILTER", default="*", help="the C++ tests to run under the sanitizers"
+    )
     parser.add_argument("pytest_arguments", nargs="*", help="passed on to pytest, after --")
     options = parser.parse_args()
 
@@ -99,8 +104,8 @@ def main() -> int:
         "versions": {library: version_of(library) for library in LIBRARIES},
         "pytest": run_pytest(options.pytest_arguments),
         "cuda_test": run_cuda_test(options.cuda_test, None),
-        "memcheck": run_cuda_test(options.cuda_test, "memcheck"),
-        "racecheck": run_cuda_test(options.cuda_test, "racecheck"),
+        "memcheck": run_cuda_test(options.cuda_test, "memcheck", options.sanitize),
+        "racecheck": run_cuda_test(options.cuda_test, "racecheck", options.sanitize),
     }
     report["ok"] = all(report[part]["ok"] for part in ("pytest", "cuda_test", "memcheck", "racecheck"))
     options.json.parent.mkdir(parents=True, exist_ok=True)

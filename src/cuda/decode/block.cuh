@@ -64,8 +64,9 @@ class Copier {
         const int lane = threadIdx.x % 32;
         column_ = lane % kLanesPerRow;
         lane_row_ = lane / kLanesPerRow;
-        k_ = static_cast<const uint4*>(p.k) + column_;
-        v_ = static_cast<const uint4*>(p.v) + column_;
+        // Columns from head_dim on become zeros, from an address that is mapped.
+        k_ = static_cast<const uint4*>(p.k) + (8 * column_ < p.head_dim ? column_ : 0);
+        v_ = static_cast<const uint4*>(p.v) + (8 * column_ < p.head_dim ? column_ : 0);
         place_ = 16 * (lane_row_ * Config::kRowChunks + (column_ ^ lane_row_));
         page_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_outer_stride : p.v_outer_stride) / kPerChunk);
         token_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_token_stride : p.v_token_stride) / kPerChunk);
@@ -78,23 +79,24 @@ class Copier {
         keep(token_stride_);
     }
 
-    // A run of blocks that ends before block `end` of all, from `item` on.
-    __device__ void begin_run(const Schedule<Config::kThreads>& schedule, const Item& item, int32_t end) {
+    // The run of blocks from block `begin` of all, which `item` holds, to block `end`.
+    __device__ void begin_run(const Schedule<Config::kThreads>& schedule, const Item& item, int32_t begin,
+                              int32_t end) {
         schedule_ = &schedule;
         run_end_ = end;
         next_item_ = item;
-        ask_for_pages();
-        begin_next();
+        ask_for_pages(begin - item.begin);
+        begin_item();
     }
 
-    // The run's next item.
+    // The run's next item. Its pages have been asked for, unless this one's last block reached into pages
+    // that never came into use as the first of a block.
     __device__ void begin_next() {
-        item_ = next_item_;
-        seq_ = schedule_->slice(item_.sequence);
-        tiles_ = key_blocks(seq_);
-        num_pages_ = num_pages(seq_);
-        head_offset_ = static_cast<uint32_t>(item_.kv_head) * head_stride_;
-        window_ = next_window_ - 32;  // what was asked for comes into use with the first copy
+        if (OCTAVO_RARE(next_item_.begin != item_.end)) {
+            next_item_ = schedule_->next(item_);
+            ask_for_pages(0);
+        }
+        begin_item();
     }
 
     __device__ const Item& item() const { return item_; }
@@ -161,6 +163,15 @@ class Copier {
     static constexpr int kLanesPerRow = Config::kHeadDim <= 64 ? 8 : (Config::kHeadDim <= 128 ? 16 : 32);
     static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
 
+    __device__ void begin_item() {
+        item_ = next_item_;
+        seq_ = schedule_->slice(item_.sequence);
+        tiles_ = key_blocks(seq_);
+        num_pages_ = num_pages(seq_);
+        head_offset_ = static_cast<uint32_t>(item_.kv_head) * head_stride_;
+        window_ = next_window_ - 32;  // what was asked for comes into use with the first copy
+    }
+
     // Page ids are held 32 at a time, a lane each, and the next 32 are asked for when these come into use:
     // the item's next ones, or the first of the run's next item.
     __device__ void next_pages() {
@@ -171,12 +182,13 @@ class Copier {
             next_ids_ = load_ids(item_, next_window_, num_pages_);
         } else if (item_.end < run_end_) {
             next_item_ = schedule_->next(item_);
-            ask_for_pages();
+            ask_for_pages(0);
         }
     }
-    __device__ void ask_for_pages() {
+    // From block `index` of the next item on.
+    __device__ void ask_for_pages(int32_t index) {
         const SequenceSlice seq = schedule_->slice(next_item_.sequence);
-        next_window_ = page_size_.quotient(key_blocks(seq).start(0));
+        next_window_ = page_size_.quotient(key_blocks(seq).start(index));
         next_ids_ = load_ids(next_item_, next_window_, num_pages(seq));
     }
     __device__ uint32_t load_ids(const Item& item, int32_t first, int32_t num_pages) const {

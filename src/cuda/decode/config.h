@@ -30,8 +30,8 @@ struct DecodeConfig {
                  (222 * 1024 / kWarps - kPieceBytes) / (16 * (kBlockChunks + kQueryChunks)));
     // A row of partial results: weighted sums of values, their maximum, the sum of the weights, padding.
     static constexpr int kPartialRow = kHeadDim + 4;
-    // A CTA's share is at least so many blocks, 64 KB a tile of rows: smaller ones would cost more merging
-    // than they save.
+    // A CTA's share is about so many blocks at least, 64 KB a tile of rows: smaller ones would cost more
+    // merging than they save.
     static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / (16 * kBlockChunks), kWarps);
     // A CTA's share may grow or shrink by as many blocks to end where an item ends: some 32 KB, what an SM
     // reads in the time of a merge.

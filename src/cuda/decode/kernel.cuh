@@ -1,5 +1,6 @@
-// Split-KV paged attention for few rows a KV head: one query token a sequence, or a handful (sm_80 and
-// newer). One launch: work is planned on the device, and the last CTA to finish an item merges its pieces.
+// Split-KV paged attention for few rows a KV head: one query token a sequence, or a handful, where a CTA may
+// have some 200 KB of shared memory. One launch: work is planned on the device, and the last CTA to finish an
+// item merges its pieces.
 //
 // grid: one CTA an SM. Each warp owns a run of blocks of 16 keys (schedule.cuh) with a queue of its own
 // (block.cuh), softmax state and accumulators (item.cuh): no barrier until the merge (merge.cuh).
@@ -13,7 +14,7 @@
 
 namespace octavo::cuda {
 
-// Brings the parameters into the constant cache: each warp waits for one line, not all warps for each. The
+// Brings parameters into the constant cache: each warp waits for one line, not all warps for each. The
 // addresses are constants, since indexed reads go through another cache.
 __device__ __forceinline__ void touch_parameters(const ForwardParams& p) {
     constexpr int kLineWords = 16;
@@ -25,12 +26,11 @@ __device__ __forceinline__ void touch_parameters(const ForwardParams& p) {
 }
 
 // Brings the page table into the L2 cache while the lengths are on their way, unless it is very large.
-__device__ __forceinline__ void touch_page_table(const ForwardParams& p) {
+__device__ __forceinline__ void touch_page_table(const ForwardParams& p, const FastDivide& page_size) {
     constexpr int64_t kLineEntries = 32, kMaxEntries = 256 * 1024;
     const int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLineEntries;
-    if (entry < min(p.batch * p.page_table_stride, kMaxEntries)) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table + entry));
-    }
+    const int64_t end = (p.batch - 1) * p.page_table_stride + page_size.quotient(p.seqlen_k);
+    if (entry < min(end, kMaxEntries)) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table + entry));
 }
 
 template <class T, int kHeadDim, int kRowTiles>
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
 
     ptx::let_next_grid_start();
     ptx::wait_for_previous_grid();
-    touch_page_table(p);
+    touch_page_table(p, plan.page_size);
     const Schedule<Config::kThreads> schedule(p, shared.schedule);
     const CtaRun<Config> run(schedule, plan.pairs);
     const int32_t run_blocks = run.end - run.begin;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     Item first{0, 0, -1, 0}, last{0, 0, -1, 0};
     if (begin < end) {
         Item item = begin < run.begin_item.end ? run.begin_item : schedule.find(begin);
-        copier.begin_run(schedule, item, end);
+        copier.begin_run(schedule, item, begin, end);
         ItemState<T, Config> state(p, plan.group_size, schedule);
         int32_t item_from = begin;  // where this warp's part of the item starts
         int stage = 0, queries = -1, copied_queries = -1;

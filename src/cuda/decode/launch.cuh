@@ -20,8 +20,10 @@ struct DecodeLimits {
         static_assert(kSharedBytes <= 227 * 1024);
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
               "cudaFuncSetAttribute");
-        DecodeLimits limits{std::min(num_sms(device), kMaxDecodeCtas), compute_capability(device) >= 90,
-                            false};
+        // The code may come from the PTX of an older architecture, without the instructions for what follows.
+        cudaFuncAttributes attributes{};
+        check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+        DecodeLimits limits{std::min(num_sms(device), kMaxDecodeCtas), attributes.ptxVersion >= 90, false};
         if (!limits.has_dependent_launch) return limits;
         cudaLaunchAttribute attribute{};
         attribute.id = cudaLaunchAttributeClusterDimension;

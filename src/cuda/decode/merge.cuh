@@ -160,7 +160,7 @@ __device__ __forceinline__ void merge_pair(const PartMerge<T, Config>& merge, De
                 return ptx::load_cluster_float4(address(part, kFloat * (row * Config::kPartialRow + column)));
             });
     }
-    ptx::cluster_barrier_relaxed();  // nobody reads this CTA's memory any more
+    ptx::cluster_barrier();  // nobody reads this CTA's memory any more
 }
 
 // A warp merges its share of the rows of the CTA's pieces.
@@ -204,8 +204,10 @@ class RowMerge {
         if (row_of(lane / 2) < num_rows && (lane % 2 == 0 ? cut_piece[0] : cut_piece[1]) >= 0) {
             is_last = arrive(shared_.cut[lane % 2], row_of(lane / 2));
         }
+        const uint32_t all_merges = __ballot_sync(~0u, is_last);
+        __syncwarp();  // what the lanes that arrived last acquired, all lanes see
 #pragma unroll 1
-        for (uint32_t merges = __ballot_sync(~0u, is_last); merges; merges &= merges - 1) {
+        for (uint32_t merges = all_merges; merges; merges &= merges - 1) {
             const int from = __ffs(merges) - 1, which = from % 2;
             merge_ctas(shared_.items[which == 0 ? cut_piece[0] : cut_piece[1]], shared_.cut[which],
                        row_of(from / 2));

@@ -57,7 +57,7 @@ template <class Config>
 class CtaRun {
   public:
     int32_t begin = 0, end = 0;  // blocks
-    Item begin_item{};           // holds the first block
+    Item begin_item{};           // holds the first block, or ends right before it
     bool in_pair = false;        // the item is this cluster's: two CTAs
 
     // `pairs`: CTAs are launched in clusters of two.
@@ -97,7 +97,8 @@ class CtaRun {
         end = runs_.snap(raw_end, end_item_);
     }
 
-    // The item cut by the begin (0) or the end (1) of the run, if one is.
+    // The CTAs of the item that the begin (0) or the end (1) of the run cuts; if it cuts none, nothing of
+    // use.
     __device__ CutItem cut(int which) const {
         if (parts_ > 0) {
             const int32_t first = static_cast<int32_t>(blockIdx.x) / parts_ * parts_;

@@ -16,13 +16,6 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// The same without making anything visible.
-__device__ __forceinline__ void cluster_barrier_relaxed() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
 // The place of `shared`, an address of this CTA, in the CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t rank) {
     uint32_t address = 0;
