@@ -5,10 +5,13 @@
 #include "cuda/backend.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 namespace octavo::bindings {
 namespace {
+
+constexpr size_t kMostArrays = 10;  // of one call, without reallocation
 
 constexpr const char* kVersionedCapsule = "dltensor_versioned";
 constexpr const char* kUnversionedCapsule = "dltensor";
@@ -136,14 +139,26 @@ void require_cuda(const char* op) {
 
 // ml_dtypes.bfloat16, which NumPy exports neither through DLPack nor as a buffer.
 bool is_bfloat16(nb::handle numpy_array) {
-    static PyObject* known = nullptr;  // the dtype object, kept once seen
+    // The dtype objects seen last, of which there is one a kind. The interpreter lock guards them; one in
+    // here is kept alive, so that its address means this dtype.
+    struct Seen {
+        PyObject* dtype = nullptr;
+        bool is_bfloat16 = false;
+    };
+    static std::array<Seen, 8> cache{};
+    static size_t next = 0;
     static PyObject* const name = PyUnicode_InternFromString("dtype");
-    nb::object dtype = numpy_array.attr(nb::handle(name));
-    if (dtype.ptr() == known) return true;
-    if (!dtype.attr("kind").equal(nb::str("V")) || !dtype.attr("name").equal(nb::str("bfloat16")))
-        return false;
-    if (!known) known = dtype.inc_ref().ptr();
-    return true;
+    const nb::object dtype = numpy_array.attr(nb::handle(name));
+    for (const Seen& seen : cache) {
+        if (seen.dtype == dtype.ptr()) return seen.is_bfloat16;
+    }
+    const bool found =
+        dtype.attr("kind").equal(nb::str("V")) && dtype.attr("name").equal(nb::str("bfloat16"));
+    PyObject* evicted = std::exchange(cache[next].dtype, nb::handle(dtype).inc_ref().ptr());
+    cache[next].is_bfloat16 = found;
+    next = (next + 1) % cache.size();
+    Py_XDECREF(evicted);
+    return found;
 }
 
 }  // namespace
@@ -204,7 +219,6 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         // Before jax 0.12 nothing in the exchange says that the memory must not be written.
         fail<TypeError>(op_, name, " is written to and cannot be a JAX array, which is immutable");
     }
-    if (type.framework == Framework::torch) refuse_gradient(op_, name, array);
     TensorView view;
     if (type.exchange && type.exchange->tensor_from_object) {
         dlpack::Tensor tensor;
@@ -232,8 +246,10 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         view = to_view(op_, name, tensor, accept);
         view.read_only = loan.is_read_only();
         if (view.device != device) refuse_device(name, view.device);
+        if (loans_.empty()) loans_.reserve(kMostArrays);
         loans_.push_back(std::move(loan));
     }
+    if (type.framework == Framework::torch && view.dtype != DType::int32) refuse_gradient(op_, name, array);
     // Only real and imaginary parts of complex tensors carry the bit: there is no complex bfloat16.
     const bool is_part = view.dtype == DType::float32 || view.dtype == DType::float16;
     if (type.framework == Framework::torch && is_part) refuse_negative_bit(op_, name, array);

@@ -257,6 +257,21 @@ def test_read_only_inputs() -> None:
     assert call.k_pages.any()
 
 
+def test_many_dtype_objects() -> None:
+    """What is known of the dtypes seen last: more of them than are remembered, between bfloat16 arrays."""
+    arrays = qkv()
+    expected = octavo.attention(*arrays)
+    bfloat16 = [x.astype(ml_dtypes.bfloat16) for x in arrays]
+    expected_bfloat16 = octavo.attention(*bfloat16)
+    for i in range(40):
+        dtype = np.dtype(np.float32, metadata={"i": i})
+        assert dtype is not np.dtype(np.float32)
+        out = octavo.attention(*(x.view(dtype) for x in arrays))
+        np.testing.assert_array_equal(out, expected)
+        if i % 3 == 0:
+            np.testing.assert_array_equal(octavo.attention(*bfloat16), expected_bfloat16)
+
+
 def test_bfloat16_arrays_of_ml_dtypes_stay_what_they_are() -> None:
     q, k, v = (x.astype(ml_dtypes.bfloat16) for x in qkv())
     out = octavo.attention(q, k, v)

@@ -1,5 +1,6 @@
 """benchmarks/bench_decode.py and bench_prefill.py: what of them needs no GPU."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -235,3 +236,14 @@ def test_torch_oracle_agrees_with_numpy(options: dict) -> None:
     assert len(checked.want) == case.batch * case.num_kv_heads
     assert checked.max_error(torch.from_numpy(true.out)) < 1e-12
     assert np.isnan(checked.max_error(torch.full_like(inputs.out, torch.nan)))
+
+
+def test_call_benchmark(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    command = [sys.executable, BENCHMARKS / "bench_call.py", "--calls", "20", "--rounds", "3", "--json", rows]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {("empty", "numpy"), ("tiny", "numpy")} <= {(row["case"], row["library"]) for row in found}
+    assert all(0 < row["best_us"] <= row["median_us"] < 1e5 for row in found)
+    assert len(done.stdout.splitlines()) == len(found)

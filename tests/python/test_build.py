@@ -64,7 +64,8 @@ def test_package_is_typed():
 
 
 def test_import_brings_no_framework():
-    code = "import sys, octavo; print([m for m in ('torch', 'jax', 'cupy', 'ml_dtypes') if m in sys.modules])"
+    frameworks = ("torch", "transformers", "jax", "cupy", "ml_dtypes")
+    code = f"import sys, octavo; print([m for m in {frameworks} if m in sys.modules])"
     assert python("-c", code).stdout.strip() == "[]"
 
 

@@ -1,0 +1,145 @@
+/* Octavo for C, and for what calls C: Rust, Go, Zig, Python's ctypes.
+ *
+ * The operators of attention.h and paged_attention.h and the allocator of page_allocator.h, which say what
+ * each argument means. Fill an argument struct with its ..._init function, which sets the defaults, then set
+ * what you need. A struct of another version's size is refused.
+ *
+ * Functions return OCTAVO_OK or what went wrong; octavo_last_error() then has the message. No C++ exception
+ * leaves them. Operators may be called from any thread; an allocator from one at a time.
+ *
+ * Link liboctavo.a and the C++ runtime (find_package(octavo) knows how), or load the Python package's
+ * extension module (octavo._core.__file__) into a Python process. */
+#ifndef OCTAVO_OCTAVO_H
+#define OCTAVO_OCTAVO_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define OCTAVO_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum octavo_status {
+    OCTAVO_OK = 0,
+    OCTAVO_VALUE_ERROR = 1,  /* a shape or value that does not fit */
+    OCTAVO_TYPE_ERROR = 2,   /* a dtype that does not fit */
+    OCTAVO_DEVICE_ERROR = 3, /* arrays on several devices, no usable driver, a failed CUDA call */
+    OCTAVO_OUT_OF_PAGES = 4, /* the allocator is as before the call */
+    OCTAVO_INVALID_SEQUENCE = 5,
+    OCTAVO_OUT_OF_MEMORY = 6,
+    OCTAVO_ERROR = 7 /* any other */
+} octavo_status;
+
+/* Of this thread's last call that failed; lives until its next one that fails. */
+OCTAVO_API const char* octavo_last_error(void);
+OCTAVO_API const char* octavo_version(void); /* "0.1.0" */
+
+typedef enum octavo_dtype {
+    OCTAVO_FLOAT32 = 0,
+    OCTAVO_FLOAT16 = 1,
+    OCTAVO_BFLOAT16 = 2,
+    OCTAVO_INT32 = 3
+} octavo_dtype;
+
+typedef enum octavo_device_type { OCTAVO_CPU = 0, OCTAVO_CUDA = 1 } octavo_device_type;
+
+/* A borrowed array. A tensor without data is an argument that is not given. */
+typedef struct octavo_tensor {
+    void* data;
+    const int64_t* shape;   /* [ndim], in elements */
+    const int64_t* strides; /* [ndim], in elements; null: C order */
+    int32_t ndim;
+    int32_t dtype;        /* octavo_dtype */
+    int32_t device_type;  /* octavo_device_type */
+    int32_t device_index; /* of the GPU */
+} octavo_tensor;
+
+typedef struct octavo_attention_args {
+    size_t struct_size; /* set by octavo_attention_args_init */
+    octavo_tensor q, k, v, out;
+    octavo_tensor lse, cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes; /* optional */
+    int64_t max_seqlen_q, max_seqlen_k;                                       /* default: -1, chosen */
+    double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
+    double softcap;                    /* default: 0, none */
+    int64_t window_left, window_right; /* default: -1, unbounded */
+    int32_t causal;                    /* default: 0 */
+    void* stream;                      /* cudaStream_t; default: null */
+} octavo_attention_args;
+
+typedef struct octavo_paged_attention_args {
+    size_t struct_size;
+    octavo_tensor q, k_pages, v_pages, page_table, seq_lens, out;
+    octavo_tensor lse, cu_seqlens_q, prefix_lens, alibi_slopes; /* optional */
+    int64_t max_seqlen_q;                                       /* default: -1, chosen */
+    double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
+    double softcap;                                             /* default: 0, none */
+    int64_t window_left;                                        /* default: -1, unbounded */
+    int64_t num_splits;                                         /* default: -1, chosen */
+    int32_t causal;                                             /* default: 1 */
+    float k_scale, v_scale;                                     /* default: 1 */
+    void* stream;                                               /* cudaStream_t; default: null */
+} octavo_paged_attention_args;
+
+typedef struct octavo_append_kv_args {
+    size_t struct_size;
+    octavo_tensor k, v, k_pages, v_pages, page_table, seq_lens;
+    octavo_tensor cu_seqlens; /* optional */
+    float k_scale, v_scale;   /* default: 1 */
+    void* stream;             /* cudaStream_t; default: null */
+} octavo_append_kv_args;
+
+OCTAVO_API void octavo_attention_args_init(octavo_attention_args* args);
+OCTAVO_API void octavo_paged_attention_args_init(octavo_paged_attention_args* args);
+OCTAVO_API void octavo_append_kv_args_init(octavo_append_kv_args* args);
+
+OCTAVO_API octavo_status octavo_attention(const octavo_attention_args* args);
+OCTAVO_API octavo_status octavo_paged_attention(const octavo_paged_attention_args* args);
+OCTAVO_API octavo_status octavo_append_kv(const octavo_append_kv_args* args);
+OCTAVO_API octavo_status octavo_copy_pages(const octavo_tensor* k_pages, const octavo_tensor* v_pages,
+                                           const octavo_tensor* copies, void* stream);
+OCTAVO_API octavo_status octavo_merge_states(const octavo_tensor* out_a, const octavo_tensor* lse_a,
+                                             const octavo_tensor* out_b, const octavo_tensor* lse_b,
+                                             const octavo_tensor* out, const octavo_tensor* lse,
+                                             void* stream);
+
+typedef struct octavo_page_allocator octavo_page_allocator;
+typedef uint64_t octavo_sequence;
+
+OCTAVO_API octavo_status octavo_page_allocator_new(int64_t num_pages, int64_t page_size,
+                                                   octavo_page_allocator** allocator);
+OCTAVO_API void octavo_page_allocator_delete(octavo_page_allocator* allocator); /* null is fine */
+OCTAVO_API octavo_status octavo_page_allocator_create(octavo_page_allocator* allocator,
+                                                      octavo_sequence* sequence);
+OCTAVO_API octavo_status octavo_page_allocator_extend(octavo_page_allocator* allocator,
+                                                      octavo_sequence sequence, int64_t n);
+OCTAVO_API octavo_status octavo_page_allocator_fork(octavo_page_allocator* allocator,
+                                                    octavo_sequence sequence, int64_t n,
+                                                    octavo_sequence* forks); /* [n], written */
+OCTAVO_API octavo_status octavo_page_allocator_truncate(octavo_page_allocator* allocator,
+                                                        octavo_sequence sequence, int64_t length);
+OCTAVO_API octavo_status octavo_page_allocator_free(octavo_page_allocator* allocator,
+                                                    octavo_sequence sequence);
+OCTAVO_API octavo_status octavo_page_allocator_length(const octavo_page_allocator* allocator,
+                                                      octavo_sequence sequence, int64_t* length);
+/* The columns that a page table of these sequences needs. */
+OCTAVO_API octavo_status octavo_page_allocator_max_pages(const octavo_page_allocator* allocator,
+                                                         const octavo_sequence* sequences, int64_t count,
+                                                         int64_t* max_pages);
+/* page_table [count, max_pages] and seq_lens [count] are written. */
+OCTAVO_API octavo_status octavo_page_allocator_page_table(const octavo_page_allocator* allocator,
+                                                          const octavo_sequence* sequences, int64_t count,
+                                                          int32_t* page_table, int64_t max_pages,
+                                                          int32_t* seq_lens);
+/* Takes the copies that copy-on-write still has to make: *count of them, as (from, to) pairs that live until
+ * the allocator's next call of this function. */
+OCTAVO_API octavo_status octavo_page_allocator_take_copies(octavo_page_allocator* allocator,
+                                                           const int32_t** copies, int64_t* count);
+OCTAVO_API int64_t octavo_page_allocator_num_free_pages(const octavo_page_allocator* allocator);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,201 @@
+"""Octavo as an attention implementation of Hugging Face transformers.
+
+``octavo.transformers.register()``, and then ``from_pretrained(..., attn_implementation="octavo")`` or
+``model.set_attn_implementation("octavo")`` run a model's attention on Octavo, on the CPU and on GPUs.
+
+What maps exactly is served: grouped heads, softcap, causal masks, causal sliding windows and full attention,
+with or without a growing cache, and padding masks [batch, seqlen] (a padded batch is packed first, which
+copies its keys and values). What else a model asks for is refused with a ValueError, never approximated:
+static caches, other masks, attention sinks, position biases, dropout, attention weights. Gradients are
+refused too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+import octavo.torch
+
+__all__ = ["register"]
+
+_ROWS_AT_ONCE = 256  # of a mask that is compared, to bound memory
+
+
+def register(name: str = "octavo") -> None:
+    """Add Octavo to the attention implementations of transformers, under this name.
+
+    Raises:
+        ImportError: this transformers is too old: its masks are described in another way.
+    """
+    if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError(
+            f"octavo.transformers cannot serve transformers {transformers.__version__}: too old"
+        )
+    AttentionInterface.register(name, _attention)
+    AttentionMaskInterface.register(name, _describe_mask)
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """The tokens of a padded batch that are not padding."""
+
+    tokens: Tensor  # int64 [total]: where they are in the batch, flattened
+    cu_seqlens: Tensor  # int32 [batch + 1]
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, is_token: Tensor) -> _Packing:
+        lengths = is_token.sum(1)
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        return cls(is_token.flatten().nonzero().flatten(), cu_seqlens, int(lengths.max()))
+
+    def pack(self, array: Tensor) -> Tensor:
+        """[batch, seqlen, heads, head_dim] to [total, heads, head_dim]."""
+        return array.flatten(0, 1)[self.tokens]
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What a model's layers get as their attention_mask, made once a forward pass."""
+
+    causal: bool
+    window_left: int = -1
+    queries: _Packing | None = None
+    keys: _Packing | None = None
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f"octavo.transformers: {what}; use another attn_implementation, such as sdpa")
+
+
+def _require_causal(
+    batch_size: int,
+    queries: range,
+    keys: range,
+    mask_function: Callable[..., Any],
+    window: int | None,
+    use_vmap: bool,
+    device: torch.device,
+) -> None:
+    """Refuse a function of the indices that is anything else than causal, with this window."""
+    key_positions = torch.arange(keys.start, keys.stop, device=device)
+    for begin in range(queries.start, queries.stop, _ROWS_AT_ONCE):
+        end = min(begin + _ROWS_AT_ONCE, queries.stop)
+        distance = torch.arange(begin, end, device=device)[:, None] - key_positions
+        ours = distance >= 0
+        if window is not None:
+            ours &= distance < window
+        theirs = masking_utils.sdpa_mask(
+            batch_size,
+            end - begin,
+            len(keys),
+            begin,
+            keys.start,
+            mask_function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        if theirs is None or not torch.equal(theirs, ours.expand_as(theirs)):
+            _refuse("this mask is neither causal, nor a causal sliding window, nor full")
+
+
+def _describe_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    device: torch.device,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> _Mask:
+    """Return Octavo's arguments for the mask that transformers describes."""
+    causal = mask_function is not masking_utils.bidirectional_mask_function
+    window_left = -1 if local_size is None else local_size - 1
+    if causal:
+        if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+            _refuse("the last query must be at the last key, and in static caches it is not")
+        if mask_function is not masking_utils.causal_mask_function or local_size is not None:
+            queries, keys = range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length)
+            _require_causal(batch_size, queries, keys, mask_function, local_size, use_vmap, device)
+    elif local_size is not None:
+        _refuse("a sliding window is supported in causal attention only")
+
+    is_token = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if is_token is None:
+        return _Mask(causal, window_left)
+    is_token = is_token[:, kv_offset : kv_offset + kv_length]
+    if bool(is_token.all()):
+        return _Mask(causal, window_left)
+    if window_left >= 0 and bool((is_token.diff(dim=1).sum(1) > 2 - is_token[:, 0].int()).any()):
+        _refuse("under a sliding window, padding must be before or after a sequence's tokens")
+    is_query = is_token[:, -q_length:] if causal else is_token.new_ones(batch_size, q_length)
+    return _Mask(causal, window_left, _Packing.of(is_query), _Packing.of(is_token))
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: _Mask | Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: query, key and value are [batch, heads, seqlen, head_dim]."""
+    if dropout != 0.0:
+        _refuse(f"there is no dropout yet; got {dropout}")
+    if options.get("output_attentions"):
+        _refuse("attention weights are never held, and cannot be returned")
+    for name in ("s_aux", "sinks", "position_bias", "head_mask", "cache"):
+        if options.get(name) is not None:
+            _refuse(f"{name} is not supported")
+    if isinstance(attention_mask, Tensor):
+        _refuse(f"a mask of shape {tuple(attention_mask.shape)} is not supported; pass one [batch, seqlen]")
+    mask = attention_mask
+    if mask is None:  # the model makes none, and says in other ways what its layers see
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if sliding_window is not None and not causal:
+            _refuse("a sliding window is supported in causal attention only")
+        mask = _Mask(causal, -1 if sliding_window is None else sliding_window - 1)
+
+    q, k, v = (array.transpose(1, 2) for array in (query, key, value))
+    arguments: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "causal": mask.causal,
+        "window_left": mask.window_left,
+    }
+    if mask.queries is None or mask.keys is None:
+        return octavo.torch.attention(q, k, v, **arguments), None
+    packed = octavo.torch.attention(
+        mask.queries.pack(q),
+        mask.keys.pack(k),
+        mask.keys.pack(v),
+        cu_seqlens_q=mask.queries.cu_seqlens,
+        cu_seqlens_k=mask.keys.cu_seqlens,
+        max_seqlen_q=mask.queries.max_seqlen,
+        max_seqlen_k=mask.keys.max_seqlen,
+        **arguments,
+    )
+    out = q.new_zeros(q.shape)
+    out.view(-1, *q.shape[2:])[mask.queries.tokens] = packed
+    return out, None

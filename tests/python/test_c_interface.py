@@ -1,0 +1,142 @@
+"""include/octavo/octavo.h: the C interface, through the example that calls it by ctypes."""
+
+import re
+import subprocess
+import sys
+from ctypes import byref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import octavo
+from programs import find_program, run
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import c_interface  # noqa: E402
+from c_interface import AttentionArgs, Library, OctavoError, PageAllocator, Tensor  # noqa: E402
+
+HEADER = ROOT / "include" / "octavo" / "octavo.h"
+
+
+@pytest.fixture(scope="module")
+def library():
+    return Library()
+
+
+def normal(*shape):
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def test_example_runs():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "c_interface.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"octavo {octavo.__version__}: 2 samples")
+
+
+def test_decode_equals_dense_attention(library):
+    k, v, q = normal(22, 2, 64), normal(22, 2, 64)[::-1], normal(2, 8, 64)
+    out = c_interface.decode(library, k, v, q)
+    for sample in range(2):
+        seen = [*range(20), 20 + sample]
+        expected = octavo.attention(q[sample][None, None], k[seen][None], v[seen][None])
+        np.testing.assert_allclose(out[sample], expected[0, 0], atol=2e-6)
+
+
+def test_attention_takes_every_argument(library):
+    q, k, v = normal(8, 4, 32), normal(8, 2, 32), normal(8, 2, 32) + 1
+    slopes, prefixes = np.array([0.5, 0.25, 0.1, 0.2], np.float32), np.array([2, 0], np.int32)
+    cu_seqlens = np.array([0, 3, 8], np.int32)
+    out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32)
+    arrays = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    arrays |= {"alibi_slopes": slopes, "prefix_lens": prefixes}
+    scalars = {"max_seqlen_q": 5, "max_seqlen_k": 5, "softmax_scale": 0.3, "softcap": 4.0, "window_left": 2}
+    library.attention(q=q, k=k, v=v, out=out, lse=lse, window_right=1, causal=0, **arrays, **scalars)
+    expected = octavo.attention(q, k, v, window_right=1, return_lse=True, **arrays, **scalars)
+    np.testing.assert_array_equal(out, expected[0])
+    np.testing.assert_array_equal(lse, expected[1])
+    library.attention(q=q, k=k, v=v, out=out, causal=1, **arrays)
+    np.testing.assert_array_equal(out, octavo.attention(q, k, v, causal=True, **arrays))
+
+
+def test_merge_states(library):
+    states = normal(3, 2, 8), normal(3, 2), normal(3, 2, 8) + 1, normal(3, 2) - 1
+    results = np.empty_like(states[0]), np.empty_like(states[1])
+    library.call("merge_states", *(byref(Tensor.of(array)) for array in (*states, *results)), None)
+    for ours, expected in zip(results, octavo.merge_states(*states), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_allocator(library):
+    allocator = PageAllocator(library, 4, 16)
+    sequence = allocator.create()
+    allocator.extend(sequence, 40)
+    with pytest.raises(OctavoError) as error:
+        allocator.extend(sequence, 100)
+    assert error.value.status == 4 and "page" in str(error.value)
+    assert allocator.length(sequence) == 40 and allocator.num_free_pages() == 1
+    forks = allocator.fork(sequence, 2)
+    assert len({sequence, *forks}) == 3
+    allocator.truncate(sequence, 16)
+    table, lengths = allocator.page_table([sequence, *forks])
+    assert lengths.tolist() == [16, 40, 40]
+    assert table[0, 1:].tolist() == [-1, -1] and (table[1] == table[2]).all() and table[0, 0] == table[1, 0]
+    for handle in (sequence, *forks):
+        allocator.free(handle)
+    assert allocator.num_free_pages() == 4
+    with pytest.raises(OctavoError) as error:
+        allocator.length(sequence)
+    assert error.value.status == 5
+    allocator.delete()
+
+
+def test_errors(library):
+    q, k = normal(1, 1, 3, 8), normal(1, 4, 2, 8)
+    out = np.empty_like(q)
+    message = r"attention: num_q_heads \(3\) must be a multiple of num_kv_heads \(2\)"
+    with pytest.raises(OctavoError, match=message) as error:
+        library.attention(q=q, k=k, v=k, out=out)
+    assert error.value.status == 1
+    with pytest.raises(OctavoError, match="attention: v must ") as error:
+        library.attention(q=q, k=q, v=q.astype(np.float16), out=out)
+    assert error.value.status == 2
+    with pytest.raises(OctavoError, match="attention: out must have data"):
+        library.attention(q=q, k=q, v=q, out=Tensor(shape=Tensor.of(q).shape, ndim=4))
+    with pytest.raises(OctavoError, match="attention: k's dtype must be from 0 to 3; got 9"):
+        library.attention(q=q, k=Tensor(data=1, shape=Tensor.of(q).shape, ndim=4, dtype=9), v=q, out=out)
+    with pytest.raises(OctavoError, match=r"args->struct_size \(8\) must be \d+, as the struct's init"):
+        library.call("attention", byref(AttentionArgs(struct_size=8)))
+    with pytest.raises(OctavoError, match="copy_pages: k_pages must not be null"):
+        library.call("copy_pages", None, None, None, None)
+
+
+def test_every_function_of_the_header_is_exported(library):
+    names = set(re.findall(r"\b(octavo_\w+)\(", HEADER.read_text()))
+    assert len(names) > 15
+    for name in names:
+        assert getattr(library._library, name)
+
+
+@pytest.mark.parametrize(("compiler", "language"), [("gcc", "c"), ("g++", "c++")])
+def test_header_is_plain_c(tmp_path, compiler, language):
+    if find_program(compiler) is None:
+        pytest.skip(f"needs {compiler}")
+    source = tmp_path / "use.c"
+    source.write_text(
+        "#include <octavo/octavo.h>\n"
+        f'_Static_assert(sizeof(octavo_tensor) == {c_interface.ctypes.sizeof(Tensor)}, "layout");\n'.replace(
+            "_Static_assert", "static_assert" if language == "c++" else "_Static_assert"
+        )
+        + "int main(void) { octavo_attention_args args; octavo_attention_args_init(&args); return 0; }\n"
+    )
+    standard = "c++17" if language == "c++" else "c11"
+    flags = [f"-std={standard}", "-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    run(compiler, "-x", language, *flags, f"-I{HEADER.parents[1]}", source)

@@ -1,0 +1,234 @@
+"""octavo.torch: the operators inside PyTorch's dispatcher and compilers."""
+
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.library import opcheck  # noqa: E402
+
+import octavo  # noqa: E402
+import octavo.torch  # noqa: E402
+
+OPERATORS = torch.ops.octavo
+NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM = 6, 16, 2, 16
+PAGE_TABLE = torch.tensor([[4, 1, -1], [0, 3, 5]], dtype=torch.int32)
+SEQ_LENS = torch.tensor([20, 41], dtype=torch.int32)
+CU_SEQLENS = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+
+def normal(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(len(shape) + shape[0])
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def make_cache():
+    """Views of one tensor, as many engines have them."""
+    return normal(2, NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM).unbind()
+
+
+def make_calls():
+    """Every operator, with the arguments that change what it takes and returns."""
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    prefixes = torch.tensor([2, 0], dtype=torch.int32)
+    dense = (normal(2, 5, 4, HEAD_DIM), *(normal(2, 9, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)))
+    packed = (normal(8, 4, HEAD_DIM), *(normal(8, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)))
+    lengths = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    cache = make_cache()
+    one_each = (normal(2, 4, HEAD_DIM), *cache, PAGE_TABLE, SEQ_LENS)
+    many_each = (normal(8, 4, HEAD_DIM), *cache, PAGE_TABLE, SEQ_LENS)
+    state = (normal(2, 4, HEAD_DIM), normal(2, 4))
+    new = (normal(8, NUM_KV_HEADS, HEAD_DIM), normal(8, NUM_KV_HEADS, HEAD_DIM))
+    copies = torch.tensor([[4, 2]], dtype=torch.int32)
+    masked = {"window_left": 7, "softcap": 5.0, "alibi_slopes": slopes, "prefix_lens": prefixes}
+    return {
+        "attention": [
+            (dense, {}),
+            (dense, {"causal": True, "return_lse": True, "softmax_scale": 0.3, "window_right": 2, **masked}),
+            (packed, {"return_lse": True, **lengths}),
+        ],
+        "attention_out": [(dense, {"out": torch.empty_like(dense[0]), "return_lse": True})],
+        "paged_attention": [
+            (one_each, {}),
+            (one_each, {"return_lse": True, "num_splits": 2, "k_scale": 0.5, "v_scale": 2.0, **masked}),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "causal": False, "return_lse": True}),
+        ],
+        "paged_attention_out": [
+            (one_each, {"out": torch.empty_like(one_each[0])}),
+            (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),
+        ],
+        "merge_states": [((*state, state[0] + 1, state[1] - 1), {})],
+        "append_kv": [
+            ((*(x[:2] for x in new), *make_cache(), PAGE_TABLE, SEQ_LENS), {}),
+            ((*new, *make_cache(), PAGE_TABLE, SEQ_LENS), {"cu_seqlens": CU_SEQLENS, "k_scale": 2.0}),
+        ],
+        "copy_pages": [((*make_cache(), copies), {})],
+    }
+
+
+CALLS = [
+    pytest.param(name, args, kwargs, id=f"{name}-{index}")
+    for name, calls in make_calls().items()
+    for index, (args, kwargs) in enumerate(calls)
+]
+
+
+def test_every_operator_is_called():
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("octavo::")]
+    assert sorted(names) == sorted(f"octavo::{name}" for name in make_calls())
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
+def test_opcheck(name, args, kwargs):
+    """Torch's own checks: the schema tells what is written, shapes and dtypes are those of the results, and
+    the graph that a compiler makes computes the same."""
+    opcheck(getattr(OPERATORS, name).default, args, kwargs)
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
+def test_equals_octavo(name, args, kwargs):
+    """Eager and compiled, results and what was written, bit for bit."""
+    name = name.removesuffix("_out")
+
+    def results(function):
+        torch._dynamo.reset()
+        ours = [x.clone() for x in args]
+        options = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in kwargs.items()}
+        returned = function(*ours, **options)
+        returned = () if returned is None else returned if isinstance(returned, tuple) else (returned,)
+        return [*returned, *ours, options.get("out", torch.empty(0))]
+
+    expected = results(getattr(octavo, name))
+    operator = getattr(octavo.torch, name)
+    for function in (operator, torch.compile(operator, fullgraph=True)):
+        for x, y in zip(results(function), expected, strict=True):
+            assert x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x, y)
+
+
+def test_signatures_are_those_of_octavo():
+    for name in octavo.torch.__all__:
+        theirs, ours = getattr(octavo, name), getattr(octavo.torch, name)
+        assert inspect.signature(ours) == inspect.signature(theirs) and ours.__doc__ == theirs.__doc__
+        # The dispatcher drops what equals the schema's default, so that octavo's own must be the same.
+        schema = getattr(OPERATORS, name).default._schema
+        for argument in schema.arguments:
+            parameter = inspect.signature(theirs).parameters[argument.name]
+            assert argument.has_default_value() == (parameter.default is not parameter.empty)
+            assert not argument.has_default_value() or argument.default_value == parameter.default
+
+
+def decode_step(q, k, v, cache, page_table, seq_lens):
+    """Writes through views of the cache, then reads them: a compiler must keep the order."""
+    k_pages, v_pages = cache.unbind()
+    octavo.torch.append_kv(k * 2, v, k_pages, v_pages, page_table, seq_lens)
+    a, lse_a = octavo.torch.paged_attention(q + 1, k_pages, v_pages, page_table, seq_lens, return_lse=True)
+    b, lse_b = octavo.torch.paged_attention(q, k_pages, v_pages, page_table, seq_lens, return_lse=True)
+    return octavo.torch.merge_states(a, lse_a, b, lse_b)[0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_compiled_decode(dtype):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(decode_step, fullgraph=True, backend=counter)
+    for batch in (2, 3, 4, 5):
+        cache = torch.stack(make_cache()).to(dtype)
+        table = torch.arange(batch, dtype=torch.int32)[:, None]
+        lens = torch.arange(3, 3 + batch, dtype=torch.int32)
+        arrays = [normal(batch, heads, HEAD_DIM, dtype=dtype) for heads in (4, NUM_KV_HEADS, NUM_KV_HEADS)]
+        caches = cache.clone(), cache.clone()
+        expected = decode_step(*arrays, caches[0], table, lens)
+        actual = compiled(*arrays, caches[1], table, lens)
+        assert not torch.equal(caches[0], cache)
+        assert torch.equal(caches[0], caches[1])
+        # Arithmetic fused around the operators may round 16-bit values less often.
+        torch.testing.assert_close(actual, expected)
+    assert counter.frame_count == 2  # the batch is dynamic from the second on
+
+
+def test_exports():
+    class Decode(torch.nn.Module):
+        def forward(self, q, k_pages, v_pages, page_table, seq_lens):
+            return octavo.torch.paged_attention(q, k_pages, v_pages, page_table, seq_lens, softcap=3.0)
+
+    args = (normal(2, 4, HEAD_DIM), *make_cache(), PAGE_TABLE, SEQ_LENS)
+    exported = torch.export.export(Decode(), args).module()
+    assert torch.equal(exported(*args), octavo.paged_attention(*args, softcap=3.0))
+
+
+def test_fake_tensors_run_nothing():
+    """No data, shapes of any size: what a compiler sees."""
+    with FakeTensorMode():
+        q = torch.empty(1 << 40, 8, 128, dtype=torch.bfloat16)
+        pages = torch.empty(1 << 30, 16, 2, 128, dtype=torch.bfloat16)
+        table = torch.empty(1 << 40, 4096, dtype=torch.int32)
+        lens = torch.empty(1 << 40, dtype=torch.int32)
+        out, lse = octavo.torch.paged_attention(q, pages, pages, table, lens, return_lse=True)
+        assert out.shape == q.shape and out.dtype == torch.bfloat16 and out.is_contiguous()
+        assert lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+        assert octavo.torch.paged_attention(q, pages, pages, table, lens, out=out) is out
+        merged, lse = octavo.torch.merge_states(out, lse, out, lse)
+        assert merged.dtype == torch.bfloat16 and lse.dtype == torch.float32
+        dense = torch.empty(2, 1 << 35, 8, 64, dtype=torch.float16).transpose(1, 2)
+        assert octavo.torch.attention(dense, dense, dense).stride() == torch.empty(dense.shape).stride()
+
+
+def test_gradients_are_refused():
+    q, k, v = normal(1, 3, 4, HEAD_DIM), *(normal(1, 3, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+    weight = torch.ones((), requires_grad=True)
+
+    def model(q, k, v):
+        return octavo.torch.attention(q, k * weight, v)
+
+    compiled = torch.compile(model, fullgraph=True)
+    message = "attention: k requires grad, and this call has no backward; use k.detach"
+    with pytest.raises(TypeError, match=message):
+        model(q, k, v)
+    with pytest.raises(Exception, match=message):
+        compiled(q, k, v)
+    with torch.no_grad():
+        assert torch.equal(model(q, k, v), compiled(q, k, v))
+
+    pages = make_cache()
+    new = normal(2, NUM_KV_HEADS, HEAD_DIM).requires_grad_()
+    before = [x.clone() for x in pages]
+    with pytest.raises(TypeError, match="append_kv: v requires grad, and this call has no backward"):
+        octavo.torch.append_kv(new.detach(), new, *pages, PAGE_TABLE, SEQ_LENS)
+    assert all(map(torch.equal, pages, before))
+
+
+@pytest.mark.parametrize("name", ["append_kv", "copy_pages", "paged_attention_out"])
+def test_autograd_learns_what_was_written(name):
+    args, kwargs = make_calls()[name][0]
+    written = kwargs.get("out", args[0 if name == "copy_pages" else 2])
+    weight = torch.ones((), requires_grad=True)
+    loss = (written * weight).sum()
+    getattr(OPERATORS, name)(*args, **kwargs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_out_may_be_q():
+    args, _ = make_calls()["paged_attention"][0]
+    expected = octavo.paged_attention(*args)
+
+    def step(q, *args):
+        octavo.torch.paged_attention(q, *args, out=q)
+
+    for function in (step, torch.compile(step, fullgraph=True)):
+        q = args[0].clone()
+        function(q, *args[1:])
+        assert torch.equal(q, expected)
+
+
+def test_errors_are_those_of_octavo():
+    q, *rest = make_calls()["paged_attention"][0][0]
+    message = r"paged_attention: num_q_heads \(3\) must be a multiple of num_kv_heads \(2\)"
+    for function in (octavo.torch.paged_attention, torch.compile(octavo.torch.paged_attention)):
+        with pytest.raises(ValueError, match=message):
+            function(q[:, :3].contiguous(), *rest)
+    with pytest.raises(ValueError, match=r"copy_pages: stream must be None in octavo\.torch"):
+        octavo.torch.copy_pages(*make_cache(), torch.empty(0, 2, dtype=torch.int32), stream=7)

