@@ -22,14 +22,14 @@ struct DecodeConfig {
     static constexpr int kRowChunks = (kHeadDim + 63) / 64 * 8;
     static constexpr int kBlockChunks = 2 * kBlockKeys * kRowChunks;
     static constexpr int kQueryChunks = kRows * kRowChunks;
+    // A row of partial results: weighted sums of values, their maximum, the sum of the weights, padding.
+    static constexpr int kPartialRow = kHeadDim + 4;
     // Blocks that a warp has on their way: up to 144 KB an SM, three times what HBM's latency asks for, and
     // what fits beside the queries of as many items and the piece of an item that a warp sets aside.
-    static constexpr int kPieceBytes = kRows * (kHeadDim + 6) * 4;
+    static constexpr int kPieceBytes = kRows * (kPartialRow + 2) * 4;
     static constexpr int kStages =
         std::min(144 * 1024 / (16 * kWarps * kBlockChunks),
                  (222 * 1024 / kWarps - kPieceBytes) / (16 * (kBlockChunks + kQueryChunks)));
-    // A row of partial results: weighted sums of values, their maximum, the sum of the weights, padding.
-    static constexpr int kPartialRow = kHeadDim + 4;
     // A CTA's share is about so many blocks at least, 64 KB a tile of rows: smaller ones would cost more
     // merging than they save.
     static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / (16 * kBlockChunks), kWarps);

@@ -5,8 +5,8 @@
 // grid: one CTA an SM. Each warp owns a run of blocks of 16 keys (schedule.cuh) with a queue of its own
 // (block.cuh), softmax state and accumulators (item.cuh): no barrier until the merge (merge.cuh).
 //
-// Each step stands in one place of the loop and divisions are few on purpose: on small problems a launch
-// spends its time fetching instructions (docs/kernels/decode.md).
+// Each step stands in one place of the loop and divisions are few on purpose: small problems run most of this
+// code once, at some five clocks an instruction (docs/kernels/decode.md).
 #pragma once
 
 #include "cuda/decode/merge.cuh"
