@@ -204,7 +204,15 @@ TensorView Call::output(const char* name, nb::handle array, Accept accept) {
     return import(name, array, accept, true);
 }
 
-TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes) {
+TensorView Call::input_or_host(const char* name, nb::handle array) {
+    return import(name, array, Accept::data, false, true);
+}
+
+TensorView Call::output_or_host(const char* name, nb::handle array) {
+    return import(name, array, Accept::data, true, true);
+}
+
+TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes, bool may_be_on_host) {
     const ArrayType type = array_type_of(array);
     if (type.framework == Framework::none) {
         fail<TypeError>(op_, name,
@@ -227,15 +235,16 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
             refuse(error, PyExc_TypeError, op_, name, array);
         }
         view = to_view(op_, name, tensor, accept);
-        enter_device(name, type, view.device);
+        enter_device(name, type, view.device, may_be_on_host);
     } else {
         nb::object source = nb::borrow(array);
         const bool by_view = type.framework == Framework::numpy && is_bfloat16(array);
         if (by_view) source = array.attr("view")("uint16");
         // Once the first array is on the CPU, the tensor itself will say whether this one is.
-        const bool ask = type.framework != Framework::numpy && !(device_ && device_->type == DeviceType::cpu);
-        const Device device = ask ? device_of(op_, name, array) : Device{};
-        Loan loan = borrow(name, source, type, enter_device(name, type, device));
+        const bool known = type.framework == Framework::numpy ||
+                           (device_ && device_->type == DeviceType::cpu && !may_be_on_host);
+        const Device device = known ? Device{} : device_of(op_, name, array);
+        Loan loan = borrow(name, source, type, enter_device(name, type, device, may_be_on_host));
         if (!loan.is_known_version()) {
             fail<TypeError>(op_, name, " comes in a version of DLPack other than ", dlpack::kMajorVersion);
         }
@@ -263,12 +272,14 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
 
 void Call::refuse_device(const char* name, Device device) const {
     fail<DeviceError>(op_, "all arrays must be on one device; ", name, " is on ", to_string(device),
-                      ", the first array on ", to_string(*device_));
+                      ", the first array on ", to_string(device_.value_or(Device{})));
 }
 
 // Settles on which stream we work, and that the array's own work comes before ours. Returns what
 // __dlpack__(stream=) is to get.
-std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& type, Device device) {
+std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& type, Device device,
+                                          bool may_be_on_host) {
+    if (may_be_on_host && device.type == DeviceType::cpu) return std::nullopt;
     if (device_ && *device_ != device) refuse_device(name, device);
     const bool is_first = !device_;
     device_ = device;
