@@ -67,6 +67,9 @@ struct PageAllocator::State {
     void shorten(SequenceEntry& entry, int32_t length) noexcept;            // all but its pages
 
     PrefixCache& cache_for(const char* call);  // throws ValueError where there is none
+    // How many of the tokens the cache has; `found` are their pages of group 0.
+    int64_t find_prefix(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
+                        bool partly);
     Sequence create_cached(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
                            bool partly);
     // The sequence has the pages of its new tokens, and still its old length.
@@ -75,10 +78,12 @@ struct PageAllocator::State {
     // could find or lose them, not when the tokens come: by then their keys and values are in the caller's
     // arrays, and the page may be exchanged for an equal one.
     bool store_pages(size_t index) noexcept;
+    void store_beside(size_t g, size_t index, int32_t position) noexcept;
     void wait_to_store(size_t index) noexcept;
     // For a sequence that takes another's pages.
     static void set_known(SequenceEntry& to, const SequenceEntry& from) noexcept;
     void check_stored() const;
+    void check_beside(size_t g, int32_t page, int32_t owner) const;
     void store_waiting() noexcept;  // of every sequence that has some
 
     // Room for sequences; throws ValueError in the name of `call` if these would be too many. Returns the

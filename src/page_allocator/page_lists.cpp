@@ -29,16 +29,13 @@ void PageLists::grow(size_t index, Growth growth) noexcept {
     for (int32_t i = 0; i < growth.num_new_pages; ++i) list.pages.push_back(pool.acquire());
 }
 
-void PageLists::return_before(size_t index, int32_t num_pages) noexcept {
+void PageLists::return_before(size_t index, size_t end) noexcept {
     PageList& list = lists_[index];
-    // The last page stays: growing fills it.
-    const int32_t end = std::min(num_pages, static_cast<int32_t>(list.pages.size()) - 1);
-    if (end <= list.num_returned) return;
-    for (int32_t i = end; i-- > list.num_returned;) {
+    for (size_t i = end; i-- > static_cast<size_t>(list.num_returned);) {
         pool.release(list.pages[i]);
         list.pages[i] = PageList::kReturned;
     }
-    list.num_returned = end;
+    list.num_returned = static_cast<int32_t>(end);
     list.revision = ++last_revision_;
 }
 

@@ -1,14 +1,14 @@
 #include "page_allocator/page_pool.h"
 
 #include "common/fail.h"
-#include "page_allocator/prefix_cache.h"
+#include "page_allocator/stored_pages.h"
 
 #include <algorithm>
 #include <new>
 
 namespace octavo {
 
-PagePool::PagePool(int32_t num_pages, PrefixCache* cache)
+PagePool::PagePool(int32_t num_pages, StoredPages* cache)
     : pages_(static_cast<Page*>(std::calloc(static_cast<size_t>(num_pages), sizeof(Page)))),
       cache_(cache),
       num_pages_(num_pages) {

@@ -115,7 +115,9 @@ Transfer PageAllocator::preempt(const Sequence* handles, int64_t count) {
     }
     if (state_->cache) {
         for (size_t index : entries) state_->store_pages(index);
-        moves[0] = state_->groups[0].plan_leaving(entries);  // some may have been exchanged
+        for (size_t g = 0; g < moves.size(); ++g) {  // some may have been exchanged
+            moves[g] = state_->groups[g].plan_leaving(entries);
+        }
     }
     return state_->start(entries, std::move(moves), true);
 }
