@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -54,6 +55,9 @@ struct PageAllocator::State {
     [[noreturn]] static void throw_not_on_device(const char* call, const SequenceEntry& entry);
     std::vector<size_t> find_all_at(const char* call, const Sequence* handles, int64_t count,
                                     SequenceEntry::Place place);  // entries
+    // Of the host pages of these sequences, those that the prefix cache has on the device too: entries of the
+    // lists of each group, and the pages.
+    std::vector<std::unordered_map<int32_t, int32_t>> find_intact(const std::vector<size_t>& entries) const;
     Transfer start(const std::vector<size_t>& entries, std::vector<PageLists::Move> moves, bool leaves);
     // Where the prefix cache keeps the tokens of a page.
     int32_t token_page(int32_t page, bool on_host) const;

@@ -3,6 +3,7 @@
 #include "common/fail.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace octavo {
 
@@ -94,18 +95,39 @@ PageLists::Move PageLists::plan_leaving(const std::vector<size_t>& entries) cons
     return move;
 }
 
-PageLists::Move PageLists::plan_arriving(const std::vector<size_t>& entries) const {
+PageLists::Move PageLists::plan_arriving(const std::vector<size_t>& entries,
+                                         std::unordered_map<int32_t, int32_t> intact) const {
     Move move;
+    move.intact = std::move(intact);
     for (size_t index : entries) {
         for (int32_t entry : lists_[index].pages) {
-            if (!PageList::is_on_host(entry)) continue;
+            if (!PageList::is_on_host(entry) || move.intact.count(entry)) continue;
             if (move.position.emplace(entry, move.copies.size()).second) move.copies.push_back({~entry, -1});
         }
     }
     return move;
 }
 
+int64_t PageLists::num_pages_for(const Move& arriving) const {
+    std::vector<int32_t> taken;  // out of the free pages
+    for (auto [entry, page] : arriving.intact) {
+        if (pool.is_idle(page)) taken.push_back(page);
+    }
+    std::sort(taken.begin(), taken.end());
+    taken.erase(std::unique(taken.begin(), taken.end()), taken.end());
+    return static_cast<int64_t>(arriving.copies.size() + taken.size());
+}
+
 void PageLists::make(const std::vector<size_t>& entries, Move& move, PagePool& from, PagePool& to) noexcept {
+    for (size_t index : entries) {
+        for (int32_t& entry : lists_[index].pages) {  // before others are taken, which evicts
+            const auto found = move.intact.find(entry);
+            if (found == move.intact.end()) continue;
+            to.hold(found->second);
+            release_entry(entry);
+            entry = found->second;
+        }
+    }
     for (PageCopy& copy : move.copies) {
         copy.to = to.acquire();
         from.reserve(copy.from);

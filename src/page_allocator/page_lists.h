@@ -95,9 +95,12 @@ class PageLists {
     struct Move {
         std::vector<PageCopy> copies;                  // `to` is filled in when the move is made
         std::unordered_map<int32_t, size_t> position;  // in `copies`, of an entry of the lists
+        std::unordered_map<int32_t, int32_t> intact;   // the page with the same contents that needs no copy
     };
     Move plan_leaving(const std::vector<size_t>& entries) const;
-    Move plan_arriving(const std::vector<size_t>& entries) const;
+    // `intact`: pages of the device that hold the same as a host page (an entry of the lists).
+    Move plan_arriving(const std::vector<size_t>& entries, std::unordered_map<int32_t, int32_t> intact) const;
+    int64_t num_pages_for(const Move& arriving) const;  // free ones
     void leave(const std::vector<size_t>& entries, Move& move) noexcept { make(entries, move, pool, host); }
     void arrive(const std::vector<size_t>& entries, Move& move) noexcept { make(entries, move, host, pool); }
 

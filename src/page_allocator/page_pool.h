@@ -30,6 +30,7 @@ class PagePool {
 
     bool is_shared(int32_t page) const { return num_holders(page) > 1; }
     bool is_stored(int32_t page) const { return pages_[page].holders & kStored; }
+    bool is_idle(int32_t page) const { return pages_[page].holders == kStored && pages_[page].link == 0; }
     // Of a page that somebody holds: another sequence does too, or may find it in the cache.
     bool must_copy(int32_t page) const { return pages_[page].holders > 1; }
     bool has_pending_copy(int32_t page) const { return pages_[page].link != 0; }

@@ -51,6 +51,10 @@ class PrefixCache final : public StoredPages {
     int64_t match(int32_t space, const int32_t* tokens, int64_t count, bool partly,
                   std::vector<int32_t>* pages) const;
 
+    // The page below `parent` with these tokens, or kNone.
+    int32_t find_below(int32_t parent, const int32_t* tokens) const {
+        return find(hash_below(parent, tokens), parent, tokens);
+    }
     // Stores a full page below `parent`, unless another with the same tokens is; returns the one stored.
     int32_t store(int32_t page, int32_t parent) noexcept;
     int32_t parent(int32_t page) const { return nodes_[page].parent; }
