@@ -10,13 +10,23 @@ namespace octavo {
 
 namespace {
 
-int32_t checked_size(const char* name, int64_t value) {
-    if (value < 1 || value > kMaxInt32) {
-        fail<ValueError>("PageAllocator", name, " (", value, ") must be between 1 and ", kMaxInt32);
+void check_group(const PageGroup& group) {
+    auto check_between = [](const char* name, int64_t value, int64_t least) {
+        if (value < least || value > kMaxInt32) {
+            fail<ValueError>("PageAllocator", name, " (", value, ") must be between ", least, " and ",
+                             kMaxInt32);
+        }
+    };
+    check_between("num_pages", group.num_pages, 1);
+    check_between("page_size", group.page_size, 1);
+    if (group.window_left < -1) {
+        fail<ValueError>("PageAllocator", "window_left (", group.window_left,
+                         ") must be -1 (unbounded) or at least 0");
     }
-    return static_cast<int32_t>(value);
+    check_between("num_host_pages", group.num_host_pages, 0);
 }
 
+// Of groups that are right by themselves.
 void check_prefix_cache(const PrefixCacheOptions& options, const std::vector<PageGroup>& groups) {
     if (groups[0].window_left >= 0) {
         fail<ValueError>("PageAllocator", "prefix_cache must be off with a window",
@@ -53,27 +63,20 @@ PageAllocator::State::State(const std::vector<PageGroup>& given,
                             const std::optional<PrefixCacheOptions>& prefix_cache)
     : id(new_allocator_id()) {
     if (given.empty()) fail<ValueError>("PageAllocator", "groups must not be empty");
+    for (const PageGroup& group : given) check_group(group);
     if (prefix_cache) check_prefix_cache(*prefix_cache, given);
     groups.reserve(given.size());
     for (const PageGroup& group : given) {
-        const int32_t num_pages = checked_size("num_pages", group.num_pages);
-        const int32_t page_size = checked_size("page_size", group.page_size);
-        if (group.window_left < -1) {
-            fail<ValueError>("PageAllocator", "window_left (", group.window_left,
-                             ") must be -1 (unbounded) or at least 0");
-        }
+        const auto num_pages = static_cast<int32_t>(group.num_pages);
+        const auto page_size = static_cast<int32_t>(group.page_size);
         const int32_t window_left =
             group.window_left > kMaxInt32 ? -1 : static_cast<int32_t>(group.window_left);
-        if (group.num_host_pages < 0 || group.num_host_pages > kMaxInt32) {
-            fail<ValueError>("PageAllocator", "num_host_pages (", group.num_host_pages,
-                             ") must be between 0 and ", kMaxInt32);
-        }
         StoredPages* stored = nullptr;
-        if (prefix_cache && !cache) {
+        if (cache) {
+            stored = &cache->add_companions(num_pages);
+        } else if (prefix_cache) {
             cache = std::make_unique<PrefixCache>(num_pages, group.num_host_pages, page_size, *prefix_cache);
             stored = cache.get();
-        } else if (cache) {
-            stored = &cache->add_companions(num_pages);
         }
         groups.emplace_back(num_pages, page_size, window_left, static_cast<int32_t>(group.num_host_pages),
                             stored);

@@ -148,11 +148,41 @@ TEST(PageAllocatorMemory, EveryFailedAllocationOfThePrefixCacheToo) {
     give_all_back(allocator, sequences);
 }
 
+TEST(PageAllocatorMemory, EveryFailedAllocationOfGroupsWithAPrefixCache) {
+    PageAllocator allocator({{64, 4, -1, 64}, {64, 4, 5, 64}}, PrefixCacheOptions{});
+    std::vector<Sequence> sequences;
+    sequences.reserve(64);
+    std::vector<int32_t> page_tables(2 * 8 * 16), seq_lens(8);
+    StepArrays arrays(8, {{page_tables.data(), 16, 16}, {page_tables.data() + 8 * 16, 16, 16}},
+                      seq_lens.data());
+    const std::vector<int32_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19};
+    auto append = [&](size_t i, int32_t n) { allocator.step(&sequences[i], &n, 1, arrays, tokens.data()); };
+    Transfer transfer;
+    const Script script = {
+        [&] { sequences.push_back(allocator.create(tokens.data(), 19)); },
+        [&] { append(0, 19); },
+        [&] { sequences.push_back(allocator.create(tokens.data(), 19)); },
+        [&] { append(1, 6); },
+        [&] { sequences.push_back(allocator.fork(sequences[1])[0]); },
+        [&] { append(2, 3); },
+        [&] { allocator.take_copies(0); },
+        [&] { allocator.take_copies(1); },
+        [&] { transfer = allocator.preempt(sequences.data(), 3); },
+        [&] { allocator.confirm(transfer.id); },
+        [&] { EXPECT_EQ(allocator.num_cached_tokens(tokens.data(), 19), 16); },
+        [&] { transfer = allocator.resume(sequences.data(), 3); },
+        [&] { EXPECT_LT(transfer.copies[0].size(), 6u); },
+        [&] { allocator.confirm(transfer.id); },
+    };
+    EXPECT_GT(fail_every_allocation(allocator, sequences, script), 20);
+    give_all_back(allocator, sequences);
+}
+
 TEST(PageAllocatorMemory, ConstructionFailsCleanly) {
-    for (int succeed = 0; succeed < 16; ++succeed) {
+    for (int succeed = 0; succeed < 24; ++succeed) {
         allocations_until_failure = succeed;
         try {
-            PageAllocator allocator(4, 4, PrefixCacheOptions{});
+            PageAllocator allocator({{4, 4}, {4, 4, 3}}, PrefixCacheOptions{});
         } catch (const std::bad_alloc&) {
         }
         allocations_until_failure = kNever;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <random>
 #include <set>
@@ -299,6 +300,10 @@ TEST(PrefixCache, RefusesWhatItCannotDo) {
         message_of<ValueError>([] { PageAllocator({{1 << 29, 4, -1, 1 << 29}}, PrefixCacheOptions{}); }),
         "PageAllocator: num_pages (536870912) and num_host_pages (536870912) must add up to less than "
         "1073741824 with a prefix cache");
+    constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+    EXPECT_EQ(
+        message_of<ValueError>([] { PageAllocator({{4, 4}, {4, 4, -1, kHuge}}, PrefixCacheOptions{}); }),
+        "PageAllocator: num_host_pages (9223372036854775807) must be between 0 and 2147483647");
     PrefixCacheOptions options;
     options.hash_bits = 129;
     EXPECT_EQ(message_of<ValueError>([&] { PageAllocator(4, 4, options); }),
