@@ -2,6 +2,7 @@
 
 #include <array>
 #include <string_view>
+#include <utility>
 
 namespace octavo::bindings {
 namespace {
@@ -43,10 +44,10 @@ const dlpack::ExchangeApi* exchange_api_of(nb::handle type) {
     return complete ? api : nullptr;
 }
 
-// The types seen last. The global interpreter lock guards it; a type in it is kept alive, so that its
-// address means this type.
+// The types seen last. A type in it is kept alive, so that its address means this type.
 struct TypeCache {
     static constexpr size_t kSize = 16;
+    nb::ft_mutex mutex;  // where no interpreter lock guards it
     std::array<PyObject*, kSize> types{};
     std::array<ArrayType, kSize> found{};
     size_t next = 0;
@@ -57,19 +58,22 @@ struct TypeCache {
 ArrayType array_type_of(nb::handle object) {
     static TypeCache cache;
     nb::handle type = object.type();
-    for (size_t i = 0; i < TypeCache::kSize; ++i) {
-        if (cache.types[i] == type.ptr()) return cache.found[i];
+    {
+        nb::ft_lock_guard guard(cache.mutex);
+        for (size_t i = 0; i < TypeCache::kSize; ++i) {
+            if (cache.types[i] == type.ptr()) return cache.found[i];
+        }
     }
     ArrayType found;
     found.framework = framework_of(type);
     if (found.framework == Framework::none) return found;  // refused anyway
     found.exchange = exchange_api_of(type);
     found.is_masked = is_subclass_of(type, "numpy.ma", "MaskedArray");
-    PyObject* evicted = cache.types[cache.next];
-    cache.types[cache.next] = type.inc_ref().ptr();
+    nb::object evicted;  // let go of when the lock is
+    nb::ft_lock_guard guard(cache.mutex);
+    evicted = nb::steal(std::exchange(cache.types[cache.next], type.inc_ref().ptr()));
     cache.found[cache.next] = found;
     cache.next = (cache.next + 1) % TypeCache::kSize;
-    Py_XDECREF(evicted);
     return found;
 }
 

@@ -139,25 +139,30 @@ void require_cuda(const char* op) {
 
 // ml_dtypes.bfloat16, which NumPy exports neither through DLPack nor as a buffer.
 bool is_bfloat16(nb::handle numpy_array) {
-    // The dtype objects seen last, of which there is one a kind. The interpreter lock guards them; one in
-    // here is kept alive, so that its address means this dtype.
+    // The dtype objects seen last, of which there is one a kind. One in here is kept alive, so that its
+    // address means this dtype.
     struct Seen {
         PyObject* dtype = nullptr;
         bool is_bfloat16 = false;
     };
     static std::array<Seen, 8> cache{};
     static size_t next = 0;
+    static nb::ft_mutex mutex;  // where no interpreter lock guards them
     static PyObject* const name = PyUnicode_InternFromString("dtype");
     const nb::object dtype = numpy_array.attr(nb::handle(name));
-    for (const Seen& seen : cache) {
-        if (seen.dtype == dtype.ptr()) return seen.is_bfloat16;
+    {
+        nb::ft_lock_guard guard(mutex);
+        for (const Seen& seen : cache) {
+            if (seen.dtype == dtype.ptr()) return seen.is_bfloat16;
+        }
     }
     const bool found =
         dtype.attr("kind").equal(nb::str("V")) && dtype.attr("name").equal(nb::str("bfloat16"));
-    PyObject* evicted = std::exchange(cache[next].dtype, nb::handle(dtype).inc_ref().ptr());
+    nb::object evicted;  // let go of when the lock is
+    nb::ft_lock_guard guard(mutex);
+    evicted = nb::steal(std::exchange(cache[next].dtype, nb::handle(dtype).inc_ref().ptr()));
     cache[next].is_bfloat16 = found;
     next = (next + 1) % cache.size();
-    Py_XDECREF(evicted);
     return found;
 }
 
