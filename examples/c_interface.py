@@ -209,7 +209,7 @@ def decode(library: Library, k: np.ndarray, v: np.ndarray, q: np.ndarray, page_s
         allocator.extend(sample, 1)
     copies = allocator.take_copies()  # the last page, which both would write to
     arrays = [byref(Tensor.of(array)) for array in (k_pages, v_pages, copies)]
-    library.call("copy_pages", *arrays, c_void_p())
+    library.call("copy_pages", *arrays, None, None, c_void_p())
     page_table, seq_lens = allocator.page_table(samples)
     rows = {"page_table": page_table, "seq_lens": seq_lens}
     library.append_kv(k=k[prompt_len:], v=v[prompt_len:], **cache, **rows)

@@ -97,8 +97,10 @@ OCTAVO_API void octavo_append_kv_args_init(octavo_append_kv_args* args);
 OCTAVO_API octavo_status octavo_attention(const octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention(const octavo_paged_attention_args* args);
 OCTAVO_API octavo_status octavo_append_kv(const octavo_append_kv_args* args);
+/* to_k_pages and to_v_pages: another cache that gets the copies; both null: the same one. */
 OCTAVO_API octavo_status octavo_copy_pages(const octavo_tensor* k_pages, const octavo_tensor* v_pages,
-                                           const octavo_tensor* copies, void* stream);
+                                           const octavo_tensor* copies, const octavo_tensor* to_k_pages,
+                                           const octavo_tensor* to_v_pages, void* stream);
 OCTAVO_API octavo_status octavo_merge_states(const octavo_tensor* out_a, const octavo_tensor* lse_a,
                                              const octavo_tensor* out_b, const octavo_tensor* lse_b,
                                              const octavo_tensor* out, const octavo_tensor* lse,

@@ -123,6 +123,8 @@ class PageAllocator {
     // One group. With a prefix cache, pages are found again by the tokens that step() was told are in them.
     PageAllocator(int64_t num_pages, int64_t page_size,
                   const std::optional<PrefixCacheOptions>& prefix_cache = std::nullopt);
+    // With a prefix cache, group 0 must have no window, and all groups one page size. Pages of further groups
+    // are found with those of group 0: of a group with a window, the last window's.
     explicit PageAllocator(const std::vector<PageGroup>& groups,
                            const std::optional<PrefixCacheOptions>& prefix_cache = std::nullopt);
     ~PageAllocator();
@@ -181,7 +183,8 @@ class PageAllocator {
     // length, or be freed. Throws OutOfPages where the host has too few.
     Transfer preempt(const Sequence* sequences, int64_t count);
     // And back: (host page, device page). Throws OutOfPages where the device has too few. Sequences that
-    // share pages still do if they come back in one call.
+    // share pages still do if they come back in one call. What the prefix cache still has on the device needs
+    // no copy.
     Transfer resume(const Sequence* sequences, int64_t count);
     // The pages of a transfer are copied. Before this, no page of it is handed out, whoever lets it go, and
     // its sequences can be used in no call but free() and length().

@@ -52,10 +52,16 @@ struct AppendKvArgs {
 
 void append_kv(const AppendKvArgs& args);
 
-// Copies whole pages inside the cache. copies: int32 [n, 2], (from, to), rows at any stride; no page is both
-// read and written, and none is written twice.
+// Copies whole pages inside the cache, or from it to another one. copies: int32 [n, 2], (from, to), rows at
+// any stride; no page is both read and written, and none is written twice.
+//
+// Caches may differ in their number of pages, and one of them may be in host memory while the other is on a
+// GPU: then the GPU copies, the host memory must be pinned (cudaHostAlloc, cudaHostRegister), and the host
+// may look at it or change it once the stream has come past the call.
 struct CopyPagesArgs {
-    TensorView k_pages, v_pages, copies;
+    TensorView k_pages, v_pages;
+    TensorView copies;                                 // on the GPU if either cache is
+    std::optional<TensorView> to_k_pages, to_v_pages;  // the other cache; default: the same one
     void* stream = nullptr;
 };
 

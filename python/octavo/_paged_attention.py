@@ -196,25 +196,43 @@ def append_kv(
 
 
 def copy_pages(
-    k_pages: SupportsDLPack, v_pages: SupportsDLPack, copies: SupportsDLPack, *, stream: Stream | None = None
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    copies: SupportsDLPack,
+    *,
+    to_k_pages: SupportsDLPack | None = None,
+    to_v_pages: SupportsDLPack | None = None,
+    stream: Stream | None = None,
 ) -> None:
-    """Copy whole pages inside a cache: what copy-on-write still has to do.
+    """Copy whole pages inside a cache (what copy-on-write still has to do), or from it to another one.
+
+    The other cache may have another number of pages, and one of the two may be in host memory while the other
+    is on a GPU: what ``PageAllocator.preempt`` and ``resume`` ask for. Then the GPU copies, in stream order,
+    so that the host may look at its cache, or change it, once the stream has come past the call; and the host
+    memory must be pinned (``torch.empty(..., pin_memory=True)``, ``cupyx.empty_pinned``), so that the GPU
+    reaches it.
 
     Args:
         k_pages: float32, float16 or bfloat16 [num_pages, page_size, num_kv_heads, head_dim]: the cache of
-            keys; written. Any strides, with a unit last one.
-        v_pages: like k_pages: the cache of values; written.
+            keys; written, unless another one is. Any strides, with a unit last one.
+        v_pages: like k_pages: the cache of values.
         copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; rows at any
-            stride. No page is both read and written, and none is written twice.
-        stream: a CUDA stream to work on instead of the current one of the framework of k_pages, as for
-            ``attention``.
+            stride. No page is both read and written, and none is written twice. On the GPU if either cache
+            is.
+        to_k_pages: the other cache of keys, [any number of pages, page_size, num_kv_heads, head_dim], of the
+            dtype of k_pages, apart from both in memory; written. Default: k_pages.
+        to_v_pages: like to_k_pages, and given together with it: the other cache of values.
+        stream: a CUDA stream to work on instead of the current one of the framework of the first array given
+            that is on a GPU, as for ``attention``.
 
     Raises:
-        ValueError: a shape or value that does not fit, a read-only cache; on the CPU, page numbers too.
-        TypeError: not an array, a wrong dtype, a JAX array as the cache.
-        RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
+        ValueError: a shape or value that does not fit, a read-only cache, host memory that is not pinned; on
+            the CPU, page numbers too.
+        TypeError: not an array, a wrong dtype, a JAX array as the cache that is written.
+        RuntimeError: arrays on several GPUs, `copies` not on the GPU that copies, or a CUDA array where CUDA
+            cannot be used.
     """
-    _core.copy_pages(k_pages, v_pages, copies, stream)
+    _core.copy_pages(k_pages, v_pages, copies, to_k_pages, to_v_pages, stream)
 
 
 def check_page_table(

@@ -111,6 +111,13 @@ def _copy_pages(k_pages: Tensor, v_pages: Tensor, copies: Tensor) -> None:
     octavo.copy_pages(k_pages, v_pages, copies)
 
 
+def _copy_pages_to(
+    k_pages: Tensor, v_pages: Tensor, copies: Tensor, *, to_k_pages: Tensor, to_v_pages: Tensor
+) -> None:
+    _will_write(to_k_pages, to_v_pages)
+    octavo.copy_pages(k_pages, v_pages, copies, to_k_pages=to_k_pages, to_v_pages=to_v_pages)
+
+
 def _fake_merge_states(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
@@ -138,6 +145,12 @@ _define(
     "copy_pages",
     "(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor copies) -> ()",
     _copy_pages,
+    _fake_nothing,
+)
+_define(
+    "copy_pages_to",
+    "(Tensor k_pages, Tensor v_pages, Tensor copies, *, Tensor(a!) to_k_pages, Tensor(b!) to_v_pages) -> ()",
+    _copy_pages_to,
     _fake_nothing,
 )
 
@@ -224,6 +237,17 @@ def append_kv(
 
 
 @_like(octavo.copy_pages)
-def copy_pages(k_pages: Tensor, v_pages: Tensor, copies: Tensor, *, stream: None = None) -> None:
+def copy_pages(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    copies: Tensor,
+    *,
+    to_k_pages: Tensor | None = None,
+    to_v_pages: Tensor | None = None,
+    stream: None = None,
+) -> None:
     _refuse_stream("copy_pages", stream)
-    torch.ops.octavo.copy_pages(k_pages, v_pages, copies)
+    if to_k_pages is None and to_v_pages is None:
+        torch.ops.octavo.copy_pages(k_pages, v_pages, copies)
+    else:
+        torch.ops.octavo.copy_pages_to(k_pages, v_pages, copies, to_k_pages=to_k_pages, to_v_pages=to_v_pages)

@@ -44,10 +44,11 @@ const dlpack::ExchangeApi* exchange_api_of(nb::handle type) {
     return complete ? api : nullptr;
 }
 
-// The types seen last. A type in it is kept alive, so that its address means this type.
+// The types seen last. The interpreter lock guards it, and `mutex` where there is none; a type in it is kept
+// alive, so that its address means this type.
 struct TypeCache {
     static constexpr size_t kSize = 16;
-    nb::ft_mutex mutex;  // where no interpreter lock guards it
+    nb::ft_mutex mutex;
     std::array<PyObject*, kSize> types{};
     std::array<ArrayType, kSize> found{};
     size_t next = 0;
@@ -59,7 +60,7 @@ ArrayType array_type_of(nb::handle object) {
     static TypeCache cache;
     nb::handle type = object.type();
     {
-        nb::ft_lock_guard guard(cache.mutex);
+        const nb::ft_lock_guard lock(cache.mutex);
         for (size_t i = 0; i < TypeCache::kSize; ++i) {
             if (cache.types[i] == type.ptr()) return cache.found[i];
         }
@@ -69,11 +70,14 @@ ArrayType array_type_of(nb::handle object) {
     if (found.framework == Framework::none) return found;  // refused anyway
     found.exchange = exchange_api_of(type);
     found.is_masked = is_subclass_of(type, "numpy.ma", "MaskedArray");
-    nb::object evicted;  // let go of when the lock is
-    nb::ft_lock_guard guard(cache.mutex);
-    evicted = nb::steal(std::exchange(cache.types[cache.next], type.inc_ref().ptr()));
-    cache.found[cache.next] = found;
-    cache.next = (cache.next + 1) % TypeCache::kSize;
+    PyObject* evicted = type.inc_ref().ptr();
+    {
+        const nb::ft_lock_guard lock(cache.mutex);
+        std::swap(evicted, cache.types[cache.next]);
+        cache.found[cache.next] = found;
+        cache.next = (cache.next + 1) % TypeCache::kSize;
+    }
+    Py_XDECREF(evicted);
     return found;
 }
 

@@ -139,30 +139,33 @@ void require_cuda(const char* op) {
 
 // ml_dtypes.bfloat16, which NumPy exports neither through DLPack nor as a buffer.
 bool is_bfloat16(nb::handle numpy_array) {
-    // The dtype objects seen last, of which there is one a kind. One in here is kept alive, so that its
-    // address means this dtype.
+    // The dtype objects seen last, of which there is one a kind. The interpreter lock guards them, and
+    // `mutex` where there is none; one in here is kept alive, so that its address means this dtype.
     struct Seen {
         PyObject* dtype = nullptr;
         bool is_bfloat16 = false;
     };
+    static nb::ft_mutex mutex;
     static std::array<Seen, 8> cache{};
     static size_t next = 0;
-    static nb::ft_mutex mutex;  // where no interpreter lock guards them
     static PyObject* const name = PyUnicode_InternFromString("dtype");
     const nb::object dtype = numpy_array.attr(nb::handle(name));
     {
-        nb::ft_lock_guard guard(mutex);
+        const nb::ft_lock_guard lock(mutex);
         for (const Seen& seen : cache) {
             if (seen.dtype == dtype.ptr()) return seen.is_bfloat16;
         }
     }
     const bool found =
         dtype.attr("kind").equal(nb::str("V")) && dtype.attr("name").equal(nb::str("bfloat16"));
-    nb::object evicted;  // let go of when the lock is
-    nb::ft_lock_guard guard(mutex);
-    evicted = nb::steal(std::exchange(cache[next].dtype, nb::handle(dtype).inc_ref().ptr()));
-    cache[next].is_bfloat16 = found;
-    next = (next + 1) % cache.size();
+    PyObject* evicted = nb::handle(dtype).inc_ref().ptr();
+    {
+        const nb::ft_lock_guard lock(mutex);
+        std::swap(evicted, cache[next].dtype);
+        cache[next].is_bfloat16 = found;
+        next = (next + 1) % cache.size();
+    }
+    Py_XDECREF(evicted);
     return found;
 }
 
@@ -209,7 +212,15 @@ TensorView Call::output(const char* name, nb::handle array, Accept accept) {
     return import(name, array, accept, true);
 }
 
-TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes) {
+TensorView Call::input_or_host(const char* name, nb::handle array) {
+    return import(name, array, Accept::data, false, true);
+}
+
+TensorView Call::output_or_host(const char* name, nb::handle array) {
+    return import(name, array, Accept::data, true, true);
+}
+
+TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes, bool may_be_on_host) {
     const ArrayType type = array_type_of(array);
     if (type.framework == Framework::none) {
         fail<TypeError>(op_, name,
@@ -232,15 +243,16 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
             refuse(error, PyExc_TypeError, op_, name, array);
         }
         view = to_view(op_, name, tensor, accept);
-        enter_device(name, type, view.device);
+        enter_device(name, type, view.device, may_be_on_host);
     } else {
         nb::object source = nb::borrow(array);
         const bool by_view = type.framework == Framework::numpy && is_bfloat16(array);
         if (by_view) source = array.attr("view")("uint16");
         // Once the first array is on the CPU, the tensor itself will say whether this one is.
-        const bool ask = type.framework != Framework::numpy && !(device_ && device_->type == DeviceType::cpu);
-        const Device device = ask ? device_of(op_, name, array) : Device{};
-        Loan loan = borrow(name, source, type, enter_device(name, type, device));
+        const bool known = type.framework == Framework::numpy ||
+                           (device_ && device_->type == DeviceType::cpu && !may_be_on_host);
+        const Device device = known ? Device{} : device_of(op_, name, array);
+        Loan loan = borrow(name, source, type, enter_device(name, type, device, may_be_on_host));
         if (!loan.is_known_version()) {
             fail<TypeError>(op_, name, " comes in a version of DLPack other than ", dlpack::kMajorVersion);
         }
@@ -268,12 +280,14 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
 
 void Call::refuse_device(const char* name, Device device) const {
     fail<DeviceError>(op_, "all arrays must be on one device; ", name, " is on ", to_string(device),
-                      ", the first array on ", to_string(*device_));
+                      ", the first array on ", to_string(device_.value_or(Device{})));
 }
 
 // Settles on which stream we work, and that the array's own work comes before ours. Returns what
 // __dlpack__(stream=) is to get.
-std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& type, Device device) {
+std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& type, Device device,
+                                          bool may_be_on_host) {
+    if (may_be_on_host && device.type == DeviceType::cpu) return std::nullopt;
     if (device_ && *device_ != device) refuse_device(name, device);
     const bool is_first = !device_;
     device_ = device;

@@ -41,7 +41,8 @@ class Loan {
 };
 
 // One call of an operator: imports its arrays, keeps what they lent until the work is done (CPU) or launched
-// (CUDA), and settles the stream. The first array imported decides framework, device and stream.
+// (CUDA), and settles the stream. The first array imported decides framework, device and stream, but for
+// those that may lie in host memory beside others on a GPU.
 class Call {
   public:
     // `stream`: None, or what the caller wants instead of the first array's current stream.
@@ -53,6 +54,9 @@ class Call {
     std::optional<TensorView> optional_input(const char* name, nb::handle array, Accept accept);
     // One that the operator writes.
     TensorView output(const char* name, nb::handle array, Accept accept = Accept::data);
+    // These may be in host memory whatever the device is; there they do not decide it.
+    TensorView input_or_host(const char* name, nb::handle array);
+    TensorView output_or_host(const char* name, nb::handle array);
 
     const char* op() const { return op_; }
     nb::handle first_array() const { return first_array_; }
@@ -73,9 +77,11 @@ class Call {
     }
 
   private:
-    TensorView import(const char* name, nb::handle array, Accept accept, bool writes);
+    TensorView import(const char* name, nb::handle array, Accept accept, bool writes,
+                      bool may_be_on_host = false);
     [[noreturn]] void refuse_device(const char* name, Device device) const;
-    std::optional<int64_t> enter_device(const char* name, const ArrayType& type, Device device);
+    std::optional<int64_t> enter_device(const char* name, const ArrayType& type, Device device,
+                                        bool may_be_on_host);
     Loan borrow(const char* name, nb::handle array, const ArrayType& type,
                 std::optional<int64_t> stream) const;
     void before_work() const;

@@ -106,11 +106,19 @@ void append_kv(nb::handle k, nb::handle v, nb::handle k_pages, nb::handle v_page
     call.run([&] { octavo::append_kv(args); });
 }
 
-void copy_pages(nb::handle k_pages, nb::handle v_pages, nb::handle copies, nb::handle stream) {
+void copy_pages(nb::handle k_pages, nb::handle v_pages, nb::handle copies, nb::handle to_k_pages,
+                nb::handle to_v_pages, nb::handle stream) {
     Call call("copy_pages", stream);
     CopyPagesArgs args;
-    args.k_pages = call.output("k_pages", k_pages);
-    args.v_pages = call.output("v_pages", v_pages);
+    if (to_k_pages.is_none() && to_v_pages.is_none()) {
+        args.k_pages = call.output("k_pages", k_pages);
+        args.v_pages = call.output("v_pages", v_pages);
+    } else {
+        args.k_pages = call.input_or_host("k_pages", k_pages);
+        args.v_pages = call.input_or_host("v_pages", v_pages);
+        if (!to_k_pages.is_none()) args.to_k_pages = call.output_or_host("to_k_pages", to_k_pages);
+        if (!to_v_pages.is_none()) args.to_v_pages = call.output_or_host("to_v_pages", to_v_pages);
+    }
     args.copies = call.input("copies", copies, Accept::int32);
     args.stream = call.stream();
     call.run([&] { octavo::copy_pages(args); });

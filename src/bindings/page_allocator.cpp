@@ -237,17 +237,23 @@ void bind_page_allocator(nb::module_& m) {
                     "hash_bits: int = 128, event_capacity: int = 0) -> None"))
         .def_static(
             "from_groups",
-            [](nb::handle groups) {
+            [](nb::handle groups, nb::handle prefix_cache, nb::handle hash_key, nb::handle hash_bits,
+               nb::handle event_capacity) {
                 nb::module_::import_("numpy");
                 std::vector<PageGroup> given;
                 if (PyUnicode_Check(groups.ptr()) || !nb::try_cast(groups, given, false)) {
                     fail<TypeError>("from_groups", "groups must be a list of octavo.PageGroup; got ",
                                     bindings::type_name(groups));
                 }
-                return PageAllocator(given);
+                return PageAllocator(given,
+                                     prefix_cache_options(prefix_cache, hash_key, hash_bits, event_capacity));
             },
-            nb::arg("groups").none(),
-            nb::sig("def from_groups(groups: collections.abc.Sequence[PageGroup]) -> PageAllocator"),
+            nb::arg("groups").none(), nb::kw_only(), nb::arg("prefix_cache").none() = false,
+            nb::arg("hash_key").none() = nb::none(), nb::arg("hash_bits").none() = 128,
+            nb::arg("event_capacity").none() = 0,
+            nb::sig("def from_groups(groups: collections.abc.Sequence[PageGroup], *, prefix_cache: bool = "
+                    "False, hash_key: bytes | None = None, hash_bits: int = 128, event_capacity: int = 0) -> "
+                    "PageAllocator"),
             kFromGroupsDoc)
         .def("create", &create, nb::arg("tokens").none() = nb::none(), nb::kw_only(),
              nb::arg("namespace").none() = "",

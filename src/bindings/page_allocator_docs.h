@@ -223,7 +223,7 @@ In each case everything is as before.)";
 constexpr const char* kResumeDoc = R"(Brings preempted sequences back.
 
 Copy the pages, then confirm(): the sequences can be used from then on. Sequences that share pages still do if
-they come back in one call.
+they come back in one call. A page that the prefix cache still has on the device needs no copy.
 
 Args:
     seqs: handles; none may come twice.
@@ -252,13 +252,22 @@ constexpr const char* kFromGroupsDoc =
     R"(Makes an allocator for a model whose layers differ in page size or window.
 
 Each group of layers has pages, caches and page tables of its own; a sequence grows in all of them or in none.
-StepArrays take a list of tables, other calls the number of a group. Without a prefix cache so far.
+StepArrays take a list of tables, other calls the number of a group.
+
+With a prefix cache, create(tokens) finds as many tokens as every group has what its layers see of: of those with a
+window, the last window's pages. Group 0 must have none, and all groups one page size. Events and cache_stats()
+speak of group 0.
 
 Args:
     groups: a list of octavo.PageGroup.
+    prefix_cache: as for PageAllocator. Needs 16 bytes more for each page of a further group.
+    hash_key: as for PageAllocator.
+    hash_bits: as for PageAllocator.
+    event_capacity: as for PageAllocator.
 
 Raises:
-    TypeError, ValueError: groups of another kind, empty, or with a size out of range.)";
+    TypeError, ValueError: groups of another kind, empty, with a size out of range, or that cannot have a prefix
+        cache.)";
 
 constexpr const char* kPageMapDoc = R"(Who holds each page; O(pages).
 

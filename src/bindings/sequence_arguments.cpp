@@ -23,7 +23,7 @@ template <class Take>
 void for_each_item(const char* call, const char* name, const char* of, nb::handle values, const Take& take) {
     if (PyList_Check(values.ptr()) || PyTuple_Check(values.ptr())) {
         const bool is_list = PyList_Check(values.ptr());
-        nb::ft_object_guard guard(values);
+        const nb::ft_object_guard lock(values);  // other threads may change the list, too
         // The size anew each time: converting an item may run code that changes the list.
         for (Py_ssize_t i = 0; i < PySequence_Size(values.ptr()); ++i) {
             take(nb::borrow(is_list ? PyList_GetItem(values.ptr(), i) : PyTuple_GetItem(values.ptr(), i)));

@@ -38,6 +38,7 @@ std::vector<nb::object> items_of(nb::handle object) {
     if (!is_list(object)) {
         items.push_back(nb::borrow(object));
     } else {
+        const nb::ft_object_guard lock(object);
         for (nb::handle item : object) items.push_back(nb::borrow(item));
     }
     return items;

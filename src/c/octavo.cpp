@@ -239,13 +239,16 @@ octavo_status octavo_append_kv(const octavo_append_kv_args* given) {
 }
 
 octavo_status octavo_copy_pages(const octavo_tensor* k_pages, const octavo_tensor* v_pages,
-                                const octavo_tensor* copies, void* stream) {
+                                const octavo_tensor* copies, const octavo_tensor* to_k_pages,
+                                const octavo_tensor* to_v_pages, void* stream) {
     return guarded([&] {
         const Importer import{"copy_pages"};
         octavo::CopyPagesArgs args;
         args.k_pages = import.view("k_pages", k_pages);
         args.v_pages = import.view("v_pages", v_pages);
         args.copies = import.view("copies", copies);
+        if (to_k_pages) args.to_k_pages = import.view("to_k_pages", to_k_pages);
+        if (to_v_pages) args.to_v_pages = import.view("to_v_pages", to_v_pages);
         args.stream = stream;
         octavo::copy_pages(args);
     });

@@ -74,24 +74,23 @@ void append_kv(const AppendKvParams& p) {
 
 void copy_pages(const CopyPagesParams& p) {
     const int64_t element = size_of(p.dtype), row_bytes = p.head_dim * element;
-    auto copy = [&](void* pages, int64_t page_stride, int64_t slot_stride, int64_t head_stride, int64_t from,
-                    int64_t to) {
-        auto* base = static_cast<char*>(pages);
+    using Pages = CopyPagesParams::Pages;
+    auto row = [element](const Pages& pages, int64_t page, int32_t slot, int32_t head) {
+        return static_cast<char*>(pages.data) +
+               (page * pages.page_stride + slot * pages.slot_stride + head * pages.head_stride) * element;
+    };
+    auto copy = [&](const Pages& from, int32_t from_page, const Pages& to, int32_t to_page) {
         for (int32_t slot = 0; slot < p.page_size; ++slot) {
-            for (int32_t h = 0; h < p.num_kv_heads; ++h) {
-                int64_t row = slot * slot_stride + h * head_stride;
-                std::memcpy(base + (to * page_stride + row) * element,
-                            base + (from * page_stride + row) * element, row_bytes);
-            }
+            for (int32_t h = 0; h < p.num_kv_heads; ++h)
+                std::memcpy(row(to, to_page, slot, h), row(from, from_page, slot, h), row_bytes);
         }
     };
     const int64_t page_bytes = 2 * int64_t{p.page_size} * p.num_kv_heads * row_bytes;
     parallel_for_ranges(p.num_copies, grain_for(page_bytes), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int32_t* pages = p.copies + i * p.copies_stride;
-            int32_t from = pages[0], to = pages[1];
-            copy(p.k_pages, p.k_page_stride, p.k_slot_stride, p.k_head_stride, from, to);
-            copy(p.v_pages, p.v_page_stride, p.v_slot_stride, p.v_head_stride, from, to);
+            copy(p.from_k, pages[0], p.to_k, pages[1]);
+            copy(p.from_v, pages[0], p.to_v, pages[1]);
         }
     });
 }

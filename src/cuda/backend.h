@@ -10,6 +10,7 @@
 #include <octavo/build_info.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,9 @@ void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row
 
 // Throws DeviceError, saying why, unless CUDA kernels can run here.
 void require_usable();
+
+// Where kernels on the device see this address of host memory; null unless all of [begin, end) is pinned.
+void* mapped_host_memory(void* address, uintptr_t begin, uintptr_t end, int32_t device_index);
 
 // For array importers. `consumer` waits for what `producer` holds now.
 void order_streams(int32_t device_index, void* producer, void* consumer);

@@ -95,6 +95,20 @@ void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row
     check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
 }
 
+void* mapped_host_memory(void* address, uintptr_t begin, uintptr_t end, int32_t device_index) {
+    const DeviceGuard guard(device_index);
+    auto mapped = [](const void* address) -> void* {
+        cudaPointerAttributes attributes{};
+        check(cudaPointerGetAttributes(&attributes, address), "cudaPointerGetAttributes");
+        const bool is_pinned =
+            attributes.type == cudaMemoryTypeHost || attributes.type == cudaMemoryTypeManaged;
+        return is_pinned ? attributes.devicePointer : nullptr;
+    };
+    const bool is_pinned =
+        mapped(reinterpret_cast<const void*>(begin)) && mapped(reinterpret_cast<const void*>(end - 1));
+    return is_pinned ? mapped(address) : nullptr;
+}
+
 void order_streams(int32_t device_index, void* producer, void* consumer) {
     if (producer == consumer) return;
     const DeviceGuard guard(device_index);

@@ -29,12 +29,13 @@ struct AppendKvParams {
 };
 
 struct CopyPagesParams {
+    struct Pages {
+        void* data;  // [num_pages, page_size, num_kv_heads, head_dim], where the device that copies sees it
+        int64_t page_stride, slot_stride, head_stride;
+    };
     DType dtype;
-    Device device;
-    void* k_pages;  // [num_pages, page_size, num_kv_heads, head_dim]
-    int64_t k_page_stride, k_slot_stride, k_head_stride;
-    void* v_pages;
-    int64_t v_page_stride, v_slot_stride, v_head_stride;
+    Device device;  // that copies
+    Pages from_k, from_v, to_k, to_v;
     const int32_t* copies;  // [num_copies, 2]: (from, to)
     int64_t copies_stride;
     int64_t num_copies;

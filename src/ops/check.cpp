@@ -4,13 +4,7 @@
 #include <cstdlib>
 
 namespace octavo {
-namespace {
 
-struct Bytes {
-    uintptr_t begin, end;
-};
-
-// From the first element of `t` to its last.
 Bytes bytes_of(const TensorView& t) {
     const auto data = reinterpret_cast<uintptr_t>(t.data);
     if (t.size() == 0) return {data, data};
@@ -21,8 +15,6 @@ Bytes bytes_of(const TensorView& t) {
     }
     return {data + first * size_of(t.dtype), data + (last + 1) * size_of(t.dtype)};
 }
-
-}  // namespace
 
 void Checker::memory(const char* name, const TensorView& t) const {
     if (t.device != device_) {

@@ -57,6 +57,13 @@ class Checker {
 // 0 where the axis is too short for its stride to matter, so that equal layouts compare equal.
 inline int64_t stride_of(const TensorView& t, int axis) { return t.shape[axis] > 1 ? t.strides[axis] : 0; }
 
+struct Bytes {
+    uintptr_t begin, end;
+};
+
+// From the first byte of the array's elements to past the last.
+Bytes bytes_of(const TensorView& t);
+
 // Whether both name the same elements in the same order.
 bool same_elements(const TensorView& a, const TensorView& b);
 

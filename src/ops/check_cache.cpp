@@ -1,19 +1,32 @@
+#include "cuda/backend.h"
 #include "ops/check.h"
 #include "ops/checks.h"
 
 #include <cmath>
+#include <string>
 #include <vector>
 
 namespace octavo {
 namespace {
 
-// The cache's two arrays, as outputs.
-void check_cache(const Checker& check, const TensorView& k_pages, const TensorView& v_pages) {
-    check.float_dtype("k_pages", k_pages);
-    check.output("k_pages", k_pages, 4, kPages);
-    check.output("v_pages", v_pages, 4, kPages);
-    check.dtype("v_pages", v_pages, k_pages.dtype, " like k_pages");
-    check.same_shape("v_pages", v_pages, "k_pages", k_pages);
+// The two arrays of a cache, by their names.
+struct CacheArrays {
+    const char* k_name;
+    const TensorView& k_pages;
+    const char* v_name;
+    const TensorView& v_pages;
+};
+
+void check_cache(const Checker& check, const CacheArrays& cache, bool is_written = true) {
+    const auto& [k_name, k_pages, v_name, v_pages] = cache;
+    check.float_dtype(k_name, k_pages);
+    check.data(k_name, k_pages, 4, kPages);
+    if (is_written) check.writable(k_name, k_pages);
+    check.data(v_name, v_pages, 4, kPages);
+    if (is_written) check.writable(v_name, v_pages);
+    if (v_pages.dtype != k_pages.dtype)
+        check.dtype(v_name, v_pages, k_pages.dtype, (std::string(" like ") + k_name).c_str());
+    check.same_shape(v_name, v_pages, k_name, k_pages);
     if (k_pages.shape[1] < 1) {
         fail<ValueError>(check.op(), "page_size (", k_pages.shape[1], ") must be at least 1");
     }
@@ -29,6 +42,47 @@ float check_scale(const char* op, const char* name, std::optional<float> scale) 
     return value;
 }
 
+// Where `device` sees the array.
+void* data_for(const char* op, const char* name, const TensorView& array, Device device) {
+    if (device.type == DeviceType::cpu || array.device == device || array.size() == 0) return array.data;
+    const Bytes bytes = bytes_of(array);
+    void* const mapped = cuda::mapped_host_memory(array.data, bytes.begin, bytes.end, device.index);
+    if (!mapped) {
+        fail<ValueError>(op, name,
+                         " must be in pinned host memory (cudaHostAlloc, cudaHostRegister; in PyTorch ",
+                         "pin_memory()) to be copied by ", to_string(device), "; it is in pageable memory");
+    }
+    return mapped;
+}
+
+void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t num_to, bool is_within) {
+    constexpr const char* op = "copy_pages";
+    enum : uint8_t { kRead = 1, kWritten = 2 };
+    std::vector<uint8_t> use(p.num_copies > 0 ? num_to : 0);  // of the pages of the cache that is written
+    auto check_page = [&](int64_t i, int column) {
+        const int32_t page = p.copies[i * p.copies_stride + column];
+        const int64_t num_pages = column == 0 ? num_from : num_to;
+        if (page < 0 || page >= num_pages) {
+            fail<ValueError>(op, "copies[", i, ", ", column, "] must lie in [0, num_pages = ", num_pages,
+                             "); got ", page);
+        }
+        return page;
+    };
+    for (int64_t i = 0; i < p.num_copies; ++i) {
+        const int32_t from = check_page(i, 0);
+        if (is_within) use[from] = kRead;
+    }
+    for (int64_t i = 0; i < p.num_copies; ++i) {
+        const int32_t to = check_page(i, 1);
+        if (use[to]) {
+            fail<ValueError>(op, "copies[", i, ", 1] (", to, ") is also ",
+                             use[to] & kRead ? "copied from" : "copied to by another row",
+                             "; copies are made in no particular order");
+        }
+        use[to] |= kWritten;
+    }
+}
+
 }  // namespace
 
 AppendKvParams check_append_kv(const AppendKvArgs& args) {
@@ -41,7 +95,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
         args.cu_seqlens ? "[total, num_kv_heads, head_dim]" : "[batch, num_kv_heads, head_dim]";
     check.data("k", args.k, 3, axes);
     check.data("v", args.v, 3, axes);
-    check_cache(check, args.k_pages, args.v_pages);
+    check_cache(check, {"k_pages", args.k_pages, "v_pages", args.v_pages});
     check.dtype("k", args.k, p.dtype, " like k_pages");
     check.dtype("v", args.v, p.dtype, " like k_pages");
     check.same_shape("v", args.v, "k", args.k);
@@ -111,52 +165,61 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
 
 CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     constexpr const char* op = "copy_pages";
+    const bool is_within = !args.to_k_pages && !args.to_v_pages;
+    if (!is_within && !(args.to_k_pages && args.to_v_pages)) {
+        fail<ValueError>(op, "to_k_pages and to_v_pages must be given together; got only ",
+                         args.to_k_pages ? "to_k_pages" : "to_v_pages");
+    }
+    const CacheArrays from{"k_pages", args.k_pages, "v_pages", args.v_pages};
+    const CacheArrays to =
+        is_within ? from : CacheArrays{"to_k_pages", *args.to_k_pages, "to_v_pages", *args.to_v_pages};
+    const Device from_device = from.k_pages.device, to_device = to.k_pages.device;
     CopyPagesParams p{};
-    p.device = args.k_pages.device;
+    p.device = from_device.type == DeviceType::cuda ? from_device : to_device;
     p.dtype = args.k_pages.dtype;
-    const Checker check(op, p.device);
-    check_cache(check, args.k_pages, args.v_pages);
-    check.index("copies", args.copies, 2, "[num_copies, 2]");
+    check_cache(Checker(op, from_device), from, is_within);
+    if (!is_within) {
+        check_cache(Checker(op, to_device), to);
+        if (to_device.type == DeviceType::cuda && to_device != p.device) {
+            fail<DeviceError>(op, "two caches on GPUs must be on the same one; to_k_pages is on ",
+                              to_string(to_device), ", k_pages on ", to_string(from_device));
+        }
+        const Checker check(op, p.device);
+        check.dtype("to_k_pages", to.k_pages, p.dtype, " like k_pages");
+        const char* axes[] = {"page_size", "num_kv_heads", "head_dim"};
+        for (int axis = 1; axis < 4; ++axis) {
+            check.equal(axes[axis - 1], "to_k_pages", to.k_pages.shape[axis], "k_pages",
+                        from.k_pages.shape[axis]);
+        }
+        check.apart("k_pages", from.k_pages, "to_k_pages", to.k_pages);
+        check.apart("k_pages", from.k_pages, "to_v_pages", to.v_pages);
+        check.apart("v_pages", from.v_pages, "to_k_pages", to.k_pages);
+        check.apart("v_pages", from.v_pages, "to_v_pages", to.v_pages);
+    }
+    if (args.copies.device != p.device) {
+        fail<DeviceError>(op, "copies must be on the device that copies, ", to_string(p.device),
+                          "; it is on ", to_string(args.copies.device));
+    }
+    Checker(op, p.device).index("copies", args.copies, 2, "[num_copies, 2]");
     if (args.copies.shape[1] != 2) {
         fail<ValueError>(op, "copies must have shape [num_copies, 2]; got ", args.copies.shape_string());
     }
-    p.k_pages = args.k_pages.data;
-    p.k_page_stride = stride_of(args.k_pages, 0);
-    p.k_slot_stride = stride_of(args.k_pages, 1);
-    p.k_head_stride = stride_of(args.k_pages, 2);
-    p.v_pages = args.v_pages.data;
-    p.v_page_stride = stride_of(args.v_pages, 0);
-    p.v_slot_stride = stride_of(args.v_pages, 1);
-    p.v_head_stride = stride_of(args.v_pages, 2);
+    auto pages = [&p](const char* name, const TensorView& array) -> CopyPagesParams::Pages {
+        return {data_for(op, name, array, p.device), stride_of(array, 0), stride_of(array, 1),
+                stride_of(array, 2)};
+    };
+    p.from_k = pages(from.k_name, from.k_pages);
+    p.from_v = pages(from.v_name, from.v_pages);
+    p.to_k = pages(to.k_name, to.k_pages);
+    p.to_v = pages(to.v_name, to.v_pages);
     p.copies = static_cast<const int32_t*>(args.copies.data);
     p.copies_stride = stride_of(args.copies, 0);
     p.num_copies = args.copies.shape[0];
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k_pages.shape[2]);
     p.head_dim = static_cast<int32_t>(args.k_pages.shape[3]);
-    if (p.device.type == DeviceType::cpu) {
-        const int64_t num_pages = args.k_pages.shape[0];
-        enum : uint8_t { kRead = 1, kWritten = 2 };
-        std::vector<uint8_t> use(p.num_copies > 0 ? num_pages : 0);
-        auto check_page = [&](int64_t i, int column) {
-            const int32_t page = p.copies[i * p.copies_stride + column];
-            if (page < 0 || page >= num_pages) {
-                fail<ValueError>(op, "copies[", i, ", ", column, "] must lie in [0, num_pages = ", num_pages,
-                                 "); got ", page);
-            }
-            return page;
-        };
-        for (int64_t i = 0; i < p.num_copies; ++i) use[check_page(i, 0)] |= kRead;
-        for (int64_t i = 0; i < p.num_copies; ++i) {
-            const int32_t to = check_page(i, 1);
-            if (use[to]) {
-                fail<ValueError>(op, "copies[", i, ", 1] (", to, ") is also ",
-                                 use[to] & kRead ? "copied from" : "copied to by another row",
-                                 "; copies are made in no particular order");
-            }
-            use[to] |= kWritten;
-        }
-    }
+    if (p.device.type == DeviceType::cpu)
+        check_copies_in_host(p, from.k_pages.shape[0], to.k_pages.shape[0], is_within);
     return p;
 }
 

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -54,6 +55,9 @@ struct PageAllocator::State {
     [[noreturn]] static void throw_not_on_device(const char* call, const SequenceEntry& entry);
     std::vector<size_t> find_all_at(const char* call, const Sequence* handles, int64_t count,
                                     SequenceEntry::Place place);  // entries
+    // Of the host pages of these sequences, those that the prefix cache has on the device too: entries of the
+    // lists of each group, and the pages.
+    std::vector<std::unordered_map<int32_t, int32_t>> find_intact(const std::vector<size_t>& entries) const;
     Transfer start(const std::vector<size_t>& entries, std::vector<PageLists::Move> moves, bool leaves);
     // Where the prefix cache keeps the tokens of a page.
     int32_t token_page(int32_t page, bool on_host) const;
@@ -67,6 +71,9 @@ struct PageAllocator::State {
     void shorten(SequenceEntry& entry, int32_t length) noexcept;            // all but its pages
 
     PrefixCache& cache_for(const char* call);  // throws ValueError where there is none
+    // How many of the tokens the cache has; `found` are their pages of group 0.
+    int64_t find_prefix(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
+                        bool partly);
     Sequence create_cached(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
                            bool partly);
     // The sequence has the pages of its new tokens, and still its old length.
@@ -75,10 +82,12 @@ struct PageAllocator::State {
     // could find or lose them, not when the tokens come: by then their keys and values are in the caller's
     // arrays, and the page may be exchanged for an equal one.
     bool store_pages(size_t index) noexcept;
+    void store_beside(size_t g, size_t index, int32_t position) noexcept;
     void wait_to_store(size_t index) noexcept;
     // For a sequence that takes another's pages.
     static void set_known(SequenceEntry& to, const SequenceEntry& from) noexcept;
     void check_stored() const;
+    void check_beside(size_t g, int32_t page, int32_t owner) const;
     void store_waiting() noexcept;  // of every sequence that has some
 
     // Room for sequences; throws ValueError in the name of `call` if these would be too many. Returns the

@@ -81,7 +81,7 @@ void PageAllocator::State::commit(const int32_t* n, const int32_t* tokens) noexc
             const PageLists::Growth growth = lists.plan(index, entry.length, num_new);
             const int32_t tail = growth.copies_tail ? lists[index].pages.back() : 0;
             lists.grow(index, growth);
-            if (cache && growth.copies_tail) {
+            if (cache && growth.copies_tail && &lists == groups.data()) {
                 const size_t last = static_cast<size_t>(entry.length / lists.page_size());
                 cache->copy_tokens(tail, lists[index].pages[last], entry.length % lists.page_size());
             }

@@ -18,18 +18,21 @@ int32_t checked_size(const char* name, int64_t value) {
 }
 
 void check_prefix_cache(const PrefixCacheOptions& options, const std::vector<PageGroup>& groups) {
-    if (groups.size() > 1) {
-        fail<ValueError>("PageAllocator", "prefix_cache must be off with several groups; there are ",
-                         groups.size());
-    }
     if (groups[0].window_left >= 0) {
-        fail<ValueError>("PageAllocator", "prefix_cache must be off with a window; window_left is ",
-                         groups[0].window_left);
+        fail<ValueError>("PageAllocator", "prefix_cache must be off with a window",
+                         groups.size() > 1 ? " in group 0" : "", "; window_left is ", groups[0].window_left);
     }
-    if (groups[0].num_pages + groups[0].num_host_pages >= PrefixCache::kMaxPages) {
-        fail<ValueError>("PageAllocator", "num_pages (", groups[0].num_pages, ") and num_host_pages (",
-                         groups[0].num_host_pages, ") must add up to less than ", PrefixCache::kMaxPages,
-                         " with a prefix cache");
+    for (size_t g = 0; g < groups.size(); ++g) {
+        if (groups[g].page_size != groups[0].page_size) {
+            fail<ValueError>("PageAllocator",
+                             "prefix_cache must be off with groups of several page sizes; that of group ", g,
+                             " is ", groups[g].page_size, ", that of group 0 ", groups[0].page_size);
+        }
+        if (groups[g].num_pages + groups[g].num_host_pages >= PrefixCache::kMaxPages) {
+            fail<ValueError>("PageAllocator", "num_pages (", groups[g].num_pages, ") and num_host_pages (",
+                             groups[g].num_host_pages, ") must add up to less than ", PrefixCache::kMaxPages,
+                             " with a prefix cache");
+        }
     }
     if (options.hash_bits < 0 || options.hash_bits > 128) {
         fail<ValueError>("PageAllocator", "hash_bits (", options.hash_bits, ") must be between 0 and 128");
@@ -50,6 +53,7 @@ PageAllocator::State::State(const std::vector<PageGroup>& given,
                             const std::optional<PrefixCacheOptions>& prefix_cache)
     : id(new_allocator_id()) {
     if (given.empty()) fail<ValueError>("PageAllocator", "groups must not be empty");
+    if (prefix_cache) check_prefix_cache(*prefix_cache, given);
     groups.reserve(given.size());
     for (const PageGroup& group : given) {
         const int32_t num_pages = checked_size("num_pages", group.num_pages);
@@ -64,12 +68,15 @@ PageAllocator::State::State(const std::vector<PageGroup>& given,
             fail<ValueError>("PageAllocator", "num_host_pages (", group.num_host_pages,
                              ") must be between 0 and ", kMaxInt32);
         }
-        if (prefix_cache) {
-            check_prefix_cache(*prefix_cache, given);
+        StoredPages* stored = nullptr;
+        if (prefix_cache && !cache) {
             cache = std::make_unique<PrefixCache>(num_pages, group.num_host_pages, page_size, *prefix_cache);
+            stored = cache.get();
+        } else if (cache) {
+            stored = &cache->add_companions(num_pages);
         }
         groups.emplace_back(num_pages, page_size, window_left, static_cast<int32_t>(group.num_host_pages),
-                            cache.get());
+                            stored);
     }
     plans.resize(groups.size());
 }

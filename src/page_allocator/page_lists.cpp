@@ -3,6 +3,7 @@
 #include "common/fail.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace octavo {
 
@@ -29,16 +30,13 @@ void PageLists::grow(size_t index, Growth growth) noexcept {
     for (int32_t i = 0; i < growth.num_new_pages; ++i) list.pages.push_back(pool.acquire());
 }
 
-void PageLists::return_before(size_t index, int32_t num_pages) noexcept {
+void PageLists::return_before(size_t index, size_t end) noexcept {
     PageList& list = lists_[index];
-    // The last page stays: growing fills it.
-    const int32_t end = std::min(num_pages, static_cast<int32_t>(list.pages.size()) - 1);
-    if (end <= list.num_returned) return;
-    for (int32_t i = end; i-- > list.num_returned;) {
+    for (size_t i = end; i-- > static_cast<size_t>(list.num_returned);) {
         pool.release(list.pages[i]);
         list.pages[i] = PageList::kReturned;
     }
-    list.num_returned = end;
+    list.num_returned = static_cast<int32_t>(end);
     list.revision = ++last_revision_;
 }
 
@@ -97,18 +95,39 @@ PageLists::Move PageLists::plan_leaving(const std::vector<size_t>& entries) cons
     return move;
 }
 
-PageLists::Move PageLists::plan_arriving(const std::vector<size_t>& entries) const {
+PageLists::Move PageLists::plan_arriving(const std::vector<size_t>& entries,
+                                         std::unordered_map<int32_t, int32_t> intact) const {
     Move move;
+    move.intact = std::move(intact);
     for (size_t index : entries) {
         for (int32_t entry : lists_[index].pages) {
-            if (!PageList::is_on_host(entry)) continue;
+            if (!PageList::is_on_host(entry) || move.intact.count(entry)) continue;
             if (move.position.emplace(entry, move.copies.size()).second) move.copies.push_back({~entry, -1});
         }
     }
     return move;
 }
 
+int64_t PageLists::num_pages_for(const Move& arriving) const {
+    std::vector<int32_t> taken;  // out of the free pages
+    for (auto [entry, page] : arriving.intact) {
+        if (pool.is_idle(page)) taken.push_back(page);
+    }
+    std::sort(taken.begin(), taken.end());
+    taken.erase(std::unique(taken.begin(), taken.end()), taken.end());
+    return static_cast<int64_t>(arriving.copies.size() + taken.size());
+}
+
 void PageLists::make(const std::vector<size_t>& entries, Move& move, PagePool& from, PagePool& to) noexcept {
+    for (size_t index : entries) {
+        for (int32_t& entry : lists_[index].pages) {  // before others are taken, which evicts
+            const auto found = move.intact.find(entry);
+            if (found == move.intact.end()) continue;
+            to.hold(found->second);
+            release_entry(entry);
+            entry = found->second;
+        }
+    }
     for (PageCopy& copy : move.copies) {
         copy.to = to.acquire();
         from.reserve(copy.from);

@@ -4,6 +4,7 @@
 #include "page_allocator/page_pool.h"
 #include "page_allocator/sequence_table.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -38,7 +39,7 @@ class PageLists {
 
     // window_left: -1, or how many tokens before its own a query sees.
     PageLists(int32_t num_pages, int32_t page_size, int32_t window_left, int32_t num_host_pages,
-              PrefixCache* cache)
+              StoredPages* cache)
         : pool(num_pages, cache), host(num_host_pages), page_size_(page_size), window_left_(window_left) {}
 
     int32_t page_size() const { return page_size_; }
@@ -63,10 +64,16 @@ class PageLists {
     // Needs the room (reserve, and the pool's reserve_copies) and the pages.
     void grow(size_t index, Growth growth) noexcept;
 
-    // Returns the pages that no query sees from position `length` on.
+    // Of the pages of a sequence, how many no query sees from position `length` on. Never the last one:
+    // growing fills it.
+    size_t num_behind(int64_t length, size_t num_pages) const {
+        if (window_left_ < 0 || length <= window_left_ || num_pages == 0) return 0;
+        return std::min(static_cast<size_t>((length - window_left_) / page_size_), num_pages - 1);
+    }
+    // Returns those.
     void return_behind(size_t index, int32_t length) noexcept {
-        if (window_left_ >= 0 && length > window_left_)
-            return_before(index, (length - window_left_) / page_size_);
+        const size_t num_behind = this->num_behind(length, lists_[index].pages.size());
+        if (num_behind > static_cast<size_t>(lists_[index].num_returned)) return_before(index, num_behind);
     }
     // The lengths from which a sequence can go on, with the pages that it still has: 0, and from this one.
     int64_t min_length(size_t index) const {
@@ -88,9 +95,12 @@ class PageLists {
     struct Move {
         std::vector<PageCopy> copies;                  // `to` is filled in when the move is made
         std::unordered_map<int32_t, size_t> position;  // in `copies`, of an entry of the lists
+        std::unordered_map<int32_t, int32_t> intact;   // the page with the same contents that needs no copy
     };
     Move plan_leaving(const std::vector<size_t>& entries) const;
-    Move plan_arriving(const std::vector<size_t>& entries) const;
+    // `intact`: pages of the device that hold the same as a host page (an entry of the lists).
+    Move plan_arriving(const std::vector<size_t>& entries, std::unordered_map<int32_t, int32_t> intact) const;
+    int64_t num_pages_for(const Move& arriving) const;  // free ones
     void leave(const std::vector<size_t>& entries, Move& move) noexcept { make(entries, move, pool, host); }
     void arrive(const std::vector<size_t>& entries, Move& move) noexcept { make(entries, move, host, pool); }
 
@@ -114,7 +124,7 @@ class PageLists {
         for (size_t i = pages.size(); i-- > first;) release_entry(pages[i]);
     }
     void hold_entries(const std::vector<int32_t>& pages) noexcept;
-    void return_before(size_t index, int32_t num_pages) noexcept;
+    void return_before(size_t index, size_t end) noexcept;
     void make(const std::vector<size_t>& entries, Move& move, PagePool& from, PagePool& to) noexcept;
     void check_tier(const SequenceTable& sequences, const PagePool& tier,
                     const std::vector<int32_t>& reserved) const;

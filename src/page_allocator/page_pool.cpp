@@ -1,14 +1,14 @@
 #include "page_allocator/page_pool.h"
 
 #include "common/fail.h"
-#include "page_allocator/prefix_cache.h"
+#include "page_allocator/stored_pages.h"
 
 #include <algorithm>
 #include <new>
 
 namespace octavo {
 
-PagePool::PagePool(int32_t num_pages, PrefixCache* cache)
+PagePool::PagePool(int32_t num_pages, StoredPages* cache)
     : pages_(static_cast<Page*>(std::calloc(static_cast<size_t>(num_pages), sizeof(Page)))),
       cache_(cache),
       num_pages_(num_pages) {
@@ -77,9 +77,8 @@ void PagePool::take_copies(PageCopy* copies) noexcept {
 void PagePool::write_states(int64_t* states) const {
     std::fill_n(states, num_pages_, static_cast<int64_t>(PageState::free));
     for (int32_t page = 0; page < num_touched_; ++page) {
-        const bool is_idle = is_stored(page) && num_holders(page) == 0 && pages_[page].link == 0;
         states[page] = static_cast<int64_t>(is_shared(page) ? PageState::shared
-                                            : is_idle       ? PageState::cached
+                                            : is_idle(page) ? PageState::cached
                                                             : PageState::reserved);
     }
     for (int32_t page = first_free_; page != kNone; page = pages_[page].link) {
@@ -121,7 +120,7 @@ void PagePool::check(const std::vector<int32_t>& holders, const std::vector<int3
         const int32_t num_holders = this->num_holders(page);
         const int32_t link = pages_[page].link;
         stored[page] = is_stored(page);
-        idle[page] = stored[page] && num_holders == 0 && link == 0;
+        idle[page] = is_idle(page);
         if (stored[page] && is_free[page]) fail_page(page, "is stored, but listed as free");
         num_held += num_holders > 0;
         num_shared += num_holders > 1;

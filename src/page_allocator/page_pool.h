@@ -12,13 +12,13 @@
 
 namespace octavo {
 
-class PrefixCache;
+class StoredPages;
 
 class PagePool {
   public:
     // num_pages may be 0: a tier that is not there. Stored pages that nobody holds stay in the cache, and are
     // evicted when all others are in use.
-    explicit PagePool(int32_t num_pages, PrefixCache* cache = nullptr);
+    explicit PagePool(int32_t num_pages, StoredPages* cache = nullptr);
 
     int32_t num_pages() const { return num_pages_; }
     int32_t num_free() const { return num_pages_ - num_touched_ + num_released_ + num_idle(); }
@@ -30,6 +30,7 @@ class PagePool {
 
     bool is_shared(int32_t page) const { return num_holders(page) > 1; }
     bool is_stored(int32_t page) const { return pages_[page].holders & kStored; }
+    bool is_idle(int32_t page) const { return pages_[page].holders == kStored && pages_[page].link == 0; }
     // Of a page that somebody holds: another sequence does too, or may find it in the cache.
     bool must_copy(int32_t page) const { return pages_[page].holders > 1; }
     bool has_pending_copy(int32_t page) const { return pages_[page].link != 0; }
@@ -119,7 +120,7 @@ class PagePool {
     int32_t evict() noexcept;
 
     std::unique_ptr<Page[], Free> pages_;  // from calloc: the kernel zeroes a page of it at its first use
-    PrefixCache* cache_;                   // or null
+    StoredPages* cache_;                   // or null
     std::vector<PageCopy> pending_copies_;
     int32_t num_pages_;
     int32_t num_touched_ = 0;

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
-#include <new>
 #include <random>
 
 namespace octavo {
@@ -40,14 +39,10 @@ Hash128 key_of(const PrefixCacheOptions& options) {
 
 }  // namespace
 
-template <class T>
-ZeroedArray<T>::ZeroedArray(size_t size) : data_(static_cast<T*>(std::calloc(size, sizeof(T)))) {
-    if (!data_) throw std::bad_alloc();
-}
-
 PrefixCache::PrefixCache(int32_t num_pages, int64_t num_host_pages, int32_t page_size,
                          const PrefixCacheOptions& options)
-    : page_size_(page_size),
+    : num_pages_(num_pages),
+      page_size_(page_size),
       key_(key_of(options)),
       low_mask_(mask_of(options.hash_bits)),
       high_mask_(mask_of(options.hash_bits - 64)),
@@ -182,9 +177,10 @@ int32_t PrefixCache::store(int32_t page, int32_t parent) noexcept {
 }
 
 int32_t PrefixCache::evict() noexcept {
-    const int32_t page = first_idle_;
+    const int32_t page = idle_.first();
     assert(page != kNone && nodes_[page].first_child == kNone);
     remove_idle(page);
+    for (const auto& companions : companions_) companions->forget(page);
     log(CacheEvent::Kind::evicted, page);
     erase_slot(page);
     const Node& node = nodes_[page];
@@ -211,19 +207,9 @@ void PrefixCache::erase_slot(int32_t page) noexcept {
     slots_[gap] = {};
 }
 
-void PrefixCache::push_idle(int32_t page) noexcept {
-    nodes_[page].previous_idle = last_idle_;
-    nodes_[page].next_idle = kNone;
-    (last_idle_ == kNone ? first_idle_ : nodes_[last_idle_].next_idle) = page;
-    last_idle_ = page;
-    ++num_idle_;
-}
-
-void PrefixCache::remove_idle(int32_t page) noexcept {
-    const Node& node = nodes_[page];
-    (node.previous_idle == kNone ? first_idle_ : nodes_[node.previous_idle].next_idle) = node.next_idle;
-    (node.next_idle == kNone ? last_idle_ : nodes_[node.next_idle].previous_idle) = node.previous_idle;
-    --num_idle_;
+CompanionPages& PrefixCache::add_companions(int32_t num_pages) {
+    companions_.push_back(std::make_unique<CompanionPages>(num_pages, num_pages_));
+    return *companions_.back();
 }
 
 // Events
@@ -285,15 +271,15 @@ void PrefixCache::check(const std::vector<bool>& is_stored, const std::vector<bo
     }
     std::vector<bool> seen(is_stored.size());
     int32_t num_listed = 0;
-    for (int32_t page = first_idle_; page != kNone; page = nodes_[page].next_idle, ++num_listed) {
+    for (int32_t page = idle_.first(); page != kNone; page = nodes_[page].next_idle, ++num_listed) {
         if (!is_idle[page] || seen[page]) fail_page(page, "is listed as idle, but is not, or twice");
         seen[page] = true;
         if (nodes_[page].parent >= 0 && seen[nodes_[page].parent])
             fail_page(page, "would be evicted after the page above it");
     }
-    if (num_listed != num_idle_ || num_idle != num_idle_) {
-        fail<Error>("check_invariants", num_idle, " pages are idle, ", num_listed, " listed and ", num_idle_,
-                    " counted");
+    if (num_listed != idle_.size() || num_idle != idle_.size()) {
+        fail<Error>("check_invariants", num_idle, " pages are idle, ", num_listed, " listed and ",
+                    idle_.size(), " counted");
     }
 }
 

@@ -9,11 +9,12 @@
 
 #include <octavo/page_allocator.h>
 
+#include "page_allocator/companion_pages.h"
 #include "page_allocator/siphash.h"
+#include "page_allocator/stored_pages.h"
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -21,21 +22,7 @@
 
 namespace octavo {
 
-template <class T>
-class ZeroedArray {  // from calloc: memory that is not used is never touched
-  public:
-    explicit ZeroedArray(size_t size);
-    T& operator[](size_t i) { return data_[i]; }
-    const T& operator[](size_t i) const { return data_[i]; }
-
-  private:
-    struct Free {
-        void operator()(T* data) const { std::free(data); }
-    };
-    std::unique_ptr<T[], Free> data_;
-};
-
-class PrefixCache {
+class PrefixCache final : public StoredPages {
   public:
     static constexpr int32_t kNone = -1;
     static constexpr int64_t kMaxPages = 1 << 30;
@@ -64,23 +51,29 @@ class PrefixCache {
     int64_t match(int32_t space, const int32_t* tokens, int64_t count, bool partly,
                   std::vector<int32_t>* pages) const;
 
+    // The page below `parent` with these tokens, or kNone.
+    int32_t find_below(int32_t parent, const int32_t* tokens) const {
+        return find(hash_below(parent, tokens), parent, tokens);
+    }
     // Stores a full page below `parent`, unless another with the same tokens is; returns the one stored.
     int32_t store(int32_t page, int32_t parent) noexcept;
     int32_t parent(int32_t page) const { return nodes_[page].parent; }
 
-    // Stored pages that nobody holds, least recently held first.
-    int32_t num_idle() const { return num_idle_; }
-    void push_idle(int32_t page) noexcept;
-    void remove_idle(int32_t page) noexcept;
-    int32_t evict() noexcept;  // the page idle for longest, the deepest of its chain; no longer stored
+    // A further group's pages, which go with these.
+    CompanionPages& add_companions(int32_t num_pages);
+    const std::vector<std::unique_ptr<CompanionPages>>& companions() const { return companions_; }
+
+    void push_idle(int32_t page) noexcept override { idle_.push_back(nodes_, page); }
+    void remove_idle(int32_t page) noexcept override { idle_.remove(nodes_, page); }
+    int32_t num_idle() const override { return idle_.size(); }
+    int32_t evict() noexcept override;  // the page idle for longest, the deepest of its chain
 
     int64_t num_stored() const { return num_stored_; }
     int64_t num_evicted() const { return num_evicted_; }
 
     std::vector<CacheEvent> take_events(int64_t* num_lost);
 
-    // Throws Error at the first contradiction. Whether each page is stored, and whether it is idle.
-    void check(const std::vector<bool>& is_stored, const std::vector<bool>& is_idle) const;
+    void check(const std::vector<bool>& is_stored, const std::vector<bool>& is_idle) const override;
 
   private:
     struct Node {
@@ -122,7 +115,7 @@ class PrefixCache {
     void release_namespace(int32_t space) noexcept;
     void log(CacheEvent::Kind kind, int32_t page) noexcept;
 
-    int32_t page_size_;
+    int32_t num_pages_, page_size_;
     Hash128 key_;
     uint64_t low_mask_, high_mask_;
     ZeroedArray<Node> nodes_;
@@ -134,8 +127,8 @@ class PrefixCache {
     std::vector<int32_t> free_spaces_;
     std::unordered_map<std::string, int32_t> space_of_;
 
-    int32_t first_idle_ = kNone, last_idle_ = kNone;
-    int32_t num_idle_ = 0;
+    IdleList<Node> idle_;
+    std::vector<std::unique_ptr<CompanionPages>> companions_;
     int64_t num_stored_ = 0;
     int64_t num_evicted_ = 0;
 

@@ -1,5 +1,6 @@
-// The calls of PageAllocator that find pages by their tokens, and the moments when pages get stored. A prefix
-// cache has one group, number 0.
+// The calls of PageAllocator that find pages by their tokens, and the moments when pages get stored. The
+// prefix cache is of group 0; pages of further groups are stored beside those of group 0 with the same
+// tokens.
 #include "page_allocator/allocator_state.h"
 
 #include <algorithm>
@@ -34,21 +35,38 @@ bool PageAllocator::State::store_pages(size_t index) noexcept {
     PageLists& lists = groups[0];
     const std::vector<int32_t>& pages = lists[index].pages;
     for (; entry.num_stored < entry.num_known / lists.page_size(); ++entry.num_stored) {
-        const int32_t page = pages[entry.num_stored];
+        const int32_t position = entry.num_stored;
         // A page that copies still read or write cannot be given back, or is not written.
-        if (lists.pool.has_pending_copy(page)) return false;
-        const int32_t parent =
-            entry.num_stored == 0 ? PrefixCache::root(entry.cache_namespace) : pages[entry.num_stored - 1];
-        const int32_t stored = cache->store(page, parent);
-        if (stored == page) {
-            lists.pool.store(page);
-        } else if (lists.pool.is_shared(page)) {
+        for (const PageLists& group : groups) {
+            const int32_t page = group[index].pages[position];
+            if (page != PageList::kReturned && group.pool.has_pending_copy(page)) return false;
+        }
+        const int32_t parent = position == 0 ? PrefixCache::root(entry.cache_namespace) : pages[position - 1];
+        const int32_t stored = cache->store(pages[position], parent);
+        if (stored == pages[position]) {
+            lists.pool.store(stored);
+        } else if (lists.pool.is_shared(pages[position])) {
             return false;  // exchanging it would take a page and free none
         } else {
-            lists.replace(index, static_cast<size_t>(entry.num_stored), stored);
+            lists.replace(index, static_cast<size_t>(position), stored);
         }
+        for (size_t g = 1; g < groups.size(); ++g) store_beside(g, index, position);
     }
     return true;
+}
+
+void PageAllocator::State::store_beside(size_t g, size_t index, int32_t position) noexcept {
+    PageLists& lists = groups[g];
+    CompanionPages& companions = *cache->companions()[g - 1];
+    const int32_t page = lists[index].pages[position], owner = groups[0][index].pages[position];
+    if (page == PageList::kReturned) return;
+    const int32_t known = companions.find(owner);
+    if (known == PrefixCache::kNone) {
+        companions.store(page, owner);
+        lists.pool.store(page);
+    } else if (known != page && !lists.pool.is_shared(page)) {
+        lists.replace(index, static_cast<size_t>(position), known);
+    }
 }
 
 void PageAllocator::State::store_waiting() noexcept {
@@ -81,8 +99,29 @@ void PageAllocator::State::check_stored() const {
                 fail<Error>("check_invariants", "sequence ", entry.handle, " holds page ", page,
                             " as stored below another than the page before it");
             }
+            for (size_t g = 1; g < groups.size(); ++g) check_beside(g, groups[g][index].pages[i], page);
             parent = page;
         }
+    }
+    for (size_t g = 1; g < groups.size(); ++g) {
+        for (int32_t owner = 0; owner < pool.num_pages(); ++owner) {
+            const int32_t page = cache->companions()[g - 1]->find(owner);
+            if (page == PrefixCache::kNone) continue;
+            if (!pool.is_stored(owner) || !groups[g].pool.is_stored(page)) {
+                fail<Error>("check_invariants", "page ", page, in_group(g), " is beside page ", owner,
+                            ", but one of them is not stored");
+            }
+            check_beside(g, page, owner);
+        }
+    }
+}
+
+void PageAllocator::State::check_beside(size_t g, int32_t page, int32_t owner) const {
+    if (page < 0 || !groups[g].pool.is_stored(page)) return;
+    const int32_t known = cache->companions()[g - 1]->owner(page);
+    if (known != owner) {
+        fail<Error>("check_invariants", "page ", page, in_group(g), " is held beside page ", owner,
+                    ", but stored beside page ", known);
     }
 }
 
@@ -91,26 +130,53 @@ PrefixCache& PageAllocator::State::cache_for(const char* call) {
     return *cache;
 }
 
+int64_t PageAllocator::State::find_prefix(const char* call, const int32_t* tokens, int64_t count,
+                                          const std::string& name, bool partly) {
+    const PrefixCache& prefixes = cache_for(call);
+    check_not_negative(call, "count", count);
+    if (count > kMaxInt32) fail<ValueError>(call, "count (", count, ") must be at most ", kMaxInt32);
+    store_waiting();
+    found.clear();
+    const int32_t space = prefixes.find_namespace(name);
+    if (space == PrefixCache::kNone) return 0;
+    int64_t length = prefixes.match(space, tokens, count, partly, &found);
+    // Further groups need what their layers see from there on; one that has not all of it shortens all.
+    for (bool is_shorter = groups.size() > 1; is_shorter;) {
+        is_shorter = false;
+        for (size_t g = 1; g < groups.size(); ++g) {
+            const CompanionPages& companions = *prefixes.companions()[g - 1];
+            for (size_t i = found.size(); i-- > groups[g].num_behind(length, found.size());) {
+                if (companions.find(found[i]) != CompanionPages::kNone) continue;
+                found.resize(i);
+                length = static_cast<int64_t>(i) * groups[g].page_size();
+                is_shorter = true;
+            }
+        }
+    }
+    return length;
+}
+
 Sequence PageAllocator::State::create_cached(const char* call, const int32_t* tokens, int64_t count,
                                              const std::string& name, bool partly) {
     PrefixCache& prefixes = cache_for(call);
-    check_not_negative(call, "count", count);
-    if (count > kMaxInt32) fail<ValueError>(call, "count (", count, ") must be at most ", kMaxInt32);
     const size_t index = reserve_sequences(call, 1)[0];
-    store_waiting();
-    found.clear();
-    const int32_t known_space = prefixes.find_namespace(name);
-    int64_t num_found = 0;
-    if (known_space != PrefixCache::kNone)
-        num_found = prefixes.match(known_space, tokens, count, partly, &found);
-    groups[0].reserve(index, found.size());
+    const int64_t length = find_prefix(call, tokens, count, name, partly);
+    for (PageLists& lists : groups) lists.reserve(index, found.size());
     const int32_t space = prefixes.use_namespace(name);
 
     SequenceEntry& entry = sequences.create();
     groups[0].hold(index, found.data(), found.size());
     entry.cache_namespace = space;
-    entry.length = entry.num_known = static_cast<int32_t>(num_found);
-    entry.num_stored = static_cast<int32_t>(num_found / groups[0].page_size());
+    entry.length = entry.num_known = static_cast<int32_t>(length);
+    entry.num_stored = static_cast<int32_t>(length / groups[0].page_size());
+    const std::vector<int32_t>& pages = groups[0][index].pages;
+    for (size_t g = 1; g < groups.size(); ++g) {
+        const size_t num_behind = groups[g].num_behind(length, pages.size());
+        for (size_t i = 0; i < pages.size(); ++i) {
+            found[i] = i < num_behind ? PageList::kReturned : prefixes.companions()[g - 1]->find(pages[i]);
+        }
+        groups[g].hold(index, found.data(), found.size());
+    }
     return Sequence{entry.handle};
 }
 
@@ -135,12 +201,7 @@ void PageAllocator::unpin(Sequence pin) {
 int64_t PageAllocator::num_cached_tokens(const int32_t* tokens, int64_t count,
                                          const std::string& cache_namespace) const {
     std::lock_guard lock(state_->mutex);
-    PrefixCache& prefixes = state_->cache_for("num_cached_tokens");
-    check_not_negative("num_cached_tokens", "count", count);
-    state_->store_waiting();
-    state_->found.clear();
-    const int32_t space = prefixes.find_namespace(cache_namespace);
-    return space == PrefixCache::kNone ? 0 : prefixes.match(space, tokens, count, true, &state_->found);
+    return state_->find_prefix("num_cached_tokens", tokens, count, cache_namespace, true);
 }
 
 std::vector<CacheEvent> PageAllocator::take_events(int64_t* num_lost) {

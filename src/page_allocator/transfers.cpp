@@ -42,6 +42,35 @@ int32_t PageAllocator::State::token_page(int32_t page, bool on_host) const {
     return on_host ? groups[0].pool.num_pages() + page : page;
 }
 
+std::vector<std::unordered_map<int32_t, int32_t>> PageAllocator::State::find_intact(
+    const std::vector<size_t>& entries) const {
+    std::vector<std::unordered_map<int32_t, int32_t>> intact(groups.size());
+    if (!cache) return intact;
+    for (size_t index : entries) {
+        const SequenceEntry& entry = sequences.entries()[index];
+        int32_t parent = PrefixCache::root(entry.cache_namespace);
+        for (int32_t i = 0; i < entry.num_known / groups[0].page_size(); ++i) {
+            int32_t page = groups[0][index].pages[i];
+            if (PageList::is_on_host(page)) {
+                const int32_t on_host = page;
+                page = cache->find_below(parent, cache->tokens(token_page(~on_host, true)));
+                if (page == PrefixCache::kNone) break;
+                intact[0].emplace(on_host, page);
+            } else if (!groups[0].pool.is_stored(page) || cache->parent(page) != parent) {
+                break;
+            }
+            for (size_t g = 1; g < groups.size(); ++g) {
+                const int32_t beside = groups[g][index].pages[i];
+                const int32_t known = cache->companions()[g - 1]->find(page);
+                if (PageList::is_on_host(beside) && known != CompanionPages::kNone)
+                    intact[g].emplace(beside, known);
+            }
+            parent = page;
+        }
+    }
+    return intact;
+}
+
 Transfer PageAllocator::State::start(const std::vector<size_t>& entries, std::vector<PageLists::Move> moves,
                                      bool leaves) {
     Transfer transfer{next_transfer, {}};
@@ -72,14 +101,16 @@ Transfer PageAllocator::State::start(const std::vector<size_t>& entries, std::ve
         SequenceEntry& entry = sequences[index];
         entry.place = leaves ? SequenceEntry::Place::leaving : SequenceEntry::Place::arriving;
         if (!cache) continue;
-        // The first pages may have stayed; those that moved are no longer the ones stored.
+        // Pages that stayed may be stored, and those that needed no copy are.
         const std::vector<int32_t>& pages = groups[0][index].pages;
-        int32_t num_stored = 0;
-        while (num_stored < entry.num_stored && pages[num_stored] >= 0 &&
-               groups[0].pool.is_stored(pages[num_stored])) {
-            ++num_stored;
+        int32_t parent = PrefixCache::root(entry.cache_namespace);
+        entry.num_stored = 0;
+        while (entry.num_stored < entry.num_known / groups[0].page_size()) {
+            const int32_t page = pages[entry.num_stored];
+            if (page < 0 || !groups[0].pool.is_stored(page) || cache->parent(page) != parent) break;
+            parent = page;
+            ++entry.num_stored;
         }
-        entry.num_stored = num_stored;
         if (!leaves) {
             wait_to_store(index);
             continue;
@@ -115,7 +146,9 @@ Transfer PageAllocator::preempt(const Sequence* handles, int64_t count) {
     }
     if (state_->cache) {
         for (size_t index : entries) state_->store_pages(index);
-        moves[0] = state_->groups[0].plan_leaving(entries);  // some may have been exchanged
+        for (size_t g = 0; g < moves.size(); ++g) {  // some may have been exchanged
+            moves[g] = state_->groups[g].plan_leaving(entries);
+        }
     }
     return state_->start(entries, std::move(moves), true);
 }
@@ -125,10 +158,11 @@ Transfer PageAllocator::resume(const Sequence* handles, int64_t count) {
     std::lock_guard lock(state_->mutex);
     const std::vector<size_t> entries = state_->find_all_at(call, handles, count, SequenceEntry::Place::host);
     std::vector<PageLists::Move> moves;
+    auto intact = state_->find_intact(entries);
     for (size_t g = 0; g < state_->groups.size(); ++g) {
         const PageLists& lists = state_->groups[g];
-        moves.push_back(lists.plan_arriving(entries));
-        const auto num_pages = static_cast<int64_t>(moves.back().copies.size());
+        moves.push_back(lists.plan_arriving(entries, std::move(intact[g])));
+        const int64_t num_pages = lists.num_pages_for(moves.back());
         if (num_pages > lists.pool.num_free()) {
             fail<OutOfPages>(call, "needs ", num_pages, " pages, ", lists.pool.num_free(), " free",
                              state_->in_group(g));

@@ -289,8 +289,12 @@ TEST(PrefixCache, RefusesWhatItCannotDo) {
               "create: the allocator was made without a prefix cache");
     EXPECT_EQ(message_of<ValueError>([&] { plain.take_events(); }),
               "take_events: the allocator was made without a prefix cache");
-    EXPECT_EQ(message_of<ValueError>([] { PageAllocator({{4, 4}, {4, 4}}, PrefixCacheOptions{}); }),
-              "PageAllocator: prefix_cache must be off with several groups; there are 2");
+    EXPECT_EQ(
+        message_of<ValueError>([] { PageAllocator({{4, 4}, {4, 8}}, PrefixCacheOptions{}); }),
+        "PageAllocator: prefix_cache must be off with groups of several page sizes; that of group 1 is 8, "
+        "that of group 0 4");
+    EXPECT_EQ(message_of<ValueError>([] { PageAllocator({{4, 4, 7}, {4, 4}}, PrefixCacheOptions{}); }),
+              "PageAllocator: prefix_cache must be off with a window in group 0; window_left is 7");
     EXPECT_EQ(
         message_of<ValueError>([] { PageAllocator({{1 << 29, 4, -1, 1 << 29}}, PrefixCacheOptions{}); }),
         "PageAllocator: num_pages (536870912) and num_host_pages (536870912) must add up to less than "

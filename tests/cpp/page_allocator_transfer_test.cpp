@@ -6,7 +6,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
+#include <string>
 #include <utility>
 
 namespace octavo {
@@ -177,6 +179,75 @@ TEST(Transfers, RefuseAndChangeNothing) {
     allocator.check_invariants();
     EXPECT_EQ(message_of<ValueError>([] { PageAllocator({{4, 4, -1, -1}}); }),
               "PageAllocator: num_host_pages (-1) must be between 0 and 2147483647");
+}
+
+// An allocator of two groups with a prefix cache, the second one with a window of one page and a bit.
+struct CachedEngine {
+    PageAllocator allocator{{{8, 4, -1, 8}, {8, 4, 5, 8}}, PrefixCacheOptions{}};
+    Pages tables = Pages(2 * 4 * 8), seq_lens = Pages(4);
+    StepArrays arrays{4, {{tables.data(), 8, 8}, {tables.data() + 32, 8, 8}}, seq_lens.data()};
+
+    // A sequence of tokens first, first + 1, ..., in steps of a page.
+    Sequence prompt(int32_t count, int32_t first = 0) {
+        Pages tokens;
+        while (static_cast<int32_t>(tokens.size()) < count) tokens.push_back(first++);
+        const Sequence sequence = allocator.create(tokens.data(), count);
+        for (int64_t length = allocator.length(sequence); length < count;
+             length = allocator.length(sequence)) {
+            const auto n = static_cast<int32_t>(std::min<int64_t>(4 - length % 4, count - length));
+            allocator.step(&sequence, &n, 1, arrays, tokens.data() + length);
+            for (int64_t group : {0, 1}) allocator.take_copies(group);
+        }
+        return sequence;
+    }
+};
+
+TEST(Transfers, WhatTheCacheStillHasNeedsNoCopy) {
+    CachedEngine engine;
+    PageAllocator& allocator = engine.allocator;
+    const Sequence a = engine.prompt(18);
+    const Pages pages = allocator.pages(a), windowed = allocator.pages(a, 1);
+    EXPECT_EQ(windowed[0], -1);
+    const Transfer out = allocator.preempt(&a, 1);
+    EXPECT_EQ(out.copies[0].size(), 5u);
+    allocator.confirm(out.id);
+    EXPECT_EQ(allocator.num_free_pages(), 8);
+
+    Transfer in = allocator.resume(&a, 1);
+    EXPECT_EQ(in.copies[0].size(), 1u);  // the last page, which is not full
+    EXPECT_EQ(in.copies[1].size(), 1u);
+    EXPECT_EQ(allocator.num_free_host_pages(), 7);  // that one is read
+    allocator.check_invariants();
+    allocator.confirm(in.id);
+    EXPECT_EQ(allocator.num_free_host_pages(), 8);
+    EXPECT_TRUE(std::equal(pages.begin(), pages.end() - 1, allocator.pages(a).begin()));
+    EXPECT_TRUE(std::equal(windowed.begin(), windowed.end() - 1, allocator.pages(a, 1).begin()));
+    allocator.check_invariants();
+
+    // Others need pages meanwhile: the deepest are gone first, and come from the host.
+    allocator.confirm(allocator.preempt(&a, 1).id);
+    const Sequence b = allocator.create();
+    allocator.extend(b, 5 * 4);
+    allocator.truncate(b, 4);
+    EXPECT_EQ(allocator.num_free_pages(), 7);
+    in = allocator.resume(&a, 1);
+    EXPECT_EQ(in.copies[0].size(), 2u);
+    EXPECT_LE(in.copies[1].size(), 3u);
+    allocator.check_invariants();
+    allocator.confirm(in.id);
+    EXPECT_EQ(allocator.num_free_pages(), 2);
+    allocator.check_invariants();
+
+    // Too few pages, with what is intact among the free ones.
+    allocator.confirm(allocator.preempt(&a, 1).id);
+    allocator.extend(b, 3 * 4);
+    const std::string before = dump(allocator, {b});
+    EXPECT_EQ(message_of<OutOfPages>([&] { allocator.resume(&a, 1); }),
+              "resume: needs 5 pages, 4 free in group 0");
+    EXPECT_EQ(dump(allocator, {b}), before);
+    allocator.check_invariants();
+    allocator.free(a);
+    EXPECT_EQ(allocator.num_free_host_pages(), 8);
 }
 
 }  // namespace

@@ -115,7 +115,7 @@ def test_errors(library):
     with pytest.raises(OctavoError, match=r"args->struct_size \(8\) must be \d+, as the struct's init"):
         library.call("attention", byref(AttentionArgs(struct_size=8)))
     with pytest.raises(OctavoError, match="copy_pages: k_pages must not be null"):
-        library.call("copy_pages", None, None, None, None)
+        library.call("copy_pages", None, None, None, None, None, None)
 
 
 def test_every_function_of_the_header_is_exported(library):

@@ -15,7 +15,7 @@ import cases
 import octavo
 import oracle
 from cases import Case
-from targets import Target, every_target, writable_target
+from targets import Target, cpu_target, every_target, writable_target
 
 # How the memory of a cache lies behind [num_pages, page_size, num_kv_heads, head_dim].
 LAYOUTS = ("contiguous", "head_major", "side_by_side", "padded")
@@ -264,6 +264,84 @@ def test_copies_may_be_columns_of_a_wider_array(target: Target) -> None:
     k, v = cache.k.copy(), cache.v.copy()
     k[[0, 1, 9]], v[[0, 1, 9]] = cache.k[[3, 5, 3]], cache.v[[3, 5, 3]]
     cache.check(k, v)
+
+
+@writable_target
+@pytest.mark.parametrize(
+    "layouts", [("contiguous", "contiguous"), ("head_major", "padded"), ("padded", "side_by_side")]
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("copy_between", (), (), num_kv_heads=2),
+        Case("copy_between_page_size_1", (), (), page_size=1, num_kv_heads=3, head_dim=80),
+        Case("copy_between_page_size_17", (), (), page_size=17, num_kv_heads=1, head_dim=7),
+    ],
+    ids=str,
+)
+def test_copy_pages_between_caches(target: Target, case: Case, layouts: tuple[str, str]) -> None:
+    """Of different sizes; the same numbers on both sides are different pages."""
+    for copies in ([], [(9, 3)], [(9, 0), (9, 1), (3, 3), (0, 2)]):
+        here = MutableCache.make(target, case, 10, layouts[0])
+        there = MutableCache.make(target, case, 4, layouts[1])
+        octavo.copy_pages(
+            here.k_pages,
+            here.v_pages,
+            target.int32(np.array(copies, np.int32).reshape(-1, 2)),
+            to_k_pages=there.k_pages,
+            to_v_pages=there.v_pages,
+        )
+        k, v = there.k.copy(), there.v.copy()
+        for source, to in copies:
+            k[to], v[to] = here.k[source], here.v[source]
+        there.check(k, v)
+        here.check(here.k, here.v)
+
+
+@cpu_target
+def test_preempted_sequences_come_back_with_their_pages(target: Target) -> None:
+    """preempt() and resume() name the pages, copy_pages moves them, while others use the pages left."""
+    case = Case("preempt", (), (), page_size=4, num_kv_heads=1, head_dim=8)
+    device, host = (MutableCache.make(target, case, n, "contiguous") for n in (6, 20))
+    caches = {"k_pages": device.k_pages, "v_pages": device.v_pages}
+    host_caches = {"k_pages": host.k_pages, "v_pages": host.v_pages}
+    alloc = octavo.PageAllocator(6, 4, num_host_pages=20)
+    random = np.random.default_rng(5)
+
+    def append(seq: int, n: int) -> NDArray:
+        alloc.extend(seq, n)
+        table, seq_lens = alloc.page_table([seq])
+        new = oracle.round_to(random.standard_normal((n, 1, 8)), target.dtype)
+        octavo.append_kv(
+            target.array(new),
+            target.array(-new),
+            **caches,
+            page_table=table,
+            seq_lens=seq_lens,
+            cu_seqlens=np.array([0, n], np.int32),
+        )
+        return new
+
+    seqs = [alloc.create() for _ in range(3)]
+    written = [append(seqs[0], 13), np.zeros((0, 1, 8)), np.zeros((0, 1, 8))]
+    for turn in range(12):
+        leaves, comes = seqs[turn % 3], seqs[(turn + 1) % 3]
+        transfer, copies = alloc.preempt([leaves])
+        octavo.copy_pages(**caches, copies=copies, to_k_pages=host.k_pages, to_v_pages=host.v_pages)
+        alloc.confirm(transfer)
+        if turn >= 2:
+            transfer, copies = alloc.resume([comes])
+            octavo.copy_pages(
+                **host_caches, copies=copies, to_k_pages=device.k_pages, to_v_pages=device.v_pages
+            )
+            alloc.confirm(transfer)
+        number = (turn + 1) % 3
+        written[number] = np.concatenate([written[number], append(comes, 1 + turn % 2)])
+        pages = alloc.pages(comes)
+        for cache, sign in ((device.k_pages, 1), (device.v_pages, -1)):
+            slots = target.library.to_float64(cache)[pages].reshape(-1, 1, 8)
+            np.testing.assert_array_equal(slots[: alloc.length(comes)], sign * written[number])
+        alloc.check_invariants()
 
 
 @every_target

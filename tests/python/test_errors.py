@@ -86,6 +86,10 @@ def copy() -> Arguments:
     return {"k_pages": f32(3, 4, 2, 8), "v_pages": f32(3, 4, 2, 8), "copies": i32([[0, 1]])}
 
 
+def between() -> Arguments:
+    return {**copy(), "to_k_pages": f32(5, 4, 2, 8), "to_v_pages": f32(5, 4, 2, 8)}
+
+
 def merge() -> Arguments:
     return {"out_a": f32(3, 4, 8), "lse_a": f32(3, 4), "out_b": f32(3, 4, 8), "lse_b": f32(3, 4)}
 
@@ -118,11 +122,12 @@ def read_only(array: NDArray) -> NDArray:
     return array
 
 
-A, P, K, C, M, T = (
+A, P, K, C, B, M, T = (
     ("attention", dense),
     ("paged_attention", paged),
     ("append_kv", append),
     ("copy_pages", copy),
+    ("copy_pages", between),
     ("merge_states", merge),
     ("check_page_table", table),
 )
@@ -131,6 +136,7 @@ LENGTHS = f"must lie in [0, {MAX_LENGTH}]"
 NO_ARRAY = "must be an array (an object with __dlpack__ and __dlpack_device__)"
 FLOATS = "must be float32, float16 or bfloat16"
 PAGES = "[num_pages, page_size, num_kv_heads, head_dim]"
+BOTH = f32(7, 4, 2, 8)
 
 CASES = [
     # What is no array, or not of a kind that can be taken.
@@ -690,6 +696,82 @@ CASES = [
         "copies[1, 1] (2) is also copied to by another row; copies are made in no particular order",
         copies=i32([[0, 2], [1, 2]]),
     ),
+    # copy_pages between caches
+    case(
+        *B,
+        ValueError,
+        "to_k_pages and to_v_pages must be given together; got only to_v_pages",
+        to_k_pages=None,
+    ),
+    case(
+        *B,
+        ValueError,
+        "to_k_pages and to_v_pages must be given together; got only to_k_pages",
+        to_v_pages=None,
+    ),
+    case(*B, ValueError, f"to_k_pages must have shape {PAGES}; got [4, 2, 8]", to_k_pages=f32(4, 2, 8)),
+    case(
+        *B,
+        ValueError,
+        "to_v_pages must have the shape of to_k_pages [5, 4, 2, 8]; got [6, 4, 2, 8]",
+        to_v_pages=f32(6, 4, 2, 8),
+    ),
+    case(
+        *B,
+        TypeError,
+        "to_k_pages must be float16 like k_pages; got float32",
+        k_pages=np.ones((3, 4, 2, 8), np.float16),
+        v_pages=np.ones((3, 4, 2, 8), np.float16),
+    ),
+    case(
+        *B,
+        TypeError,
+        "to_v_pages must be float32 like to_k_pages; got float16",
+        to_v_pages=np.ones((5, 4, 2, 8), np.float16),
+    ),
+    *(
+        case(
+            *B,
+            ValueError,
+            f"{axis} of to_k_pages ({got}) must equal that of k_pages ({wanted})",
+            to_k_pages=f32(*shape),
+            to_v_pages=f32(*shape),
+        )
+        for axis, got, wanted, shape in (
+            ("page_size", 5, 4, (5, 5, 2, 8)),
+            ("num_kv_heads", 1, 2, (5, 4, 1, 8)),
+            ("head_dim", 16, 8, (5, 4, 2, 16)),
+        )
+    ),
+    case(
+        *B,
+        ValueError,
+        "to_k_pages must be writable; it is read-only",
+        to_k_pages=read_only(f32(5, 4, 2, 8)),
+    ),
+    *(
+        case(*B, ValueError, f"{name} must not overlap {to} in memory", **{name: BOTH[:3], to: BOTH[2:7]})
+        for name in ("k_pages", "v_pages")
+        for to in ("to_k_pages", "to_v_pages")
+    ),
+    case(
+        *B,
+        ValueError,
+        "copies[0, 0] must lie in [0, num_pages = 3); got 3",
+        copies=i32([[3, 4]]),
+    ),
+    case(
+        *B,
+        ValueError,
+        "copies[0, 1] must lie in [0, num_pages = 5); got 5",
+        copies=i32([[2, 5]]),
+    ),
+    case(
+        *B,
+        ValueError,
+        "copies[2, 1] (4) is also copied to by another row; copies are made in no particular order",
+        copies=i32([[0, 4], [0, 3], [1, 4]]),
+    ),
     # merge_states
     case(
         *M,
@@ -841,6 +923,8 @@ class TestJax:
             ("append_kv", append(), "v_pages"),
             ("copy_pages", copy(), "k_pages"),
             ("copy_pages", copy(), "v_pages"),
+            ("copy_pages", between(), "to_k_pages"),
+            ("copy_pages", between(), "to_v_pages"),
         ]
         for op, arguments, name in cases:
             arguments[name] = self.jax.numpy.asarray(arguments[name])

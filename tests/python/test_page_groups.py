@@ -133,3 +133,69 @@ def test_page_map():
     alloc.take_copies()
     alloc.free(b)
     assert alloc.page_map().tolist() == [-2, -2, -1, -1, -1, -1, -1, -1]
+
+
+def test_prefixes_are_found_in_layers_that_differ():
+    """In a group with a window, the last window's pages are enough; without them, less is found."""
+    groups = [octavo.PageGroup(100, 4), octavo.PageGroup(8, 4, window_left=9), octavo.PageGroup(100, 4)]
+    alloc = octavo.PageAllocator.from_groups(groups, prefix_cache=True, event_capacity=100)
+    tables = [np.empty((2, 32), np.int32) for _ in groups]
+    arrays = octavo.StepArrays(tables, np.empty(2, np.int32))
+    prompt = np.arange(50, dtype=np.int32)
+
+    def run(tokens):
+        seq = alloc.create(tokens)
+        while (length := alloc.length(seq)) < len(tokens):
+            new = tokens[length : length + 4]
+            alloc.step([seq], len(new), arrays, tokens=new)
+        return seq
+
+    seq = run(prompt)
+    alloc.free(seq)
+    assert alloc.num_cached_tokens(prompt) == 48
+    found = alloc.create(prompt)
+    assert alloc.length(found) == 48
+    assert (alloc.pages(found, group=0) >= 0).all() and (alloc.pages(found, group=2) >= 0).all()
+    assert (alloc.pages(found, group=1) >= 0).tolist() == [False] * 9 + [True] * 3
+    alloc.free(found)
+    # Shorter prefixes: their windows' pages were needed for something else, up to the eight that there are.
+    assert [alloc.num_cached_tokens(prompt[:length]) for length in (16, 36, 40, 44)] == [0, 36, 40, 44]
+    events, num_lost = alloc.take_events()
+    assert ([event["kind"] for event in events], num_lost) == (["stored"] * 12, 0)
+    # A page of the window's group alone is needed: the prefixes that see it are not found any more.
+    other = run(np.arange(1000, 1024, dtype=np.int32))
+    assert alloc.num_cached_tokens(prompt) == 0
+    alloc.free(other)
+    alloc.check_invariants()
+
+
+def test_a_prompt_parts_inside_a_page_of_every_group():
+    alloc = octavo.PageAllocator.from_groups(
+        [octavo.PageGroup(20, 4), octavo.PageGroup(20, 4, window_left=3)], prefix_cache=True
+    )
+    tables, copies = ([np.empty(shape, np.int32) for _ in "ab"] for shape in ((2, 8), (4, 2)))
+    arrays = octavo.StepArrays(tables, np.empty(2, np.int32), copies=copies)
+    first = alloc.create()
+    alloc.step([first], 10, arrays, tokens=range(10))
+    second = alloc.create([0, 1, 2, 3, 4, 5, 99])
+    assert alloc.length(second) == 6
+    assert alloc.step([second], 1, arrays, tokens=[99]) == (1, 1)
+    for group in range(2):
+        pages = alloc.pages(second, group=group)
+        assert copies[group][0].tolist() == [alloc.pages(first, group=group)[1], pages[1]]
+    alloc.check_invariants()
+
+
+def test_prefix_caches_that_groups_cannot_have():
+    for groups, message in (
+        (
+            [octavo.PageGroup(8, 4, window_left=3), octavo.PageGroup(8, 4)],
+            "a window in group 0; window_left is 3",
+        ),
+        (
+            [octavo.PageGroup(8, 4), octavo.PageGroup(8, 2)],
+            "groups of several page sizes; that of group 1 is 2, that of group 0 4",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^PageAllocator: prefix_cache must be off with {message}$"):
+            octavo.PageAllocator.from_groups(groups, prefix_cache=True)

@@ -66,6 +66,9 @@ def make_calls():
             ((*new, *make_cache(), PAGE_TABLE, SEQ_LENS), {"cu_seqlens": CU_SEQLENS, "k_scale": 2.0}),
         ],
         "copy_pages": [((*make_cache(), copies), {})],
+        "copy_pages_to": [
+            ((*make_cache(), copies), dict(zip(("to_k_pages", "to_v_pages"), make_cache(), strict=True)))
+        ],
     }
 
 
@@ -91,7 +94,7 @@ def test_opcheck(name, args, kwargs):
 @pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
 def test_equals_octavo(name, args, kwargs):
     """Eager and compiled, results and what was written, bit for bit."""
-    name = name.removesuffix("_out")
+    name = name.removesuffix("_out").removesuffix("_to")
 
     def results(function):
         torch._dynamo.reset()
@@ -99,7 +102,7 @@ def test_equals_octavo(name, args, kwargs):
         options = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in kwargs.items()}
         returned = function(*ours, **options)
         returned = () if returned is None else returned if isinstance(returned, tuple) else (returned,)
-        return [*returned, *ours, options.get("out", torch.empty(0))]
+        return [*returned, *ours, *(x for x in options.values() if isinstance(x, torch.Tensor))]
 
     expected = results(getattr(octavo, name))
     operator = getattr(octavo.torch, name)
@@ -200,10 +203,13 @@ def test_gradients_are_refused():
     assert all(map(torch.equal, pages, before))
 
 
-@pytest.mark.parametrize("name", ["append_kv", "copy_pages", "paged_attention_out"])
-def test_autograd_learns_what_was_written(name):
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [("append_kv", 2), ("copy_pages", 0), ("copy_pages_to", "to_v_pages"), ("paged_attention_out", "out")],
+)
+def test_autograd_learns_what_was_written(name, written):
     args, kwargs = make_calls()[name][0]
-    written = kwargs.get("out", args[0 if name == "copy_pages" else 2])
+    written = args[written] if isinstance(written, int) else kwargs[written]
     weight = torch.ones((), requires_grad=True)
     loss = (written * weight).sum()
     getattr(OPERATORS, name)(*args, **kwargs)

@@ -1,4 +1,4 @@
-// Copies whole pages inside the cache.
+// Copies whole pages inside a cache, or between two, one of which may be in pinned host memory.
 // grid: one warp a (copy, slot, KV head), K and V together.
 #include "cuda/alignment.h"
 #include "cuda/backend.h"
@@ -8,6 +8,8 @@
 namespace octavo::cuda {
 namespace {
 
+using Pages = CopyPagesParams::Pages;
+
 template <class T>
 __global__ void copy_pages_kernel(const __grid_constant__ CopyPagesParams p, bool k_aligned, bool v_aligned) {
     const int64_t row = warp_row();
@@ -16,11 +18,12 @@ __global__ void copy_pages_kernel(const __grid_constant__ CopyPagesParams p, boo
     const int64_t copy = row / p.num_kv_heads / p.page_size;
     if (copy >= p.num_copies) return;
     const int32_t* const pages = p.copies + copy * p.copies_stride;
-    const int64_t from = pages[0], to = pages[1];
-    T* const k = static_cast<T*>(p.k_pages) + slot * p.k_slot_stride + head * p.k_head_stride;
-    T* const v = static_cast<T*>(p.v_pages) + slot * p.v_slot_stride + head * p.v_head_stride;
-    copy_row(k + to * p.k_page_stride, k + from * p.k_page_stride, p.head_dim, k_aligned);
-    copy_row(v + to * p.v_page_stride, v + from * p.v_page_stride, p.head_dim, v_aligned);
+    auto at = [slot, head](const Pages& cache, int64_t page) {
+        return static_cast<T*>(cache.data) + page * cache.page_stride + slot * cache.slot_stride +
+               head * cache.head_stride;
+    };
+    copy_row(at(p.to_k, pages[1]), at(p.from_k, pages[0]), p.head_dim, k_aligned);
+    copy_row(at(p.to_v, pages[1]), at(p.from_v, pages[0]), p.head_dim, v_aligned);
 }
 
 }  // namespace
@@ -29,11 +32,12 @@ void copy_pages(const CopyPagesParams& p, void* stream) {
     const int64_t rows = p.num_copies * p.page_size * p.num_kv_heads;
     if (rows == 0) return;
     const DeviceGuard guard(p.device.index);
-    const bool whole = p.head_dim * size_of(p.dtype) % 16 == 0;
-    const bool k_aligned =
-        whole && aligned(p.k_pages, 16, {p.k_page_stride, p.k_slot_stride, p.k_head_stride}, p.dtype);
-    const bool v_aligned =
-        whole && aligned(p.v_pages, 16, {p.v_page_stride, p.v_slot_stride, p.v_head_stride}, p.dtype);
+    auto rows_aligned = [&p](const Pages& pages) {
+        return aligned(pages.data, 16, {p.head_dim, pages.page_stride, pages.slot_stride, pages.head_stride},
+                       p.dtype);
+    };
+    const bool k_aligned = rows_aligned(p.from_k) && rows_aligned(p.to_k);
+    const bool v_aligned = rows_aligned(p.from_v) && rows_aligned(p.to_v);
     with_type(p.dtype, [&](auto type) {
         copy_pages_kernel<decltype(type)>
             <<<blocks_for_rows(rows), 32 * kRowsPerBlock, 0, static_cast<cudaStream_t>(stream)>>>(
