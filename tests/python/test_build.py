@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -204,6 +205,25 @@ def test_no_nvcc_takes_the_pinned_packages(backend, monkeypatch):
         "CMAKE_CUDA_COMPILER": "/site-packages/nvidia/cu13/bin/nvcc",
         "OCTAVO_CUDA_REASON": "from PyPI: no nvcc found",
     }
+
+
+@pytest.mark.parametrize(
+    ("free_threaded", "version", "linked_in"),
+    [
+        (0, (3, 10), False),
+        (None, (3, 15), False),
+        (1, (3, 13), True),
+        (1, (3, 14), True),
+        (1, (3, 15), False),
+    ],
+)
+def test_dependencies(monkeypatch, free_threaded, version, linked_in):
+    monkeypatch.setattr("sysconfig.get_config_var", {"Py_GIL_DISABLED": free_threaded}.get)
+    monkeypatch.setattr(sys, "version_info", version)
+    module = runpy.run_path(str(ROOT / "build_backend" / "octavo_dependencies.py"))
+    core = [] if linked_in else ["nanobind-backend>=1.0,<2"]
+    assert module["dynamic_metadata"]({}, {}) == {"dependencies": ["numpy>=2.1", *core]}
+    assert module["NANOBIND_CORE"] == core
 
 
 @pytest.mark.parametrize("version", ["12.8.61", "13.0.88", "14.1.0"])

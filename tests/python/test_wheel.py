@@ -22,6 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = os.environ.get("OCTAVO_WHEEL", "")
 MAX_BYTES = 40 << 20
+VERSIONS = [f"3.{minor}{t}" for minor in range(10, 15) for t in ("", "t")]
 
 pytestmark = pytest.mark.skipif(not WHEEL, reason="OCTAVO_WHEEL names no wheel")
 
@@ -38,8 +39,9 @@ class Interpreter(NamedTuple):
         )
 
 
+# ensurepip: Debian's Python lacks it without python3-venv, and makes no environment then.
 ASK = """
-import json, sys, sysconfig
+import ensurepip, json, sys, sysconfig
 free_threaded = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
 print(json.dumps([f"{sys.version_info[0]}.{sys.version_info[1]}{free_threaded}", sys._base_executable]))
 """
@@ -48,13 +50,12 @@ print(json.dumps([f"{sys.version_info[0]}.{sys.version_info[1]}{free_threaded}",
 @functools.cache
 def interpreters() -> list[Interpreter]:
     """One of each version that the wheel is for."""
-    names = [f"python3.{minor}{t}" for minor in range(10, 20) for t in ("", "t")]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     candidates = [
         sys.executable,
         *filter(None, os.environ.get("OCTAVO_PYTHONS", "").split(":")),
         *(str(path) for path in sorted(pyenv.glob("3.1*/bin/python"))),
-        *filter(None, map(shutil.which, names)),
+        *filter(None, (shutil.which(f"python{version}") for version in VERSIONS)),
     ]
     found: dict[str, Interpreter] = {}
     for candidate in candidates:
@@ -62,7 +63,7 @@ def interpreters() -> list[Interpreter]:
         if answer.returncode == 0:  # pyenv's shims of versions that are not chosen only complain
             interpreter = Interpreter(*json.loads(answer.stdout))
             found.setdefault(interpreter.version, interpreter)
-    return sorted(interpreter for interpreter in found.values() if interpreter.takes_the_wheel)
+    return [found[version] for version in VERSIONS if version in found and found[version].takes_the_wheel]
 
 
 def run(*command: str | Path, **options) -> str:
