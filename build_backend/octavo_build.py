@@ -1,4 +1,4 @@
-"""PEP 517 build backend: scikit-build-core, plus the choice of a CUDA compiler.
+"""PEP 517 build backend: scikit-build-core, plus the choice of a CUDA compiler and of nanobind's core.
 
 OCTAVO_CUDA in the environment (or `-C cmake.define.OCTAVO_CUDA=...`) decides:
 
@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo_dependencies import NANOBIND_CORE
 from scikit_build_core import build as scikit_build
 from scikit_build_core.build import *  # noqa: F403  the hooks that need no change
 
@@ -147,12 +148,12 @@ def with_cuda_choice(settings: Settings | None) -> Settings:
 
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
     requirements = scikit_build.get_requires_for_build_wheel(config_settings)
-    return [*requirements, *compiler_requirements(config_settings)]
+    return [*requirements, *NANOBIND_CORE, *compiler_requirements(config_settings)]
 
 
 def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
     requirements = scikit_build.get_requires_for_build_editable(config_settings)
-    return [*requirements, *compiler_requirements(config_settings)]
+    return [*requirements, *NANOBIND_CORE, *compiler_requirements(config_settings)]
 
 
 def build_wheel(

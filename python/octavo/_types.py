@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # NumPy itself is imported by the first call that makes one of its arrays
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class SupportsDLPack(Protocol):

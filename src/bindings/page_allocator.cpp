@@ -302,8 +302,8 @@ void bind_page_allocator(nb::module_& m) {
                                        int_argument("try_extend", "n", n));
             },
             seq, n, nb::sig("def try_extend(self, seq: int, n: int) -> bool"), kTryExtendDoc)
-        .def("step", &step, nb::arg("seqs").none(), nb::arg("num_new_tokens").none(), nb::arg("arrays"),
-             nb::arg("tokens").none() = nb::none(),
+        .def("step", &step, nb::arg("seqs").none(), nb::arg("num_new_tokens").none(),
+             nb::arg("arrays").lock(), nb::arg("tokens").none() = nb::none(),
              nb::sig(
                  "def step(self, seqs: collections.abc.Iterable[int], num_new_tokens: int | "
                  "collections.abc.Iterable[int] | octavo._types.SupportsDLPack, arrays: StepArrays, tokens: "

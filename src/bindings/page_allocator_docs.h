@@ -62,7 +62,8 @@ Raises:
 constexpr const char* kPinDoc = R"(Keeps the full pages of these tokens that the cache has from being evicted.
 
 Args:
-    tokens, namespace: as for create().
+    tokens: as for create().
+    namespace: as for create().
 
 Returns:
     A handle for unpin(): of a sequence of those pages, to be grown by nobody.
@@ -139,7 +140,8 @@ Raises:
         when every one before them that fits had got its pages: the step succeeds without exactly these.
     octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
     TypeError, ValueError: a bad argument; a table or `copies` with too little room.
-    In each case the allocator and the arrays are as before.)";
+
+In each case the allocator and the arrays are as before.)";
 
 constexpr const char* kForkDoc = R"(Makes n sequences that share every page of this one.
 
@@ -169,7 +171,9 @@ Args:
 
 Raises:
     octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
-    TypeError, ValueError: a bad argument. In each case everything is as before.)";
+    TypeError, ValueError: a bad argument.
+
+In each case everything is as before.)";
 
 constexpr const char* kTruncateDoc =
     R"(Drops the tokens of a sequence past the first `length`, and the pages past the last one needed.
@@ -213,7 +217,8 @@ Raises:
     octavo.OutOfPages: too few free host pages.
     octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
     ValueError: one that is preempted already; copies of copy-on-write that were not taken.
-    In each case everything is as before.)";
+
+In each case everything is as before.)";
 
 constexpr const char* kResumeDoc = R"(Brings preempted sequences back.
 
@@ -232,12 +237,16 @@ Raises:
     octavo.OutOfPages: too few free pages.
     octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
     ValueError: one that is not preempted, or whose transfer to the host is not confirmed.
-    In each case everything is as before.)";
+
+In each case everything is as before.)";
 
 constexpr const char* kPageGroupDoc = R"(Layers that share a page table, for PageAllocator.from_groups().
 
 Args:
-    num_pages, page_size, window_left, num_host_pages: as for PageAllocator.)";
+    num_pages: as for PageAllocator, of the cache of these layers alone.
+    page_size: as for PageAllocator.
+    window_left: as for PageAllocator.
+    num_host_pages: as for PageAllocator.)";
 
 constexpr const char* kFromGroupsDoc =
     R"(Makes an allocator for a model whose layers differ in page size or window.

@@ -147,7 +147,7 @@ void bind_step_arrays(nb::module_& m) {
             "Rows of `copies` that the last step wrote: an int, or a tuple of one for each group where "
             "page_table was given as a list.")
         .def(
-            "reset", [](StepArraysObject& self) { self.arrays().reset(); },
+            "reset", [](StepArraysObject& self) { self.arrays().reset(); }, nb::lock_self(),
             "Sets the arrays up as at first. Needed only after something else has written to them.");
 }
 

@@ -1,6 +1,8 @@
-"""Every Python and C++ snippet of the README and of docs/page_allocator.md runs.
+"""Every Python, C++ and C snippet of the README and the documentation runs; its pictures are those drawn.
 
-`<!-- test: gpu -->` on the line before a fence, or `gpu` after its language: the snippet needs a GPU.
+On the line before a fence:
+`<!-- test: gpu -->`: the snippet needs a GPU;
+`<!-- test: raises -->`: the snippet raises the message of the heading above it.
 """
 
 from __future__ import annotations
@@ -13,22 +15,27 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import octavo
+from conftest import gpu_count
+from producers import Producer
 from programs import find_program, run
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "page_allocator.md")
+DOCS = ROOT / "docs"
+PAGES = (README, *sorted(DOCS.rglob("*.md")))
 
 FENCE = re.compile(
     r"^(?:<!--[ ]*test:[ ]*(?P<comment>[\w ]+?)[ ]*-->\n+)?"
-    r"^```(?P<language>\w+)[ ]*(?P<info>[^\n]*)\n"
+    r"^```(?P<language>\w+)[ ]*\n"
     r"(?P<code>.*?)"
     r"^```[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
+HEADING_WITH_MESSAGE = re.compile(r"^### `(.+)`$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -36,11 +43,8 @@ class Snippet:
     language: str
     code: str
     line: int  # of its first line of code, from 1
-    flags: frozenset[str]
-
-    @property
-    def needs_gpu(self) -> bool:
-        return "gpu" in self.flags
+    flag: str  # "gpu", "raises" or ""
+    message: str  # of the last heading that has one
 
     def __str__(self) -> str:
         return f"{self.language}_line_{self.line}"
@@ -52,7 +56,8 @@ def find_snippets(text: str) -> list[Snippet]:
             language=match["language"],
             code=match["code"],
             line=text.count("\n", 0, match.start("code")) + 1,
-            flags=frozenset((match["comment"] or "").split()) | frozenset(match["info"].split()),
+            flag=match["comment"] or "",
+            message=["", *HEADING_WITH_MESSAGE.findall(text, 0, match.start())][-1],
         )
         for match in FENCE.finditer(text)
     ]
@@ -69,47 +74,81 @@ def modules_of(code: str) -> set[str]:
     return modules
 
 
-def snippets_in(language: str) -> list:
+def snippets_in(language: str, *, raises: bool = False) -> list:
     return [
-        pytest.param(snippet, id=f"{page.stem}_{snippet}", marks=pytest.mark.gpu if snippet.needs_gpu else ())
+        pytest.param(
+            snippet, id=f"{page.stem}_{snippet}", marks=pytest.mark.gpu if snippet.flag == "gpu" else ()
+        )
         for page in PAGES
         for snippet in find_snippets(page.read_text(encoding="utf-8"))
-        if snippet.language == language
+        if snippet.language == language and (snippet.flag == "raises") == raises
     ]
+
+
+def skip_if_a_module_is_missing(code: str) -> None:
+    missing = sorted(name for name in modules_of(code) if importlib.util.find_spec(name) is None)
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
 
 
 @pytest.mark.parametrize("snippet", snippets_in("python"))
 def test_python(snippet: Snippet, tmp_path: Path) -> None:
-    missing = sorted(name for name in modules_of(snippet.code) if importlib.util.find_spec(name) is None)
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
+    skip_if_a_module_is_missing(snippet.code)
     file = tmp_path / "snippet.py"
     file.write_text(snippet.code, encoding="utf-8")
     run(sys.executable, file, cwd=tmp_path)
 
 
+@pytest.mark.parametrize("snippet", snippets_in("python", raises=True))
+def test_message(snippet: Snippet) -> None:
+    skip_if_a_module_is_missing(snippet.code)
+    *before, last = ast.parse(snippet.code).body
+    names: dict[str, object] = {}
+    exec(compile(ast.Module(before, []), "<snippet>", "exec"), names)
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        exec(compile(ast.Module([last], []), "<snippet>", "exec"), names)
+    assert str(caught.value) == snippet.message
+
+
+@pytest.mark.skipif(gpu_count() > 0, reason="there is a GPU")
+def test_message_without_a_gpu() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        octavo.attention(*(Producer(np.ones((1, 1, 1, 8), np.float32), device=(2, 0)),) * 3)
+    message = str(caught.value).removeprefix("attention: ")
+    assert message in HEADING_WITH_MESSAGE.findall((DOCS / "troubleshooting.md").read_text(encoding="utf-8"))
+
+
 CMAKE_LISTS = """\
 cmake_minimum_required(VERSION 3.25)
-project(snippet CXX)
+project(snippet C CXX)
 find_package(octavo CONFIG REQUIRED)
-add_executable(snippet main.cpp)
+add_executable(snippet {file})
 target_link_libraries(snippet PRIVATE octavo::octavo)
+set_target_properties(snippet PROPERTIES LINKER_LANGUAGE CXX)
 """
 
 
-@pytest.mark.parametrize("snippet", snippets_in("cpp"))
-def test_cpp(snippet: Snippet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("snippet", snippets_in("cpp") + snippets_in("c"))
+def test_compiled(snippet: Snippet, tmp_path: Path) -> None:
     cmake_dir = Path(octavo.get_cmake_dir())
     if not (cmake_dir / "octavoConfig.cmake").exists():
         pytest.skip("octavo was built in place, not installed: there is no CMake package")
     if find_program("cmake") is None or find_program("c++") is None:
         pytest.skip("needs cmake and a C++ compiler")
-    (tmp_path / "main.cpp").write_text(snippet.code, encoding="utf-8")
-    (tmp_path / "CMakeLists.txt").write_text(CMAKE_LISTS, encoding="utf-8")
+    file = f"main.{snippet.language}"
+    (tmp_path / file).write_text(snippet.code, encoding="utf-8")
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE_LISTS.format(file=file), encoding="utf-8")
     generator = ["-G", "Ninja"] if find_program("ninja") else []
     run("cmake", "-S", ".", "-B", "build", *generator, f"-Doctavo_DIR={cmake_dir}", cwd=tmp_path)
     run("cmake", "--build", "build", cwd=tmp_path)
     run(tmp_path / "build" / "snippet", cwd=tmp_path)
+
+
+def test_pictures(tmp_path: Path) -> None:
+    run(sys.executable, DOCS / "pictures" / "draw.py", tmp_path)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.svg")}
+    assert drawn == kept != {}
 
 
 def test_readme_has_a_snippet_for_every_kind_of_array() -> None:
@@ -140,7 +179,10 @@ def test_find_snippets() -> None:
         from cupy import zeros
         ```
 
-        ```python gpu
+        ### `attention: no`
+
+        <!-- test: raises -->
+        ```python
         x = 1
         ```
 
@@ -154,12 +196,12 @@ def test_find_snippets() -> None:
         """
     )
     snippets = find_snippets(text)
-    assert [(s.language, s.line, s.needs_gpu) for s in snippets] == [
-        ("python", 4, False),
-        ("cpp", 10, False),
-        ("python", 15, True),
-        ("python", 20, True),
-        ("sh", 28, False),
+    assert [(s.language, s.line, s.flag, s.message) for s in snippets] == [
+        ("python", 4, "", ""),
+        ("cpp", 10, "", ""),
+        ("python", 15, "gpu", ""),
+        ("python", 23, "raises", "attention: no"),
+        ("sh", 31, "", "attention: no"),
     ]
     assert snippets[0].code == "import numpy as np  # ``` inside a line\n"
     assert snippets[1].code == "int main() {}\n"

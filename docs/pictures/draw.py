@@ -1,0 +1,259 @@
+"""Draws the pictures of docs/paged_cache.md, beside this file or in a folder that is named."""
+
+from __future__ import annotations
+
+import sys
+from html import escape
+from pathlib import Path
+
+INK, FAINT, PAPER = "#1f2937", "#9ca3af", "#ffffff"
+EMPTY, RESERVED = "#f3f4f6", "#cbd0d8"
+COLOURS = {"A": "#4f86c6", "B": "#e08e45", "C": "#5aa469"}
+SHARED = "#8d6fb8"
+
+
+class Picture:
+    """An SVG on paper of its own, so that it can be read on a light page and on a dark one."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._size = width, height
+        self._parts: list[str] = []
+
+    def box(
+        self, x: float, y: float, w: float, h: float, fill: str = PAPER, stroke: str = INK, r: int = 3
+    ) -> None:
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r}" fill="{fill}" '
+            f'stroke="{stroke}"/>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        size: int = 13,
+        fill: str = INK,
+        anchor: str = "middle",
+        weight: int = 400,
+    ) -> None:
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
+            f'font-weight="{weight}">{escape(words)}</text>'
+        )
+
+    def code(
+        self, x: float, y: float, words: str, size: int = 13, fill: str = INK, anchor: str = "middle"
+    ) -> None:
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
+            f'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace">{escape(words)}</text>'
+        )
+
+    def arrow(self, x0: float, y0: float, x1: float, y1: float, colour: str = INK) -> None:
+        """From left to right, leaving and arriving level."""
+        middle = (x0 + x1) / 2
+        self._parts.append(
+            f'<path d="M{x0:g},{y0:g} C{middle:g},{y0:g} {middle:g},{y1:g} {x1 - 6:g},{y1:g}" fill="none" '
+            f'stroke="{colour}" stroke-width="1.6"/>'
+            f'<path d="M{x1:g},{y1:g} l-8,-4 v8 z" fill="{colour}"/>'
+        )
+
+    def arrow_down(self, x: float, y0: float, y1: float) -> None:
+        """From y0 to y1; upwards where y1 is the smaller."""
+        back = 8 if y1 < y0 else -8
+        self._parts.append(
+            f'<path d="M{x:g},{y0:g} V{y1 + back / 2:g}" stroke="{INK}" stroke-width="1.6"/>'
+            f'<path d="M{x:g},{y1:g} l-4,{back} h8 z" fill="{INK}"/>'
+        )
+
+    def save(self, path: Path) -> None:
+        width, height = self._size
+        path.write_text(
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'height="{height}" font-family="system-ui, Helvetica, DejaVu Sans, sans-serif">\n'
+            f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>\n'
+            + "\n".join(self._parts)
+            + "\n</svg>\n",
+            encoding="utf-8",
+        )
+
+
+SLOT = 22  # the side of a token's cell
+PAGE_SIZE = 4
+
+
+def draw_page(picture: Picture, x: float, y: float, tokens: list[tuple[str, str]], name: str = "") -> None:
+    """A page of slots. A token is what is written in it and its colour."""
+    for slot in range(PAGE_SIZE):
+        words, fill = tokens[slot] if slot < len(tokens) else ("", EMPTY)
+        picture.box(x + slot * SLOT, y, SLOT, SLOT, fill, FAINT if fill == EMPTY else INK, r=2)
+        if words:
+            picture.text(x + slot * SLOT + SLOT / 2, y + 15, words, 11, PAPER)
+    if name:
+        picture.text(x + PAGE_SIZE * SLOT / 2, y - 5, name, 11)
+
+
+def tokens_of(sequence: str, begin: int, end: int, colour: str = "") -> list[tuple[str, str]]:
+    return [(f"{sequence}{i}", colour or COLOURS[sequence]) for i in range(begin, end)]
+
+
+def page_table() -> Picture:
+    lengths, tables = {"A": 7, "B": 10}, {"A": [5, 2], "B": [0, 7, 3]}
+    picture = Picture(860, 300)
+    picture.text(20, 30, "What the model sees", 15, anchor="start", weight=600)
+    picture.text(412, 30, "What the allocator knows", 15, weight=600)
+    picture.text(720, 30, "What the cache holds", 15, weight=600)
+
+    place = {}  # of each page in the cache
+    for page in range(8):
+        x, y = 650, 46 + page * 31
+        place[page] = x, y
+        owner = next((name for name, pages in tables.items() if page in pages), None)
+        tokens = []
+        if owner:
+            begin = tables[owner].index(page) * PAGE_SIZE
+            tokens = tokens_of(owner, begin, min(begin + PAGE_SIZE, lengths[owner]))
+        draw_page(picture, x, y, tokens)
+        picture.text(x + PAGE_SIZE * SLOT + 10, y + 15, f"page {page}", 12, anchor="start")
+
+    for row, (name, pages) in enumerate(tables.items()):
+        y = 96 + row * 96
+        picture.text(20, y - 14, f"sequence {name}, {lengths[name]} tokens", anchor="start")
+        for i, (words, fill) in enumerate(tokens_of(name, 0, lengths[name])):
+            x = 20 + i * SLOT + i // PAGE_SIZE * 8
+            picture.box(x, y, SLOT, SLOT, fill, r=2)
+            picture.text(x + SLOT / 2, y + 15, words, 11, PAPER)
+        picture.code(352, y - 14, "page_table")
+        for i in range(3):
+            x = 312 + i * 30
+            picture.box(
+                x, y - 4, 30, 30, PAPER if i < len(pages) else EMPTY, INK if i < len(pages) else FAINT
+            )
+            picture.code(
+                x + 15, y + 16, str(pages[i]) if i < len(pages) else "-", 14, INK if i < len(pages) else FAINT
+            )
+        picture.code(462, y - 14, "seq_lens")
+        picture.box(440, y - 4, 44, 30)
+        picture.code(462, y + 16, str(lengths[name]), 14)
+        for page in pages:
+            x, py = place[page]
+            picture.arrow(490, y + 11, x - 3, py + 11, COLOURS[name])
+    picture.text(
+        20,
+        282,
+        "page_size 4: a token at position p is in slot p % 4 of page page_table[p // 4].",
+        13,
+        anchor="start",
+    )
+    return picture
+
+
+def memory() -> Picture:
+    lengths, longest = {"A": 7, "B": 14, "C": 3}, 16
+    cell = 15
+    picture = Picture(860, 276)
+    picture.text(20, 30, "Contiguous, each at the maximum length", 15, anchor="start", weight=600)
+    for row, (name, length) in enumerate(lengths.items()):
+        for i in range(longest):
+            fill = COLOURS[name] if i < length else RESERVED
+            picture.box(20 + i * cell, 48 + row * 34, cell, 22, fill, INK if i < length else FAINT, r=1)
+    used = sum(lengths.values())
+    total = longest * len(lengths)
+    picture.text(
+        20, 172, f"{total} slots for {used} tokens: {1 - used / total:.0%} is waste,", anchor="start"
+    )
+    picture.text(20, 190, "and a fourth sequence does not fit.", anchor="start")
+
+    picture.text(440, 30, "Pages of 4, handed out as sequences grow", 15, anchor="start", weight=600)
+    tokens = [(n, begin) for n, length in lengths.items() for begin in range(0, length, PAGE_SIZE)]
+    order = [4, 0, 6, 3, 1, 5, 2]  # as they came
+    pages: dict[int, tuple[str, int]] = {slot: tokens[i] for i, slot in enumerate(order[: len(tokens)])}
+    for slot in range(12):
+        x, y = 440 + slot % 4 * (4 * cell + 12), 48 + slot // 4 * 34
+        for i in range(PAGE_SIZE):
+            owner = pages.get(slot)
+            full = owner is not None and owner[1] + i < lengths[owner[0]]
+            fill = COLOURS[owner[0]] if full and owner else RESERVED if owner else EMPTY
+            picture.box(x + i * cell, y, cell, 22, fill, INK if full else FAINT, r=1)
+    held = len(tokens) * PAGE_SIZE
+    picture.text(
+        440, 172, f"The same memory: {held} slots for {used} tokens, five pages free.", anchor="start"
+    )
+    picture.text(440, 190, "At most page_size - 1 slots of a sequence are empty.", anchor="start")
+    for i, (fill, words) in enumerate(
+        [*((COLOURS[n], f"sequence {n}") for n in lengths), (RESERVED, "reserved, empty"), (EMPTY, "free")]
+    ):
+        picture.box(20 + i * 150, 228, 16, 16, fill, FAINT if fill in (EMPTY, RESERVED) else INK, r=2)
+        picture.text(44 + i * 150, 241, words, anchor="start")
+    return picture
+
+
+def fork() -> Picture:
+    picture = Picture(860, 330)
+    panels = ("A prompt of 6 tokens", "fork(): both hold the same pages", "Both grow: copy on write")
+    for panel, title in enumerate(panels):
+        x = 20 + panel * 284
+        picture.text(x, 30, title, 14, anchor="start", weight=600)
+        if panel:
+            picture.box(x - 14, 14, 0.5, 300, FAINT, FAINT, r=0)
+        names = "A" if panel == 0 else "AB"
+        last = {"A": "3" if panel == 2 else "1", "B": "1"}
+        for row, name in enumerate(names):
+            y = 60 + row * 44
+            picture.text(x, y + 20, name, 15, COLOURS[name], "start", 700)
+            for i, page in enumerate(("4", last[name])):
+                picture.box(x + 24 + i * 30, y, 30, 30)
+                picture.code(x + 39 + i * 30, y + 20, page, 14)
+            picture.code(x + 102, y + 20, f"seq_len {7 if panel == 2 else 6}", anchor="start")
+        first = tokens_of("p", 0, 4, SHARED if panel else COLOURS["A"])
+        draw_page(picture, x, 186, first, "page 4")
+        if panel == 2:  # A came first, and took a page of its own
+            for name, place, number in (("B", x, 1), ("A", x + 150, 3)):
+                colour = COLOURS[name]
+                tokens = [*tokens_of("p", 4, 6, colour), (f"{name.lower()}6", colour)]
+                draw_page(picture, place, 250, tokens, f"page {number}")
+            picture.arrow(x + 92, 261, x + 146, 261)
+            picture.text(x + 119, 250, "copy", 11)
+            picture.text(x, 300, "take_copies() gives (1, 3) to copy_pages", 12, anchor="start")
+        else:
+            draw_page(picture, x, 250, tokens_of("p", 4, 6, SHARED if panel else COLOURS["A"]), "page 1")
+        if panel:
+            picture.text(x + 98, 202, "held twice", 12, SHARED, "start")
+        if panel == 1:
+            picture.text(x + 98, 266, "held twice", 12, SHARED, "start")
+            picture.text(x, 300, "No page is copied", 12, anchor="start")
+    return picture
+
+
+def step() -> Picture:
+    picture = Picture(860, 250)
+    boxes = (
+        ("alloc.step", "hands out pages", "writes page_table,", "seq_lens, copies"),
+        ("copy_pages", "copies what must", "not be shared", "any longer"),
+        ("append_kv", "writes the new", "tokens' K and V into", "their pages"),
+        ("paged_attention", "reads the pages of", "each sequence,", "writes out"),
+    )
+    picture.text(20, 30, "Once a step (host)", 14, anchor="start", weight=600)
+    picture.text(240, 30, "In every layer (device)", 14, anchor="start", weight=600)
+    picture.box(216, 14, 0.5, 150, FAINT, FAINT, r=0)
+    for i, (name, *lines) in enumerate(boxes):
+        x = 20 + i * 212 + (8 if i else 0)
+        picture.box(x, 48, 172, 108, EMPTY, COLOURS["A"] if i == 0 else INK, r=8)
+        picture.code(x + 86, 74, name, 14)
+        for row, line in enumerate(lines):
+            picture.text(x + 86, 98 + row * 18, line, 12)
+        if i:
+            picture.arrow(x - 36 if i > 1 else x - 44, 102, x - 3, 102)
+            picture.arrow_down(x + 86, *((190, 158) if name == "paged_attention" else (158, 190)))
+    picture.box(240, 192, 600, 40, PAPER, COLOURS["C"], r=8)
+    picture.code(540, 217, "k_pages, v_pages  [num_pages, page_size, num_kv_heads, head_dim]")
+    return picture
+
+
+PICTURES = {"page_table": page_table, "memory": memory, "fork": fork, "step": step}
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    for name, draw in PICTURES.items():
+        draw().save(folder / f"{name}.svg")
