@@ -38,15 +38,6 @@ std::optional<DType> to_dtype(dlpack::DataType dtype) {
     return std::nullopt;
 }
 
-const char* wanted_dtypes(Accept accept) {
-    switch (accept) {
-        case Accept::int32: return "int32";
-        case Accept::float32: return "float32";
-        case Accept::data: break;
-    }
-    return "float32, float16 or bfloat16";
-}
-
 Device to_device(const char* op, const char* name, dlpack::Device device) {
     switch (device.type) {
         case dlpack::kCpu:
@@ -162,6 +153,15 @@ bool is_bfloat16(nb::handle numpy_array) {
 }
 
 }  // namespace
+
+const char* wanted_dtypes(Accept accept) {
+    switch (accept) {
+        case Accept::int32: return "int32";
+        case Accept::float32: return "float32";
+        case Accept::data: break;
+    }
+    return "float32, float16 or bfloat16";
+}
 
 bool Loan::is_capsule(nb::handle object) {
     return PyCapsule_IsValid(object.ptr(), kVersionedCapsule) ||

@@ -16,6 +16,7 @@ namespace nb = nanobind;
 
 // The dtypes that an argument may have. The operators check further.
 enum class Accept : uint8_t { data, int32, float32 };
+const char* wanted_dtypes(Accept accept);  // "float32, float16 or bfloat16"
 
 // A tensor that an array lent. Given back when this goes, with the interpreter lock held.
 class Loan {

@@ -27,6 +27,8 @@ void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row
 // Throws DeviceError, saying why, unless CUDA kernels can run here.
 void require_usable();
 
+int32_t device_of(void* stream);
+
 // For array importers. `consumer` waits for what `producer` holds now.
 void order_streams(int32_t device_index, void* producer, void* consumer);
 void synchronize(int32_t device_index, void* stream);

@@ -95,6 +95,12 @@ void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row
     check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
 }
 
+int32_t device_of(void* stream) {
+    int device = 0;
+    check(cudaStreamGetDevice(as_stream(stream), &device), "cudaStreamGetDevice");
+    return device;
+}
+
 void order_streams(int32_t device_index, void* producer, void* consumer) {
     if (producer == consumer) return;
     const DeviceGuard guard(device_index);

@@ -18,6 +18,7 @@ void copy_pages(const CopyPagesParams&, void*) { refuse(); }
 void merge_states(const MergeStatesParams&, void*) { refuse(); }
 void copy_to_host(void*, const void*, size_t, size_t, size_t, int32_t, void*) { refuse(); }
 void require_usable() { refuse(); }
+int32_t device_of(void*) { refuse(); }
 void order_streams(int32_t, void*, void*) { refuse(); }
 void synchronize(int32_t, void*) { refuse(); }
 void* allocate(int32_t, size_t, void*) { refuse(); }
