@@ -14,9 +14,9 @@ traced value. Wrong shapes, dtypes and numbers are found when the program is tra
 ``octavo``; what only the values tell, such as a page that does not exist, is found on the CPU when it runs,
 as JAX's own error with Octavo's message.
 
-Over several devices, use ``jax.shard_map`` (before JAX 0.7 with ``check_rep=False``): left to itself, XLA
-gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that the operators have. There is no backward
-yet: differentiating raises TypeError.
+Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
+gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that
+the operators have. There is no backward yet: differentiating raises TypeError.
 """
 
 from __future__ import annotations
