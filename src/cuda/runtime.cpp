@@ -4,6 +4,7 @@
 
 #include <octavo/error.h>
 
+#include <atomic>
 #include <string>
 
 namespace octavo::cuda {
@@ -81,8 +82,11 @@ Workspace::~Workspace() {
 }
 
 void require_usable() {
+    static std::atomic<bool> known_usable{false};  // every call asks
+    if (known_usable.load(std::memory_order_relaxed)) return;
     const std::string why = why_unusable();
     if (!why.empty()) throw DeviceError("CUDA arrays cannot be used here: " + why);
+    known_usable.store(true, std::memory_order_relaxed);
 }
 
 void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,
