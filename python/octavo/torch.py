@@ -30,7 +30,7 @@ __all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attent
 if not hasattr(torch.library, "register_fake"):
     raise ImportError(f"octavo.torch needs PyTorch 2.4 or newer; this is {torch.__version__}")
 
-# The operators. Their arguments stand in the order of octavo's, without return_lse and stream, and none is for
+# The operators. Their arguments stand in the order of octavo's, without return_lse and stream; none is for
 # keywords only, which costs time at every call; `out` follows the arguments without a default. An operator
 # may not return what it was given: with `out` it returns the log-sum-exp alone, or nothing.
 

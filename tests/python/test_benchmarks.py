@@ -244,6 +244,6 @@ def test_call_benchmark(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert {("empty", "numpy"), ("tiny", "numpy")} <= {(row["case"], row["library"]) for row in found}
+    assert {("empty", "numpy"), ("tiny", "numpy")} <= {(row["case"], row["contestant"]) for row in found}
     assert all(0 < row["best_us"] <= row["median_us"] < 1e5 for row in found)
     assert len(done.stdout.splitlines()) == len(found)
