@@ -75,6 +75,21 @@ CALLS = [
 ]
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def place(device, args, kwargs):
+    """The arguments on a device; on a GPU with float16 data, as its kernels want."""
+
+    def move(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        is_data = x.dtype == torch.float32 and x.ndim > 2  # no log-sum-exp, no slopes
+        return x.to(device, torch.float16 if is_data and device == "cuda" else x.dtype)
+
+    return tuple(map(move, args)), {key: move(x) for key, x in kwargs.items()}
+
+
 def operator_call(name, args, kwargs):
     """The operator that a call of octavo.torch's function ends in, and its arguments."""
     options = dict(kwargs)
@@ -90,16 +105,19 @@ def test_every_operator_is_called():
     assert sorted(names) == sorted(called)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
-def test_opcheck(name, args, kwargs):
+def test_opcheck(name, args, kwargs, device):
     """Torch's own checks: the schema tells what is written, shapes and dtypes are those of the results, and
     the graph that a compiler makes computes the same."""
-    opcheck(*operator_call(name, args, kwargs))
+    opcheck(*operator_call(name, *place(device, args, kwargs)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
-def test_equals_octavo(name, args, kwargs):
+def test_equals_octavo(name, args, kwargs, device):
     """Eager and compiled, results and what was written, bit for bit."""
+    args, kwargs = place(device, args, kwargs)
 
     def results(function):
         torch._dynamo.reset()
@@ -163,6 +181,23 @@ def test_compiled_decode(dtype):
         # Arithmetic fused around the operators may round 16-bit values less often.
         torch.testing.assert_close(actual, expected)
     assert counter.frame_count == 2  # the batch is dynamic from the second on
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_a_compiled_step():
+    """The compiled step is one CUDA graph, and follows lengths and pages as they change."""
+    torch._dynamo.reset()
+
+    def step(q, k_pages, v_pages, page_table, seq_lens):
+        return octavo.torch.paged_attention(q + 1, k_pages, v_pages, page_table, seq_lens) * 2
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    pages = [x.half().cuda() for x in make_cache()]
+    for repeat in range(5):
+        q = normal(2, 4, HEAD_DIM, dtype=torch.float16).cuda() + repeat
+        table, lens = PAGE_TABLE.roll(repeat, 0).cuda(), (SEQ_LENS.roll(repeat, 0) - repeat).cuda()
+        actual = compiled(q, *pages, table, lens)
+        torch.testing.assert_close(actual, step(q, *pages, table, lens), rtol=2e-3, atol=2e-3)
 
 
 def test_exports():
