@@ -164,7 +164,7 @@ def measure(case: str, rounds: int) -> Iterator[Row]:
     problem = Problem(*SHAPES[case])
     device = jax.devices()[0].device_kind
     for contestant in contestants():
-        cache = contestant.cache_of(problem.pages), contestant.cache_of(problem.pages) + 0
+        cache = contestant.cache_of(problem.pages) + 0, contestant.cache_of(problem.pages) + 0
         problem.check(contestant, cache)
         sources = {"attention": problem.attention(contestant), "decode loop": problem.decode_loop(contestant)}
         compile_it = functools.partial(compile_program, cache=cache)
