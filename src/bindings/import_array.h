@@ -88,8 +88,9 @@ class Call {
     ArrayType first_type_;
     TensorView first_view_;
     std::optional<Device> device_;
-    void* stream_ = nullptr;        // cudaStream_t; unused on the CPU
-    std::vector<void*> producers_;  // streams that ours waits for
+    void* stream_ = nullptr;             // cudaStream_t; unused on the CPU
+    std::optional<void*> first_stream_;  // the current one of the first array's framework
+    std::vector<void*> producers_;       // streams that ours waits for
     bool wait_for_work_ = false;
     std::vector<Loan> loans_;
 };
