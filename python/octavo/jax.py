@@ -21,177 +21,54 @@ the operators have. There is no backward yet: differentiating raises TypeError.
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Literal, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from octavo import _core, _jax_batching
-
-try:
-    from jax import ffi  # since 0.5
-except ImportError:
-    from jax.extend import ffi  # type: ignore[attr-defined, no-redef]
+from octavo import _jax_call
 
 __all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
 
-if jax.__version_info__ < (0, 4, 38):
-    raise ImportError(f"octavo.jax needs JAX 0.4.38 or newer; this is {jax.__version__}")
 
-for _name, _handlers in _core.xla_handlers().items():
-    for _platform, _handler in zip(("cpu", "CUDA"), _handlers, strict=True):
-        ffi.register_ffi_target(f"octavo_{_name}", _handler, platform=_platform)
-
-_Option: TypeAlias = bool | int | float
-_Arrays: TypeAlias = dict[str, jax.Array]
-_Results: TypeAlias = dict[str, jax.ShapeDtypeStruct]
-
-
-_OPTION_TYPES: dict[str, type] = {
-    "causal": bool,
-    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits"), int),
-    **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale"), float),
-}
-_ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
-
-
-@dataclass(frozen=True)
-class _Operator:
-    name: str
-    results: Callable[[_Arrays, bool], _Results]
-    fold: Callable[[Mapping[str, jax.Array], frozenset[str]], dict[str, jax.Array]]
-    shareable: frozenset[str] = frozenset()  # what one call can use for all of a mapped axis
-
-
-def _queries_results(arrays: _Arrays, return_lse: bool) -> _Results:
-    q = arrays["q"]
-    results = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    if return_lse:
-        results["lse"] = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)
-    return results
-
-
-def _cache_results(arrays: _Arrays, _: bool) -> _Results:
-    return {
-        name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in ("k_pages", "v_pages")
-    }
-
-
-def _merged_results(arrays: _Arrays, _: bool) -> _Results:
-    out = arrays["out_a"]
-    return {
-        "out": jax.ShapeDtypeStruct(out.shape, out.dtype),
-        "lse": jax.ShapeDtypeStruct(out.shape[:-1], jnp.float32),
-    }
-
-
-_ATTENTION = _Operator(
-    "attention", _queries_results, _jax_batching.fold_attention, frozenset({"alibi_slopes"})
-)
-_PAGED_ATTENTION = _Operator(
-    "paged_attention",
-    _queries_results,
-    _jax_batching.fold_paged_attention,
-    frozenset({"k_pages", "v_pages", "alibi_slopes"}),
-)
-_APPEND_KV = _Operator("append_kv", _cache_results, _jax_batching.fold_append_kv)
-_COPY_PAGES = _Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
-_MERGE_STATES = _Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
-
-
-def _call_xla(
-    op: _Operator, arrays: _Arrays, options: Mapping[str, _Option], return_lse: bool
-) -> tuple[jax.Array, ...]:
-    results = op.results(arrays, return_lse)
-    described: dict[str, jax.Array | jax.ShapeDtypeStruct] = {**arrays, **results}
-    _core.check_xla_call(
-        op.name, [(name, str(x.dtype), tuple(x.shape)) for name, x in described.items()], dict(options)
-    )
-    names = list(arrays)
-    call = ffi.ffi_call(
-        f"octavo_{op.name}",
-        list(results.values()),
-        input_output_aliases={names.index(name): i for i, name in enumerate(results) if name in arrays},
-    )
-    attributes = {name: _ATTRIBUTE_TYPES[type(value)](value) for name, value in options.items()}
-    return tuple(call(*arrays.values(), arrays=" ".join([*arrays, *results]), **attributes))
-
-
-@functools.cache
-def _function(
-    op: _Operator, options: tuple[tuple[str, _Option], ...], return_lse: bool
-) -> Callable[[_Arrays], tuple[jax.Array, ...]]:
-    """The operator with these options, as JAX transforms it."""
-
-    @jax.custom_batching.custom_vmap
-    def call(arrays: _Arrays) -> tuple[jax.Array, ...]:
-        return _call_xla(op, arrays, dict(options), return_lse)
-
-    @call.def_vmap
-    def _vmap(
-        axis_size: int, in_batched: list[dict[str, bool]], arrays: _Arrays
-    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        is_mapped = in_batched[0]
-        # Both parts of a cache are shared, or neither.
-        shared = op.shareable - {name for name, mapped in is_mapped.items() if mapped}
-        if not {"k_pages", "v_pages"} <= shared:
-            shared -= {"k_pages", "v_pages"}
-        mapped = {
-            name: x if is_mapped[name] or name in shared else jnp.broadcast_to(x, (axis_size, *x.shape))
-            for name, x in arrays.items()
-        }
-        bounds = {
-            f"max_seqlen_{which}": mapped[which].shape[1] for which in "qk" if f"cu_seqlens_{which}" in mapped
-        }
-        folded = op.fold(mapped, shared)
-        outs = _function(op, tuple({**bounds, **dict(options)}.items()), return_lse)(folded)
-        results = tuple(out.reshape(axis_size, -1, *out.shape[1:]) for out in outs)
-        return results, tuple(True for _ in results)
-
-    differentiable = jax.custom_jvp(call)
-
-    @differentiable.defjvp
-    def _jvp(_: Any, __: Any) -> Any:
-        raise TypeError(
-            f"{op.name} has no backward yet, and cannot be differentiated; use jax.lax.stop_gradient on its "
-            "arguments"
-        )
-
-    return jax.jit(differentiable, inline=True)
-
-
-def _option(op: str, name: str, value: Any) -> _Option:
-    kind = _OPTION_TYPES[name]
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{op}: {name} is part of the program and must be a Python {kind.__name__}, not traced"
-        )
-    if kind is bool and isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if kind is int and hasattr(value, "__index__"):
-        return operator.index(value)
-    if kind is float and hasattr(value, "__float__"):
-        return float(value)
-    raise TypeError(f"{op}: {name} must be a {kind.__name__}; got {type(value).__name__}")
-
-
-def _run(
-    op: _Operator,
-    arrays: Mapping[str, ArrayLike | None],
-    options: Mapping[str, _Option | None],
-    return_lse: bool = False,
-) -> tuple[jax.Array, ...]:
-    given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
-    numbers = tuple((name, _option(op.name, name, x)) for name, x in options.items() if x is not None)
-    return _function(op, numbers, return_lse)(given)
-
-
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+) -> jax.Array: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -209,7 +86,7 @@ def attention(
     alibi_slopes: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over dense or packed arrays: ``octavo.attention`` in a JAX program.
 
     Args:
@@ -258,10 +135,52 @@ def attention(
         "window_right": window_right,
         "softcap": softcap,
     }
-    results = _run(_ATTENTION, arrays, options, return_lse)
-    return results if return_lse else results[0]
+    results = _jax_call.run(_jax_call.ATTENTION, arrays, options, return_lse)
+    return (results[0], results[1]) if return_lse else results[0]
 
 
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: Literal[False] = False,
+) -> jax.Array: ...
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
@@ -281,7 +200,7 @@ def paged_attention(
     v_scale: float | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of new tokens over a paged KV cache: ``octavo.paged_attention`` in a JAX program.
 
     Args:
@@ -334,8 +253,8 @@ def paged_attention(
         "v_scale": v_scale,
         "num_splits": num_splits,
     }
-    results = _run(_PAGED_ATTENTION, arrays, options, return_lse)
-    return results if return_lse else results[0]
+    results = _jax_call.run(_jax_call.PAGED_ATTENTION, arrays, options, return_lse)
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 def append_kv(
@@ -383,7 +302,7 @@ def append_kv(
         "seq_lens": seq_lens,
         "cu_seqlens": cu_seqlens,
     }
-    k_pages, v_pages = _run(_APPEND_KV, arrays, {"k_scale": k_scale, "v_scale": v_scale})
+    k_pages, v_pages = _jax_call.run(_jax_call.APPEND_KV, arrays, {"k_scale": k_scale, "v_scale": v_scale})
     return k_pages, v_pages
 
 
@@ -407,7 +326,7 @@ def copy_pages(k_pages: ArrayLike, v_pages: ArrayLike, copies: ArrayLike) -> tup
         JaxRuntimeError, ValueError: when the program runs: on the CPU pages that do not fit.
     """
     arrays = {"k_pages": k_pages, "v_pages": v_pages, "copies": copies}
-    k_pages, v_pages = _run(_COPY_PAGES, arrays, {})
+    k_pages, v_pages = _jax_call.run(_jax_call.COPY_PAGES, arrays, {})
     return k_pages, v_pages
 
 
@@ -431,5 +350,7 @@ def merge_states(
         ValueError: shapes that do not fit.
         TypeError: a wrong dtype, differentiation.
     """
-    out, lse = _run(_MERGE_STATES, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}, {})
+    out, lse = _jax_call.run(
+        _jax_call.MERGE_STATES, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}, {}
+    )
     return out, lse

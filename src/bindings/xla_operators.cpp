@@ -1,5 +1,5 @@
 // The operators for JAX programs: handlers that XLA calls, and the check of their arguments at trace time.
-// Who names their arrays and options: python/octavo/jax.py.
+// Who names their arrays and options: python/octavo/_jax_call.py.
 #include <octavo/attention.h>
 #include <octavo/paged_attention.h>
 
@@ -152,9 +152,9 @@ xla::Error* make_error(const xla::CallFrame& frame, xla::ErrorCode code, const c
 // XLA calls it without Python's lock, from any thread.
 template <class Operator, DeviceType kDevice>
 xla::Error* handle(xla::CallFrame* frame) {
-    if (const xla::Extension* extension = frame->header.extensions;
-        extension && extension->kind == xla::kMetadataExtension) {
-        describe(*reinterpret_cast<const xla::MetadataExtension*>(extension));
+    for (const xla::Extension* it = frame->header.extensions; it; it = it->next) {
+        if (it->kind != xla::kMetadataExtension) continue;
+        describe(*reinterpret_cast<const xla::MetadataExtension*>(it));
         return nullptr;
     }
     try {
