@@ -165,7 +165,7 @@ std::optional<DType> dtype_of(nb::handle array) {
     return found;
 }
 
-// A CuPy array by its attributes, in a quarter of the time that its __dlpack__ takes. Nothing where something
+// A CuPy array by its attributes, without the call and the capsule of its __dlpack__. Nothing where something
 // is wrong, which __dlpack__ and to_view then say.
 std::optional<TensorView> view_of_cupy(nb::handle array) {
     static PyObject* const data = PyUnicode_InternFromString("data");
