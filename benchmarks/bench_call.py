@@ -1,16 +1,19 @@
-"""What a call costs the host: time of octavo's operators on arrays so small that the kernel hardly counts.
+"""What a call costs the host: time of operators on arrays so small that the kernel hardly counts.
 
-    python benchmarks/bench_call.py [--calls 5000] [--rounds 9] [--json rows.jsonl]
+    python benchmarks/bench_call.py [--device cpu|cuda] [--calls 400] [--rounds 50] [--json rows.jsonl]
 
-paged_attention with `out=` on CPU arrays of each library, one head. `empty` has no sequence, so that its
-time is that of taking the arrays, checking them and returning; `tiny` has one of one token, which the kernel
-computes on one thread. `octavo.torch` goes through PyTorch's dispatcher. The best round is reported, and the
-median.
+paged_attention with `out=` on arrays of each library. On the CPU, one head: `empty` has no sequence, so that
+its time is that of taking the arrays, checking them and returning; `tiny` has one of one token, which the
+kernel computes on one thread. On a GPU, 32/8 heads of 128, one token: calls are asynchronous, and a round
+fits the queue; beside them FlashAttention-3 and FlashInfer, where they can be imported (`plan` is what
+FlashInfer does once a step), and functions of PyTorch. `octavo.torch` goes through PyTorch's dispatcher. The
+best round is reported, and the median.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import statistics
@@ -24,68 +27,134 @@ import numpy as np
 
 import octavo
 
-HEAD_DIM, PAGE_SIZE = 64, 16
 
-
-@dataclass
+@dataclass(frozen=True)
 class Row:
+    device: str
     case: str
-    library: str
+    contestant: str
     version: str
     best_us: float
     median_us: float
 
 
-def make_arrays(batch: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """The five arrays of paged_attention, and `out`."""
-    q = np.ones((batch, 1, HEAD_DIM), np.float32)
-    pages = np.ones((1, PAGE_SIZE, 1, HEAD_DIM), np.float32)
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    version: str
+    call: Callable[[], object]
+
+
+def make_arrays(batch: int, heads: tuple[int, int], head_dim: int, dtype: str) -> list[np.ndarray]:
+    """The five arrays of paged_attention, and `out`: all ones, one token a sequence."""
+    q = np.ones((batch, heads[0], head_dim), dtype)
+    pages = np.ones((1, 16, heads[1], head_dim), dtype)
     page_table, seq_lens = np.zeros((batch, 1), np.int32), np.ones(batch, np.int32)
-    return [q, pages, pages.copy(), page_table, seq_lens], np.empty_like(q)
+    return [q, pages, pages.copy(), page_table, seq_lens, np.zeros_like(q)]
 
 
-def contestants() -> Iterator[tuple[str, str, Callable[..., Any], Callable[[np.ndarray], Any]]]:
-    """Name, version, operator and how its arrays are made."""
-    yield "numpy", np.__version__, octavo.paged_attention, np.asarray
+def on(
+    arrays: list[Any], operator: Callable[..., Any], convert: Callable[[np.ndarray], Any]
+) -> Callable[[], object]:
+    q, k_pages, v_pages, page_table, seq_lens, out = map(convert, arrays)
+
+    def call() -> object:
+        return operator(q, k_pages, v_pages, page_table, seq_lens, out=out)
+
+    call()
+    assert (out == 1).all()
+    return call
+
+
+def cpu_contestants(batch: int) -> Iterator[Contestant]:
+    arrays = make_arrays(batch, (1, 1), 64, "float32")
+    yield Contestant("numpy", np.__version__, on(arrays, octavo.paged_attention, np.asarray))
     if importlib.util.find_spec("torch"):
         import torch
 
         from octavo.torch import paged_attention
 
-        yield "torch", torch.__version__, octavo.paged_attention, torch.from_numpy
-        yield "octavo.torch", torch.__version__, paged_attention, torch.from_numpy
+        yield Contestant("torch", torch.__version__, on(arrays, octavo.paged_attention, torch.from_numpy))
+        through = on(arrays, paged_attention, torch.from_numpy)
+        yield Contestant("octavo.torch", torch.__version__, through)
 
 
-def measure(num_calls: int, rounds: int) -> Iterator[Row]:
-    for case, batch in (("empty", 0), ("tiny", 1)):
-        for library, version, operator, convert in contestants():
-            arrays, out = make_arrays(batch)
-            q, k_pages, v_pages, page_table, seq_lens = map(convert, arrays)
-            result = convert(out)
+def peers() -> Iterator[Contestant]:
+    """FlashAttention-3 and FlashInfer."""
+    from _decode_cases import Case
+    from _decode_contestants import FlashInfer, find_contestants
+    from _decode_inputs import make_inputs
+    from _device import versions
 
-            def call(op=operator, q=q, k=k_pages, v=v_pages, table=page_table, lens=seq_lens, out=result):
-                op(q, k, v, table, lens, out=out)
+    case = Case("tiny", (1,), dtype="float16")
+    inputs = make_inputs(case)
+    found = versions(["flashinfer", "vllm"])
+    for peer in find_contestants(flashinfer=True)[1:]:
+        version = found.get("flashinfer" if isinstance(peer, FlashInfer) else "vllm", "")
+        yield Contestant(peer.name, version, peer.prepare(case, inputs))
+        if isinstance(peer, FlashInfer):
+            plan = functools.partial(peer.prepare, case, inputs)
+            yield Contestant(f"{peer.name} plan", version, plan)
 
-            call()
-            times = [
-                seconds / num_calls * 1e6 for seconds in timeit.repeat(call, number=num_calls, repeat=rounds)
-            ]
-            assert (out == 1).all()
-            yield Row(case, library, version, min(times), statistics.median(times))
+
+def cuda_contestants() -> Iterator[Contestant]:
+    import torch
+
+    from octavo.torch import paged_attention
+
+    arrays = make_arrays(1, (32, 8), 128, "float16")
+
+    def to_gpu(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).cuda()
+
+    yield Contestant("torch", torch.__version__, on(arrays, octavo.paged_attention, to_gpu))
+    yield Contestant("octavo.torch", torch.__version__, on(arrays, paged_attention, to_gpu))
+    if importlib.util.find_spec("cupy"):
+        import cupy
+
+        yield Contestant("cupy", cupy.__version__, on(arrays, octavo.paged_attention, cupy.asarray))
+    yield from peers()
+    q, k, v = (torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.float16) for _ in "qkv")
+    attention = torch.nn.functional.scaled_dot_product_attention
+    yield Contestant("torch scaled_dot_product_attention", torch.__version__, lambda: attention(q, k, v))
+    yield Contestant("torch add", torch.__version__, lambda: torch.add(q, k))
+
+
+def measure(
+    device: str, case: str, contestants: Iterator[Contestant], num_calls: int, rounds: int
+) -> Iterator[Row]:
+    def wait() -> None:
+        if device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    for contestant in contestants:
+        times = []
+        for _ in range(rounds):
+            wait()
+            times.append(timeit.timeit(contestant.call, number=num_calls) / num_calls * 1e6)
+        best, median = min(times), statistics.median(times)
+        yield Row(device, case, contestant.name, contestant.version, round(best, 3), round(median, 3))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--calls", type=int, default=5000, help="calls in a round")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--calls", type=int, default=400, help="calls in a round")
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", type=Path, help="append one row a case to this file")
     arguments = parser.parse_args()
     octavo.set_num_threads(1)
-    for row in measure(arguments.calls, arguments.rounds):
-        print(f"{row.case:6} {row.library:13} best {row.best_us:6.2f} us   median {row.median_us:6.2f} us")
-        if arguments.json:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+    cases = {"empty": cpu_contestants(0), "tiny": cpu_contestants(1)}
+    if arguments.device == "cuda":
+        cases = {"tiny": cuda_contestants()}
+    for case, contestants in cases.items():
+        for row in measure(arguments.device, case, contestants, arguments.calls, arguments.rounds):
+            print(f"{case:6} {row.contestant:36} best {row.best_us:7.2f} us   median {row.median_us:7.2f} us")
+            if arguments.json:
+                with arguments.json.open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
 
 
 if __name__ == "__main__":

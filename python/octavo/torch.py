@@ -15,6 +15,7 @@ There is no backward yet: a tensor that requires grad is refused unless gradient
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -22,45 +23,55 @@ import torch
 from torch import Tensor
 
 import octavo
+from octavo import _core
 
 __all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
 
 if not hasattr(torch.library, "register_fake"):
     raise ImportError(f"octavo.torch needs PyTorch 2.4 or newer; this is {torch.__version__}")
 
-# The operators. A schema's defaults are those of the function in octavo: the dispatcher does not pass on an
-# argument that equals its default. An operator may not return what it was given: those with `out` return the
-# log-sum-exp alone. A log-sum-exp that was not asked for is an empty tensor.
+# The operators. Their arguments stand in the order of octavo's, without return_lse and stream; none is for
+# keywords only, which costs time at every call; `out` follows the arguments without a default. An operator
+# may not return what it was given: with `out` it returns the log-sum-exp alone, or nothing.
 
 _library = torch.library.Library("octavo", "DEF")
 
-_ATTENTION = (
-    "Tensor q, Tensor k, Tensor v, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, bool causal=False, "
-    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
-    "Tensor? prefix_lens=None, bool return_lse=False"
-)
-_PAGED_ATTENTION = (
-    "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, *, "
-    "Tensor? cu_seqlens_q=None, SymInt? max_seqlen_q=None, float? softmax_scale=None, bool causal=True, "
-    "SymInt window_left=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? prefix_lens=None, "
-    "float? k_scale=None, float? v_scale=None, SymInt? num_splits=None, bool return_lse=False"
-)
+_ARRAYS = {
+    "attention": "Tensor q, Tensor k, Tensor v",
+    "paged_attention": "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens",
+}
+_OPTIONS = {
+    "attention": "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, "
+    "SymInt? max_seqlen_k=None, float? softmax_scale=None, bool causal=False, SymInt window_left=-1, "
+    "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? prefix_lens=None",
+    "paged_attention": "Tensor? cu_seqlens_q=None, SymInt? max_seqlen_q=None, float? softmax_scale=None, "
+    "bool causal=True, SymInt window_left=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? prefix_lens=None, float? k_scale=None, float? v_scale=None, SymInt? num_splits=None",
+}
+
+
+def _operator(name: str) -> Any:
+    operator, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.octavo, operator), overload or "default")
 
 
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define torch.ops.octavo.<name>. `kernel` runs it, `fake` only makes results of the right kind."""
+    """Define torch.ops.octavo.<name>, which may have an overload's name after a dot.
+
+    `kernel` runs it, `fake` only makes results of the right kind.
+    """
     # Compiled code must keep the strides that it was traced with: Octavo wants a last axis of unit stride.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     _library.define(name + schema, tags=tags)
-    arguments = [argument.name for argument in getattr(torch.ops.octavo, name).default._schema.arguments]
+    operator = name.partition(".")[0]
+    arguments = [argument.name for argument in _operator(name)._schema.arguments]
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         # What the kernel itself refuses, and a compiler would find out too late.
         for argument, value in [*zip(arguments, args, strict=False), *kwargs.items()]:
             if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
                 raise TypeError(
-                    f"{name}: {argument} requires grad, and this call has no backward; use "
+                    f"{operator}: {argument} requires grad, and this call has no backward; use "
                     f"{argument}.detach() or torch.no_grad()"
                 )
         return fake(*args, **kwargs)
@@ -75,35 +86,51 @@ def _will_write(*arrays: Tensor) -> None:
         torch.autograd.graph.increment_version(array)
 
 
-def _lse_like(q: Tensor, return_lse: bool) -> Tensor:
-    return q.new_empty(q.shape[:-1] if return_lse else (0,), dtype=torch.float32)
+def _lse_like(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _define_attention(name: str, schema: str, function: Callable[..., Any]) -> None:
-    """Define the operator that returns new tensors, and the one that writes to `out`."""
+def _define_attention(name: str, function: Callable[..., Any], core: Callable[..., Any]) -> None:
+    """Define the operator that returns a tensor, the one that writes to `out`, and both with log-sum-exp."""
+    defaults = tuple(parameter.default for parameter in inspect.signature(function).parameters.values())
+    num_arrays = _ARRAYS[name].count(",") + 1
 
-    def kernel(q: Tensor, *args: Tensor, return_lse: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-        if return_lse:
-            return cast("tuple[Tensor, Tensor]", function(q, *args, return_lse=True, **options))
-        return function(q, *args, **options), _lse_like(q, False)
+    def kernel(*args: Any, return_lse: bool = False, out: Tensor | None = None) -> Any:
+        # The dispatcher drops arguments at the end that equal their defaults. After them come those three.
+        return core(*args, *defaults[len(args) : -3], return_lse, out, None)
 
-    def fake(q: Tensor, *_: Tensor, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(q.shape), _lse_like(q, return_lse)
-
-    def kernel_out(*args: Tensor, out: Tensor, **options: Any) -> Tensor:
+    def kernel_out(*args: Any) -> None:
+        out = args[num_arrays]
         _will_write(out)
-        return kernel(*args, out=out, **options)[1]
+        kernel(*args[:num_arrays], *args[num_arrays + 1 :], out=out)
 
-    def fake_out(q: Tensor, *_: Tensor, return_lse: bool = False, **__: Any) -> Tensor:
-        return _lse_like(q, return_lse)
+    def kernel_out_lse(*args: Any) -> Tensor:
+        out = args[num_arrays]
+        _will_write(out)
+        result = kernel(*args[:num_arrays], *args[num_arrays + 1 :], out=out, return_lse=True)
+        return cast("Tensor", result[1])
 
-    _define(name, f"({schema}) -> (Tensor, Tensor)", kernel, fake)
-    _define(f"{name}_out", f"({schema}, Tensor(a!) out) -> Tensor", kernel_out, fake_out)
+    arrays, options = _ARRAYS[name], _OPTIONS[name]
+    out = "Tensor(a!) out"
+    _define(name, f"({arrays}, {options}) -> Tensor", kernel, lambda q, *_: q.new_empty(q.shape))
+    _define(
+        f"{name}.lse",
+        f"({arrays}, {options}) -> (Tensor, Tensor)",
+        functools.partial(kernel, return_lse=True),
+        lambda q, *_: (q.new_empty(q.shape), _lse_like(q)),
+    )
+    _define(f"{name}.out", f"({arrays}, {out}, {options}) -> ()", kernel_out, _fake_nothing)
+    _define(
+        f"{name}.out_lse",
+        f"({arrays}, {out}, {options}) -> Tensor",
+        kernel_out_lse,
+        lambda q, *_: _lse_like(q),
+    )
 
 
-def _append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *args: Tensor, **options: Any) -> None:
+def _append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *args: Any) -> None:
     _will_write(k_pages, v_pages)
-    octavo.append_kv(k, v, k_pages, v_pages, *args, **options)
+    _core.append_kv(k, v, k_pages, v_pages, *args, *(None,) * (6 - len(args)))
 
 
 def _copy_pages(k_pages: Tensor, v_pages: Tensor, copies: Tensor) -> None:
@@ -126,8 +153,8 @@ def _fake_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-_define_attention("attention", _ATTENTION, octavo.attention)
-_define_attention("paged_attention", _PAGED_ATTENTION, octavo.paged_attention)
+_define_attention("attention", octavo.attention, _core.attention)
+_define_attention("paged_attention", octavo.paged_attention, _core.paged_attention)
 _define(
     "merge_states",
     "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
@@ -136,7 +163,7 @@ _define(
 )
 _define(
     "append_kv",
-    "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, Tensor seq_lens, *, "
+    "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, Tensor seq_lens, "
     "Tensor? cu_seqlens=None, float? k_scale=None, float? v_scale=None) -> ()",
     _append_kv,
     _fake_nothing,
@@ -171,6 +198,20 @@ def _refuse_stream(name: str, stream: object) -> None:
         raise ValueError(f"{name}: stream must be None in octavo.torch, which works on the current stream")
 
 
+_OPERATORS = {
+    name + suffix: _operator(name + suffix) for name in _ARRAYS for suffix in ("", ".lse", ".out", ".out_lse")
+}
+
+
+def _call(name: str, arrays: tuple[Tensor, ...], out: Tensor | None, return_lse: bool, options: Any) -> Any:
+    if out is None:
+        return _OPERATORS[name + ".lse" if return_lse else name](*arrays, **options)
+    if not return_lse:
+        _OPERATORS[name + ".out"](*arrays, out, **options)
+        return out
+    return out, _OPERATORS[name + ".out_lse"](*arrays, out, **options)
+
+
 @_like(octavo.attention)
 def attention(
     q: Tensor,
@@ -183,11 +224,7 @@ def attention(
     **options: Any,
 ) -> Any:
     _refuse_stream("attention", stream)
-    if out is None:
-        out, lse = torch.ops.octavo.attention(q, k, v, return_lse=return_lse, **options)
-    else:
-        lse = torch.ops.octavo.attention_out(q, k, v, return_lse=return_lse, out=out, **options)
-    return (out, lse) if return_lse else out
+    return _call("attention", (q, k, v), out, return_lse, options)
 
 
 @_like(octavo.paged_attention)
@@ -204,12 +241,7 @@ def paged_attention(
     **options: Any,
 ) -> Any:
     _refuse_stream("paged_attention", stream)
-    arrays = (q, k_pages, v_pages, page_table, seq_lens)
-    if out is None:
-        out, lse = torch.ops.octavo.paged_attention(*arrays, return_lse=return_lse, **options)
-    else:
-        lse = torch.ops.octavo.paged_attention_out(*arrays, return_lse=return_lse, out=out, **options)
-    return (out, lse) if return_lse else out
+    return _call("paged_attention", (q, k_pages, v_pages, page_table, seq_lens), out, return_lse, options)
 
 
 @_like(octavo.merge_states)

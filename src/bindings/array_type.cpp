@@ -95,7 +95,9 @@ std::optional<void*> ArrayType::current_stream(Device device) const {
                        "cuda_stream");
     }
     if (framework == Framework::cupy) {
-        return address(nb::module_::import_("cupy.cuda").attr("get_current_stream")(device.index), "ptr");
+        static PyObject* const current =
+            nb::object(nb::module_::import_("cupy.cuda").attr("get_current_stream")).release().ptr();
+        return address(nb::handle(current)(device.index), "ptr");
     }
     return std::nullopt;
 }

@@ -11,5 +11,6 @@ void bind_operators(nanobind::module_& m);
 void bind_owned_array(nanobind::module_& m);
 void bind_page_allocator(nanobind::module_& m);
 void bind_step_arrays(nanobind::module_& m);
+void bind_xla_operators(nanobind::module_& m);
 
 }  // namespace octavo::bindings

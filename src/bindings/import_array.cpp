@@ -38,15 +38,6 @@ std::optional<DType> to_dtype(dlpack::DataType dtype) {
     return std::nullopt;
 }
 
-const char* wanted_dtypes(Accept accept) {
-    switch (accept) {
-        case Accept::int32: return "int32";
-        case Accept::float32: return "float32";
-        case Accept::data: break;
-    }
-    return "float32, float16 or bfloat16";
-}
-
 Device to_device(const char* op, const char* name, dlpack::Device device) {
     switch (device.type) {
         case dlpack::kCpu:
@@ -122,6 +113,14 @@ void refuse_gradient(const char* op, const char* name, nb::handle tensor) {
                     ".detach() or torch.no_grad()");
 }
 
+// Whether it may be the real or imaginary part of a complex tensor, which alone carry torch's negative bit:
+// there is no complex bfloat16, and between two elements of a part lies one of the other.
+bool may_be_part(const TensorView& view) {
+    const int last = view.ndim - 1;
+    const bool is_dense = last >= 0 && view.shape[last] > 1 && view.strides[last] == 1;
+    return !is_dense && (view.dtype == DType::float32 || view.dtype == DType::float16);
+}
+
 void refuse_negative_bit(const char* op, const char* name, nb::handle tensor) {
     static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
     if (nb::cast<bool>(tensor.attr(nb::handle(is_neg))())) {
@@ -137,39 +136,82 @@ void require_cuda(const char* op) {
     }
 }
 
-// ml_dtypes.bfloat16, which NumPy exports neither through DLPack nor as a buffer.
-bool is_bfloat16(nb::handle numpy_array) {
+// Of a NumPy or CuPy array; nothing if Octavo has no such dtype.
+std::optional<DType> dtype_of(nb::handle array) {
     // The dtype objects seen last, of which there is one a kind. The interpreter lock guards them, and
     // `mutex` where there is none; one in here is kept alive, so that its address means this dtype.
     struct Seen {
-        PyObject* dtype = nullptr;
-        bool is_bfloat16 = false;
+        PyObject* object = nullptr;
+        std::optional<DType> dtype;
     };
     static nb::ft_mutex mutex;
     static std::array<Seen, 8> cache{};
     static size_t next = 0;
-    static PyObject* const name = PyUnicode_InternFromString("dtype");
-    const nb::object dtype = numpy_array.attr(nb::handle(name));
+    static PyObject* const attribute = PyUnicode_InternFromString("dtype");
+    const nb::object object = array.attr(nb::handle(attribute));
     {
         const nb::ft_lock_guard lock(mutex);
         for (const Seen& seen : cache) {
-            if (seen.dtype == dtype.ptr()) return seen.is_bfloat16;
+            if (seen.object == object.ptr()) return seen.dtype;
         }
     }
-    const bool found =
-        dtype.attr("kind").equal(nb::str("V")) && dtype.attr("name").equal(nb::str("bfloat16"));
-    PyObject* evicted = nb::handle(dtype).inc_ref().ptr();
+    std::optional<DType> found;
+    if (object.attr("isnative").equal(nb::bool_(true))) {
+        const nb::object name = object.attr("name");
+        for (DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int32}) {
+            if (name.equal(nb::str(to_string(dtype).c_str()))) found = dtype;
+        }
+    }
+    PyObject* evicted = nb::handle(object).inc_ref().ptr();
     {
         const nb::ft_lock_guard lock(mutex);
-        std::swap(evicted, cache[next].dtype);
-        cache[next].is_bfloat16 = found;
+        std::swap(evicted, cache[next].object);
+        cache[next].dtype = found;
         next = (next + 1) % cache.size();
     }
     Py_XDECREF(evicted);
     return found;
 }
 
+// A CuPy array by its attributes, without the call and the capsule of its __dlpack__. Nothing where something
+// is wrong, which __dlpack__ and to_view then say.
+std::optional<TensorView> view_of_cupy(nb::handle array) {
+    static PyObject* const data = PyUnicode_InternFromString("data");
+    static PyObject* const pointer = PyUnicode_InternFromString("ptr");
+    static PyObject* const device_id = PyUnicode_InternFromString("device_id");
+    static PyObject* const lengths = PyUnicode_InternFromString("shape");
+    static PyObject* const byte_strides = PyUnicode_InternFromString("strides");
+    const std::optional<DType> dtype = dtype_of(array);
+    if (!dtype) return std::nullopt;
+    const nb::object memory = array.attr(nb::handle(data));
+    const nb::tuple shape(array.attr(nb::handle(lengths))), strides(array.attr(nb::handle(byte_strides)));
+    TensorView view;
+    view.dtype = *dtype;
+    view.device = {DeviceType::cuda, nb::cast<int32_t>(memory.attr(nb::handle(device_id)))};
+    view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(memory.attr(nb::handle(pointer))));
+    const int64_t size = size_of(view.dtype);
+    if (shape.size() > TensorView::kMaxDims || reinterpret_cast<uintptr_t>(view.data) % size != 0)
+        return std::nullopt;
+    view.ndim = static_cast<int32_t>(shape.size());
+    for (int axis = 0; axis < view.ndim; ++axis) {
+        view.shape[axis] = nb::cast<int64_t>(shape[axis]);
+        const int64_t stride = nb::cast<int64_t>(strides[axis]);
+        if (stride % size != 0) return std::nullopt;
+        view.strides[axis] = stride / size;
+    }
+    return view;
+}
+
 }  // namespace
+
+const char* wanted_dtypes(Accept accept) {
+    switch (accept) {
+        case Accept::int32: return "int32";
+        case Accept::float32: return "float32";
+        case Accept::data: break;
+    }
+    return "float32, float16 or bfloat16";
+}
 
 bool Loan::is_capsule(nb::handle object) {
     return PyCapsule_IsValid(object.ptr(), kVersionedCapsule) ||
@@ -244,9 +286,14 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         }
         view = to_view(op_, name, tensor, accept);
         enter_device(name, type, view.device, may_be_on_host);
+    } else if (const std::optional<TensorView> by_attributes =
+                   type.framework == Framework::cupy ? view_of_cupy(array) : std::nullopt) {
+        view = *by_attributes;
+        enter_device(name, type, view.device, may_be_on_host);
     } else {
         nb::object source = nb::borrow(array);
-        const bool by_view = type.framework == Framework::numpy && is_bfloat16(array);
+        // ml_dtypes.bfloat16 NumPy exports neither through DLPack nor as a buffer.
+        const bool by_view = type.framework == Framework::numpy && dtype_of(array) == DType::bfloat16;
         if (by_view) source = array.attr("view")("uint16");
         // Once the first array is on the CPU, the tensor itself will say whether this one is.
         const bool known = type.framework == Framework::numpy ||
@@ -267,9 +314,7 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         loans_.push_back(std::move(loan));
     }
     if (type.framework == Framework::torch && view.dtype != DType::int32) refuse_gradient(op_, name, array);
-    // Only real and imaginary parts of complex tensors carry the bit: there is no complex bfloat16.
-    const bool is_part = view.dtype == DType::float32 || view.dtype == DType::float16;
-    if (type.framework == Framework::torch && is_part) refuse_negative_bit(op_, name, array);
+    if (type.framework == Framework::torch && may_be_part(view)) refuse_negative_bit(op_, name, array);
     if (!first_array_.is_valid()) {
         first_array_ = array;
         first_type_ = type;
@@ -292,9 +337,13 @@ std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& typ
     const bool is_first = !device_;
     device_ = device;
     if (device.type == DeviceType::cpu) return std::nullopt;
-    if (is_first) require_cuda(op_);
-    const std::optional<void*> current = type.current_stream(device);
-    if (is_first) stream_ = wanted_stream_ ? *wanted_stream_ : current.value_or(nullptr);
+    if (is_first) {
+        require_cuda(op_);
+        first_stream_ = type.current_stream(device);
+        stream_ = wanted_stream_ ? *wanted_stream_ : first_stream_.value_or(nullptr);
+    }
+    const bool is_like_first = is_first || type.framework == first_type_.framework;
+    const std::optional<void*> current = is_like_first ? first_stream_ : type.current_stream(device);
     // XLA may reuse an input's memory as soon as it is given back, and does not know our stream: with JAX
     // arrays the call returns when the work is done, which also makes the result ready.
     if (type.framework == Framework::jax) wait_for_work_ = true;

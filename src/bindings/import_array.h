@@ -16,6 +16,7 @@ namespace nb = nanobind;
 
 // The dtypes that an argument may have. The operators check further.
 enum class Accept : uint8_t { data, int32, float32 };
+const char* wanted_dtypes(Accept accept);  // "float32, float16 or bfloat16"
 
 // A tensor that an array lent. Given back when this goes, with the interpreter lock held.
 class Loan {
@@ -93,8 +94,9 @@ class Call {
     ArrayType first_type_;
     TensorView first_view_;
     std::optional<Device> device_;
-    void* stream_ = nullptr;        // cudaStream_t; unused on the CPU
-    std::vector<void*> producers_;  // streams that ours waits for
+    void* stream_ = nullptr;             // cudaStream_t; unused on the CPU
+    std::optional<void*> first_stream_;  // the current one of the first array's framework
+    std::vector<void*> producers_;       // streams that ours waits for
     bool wait_for_work_ = false;
     std::vector<Loan> loans_;
 };

@@ -123,6 +123,7 @@ NB_MODULE(_core, m) {
     bind_info(m);
     bind_owned_array(m);
     bind_operators(m);
+    bind_xla_operators(m);
     bind_step_arrays(m);
     bind_page_allocator(m);
 }

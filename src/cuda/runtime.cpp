@@ -4,6 +4,7 @@
 
 #include <octavo/error.h>
 
+#include <atomic>
 #include <string>
 
 namespace octavo::cuda {
@@ -81,8 +82,11 @@ Workspace::~Workspace() {
 }
 
 void require_usable() {
+    static std::atomic<bool> known_usable{false};  // every call asks
+    if (known_usable.load(std::memory_order_relaxed)) return;
     const std::string why = why_unusable();
     if (!why.empty()) throw DeviceError("CUDA arrays cannot be used here: " + why);
+    known_usable.store(true, std::memory_order_relaxed);
 }
 
 void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,
@@ -107,6 +111,12 @@ void* mapped_host_memory(void* address, uintptr_t begin, uintptr_t end, int32_t 
     const bool is_pinned =
         mapped(reinterpret_cast<const void*>(begin)) && mapped(reinterpret_cast<const void*>(end - 1));
     return is_pinned ? mapped(address) : nullptr;
+}
+
+int32_t device_of(void* stream) {
+    int device = 0;
+    check(cudaStreamGetDevice(as_stream(stream), &device), "cudaStreamGetDevice");
+    return device;
 }
 
 void order_streams(int32_t device_index, void* producer, void* consumer) {

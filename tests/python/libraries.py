@@ -70,13 +70,16 @@ class Torch(ArrayLibrary):
 
         self.torch = torch
         self.device = device
+        self.torch_device = torch.device(device, 0)  # JAX may make another GPU the current one
         self.array_type = torch.Tensor
 
     def from_numpy(self, values: NDArray) -> Any:
         values = np.array(values, order="C")
         if values.dtype == NUMPY_DTYPES["bfloat16"]:
-            return self.torch.from_numpy(values.view(np.int16)).view(self.torch.bfloat16).to(self.device)
-        return self.torch.from_numpy(values).to(self.device)
+            return (
+                self.torch.from_numpy(values.view(np.int16)).view(self.torch.bfloat16).to(self.torch_device)
+            )
+        return self.torch.from_numpy(values).to(self.torch_device)
 
     def to_numpy(self, array: Any) -> NDArray:
         array = array.detach().cpu()
@@ -99,7 +102,8 @@ class CuPy(ArrayLibrary):
         self.array_type = cupy.ndarray
 
     def from_numpy(self, values: NDArray) -> Any:
-        return self.cupy.asarray(np.array(values, order="C"))
+        with self.cupy.cuda.Device(0):
+            return self.cupy.asarray(np.array(values, order="C"))
 
     def to_numpy(self, array: Any) -> NDArray:
         return self.cupy.asnumpy(array)

@@ -1,4 +1,4 @@
-"""benchmarks/bench_decode.py and bench_prefill.py: what of them needs no GPU."""
+"""The benchmarks: what of them needs no GPU."""
 
 import json
 import subprocess
@@ -244,6 +244,21 @@ def test_call_benchmark(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert {("empty", "numpy"), ("tiny", "numpy")} <= {(row["case"], row["library"]) for row in found}
+    assert {("empty", "numpy"), ("tiny", "numpy")} <= {(row["case"], row["contestant"]) for row in found}
     assert all(0 < row["best_us"] <= row["median_us"] < 1e5 for row in found)
     assert len(done.stdout.splitlines()) == len(found)
+
+
+def test_jax_benchmark(monkeypatch):
+    """Octavo's programs, on a small shape; Pallas has no kernel for the CPU."""
+    pytest.importorskip("jax", reason="JAX is not installed")
+    import bench_jax
+
+    octavo_alone = [next(bench_jax.contestants())]
+    monkeypatch.setattr(bench_jax, "contestants", lambda: octavo_alone)
+    monkeypatch.setattr(bench_jax, "SHAPES", {"tiny": (2, 64)})
+    monkeypatch.setattr(bench_jax, "POOL_BYTES", 1 << 20)
+    monkeypatch.setattr(bench_jax, "PROGRAM_BYTES", 4e6)
+    rows = list(bench_jax.measure("tiny", rounds=2))
+    assert [row.program for row in rows] == ["attention", "decode loop"]
+    assert all(row.contestant == "octavo" and row.us > 0 for row in rows)

@@ -75,6 +75,22 @@ def test_merge_states(library):
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.gpu
+def test_attention_on_a_gpu(library):
+    torch = pytest.importorskip("torch")
+
+    def lent(array):
+        shape = (c_interface.c_int64 * array.ndim)(*array.shape)
+        return Tensor(array.data_ptr(), shape, None, array.ndim, c_interface.DTYPES["float16"], 1, 0)
+
+    q = torch.randn(2, 5, 4, 64, dtype=torch.float16, device="cuda")
+    k, v = torch.randn(2, 2, 9, 2, 64, dtype=torch.float16, device="cuda").unbind()
+    out = torch.full_like(q, torch.nan)
+    stream = torch.cuda.current_stream().cuda_stream
+    library.attention(q=lent(q), k=lent(k), v=lent(v), out=lent(out), causal=1, stream=stream)
+    assert torch.equal(out, octavo.attention(q, k, v, causal=True))
+
+
 def test_allocator(library):
     allocator = PageAllocator(library, 4, 16)
     sequence = allocator.create()

@@ -49,14 +49,13 @@ def make_calls():
             (dense, {}),
             (dense, {"causal": True, "return_lse": True, "softmax_scale": 0.3, "window_right": 2, **masked}),
             (packed, {"return_lse": True, **lengths}),
+            (dense, {"out": torch.empty_like(dense[0])}),
+            (dense, {"out": torch.empty_like(dense[0]), "return_lse": True}),
         ],
-        "attention_out": [(dense, {"out": torch.empty_like(dense[0]), "return_lse": True})],
         "paged_attention": [
             (one_each, {}),
             (one_each, {"return_lse": True, "num_splits": 2, "k_scale": 0.5, "v_scale": 2.0, **masked}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "causal": False, "return_lse": True}),
-        ],
-        "paged_attention_out": [
             (one_each, {"out": torch.empty_like(one_each[0])}),
             (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),
         ],
@@ -79,22 +78,50 @@ CALLS = [
 ]
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def place(device, args, kwargs):
+    """The arguments on a device; on a GPU with float16 data, as its kernels want."""
+
+    def move(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        is_data = x.dtype == torch.float32 and x.ndim > 2  # no log-sum-exp, no slopes
+        return x.to(device, torch.float16 if is_data and device == "cuda" else x.dtype)
+
+    return tuple(map(move, args)), {key: move(x) for key, x in kwargs.items()}
+
+
+def operator_call(name, args, kwargs):
+    """The operator that a call of octavo.torch's function ends in, and its arguments."""
+    options = dict(kwargs)
+    out = options.pop("out", None)
+    overload = "_".join(["out"] * (out is not None) + ["lse"] * options.pop("return_lse", False))
+    args = args if out is None else (*args, out)
+    return getattr(getattr(OPERATORS, name), overload or "default"), args, options
+
+
 def test_every_operator_is_called():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("octavo::")]
-    assert sorted(names) == sorted(f"octavo::{name}" for name in make_calls())
+    called = {operator_call(*call.values)[0]._name for call in CALLS}
+    assert sorted(names) == sorted(called)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
-def test_opcheck(name, args, kwargs):
+def test_opcheck(name, args, kwargs, device):
     """Torch's own checks: the schema tells what is written, shapes and dtypes are those of the results, and
     the graph that a compiler makes computes the same."""
-    opcheck(getattr(OPERATORS, name).default, args, kwargs)
+    opcheck(*operator_call(name, *place(device, args, kwargs)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
-def test_equals_octavo(name, args, kwargs):
+def test_equals_octavo(name, args, kwargs, device):
     """Eager and compiled, results and what was written, bit for bit."""
-    name = name.removesuffix("_out").removesuffix("_to")
+    name = name.removesuffix("_to")
+    args, kwargs = place(device, args, kwargs)
 
     def results(function):
         torch._dynamo.reset()
@@ -115,12 +142,20 @@ def test_signatures_are_those_of_octavo():
     for name in octavo.torch.__all__:
         theirs, ours = getattr(octavo, name), getattr(octavo.torch, name)
         assert inspect.signature(ours) == inspect.signature(theirs) and ours.__doc__ == theirs.__doc__
-        # The dispatcher drops what equals the schema's default, so that octavo's own must be the same.
-        schema = getattr(OPERATORS, name).default._schema
-        for argument in schema.arguments:
-            parameter = inspect.signature(theirs).parameters[argument.name]
-            assert argument.has_default_value() == (parameter.default is not parameter.empty)
-            assert not argument.has_default_value() or argument.default_value == parameter.default
+        # The dispatcher drops what equals the schema's default, and the kernels count positions: names, order
+        # and defaults must be octavo's own.
+        for overload in getattr(OPERATORS, name).overloads():
+            schema = getattr(getattr(OPERATORS, name), overload)._schema
+            arguments = [argument for argument in schema.arguments if argument.name != "out"]
+            expected = [
+                parameter
+                for parameter in inspect.signature(theirs).parameters.values()
+                if parameter.name not in ("return_lse", "out", "to_k_pages", "to_v_pages", "stream")
+            ]
+            for argument, parameter in zip(arguments, expected, strict=True):
+                assert argument.name == parameter.name and not argument.kwarg_only
+                assert argument.has_default_value() == (parameter.default is not parameter.empty)
+                assert not argument.has_default_value() or argument.default_value == parameter.default
 
 
 def decode_step(q, k, v, cache, page_table, seq_lens):
@@ -150,6 +185,23 @@ def test_compiled_decode(dtype):
         # Arithmetic fused around the operators may round 16-bit values less often.
         torch.testing.assert_close(actual, expected)
     assert counter.frame_count == 2  # the batch is dynamic from the second on
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_a_compiled_step():
+    """The compiled step is one CUDA graph, and follows lengths and pages as they change."""
+    torch._dynamo.reset()
+
+    def step(q, k_pages, v_pages, page_table, seq_lens):
+        return octavo.torch.paged_attention(q + 1, k_pages, v_pages, page_table, seq_lens) * 2
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    pages = [x.half().cuda() for x in make_cache()]
+    for repeat in range(5):
+        q = normal(2, 4, HEAD_DIM, dtype=torch.float16).cuda() + repeat
+        table, lens = PAGE_TABLE.roll(repeat, 0).cuda(), (SEQ_LENS.roll(repeat, 0) - repeat).cuda()
+        actual = compiled(q, *pages, table, lens)
+        torch.testing.assert_close(actual, step(q, *pages, table, lens), rtol=2e-3, atol=2e-3)
 
 
 def test_exports():
@@ -203,16 +255,20 @@ def test_gradients_are_refused():
     assert all(map(torch.equal, pages, before))
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [("append_kv", 2), ("copy_pages", 0), ("copy_pages_to", "to_v_pages"), ("paged_attention_out", "out")],
-)
-def test_autograd_learns_what_was_written(name, written):
-    args, kwargs = make_calls()[name][0]
-    written = args[written] if isinstance(written, int) else kwargs[written]
+@pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
+def test_autograd_learns_what_was_written(name, args, kwargs):
+    operator, args, options = operator_call(name, args, kwargs)
+    names = [
+        argument.name for argument in operator._schema.arguments if argument.is_out or argument.alias_info
+    ]
+    if not names:
+        pytest.skip("writes to nothing")
+    written = next((kwargs[key] for key in ("out", "to_k_pages") if key in kwargs), None)
+    if written is None:
+        written = args[0 if name == "copy_pages" else 2]
     weight = torch.ones((), requires_grad=True)
     loss = (written * weight).sum()
-    getattr(OPERATORS, name)(*args, **kwargs)
+    operator(*args, **options)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -203,7 +203,9 @@ def one_thread():
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_greedy_text_of_smollm2(calls):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_text_of_smollm2(calls, device):
+    """The text of eager attention, in batches padded on the left."""
     pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
     pytest.importorskip("tokenizers")
     pytest.importorskip("jinja2")
@@ -216,13 +218,16 @@ def test_greedy_text_of_smollm2(calls):
 
     path = find_gguf()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="octavo"
-    )
+        str(path.parent),
+        gguf_file=path.name,
+        dtype=torch.float32 if device == "cpu" else torch.float16,
+        attn_implementation="octavo",
+    ).to(device)
     tokenizer = ChatTokenizer(Checkpoint(path))
     prompts = [tokenizer.encode_chat(text) for text in ("What is gravity?", "Why is the sky blue?")]
     length = max(map(len, prompts))
-    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts]).to(device)
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]).to(device)
     assert mask.min() == 0
     actual = greedy(model, ids, mask)
     assert len(calls) == 24 * model.config.num_hidden_layers

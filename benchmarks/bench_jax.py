@@ -1,0 +1,196 @@
+"""Paged decode in JAX programs on a GPU: octavo.jax beside JAX's own Pallas kernel.
+
+    python benchmarks/bench_jax.py [--rounds 20] [--json rows.jsonl]
+
+`attention` is a chain of attentions, each over other pages, so that none finds its own in the L2 cache.
+`decode loop` appends a token to every sequence before each, in a cache that the program was given (Pallas has
+no append: XLA scatters). Both are one jax.lax.scan; microseconds a step, the median over the rounds. Pallas
+runs with several numbers of splits. Each contestant's first result is checked against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import octavo.jax
+
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
+SHAPES = {"8b_b1_s8192": (1, 8192), "8b_b32_s2048": (32, 2048), "8b_b64_s4096": (64, 4096)}
+PALLAS_SPLITS = (2, 16, 32)  # on an H200, 4 and 8 are faster on none of the shapes
+PROGRAM_BYTES = 80e9  # read by one run of a program, beside which its start does not count
+POOL_BYTES = 300 << 20  # of keys and values that an attention's pages are taken from, at least
+UNROLL = 4  # steps in one round of the scan, whose own cost counts less so
+
+Cache = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    program: str
+    contestant: str
+    us: float
+    num_bytes: int  # of keys and values in a step
+    jax: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    attend: Callable[[jax.Array, Cache, jax.Array, jax.Array], jax.Array]
+    append: Callable[[jax.Array, Cache, jax.Array, jax.Array], Cache]  # the same token as key and value
+    cache_of: Callable[[jax.Array], jax.Array]  # from [num_pages, page_size, num_kv_heads, head_dim]
+
+
+def contestants() -> Iterator[Contestant]:
+    yield Contestant(
+        "octavo",
+        lambda q, cache, table, lens: octavo.jax.paged_attention(q, *cache, table, lens),
+        lambda kv, cache, table, lens: octavo.jax.append_kv(kv, kv, *cache, table, lens),
+        lambda pages: pages,
+    )
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    def attend(q: jax.Array, cache: Cache, table: jax.Array, lens: jax.Array, splits: int) -> jax.Array:
+        scaled = (q * HEAD_DIM**-0.5).astype(q.dtype)
+        return paged_attention(scaled, *cache, table, lens, k_splits=splits)
+
+    def append(kv: jax.Array, cache: Cache, table: jax.Array, lens: jax.Array) -> Cache:
+        page = jnp.take_along_axis(table, (lens[:, None] - 1) // PAGE_SIZE, axis=1)[:, 0]
+        slot = (lens - 1) % PAGE_SIZE
+        k, v = (pages.at[:, page, slot].set(kv.transpose(1, 0, 2)) for pages in cache)
+        return k, v
+
+    for splits in PALLAS_SPLITS:
+        yield Contestant(
+            f"pallas, {splits} splits",
+            functools.partial(attend, splits=splits),
+            append,
+            lambda pages: pages.transpose(2, 0, 1, 3),
+        )
+
+
+def expected(q: jax.Array, pages: jax.Array, table: np.ndarray, length: int) -> np.ndarray:
+    """Float64 attention of the first sequence, whose values are its keys: [num_q_heads, head_dim]."""
+    used = jnp.asarray(table[0, : -(-length // PAGE_SIZE)])
+    kv = np.array(pages[used], np.float64).reshape(-1, NUM_KV_HEADS, HEAD_DIM)[:length]
+    kv = np.repeat(kv, NUM_Q_HEADS // NUM_KV_HEADS, axis=1)
+    scores = np.einsum("hd,jhd->hj", np.array(q[0], np.float64), kv) / HEAD_DIM**0.5
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return np.einsum("hj,jhd->hd", weights / weights.sum(axis=1, keepdims=True), kv)
+
+
+class Problem:
+    """One shape's arrays, and the programs over them."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        columns = length // PAGE_SIZE
+        self.num_bytes = 2 * 2 * batch * length * NUM_KV_HEADS * HEAD_DIM
+        copies = -(-POOL_BYTES // self.num_bytes)
+        num_pages = copies * batch * columns
+        rng = np.random.default_rng(0)
+        self.steps = math.ceil(PROGRAM_BYTES / self.num_bytes / UNROLL) * UNROLL
+        tables = rng.permutation(num_pages).astype(np.int32).reshape(copies, batch, columns)
+        self.tables = jnp.asarray(tables[np.arange(self.steps) % copies])
+        self.length = length
+        self.lens = jnp.full(batch, length, jnp.int32)
+        # The loop's: the last tokens up to the full length, again and again.
+        self.loop_lens = (
+            self.lens - PAGE_SIZE + 1 + jnp.arange(self.steps, dtype=jnp.int32)[:, None] % PAGE_SIZE
+        )
+        keys = jax.random.split(jax.random.key(0), 2)
+        self.q = jax.random.normal(keys[0], (batch, NUM_Q_HEADS, HEAD_DIM), jnp.bfloat16)
+        shape = num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM
+        self.pages = jax.random.normal(keys[1], shape, jnp.bfloat16)
+        self.expected = expected(self.q, self.pages, tables[0], length)
+
+    def check(self, contestant: Contestant, cache: Cache) -> None:
+        out = np.array(contestant.attend(self.q, cache, self.tables[0], self.lens)[0], np.float64)
+        error = np.abs(out - self.expected).max() / np.abs(self.expected).max()
+        assert error < 0.02, f"{contestant.name} is off by {error}"
+
+    def attention(self, contestant: Contestant) -> Callable[[Cache], tuple[Cache, jax.Array]]:
+        def program(cache: Cache) -> tuple[Cache, jax.Array]:
+            def step(q: jax.Array, table: jax.Array) -> tuple[jax.Array, None]:
+                return contestant.attend(q, cache, table, self.lens), None
+
+            return cache, jax.lax.scan(step, self.q, self.tables, unroll=UNROLL)[0]
+
+        return program
+
+    def decode_loop(self, contestant: Contestant) -> Callable[[Cache], tuple[Cache, jax.Array]]:
+        def program(cache: Cache) -> tuple[Cache, jax.Array]:
+            def step(
+                state: tuple[Cache, jax.Array], where: tuple[jax.Array, jax.Array]
+            ) -> tuple[tuple[Cache, jax.Array], None]:
+                cache, q = state
+                cache = contestant.append(q[:, :NUM_KV_HEADS], cache, *where)
+                return (cache, contestant.attend(q, cache, *where)), None
+
+            return jax.lax.scan(step, (cache, self.q), (self.tables, self.loop_lens), unroll=UNROLL)[0]
+
+        return program
+
+
+def compile_program(program: Callable[[Cache], tuple[Cache, jax.Array]], cache: Cache) -> jax.stages.Compiled:
+    return jax.jit(program, donate_argnums=0).lower(cache).compile()
+
+
+def time_program(
+    program: Callable[[Cache], tuple[Cache, jax.Array]], cache: Cache, rounds: int
+) -> tuple[float, Cache]:
+    """Median seconds of a run. The program is given the cache, and returns it."""
+    times = []
+    for _ in range(rounds + 2):
+        start = time.perf_counter()
+        cache, out = program(cache)
+        out.block_until_ready()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:]), cache
+
+
+def measure(case: str, rounds: int) -> Iterator[Row]:
+    problem = Problem(*SHAPES[case])
+    device = jax.devices()[0].device_kind
+    for contestant in contestants():
+        cache = contestant.cache_of(problem.pages) + 0, contestant.cache_of(problem.pages) + 0
+        problem.check(contestant, cache)
+        sources = {"attention": problem.attention(contestant), "decode loop": problem.decode_loop(contestant)}
+        compile_it = functools.partial(compile_program, cache=cache)
+        with ThreadPoolExecutor() as pool:
+            programs = dict(zip(sources, pool.map(compile_it, sources.values()), strict=True))
+        for name, program in programs.items():
+            seconds, cache = time_program(program, cache, rounds)
+            us = round(seconds / problem.steps * 1e6, 2)
+            yield Row(case, name, contestant.name, us, problem.num_bytes, jax.__version__, device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="append one row a measurement to this file")
+    arguments = parser.parse_args()
+    for case in SHAPES:
+        for row in measure(case, arguments.rounds):
+            print(f"{row.case:14} {row.program:12} {row.contestant:18} {row.us:8.1f} us", flush=True)
+            if arguments.json:
+                with arguments.json.open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

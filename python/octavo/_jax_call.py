@@ -1,0 +1,169 @@
+"""How an operator becomes part of a JAX program: the call that XLA makes, and how JAX transforms it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from octavo import _core, _jax_batching
+
+try:
+    from jax import ffi  # since 0.5
+except ImportError:
+    from jax.extend import ffi  # type: ignore[attr-defined, no-redef]
+
+if jax.__version_info__ < (0, 4, 38):
+    raise ImportError(f"octavo.jax needs JAX 0.4.38 or newer; this is {jax.__version__}")
+
+for _name, _handlers in _core.xla_handlers().items():
+    for _platform, _handler in zip(("cpu", "CUDA"), _handlers, strict=True):
+        ffi.register_ffi_target(f"octavo_{_name}", _handler, platform=_platform)
+
+Option: TypeAlias = bool | int | float
+_Arrays: TypeAlias = dict[str, jax.Array]
+_Results: TypeAlias = dict[str, jax.ShapeDtypeStruct]
+
+
+_OPTION_TYPES: dict[str, type] = {
+    "causal": bool,
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits"), int),
+    **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale"), float),
+}
+_ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
+
+
+@dataclass(frozen=True)
+class Operator:
+    name: str
+    results: Callable[[_Arrays, bool], _Results]
+    fold: Callable[[Mapping[str, jax.Array], frozenset[str]], dict[str, jax.Array]]
+    shareable: frozenset[str] = frozenset()  # what one call can use for all of a mapped axis
+
+
+def _queries_results(arrays: _Arrays, return_lse: bool) -> _Results:
+    q = arrays["q"]
+    results = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+    if return_lse:
+        results["lse"] = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)
+    return results
+
+
+def _cache_results(arrays: _Arrays, _: bool) -> _Results:
+    return {
+        name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in ("k_pages", "v_pages")
+    }
+
+
+def _merged_results(arrays: _Arrays, _: bool) -> _Results:
+    out = arrays["out_a"]
+    return {
+        "out": jax.ShapeDtypeStruct(out.shape, out.dtype),
+        "lse": jax.ShapeDtypeStruct(out.shape[:-1], jnp.float32),
+    }
+
+
+ATTENTION = Operator("attention", _queries_results, _jax_batching.fold_attention, frozenset({"alibi_slopes"}))
+PAGED_ATTENTION = Operator(
+    "paged_attention",
+    _queries_results,
+    _jax_batching.fold_paged_attention,
+    frozenset({"k_pages", "v_pages", "alibi_slopes"}),
+)
+APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv)
+COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
+MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
+
+
+def _call_xla(
+    op: Operator, arrays: _Arrays, options: Mapping[str, Option], return_lse: bool
+) -> tuple[jax.Array, ...]:
+    results = op.results(arrays, return_lse)
+    described: dict[str, jax.Array | jax.ShapeDtypeStruct] = {**arrays, **results}
+    _core.check_xla_call(
+        op.name, [(name, str(x.dtype), tuple(x.shape)) for name, x in described.items()], dict(options)
+    )
+    names = list(arrays)
+    call = ffi.ffi_call(
+        f"octavo_{op.name}",
+        list(results.values()),
+        input_output_aliases={names.index(name): i for i, name in enumerate(results) if name in arrays},
+    )
+    attributes = {name: _ATTRIBUTE_TYPES[type(value)](value) for name, value in options.items()}
+    return tuple(call(*arrays.values(), arrays=" ".join([*arrays, *results]), **attributes))
+
+
+@functools.cache
+def _function(
+    op: Operator, options: tuple[tuple[str, Option], ...], return_lse: bool
+) -> Callable[[_Arrays], tuple[jax.Array, ...]]:
+    """The operator with these options, as JAX transforms it."""
+
+    @jax.custom_batching.custom_vmap
+    def call(arrays: _Arrays) -> tuple[jax.Array, ...]:
+        return _call_xla(op, arrays, dict(options), return_lse)
+
+    @call.def_vmap
+    def _vmap(
+        axis_size: int, in_batched: list[dict[str, bool]], arrays: _Arrays
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        is_mapped = in_batched[0]
+        # Both parts of a cache are shared, or neither.
+        shared = op.shareable - {name for name, mapped in is_mapped.items() if mapped}
+        if not {"k_pages", "v_pages"} <= shared:
+            shared -= {"k_pages", "v_pages"}
+        mapped = {
+            name: x if is_mapped[name] or name in shared else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for name, x in arrays.items()
+        }
+        bounds = {
+            f"max_seqlen_{which}": mapped[which].shape[1] for which in "qk" if f"cu_seqlens_{which}" in mapped
+        }
+        folded = op.fold(mapped, shared)
+        outs = _function(op, tuple({**bounds, **dict(options)}.items()), return_lse)(folded)
+        results = tuple(out.reshape(axis_size, out.shape[0] // axis_size, *out.shape[1:]) for out in outs)
+        return results, tuple(True for _ in results)
+
+    differentiable = jax.custom_jvp(call)
+
+    @differentiable.defjvp
+    def _jvp(_: Any, __: Any) -> Any:
+        raise TypeError(
+            f"{op.name} has no backward yet, and cannot be differentiated; use jax.lax.stop_gradient on its "
+            "arguments"
+        )
+
+    return jax.jit(differentiable, inline=True)
+
+
+def _option(op: str, name: str, value: Any) -> Option:
+    kind = _OPTION_TYPES[name]
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{op}: {name} is part of the program and must be a Python {kind.__name__}, not traced"
+        )
+    if kind is bool and isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if kind is int and hasattr(value, "__index__"):
+        return operator.index(value)
+    if kind is float and hasattr(value, "__float__"):
+        return float(value)
+    raise TypeError(f"{op}: {name} must be a {kind.__name__}; got {type(value).__name__}")
+
+
+def run(
+    op: Operator,
+    arrays: Mapping[str, ArrayLike | None],
+    options: Mapping[str, Option | None],
+    return_lse: bool = False,
+) -> tuple[jax.Array, ...]:
+    given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
+    numbers = tuple((name, _option(op.name, name, x)) for name, x in options.items() if x is not None)
+    return _function(op, numbers, return_lse)(given)

@@ -1,0 +1,356 @@
+"""Octavo's operators inside JAX programs: jax.jit, shard_map, vmap, scan; on CPU and GPU.
+
+The functions of ``octavo`` take JAX arrays as they are, but only outside of ``jax.jit``, and wait for their
+results. The functions here have the same names and arguments, become part of the program, and run on its
+stream, through XLA's foreign function interface.
+
+Arrays are values here: ``append_kv`` and ``copy_pages`` return the cache that they have written to. XLA
+writes in place where nothing needs the old cache any more. So give it up:
+``jax.jit(step, donate_argnames=("k_pages", "v_pages"))``; otherwise, and outside of ``jax.jit``, XLA copies
+all of it at every call. The cache lies in memory as its shape says; a transposed one is copied.
+
+Whatever is not an array (scales, masks, bounds) is part of the program: an ordinary Python number, not a
+traced value. Wrong shapes, dtypes and numbers are found when the program is traced, with the errors of
+``octavo``; what only the values tell, such as a page that does not exist, is found on the CPU when it runs,
+as JAX's own error with Octavo's message.
+
+Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
+gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that
+the operators have. There is no backward yet: differentiating raises TypeError.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from octavo import _jax_call
+
+__all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
+
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+) -> jax.Array: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention over dense or packed arrays: ``octavo.attention`` in a JAX program.
+
+    Args:
+        q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
+            [total_q, num_q_heads, head_dim].
+        k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
+        v: like k.
+        cu_seqlens_q: int32 [batch + 1], for packed arrays. This and the rest as for ``octavo.attention``.
+        cu_seqlens_k: int32 [batch + 1].
+        max_seqlen_q: the most queries of one sequence, for packed arrays. Default: total_q.
+        max_seqlen_k: the most keys of one sequence, for packed arrays. Default: total_k.
+        softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
+        causal: a query sees no key past its own position. Default: False.
+        window_left: keys before its own that a query sees. Default: -1, unbounded.
+        window_right: keys past its own that a query sees; ignored if causal. Default: -1, unbounded.
+        softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
+        alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
+        prefix_lens: int32 [batch]: the first keys, seen by all queries. Default: none.
+        return_lse: return the log-sum-exp too. Default: False.
+
+    Returns:
+        out: like q.
+        lse: only with return_lse: float32, the shape of q without its last axis.
+
+    Raises:
+        ValueError: a shape or number that does not fit.
+        TypeError: a wrong dtype, a traced number, differentiation.
+        JaxRuntimeError, ValueError: when the program runs: on the CPU lengths that do not fit, on a GPU a
+            dtype or head_dim without a kernel.
+    """
+    arrays = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "prefix_lens": prefix_lens,
+        "alibi_slopes": alibi_slopes,
+    }
+    options = {
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+    }
+    results = _jax_call.run(_jax_call.ATTENTION, arrays, options, return_lse)
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: Literal[False] = False,
+) -> jax.Array: ...
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_seqlens_q: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention of new tokens over a paged KV cache: ``octavo.paged_attention`` in a JAX program.
+
+    Args:
+        q: float32, float16 or bfloat16 [batch, num_q_heads, head_dim], one token a sequence; packed:
+            [total_q, num_q_heads, head_dim].
+        k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys.
+        v_pages: like k_pages: the cache of values.
+        page_table: int32 [batch, max_pages]; entries past a sequence's last page are never read.
+        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
+        cu_seqlens_q: int32 [batch + 1], for packed q. This and the rest as for ``octavo.paged_attention``.
+        max_seqlen_q: the most queries of one sequence, for packed q. Default: total_q.
+        softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
+        causal: a query sees no key past its own position. Default: True.
+        window_left: keys before its own that a query sees. Default: -1, unbounded.
+        softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
+        alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
+        prefix_lens: int32 [batch]: the first keys, seen by all queries. Default: none.
+        k_scale: multiplies what k_pages holds. Default: 1.
+        v_scale: multiplies what v_pages holds. Default: 1.
+        num_splits: runs of keys worked on at once, from 1 to 1024. Default: chosen.
+        return_lse: return the log-sum-exp too. Default: False.
+
+    Returns:
+        out: like q.
+        lse: only with return_lse: float32, the shape of q without its last axis.
+
+    Raises:
+        ValueError: a shape or number that does not fit.
+        TypeError: a wrong dtype, a traced number, differentiation.
+        JaxRuntimeError, ValueError: when the program runs: on the CPU lengths and pages that do not fit, on
+            a GPU a dtype or head_dim without a kernel.
+    """
+    arrays = {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": page_table,
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "prefix_lens": prefix_lens,
+        "alibi_slopes": alibi_slopes,
+    }
+    options = {
+        "max_seqlen_q": max_seqlen_q,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_left": window_left,
+        "softcap": softcap,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "num_splits": num_splits,
+    }
+    results = _jax_call.run(_jax_call.PAGED_ATTENTION, arrays, options, return_lse)
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+def append_kv(
+    k: ArrayLike,
+    v: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_seqlens: ArrayLike | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Write each sequence's newest tokens to the end of its pages: ``octavo.append_kv`` in a JAX program.
+
+    Args:
+        k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
+            [total, num_kv_heads, head_dim].
+        v: like k.
+        k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys.
+        v_pages: like k_pages: the cache of values.
+        page_table: int32 [batch, max_pages].
+        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included; 0: padding.
+        cu_seqlens: int32 [batch + 1], for packed k and v: sequence b has the tokens from cu_seqlens[b] up to
+            cu_seqlens[b + 1]. Default: one token a sequence.
+        k_scale: what is stored is k divided by it. Default: 1.
+        v_scale: what is stored is v divided by it. Default: 1.
+
+    Returns:
+        k_pages: the cache of keys with the new tokens; in place of the argument where that was given up.
+        v_pages: the cache of values with the new tokens, likewise.
+
+    Raises:
+        ValueError: a shape or number that does not fit.
+        TypeError: a wrong dtype, a traced number, differentiation.
+        JaxRuntimeError, ValueError: when the program runs: on the CPU lengths and pages that do not fit.
+    """
+    arrays = {
+        "k": k,
+        "v": v,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": page_table,
+        "seq_lens": seq_lens,
+        "cu_seqlens": cu_seqlens,
+    }
+    k_pages, v_pages = _jax_call.run(_jax_call.APPEND_KV, arrays, {"k_scale": k_scale, "v_scale": v_scale})
+    return k_pages, v_pages
+
+
+def copy_pages(k_pages: ArrayLike, v_pages: ArrayLike, copies: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Copy whole pages inside a cache: ``octavo.copy_pages`` in a JAX program.
+
+    Args:
+        k_pages: float32, float16 or bfloat16 [num_pages, page_size, num_kv_heads, head_dim]: the cache of
+            keys.
+        v_pages: like k_pages: the cache of values.
+        copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them. No page is both
+            read and written, and none is written twice.
+
+    Returns:
+        k_pages: the cache of keys after the copies; in place of the argument where that was given up.
+        v_pages: the cache of values after the copies, likewise.
+
+    Raises:
+        ValueError: a shape that does not fit.
+        TypeError: a wrong dtype, differentiation.
+        JaxRuntimeError, ValueError: when the program runs: on the CPU pages that do not fit.
+    """
+    arrays = {"k_pages": k_pages, "v_pages": v_pages, "copies": copies}
+    k_pages, v_pages = _jax_call.run(_jax_call.COPY_PAGES, arrays, {})
+    return k_pages, v_pages
+
+
+def merge_states(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """Merge the attention of the same queries over two disjoint sets of keys: ``octavo.merge_states``.
+
+    Args:
+        out_a: float32, float16 or bfloat16 [..., head_dim], with one to three leading axes: attention over
+            the first set.
+        lse_a: float32 [...]: its log-sum-exp, natural logarithm.
+        out_b: like out_a: attention over the second set.
+        lse_b: like lse_a.
+
+    Returns:
+        out: like out_a.
+        lse: like lse_a.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: a wrong dtype, differentiation.
+    """
+    out, lse = _jax_call.run(
+        _jax_call.MERGE_STATES, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}, {}
+    )
+    return out, lse
