@@ -82,7 +82,7 @@ void forward(const ForwardParams& p, void* stream) {
     if (p.total_q == 0 || p.batch == 0) return;
     const DeviceGuard guard(p.device.index);
     if (decode_serves(p)) return decode(p, static_cast<cudaStream_t>(stream));
-    if (prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
+    if (!p.dropout.any() && prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
     const int64_t num_row_tiles = bound_row_tiles(p, instance.rows);
     if (num_row_tiles == 0) return;
     constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1, kMaxGridY = 65535;

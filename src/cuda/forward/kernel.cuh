@@ -12,6 +12,7 @@
 #include "cuda/forward/config.h"
 #include "cuda/forward/row_tile.cuh"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/tile/dropout.cuh"
 #include "cuda/tile/load.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/softmax.cuh"
@@ -159,11 +160,14 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int32_t lane_row = row_tile.first_row + 16 * warp + lane / 4;  // and eight further
     LaneRows rows;
+    DropoutRows dropout_rows;
     SoftmaxState state[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const Row row(lane_row + 8 * half, kv_head, group_size);
         rows.q_pos[half] = seq.q_pos(row.token);
+        dropout_rows.head[half] = p.dropout.head(row_tile.batch, p.num_q_heads, row.head);
+        dropout_rows.query[half] = row.token;
         const bool has_slope = p.alibi_slopes && lane_row + 8 * half < num_rows;
         rows.slope_log2[half] =
             has_slope ? p.alibi_slopes[row_tile.batch * p.alibi_batch_stride + row.head] * kLog2e : 0.0f;
@@ -183,6 +187,10 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads)
         const bool masked = !KeyTiles::all_visible(seq.see, first_q_pos, last_q_pos, first_key, kKeys);
         score_tile(scores, transform, rows, p.alibi_slopes != nullptr, seq.see, masked, first_key);
         softmax_tile(scores, state, out);
+        if (p.dropout.any()) {
+            drop_weights<kKeys / 8>(p.dropout, dropout_rows, first_key,
+                                    [&](int i, int j) -> float& { return scores[i][j]; });
+        }
 
         ptx::cp_async_wait<0>();
         __syncthreads();  // v and the next offsets have arrived; every warp is done with k
