@@ -38,7 +38,8 @@ _ATTENTION = (
     "Tensor q, Tensor k, Tensor v, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, bool causal=False, "
     "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
-    "Tensor? prefix_lens=None, bool return_lse=False"
+    "Tensor? prefix_lens=None, float dropout_p=0.0, SymInt? dropout_seed=None, SymInt dropout_offset=0, "
+    "bool return_lse=False"
 )
 _PAGED_ATTENTION = (
     "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, *, "

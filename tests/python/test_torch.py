@@ -49,6 +49,7 @@ def make_calls():
             (dense, {}),
             (dense, {"causal": True, "return_lse": True, "softmax_scale": 0.3, "window_right": 2, **masked}),
             (packed, {"return_lse": True, **lengths}),
+            (dense, {"dropout_p": 0.25, "dropout_seed": 2**40, "dropout_offset": 8}),
         ],
         "attention_out": [(dense, {"out": torch.empty_like(dense[0]), "return_lse": True})],
         "paged_attention": [
