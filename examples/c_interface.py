@@ -64,6 +64,9 @@ class AttentionArgs(Structure):
         ("softcap", c_double),
         ("window_left", c_int64),
         ("window_right", c_int64),
+        ("dropout_p", c_double),
+        ("dropout_seed", c_int64),
+        ("dropout_offset", c_int64),
         ("causal", c_int32),
         ("stream", c_void_p),
     ]

@@ -33,7 +33,15 @@ struct AttentionArgs {
     bool causal = false;
     int64_t window_left = -1;
     int64_t window_right = -1;
-    double softcap = 0.0;    // 0: none; else softcap * tanh(score / softcap)
+    double softcap = 0.0;  // 0: none; else softcap * tanh(score / softcap)
+    // Dropout: each softmax weight becomes 0 with probability dropout_p (kept to within 2^-17), else it is
+    // multiplied by 1 / (1 - dropout_p); the LSE stays as it was. The mask depends on seed, offset, and the
+    // weight's sequence, head, query and key alone, not on layout or device. Head h of sequence b draws the
+    // mask number offset + b * num_q_heads + h of this seed: advance the offset by batch * num_q_heads from
+    // call to call. Neither may be negative.
+    double dropout_p = 0.0;               // 0 <= dropout_p < 1
+    std::optional<int64_t> dropout_seed;  // needed if dropout_p > 0
+    int64_t dropout_offset = 0;
     void* stream = nullptr;  // cudaStream_t; ignored on the CPU
 };
 

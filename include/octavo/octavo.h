@@ -64,6 +64,9 @@ typedef struct octavo_attention_args {
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                    /* default: 0, none */
     int64_t window_left, window_right; /* default: -1, unbounded */
+    double dropout_p;                  /* default: 0, none */
+    int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
+    int64_t dropout_offset;            /* default: 0 */
     int32_t causal;                    /* default: 0 */
     void* stream;                      /* cudaStream_t; default: null */
 } octavo_attention_args;

@@ -25,6 +25,9 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: SupportsDLPack | None = None,
     prefix_lens: SupportsDLPack | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     return_lse: Literal[False] = False,
     out: Array | None = None,
     stream: Stream | None = None,
@@ -46,6 +49,9 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: SupportsDLPack | None = None,
     prefix_lens: SupportsDLPack | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     return_lse: Literal[True],
     out: Array | None = None,
     stream: Stream | None = None,
@@ -66,14 +72,17 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: SupportsDLPack | None = None,
     prefix_lens: SupportsDLPack | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     return_lse: bool = False,
     out: Array | None = None,
     stream: Stream | None = None,
 ) -> Array | tuple[Array, Array]:
     """Exact attention over dense or packed arrays, tiled with an online softmax.
 
-    Computes ``softmax(softcap(softmax_scale * q @ k.T) + alibi, masked) @ v`` without ever holding the matrix
-    of scores (FlashAttention, Dao et al. 2022, arXiv:2205.14135). Every group of
+    Computes ``dropout(softmax(softcap(softmax_scale * q @ k.T) + alibi, masked)) @ v`` without ever holding
+    the matrix of scores (FlashAttention, Dao et al. 2022, arXiv:2205.14135). Every group of
     ``num_q_heads / num_kv_heads`` query heads shares a key/value head.
 
     Query i of n sits at position ``seqlen_k - n + i`` (bottom-right aligned). Key j is visible to the query
@@ -107,6 +116,15 @@ def attention(
             arXiv:2108.12409). Default: none.
         prefix_lens: int32 [batch]: the number of first keys that all queries of the sequence see, whatever
             the masks say (prefix-LM). Default: none.
+        dropout_p: in [0, 1). Each softmax weight is dropped with this probability (kept to within 2**-17) and
+            multiplied by ``1 / (1 - dropout_p)`` otherwise; the log-sum-exp is that without dropout.
+            Default: 0.0, no dropout.
+        dropout_seed: from 0 to 2**63 - 1; with dropout_offset it says which weights are dropped: the same
+            ones on every device, whether the arrays are dense or packed (Philox 4x32-10, Salmon et al. 2011).
+            Default: none; needed if dropout_p > 0.
+        dropout_offset: from 0 to 2**63 - 1. Head h of sequence b takes the mask number
+            ``dropout_offset + b * num_q_heads + h`` of the seed's: the next call is to start
+            batch * num_q_heads further. Default: 0.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of k and v.
@@ -141,6 +159,9 @@ def attention(
         softcap,
         alibi_slopes,
         prefix_lens,
+        dropout_p,
+        dropout_seed,
+        dropout_offset,
         return_lse,
         out,
         stream,

@@ -37,7 +37,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seq
                      nb::handle cu_seqlens_k, nb::handle max_seqlen_q, nb::handle max_seqlen_k,
                      nb::handle softmax_scale, nb::handle causal, nb::handle window_left,
                      nb::handle window_right, nb::handle softcap, nb::handle alibi_slopes,
-                     nb::handle prefix_lens, nb::handle return_lse, nb::handle out, nb::handle stream) {
+                     nb::handle prefix_lens, nb::handle dropout_p, nb::handle dropout_seed,
+                     nb::handle dropout_offset, nb::handle return_lse, nb::handle out, nb::handle stream) {
     constexpr const char* op = "attention";
     Call call(op, stream);
     AttentionArgs args;
@@ -55,6 +56,9 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seq
     args.window_left = int_argument(op, "window_left", window_left);
     args.window_right = int_argument(op, "window_right", window_right);
     args.softcap = float_argument(op, "softcap", softcap);
+    args.dropout_p = float_argument(op, "dropout_p", dropout_p);
+    args.dropout_seed = optional_int(op, "dropout_seed", dropout_seed);
+    args.dropout_offset = int_argument(op, "dropout_offset", dropout_offset);
     return run_with_results(call, args, out, bool_argument(op, "return_lse", return_lse), &octavo::attention);
 }
 

@@ -146,7 +146,8 @@ const char* octavo_version(void) { return octavo::build_info().version.c_str(); 
 void octavo_attention_args_init(octavo_attention_args* args) {
     *args = {};
     args->struct_size = sizeof *args;
-    args->max_seqlen_q = args->max_seqlen_k = args->window_left = args->window_right = -1;
+    args->max_seqlen_q = args->max_seqlen_k = args->window_left = args->window_right = args->dropout_seed =
+        -1;
     args->softmax_scale = kChosen;
 }
 
@@ -186,6 +187,9 @@ octavo_status octavo_attention(const octavo_attention_args* given) {
         args.window_left = c.window_left;
         args.window_right = c.window_right;
         args.softcap = c.softcap;
+        args.dropout_p = c.dropout_p;
+        args.dropout_seed = optional(c.dropout_seed);
+        args.dropout_offset = c.dropout_offset;
         args.stream = c.stream;
         octavo::attention(args);
     });

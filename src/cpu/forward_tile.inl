@@ -174,6 +174,21 @@ static float weigh_row(float* row, const ScoreTransform& transform, float slope_
     return factor;
 }
 
+// Zeroes the weights that dropout leaves out.
+static void drop_weights(const Dropout& dropout, uint64_t head, int32_t query, int32_t k_begin, float* row) {
+    static_assert(kTileKeys % 32 == 0);
+    for (int32_t n = 0; n < kTileKeys / 32; ++n) {
+        for (int32_t pair = 0; pair < 4; ++pair) {
+            const Philox random = dropout.bits(head, query, k_begin / 32 + n, pair);
+            for (int w = 0; w < 4; ++w) {
+                float* weights = row + 32 * n + 8 * w + 2 * pair;
+                if (dropout.drops_even(random.words[w])) weights[0] = 0.0f;
+                if (dropout.drops_odd(random.words[w])) weights[1] = 0.0f;
+            }
+        }
+    }
+}
+
 // out += weights * values. What a row does not see is left out, not multiplied by zero: it may hold NaN.
 static void add_values(const Gemm& all, const VisibleKeys& see) {
     see.for_ranges([&](int begin, int end) {
@@ -233,6 +248,10 @@ static void attend_typed(const ForwardParams& p, const RowTile& tile, int32_t fi
             float factor = weigh_row(scratch.weights + r * kTileKeys, transform, slopes_log2[r],
                                      visible_to(r), q_pos[r], k_begin, states[r]);
             if (factor != 1.0f) scale_row(result.out + r * stride, stride, factor);
+            if (p.dropout.any()) {
+                drop_weights(p.dropout, p.dropout.head(tile.batch_index, p.num_q_heads, tile.head_of(r)),
+                             tile.token_of(r), k_begin, scratch.weights + r * kTileKeys);
+            }
         }
 
         load_values(here.v, next.v, head_dim, scratch.values);

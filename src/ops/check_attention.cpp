@@ -158,6 +158,23 @@ const int32_t* set_cu_seqlens(const Checker& check, const char* name, const Tens
     return values;
 }
 
+// Dropout's arguments; `p` has its out_scale already.
+void set_dropout(ForwardParams& p, const AttentionArgs& args) {
+    if (!(args.dropout_p >= 0.0 && args.dropout_p < 1.0)) {
+        fail<ValueError>(p.op, "dropout_p must lie in [0, 1); got ", args.dropout_p);
+    }
+    if (args.dropout_seed && *args.dropout_seed < 0)
+        fail<ValueError>(p.op, "dropout_seed must be at least 0; got ", *args.dropout_seed);
+    if (args.dropout_offset < 0)
+        fail<ValueError>(p.op, "dropout_offset must be at least 0; got ", args.dropout_offset);
+    if (args.dropout_p == 0.0) return;
+    if (!args.dropout_seed)
+        fail<ValueError>(p.op, "dropout_p (", args.dropout_p, ") needs a dropout_seed; got none");
+    p.dropout = Dropout::make(args.dropout_p, static_cast<uint64_t>(*args.dropout_seed),
+                              static_cast<uint64_t>(args.dropout_offset));
+    p.out_scale *= static_cast<float>(1.0 / (1.0 - args.dropout_p));
+}
+
 }  // namespace
 
 ForwardParams check_attention(const AttentionArgs& args) {
@@ -224,6 +241,7 @@ ForwardParams check_attention(const AttentionArgs& args) {
     const int32_t window_right = check_window(p.op, "window_right", args.window_right);
     if (!args.causal) p.window_right = window_right;
     check_score(p, "softmax_scale", args.softcap);
+    set_dropout(p, args);
     return p;
 }
 

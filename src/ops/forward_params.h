@@ -2,6 +2,7 @@
 // stride 1 throughout.
 #pragma once
 
+#include "common/dropout.h"
 #include "common/macros.h"
 #include "common/visibility.h"
 
@@ -52,8 +53,9 @@ struct ForwardParams {
     int32_t window_left, window_right;  // -1: unbounded; causal: window_right = 0
     float softmax_scale;                // k_scale included
     float softcap;                      // 0: none
-    float out_scale;                    // v_scale
+    float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
+    Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return page_table != nullptr; }

@@ -1,5 +1,6 @@
 // The operators through the public C++ headers, on the CPU, in float32. The Python tests cover the rest.
 #include "allocator_testing.h"
+#include "common/dropout.h"
 
 #include <octavo/attention.h>
 #include <octavo/page_allocator.h>
@@ -257,6 +258,17 @@ TEST_F(PagedCache, DecodesForkedTruncatedAndFreedSequences) {
     expect_decode({&a, &c, &d});
     EXPECT_EQ(num_copies_, 3u);
     allocator_.check_invariants();
+}
+
+// The known answers of the authors' Random123 library.
+TEST(Dropout, PhiloxGivesThePublishedNumbers) {
+    auto expect_words = [](const Philox& random, std::vector<uint32_t> words) {
+        EXPECT_EQ(std::vector<uint32_t>(random.words, random.words + 4), words);
+    };
+    expect_words(Philox::make(0, 0, 0, 0), {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
+    expect_words(Philox::make(~0u, ~0u, ~0ull, ~0ull), {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
+    expect_words(Philox::make(0x243f6a88, 0x85a308d3, 0x0370734413198a2e, 0x299f31d0a4093822),
+                 {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
 }
 
 }  // namespace

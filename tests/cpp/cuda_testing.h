@@ -45,6 +45,9 @@ class Mirror {
         EXPECT_EQ(cudaMemcpy(values.data(), device_, bytes(), cudaMemcpyDeviceToHost), cudaSuccess);
         return values;
     }
+    void upload(const std::vector<T>& values) const {
+        EXPECT_EQ(cudaMemcpy(device_, values.data(), bytes(), cudaMemcpyHostToDevice), cudaSuccess);
+    }
     TensorView on_host(DType dtype, std::initializer_list<int64_t> shape) {
         return {host.data(), dtype, shape};
     }

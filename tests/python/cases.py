@@ -181,7 +181,14 @@ def make_cache(case: Case, inputs: Inputs, *, shuffle: int = 0) -> Cache:
     return Cache(k_pages, v_pages, table, seq_lens)
 
 
-def make_reference(case: Case, inputs: Inputs, dtype: str, *, paged: bool = False) -> oracle.Reference:
+def make_reference(
+    case: Case,
+    inputs: Inputs,
+    dtype: str,
+    *,
+    paged: bool = False,
+    dropout: oracle.Dropout | None = None,
+) -> oracle.Reference:
     return oracle.attention(
         inputs.q,
         inputs.k,
@@ -194,6 +201,7 @@ def make_reference(case: Case, inputs: Inputs, dtype: str, *, paged: bool = Fals
         alibi_slopes=inputs.alibi_slopes,
         k_scale=case.k_scale if paged else None,
         v_scale=case.v_scale if paged else None,
+        dropout=dropout,
         **case.masks,
     )
 

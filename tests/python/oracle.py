@@ -58,6 +58,39 @@ def visible(
     return see | (k_pos < prefix_len)
 
 
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def philox(counter: Sequence[NDArray | int], key: Sequence[int]) -> list[NDArray[np.uint64]]:
+    """Philox 4x32-10 (Salmon et al. 2011): four counter words and two key words to four random words."""
+    words = [np.asarray(word, np.uint64) for word in counter]
+    for i in range(10):
+        keys = [np.uint64((key[n] + i * _PHILOX_WEYL[n]) % 2**32) for n in range(2)]
+        a, b = np.uint64(_PHILOX_MULTIPLIERS[0]) * words[0], np.uint64(_PHILOX_MULTIPLIERS[1]) * words[2]
+        shift = np.uint64(32)
+        words = [(b >> shift) ^ words[1] ^ keys[0], b & _LOW, (a >> shift) ^ words[3] ^ keys[1], a & _LOW]
+    return words
+
+
+@dataclass(frozen=True)
+class Dropout:
+    p: float
+    seed: int
+    offset: int = 0
+
+    def keep(self, b: int, num_q_heads: int, seqlen_q: int, seqlen_k: int) -> NDArray[np.bool_]:
+        """[num_q_heads, seqlen_q, seqlen_k]: the weights of sequence b that stay."""
+        h, i, j = np.ogrid[:num_q_heads, :seqlen_q, :seqlen_k]
+        head = np.uint64(self.offset + b * num_q_heads) + h.astype(np.uint64)
+        counter = (4 * (j // 32) + j % 8 // 2, i, head & _LOW, head >> np.uint64(32))
+        words = philox(counter, (self.seed & 0xFFFFFFFF, self.seed >> 32))
+        word = np.choose(j // 8 % 4, words)
+        bits = np.where(j % 2 == 0, word & np.uint64(0xFFFF), word >> np.uint64(16))
+        return bits >= round(self.p * 2**16)
+
+
 def _heads_first(x: NDArray, repeat: int = 1) -> NDArray:
     """[n, heads, head_dim] -> [heads * repeat, n, head_dim]."""
     return np.repeat(x.transpose(1, 0, 2), repeat, axis=0)
@@ -76,8 +109,10 @@ def attend(
     scale: float,
     softcap: float,
     slopes: NDArray | None,
+    kept: NDArray | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """One sequence in float64: out [n, num_q_heads, head_dim] and lse [n, num_q_heads]."""
+    """One sequence in float64: out [n, num_q_heads, head_dim] and lse [n, num_q_heads]. `kept`: what dropout
+    multiplies the weights by."""
     group_size = q.shape[1] // k.shape[1]
     q, k, v = _heads_first(q), _heads_first(k, group_size), _heads_first(v, group_size)
     scores = scale * (q @ k.transpose(0, 2, 1))
@@ -90,7 +125,7 @@ def attend(
     weights = np.exp(scores - np.where(np.isneginf(highest), 0.0, highest))
     total = weights.sum(axis=2, keepdims=True)
     empty = total == 0.0
-    out = (weights / np.where(empty, 1.0, total)) @ v
+    out = (weights / np.where(empty, 1.0, total) * (1.0 if kept is None else kept)) @ v
     lse = np.where(empty, -np.inf, highest + np.log(np.where(empty, 1.0, total)))
     return out.transpose(1, 0, 2), lse[:, :, 0].T
 
@@ -103,6 +138,7 @@ def plain(
     scale: float,
     softcap: float,
     slopes: NDArray | None,
+    kept: NDArray | None,
     dtype: str,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The same sequence as a plain implementation computes it: its error is the yardstick for the operators'.
@@ -130,7 +166,10 @@ def plain(
     total = weights.sum(axis=2, keepdims=True)
     empty = total == 0.0
     total_or_one = np.where(empty, np.float32(1), total)
-    out = rounded(rounded(weights / total_or_one) @ v)
+    probabilities = weights / total_or_one
+    if kept is not None:
+        probabilities = probabilities * kept.astype(np.float32)
+    out = rounded(rounded(probabilities) @ v)
     lse = np.where(empty, np.float32(-np.inf), highest + np.log(total_or_one))
     return out.transpose(1, 0, 2).astype(np.float64), lse[:, :, 0].T.astype(np.float64)
 
@@ -218,6 +257,7 @@ def attention(
     alibi_slopes: NDArray | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    dropout: Dropout | None = None,
 ) -> Reference:
     """Both results for packed arrays, sequence by sequence. q, k and v hold numbers of `dtype`."""
     assert sum(seqlens_q) == len(q) and sum(seqlens_k) == len(k) == len(v)
@@ -238,7 +278,8 @@ def attention(
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
         )
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        arguments = (q[rows], k[keys], v[keys], see, scale, softcap, slopes)
+        kept = dropout.keep(b, q.shape[1], n, m) / (1.0 - dropout.p) if dropout else None
+        arguments = (q[rows], k[keys], v[keys], see, scale, softcap, slopes, kept)
         true, same_precision = attend(*arguments), plain(*arguments, dtype)
         outs[0][rows], lses[0][rows] = true[0] * out_scale, true[1]
         outs[1][rows], lses[1][rows] = round_to(same_precision[0] * out_scale, dtype), same_precision[1]

@@ -63,6 +63,9 @@ def test_attention_takes_every_argument(library):
     expected = octavo.attention(q, k, v, window_right=1, return_lse=True, **arrays, **scalars)
     np.testing.assert_array_equal(out, expected[0])
     np.testing.assert_array_equal(lse, expected[1])
+    dropout = {"dropout_p": 0.25, "dropout_seed": 2**40, "dropout_offset": 3}
+    library.attention(q=q, k=k, v=v, out=out, causal=0, **arrays, **dropout)
+    np.testing.assert_array_equal(out, octavo.attention(q, k, v, **arrays, **dropout))
     library.attention(q=q, k=k, v=v, out=out, causal=1, **arrays)
     np.testing.assert_array_equal(out, octavo.attention(q, k, v, causal=True, **arrays))
 
@@ -128,6 +131,8 @@ def test_errors(library):
         library.attention(q=q, k=q, v=q, out=Tensor(shape=Tensor.of(q).shape, ndim=4))
     with pytest.raises(OctavoError, match="attention: k's dtype must be from 0 to 3; got 9"):
         library.attention(q=q, k=Tensor(data=1, shape=Tensor.of(q).shape, ndim=4, dtype=9), v=q, out=out)
+    with pytest.raises(OctavoError, match=r"attention: dropout_p \(0.5\) needs a dropout_seed; got none"):
+        library.attention(q=q, k=q, v=q, out=out, dropout_p=0.5)
     with pytest.raises(OctavoError, match=r"args->struct_size \(8\) must be \d+, as the struct's init"):
         library.call("attention", byref(AttentionArgs(struct_size=8)))
     with pytest.raises(OctavoError, match="copy_pages: k_pages must not be null"):

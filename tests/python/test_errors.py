@@ -448,6 +448,17 @@ CASES = [
     ),
     case(*A, ValueError, "softcap must be 0 (none) or positive; got -1", softcap=-1.0),
     case(*A, ValueError, "softcap must be 0 (none) or positive; got nan", softcap=float("nan")),
+    *(
+        case(*A, ValueError, f"dropout_p must lie in [0, 1); got {p}", dropout_p=float(p), dropout_seed=1)
+        for p in ("1", "-0.1", "nan")
+    ),
+    case(*A, ValueError, "dropout_p (0.5) needs a dropout_seed; got none", dropout_p=0.5),
+    case(*A, ValueError, "dropout_seed must be at least 0; got -1", dropout_seed=-1),
+    case(*A, ValueError, "dropout_offset must be at least 0; got -8", dropout_offset=-8),
+    case(*A, ValueError, f"dropout_seed must fit in 64 bits; got {2**63}", dropout_seed=2**63),
+    case(*A, TypeError, "dropout_p must be a float; got str", dropout_p="0.1"),
+    case(*A, TypeError, "dropout_seed must be an int; got float", dropout_seed=1.0),
+    case(*A, TypeError, "dropout_offset must be an int; got NoneType", dropout_offset=None),
     case(*A, ValueError, "prefix_lens must have shape [batch]; got [2, 1]", prefix_lens=i32([[1], [1]])),
     case(*A, ValueError, "batch of prefix_lens (3) must equal that of q (2)", prefix_lens=i32([1, 1, 1])),
     case(*A, ValueError, "prefix_lens[1] must be at least 0; got -1", prefix_lens=i32([1, -1])),

@@ -51,6 +51,7 @@ def make_calls():
             (packed, {"return_lse": True, **lengths}),
             (dense, {"out": torch.empty_like(dense[0])}),
             (dense, {"out": torch.empty_like(dense[0]), "return_lse": True}),
+            (dense, {"dropout_p": 0.25, "dropout_seed": 2**40, "dropout_offset": 8}),
         ],
         "paged_attention": [
             (one_each, {}),

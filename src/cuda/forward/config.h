@@ -1,18 +1,60 @@
-// The tile sizes of the sm_80 forward kernel.
+// The tiles of the sm_80 forward kernel.
 #pragma once
+
+#include <cstddef>
 
 namespace octavo::cuda {
 
-template <int kHeadDim_>
+// One row of the table: what a CTA is made of. Two rows a head dim: one for every GPU, twice on an SM of an
+// A100, and one in which K and V arrive a whole tile ahead, for GPUs with more shared memory. What chose
+// them: docs/kernels/forward.md.
+struct ForwardTiles {
+    int head_dim;
+    int stages;  // tiles of K, and of V, in shared memory
+    int warps;
+    int row_tiles;    // of 16 rows, that a warp owns: each fragment of K and V is read once for all of them
+    int keys;         // of one tile
+    int ctas_per_sm;  // that the registers are to suffice for
+};
+
+constexpr ForwardTiles kForwardTiles[] = {
+    {64, 1, 4, 2, 64, 3},   //
+    {64, 2, 4, 2, 64, 3},   //
+    {96, 1, 4, 2, 64, 2},   //
+    {96, 2, 4, 2, 64, 2},   //
+    {128, 1, 4, 2, 64, 2},  //
+    {128, 2, 4, 2, 64, 2},  //
+    {256, 1, 4, 1, 32, 2},  //
+    {256, 2, 8, 1, 64, 1},
+};
+
+constexpr ForwardTiles forward_tiles(int head_dim, int stages) {
+    for (const ForwardTiles& tiles : kForwardTiles) {
+        if (tiles.head_dim == head_dim && tiles.stages == stages) return tiles;
+    }
+    return {};
+}
+
+// That a block may take: every GPU from sm_80 up has 99 KB, Hopper 227.
+constexpr size_t forward_shared_bytes(int stages) { return (stages == 1 ? 99 : 200) << 10; }
+
+template <int kHeadDim_, int kStages_>
 struct ForwardConfig {
+    static constexpr ForwardTiles kTiles = forward_tiles(kHeadDim_, kStages_);
+    static_assert(kTiles.keys > 0, "no such row");
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kWarps = 4;
+    static constexpr int kStages = kStages_;
+    static constexpr int kWarps = kTiles.warps;
+    static constexpr int kRowTiles = kTiles.row_tiles;
+    static constexpr int kKeys = kTiles.keys;
+    static constexpr int kCtasPerSm = kTiles.ctas_per_sm;
     static constexpr int kThreads = 32 * kWarps;
-    static constexpr int kRows = 16 * kWarps;                // a row: one query token of one head
-    static constexpr int kKeys = kHeadDim <= 128 ? 64 : 32;  // 256: the accumulator takes 128 registers
-    // A row of a tile in shared memory is 16 bytes longer than its data: eight rows of one 16-byte column
-    // then lie in different banks, for every head dim here.
+    static constexpr int kWarpRows = 16 * kRowTiles;  // a row: one query token of one query head
+    static constexpr int kRows = kWarpRows * kWarps;
+    // A row in shared memory is 16 bytes longer than its data: eight rows of one 16-byte column then lie in
+    // different banks, as with a swizzle, but every address of a fragment is one register and a constant.
     static constexpr int kRowStride = kHeadDim + 8;
+    static constexpr int kLanesPerRow = kHeadDim % 64 == 0 ? 8 : 4;  // that copy one row together
 };
 
 }  // namespace octavo::cuda

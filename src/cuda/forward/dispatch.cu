@@ -4,6 +4,7 @@
 #include "cuda/backend.h"
 #include "cuda/decode/decode.h"
 #include "cuda/forward/config.h"
+#include "cuda/forward/forward.h"
 #include "cuda/forward/kernel.cuh"
 #include "cuda/prefill/prefill.h"
 #include "cuda/runtime.h"
@@ -12,36 +13,46 @@
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kStages>
 void launch_forward(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream);
 
 namespace {
 
 struct Instance {
     DType dtype;
-    int32_t head_dim;
+    int32_t head_dim, stages;
     int32_t rows, keys;
     void (*launch)(const ForwardParams&, const ForwardPlan&, cudaStream_t);
 };
 
-// Every instance compiled, by rising head dim; CMake writes the list that it compiles.
+// Every instance compiled, by rising head dim and stages; CMake writes the list that it compiles.
 constexpr Instance kInstances[] = {
-#define OCTAVO_FORWARD_INSTANCE(type, head_dim)                                                  \
-    {dtype_of<type>(), head_dim, ForwardConfig<head_dim>::kRows, ForwardConfig<head_dim>::kKeys, \
-     launch_forward<type, head_dim>},
+#define OCTAVO_FORWARD_INSTANCE(type, head_dim, stages) \
+    {dtype_of<type>(),                                  \
+     head_dim,                                          \
+     stages,                                            \
+     ForwardConfig<head_dim, stages>::kRows,            \
+     ForwardConfig<head_dim, stages>::kKeys,            \
+     launch_forward<type, head_dim, stages>},
 #include "forward_instances.inc"
 #undef OCTAVO_FORWARD_INSTANCE
 };
 
 std::string name_of(const Instance& instance) {
-    return "forward<" + to_string(instance.dtype) + ", " + std::to_string(instance.head_dim) + ">";
+    return "forward<" + to_string(instance.dtype) + ", " + std::to_string(instance.head_dim) + ", " +
+           std::to_string(instance.stages) + (instance.stages == 1 ? " stage>" : " stages>");
 }
 
-// The smallest head dim that holds the problem's; the columns between are zeros in shared memory.
-const Instance& choose_instance(const ForwardParams& p) {
+// Of the smallest head dim that holds the problem's (the columns between are zeros in shared memory), what
+// has the most stages that there is room for.
+const Instance& choose_instance(const ForwardParams& p, size_t shared_bytes) {
+    const Instance* best = nullptr;
     for (const Instance& instance : kInstances) {
-        if (instance.dtype == p.dtype && instance.head_dim >= p.head_dim) return instance;
+        if (instance.dtype != p.dtype || instance.head_dim < p.head_dim) continue;
+        if (best && instance.head_dim != best->head_dim) break;
+        if (!best || shared_bytes >= forward_shared_bytes(instance.stages)) best = &instance;
     }
+    if (best) return *best;
     std::string compiled;
     for (const std::string& name : instances()) compiled += (compiled.empty() ? "" : ", ") + name;
     fail<TypeError>(p.op, "no CUDA kernel for ", to_string(p.dtype), ", head_dim ", p.head_dim,
@@ -78,11 +89,16 @@ std::vector<std::string> instances() {
 }
 
 void forward(const ForwardParams& p, void* stream) {
-    const Instance& instance = choose_instance(p);
+    choose_instance(p, 0);  // fails before any device is asked
     if (p.total_q == 0 || p.batch == 0) return;
     const DeviceGuard guard(p.device.index);
     if (decode_serves(p)) return decode(p, static_cast<cudaStream_t>(stream));
-    if (prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
+    if (!p.dropout.any() && prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
+    forward_sm80(p, shared_bytes_per_block(p.device.index), static_cast<cudaStream_t>(stream));
+}
+
+void forward_sm80(const ForwardParams& p, size_t shared_bytes, cudaStream_t stream) {
+    const Instance& instance = choose_instance(p, shared_bytes);
     const int64_t num_row_tiles = bound_row_tiles(p, instance.rows);
     if (num_row_tiles == 0) return;
     constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1, kMaxGridY = 65535;
@@ -97,17 +113,20 @@ void forward(const ForwardParams& p, void* stream) {
     ForwardPlan plan{};
     plan.num_row_tiles = static_cast<int32_t>(num_row_tiles);
     plan.num_splits = p.num_splits > 0 ? p.num_splits : choose_num_splits(p, instance, num_row_tiles);
+    plan.group_size = FastDivide::by(p.group_size());
+    plan.sequence_tiles = FastDivide::by(
+        static_cast<uint32_t>((int64_t{p.seqlen_q} * p.group_size() + instance.rows - 1) / instance.rows));
+    plan.page_size = FastDivide::by(std::max(p.page_size, 1));
     plan.q_aligned = aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype);
     plan.k_aligned = aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype);
     plan.v_aligned = aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.dtype);
     plan.out_aligned =
-        aligned(p.out, 4, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
+        aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
     const int64_t partial_rows = plan.num_splits > 1 ? plan.num_splits * p.total_q * p.num_q_heads : 0;
-    const Workspace workspace(partial_rows * (p.head_dim + 1) * sizeof(float),
-                              static_cast<cudaStream_t>(stream));
+    const Workspace workspace(partial_rows * (p.head_dim + 1) * sizeof(float), stream);
     plan.partial_out = workspace.floats();
     plan.partial_lse = plan.partial_out + partial_rows * p.head_dim;
-    instance.launch(p, plan, static_cast<cudaStream_t>(stream));
+    instance.launch(p, plan, stream);
 }
 
 }  // namespace octavo::cuda

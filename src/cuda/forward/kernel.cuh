@@ -1,18 +1,19 @@
 // Attention forward, dense, packed or paged, on tensor cores (sm_80 and newer).
 //
-// FlashAttention-2's partition (Dao 2023): a CTA owns one tile of 64 rows of one KV head and one run of
-// its keys. A row is one query token of one query head; the rows of a tile run over the heads of the group
-// first, so that every group ratio fills the tile and shares each tile of K and V. Warps own 16 rows each
-// and never exchange a score.
+// FlashAttention-2's partition (Dao 2023): a CTA owns one tile of rows of one KV head and one run of its
+// keys. A row is one query token of one query head; the rows of a tile run over the heads of the group first,
+// so that every group ratio fills the tile and shares each tile of K and V. Warps own rows of their own and
+// never exchange a score. V arrives during Q K^T, the next K during softmax and P V.
 //
 // grid: x row tiles over the batch, y KV heads, z splits of the keys. With more than one split, partial
 // results go to the workspace and combine_kernel merges them.
 #pragma once
 
 #include "cuda/forward/config.h"
+#include "cuda/forward/key_rows.cuh"
 #include "cuda/forward/row_tile.cuh"
-#include "cuda/ptx/cp_async.h"
-#include "cuda/tile/load.cuh"
+#include "cuda/forward/tile_rows.cuh"
+#include "cuda/tile/dropout.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/types.h"
@@ -24,179 +25,237 @@ namespace octavo::cuda {
 struct ForwardPlan {
     int32_t num_row_tiles;  // over the batch; a bound when the queries are packed
     int32_t num_splits;
+    FastDivide group_size, page_size;
+    FastDivide sequence_tiles;  // row tiles of one sequence, unless the queries are packed
     // Partial results of each split, when there are several: [num_splits, total_q * num_q_heads, head_dim]
     // and [num_splits, total_q * num_q_heads].
     float* partial_out;
     float* partial_lse;
-    // Whether every row starts on 16 bytes (on 4 bytes for out), so that it can move in such pieces.
+    // Whether every row starts on 16 bytes, so that it can move in such pieces.
     bool q_aligned, k_aligned, v_aligned, out_aligned;
 };
 
 template <class T, class Config>
 struct ForwardShared {
-    alignas(16) T q[Config::kRows * Config::kRowStride];
-    alignas(16) T k[Config::kKeys * Config::kRowStride];
-    alignas(16) T v[Config::kKeys * Config::kRowStride];
-    // Where the rows of this tile of keys and of the next lie, in elements from k and v; or kZeros.
-    static constexpr int64_t kZeros = INT64_MIN;
-    int64_t k_offset[2][Config::kKeys];
-    int64_t v_offset[2][Config::kKeys];
+    alignas(16) T q[Config::kRows * Config::kRowStride];  // at the end each warp's result, in its own rows
+    alignas(16) T k[Config::kStages][Config::kKeys * Config::kRowStride];
+    alignas(16) T v[Config::kStages][Config::kKeys * Config::kRowStride];
+    TileRow rows[Config::kRows];
+    int32_t pages[Config::kKeys];
 };
 
-// One row of a CTA's tile: a query token of a query head.
-struct Row {
-    int64_t token;
-    int32_t head;
-
-    __device__ Row(int32_t row, int32_t kv_head, int32_t group_size)
-        : token(row / group_size), head(kv_head * group_size + row % group_size) {}
-};
-
-// Writes this lane's part of one row of the result, or of this split's partial result.
-template <class T, int kTiles>
-__device__ __forceinline__ void store_row(const ForwardParams& p, const ForwardPlan& plan,
-                                          const SequenceSlice& seq, int32_t batch, int32_t split, Row row,
-                                          const float (&out)[kTiles][4], int half,
-                                          const SoftmaxState& state) {
+// Writes the result of one warp's rows, or of this split. `q_rows` is room for them in shared memory.
+template <class T, class Config>
+__device__ __forceinline__ void store_rows(const ForwardParams& p, const ForwardPlan& plan,
+                                           const SequenceSlice& seq, int32_t batch, int32_t split,
+                                           const TileRow* rows, int32_t num_rows, T* q_rows,
+                                           const float (&out)[Config::kRowTiles][Config::kHeadDim / 8][4],
+                                           const RowSoftmax<Config::kRowTiles>& softmax) {
     const int lane = threadIdx.x % 32;
-    const float inverse_sum = state.inverse_sum();
-    if (plan.num_splits > 1) {
-        const int64_t first_token = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : int64_t{batch} * p.seqlen_q;
-        const int64_t index = (split * p.total_q + first_token + row.token) * p.num_q_heads + row.head;
-        float* const target = plan.partial_out + index * p.head_dim;
+    const bool partial = plan.num_splits > 1;
+    const int64_t first_token = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : int64_t{batch} * p.seqlen_q;
+    for_each_row<Config::kRowTiles>(rows, [&](const TileRow& row, int r) {
+        const SoftmaxState state = softmax.state(r / 2, r % 2);
+        const int row_index = 8 * r + lane / 4;
+        const float scale = state.inverse_sum() * (partial ? 1.0f : p.out_scale);
+        auto pair = [&](int i) {
+            const float (&from)[4] = out[r / 2][i];
+            return float2{from[2 * (r % 2)] * scale, from[2 * (r % 2) + 1] * scale};
+        };
+        if (!partial) {
+            T* const target = q_rows + row_index * Config::kRowStride + 2 * (lane % 4);
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-            const int column = 8 * i + 2 * (lane % 4);
-            if (column >= p.head_dim) break;
-            target[column] = out[i][2 * half] * inverse_sum;
-            target[column + 1] = out[i][2 * half + 1] * inverse_sum;
+            for (int i = 0; i < Config::kHeadDim / 8; ++i)
+                *reinterpret_cast<uint32_t*>(target + 8 * i) = pack<T>(pair(i).x, pair(i).y);
         }
-        if (lane % 4 == 0) plan.partial_lse[index] = state.lse();
-        return;
-    }
-    T* const target = static_cast<T*>(p.out) + seq.out_begin + row.token * p.out_token_stride +
-                      row.head * p.out_head_stride;
-    const float scale = inverse_sum * p.out_scale;
+        if (row_index >= num_rows) return;
+        if (partial) {
+            const int64_t index = (split * p.total_q + first_token + row.token) * p.num_q_heads + row.head;
+            float* const target = plan.partial_out + index * p.head_dim + 2 * (lane % 4);
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-        const int column = 8 * i + 2 * (lane % 4);
-        if (column >= p.head_dim) break;
-        const float low = out[i][2 * half] * scale, high = out[i][2 * half + 1] * scale;
-        if (plan.out_aligned) {
-            *reinterpret_cast<uint32_t*>(target + column) = pack<T>(low, high);
-        } else {
-            target[column] = from_float<T>(low);
-            target[column + 1] = from_float<T>(high);
+            for (int i = 0; i < Config::kHeadDim / 8; ++i)
+                if (8 * i < p.head_dim) *reinterpret_cast<float2*>(target + 8 * i) = pair(i);
+            if (lane % 4 == 0) plan.partial_lse[index] = state.lse();
+        } else if (p.lse && lane % 4 == 0) {
+            p.lse[seq.lse_begin + row.token * p.lse_token_stride + row.head * p.lse_head_stride] =
+                state.lse();
         }
-    }
-    if (p.lse && lane % 4 == 0) {
-        p.lse[seq.lse_begin + row.token * p.lse_token_stride + row.head * p.lse_head_stride] = state.lse();
+    });
+    if (partial) return;
+    __syncwarp();
+    const int chunk = plan.out_aligned ? 16 / sizeof(T) : 1,
+              lanes = plan.out_aligned ? Config::kLanesPerRow : 32;
+    for (int i = lane / lanes; i < num_rows; i += 32 / lanes) {
+        const TileRow row = rows[i];
+        T* const target = static_cast<T*>(p.out) + seq.out_begin + row.token * p.out_token_stride +
+                          row.head * p.out_head_stride;
+        const T* const source = q_rows + i * Config::kRowStride;
+        for (int column = lane % lanes * chunk; column < p.head_dim; column += lanes * chunk) {
+            if (plan.out_aligned) {
+                *reinterpret_cast<uint4*>(target + column) = *reinterpret_cast<const uint4*>(source + column);
+            } else {
+                target[column] = source[column];
+            }
+        }
     }
 }
 
-template <class T, int kHeadDim>
-__global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads)
+// Dropout has a kernel of its own: as a branch it made the other spill registers.
+template <class T, class Config, bool kDropout>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardPlan plan) {
-    using Config = ForwardConfig<kHeadDim>;
     constexpr int kKeys = Config::kKeys;
-    static_assert(2 * kKeys <= Config::kThreads, "one thread finds each row of K and of V");
+    static_assert(Config::kRows <= Config::kThreads, "one thread finds each row");
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardShared<T, Config>*>(shared_bytes);
 
-    const RowTile row_tile = find_row_tile<Config::kRows>(p, blockIdx.x);
+    const RowTile row_tile = find_row_tile<Config::kRows>(p, plan.sequence_tiles, blockIdx.x);
     if (row_tile.batch < 0) return;
     const SequenceSlice seq = SequenceSlice::make(p, row_tile.batch);
     const int32_t kv_head = blockIdx.y, split = blockIdx.z;
-    const int32_t group_size = p.group_size();
-    const int32_t num_rows = seq.seqlen_q * group_size;
-    const int32_t last_row = min(row_tile.first_row + Config::kRows, num_rows) - 1;
+    const int32_t group_size = plan.group_size.divisor;
+    const int32_t num_rows = min(seq.seqlen_q * group_size - row_tile.first_row, Config::kRows);
+    auto token_of = [&](int32_t row) { return plan.group_size.quotient(row_tile.first_row + row); };
+    auto head_of = [&](int32_t row, int32_t token) {
+        return kv_head * group_size + row_tile.first_row + row - token * group_size;
+    };
 
     // The keys that some row of the tile sees, and this split's share of their tiles.
-    const int32_t first_q_pos = seq.q_pos(row_tile.first_row / group_size);
-    const int32_t last_q_pos = seq.q_pos(last_row / group_size);
-    const KeyTiles tiles(seq.see, first_q_pos, last_q_pos, kKeys);
+    const KeyTiles tiles(seq.see, seq.q_pos(token_of(0)), seq.q_pos(token_of(num_rows - 1)), kKeys);
     const int32_t tiles_per_split = (tiles.count + plan.num_splits - 1) / plan.num_splits;
     const int32_t tile_begin = min(split * tiles_per_split, tiles.count);
     const int32_t tile_end = min(tile_begin + tiles_per_split, tiles.count);
 
-    const T* const q = static_cast<const T*>(p.q) + seq.q_begin;
-    const T* const k = static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride;
-    const T* const v = static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride;
-    const int32_t* const pages = p.paged() ? p.page_table + row_tile.batch * p.page_table_stride : nullptr;
-    auto find_keys = [&](int32_t tile) {
-        const int thread = threadIdx.x;
-        if (thread >= 2 * kKeys) return;
-        const bool is_k = thread < kKeys;
-        const int32_t row = is_k ? thread : thread - kKeys, key = tiles.start(tile) + row;
-        const int64_t outer_stride = is_k ? p.k_outer_stride : p.v_outer_stride;
-        const int64_t token_stride = is_k ? p.k_token_stride : p.v_token_stride;
-        int64_t offset = shared.kZeros;
-        if (tiles.needed(key)) {
-            offset = pages ? pages[key / p.page_size] * outer_stride + key % p.page_size * token_stride
-                           : key * token_stride;
-        }
-        (is_k ? shared.k_offset : shared.v_offset)[tile % 2][row] = offset;
-    };
-    auto load_keys = [&](T* target, const T* base, const int64_t (&offsets)[kKeys], bool aligned) {
-        load_rows<Config, kKeys>(target, p.head_dim, aligned, static_cast<const T*>(p.q), [&](int i) {
-            return offsets[i] == shared.kZeros ? nullptr : base + offsets[i];
-        });
-        ptx::cp_async_commit();
-    };
+    const T* const q = static_cast<const T*>(p.q);
+    const KeyArray<T> k{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
+                        p.k_outer_stride, p.k_token_stride, plan.k_aligned};
+    const KeyArray<T> v{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
+                        p.v_outer_stride, p.v_token_stride, plan.v_aligned};
+    KeyRows<T, Config> keys(tiles, p.paged() ? p.page_table + row_tile.batch * p.page_table_stride : nullptr,
+                            plan.page_size, shared.pages, q, p.head_dim);
 
-    if (tile_begin < tile_end) {
-        find_keys(tile_begin);
-        load_rows<Config, Config::kRows>(
-            shared.q, p.head_dim, plan.q_aligned, static_cast<const T*>(p.q), [&](int i) -> const T* {
-                if (row_tile.first_row + i >= num_rows) return nullptr;
-                const Row row(row_tile.first_row + i, kv_head, group_size);
-                return q + row.token * p.q_token_stride + row.head * p.q_head_stride;
-            });
-        __syncthreads();  // the offsets are there
-        load_keys(shared.k, k, shared.k_offset[tile_begin % 2], plan.k_aligned);
-    }
-
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int32_t lane_row = row_tile.first_row + 16 * warp + lane / 4;  // and eight further
-    LaneRows rows;
-    SoftmaxState state[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const Row row(lane_row + 8 * half, kv_head, group_size);
-        rows.q_pos[half] = seq.q_pos(row.token);
-        const bool has_slope = p.alibi_slopes && lane_row + 8 * half < num_rows;
-        rows.slope_log2[half] =
-            has_slope ? p.alibi_slopes[row_tile.batch * p.alibi_batch_stride + row.head] * kLog2e : 0.0f;
-    }
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows it to be the same
+    const int warp_row = warp * Config::kWarpRows;           // the warp's first
+    const int num_warp_rows = min(num_rows - warp_row, Config::kWarpRows);
+    const TileRow* const rows = shared.rows + warp_row;
+    const WarpView view(seq.see, num_warp_rows > 0, seq.q_pos(token_of(warp_row)),
+                        seq.q_pos(token_of(max(warp_row + num_warp_rows - 1, 0))));
     const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
-    float out[kHeadDim / 8][4] = {};
+    const bool has_alibi = p.alibi_slopes != nullptr;
+    // Where nothing comes between, the scale is part of the exponential; its maximum wants it positive.
+    const bool plain = !transform.has_softcap && !has_alibi && transform.inner > 0.0f;
+    RowSoftmax<Config::kRowTiles> softmax(plain ? transform.inner : 1.0f);
+    float out[Config::kRowTiles][Config::kHeadDim / 8][4] = {};
+    uint32_t q_address = rows_address<Config>(shared.q + warp_row * Config::kRowStride);
+    uint32_t k_address = columns_address<Config>(shared.k[0]), v_address = rows_address<Config>(shared.v[0]);
+    uint32_t k_place = keys.place(shared.k[0]), v_place = keys.place(shared.v[0]);
+    keep(q_address);
+    keep(k_address);
+    keep(v_address);
+    keep(k_place);
+    keep(v_place);
 
+    constexpr int kStageBytes = sizeof(T) * kKeys * Config::kRowStride;
+    constexpr bool kDouble = Config::kStages == 2;
+    if (tile_begin < tile_end) {
+        if (p.head_dim < Config::kHeadDim) {
+            zero_columns<Config, Config::kRows>(shared.q, p.head_dim);
+            zero_columns<Config, Config::kStages * kKeys>(shared.k[0], p.head_dim);
+        }
+        keys.find(tile_begin);
+        ptx::cp_async_commit();
+        if (p.paged()) {
+            ptx::cp_async_wait<0>();
+            __syncwarp();
+        }
+        keys.copy(tile_begin, k_place, k);
+        using Copy = TileCopy<T, Config, Config::kRows>;
+        const T* source[Copy::kCount];
+        uint32_t valid = 0;
+#pragma unroll
+        for (int i = 0; i < Copy::kCount; ++i) {
+            const int32_t row = Copy::row() + i * Copy::kRowsAtOnce, token = token_of(row);
+            const bool inside = row < num_rows;
+            valid |= inside << i;
+            source[i] = q;
+            if (inside) {
+                source[i] += seq.q_begin + token * p.q_token_stride + head_of(row, token) * p.q_head_stride +
+                             Copy::column();
+            }
+        }
+        Copy::template run<false>(
+            ptx::shared_address(shared.q + Copy::row() * Config::kRowStride + Copy::column()), source, valid,
+            Copy::column(), p.head_dim, plan.q_aligned);
+        if constexpr (kDouble) {
+            keys.copy(tile_begin, v_place, v);
+            if (tile_begin + 1 < tile_end) keys.find(tile_begin + 1);
+        }
+        ptx::cp_async_commit();
+    }
+    if (threadIdx.x < num_rows) {
+        const int32_t token = token_of(threadIdx.x), head = head_of(threadIdx.x, token);
+        const float* const slopes =
+            has_alibi ? p.alibi_slopes + row_tile.batch * p.alibi_batch_stride : nullptr;
+        shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f};
+    }
+    if (tile_begin >= tile_end) __syncthreads();  // for the rows; else the loop has one
     for (int32_t tile = tile_begin; tile < tile_end; ++tile) {
         const int32_t first_key = tiles.start(tile);
+        const bool more = tile + 1 < tile_end;
+        const uint32_t stage = kDouble ? (tile - tile_begin) % 2 * kStageBytes : 0;
         ptx::cp_async_wait<0>();
-        __syncthreads();  // q and k have arrived; every warp is done with the last v and its offsets
-        load_keys(shared.v, v, shared.v_offset[tile % 2], plan.v_aligned);
-        if (tile + 1 < tile_end) find_keys(tile + 1);
+        __syncthreads();  // k has arrived; every warp is done with the last v
+        if constexpr (kDouble) {
+            if (more) {
+                keys.copy(tile + 1, k_place + (kStageBytes - stage), k);
+                keys.copy(tile + 1, v_place + (kStageBytes - stage), v);
+                if (tile + 2 < tile_end) keys.find(tile + 2);
+            }
+        } else {
+            keys.copy(tile, v_place, v);
+            if (more) keys.find(tile + 1);
+        }
+        ptx::cp_async_commit();
 
-        float scores[kKeys / 8][4];
-        multiply_q_k<T, Config>(scores, shared.q + 16 * warp * Config::kRowStride, shared.k);
-        const bool masked = !KeyTiles::all_visible(seq.see, first_q_pos, last_q_pos, first_key, kKeys);
-        score_tile(scores, transform, rows, p.alibi_slopes != nullptr, seq.see, masked, first_key);
-        softmax_tile(scores, state, out);
-
-        ptx::cp_async_wait<0>();
-        __syncthreads();  // v and the next offsets have arrived; every warp is done with k
-        if (tile + 1 < tile_end) load_keys(shared.k, k, shared.k_offset[(tile + 1) % 2], plan.k_aligned);
-        multiply_p_v<T, Config>(out, scores, shared.v);
-    }
-
+        const bool seen = view.sees_any(first_key, kKeys);
+        constexpr int kRowsOfLane = 2 * Config::kRowTiles;
+        KeptWeights<kRowsOfLane, kKeys / 8> kept;
+        if constexpr (kDropout) {
+            const uint64_t first_head = p.dropout.head(row_tile.batch, p.num_q_heads, 0);
+            kept.draw(p.dropout, first_key, [&](int r) {
+                const TileRow& row = rows[8 * r + threadIdx.x % 32 / 4];
+                return DropoutRow{first_head + row.head, row.token};
+            });
+        }
+        float scores[Config::kRowTiles][kKeys / 8][4];
+        if (seen) multiply_q_k<T, Config>(scores, q_address, k_address + stage);
+        if constexpr (!kDouble) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // v has arrived; every warp is done with k
+            if (more) keys.copy(tile + 1, k_place, k);
+            ptx::cp_async_commit();
+        }
+        if (!seen) continue;
+        if (!plain) transform_scores(scores, transform, has_alibi, rows, seq.q_pos(0), first_key);
+        if (!view.sees_all(first_key, kKeys)) mask_scores(scores, view.see, rows, seq.q_pos(0), first_key);
+        softmax.raise(scores, out);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        state[half].sum = row_sum(state[half].sum);
-        if (lane_row + 8 * half >= num_rows) continue;
-        store_row<T>(p, plan, seq, row_tile.batch, split, Row(lane_row + 8 * half, kv_head, group_size), out,
-                     half, state[half]);
+        for (int key = 0; key < kKeys; key += 16) {
+            uint32_t weights[Config::kRowTiles][4];
+#pragma unroll
+            for (int t = 0; t < Config::kRowTiles; ++t) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int half = j % 2, group = key / 8 + j / 2;
+                    weights[t][j] = softmax.template weigh<T>(scores, t, group, half);
+                    if constexpr (kDropout) weights[t][j] = kept.apply(weights[t][j], 2 * t + half, group);
+                }
+            }
+            multiply_p_v<T, Config>(out, weights, v_address + stage + sizeof(T) * key * Config::kRowStride);
+        }
     }
+    store_rows<T, Config>(p, plan, seq, row_tile.batch, split, rows, num_warp_rows,
+                          shared.q + warp_row * Config::kRowStride, out, softmax);
 }
 
 }  // namespace octavo::cuda

@@ -7,15 +7,17 @@
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kStages>
 void launch_forward(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream) {
-    using Config = ForwardConfig<kHeadDim>;
+    using Config = ForwardConfig<kHeadDim, kStages>;
     constexpr size_t kSharedBytes = sizeof(ForwardShared<T, Config>);
-    check(cudaFuncSetAttribute(forward_kernel<T, kHeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kSharedBytes),
+    static_assert(kSharedBytes <= forward_shared_bytes(kStages));
+    const auto kernel =
+        params.dropout.any() ? forward_kernel<T, Config, true> : forward_kernel<T, Config, false>;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
           "cudaFuncSetAttribute");
     const dim3 grid(plan.num_row_tiles, params.num_kv_heads, plan.num_splits);
-    forward_kernel<T, kHeadDim><<<grid, Config::kThreads, kSharedBytes, stream>>>(params, plan);
+    kernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(params, plan);
     check(cudaGetLastError(), params.op);
     if (plan.num_splits == 1) return;
     const int64_t threads = params.total_q * params.num_q_heads * 32;

@@ -1,6 +1,7 @@
 // Which rows a CTA works on.
 #pragma once
 
+#include "common/fast_divide.h"
 #include "cuda/warp.cuh"
 #include "ops/forward_params.h"
 
@@ -14,14 +15,16 @@ struct RowTile {
     int32_t first_row;
 };
 
-// Which sequence the row tile `index` of the batch belongs to. Every lane of a warp gets the answer.
+// Which sequence the row tile `index` of the batch belongs to; its last tile, which sees most under a causal
+// mask, comes first. Every lane of a warp gets the answer.
 template <int kRows>
-__device__ __forceinline__ RowTile find_row_tile(const ForwardParams& p, int32_t index) {
-    const int32_t group_size = p.group_size();
+__device__ __forceinline__ RowTile find_row_tile(const ForwardParams& p, FastDivide sequence_tiles,
+                                                 int32_t index) {
     if (!p.cu_seqlens_q) {
-        const int32_t tiles = (p.seqlen_q * group_size + kRows - 1) / kRows;
-        return {index / tiles, index % tiles * kRows};
+        const int32_t batch = sequence_tiles.quotient(index), tiles = sequence_tiles.divisor;
+        return {batch, (tiles - 1 - (index - batch * tiles)) * kRows};
     }
+    const int32_t group_size = p.group_size();
     const int32_t lane = threadIdx.x % 32;
     int32_t before = 0;  // tiles of the sequences passed
     for (int32_t base = 0; base < p.batch; base += 32) {
@@ -33,8 +36,8 @@ __device__ __forceinline__ RowTile find_row_tile(const ForwardParams& p, int32_t
         const uint32_t past = __ballot_sync(~0u, index < before + end);
         if (past) {
             const int32_t owner = __ffs(past) - 1;
-            const int32_t begin = __shfl_sync(~0u, end - tiles, owner);
-            return {base + owner, (index - before - begin) * kRows};
+            const int32_t last = __shfl_sync(~0u, end, owner) - 1;
+            return {base + owner, (before + last - index) * kRows};
         }
         before += __shfl_sync(~0u, end, 31);
     }

@@ -13,37 +13,54 @@ constexpr int kPrefillBlockColumns = 64;
 // One row of the table: what a CTA is made of.
 struct PrefillTiles {
     int head_dim;
-    int warpgroups;  // consumers, 64 rows each
-    int keys;        // of one tile
-    int stages;      // tiles of K, and of V, in shared memory
-    int q_slots;     // tiles of Q; the result leaves through the slot that its queries came in
-    bool chained;    // whether the first scores of a row tile go with the last product of the one before
+    int warpgroups;  // consumers of one CTA, 64 rows each
+    int ctas;     // of one row tile: 1, or 2 that share K and V through a cluster, each loading half for both
+    int keys;     // of one tile
+    int stages;   // tiles of K, and of V, in shared memory
+    int q_slots;  // tiles of Q; the result leaves through the slot that its queries came in
+    bool chained;  // whether the first scores of a row tile go with the last product of the one before
+    // The keys that a query sees in the mean from which this row serves better than those of its head dim
+    // before it.
+    int from_keys;
 };
 
 constexpr PrefillTiles kPrefillTiles[] = {
-    {64, 3, 128, 4, 2, false},   //
-    {96, 3, 80, 3, 2, false},    //
-    {128, 2, 128, 2, 2, true},   // short sequences, of which 192 rows would waste too many
-    {128, 3, 80, 3, 2, true},    //
-    {192, 2, 112, 2, 1, false},  //
-    {256, 2, 80, 2, 1, false},
+    {64, 4, 1, 64, 8, 2, false, 0},    {64, 3, 1, 128, 4, 2, false, 640}, {96, 3, 1, 80, 3, 2, false, 0},
+#ifdef P_128
+    {128, 2, 1, 64, 4, 2, P_128, 0},
+#else
+    {128, 2, 1, 128, 2, 2, true, 0},
+#endif
+    {128, 3, 1, 80, 3, 2, true, 0},    {192, 2, 1, 112, 2, 1, false, 0},  {192, 2, 2, 112, 2, 1, false, 512},
+    {256, 2, 1, 64, 2, 1, false, 0},
+#ifdef P_128
+    {256, 2, 2, 64, 2, 1, false, 512},
+#else
+    {256, 2, 2, 80, 2, 1, false, 512},
+#endif
 };
 
-constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups) {
+constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups, int ctas) {
     for (const PrefillTiles& tiles : kPrefillTiles) {
-        if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups) return tiles;
+        if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups && tiles.ctas == ctas) return tiles;
     }
     return {};
 }
 
-template <int kHeadDim_, int kConsumers_>
+template <int kHeadDim_, int kConsumers_, int kCtas_, bool kAlibi_>
 struct PrefillConfig {
-    static constexpr PrefillTiles kTiles = prefill_tiles(kHeadDim_, kConsumers_);
+    static constexpr PrefillTiles kTiles = prefill_tiles(kHeadDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kConsumers = kConsumers_;
+    static constexpr int kCtas = kCtas_;
+    static constexpr int kTileBlocks = kCtas * kConsumers;  // of 64 rows
     static constexpr bool kChained = kTiles.chained;
+    // ALiBi has kernels of its own: as a branch it cost the others 2 to 7 % on an H200.
+    static constexpr bool kAlibi = kAlibi_;
+    // Whether it is part of the product Q K^T: where instructions are scarcer than turns at the tensor cores.
+    static constexpr bool kAlibiProduct = kAlibi && kHeadDim == 64;
     static constexpr int kKeys = kTiles.keys;
     static constexpr int kStages = kTiles.stages;
     static constexpr int kQSlots = kTiles.q_slots;
@@ -58,8 +75,8 @@ struct PrefillConfig {
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
     static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // of one warpgroup
     // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers.
-    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+    static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
 };
 
 // How one launch finds its data and cuts its work.
@@ -75,7 +92,7 @@ struct PrefillPlan {
     // A row tile holds for each warpgroup `heads` heads of one group (a divisor of the group size) at
     // `tokens` tokens: heads * tokens <= 64 rows, the heads of a token first.
     int32_t heads, tokens;
-    // Keys that one copy brings: a tile of them, or a divisor of the tile and the page size.
+    // Keys that one copy brings: a tile of them or half of it, or a divisor of the tile and the page size.
     int32_t box_keys;
     FastDivide page_size;
 
@@ -85,7 +102,7 @@ struct PrefillPlan {
     int32_t num_row_tiles;  // of one unit
     int32_t num_units;
     int32_t section, first_section;
-    int32_t* counter;  // of row tiles handed out beyond the first of each CTA; 0 between launches
+    int32_t* counter;  // of row tiles handed out beyond the first of each cluster; 0 between launches
 };
 
 }  // namespace octavo::cuda

@@ -4,6 +4,7 @@
 
 #include "common/score.h"
 #include "cuda/prefill/shared.cuh"
+#include "cuda/ptx/cluster.h"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
@@ -26,6 +27,7 @@ __device__ __forceinline__ void pass_turn(int group) {
 
 // The rows of a warpgroup, and what this thread's two of them see. Element i of the scores is in row
 // i / 2 % 2 of the two, at column 8 (i / 4) + i % 2 behind the thread's first.
+template <bool kAlibi>
 struct PrefillRows {
     bool any;  // whether the warpgroup has a query here
     bool has_window_left;
@@ -36,14 +38,15 @@ struct PrefillRows {
     // ALiBi, but for a term that is the same along a row, and so does not change its weights: the bias counts
     // from the warpgroup's first query, and `row_bias` (in units of log2(e)) is missing from the LSE.
     int32_t anchor;
-    float slope_log2[2], row_bias[2];
+    float slope[2] = {};  // in units of scores
+    float row_bias[2] = {};
     int32_t row_end[2];   // keys from here on are hidden,
     uint32_t row_gap[2];  // and so many behind the prefix
 
     __device__ PrefillRows(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work,
-                           int group) {
+                           int block, float scale) {
         const Visibility see = work.visibility(p);
-        const int32_t first_token = work.first_token + group * plan.tokens;
+        const int32_t first_token = work.first_token + block * plan.tokens;
         const int32_t first_q_pos = work.q_pos(first_token);
         const int32_t last_q_pos = work.q_pos(min(first_token + plan.tokens, work.seqlen_q) - 1);
         any = first_token < work.seqlen_q;
@@ -61,9 +64,10 @@ struct PrefillRows {
             row_end[half] = max(see.window_end(q_pos), prefix_len);
             row_gap[half] = max(see.window_begin(q_pos) - prefix_len, 0);
             const int32_t head = work.first_head + row % plan.heads;
-            slope_log2[half] =
-                p.alibi_slopes ? p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2e : 0.0f;
-            row_bias[half] = alibi_bias(slope_log2[half], q_pos, anchor);
+            if (!kAlibi) continue;
+            const float slope_log2 = p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2e;
+            row_bias[half] = alibi_bias(slope_log2, q_pos, anchor);
+            slope[half] = slope_log2 / scale;
         }
     }
 
@@ -92,9 +96,11 @@ struct PrefillSoftmax {
 
     __device__ float max_log2(int half) const { return max[half] == -INFINITY ? 0.0f : max[half] * scale; }
 
-    // From scores to weights. Returns whether what was gathered before must be multiplied by `factor`.
-    template <int kCount>
-    __device__ __forceinline__ bool apply(float (&scores)[kCount], float (&factor)[2]) {
+    // From scores to weights. Returns whether what was gathered before must be multiplied by `factor`. The
+    // scores of this thread lack `shift`, which the maximum here lacks too.
+    template <bool kShifted, int kCount>
+    __device__ __forceinline__ bool apply(float (&scores)[kCount], const float (&shift)[2],
+                                          float (&factor)[2]) {
         float tile_max[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
@@ -104,7 +110,9 @@ struct PrefillSoftmax {
         bool raise = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            tile_max[half][0] = row_max(fmaxf(tile_max[half][0], tile_max[half][1]));
+            tile_max[half][0] = fmaxf(tile_max[half][0], tile_max[half][1]);
+            tile_max[half][0] = kShifted ? row_max(tile_max[half][0] + shift[half]) - shift[half]
+                                         : row_max(tile_max[half][0]);
             raise = raise || tile_max[half][0] > max[half] + slack;
         }
         raise = __any_sync(~0u, raise);
@@ -130,39 +138,22 @@ struct PrefillSoftmax {
     }
 };
 
-// Softcap, ALiBi and masks, each a branch that the whole warpgroup takes or not. `one_slope`: both rows of
-// each thread have the same.
-template <int kKeys, int kCount>
+// Softcap, ALiBi as counted from this thread's first column, and masks, each a branch that the whole
+// warpgroup takes or not.
+template <int kKeys, int kCount, bool kAlibi>
 __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
-                                           bool has_alibi, bool one_slope, const PrefillRows& rows,
+                                           bool add_alibi, const PrefillRows<kAlibi>& rows,
                                            int32_t first_key) {
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
     if (transform.has_softcap) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) scores[i] = transform(scores[i]);
     }
-    if (has_alibi) {
-        const float inner = transform.has_softcap ? 1.0f : transform.inner;
-        const float bias[2] = {alibi_bias(rows.slope_log2[0], rows.anchor, first_column),
-                               alibi_bias(rows.slope_log2[1], rows.anchor, first_column)};
-        auto column_bias = [&](int i, float slope_log2, float first_bias) {
+    if (add_alibi) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
             const int column = i / 4 * 8 + i % 2;
-            return fmaf(slope_log2, column, first_bias);
-        };
-        if (one_slope) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                if (i / 2 % 2 == 1) continue;
-                const float both = column_bias(i, rows.slope_log2[0], bias[0]);
-                scores[i] = fmaf(scores[i], inner, both);
-                scores[i + 2] = fmaf(scores[i + 2], inner, both);
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                const int half = i / 2 % 2;
-                scores[i] = fmaf(scores[i], inner, column_bias(i, rows.slope_log2[half], bias[half]));
-            }
+            scores[i] = fmaf(rows.slope[i / 2 % 2], column, scores[i]);
         }
     }
     if (rows.see_all(first_key, kKeys)) return;
@@ -181,18 +172,46 @@ __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreT
     }
 }
 
+// PrefillSoftmax::apply where the scores hold ALiBi as counted from the tile's first column, or (`by_thread`)
+// from the first of each thread.
+template <int kCount>
+__device__ __forceinline__ bool apply_softmax(PrefillSoftmax& softmax, float (&scores)[kCount],
+                                              const PrefillRows<true>& rows, int32_t first_key,
+                                              bool by_thread, float (&factor)[2]) {
+    const int32_t first_column = by_thread ? 2 * (threadIdx.x % 4) : 0;
+    float shift[2], max[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        shift[half] = alibi_bias(rows.slope[half], rows.anchor, first_key + first_column);
+        max[half] = softmax.max[half];
+        softmax.max[half] -= shift[half];
+    }
+    const bool raised = softmax.apply<true>(scores, shift, factor);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        softmax.max[half] =
+            raised ? softmax.max[half] + shift[half] : max[half];  // without rounding if it can
+    }
+    return raised;
+}
+template <int kCount>
+__device__ __forceinline__ bool apply_softmax(PrefillSoftmax& softmax, float (&scores)[kCount],
+                                              const PrefillRows<false>&, int32_t, bool, float (&factor)[2]) {
+    return softmax.apply<false>(scores, {}, factor);
+}
+
 // One warpgroup.
 template <class T, class Config>
 class PrefillConsumer {
   public:
     __device__ PrefillConsumer(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared,
                                int group)
-        : p_(p), plan_(plan), shared_(shared), group_(group) {}
+        : p_(p), plan_(plan), shared_(shared), group_(group), block_(tile_block<Config>(group)) {}
 
     __device__ __forceinline__ void run() {
         const ScoreTransform transform = ScoreTransform::make(p_.softmax_scale, p_.softcap);
-        const bool has_alibi = p_.alibi_slopes != nullptr, one_slope = 8 % plan_.heads == 0;
-        const float scale = transform.has_softcap || has_alibi ? 1.0f : transform.inner;
+        const float scale = transform.has_softcap ? 1.0f : transform.inner;
+        const bool add_alibi = Config::kAlibi && !(Config::kAlibiProduct && !transform.has_softcap);
         float scores[kScores], out[kOut], factor[2];
         uint32_t weights[kWeights];
         if (group_ == Config::kConsumers - 1) pass_turn<Config>(group_);
@@ -200,8 +219,9 @@ class PrefillConsumer {
         PrefillWork work = take_work<Config>(shared_, work_ring_);
         while (work.batch >= 0) {
             KeyTiles tiles = key_tiles<Config>(p_, plan_, work);
-            PrefillRows rows(p_, plan_, work, group_);
+            Rows rows(p_, plan_, work, block_, scale);
             PrefillSoftmax softmax(scale);
+            if constexpr (Config::kAlibiProduct) lay_out_slopes(work, scale);
             int32_t tile = tiles.count - 1;
             ptx::mbarrier_wait(&shared_.q_full[q_ring_.slot][group_], q_ring_.parity);
             while (tile >= 0 && !rows.see_any(tiles.start(tile), Config::kKeys)) {
@@ -225,8 +245,8 @@ class PrefillConsumer {
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(scores);
             release(shared_.k_empty, k_ring_);
-            score_tile<Config::kKeys>(scores, transform, has_alibi, one_slope, rows, tiles.start(tile));
-            softmax.apply(scores, factor);
+            score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
+            apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
             pack_weights(scores, weights);
             --tile;
 
@@ -243,7 +263,7 @@ class PrefillConsumer {
                     if (!Config::kChained || next.batch < 0) break;
                     tiles = key_tiles<Config>(p_, plan_, next);
                     tile = tiles.count - 1;
-                    rows = PrefillRows(p_, plan_, next, group_);
+                    rows = Rows(p_, plan_, next, block_, scale);
                     if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
                     work = next;
                     softmax = PrefillSoftmax(scale);
@@ -259,8 +279,9 @@ class PrefillConsumer {
                 ptx::wgmma_wait<1>();
                 ptx::wgmma_results(scores);
                 release(shared_.k_empty, k_ring_);
-                score_tile<Config::kKeys>(scores, transform, has_alibi, one_slope, rows, tiles.start(tile));
-                const bool rescale = softmax.apply(scores, factor);
+                score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
+                const bool rescale =
+                    apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
                 // The exponentials run under the product with V: ptxas would move the wait before them, were
                 // it not behind a branch (3 to 5 % slower on an H200).
                 ptx::wgmma_results(softmax.sum);
@@ -291,6 +312,7 @@ class PrefillConsumer {
     static constexpr int kScores = Config::kKeys / 2;
     static constexpr int kWeights = Config::kKeys / 4;  // registers, two weights each
     static constexpr int kOut = Config::kHeadDim / 2;
+    using Rows = PrefillRows<Config::kAlibi>;
     using ProductQK = ptx::Wgmma<T, Config::kKeys>;
     using ProductPV = ptx::Wgmma<T, Config::kHeadDim>;
 
@@ -304,22 +326,44 @@ class PrefillConsumer {
         release(shared_.v_empty, v_ring_);
     }
 
-    // This warp is done with the slot at hand.
+    // This warp is done with the slot at hand: told to every CTA that fills it.
     __device__ __forceinline__ void release(uint64_t* empty, Ring<Config::kStages>& ring) {
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[ring.slot]);
+        const uint32_t lane = threadIdx.x % 32;
+        if (lane < Config::kCtas) arrive_at<Config>(&empty[ring.slot], lane);
         ring.advance();
     }
 
-    // scores = Q K^T, under way.
+    // The rows' part of that product: nothing if there is a softcap, which the bias comes behind.
+    __device__ __forceinline__ void lay_out_slopes(const PrefillWork& work, float scale) {
+        const int32_t row = threadIdx.x % 128;
+        if (row < Config::kGroupRows) {
+            const int32_t head = work.first_head + row % plan_.heads;
+            const float slope =
+                p_.softcap > 0.0f
+                    ? 0.0f
+                    : p_.alibi_slopes[work.batch * p_.alibi_batch_stride + head] * kLog2e / scale;
+            shared_.alibi.set_slope(group_, row, slope);
+        }
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync(1 + Config::kConsumers + group_, 128);
+    }
+
+    // scores = Q K^T, under way; with the product of PrefillAlibi where there is one.
     __device__ __forceinline__ void multiply_q_k(float (&scores)[kScores], int q_slot) {
         const uint64_t q = ptx::wgmma_descriptor(ptx::shared_address(shared_.q[q_slot][group_]), 0);
         const uint64_t k = ptx::wgmma_descriptor(ptx::shared_address(shared_.k[k_ring_.slot]), 0);
         ptx::wgmma_fence();
+        if constexpr (Config::kAlibiProduct) {
+            ptx::Wgmma<bfloat16, Config::kKeys>::ss(
+                scores, ptx::wgmma_descriptor_plain(ptx::shared_address(shared_.alibi.slopes[group_])),
+                ptx::wgmma_descriptor_plain(ptx::shared_address(shared_.alibi.columns)), false);
+        }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
             const int block = step / 4, offset = step % 4 * 32;
             ProductQK::ss(scores, q + (block * Config::kQBlockBytes + offset) / 16,
-                          k + (block * Config::kKeyBlockBytes + offset) / 16, step != 0);
+                          k + (block * Config::kKeyBlockBytes + offset) / 16,
+                          Config::kAlibiProduct || step != 0);
         }
         ptx::wgmma_commit();
     }
@@ -349,7 +393,7 @@ class PrefillConsumer {
     }
 
     // Once all weights are known: writes the LSE, and gives the factor that the result lacks.
-    __device__ __forceinline__ void finish(const PrefillWork& work, const PrefillRows& rows,
+    __device__ __forceinline__ void finish(const PrefillWork& work, const Rows& rows,
                                            const PrefillSoftmax& softmax, float (&out_scale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -358,8 +402,8 @@ class PrefillConsumer {
             state.sum = row_sum(softmax.sum[half]);
             out_scale[half] = state.inverse_sum() * p_.out_scale;
             if (!p_.lse || threadIdx.x % 4 != 0) continue;
-            const int32_t row = PrefillRows::row(half);
-            const int32_t token = work.first_token + group_ * plan_.tokens + row / plan_.heads;
+            const int32_t row = Rows::row(half);
+            const int32_t token = work.first_token + block_ * plan_.tokens + row / plan_.heads;
             if (row >= plan_.heads * plan_.tokens || token >= work.seqlen_q) continue;
             const int64_t begin =
                 p_.cu_seqlens_q ? work.q_begin * p_.lse_token_stride : work.batch * p_.lse_batch_stride;
@@ -395,7 +439,8 @@ class PrefillConsumer {
     const ForwardParams& p_;
     const PrefillPlan& plan_;
     PrefillShared<Config>& shared_;
-    const int group_;
+    const int group_;  // of this CTA
+    const int block_;  // of 64 rows in the row tile
     Ring<Config::kQSlots> q_ring_;
     Ring<Config::kStages> k_ring_, v_ring_;
     Ring<kPrefillWorkSlots> work_ring_;

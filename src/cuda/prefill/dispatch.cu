@@ -12,7 +12,7 @@
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim, int kWarpgroups>
+template <class T, int kHeadDim, int kWarpgroups, int kCtas>
 void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
                     cudaStream_t stream);
 
@@ -27,8 +27,9 @@ struct Instance {
 // Every instance compiled, by rising head dim; CMake writes the list that it compiles. None without sm_90a.
 const std::vector<Instance>& all_instances() {
     static const std::vector<Instance> instances = {
-#define OCTAVO_PREFILL_INSTANCE(type, head_dim, warpgroups) \
-    {dtype_of<type>(), prefill_tiles(head_dim, warpgroups), launch_prefill<type, head_dim, warpgroups>},
+#define OCTAVO_PREFILL_INSTANCE(type, head_dim, warpgroups, ctas) \
+    {dtype_of<type>(), prefill_tiles(head_dim, warpgroups, ctas), \
+     launch_prefill<type, head_dim, warpgroups, ctas>},
 #include "prefill_instances.inc"
 #undef OCTAVO_PREFILL_INSTANCE
     };
@@ -69,46 +70,52 @@ int64_t num_row_tiles(const ForwardParams& p, int32_t warpgroups, int32_t heads)
 
 // Units in a section. Few, so that row tiles that share K and V meet in time and in the L2 cache; but enough
 // row tiles that the SMs end together, although under a causal mask the first take longest.
-int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan) {
-    const int64_t sms = num_sms(p.device.index);
-    const int64_t row_tiles = (p.window_right >= 0 ? 4 : 2) * sms;
+int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan, int64_t clusters) {
+    const int64_t row_tiles = (p.window_right >= 0 ? 4 : 2) * clusters;
     // Beyond these, K and V are read from memory again and again: half of the cache, unless so few units run
     // at a time that eight CTAs share each.
     const int64_t unit_bytes = int64_t{4} * p.seqlen_k * p.head_dim * plan.heads / p.group_size();
-    const int64_t most = std::max(l2_bytes(p.device.index) / 2 / std::max<int64_t>(unit_bytes, 1), sms / 8);
+    const int64_t most =
+        std::max(l2_bytes(p.device.index) / 2 / std::max<int64_t>(unit_bytes, 1), clusters / 8);
     const int64_t units = std::min(round_up_divide(row_tiles, plan.num_row_tiles), most);
     return static_cast<int32_t>(std::clamp<int64_t>(units, 1, plan.num_units));
 }
 
-// Rows that an instance works through, those wasted included, for a comparison of instances. Dense and packed
-// arrays: over one sequence of the given length, so that the choice does not depend on the batch. Paged: how
-// long the SMs take in rounds of one row tile each.
-int64_t padded_rows(const ForwardParams& p, int32_t warpgroups) {
-    const int32_t heads = choose_heads(p);
-    const int64_t turns = p.paged()
-                              ? round_up_divide(num_row_tiles(p, warpgroups, heads), num_sms(p.device.index))
-                              : round_up_divide(p.seqlen_q, int64_t{warpgroups} * (kGroupRows / heads));
-    return turns * warpgroups;
+// Blocks of 64 rows that an instance works through, those wasted included, for a comparison of instances.
+// Dense and packed arrays: over one sequence of the given length, so that the choice does not depend on the
+// batch. Paged: how long the SMs take in rounds of one row tile each.
+int64_t padded_blocks(const ForwardParams& p, const PrefillTiles& tiles) {
+    const int32_t heads = choose_heads(p), blocks = tiles.warpgroups * tiles.ctas;
+    if (!p.paged()) return blocks * round_up_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
+    return blocks * round_up_divide(num_row_tiles(p, blocks, heads), num_sms(p.device.index) / tiles.ctas);
 }
 
-// Of the instances of the smallest head dim that holds the problem's, the one with the most warpgroups that
-// wastes few rows more than the smallest would. Null if there is none.
+// Whether `tiles` serve better than `before`, a row of the same head dim.
+bool serve_better(const ForwardParams& p, const PrefillTiles& tiles, const PrefillTiles& before) {
+    int64_t keys = p.window_right >= 0 ? p.seqlen_k - std::min(p.seqlen_q, p.seqlen_k) / 2 : p.seqlen_k;
+    if (p.window_left >= 0) keys = std::min<int64_t>(keys, p.window_left);
+    if (keys < tiles.from_keys) return false;
+    // The queries of a pair that stand far apart see different windows of keys.
+    if (tiles.ctas > 1 && p.window_left >= 0) return false;
+    return 100 * padded_blocks(p, tiles) <= 106 * padded_blocks(p, before);
+}
+
+// Of the instances of the smallest head dim that holds the problem's, the last that serves better than those
+// before it. Null if there is none.
 const Instance* choose_instance(const ForwardParams& p) {
     const Instance* best = nullptr;
     for (const Instance& instance : all_instances()) {
         if (instance.dtype != p.dtype || instance.tiles.head_dim < p.head_dim) continue;
         if (best && instance.tiles.head_dim != best->tiles.head_dim) break;
-        if (!best ||
-            100 * padded_rows(p, instance.tiles.warpgroups) <= 106 * padded_rows(p, best->tiles.warpgroups)) {
-            best = &instance;
-        }
+        if (!best || serve_better(p, instance.tiles, best->tiles)) best = &instance;
     }
     return best;
 }
 
-// Keys that one copy brings.
+// Keys that one copy brings; for a pair of CTAs, at most half of a tile.
 int32_t box_keys(const ForwardParams& p, const PrefillTiles& tiles) {
-    return p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys;
+    const int32_t most = tiles.keys / tiles.ctas;
+    return p.paged() ? std::min(std::gcd(p.page_size, tiles.keys), most) : most;
 }
 
 // One array as the copy engine is to see it: [outer, token, head, column].
@@ -171,7 +178,8 @@ std::vector<std::string> prefill_instances() {
     for (const Instance& instance : all_instances()) {
         names.push_back("prefill<" + to_string(instance.dtype) + ", " +
                         std::to_string(instance.tiles.head_dim) + ", " +
-                        std::to_string(kGroupRows * instance.tiles.warpgroups) + " rows>");
+                        std::to_string(kGroupRows * instance.tiles.warpgroups) + " rows" +
+                        (instance.tiles.ctas > 1 ? " in pairs>" : ">"));
     }
     return names;
 }
@@ -181,9 +189,11 @@ bool prefill_serves(const ForwardParams& p) {
     const Instance* instance = choose_instance(p);
     if (!instance || compute_capability(p.device.index) != 90) return false;
     if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
-    const int64_t row_tiles = num_row_tiles(p, instance->tiles.warpgroups, choose_heads(p));
+    const int64_t row_tiles =
+        num_row_tiles(p, instance->tiles.warpgroups * instance->tiles.ctas, choose_heads(p));
     // With row tiles for half of the SMs at most, keys are better split.
-    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || 2 * row_tiles <= num_sms(p.device.index)))
+    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 ||
+                      2 * instance->tiles.ctas * row_tiles <= num_sms(p.device.index)))
         return false;
     const Operands operands(p);
     return row_tiles + int64_t{p.num_q_heads} * p.batch < kMaxIndex && operands.q.movable(p.dtype) &&
@@ -206,16 +216,17 @@ void prefill(const ForwardParams& p, cudaStream_t stream) {
     plan.v = operands.v.map(p.head_dim, 1, plan.box_keys);
 
     const int32_t units_a_sequence = p.num_q_heads / plan.heads;
-    const int32_t tile_tokens = instance.tiles.warpgroups * plan.tokens;
+    const int32_t tile_blocks = instance.tiles.ctas * instance.tiles.warpgroups;
+    const int32_t num_clusters = num_sms(p.device.index) / instance.tiles.ctas;
     plan.num_units = p.batch * units_a_sequence;
-    plan.num_row_tiles = static_cast<int32_t>(round_up_divide(p.seqlen_q, tile_tokens));
-    plan.section = choose_section(p, plan);
+    plan.num_row_tiles = static_cast<int32_t>(round_up_divide(p.seqlen_q, tile_blocks * plan.tokens));
+    plan.section = choose_section(p, plan, num_clusters);
     plan.first_section = (plan.num_units - 1) % plan.section + 1;
     plan.counter = reinterpret_cast<int32_t*>(decode_workspace(p.device.index, stream, 0, 1).counters);
 
-    const int64_t row_tiles = num_row_tiles(p, instance.tiles.warpgroups, plan.heads);
-    const int32_t num_ctas = static_cast<int32_t>(std::min<int64_t>(row_tiles, num_sms(p.device.index)));
-    instance.launch(p, plan, num_ctas, stream);
+    const int64_t row_tiles = num_row_tiles(p, tile_blocks, plan.heads);
+    const int64_t num_ctas = instance.tiles.ctas * std::min<int64_t>(row_tiles, num_clusters);
+    instance.launch(p, plan, static_cast<int32_t>(num_ctas), stream);
 }
 
 }  // namespace octavo::cuda

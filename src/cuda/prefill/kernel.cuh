@@ -11,18 +11,25 @@
 
 #include "cuda/prefill/consumer.cuh"
 #include "cuda/prefill/producer.cuh"
+#include "cuda/ptx/grid_dependency.h"
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim, int kWarpgroups>
-__global__ void __launch_bounds__(PrefillConfig<kHeadDim, kWarpgroups>::kThreads, 1)
+template <class T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
     prefill_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ PrefillPlan plan) {
-    using Config = PrefillConfig<kHeadDim, kWarpgroups>;
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<PrefillShared<Config>*>(shared_bytes);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) shared.init();
+    if (threadIdx.x == 0) {
+        shared.init();
+        for (const CUtensorMap* map : {&plan.q, &plan.k, &plan.v, &plan.out}) ptx::tma_prefetch_map(map);
+    }
+    shared.alibi.init();
     __syncthreads();
+    if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grid();
 
     if (warp < 4) {
         ptx::lower_registers<Config::kProducerRegisters>();
@@ -33,6 +40,7 @@ __global__ void __launch_bounds__(PrefillConfig<kHeadDim, kWarpgroups>::kThreads
         ptx::raise_registers<Config::kConsumerRegisters>();
         PrefillConsumer<T, Config>(p, plan, shared, warp / 4 - 1).run();
     }
+    if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();  // the other may still write here
 }
 
 }  // namespace octavo::cuda

@@ -6,17 +6,37 @@
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim, int kWarpgroups>
-void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
-                    cudaStream_t stream) {
-    using Config = PrefillConfig<kHeadDim, kWarpgroups>;
+template <class T, class Config>
+void launch_prefill_kernel(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
+                           cudaStream_t stream) {
     constexpr size_t kSharedBytes = sizeof(PrefillShared<Config>);
     static_assert(kSharedBytes <= 227 * 1024);
-    const auto kernel = prefill_kernel<T, kHeadDim, kWarpgroups>;
+    const auto kernel = prefill_kernel<T, Config>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
           "cudaFuncSetAttribute");
-    kernel<<<num_ctas, Config::kThreads, kSharedBytes, stream>>>(params, plan);
-    check(cudaGetLastError(), params.op);
+    cudaLaunchAttribute attributes[2] = {};
+    // The launch overlaps the end of the kernel before it; the kernel waits for that one's results.
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {Config::kCtas, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(num_ctas);
+    config.blockDim = dim3(Config::kThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = Config::kCtas > 1 ? 2 : 1;
+    check(cudaLaunchKernelEx(&config, kernel, params, plan), params.op);
+}
+
+template <class T, int kHeadDim, int kWarpgroups, int kCtas>
+void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
+                    cudaStream_t stream) {
+    const auto launch = params.alibi_slopes
+                            ? launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, true>>
+                            : launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, false>>;
+    launch(params, plan, num_ctas, stream);
 }
 
 }  // namespace octavo::cuda

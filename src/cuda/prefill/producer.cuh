@@ -12,9 +12,9 @@ struct QueryPlace {
     bool any;  // whether it has rows here
     int32_t place, shift, outer;
 
-    __device__ QueryPlace(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work, int group)
-        : any(work.first_token + group * plan.tokens < work.seqlen_q),
-          place(plan.q_edge - work.seqlen_q + work.first_token + group * plan.tokens),
+    __device__ QueryPlace(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work, int block)
+        : any(work.first_token + block * plan.tokens < work.seqlen_q),
+          place(plan.q_edge - work.seqlen_q + work.first_token + block * plan.tokens),
           shift(work.q_begin + work.seqlen_q),
           outer(p.cu_seqlens_q ? 0 : work.batch) {}
 };
@@ -45,20 +45,29 @@ class KeyLoader {
         const bool elected = ptx::elect_one();
         const int32_t rows = loaded_rows(first_key);
         if (elected) ptx::mbarrier_arrive_expect(full, rows * Config::kColumnBlocks * Config::kRowBytes);
+        // The CTAs of a pair take the boxes by turns.
+        bool mine = elected && (Config::kCtas == 1 || ptx::cluster_rank() == 0);
         if (p_.paged()) {
             int32_t offset = plan_.page_size.remainder(first_key);  // in its page
             for (int32_t box = 0, row = 0; row < rows; ++box, row += plan_.box_keys) {
                 const int32_t page = __shfl_sync(~0u, pages, box);
                 const int32_t used = min(work_.seqlen_k - (first_key + row - offset), p_.page_size);
-                if (elected) {
+                if (mine) {
                     load_box(map, tile + row * Config::kRowBytes, full, p_.page_size - used + offset, used,
                              page);
                 }
                 offset = offset + plan_.box_keys == p_.page_size ? 0 : offset + plan_.box_keys;
+                if (Config::kCtas > 1) mine = elected && !mine;
             }
-        } else if (elected) {
-            load_box(map, tile, full, plan_.k_edge - work_.seqlen_k + first_key,
-                     work_.k_begin + work_.seqlen_k, p_.cu_seqlens_k ? 0 : work_.batch);
+        } else {
+            for (int32_t row = 0; row < rows; row += Config::kKeys / Config::kCtas) {
+                if (mine) {
+                    load_box(map, tile + row * Config::kRowBytes, full,
+                             plan_.k_edge - work_.seqlen_k + first_key + row, work_.k_begin + work_.seqlen_k,
+                             p_.cu_seqlens_k ? 0 : work_.batch);
+                }
+                mine = elected && !mine;
+            }
         }
         __syncwarp();
     }
@@ -80,7 +89,9 @@ class KeyLoader {
   private:
     // Of a tile: whole boxes with at least one key.
     __device__ int32_t loaded_rows(int32_t first_key) const {
-        if (!p_.paged() || first_key + Config::kKeys <= work_.seqlen_k) return Config::kKeys;
+        if (first_key + Config::kKeys <= work_.seqlen_k || (Config::kCtas == 1 && !p_.paged())) {
+            return Config::kKeys;
+        }
         const int32_t keys = work_.seqlen_k - first_key;
         int32_t rows = 0;
         while (rows < keys) rows += plan_.box_keys;
@@ -96,8 +107,13 @@ class KeyLoader {
                              int32_t shift, int32_t outer) const {
 #pragma unroll(Config::kColumnBlocks <= 2 ? 2 : 1)  // more would spill: the producer has 24 registers
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
-            ptx::tma_load(rows + block * Config::kKeyBlockBytes, &map, full, block * Config::kBlockColumns,
-                          kv_head_, place, shift, outer);
+            unsigned char* const to = rows + block * Config::kKeyBlockBytes;
+            const int column = block * Config::kBlockColumns;
+            if constexpr (Config::kCtas == 1) {
+                ptx::tma_load(to, &map, full, column, kv_head_, place, shift, outer);
+            } else {
+                ptx::tma_load_multicast(to, &map, full, 3, column, kv_head_, place, shift, outer);
+            }
         }
     }
 
@@ -115,7 +131,7 @@ __device__ __forceinline__ void load_q(const ForwardParams& p, const PrefillPlan
     for (int group = 0; group < Config::kConsumers; ++group) {
         uint64_t* const full = &shared.q_full[ring.slot][group];
         ptx::mbarrier_wait(&shared.q_empty[ring.slot][group], ring.parity ^ 1);
-        const QueryPlace at(p, plan, work, group);
+        const QueryPlace at(p, plan, work, tile_block<Config>(group));
         const int32_t bytes = Config::kColumnBlocks * plan.heads * plan.tokens * Config::kRowBytes;
         if (ptx::elect_one()) {
             ptx::mbarrier_arrive_expect(full, at.any ? bytes : 0);
@@ -129,25 +145,51 @@ __device__ __forceinline__ void load_q(const ForwardParams& p, const PrefillPlan
     }
 }
 
-// One warp: hands out the work, and loads Q and K as far ahead of the consumers as the slots allow, over the
-// ends of row tiles too.
+// Puts work into the ring of each CTA of the cluster; every lane calls this.
+template <class Config>
+__device__ __forceinline__ void publish(const PrefillWork& work, PrefillShared<Config>& shared,
+                                        Ring<kPrefillWorkSlots>& ring) {
+    ptx::mbarrier_wait(&shared.work_empty[ring.slot], ring.parity ^ 1);
+    PrefillWork* const slot = &shared.work[ring.slot];
+    uint64_t* const full = &shared.work_full[ring.slot];
+    const uint32_t lane = threadIdx.x % 32;
+    if constexpr (Config::kCtas == 1) {
+        if (lane == 0) {
+            *slot = work;
+            ptx::mbarrier_arrive(full);
+        }
+    } else if (lane < Config::kCtas) {
+        const uint32_t to = ptx::cluster_address(ptx::shared_address(slot), lane);
+        const uint32_t barrier = ptx::cluster_address(ptx::shared_address(full), lane);
+        ptx::mbarrier_arrive_expect_cluster(barrier, sizeof(PrefillWork));
+        ptx::store_cluster_async(to, make_int4(work.batch, work.first_head, work.first_token, work.seqlen_q),
+                                 barrier);
+        ptx::store_cluster_async(
+            to + 16, make_int4(work.seqlen_k, work.prefix_len, work.q_begin, work.k_begin), barrier);
+    }
+    ring.advance();
+}
+
+// One warp: loads Q and K as far ahead of the consumers as the slots allow, over the ends of row tiles too.
+// In one CTA of a cluster it also hands out the work.
 template <class Config>
 __device__ void run_q_k_loader(const ForwardParams& p, const PrefillPlan& plan,
                                PrefillShared<Config>& shared) {
-    PrefillScheduler scheduler(p, plan, Config::kConsumers * plan.tokens);
+    const bool leads = Config::kCtas == 1 || ptx::cluster_rank() == 0;
+    PrefillScheduler<Config> scheduler(p, plan);
     Ring<Config::kQSlots> q_ring;
     Ring<Config::kStages> ring;
     Ring<kPrefillWorkSlots> work_ring;
     while (true) {
-        const PrefillWork work = scheduler.work();
-        ptx::mbarrier_wait(&shared.work_empty[work_ring.slot], work_ring.parity ^ 1);
-        if (threadIdx.x % 32 == 0) {
-            shared.work[work_ring.slot] = work;
-            ptx::mbarrier_arrive(&shared.work_full[work_ring.slot]);
+        PrefillWork work;
+        if (leads) {
+            work = scheduler.work();
+            publish<Config>(work, shared, work_ring);
+        } else {
+            work = take_work<Config>(shared, work_ring);
         }
-        work_ring.advance();
         if (work.batch < 0) break;
-        scheduler.request();
+        if (leads) scheduler.request();
 
         const KeyTiles tiles = key_tiles<Config>(p, plan, work);
         const KeyLoader<Config> loader(p, plan, work);
@@ -162,9 +204,9 @@ __device__ void run_q_k_loader(const ForwardParams& p, const PrefillPlan& plan,
         }
         if (tiles.count == 0) load_q<Config>(p, plan, work, shared, q_ring);
         q_ring.advance();
-        scheduler.advance();
+        if (leads) scheduler.advance();
     }
-    scheduler.finish();
+    if (leads) scheduler.finish();
 }
 
 // One warp: loads V.
@@ -172,7 +214,7 @@ template <class Config>
 __device__ void run_v_loader(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared) {
     Ring<Config::kStages> ring;
     Ring<kPrefillWorkSlots> work_ring;
-    uint32_t patch_parity = 0;
+    uint32_t patch_parities = 0;  // a bit a stage
     while (true) {
         const PrefillWork work = take_work<Config>(shared, work_ring);
         if (work.batch < 0) return;
@@ -186,9 +228,9 @@ __device__ void run_v_loader(const ForwardParams& p, const PrefillPlan& plan, Pr
             uint64_t* const full = &shared.v_full[ring.slot];
             ptx::mbarrier_wait(&shared.v_empty[ring.slot], ring.parity ^ 1);
             if (loader.has_holes(first_key)) {
-                loader.load(plan.v, tile, &shared.patch, first_key, pages);
-                ptx::mbarrier_wait(&shared.patch, patch_parity);
-                patch_parity ^= 1;
+                loader.load(plan.v, tile, &shared.patch[ring.slot], first_key, pages);
+                ptx::mbarrier_wait(&shared.patch[ring.slot], patch_parities >> ring.slot & 1);
+                patch_parities ^= 1u << ring.slot;
                 loader.fill_holes(tile, first_key);
                 if (ptx::elect_one()) ptx::mbarrier_arrive(full);
             } else {
@@ -211,7 +253,7 @@ __device__ void run_storer(const ForwardParams& p, const PrefillPlan& plan, Pref
         for (int group = 0; group < Config::kConsumers; ++group) {
             ptx::mbarrier_wait(&shared.out_full[q_ring.slot][group], q_ring.parity);
             if (ptx::elect_one()) {
-                const QueryPlace at(p, plan, work, group);
+                const QueryPlace at(p, plan, work, tile_block<Config>(group));
 #pragma unroll
                 for (int block = 0; at.any && block < Config::kColumnBlocks; ++block) {
                     ptx::tma_store(&plan.out, shared.q[q_ring.slot][group] + block * Config::kQBlockBytes,

@@ -3,16 +3,46 @@
 
 #include "cuda/prefill/work.cuh"
 #include "cuda/ptx/mbarrier.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/types.h"
 
 namespace octavo::cuda {
 
 constexpr int kPrefillWorkSlots = 2;
+
+// ALiBi of a tile's columns as a product of two matrices in bfloat16, whatever the inputs are: the slope of
+// each row in three terms, which together are exact, against each key's place in the tile. A product takes 16
+// columns; wgmma_descriptor_plain makes them of eight, so that the places count twice and are halved.
+template <class Config, bool kUsed = Config::kAlibiProduct>
+struct PrefillAlibi {
+    __device__ void init() {}
+};
+template <class Config>
+struct PrefillAlibi<Config, true> {
+    alignas(128) uint4 slopes[Config::kConsumers][Config::kGroupRows];
+    alignas(128) uint4 columns[Config::kKeys];
+
+    __device__ void init() {
+        for (int key = threadIdx.x; key < Config::kKeys; key += Config::kThreads) {
+            const float place = 0.5f * key;
+            columns[key] = make_uint4(pack<bfloat16>(place, place), pack<bfloat16>(place, 0.0f), 0, 0);
+        }
+        ptx::fence_proxy_async();
+    }
+    __device__ void set_slope(int group, int row, float slope) {
+        const float high = __bfloat162float(__float2bfloat16(slope));
+        const float middle = __bfloat162float(__float2bfloat16(slope - high));
+        slopes[group][row] =
+            make_uint4(pack<bfloat16>(high, middle), pack<bfloat16>(slope - high - middle, 0.0f), 0, 0);
+    }
+};
 
 template <class Config>
 struct PrefillShared {
     alignas(1024) unsigned char q[Config::kQSlots][Config::kConsumers][Config::kQTileBytes];
     alignas(1024) unsigned char k[Config::kStages][Config::kKeyTileBytes];
     alignas(1024) unsigned char v[Config::kStages][Config::kKeyTileBytes];
+    PrefillAlibi<Config> alibi;
     PrefillWork work[kPrefillWorkSlots];
 
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
@@ -23,7 +53,7 @@ struct PrefillShared {
     // The result lies in the slot of its queries.
     uint64_t out_full[Config::kQSlots][Config::kConsumers];
     uint64_t work_full[kPrefillWorkSlots], work_empty[kPrefillWorkSlots];
-    uint64_t patch;  // a tile of V that the producer changes before it hands it on
+    uint64_t patch[Config::kStages];  // a tile of V that the producer changes before it hands it on
 
     __device__ void init() {
         constexpr int kConsumerWarps = 4 * Config::kConsumers;
@@ -37,14 +67,15 @@ struct PrefillShared {
         for (int stage = 0; stage < Config::kStages; ++stage) {
             ptx::mbarrier_init(&k_full[stage], 1);
             ptx::mbarrier_init(&v_full[stage], 1);
-            ptx::mbarrier_init(&k_empty[stage], kConsumerWarps);
-            ptx::mbarrier_init(&v_empty[stage], kConsumerWarps);
+            ptx::mbarrier_init(&k_empty[stage], Config::kCtas * kConsumerWarps);
+            ptx::mbarrier_init(&v_empty[stage], Config::kCtas * kConsumerWarps);
+            ptx::mbarrier_init(&patch[stage], 1);
         }
         for (int slot = 0; slot < kPrefillWorkSlots; ++slot) {
             ptx::mbarrier_init(&work_full[slot], 1);
-            ptx::mbarrier_init(&work_empty[slot], kConsumerWarps + 2);  // and two of the producer's
+            // Two warps of each producer take work, and a third where it does not hand it out.
+            ptx::mbarrier_init(&work_empty[slot], Config::kCtas * (kConsumerWarps + 3) - 1);
         }
-        ptx::mbarrier_init(&patch, 1);
         ptx::mbarrier_init_fence();
     }
 };
@@ -63,8 +94,18 @@ struct Ring {
     }
 };
 
+// Arrives at this barrier of CTA `rank` of the cluster.
+template <class Config>
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
+    if constexpr (Config::kCtas == 1) {
+        ptx::mbarrier_arrive(barrier);
+    } else {
+        ptx::mbarrier_arrive_cluster(ptx::cluster_address(ptx::shared_address(barrier), rank));
+    }
+}
+
 // Takes the next row tile from the ring; every lane of a warp calls this. Lane 0 alone reads the slot, so
-// that its arrival hands it back.
+// that its arrival, at the CTA whose scheduler fills the ring, hands it back.
 template <class Config>
 __device__ __forceinline__ PrefillWork take_work(PrefillShared<Config>& shared,
                                                  Ring<kPrefillWorkSlots>& ring) {
@@ -72,7 +113,7 @@ __device__ __forceinline__ PrefillWork take_work(PrefillShared<Config>& shared,
     PrefillWork work{};
     if (threadIdx.x % 32 == 0) {
         work = shared.work[ring.slot];
-        ptx::mbarrier_arrive(&shared.work_empty[ring.slot]);
+        arrive_at<Config>(&shared.work_empty[ring.slot], 0);
     }
     ring.advance();
     return work.from_lane_0();
@@ -82,7 +123,7 @@ __device__ __forceinline__ PrefillWork take_work(PrefillShared<Config>& shared,
 template <class Config>
 __device__ __forceinline__ KeyTiles key_tiles(const ForwardParams& p, const PrefillPlan& plan,
                                               const PrefillWork& work) {
-    const int32_t end = min(work.first_token + Config::kConsumers * plan.tokens, work.seqlen_q);
+    const int32_t end = min(work.first_token + Config::kTileBlocks * plan.tokens, work.seqlen_q);
     return KeyTiles(work.visibility(p), work.q_pos(work.first_token), work.q_pos(end - 1), Config::kKeys);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/prefill/config.h"
+#include "cuda/ptx/cluster.h"
 #include "cuda/warp.cuh"
 
 namespace octavo::cuda {
@@ -28,12 +29,23 @@ struct alignas(16) PrefillWork {
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
 };
 
-// Hands out the row tiles of the launch, in order, to whichever CTA asks next. One warp of each CTA uses it,
-// all lanes together.
+// Which 64 rows of a row tile are those of warpgroup `group` of this CTA. The CTAs of a pair take them by
+// turns, so that under a causal mask neither has all of the long ones.
+template <class Config>
+__device__ __forceinline__ int tile_block(int group) {
+    return Config::kCtas == 1 ? group : 2 * group + (static_cast<int>(ptx::cluster_rank()) ^ (group & 1));
+}
+
+// Hands out the row tiles of the launch, in order, to whichever cluster asks next. One warp of each cluster
+// uses it, all lanes together.
+template <class Config>
 class PrefillScheduler {
   public:
-    __device__ PrefillScheduler(const ForwardParams& p, const PrefillPlan& plan, int tile_tokens)
-        : p_(p), plan_(plan), tile_tokens_(tile_tokens), index_(blockIdx.x) {}
+    __device__ PrefillScheduler(const ForwardParams& p, const PrefillPlan& plan)
+        : p_(p),
+          plan_(plan),
+          tile_tokens_(Config::kTileBlocks * plan.tokens),
+          index_(blockIdx.x / Config::kCtas) {}
 
     // The row tile at hand.
     __device__ PrefillWork work() {
@@ -84,16 +96,18 @@ class PrefillScheduler {
     __device__ void request() {
         if (threadIdx.x % 32 == 0) drawn_ = atomicAdd(plan_.counter, 1);
     }
-    __device__ void advance() { index_ = gridDim.x + __shfl_sync(~0u, drawn_, 0); }
+    __device__ void advance() { index_ = num_clusters() + __shfl_sync(~0u, drawn_, 0); }
 
-    // Once there is no more work: every CTA that had any draws one number past the end, so that as many are
-    // drawn as there are row tiles; the last to draw puts the counter back.
+    // Once there is no more work: every cluster that had any draws one number past the end, so that as many
+    // are drawn as there are row tiles; the last to draw puts the counter back.
     __device__ void finish() {
-        const int32_t drawn = index_ - static_cast<int32_t>(gridDim.x);
+        const int32_t drawn = index_ - num_clusters();
         if (drawn >= 0 && drawn == end_ - 1 && threadIdx.x % 32 == 0) *plan_.counter = 0;
     }
 
   private:
+    __device__ int32_t num_clusters() const { return static_cast<int32_t>(gridDim.x) / Config::kCtas; }
+
     // Moves on to the sequence that holds row tile `index_`; -1 past the last.
     __device__ void find_sequence(int32_t num_units_a_sequence) {
         if (batch_ >= 0 && index_ < before_ + sequence_tiles_) return;

@@ -16,6 +16,21 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
+// The same with no word on memory: a release is a fence for the whole GPU.
+__device__ __forceinline__ void cluster_barrier_relaxed() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+
 // The place of `shared`, an address of this CTA, in the CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t rank) {
     uint32_t address = 0;
@@ -23,6 +38,17 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
 #endif
     return address;
+}
+
+// Its 16 bytes count towards `barrier`, which is in the same CTA as `address`; who waits there sees them.
+__device__ __forceinline__ void store_cluster_async(uint32_t address, int4 x, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            address),
+        "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier)
+        : "memory");
+#endif
 }
 
 __device__ __forceinline__ float load_cluster_float(uint32_t address) {

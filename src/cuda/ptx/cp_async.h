@@ -22,6 +22,25 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
     cp_async_16(shared_address(shared), global, valid);
 }
 
+// The same, or nothing if not `enabled`; brings the whole 128 bytes to L2.
+__device__ __forceinline__ void cp_async_16_if(bool enabled, uint32_t shared, const void* global,
+                                               bool valid) {
+    const int bytes = valid ? 16 : 0;
+    asm volatile(
+        "{\n .reg .pred enabled;\n setp.ne.b32 enabled, %3, 0;\n"
+        " @enabled cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n}" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(static_cast<int>(enabled))
+        : "memory");
+}
+
+// Copies 4 bytes, or writes zeros.
+__device__ __forceinline__ void cp_async_4(void* shared, const void* global, bool valid) {
+    const int bytes = valid ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `kPending` of this thread's groups are under way.

@@ -128,4 +128,10 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address, ui
            (shared_address & 0x3ffff) >> 4;
 }
 
+// A K-major operand of 16 columns of which the second eight equal the first, without swizzle: 16 bytes a row.
+__device__ __forceinline__ uint64_t wgmma_descriptor_plain(uint32_t shared_address) {
+    constexpr uint64_t kEightRows = uint64_t{128 >> 4} << 32;
+    return kEightRows | (shared_address & 0x3ffff) >> 4;
+}
+
 }  // namespace octavo::cuda::ptx

@@ -1,6 +1,6 @@
-// The two matrix products of attention, on tiles in shared memory, for one warp's 16 rows. Results lie in
-// the accumulator layout of ptx/mma.h: element j of column group i is row lane / 4 (+ 8 for j >= 2), column
-// 8 i + 2 (lane % 4) + j % 2.
+// The two matrix products of attention, on tiles in shared memory, for the kRowTiles x 16 rows of one warp.
+// Results lie in the accumulator layout of ptx/mma.h: of row tile t and column group i, element j is row
+// 16 t + lane / 4 (+ 8 for j >= 2), column 8 i + 2 (lane % 4) + j % 2.
 #pragma once
 
 #include "cuda/ptx/ldmatrix.h"
@@ -9,53 +9,63 @@
 
 namespace octavo::cuda {
 
-// scores[16 x kKeys] = q k^T for this warp's 16 rows.
-template <class T, class Config>
-__device__ __forceinline__ void multiply_q_k(float (&scores)[Config::kKeys / 8][4], const T* q_rows,
-                                             const T* k) {
+// This lane's address for ldmatrix: of 16 rows of a tile with the rows down (operand a, or operand b
+// transposed), matrices (0-7, low), (8-15, low), (0-7, high), (8-15, high) by columns of eight ...
+template <class Config, class T>
+__device__ __forceinline__ uint32_t rows_address(const T* tile) {
     const int lane = threadIdx.x % 32;
-    // Rows of q: matrices (0-7, low), (8-15, low), (0-7, high), (8-15, high) by columns of eight.
-    const T* q_address = q_rows + lane % 16 * Config::kRowStride + lane / 16 * 8;
-    // Rows of k: (0-7, low), (0-7, high), (8-15, low), (8-15, high).
-    const T* k_address = k + (lane / 16 * 8 + lane % 8) * Config::kRowStride + lane / 8 % 2 * 8;
+    return ptx::shared_address(tile + lane % 16 * Config::kRowStride + lane / 16 * 8);
+}
+// ... and (0-7, low), (0-7, high), (8-15, low), (8-15, high), for operand b.
+template <class Config, class T>
+__device__ __forceinline__ uint32_t columns_address(const T* tile) {
+    const int lane = threadIdx.x % 32;
+    return ptx::shared_address(tile + (lane / 16 * 8 + lane % 8) * Config::kRowStride + lane / 8 % 2 * 8);
+}
+
+// scores = q k^T; q at rows_address, k at columns_address.
+template <class T, class Config>
+__device__ __forceinline__ void multiply_q_k(float (&scores)[Config::kRowTiles][Config::kKeys / 8][4],
+                                             uint32_t q, uint32_t k) {
 #pragma unroll
-    for (int tile = 0; tile < Config::kKeys / 8; ++tile) {
+    for (int t = 0; t < Config::kRowTiles; ++t) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[tile][i] = 0.0f;
+        for (int i = 0; i < Config::kKeys / 8; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) scores[t][i][j] = 0.0f;
+        }
     }
 #pragma unroll
-    for (int d = 0; d < Config::kHeadDim; d += 16) {
-        uint32_t a[4];
-        ptx::ldmatrix_x4(a, q_address + d);
+    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+        uint32_t a[Config::kRowTiles][4];
+#pragma unroll
+        for (int t = 0; t < Config::kRowTiles; ++t)
+            ptx::ldmatrix_x4(a[t], q + 2 * (16 * t * Config::kRowStride + 16 * step));
 #pragma unroll
         for (int key = 0; key < Config::kKeys; key += 16) {
             uint32_t b[4];
-            ptx::ldmatrix_x4(b, k_address + key * Config::kRowStride + d);
-            ptx::mma_m16n8k16<T>(scores[key / 8], a, b[0], b[1]);
-            ptx::mma_m16n8k16<T>(scores[key / 8 + 1], a, b[2], b[3]);
+            ptx::ldmatrix_x4(b, k + 2 * (key * Config::kRowStride + 16 * step));
+#pragma unroll
+            for (int t = 0; t < Config::kRowTiles; ++t) {
+                ptx::mma_m16n8k16<T>(scores[t][key / 8], a[t], b[0], b[1]);
+                ptx::mma_m16n8k16<T>(scores[t][key / 8 + 1], a[t], b[2], b[3]);
+            }
         }
     }
 }
 
-// out[16 x kHeadDim] += weights v for this warp's 16 rows; weights are already in the layout of operand a.
+// out += weights v for 16 keys: the weights as operand a, v at rows_address of their first.
 template <class T, class Config>
-__device__ __forceinline__ void multiply_p_v(float (&out)[Config::kHeadDim / 8][4],
-                                             const float (&weights)[Config::kKeys / 8][4], const T* v) {
-    const int lane = threadIdx.x % 32;
-    // Rows of v: (0-7, low), (8-15, low), (0-7, high), (8-15, high), each transposed.
-    const T* v_address = v + lane % 16 * Config::kRowStride + lane / 16 * 8;
+__device__ __forceinline__ void multiply_p_v(float (&out)[Config::kRowTiles][Config::kHeadDim / 8][4],
+                                             const uint32_t (&a)[Config::kRowTiles][4], uint32_t v) {
 #pragma unroll
-    for (int key = 0; key < Config::kKeys; key += 16) {
-        const float (&low)[4] = weights[key / 8];
-        const float (&high)[4] = weights[key / 8 + 1];
-        const uint32_t a[4] = {pack<T>(low[0], low[1]), pack<T>(low[2], low[3]), pack<T>(high[0], high[1]),
-                               pack<T>(high[2], high[3])};
+    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4_trans(b, v + 32 * step);
 #pragma unroll
-        for (int d = 0; d < Config::kHeadDim; d += 16) {
-            uint32_t b[4];
-            ptx::ldmatrix_x4_trans(b, v_address + key * Config::kRowStride + d);
-            ptx::mma_m16n8k16<T>(out[d / 8], a, b[0], b[1]);
-            ptx::mma_m16n8k16<T>(out[d / 8 + 1], a, b[2], b[3]);
+        for (int t = 0; t < Config::kRowTiles; ++t) {
+            ptx::mma_m16n8k16<T>(out[t][2 * step], a[t], b[0], b[1]);
+            ptx::mma_m16n8k16<T>(out[t][2 * step + 1], a[t], b[2], b[3]);
         }
     }
 }

@@ -1,18 +1,11 @@
-// Scores and the online softmax on one warp's 16 rows, in the accumulator layout of ptx/mma.h.
+// The online softmax on the rows of one warp, in the accumulator layout of ptx/mma.h.
 #pragma once
 
 #include "common/online_softmax.h"
-#include "common/score.h"
 #include "cuda/ptx/exp2.h"
-#include "ops/forward_params.h"
+#include "cuda/types.h"
 
 namespace octavo::cuda {
-
-// The two rows of which this lane holds elements: lane / 4 and eight further.
-struct LaneRows {
-    int32_t q_pos[2];
-    float slope_log2[2];
-};
 
 // Over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
@@ -24,62 +17,90 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Calls body(score, half, column) for each element that this lane holds.
-template <int kTiles, class Body>
-__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][4], Body body) {
-    const int first_column = 2 * (threadIdx.x % 4);
+// Of this lane's two rows of each row tile. The maximum is raised only when a score passes it by 2^8 (in
+// weights), so that what was gathered is seldom rescaled.
+template <int kRowTiles>
+class RowSoftmax {
+  public:
+    // `scale`, positive, takes scores to units of log2(e).
+    __device__ explicit RowSoftmax(float scale) : scale_(scale) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+        for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) body(scores[i][j], j / 2, 8 * i + first_column + j % 2);
+            for (int half = 0; half < 2; ++half) {
+                max_[t][half] = -INFINITY;
+                sum_[t][half] = 0.0f;
+            }
+        }
     }
-}
 
-// From dot products to scores in units of log2(e), -inf where the query does not see the key. Each step is a
-// branch that the whole CTA takes or not.
-template <int kTiles>
-__device__ __forceinline__ void score_tile(float (&scores)[kTiles][4], const ScoreTransform& transform,
-                                           const LaneRows& rows, bool has_alibi, const Visibility& see,
-                                           bool masked, int32_t first_key) {
-    if (transform.has_softcap) {
-        for_each_score(scores, [&](float& score, int, int) { score = transform(score); });
-    } else {
-        for_each_score(scores, [&](float& score, int, int) { score *= transform.inner; });
+    // Raises the maxima for the scores of one tile; multiplies what `out` has gathered where one rises.
+    template <int kTiles, int kOutTiles>
+    __device__ __forceinline__ void raise(const float (&scores)[kRowTiles][kTiles][4],
+                                          float (&out)[kRowTiles][kOutTiles][4]) {
+        constexpr float kSlackLog2 = 8.0f;
+        float highest[kRowTiles][2];
+        bool rises = false;
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float x = fmaxf(scores[t][0][2 * half], scores[t][0][2 * half + 1]);
+#pragma unroll
+                for (int i = 1; i < kTiles; ++i)
+                    x = fmaxf(x, fmaxf(scores[t][i][2 * half], scores[t][i][2 * half + 1]));
+                highest[t][half] = row_max(x);
+                rises = rises || highest[t][half] * scale_ > max_[t][half] * scale_ + kSlackLog2;
+            }
+        }
+        if (!__any_sync(~0u, rises)) return;
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+            float factor[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float& max = max_[t][half];  // each row by itself: its bits do not depend on its neighbours
+                const bool rises = highest[t][half] * scale_ > max * scale_ + kSlackLog2;
+                factor[half] = rises ? ptx::exp2_approx((max - highest[t][half]) * scale_) : 1.0f;
+                max = rises ? highest[t][half] : max;
+                sum_[t][half] *= factor[half];
+            }
+#pragma unroll
+            for (int i = 0; i < kOutTiles; ++i) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) out[t][i][j] *= factor[j / 2];
+            }
+        }
     }
-    if (has_alibi) {
-        for_each_score(scores, [&](float& score, int half, int column) {
-            score += alibi_bias(rows.slope_log2[half], rows.q_pos[half], first_key + column);
-        });
-    }
-    if (masked) {
-        for_each_score(scores, [&](float& score, int half, int column) {
-            if (!see.visible(rows.q_pos[half], first_key + column)) score = -INFINITY;
-        });
-    }
-}
 
-// From scores to weights; raises the states' maxima and rescales what `out` has gathered. The states' sums
-// are this lane's share, to be added over the row at the end.
-template <int kTiles, int kOutTiles>
-__device__ __forceinline__ void softmax_tile(float (&scores)[kTiles][4], SoftmaxState (&state)[2],
-                                             float (&out)[kOutTiles][4]) {
-    float maximum[2] = {-INFINITY, -INFINITY};
-    for_each_score(scores, [&](float& score, int half, int) { maximum[half] = fmaxf(maximum[half], score); });
-    float factor[2], subtract[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        factor[half] = state[half].raise(row_max(maximum[half]));
-        subtract[half] = state[half].safe_max();
+    // The weights of two neighbours, columns of group i in a row of row tile t, rounded to T.
+    template <class T, int kTiles>
+    __device__ __forceinline__ uint32_t weigh(const float (&scores)[kRowTiles][kTiles][4], int t, int i,
+                                              int half) {
+        const float* from = scores[t][i] + 2 * half;
+        const float low = ptx::exp2_approx(fmaf(from[0], scale_, -max_log2(t, half)));
+        const float high = ptx::exp2_approx(fmaf(from[1], scale_, -max_log2(t, half)));
+        sum_[t][half] += low + high;
+        return pack<T>(low, high);
     }
-    for_each_score(scores, [&](float& score, int half, int) {
-        score = ptx::exp2_approx(score - subtract[half]);
-        state[half].sum += score;
-    });
-#pragma unroll
-    for (int i = 0; i < kOutTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) out[i][j] *= factor[j / 2];
+
+    // After the last tile.
+    __device__ SoftmaxState state(int t, int half) const {
+        SoftmaxState state;
+        state.max = max_log2(t, half);
+        state.sum = row_sum(sum_[t][half]);
+        return state;
     }
-}
+
+  private:
+    // Finite while nothing was seen, so that exp2 never meets inf - inf.
+    __device__ float max_log2(int t, int half) const {
+        return max_[t][half] == -INFINITY ? 0.0f : max_[t][half] * scale_;
+    }
+
+    float scale_;
+    float max_[kRowTiles][2];  // in scores
+    float sum_[kRowTiles][2];  // over this lane's columns
+};
 
 }  // namespace octavo::cuda

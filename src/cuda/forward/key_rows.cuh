@@ -1,0 +1,106 @@
+// Where the rows of K and V lie, and their way to shared memory.
+#pragma once
+
+#include "common/fast_divide.h"
+#include "cuda/tile/load.cuh"
+#include "cuda/warp.cuh"
+#include "ops/forward_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// One of the two arrays, at the sequence and head of a CTA.
+template <class T>
+struct KeyArray {
+    const T* base;
+    int64_t outer_stride, token_stride;
+    bool aligned;  // every row starts on 16 bytes
+};
+
+// This lane's part of the copies of K and V. Keys that no row of the CTA sees are never read: their rows are
+// zeros, since 0 x NaN would spoil the product.
+template <class T, class Config>
+class KeyRows {
+  public:
+    // `pages` is the sequence's row of the page table, or null; `found` is room for a tile's in shared
+    // memory, where each warp keeps those of the rows that it copies; `mapped` is any mapped address.
+    __device__ KeyRows(const KeyTiles& tiles, const int32_t* pages, FastDivide page_size, int32_t* found,
+                       const T* mapped, int32_t head_dim)
+        : tiles_(tiles),
+          pages_(pages),
+          page_size_(page_size),
+          mapped_(mapped),
+          head_dim_(head_dim),
+          row_(Copy::row()),
+          column_(Copy::column()),
+          found_(found + row_) {
+        keep(row_);
+        keep(column_);
+    }
+
+    // Looks up the pages of a tile; they arrive with this thread's current cp.async group.
+    __device__ __forceinline__ void find(int32_t tile) const {
+        if (!pages_) return;
+        __syncwarp();  // what was found before has been read
+        if (column_ != 0) return;
+#pragma unroll
+        for (int i = 0; i < Copy::kCount; ++i) {
+            const int32_t key = tiles_.start(tile) + row_ + i * Copy::kRowsAtOnce;
+            const bool needed = tiles_.needed(key);
+            ptx::cp_async_4(found_ + i * Copy::kRowsAtOnce, pages_ + (needed ? page_size_.quotient(key) : 0),
+                            needed);
+        }
+    }
+
+    // Copies the tile that was found last. `target` is where the lane's part begins.
+    __device__ __forceinline__ void copy(int32_t tile, uint32_t target, const KeyArray<T>& array) const {
+        const int32_t first_key = tiles_.start(tile), end = first_key + Config::kKeys;
+        const T* source[Copy::kCount];
+        if (pages_) {
+#pragma unroll
+            for (int i = 0; i < Copy::kCount; ++i) {
+                const int32_t slot = page_size_.remainder(first_key + row_ + i * Copy::kRowsAtOnce);
+                source[i] = array.base + found_[i * Copy::kRowsAtOnce] * array.outer_stride +
+                            slot * array.token_stride + column_;
+            }
+        } else {
+            // All but the first term is the same for every lane.
+            const T* row = array.base + first_key * array.token_stride;
+            const int64_t lane = row_ * array.token_stride + column_;
+#pragma unroll
+            for (int i = 0; i < Copy::kCount; ++i, row += Copy::kRowsAtOnce * array.token_stride)
+                source[i] = row + lane;
+        }
+        if ((end <= tiles_.prefix_end) | ((first_key >= tiles_.window_begin) & (end <= tiles_.window_end))) {
+            Copy::template run<true>(target, source, 0, column_, head_dim_, array.aligned);
+            return;
+        }
+        uint32_t valid = 0;
+#pragma unroll
+        for (int i = 0; i < Copy::kCount; ++i) {
+            const bool needed = tiles_.needed(first_key + row_ + i * Copy::kRowsAtOnce);
+            valid |= needed << i;
+            source[i] = needed ? source[i] : mapped_;
+        }
+        Copy::template run<false>(target, source, valid, column_, head_dim_, array.aligned);
+    }
+
+    // Where this lane's part of a tile begins.
+    __device__ uint32_t place(const T* tile) const {
+        return ptx::shared_address(tile + row_ * Config::kRowStride + column_);
+    }
+
+  private:
+    using Copy = TileCopy<T, Config, Config::kKeys>;
+
+    const KeyTiles& tiles_;
+    const int32_t* const pages_;
+    const FastDivide page_size_;
+    const T* const mapped_;
+    const int32_t head_dim_;
+    int32_t row_, column_;
+    int32_t* const found_;
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,114 @@
+// The rows of a CTA: what their scores become.
+#pragma once
+
+#include "common/score.h"
+#include "ops/forward_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// A row: one query token of one query head.
+struct TileRow {
+    int32_t token;  // in its sequence
+    int32_t head;
+    float slope_log2;
+};
+
+// What the rows of one warp see: the same for all its lanes.
+struct WarpView {
+    Visibility see;
+    int32_t begin, end;            // the keys that some row sees lie in [0, prefix_len) and [begin, end)
+    int32_t full_begin, full_end;  // those that all rows see: [0, prefix_len) and [full_begin, full_end)
+
+    // Of rows at positions from first_q_pos to last_q_pos; none if `any` is false.
+    __device__ WarpView(const Visibility& see, bool any, int32_t first_q_pos, int32_t last_q_pos)
+        : see(see),
+          begin(any ? see.window_begin(first_q_pos) : 0),
+          end(any ? see.window_end(last_q_pos) : 0),
+          full_begin(see.window_begin(last_q_pos)),
+          full_end(see.window_end(first_q_pos)) {
+        if (!any) this->see.prefix_len = 0;
+    }
+
+    __device__ bool sees_any(int32_t first_key, int32_t keys) const {
+        return (first_key < see.prefix_len) | ((first_key < end) & (first_key + keys > begin));
+    }
+    __device__ bool sees_all(int32_t first_key, int32_t keys) const {
+        return (first_key + keys <= see.prefix_len) |
+               ((first_key >= full_begin) & (first_key + keys <= full_end));
+    }
+};
+
+// Calls body(row, i) for this lane's rows, i-th of its two of each row tile; `rows` are the warp's.
+template <int kRowTiles, class Body>
+__device__ __forceinline__ void for_each_row(const TileRow* rows, Body body) {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) body(rows[8 * i + threadIdx.x % 32 / 4], i);
+}
+
+// Softcap and ALiBi, in units of log2(e): a branch that the whole warp takes or not.
+template <int kRowTiles, int kTiles>
+__device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTiles][4],
+                                                 const ScoreTransform& transform, bool has_alibi,
+                                                 const TileRow* rows, int32_t first_q_pos,
+                                                 int32_t first_key) {
+    auto for_each_score = [&](auto body) {
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) body(scores[t][i][j]);
+            }
+        }
+    };
+    if (transform.has_softcap) {
+        for_each_score([&](float& score) { score = transform(score); });
+    } else {
+        for_each_score([&](float& score) { score *= transform.inner; });
+    }
+    if (!has_alibi) return;
+    const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+    for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
+        const float bias = alibi_bias(row.slope_log2, first_q_pos + row.token, first_column);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                scores[r / 2][i][2 * (r % 2) + j] += fmaf(row.slope_log2, 8 * i + j, bias);
+        }
+    });
+}
+
+// -inf where the query does not see the key.
+template <int kRowTiles, int kTiles>
+__device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kTiles][4], const Visibility& see,
+                                            const TileRow* rows, int32_t first_q_pos, int32_t first_key) {
+    const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+    for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
+        const int32_t end = max(see.window_end(first_q_pos + row.token), see.prefix_len) - first_column;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                if (8 * i + j >= end) scores[r / 2][i][2 * (r % 2) + j] = -INFINITY;
+        }
+    });
+    if (see.window_left < 0) return;
+    for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
+        // Hidden between the prefix and the window.
+        const int32_t begin = see.prefix_len - first_column;
+        const uint32_t count = max(see.window_begin(first_q_pos + row.token) - see.prefix_len, 0);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (static_cast<uint32_t>(8 * i + j - begin) < count)
+                    scores[r / 2][i][2 * (r % 2) + j] = -INFINITY;
+            }
+        }
+    });
+}
+
+}  // namespace octavo::cuda

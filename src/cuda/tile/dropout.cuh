@@ -1,0 +1,61 @@
+// Dropout on the softmax weights of one warp's 16 rows, in the accumulator layout of ptx/mma.h (and of
+// wgmma).
+#pragma once
+
+#include "common/dropout.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// A row of weights: Dropout::head, and the query counted from the sequence's first.
+struct DropoutRow {
+    uint64_t head;
+    int32_t query;
+};
+
+// Which weights dropout leaves in kRows rows of this lane, each of kTiles column groups, 8 * kTiles keys.
+template <int kRows, int kTiles>
+class KeptWeights {
+  public:
+    // From first_key on, a multiple of 8 * kTiles. `row(r)` is the DropoutRow of the lane's r-th row. Needs
+    // few registers, for it goes row after row, but best has them before a tile's scores do.
+    template <class Row>
+    __device__ __forceinline__ void draw(const Dropout& dropout, int32_t first_key, Row row) {
+#pragma unroll 1
+        for (int r = 0; r < kRows; ++r) {
+            const DropoutRow at = row(r);
+            uint32_t bits = 0;
+            Philox random;
+#pragma unroll
+            for (int i = 0; i < kTiles; i += 2) {
+                // What is drawn at once serves four column groups, of which a tile may begin with the third.
+                const int32_t place = kTiles % 4 == 0 ? i % 4 * 8 : (first_key + 8 * i) % 32;
+                if (place == 0 || i == 0)
+                    random = dropout.bits(at.head, at.query, (first_key + 8 * i) / 32, threadIdx.x % 4);
+#pragma unroll
+                for (int next = 0; next < 2; ++next) {
+                    const uint32_t word = place == 0 ? random.words[next] : random.words[2 + next];
+                    bits |= dropout.drops_even(word) ? 0 : 1u << 2 * (i + next);
+                    bits |= dropout.drops_odd(word) ? 0 : 2u << 2 * (i + next);
+                }
+            }
+            // In place after the last turn: an index would not be a constant.
+#pragma unroll
+            for (int other = 1; other < kRows; ++other) bits_[other - 1] = bits_[other];
+            bits_[kRows - 1] = bits;
+        }
+    }
+
+    // What remains of a pair of 16-bit weights of row r in column group i, the even column in the low bits.
+    __device__ __forceinline__ uint32_t apply(uint32_t pair, int r, int i) const {
+        auto mask = [&](int bit) { return static_cast<int32_t>(bits_[r] << (31 - bit)) >> 31; };
+        return pair & ((mask(2 * i) & 0x0000ffff) | (mask(2 * i + 1) & 0xffff0000));
+    }
+
+  private:
+    static_assert(kTiles % 2 == 0 && kTiles <= 16);
+    uint32_t bits_[kRows];  // of column group i: bit 2 i for the even column, bit 2 i + 1 for the odd one
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,143 @@
+// The forward kernel by itself, with every row of its table, where other kernels would be picked too.
+#include "cuda/forward/forward.h"
+#include "cuda/runtime.h"
+#include "cuda_testing.h"
+#include "ops/checks.h"
+
+#include <octavo/attention.h>
+#include <octavo/paged_attention.h>
+
+namespace octavo {
+namespace {
+
+ForwardParams checked(const AttentionArgs& args) { return check_attention(args); }
+ForwardParams checked(const PagedAttentionArgs& args) { return check_paged_attention(args); }
+void on_cpu(const AttentionArgs& args) { attention(args); }
+void on_cpu(const PagedAttentionArgs& args) { paged_attention(args); }
+
+// `set(args, view)` gives the arrays by view(mirror, dtype, shape). The gaps of `row - head_dim` elements
+// behind each row of out must stay NaN.
+template <class Args, class Set>
+void expect_agreement(Args args, Set set, const Mirror<uint16_t>& out, const Mirror<float>& lse, DType dtype,
+                      int64_t head_dim, int64_t row) {
+    using Shape = std::initializer_list<int64_t>;
+    set(args, [](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+    on_cpu(args);
+    set(args, [](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    for (const size_t shared_bytes : {size_t{99} << 10, cuda::shared_bytes_per_block(0)}) {
+        SCOPED_TRACE(shared_bytes);
+        out.upload(nans(out.host.size(), dtype));
+        lse.upload(std::vector<float>(lse.host.size(), NAN));
+        cuda::forward_sm80(checked(args), shared_bytes, nullptr);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        std::vector<uint16_t> gpu_rows, cpu_rows;
+        const std::vector<uint16_t> gpu = out.fetch();
+        for (size_t i = 0; i < gpu.size(); ++i) {
+            if (static_cast<int64_t>(i) % row < head_dim) {
+                gpu_rows.push_back(gpu[i]);
+                cpu_rows.push_back(out.host[i]);
+            } else {
+                ASSERT_TRUE(std::isnan(from_bits(gpu[i], dtype))) << "the gap at " << i << " was written";
+            }
+        }
+        expect_close(gpu_rows, cpu_rows, dtype);
+        expect_close(lse.fetch(), lse.host);
+    }
+}
+
+class CudaForwardTest : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(CudaForwardTest, DenseAndPackedAgreeWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t head_dim = random.pick({16, 64, 72, 96, 120, 128, 128, 160, 256});
+    const int64_t row = head_dim + random.pick({0, 0, 0, 3, 4});  // some rows lie off every 16-byte boundary
+    const int64_t num_kv_heads = random.pick({1, 2}), group_size = random.pick({1, 3, 4, 7, 40});
+    const int64_t num_q_heads = num_kv_heads * group_size;
+    const bool packed = random.one_in(2);
+    const auto lengths_q = packed ? random.pick<std::vector<int32_t>>({{70, 193, 0, 1}, {257, 1, 0, 300}})
+                                  : std::vector<int32_t>(2, random.pick({1, 64, 200, 333}));
+    const auto lengths_k = packed ? random.pick<std::vector<int32_t>>({{70, 450, 40, 129}, {257, 31, 7, 300}})
+                                  : std::vector<int32_t>(2, random.pick({1, 64, 200, 450}));
+    const int64_t batch = lengths_q.size();
+    Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), cu_seqlens_k(cumulative(lengths_k));
+    const int64_t total_q = cu_seqlens_q.host.back(), total_k = cu_seqlens_k.host.back();
+    Mirror<uint16_t> q(random.normal(total_q * num_q_heads * row, dtype));
+    Mirror<uint16_t> k(random.normal(total_k * num_kv_heads * row, dtype));
+    Mirror<uint16_t> v(random.normal(k.host.size(), dtype)), out(nans(q.host.size(), dtype));
+    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
+    std::vector<int32_t> prefixes(batch);
+    for (int32_t& prefix : prefixes) prefix = random.pick({0, 3, 140});
+    Mirror<int32_t> prefix_lens(prefixes);
+
+    AttentionArgs args;
+    pick_masks(random, args);
+    if (!args.causal && random.one_in(2)) args.window_right = random.pick({0, 60});
+    if (random.one_in(8)) args.softmax_scale = random.pick({-0.1, 0.0});
+    if (random.one_in(3)) {
+        args.dropout_p = random.pick({0.1, 0.5});
+        args.dropout_seed = GetParam() + (int64_t{1} << 40);
+        args.dropout_offset = (int64_t{1} << 32) - 3;
+    }
+    const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4);
+    auto set = [&](AttentionArgs& a, auto view) {
+        auto tokens_of = [&](auto& mirror, int64_t total, int64_t heads) {
+            TensorView tokens = packed ? view(mirror, dtype, {total, heads, row})
+                                       : view(mirror, dtype, {batch, total / batch, heads, row});
+            tokens.shape[tokens.ndim - 1] = head_dim;
+            return tokens;
+        };
+        a.q = tokens_of(q, total_q, num_q_heads);
+        a.out = tokens_of(out, total_q, num_q_heads);
+        a.k = tokens_of(k, total_k, num_kv_heads);
+        a.v = tokens_of(v, total_k, num_kv_heads);
+        a.lse = packed ? view(lse, DType::float32, {total_q, num_q_heads})
+                       : view(lse, DType::float32, {batch, total_q / batch, num_q_heads});
+        if (packed) {
+            a.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
+            a.cu_seqlens_k = view(cu_seqlens_k, DType::int32, {batch + 1});
+        }
+        if (with_alibi) a.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        if (with_prefix) a.prefix_lens = view(prefix_lens, DType::int32, {batch});
+    };
+    expect_agreement(args, set, out, lse, dtype, head_dim, row);
+}
+
+TEST_P(CudaForwardTest, PagedAgreesWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t num_kv_heads = random.pick({1, 2}), group_size = random.pick({1, 3, 4, 8});
+    const int64_t num_q_heads = num_kv_heads * group_size;
+    const int64_t head_dim = random.pick({64, 96, 128, 128, 160, 256});
+    // Decode rows and chunks in one batch.
+    const std::vector<int32_t> lengths_q{1, 200, 1, 64, 130, 0}, lengths_k{700, 270, 1, 64, 390, 5};
+    const int64_t batch = lengths_q.size();
+    Cache cache(random, lengths_k, random.pick({1, 8, 17, 16, 256}), num_kv_heads, head_dim, dtype);
+    Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), table(cache.table), lengths(cache.lengths);
+    const int64_t total_q = cu_seqlens_q.host.back();
+    Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype)), k(cache.k), v(cache.v);
+    Mirror<uint16_t> out(nans(q.host.size(), dtype));
+    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
+
+    PagedAttentionArgs args;
+    pick_masks(random, args);
+    if (random.one_in(2)) args.num_splits = random.pick({1, 3, 7});
+    const bool with_alibi = random.one_in(3);
+    auto set = [&](PagedAttentionArgs& a, auto view) {
+        a.q = view(q, dtype, {total_q, num_q_heads, head_dim});
+        a.out = view(out, dtype, {total_q, num_q_heads, head_dim});
+        a.lse = view(lse, DType::float32, {total_q, num_q_heads});
+        a.k_pages = view(k, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
+        a.v_pages = view(v, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
+        a.page_table = view(table, DType::int32, {batch, cache.max_pages});
+        a.seq_lens = view(lengths, DType::int32, {batch});
+        a.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
+        if (with_alibi) a.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+    };
+    expect_agreement(args, set, out, lse, dtype, head_dim, head_dim);
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaForwardTest, ::testing::Range(0u, 48u));
+
+}  // namespace
+}  // namespace octavo
