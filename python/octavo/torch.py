@@ -44,7 +44,8 @@ _PAGED_ATTENTION = (
     "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, *, "
     "Tensor? cu_seqlens_q=None, SymInt? max_seqlen_q=None, float? softmax_scale=None, bool causal=True, "
     "SymInt window_left=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? prefix_lens=None, "
-    "float? k_scale=None, float? v_scale=None, SymInt? num_splits=None, bool return_lse=False"
+    "float? k_scale=None, float? v_scale=None, SymInt? num_splits=None, bool batch_invariant=False, "
+    "bool return_lse=False"
 )
 
 

@@ -54,6 +54,7 @@ struct ForwardParams {
     float softcap;                      // 0: none
     float out_scale;                    // v_scale
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
+    bool batch_invariant;               // by the sequence alone; without splits always so
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return page_table != nullptr; }

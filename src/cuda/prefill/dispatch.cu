@@ -85,7 +85,7 @@ int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan) {
 // long the SMs take in rounds of one row tile each.
 int64_t padded_rows(const ForwardParams& p, int32_t warpgroups) {
     const int32_t heads = choose_heads(p);
-    const int64_t turns = p.paged()
+    const int64_t turns = p.paged() && !p.batch_invariant
                               ? round_up_divide(num_row_tiles(p, warpgroups, heads), num_sms(p.device.index))
                               : round_up_divide(p.seqlen_q, int64_t{warpgroups} * (kGroupRows / heads));
     return turns * warpgroups;
@@ -183,7 +183,8 @@ bool prefill_serves(const ForwardParams& p) {
     if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
     const int64_t row_tiles = num_row_tiles(p, instance->tiles.warpgroups, choose_heads(p));
     // With row tiles for half of the SMs at most, keys are better split.
-    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || 2 * row_tiles <= num_sms(p.device.index)))
+    const bool few_row_tiles = 2 * row_tiles <= num_sms(p.device.index);
+    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || (few_row_tiles && !p.batch_invariant)))
         return false;
     const Operands operands(p);
     return row_tiles + int64_t{p.num_q_heads} * p.batch < kMaxIndex && operands.q.movable(p.dtype) &&

@@ -22,6 +22,13 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
     cp_async_16(shared_address(shared), global, valid);
 }
 
+// The same of 4 bytes, through L1.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool valid) {
+    const int bytes = valid ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `kPending` of this thread's groups are under way.
