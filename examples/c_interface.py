@@ -82,6 +82,7 @@ class PagedAttentionArgs(Structure):
         ("window_left", c_int64),
         ("num_splits", c_int64),
         ("causal", c_int32),
+        ("batch_invariant", c_int32),
         ("k_scale", c_float),
         ("v_scale", c_float),
         ("stream", c_void_p),

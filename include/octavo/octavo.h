@@ -81,6 +81,7 @@ typedef struct octavo_paged_attention_args {
     int64_t window_left;                                        /* default: -1, unbounded */
     int64_t num_splits;                                         /* default: -1, chosen */
     int32_t causal;                                             /* default: 1 */
+    int32_t batch_invariant;                                    /* default: 0 */
     float k_scale, v_scale;                                     /* default: 1 */
     void* stream;                                               /* cudaStream_t; default: null */
 } octavo_paged_attention_args;

@@ -34,6 +34,7 @@ _Results: TypeAlias = dict[str, jax.ShapeDtypeStruct]
 
 _OPTION_TYPES: dict[str, type] = {
     "causal": bool,
+    "batch_invariant": bool,
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits"), int),
     **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale"), float),
 }

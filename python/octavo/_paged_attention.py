@@ -27,6 +27,7 @@ def paged_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[False] = False,
     out: Array | None = None,
     stream: Stream | None = None,
@@ -50,6 +51,7 @@ def paged_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[True],
     out: Array | None = None,
     stream: Stream | None = None,
@@ -72,6 +74,7 @@ def paged_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     out: Array | None = None,
     stream: Stream | None = None,
@@ -112,6 +115,9 @@ def paged_attention(
         k_scale: multiplies what k_pages holds. Default: 1.
         v_scale: multiplies what v_pages holds. Default: 1.
         num_splits: runs of keys worked on at once, from 1 to 1024 (Flash-Decoding). Default: chosen.
+        batch_invariant: the bits of a sequence's result depend on that sequence and on max_seqlen_q alone,
+            neither on the other sequences of the batch nor on its place among them. Always so on the CPU.
+            Default: False, which is up to a tenth faster on a GPU.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.
@@ -145,6 +151,7 @@ def paged_attention(
         k_scale,
         v_scale,
         num_splits,
+        batch_invariant,
         return_lse,
         out,
         stream,

@@ -16,7 +16,8 @@ as JAX's own error with Octavo's message.
 
 Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
 gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that
-the operators have. There is no backward yet: differentiating raises TypeError.
+the operators have. There is no backward yet: differentiating raises TypeError. Nor is there dropout, or a
+copy between two caches.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ def paged_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -179,6 +181,7 @@ def paged_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 def paged_attention(
@@ -199,6 +202,7 @@ def paged_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of new tokens over a paged KV cache: ``octavo.paged_attention`` in a JAX program.
@@ -221,6 +225,7 @@ def paged_attention(
         k_scale: multiplies what k_pages holds. Default: 1.
         v_scale: multiplies what v_pages holds. Default: 1.
         num_splits: runs of keys worked on at once, from 1 to 1024. Default: chosen.
+        batch_invariant: the bits of a sequence's result do not depend on its batch. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:
@@ -252,6 +257,7 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
         "num_splits": num_splits,
+        "batch_invariant": batch_invariant,
     }
     results = _jax_call.run(_jax_call.PAGED_ATTENTION, arrays, options, return_lse)
     return (results[0], results[1]) if return_lse else results[0]

@@ -71,6 +71,7 @@ struct PagedAttention {
         args.k_scale = scale_option(call, "k_scale");
         args.v_scale = scale_option(call, "v_scale");
         args.num_splits = call.option<int64_t>("num_splits");
+        args.batch_invariant = call.option<bool>("batch_invariant").value_or(args.batch_invariant);
         return args;
     }
 };

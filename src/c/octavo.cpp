@@ -218,6 +218,7 @@ octavo_status octavo_paged_attention(const octavo_paged_attention_args* given) {
         args.k_scale = c.k_scale;
         args.v_scale = c.v_scale;
         args.num_splits = optional(c.num_splits);
+        args.batch_invariant = c.batch_invariant != 0;
         args.stream = c.stream;
         octavo::paged_attention(args);
     });

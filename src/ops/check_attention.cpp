@@ -309,6 +309,7 @@ ForwardParams check_paged_attention(const PagedAttentionArgs& args) {
     p.softmax_scale *= args.k_scale.value_or(1.0f);
     p.out_scale = args.v_scale.value_or(1.0f);
     check_score(p, "softmax_scale * k_scale", args.softcap);
+    p.batch_invariant = args.batch_invariant;
     if (args.num_splits) {
         constexpr int64_t kMaxSplits = 1024;
         if (*args.num_splits < 1 || *args.num_splits > kMaxSplits) {

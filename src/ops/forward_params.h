@@ -56,6 +56,7 @@ struct ForwardParams {
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
     Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
+    bool batch_invariant;               // by the sequence alone; without splits always so
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return page_table != nullptr; }

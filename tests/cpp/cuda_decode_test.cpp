@@ -18,9 +18,30 @@ struct DecodeCase {
 
 std::vector<int32_t> alike(size_t batch, int32_t length) { return std::vector<int32_t>(batch, length); }
 
-class CudaDecodeTest : public ::testing::TestWithParam<DecodeCase> {};
+std::vector<int32_t> short_lengths(size_t batch) {
+    std::vector<int32_t> lengths(batch);
+    for (size_t i = 0; i < batch; ++i) lengths[i] = static_cast<int32_t>(i * 37 % 257);
+    return lengths;
+}
 
-TEST_P(CudaDecodeTest, AgreesWithTheCpu) {
+class CudaDecodeTest : public ::testing::TestWithParam<DecodeCase> {
+  protected:
+    void run(bool batch_invariant);
+};
+
+// A sequence of the batch, as a batch of its own.
+PagedAttentionArgs alone(PagedAttentionArgs args, int64_t sequence, int64_t seqlen_q) {
+    auto cut = [](TensorView& view, int64_t begin, int64_t count) {
+        view.data = static_cast<char*>(view.data) + begin * view.strides[0] * size_of(view.dtype);
+        view.shape[0] = count;
+    };
+    cut(args.q, sequence * seqlen_q, seqlen_q);
+    cut(args.page_table, sequence, 1);
+    cut(args.seq_lens, sequence, 1);
+    return args;  // cu_seqlens_q begins like the batch's
+}
+
+void CudaDecodeTest::run(bool batch_invariant) {
     const DecodeCase& c = GetParam();
     constexpr int64_t kPageSizes[] = {1, 16, 24, 64, 5};
     unsigned seed = c.lengths.size();
@@ -39,11 +60,12 @@ TEST_P(CudaDecodeTest, AgreesWithTheCpu) {
         Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
 
         PagedAttentionArgs args;
+        args.batch_invariant = batch_invariant;
         if (random.one_in(3)) args.window_left = random.pick({0, 10, 90, 300});
         if (c.window_left >= 0) args.window_left = c.window_left;
         if (random.one_in(4)) args.softcap = 20.0;
         const bool with_alibi = random.one_in(3);
-        auto run = [&](auto view) {
+        auto set = [&](auto view) {
             args.q = view(q, dtype, {total_q, num_q_heads, head_dim});
             args.out = view(out, dtype, {total_q, num_q_heads, head_dim});
             args.lse = view(lse, DType::float32, {total_q, num_q_heads});
@@ -56,19 +78,47 @@ TEST_P(CudaDecodeTest, AgreesWithTheCpu) {
                 args.max_seqlen_q = c.seqlen_q;
             }
             if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
-            paged_attention(args);
         };
         using Shape = std::initializer_list<int64_t>;
         auto on_gpu = [](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); };
-        run(on_gpu);
-        run(on_gpu);  // meets what the first launch left behind
+        set(on_gpu);
+        paged_attention(args);
+        paged_attention(args);  // meets what the first launch left behind
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-        run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
         SCOPED_TRACE("head_dim " + std::to_string(head_dim) + ", page_size " + std::to_string(page_size));
-        expect_close(out.fetch(), out.host, dtype);
-        expect_close(lse.fetch(), lse.host);
+        const std::vector<uint16_t> out_bits = out.fetch();
+        const std::vector<float> lse_values = lse.fetch();
+        if (batch_invariant) {
+            const int64_t rows = c.seqlen_q * num_q_heads;
+            Mirror<uint16_t> own_out(nans(rows * head_dim, dtype));
+            Mirror<float> own_lse(std::vector<float>(rows, NAN));
+            for (int64_t b = 0; b < batch; b += 1 + batch / 16) {
+                PagedAttentionArgs own = alone(args, b, c.seqlen_q);
+                own.out = own_out.on_gpu(dtype, {c.seqlen_q, num_q_heads, head_dim});
+                own.lse = own_lse.on_gpu(DType::float32, {c.seqlen_q, num_q_heads});
+                if (own.cu_seqlens_q) own.cu_seqlens_q->shape[0] = 2;
+                paged_attention(own);
+                const auto own_bits = own_out.fetch();
+                const auto in_batch = out_bits.begin() + b * rows * head_dim;
+                ASSERT_TRUE(std::equal(own_bits.begin(), own_bits.end(), in_batch))
+                    << "sequence " << b << ", first at "
+                    << std::mismatch(own_bits.begin(), own_bits.end(), in_batch).first - own_bits.begin();
+                const auto own_values = own_lse.fetch();
+                ASSERT_TRUE(std::equal(own_values.begin(), own_values.end(), lse_values.begin() + b * rows))
+                    << "sequence " << b;
+            }
+        }
+        set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+        paged_attention(args);
+        expect_close(out_bits, out.host, dtype);
+        expect_close(lse_values, lse.host);
     }
 }
+
+TEST_P(CudaDecodeTest, AgreesWithTheCpu) { run(false); }
+
+// And every sequence alone has the bits that it has in the batch.
+TEST_P(CudaDecodeTest, BatchInvariant) { run(true); }
 
 INSTANTIATE_TEST_SUITE_P(
     Cases, CudaDecodeTest,
@@ -84,6 +134,10 @@ INSTANTIATE_TEST_SUITE_P(
         DecodeCase{"windows_off_the_pages", alike(132, 176), 9, 1, 1, 150, 5},
         DecodeCase{"ragged_on_odd_pages", {1600, 1609, 3, 1601, 1595, 1600, 40, 1603}, 30, 1, 1, -1, 12},
         DecodeCase{"many_sequences", alike(300, 9), 1, 5},
+        DecodeCase{"more_than_a_launch", alike(1030, 3), 1, 2},
+        DecodeCase{"many_short", alike(150, 120), 8, 4},
+        DecodeCase{"many_short_ragged", short_lengths(180), 7, 1},
+        DecodeCase{"units_of_long_items", {20000, 300, 7000}, 2, 4},
         DecodeCase{"sixteen_rows", {300, 40, 1200}, 2, 4, 4},
         DecodeCase{"thirty_two_rows", {260, 1000, 90}, 2, 4, 8}, DecodeCase{"twenty_rows", {500, 31}, 1, 20}),
     [](const auto& info) { return info.param.name; });

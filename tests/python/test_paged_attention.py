@@ -149,13 +149,13 @@ def sequence_of(case: Case, inputs: Inputs, cache: Cache, b: int) -> tuple[Case,
     return dataclasses.replace(case, seqlens_q=case.seqlens_q[b : b + 1]), one, rows
 
 
-def check_independence(target: Target, case: Case, num_splits: int | None) -> None:
+def check_independence(target: Target, case: Case, **options: Any) -> None:
     inputs, cache, _ = problem(case, target.dtype)
-    together = {"num_splits": num_splits, "max_seqlen_q": max(case.seqlens_q)}
-    out, lse = calls.paged_attention(target, case, inputs, cache, **together)
+    options["max_seqlen_q"] = max(case.seqlens_q)
+    out, lse = calls.paged_attention(target, case, inputs, cache, **options)
     for b in range(case.batch):
         rows = slice(inputs.cu_seqlens_q[b], inputs.cu_seqlens_q[b + 1])
-        alone = calls.paged_attention(target, *sequence_of(case, inputs, cache, b), num_splits=num_splits)
+        alone = calls.paged_attention(target, *sequence_of(case, inputs, cache, b), **options)
         assert_same_bits(alone, (out[rows], lse[rows]))
 
 
@@ -163,16 +163,20 @@ INDEPENDENT = named("decode", "decode_everything", "decode_pages_2000", "chunked
 
 
 @every_target
-@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 1}, {"num_splits": 5}, {"batch_invariant": True}], ids=str
+)
 @pytest.mark.parametrize("case", INDEPENDENT, ids=str)
-def test_result_does_not_depend_on_the_rest_of_the_batch(target: Target, case: Case, num_splits: int) -> None:
-    check_independence(target, case, num_splits)
+def test_result_does_not_depend_on_the_rest_of_the_batch(
+    target: Target, case: Case, options: dict[str, Any]
+) -> None:
+    check_independence(target, case, **options)
 
 
 @cpu_target
 @pytest.mark.parametrize("case", INDEPENDENT, ids=str)
 def test_nor_do_splits_chosen_on_the_cpu(target: Target, case: Case) -> None:
-    check_independence(target, case, None)
+    check_independence(target, case)
 
 
 @cpu_target

@@ -1,7 +1,7 @@
 // The blocks of 16 keys that a warp works on, and their way from the pages to the products.
 #pragma once
 
-#include "cuda/decode/schedule.cuh"
+#include "cuda/decode/segments.cuh"
 #include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/warp.cuh"
@@ -24,6 +24,12 @@ struct Rows {
         return (address ^ (16 * (chunks % 8))) + 16 * (chunks / 8 * 8);
     }
 };
+
+// The slope of row `row`, behind the rows of an item's queries.
+template <class Config>
+__device__ __forceinline__ uint32_t slope_address(Rows<Config> queries, int row) {
+    return queries.address + 16 * Config::kRows * Config::kRowChunks + static_cast<int>(sizeof(float)) * row;
+}
 
 // The places from which a lane reads the operands of mma.sync in a block.
 template <class Config>
@@ -55,8 +61,9 @@ struct Operands {
     }
 };
 
-// Copies a warp's blocks in their order, and the queries of their items, to shared memory.
-template <class T, class Config>
+// Copies a warp's blocks, segment after segment as a walk (segments.cuh) names them, and the queries of their
+// items to shared memory.
+template <class T, class Config, class Walk>
 class Copier {
   public:
     __device__ Copier(const ForwardParams& p, const FastDivide& page_size, const FastDivide& group_size)
@@ -79,27 +86,24 @@ class Copier {
         keep(token_stride_);
     }
 
-    // The run of blocks from block `begin` of all, which `item` holds, to block `end`.
-    __device__ void begin_run(const Schedule<Config::kThreads>& schedule, const Item& item, int32_t begin,
-                              int32_t end) {
+    // Before the first copy; false if there is nothing to copy.
+    __device__ bool begin(const Schedule<Config::kThreads>& schedule, const Walk& walk) {
         schedule_ = &schedule;
-        run_end_ = end;
-        next_item_ = item;
-        ask_for_pages(begin - item.begin);
-        begin_item();
+        walk_ = &walk;
+        if (walk.empty()) return false;
+        next_segment_ = walk.first();
+        ask_for_pages();
+        begin_segment();
+        return true;
     }
 
-    // The run's next item. Its pages have been asked for, unless this one's last block reached into pages
-    // that never came into use as the first of a block.
-    __device__ void begin_next() {
-        if (OCTAVO_RARE(next_item_.begin != item_.end)) {
-            next_item_ = schedule_->next(item_);
-            ask_for_pages(0);
-        }
-        begin_item();
+    // The next segment, once this one's last block is copied; false if there is none.
+    __device__ bool begin_next() {
+        if (has_next_) begin_segment();
+        return has_next_;
     }
 
-    __device__ const Item& item() const { return item_; }
+    __device__ const Segment& segment() const { return segment_; }
 
     // Starts the copies of block `index` of the item, whole rows at a time: requests of 64 bytes instead
     // reach 2.3 of 2.9 TB/s on an H100. In the place of a row that no query sees, one that some query sees;
@@ -111,11 +115,48 @@ class Copier {
         const int32_t first_page = page_size_.quotient(first_key), page = page_size_.quotient(key);
         if (OCTAVO_RARE(first_page >= window_ + 64)) {  // past a gap between prefix and window
             next_window_ = first_page;
-            next_ids_ = load_ids(item_, first_page, num_pages_);
+            next_ids_ = load_ids(segment_.item, first_page, end_page_);
             window_ = first_page - 32;
         }
         if (first_page >= window_ + 32) next_pages();
-        if (needed == 0) return;
+        if (needed != 0) copy_rows(k, v, key, page, needed);
+        const bool is_last = index + 1 == segment_.end - segment_.item.begin;
+        if (!asked_ && (window_ + 32 >= end_page_ || is_last)) ask_next_segment();
+    }
+
+    // The queries of the item and the slopes of their heads, zeros in rows that it does not have.
+    __device__ void copy_queries(Rows<Config> q) const {
+        // Lane l knows row l.
+        const DecodeRow own(seq_, group_size_, segment_.item.kv_head, threadIdx.x % 32);
+        const uint32_t own_offset = static_cast<uint32_t>(
+            (seq_.q_begin + own.token * p_.q_token_stride + own.head * p_.q_head_stride) / kPerChunk);
+        const uint32_t rows = __ballot_sync(~0u, own.valid);
+        const uint4* const column = static_cast<const uint4*>(p_.q) + column_;
+#pragma unroll
+        for (int first = 0; first < Config::kRows; first += kRowsPerCopy) {
+            const int row = first + lane_row_;
+            const uint32_t offset = __shfl_sync(~0u, own_offset, row);
+            if (column_ < Config::kHeadDim / 8) {
+                const bool valid = (rows >> row & 1) && 8 * column_ < p_.head_dim;
+                ptx::cp_async_16(row_place(q.address + place_, first), valid ? from(column, offset) : p_.q,
+                                 valid);
+            }
+        }
+        // A load into registers would wait behind the copies.
+        if (OCTAVO_RARE(p_.alibi_slopes != nullptr) && threadIdx.x % 32 < Config::kRows) {
+            const float* const slopes = p_.alibi_slopes + segment_.item.sequence * p_.alibi_batch_stride;
+            ptx::cp_async_4(slope_address(q, threadIdx.x % 32), slopes + (own.valid ? own.head : 0),
+                            own.valid);
+        }
+    }
+
+  private:
+    static constexpr int kPerChunk = 16 / sizeof(T);
+    static constexpr int kLanesPerRow = Config::kHeadDim <= 64 ? 8 : (Config::kHeadDim <= 128 ? 16 : 32);
+    static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
+
+    __device__ void copy_rows(Rows<Config> k, Rows<Config> v, int32_t key, int32_t page, uint32_t needed) {
+        const int lane = threadIdx.x % 32;
         // Lane l knows key l % 16, its row of K for the lower lanes and of V for the upper ones.
         uint32_t id = __shfl_sync(~0u, ids_, page - window_);
         if (OCTAVO_RARE(__any_sync(~0u, page >= window_ + 32 && (needed >> lane % 16 & 1)))) {
@@ -138,65 +179,49 @@ class Copier {
         }
     }
 
-    // The queries of the item, zeros in rows that it does not have.
-    __device__ void copy_queries(Rows<Config> q) const {
-        // Lane l knows row l.
-        const DecodeRow own(seq_, group_size_, item_.kv_head, threadIdx.x % 32);
-        const uint32_t own_offset = static_cast<uint32_t>(
-            (seq_.q_begin + own.token * p_.q_token_stride + own.head * p_.q_head_stride) / kPerChunk);
-        const uint32_t rows = __ballot_sync(~0u, own.valid);
-        const uint4* const column = static_cast<const uint4*>(p_.q) + column_;
-#pragma unroll
-        for (int first = 0; first < Config::kRows; first += kRowsPerCopy) {
-            const int row = first + lane_row_;
-            const uint32_t offset = __shfl_sync(~0u, own_offset, row);
-            if (column_ < Config::kHeadDim / 8) {
-                const bool valid = (rows >> row & 1) && 8 * column_ < p_.head_dim;
-                ptx::cp_async_16(row_place(q.address + place_, first), valid ? from(column, offset) : p_.q,
-                                 valid);
-            }
-        }
-    }
-
-  private:
-    static constexpr int kPerChunk = 16 / sizeof(T);
-    static constexpr int kLanesPerRow = Config::kHeadDim <= 64 ? 8 : (Config::kHeadDim <= 128 ? 16 : 32);
-    static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
-
-    __device__ void begin_item() {
-        item_ = next_item_;
-        seq_ = schedule_->slice(item_.sequence);
+    __device__ void begin_segment() {
+        segment_ = next_segment_;
+        asked_ = false;
+        seq_ = schedule_->slice(segment_.item.sequence);
         tiles_ = key_blocks(seq_);
-        num_pages_ = num_pages(seq_);
-        head_offset_ = static_cast<uint32_t>(item_.kv_head) * head_stride_;
+        end_page_ = end_page(seq_, tiles_, segment_);
+        head_offset_ = static_cast<uint32_t>(segment_.item.kv_head) * head_stride_;
         window_ = next_window_ - 32;  // what was asked for comes into use with the first copy
     }
 
     // Page ids are held 32 at a time, a lane each, and the next 32 are asked for when these come into use:
-    // the item's next ones, or the first of the run's next item.
+    // the segment's next ones, or the next segment's first.
     __device__ void next_pages() {
         ids_ = next_ids_;
         window_ = next_window_;
-        if (window_ + 32 < num_pages_) {
+        if (window_ + 32 < end_page_) {
             next_window_ = window_ + 32;
-            next_ids_ = load_ids(item_, next_window_, num_pages_);
-        } else if (item_.end < run_end_) {
-            next_item_ = schedule_->next(item_);
-            ask_for_pages(0);
+            next_ids_ = load_ids(segment_.item, next_window_, end_page_);
         }
     }
-    // From block `index` of the next item on.
-    __device__ void ask_for_pages(int32_t index) {
-        const SequenceSlice seq = schedule_->slice(next_item_.sequence);
-        next_window_ = page_size_.quotient(key_blocks(seq).start(index));
-        next_ids_ = load_ids(next_item_, next_window_, num_pages(seq));
+    // Once the segment's last page ids are in use, or its last block, which may reach into others.
+    __device__ void ask_next_segment() {
+        asked_ = true;
+        next_segment_ = segment_;
+        has_next_ = walk_->advance(next_segment_);
+        if (has_next_) ask_for_pages();
     }
-    __device__ uint32_t load_ids(const Item& item, int32_t first, int32_t num_pages) const {
+    // The first ones of the next segment.
+    __device__ void ask_for_pages() {
+        const SequenceSlice seq = schedule_->slice(next_segment_.item.sequence);
+        const KeyTiles tiles = key_blocks(seq);
+        next_window_ = page_size_.quotient(tiles.start(next_segment_.begin - next_segment_.item.begin));
+        next_ids_ = load_ids(next_segment_.item, next_window_, end_page(seq, tiles, next_segment_));
+    }
+    __device__ uint32_t load_ids(const Item& item, int32_t first, int32_t end) const {
         const int32_t page = first + static_cast<int32_t>(threadIdx.x % 32);
-        return page < num_pages ? p_.page_table[item.sequence * p_.page_table_stride + page] : 0;
+        return page < end ? p_.page_table[item.sequence * p_.page_table_stride + page] : 0;
     }
-    __device__ int32_t num_pages(const SequenceSlice& seq) const {
-        return page_size_.quotient(seq.see.seqlen_k + p_.page_size - 1);
+    // Behind the last page that the segment needs.
+    __device__ int32_t end_page(const SequenceSlice& seq, const KeyTiles& tiles,
+                                const Segment& segment) const {
+        const int32_t end_key = tiles.start(segment.end - 1 - segment.item.begin) + kBlockKeys;
+        return page_size_.quotient(min(end_key, seq.see.seqlen_k) + p_.page_size - 1);
     }
 
     // The place of this lane's chunk `row` rows further, a multiple of kRowsPerCopy.
@@ -212,16 +237,17 @@ class Copier {
     const ForwardParams& p_;
     const FastDivide &page_size_, &group_size_;
     const Schedule<Config::kThreads>* schedule_ = nullptr;
+    const Walk* walk_ = nullptr;
     int column_, lane_row_;  // the chunk of a row that this lane copies, and the first row
     const uint4 *k_, *v_;    // that chunk of the cache's first row
     uint32_t place_;         // of the chunk in shared memory
     uint32_t page_stride_, token_stride_, head_stride_;  // of K for the lower lanes, of V; in 16 bytes
-    int32_t run_end_;
-    Item item_, next_item_;  // next_item_: whose pages were asked for, if not this one's
+    typename Walk::Position segment_, next_segment_;
+    bool asked_, has_next_;  // for the next segment; whether there is one
     SequenceSlice seq_;
     KeyTiles tiles_{Visibility{}, 0, 0, kBlockKeys};
     uint32_t head_offset_;
-    int32_t num_pages_, window_, next_window_;  // window_: the page whose id lane 0 holds
+    int32_t end_page_, window_, next_window_;  // window_: the page whose id lane 0 holds
     uint32_t ids_, next_ids_;
 };
 

@@ -18,10 +18,10 @@ struct DecodeConfig {
     static constexpr int kWarps = kRowTiles == 1 && kHeadDim <= 128 ? 8 : 4;
     static constexpr int kThreads = 32 * kWarps;
     // 16-byte chunks of a row's place in shared memory (whole 128 bytes, for the swizzle), of a block's keys
-    // and values, and of an item's queries.
+    // and values, and of an item's queries with the slopes of their heads.
     static constexpr int kRowChunks = (kHeadDim + 63) / 64 * 8;
     static constexpr int kBlockChunks = 2 * kBlockKeys * kRowChunks;
-    static constexpr int kQueryChunks = kRows * kRowChunks;
+    static constexpr int kQueryChunks = kRows * kRowChunks + 8;
     // A row of partial results: weighted sums of values, their maximum, the sum of the weights, padding.
     static constexpr int kPartialRow = kHeadDim + 4;
     // Blocks that a warp has on their way: up to 144 KB an SM, three times what HBM's latency asks for, and
@@ -29,7 +29,7 @@ struct DecodeConfig {
     static constexpr int kPieceBytes = kRows * (kPartialRow + 2) * 4;
     static constexpr int kStages =
         std::min(144 * 1024 / (16 * kWarps * kBlockChunks),
-                 (222 * 1024 / kWarps - kPieceBytes) / (16 * (kBlockChunks + kQueryChunks)));
+                 (219 * 1024 / kWarps - kPieceBytes) / (16 * (kBlockChunks + kQueryChunks)));
     // A CTA's share is about so many blocks at least, 64 KB a tile of rows: smaller ones would cost more
     // merging than they save.
     static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / (16 * kBlockChunks), kWarps);

@@ -11,6 +11,8 @@ namespace octavo::cuda {
 
 template <class T, int kHeadDim, int kRowTiles>
 void launch_decode(const ForwardParams& params, cudaStream_t stream);
+template <class T, int kHeadDim, int kRowTiles>
+void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t stream);
 
 namespace {
 
@@ -19,13 +21,18 @@ struct Instance {
     int32_t head_dim, rows;
     size_t shared_bytes;
     void (*launch)(const ForwardParams&, cudaStream_t);
+    void (*launch_batch_invariant)(const ForwardParams&, cudaStream_t);
 };
 
 // Every instance compiled, by rising head dim and rows; CMake writes the list that it compiles.
 constexpr Instance kInstances[] = {
-#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                                                  \
-    {dtype_of<type>(), head_dim, 8 * (row_tiles), sizeof(DecodeShared<DecodeConfig<head_dim, row_tiles>>), \
-     launch_decode<type, head_dim, row_tiles>},
+#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)     \
+    {dtype_of<type>(),                                        \
+     head_dim,                                                \
+     8 * (row_tiles),                                         \
+     sizeof(DecodeShared<DecodeConfig<head_dim, row_tiles>>), \
+     launch_decode<type, head_dim, row_tiles>,                \
+     launch_batch_invariant_decode<type, head_dim, row_tiles>},
 #include "decode_instances.inc"
 #undef OCTAVO_DECODE_INSTANCE
 };
@@ -54,6 +61,24 @@ bool within_reach(DType dtype, std::initializer_list<Axis> axes) {
     return last / (16 / size_of(dtype)) < (int64_t{1} << 32);
 }
 
+// `count` sequences of the batch.
+ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
+    p.batch = count;
+    if (p.cu_seqlens_q) {
+        p.cu_seqlens_q += first;
+    } else {
+        const int64_t size = static_cast<int64_t>(size_of(p.dtype));
+        p.q = static_cast<const char*>(p.q) + first * p.q_batch_stride * size;
+        p.out = static_cast<char*>(p.out) + first * p.out_batch_stride * size;
+        if (p.lse) p.lse += first * p.lse_batch_stride;
+    }
+    p.page_table += first * p.page_table_stride;
+    p.seq_lens += first;
+    if (p.prefix_lens) p.prefix_lens += first;
+    if (p.alibi_slopes) p.alibi_slopes += first * p.alibi_batch_stride;
+    return p;
+}
+
 }  // namespace
 
 std::vector<std::string> decode_instances() {
@@ -67,8 +92,9 @@ std::vector<std::string> decode_instances() {
 
 bool decode_serves(const ForwardParams& p) {
     const Instance* instance = choose_instance(p);
-    if (!instance || !p.paged() || p.num_splits != 0 || p.batch > kMaxDecodeBatch) return false;
-    const int64_t max_blocks = (int64_t{p.seqlen_k} / kBlockKeys + 1) * p.batch * p.num_kv_heads;
+    if (!instance || !p.paged() || p.num_splits != 0) return false;
+    const int64_t max_blocks =
+        (int64_t{p.seqlen_k} / kBlockKeys + 1) * std::min(p.batch, kMaxDecodeBatch) * p.num_kv_heads;
     return max_blocks < (int64_t{1} << 30) && p.num_kv_heads <= (1 << 16) &&
            within_reach(p.dtype, {{p.num_pages, p.k_outer_stride},
                                   {p.page_size, p.k_token_stride},
@@ -86,6 +112,12 @@ bool decode_serves(const ForwardParams& p) {
            aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
-void decode(const ForwardParams& p, cudaStream_t stream) { choose_instance(p)->launch(p, stream); }
+void decode(const ForwardParams& p, cudaStream_t stream) {
+    const Instance& instance = *choose_instance(p);
+    for (int32_t first = 0; first < p.batch; first += kMaxDecodeBatch) {
+        const ForwardParams part = sequences(p, first, std::min(p.batch - first, kMaxDecodeBatch));
+        (p.batch_invariant ? instance.launch_batch_invariant : instance.launch)(part, stream);
+    }
+}
 
 }  // namespace octavo::cuda

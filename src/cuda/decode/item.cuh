@@ -8,7 +8,9 @@
 #include "common/online_softmax.h"
 #include "common/score.h"
 #include "cuda/decode/block.cuh"
+#include "cuda/decode/fold.cuh"
 #include "cuda/ptx/exp2.h"
+#include "cuda/ptx/load_shared.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/movmatrix.h"
 #include "cuda/types.h"
@@ -33,7 +35,7 @@ class ItemState {
           schedule_(schedule),
           transform_(ScoreTransform::make(p.softmax_scale, p.softcap)) {}
 
-    // The rows of `q` may still be on their way.
+    // The rows of `q` may still be on their way. reset() before the first block.
     __device__ void begin(const Item& item, Rows<Config> q) {
         item_ = item;
         q_ = q;
@@ -42,10 +44,11 @@ class ItemState {
         for_each_row([&](int r, int i) {
             const DecodeRow row(seq_, group_size_, item.kv_head, row_of(r, i));
             q_pos_[r][i] = seq_.q_pos(row.token);
-            slope_log2_[r][i] =
-                p_.alibi_slopes && row.valid
-                    ? p_.alibi_slopes[item.sequence * p_.alibi_batch_stride + row.head] * kLog2e
-                    : 0.0f;
+        });
+    }
+
+    __device__ void reset() {
+        for_each_row([&](int r, int i) {
             max_[r][i] = -INFINITY;
             sum_[r][i] = 0.0f;
         });
@@ -63,11 +66,16 @@ class ItemState {
         multiply_p_v(weights, v);
     }
 
+    // After the last block, before what follows.
+    __device__ void sum_over_keys() {
+        for_each_row([&](int r, int i) { sum_[r][i] = over_keys(sum_[r][i]); });
+    }
+
     // The whole item is done: writes its rows.
     __device__ void store() {
         const int lane = threadIdx.x % 32;
         for_each_row([&](int r, int i) {
-            const SoftmaxState state{max_[r][i], over_keys(sum_[r][i])};
+            const SoftmaxState state{max_[r][i], sum_[r][i]};
             sum_[r][i] = state.inverse_sum() * p_.out_scale;
             const DecodeRow row(seq_, group_size_, item_.kv_head, row_of(r, i));
             if (p_.lse && lane / 4 == 0 && row.valid) {
@@ -98,14 +106,26 @@ class ItemState {
     __device__ void leave(DecodePiece<Config>& piece) {
         const int lane = threadIdx.x % 32;
         for_each_row([&](int r, int i) {
-            const float sum = over_keys(sum_[r][i]);
             if (lane / 4 == 0) {
                 piece.max[row_of(r, i)] = max_[r][i];
-                piece.sum[row_of(r, i)] = sum;
+                piece.sum[row_of(r, i)] = sum_[r][i];
             }
         });
         for_each_out(
             [&](float& out, int r, int dim, int i) { piece.out[row_of(r, i)][dim + lane / 4] = out; });
+    }
+
+    // Adds this to what the same warp left in `piece` before.
+    __device__ void add_to(const DecodePiece<Config>& piece) {
+        const int lane = threadIdx.x % 32;
+        for_each_row([&](int r, int i) {
+            SoftmaxState all{piece.max[row_of(r, i)], piece.sum[row_of(r, i)]};
+            const FoldStep step = FoldStep::add(all, {max_[r][i], sum_[r][i]});
+            max_[r][i] = all.max;
+            sum_[r][i] = all.sum;
+            for_each_out_of(
+                r, i, [&](float& out, int dim) { out = step(piece.out[row_of(r, i)][dim + lane / 4], out); });
+        });
     }
 
   private:
@@ -142,6 +162,15 @@ class ItemState {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) body(out_[r][d][e], r, 16 * d + 8 * (e / 2), e % 2);
             }
+        }
+    }
+    // The same of one row: body(out, dim).
+    template <class Body>
+    __device__ void for_each_out_of(int r, int i, Body body) {
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+            body(out_[r][d][i], 16 * d);
+            body(out_[r][d][i + 2], 16 * d + 8);
         }
     }
     // Over the lanes that share rows.
@@ -190,8 +219,12 @@ class ItemState {
             for_each_score(scores, [&](float& score, int, int, int) { score *= transform_.inner; });
         }
         if (OCTAVO_RARE(p_.alibi_slopes != nullptr)) {
+            float slope_log2[kRowTiles][2];
+            for_each_row([&](int r, int i) {
+                slope_log2[r][i] = ptx::load_shared_float(slope_address(q_, row_of(r, i))) * kLog2e;
+            });
             for_each_score(scores, [&](float& score, int r, int i, int key) {
-                score += alibi_bias(slope_log2_[r][i], q_pos_[r][i], first_key + key);
+                score += alibi_bias(slope_log2[r][i], q_pos_[r][i], first_key + key);
             });
         }
         const int32_t first_q_pos = seq_.q_pos(0), last_q_pos = seq_.see.seqlen_k - 1;
@@ -216,11 +249,7 @@ class ItemState {
                 const float factor = new_max == -INFINITY ? 1.0f : ptx::exp2_approx(max_[r][i] - new_max);
                 max_[r][i] = new_max;
                 sum_[r][i] *= factor;
-#pragma unroll
-                for (int d = 0; d < kDimTiles; ++d) {
-                    out_[r][d][i] *= factor;
-                    out_[r][d][i + 2] *= factor;
-                }
+                for_each_out_of(r, i, [&](float& out, int) { out *= factor; });
             });
         }
         for_each_score(scores, [&](float& score, int r, int i, int) {
@@ -255,9 +284,8 @@ class ItemState {
     Rows<Config> q_;
     SequenceSlice seq_;
     KeyTiles tiles_{Visibility{}, 0, 0, kBlockKeys};
-    float slope_log2_[kRowTiles][2];
     int32_t q_pos_[kRowTiles][2];
-    float max_[kRowTiles][2], sum_[kRowTiles][2];  // sum_: this lane's share
+    float max_[kRowTiles][2], sum_[kRowTiles][2];  // sum_: this lane's share until sum_over_keys()
     float out_[kRowTiles][kDimTiles][4];           // O^T, see for_each_out
 };
 

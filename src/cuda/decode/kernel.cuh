@@ -44,15 +44,8 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
 
     touch_parameters(p);
     auto& own = shared.warps[warp];
-    uint32_t blocks = ptx::shared_address(own.blocks), query_rows = ptx::shared_address(own.queries);
-    keep(blocks);
-    keep(query_rows);
-    auto k_rows = [&](int stage) { return Rows<Config>{blocks + stage * 16 * Config::kBlockChunks}; };
-    auto v_rows = [&](int stage) {
-        return Rows<Config>{k_rows(stage).address + 16 * kBlockKeys * Config::kRowChunks};
-    };
-    auto q_rows = [&](int index) { return Rows<Config>{query_rows + index * 16 * Config::kQueryChunks}; };
-    Copier<T, Config> copier(p, plan.page_size, plan.group_size);
+    const WarpQueue<Config> queue(own);
+    Copier<T, Config, RunWalk<Config::kThreads>> copier(p, plan.page_size, plan.group_size);
 
     ptx::let_next_grid_start();
     ptx::wait_for_previous_grid();
@@ -67,7 +60,8 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     Item first{0, 0, -1, 0}, last{0, 0, -1, 0};
     if (begin < end) {
         Item item = begin < run.begin_item.end ? run.begin_item : schedule.find(begin);
-        copier.begin_run(schedule, item, begin, end);
+        const RunWalk<Config::kThreads> walk(schedule, item, begin, end);
+        copier.begin(schedule, walk);
         ItemState<T, Config> state(p, plan.group_size, schedule);
         int32_t item_from = begin;  // where this warp's part of the item starts
         int stage = 0, queries = -1, copied_queries = -1;
@@ -76,33 +70,35 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
 #pragma unroll 1
         for (int32_t next = begin; next < end + kStages - 1; ++next) {
             if (next < end) {
-                const bool new_item = next == copier.item().end;
+                const bool new_item = next == copier.segment().end;
                 if (new_item) copier.begin_next();
-                copier.copy(k_rows(stage), v_rows(stage), next - copier.item().begin);
+                copier.copy(queue.k(stage), queue.v(stage), next - copier.segment().item.begin);
                 if (new_item || next == begin) {
-                    copied_queries = copied_queries + 1 == kStages ? 0 : copied_queries + 1;
-                    copier.copy_queries(q_rows(copied_queries));
+                    copied_queries = queue.next(copied_queries);
+                    copier.copy_queries(queue.queries(copied_queries));
                 }
             }
             ptx::cp_async_commit();  // a group a block, empty past the end
-            stage = stage + 1 == kStages ? 0 : stage + 1;
+            stage = queue.next(stage);
             const int32_t block = next - (kStages - 1);
             if (block < begin) continue;
 
             if (block == item_from) {
-                queries = queries + 1 == kStages ? 0 : queries + 1;
-                state.begin(item, q_rows(queries));
+                queries = queue.next(queries);
+                state.begin(item, queue.queries(queries));
+                state.reset();
                 // While the first copies are on their way. The last warp has blocks if any has.
                 if (block == begin && warp == Config::kWarps - 1 && lane < 2)
                     shared.cut[lane] = run.cut(lane);
             }
             ptx::cp_async_wait<kStages - 1>();
             __syncwarp();  // every lane's copies have arrived
-            state.add(k_rows(stage), v_rows(stage), block - item.begin);
+            state.add(queue.k(stage), queue.v(stage), block - item.begin);
             __syncwarp();  // every lane is done with the block
 
             const bool run_ends = block + 1 == end, item_ends = block + 1 == item.end;
             if (!run_ends && !item_ends) continue;
+            state.sum_over_keys();
             if (item_ends && item_from == item.begin) {
                 state.store();
             } else if (item_from == begin) {

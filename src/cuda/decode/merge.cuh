@@ -43,6 +43,29 @@ struct DecodeShared {
     }
 };
 
+// The places of a warp's blocks and queries in shared memory.
+template <class Config>
+class WarpQueue {
+  public:
+    __device__ explicit WarpQueue(const typename DecodeShared<Config>::Warp& warp)
+        : blocks_(ptx::shared_address(warp.blocks)), queries_(ptx::shared_address(warp.queries)) {
+        keep(blocks_);
+        keep(queries_);
+    }
+    __device__ Rows<Config> k(int stage) const { return {blocks_ + stage * 16 * Config::kBlockChunks}; }
+    __device__ Rows<Config> v(int stage) const {
+        return {k(stage).address + 16 * kBlockKeys * Config::kRowChunks};
+    }
+    __device__ Rows<Config> queries(int index) const {
+        return {queries_ + index * 16 * Config::kQueryChunks};
+    }
+    // The stage, or the index of queries, after this one.
+    __device__ static int next(int stage) { return stage + 1 == Config::kStages ? 0 : stage + 1; }
+
+  private:
+    uint32_t blocks_, queries_;
+};
+
 // What a warp knows of parts, one a lane.
 struct Weights {
     float max, sum, weight;  // of all; of this lane's part

@@ -19,6 +19,13 @@ __device__ __forceinline__ KeyTiles key_blocks(const SequenceSlice& seq) {
     return KeyTiles(seq.see, seq.q_pos(0), seq.q_pos(seq.seqlen_q - 1), kBlockKeys);
 }
 
+// a / b where the quotient is small: a division by floats is off by one at most.
+__device__ __forceinline__ int32_t small_quotient(int32_t a, int32_t b) {
+    const int32_t quotient = static_cast<int32_t>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
+    const int32_t rest = a - quotient * b;
+    return quotient + (rest >= b ? 1 : (rest < 0 ? -1 : 0));
+}
+
 // One item: its place in the order of all blocks.
 struct Item {
     int32_t sequence, kv_head;
@@ -95,6 +102,8 @@ class Schedule {
     __device__ int32_t total() const { return total_; }
 
     __device__ int32_t num_items() const { return batch_ * num_kv_heads_; }
+    __device__ int32_t num_kv_heads() const { return num_kv_heads_; }
+    __device__ int32_t blocks_of_head(int32_t sequence) const { return ends_[sequence] - begin_of(sequence); }
     // The blocks of every item, if they have equally many, or 0.
     __device__ int32_t uniform_count() const { return uniform_ ? ends_[0] : 0; }
 
@@ -114,11 +123,7 @@ class Schedule {
         if (step > 1) sequence += __popc(__ballot_sync(~0u, lane < step && done(sequence + lane)));
         const int32_t first = begin_of(sequence), count = ends_[sequence] - first;
         const int32_t from_first = block - first * num_kv_heads_;
-        // A division by floats: the quotient is small, so that it is off by one at most.
-        int32_t kv_head =
-            static_cast<int32_t>(__fdividef(static_cast<float>(from_first), static_cast<float>(count)));
-        const int32_t rest = from_first - kv_head * count;
-        kv_head += rest >= count ? 1 : (rest < 0 ? -1 : 0);
+        const int32_t kv_head = small_quotient(from_first, count);
         const int32_t begin = first * num_kv_heads_ + kv_head * count;
         return {sequence, kv_head, begin, begin + count};
     }
@@ -141,6 +146,23 @@ class Schedule {
         return item;
     }
 
+    // The item `n` items after this one, if there is one.
+    __device__ Item skip(Item item, int32_t n) const {
+        item.kv_head += n;
+        const int32_t count = item.end - item.begin;
+        item.begin += n * count;
+        while (item.kv_head >= num_kv_heads_) {
+            item.kv_head -= num_kv_heads_;
+            do {
+                ++item.sequence;
+            } while (blocks_of_head(item.sequence) == 0);  // a sequence without queries
+            item.begin =
+                begin_of(item.sequence) * num_kv_heads_ + item.kv_head * blocks_of_head(item.sequence);
+        }
+        item.end = item.begin + blocks_of_head(item.sequence);
+        return item;
+    }
+
   private:
     // An item without keys still has one block, which writes its empty result.
     __device__ int32_t count_blocks(int32_t sequence) {
@@ -148,8 +170,6 @@ class Schedule {
         const SequenceSlice seq = slice(sequence);
         return seq.seqlen_q > 0 ? max(key_blocks(seq).count, 1) : 0;
     }
-
-    __device__ int32_t blocks_of_head(int32_t sequence) const { return ends_[sequence] - begin_of(sequence); }
 
     __device__ int32_t begin_of(int32_t sequence) const { return sequence == 0 ? 0 : ends_[sequence - 1]; }
 

@@ -70,7 +70,7 @@ int64_t bound_row_tiles(const ForwardParams& p, int32_t rows) {
 // Enough splits that the CTAs fill the device twice, as long as each has a few tiles of keys to walk. Dense
 // and packed attention never splits: a sequence's bits then do not depend on its batch.
 int32_t choose_num_splits(const ForwardParams& p, const Instance& instance, int64_t num_row_tiles) {
-    if (!p.paged()) return 1;
+    if (!p.paged() || p.batch_invariant) return 1;
     constexpr int64_t kCtasPerSm = 2, kMinTiles = 4, kMaxSplits = 128;
     const int64_t ctas = num_row_tiles * p.num_kv_heads;
     const int64_t tiles = (p.seqlen_k + instance.keys - 1) / instance.keys;

@@ -82,11 +82,12 @@ int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan, int64_t 
 }
 
 // Blocks of 64 rows that an instance works through, those wasted included, for a comparison of instances.
-// Dense and packed arrays: over one sequence of the given length, so that the choice does not depend on the
-// batch. Paged: how long the SMs take in rounds of one row tile each.
+// Dense and packed arrays, and where a batch may not matter: over one sequence of the given length, so that
+// the choice does not depend on the batch. Paged: how long the SMs take in rounds of one row tile each.
 int64_t padded_blocks(const ForwardParams& p, const PrefillTiles& tiles) {
     const int32_t heads = choose_heads(p), blocks = tiles.warpgroups * tiles.ctas;
-    if (!p.paged()) return blocks * round_up_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
+    if (!p.paged() || p.batch_invariant)
+        return blocks * round_up_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
     return blocks * round_up_divide(num_row_tiles(p, blocks, heads), num_sms(p.device.index) / tiles.ctas);
 }
 
@@ -94,7 +95,8 @@ int64_t padded_blocks(const ForwardParams& p, const PrefillTiles& tiles) {
 bool serve_better(const ForwardParams& p, const PrefillTiles& tiles, const PrefillTiles& before) {
     int64_t keys = p.window_right >= 0 ? p.seqlen_k - std::min(p.seqlen_q, p.seqlen_k) / 2 : p.seqlen_k;
     if (p.window_left >= 0) keys = std::min<int64_t>(keys, p.window_left);
-    if (keys < tiles.from_keys) return false;
+    // The width of a page table is its batch's.
+    if (keys < tiles.from_keys && !(p.paged() && p.batch_invariant)) return false;
     // The queries of a pair that stand far apart see different windows of keys.
     if (tiles.ctas > 1 && p.window_left >= 0) return false;
     return 100 * padded_blocks(p, tiles) <= 106 * padded_blocks(p, before);
@@ -192,8 +194,8 @@ bool prefill_serves(const ForwardParams& p) {
     const int64_t row_tiles =
         num_row_tiles(p, instance->tiles.warpgroups * instance->tiles.ctas, choose_heads(p));
     // With row tiles for half of the SMs at most, keys are better split.
-    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 ||
-                      2 * instance->tiles.ctas * row_tiles <= num_sms(p.device.index)))
+    const bool few_row_tiles = 2 * instance->tiles.ctas * row_tiles <= num_sms(p.device.index);
+    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || (few_row_tiles && !p.batch_invariant)))
         return false;
     const Operands operands(p);
     return row_tiles + int64_t{p.num_q_heads} * p.batch < kMaxIndex && operands.q.movable(p.dtype) &&

@@ -33,12 +33,15 @@ __device__ __forceinline__ void cp_async_16_if(bool enabled, uint32_t shared, co
         : "memory");
 }
 
-// Copies 4 bytes, or writes zeros.
-__device__ __forceinline__ void cp_async_4(void* shared, const void* global, bool valid) {
+// Copies 4 bytes through L1, or writes zeros.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool valid) {
     const int bytes = valid ? 4 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                  : "memory");
+}
+
+__device__ __forceinline__ void cp_async_4(void* shared, const void* global, bool valid) {
+    cp_async_4(shared_address(shared), global, valid);
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
