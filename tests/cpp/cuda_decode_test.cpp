@@ -83,11 +83,14 @@ void CudaDecodeTest::run(bool batch_invariant) {
         auto on_gpu = [](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); };
         set(on_gpu);
         paged_attention(args);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        const std::vector<uint16_t> first_bits = out.fetch();
         paged_attention(args);  // meets what the first launch left behind
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         SCOPED_TRACE("head_dim " + std::to_string(head_dim) + ", page_size " + std::to_string(page_size));
         const std::vector<uint16_t> out_bits = out.fetch();
         const std::vector<float> lse_values = lse.fetch();
+        ASSERT_EQ(first_bits, out_bits) << "from call to call";
         if (batch_invariant) {
             const int64_t rows = c.seqlen_q * num_q_heads;
             Mirror<uint16_t> own_out(nans(rows * head_dim, dtype));

@@ -23,11 +23,9 @@ class Units {
 
     OCTAVO_HD int32_t max_units() const { return max_units_; }  // of an item
 
-    // The blocks of a segment of an item of `count` blocks. Longer ones in longer items: adding up a unit
-    // takes as long as some blocks.
+    // The blocks of a segment of an item of `count` blocks.
     __device__ int32_t segment_size(int32_t count) const {
-        const int32_t least = count < 64 * kMinSegment ? kMinSegment : 2 * kMinSegment;
-        const int32_t units = min(max(count / (Config::kWarps * least), 1), max_units_);
+        const int32_t units = min(max(count / (Config::kWarps * kMinSegment), 1), max_units_);
         return (count - 1) / (Config::kWarps * units) + 1;
     }
     __device__ int32_t segment_size(const Item& item) const { return segment_size(item.end - item.begin); }
@@ -48,7 +46,9 @@ class Units {
     }
 
   private:
-    static constexpr int kMinSegment = 2 * Config::kRowTiles * (Config::kHeadDim <= 64 ? 2 : 1);
+    // Adding up a unit takes as long as some blocks: longer for more rows, while blocks of few dims are
+    // short.
+    static constexpr int kMinSegment = (Config::kRowTiles == 1 ? 4 : 16) * (Config::kHeadDim <= 64 ? 2 : 1);
 
     int32_t max_units_;
 };
