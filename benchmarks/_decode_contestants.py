@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from _decode_cases import Case
 from _decode_inputs import Inputs
+from _report import INVARIANT, OCTAVO
 
 import octavo
 
@@ -42,8 +43,9 @@ class Contestant(ABC):
 
 
 class Octavo(Contestant):
-    name = "octavo"
+    name = OCTAVO
     peer = False
+    batch_invariant = False
 
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
         packed = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": case.query_len}
@@ -60,6 +62,7 @@ class Octavo(Contestant):
                 softcap=case.softcap,
                 alibi_slopes=inputs.alibi_slopes,
                 return_lse=case.return_lse,
+                batch_invariant=self.batch_invariant,
                 out=inputs.out,
             )
 
@@ -69,6 +72,11 @@ class Octavo(Contestant):
             except TypeError as error:
                 raise UnsupportedError(f"not supported yet ({error})") from error
         return call
+
+
+class BatchInvariantOctavo(Octavo):
+    name = INVARIANT
+    batch_invariant = True
 
 
 class FlashAttention3(Contestant):
@@ -210,12 +218,12 @@ class FlashInfer(Contestant):
 
 
 def find_contestants(flashinfer: bool) -> list[Contestant]:
-    """Octavo, and whichever peers can be imported; says why of the others."""
+    """Octavo, in both modes, and whichever peers can be imported; says why of the others."""
     makers: dict[str, Callable[[], Contestant]] = {"FlashAttention-3": FlashAttention3}
     if flashinfer:
         makers["FlashInfer, CUDA cores"] = lambda: FlashInfer(use_tensor_cores=False)
         makers["FlashInfer, tensor cores"] = lambda: FlashInfer(use_tensor_cores=True)
-    contestants: list[Contestant] = [Octavo()]
+    contestants: list[Contestant] = [Octavo(), BatchInvariantOctavo()]
     for label, make in makers.items():
         try:
             contestants.append(make())
