@@ -72,7 +72,8 @@ def colours(page_map: NDArray[np.int64]) -> NDArray[np.float64]:
         if i < first_sequence:
             palette[i] = STATES[int(code)][1]
         else:
-            hue = (i - first_sequence) * 0.61803398875 % 1.0  # the golden ratio spreads hues evenly
+            turn = (i - first_sequence) * 0.61803398875 % 1.0  # the golden ratio spreads hues evenly
+            hue = 0.07 + 0.86 * turn  # red means something else
             palette[i] = colorsys.hls_to_rgb(hue, 0.58, 0.55)
     return palette[positions].reshape(*page_map.shape, 3)
 

@@ -78,6 +78,21 @@ def test_merge_states(library):
         np.testing.assert_array_equal(ours, expected)
 
 
+def test_copies(library):
+    here, there = normal(2, 5, 4, 1, 8), normal(2, 3, 4, 1, 8)
+    expected = here.copy(), there.copy()
+    copies = np.array([[4, 0], [1, 2]], np.int32)
+    arrays = [byref(Tensor.of(array)) for array in (*here, copies)]
+    library.call("copy_pages", *arrays, *(byref(Tensor.of(array)) for array in there), None)
+    expected[1][:, [0, 2]] = here[:, [4, 1]]
+    library.call("copy_pages", *arrays, None, None, None)
+    expected[0][:, [0, 2]] = here[:, [4, 1]]
+    np.testing.assert_array_equal(here, expected[0])
+    np.testing.assert_array_equal(there, expected[1])
+    with pytest.raises(OctavoError, match="copy_pages: to_k_pages and to_v_pages must be given together"):
+        library.call("copy_pages", *arrays, None, arrays[0], None)
+
+
 @pytest.mark.gpu
 def test_attention_on_a_gpu(library):
     torch = pytest.importorskip("torch")
