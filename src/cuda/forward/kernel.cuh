@@ -3,7 +3,8 @@
 // FlashAttention-2's partition (Dao 2023): a CTA owns one tile of rows of one KV head and one run of its
 // keys. A row is one query token of one query head; the rows of a tile run over the heads of the group first,
 // so that every group ratio fills the tile and shares each tile of K and V. Warps own rows of their own and
-// never exchange a score. V arrives during Q K^T, the next K during softmax and P V.
+// never exchange a score. K and V arrive a whole tile ahead; where there is no room for that, V during Q K^T
+// and the next K during softmax and P V.
 //
 // grid: x row tiles over the batch, y KV heads, z splits of the keys. With more than one split, partial
 // results go to the workspace and combine_kernel merges them.
@@ -54,6 +55,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Forward
     const int lane = threadIdx.x % 32;
     const bool partial = plan.num_splits > 1;
     const int64_t first_token = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : int64_t{batch} * p.seqlen_q;
+    __syncwarp();  // every lane has read the queries
     for_each_row<Config::kRowTiles>(rows, [&](const TileRow& row, int r) {
         const SoftmaxState state = softmax.state(r / 2, r % 2);
         const int row_index = 8 * r + lane / 4;
@@ -83,8 +85,8 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Forward
     });
     if (partial) return;
     __syncwarp();
-    const int chunk = plan.out_aligned ? 16 / sizeof(T) : 1,
-              lanes = plan.out_aligned ? Config::kLanesPerRow : 32;
+    const int chunk = plan.out_aligned ? 16 / sizeof(T) : 1;
+    const int lanes = plan.out_aligned ? Config::kLanesPerRow : 32;
     for (int i = lane / lanes; i < num_rows; i += 32 / lanes) {
         const TileRow row = rows[i];
         T* const target = static_cast<T*>(p.out) + seq.out_begin + row.token * p.out_token_stride +
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         const bool seen = view.sees_any(first_key, kKeys);
         constexpr int kRowsOfLane = 2 * Config::kRowTiles;
         KeptWeights<kRowsOfLane, kKeys / 8> kept;
-        if constexpr (kDropout) {
+        if (kDropout && seen) {
             const uint64_t first_head = p.dropout.head(row_tile.batch, p.num_q_heads, 0);
             kept.draw(p.dropout, first_key, [&](int r) {
                 const TileRow& row = rows[8 * r + threadIdx.x % 32 / 4];
