@@ -69,10 +69,14 @@ TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
     const int64_t num_q_heads = num_kv_heads * group_size;
     const bool packed = random.one_in(2);
     // Packed: the third sequence has no query, and NaN where its neighbours' tiles reach.
-    const auto lengths_q = packed ? random.pick<std::vector<int32_t>>({{70, 193, 0, 1}, {257, 1, 0, 300}})
-                                  : std::vector<int32_t>(2, random.pick({1, 64, 200, 333}));
-    const auto lengths_k = packed ? random.pick<std::vector<int32_t>>({{70, 450, 40, 129}, {257, 31, 7, 300}})
-                                  : std::vector<int32_t>(2, random.pick({1, 64, 200, 450}));
+    auto lengths_q = packed ? random.pick<std::vector<int32_t>>({{70, 193, 0, 1}, {257, 1, 0, 300}})
+                            : std::vector<int32_t>(2, random.pick({1, 64, 200, 333}));
+    auto lengths_k = packed ? random.pick<std::vector<int32_t>>({{70, 450, 40, 129}, {257, 31, 7, 300}})
+                            : std::vector<int32_t>(2, random.pick({1, 64, 200, 450}));
+    if (random.one_in(3)) {  // so many keys that other tiles serve, and pairs of CTAs
+        lengths_q = packed ? std::vector<int32_t>{130, 500, 0, 1} : std::vector<int32_t>(2, 505);
+        lengths_k = packed ? std::vector<int32_t>{130, 1203, 40, 640} : std::vector<int32_t>(2, 1033);
+    }
     const int64_t batch = lengths_q.size();
     Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), cu_seqlens_k(cumulative(lengths_k));
     const int64_t total_q = cu_seqlens_q.host.back(), total_k = cu_seqlens_k.host.back();
@@ -94,6 +98,10 @@ TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
     pick_masks(random, args);
     if (!args.causal && random.one_in(2)) args.window_right = random.pick({0, 60});
     const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4);
+    if (random.one_in(4)) {
+        args.dropout_p = 0.3;
+        args.dropout_seed = GetParam();
+    }
     auto run = [&](auto view) {
         auto tokens_of = [&](auto& mirror, DType dtype, int64_t total, int64_t heads) {
             return packed ? view(mirror, dtype, {total, heads, head_dim})
@@ -164,7 +172,7 @@ TEST_P(CudaTest, PagedPrefillAgreesWithTheCpu) {
 // The lengths at which a persistent kernel hands out several tiles to each SM.
 TEST(PrefillTest, LongSequencesAgreeWithTheCpu) {
     Random random(3);
-    for (const int64_t head_dim : {64, 128, 256}) {
+    for (const int64_t head_dim : {64, 128, 192, 256}) {
         for (const int64_t seqlen : {1000, 4097}) {
             const DType dtype = DType::bfloat16;
             const int64_t num_heads = 8;

@@ -93,7 +93,7 @@ void forward(const ForwardParams& p, void* stream) {
     if (p.total_q == 0 || p.batch == 0) return;
     const DeviceGuard guard(p.device.index);
     if (decode_serves(p)) return decode(p, static_cast<cudaStream_t>(stream));
-    if (!p.dropout.any() && prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
+    if (prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
     forward_sm80(p, shared_bytes_per_block(p.device.index), static_cast<cudaStream_t>(stream));
 }
 

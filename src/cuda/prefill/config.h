@@ -25,19 +25,15 @@ struct PrefillTiles {
 };
 
 constexpr PrefillTiles kPrefillTiles[] = {
-    {64, 4, 1, 64, 8, 2, false, 0},    {64, 3, 1, 128, 4, 2, false, 640}, {96, 3, 1, 80, 3, 2, false, 0},
-#ifdef P_128
-    {128, 2, 1, 64, 4, 2, P_128, 0},
-#else
-    {128, 2, 1, 128, 2, 2, true, 0},
-#endif
-    {128, 3, 1, 80, 3, 2, true, 0},    {192, 2, 1, 112, 2, 1, false, 0},  {192, 2, 2, 112, 2, 1, false, 512},
-    {256, 2, 1, 64, 2, 1, false, 0},
-#ifdef P_128
-    {256, 2, 2, 64, 2, 1, false, 512},
-#else
+    {64, 4, 1, 64, 8, 2, false, 0},      // short sequences: less waits for a tile's beginning and end
+    {64, 3, 1, 128, 4, 2, false, 640},   //
+    {96, 3, 1, 80, 3, 2, false, 0},      //
+    {128, 2, 1, 128, 2, 2, true, 0},     // short sequences, of which 192 rows would waste too many
+    {128, 3, 1, 80, 3, 2, true, 0},      //
+    {192, 2, 1, 112, 2, 1, false, 0},    //
+    {192, 2, 2, 112, 2, 1, false, 512},  //
+    {256, 2, 1, 64, 2, 1, false, 0},     //
     {256, 2, 2, 80, 2, 1, false, 512},
-#endif
 };
 
 constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups, int ctas) {
@@ -47,7 +43,10 @@ constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups, int ctas) {
     return {};
 }
 
-template <int kHeadDim_, int kConsumers_, int kCtas_, bool kAlibi_>
+// What has kernels of its own.
+enum class PrefillExtra { none, alibi, dropout };
+
+template <int kHeadDim_, int kConsumers_, int kCtas_, PrefillExtra kExtra_>
 struct PrefillConfig {
     static constexpr PrefillTiles kTiles = prefill_tiles(kHeadDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
@@ -57,8 +56,9 @@ struct PrefillConfig {
     static constexpr int kCtas = kCtas_;
     static constexpr int kTileBlocks = kCtas * kConsumers;  // of 64 rows
     static constexpr bool kChained = kTiles.chained;
-    // ALiBi has kernels of its own: as a branch it cost the others 2 to 7 % on an H200.
-    static constexpr bool kAlibi = kAlibi_;
+    // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
+    static constexpr bool kAlibi = kExtra_ == PrefillExtra::alibi;
+    static constexpr bool kDropout = kExtra_ == PrefillExtra::dropout;
     // Whether it is part of the product Q K^T: where instructions are scarcer than turns at the tensor cores.
     static constexpr bool kAlibiProduct = kAlibi && kHeadDim == 64;
     static constexpr int kKeys = kTiles.keys;
@@ -92,7 +92,8 @@ struct PrefillPlan {
     // A row tile holds for each warpgroup `heads` heads of one group (a divisor of the group size) at
     // `tokens` tokens: heads * tokens <= 64 rows, the heads of a token first.
     int32_t heads, tokens;
-    // Keys that one copy brings: a tile of them or half of it, or a divisor of the tile and the page size.
+    // Keys that one copy brings: a tile of them, half of it for a pair of CTAs, or a divisor of the tile and
+    // the page size.
     int32_t box_keys;
     FastDivide page_size;
 

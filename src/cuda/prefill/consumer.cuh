@@ -10,6 +10,7 @@
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
+#include "cuda/tile/dropout.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/types.h"
 
@@ -238,6 +239,8 @@ class PrefillConsumer {
                 continue;
             }
 
+            KeptWeights<2, Config::kKeys / 8> kept;
+            if constexpr (Config::kDropout) draw(kept, work, tiles.start(tile));
             ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
             wait_for_turn<Config>(group_);
             multiply_q_k(scores, q_ring_.slot);
@@ -247,7 +250,7 @@ class PrefillConsumer {
             release(shared_.k_empty, k_ring_);
             score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
             apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
-            pack_weights(scores, weights);
+            pack_weights(scores, kept, weights);
             --tile;
 
             // Scores of one tile, together with the product of the weights before with V. Past the first tile
@@ -270,6 +273,7 @@ class PrefillConsumer {
                     q_ring.advance();
                     ptx::mbarrier_wait(&shared_.q_full[q_ring.slot][group_], q_ring.parity);
                 }
+                if constexpr (Config::kDropout) draw(kept, work, tiles.start(tile));
                 ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
                 wait_for_turn<Config>(group_);
                 multiply_q_k(scores, q_ring.slot);
@@ -297,7 +301,7 @@ class PrefillConsumer {
                 } else {
                     end_p_v(out);
                 }
-                pack_weights(scores, weights);
+                pack_weights(scores, kept, weights);
                 --tile;
             }
             ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
@@ -386,10 +390,25 @@ class PrefillConsumer {
         release(shared_.v_empty, v_ring_);
     }
 
+    // Which weights of a tile dropout leaves.
+    __device__ __forceinline__ void draw(KeptWeights<2, Config::kKeys / 8>& kept, const PrefillWork& work,
+                                         int32_t first_key) {
+        const uint64_t first_head = p_.dropout.head(work.batch, p_.num_q_heads, work.first_head);
+        const int32_t first_token = work.first_token + block_ * plan_.tokens;
+        kept.draw(p_.dropout, first_key, [&](int half) {
+            const int32_t row = Rows::row(half);
+            return DropoutRow{first_head + row % plan_.heads, first_token + row / plan_.heads};
+        });
+    }
+
     __device__ __forceinline__ void pack_weights(const float (&scores)[kScores],
+                                                 const KeptWeights<2, Config::kKeys / 8>& kept,
                                                  uint32_t (&weights)[kWeights]) {
 #pragma unroll
-        for (int i = 0; i < kWeights; ++i) weights[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+        for (int i = 0; i < kWeights; ++i) {
+            weights[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+            if constexpr (Config::kDropout) weights[i] = kept.apply(weights[i], i % 2, i / 2);
+        }
     }
 
     // Once all weights are known: writes the LSE, and gives the factor that the result lacks.

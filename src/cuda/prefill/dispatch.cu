@@ -88,7 +88,7 @@ int64_t padded_blocks(const ForwardParams& p, const PrefillTiles& tiles) {
     const int32_t heads = choose_heads(p), blocks = tiles.warpgroups * tiles.ctas;
     if (!p.paged() || p.batch_invariant)
         return blocks * round_up_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
-    return blocks * round_up_divide(num_row_tiles(p, blocks, heads), num_sms(p.device.index) / tiles.ctas);
+    return blocks * round_up_divide(num_row_tiles(p, blocks, heads), num_sms(p.device.index));
 }
 
 // Whether `tiles` serve better than `before`, a row of the same head dim.
@@ -97,8 +97,9 @@ bool serve_better(const ForwardParams& p, const PrefillTiles& tiles, const Prefi
     if (p.window_left >= 0) keys = std::min<int64_t>(keys, p.window_left);
     // The width of a page table is its batch's.
     if (keys < tiles.from_keys && !(p.paged() && p.batch_invariant)) return false;
-    // The queries of a pair that stand far apart see different windows of keys.
-    if (tiles.ctas > 1 && p.window_left >= 0) return false;
+    // Pairs are for arrays that are not paged; and queries that stand far apart see different windows of
+    // keys.
+    if (tiles.ctas > 1 && (p.paged() || p.window_left >= 0)) return false;
     return 100 * padded_blocks(p, tiles) <= 106 * padded_blocks(p, before);
 }
 
@@ -114,10 +115,9 @@ const Instance* choose_instance(const ForwardParams& p) {
     return best;
 }
 
-// Keys that one copy brings; for a pair of CTAs, at most half of a tile.
+// Keys that one copy brings.
 int32_t box_keys(const ForwardParams& p, const PrefillTiles& tiles) {
-    const int32_t most = tiles.keys / tiles.ctas;
-    return p.paged() ? std::min(std::gcd(p.page_size, tiles.keys), most) : most;
+    return p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys / tiles.ctas;
 }
 
 // One array as the copy engine is to see it: [outer, token, head, column].
@@ -190,11 +190,12 @@ bool prefill_serves(const ForwardParams& p) {
     if (p.total_q == 0) return false;
     const Instance* instance = choose_instance(p);
     if (!instance || compute_capability(p.device.index) != 90) return false;
+    if (p.dropout.any() && p.alibi_slopes) return false;  // no kernel has both
     if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
     const int64_t row_tiles =
         num_row_tiles(p, instance->tiles.warpgroups * instance->tiles.ctas, choose_heads(p));
     // With row tiles for half of the SMs at most, keys are better split.
-    const bool few_row_tiles = 2 * instance->tiles.ctas * row_tiles <= num_sms(p.device.index);
+    const bool few_row_tiles = 2 * row_tiles <= num_sms(p.device.index);
     if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || (few_row_tiles && !p.batch_invariant)))
         return false;
     const Operands operands(p);

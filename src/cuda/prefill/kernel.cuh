@@ -1,7 +1,7 @@
 // Attention forward on Hopper's tensor cores (sm_90a): dense, packed or paged.
 //
 // FlashAttention-3's schedule (Shah et al. 2024) in plain CUDA: one producer warpgroup moves tiles between
-// global and shared memory with the copy engine; two or three consumer warpgroups own 64 rows each and
+// global and shared memory with the copy engine; two to four consumer warpgroups own 64 rows each and
 // multiply with wgmma. A consumer's softmax of one tile runs under its own product of the weights before
 // with V, and under the products of the other consumers, which take turns at the tensor cores.
 //

@@ -33,9 +33,11 @@ void launch_prefill_kernel(const ForwardParams& params, const PrefillPlan& plan,
 template <class T, int kHeadDim, int kWarpgroups, int kCtas>
 void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
                     cudaStream_t stream) {
-    const auto launch = params.alibi_slopes
-                            ? launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, true>>
-                            : launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, false>>;
+    auto launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::none>>;
+    if (params.alibi_slopes)
+        launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::alibi>>;
+    if (params.dropout.any())
+        launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::dropout>>;
     launch(params, plan, num_ctas, stream);
 }
 

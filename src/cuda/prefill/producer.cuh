@@ -45,21 +45,20 @@ class KeyLoader {
         const bool elected = ptx::elect_one();
         const int32_t rows = loaded_rows(first_key);
         if (elected) ptx::mbarrier_arrive_expect(full, rows * Config::kColumnBlocks * Config::kRowBytes);
-        // The CTAs of a pair take the boxes by turns.
-        bool mine = elected && (Config::kCtas == 1 || ptx::cluster_rank() == 0);
         if (p_.paged()) {
             int32_t offset = plan_.page_size.remainder(first_key);  // in its page
             for (int32_t box = 0, row = 0; row < rows; ++box, row += plan_.box_keys) {
                 const int32_t page = __shfl_sync(~0u, pages, box);
                 const int32_t used = min(work_.seqlen_k - (first_key + row - offset), p_.page_size);
-                if (mine) {
+                if (elected) {
                     load_box(map, tile + row * Config::kRowBytes, full, p_.page_size - used + offset, used,
                              page);
                 }
                 offset = offset + plan_.box_keys == p_.page_size ? 0 : offset + plan_.box_keys;
-                if (Config::kCtas > 1) mine = elected && !mine;
             }
         } else {
+            // The CTAs of a pair load one half each, for both.
+            bool mine = elected && (Config::kCtas == 1 || ptx::cluster_rank() == 0);
             for (int32_t row = 0; row < rows; row += Config::kKeys / Config::kCtas) {
                 if (mine) {
                     load_box(map, tile + row * Config::kRowBytes, full,
