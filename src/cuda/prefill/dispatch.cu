@@ -82,12 +82,11 @@ int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan, int64_t 
 }
 
 // Blocks of 64 rows that an instance works through, those wasted included, for a comparison of instances.
-// Dense and packed arrays, and where a batch may not matter: over one sequence of the given length, so that
-// the choice does not depend on the batch. Paged: how long the SMs take in rounds of one row tile each.
+// Dense and packed arrays: over one sequence of the given length, so that the choice does not depend on the
+// batch. Paged: how long the SMs take in rounds of one row tile each.
 int64_t padded_blocks(const ForwardParams& p, const PrefillTiles& tiles) {
     const int32_t heads = choose_heads(p), blocks = tiles.warpgroups * tiles.ctas;
-    if (!p.paged() || p.batch_invariant)
-        return blocks * round_up_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
+    if (!p.paged()) return blocks * round_up_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
     return blocks * round_up_divide(num_row_tiles(p, blocks, heads), num_sms(p.device.index));
 }
 
@@ -95,8 +94,7 @@ int64_t padded_blocks(const ForwardParams& p, const PrefillTiles& tiles) {
 bool serve_better(const ForwardParams& p, const PrefillTiles& tiles, const PrefillTiles& before) {
     int64_t keys = p.window_right >= 0 ? p.seqlen_k - std::min(p.seqlen_q, p.seqlen_k) / 2 : p.seqlen_k;
     if (p.window_left >= 0) keys = std::min<int64_t>(keys, p.window_left);
-    // The width of a page table is its batch's.
-    if (keys < tiles.from_keys && !(p.paged() && p.batch_invariant)) return false;
+    if (keys < tiles.from_keys) return false;
     // Pairs are for arrays that are not paged; and queries that stand far apart see different windows of
     // keys.
     if (tiles.ctas > 1 && (p.paged() || p.window_left >= 0)) return false;
@@ -191,12 +189,13 @@ bool prefill_serves(const ForwardParams& p) {
     const Instance* instance = choose_instance(p);
     if (!instance || compute_capability(p.device.index) != 90) return false;
     if (p.dropout.any() && p.alibi_slopes) return false;  // no kernel has both
+    // Of paged arrays, a sequence's last bits have been seen to differ from those that it has alone.
+    if (p.batch_invariant) return false;
     if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
     const int64_t row_tiles =
         num_row_tiles(p, instance->tiles.warpgroups * instance->tiles.ctas, choose_heads(p));
     // With row tiles for half of the SMs at most, keys are better split.
-    const bool few_row_tiles = 2 * row_tiles <= num_sms(p.device.index);
-    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || (few_row_tiles && !p.batch_invariant)))
+    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || 2 * row_tiles <= num_sms(p.device.index)))
         return false;
     const Operands operands(p);
     return row_tiles + int64_t{p.num_q_heads} * p.batch < kMaxIndex && operands.q.movable(p.dtype) &&
