@@ -288,6 +288,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
             segments.add(state, own.item, at, min(at + size, own.end));
             if (!alone) break;
             if (at > own.begin) state.add_to(piece);
+            __syncwarp();  // the piece has been read
             if (at + size < own.end) {
                 state.leave(piece);
                 __syncwarp();

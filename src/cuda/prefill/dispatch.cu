@@ -189,8 +189,7 @@ bool prefill_serves(const ForwardParams& p) {
     const Instance* instance = choose_instance(p);
     if (!instance || compute_capability(p.device.index) != 90) return false;
     if (p.dropout.any() && p.alibi_slopes) return false;  // no kernel has both
-    // Of paged arrays, a sequence's last bits have been seen to differ from those that it has alone.
-    if (p.batch_invariant) return false;
+    if (p.batch_invariant) return false;  // what follows, and the choice of an instance, depend on the batch
     if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
     const int64_t row_tiles =
         num_row_tiles(p, instance->tiles.warpgroups * instance->tiles.ctas, choose_heads(p));
