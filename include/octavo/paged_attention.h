@@ -32,7 +32,8 @@ struct PagedAttentionArgs {
     std::optional<float> k_scale;  // multiplies what is stored, per tensor
     std::optional<float> v_scale;
     std::optional<int64_t> num_splits;  // runs of keys worked on at once; default: chosen
-    // A sequence's bits depend on the sequence alone, and on max_seqlen_q, not on its batch.
+    // A sequence's bits depend on the sequence alone, and on max_seqlen_q (which packed queries must give
+    // then), not on its batch.
     bool batch_invariant = false;
     void* stream = nullptr;
 };

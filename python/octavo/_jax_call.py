@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ _OPTION_TYPES: dict[str, type] = {
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits"), int),
     **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale"), float),
 }
+_CHOSEN_IF_NONE = {"max_seqlen_q", "max_seqlen_k", "softmax_scale", "k_scale", "v_scale", "num_splits"}
 _ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
@@ -83,11 +84,35 @@ COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_page
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
 
 
+def _vary(result: jax.Array, arrays: _Arrays) -> jax.Array:
+    """Inside shard_map: differs from device to device over the mesh axes over which an argument does."""
+    if not hasattr(jax, "typeof"):  # before 0.6; shard_map without check_rep then asks for nothing
+        return result
+
+    def axes(x: jax.Array) -> frozenset[str]:
+        kind: Any = jax.typeof(x)
+        if hasattr(kind, "manual_axis_type"):
+            kind = kind.manual_axis_type
+            return frozenset(kind.varying)
+        return frozenset(getattr(kind, "vma", ()))
+
+    new = frozenset[str]().union(*map(axes, arrays.values())) - axes(result)
+    if not new:
+        return result
+    lax: Any = jax.lax
+    if hasattr(lax, "pcast"):
+        return cast("jax.Array", lax.pcast(result, tuple(new), to="varying"))
+    return cast("jax.Array", lax.pvary(result, tuple(new)))
+
+
 def _call_xla(
     op: Operator, arrays: _Arrays, options: Mapping[str, Option], return_lse: bool
 ) -> tuple[jax.Array, ...]:
     results = op.results(arrays, return_lse)
     described: dict[str, jax.Array | jax.ShapeDtypeStruct] = {**arrays, **results}
+    for name, x in described.items():
+        if not all(isinstance(length, int) for length in x.shape):
+            raise TypeError(f"{op.name}: {name} must have a known shape; got {x.shape}")
     _core.check_xla_call(
         op.name, [(name, str(x.dtype), tuple(x.shape)) for name, x in described.items()], dict(options)
     )
@@ -98,7 +123,8 @@ def _call_xla(
         input_output_aliases={names.index(name): i for i, name in enumerate(results) if name in arrays},
     )
     attributes = {name: _ATTRIBUTE_TYPES[type(value)](value) for name, value in options.items()}
-    return tuple(call(*arrays.values(), arrays=" ".join([*arrays, *results]), **attributes))
+    outs = call(*arrays.values(), arrays=" ".join([*arrays, *results]), **attributes)
+    return tuple(_vary(out, arrays) for out in outs)
 
 
 @functools.cache
@@ -129,7 +155,9 @@ def _function(
         }
         folded = op.fold(mapped, shared)
         outs = _function(op, tuple({**bounds, **dict(options)}.items()), return_lse)(folded)
-        results = tuple(out.reshape(axis_size, out.shape[0] // axis_size, *out.shape[1:]) for out in outs)
+        one = {name: jax.ShapeDtypeStruct(x.shape[is_mapped[name] :], x.dtype) for name, x in arrays.items()}
+        shapes = [x.shape for x in op.results(cast("_Arrays", one), return_lse).values()]
+        results = tuple(out.reshape(axis_size, *shape) for out, shape in zip(outs, shapes, strict=True))
         return results, tuple(True for _ in results)
 
     differentiable = jax.custom_jvp(call)
@@ -166,5 +194,9 @@ def run(
     return_lse: bool = False,
 ) -> tuple[jax.Array, ...]:
     given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
-    numbers = tuple((name, _option(op.name, name, x)) for name, x in options.items() if x is not None)
+    numbers = tuple(
+        (name, _option(op.name, name, x))
+        for name, x in options.items()
+        if x is not None or name not in _CHOSEN_IF_NONE
+    )
     return _function(op, numbers, return_lse)(given)

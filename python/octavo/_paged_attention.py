@@ -116,7 +116,8 @@ def paged_attention(
         v_scale: multiplies what v_pages holds. Default: 1.
         num_splits: runs of keys worked on at once, from 1 to 1024 (Flash-Decoding). Default: chosen.
         batch_invariant: the bits of a sequence's result depend on that sequence and on max_seqlen_q alone,
-            neither on the other sequences of the batch nor on its place among them. Always so on the CPU.
+            neither on the other sequences of the batch nor on its place among them; packed q needs
+            max_seqlen_q then. Always so on the CPU.
             Default: False, which is faster on a GPU, most so for few short sequences.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address

@@ -16,8 +16,9 @@ as JAX's own error with Octavo's message.
 
 Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
 gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that
-the operators have. There is no backward yet: differentiating raises TypeError. Nor is there dropout, or a
-copy between two caches.
+the operators have; packed arrays that are mapped must be full, ``cu_seqlens[-1]`` their length, since what
+is left over would be the last sequence's. There is no backward yet: differentiating raises TypeError. Nor is
+there dropout, or a copy between two caches.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ def paged_attention(
         k_scale: multiplies what k_pages holds. Default: 1.
         v_scale: multiplies what v_pages holds. Default: 1.
         num_splits: runs of keys worked on at once, from 1 to 1024. Default: chosen.
-        batch_invariant: the bits of a sequence's result do not depend on its batch. Default: False.
+        batch_invariant: the bits of a sequence's result do not depend on its batch; packed q needs
+            max_seqlen_q then. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:

@@ -291,8 +291,11 @@ ForwardParams check_paged_attention(const PagedAttentionArgs& args) {
     check.length("total_q", p.total_q);
     if (args.cu_seqlens_q) {
         p.seqlen_q = check_max_seqlen(check, "max_seqlen_q", args.max_seqlen_q, p.total_q);
-        // Kernels are chosen by it: it must not depend on the batch's total.
-        if (args.batch_invariant && args.max_seqlen_q) p.seqlen_q = static_cast<int32_t>(*args.max_seqlen_q);
+        if (args.batch_invariant) {  // kernels are chosen by it: it must not depend on the batch's total
+            if (!args.max_seqlen_q)
+                fail<ValueError>(p.op, "batch_invariant needs max_seqlen_q with packed queries");
+            p.seqlen_q = static_cast<int32_t>(*args.max_seqlen_q);
+        }
         p.cu_seqlens_q = set_cu_seqlens(check, "cu_seqlens_q", *args.cu_seqlens_q, batch, p.total_q,
                                         "max_seqlen_q", p.seqlen_q);
     } else {

@@ -567,6 +567,13 @@ CASES = [
     case(*P, ValueError, "num_splits must lie in [1, 1024]; got 0", num_splits=0),
     case(*P, ValueError, "num_splits must lie in [1, 1024]; got 1025", num_splits=1025),
     case(
+        *P,
+        ValueError,
+        "batch_invariant needs max_seqlen_q with packed queries",
+        cu_seqlens_q=i32([0, 1, 2]),
+        batch_invariant=True,
+    ),
+    case(
         *P, ValueError, "seq_lens[0] must lie in [0, max_pages * page_size = 8]; got 9", seq_lens=i32([9, 1])
     ),
     case(

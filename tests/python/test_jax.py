@@ -419,3 +419,50 @@ def test_empty_arrays():
     assert out.shape == (0, 4, HEAD_DIM)
     pages = cache()
     assert_same(octavo.jax.copy_pages(**pages, copies=np.zeros((0, 2), np.int32)), tuple(pages.values()))
+
+
+def test_results_vary_inside_shard_map():
+    """Who differentiates around a result learns that it differs from device to device; so does a scan."""
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("JAX before 0.6")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+    q = jnp.ones((1, 3, 2, 16))
+
+    def attend(q):
+        return octavo.jax.attention(q, q, q)
+
+    with pytest.raises(ValueError, match=r"(?i)replicat|vma|var"):
+        jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())(q)
+
+    def loop(pages, tokens):
+        table, lens = jnp.array([[0, 1]], jnp.int32), jnp.array([1], jnp.int32)
+
+        def step(pages, token):
+            return octavo.jax.append_kv(token, token, *pages, table, lens), token
+
+        return jax.lax.scan(step, (pages, pages), tokens)[0][0]
+
+    pages, tokens = jnp.zeros((2, 4, 1, 16)), jnp.ones((3, 1, 1, 16))
+    heads = jax.sharding.PartitionSpec(None, None, "x")
+    written = jax.shard_map(loop, mesh=mesh, in_specs=(heads, heads), out_specs=heads)(pages, tokens)
+    assert (written[0, 0] == 1).all()
+
+
+def test_axes_of_no_length_are_mapped():
+    q = jnp.zeros((0, 2, 3, 2, 16))
+    assert jax.vmap(octavo.jax.attention)(q, q, q).shape == q.shape
+
+
+def test_none_is_no_mask():
+    q = jnp.ones((1, 3, 2, 16))
+    with pytest.raises(TypeError, match="attention: causal must be a bool; got NoneType"):
+        octavo.jax.attention(q, q, q, causal=None)
+
+
+def test_symbolic_shapes_are_refused():
+    export = pytest.importorskip("jax.export")
+    (batch,) = export.symbolic_shape("batch")
+    shape = jax.ShapeDtypeStruct((batch, 3, 2, 16), jnp.float32)
+    with pytest.raises(TypeError, match=r"attention: \w+ must have a known shape; got"):
+        export.export(jax.jit(octavo.jax.attention))(shape, shape, shape)

@@ -28,7 +28,7 @@ class SegmentQueue {
     __device__ SegmentQueue(const WarpQueue<Config>& queue, Copier<T, Config, Walk>& copier,
                             const Schedule<Config::kThreads>& schedule, const Walk& walk)
         : queue_(queue), copier_(copier), copying_(copier.begin(schedule, walk)) {
-        at_ = copier_.segment().begin;
+        if (copying_) at_ = copier_.segment().begin;
 #pragma unroll
         for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
     }
@@ -76,7 +76,7 @@ class SegmentQueue {
     const WarpQueue<Config>& queue_;
     Copier<T, Config, Walk>& copier_;
     bool copying_;
-    int32_t at_;  // the next block to copy
+    int32_t at_ = 0;  // the next block to copy
     int stage_ = 0, copied_queries_ = -1, queries_ = -1;
     int32_t item_begin_ = -1;  // of the item whose queries are in use
 };
@@ -212,7 +212,9 @@ class UnitMerge {
             arrived += count;
             if (arrived == units) *counter = 0;
         }
-        return __shfl_sync(~0u, arrived, 0) == units;
+        const bool is_last = __shfl_sync(~0u, arrived, 0) == units;
+        __syncwarp();  // what lane 0 acquired, all lanes see
+        return is_last;
     }
 
     // All units of an item that CTAs share, in their order, to its result.

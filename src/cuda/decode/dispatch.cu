@@ -61,6 +61,13 @@ bool within_reach(DType dtype, std::initializer_list<Axis> axes) {
     return last / (16 / size_of(dtype)) < (int64_t{1} << 32);
 }
 
+// How many sequences a launch takes, whose blocks it counts in 32 bits.
+int32_t sequences_at_once(const ForwardParams& p) {
+    constexpr int64_t kMaxBlocks = (int64_t{1} << 30) - 1;
+    const int64_t blocks = (int64_t{p.seqlen_k} / kBlockKeys + 1) * std::max(p.num_kv_heads, 1);
+    return static_cast<int32_t>(std::min<int64_t>(kMaxBlocks / blocks, kMaxDecodeBatch));
+}
+
 // `count` sequences of the batch.
 ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
     p.batch = count;
@@ -93,9 +100,7 @@ std::vector<std::string> decode_instances() {
 bool decode_serves(const ForwardParams& p) {
     const Instance* instance = choose_instance(p);
     if (!instance || !p.paged() || p.num_splits != 0) return false;
-    const int64_t max_blocks =
-        (int64_t{p.seqlen_k} / kBlockKeys + 1) * std::min(p.batch, kMaxDecodeBatch) * p.num_kv_heads;
-    return max_blocks < (int64_t{1} << 30) && p.num_kv_heads <= (1 << 16) &&
+    return sequences_at_once(p) > 0 && p.num_kv_heads <= (1 << 16) &&
            within_reach(p.dtype, {{p.num_pages, p.k_outer_stride},
                                   {p.page_size, p.k_token_stride},
                                   {p.num_kv_heads, p.k_head_stride}}) &&
@@ -114,8 +119,9 @@ bool decode_serves(const ForwardParams& p) {
 
 void decode(const ForwardParams& p, cudaStream_t stream) {
     const Instance& instance = *choose_instance(p);
-    for (int32_t first = 0; first < p.batch; first += kMaxDecodeBatch) {
-        const ForwardParams part = sequences(p, first, std::min(p.batch - first, kMaxDecodeBatch));
+    const int32_t at_once = sequences_at_once(p);
+    for (int32_t first = 0; first < p.batch; first += at_once) {
+        const ForwardParams part = sequences(p, first, std::min(p.batch - first, at_once));
         (p.batch_invariant ? instance.launch_batch_invariant : instance.launch)(part, stream);
     }
 }
