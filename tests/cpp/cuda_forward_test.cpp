@@ -30,17 +30,7 @@ void expect_agreement(Args args, Set set, const Mirror<uint16_t>& out, const Mir
         lse.upload(std::vector<float>(lse.host.size(), NAN));
         cuda::forward_sm80(checked(args), shared_bytes, nullptr);
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-        std::vector<uint16_t> gpu_rows, cpu_rows;
-        const std::vector<uint16_t> gpu = out.fetch();
-        for (size_t i = 0; i < gpu.size(); ++i) {
-            if (static_cast<int64_t>(i) % row < head_dim) {
-                gpu_rows.push_back(gpu[i]);
-                cpu_rows.push_back(out.host[i]);
-            } else {
-                ASSERT_TRUE(std::isnan(from_bits(gpu[i], dtype))) << "the gap at " << i << " was written";
-            }
-        }
-        expect_close(gpu_rows, cpu_rows, dtype);
+        expect_rows_close(out.fetch(), out.host, dtype, head_dim, row);
         expect_close(lse.fetch(), lse.host);
     }
 }

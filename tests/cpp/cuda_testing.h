@@ -102,6 +102,21 @@ inline void expect_close(const std::vector<float>& gpu, const std::vector<float>
     }
 }
 
+// The same of rows of head_dim elements at a stride of `row`, between which nothing was written.
+inline void expect_rows_close(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& cpu, DType dtype,
+                              int64_t head_dim, int64_t row) {
+    std::vector<uint16_t> gpu_rows, cpu_rows;
+    for (size_t i = 0; i < gpu.size(); ++i) {
+        if (static_cast<int64_t>(i) % row < head_dim) {
+            gpu_rows.push_back(gpu[i]);
+            cpu_rows.push_back(cpu[i]);
+        } else {
+            ASSERT_TRUE(std::isnan(from_bits(gpu[i], dtype))) << "the gap at " << i << " was written";
+        }
+    }
+    expect_close(gpu_rows, cpu_rows, dtype);
+}
+
 // A paged cache of random lengths on shuffled pages.
 struct Cache {
     Cache(Random& random, std::vector<int32_t> lengths, int64_t page_size, int64_t num_kv_heads,
