@@ -73,14 +73,6 @@ size_t shared_bytes_per_block(int32_t device) {
     return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-Workspace::Workspace(size_t bytes, cudaStream_t stream) : stream_(stream) {
-    if (bytes > 0) check(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
-}
-
-Workspace::~Workspace() {
-    if (pointer_) cudaFreeAsync(pointer_, stream_);
-}
-
 void require_usable() {
     static std::atomic<bool> known_usable{false};  // every call asks
     if (known_usable.load(std::memory_order_relaxed)) return;
@@ -113,9 +105,9 @@ void* mapped_host_memory(void* address, uintptr_t begin, uintptr_t end, int32_t 
     return is_pinned ? mapped(address) : nullptr;
 }
 
-int32_t device_of(void* stream) {
+int32_t current_device() {
     int device = 0;
-    check(cudaStreamGetDevice(as_stream(stream), &device), "cudaStreamGetDevice");
+    check(cudaGetDevice(&device), "cudaGetDevice");
     return device;
 }
 

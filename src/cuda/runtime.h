@@ -46,20 +46,4 @@ class PerDevice {
     std::map<int32_t, Value> values_;
 };
 
-// Device memory that lives from here to here in the order of `stream`; inside a graph capture it becomes
-// part of the graph.
-class Workspace {
-  public:
-    Workspace(size_t bytes, cudaStream_t stream);
-    ~Workspace();
-    Workspace(const Workspace&) = delete;
-    Workspace& operator=(const Workspace&) = delete;
-
-    float* floats() const { return static_cast<float*>(pointer_); }
-
-  private:
-    void* pointer_ = nullptr;
-    cudaStream_t stream_;
-};
-
 }  // namespace octavo::cuda
