@@ -69,6 +69,19 @@ int32_t compute_capability(int32_t device) {
 
 int64_t l2_bytes(int32_t device) { return attribute(cudaDevAttrL2CacheSize, device); }
 
+bool has_dependent_launch(const void* kernel) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+    return attributes.ptxVersion >= 90;
+}
+
+cudaLaunchAttribute dependent_launch() {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return attribute;
+}
+
 size_t shared_bytes_per_block(int32_t device) {
     return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }

@@ -1,0 +1,134 @@
+"""What paged_attention refuses, word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from refusals import (
+    MAX_LENGTH,
+    PAGES,
+    Arguments,
+    P,
+    case,
+    check_refused,
+    f32,
+    i32,
+    long,
+    memory,
+    read_only,
+    refusals,
+)
+
+CASES = [
+    # paged_attention
+    case(
+        *P,
+        ValueError,
+        "q must have shape [batch, num_q_heads, head_dim]; got [2, 1, 4, 8]",
+        q=f32(2, 1, 4, 8),
+    ),
+    case(
+        *P,
+        ValueError,
+        "q must have shape [total_q, num_q_heads, head_dim]; got [2, 1, 4, 8]",
+        q=f32(2, 1, 4, 8),
+        cu_seqlens_q=i32([0, 1, 2]),
+    ),
+    case(*P, ValueError, f"k_pages must have shape {PAGES}; got [12, 2, 8]", k_pages=f32(12, 2, 8)),
+    case(*P, ValueError, f"v_pages must have shape {PAGES}; got [12, 2, 8]", v_pages=f32(12, 2, 8)),
+    case(
+        *P,
+        TypeError,
+        "k_pages must be float32 like q; got float16",
+        k_pages=np.ones((3, 4, 2, 8), np.float16),
+    ),
+    case(
+        *P,
+        ValueError,
+        "v_pages must have the shape of k_pages [3, 4, 2, 8]; got [2, 4, 2, 8]",
+        v_pages=f32(2, 4, 2, 8),
+    ),
+    case(*P, ValueError, "num_q_heads (3) must be a multiple of num_kv_heads (2)", q=f32(2, 3, 8)),
+    case(
+        *P, ValueError, "page_size (0) must be at least 1", k_pages=f32(3, 0, 2, 8), v_pages=f32(3, 0, 2, 8)
+    ),
+    case(*P, ValueError, "page_table must have shape [batch, max_pages]; got [2]", page_table=i32([2, 1])),
+    case(*P, ValueError, "seq_lens must have shape [batch]; got [1, 2]", seq_lens=i32([[5, 1]])),
+    case(*P, ValueError, "batch of seq_lens (1) must equal that of page_table (2)", seq_lens=i32([5])),
+    case(*P, ValueError, "batch of q (3) must equal that of page_table (2)", q=f32(3, 4, 8)),
+    case(*P, ValueError, "max_seqlen_q belongs to packed queries; give cu_seqlens_q too", max_seqlen_q=1),
+    case(
+        *P,
+        ValueError,
+        "cu_seqlens_q[2] must equal the number of packed tokens (2); got 3",
+        cu_seqlens_q=i32([0, 1, 3]),
+    ),
+    case(*P, ValueError, "k_scale must be finite; got nan", k_scale=float("nan")),
+    case(*P, ValueError, "v_scale must be finite; got inf", v_scale=float("inf")),
+    case(
+        *P,
+        ValueError,
+        "softmax_scale * k_scale (inf) and softcap (0) must neither overflow nor vanish in float32",
+        softmax_scale=1e20,
+        k_scale=1e20,
+    ),
+    case(
+        *P,
+        ValueError,
+        f"seq_lens[1] must be at most {MAX_LENGTH}; got {MAX_LENGTH + 1}",
+        k_pages=long(1, MAX_LENGTH, 2, 8),
+        v_pages=long(1, MAX_LENGTH, 2, 8),
+        page_table=i32([[0, 0], [0, 0]]),
+        seq_lens=i32([1, MAX_LENGTH + 1]),
+    ),
+    case(*P, ValueError, "num_splits must lie in [1, 1024]; got 0", num_splits=0),
+    case(*P, ValueError, "num_splits must lie in [1, 1024]; got 1025", num_splits=1025),
+    case(
+        *P,
+        ValueError,
+        "batch_invariant needs max_seqlen_q with packed queries",
+        cu_seqlens_q=i32([0, 1, 2]),
+        batch_invariant=True,
+    ),
+    case(
+        *P, ValueError, "seq_lens[0] must lie in [0, max_pages * page_size = 8]; got 9", seq_lens=i32([9, 1])
+    ),
+    case(
+        *P,
+        ValueError,
+        "seq_lens[1] must lie in [0, max_pages * page_size = 8]; got -1",
+        seq_lens=i32([5, -1]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "page_table[0, 1] must lie in [0, num_pages = 3); got 3",
+        page_table=i32([[2, 3], [0, -1]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "page_table[1, 0] must lie in [0, num_pages = 3); got -1",
+        page_table=i32([[2, 1], [-1, 0]]),
+    ),
+    case(*P, ValueError, "window_left must be -1 (unbounded) or at least 0; got -3", window_left=-3),
+    case(*P, ValueError, "out must be writable; it is read-only", out=read_only(f32(2, 4, 8))),
+    *(
+        case(
+            *P,
+            ValueError,
+            f"out must not overlap {name} in memory",
+            **{"out": memory(63, 2, 4, 8), name: memory(0, *shape)},
+        )
+        for name, shape in (("q", (2, 4, 8)), ("k_pages", (3, 4, 2, 8)), ("v_pages", (3, 4, 2, 8)))
+    ),
+]
+
+
+@refusals(CASES)
+def test_refused(
+    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
+) -> None:
+    check_refused(op, make, overrides, error, message)
