@@ -43,9 +43,28 @@ struct DecodeLimits {
     }
 };
 
-template <class Config, class Kernel, class Plan>
-void launch_decode_kernel(Kernel kernel, const DecodeLimits& limits, bool pairs, const ForwardParams& params,
-                          const Plan& plan, cudaStream_t stream) {
+// What a launch wants beside its plan.
+struct DecodeNeeds {
+    size_t partial_rows, counters;
+    bool pairs = false;  // clusters of two
+};
+
+// `complete(plan, limits)` sets what is not common to all plans and tells what the launch needs.
+template <auto kKernel, class Config, class Plan, class Complete>
+void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Complete complete) {
+    static PerDevice<DecodeLimits> limits_of;
+    const DecodeLimits& limits = limits_of.get(
+        params.device.index, [&](int32_t device) { return DecodeLimits::ask<Config>(kKernel, device); });
+    Plan plan;
+    plan.group_size = FastDivide::by(params.group_size());
+    plan.page_size = FastDivide::by(params.page_size);
+    const DecodeNeeds needs = complete(plan, limits);
+    const KeptWorkspace workspace =
+        kept_workspace(params.device.index, stream, needs.partial_rows * Config::kPartialRow * sizeof(float),
+                       needs.counters);
+    plan.partial = static_cast<float*>(workspace.partial);
+    plan.counters = workspace.counters;
+
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(limits.num_ctas);
@@ -58,52 +77,34 @@ void launch_decode_kernel(Kernel kernel, const DecodeLimits& limits, bool pairs,
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
-    if (pairs) {
+    if (needs.pairs) {
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {2, 1, 1};
     }
-    check(cudaLaunchKernelEx(&config, kernel, params, plan), params.op);
+    check(cudaLaunchKernelEx(&config, kKernel, params, plan), params.op);
 }
 
 template <class T, int kHeadDim, int kRowTiles>
 void launch_decode(const ForwardParams& params, cudaStream_t stream) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
-    const auto kernel = decode_kernel<T, kHeadDim, kRowTiles>;
-    static PerDevice<DecodeLimits> limits_of;
-    const DecodeLimits& limits = limits_of.get(
-        params.device.index, [&](int32_t device) { return DecodeLimits::ask<Config>(kernel, device); });
-
-    DecodePlan plan;
-    plan.group_size = FastDivide::by(params.group_size());
-    plan.page_size = FastDivide::by(params.page_size);
-    plan.pairs = limits.pairs;
-    const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
-    const KeptWorkspace workspace =
-        kept_workspace(params.device.index, stream, 2 * rows * Config::kPartialRow * sizeof(float), rows);
-    plan.partial = static_cast<float*>(workspace.partial);
-    plan.counters = workspace.counters;
-    launch_decode_kernel<Config>(kernel, limits, limits.pairs, params, plan, stream);
+    launch_decode_kernel<decode_kernel<T, kHeadDim, kRowTiles>, Config, DecodePlan>(
+        params, stream, [](DecodePlan& plan, const DecodeLimits& limits) {
+            plan.pairs = limits.pairs;
+            const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
+            return DecodeNeeds{2 * rows, rows, limits.pairs};
+        });
 }
 
 template <class T, int kHeadDim, int kRowTiles>
 void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t stream) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
-    const auto kernel = batch_invariant_decode_kernel<T, kHeadDim, kRowTiles>;
-    static PerDevice<DecodeLimits> limits_of;
-    const DecodeLimits& limits = limits_of.get(
-        params.device.index, [&](int32_t device) { return DecodeLimits::ask<Config>(kernel, device); });
-
-    BatchInvariantPlan<Config> plan;
-    plan.group_size = FastDivide::by(params.group_size());
-    plan.page_size = FastDivide::by(params.page_size);
-    plan.units = Units<Config>(params.num_kv_heads);
-    const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
-    const KeptWorkspace workspace =
-        kept_workspace(params.device.index, stream,
-                       rows * plan.units.max_units() * Config::kPartialRow * sizeof(float), rows);
-    plan.partial = static_cast<float*>(workspace.partial);
-    plan.counters = workspace.counters;
-    launch_decode_kernel<Config>(kernel, limits, false, params, plan, stream);
+    using Plan = BatchInvariantPlan<Config>;
+    launch_decode_kernel<batch_invariant_decode_kernel<T, kHeadDim, kRowTiles>, Config, Plan>(
+        params, stream, [&](Plan& plan, const DecodeLimits& limits) {
+            plan.units = Units<Config>(params.num_kv_heads);
+            const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
+            return DecodeNeeds{rows * plan.units.max_units(), rows};
+        });
 }
 
 }  // namespace octavo::cuda
