@@ -100,6 +100,10 @@ void CudaDecodeTest::run(bool batch_invariant) {
                 own.out = own_out.on_gpu(dtype, {c.seqlen_q, num_q_heads, head_dim});
                 own.lse = own_lse.on_gpu(DType::float32, {c.seqlen_q, num_q_heads});
                 if (own.cu_seqlens_q) own.cu_seqlens_q->shape[0] = 2;
+                // Nor does the room in its table matter.
+                if (b % 2 == 1)
+                    own.page_table.shape[1] =
+                        std::max<int64_t>(1, (c.lengths[b] + page_size - 1) / page_size);
                 paged_attention(own);
                 const auto own_bits = own_out.fetch();
                 const auto in_batch = out_bits.begin() + b * rows * head_dim;
@@ -141,6 +145,15 @@ INSTANTIATE_TEST_SUITE_P(
         DecodeCase{"many_short", alike(150, 120), 8, 4},
         DecodeCase{"many_short_ragged", short_lengths(180), 7, 1},
         DecodeCase{"units_of_long_items", {20000, 300, 7000}, 2, 4},
+        // Batch-invariant: CTAs of several units of an item, of several items, items of several parts.
+        DecodeCase{"two_ctas_an_item", alike(8, 1300), 8, 4},
+        DecodeCase{"five_ctas_an_item", alike(3, 1501), 8, 2},
+        DecodeCase{"parts_of_items", alike(34, 600), 8, 1, 1, -1, 16},
+        DecodeCase{
+            "ragged_items_of_several_units", {900, 130, 260, 390, 40, 520, 1040, 129, 128, 127}, 16, 1},
+        DecodeCase{"parts_of_sixteen_rows", alike(18, 530), 8, 4, 4, -1, 16},
+        DecodeCase{"three_items_of_parts_a_cta", alike(50, 1040), 8, 4, 4, -1, 16},
+        DecodeCase{"ragged_sixteen_rows", {513, 65, 1100, 64, 300, 777}, 8, 2, 8},
         DecodeCase{"sixteen_rows", {300, 40, 1200}, 2, 4, 4},
         DecodeCase{"thirty_two_rows", {260, 1000, 90}, 2, 4, 8}, DecodeCase{"twenty_rows", {500, 31}, 1, 20}),
     [](const auto& info) { return info.param.name; });

@@ -18,9 +18,9 @@ class Copier {
     __device__ bool begin(const Schedule<Config::kThreads>& schedule, const Walk& walk) {
         schedule_ = &schedule;
         walk_ = &walk;
-        if (walk.empty()) return false;
-        next_segment_ = walk.first();
-        ask_for_pages();
+        next_ = walk.first();
+        if (!walk.settle(next_)) return false;
+        ask_for_pages(walk.segment(next_), false);
         begin_segment();
         return true;
     }
@@ -42,7 +42,7 @@ class Copier {
         const int32_t first_page = page_size_.quotient(first_key), page = page_size_.quotient(key);
         if (OCTAVO_RARE(first_page >= window_ + 64)) {  // past a gap between prefix and window
             next_window_ = first_page;
-            next_ids_ = load_ids(segment_.item, first_page, end_page_);
+            next_ids_ = load_ids(segment_.item, first_page, num_pages(seq_));
             window_ = first_page - 32;
         }
         if (first_page >= window_ + 32) next_pages();
@@ -53,7 +53,8 @@ class Copier {
 
     // The queries of the segment's item.
     __device__ void copy_queries(Rows<Config> q) const {
-        rows_.copy_queries(q, seq_, group_size_, segment_.item.sequence, segment_.item.kv_head);
+        const int32_t sequence = segment_.item.sequence;
+        rows_.copy_queries(q, schedule_->slice(sequence), group_size_, sequence, segment_.item.kv_head);
     }
 
   private:
@@ -71,7 +72,7 @@ class Copier {
     }
 
     __device__ void begin_segment() {
-        segment_ = next_segment_;
+        segment_ = walk_->segment(next_);
         asked_ = false;
         seq_ = schedule_->slice(segment_.item.sequence);
         tiles_ = key_blocks(seq_);
@@ -87,26 +88,36 @@ class Copier {
         window_ = next_window_;
         if (window_ + 32 < end_page_) {
             next_window_ = window_ + 32;
-            next_ids_ = load_ids(segment_.item, next_window_, end_page_);
+            next_ids_ = load_ids(segment_.item, next_window_, num_pages(seq_));
         }
     }
     // Once the segment's last page ids are in use, or its last block, which may reach into others.
     __device__ void ask_next_segment() {
         asked_ = true;
-        next_segment_ = segment_;
-        has_next_ = walk_->advance(next_segment_);
-        if (has_next_) ask_for_pages();
+        has_next_ = walk_->advance(next_) && walk_->settle(next_);
+        if (!has_next_) return;
+        const Segment next = walk_->segment(next_);
+        ask_for_pages(next, next.item.sequence == segment_.item.sequence);
     }
-    // The first ones of the next segment.
-    __device__ void ask_for_pages() {
-        const SequenceSlice seq = schedule_->slice(next_segment_.item.sequence);
+    // The first ones of the next segment, which may be here if it is of the same sequence.
+    __device__ void ask_for_pages(const Segment& next, bool same_sequence) {
+        const SequenceSlice seq = schedule_->slice(next.item.sequence);
         const KeyTiles tiles = key_blocks(seq);
-        next_window_ = page_size_.quotient(tiles.start(next_segment_.begin - next_segment_.item.begin));
-        next_ids_ = load_ids(next_segment_.item, next_window_, end_page(seq, tiles, next_segment_));
+        const int32_t first = page_size_.quotient(tiles.start(next.begin - next.item.begin));
+        if (same_sequence && first >= window_ && end_page(seq, tiles, next) <= window_ + 32) {
+            next_window_ = window_;
+            next_ids_ = ids_;
+            return;
+        }
+        next_window_ = first;
+        next_ids_ = load_ids(next.item, first, num_pages(seq));
     }
     __device__ uint32_t load_ids(const Item& item, int32_t first, int32_t end) const {
         const int32_t page = first + static_cast<int32_t>(threadIdx.x % 32);
         return page < end ? p_.page_table[item.sequence * p_.page_table_stride + page] : 0;
+    }
+    __device__ int32_t num_pages(const SequenceSlice& seq) const {
+        return page_size_.quotient(seq.see.seqlen_k + p_.page_size - 1);
     }
     // Behind the last page that the segment needs.
     __device__ int32_t end_page(const SequenceSlice& seq, const KeyTiles& tiles,
@@ -120,8 +131,9 @@ class Copier {
     RowCopier<T, Config> rows_;
     const Schedule<Config::kThreads>* schedule_ = nullptr;
     const Walk* walk_ = nullptr;
-    typename Walk::Position segment_, next_segment_;
-    bool asked_, has_next_;  // for the next segment; whether there is one
+    Segment segment_;
+    typename Walk::Position next_;  // where the walk is: until more is asked for, at this segment
+    bool asked_, has_next_;         // for the next segment; whether there is one
     SequenceSlice seq_;
     KeyTiles tiles_{Visibility{}, 0, 0, kBlockKeys};
     uint32_t head_offset_;

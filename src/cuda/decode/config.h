@@ -25,11 +25,12 @@ struct DecodeConfig {
     // A row of partial results: weighted sums of values, their maximum, the sum of the weights, padding.
     static constexpr int kPartialRow = kHeadDim + 4;
     // Blocks that a warp has on their way: up to 144 KB an SM, three times what HBM's latency asks for, and
-    // what fits beside the queries of as many items and the piece of an item that a warp sets aside.
+    // what fits beside the queries of as many items and the pieces of an item that a warp sets aside: one, or
+    // two where registers have no room for the second.
     static constexpr int kPieceBytes = kRows * (kPartialRow + 2) * 4;
     static constexpr int kStages =
         std::min(144 * 1024 / (16 * kWarps * kBlockChunks),
-                 (219 * 1024 / kWarps - kPieceBytes) / (16 * (kBlockChunks + kQueryChunks)));
+                 (219 * 1024 / kWarps - kRowTiles * kPieceBytes) / (16 * (kBlockChunks + kQueryChunks)));
     // A CTA's share is about so many blocks at least, 64 KB a tile of rows: smaller ones would cost more
     // merging than they save.
     static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / (16 * kBlockChunks), kWarps);

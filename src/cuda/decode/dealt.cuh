@@ -11,6 +11,7 @@
 
 #include "cuda/decode/dealt_merge.cuh"
 #include "cuda/decode/parameters.cuh"
+#include "cuda/decode/units.cuh"
 #include "cuda/ptx/grid_dependency.h"
 
 namespace octavo::cuda {
@@ -84,10 +85,15 @@ class DealtBlocks {
           rows_(rows),
           table_(p.page_table + sequence * p.page_table_stride),
           head_offset_(rows.head_offset(kv_head)),
-          stride_(stride),
-          next_window_(first) {
-        first_entry_ = entry(first);
+          stride_(stride) {
         keep(head_offset_);
+        start(first);
+    }
+
+    // Before begin().
+    __device__ void start(int32_t first) {
+        next_window_ = first;
+        first_entry_ = entry(first);
         keep(first_entry_);
     }
 
@@ -135,7 +141,13 @@ class DealtBlocks {
     uint32_t ids_ = 0, next_ids_ = 0;
 };
 
-template <class T, int kHeadDim, int kRowTiles, int kCtas>
+// The blocks of a warp: [first, end), `stride` apart.
+struct DealtShare {
+    int32_t first, end, stride;
+};
+
+// Batch-invariant, a CTA has one unit and a warp one leaf of it (units.cuh).
+template <class T, int kHeadDim, int kRowTiles, int kCtas, bool kBatchInvariant>
 __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThreads, kCtas)
     dealt_decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DealtPlan plan) {
     using Config = DealtConfig<kHeadDim, kRowTiles, kCtas>;
@@ -144,7 +156,9 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
     const int warp =
         __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
     const int32_t kv_head = blockIdx.x, sequence = blockIdx.y, part = blockIdx.z;
-    const int32_t first = part + plan.num_parts * warp, stride = plan.num_parts * Config::kWarps;
+    DealtShare share{part + plan.num_parts * warp, 0, plan.num_parts * Config::kWarps};
+    // Of short sequences this is known without their lengths.
+    if (kBatchInvariant) share = {(part * Config::kWarps + warp) * Units<Config>::kMinLeaf, 0, 1};
     const bool is_merger = part >= plan.num_parts;
 
     // The others tell so when they have read all: the next launch's CTAs would take places unevenly before.
@@ -152,25 +166,41 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
     touch_parameters(p);
     const RowCopier<T, Config> rows(p);
     const QueryCopier<T, Config> query_copier(p, plan.group_size, rows, kv_head, warp);
-    DealtBlocks<T, Config> blocks(p, plan, rows, sequence, kv_head, first, stride);
+    DealtBlocks<T, Config> blocks(p, plan, rows, sequence, kv_head, share.first, share.stride);
     DealtSequence own;
     ItemState<T, Config, DealtSequence> state(p, plan.group_size, own);
     const Rows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].tiles);
     ptx::wait_for_previous_grid();
 
-    const int32_t seqlen_k = ptx::load_relaxed(p.seq_lens + sequence);
+    const int32_t seqlen_k = min(ptx::load_relaxed(p.seq_lens + sequence), p.seqlen_k);
     if (!is_merger) blocks.begin();
+    if (kBatchInvariant) touch_page_table(p, plan.page_size);
     own = DealtSequence::make(p, sequence);
     if (!is_merger) query_copier.copy(queries, own.seq, sequence);
     ptx::cp_async_commit();
     own.seq.see.seqlen_k = seqlen_k;
     const int32_t num_blocks = (static_cast<uint32_t>(max(seqlen_k, 0)) + (kBlockKeys - 1)) / kBlockKeys;
-    const int32_t num_parts = max(1, min(num_blocks, plan.num_parts));  // of no blocks, one CTA tells
+    int32_t num_parts = max(1, min(num_blocks, plan.num_parts));  // of no blocks, one CTA tells
+    int32_t leaves = Config::kWarps, parts_at_once = 1;
+    share.end = num_blocks;
+    if constexpr (kBatchInvariant) {
+        const auto cut = Units<Config>::of_log2(plan.max_units_log2).cut(max(num_blocks, 1));
+        num_parts = max(cut.num_units(num_blocks), 1);
+        parts_at_once = cut.part;
+        const int32_t begin = part * cut.unit, end = min(begin + cut.unit, num_blocks);
+        leaves = max(small_quotient(end - begin - 1, cut.leaf) + 1, 1);
+        if (begin + warp * cut.leaf != share.first) {
+            share.first = begin + warp * cut.leaf;
+            blocks.start(share.first);
+            if (!is_merger) blocks.begin();
+        }
+        share.end = min(share.first + cut.leaf, end);
+    }
     const Item item{sequence, kv_head, 0, num_blocks};
     const PartMerge<T, Config, DealtSequence> part_merge(p, plan.group_size, own);
-    const DealtMerge<T, Config, DealtSequence> merge(part_merge, plan, shared, item);
-    if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts);
+    const DealtMerge<T, Config, DealtSequence, kBatchInvariant> merge(part_merge, plan, shared, item);
+    if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts, parts_at_once);
     if (part >= num_parts) return;
 
     // A warp's tiles, keys and values in turn, a group of copies each. A tile is copied to the place of the
@@ -180,10 +210,10 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
     auto next = [](int place) { return place + 1 == Config::kTiles ? 0 : place + 1; };
     typename decltype(state)::BlockWeights weights;
     int place = 0;
-    int32_t copied = first, used = first - kAhead / 2 * stride;
+    int32_t copied = share.first, used = share.first - kAhead / 2 * share.stride;
 #pragma unroll 1
     do {
-        const bool copies = copied < num_blocks, uses = used >= first && used < num_blocks;
+        const bool copies = copied < share.end, uses = used >= share.first && used < share.end;
         uint32_t offset = 0;
         if (copies) {
             offset = blocks.next(copied, seqlen_k);
@@ -206,20 +236,20 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
             state.add_values(weights, tile(place));
             __syncwarp();
         }
-        copied += stride;
-        used += stride;
-        if (used == first) {  // while the first copies are on their way
+        copied += share.stride;
+        used += share.stride;
+        if (used == share.first) {  // while the first copies are on their way
             state.begin(item, queries);
             state.reset();
             ptx::cp_async_wait<kAhead>();
             __syncthreads();  // the queries have arrived
         }
-    } while (used < num_blocks || used < first);
+    } while (used < share.end || used < share.first);
     ptx::let_next_grid_start();
     state.sum_over_keys();
     state.leave(shared.warps[warp].piece);
     __syncthreads();  // all pieces are there
-    merge.merge_warps(part);
+    merge.merge_warps(part, num_parts, leaves);
 }
 
 }  // namespace octavo::cuda

@@ -19,12 +19,12 @@ inline int32_t pages_per_block_log2(int32_t page_size) {
     return log2;
 }
 
-template <class T, int kHeadDim, int kRowTiles, int kCtas>
+template <class T, int kHeadDim, int kRowTiles, int kCtas, bool kBatchInvariant>
 void launch_dealt_kernel(const ForwardParams& params, DealtPlan plan, cudaStream_t stream) {
     using Config = DealtConfig<kHeadDim, kRowTiles, kCtas>;
     constexpr size_t kSharedBytes = sizeof(DealtShared<Config>);
     static_assert(kSharedBytes <= 227 * 1024);
-    const auto kernel = dealt_decode_kernel<T, kHeadDim, kRowTiles, kCtas>;
+    const auto kernel = dealt_decode_kernel<T, kHeadDim, kRowTiles, kCtas, kBatchInvariant>;
     static PerDevice<bool> has_dependent_launch_on;
     const bool has_dependent_launch = has_dependent_launch_on.get(params.device.index, [&](int32_t) {
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
@@ -63,7 +63,7 @@ void launch_dealt_kernel(const ForwardParams& params, DealtPlan plan, cudaStream
     check(cudaLaunchKernelEx(&config, kernel, params, plan), params.op);
 }
 
-template <class T, int kHeadDim, int kRowTiles>
+template <class T, int kHeadDim, int kRowTiles, bool kBatchInvariant>
 void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream) {
     using Config = DealtConfig<kHeadDim, kRowTiles, 1>;
     DealtPlan plan{};
@@ -71,15 +71,21 @@ void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream) {
     plan.page_size = FastDivide::by(params.page_size);
     plan.max_pages = params.seqlen_k / params.page_size;
     plan.pages_per_block_log2 = pages_per_block_log2(params.page_size);
-    // More than 32 parts cost as much merging as they save, up to twice as many keys.
-    const int32_t items = params.batch * params.num_kv_heads;
-    const int32_t parts = ((params.seqlen_k - 1) / kBlockKeys + 1) / Config::kMinBlocks;
-    plan.num_parts = std::max(
-        1, std::min(num_sms(params.device.index) / items, parts <= 32 ? parts : std::max(32, parts / 2)));
-    if (plan.num_parts == 1 && params.seqlen_k <= Config::kShortKeys) {
-        launch_dealt_kernel<T, kHeadDim, kRowTiles, 2>(params, plan, stream);
+    const int32_t blocks = (params.seqlen_k - 1) / kBlockKeys + 1;
+    if (kBatchInvariant) {
+        const Units<Config> units(params.num_kv_heads);
+        plan.max_units_log2 = units.log2();
+        plan.num_parts = units.most(blocks);
     } else {
-        launch_dealt_kernel<T, kHeadDim, kRowTiles, 1>(params, plan, stream);
+        // More than 32 parts cost as much merging as they save, up to twice as many keys.
+        const int32_t items = params.batch * params.num_kv_heads, parts = blocks / Config::kMinBlocks;
+        plan.num_parts = std::max(
+            1, std::min(num_sms(params.device.index) / items, parts <= 32 ? parts : std::max(32, parts / 2)));
+    }
+    if (plan.num_parts == 1 && params.seqlen_k <= Config::kShortKeys) {
+        launch_dealt_kernel<T, kHeadDim, kRowTiles, 2, kBatchInvariant>(params, plan, stream);
+    } else {
+        launch_dealt_kernel<T, kHeadDim, kRowTiles, 1, kBatchInvariant>(params, plan, stream);
     }
 }
 

@@ -19,6 +19,7 @@ struct DealtPlan {
     int32_t pages_per_block_log2;  // that a block of keys may touch, at most
     int32_t num_parts;             // CTAs that work on an item
     int32_t warps_per_row_log2;    // of mergers
+    int32_t max_units_log2;        // batch-invariant: see Units
     uint32_t* pushed;  // [batch, num_kv_heads, num_parts, kRows, kPushedRow], zero between launches
 };
 
@@ -28,13 +29,43 @@ struct NonZero {
     __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
 };
 
+// The first `count` of kCount parts of a row, added up from the left.
+template <int kCount>
+class PartFold {
+  public:
+    SoftmaxState state;
+
+    __device__ PartFold(const SoftmaxState (&parts)[kCount], int count) : count_(count) {
+        state = parts[0];
+#pragma unroll
+        for (int i = 1; i < kCount; ++i) {
+            if (i < count) steps_[i] = FoldStep::add(state, parts[i]);
+        }
+    }
+
+    // Four columns.
+    __device__ float4 operator()(const float4 (&parts)[kCount]) const {
+        float4 out = parts[0];
+#pragma unroll
+        for (int i = 1; i < kCount; ++i) {
+            if (i < count_) out = steps_[i](out, parts[i]);
+        }
+        return out;
+    }
+
+  private:
+    FoldStep steps_[kCount];
+    int count_;
+};
+
 // kCount parts of a row, added up. Every lane knows maximum and sum of each.
 template <int kCount>
 class PartSum {
   public:
     SoftmaxState state;
 
-    __device__ explicit PartSum(const SoftmaxState (&parts)[kCount]) {
+    // Those behind the count are empty.
+    __device__ explicit PartSum(const SoftmaxState (&parts)[kCount], int = kCount) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) state.max = fmaxf(state.max, parts[i].max);
 #pragma unroll
@@ -69,7 +100,8 @@ struct DealtShared {
     alignas(128) uint4 queries[Config::kQueryChunks];
 };
 
-template <class T, class Config, class Sequences>
+// Batch-invariant, the parts are units, and add up as units.cuh says.
+template <class T, class Config, class Sequences, bool kBatchInvariant>
 class DealtMerge {
   public:
     __device__ DealtMerge(const PartMerge<T, Config, Sequences>& merge, const DealtPlan& plan,
@@ -77,22 +109,24 @@ class DealtMerge {
         : merge_(merge), plan_(plan), shared_(shared), item_(item) {}
 
     // The pieces of the CTA's warps: to the result, or to the mergers.
-    __device__ void merge_warps(int32_t part) const {
+    __device__ void merge_warps(int32_t part, int32_t num_parts, int32_t num_pieces) const {
+        // Units that will not come are known to the mergers: the only one is the result.
+        const bool pushes = kBatchInvariant ? num_parts > 1 : plan_.num_parts > 1;
 #pragma unroll 1
         for (int row = threadIdx.x / 32; row < merge_.num_rows(); row += Config::kWarps) {
             SoftmaxState states[Config::kWarps];
             for_each_warp([&](int i, const DecodePiece<Config>& piece) {
                 states[i] = {piece.max[row], piece.sum[row]};
             });
-            const PartSum<Config::kWarps> sum(states);
-            if (plan_.num_parts > 1) push_state(part, row, sum.state);
+            const Sum<Config::kWarps> sum(states, num_pieces);
+            if (pushes) push_state(part, row, sum.state);
 #pragma unroll
             for (int column = 4 * (threadIdx.x % 32); column < Config::kHeadDim; column += 4 * 32) {
                 float4 outs[Config::kWarps];
                 for_each_warp([&](int i, const DecodePiece<Config>& piece) {
                     outs[i] = *reinterpret_cast<const float4*>(&piece.out[row][column]);
                 });
-                if (plan_.num_parts > 1) {
+                if (pushes) {
                     push(part, row, column, sum(outs));
                 } else {
                     merge_.store(item_, row, column, sum.state, sum(outs));
@@ -102,15 +136,18 @@ class DealtMerge {
     }
 
     // A merger's share of the item's rows, of which `num_parts` parts will come.
-    __device__ void merge_parts(int32_t merger, int32_t num_parts) const {
+    __device__ void merge_parts(int32_t merger, int32_t num_parts, int32_t at_once) const {
+        if (kBatchInvariant && num_parts == 1) return;
         const int row =
             (merger * Config::kWarps + static_cast<int>(threadIdx.x / 32)) >> plan_.warps_per_row_log2;
-        if (row < merge_.num_rows()) merge_parts_of(row, num_parts);
+        if (row < merge_.num_rows()) merge_parts_of(row, num_parts, at_once);
     }
 
   private:
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
     static constexpr int kAtOnce = 8;                      // parts whose loads are under way together
+    template <int kCount>
+    using Sum = std::conditional_t<kBatchInvariant, PartFold<kCount>, PartSum<kCount>>;
 
     template <class Body>
     __device__ void for_each_warp(Body body) const {
@@ -138,15 +175,20 @@ class DealtMerge {
     }
 
     // The parts of a row: to the result. Warps of the row take columns in turn; within a warp, as many groups
-    // of lanes take parts in turn.
-    __device__ void merge_parts_of(int row, int32_t num_parts) const {
+    // of lanes take parts in turn, or, of units, kAtOnce that follow each other; `at_once` of these make a
+    // part.
+    __device__ void merge_parts_of(int row, int32_t num_parts, int32_t at_once) const {
         const int log2 = plan_.warps_per_row_log2, lane = threadIdx.x % 32;
         const int groups = 1 << log2, group = lane >> (5 - log2), lanes = 32 >> log2;
         const int warp = static_cast<int>(threadIdx.x / 32) & (groups - 1);
-        const int32_t stride = groups * Config::kRows * Config::kPushedRow;
+        const int32_t row_size = Config::kRows * Config::kPushedRow;
+        const int32_t first_part = kBatchInvariant ? kAtOnce * group : group;
+        const int32_t stride = kBatchInvariant ? row_size : groups * row_size;
+        const int32_t own_parts = kBatchInvariant ? max(min(num_parts - first_part, kAtOnce), 0)
+                                                  : (num_parts - group + groups - 1) >> log2;
         const int state_at = Config::kHeadDim + 2 * warp;
         const auto target = merge_.target(item_, row);
-        uint32_t* const rows = pushed_row(min(group, num_parts - 1), row);
+        uint32_t* const rows = pushed_row(min(first_part, num_parts - 1), row);
         // A look at one word at a time until something has come, so as not to disturb those who work.
         while (ptx::load_relaxed(rows + state_at) == 0) {
         }
@@ -156,26 +198,31 @@ class DealtMerge {
             const int column = 4 * min(place, kColumns - 1);  // read in vain where this lane has none
             SoftmaxState state;
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if constexpr (kBatchInvariant) {
+                fold_units(state, out, rows, stride, state_at, column, has_column, own_parts, num_parts,
+                           at_once, lanes);
+            } else {
 #pragma unroll 1
-            for (int32_t i = 0; i < num_parts; i += kAtOnce * groups) {
-                const int32_t first = i + group;
-                add_parts(state, out, rows + (i >> log2) * stride, stride, state_at, column, has_column,
-                          (num_parts - first + groups - 1) >> log2);
-            }
+                for (int32_t i = 0; i < num_parts; i += kAtOnce * groups) {
+                    const int32_t first = i + group;
+                    add_parts(state, out, rows + (i >> log2) * stride, stride, state_at, column, has_column,
+                              (num_parts - first + groups - 1) >> log2);
+                }
 #pragma unroll 1
-            for (int step = lanes; step < 32; step *= 2) {  // over the groups
-                const SoftmaxState other{__shfl_xor_sync(~0u, state.max, step),
-                                         __shfl_xor_sync(~0u, state.sum, step)};
-                const float4 more =
-                    make_float4(__shfl_xor_sync(~0u, out.x, step), __shfl_xor_sync(~0u, out.y, step),
-                                __shfl_xor_sync(~0u, out.z, step), __shfl_xor_sync(~0u, out.w, step));
-                out = FoldStep::add(state, other)(out, more);
+                for (int step = lanes; step < 32; step *= 2) {  // over the groups
+                    const SoftmaxState other{__shfl_xor_sync(~0u, state.max, step),
+                                             __shfl_xor_sync(~0u, state.sum, step)};
+                    const float4 more =
+                        make_float4(__shfl_xor_sync(~0u, out.x, step), __shfl_xor_sync(~0u, out.y, step),
+                                    __shfl_xor_sync(~0u, out.z, step), __shfl_xor_sync(~0u, out.w, step));
+                    out = FoldStep::add(state, other)(out, more);
+                }
             }
             if (group == 0 && has_column) merge_.store(target, column, state, out);
             // As the next launch wants them.
             uint32_t* words = rows;
 #pragma unroll 1
-            for (int32_t part = group; part < num_parts; part += groups, words += stride) {
+            for (int32_t i = 0; i < own_parts; ++i, words += stride) {
                 if (has_column) *reinterpret_cast<uint4*>(words + column) = make_uint4(0, 0, 0, 0);
                 if (base + 32 >= kColumns && (lane & (lanes - 1)) == 0) {
                     *reinterpret_cast<uint2*>(words + state_at) = make_uint2(0, 0);
@@ -189,6 +236,13 @@ class DealtMerge {
                                      int state_at, int column, bool has_column, int32_t count) {
         SoftmaxState states[kAtOnce];
         float4 outs[kAtOnce];
+        load_parts(states, outs, rows, stride, state_at, column, has_column, count);
+        const PartSum<kAtOnce> sum(states);
+        out = FoldStep::add(state, sum.state)(out, sum(outs));
+    }
+    __device__ static void load_parts(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce],
+                                      const uint32_t* rows, int32_t stride, int state_at, int column,
+                                      bool has_column, int32_t count) {
         const uint32_t not_needed = has_column ? 0 : 1;
         bool all_there;
         do {
@@ -206,8 +260,43 @@ class DealtMerge {
                                       __uint_as_float(words.z), NonZero::decode(words.w));
             }
         } while (!__all_sync(~0u, all_there));
-        const PartSum<kAtOnce> sum(states);
-        out = FoldStep::add(state, sum.state)(out, sum(outs));
+    }
+
+    // Waits for this group's units and adds up those of all groups: `at_once` that follow each other, which
+    // are in one group, then these parts.
+    __device__ static void fold_units(SoftmaxState& state, float4& out, const uint32_t* rows, int32_t stride,
+                                      int state_at, int column, bool has_column, int32_t count,
+                                      int32_t num_units, int32_t at_once, int lanes) {
+        SoftmaxState states[kAtOnce];
+        float4 outs[kAtOnce];
+        load_parts(states, outs, rows, stride, state_at, column, has_column, count);
+#pragma unroll
+        for (int i = 1; i < kAtOnce; ++i) {  // of the part so far
+            if ((i & (at_once - 1)) == 0 || i >= count) continue;
+            SoftmaxState part = states[i - 1];
+            outs[i] = FoldStep::add(part, states[i])(outs[i - 1], outs[i]);
+            states[i] = part;
+        }
+#pragma unroll 1
+        for (int32_t first = 0, lane = threadIdx.x % lanes; first < num_units;
+             first += kAtOnce, lane += lanes) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int32_t unit = first + i;
+                if (unit >= num_units || (((i + 1) & (at_once - 1)) != 0 && unit + 1 < num_units)) continue;
+                const SoftmaxState part{__shfl_sync(~0u, states[i].max, lane),
+                                        __shfl_sync(~0u, states[i].sum, lane)};
+                const float4 more =
+                    make_float4(__shfl_sync(~0u, outs[i].x, lane), __shfl_sync(~0u, outs[i].y, lane),
+                                __shfl_sync(~0u, outs[i].z, lane), __shfl_sync(~0u, outs[i].w, lane));
+                if (unit < at_once) {
+                    state = part;
+                    out = more;
+                } else {
+                    out = FoldStep::add(state, part)(out, more);
+                }
+            }
+        }
     }
 
     const PartMerge<T, Config, Sequences>& merge_;

@@ -1,5 +1,6 @@
 // From checked parameters to the instance of the decode kernel that serves them.
 #include "cuda/alignment.h"
+#include "cuda/decode/batch_invariant.cuh"
 #include "cuda/decode/dealt_merge.cuh"
 #include "cuda/decode/decode.h"
 #include "cuda/runtime.h"
@@ -11,7 +12,7 @@ namespace octavo::cuda {
 
 template <class T, int kHeadDim, int kRowTiles>
 void launch_decode(const ForwardParams& params, cudaStream_t stream);
-template <class T, int kHeadDim, int kRowTiles>
+template <class T, int kHeadDim, int kRowTiles, bool kBatchInvariant>
 void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream);
 template <class T, int kHeadDim, int kRowTiles>
 void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t stream);
@@ -21,25 +22,32 @@ namespace {
 struct Instance {
     DType dtype;
     int32_t head_dim, rows;
-    int32_t short_keys;
-    size_t shared_bytes;  // that its kernels need at most
+    int32_t short_keys, unit_keys;  // of short items; of the batch-invariant kernels' smallest unit
+    size_t shared_bytes;            // that its kernels need at most
     void (*launch)(const ForwardParams&, cudaStream_t);
     void (*launch_dealt)(const ForwardParams&, cudaStream_t);
     void (*launch_batch_invariant)(const ForwardParams&, cudaStream_t);
+    void (*launch_batch_invariant_dealt)(const ForwardParams&, cudaStream_t);
 };
+
+template <int kHeadDim, int kRowTiles>
+constexpr Instance shapes(Instance instance) {
+    using Config = DecodeConfig<kHeadDim, kRowTiles>;
+    instance.short_keys = DealtConfig<kHeadDim, kRowTiles, 1>::kShortKeys;
+    instance.unit_keys = Units<Config>::kMinUnit * kBlockKeys;
+    instance.shared_bytes = std::max({sizeof(DecodeShared<Config>), sizeof(BatchInvariantShared<Config>),
+                                      sizeof(DealtShared<DealtConfig<kHeadDim, kRowTiles, 1>>)});
+    return instance;
+}
 
 // Every instance compiled, by rising head dim and rows; CMake writes the list that it compiles.
 constexpr Instance kInstances[] = {
-#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                \
-    {dtype_of<type>(),                                                   \
-     head_dim,                                                           \
-     8 * (row_tiles),                                                    \
-     DealtConfig<head_dim, row_tiles, 1>::kShortKeys,                    \
-     std::max(sizeof(DecodeShared<DecodeConfig<head_dim, row_tiles>>),   \
-              sizeof(DealtShared<DealtConfig<head_dim, row_tiles, 1>>)), \
-     launch_decode<type, head_dim, row_tiles>,                           \
-     launch_dealt_decode<type, head_dim, row_tiles>,                     \
-     launch_batch_invariant_decode<type, head_dim, row_tiles>},
+#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                                  \
+    shapes<head_dim, row_tiles>({dtype_of<type>(), head_dim, 8 * (row_tiles), 0, 0, 0,     \
+                                 launch_decode<type, head_dim, row_tiles>,                 \
+                                 launch_dealt_decode<type, head_dim, row_tiles, false>,    \
+                                 launch_batch_invariant_decode<type, head_dim, row_tiles>, \
+                                 launch_dealt_decode<type, head_dim, row_tiles, true>}),
 #include "decode_instances.inc"
 #undef OCTAVO_DECODE_INSTANCE
 };
@@ -97,8 +105,7 @@ ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
 // short items, of up to `short_keys`, if CTAs are few or have 64 KB to read (256 sequences of 96 keys, 8 KV
 // heads of dim 64: 24 us, 16 by a schedule).
 bool deals(const ForwardParams& p, int32_t short_keys) {
-    if (p.batch_invariant || p.window_left >= 0 || p.prefix_lens || p.num_pages == 0 || p.seqlen_k == 0)
-        return false;
+    if (p.window_left >= 0 || p.prefix_lens || p.num_pages == 0 || p.seqlen_k == 0) return false;
     const int64_t items = int64_t{p.batch} * p.num_kv_heads, sms = num_sms(p.device.index);
     if (p.batch == 1 && items <= sms) return true;
     const int64_t item_bytes = int64_t{p.seqlen_k} * p.head_dim * 2 * static_cast<int64_t>(size_of(p.dtype));
@@ -142,7 +149,8 @@ void decode(const ForwardParams& p, cudaStream_t stream) {
     for (int32_t first = 0; first < p.batch; first += at_once) {
         const ForwardParams part = sequences(p, first, std::min(p.batch - first, at_once));
         if (p.batch_invariant) {
-            instance.launch_batch_invariant(part, stream);
+            const bool dealt = deals(part, instance.unit_keys);
+            (dealt ? instance.launch_batch_invariant_dealt : instance.launch_batch_invariant)(part, stream);
         } else {
             (deals(part, instance.short_keys) ? instance.launch_dealt : instance.launch)(part, stream);
         }

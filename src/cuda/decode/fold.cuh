@@ -33,41 +33,54 @@ struct FoldStep {
     }
 };
 
-// Up to kMost parts at once, one a lane: lane i knows the step of part i.
-template <int kMost>
-class FoldSteps {
-  public:
-    // `part`: this lane's, of lanes below `count`. All lanes get the sum of all.
-    __device__ FoldSteps(SoftmaxState& all, const SoftmaxState& part, int count) : count_(count) {
-        const int lane = threadIdx.x % 32;
-        const SoftmaxState own = lane < count ? part : SoftmaxState{};
-        float after = own.max;
+// A row's sums over some keys, known to a warp: each lane has a few groups of four columns.
+template <class Config>
+struct RowSum {
+    static constexpr int kColumns = Config::kHeadDim / 4, kColumnsOfLane = (kColumns + 31) / 32;
+    SoftmaxState state;
+    float4 out[kColumnsOfLane];
+
+    __device__ void add(const RowSum& part) {
+        const FoldStep step = FoldStep::add(state, part.state);
 #pragma unroll
-        for (int step = 1; step < kMost; step *= 2) {
-            const float lower = __shfl_up_sync(~0u, after, step);
-            if (lane >= step) after = fmaxf(after, lower);
-        }
-        const float before = __shfl_up_sync(~0u, after, 1);
-        own_ = FoldStep::make(before, own.max, after);  // part 0 needs none
-        all.max = __shfl_sync(~0u, after, kMost - 1);
-        add(all.sum, [&](int i) { return __shfl_sync(~0u, own.sum, i); });
+        for (int c = 0; c < kColumnsOfLane; ++c) out[c] = step(out[c], part.out[c]);
     }
 
-    // The sum of the parts that part_of(i) gives, which may be called for others than those below `count`.
-    template <class Value, class PartOf>
-    __device__ void add(Value& all, PartOf part_of) const {
-        all = part_of(0);
+    // Calls body(c, first column) for this lane's groups; where there are fewer than lanes, some lanes repeat
+    // the last one, which is not their own.
+    template <class Body>
+    __device__ static void for_each_column(Body body) {
 #pragma unroll
-        for (int i = 1; i < kMost; ++i) {  // no branch: the warp stays together
-            const FoldStep step{__shfl_sync(~0u, own_.before, i), __shfl_sync(~0u, own_.weight, i)};
-            const Value sum = step(all, part_of(i));
-            if (i < count_) all = sum;
-        }
+        for (int c = 0; c < kColumnsOfLane; ++c) body(c, 4 * min(group(c), kColumns - 1));
     }
+    __device__ static bool owns(int c) { return kColumns % 32 == 0 || group(c) < kColumns; }
 
   private:
-    FoldStep own_;
-    int count_;
+    __device__ static int group(int c) { return static_cast<int>(threadIdx.x % 32) + 32 * c; }
 };
+
+// The sum of the parts that part_of(i) gives, from the left, first of each `group` of them.
+template <class Config, class PartOf>
+__device__ __forceinline__ RowSum<Config> fold(int count, int group, PartOf part_of) {
+    RowSum<Config> all, of_group;
+    int in_group = 0;
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+        const RowSum<Config> part = part_of(i);
+        if (in_group == 0) {
+            of_group = part;
+        } else {
+            of_group.add(part);
+        }
+        if (++in_group < group && i + 1 < count) continue;
+        if (i < group) {
+            all = of_group;
+        } else {
+            all.add(of_group);
+        }
+        in_group = 0;
+    }
+    return all;
+}
 
 }  // namespace octavo::cuda

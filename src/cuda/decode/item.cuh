@@ -80,21 +80,22 @@ class ItemState {
 
     // The whole item is done: writes its rows.
     __device__ void store() {
+        const SequenceSlice seq = sequences_.slice(item_.sequence);  // not kept in registers all along
         const int lane = threadIdx.x % 32;
         for_each_row([&](int r, int i) {
             const SoftmaxState state{max_[r][i], sum_[r][i]};
             sum_[r][i] = state.inverse_sum() * p_.out_scale;
-            const DecodeRow row(seq_, group_size_, item_.kv_head, row_of(r, i));
+            const DecodeRow row(seq, group_size_, item_.kv_head, row_of(r, i));
             if (p_.lse && lane / 4 == 0 && row.valid) {
-                p_.lse[seq_.lse_begin + row.token * p_.lse_token_stride + row.head * p_.lse_head_stride] =
+                p_.lse[seq.lse_begin + row.token * p_.lse_token_stride + row.head * p_.lse_head_stride] =
                     state.lse();
             }
         });
         for_each_out([&](float& out, int r, int, int i) { out *= sum_[r][i]; });
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-            const DecodeRow row(seq_, group_size_, item_.kv_head, 8 * r + lane / 4);
-            T* const target = static_cast<T*>(p_.out) + seq_.out_begin + row.token * p_.out_token_stride +
+            const DecodeRow row(seq, group_size_, item_.kv_head, 8 * r + lane / 4);
+            T* const target = static_cast<T*>(p_.out) + seq.out_begin + row.token * p_.out_token_stride +
                               row.head * p_.out_head_stride + 2 * (lane % 4);
 #pragma unroll
             for (int d = 0; d < kDimTiles; ++d) {
@@ -126,12 +127,37 @@ class ItemState {
     __device__ void add_to(const DecodePiece<Config>& piece) {
         const int lane = threadIdx.x % 32;
         for_each_row([&](int r, int i) {
-            SoftmaxState all{piece.max[row_of(r, i)], piece.sum[row_of(r, i)]};
-            const FoldStep step = FoldStep::add(all, {max_[r][i], sum_[r][i]});
-            max_[r][i] = all.max;
-            sum_[r][i] = all.sum;
+            const FoldStep step = add_softmax(r, i, piece.max[row_of(r, i)], piece.sum[row_of(r, i)]);
             for_each_out_of(
                 r, i, [&](float& out, int dim) { out = step(piece.out[row_of(r, i)][dim + lane / 4], out); });
+        });
+    }
+
+    // The same in registers.
+    struct Kept {
+        float max[Config::kRowTiles][2], sum[Config::kRowTiles][2];
+        float out[Config::kRowTiles][Config::kHeadDim / 16][4];
+    };
+    __device__ void leave(Kept& kept) const {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) kept.max[r][i] = max_[r][i], kept.sum[r][i] = sum_[r][i];
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) kept.out[r][d][e] = out_[r][d][e];
+            }
+        }
+    }
+    __device__ void add_to(const Kept& kept) {
+        for_each_row([&](int r, int i) {
+            const FoldStep step = add_softmax(r, i, kept.max[r][i], kept.sum[r][i]);
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                for (int e = i; e < 4; e += 2) out_[r][d][e] = step(kept.out[r][d][e], out_[r][d][e]);
+            }
         });
     }
 
@@ -179,6 +205,14 @@ class ItemState {
             body(out_[r][d][i], 16 * d);
             body(out_[r][d][i + 2], 16 * d + 8);
         }
+    }
+    // One row of add_to: the softmax.
+    __device__ FoldStep add_softmax(int r, int i, float max, float sum) {
+        SoftmaxState all{max, sum};
+        const FoldStep step = FoldStep::add(all, {max_[r][i], sum_[r][i]});
+        max_[r][i] = all.max;
+        sum_[r][i] = all.sum;
+        return step;
     }
     // Over the lanes that share rows.
     __device__ static float over_keys(float sum) {

@@ -15,14 +15,6 @@
 
 namespace octavo::cuda {
 
-// Brings the page table into the L2 cache while the lengths are on their way, unless it is very large.
-__device__ __forceinline__ void touch_page_table(const ForwardParams& p, const FastDivide& page_size) {
-    constexpr int64_t kLineEntries = 32, kMaxEntries = 256 * 1024;
-    const int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLineEntries;
-    const int64_t end = (p.batch - 1) * p.page_table_stride + page_size.quotient(p.seqlen_k);
-    if (entry < min(end, kMaxEntries)) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table + entry));
-}
-
 template <class T, int kHeadDim, int kRowTiles>
 __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1)
     decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodePlan plan) {

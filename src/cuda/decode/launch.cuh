@@ -15,9 +15,9 @@ struct DecodeLimits {
     int32_t num_ctas;
     bool has_dependent_launch, pairs;
 
-    template <class Config, class Kernel>
+    template <class Config, class Shared, class Kernel>
     static DecodeLimits ask(Kernel kernel, int32_t device) {
-        constexpr size_t kSharedBytes = sizeof(DecodeShared<Config>);
+        constexpr size_t kSharedBytes = sizeof(Shared);
         static_assert(kSharedBytes <= 227 * 1024);
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
               "cudaFuncSetAttribute");
@@ -50,11 +50,12 @@ struct DecodeNeeds {
 };
 
 // `complete(plan, limits)` sets what is not common to all plans and tells what the launch needs.
-template <auto kKernel, class Config, class Plan, class Complete>
+template <auto kKernel, class Config, class Shared, class Plan, class Complete>
 void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Complete complete) {
     static PerDevice<DecodeLimits> limits_of;
-    const DecodeLimits& limits = limits_of.get(
-        params.device.index, [&](int32_t device) { return DecodeLimits::ask<Config>(kKernel, device); });
+    const DecodeLimits& limits = limits_of.get(params.device.index, [&](int32_t device) {
+        return DecodeLimits::ask<Config, Shared>(kKernel, device);
+    });
     Plan plan;
     plan.group_size = FastDivide::by(params.group_size());
     plan.page_size = FastDivide::by(params.page_size);
@@ -69,7 +70,7 @@ void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Comp
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(limits.num_ctas);
     config.blockDim = dim3(Config::kThreads);
-    config.dynamicSmemBytes = sizeof(DecodeShared<Config>);
+    config.dynamicSmemBytes = sizeof(Shared);
     config.stream = stream;
     config.attrs = attributes;
     if (limits.has_dependent_launch) {
@@ -87,7 +88,7 @@ void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Comp
 template <class T, int kHeadDim, int kRowTiles>
 void launch_decode(const ForwardParams& params, cudaStream_t stream) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
-    launch_decode_kernel<decode_kernel<T, kHeadDim, kRowTiles>, Config, DecodePlan>(
+    launch_decode_kernel<decode_kernel<T, kHeadDim, kRowTiles>, Config, DecodeShared<Config>, DecodePlan>(
         params, stream, [](DecodePlan& plan, const DecodeLimits& limits) {
             plan.pairs = limits.pairs;
             const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
@@ -99,11 +100,17 @@ template <class T, int kHeadDim, int kRowTiles>
 void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t stream) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
     using Plan = BatchInvariantPlan<Config>;
-    launch_decode_kernel<batch_invariant_decode_kernel<T, kHeadDim, kRowTiles>, Config, Plan>(
+    launch_decode_kernel<batch_invariant_decode_kernel<T, kHeadDim, kRowTiles>, Config,
+                         BatchInvariantShared<Config>, Plan>(
         params, stream, [&](Plan& plan, const DecodeLimits& limits) {
             plan.units = Units<Config>(params.num_kv_heads);
-            const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
-            return DecodeNeeds{rows * plan.units.max_units(), rows};
+            plan.num_rows = params.seqlen_q * params.group_size();
+            // Prefix and window may each begin in a block of their own.
+            const int64_t blocks = params.seqlen_k / kBlockKeys + 2;
+            plan.max_units = plan.units.most(blocks);
+            const int64_t runs = UnitRun<Config>::most(blocks * params.num_kv_heads * params.batch);
+            const size_t rows = std::min<int64_t>(runs, limits.num_ctas) * plan.num_rows;
+            return DecodeNeeds{rows * plan.max_units, rows};
         });
 }
 

@@ -1,6 +1,7 @@
-// A kernel's parameters in the constant cache.
+// What a kernel brings near before it needs it.
 #pragma once
 
+#include "common/fast_divide.h"
 #include "ops/forward_params.h"
 
 #include <cstdint>
@@ -16,6 +17,14 @@ __device__ __forceinline__ void touch_parameters(const ForwardParams& p) {
     for (int line = 0; line < static_cast<int>(sizeof(p) / sizeof(int32_t)) / kLineWords; ++line) {
         if (threadIdx.x / 32 == line) asm volatile("" ::"r"(words[line * kLineWords]));
     }
+}
+
+// Brings the page table into the L2 cache while the lengths are on their way, unless it is very large.
+__device__ __forceinline__ void touch_page_table(const ForwardParams& p, const FastDivide& page_size) {
+    constexpr int64_t kLineEntries = 32, kMaxEntries = 256 * 1024;
+    const int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLineEntries;
+    const int64_t end = (p.batch - 1) * p.page_table_stride + page_size.quotient(p.seqlen_k);
+    if (entry < min(end, kMaxEntries)) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table + entry));
 }
 
 }  // namespace octavo::cuda

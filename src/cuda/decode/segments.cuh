@@ -20,8 +20,10 @@ class RunWalk {
     __device__ RunWalk(const Schedule<kThreads>& schedule, const Item& item, int32_t begin, int32_t end)
         : schedule_(schedule), first_{item, begin, min(item.end, end)}, end_(end) {}
 
-    __device__ bool empty() const { return first_.begin >= first_.end; }
     __device__ const Segment& first() const { return first_; }
+    // Whether there is something from here on; goes there.
+    __device__ bool settle(Segment& segment) const { return segment.begin < segment.end; }
+    __device__ const Segment& segment(const Segment& position) const { return position; }
 
     // To the segment after this one; false if there is none.
     __device__ bool advance(Segment& segment) const {
