@@ -36,6 +36,7 @@ _OPTION_TYPES: dict[str, type] = {
     "causal": bool,
     "batch_invariant": bool,
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits"), int),
+    "shared_prefix_len": int,
     **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale"), float),
 }
 _CHOSEN_IF_NONE = {"max_seqlen_q", "max_seqlen_k", "softmax_scale", "k_scale", "v_scale", "num_splits"}
@@ -154,7 +155,10 @@ def _function(
             f"max_seqlen_{which}": mapped[which].shape[1] for which in "qk" if f"cu_seqlens_{which}" in mapped
         }
         folded = op.fold(mapped, shared)
-        outs = _function(op, tuple({**bounds, **dict(options)}.items()), return_lse)(folded)
+        kept = dict(options)
+        if is_mapped.get("page_table", False) or "k_pages" not in shared:
+            kept.pop("shared_prefix_len", None)  # each element of the axis has a prefix of its own
+        outs = _function(op, tuple({**bounds, **kept}.items()), return_lse)(folded)
         one = {name: jax.ShapeDtypeStruct(x.shape[is_mapped[name] :], x.dtype) for name, x in arrays.items()}
         shapes = [x.shape for x in op.results(cast("_Arrays", one), return_lse).values()]
         results = tuple(out.reshape(axis_size, *shape) for out, shape in zip(outs, shapes, strict=True))

@@ -17,6 +17,7 @@ import octavo.jax  # noqa: E402
 
 NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM = 6, 16, 2, 16
 PAGE_TABLE = np.array([[4, 1, -1], [0, 3, 5]], np.int32)
+SHARING_TABLE = np.array([[4, 1, -1], [4, 3, 5]], np.int32)
 SEQ_LENS = np.array([20, 41], np.int32)
 CU_SEQLENS = np.array([0, 3, 8], np.int32)
 WRITTEN = {"append_kv": ("k_pages", "v_pages"), "copy_pages": ("k_pages", "v_pages")}
@@ -110,6 +111,11 @@ def make_calls(dtype="float32", seed=0):
         ("append_kv", many, {"k_scale": 2.0, "v_scale": 0.5}),
         ("copy_pages", {**cache(dtype, seed), "copies": index([[4, 2], [0, 1]])}, {}),
         ("merge_states", state, {}),
+        (
+            "paged_attention",
+            {**paged, "page_table": index(SHARING_TABLE)},
+            {"shared_prefix_len": PAGE_SIZE, "return_lse": True},
+        ),
     ]
 
 
@@ -211,6 +217,17 @@ def test_vmap_of_different_tables():
             **{**paged, "page_table": jnp.array(tables[i]), "seq_lens": jnp.array(lens[i])}
         )
         np.testing.assert_allclose(out, alone, rtol=2e-5, atol=2e-6)
+
+
+def test_vmap_of_different_prefixes():
+    """Every element has a prefix of its own, which the sequences of another do not share."""
+    _, paged, options = make_calls()[-1]
+    tables = np.stack([SHARING_TABLE, np.where(SHARING_TABLE == 4, 2, SHARING_TABLE)])
+    both = jax.vmap(lambda table: octavo.jax.paged_attention(**{**paged, "page_table": table}, **options))
+    for i, table in enumerate(tables):
+        alone = octavo.paged_attention(**{**paged, "page_table": jnp.array(table)}, **options)
+        for mapped, expected in zip(both(tables), alone, strict=True):
+            np.testing.assert_allclose(mapped[i], expected, rtol=2e-5, atol=2e-6)
 
 
 def test_vmap_nests_and_has_out_axes():

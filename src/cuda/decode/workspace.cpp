@@ -41,9 +41,9 @@ void* allocate_zeros(size_t bytes) {
 }  // namespace
 
 DecodeWorkspace decode_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
-                                 size_t num_counters) {
+                                 size_t num_counters, WorkspaceUser user) {
     static std::mutex mutex;
-    static std::map<std::tuple<int32_t, unsigned long long, unsigned long long>, Entry> entries;
+    static std::map<std::tuple<int32_t, unsigned long long, unsigned long long, WorkspaceUser>, Entry> entries;
     // The handle of the per-thread default stream names many streams, and CUDA reuses handles; but a stream
     // that is being captured does not tell its id.
     unsigned long long id = reinterpret_cast<uintptr_t>(stream), capture = 0;
@@ -55,7 +55,7 @@ DecodeWorkspace decode_workspace(int32_t device, cudaStream_t stream, size_t par
     }
 
     const std::lock_guard<std::mutex> lock(mutex);
-    Entry& entry = entries[{device, id, capture}];
+    Entry& entry = entries[{device, id, capture, user}];
     // What is outgrown is kept: a launch under way, or a graph, may still use it.
     if (entry.partial_bytes < partial_bytes) {
         const RelaxedCapture relaxed;
