@@ -2,10 +2,10 @@
 
     python benchmarks/bench_jax.py [--rounds 20] [--json rows.jsonl]
 
-`attention` is a chain of attentions, each over other pages, so that none finds its own in the L2 cache.
-`decode loop` appends a token to every sequence before each, in a cache that the program was given (Pallas has
-no append: XLA scatters). Both are one jax.lax.scan; microseconds a step, the median over the rounds. Pallas
-runs with several numbers of splits. Each contestant's first result is checked against float64.
+`attention` is a loop over tokens of the attentions of a few layers, each over pages of its own, so that none
+finds them in the L2 cache. `decode loop` appends a token to every sequence before each, in a cache that the
+program was given (Pallas has no append: XLA scatters). Microseconds a layer and token, the median over the
+rounds. Pallas runs with several numbers of splits. Each contestant's first result is checked against float64.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 SHAPES = {"8b_b1_s8192": (1, 8192), "8b_b32_s2048": (32, 2048), "8b_b64_s4096": (64, 4096)}
 PALLAS_SPLITS = (2, 16, 32)  # on an H200, 4 and 8 are faster on none of the shapes
 PROGRAM_BYTES = 80e9  # read by one run of a program, beside which its start does not count
-POOL_BYTES = 300 << 20  # of keys and values that an attention's pages are taken from, at least
-UNROLL = 4  # steps in one round of the scan, whose own cost counts less so
+POOL_BYTES = 300 << 20  # of keys and values in all layers, at least
+MIN_LAYERS = 4
 
 Cache = tuple[jax.Array, jax.Array]
+Program = Callable[[Cache], tuple[Cache, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Row:
     program: str
     contestant: str
     us: float
-    num_bytes: int  # of keys and values in a step
+    num_bytes: int  # of keys and values in a layer
     jax: str
     device: str
 
@@ -100,59 +101,50 @@ class Problem:
     def __init__(self, batch: int, length: int) -> None:
         columns = length // PAGE_SIZE
         self.num_bytes = 2 * 2 * batch * length * NUM_KV_HEADS * HEAD_DIM
-        copies = -(-POOL_BYTES // self.num_bytes)
-        num_pages = copies * batch * columns
-        rng = np.random.default_rng(0)
-        self.steps = math.ceil(PROGRAM_BYTES / self.num_bytes / UNROLL) * UNROLL
-        tables = rng.permutation(num_pages).astype(np.int32).reshape(copies, batch, columns)
-        self.tables = jnp.asarray(tables[np.arange(self.steps) % copies])
-        self.length = length
+        layers = max(MIN_LAYERS, -(-POOL_BYTES // self.num_bytes))
+        num_pages = layers * batch * columns
+        tables = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
+        self.tables = [jnp.asarray(table) for table in tables.reshape(layers, batch, columns)]
+        self.tokens = math.ceil(PROGRAM_BYTES / self.num_bytes / layers)
+        self.steps = layers * self.tokens
         self.lens = jnp.full(batch, length, jnp.int32)
-        # The loop's: the last tokens up to the full length, again and again.
-        self.loop_lens = (
-            self.lens - PAGE_SIZE + 1 + jnp.arange(self.steps, dtype=jnp.int32)[:, None] % PAGE_SIZE
-        )
         keys = jax.random.split(jax.random.key(0), 2)
         self.q = jax.random.normal(keys[0], (batch, NUM_Q_HEADS, HEAD_DIM), jnp.bfloat16)
         shape = num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM
         self.pages = jax.random.normal(keys[1], shape, jnp.bfloat16)
-        self.expected = expected(self.q, self.pages, tables[0], length)
+        self.expected = expected(self.q, self.pages, np.array(self.tables[0]), length)
 
     def check(self, contestant: Contestant, cache: Cache) -> None:
         out = np.array(contestant.attend(self.q, cache, self.tables[0], self.lens)[0], np.float64)
         error = np.abs(out - self.expected).max() / np.abs(self.expected).max()
         assert error < 0.02, f"{contestant.name} is off by {error}"
 
-    def attention(self, contestant: Contestant) -> Callable[[Cache], tuple[Cache, jax.Array]]:
-        def program(cache: Cache) -> tuple[Cache, jax.Array]:
-            def step(q: jax.Array, table: jax.Array) -> tuple[jax.Array, None]:
-                return contestant.attend(q, cache, table, self.lens), None
+    def attention(self, contestant: Contestant) -> Program:
+        def token(_: jax.Array, state: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+            cache, q = state
+            for table in self.tables:
+                q = contestant.attend(q, cache, table, self.lens)
+            return cache, q
 
-            return cache, jax.lax.scan(step, self.q, self.tables, unroll=UNROLL)[0]
+        return lambda cache: jax.lax.fori_loop(0, self.tokens, token, (cache, self.q))
 
-        return program
+    def decode_loop(self, contestant: Contestant) -> Program:
+        def token(i: jax.Array, state: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+            cache, q = state
+            lens = self.lens - i % PAGE_SIZE  # the last tokens, again and again
+            for table in self.tables:
+                cache = contestant.append(q[:, :NUM_KV_HEADS], cache, table, lens)
+                q = contestant.attend(q, cache, table, lens)
+            return cache, q
 
-    def decode_loop(self, contestant: Contestant) -> Callable[[Cache], tuple[Cache, jax.Array]]:
-        def program(cache: Cache) -> tuple[Cache, jax.Array]:
-            def step(
-                state: tuple[Cache, jax.Array], where: tuple[jax.Array, jax.Array]
-            ) -> tuple[tuple[Cache, jax.Array], None]:
-                cache, q = state
-                cache = contestant.append(q[:, :NUM_KV_HEADS], cache, *where)
-                return (cache, contestant.attend(q, cache, *where)), None
-
-            return jax.lax.scan(step, (cache, self.q), (self.tables, self.loop_lens), unroll=UNROLL)[0]
-
-        return program
+        return lambda cache: jax.lax.fori_loop(0, self.tokens, token, (cache, self.q))
 
 
-def compile_program(program: Callable[[Cache], tuple[Cache, jax.Array]], cache: Cache) -> jax.stages.Compiled:
+def compile_program(program: Program, cache: Cache) -> jax.stages.Compiled:
     return jax.jit(program, donate_argnums=0).lower(cache).compile()
 
 
-def time_program(
-    program: Callable[[Cache], tuple[Cache, jax.Array]], cache: Cache, rounds: int
-) -> tuple[float, Cache]:
+def time_program(program: Program, cache: Cache, rounds: int) -> tuple[float, Cache]:
     """Median seconds of a run. The program is given the cache, and returns it."""
     times = []
     for _ in range(rounds + 2):

@@ -1,7 +1,8 @@
 """How a mapped axis (jax.vmap) goes into the axes that the operators have.
 
 Each function takes the arrays of one operator, all mapped along a leading axis of length n, but for those in
-`shared`, and returns them without that axis.
+`shared`, and returns them without that axis. Of packed queries it also returns the places that they have now,
+[n * total], for the results: each of the n may use less than its arrays hold.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 Arrays = Mapping[str, Array]
+Folded = tuple[dict[str, Array], Array | None]
 
 
 def _fold(array: Array) -> Array:
@@ -19,11 +21,21 @@ def _fold(array: Array) -> Array:
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
-def _fold_offsets(cu_seqlens: Array, total: int) -> Array:
-    """[n, batch + 1], each over `total` tokens, to [n * batch + 1] over all of them."""
-    n = cu_seqlens.shape[0]
-    starts = cu_seqlens[:, :-1] + total * jnp.arange(n, dtype=cu_seqlens.dtype)[:, None]
-    return jnp.append(_fold(starts), jnp.asarray(n * total, cu_seqlens.dtype))
+def _fold_packed(cu_seqlens: Array, *arrays: Array) -> tuple[Array, ...]:
+    """Offsets [n, batch + 1] into packed arrays [n, total, ...] to [n * batch + 1] into [n * total, ...].
+
+    The tokens in use close up; the others come last. Returns offsets, places of all tokens, arrays.
+    """
+    n, total = arrays[0].shape[:2]
+    token = jnp.arange(total, dtype=cu_seqlens.dtype)
+    used = cu_seqlens[:, -1:]
+    all_used = used.sum(axis=0)
+    starts = jnp.cumsum(used, axis=0) - used
+    unused_starts = all_used + jnp.cumsum(total - used, axis=0) - total  # of token 0, if it were not in use
+    places = jnp.where(token < used, starts + token, unused_starts + token).reshape(-1)
+    source = jnp.zeros_like(places).at[places].set(jnp.arange(n * total, dtype=places.dtype))
+    offsets = jnp.append(_fold(cu_seqlens[:, :-1] + starts), all_used)
+    return offsets, places, *(_fold(array)[source] for array in arrays)
 
 
 def _fold_pages(ids: Array, num_pages: int) -> Array:
@@ -42,44 +54,48 @@ def _fold_slopes(slopes: Array, is_shared: bool, n: int, batch: int) -> Array:
     return jnp.repeat(slopes, batch, axis=0) if slopes.ndim == 2 else _fold(slopes)
 
 
-def fold_attention(arrays: Arrays, shared: frozenset[str]) -> dict[str, Array]:
+def fold_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items() if name not in shared}
-    batch = arrays["q"].shape[1]
-    for name, of in (("cu_seqlens_q", "q"), ("cu_seqlens_k", "k")):
-        if name in arrays:
-            folded[name] = _fold_offsets(arrays[name], arrays[of].shape[1])
-            batch = arrays[name].shape[1] - 1
+    batch, places = arrays["q"].shape[1], None
+    if "cu_seqlens_q" in arrays:
+        batch = arrays["cu_seqlens_q"].shape[1] - 1
+        folded["cu_seqlens_q"], places, folded["q"] = _fold_packed(arrays["cu_seqlens_q"], arrays["q"])
+    if "cu_seqlens_k" in arrays:
+        offsets, _, k, v = _fold_packed(arrays["cu_seqlens_k"], arrays["k"], arrays["v"])
+        folded.update(cu_seqlens_k=offsets, k=k, v=v)
     if "alibi_slopes" in arrays:
         is_shared = "alibi_slopes" in shared
         folded["alibi_slopes"] = _fold_slopes(arrays["alibi_slopes"], is_shared, len(arrays["q"]), batch)
-    return {**arrays, **folded}
+    return {**arrays, **folded}, places
 
 
-def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> dict[str, Array]:
+def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items() if name not in shared}
+    places = None
     if "cu_seqlens_q" in arrays:
-        folded["cu_seqlens_q"] = _fold_offsets(arrays["cu_seqlens_q"], arrays["q"].shape[1])
+        folded["cu_seqlens_q"], places, folded["q"] = _fold_packed(arrays["cu_seqlens_q"], arrays["q"])
     if "k_pages" in folded:
         folded["page_table"] = _fold_pages(arrays["page_table"], arrays["k_pages"].shape[1])
     if "alibi_slopes" in arrays:
         is_shared = "alibi_slopes" in shared
         folded["alibi_slopes"] = _fold_slopes(arrays["alibi_slopes"], is_shared, *arrays["seq_lens"].shape)
-    return {**arrays, **folded}
+    return {**arrays, **folded}, places
 
 
-def fold_append_kv(arrays: Arrays, _: frozenset[str]) -> dict[str, Array]:
+def fold_append_kv(arrays: Arrays, _: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items()}
     folded["page_table"] = _fold_pages(arrays["page_table"], arrays["k_pages"].shape[1])
     if "cu_seqlens" in arrays:
-        folded["cu_seqlens"] = _fold_offsets(arrays["cu_seqlens"], arrays["k"].shape[1])
-    return folded
+        offsets, __, k, v = _fold_packed(arrays["cu_seqlens"], arrays["k"], arrays["v"])
+        folded.update(cu_seqlens=offsets, k=k, v=v)
+    return folded, None
 
 
-def fold_copy_pages(arrays: Arrays, _: frozenset[str]) -> dict[str, Array]:
+def fold_copy_pages(arrays: Arrays, _: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items()}
     folded["copies"] = _fold_pages(arrays["copies"], arrays["k_pages"].shape[1])
-    return folded
+    return folded, None
 
 
-def fold_merge_states(arrays: Arrays, _: frozenset[str]) -> dict[str, Array]:
-    return {name: _fold(array) for name, array in arrays.items()}
+def fold_merge_states(arrays: Arrays, _: frozenset[str]) -> Folded:
+    return {name: _fold(array) for name, array in arrays.items()}, None

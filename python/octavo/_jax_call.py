@@ -37,9 +37,12 @@ _OPTION_TYPES: dict[str, type] = {
     "batch_invariant": bool,
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits"), int),
     "shared_prefix_len": int,
-    **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale"), float),
+    **dict.fromkeys(("dropout_seed", "dropout_offset"), int),
+    **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale", "dropout_p"), float),
 }
-_CHOSEN_IF_NONE = {"max_seqlen_q", "max_seqlen_k", "softmax_scale", "k_scale", "v_scale", "num_splits"}
+_CHOSEN_IF_NONE = {
+    *("max_seqlen_q", "max_seqlen_k", "softmax_scale", "k_scale", "v_scale", "num_splits", "dropout_seed")
+}
 _ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
@@ -47,7 +50,7 @@ _ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {bool: np.bool_, int: np.in
 class Operator:
     name: str
     results: Callable[[_Arrays, bool], _Results]
-    fold: Callable[[Mapping[str, jax.Array], frozenset[str]], dict[str, jax.Array]]
+    fold: Callable[[_jax_batching.Arrays, frozenset[str]], _jax_batching.Folded]
     shareable: frozenset[str] = frozenset()  # what one call can use for all of a mapped axis
 
 
@@ -143,6 +146,11 @@ def _function(
         axis_size: int, in_batched: list[dict[str, bool]], arrays: _Arrays
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         is_mapped = in_batched[0]
+        if dict(options).get("dropout_p"):  # all have the mask that one would have
+            one_call = _function(op, options, return_lse)
+            mapped = {name: x for name, x in arrays.items() if is_mapped[name]}
+            results = jax.lax.map(lambda one: one_call({**arrays, **one}), mapped)
+            return results, tuple(True for _ in results)
         # Both parts of a cache are shared, or neither.
         shared = op.shareable - {name for name, mapped in is_mapped.items() if mapped}
         if not {"k_pages", "v_pages"} <= shared:
@@ -154,11 +162,13 @@ def _function(
         bounds = {
             f"max_seqlen_{which}": mapped[which].shape[1] for which in "qk" if f"cu_seqlens_{which}" in mapped
         }
-        folded = op.fold(mapped, shared)
+        folded, places = op.fold(mapped, shared)
         kept = dict(options)
         if is_mapped.get("page_table", False) or "k_pages" not in shared:
             kept.pop("shared_prefix_len", None)  # each element of the axis has a prefix of its own
         outs = _function(op, tuple({**bounds, **kept}.items()), return_lse)(folded)
+        if places is not None:
+            outs = tuple(out[places] for out in outs)
         one = {name: jax.ShapeDtypeStruct(x.shape[is_mapped[name] :], x.dtype) for name, x in arrays.items()}
         shapes = [x.shape for x in op.results(cast("_Arrays", one), return_lse).values()]
         results = tuple(out.reshape(axis_size, *shape) for out, shape in zip(outs, shapes, strict=True))

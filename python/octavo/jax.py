@@ -16,9 +16,8 @@ as JAX's own error with Octavo's message.
 
 Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
 gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that
-the operators have; packed arrays that are mapped must be full, ``cu_seqlens[-1]`` their length, since what
-is left over would be the last sequence's. There is no backward yet: differentiating raises TypeError. Nor is
-there dropout, or a copy between two caches.
+the operators have; with dropout it calls them one by one, since the results are those of single calls. There
+is no backward yet: differentiating raises TypeError. Nor is there a copy between two caches.
 """
 
 from __future__ import annotations
@@ -50,6 +49,9 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     return_lse: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -69,6 +71,9 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     return_lse: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 def attention(
@@ -87,6 +92,9 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over dense or packed arrays: ``octavo.attention`` in a JAX program.
@@ -107,6 +115,11 @@ def attention(
         softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
         prefix_lens: int32 [batch]: the first keys, seen by all queries. Default: none.
+        dropout_p: in [0, 1): the probability with which a softmax weight is dropped; the others are
+            multiplied by ``1 / (1 - dropout_p)``. Default: 0.0, no dropout.
+        dropout_seed: from 0 to 2**63 - 1: with dropout_offset it says which. Needed if dropout_p > 0.
+        dropout_offset: from 0 to 2**63 - 1; the next call is to start batch * num_q_heads further.
+            Default: 0.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:
@@ -136,6 +149,9 @@ def attention(
         "window_left": window_left,
         "window_right": window_right,
         "softcap": softcap,
+        "dropout_p": dropout_p,
+        "dropout_seed": dropout_seed,
+        "dropout_offset": dropout_offset,
     }
     results = _jax_call.run(_jax_call.ATTENTION, arrays, options, return_lse)
     return (results[0], results[1]) if return_lse else results[0]

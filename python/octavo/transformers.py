@@ -162,7 +162,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query, key and value are [batch, heads, seqlen, head_dim]."""
     if dropout != 0.0:
-        _refuse(f"there is no dropout yet; got {dropout}")
+        _refuse(f"dropout is for training, and there is no backward yet; got {dropout}; use model.eval()")
     if options.get("output_attentions"):
         _refuse("attention weights are never held, and cannot be returned")
     for name in ("s_aux", "sinks", "position_bias", "head_mask", "cache"):

@@ -110,6 +110,8 @@ struct CallFrame {
     Attributes attributes;
 };
 
+constexpr uint32_t kCommandBufferCompatible = 1;
+
 // A call frame with this extension only asks what the handler is.
 struct Metadata {
     size_t size;

@@ -42,6 +42,9 @@ struct Attention {
         args.window_left = call.option<int64_t>("window_left").value_or(args.window_left);
         args.window_right = call.option<int64_t>("window_right").value_or(args.window_right);
         args.softcap = call.option<double>("softcap").value_or(args.softcap);
+        args.dropout_p = call.option<double>("dropout_p").value_or(args.dropout_p);
+        args.dropout_seed = call.option<int64_t>("dropout_seed");
+        args.dropout_offset = call.option<int64_t>("dropout_offset").value_or(args.dropout_offset);
         return args;
     }
 };
@@ -138,12 +141,12 @@ void for_each_operator(const Visit& visit) {
     visit(MergeStates{});
 }
 
-// XLA captures handlers with the trait kCommandBufferCompatible into CUDA graphs, again whenever a buffer has
-// moved; kernels keep workspace for every capture (cuda/decode/workspace.h), so these handlers have no trait.
+// XLA may capture the handlers into CUDA graphs, and does so again whenever a buffer has moved: a call
+// launches what shapes and attributes say, and a graph owns the workspace of its kernels (cuda/workspace.h).
 void describe(const xla::MetadataExtension& extension) {
     extension.metadata->version.major = xla::kMajorVersion;
     extension.metadata->version.minor = xla::kMinorVersion;
-    extension.metadata->traits = 0;
+    extension.metadata->traits = xla::kCommandBufferCompatible;
 }
 
 xla::Error* make_error(const xla::CallFrame& frame, xla::ErrorCode code, const char* message) {
@@ -166,7 +169,7 @@ xla::Error* handle(xla::CallFrame* frame) {
             xla::GetStream get{{sizeof(xla::GetStream), nullptr}, frame->context, nullptr};
             if (xla::Error* error = frame->api->get_stream(&get)) return error;
             stream = get.stream;
-            device.index = cuda::device_of(stream);
+            device.index = cuda::current_device();  // XLA's; a stream under capture does not tell its own
         }
         auto args = Operator::arguments(XlaCall(Operator::kName, *frame, device));
         args.stream = stream;

@@ -31,7 +31,7 @@ void require_usable();
 // Where kernels on the device see this address of host memory; null unless all of [begin, end) is pinned.
 void* mapped_host_memory(void* address, uintptr_t begin, uintptr_t end, int32_t device_index);
 
-int32_t device_of(void* stream);
+int32_t current_device();
 
 // For array importers. `consumer` waits for what `producer` holds now.
 void order_streams(int32_t device_index, void* producer, void* consumer);

@@ -69,16 +69,21 @@ int32_t compute_capability(int32_t device) {
 
 int64_t l2_bytes(int32_t device) { return attribute(cudaDevAttrL2CacheSize, device); }
 
+bool has_dependent_launch(const void* kernel) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+    return attributes.ptxVersion >= 90;
+}
+
+cudaLaunchAttribute dependent_launch() {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return attribute;
+}
+
 size_t shared_bytes_per_block(int32_t device) {
     return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-}
-
-Workspace::Workspace(size_t bytes, cudaStream_t stream) : stream_(stream) {
-    if (bytes > 0) check(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
-}
-
-Workspace::~Workspace() {
-    if (pointer_) cudaFreeAsync(pointer_, stream_);
 }
 
 void require_usable() {
@@ -113,9 +118,9 @@ void* mapped_host_memory(void* address, uintptr_t begin, uintptr_t end, int32_t 
     return is_pinned ? mapped(address) : nullptr;
 }
 
-int32_t device_of(void* stream) {
+int32_t current_device() {
     int device = 0;
-    check(cudaStreamGetDevice(as_stream(stream), &device), "cudaStreamGetDevice");
+    check(cudaGetDevice(&device), "cudaGetDevice");
     return device;
 }
 

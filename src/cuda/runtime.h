@@ -30,6 +30,17 @@ int32_t compute_capability(int32_t device);  // 90 for 9.0
 int64_t l2_bytes(int32_t device);
 size_t shared_bytes_per_block(int32_t device);  // at most, for a kernel that opts in
 
+// Whether the kernel's code for the current device has the instructions of ptx/grid_dependency.h: it may come
+// from the PTX of an older architecture.
+bool has_dependent_launch(const void* kernel);
+template <class... Parameters>
+bool has_dependent_launch(void (*kernel)(Parameters...)) {
+    return has_dependent_launch(reinterpret_cast<const void*>(kernel));
+}
+// The attribute of a launch that overlaps the end of the kernel before it, whose results the kernel waits
+// for.
+cudaLaunchAttribute dependent_launch();
+
 // One value for each device, made when it is first asked for.
 template <class Value>
 class PerDevice {
@@ -44,22 +55,6 @@ class PerDevice {
   private:
     std::mutex mutex_;
     std::map<int32_t, Value> values_;
-};
-
-// Device memory that lives from here to here in the order of `stream`; inside a graph capture it becomes
-// part of the graph.
-class Workspace {
-  public:
-    Workspace(size_t bytes, cudaStream_t stream);
-    ~Workspace();
-    Workspace(const Workspace&) = delete;
-    Workspace& operator=(const Workspace&) = delete;
-
-    float* floats() const { return static_cast<float*>(pointer_); }
-
-  private:
-    void* pointer_ = nullptr;
-    cudaStream_t stream_;
 };
 
 }  // namespace octavo::cuda

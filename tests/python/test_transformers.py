@@ -181,7 +181,7 @@ def test_what_cannot_be_mapped_is_refused():
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
     with pytest.raises(ValueError, match="in static caches it is not"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", disable_compile=True)
-    with pytest.raises(ValueError, match=r"there is no dropout yet; got 0\.1"):
+    with pytest.raises(ValueError, match=r"no backward yet; got 0\.1; use model\.eval\(\)"):
         tiny_llama(attention_dropout=0.1).train()(ids)
     with torch.enable_grad(), pytest.raises(TypeError, match="attention: q requires grad"):
         model(ids)

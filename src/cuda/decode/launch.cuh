@@ -3,8 +3,8 @@
 
 #include "cuda/decode/batch_invariant.cuh"
 #include "cuda/decode/kernel.cuh"
-#include "cuda/decode/workspace.h"
 #include "cuda/runtime.h"
+#include "cuda/workspace.h"
 
 #include <algorithm>
 
@@ -78,8 +78,8 @@ void launch_decode(const ForwardParams& params, cudaStream_t stream) {
     plan.page_size = FastDivide::by(params.page_size);
     plan.pairs = limits.pairs;
     const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
-    const DecodeWorkspace workspace =
-        decode_workspace(params.device.index, stream, 2 * rows * Config::kPartialRow * sizeof(float), rows);
+    const KeptWorkspace workspace =
+        kept_workspace(params.device.index, stream, 2 * rows * Config::kPartialRow * sizeof(float), rows);
     plan.partial = static_cast<float*>(workspace.partial);
     plan.counters = workspace.counters;
     launch_decode_kernel<Config>(kernel, limits, limits.pairs, params, plan, stream);
@@ -98,9 +98,9 @@ void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t str
     plan.page_size = FastDivide::by(params.page_size);
     plan.units = Units<Config>(params.num_kv_heads);
     const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
-    const DecodeWorkspace workspace =
-        decode_workspace(params.device.index, stream,
-                         rows * plan.units.max_units() * Config::kPartialRow * sizeof(float), rows);
+    const KeptWorkspace workspace =
+        kept_workspace(params.device.index, stream,
+                       rows * plan.units.max_units() * Config::kPartialRow * sizeof(float), rows);
     plan.partial = static_cast<float*>(workspace.partial);
     plan.counters = workspace.counters;
     launch_decode_kernel<Config>(kernel, limits, false, params, plan, stream);

@@ -9,6 +9,7 @@
 #include "cuda/forward/kernel.cuh"
 #include "cuda/prefill/prefill.h"
 #include "cuda/runtime.h"
+#include "cuda/workspace.h"
 
 #include <algorithm>
 
@@ -125,7 +126,7 @@ void forward_sm80(const ForwardParams& p, size_t shared_bytes, cudaStream_t stre
     plan.out_aligned =
         aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
     const int64_t partial_rows = plan.num_splits > 1 ? plan.num_splits * p.total_q * p.num_q_heads : 0;
-    const Workspace workspace(partial_rows * (p.head_dim + 1) * sizeof(float), stream);
+    const Workspace workspace(p.device.index, partial_rows * (p.head_dim + 1) * sizeof(float), stream);
     plan.partial_out = workspace.floats();
     plan.partial_lse = plan.partial_out + partial_rows * p.head_dim;
     instance.launch(p, plan, stream);

@@ -1,11 +1,11 @@
 // From checked parameters to the instance of the prefill kernel that serves them, and how it cuts the work.
 #include "cuda/alignment.h"
-#include "cuda/decode/workspace.h"
 #include "cuda/prefill/config.h"
 #include "cuda/prefill/prefill.h"
 #include "cuda/prefill/tensor_map.h"
 #include "cuda/runtime.h"
 #include "cuda/types.h"
+#include "cuda/workspace.h"
 
 #include <algorithm>
 #include <numeric>
@@ -223,7 +223,7 @@ void prefill(const ForwardParams& p, cudaStream_t stream) {
     plan.num_row_tiles = static_cast<int32_t>(round_up_divide(p.seqlen_q, tile_blocks * plan.tokens));
     plan.section = choose_section(p, plan, num_clusters);
     plan.first_section = (plan.num_units - 1) % plan.section + 1;
-    plan.counter = reinterpret_cast<int32_t*>(decode_workspace(p.device.index, stream, 0, 1).counters);
+    plan.counter = reinterpret_cast<int32_t*>(kept_workspace(p.device.index, stream, 0, 1).counters);
 
     const int64_t row_tiles = num_row_tiles(p, tile_blocks, plan.heads);
     const int64_t num_ctas = instance.tiles.ctas * std::min<int64_t>(row_tiles, num_clusters);

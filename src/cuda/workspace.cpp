@@ -1,0 +1,179 @@
+#include "cuda/workspace.h"
+
+#include "cuda/runtime.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+namespace octavo::cuda {
+namespace {
+
+struct Size {
+    size_t partial_bytes, num_counters;
+
+    bool fits_in(const Size& other) const {
+        return partial_bytes <= other.partial_bytes && num_counters <= other.num_counters;
+    }
+    Size joined(const Size& other) const {
+        return {std::max(partial_bytes, other.partial_bytes), std::max(num_counters, other.num_counters)};
+    }
+};
+
+struct Memory {
+    Size size;
+    KeptWorkspace workspace;
+};
+
+// Lets this thread allocate while some stream is being captured: the memory is not part of the graph.
+class RelaxedCapture {
+  public:
+    RelaxedCapture() {
+        check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+    }
+    ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+Memory allocate_memory(const Size& size) {
+    constexpr size_t kAlignment = 256;
+    const size_t counter_bytes = size.num_counters * sizeof(uint32_t);
+    const size_t begin = (counter_bytes + kAlignment - 1) / kAlignment * kAlignment;
+    const RelaxedCapture relaxed;
+    char* pointer = nullptr;
+    check(cudaMalloc(&pointer, std::max<size_t>(begin + size.partial_bytes, 1)), "cudaMalloc");
+    cudaStream_t side;
+    check(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    cudaError_t status = cudaMemsetAsync(pointer, 0, counter_bytes, side);
+    if (status == cudaSuccess) status = cudaStreamSynchronize(side);
+    cudaStreamDestroy(side);
+    check(status, "cudaMemsetAsync");
+    return {size, {pointer + begin, reinterpret_cast<uint32_t*>(pointer)}};
+}
+
+// A stream of a device, or a stream in one of its captures.
+struct Owner {
+    int32_t device;
+    unsigned long long stream, capture;
+    WorkspaceUser user;
+
+    bool operator<(const Owner& other) const {
+        return std::tie(device, stream, capture, user) <
+               std::tie(other.device, other.stream, other.capture, other.user);
+    }
+};
+
+// Who has what. The lock is never held while CUDA works: a thread of CUDA's own takes it when a graph is
+// gone.
+class Owners {
+  public:
+    // It is never destroyed, since graphs may outlive static objects.
+    static Owners& get() {
+        static Owners& owners = *new Owners;
+        return owners;
+    }
+
+    // Whether `owner` is a new one.
+    bool add(const Owner& owner) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return memory_.try_emplace(owner).second;
+    }
+
+    // Whether `owner` has as much as it wants, after taking over what is free. If not, `wanted` grows to what
+    // it has, so that the next memory serves all its calls.
+    bool find(const Owner& owner, Size& wanted, KeptWorkspace& found) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::vector<Memory>& own = memory_[owner];
+        if (!own.empty()) wanted = wanted.joined(own.back().size);
+        if (own.empty() || !wanted.fits_in(own.back().size)) {
+            std::vector<Memory>& free = free_[owner.device];
+            const auto fitting = std::find_if(
+                free.begin(), free.end(), [&](const Memory& memory) { return wanted.fits_in(memory.size); });
+            if (fitting == free.end()) return false;
+            own.push_back(*fitting);
+            free.erase(fitting);
+        }
+        found = own.back().workspace;
+        return true;
+    }
+
+    void give(const Owner& owner, const Memory& memory) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        memory_[owner].push_back(memory);
+    }
+
+    void remove(const Owner& owner) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = memory_.find(owner);
+        std::vector<Memory>& free = free_[owner.device];
+        free.insert(free.end(), found->second.begin(), found->second.end());
+        memory_.erase(found);
+    }
+
+  private:
+    std::mutex mutex_;
+    // What is outgrown is kept: a launch under way, or a graph, may still use it.
+    std::map<Owner, std::vector<Memory>> memory_;
+    std::map<int32_t, std::vector<Memory>> free_;
+};
+
+// CUDA calls back once `graph` and all that was made of it are gone, and no launch of them is under way.
+void remove_with(cudaGraph_t graph, const Owner& owner) {
+    auto copy = std::make_unique<Owner>(owner);
+    const cudaHostFn_t remove = [](void* pointer) {
+        const std::unique_ptr<Owner> owner(static_cast<Owner*>(pointer));
+        Owners::get().remove(*owner);
+    };
+    cudaUserObject_t object;
+    check(cudaUserObjectCreate(&object, copy.get(), remove, 1, cudaUserObjectNoDestructorSync),
+          "cudaUserObjectCreate");
+    copy.release();
+    check(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove), "cudaGraphRetainUserObject");
+}
+
+}  // namespace
+
+KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes, size_t num_counters,
+                             WorkspaceUser user) {
+    Owner owner{device, reinterpret_cast<uintptr_t>(stream), 0, user};
+    Owners& owners = Owners::get();
+    cudaStreamCaptureStatus status;
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamGetCaptureInfo(stream, &status, &owner.capture, &graph), "cudaStreamGetCaptureInfo");
+    if (status == cudaStreamCaptureStatusActive) {
+        if (owners.add(owner)) remove_with(graph, owner);
+    } else {
+        owner.capture = 0;
+        // The handle of the per-thread default stream names many streams, and CUDA reuses handles; but a
+        // stream that is being captured does not tell its id.
+        check(cudaStreamGetId(stream, &owner.stream), "cudaStreamGetId");
+    }
+    Size wanted{partial_bytes, num_counters};
+    KeptWorkspace workspace;
+    while (!owners.find(owner, wanted, workspace)) owners.give(owner, allocate_memory(wanted));
+    return workspace;
+}
+
+Workspace::Workspace(int32_t device, size_t bytes, cudaStream_t stream, WorkspaceUser user)
+    : stream_(stream) {
+    if (bytes == 0) return;
+    cudaStreamCaptureStatus status;
+    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    kept_ = status != cudaStreamCaptureStatusNone;
+    if (kept_) {
+        pointer_ = kept_workspace(device, stream, bytes, 0, user).partial;
+    } else {
+        check(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
+    }
+}
+
+Workspace::~Workspace() {
+    if (pointer_ && !kept_) cudaFreeAsync(pointer_, stream_);
+}
+
+}  // namespace octavo::cuda

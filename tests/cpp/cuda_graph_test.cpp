@@ -1,0 +1,212 @@
+// Graphs that hold the operators: their replays, and who owns the memory that they work in.
+#include "cuda/workspace.h"
+#include "cuda_testing.h"
+
+#include <octavo/paged_attention.h>
+
+#include <chrono>
+#include <thread>
+
+namespace octavo {
+namespace {
+
+class CudaGraphTest : public ::testing::TestWithParam<int64_t> {};
+
+// As part of another graph, as XLA replays it.
+TEST_P(CudaGraphTest, ReplayFollowsLengthsAndTables) {
+    const DType dtype = DType::bfloat16;
+    const int64_t num_q_heads = 6, num_kv_heads = 2, head_dim = 64;
+    Random random(7);
+    Cache before(random, {40, 3, 100}, 16, num_kv_heads, head_dim, dtype);
+    Cache after(random, {1, 111, 64}, 16, num_kv_heads, head_dim, dtype);
+    const int64_t max_pages = std::max(before.max_pages, after.max_pages);
+    const int64_t num_pages = std::max(before.num_pages, after.num_pages);
+    auto widened = [&](const Cache& cache) {
+        std::vector<int32_t> table(3 * max_pages, 1 << 30);
+        for (int64_t b = 0; b < 3; ++b) {
+            std::copy_n(cache.table.begin() + b * cache.max_pages, cache.max_pages,
+                        table.begin() + b * max_pages);
+        }
+        return table;
+    };
+    const size_t page_elements = 16 * num_kv_heads * head_dim;
+    before.k.resize(num_pages * page_elements);
+    before.v.resize(num_pages * page_elements);
+    Mirror<int32_t> table(widened(before)), lengths(before.lengths);
+    Mirror<uint16_t> q(random.normal(3 * num_q_heads * head_dim, dtype)), k(before.k), v(before.v);
+    Mirror<uint16_t> out(nans(q.host.size(), dtype));
+
+    PagedAttentionArgs args;
+    auto set = [&](auto view) {
+        args.q = view(q, dtype, {3, num_q_heads, head_dim});
+        args.out = view(out, dtype, {3, num_q_heads, head_dim});
+        args.k_pages = view(k, dtype, {num_pages, 16, num_kv_heads, head_dim});
+        args.v_pages = view(v, dtype, {num_pages, 16, num_kv_heads, head_dim});
+        args.page_table = view(table, DType::int32, {3, max_pages});
+        args.seq_lens = view(lengths, DType::int32, {3});
+    };
+    using Shape = std::initializer_list<int64_t>;
+    set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+    const TensorView gpu_table = args.page_table, gpu_lengths = args.seq_lens, gpu_k = args.k_pages,
+                     gpu_v = args.v_pages;
+    cudaStream_t stream;
+    ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    args.stream = stream;
+    if (GetParam() > 0) args.num_splits = GetParam();
+    cudaGraph_t graph, outer;
+    cudaGraphNode_t node;
+    cudaGraphExec_t executable;
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+    paged_attention(args);
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphCreate(&outer, 0), cudaSuccess);
+    ASSERT_EQ(cudaGraphAddChildGraphNode(&node, outer, nullptr, 0, graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&executable, outer, 0), cudaSuccess);
+
+    for (const Cache* cache : {&before, &after}) {
+        table.host = widened(*cache);
+        lengths.host = cache->lengths;
+        std::copy(cache->k.begin(), cache->k.end(), k.host.begin());
+        std::copy(cache->v.begin(), cache->v.end(), v.host.begin());
+        auto upload = [](const TensorView& to, const auto& from) {
+            ASSERT_EQ(cudaMemcpy(to.data, from.data(), from.size() * sizeof(from[0]), cudaMemcpyHostToDevice),
+                      cudaSuccess);
+        };
+        upload(gpu_table, table.host);
+        upload(gpu_lengths, lengths.host);
+        upload(gpu_k, k.host);
+        upload(gpu_v, v.host);
+        ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
+        paged_attention(args);
+        expect_close(out.fetch(), out.host, dtype);
+    }
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(outer);
+    cudaStreamDestroy(stream);
+}
+
+INSTANTIATE_TEST_SUITE_P(NumSplits, CudaGraphTest, ::testing::Values(0, 3));
+
+class WorkspaceTest : public ::testing::Test {
+  protected:
+    void SetUp() override { ASSERT_EQ(cudaStreamCreate(&stream_), cudaSuccess); }
+    void TearDown() override { cudaStreamDestroy(stream_); }
+
+    void begin_capture() {
+        ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), cudaSuccess);
+    }
+    cudaGraph_t end_capture() {
+        cudaGraph_t graph = nullptr;
+        EXPECT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
+        return graph;
+    }
+    // More than any other test asks for, so that what graphs gave back before does not fit.
+    void* partial(size_t bytes = kBytes, size_t num_counters = 1) {
+        return cuda::kept_workspace(0, stream_, bytes, num_counters).partial;
+    }
+    void* partial_of_capture(cudaGraph_t& graph) {
+        begin_capture();
+        void* const pointer = partial();
+        graph = end_capture();
+        return pointer;
+    }
+
+    static constexpr size_t kBytes = 64 << 20;
+    cudaStream_t stream_ = nullptr;
+};
+
+TEST_F(WorkspaceTest, AStreamKeepsItsOwn) {
+    void* const mine = partial();
+    EXPECT_EQ(partial(), mine);
+    cudaStream_t other;
+    ASSERT_EQ(cudaStreamCreate(&other), cudaSuccess);
+    EXPECT_NE(cuda::kept_workspace(0, other, kBytes, 1).partial, mine);
+    cudaStreamDestroy(other);
+}
+
+TEST_F(WorkspaceTest, CountersAreZero) {
+    const cuda::KeptWorkspace workspace = cuda::kept_workspace(0, stream_, 1, 5000);
+    std::vector<uint32_t> counters(5000, 1);
+    ASSERT_EQ(
+        cudaMemcpy(counters.data(), workspace.counters, 5000 * sizeof(uint32_t), cudaMemcpyDeviceToHost),
+        cudaSuccess);
+    EXPECT_EQ(counters, std::vector<uint32_t>(5000));
+}
+
+TEST_F(WorkspaceTest, GrowsToServeAllCallsOfAStream) {
+    partial(kBytes, 1);
+    void* const grown = partial(1, 100000);
+    EXPECT_EQ(partial(kBytes, 1), grown);
+    EXPECT_EQ(partial(1, 100000), grown);
+}
+
+TEST_F(WorkspaceTest, StreamsOfOneCaptureHaveTheirOwn) {
+    cudaStream_t other;
+    cudaEvent_t fork, join;
+    ASSERT_EQ(cudaStreamCreate(&other), cudaSuccess);
+    ASSERT_EQ(cudaEventCreate(&fork), cudaSuccess);
+    ASSERT_EQ(cudaEventCreate(&join), cudaSuccess);
+    begin_capture();
+    void* const mine = partial();
+    EXPECT_EQ(partial(), mine);
+    ASSERT_EQ(cudaEventRecord(fork, stream_), cudaSuccess);
+    ASSERT_EQ(cudaStreamWaitEvent(other, fork, 0), cudaSuccess);
+    EXPECT_NE(cuda::kept_workspace(0, other, kBytes, 1).partial, mine);
+    ASSERT_EQ(cudaEventRecord(join, other), cudaSuccess);
+    ASSERT_EQ(cudaStreamWaitEvent(stream_, join, 0), cudaSuccess);
+    cudaGraphDestroy(end_capture());
+    cudaEventDestroy(fork);
+    cudaEventDestroy(join);
+    cudaStreamDestroy(other);
+}
+
+// Whatever holds the graph holds the memory; then the next capture takes it over.
+TEST_F(WorkspaceTest, AGraphOwnsItUntilItsLastCopyIsGone) {
+    cudaGraph_t inner, outer, other;
+    void* const owned = partial_of_capture(inner);
+    ASSERT_EQ(cudaGraphCreate(&outer, 0), cudaSuccess);
+    cudaGraphNode_t node;
+    ASSERT_EQ(cudaGraphAddChildGraphNode(&node, outer, nullptr, 0, inner), cudaSuccess);
+    ASSERT_EQ(cudaGraphDestroy(inner), cudaSuccess);
+    EXPECT_NE(partial_of_capture(other), owned);
+    cudaGraphExec_t executable;
+    ASSERT_EQ(cudaGraphInstantiate(&executable, outer, 0), cudaSuccess);
+    ASSERT_EQ(cudaGraphDestroy(outer), cudaSuccess);
+    cudaGraph_t another;
+    EXPECT_NE(partial_of_capture(another), owned);
+    ASSERT_EQ(cudaGraphLaunch(executable, stream_), cudaSuccess);
+    ASSERT_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+
+    bool taken_over = false;  // CUDA calls back some time later
+    for (int i = 0; i < 100 && !taken_over; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        cudaGraph_t graph;
+        taken_over = partial_of_capture(graph) == owned;
+        cudaGraphDestroy(graph);
+    }
+    EXPECT_TRUE(taken_over);
+    cudaGraphDestroy(other);
+    cudaGraphDestroy(another);
+}
+
+TEST_F(WorkspaceTest, ManyCapturesTakeNoMoreMemoryThanOne) {
+    cudaGraph_t graph;
+    partial_of_capture(graph);
+    cudaGraphDestroy(graph);
+    size_t before, after, total;
+    ASSERT_EQ(cudaMemGetInfo(&before, &total), cudaSuccess);
+    for (int i = 0; i < 200; ++i) {
+        partial_of_capture(graph);
+        cudaGraphDestroy(graph);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ASSERT_EQ(cudaMemGetInfo(&after, &total), cudaSuccess);
+    EXPECT_LT(before - std::min(before, after), 50 * kBytes);
+}
+
+}  // namespace
+}  // namespace octavo
