@@ -17,22 +17,17 @@ struct CascadeCase {
 
 class CudaCascadeTest : public ::testing::TestWithParam<CascadeCase> {};
 
-// The pages that the first sequence begins with in every row of the table; the others' own hold NaN then.
-void share_prefix(Cache& cache, int64_t num_shared, DType dtype) {
-    const int64_t page = cache.page_size * cache.num_kv_heads * cache.head_dim;
-    const auto model = std::max_element(cache.lengths.begin(), cache.lengths.end()) - cache.lengths.begin();
-    const std::vector<uint16_t> unused = nans(page, dtype);
-    for (int64_t b = 0; b < cache.batch; ++b) {
-        for (int64_t i = 0; i < num_shared; ++i) {
-            int32_t& id = cache.table[b * cache.max_pages + i];
-            if (b == model || (cache.lengths[b] == 0 && b > 0)) continue;
-            if (cache.lengths[b] > 0) {
-                std::copy(unused.begin(), unused.end(), cache.k.begin() + id * page);
-                std::copy(unused.begin(), unused.end(), cache.v.begin() + id * page);
-            }
-            id = cache.table[model * cache.max_pages + i];
-        }
+// A table of sequences that begin with the pages of the cache's first one, before those of another each. One
+// of length 0 names no page; but the first row always tells the prefix.
+std::vector<int32_t> make_table(const Cache& cache, const CascadeCase& c) {
+    const int64_t num_shared = c.prefix / c.page_size, max_pages = num_shared + cache.max_pages;
+    std::vector<int32_t> table(c.own.size() * max_pages, 1 << 30);
+    for (size_t b = 0; b < c.own.size(); ++b) {
+        const auto row = table.begin() + b * max_pages;
+        if (b == 0 || c.own[b] >= 0) std::copy_n(cache.table.begin(), num_shared, row);
+        std::copy_n(cache.table.begin() + (b + 1) * cache.max_pages, cache.max_pages, row + num_shared);
     }
+    return table;
 }
 
 TEST_P(CudaCascadeTest, AgreesWithTheCpu) {
@@ -42,13 +37,16 @@ TEST_P(CudaCascadeTest, AgreesWithTheCpu) {
         SCOPED_TRACE("head_dim " + std::to_string(head_dim));
         Random random(seed++);
         const DType dtype = random.pick({DType::float16, DType::bfloat16});
-        std::vector<int32_t> lengths;
-        for (const int32_t own : c.own) lengths.push_back(own < 0 ? 0 : c.prefix + own);
-        Cache cache(random, lengths, c.page_size, c.num_kv_heads, head_dim, dtype);
-        share_prefix(cache, c.prefix / c.page_size, dtype);
+        std::vector<int32_t> in_cache{c.prefix}, lengths;
+        for (const int32_t own : c.own) {
+            in_cache.push_back(std::max(own, 0));
+            lengths.push_back(own < 0 ? 0 : c.prefix + own);
+        }
+        Cache cache(random, in_cache, c.page_size, c.num_kv_heads, head_dim, dtype);
         const int64_t batch = lengths.size(), num_q_heads = c.num_kv_heads * c.group_size;
+        const int64_t max_pages = c.prefix / c.page_size + cache.max_pages;
         const std::vector<int32_t> queries = c.queries.empty() ? std::vector<int32_t>(batch, 1) : c.queries;
-        Mirror<int32_t> cu_seqlens_q(cumulative(queries)), table(cache.table), seq_lens(cache.lengths);
+        Mirror<int32_t> cu_seqlens_q(cumulative(queries)), table(make_table(cache, c)), seq_lens(lengths);
         const int64_t total_q = cu_seqlens_q.host.back();
         Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype)), k(cache.k), v(cache.v);
         Mirror<uint16_t> out(nans(q.host.size(), dtype));
@@ -65,7 +63,7 @@ TEST_P(CudaCascadeTest, AgreesWithTheCpu) {
             if (with_lse) args.lse = view(lse, DType::float32, {total_q, num_q_heads});
             args.k_pages = view(k, dtype, {cache.num_pages, c.page_size, c.num_kv_heads, head_dim});
             args.v_pages = view(v, dtype, {cache.num_pages, c.page_size, c.num_kv_heads, head_dim});
-            args.page_table = view(table, DType::int32, {batch, cache.max_pages});
+            args.page_table = view(table, DType::int32, {batch, max_pages});
             args.seq_lens = view(seq_lens, DType::int32, {batch});
             if (!c.queries.empty()) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
         };
@@ -107,7 +105,7 @@ INSTANTIATE_TEST_SUITE_P(
                       CascadeCase{"padding", 320, {-1, 1, -1, 400, -1, 16}, {}, 3, 5},
                       CascadeCase{"more_than_a_launch", 64, ragged(1030, 5), {}, 1, 2},
                       CascadeCase{"chunks", 512, {200, 1, 64, 300, 1, -1}, {200, 1, 0, 64, 1, 0}, 2, 4},
-                      CascadeCase{"drafts", 768, ragged(30, 60), std::vector<int32_t>(30, 1), 4, 4}),
+                      CascadeCase{"packed_decode", 768, ragged(30, 60), std::vector<int32_t>(30, 1), 4, 4}),
     [](const auto& info) { return info.param.name; });
 
 }  // namespace
