@@ -80,7 +80,11 @@ ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
         if (p.lse) p.lse += first * p.lse_batch_stride;
     }
     p.page_table += first * p.page_table_stride;
-    p.seq_lens += first;
+    if (p.seq_lens) {
+        p.seq_lens += first;
+    } else {
+        p.total_k -= first * p.seqlen_k;
+    }
     if (p.prefix_lens) p.prefix_lens += first;
     if (p.alibi_slopes) p.alibi_slopes += first * p.alibi_batch_stride;
     return p;

@@ -166,7 +166,7 @@ class Schedule {
   private:
     // An item without keys still has one block, which writes its empty result.
     __device__ int32_t count_blocks(int32_t sequence) {
-        lengths_[sequence] = p_.seq_lens[sequence];
+        lengths_[sequence] = SequenceSlice::seqlen_k(p_, sequence);
         const SequenceSlice seq = slice(sequence);
         return seq.seqlen_q > 0 ? max(key_blocks(seq).count, 1) : 0;
     }

@@ -155,8 +155,8 @@ struct Operands {
     Operand q, out, k, v;
 
     explicit Operands(const ForwardParams& p)
-        : q(p.q, p.cu_seqlens_q ? 1 : p.batch, p.q_batch_stride, p.q_token_stride, p.q_head_stride,
-            p.num_q_heads, p.seqlen_q),
+        : q(p.q, p.cu_seqlens_q || p.q_batch_stride == 0 ? 1 : p.batch, p.q_batch_stride, p.q_token_stride,
+            p.q_head_stride, p.num_q_heads, p.seqlen_q),
           out(p.out, p.cu_seqlens_q ? 1 : p.batch, p.out_batch_stride, p.out_token_stride, p.out_head_stride,
               p.num_q_heads, p.seqlen_q),
           k(p.k, num_outer_k(p), p.k_outer_stride, p.k_token_stride, p.k_head_stride, p.num_kv_heads,

@@ -12,11 +12,13 @@ struct QueryPlace {
     bool any;  // whether it has rows here
     int32_t place, shift, outer;
 
-    __device__ QueryPlace(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work, int block)
+    // `batch_stride`: the array's.
+    __device__ QueryPlace(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work, int block,
+                          int64_t batch_stride)
         : any(work.first_token + block * plan.tokens < work.seqlen_q),
           place(plan.q_edge - work.seqlen_q + work.first_token + block * plan.tokens),
           shift(work.q_begin + work.seqlen_q),
-          outer(p.cu_seqlens_q ? 0 : work.batch) {}
+          outer(p.cu_seqlens_q || batch_stride == 0 ? 0 : work.batch) {}
 };
 
 // Loads tiles of K and V of one row tile.
@@ -130,7 +132,7 @@ __device__ __forceinline__ void load_q(const ForwardParams& p, const PrefillPlan
     for (int group = 0; group < Config::kConsumers; ++group) {
         uint64_t* const full = &shared.q_full[ring.slot][group];
         ptx::mbarrier_wait(&shared.q_empty[ring.slot][group], ring.parity ^ 1);
-        const QueryPlace at(p, plan, work, tile_block<Config>(group));
+        const QueryPlace at(p, plan, work, tile_block<Config>(group), p.q_batch_stride);
         const int32_t bytes = Config::kColumnBlocks * plan.heads * plan.tokens * Config::kRowBytes;
         if (ptx::elect_one()) {
             ptx::mbarrier_arrive_expect(full, at.any ? bytes : 0);
@@ -252,7 +254,7 @@ __device__ void run_storer(const ForwardParams& p, const PrefillPlan& plan, Pref
         for (int group = 0; group < Config::kConsumers; ++group) {
             ptx::mbarrier_wait(&shared.out_full[q_ring.slot][group], q_ring.parity);
             if (ptx::elect_one()) {
-                const QueryPlace at(p, plan, work, tile_block<Config>(group));
+                const QueryPlace at(p, plan, work, tile_block<Config>(group), p.out_batch_stride);
 #pragma unroll
                 for (int block = 0; at.any && block < Config::kColumnBlocks; ++block) {
                     ptx::tma_store(&plan.out, shared.q[q_ring.slot][group] + block * Config::kQBlockBytes,

@@ -81,14 +81,9 @@ class PrefillScheduler {
             w.first_token = (plan_.num_row_tiles - 1 - at / units) * tile_tokens_;
             w.seqlen_q = p_.seqlen_q;
         }
-        w.seqlen_k = p_.seqlen_k;
-        if (p_.paged()) {
-            w.seqlen_k = p_.seq_lens[w.batch];
-        } else if (p_.cu_seqlens_k) {
-            w.k_begin = p_.cu_seqlens_k[w.batch];
-            w.seqlen_k = p_.cu_seqlens_k[w.batch + 1] - w.k_begin;
-        }
-        if (p_.prefix_lens) w.prefix_len = min(p_.prefix_lens[w.batch], w.seqlen_k);
+        w.seqlen_k = SequenceSlice::seqlen_k(p_, w.batch);
+        if (p_.cu_seqlens_k) w.k_begin = p_.cu_seqlens_k[w.batch];
+        w.prefix_len = SequenceSlice::prefix_len(p_, w.batch, w.seqlen_k);
         return w;
     }
 
