@@ -169,7 +169,8 @@ xla::Error* handle(xla::CallFrame* frame) {
             xla::GetStream get{{sizeof(xla::GetStream), nullptr}, frame->context, nullptr};
             if (xla::Error* error = frame->api->get_stream(&get)) return error;
             stream = get.stream;
-            device.index = cuda::current_device();  // XLA's; a stream under capture does not tell its own
+            // XLA makes a program's device current while it runs; a captured stream does not tell its own.
+            device.index = cuda::current_device();
         }
         auto args = Operator::arguments(XlaCall(Operator::kName, *frame, device));
         args.stream = stream;

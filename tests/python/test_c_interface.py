@@ -121,6 +121,18 @@ def test_attention_on_a_gpu(library):
     assert torch.equal(out, octavo.attention(q, k, v, causal=True))
 
 
+@pytest.mark.skipif(not octavo.build_info()["instances"], reason="octavo was built without CUDA")
+def test_dtypes_of_gpus_are_known_without_one(library):
+    arrays = normal(2, 1, 5, 4, 64)
+    q, out = map(Tensor.of, arrays)
+    q.device_type = out.device_type = 1
+    message = (
+        "no CUDA kernel for float32, head_dim 64; there are some for bfloat16 and float16, head_dim up to 256"
+    )
+    with pytest.raises(OctavoError, match=message):
+        library.attention(q=q, k=q, v=q, out=out)
+
+
 def test_allocator(library):
     allocator = PageAllocator(library, 4, 16)
     sequence = allocator.create()

@@ -377,6 +377,8 @@ class LateArrays:
         self._library = library
         self._ready = [library.array(x, DTYPE) for x in values]
         self.arrays = [torch.full_like(x, float("nan")) for x in self._ready]
+        # The first call loads the kernel, for which CUDA may wait until the device is idle.
+        octavo.attention(*self._ready, causal=True, return_lse=True)
         torch.cuda.synchronize()
 
     def fill(self, stream: Any) -> None:

@@ -2,7 +2,8 @@
 
 On the line before a fence:
 `<!-- test: gpu -->`: the snippet needs a GPU;
-`<!-- test: raises -->`: the snippet raises the message of the heading above it.
+`<!-- test: raises -->`: the snippet raises the message of the heading above it;
+`<!-- test: raises gpu -->`: both.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Snippet:
     language: str
     code: str
     line: int  # of its first line of code, from 1
-    flag: str  # "gpu", "raises" or ""
+    flags: frozenset[str]  # of "gpu" and "raises"
     message: str  # of the last heading that has one
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ def find_snippets(text: str) -> list[Snippet]:
             language=match["language"],
             code=match["code"],
             line=text.count("\n", 0, match.start("code")) + 1,
-            flag=match["comment"] or "",
+            flags=frozenset((match["comment"] or "").split()),
             message=["", *HEADING_WITH_MESSAGE.findall(text, 0, match.start())][-1],
         )
         for match in FENCE.finditer(text)
@@ -77,11 +78,11 @@ def modules_of(code: str) -> set[str]:
 def snippets_in(language: str, *, raises: bool = False) -> list:
     return [
         pytest.param(
-            snippet, id=f"{page.stem}_{snippet}", marks=pytest.mark.gpu if snippet.flag == "gpu" else ()
+            snippet, id=f"{page.stem}_{snippet}", marks=pytest.mark.gpu if "gpu" in snippet.flags else ()
         )
         for page in PAGES
         for snippet in find_snippets(page.read_text(encoding="utf-8"))
-        if snippet.language == language and (snippet.flag == "raises") == raises
+        if snippet.language == language and ("raises" in snippet.flags) == raises
     ]
 
 
@@ -186,6 +187,11 @@ def test_find_snippets() -> None:
         x = 1
         ```
 
+        <!-- test: raises gpu -->
+        ```python
+        x = 2
+        ```
+
         ```
         plain text
         ```
@@ -196,12 +202,13 @@ def test_find_snippets() -> None:
         """
     )
     snippets = find_snippets(text)
-    assert [(s.language, s.line, s.flag, s.message) for s in snippets] == [
-        ("python", 4, "", ""),
-        ("cpp", 10, "", ""),
-        ("python", 15, "gpu", ""),
-        ("python", 23, "raises", "attention: no"),
-        ("sh", 31, "", "attention: no"),
+    assert [(s.language, s.line, {*s.flags}, s.message) for s in snippets] == [
+        ("python", 4, set(), ""),
+        ("cpp", 10, set(), ""),
+        ("python", 15, {"gpu"}, ""),
+        ("python", 23, {"raises"}, "attention: no"),
+        ("python", 28, {"raises", "gpu"}, "attention: no"),
+        ("sh", 36, set(), "attention: no"),
     ]
     assert snippets[0].code == "import numpy as np  # ``` inside a line\n"
     assert snippets[1].code == "int main() {}\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from programs import find_program
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = os.environ.get("OCTAVO_WHEEL", "")
@@ -95,10 +98,9 @@ class Environment:
         run(interpreter.path, "-m", "venv", folder / "venv")
         self.install(WHEEL)
 
-    def python(self, *arguments: str | Path) -> str:
-        return run(
-            self._folder / "venv" / "bin" / "python", *arguments, cwd=self._folder, env=self._variables
-        )
+    def python(self, *arguments: str | Path, cwd: Path | None = None) -> str:
+        program = self._folder / "venv" / "bin" / "python"
+        return run(program, *arguments, cwd=cwd or self._folder, env=self._variables)
 
     def install(self, *arguments: str) -> None:
         self.python("-m", "pip", "install", "--quiet", "--only-binary=:all:", *arguments)
@@ -123,6 +125,33 @@ def test_needs_numpy_alone(environment: Environment) -> None:
     if environment.interpreter.version.endswith("t"):  # and the import does not bring the lock back
         code = "import octavo, sys; print(sys._is_gil_enabled())"
         assert environment.python("-W", "error", "-c", code) == "False\n"
+
+
+def cibuildwheel_settings() -> dict:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["cibuildwheel"]
+
+
+def test_cibuildwheel_tests_what_passes(environment: Environment, tmp_path: Path) -> None:
+    """Its test command, with no more than it installs and copies."""
+    settings = cibuildwheel_settings()
+    environment.install(*settings["test-requires"])
+    for source in settings["test-sources"]:
+        shutil.copytree(ROOT / source, tmp_path / source)
+    for command in settings["test-command"].split(" && "):
+        program, *arguments = command.split()
+        assert program == "python"
+        environment.python(*arguments, cwd=tmp_path)
+
+
+def test_cibuildwheel_builds_for_every_python() -> None:
+    if not (program := find_program("cibuildwheel")):
+        pytest.skip("cibuildwheel is not installed")
+    identifiers = run(program, "--print-build-identifiers", "--platform", "linux", ROOT).split()
+    assert {name.split("-")[0] for name in identifiers} == {
+        f"cp3{n}" for n in ("10", "11", "12", "13", "14", "14t")
+    }
+    assert {name.split("-")[1] for name in identifiers} == {f"manylinux_{platform.machine()}"}
 
 
 def test_runs_a_model(environment: Environment) -> None:

@@ -12,6 +12,8 @@
 #include "cuda/workspace.h"
 
 #include <algorithm>
+#include <set>
+#include <string>
 
 namespace octavo::cuda {
 
@@ -55,10 +57,16 @@ const Instance& choose_instance(const ForwardParams& p, size_t shared_bytes) {
         if (!best || shared_bytes >= forward_shared_bytes(instance.stages)) best = &instance;
     }
     if (best) return *best;
-    std::string compiled;
-    for (const std::string& name : instances()) compiled += (compiled.empty() ? "" : ", ") + name;
+    std::set<std::string> dtypes;
+    int32_t most = 0;
+    for (const Instance& instance : kInstances) {
+        dtypes.insert(to_string(instance.dtype));
+        most = std::max(most, instance.head_dim);
+    }
+    std::string names;
+    for (const std::string& dtype : dtypes) names += (names.empty() ? "" : " and ") + dtype;
     fail<TypeError>(p.op, "no CUDA kernel for ", to_string(p.dtype), ", head_dim ", p.head_dim,
-                    "; compiled: ", compiled);
+                    "; there are some for ", names, ", head_dim up to ", most);
 }
 
 // Row tiles over the batch. What a packed batch holds is known on the device only: a bound.
