@@ -51,10 +51,10 @@ struct ForwardParams {
     int32_t seqlen_k;  // of every sequence; packed: the bound max_seqlen_k; paged: max_pages * page_size
     int32_t num_q_heads, num_kv_heads, head_dim;
     int32_t page_size;
-    int32_t
-        shared_prefix_len;     // whole pages at the start of every sequence that are those of the first; or 0
-    int32_t num_skipped_keys;  // at the start of every sequence: seq_lens and prefix_lens count them,
-                               // page_table begins behind them
+    int32_t shared_prefix_len;  // whole pages at the start of every sequence, those of the first; or 0
+    // At the start of every sequence, for another call: seq_lens and prefix_lens count them, page_table
+    // begins behind them.
+    int32_t num_skipped_keys;
     int32_t window_left, window_right;  // -1: unbounded; causal: window_right = 0
     float softmax_scale;                // k_scale included
     float softcap;                      // 0: none
