@@ -34,6 +34,11 @@ template <class T, int kHeadDim, int kWarpgroups, int kCtas>
 void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
                     cudaStream_t stream) {
     auto launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::none>>;
+    if constexpr (has_few_rows(kWarpgroups, kCtas)) {
+        if (plan.few_rows)
+            launch =
+                launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::few_rows>>;
+    }
     if (params.alibi_slopes)
         launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::alibi>>;
     if (params.dropout.any())

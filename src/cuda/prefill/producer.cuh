@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/prefill/shared.cuh"
+#include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
 
@@ -31,7 +32,10 @@ class KeyLoader {
           work_(work),
           kv_head_(work.first_head / p.group_size()),
           hole_begin_(work.prefix_len),
-          hole_end_(work.visibility(p).window_begin(work.q_pos(0))) {}
+          hole_end_(work.visibility(p).window_begin(work.q_pos(0))),
+          policy_(plan.heads == p.group_size() && work.seqlen_q <= Config::kTileBlocks * plan.tokens
+                      ? ptx::kEvictFirst
+                      : ptx::kEvictNormal) {}
 
     // The page of box `lane` of the tile; what the other functions take. Unused unless paged.
     __device__ int32_t find_pages(int32_t first_key) const {
@@ -106,12 +110,12 @@ class KeyLoader {
     }
     __device__ void load_box(const CUtensorMap& map, unsigned char* rows, uint64_t* full, int32_t place,
                              int32_t shift, int32_t outer) const {
-#pragma unroll(Config::kColumnBlocks <= 2 ? 2 : 1)  // more would spill: the producer has 24 registers
+#pragma unroll(Config::kColumnBlocks <= 2 ? 2 : 1)
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
             unsigned char* const to = rows + block * Config::kKeyBlockBytes;
             const int column = block * Config::kBlockColumns;
             if constexpr (Config::kCtas == 1) {
-                ptx::tma_load(to, &map, full, column, kv_head_, place, shift, outer);
+                ptx::tma_load(to, &map, full, policy_, column, kv_head_, place, shift, outer);
             } else {
                 ptx::tma_load_multicast(to, &map, full, 3, column, kv_head_, place, shift, outer);
             }
@@ -123,6 +127,7 @@ class KeyLoader {
     const PrefillWork& work_;
     int32_t kv_head_;
     int32_t hole_begin_, hole_end_;
+    uint64_t policy_;  // keys and values that no other row tile needs leave the L2 cache first
 };
 
 template <class Config>
@@ -213,7 +218,7 @@ __device__ void run_q_k_loader(const ForwardParams& p, const PrefillPlan& plan,
 // One warp: loads V.
 template <class Config>
 __device__ void run_v_loader(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared) {
-    Ring<Config::kStages> ring;
+    Ring<Config::kVStages> ring;
     Ring<kPrefillWorkSlots> work_ring;
     uint32_t patch_parities = 0;  // a bit a stage
     while (true) {
