@@ -2,7 +2,7 @@
 // arXiv:2309.06180).
 //
 // k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], any strides with a unit last one.
-// page_table: int32 [batch, max_pages]; entries past a sequence's last page are never read.
+// page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
 // seq_lens: int32 [batch]; slots past a sequence's length are never used, whatever they hold.
 #pragma once
 

@@ -195,7 +195,7 @@ def append_kv(
         v: like k.
         k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written.
         v_pages: like k_pages: the cache of values; written.
-        page_table: int32 [batch, max_pages]; entries past a sequence's last page are never read.
+        page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
         seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
         cu_seqlens: int32 [batch + 1]: sequence b has the tokens of k and v from cu_seqlens[b] up to
             cu_seqlens[b + 1]. Default: one token a sequence.

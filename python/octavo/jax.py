@@ -232,7 +232,7 @@ def paged_attention(
             [total_q, num_q_heads, head_dim].
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys.
         v_pages: like k_pages: the cache of values.
-        page_table: int32 [batch, max_pages]; entries past a sequence's last page are never read.
+        page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
         seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
         cu_seqlens_q: int32 [batch + 1], for packed q. This and the rest as for ``octavo.paged_attention``.
         max_seqlen_q: the most queries of one sequence, for packed q. Default: total_q.

@@ -1,65 +1,10 @@
-// The blocks of 16 keys that a warp works on, and their way from the pages to the products.
+// The blocks of 16 keys that a warp works on, and their way from the pages to shared memory.
 #pragma once
 
+#include "cuda/decode/rows.cuh"
 #include "cuda/decode/segments.cuh"
-#include "cuda/ptx/l2_policy.h"
-#include "cuda/ptx/ldmatrix.h"
-#include "cuda/warp.cuh"
 
 namespace octavo::cuda {
-
-// Rows of head_dim elements in shared memory, of keys, values or queries, which start at a multiple of 128
-// bytes: chunk c of row r stands in the place of chunk c ^ r % 8, so that neither the copies of a row nor
-// reads of one chunk of eight rows meet a bank conflict.
-template <class Config>
-struct Rows {
-    uint32_t address;  // in the shared window
-
-    // Where lanes read from: the start of the rows, and a row and a chunk below eight for each lane.
-    __device__ static uint32_t offset(int row, int chunk) {
-        return 16 * (row * Config::kRowChunks + (chunk ^ (row % 8)));
-    }
-    // From there `chunks` further, a multiple of the power of two above the lanes' chunks.
-    __device__ static uint32_t advance(uint32_t address, int chunks) {
-        return (address ^ (16 * (chunks % 8))) + 16 * (chunks / 8 * 8);
-    }
-};
-
-// The slope of row `row`, behind the rows of an item's queries.
-template <class Config>
-__device__ __forceinline__ uint32_t slope_address(Rows<Config> queries, int row) {
-    return queries.address + 16 * Config::kRows * Config::kRowChunks + static_cast<int>(sizeof(float)) * row;
-}
-
-// The places from which a lane reads the operands of mma.sync in a block.
-template <class Config>
-struct Operands {
-    uint32_t a, a_transposed, b;
-
-    __device__ Operands() {
-        const int lane = threadIdx.x % 32;
-        a = Rows<Config>::offset(lane % 16, lane / 16);
-        a_transposed = Rows<Config>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-        b = Rows<Config>::offset(lane % 8, lane / 8);
-        keep(a);
-        keep(a_transposed);
-        keep(b);
-    }
-
-    // Operand a of a product over dims: 16 rows by dims 16 j and on.
-    __device__ void load_a(uint32_t (&words)[4], Rows<Config> rows, int j) const {
-        ptx::ldmatrix_x4(words, Rows<Config>::advance(rows.address + a, 2 * j));
-    }
-    // The same for rows that are the depth of the product: dims 16 j and on by 16 rows.
-    __device__ void load_a_transposed(uint32_t (&words)[4], Rows<Config> rows, int j) const {
-        ptx::ldmatrix_x4_trans(words, Rows<Config>::advance(rows.address + a_transposed, 2 * j));
-    }
-    // Operand b of two products over dims 32 j and on: rows 8 tile and on.
-    __device__ void load_b(uint32_t (&words)[4], Rows<Config> rows, int tile, int j) const {
-        ptx::ldmatrix_x4(words,
-                         Rows<Config>::advance(rows.address + b, 4 * j) + 128 * tile * Config::kRowChunks);
-    }
-};
 
 // Copies a warp's blocks, segment after segment as a walk (segments.cuh) names them, and the queries of their
 // items to shared memory.
@@ -67,24 +12,7 @@ template <class T, class Config, class Walk>
 class Copier {
   public:
     __device__ Copier(const ForwardParams& p, const FastDivide& page_size, const FastDivide& group_size)
-        : p_(p), page_size_(page_size), group_size_(group_size) {
-        const int lane = threadIdx.x % 32;
-        column_ = lane % kLanesPerRow;
-        lane_row_ = lane / kLanesPerRow;
-        // Columns from head_dim on become zeros, from an address that is mapped.
-        k_ = static_cast<const uint4*>(p.k) + (8 * column_ < p.head_dim ? column_ : 0);
-        v_ = static_cast<const uint4*>(p.v) + (8 * column_ < p.head_dim ? column_ : 0);
-        place_ = 16 * (lane_row_ * Config::kRowChunks + (column_ ^ lane_row_));
-        page_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_outer_stride : p.v_outer_stride) / kPerChunk);
-        token_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_token_stride : p.v_token_stride) / kPerChunk);
-        head_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_head_stride : p.v_head_stride) / kPerChunk);
-        keep(lane_row_);
-        keep(k_);
-        keep(v_);
-        keep(place_);
-        keep(page_stride_);
-        keep(token_stride_);
-    }
+        : p_(p), page_size_(page_size), group_size_(group_size), rows_(p) {}
 
     // Before the first copy; false if there is nothing to copy.
     __device__ bool begin(const Schedule<Config::kThreads>& schedule, const Walk& walk) {
@@ -105,9 +33,8 @@ class Copier {
 
     __device__ const Segment& segment() const { return segment_; }
 
-    // Starts the copies of block `index` of the item, whole rows at a time: requests of 64 bytes instead
-    // reach 2.3 of 2.9 TB/s on an H100. In the place of a row that no query sees, one that some query sees;
-    // without any, nothing is copied.
+    // Starts the copies of block `index` of the item. In the place of a row that no query sees, one that some
+    // query sees; without any, nothing is copied.
     __device__ void copy(Rows<Config> k, Rows<Config> v, int32_t index) {
         const int lane = threadIdx.x % 32;
         const int32_t first_key = tiles_.start(index), key = first_key + lane % kBlockKeys;
@@ -124,37 +51,12 @@ class Copier {
         if (!asked_ && (window_ + 32 >= end_page_ || is_last)) ask_next_segment();
     }
 
-    // The queries of the item and the slopes of their heads, zeros in rows that it does not have.
+    // The queries of the segment's item.
     __device__ void copy_queries(Rows<Config> q) const {
-        // Lane l knows row l.
-        const DecodeRow own(seq_, group_size_, segment_.item.kv_head, threadIdx.x % 32);
-        const uint32_t own_offset = static_cast<uint32_t>(
-            (seq_.q_begin + own.token * p_.q_token_stride + own.head * p_.q_head_stride) / kPerChunk);
-        const uint32_t rows = __ballot_sync(~0u, own.valid);
-        const uint4* const column = static_cast<const uint4*>(p_.q) + column_;
-#pragma unroll
-        for (int first = 0; first < Config::kRows; first += kRowsPerCopy) {
-            const int row = first + lane_row_;
-            const uint32_t offset = __shfl_sync(~0u, own_offset, row);
-            if (column_ < Config::kHeadDim / 8) {
-                const bool valid = (rows >> row & 1) && 8 * column_ < p_.head_dim;
-                ptx::cp_async_16(row_place(q.address + place_, first), valid ? from(column, offset) : p_.q,
-                                 valid);
-            }
-        }
-        // A load into registers would wait behind the copies.
-        if (OCTAVO_RARE(p_.alibi_slopes != nullptr) && threadIdx.x % 32 < Config::kRows) {
-            const float* const slopes = p_.alibi_slopes + segment_.item.sequence * p_.alibi_batch_stride;
-            ptx::cp_async_4(slope_address(q, threadIdx.x % 32), slopes + (own.valid ? own.head : 0),
-                            own.valid);
-        }
+        rows_.copy_queries(q, seq_, group_size_, segment_.item.sequence, segment_.item.kv_head);
     }
 
   private:
-    static constexpr int kPerChunk = 16 / sizeof(T);
-    static constexpr int kLanesPerRow = Config::kHeadDim <= 64 ? 8 : (Config::kHeadDim <= 128 ? 16 : 32);
-    static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
-
     __device__ void copy_rows(Rows<Config> k, Rows<Config> v, int32_t key, int32_t page, uint32_t needed) {
         const int lane = threadIdx.x % 32;
         // Lane l knows key l % 16, its row of K for the lower lanes and of V for the upper ones.
@@ -163,20 +65,9 @@ class Copier {
             const uint32_t next_id = __shfl_sync(~0u, next_ids_, page - window_);
             if (page >= window_ + 32) id = next_id;
         }
-        uint32_t offset = id * page_stride_ +
-                          static_cast<uint32_t>(key - page * p_.page_size) * token_stride_ + head_offset_;
-        offset = __shfl_sync(~0u, offset, needed >> lane % 16 & 1 ? lane : (lane & 16) + __ffs(needed) - 1);
-        const bool valid = 8 * column_ < p_.head_dim;
-        const uint32_t k_place = k.address + place_, v_place = v.address + place_;
-#pragma unroll
-        for (int row = 0; row < kBlockKeys; row += kRowsPerCopy) {
-            const uint32_t k_offset = __shfl_sync(~0u, offset, lane_row_ + row);
-            const uint32_t v_offset = __shfl_sync(~0u, offset, lane_row_ + 16 + row);
-            if (column_ < Config::kHeadDim / 8) {
-                ptx::cp_async_16_evict_first(row_place(k_place, row), from(k_, k_offset), valid);
-                ptx::cp_async_16_evict_first(row_place(v_place, row), from(v_, v_offset), valid);
-            }
-        }
+        const uint32_t offset = rows_.row_offset(id, key - page * p_.page_size, head_offset_);
+        const bool own = needed >> lane % 16 & 1;
+        rows_.copy(k, v, __shfl_sync(~0u, offset, own ? lane : (lane & 16) + __ffs(needed) - 1));
     }
 
     __device__ void begin_segment() {
@@ -185,7 +76,7 @@ class Copier {
         seq_ = schedule_->slice(segment_.item.sequence);
         tiles_ = key_blocks(seq_);
         end_page_ = end_page(seq_, tiles_, segment_);
-        head_offset_ = static_cast<uint32_t>(segment_.item.kv_head) * head_stride_;
+        head_offset_ = rows_.head_offset(segment_.item.kv_head);
         window_ = next_window_ - 32;  // what was asked for comes into use with the first copy
     }
 
@@ -224,24 +115,11 @@ class Copier {
         return page_size_.quotient(min(end_key, seq.see.seqlen_k) + p_.page_size - 1);
     }
 
-    // The place of this lane's chunk `row` rows further, a multiple of kRowsPerCopy.
-    __device__ static uint32_t row_place(uint32_t place, int row) {
-        return (place ^ (16 * (row % 8))) + 16 * row * Config::kRowChunks;
-    }
-    __device__ static const void* from(const uint4* chunks, uint32_t offset) {
-        const void* address;  // one instruction, which the compiler would make four
-        asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(offset), "l"(chunks));
-        return address;
-    }
-
     const ForwardParams& p_;
     const FastDivide &page_size_, &group_size_;
+    RowCopier<T, Config> rows_;
     const Schedule<Config::kThreads>* schedule_ = nullptr;
     const Walk* walk_ = nullptr;
-    int column_, lane_row_;  // the chunk of a row that this lane copies, and the first row
-    const uint4 *k_, *v_;    // that chunk of the cache's first row
-    uint32_t place_;         // of the chunk in shared memory
-    uint32_t page_stride_, token_stride_, head_stride_;  // of K for the lower lanes, of V; in 16 bytes
     typename Walk::Position segment_, next_segment_;
     bool asked_, has_next_;  // for the next segment; whether there is one
     SequenceSlice seq_;

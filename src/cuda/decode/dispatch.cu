@@ -1,7 +1,7 @@
 // From checked parameters to the instance of the decode kernel that serves them.
 #include "cuda/alignment.h"
+#include "cuda/decode/dealt_merge.cuh"
 #include "cuda/decode/decode.h"
-#include "cuda/decode/merge.cuh"
 #include "cuda/runtime.h"
 
 #include <algorithm>
@@ -12,6 +12,8 @@ namespace octavo::cuda {
 template <class T, int kHeadDim, int kRowTiles>
 void launch_decode(const ForwardParams& params, cudaStream_t stream);
 template <class T, int kHeadDim, int kRowTiles>
+void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream);
+template <class T, int kHeadDim, int kRowTiles>
 void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t stream);
 
 namespace {
@@ -19,19 +21,24 @@ namespace {
 struct Instance {
     DType dtype;
     int32_t head_dim, rows;
-    size_t shared_bytes;
+    int32_t short_keys;
+    size_t shared_bytes;  // that its kernels need at most
     void (*launch)(const ForwardParams&, cudaStream_t);
+    void (*launch_dealt)(const ForwardParams&, cudaStream_t);
     void (*launch_batch_invariant)(const ForwardParams&, cudaStream_t);
 };
 
 // Every instance compiled, by rising head dim and rows; CMake writes the list that it compiles.
 constexpr Instance kInstances[] = {
-#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)     \
-    {dtype_of<type>(),                                        \
-     head_dim,                                                \
-     8 * (row_tiles),                                         \
-     sizeof(DecodeShared<DecodeConfig<head_dim, row_tiles>>), \
-     launch_decode<type, head_dim, row_tiles>,                \
+#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                \
+    {dtype_of<type>(),                                                   \
+     head_dim,                                                           \
+     8 * (row_tiles),                                                    \
+     DealtConfig<head_dim, row_tiles, 1>::kShortKeys,                    \
+     std::max(sizeof(DecodeShared<DecodeConfig<head_dim, row_tiles>>),   \
+              sizeof(DealtShared<DealtConfig<head_dim, row_tiles, 1>>)), \
+     launch_decode<type, head_dim, row_tiles>,                           \
+     launch_dealt_decode<type, head_dim, row_tiles>,                     \
      launch_batch_invariant_decode<type, head_dim, row_tiles>},
 #include "decode_instances.inc"
 #undef OCTAVO_DECODE_INSTANCE
@@ -90,6 +97,19 @@ ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
     return p;
 }
 
+// Whether blocks are dealt out: where that shares the work evenly whatever the lengths are. One sequence; or
+// short items, of up to `short_keys`, if CTAs are few or have 64 KB to read (256 sequences of 96 keys, 8 KV
+// heads of dim 64: 24 us, 16 by a schedule).
+bool deals(const ForwardParams& p, int32_t short_keys) {
+    if (p.batch_invariant || p.window_left >= 0 || p.prefix_lens || p.num_pages == 0 || p.seqlen_k == 0)
+        return false;
+    if (!p.seq_lens || p.num_skipped_keys > 0) return false;  // a pass of the cascade
+    const int64_t items = int64_t{p.batch} * p.num_kv_heads, sms = num_sms(p.device.index);
+    if (p.batch == 1 && items <= sms) return true;
+    const int64_t item_bytes = int64_t{p.seqlen_k} * p.head_dim * 2 * static_cast<int64_t>(size_of(p.dtype));
+    return p.seqlen_k <= short_keys && (items <= 4 * sms || item_bytes >= 64 * 1024);
+}
+
 }  // namespace
 
 std::vector<std::string> decode_instances() {
@@ -126,7 +146,11 @@ void decode(const ForwardParams& p, cudaStream_t stream) {
     const int32_t at_once = sequences_at_once(p);
     for (int32_t first = 0; first < p.batch; first += at_once) {
         const ForwardParams part = sequences(p, first, std::min(p.batch - first, at_once));
-        (p.batch_invariant ? instance.launch_batch_invariant : instance.launch)(part, stream);
+        if (p.batch_invariant) {
+            instance.launch_batch_invariant(part, stream);
+        } else {
+            (deals(part, instance.short_keys) ? instance.launch_dealt : instance.launch)(part, stream);
+        }
     }
 }
 

@@ -25,21 +25,21 @@ struct DecodePiece {
     float sum[Config::kRows];  // of the weights
 };
 
-template <class T, class Config>
+// `Sequences` tells of the batch's sequences: slice(i).
+template <class T, class Config, class Sequences = Schedule<Config::kThreads>>
 class ItemState {
   public:
-    __device__ ItemState(const ForwardParams& p, const FastDivide& group_size,
-                         const Schedule<Config::kThreads>& schedule)
+    __device__ ItemState(const ForwardParams& p, const FastDivide& group_size, const Sequences& sequences)
         : p_(p),
           group_size_(group_size),
-          schedule_(schedule),
+          sequences_(sequences),
           transform_(ScoreTransform::make(p.softmax_scale, p.softcap)) {}
 
     // The rows of `q` may still be on their way. reset() before the first block.
     __device__ void begin(const Item& item, Rows<Config> q) {
         item_ = item;
         q_ = q;
-        seq_ = schedule_.slice(item.sequence);
+        seq_ = sequences_.slice(item.sequence);
         tiles_ = key_blocks(seq_);
         for_each_row([&](int r, int i) {
             const DecodeRow row(seq_, group_size_, item.kv_head, row_of(r, i));
@@ -58,13 +58,20 @@ class ItemState {
     // Block `index` of the item.
     __device__ void add(Rows<Config> k, Rows<Config> v, int32_t index) {
         if (tiles_.count == 0) return;
+        BlockWeights weights;
+        add_keys(weights, k, index);
+        add_values(weights, v);
+    }
+
+    // The same in two steps.
+    using BlockWeights = uint32_t[Config::kRowTiles][2];  // of the block's keys, in T: operand b of P V
+    __device__ void add_keys(BlockWeights& weights, Rows<Config> k, int32_t index) {
         float scores[kRowTiles][4];
         multiply_q_k(scores, k);
         score(scores, tiles_.start(index));
-        uint32_t weights[kRowTiles][2];
         softmax(weights, scores);
-        multiply_p_v(weights, v);
     }
+    __device__ void add_values(const BlockWeights& weights, Rows<Config> v) { multiply_p_v(weights, v); }
 
     // After the last block, before what follows.
     __device__ void sum_over_keys() {
@@ -236,7 +243,7 @@ class ItemState {
     }
 
     // From scores to weights, rounded to T: operand b of the second product.
-    __device__ void softmax(uint32_t (&weights)[kRowTiles][2], float (&scores)[kRowTiles][4]) {
+    __device__ void softmax(BlockWeights& weights, float (&scores)[kRowTiles][4]) {
         // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
         constexpr float kSlackLog2 = 8.0f;
         bool raise = false;
@@ -263,7 +270,7 @@ class ItemState {
         }
     }
 
-    __device__ void multiply_p_v(const uint32_t (&weights)[kRowTiles][2], Rows<Config> v) {
+    __device__ void multiply_p_v(const BlockWeights& weights, Rows<Config> v) {
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d) {
             uint32_t a[4];
@@ -277,7 +284,7 @@ class ItemState {
 
     const ForwardParams& p_;
     const FastDivide& group_size_;
-    const Schedule<Config::kThreads>& schedule_;
+    const Sequences& sequences_;
     ScoreTransform transform_;
     Item item_;
     Operands<Config> operands_;

@@ -10,20 +10,10 @@
 #pragma once
 
 #include "cuda/decode/merge.cuh"
+#include "cuda/decode/parameters.cuh"
 #include "cuda/ptx/grid_dependency.h"
 
 namespace octavo::cuda {
-
-// Brings parameters into the constant cache: each warp waits for one line, not all warps for each. The
-// addresses are constants, since indexed reads go through another cache.
-__device__ __forceinline__ void touch_parameters(const ForwardParams& p) {
-    constexpr int kLineWords = 16;
-    const int32_t* const words = reinterpret_cast<const int32_t*>(&p);
-#pragma unroll
-    for (int line = 0; line < static_cast<int>(sizeof(p) / sizeof(int32_t)) / kLineWords; ++line) {
-        if (threadIdx.x / 32 == line) asm volatile("" ::"r"(words[line * kLineWords]));
-    }
-}
 
 // Brings the page table into the L2 cache while the lengths are on their way, unless it is very large.
 __device__ __forceinline__ void touch_page_table(const ForwardParams& p, const FastDivide& page_size) {

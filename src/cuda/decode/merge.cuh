@@ -78,12 +78,14 @@ struct Weights {
 };
 
 // From partial results of a row to its result, by one warp.
-template <class T, class Config>
+template <class T, class Config, class Sequences = Schedule<Config::kThreads>>
 class PartMerge {
   public:
-    __device__ PartMerge(const ForwardParams& p, const FastDivide& group_size,
-                         const Schedule<Config::kThreads>& schedule)
-        : p_(p), group_size_(group_size), schedule_(schedule), num_rows_(p.seqlen_q * p.group_size()) {}
+    __device__ PartMerge(const ForwardParams& p, const FastDivide& group_size, const Sequences& sequences)
+        : p_(p),
+          group_size_(group_size),
+          sequences_(sequences),
+          num_rows_(p.seqlen_q * static_cast<int32_t>(group_size.divisor)) {}
 
     __device__ int num_rows() const { return num_rows_; }  // of an item, at most
 
@@ -130,21 +132,33 @@ class PartMerge {
         }
     }
 
+    // Where a row's result goes; null for a row that the item does not have.
+    struct Target {
+        T* out;
+        float* lse;
+    };
+    __device__ Target target(const Item& item, int row) const {
+        const SequenceSlice seq = sequences_.slice(item.sequence);
+        const DecodeRow place(seq, group_size_, item.kv_head, row);
+        if (!place.valid) return {nullptr, nullptr};
+        return {static_cast<T*>(p_.out) + seq.out_begin + place.token * p_.out_token_stride +
+                    place.head * p_.out_head_stride,
+                p_.lse ? p_.lse + seq.lse_begin + place.token * p_.lse_token_stride +
+                             place.head * p_.lse_head_stride
+                       : nullptr};
+    }
+
     // Four columns of a row's result.
     __device__ void store(const Item& item, int row, int column, const SoftmaxState& state,
                           float4 out) const {
-        const SequenceSlice seq = schedule_.slice(item.sequence);
-        const DecodeRow place(seq, group_size_, item.kv_head, row);
-        if (!place.valid || column >= p_.head_dim) return;
+        store(target(item, row), column, state, out);
+    }
+    __device__ void store(const Target& target, int column, const SoftmaxState& state, float4 out) const {
+        if (!target.out || column >= p_.head_dim) return;
         const float scale = state.inverse_sum() * p_.out_scale;
-        T* const target = static_cast<T*>(p_.out) + seq.out_begin + place.token * p_.out_token_stride +
-                          place.head * p_.out_head_stride + column;
-        *reinterpret_cast<uint2*>(target) =
+        *reinterpret_cast<uint2*>(target.out + column) =
             make_uint2(pack<T>(out.x * scale, out.y * scale), pack<T>(out.z * scale, out.w * scale));
-        if (p_.lse && column == 0) {
-            p_.lse[seq.lse_begin + place.token * p_.lse_token_stride + place.head * p_.lse_head_stride] =
-                state.lse();
-        }
+        if (target.lse && column == 0) *target.lse = state.lse();
     }
 
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
@@ -152,7 +166,7 @@ class PartMerge {
   private:
     const ForwardParams& p_;
     const FastDivide& group_size_;
-    const Schedule<Config::kThreads>& schedule_;
+    const Sequences& sequences_;
     int num_rows_;
 };
 

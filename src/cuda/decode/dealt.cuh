@@ -1,0 +1,225 @@
+// Paged attention for few rows a KV head where lengths need not be known to share out the work: one sequence,
+// or many short ones. The shortest chain from launch to result.
+//
+// grid: (num_kv_heads, batch, parts and then mergers of an item). Blocks of 16 keys are dealt out to the
+// parts, and within a CTA to its warps, so that page ids are on their way together with the length. What the
+// warps leave is added up in the CTA, what CTAs leave by mergers (dealt_merge.cuh).
+//
+// As in kernel.cuh, code runs once: what does not depend on other kernels' results is worked out before they
+// are waited for.
+#pragma once
+
+#include "cuda/decode/dealt_merge.cuh"
+#include "cuda/decode/parameters.cuh"
+#include "cuda/ptx/grid_dependency.h"
+
+namespace octavo::cuda {
+
+// The one sequence that a CTA works on. Windows and prefixes run in the other kernel.
+struct DealtSequence {
+    SequenceSlice seq{};
+
+    // All but the length.
+    __device__ static DealtSequence make(const ForwardParams& p, int32_t sequence) {
+        SequenceSlice seq = SequenceSlice::make(p, sequence, 0);
+        seq.see.prefix_len = 0;
+        seq.see.window_left = -1;
+        return {seq};
+    }
+    __device__ const SequenceSlice& slice(int32_t) const { return seq; }
+};
+
+// Copies the queries of an item, all warps of a CTA together.
+template <class T, class Config>
+class QueryCopier {
+  public:
+    __device__ QueryCopier(const ForwardParams& p, const FastDivide& group_size,
+                           const RowCopier<T, Config>& rows, int32_t kv_head, int warp)
+        : p_(p), group_size_(group_size), rows_(rows), kv_head_(kv_head), warp_(warp) {
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            const DecodeRow row(SequenceSlice{}, group_size, kv_head, first(i) + rows.lane_row());
+            tokens_[i] = row.token;
+            offsets_[i] = rows.query_offset(row);
+            keep(tokens_[i]);
+            keep(offsets_[i]);
+        }
+    }
+
+    __device__ void copy(Rows<Config> q, const SequenceSlice& seq, int32_t sequence) const {
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            if (first(i) >= Config::kRows) break;
+            rows_.copy_query_rows(q, first(i), rows_.query_begin(seq) + offsets_[i],
+                                  tokens_[i] < seq.seqlen_q);
+        }
+        if (OCTAVO_RARE(p_.alibi_slopes != nullptr) && warp_ == Config::kWarps - 1) {
+            rows_.copy_slopes(q, DecodeRow(seq, group_size_, kv_head_, threadIdx.x % 32), sequence);
+        }
+    }
+
+  private:
+    static constexpr int kRowsPerCopy = RowCopier<T, Config>::kRowsPerCopy;
+    static constexpr int kCopies = (Config::kRows / kRowsPerCopy + Config::kWarps - 1) / Config::kWarps;
+
+    __device__ int first(int i) const { return (i * Config::kWarps + warp_) * kRowsPerCopy; }
+
+    const ForwardParams& p_;
+    const FastDivide& group_size_;
+    const RowCopier<T, Config>& rows_;
+    int32_t kv_head_;
+    int warp_;
+    int32_t tokens_[kCopies];
+    uint32_t offsets_[kCopies];
+};
+
+// Where the rows of a warp's blocks lie: every `stride`-th block of an item from `first` on, in their order.
+template <class T, class Config>
+class DealtBlocks {
+  public:
+    __device__ DealtBlocks(const ForwardParams& p, const DealtPlan& plan, const RowCopier<T, Config>& rows,
+                           int32_t sequence, int32_t kv_head, int32_t first, int32_t stride)
+        : p_(p),
+          plan_(plan),
+          rows_(rows),
+          table_(p.page_table + sequence * p.page_table_stride),
+          head_offset_(rows.head_offset(kv_head)),
+          stride_(stride),
+          next_window_(first) {
+        first_entry_ = entry(first);
+        keep(head_offset_);
+        keep(first_entry_);
+    }
+
+    // Asks for the first page ids, before the length is known: entries behind the last page are not used.
+    __device__ void begin() { next_ids_ = ptx::load_relaxed(first_entry_); }
+
+    // The next block, `block`: the offset that RowCopier takes.
+    __device__ uint32_t next(int32_t block, int32_t seqlen_k) {
+        if (block == next_window_) {
+            ids_ = next_ids_;
+            index_ = 0;
+            next_window_ += (32 >> plan_.pages_per_block_log2) * stride_;
+            if (next_window_ * int64_t{kBlockKeys} < seqlen_k) next_ids_ = *entry(next_window_);
+        }
+        const uint32_t row = offset(block, seqlen_k);
+        index_ += 1 << plan_.pages_per_block_log2;
+        return row;
+    }
+
+  private:
+    // Where lane l finds a page id of its own: of 32 >> log2 blocks from `window` on, 1 << log2 pages each.
+    __device__ const int32_t* entry(int32_t window) const {
+        const int lane = threadIdx.x % 32, log2 = plan_.pages_per_block_log2;
+        const int32_t block = min(window + (lane >> log2) * stride_, (p_.seqlen_k - 1) / kBlockKeys);
+        const int32_t page = plan_.page_size.quotient(block * kBlockKeys) + (lane & ((1 << log2) - 1));
+        return table_ + min(page, plan_.max_pages - 1);
+    }
+
+    // In the place of keys past the end, the last one.
+    __device__ uint32_t offset(int32_t block, int32_t seqlen_k) const {
+        const int32_t first_key = block * kBlockKeys;
+        const int32_t key = min(first_key + static_cast<int32_t>(threadIdx.x % kBlockKeys), seqlen_k - 1);
+        const int32_t page = plan_.page_size.quotient(key);
+        const uint32_t id = __shfl_sync(~0u, ids_, index_ + page - plan_.page_size.quotient(first_key));
+        return rows_.row_offset(id, key - page * p_.page_size, head_offset_);
+    }
+
+    const ForwardParams& p_;
+    const DealtPlan& plan_;
+    const RowCopier<T, Config>& rows_;
+    const int32_t *table_, *first_entry_;
+    uint32_t head_offset_;
+    int32_t stride_, next_window_;  // the block whose first page is lane 0's of next_ids_
+    int index_ = 0;                 // the lane that holds the first page of the next block
+    uint32_t ids_ = 0, next_ids_ = 0;
+};
+
+template <class T, int kHeadDim, int kRowTiles, int kCtas>
+__global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThreads, kCtas)
+    dealt_decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DealtPlan plan) {
+    using Config = DealtConfig<kHeadDim, kRowTiles, kCtas>;
+    extern __shared__ __align__(512) unsigned char dealt_shared_bytes[];
+    auto& shared = *reinterpret_cast<DealtShared<Config>*>(dealt_shared_bytes);
+    const int warp =
+        __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
+    const int32_t kv_head = blockIdx.x, sequence = blockIdx.y, part = blockIdx.z;
+    const int32_t first = part + plan.num_parts * warp, stride = plan.num_parts * Config::kWarps;
+    const bool is_merger = part >= plan.num_parts;
+
+    // The others tell so when they have read all: the next launch's CTAs would take places unevenly before.
+    if (is_merger) ptx::let_next_grid_start();
+    touch_parameters(p);
+    const RowCopier<T, Config> rows(p);
+    const QueryCopier<T, Config> query_copier(p, plan.group_size, rows, kv_head, warp);
+    DealtBlocks<T, Config> blocks(p, plan, rows, sequence, kv_head, first, stride);
+    DealtSequence own;
+    ItemState<T, Config, DealtSequence> state(p, plan.group_size, own);
+    const Rows<Config> queries{ptx::shared_address(shared.queries)};
+    const uint32_t tiles = ptx::shared_address(shared.warps[warp].tiles);
+    ptx::wait_for_previous_grid();
+
+    const int32_t seqlen_k = ptx::load_relaxed(p.seq_lens + sequence);
+    if (!is_merger) blocks.begin();
+    own = DealtSequence::make(p, sequence);
+    if (!is_merger) query_copier.copy(queries, own.seq, sequence);
+    ptx::cp_async_commit();
+    own.seq.see.seqlen_k = seqlen_k;
+    const int32_t num_blocks = (static_cast<uint32_t>(max(seqlen_k, 0)) + (kBlockKeys - 1)) / kBlockKeys;
+    const int32_t num_parts = max(1, min(num_blocks, plan.num_parts));  // of no blocks, one CTA tells
+    const Item item{sequence, kv_head, 0, num_blocks};
+    const PartMerge<T, Config, DealtSequence> part_merge(p, plan.group_size, own);
+    const DealtMerge<T, Config, DealtSequence> merge(part_merge, plan, shared, item);
+    if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts);
+    if (part >= num_parts) return;
+
+    // A warp's tiles, keys and values in turn, a group of copies each. A tile is copied to the place of the
+    // one before that in use: `place`, the tile in use follows it.
+    constexpr int kAhead = Config::kTiles - 1;
+    auto tile = [&](int place) { return Rows<Config>{tiles + place * 16 * Config::kTileChunks}; };
+    auto next = [](int place) { return place + 1 == Config::kTiles ? 0 : place + 1; };
+    typename decltype(state)::BlockWeights weights;
+    int place = 0;
+    int32_t copied = first, used = first - kAhead / 2 * stride;
+#pragma unroll 1
+    do {
+        const bool copies = copied < num_blocks, uses = used >= first && used < num_blocks;
+        uint32_t offset = 0;
+        if (copies) {
+            offset = blocks.next(copied, seqlen_k);
+            rows.copy_keys(tile(place), offset);
+        }
+        ptx::cp_async_commit();
+        place = next(place);
+        if (uses) {
+            ptx::cp_async_wait<kAhead>();
+            __syncwarp();  // every lane's copies have arrived
+            state.add_keys(weights, tile(place), used);
+            __syncwarp();  // every lane is done with the tile
+        }
+        if (copies) rows.copy_values(tile(place), offset);
+        ptx::cp_async_commit();
+        place = next(place);
+        if (uses) {
+            ptx::cp_async_wait<kAhead>();
+            __syncwarp();  // as above
+            state.add_values(weights, tile(place));
+            __syncwarp();
+        }
+        copied += stride;
+        used += stride;
+        if (used == first) {  // while the first copies are on their way
+            state.begin(item, queries);
+            state.reset();
+            ptx::cp_async_wait<kAhead>();
+            __syncthreads();  // the queries have arrived
+        }
+    } while (used < num_blocks || used < first);
+    ptx::let_next_grid_start();
+    state.sum_over_keys();
+    state.leave(shared.warps[warp].piece);
+    __syncthreads();  // all pieces are there
+    merge.merge_warps(part);
+}
+
+}  // namespace octavo::cuda

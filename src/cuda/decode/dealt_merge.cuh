@@ -1,0 +1,219 @@
+// From the pieces of warps to an item's result, where blocks are dealt out.
+//
+// Where several CTAs work on an item, each pushes its rows to a workspace, and CTAs of their own, mergers,
+// wait for them there. There is no fence and no counter: the workspace is zero between launches, what is
+// pushed never is, so that every 16 bytes tell by themselves whether they have come. Mergers are the last
+// CTAs of the grid: CTAs start in order and the others wait for nobody, so that a merger never holds the
+// place of one that it waits for.
+#pragma once
+
+#include "cuda/decode/dealt_config.h"
+#include "cuda/decode/merge.cuh"
+#include "cuda/ptx/relaxed.h"
+
+namespace octavo::cuda {
+
+struct DealtPlan {
+    FastDivide group_size, page_size;
+    int32_t max_pages;             // of a sequence: columns of the page table
+    int32_t pages_per_block_log2;  // that a block of keys may touch, at most
+    int32_t num_parts;             // CTAs that work on an item
+    int32_t warps_per_row_log2;    // of mergers
+    uint32_t* pushed;  // [batch, num_kv_heads, num_parts, kRows, kPushedRow], zero between launches
+};
+
+// A number as a word that is never zero.
+struct NonZero {
+    __device__ static uint32_t encode(float x) { return max(~__float_as_uint(x), 1u); }
+    __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
+};
+
+// kCount parts of a row, added up. Every lane knows maximum and sum of each.
+template <int kCount>
+class PartSum {
+  public:
+    SoftmaxState state;
+
+    __device__ explicit PartSum(const SoftmaxState (&parts)[kCount]) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) state.max = fmaxf(state.max, parts[i].max);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            weights_[i] = ptx::exp2_approx(parts[i].max - state.safe_max());
+            state.sum += weights_[i] * parts[i].sum;
+        }
+    }
+
+    // Four columns.
+    __device__ float4 operator()(const float4 (&parts)[kCount]) const {
+        float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            out.x += weights_[i] * parts[i].x, out.y += weights_[i] * parts[i].y;
+            out.z += weights_[i] * parts[i].z, out.w += weights_[i] * parts[i].w;
+        }
+        return out;
+    }
+
+  private:
+    float weights_[kCount];
+};
+
+template <class Config>
+struct DealtShared {
+    union alignas(512) Warp {
+        uint4 tiles[Config::kTiles][Config::kTileChunks];
+        DecodePiece<Config> piece;  // once the last tile has been used
+    };
+    Warp warps[Config::kWarps];
+    alignas(128) uint4 queries[Config::kQueryChunks];
+};
+
+template <class T, class Config, class Sequences>
+class DealtMerge {
+  public:
+    __device__ DealtMerge(const PartMerge<T, Config, Sequences>& merge, const DealtPlan& plan,
+                          const DealtShared<Config>& shared, const Item& item)
+        : merge_(merge), plan_(plan), shared_(shared), item_(item) {}
+
+    // The pieces of the CTA's warps: to the result, or to the mergers.
+    __device__ void merge_warps(int32_t part) const {
+#pragma unroll 1
+        for (int row = threadIdx.x / 32; row < merge_.num_rows(); row += Config::kWarps) {
+            SoftmaxState states[Config::kWarps];
+            for_each_warp([&](int i, const DecodePiece<Config>& piece) {
+                states[i] = {piece.max[row], piece.sum[row]};
+            });
+            const PartSum<Config::kWarps> sum(states);
+            if (plan_.num_parts > 1) push_state(part, row, sum.state);
+#pragma unroll
+            for (int column = 4 * (threadIdx.x % 32); column < Config::kHeadDim; column += 4 * 32) {
+                float4 outs[Config::kWarps];
+                for_each_warp([&](int i, const DecodePiece<Config>& piece) {
+                    outs[i] = *reinterpret_cast<const float4*>(&piece.out[row][column]);
+                });
+                if (plan_.num_parts > 1) {
+                    push(part, row, column, sum(outs));
+                } else {
+                    merge_.store(item_, row, column, sum.state, sum(outs));
+                }
+            }
+        }
+    }
+
+    // A merger's share of the item's rows, of which `num_parts` parts will come.
+    __device__ void merge_parts(int32_t merger, int32_t num_parts) const {
+        const int row =
+            (merger * Config::kWarps + static_cast<int>(threadIdx.x / 32)) >> plan_.warps_per_row_log2;
+        if (row < merge_.num_rows()) merge_parts_of(row, num_parts);
+    }
+
+  private:
+    static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
+    static constexpr int kAtOnce = 8;                      // parts whose loads are under way together
+
+    template <class Body>
+    __device__ void for_each_warp(Body body) const {
+#pragma unroll
+        for (int i = 0; i < Config::kWarps; ++i) body(i, shared_.warps[i].piece);
+    }
+
+    __device__ uint32_t* pushed_row(int32_t part, int row) const {
+        const int32_t item = item_.sequence * static_cast<int32_t>(gridDim.x) + item_.kv_head;
+        return plan_.pushed + ((item * plan_.num_parts + part) * Config::kRows + row) * Config::kPushedRow;
+    }
+
+    // A copy for each warp that will read it and then set it to zero.
+    __device__ void push_state(int32_t part, int row, const SoftmaxState& state) const {
+        const int lane = threadIdx.x % 32;
+        if (lane >> plan_.warps_per_row_log2 != 0) return;
+        ptx::store_relaxed_8(pushed_row(part, row) + Config::kHeadDim + 2 * lane,
+                             make_uint2(NonZero::encode(state.max), NonZero::encode(state.sum)));
+    }
+    // One word in four tells of all 16 bytes, which are written at once.
+    __device__ void push(int32_t part, int row, int column, float4 out) const {
+        ptx::store_relaxed_16(pushed_row(part, row) + column,
+                              make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
+                                         __float_as_uint(out.z), NonZero::encode(out.w)));
+    }
+
+    // The parts of a row: to the result. Warps of the row take columns in turn; within a warp, as many groups
+    // of lanes take parts in turn.
+    __device__ void merge_parts_of(int row, int32_t num_parts) const {
+        const int log2 = plan_.warps_per_row_log2, lane = threadIdx.x % 32;
+        const int groups = 1 << log2, group = lane >> (5 - log2), lanes = 32 >> log2;
+        const int warp = static_cast<int>(threadIdx.x / 32) & (groups - 1);
+        const int32_t stride = groups * Config::kRows * Config::kPushedRow;
+        const int state_at = Config::kHeadDim + 2 * warp;
+        const auto target = merge_.target(item_, row);
+        uint32_t* const rows = pushed_row(min(group, num_parts - 1), row);
+        // A look at one word at a time until something has come, so as not to disturb those who work.
+        while (ptx::load_relaxed(rows + state_at) == 0) {
+        }
+        for (int base = 0; base < kColumns; base += 32) {
+            const int place = base + warp * lanes + (lane & (lanes - 1));
+            const bool has_column = kColumns % 32 == 0 || place < kColumns;
+            const int column = 4 * min(place, kColumns - 1);  // read in vain where this lane has none
+            SoftmaxState state;
+            float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+            for (int32_t i = 0; i < num_parts; i += kAtOnce * groups) {
+                const int32_t first = i + group;
+                add_parts(state, out, rows + (i >> log2) * stride, stride, state_at, column, has_column,
+                          (num_parts - first + groups - 1) >> log2);
+            }
+#pragma unroll 1
+            for (int step = lanes; step < 32; step *= 2) {  // over the groups
+                const SoftmaxState other{__shfl_xor_sync(~0u, state.max, step),
+                                         __shfl_xor_sync(~0u, state.sum, step)};
+                const float4 more =
+                    make_float4(__shfl_xor_sync(~0u, out.x, step), __shfl_xor_sync(~0u, out.y, step),
+                                __shfl_xor_sync(~0u, out.z, step), __shfl_xor_sync(~0u, out.w, step));
+                out = FoldStep::add(state, other)(out, more);
+            }
+            if (group == 0 && has_column) merge_.store(target, column, state, out);
+            // As the next launch wants them.
+            uint32_t* words = rows;
+#pragma unroll 1
+            for (int32_t part = group; part < num_parts; part += groups, words += stride) {
+                if (has_column) *reinterpret_cast<uint4*>(words + column) = make_uint4(0, 0, 0, 0);
+                if (base + 32 >= kColumns && (lane & (lanes - 1)) == 0) {
+                    *reinterpret_cast<uint2*>(words + state_at) = make_uint2(0, 0);
+                }
+            }
+        }
+    }
+
+    // Waits for up to kAtOnce of `count` parts, `stride` words apart, and adds them.
+    __device__ static void add_parts(SoftmaxState& state, float4& out, const uint32_t* rows, int32_t stride,
+                                     int state_at, int column, bool has_column, int32_t count) {
+        SoftmaxState states[kAtOnce];
+        float4 outs[kAtOnce];
+        const uint32_t not_needed = has_column ? 0 : 1;
+        bool all_there;
+        do {
+            all_there = true;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                states[i] = SoftmaxState{};
+                outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (i >= count) continue;
+                const uint2 part = ptx::load_relaxed_8(rows + i * stride + state_at);
+                const uint4 words = ptx::load_relaxed_16(rows + i * stride + column);
+                all_there = all_there && part.x != 0 && part.y != 0 && (words.w | not_needed) != 0;
+                states[i] = {NonZero::decode(part.x), NonZero::decode(part.y)};
+                outs[i] = make_float4(__uint_as_float(words.x), __uint_as_float(words.y),
+                                      __uint_as_float(words.z), NonZero::decode(words.w));
+            }
+        } while (!__all_sync(~0u, all_there));
+        const PartSum<kAtOnce> sum(states);
+        out = FoldStep::add(state, sum.state)(out, sum(outs));
+    }
+
+    const PartMerge<T, Config, Sequences>& merge_;
+    const DealtPlan& plan_;
+    const DealtShared<Config>& shared_;
+    Item item_;
+};
+
+}  // namespace octavo::cuda
