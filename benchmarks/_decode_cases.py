@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ class Case:
     softcap: float = 0.0
     alibi: bool = False
     return_lse: bool = False
+    shared_prefix: int = 0  # the first tokens of every sequence, in the same pages
+    cascade: bool = False  # whether Octavo is told
     head_major: bool = False  # the cache in memory: [num_pages, num_kv_heads, page_size, head_dim]
 
     @property
@@ -39,9 +41,9 @@ class Case:
 
     @property
     def tokens_read(self) -> int:
-        """Keys that some query sees."""
+        """Keys that some query sees; a shared one counts once."""
         if self.window_left < 0:
-            return sum(self.seq_lens)
+            return sum(self.seq_lens) - (self.batch - 1) * self.shared_prefix
         return sum(min(length, self.window_left + self.query_len) for length in self.seq_lens)
 
     @property
@@ -66,6 +68,8 @@ class Case:
             f"KV {self.cache_dtype}": self.cache_dtype != self.dtype,
             f"page {self.page_size}": self.page_size != 16,
             "head-major": self.head_major,
+            f"prefix {self.shared_prefix}": self.shared_prefix > 0,
+            "cascade": self.cascade,
             f"{self.query_len} queries": self.query_len > 1,
             f"window {self.window_left}": self.window_left >= 0,
             f"softcap {self.softcap:g}": self.softcap > 0,
@@ -147,6 +151,26 @@ EXTRA = (
     *(_8b(f"queries{n}_b32_s4096", 32, 4096, query_len=n) for n in (2, 4, 8)),
 )
 
+
+def _shared(batch: int, prefix: int, own: int, **kind: Any) -> tuple[Case, Case]:
+    """Sequences that begin with the same pages, without and with a cascade."""
+    name = f"shared_b{batch}_p{prefix}_s{own}" + "".join(f"_{key[0]}{value}" for key, value in kind.items())
+    plain = _8b(name, batch, prefix + own, shared_prefix=prefix, **kind)
+    return plain, replace(plain, name=f"{name}_cascade", cascade=True)
+
+
+SHARED = (
+    *_shared(64, 4096, 256),
+    *_shared(64, 1024, 1024),
+    *_shared(16, 8192, 512),
+    *_shared(256, 512, 128),
+    *_shared(256, 2048, 256),
+    *_shared(64, 32768, 256),
+    *_shared(8, 4096, 256),
+    *_shared(16, 1024, 256),
+    *_shared(32, 4096, 256, query_len=4),
+    *_shared(8, 4096, 512, query_len=256),
+)
 
 # Curves over length and over batch, of which the table has some points.
 SWEEP = (

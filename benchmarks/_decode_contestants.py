@@ -48,6 +48,8 @@ class Octavo(Contestant):
     batch_invariant = False
 
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+        if case.cascade and self.batch_invariant:
+            raise UnsupportedError("no cascade")
         packed = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": case.query_len}
 
         def call() -> object:
@@ -63,6 +65,7 @@ class Octavo(Contestant):
                 alibi_slopes=inputs.alibi_slopes,
                 return_lse=case.return_lse,
                 batch_invariant=self.batch_invariant,
+                shared_prefix_len=case.shared_prefix if case.cascade else 0,
                 out=inputs.out,
             )
 

@@ -45,6 +45,8 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
     page_table = torch.zeros(case.batch, max(pages_of), dtype=torch.int32, device=device)
     for row, ids in zip(page_table, pages.split(pages_of), strict=True):
         row[: len(ids)] = ids
+    num_shared = case.shared_prefix // case.page_size
+    page_table[:, :num_shared] = page_table[0, :num_shared].clone()
     cache_shape = (len(pages), case.page_size, case.num_kv_heads, case.head_dim)
     if case.head_major:
         cache_shape = (len(pages), case.num_kv_heads, case.page_size, case.head_dim)

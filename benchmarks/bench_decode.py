@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from _decode_cases import EXTRA, SWEEP, TABLE, Case
+from _decode_cases import EXTRA, SHARED, SWEEP, TABLE, Case
 from _report import (
     HEADER,
     OCTAVO,
@@ -41,6 +41,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--extra", action="store_true", help="also other groups, dims, page sizes, options, ..."
     )
+    parser.add_argument("--shared", action="store_true", help="also sequences that share a prefix")
     parser.add_argument("--sweep", action="store_true", help="also more lengths and batches, for the plot")
     parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
     parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
@@ -58,7 +59,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def select(args: argparse.Namespace) -> list[Case]:
-    cases = [*TABLE, *(EXTRA if args.extra else ()), *(SWEEP if args.sweep else ())]
+    cases = [
+        *TABLE,
+        *(EXTRA if args.extra else ()),
+        *(SHARED if args.shared else ()),
+        *(SWEEP if args.sweep else ()),
+    ]
     return [case for case in cases if args.rows is None or args.rows.search(case.name)]
 
 

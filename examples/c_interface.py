@@ -81,6 +81,7 @@ class PagedAttentionArgs(Structure):
         ("softcap", c_double),
         ("window_left", c_int64),
         ("num_splits", c_int64),
+        ("shared_prefix_len", c_int64),
         ("causal", c_int32),
         ("batch_invariant", c_int32),
         ("k_scale", c_float),

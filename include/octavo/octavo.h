@@ -80,6 +80,7 @@ typedef struct octavo_paged_attention_args {
     double softcap;                                             /* default: 0, none */
     int64_t window_left;                                        /* default: -1, unbounded */
     int64_t num_splits;                                         /* default: -1, chosen */
+    int64_t shared_prefix_len;                                  /* default: 0 */
     int32_t causal;                                             /* default: 1 */
     int32_t batch_invariant;                                    /* default: 0 */
     float k_scale, v_scale;                                     /* default: 1 */

@@ -35,6 +35,11 @@ struct PagedAttentionArgs {
     // A sequence's bits depend on the sequence alone, and on max_seqlen_q (which packed queries must give
     // then), not on its batch.
     bool batch_invariant = false;
+    // The first so many tokens of every sequence, whole pages, lie in the same pages, which are then read
+    // once for all of them: those that the first row of page_table names. A promise: the result is that of
+    // any other call. Every query lies behind them, but a sequence may have length 0: padding. Not with
+    // window_left, alibi_slopes or batch_invariant.
+    int64_t shared_prefix_len = 0;
     void* stream = nullptr;
 };
 

@@ -36,6 +36,7 @@ _OPTION_TYPES: dict[str, type] = {
     "causal": bool,
     "batch_invariant": bool,
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits"), int),
+    "shared_prefix_len": int,
     **dict.fromkeys(("dropout_seed", "dropout_offset"), int),
     **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale", "dropout_p"), float),
 }
@@ -162,7 +163,10 @@ def _function(
             f"max_seqlen_{which}": mapped[which].shape[1] for which in "qk" if f"cu_seqlens_{which}" in mapped
         }
         folded, places = op.fold(mapped, shared)
-        outs = _function(op, tuple({**bounds, **dict(options)}.items()), return_lse)(folded)
+        kept = dict(options)
+        if is_mapped.get("page_table", False) or "k_pages" not in shared:
+            kept.pop("shared_prefix_len", None)  # each element of the axis has a prefix of its own
+        outs = _function(op, tuple({**bounds, **kept}.items()), return_lse)(folded)
         if places is not None:
             outs = tuple(out[places] for out in outs)
         one = {name: jax.ShapeDtypeStruct(x.shape[is_mapped[name] :], x.dtype) for name, x in arrays.items()}

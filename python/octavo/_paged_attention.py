@@ -28,6 +28,7 @@ def paged_attention(
     v_scale: float | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    shared_prefix_len: int = 0,
     return_lse: Literal[False] = False,
     out: Array | None = None,
     stream: Stream | None = None,
@@ -52,6 +53,7 @@ def paged_attention(
     v_scale: float | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    shared_prefix_len: int = 0,
     return_lse: Literal[True],
     out: Array | None = None,
     stream: Stream | None = None,
@@ -75,6 +77,7 @@ def paged_attention(
     v_scale: float | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    shared_prefix_len: int = 0,
     return_lse: bool = False,
     out: Array | None = None,
     stream: Stream | None = None,
@@ -119,6 +122,12 @@ def paged_attention(
             neither on the other sequences of the batch nor on its place among them; packed q needs
             max_seqlen_q then. Always so on the CPU.
             Default: False, which is faster on a GPU, most so for few short sequences.
+        shared_prefix_len: the first so many tokens of every sequence, a multiple of page_size, lie in the
+            same pages: those that the first row of page_table names, which are read once for all sequences
+            (cascade inference: Hydragen, arXiv:2402.05099; FlashInfer, arXiv:2501.01005). The result is that
+            of any other call, with one rounding more. Every query must lie behind them; a sequence of length
+            0 is padding. On the CPU lengths and pages are checked, on a GPU they are not. Not with
+            window_left, alibi_slopes or batch_invariant. Default: 0.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.
@@ -153,6 +162,7 @@ def paged_attention(
         v_scale,
         num_splits,
         batch_invariant,
+        shared_prefix_len,
         return_lse,
         out,
         stream,

@@ -177,6 +177,7 @@ def paged_attention(
     v_scale: float | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    shared_prefix_len: int = 0,
     return_lse: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -199,6 +200,7 @@ def paged_attention(
     v_scale: float | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    shared_prefix_len: int = 0,
     return_lse: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 def paged_attention(
@@ -220,6 +222,7 @@ def paged_attention(
     v_scale: float | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    shared_prefix_len: int = 0,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of new tokens over a paged KV cache: ``octavo.paged_attention`` in a JAX program.
@@ -244,6 +247,8 @@ def paged_attention(
         num_splits: runs of keys worked on at once, from 1 to 1024. Default: chosen.
         batch_invariant: the bits of a sequence's result do not depend on its batch; packed q needs
             max_seqlen_q then. Default: False.
+        shared_prefix_len: the first so many tokens of every sequence, a multiple of page_size, lie in the
+            pages that the first row of page_table names, which are read once for all. Default: 0.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:
@@ -276,6 +281,7 @@ def paged_attention(
         "v_scale": v_scale,
         "num_splits": num_splits,
         "batch_invariant": batch_invariant,
+        "shared_prefix_len": shared_prefix_len,
     }
     results = _jax_call.run(_jax_call.PAGED_ATTENTION, arrays, options, return_lse)
     return (results[0], results[1]) if return_lse else results[0]

@@ -48,7 +48,7 @@ _OPTIONS = {
     "paged_attention": "Tensor? cu_seqlens_q=None, SymInt? max_seqlen_q=None, float? softmax_scale=None, "
     "bool causal=True, SymInt window_left=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
     "Tensor? prefix_lens=None, float? k_scale=None, float? v_scale=None, SymInt? num_splits=None, "
-    "bool batch_invariant=False",
+    "bool batch_invariant=False, SymInt shared_prefix_len=0",
 }
 
 

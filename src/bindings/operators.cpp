@@ -67,8 +67,8 @@ nb::object paged_attention(nb::handle q, nb::handle k_pages, nb::handle v_pages,
                            nb::handle softmax_scale, nb::handle causal, nb::handle window_left,
                            nb::handle softcap, nb::handle alibi_slopes, nb::handle prefix_lens,
                            nb::handle k_scale, nb::handle v_scale, nb::handle num_splits,
-                           nb::handle batch_invariant, nb::handle return_lse, nb::handle out,
-                           nb::handle stream) {
+                           nb::handle batch_invariant, nb::handle shared_prefix_len, nb::handle return_lse,
+                           nb::handle out, nb::handle stream) {
     constexpr const char* op = "paged_attention";
     Call call(op, stream);
     PagedAttentionArgs args;
@@ -89,6 +89,7 @@ nb::object paged_attention(nb::handle q, nb::handle k_pages, nb::handle v_pages,
     args.v_scale = optional_scale(op, "v_scale", v_scale);
     args.num_splits = optional_int(op, "num_splits", num_splits);
     args.batch_invariant = bool_argument(op, "batch_invariant", batch_invariant);
+    args.shared_prefix_len = int_argument(op, "shared_prefix_len", shared_prefix_len);
     return run_with_results(call, args, out, bool_argument(op, "return_lse", return_lse),
                             &octavo::paged_attention);
 }

@@ -75,6 +75,7 @@ struct PagedAttention {
         args.v_scale = scale_option(call, "v_scale");
         args.num_splits = call.option<int64_t>("num_splits");
         args.batch_invariant = call.option<bool>("batch_invariant").value_or(args.batch_invariant);
+        args.shared_prefix_len = call.option<int64_t>("shared_prefix_len").value_or(args.shared_prefix_len);
         return args;
     }
 };

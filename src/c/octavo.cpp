@@ -219,6 +219,7 @@ octavo_status octavo_paged_attention(const octavo_paged_attention_args* given) {
         args.v_scale = c.v_scale;
         args.num_splits = optional(c.num_splits);
         args.batch_invariant = c.batch_invariant != 0;
+        args.shared_prefix_len = c.shared_prefix_len;
         args.stream = c.stream;
         octavo::paged_attention(args);
     });

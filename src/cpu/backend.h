@@ -8,6 +8,7 @@
 namespace octavo::cpu {
 
 void forward(const ForwardParams& params);
+void cascade(const ForwardParams& params);  // where there is a shared prefix
 void append_kv(const AppendKvParams& params);
 void copy_pages(const CopyPagesParams& params);
 void merge_states(const MergeStatesParams& params);

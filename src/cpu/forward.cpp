@@ -162,6 +162,9 @@ class Forward {
 
 }  // namespace
 
-void forward(const ForwardParams& params) { Forward(params).run(); }
+void forward(const ForwardParams& params) {
+    if (params.shared_prefix_len > 0) return cascade(params);
+    Forward(params).run();
+}
 
 }  // namespace octavo::cpu

@@ -60,9 +60,11 @@ Memory allocate_memory(const Size& size) {
 struct Owner {
     int32_t device;
     unsigned long long stream, capture;
+    WorkspaceUser user;
 
     bool operator<(const Owner& other) const {
-        return std::tie(device, stream, capture) < std::tie(other.device, other.stream, other.capture);
+        return std::tie(device, stream, capture, user) <
+               std::tie(other.device, other.stream, other.capture, other.user);
     }
 };
 
@@ -136,8 +138,9 @@ void remove_with(cudaGraph_t graph, const Owner& owner) {
 
 }  // namespace
 
-KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes, size_t num_counters) {
-    Owner owner{device, reinterpret_cast<uintptr_t>(stream), 0};
+KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes, size_t num_counters,
+                             WorkspaceUser user) {
+    Owner owner{device, reinterpret_cast<uintptr_t>(stream), 0, user};
     Owners& owners = Owners::get();
     cudaStreamCaptureStatus status;
     cudaGraph_t graph = nullptr;
@@ -156,13 +159,14 @@ KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial
     return workspace;
 }
 
-Workspace::Workspace(int32_t device, size_t bytes, cudaStream_t stream) : stream_(stream) {
+Workspace::Workspace(int32_t device, size_t bytes, cudaStream_t stream, WorkspaceUser user)
+    : stream_(stream) {
     if (bytes == 0) return;
     cudaStreamCaptureStatus status;
     check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     kept_ = status != cudaStreamCaptureStatusNone;
     if (kept_) {
-        pointer_ = kept_workspace(device, stream, bytes, 0).partial;
+        pointer_ = kept_workspace(device, stream, bytes, 0, user).partial;
     } else {
         check(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
     }

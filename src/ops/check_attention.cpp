@@ -175,6 +175,44 @@ void set_dropout(ForwardParams& p, const AttentionArgs& args) {
     p.out_scale *= static_cast<float>(1.0 / (1.0 - args.dropout_p));
 }
 
+// The pages of the prefix are read once for all sequences, so that every query has to see them whole.
+void set_shared_prefix(const Checker& check, ForwardParams& p, const PagedAttentionArgs& args) {
+    const int64_t length = args.shared_prefix_len;
+    const int64_t num_shared = length / p.page_size, max_pages = args.page_table.shape[1];
+    auto refuse = [&](const auto&... parts) {
+        fail<ValueError>(p.op, "shared_prefix_len (", length, ") ", parts...);
+    };
+    if (length == 0) return;
+    if (length < 0) refuse("must be at least 0");
+    if (length % p.page_size != 0) refuse("must be a multiple of page_size (", p.page_size, ")");
+    if (num_shared > max_pages)
+        refuse("must be at most max_pages * page_size (", max_pages * p.page_size, ")");
+    if (p.window_left >= 0) refuse("needs window_left -1 (unbounded); got ", p.window_left);
+    if (p.alibi_slopes) refuse("cannot go with alibi_slopes");
+    if (p.batch_invariant) refuse("cannot go with batch_invariant, as all queries share its work");
+    check.length("shared_prefix_len", length);
+    check.length("total_q * group_size", p.total_q * p.group_size());
+    p.shared_prefix_len = static_cast<int32_t>(length);
+    if (p.device.type != DeviceType::cpu || p.batch == 0) return;
+
+    check_pages_in_host(p.op, p.page_table, p.page_table_stride, &p.shared_prefix_len, 1, max_pages,
+                        p.page_size, p.num_pages);
+    for (int32_t b = 0; b < p.batch; ++b) {
+        if (p.seq_lens[b] == 0) continue;  // padding
+        const int32_t num_queries = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : 1;
+        if (p.seq_lens[b] - num_queries < length) {
+            refuse("must be at most every length less the sequence's queries; sequence ", b, " has length ",
+                   p.seq_lens[b], " and ", num_queries, " queries");
+        }
+        for (int64_t i = 0; i < num_shared; ++i) {
+            const int32_t page = p.page_table[b * p.page_table_stride + i];
+            if (page == p.page_table[i]) continue;
+            refuse("needs the same pages in every row of page_table; page_table[", b, ", ", i, "] is ", page,
+                   ", page_table[0, ", i, "] is ", p.page_table[i]);
+        }
+    }
+}
+
 }  // namespace
 
 ForwardParams check_attention(const AttentionArgs& args) {
@@ -326,6 +364,7 @@ ForwardParams check_paged_attention(const PagedAttentionArgs& args) {
         check_pages_in_host(p.op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, page_size,
                             num_pages);
     }
+    set_shared_prefix(check, p, args);
     return p;
 }
 

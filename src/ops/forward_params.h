@@ -37,7 +37,7 @@ struct ForwardParams {
     const int32_t* cu_seqlens_k;  // [batch + 1]; null unless packed
     const int32_t* page_table;    // [batch, max_pages]; null unless paged
     int64_t page_table_stride;
-    const int32_t* seq_lens;     // [batch]; null unless paged
+    const int32_t* seq_lens;     // [batch]; null unless paged; paged and null: seqlen_k of total_k keys each
     const int32_t* prefix_lens;  // [batch]; may be null
     const float* alibi_slopes;   // [num_q_heads], or [batch, num_q_heads]; may be null
     int64_t alibi_batch_stride;  // 0 when shared by the batch
@@ -45,11 +45,16 @@ struct ForwardParams {
     int64_t num_pages;  // 0 unless paged
 
     int64_t total_q;  // queries over all sequences
+    int32_t total_k;  // keys over all sequences, where they are paged and seq_lens is null
     int32_t batch;
     int32_t seqlen_q;  // of every sequence; packed: the bound max_seqlen_q
     int32_t seqlen_k;  // of every sequence; packed: the bound max_seqlen_k; paged: max_pages * page_size
     int32_t num_q_heads, num_kv_heads, head_dim;
     int32_t page_size;
+    int32_t shared_prefix_len;  // whole pages at the start of every sequence, those of the first; or 0
+    // At the start of every sequence, for another call: seq_lens and prefix_lens count them, page_table
+    // begins behind them.
+    int32_t num_skipped_keys;
     int32_t window_left, window_right;  // -1: unbounded; causal: window_right = 0
     float softmax_scale;                // k_scale included
     float softcap;                      // 0: none
@@ -75,8 +80,18 @@ struct SequenceSlice {
     OCTAVO_HD int32_t q_pos(int32_t i) const { return see.seqlen_k - seqlen_q + i; }
 
     OCTAVO_HD static int32_t seqlen_k(const ForwardParams& p, int32_t b) {
-        if (p.paged()) return p.seq_lens[b];
-        return p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
+        if (p.seq_lens) return behind_skipped(p, p.seq_lens[b]);
+        if (p.cu_seqlens_k) return p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
+        if (!p.paged()) return p.seqlen_k;
+        const int32_t left = p.total_k - b * p.seqlen_k;
+        return left < p.seqlen_k ? left : p.seqlen_k;
+    }
+
+    // The keys that every query sees, of a sequence of seqlen_k keys.
+    OCTAVO_HD static int32_t prefix_len(const ForwardParams& p, int32_t b, int32_t seqlen_k) {
+        if (!OCTAVO_RARE(p.prefix_lens != nullptr)) return 0;
+        const int32_t prefix_len = behind_skipped(p, p.prefix_lens[b]);
+        return prefix_len < seqlen_k ? prefix_len : seqlen_k;
     }
 
     OCTAVO_HD static SequenceSlice make(const ForwardParams& p, int32_t b) {
@@ -106,11 +121,13 @@ struct SequenceSlice {
             s.k_begin = b * p.k_outer_stride;
             s.v_begin = b * p.v_outer_stride;
         }
-        int32_t prefix_len = 0;
-        if (OCTAVO_RARE(p.prefix_lens != nullptr)) prefix_len = p.prefix_lens[b];
-        if (prefix_len > seqlen_k) prefix_len = seqlen_k;
-        s.see = {seqlen_k, prefix_len, p.window_left, p.window_right};
+        s.see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right};
         return s;
+    }
+
+  private:
+    OCTAVO_HD static int32_t behind_skipped(const ForwardParams& p, int32_t length) {
+        return length > p.num_skipped_keys ? length - p.num_skipped_keys : 0;
     }
 };
 

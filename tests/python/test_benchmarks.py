@@ -14,7 +14,7 @@ import oracle
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from _decode_cases import EXTRA, SWEEP, TABLE, Case  # noqa: E402
+from _decode_cases import EXTRA, SHARED, SWEEP, TABLE, Case  # noqa: E402
 from _report import (  # noqa: E402
     INVARIANT,
     OCTAVO,
@@ -101,10 +101,17 @@ def rows() -> list[Row]:
 
 
 def test_list_needs_no_gpu() -> None:
-    command = [sys.executable, str(BENCHMARKS / "bench_decode.py"), "--list", "--extra", "--sweep"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "bench_decode.py"),
+        "--list",
+        "--extra",
+        "--shared",
+        "--sweep",
+    ]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()[2:]]
-    assert names == [case.name for case in (*TABLE, *EXTRA, *SWEEP)]
+    assert names == [case.name for case in (*TABLE, *EXTRA, *SHARED, *SWEEP)]
     assert len(set(names)) == len(names)
 
 
@@ -145,6 +152,7 @@ def test_bytes_of_options() -> None:
     assert case.num_bytes == queries_and_results + 105 * token
     assert replace(case, window_left=9).num_bytes == queries_and_results + (10 + 5) * token
     assert replace(case, window_left=9, query_len=3).num_bytes == 3 * queries_and_results + (12 + 5) * token
+    assert replace(case, shared_prefix=4).num_bytes == queries_and_results + (105 - 4) * token
     assert replace(case, return_lse=True).num_bytes == case.num_bytes + 2 * 4 * 4
     assert replace(case, kv_dtype="float8_e4m3fn").num_bytes == queries_and_results + 105 * token // 2
     assert replace(case, page_size=64, head_major=True).num_bytes == case.num_bytes
@@ -214,6 +222,7 @@ def test_plot(rows: list[Row], tmp_path: Path) -> None:
         {"softcap": 2.0},
         {"alibi": True, "page_size": 1},
         {"head_major": True, "page_size": 7},
+        {"shared_prefix": 4, "page_size": 2},
     ],
 )
 def test_torch_oracle_agrees_with_numpy(options: dict) -> None:

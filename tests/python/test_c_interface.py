@@ -70,6 +70,18 @@ def test_attention_takes_every_argument(library):
     np.testing.assert_array_equal(out, octavo.attention(q, k, v, causal=True, **arrays))
 
 
+def test_shared_prefix(library):
+    arrays = {"k_pages": normal(6, 4, 2, 32), "v_pages": normal(6, 4, 2, 32) + 1, "q": normal(2, 4, 32)}
+    arrays["page_table"] = np.array([[3, 0, 1], [3, 0, 5]], np.int32)
+    arrays["seq_lens"] = np.array([9, 12], np.int32)
+    out = np.full_like(arrays["q"], np.nan)
+    library.paged_attention(out=out, shared_prefix_len=8, **arrays)
+    np.testing.assert_array_equal(out, octavo.paged_attention(**arrays, shared_prefix_len=8))
+    np.testing.assert_allclose(out, octavo.paged_attention(**arrays), rtol=2e-5, atol=2e-6)
+    with pytest.raises(OctavoError, match=r"shared_prefix_len \(12\) must be at most every length"):
+        library.paged_attention(out=out, shared_prefix_len=12, **arrays)
+
+
 def test_merge_states(library):
     states = normal(3, 2, 8), normal(3, 2), normal(3, 2, 8) + 1, normal(3, 2) - 1
     results = np.empty_like(states[0]), np.empty_like(states[1])

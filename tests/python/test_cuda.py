@@ -210,6 +210,18 @@ def test_graph_of_packed_attention(torch: Any, library: ArrayLibrary) -> None:
         reference.check(library.to_float64(out), library.to_float64(lse))
 
 
+def test_queries_that_the_batch_shares(torch: Any, library: ArrayLibrary) -> None:
+    """A batch stride of 0."""
+    random = np.random.default_rng(0)
+    q, k, v = (
+        library.array(random.standard_normal((batch, 300, heads, 128)), DTYPE)
+        for batch, heads in ((1, 8), (3, 2), (3, 2))
+    )
+    shared = q.expand(3, -1, -1, -1)
+    assert shared.stride(0) == 0
+    assert torch.equal(octavo.attention(shared, k, v), octavo.attention(shared.contiguous(), k, v))
+
+
 def test_graph_of_copies_and_merges(torch: Any, library: ArrayLibrary) -> None:
     shape = (6, 16, 2, 64)
     k_pages, v_pages = (library.array(np.full(shape, np.nan), DTYPE) for _ in "kv")

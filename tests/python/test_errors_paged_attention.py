@@ -65,6 +65,68 @@ CASES = [
         "cu_seqlens_q[2] must equal the number of packed tokens (2); got 3",
         cu_seqlens_q=i32([0, 1, 3]),
     ),
+    case(*P, ValueError, "shared_prefix_len (-4) must be at least 0", shared_prefix_len=-4),
+    case(*P, ValueError, "shared_prefix_len (6) must be a multiple of page_size (4)", shared_prefix_len=6),
+    case(
+        *P,
+        ValueError,
+        "shared_prefix_len (12) must be at most max_pages * page_size (8)",
+        shared_prefix_len=12,
+    ),
+    case(
+        *P,
+        ValueError,
+        "shared_prefix_len (4) needs window_left -1 (unbounded); got 0",
+        shared_prefix_len=4,
+        window_left=0,
+    ),
+    case(
+        *P,
+        ValueError,
+        "shared_prefix_len (4) cannot go with alibi_slopes",
+        shared_prefix_len=4,
+        alibi_slopes=f32(4),
+    ),
+    case(
+        *P,
+        ValueError,
+        "shared_prefix_len (4) cannot go with batch_invariant, as all queries share its work",
+        shared_prefix_len=4,
+        batch_invariant=True,
+    ),
+    case(
+        *P,
+        ValueError,
+        "shared_prefix_len (4) must be at most every length less the sequence's queries; sequence 1 has "
+        "length 1 and 1 queries",
+        shared_prefix_len=4,
+    ),
+    case(
+        *P,
+        ValueError,
+        "shared_prefix_len (4) must be at most every length less the sequence's queries; sequence 0 has "
+        "length 5 and 2 queries",
+        shared_prefix_len=4,
+        cu_seqlens_q=i32([0, 2, 2]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "shared_prefix_len (4) needs the same pages in every row of page_table; page_table[1, 0] is 0, "
+        "page_table[0, 0] is 2",
+        shared_prefix_len=4,
+        seq_lens=i32([5, 5]),
+        page_table=i32([[2, 1], [0, 1]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "page_table[0, 0] must lie in [0, num_pages = 3); got 7",
+        shared_prefix_len=4,
+        seq_lens=i32([0, 0]),
+        page_table=i32([[7, 1], [0, 1]]),
+    ),
+    case(*P, TypeError, "shared_prefix_len must be an int; got float", shared_prefix_len=4.0),
     case(*P, ValueError, "k_scale must be finite; got nan", k_scale=float("nan")),
     case(*P, ValueError, "v_scale must be finite; got inf", v_scale=float("inf")),
     case(

@@ -18,6 +18,7 @@ from octavo import _jax_batching  # noqa: E402
 
 NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM = 6, 16, 2, 16
 PAGE_TABLE = np.array([[4, 1, -1], [0, 3, 5]], np.int32)
+SHARING_TABLE = np.array([[4, 1, -1], [4, 3, 5]], np.int32)
 SEQ_LENS = np.array([20, 41], np.int32)
 CU_SEQLENS = np.array([0, 3, 8], np.int32)
 WRITTEN = {"append_kv": ("k_pages", "v_pages"), "copy_pages": ("k_pages", "v_pages")}
@@ -113,6 +114,11 @@ def make_calls(dtype="float32", seed=0):
         ("merge_states", state, {}),
         ("attention", packed, {"dropout_p": 0.3, "dropout_seed": 2**63 - 1, "return_lse": True}),
         ("attention", dense, {"dropout_p": 0.5, "dropout_seed": 1, "dropout_offset": 2**40}),
+        (
+            "paged_attention",
+            {**paged, "page_table": index(SHARING_TABLE)},
+            {"shared_prefix_len": PAGE_SIZE, "return_lse": True},
+        ),
     ]
 
 
@@ -214,6 +220,17 @@ def test_vmap_of_different_tables():
             **{**paged, "page_table": jnp.array(tables[i]), "seq_lens": jnp.array(lens[i])}
         )
         np.testing.assert_allclose(out, alone, rtol=2e-5, atol=2e-6)
+
+
+def test_vmap_of_different_prefixes():
+    """Every element has a prefix of its own, which the sequences of another do not share."""
+    _, paged, options = make_calls()[-1]
+    tables = np.stack([SHARING_TABLE, np.where(SHARING_TABLE == 4, 2, SHARING_TABLE)])
+    both = jax.vmap(lambda table: octavo.jax.paged_attention(**{**paged, "page_table": table}, **options))
+    for i, table in enumerate(tables):
+        alone = octavo.paged_attention(**{**paged, "page_table": jnp.array(table)}, **options)
+        for mapped, expected in zip(both(tables), alone, strict=True):
+            np.testing.assert_allclose(mapped[i], expected, rtol=2e-5, atol=2e-6)
 
 
 def packed_attention(q, k, v, lengths_q, lengths_k, call=octavo.jax.attention):

@@ -16,6 +16,7 @@ import octavo.torch  # noqa: E402
 OPERATORS = torch.ops.octavo
 NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM = 6, 16, 2, 16
 PAGE_TABLE = torch.tensor([[4, 1, -1], [0, 3, 5]], dtype=torch.int32)
+SHARING_TABLE = torch.tensor([[4, 1, -1], [4, 3, 5]], dtype=torch.int32)
 SEQ_LENS = torch.tensor([20, 41], dtype=torch.int32)
 CU_SEQLENS = torch.tensor([0, 3, 8], dtype=torch.int32)
 
@@ -40,6 +41,7 @@ def make_calls():
     cache = make_cache()
     one_each = (normal(2, 4, HEAD_DIM), *cache, PAGE_TABLE, SEQ_LENS)
     many_each = (normal(8, 4, HEAD_DIM), *cache, PAGE_TABLE, SEQ_LENS)
+    sharing = (normal(2, 4, HEAD_DIM), *cache, SHARING_TABLE, SEQ_LENS)
     state = (normal(2, 4, HEAD_DIM), normal(2, 4))
     new = (normal(8, NUM_KV_HEADS, HEAD_DIM), normal(8, NUM_KV_HEADS, HEAD_DIM))
     copies = torch.tensor([[4, 2]], dtype=torch.int32)
@@ -59,6 +61,7 @@ def make_calls():
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "causal": False, "return_lse": True}),
             (one_each, {"out": torch.empty_like(one_each[0])}),
             (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),
+            (sharing, {"shared_prefix_len": PAGE_SIZE, "return_lse": True}),
         ],
         "merge_states": [((*state, state[0] + 1, state[1] - 1), {})],
         "append_kv": [

@@ -95,7 +95,11 @@ ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
         if (p.lse) p.lse += first * p.lse_batch_stride;
     }
     p.page_table += first * p.page_table_stride;
-    p.seq_lens += first;
+    if (p.seq_lens) {
+        p.seq_lens += first;
+    } else {
+        p.total_k -= first * p.seqlen_k;
+    }
     if (p.prefix_lens) p.prefix_lens += first;
     if (p.alibi_slopes) p.alibi_slopes += first * p.alibi_batch_stride;
     return p;
@@ -106,6 +110,7 @@ ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
 // heads of dim 64: 24 us, 16 by a schedule).
 bool deals(const ForwardParams& p, int32_t short_keys) {
     if (p.window_left >= 0 || p.prefix_lens || p.num_pages == 0 || p.seqlen_k == 0) return false;
+    if (!p.seq_lens || p.num_skipped_keys > 0) return false;  // a pass of the cascade
     const int64_t items = int64_t{p.batch} * p.num_kv_heads, sms = num_sms(p.device.index);
     if (p.batch == 1 && items <= sms) return true;
     const int64_t item_bytes = int64_t{p.seqlen_k} * p.head_dim * 2 * static_cast<int64_t>(size_of(p.dtype));

@@ -166,7 +166,8 @@ class Schedule {
   private:
     // An item without keys still has one block, which writes its empty result.
     __device__ int32_t count_blocks(int32_t sequence) {
-        lengths_[sequence] = min(p_.seq_lens[sequence], p_.seqlen_k);  // as the launcher has counted on
+        // No more than the launcher has counted on.
+        lengths_[sequence] = min(SequenceSlice::seqlen_k(p_, sequence), p_.seqlen_k);
         const SequenceSlice seq = slice(sequence);
         return seq.seqlen_q > 0 ? max(key_blocks(seq).count, 1) : 0;
     }

@@ -2,6 +2,7 @@
 #include "common/fail.h"
 #include "cuda/alignment.h"
 #include "cuda/backend.h"
+#include "cuda/cascade/cascade.h"
 #include "cuda/decode/decode.h"
 #include "cuda/forward/config.h"
 #include "cuda/forward/forward.h"
@@ -101,6 +102,7 @@ void forward(const ForwardParams& p, void* stream) {
     choose_instance(p, 0);  // fails before any device is asked
     if (p.total_q == 0 || p.batch == 0) return;
     const DeviceGuard guard(p.device.index);
+    if (p.shared_prefix_len > 0) return cascade(p, static_cast<cudaStream_t>(stream));
     if (decode_serves(p)) return decode(p, static_cast<cudaStream_t>(stream));
     if (prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
     forward_sm80(p, shared_bytes_per_block(p.device.index), static_cast<cudaStream_t>(stream));

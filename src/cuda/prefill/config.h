@@ -9,15 +9,19 @@
 namespace octavo::cuda {
 
 constexpr int kPrefillBlockColumns = 64;
+// Row tiles of so many rows at most are worked through as few_rows.cuh says. With 32, mma.sync took longer
+// than the wgmma of one warpgroup; above head dim 128, 16 spill.
+constexpr int max_few_rows(int head_dim) { return head_dim <= 128 ? 16 : 8; }
 
 // One row of the table: what a CTA is made of.
 struct PrefillTiles {
     int head_dim;
     int warpgroups;  // consumers of one CTA, 64 rows each
-    int ctas;     // of one row tile: 1, or 2 that share K and V through a cluster, each loading half for both
-    int keys;     // of one tile
-    int stages;   // tiles of K, and of V, in shared memory
-    int q_slots;  // tiles of Q; the result leaves through the slot that its queries came in
+    int ctas;    // of one row tile: 1, or 2 that share K and V through a cluster, each loading half for both
+    int keys;    // of one tile
+    int stages;  // tiles of K in shared memory
+    int v_stages;  // and of V, which stay longer
+    int q_slots;   // tiles of Q; the result leaves through the slot that its queries came in
     bool chained;  // whether the first scores of a row tile go with the last product of the one before
     // The keys that a query sees in the mean from which this row serves better than those of its head dim
     // before it.
@@ -25,15 +29,15 @@ struct PrefillTiles {
 };
 
 constexpr PrefillTiles kPrefillTiles[] = {
-    {64, 4, 1, 64, 8, 2, false, 0},      // short sequences: less waits for a tile's beginning and end
-    {64, 3, 1, 128, 4, 2, false, 640},   //
-    {96, 3, 1, 80, 3, 2, false, 0},      //
-    {128, 2, 1, 128, 2, 2, true, 0},     // short sequences, of which 192 rows would waste too many
-    {128, 3, 1, 80, 3, 2, true, 0},      //
-    {192, 2, 1, 112, 2, 1, false, 0},    //
-    {192, 2, 2, 112, 2, 1, false, 512},  //
-    {256, 2, 1, 64, 2, 1, false, 0},     //
-    {256, 2, 2, 80, 2, 1, false, 512},
+    {64, 4, 1, 64, 8, 8, 2, false, 0},      // short sequences: less waits for a tile's beginning and end
+    {64, 3, 1, 128, 4, 4, 2, false, 640},   //
+    {96, 3, 1, 80, 3, 3, 2, false, 0},      //
+    {128, 2, 1, 128, 2, 3, 2, true, 0},     // short sequences, of which 192 rows would waste too many
+    {128, 3, 1, 80, 3, 3, 2, true, 0},      //
+    {192, 2, 1, 112, 2, 2, 1, false, 0},    //
+    {192, 2, 2, 112, 2, 2, 1, false, 512},  //
+    {256, 2, 1, 64, 2, 3, 1, false, 0},     //
+    {256, 2, 2, 80, 2, 2, 1, false, 512},
 };
 
 constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups, int ctas) {
@@ -43,8 +47,12 @@ constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups, int ctas) {
     return {};
 }
 
+// Whether there is a kernel for batches that mix row tiles of few rows with others: three warpgroups have no
+// registers to spare, and at head dim 64 four gain nothing.
+constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
+
 // What has kernels of its own.
-enum class PrefillExtra { none, alibi, dropout };
+enum class PrefillExtra { none, alibi, dropout, few_rows };
 
 template <int kHeadDim_, int kConsumers_, int kCtas_, PrefillExtra kExtra_>
 struct PrefillConfig {
@@ -62,7 +70,7 @@ struct PrefillConfig {
     // Whether it is part of the product Q K^T: where instructions are scarcer than turns at the tensor cores.
     static constexpr bool kAlibiProduct = kAlibi && kHeadDim == 64;
     static constexpr int kKeys = kTiles.keys;
-    static constexpr int kStages = kTiles.stages;
+    static constexpr int kStages = kTiles.stages, kVStages = kTiles.v_stages;
     static constexpr int kQSlots = kTiles.q_slots;
     static constexpr int kGroupRows = 64;  // of a warpgroup; a row is one query token of one query head
     static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -75,8 +83,9 @@ struct PrefillConfig {
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
     static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // of one warpgroup
     // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers.
-    static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 24;
-    static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
+    static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 40;
+    static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
+    static constexpr int kFewRowTiles = kExtra_ == PrefillExtra::few_rows ? max_few_rows(kHeadDim) / 8 : 0;
 };
 
 // How one launch finds its data and cuts its work.
@@ -96,6 +105,7 @@ struct PrefillPlan {
     // the page size.
     int32_t box_keys;
     FastDivide page_size;
+    bool few_rows;  // whether some row tiles may be of few rows
 
     // Dense arrays: the order of row tiles. A unit is one batch entry and one run of heads; a section, so
     // many units, the first section what remains. Inside a section, later row tiles come first, as causal

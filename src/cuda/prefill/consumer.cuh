@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/score.h"
+#include "cuda/prefill/few_rows.cuh"
 #include "cuda/prefill/shared.cuh"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/exp2.h"
@@ -108,21 +109,22 @@ struct PrefillSoftmax {
             float& m = tile_max[i / 2 % 2][i % 2];
             m = fmaxf(m, scores[i]);
         }
-        bool raise = false;
+        bool rises[2], raise = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             tile_max[half][0] = fmaxf(tile_max[half][0], tile_max[half][1]);
             tile_max[half][0] = kShifted ? row_max(tile_max[half][0] + shift[half]) - shift[half]
                                          : row_max(tile_max[half][0]);
-            raise = raise || tile_max[half][0] > max[half] + slack;
+            rises[half] = tile_max[half][0] > max[half] + slack;
+            raise = raise || rises[half];
         }
         raise = __any_sync(~0u, raise);
         if (raise) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float raised = fmaxf(max[half], tile_max[half][0]);
-                factor[half] = raised == -INFINITY ? 1.0f : ptx::exp2_approx((max[half] - raised) * scale);
-                max[half] = raised;
+                // Each row by itself: its bits do not depend on others, such as those that hold no query.
+                factor[half] = rises[half] ? ptx::exp2_approx((max[half] - tile_max[half][0]) * scale) : 1.0f;
+                if (rises[half]) max[half] = tile_max[half][0];
                 sum[half] *= factor[half];
             }
         }
@@ -180,18 +182,17 @@ __device__ __forceinline__ bool apply_softmax(PrefillSoftmax& softmax, float (&s
                                               const PrefillRows<true>& rows, int32_t first_key,
                                               bool by_thread, float (&factor)[2]) {
     const int32_t first_column = by_thread ? 2 * (threadIdx.x % 4) : 0;
-    float shift[2], max[2];
+    float shift[2], max[2], shifted[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         shift[half] = alibi_bias(rows.slope[half], rows.anchor, first_key + first_column);
         max[half] = softmax.max[half];
-        softmax.max[half] -= shift[half];
+        softmax.max[half] = shifted[half] = max[half] - shift[half];
     }
     const bool raised = softmax.apply<true>(scores, shift, factor);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        softmax.max[half] =
-            raised ? softmax.max[half] + shift[half] : max[half];  // without rounding if it can
+    for (int half = 0; half < 2; ++half) {  // without rounding where it did not rise
+        softmax.max[half] = softmax.max[half] == shifted[half] ? max[half] : softmax.max[half] + shift[half];
     }
     return raised;
 }
@@ -213,12 +214,17 @@ class PrefillConsumer {
         const ScoreTransform transform = ScoreTransform::make(p_.softmax_scale, p_.softcap);
         const float scale = transform.has_softcap ? 1.0f : transform.inner;
         const bool add_alibi = Config::kAlibi && !(Config::kAlibiProduct && !transform.has_softcap);
-        float scores[kScores], out[kOut], factor[2];
-        uint32_t weights[kWeights];
         if (group_ == Config::kConsumers - 1) pass_turn<Config>(group_);
 
         PrefillWork work = take_work<Config>(shared_, work_ring_);
         while (work.batch >= 0) {
+            if (is_few_rows<Config>(work.rows<Config>(plan_))) {
+                work_through_few_rows(work, transform);
+                work = take_work<Config>(shared_, work_ring_);
+                continue;
+            }
+            float scores[kScores], out[kOut], factor[2];
+            uint32_t weights[kWeights];
             KeyTiles tiles = key_tiles<Config>(p_, plan_, work);
             Rows rows(p_, plan_, work, block_, scale);
             PrefillSoftmax softmax(scale);
@@ -247,7 +253,7 @@ class PrefillConsumer {
             pass_turn<Config>(group_);
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(scores);
-            release(shared_.k_empty, k_ring_);
+            release_slot<Config>(shared_.k_empty, k_ring_);
             score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
             apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
             pack_weights(scores, kept, weights);
@@ -264,6 +270,7 @@ class PrefillConsumer {
                     finish(work, rows, softmax, out_scale);
                     next = take_work<Config>(shared_, work_ring_);
                     if (!Config::kChained || next.batch < 0) break;
+                    if (is_few_rows<Config>(next.rows<Config>(plan_))) break;
                     tiles = key_tiles<Config>(p_, plan_, next);
                     tile = tiles.count - 1;
                     rows = Rows(p_, plan_, next, block_, scale);
@@ -282,7 +289,7 @@ class PrefillConsumer {
                 pass_turn<Config>(group_);
                 ptx::wgmma_wait<1>();
                 ptx::wgmma_results(scores);
-                release(shared_.k_empty, k_ring_);
+                release_slot<Config>(shared_.k_empty, k_ring_);
                 score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
                 const bool rescale =
                     apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
@@ -320,21 +327,34 @@ class PrefillConsumer {
     using ProductQK = ptx::Wgmma<T, Config::kKeys>;
     using ProductPV = ptx::Wgmma<T, Config::kHeadDim>;
 
+    // The warpgroups together work through a row tile of few rows.
+    __device__ __forceinline__ void work_through_few_rows(const PrefillWork& work,
+                                                          const ScoreTransform& transform) {
+        if constexpr (Config::kFewRowTiles > 0) {
+            for (int group = 0; group < Config::kConsumers; ++group)
+                ptx::mbarrier_wait(&shared_.q_full[q_ring_.slot][group], q_ring_.parity);
+            auto run = [&](auto rows) {
+                rows.add_tiles(k_ring_, v_ring_);
+                rows.finish();
+            };
+            if (Config::kFewRowTiles == 1 || work.rows<Config>(plan_) <= 8) {
+                run(PrefillFewRows<T, Config, 1>(p_, plan_, shared_, transform, work, q_ring_.slot));
+            } else {
+                run(PrefillFewRows<T, Config, Config::kFewRowTiles>(p_, plan_, shared_, transform, work,
+                                                                    q_ring_.slot));
+            }
+            q_ring_.advance();
+        }
+    }
+
     // Keeps step with the other warpgroups over a tile that no row here sees.
     __device__ __forceinline__ void skip_tile() {
         wait_for_turn<Config>(group_);
         pass_turn<Config>(group_);
         ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
-        release(shared_.k_empty, k_ring_);
+        release_slot<Config>(shared_.k_empty, k_ring_);
         ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
-        release(shared_.v_empty, v_ring_);
-    }
-
-    // This warp is done with the slot at hand: told to every CTA that fills it.
-    __device__ __forceinline__ void release(uint64_t* empty, Ring<Config::kStages>& ring) {
-        const uint32_t lane = threadIdx.x % 32;
-        if (lane < Config::kCtas) arrive_at<Config>(&empty[ring.slot], lane);
-        ring.advance();
+        release_slot<Config>(shared_.v_empty, v_ring_);
     }
 
     // The rows' part of that product: nothing if there is a softcap, which the bias comes behind.
@@ -387,7 +407,7 @@ class PrefillConsumer {
     __device__ __forceinline__ void end_p_v(float (&out)[kOut]) {
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(out);
-        release(shared_.v_empty, v_ring_);
+        release_slot<Config>(shared_.v_empty, v_ring_);
     }
 
     // Which weights of a tile dropout leaves.
@@ -424,11 +444,7 @@ class PrefillConsumer {
             const int32_t row = Rows::row(half);
             const int32_t token = work.first_token + block_ * plan_.tokens + row / plan_.heads;
             if (row >= plan_.heads * plan_.tokens || token >= work.seqlen_q) continue;
-            const int64_t begin =
-                p_.cu_seqlens_q ? work.q_begin * p_.lse_token_stride : work.batch * p_.lse_batch_stride;
-            p_.lse[begin + token * p_.lse_token_stride +
-                   (work.first_head + row % plan_.heads) * p_.lse_head_stride] =
-                state.lse() + rows.row_bias[half] * kLn2;
+            p_.lse[work.lse_place(p_, token, row % plan_.heads)] = state.lse() + rows.row_bias[half] * kLn2;
         }
     }
 
@@ -461,7 +477,8 @@ class PrefillConsumer {
     const int group_;  // of this CTA
     const int block_;  // of 64 rows in the row tile
     Ring<Config::kQSlots> q_ring_;
-    Ring<Config::kStages> k_ring_, v_ring_;
+    Ring<Config::kStages> k_ring_;
+    Ring<Config::kVStages> v_ring_;
     Ring<kPrefillWorkSlots> work_ring_;
 };
 

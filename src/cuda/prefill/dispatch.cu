@@ -60,6 +60,15 @@ int32_t choose_heads(const ForwardParams& p) {
     return best;
 }
 
+// Whether a packed batch may hold row tiles of few rows. One without gives the same bits in either kernel, as
+// the sequences of one with them do that have none.
+bool may_have_few_rows(const ForwardParams& p, const PrefillTiles& tiles, int32_t heads) {
+    if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any()) return false;
+    const int32_t rest = p.seqlen_q % (tiles.warpgroups * tiles.ctas * (kGroupRows / heads));
+    return p.total_q < int64_t{p.batch} * p.seqlen_q ||
+           (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim));
+}
+
 // Over the batch and all heads; of a packed batch a bound.
 int64_t num_row_tiles(const ForwardParams& p, int32_t warpgroups, int32_t heads) {
     const int64_t tile_tokens = int64_t{warpgroups} * (kGroupRows / heads);
@@ -155,8 +164,8 @@ struct Operands {
     Operand q, out, k, v;
 
     explicit Operands(const ForwardParams& p)
-        : q(p.q, p.cu_seqlens_q ? 1 : p.batch, p.q_batch_stride, p.q_token_stride, p.q_head_stride,
-            p.num_q_heads, p.seqlen_q),
+        : q(p.q, p.cu_seqlens_q || p.q_batch_stride == 0 ? 1 : p.batch, p.q_batch_stride, p.q_token_stride,
+            p.q_head_stride, p.num_q_heads, p.seqlen_q),
           out(p.out, p.cu_seqlens_q ? 1 : p.batch, p.out_batch_stride, p.out_token_stride, p.out_head_stride,
               p.num_q_heads, p.seqlen_q),
           k(p.k, num_outer_k(p), p.k_outer_stride, p.k_token_stride, p.k_head_stride, p.num_kv_heads,
@@ -208,6 +217,7 @@ void prefill(const ForwardParams& p, cudaStream_t stream) {
     plan.tokens = kGroupRows / plan.heads;
     plan.page_size = FastDivide::by(std::max(p.page_size, 1));
     plan.box_keys = box_keys(p, instance.tiles);
+    plan.few_rows = may_have_few_rows(p, instance.tiles, plan.heads);
     const Operands operands(p);
     plan.q_edge = operands.q.edge;
     plan.k_edge = operands.k.edge;

@@ -14,10 +14,7 @@ void launch_prefill_kernel(const ForwardParams& params, const PrefillPlan& plan,
     const auto kernel = prefill_kernel<T, Config>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
           "cudaFuncSetAttribute");
-    cudaLaunchAttribute attributes[2] = {};
-    // The launch overlaps the end of the kernel before it; the kernel waits for that one's results.
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {dependent_launch()};
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {Config::kCtas, 1, 1};
     cudaLaunchConfig_t config{};
@@ -34,6 +31,11 @@ template <class T, int kHeadDim, int kWarpgroups, int kCtas>
 void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
                     cudaStream_t stream) {
     auto launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::none>>;
+    if constexpr (has_few_rows(kWarpgroups, kCtas)) {
+        if (plan.few_rows)
+            launch =
+                launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::few_rows>>;
+    }
     if (params.alibi_slopes)
         launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::alibi>>;
     if (params.dropout.any())

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/prefill/shared.cuh"
+#include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
 
@@ -12,11 +13,13 @@ struct QueryPlace {
     bool any;  // whether it has rows here
     int32_t place, shift, outer;
 
-    __device__ QueryPlace(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work, int block)
+    // `batch_stride`: the array's.
+    __device__ QueryPlace(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work, int block,
+                          int64_t batch_stride)
         : any(work.first_token + block * plan.tokens < work.seqlen_q),
           place(plan.q_edge - work.seqlen_q + work.first_token + block * plan.tokens),
           shift(work.q_begin + work.seqlen_q),
-          outer(p.cu_seqlens_q ? 0 : work.batch) {}
+          outer(p.cu_seqlens_q || batch_stride == 0 ? 0 : work.batch) {}
 };
 
 // Loads tiles of K and V of one row tile.
@@ -29,7 +32,10 @@ class KeyLoader {
           work_(work),
           kv_head_(work.first_head / p.group_size()),
           hole_begin_(work.prefix_len),
-          hole_end_(work.visibility(p).window_begin(work.q_pos(0))) {}
+          hole_end_(work.visibility(p).window_begin(work.q_pos(0))),
+          policy_(plan.heads == p.group_size() && work.seqlen_q <= Config::kTileBlocks * plan.tokens
+                      ? ptx::kEvictFirst
+                      : ptx::kEvictNormal) {}
 
     // The page of box `lane` of the tile; what the other functions take. Unused unless paged.
     __device__ int32_t find_pages(int32_t first_key) const {
@@ -104,12 +110,12 @@ class KeyLoader {
     }
     __device__ void load_box(const CUtensorMap& map, unsigned char* rows, uint64_t* full, int32_t place,
                              int32_t shift, int32_t outer) const {
-#pragma unroll(Config::kColumnBlocks <= 2 ? 2 : 1)  // more would spill: the producer has 24 registers
+#pragma unroll(Config::kColumnBlocks <= 2 ? 2 : 1)
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
             unsigned char* const to = rows + block * Config::kKeyBlockBytes;
             const int column = block * Config::kBlockColumns;
             if constexpr (Config::kCtas == 1) {
-                ptx::tma_load(to, &map, full, column, kv_head_, place, shift, outer);
+                ptx::tma_load(to, &map, full, policy_, column, kv_head_, place, shift, outer);
             } else {
                 ptx::tma_load_multicast(to, &map, full, 3, column, kv_head_, place, shift, outer);
             }
@@ -121,6 +127,7 @@ class KeyLoader {
     const PrefillWork& work_;
     int32_t kv_head_;
     int32_t hole_begin_, hole_end_;
+    uint64_t policy_;  // keys and values that no other row tile needs leave the L2 cache first
 };
 
 template <class Config>
@@ -130,7 +137,7 @@ __device__ __forceinline__ void load_q(const ForwardParams& p, const PrefillPlan
     for (int group = 0; group < Config::kConsumers; ++group) {
         uint64_t* const full = &shared.q_full[ring.slot][group];
         ptx::mbarrier_wait(&shared.q_empty[ring.slot][group], ring.parity ^ 1);
-        const QueryPlace at(p, plan, work, tile_block<Config>(group));
+        const QueryPlace at(p, plan, work, tile_block<Config>(group), p.q_batch_stride);
         const int32_t bytes = Config::kColumnBlocks * plan.heads * plan.tokens * Config::kRowBytes;
         if (ptx::elect_one()) {
             ptx::mbarrier_arrive_expect(full, at.any ? bytes : 0);
@@ -211,7 +218,7 @@ __device__ void run_q_k_loader(const ForwardParams& p, const PrefillPlan& plan,
 // One warp: loads V.
 template <class Config>
 __device__ void run_v_loader(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared) {
-    Ring<Config::kStages> ring;
+    Ring<Config::kVStages> ring;
     Ring<kPrefillWorkSlots> work_ring;
     uint32_t patch_parities = 0;  // a bit a stage
     while (true) {
@@ -252,7 +259,7 @@ __device__ void run_storer(const ForwardParams& p, const PrefillPlan& plan, Pref
         for (int group = 0; group < Config::kConsumers; ++group) {
             ptx::mbarrier_wait(&shared.out_full[q_ring.slot][group], q_ring.parity);
             if (ptx::elect_one()) {
-                const QueryPlace at(p, plan, work, tile_block<Config>(group));
+                const QueryPlace at(p, plan, work, tile_block<Config>(group), p.out_batch_stride);
 #pragma unroll
                 for (int block = 0; at.any && block < Config::kColumnBlocks; ++block) {
                     ptx::tma_store(&plan.out, shared.q[q_ring.slot][group] + block * Config::kQBlockBytes,

@@ -1,10 +1,13 @@
 // What the warps of a prefill CTA share, and the rings that they hand tiles through.
 #pragma once
 
+#include "common/online_softmax.h"
 #include "cuda/prefill/work.cuh"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/types.h"
+
+#include <algorithm>
 
 namespace octavo::cuda {
 
@@ -41,19 +44,21 @@ template <class Config>
 struct PrefillShared {
     alignas(1024) unsigned char q[Config::kQSlots][Config::kConsumers][Config::kQTileBytes];
     alignas(1024) unsigned char k[Config::kStages][Config::kKeyTileBytes];
-    alignas(1024) unsigned char v[Config::kStages][Config::kKeyTileBytes];
+    alignas(1024) unsigned char v[Config::kVStages][Config::kKeyTileBytes];
     PrefillAlibi<Config> alibi;
     PrefillWork work[kPrefillWorkSlots];
+    // What each consumer's warp has seen of a row tile of few rows.
+    SoftmaxState parts[4 * Config::kConsumers][std::max(8 * Config::kFewRowTiles, 1)];
 
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
     // one does.
     uint64_t q_full[Config::kQSlots][Config::kConsumers], q_empty[Config::kQSlots][Config::kConsumers];
     uint64_t k_full[Config::kStages], k_empty[Config::kStages];
-    uint64_t v_full[Config::kStages], v_empty[Config::kStages];
+    uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
     // The result lies in the slot of its queries.
     uint64_t out_full[Config::kQSlots][Config::kConsumers];
     uint64_t work_full[kPrefillWorkSlots], work_empty[kPrefillWorkSlots];
-    uint64_t patch[Config::kStages];  // a tile of V that the producer changes before it hands it on
+    uint64_t patch[Config::kVStages];  // a tile of V that the producer changes before it hands it on
 
     __device__ void init() {
         constexpr int kConsumerWarps = 4 * Config::kConsumers;
@@ -66,8 +71,10 @@ struct PrefillShared {
         }
         for (int stage = 0; stage < Config::kStages; ++stage) {
             ptx::mbarrier_init(&k_full[stage], 1);
-            ptx::mbarrier_init(&v_full[stage], 1);
             ptx::mbarrier_init(&k_empty[stage], Config::kCtas * kConsumerWarps);
+        }
+        for (int stage = 0; stage < Config::kVStages; ++stage) {
+            ptx::mbarrier_init(&v_full[stage], 1);
             ptx::mbarrier_init(&v_empty[stage], Config::kCtas * kConsumerWarps);
             ptx::mbarrier_init(&patch[stage], 1);
         }
@@ -102,6 +109,14 @@ __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
     } else {
         ptx::mbarrier_arrive_cluster(ptx::cluster_address(ptx::shared_address(barrier), rank));
     }
+}
+
+// A consumer's warp is done with the slot at hand: told to every CTA that fills it.
+template <class Config, int kSize>
+__device__ __forceinline__ void release_slot(uint64_t* empty, Ring<kSize>& ring) {
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane < Config::kCtas) arrive_at<Config>(&empty[ring.slot], lane);
+    ring.advance();
 }
 
 // Takes the next row tile from the ring; every lane of a warp calls this. Lane 0 alone reads the slot, so

@@ -27,7 +27,23 @@ struct alignas(16) PrefillWork {
                 get(seqlen_k), get(prefix_len), get(q_begin),     get(k_begin)};
     }
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
+    // In p.lse, the place of a query of the sequence and a head counted from `first_head`.
+    __device__ int64_t lse_place(const ForwardParams& p, int32_t token, int32_t head) const {
+        const int64_t begin = p.cu_seqlens_q ? q_begin * p.lse_token_stride : batch * p.lse_batch_stride;
+        return begin + token * p.lse_token_stride + (first_head + head) * p.lse_head_stride;
+    }
+    // Those of the row tile.
+    template <class Config>
+    __device__ int32_t rows(const PrefillPlan& plan) const {
+        return min(Config::kTileBlocks * plan.tokens, seqlen_q - first_token) * plan.heads;
+    }
 };
+
+// Whether a row tile of so many rows is worked through as few_rows.cuh says.
+template <class Config>
+__device__ __forceinline__ bool is_few_rows(int32_t rows) {
+    return Config::kFewRowTiles > 0 && rows <= 8 * Config::kFewRowTiles;
+}
 
 // Which 64 rows of a row tile are those of warpgroup `group` of this CTA. The CTAs of a pair take them by
 // turns, so that under a causal mask neither has all of the long ones.
@@ -45,28 +61,32 @@ class PrefillScheduler {
         : p_(p),
           plan_(plan),
           tile_tokens_(Config::kTileBlocks * plan.tokens),
-          index_(blockIdx.x / Config::kCtas) {}
+          units_a_sequence_(p.num_q_heads / plan.heads),
+          index_(blockIdx.x / Config::kCtas) {
+        if (kFew && p.cu_seqlens_q) count_row_tiles();
+    }
 
     // The row tile at hand.
     __device__ PrefillWork work() {
         PrefillWork w{};
-        const int32_t num_units_a_sequence = p_.num_q_heads / plan_.heads;
         if (p_.cu_seqlens_q) {
-            find_sequence(num_units_a_sequence);
-            w.batch = batch_;
-            if (batch_ < 0) return w;
-            const int32_t row_tiles = sequence_tiles_ / num_units_a_sequence;
-            const int32_t at = index_ - before_;
-            w.first_head = at % num_units_a_sequence * plan_.heads;
-            w.first_token = (row_tiles - 1 - at / num_units_a_sequence) * tile_tokens_;
-            w.q_begin = p_.cu_seqlens_q[batch_];
-            w.seqlen_q = p_.cu_seqlens_q[batch_ + 1] - w.q_begin;
+            const int32_t few_before = kFew ? num_few_before(index_) : 0;
+            const bool few = kFew && index_ < end_ && num_few_before(index_ + 1) > few_before;
+            const int32_t index = few ? few_before : index_ - few_before;
+            find_sequence(few, index);
+            w.batch = __shfl_sync(~0u, batch_, few);
+            if (w.batch < 0) return w;
+            const int32_t row_tiles = __shfl_sync(~0u, sequence_tiles_, few) / units_a_sequence_;
+            const int32_t at = index - __shfl_sync(~0u, before_, few);
+            w.first_head = at % units_a_sequence_ * plan_.heads;
+            w.q_begin = p_.cu_seqlens_q[w.batch];
+            w.seqlen_q = p_.cu_seqlens_q[w.batch + 1] - w.q_begin;
+            w.first_token = few ? w.seqlen_q / tile_tokens_ * tile_tokens_
+                                : (row_tiles - 1 - at / units_a_sequence_) * tile_tokens_;
         } else {
-            if (index_ >= plan_.num_row_tiles * plan_.num_units) {
-                end_ = plan_.num_row_tiles * plan_.num_units;
-                w.batch = -1;
-                return w;
-            }
+            end_ = plan_.num_row_tiles * plan_.num_units;
+            w.batch = -1;
+            if (index_ >= end_) return w;
             int32_t first_unit = 0, units = plan_.first_section, at = index_;
             if (at >= units * plan_.num_row_tiles) {
                 at -= units * plan_.num_row_tiles;
@@ -76,19 +96,14 @@ class PrefillScheduler {
                 units = plan_.section;
             }
             const int32_t unit = first_unit + at % units;
-            w.batch = unit / num_units_a_sequence;
-            w.first_head = unit % num_units_a_sequence * plan_.heads;
+            w.batch = unit / units_a_sequence_;
+            w.first_head = unit % units_a_sequence_ * plan_.heads;
             w.first_token = (plan_.num_row_tiles - 1 - at / units) * tile_tokens_;
             w.seqlen_q = p_.seqlen_q;
         }
-        w.seqlen_k = p_.seqlen_k;
-        if (p_.paged()) {
-            w.seqlen_k = p_.seq_lens[w.batch];
-        } else if (p_.cu_seqlens_k) {
-            w.k_begin = p_.cu_seqlens_k[w.batch];
-            w.seqlen_k = p_.cu_seqlens_k[w.batch + 1] - w.k_begin;
-        }
-        if (p_.prefix_lens) w.prefix_len = min(p_.prefix_lens[w.batch], w.seqlen_k);
+        w.seqlen_k = SequenceSlice::seqlen_k(p_, w.batch);
+        if (p_.cu_seqlens_k) w.k_begin = p_.cu_seqlens_k[w.batch];
+        w.prefix_len = SequenceSlice::prefix_len(p_, w.batch, w.seqlen_k);
         return w;
     }
 
@@ -106,42 +121,80 @@ class PrefillScheduler {
     }
 
   private:
+    static constexpr bool kFew = Config::kFewRowTiles > 0;
+    static constexpr int32_t kLateRounds = 2;  // of one row tile of few rows a cluster
+
     __device__ int32_t num_clusters() const { return static_cast<int32_t>(gridDim.x) / Config::kCtas; }
 
-    // Moves on to the sequence that holds row tile `index_`; -1 past the last.
-    __device__ void find_sequence(int32_t num_units_a_sequence) {
-        if (batch_ >= 0 && index_ < before_ + sequence_tiles_) return;
-        const int32_t lane = threadIdx.x % 32;
-        before_ += sequence_tiles_;
-        for (int32_t base = batch_ + 1; base < p_.batch; base += 32) {
-            const int32_t b = base + lane;
-            int32_t tiles = 0;
-            if (b < p_.batch) {
-                const int32_t length = p_.cu_seqlens_q[b + 1] - p_.cu_seqlens_q[b];
-                tiles = (length + tile_tokens_ - 1) / tile_tokens_ * num_units_a_sequence;
-            }
+    // Packed queries: the row tiles of sequence b over all heads, of few rows or of many.
+    __device__ int32_t count_row_tiles(int32_t b, bool few) const {
+        if (b >= p_.batch) return 0;
+        const int32_t length = p_.cu_seqlens_q[b + 1] - p_.cu_seqlens_q[b];
+        const int32_t whole = length / tile_tokens_, rest = length - whole * tile_tokens_;
+        const bool few_rest = is_few_rows<Config>(rest * plan_.heads);
+        return units_a_sequence_ * (few ? rest > 0 && few_rest : whole + (rest > 0 && !few_rest));
+    }
+    __device__ void count_row_tiles() {
+        int32_t few = 0, many = 0;
+        for (int32_t b = threadIdx.x % 32; b < p_.batch; b += 32) {
+            few += count_row_tiles(b, true);
+            many += count_row_tiles(b, false);
+        }
+        num_many_ = __reduce_add_sync(~0u, many);
+        few = __reduce_add_sync(~0u, few);
+        end_ = num_many_ + few;
+        const int32_t early = max(few - kLateRounds * num_clusters(), 0);
+        few_rate_ = max(static_cast<int32_t>(65536.0f * early / max(num_many_ + early, 1)) - 1, 0);
+    }
+    // Row tiles of few rows, which wait for memory, are handed out among those of many rows, which wait for
+    // the tensor cores, but for some that fill the end, since they take less long. How many are among the
+    // first `index`:
+    __device__ int32_t num_few_before(int32_t index) const {
+        return max(static_cast<int32_t>(int64_t{index} * few_rate_ >> 16), index - num_many_);
+    }
+
+    // Moves on to the sequence that holds row tile `index` of those of few rows, or of many; -1 past the
+    // last. Lane 1 knows where we are among those of few rows, lane 0 among those of many.
+    __device__ void find_sequence(bool few, int32_t index) {
+        int32_t batch = __shfl_sync(~0u, batch_, few);
+        int32_t before = __shfl_sync(~0u, before_, few);
+        int32_t sequence_tiles = __shfl_sync(~0u, sequence_tiles_, few);
+        if (batch >= 0 && index < before + sequence_tiles) return;
+        before += sequence_tiles;
+        int32_t base = batch + 1;
+        for (; base < p_.batch; base += 32) {
+            const int32_t tiles = count_row_tiles(base + threadIdx.x % 32, few);
             const int32_t end = inclusive_sum(tiles);
-            const uint32_t past = __ballot_sync(~0u, index_ < before_ + end);
+            const uint32_t past = __ballot_sync(~0u, index < before + end);
             if (past) {
                 const int32_t owner = __ffs(past) - 1;
-                batch_ = base + owner;
-                sequence_tiles_ = __shfl_sync(~0u, tiles, owner);
-                before_ += __shfl_sync(~0u, end - tiles, owner);
-                return;
+                batch = base + owner;
+                sequence_tiles = __shfl_sync(~0u, tiles, owner);
+                before += __shfl_sync(~0u, end - tiles, owner);
+                break;
             }
-            before_ += __shfl_sync(~0u, end, 31);
+            before += __shfl_sync(~0u, end, 31);
         }
-        batch_ = -1;
-        end_ = before_;
+        if (base >= p_.batch) {
+            batch = -1;
+            if (!kFew) end_ = before;
+        }
+        if (threadIdx.x % 32 == few) {
+            batch_ = batch;
+            before_ = before;
+            sequence_tiles_ = sequence_tiles;
+        }
     }
 
     const ForwardParams& p_;
     const PrefillPlan& plan_;
-    const int32_t tile_tokens_;
+    const int32_t tile_tokens_, units_a_sequence_;
     int32_t index_;
     int32_t drawn_ = 0;
     int32_t end_ = 0;  // row tiles in all, once known
-    // Packed queries: the sequence at hand, its row tiles over all heads, and those before it.
+    // Packed queries: of the row tiles, those of many rows, and how many of 2^16 are of few. Of the lane's
+    // kind: the sequence at hand, its row tiles over all heads, and those before it.
+    int32_t num_many_ = 0, few_rate_ = 0;
     int32_t batch_ = -1, sequence_tiles_ = 0, before_ = 0;
 };
 

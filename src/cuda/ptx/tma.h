@@ -22,6 +22,16 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, u
         : "memory");
 }
 
+// The same, kept in the L2 cache as `policy` says (l2_policy.h).
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, uint64_t* barrier,
+                                         uint64_t policy, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(shared_address(barrier)), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
 // Into the same place in each CTA of the cluster whose bit in `ctas` is set, each told by its own barrier.
 __device__ __forceinline__ void tma_load_multicast(void* shared, const CUtensorMap* map, uint64_t* barrier,
                                                    uint16_t ctas, int c0, int c1, int c2, int c3, int c4) {

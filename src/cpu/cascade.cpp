@@ -1,0 +1,48 @@
+#include "ops/cascade.h"
+
+#include "cpu/backend.h"
+
+#include <cmath>
+#include <memory>
+
+namespace octavo::cpu {
+
+void cascade(const ForwardParams& p) {
+    const int64_t rows = p.total_q * p.num_q_heads;
+    const std::unique_ptr<char[]> prefix_out(new char[rows * p.head_dim * size_of(p.dtype)]);
+    const std::unique_ptr<float[]> prefix_lse(new float[rows]), lse(new float[rows]);
+    const ForwardParams prefix = over_prefix(p, p.shared_prefix_len, prefix_out.get(), prefix_lse.get());
+    const ForwardParams rest = behind_prefix(p, lse.get());
+    forward(prefix);  // first: `out` may be q
+    forward(rest);
+
+    for (int64_t token = 0; token < p.total_q; ++token) {
+        for (int32_t head = 0; head < p.num_q_heads; ++head) {
+            const float rest_lse = rest.lse[token * rest.lse_token_stride + head * rest.lse_head_stride];
+            if (rest_lse == -INFINITY) prefix_lse[token * p.num_q_heads + head] = -INFINITY;
+        }
+    }
+    MergeStatesParams merge{};
+    merge.dtype = p.dtype;
+    merge.device = p.device;
+    merge.head_dim = p.head_dim;
+    auto set = [](int64_t (&strides)[3], int64_t token, int64_t head) {
+        strides[1] = token;
+        strides[2] = head;
+    };
+    merge.shape[0] = 1;
+    set(merge.shape, p.total_q, p.num_q_heads);
+    merge.out_a = prefix.out;
+    merge.lse_a = prefix.lse;
+    merge.out_b = merge.out = rest.out;
+    merge.lse_b = merge.lse = rest.lse;
+    set(merge.out_a_strides, prefix.out_token_stride, prefix.out_head_stride);
+    set(merge.lse_a_strides, prefix.lse_token_stride, prefix.lse_head_stride);
+    set(merge.out_b_strides, rest.out_token_stride, rest.out_head_stride);
+    set(merge.lse_b_strides, rest.lse_token_stride, rest.lse_head_stride);
+    set(merge.out_strides, rest.out_token_stride, rest.out_head_stride);
+    set(merge.lse_strides, rest.lse_token_stride, rest.lse_head_stride);
+    merge_states(merge);
+}
+
+}  // namespace octavo::cpu

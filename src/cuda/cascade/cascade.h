@@ -1,0 +1,14 @@
+// Attention over sequences that begin with the same pages, which are read once.
+#pragma once
+
+#include "ops/forward_params.h"
+
+#include <cuda_runtime.h>
+
+namespace octavo::cuda {
+
+// For a shared_prefix_len above 0: a launch over the prefix, one behind it, and one that merges, where each
+// of the first two is one launch by itself.
+void cascade(const ForwardParams& params, cudaStream_t stream);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,342 @@
+// Row tiles of few rows: sequences that decode beside others that prefill, drafts, the end of a sequence.
+//
+// There, 64 rows of wgmma would be mostly empty, one warpgroup would work alone, and a tile of keys would
+// stay in its slot for both of its products. Instead the warps of all consumers share the keys: each takes
+// blocks of 16 by turns, with a softmax and accumulators of its own, as in the decode kernel: S^T = K Q^T,
+// keys on the 16-wide side of mma.sync and rows on the 8-wide side, then O^T = V^T P^T. In the end they add
+// up what they have through the slots of queries that only row tiles of many rows need.
+#pragma once
+
+#include "common/online_softmax.h"
+#include "common/score.h"
+#include "cuda/prefill/shared.cuh"
+#include "cuda/ptx/exp2.h"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/mma.h"
+#include "cuda/ptx/movmatrix.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/warp.cuh"
+
+namespace octavo::cuda {
+
+// One warp's part in a row tile of up to 8 kRowTiles rows.
+template <class T, class Config, int kRowTiles>
+class PrefillFewRows {
+  public:
+    __device__ PrefillFewRows(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared,
+                              const ScoreTransform& transform, const PrefillWork& work, int q_slot)
+        : p_(p),
+          plan_(plan),
+          shared_(shared),
+          transform_(transform),
+          work_(work),
+          q_slot_(q_slot),
+          thread_(threadIdx.x - 128) {
+        keep(thread_);  // else what follows from it takes registers from row tiles of many rows
+        warp_ = __shfl_sync(~0u, thread_ / 32, 0);  // known to be the same in all lanes, as the rings are
+        const Visibility see = work.visibility(p);
+        full_begin_ = see.window_begin(work.seqlen_k - 1);
+        full_end_ = see.window_end(work.q_pos(work.first_token));
+        for_each_row([&](int r, int i) {
+            max_[r][i] = -INFINITY;
+            sum_[r][i] = 0.0f;
+            q_pos_[r][i] = work.q_pos(work.first_token + row_of(r, i) / plan.heads);
+        });
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out_[r][d][e] = 0.0f;
+            }
+        }
+    }
+
+    // All tiles of keys, once the queries are there. The scores of the next tile are under way while the
+    // softmax of one goes on.
+    __device__ __forceinline__ void add_tiles(Ring<Config::kStages>& k_ring, Ring<Config::kVStages>& v_ring) {
+        const KeyTiles tiles = key_tiles<Config>(p_, plan_, work_);
+        if (tiles.count == 0) return;
+        if constexpr (kKeepQueries) load_queries();
+        auto add_keys = [&](float (&scores)[kRowTiles][4], int block) {
+            ptx::mbarrier_wait(&shared_.k_full[k_ring.slot], k_ring.parity);
+            if (has(block)) multiply_q_k(scores, shared_.k[k_ring.slot] + block * kBlockBytes);
+            release_slot<Config>(shared_.k_empty, k_ring);
+        };
+        float scores[kRowTiles][4], next_scores[kRowTiles][4];
+        int block = warp_;  // of the tile, the warp's next; past its end: of the tiles that follow
+        add_keys(scores, block);
+        for (int32_t tile = tiles.count - 1; tile >= 0; --tile) {
+            const int next_block = block + (has(block) ? kWarps : 0) - kBlocks;
+            if (tile > 0) add_keys(next_scores, next_block);
+            uint32_t weights[kRowTiles][2];
+            if (has(block)) {
+                score(scores, tiles.start(tile) + block * kBlockKeys);
+                softmax(weights, scores);
+            }
+            ptx::mbarrier_wait(&shared_.v_full[v_ring.slot], v_ring.parity);
+            if (has(block)) multiply_p_v(weights, shared_.v[v_ring.slot] + block * kBlockBytes);
+            release_slot<Config>(shared_.v_empty, v_ring);
+            for_each_score(scores, [&](float& score, int r, int, int, int e) { score = next_scores[r][e]; });
+            block = next_block;
+        }
+    }
+
+    // Adds up the parts of all warps, writes the LSE, and puts the result into the slot of the queries.
+    __device__ __forceinline__ void finish() {
+        for_each_row([&](int r, int i) {
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) sum_[r][i] += __shfl_xor_sync(~0u, sum_[r][i], step);
+            if (lane() / 4 == 0) shared_.parts[warp_][row_of(r, i)] = {max_[r][i], sum_[r][i]};
+        });
+        barrier();  // every warp's maximum is there, and none needs the queries any more
+        for_each_row([&](int r, int i) {
+            const int row = row_of(r, i);
+            SoftmaxState parts[kWarps], all;
+#pragma unroll
+            for (int other = 0; other < kWarps; ++other) {
+                parts[other] = shared_.parts[other][row];
+                all.max = fmaxf(all.max, parts[other].max);
+            }
+            const float max = all.safe_max();
+#pragma unroll
+            for (int other = 0; other < kWarps; ++other)
+                all.sum += parts[other].sum * ptx::exp2_approx(parts[other].max - max);
+            const float factor = all.inverse_sum() * p_.out_scale * ptx::exp2_approx(max_[r][i] - max);
+            for_each_out_of(r, i, [&](float& out) { out *= factor; });
+            if (p_.lse && lane() / 4 == 0 && warp_ == 0) store_lse(row, all);
+        });
+
+        // Where the queries were, of all warpgroups: [warp][column][row].
+        static_assert(kWarps * Config::kHeadDim * 8 * sizeof(float) <=
+                      Config::kConsumers * Config::kQTileBytes);
+        auto* const parts = reinterpret_cast<float*>(shared_.q[q_slot_]);
+        auto place = [](int warp, int column, int row) {
+            return (warp * Config::kHeadDim + column) * 8 + row;
+        };
+        constexpr int kPairs = 8 * Config::kHeadDim / 2, kEach = (kPairs + 32 * kWarps - 1) / (32 * kWarps);
+        uint32_t results[kRowTiles][kEach];  // a row's values of two columns
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            if (r > 0) barrier();  // the row tile before is read
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float* const out = &out_[r][d][2 * half];
+                    *reinterpret_cast<float2*>(parts + place(warp_, 16 * d + 8 * half + lane() / 4,
+                                                             row_of(0, 0))) = {out[0], out[1]};
+                }
+            }
+            barrier();
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                const int pair = thread_ + i * 32 * kWarps;
+                if (pair >= kPairs) break;
+                float low = 0.0f, high = 0.0f;
+#pragma unroll
+                for (int other = 0; other < kWarps; ++other) {
+                    low += parts[place(other, pair / 8 * 2, pair % 8)];
+                    high += parts[place(other, pair / 8 * 2 + 1, pair % 8)];
+                }
+                results[r][i] = pack<T>(low, high);
+            }
+        }
+        barrier();
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                const int pair = thread_ + i * 32 * kWarps, column = pair / 8 * 2, row = pair % 8;
+                if (pair >= kPairs) break;
+                *reinterpret_cast<uint32_t*>(shared_.q[q_slot_][0] + column / 64 * Config::kQBlockBytes +
+                                             (8 * r + row) * Config::kRowBytes +
+                                             ((column % 64 / 8) ^ row) * 16 + column % 8 * 2) = results[r][i];
+            }
+        }
+        ptx::fence_proxy_async();
+        barrier();
+        if (lane() == 0) ptx::mbarrier_arrive(&shared_.out_full[q_slot_][warp_ / 4]);
+    }
+
+  private:
+    static constexpr int kDimTiles = Config::kHeadDim / 16;
+    static constexpr int kWarps = 4 * Config::kConsumers;
+    static constexpr int kBlockKeys = 16;
+    static constexpr int kBlocks = Config::kKeys / kBlockKeys;
+    static constexpr int kBlockBytes = kBlockKeys * Config::kRowBytes;
+    static_assert(!Config::kAlibi && !Config::kDropout);
+    static_assert(kBlocks * kBlockKeys == Config::kKeys && kBlocks <= kWarps);
+    static constexpr bool kKeepQueries = kRowTiles * Config::kHeadDim <= 256;  // in registers
+    static constexpr int kQueries = kKeepQueries ? kDimTiles / 2 : 1;
+
+    __device__ int lane() const { return thread_ % 32; }
+    __device__ static void barrier() { ptx::named_barrier_sync(2 * Config::kConsumers + 1, 32 * kWarps); }
+    // Whether the tile at hand has this block; if it has as many as there are warps, the next one of each
+    // warp.
+    __device__ static bool has(int block) { return kBlocks == kWarps || block < kBlocks; }
+
+    // A lane has rows row_of(r, 0) and row_of(r, 1) of each tile r, and of S^T keys lane / 4 and eight
+    // further: scores[r][e] is row row_of(r, e % 2), key lane / 4 + 8 (e / 2).
+    __device__ int row_of(int r, int i) const { return 8 * r + 2 * (lane() % 4) + i; }
+
+    template <class Body>
+    __device__ static void for_each_row(Body body) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            body(r, 0);
+            body(r, 1);
+        }
+    }
+    template <class Body>
+    __device__ void for_each_score(float (&scores)[kRowTiles][4], Body body) const {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) body(scores[r][e], r, e % 2, lane() / 4 + 8 * (e / 2), e);
+        }
+    }
+    template <class Body>
+    __device__ void for_each_out_of(int r, int i, Body body) {
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+            body(out_[r][d][i]);
+            body(out_[r][d][i + 2]);
+        }
+    }
+
+    // Where this lane reads row `row` of a tile from chunk `chunk` on, 16 bytes each; `columns` further, the
+    // chunk's bits are flipped.
+    __device__ static uint32_t address(const unsigned char* tile, int row, int chunk) {
+        return ptx::shared_address(tile) + row * Config::kRowBytes + (chunk ^ (row % 8)) * 16;
+    }
+    __device__ static uint32_t advance(uint32_t address, int columns, int block_bytes) {
+        return (address ^ (columns % 64 * 2)) + columns / 64 * block_bytes;
+    }
+
+    // Operand b of two products over columns `column` and on.
+    __device__ __forceinline__ void load_queries(uint32_t (&b)[4], int r, int column) const {
+        const uint32_t from = address(shared_.q[q_slot_][0], 8 * r + lane() % 8, lane() / 8);
+        ptx::ldmatrix_x4(b, advance(from, column, Config::kQBlockBytes));
+    }
+    __device__ __forceinline__ void load_queries() {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int i = 0; i < kDimTiles / 2; ++i) load_queries(queries_[r][i], r, 32 * i);
+        }
+    }
+
+    __device__ __forceinline__ void multiply_q_k(float (&scores)[kRowTiles][4],
+                                                 const unsigned char* k) const {
+        const int lane = this->lane();
+        const uint32_t a_from = address(k, lane % 16, lane / 16);
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[r][e] = 0.0f;
+        }
+#pragma unroll
+        for (int column = 0; column < Config::kHeadDim; column += 32) {
+            uint32_t a[2][4];
+            ptx::ldmatrix_x4(a[0], advance(a_from, column, Config::kKeyBlockBytes));
+            ptx::ldmatrix_x4(a[1], advance(a_from, column + 16, Config::kKeyBlockBytes));
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+                uint32_t b[4];
+                if constexpr (kKeepQueries) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) b[i] = queries_[r][column / 32][i];
+                } else {
+                    load_queries(b, r, column);
+                }
+                ptx::mma_m16n8k16<T>(scores[r], a[0], b[0], b[1]);
+                ptx::mma_m16n8k16<T>(scores[r], a[1], b[2], b[3]);
+            }
+        }
+    }
+
+    // From dot products to scores in units of log2(e), -inf where the query does not see the key.
+    __device__ __forceinline__ void score(float (&scores)[kRowTiles][4], int32_t first_key) const {
+        if (transform_.has_softcap) {
+            for_each_score(scores, [&](float& score, int, int, int, int) { score = transform_(score); });
+        } else {
+            for_each_score(scores, [&](float& score, int, int, int, int) { score *= transform_.inner; });
+        }
+        const int32_t end = first_key + kBlockKeys;
+        if (end > work_.prefix_len && (first_key < full_begin_ || end > full_end_)) {
+            const Visibility see = work_.visibility(p_);
+            for_each_score(scores, [&](float& score, int r, int i, int key, int) {
+                if (!see.visible(q_pos_[r][i], first_key + key)) score = -INFINITY;
+            });
+        }
+    }
+
+    // From scores to weights, rounded to T: operand b of the second product. The maximum is raised only when
+    // a score passes it by 2^8 (in weights).
+    __device__ __forceinline__ void softmax(uint32_t (&weights)[kRowTiles][2],
+                                            float (&scores)[kRowTiles][4]) {
+        constexpr float kSlackLog2 = 8.0f;
+        bool raise = false;
+        for_each_score(scores, [&](float& score, int r, int i, int, int) {
+            raise = raise || score > max_[r][i] + kSlackLog2;
+        });
+        if (__any_sync(~0u, raise)) {
+            for_each_row([&](int r, int i) {
+                float highest = fmaxf(scores[r][i], scores[r][i + 2]);
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2)
+                    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
+                const float raised = fmaxf(max_[r][i], highest);
+                const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(max_[r][i] - raised);
+                max_[r][i] = raised;
+                sum_[r][i] *= factor;
+                for_each_out_of(r, i, [&](float& out) { out *= factor; });
+            });
+        }
+        for_each_score(scores, [&](float& score, int r, int i, int, int) {
+            score = ptx::exp2_approx(score - (max_[r][i] == -INFINITY ? 0.0f : max_[r][i]));
+            sum_[r][i] += score;
+        });
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            weights[r][0] = ptx::transpose_8x8(pack<T>(scores[r][0], scores[r][1]));
+            weights[r][1] = ptx::transpose_8x8(pack<T>(scores[r][2], scores[r][3]));
+        }
+    }
+
+    __device__ __forceinline__ void multiply_p_v(const uint32_t (&weights)[kRowTiles][2],
+                                                 const unsigned char* v) {
+        const int lane = this->lane();
+        const uint32_t a_from = address(v, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+            uint32_t a[4];
+            ptx::ldmatrix_x4_trans(a, advance(a_from, 16 * d, Config::kKeyBlockBytes));
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+                ptx::mma_m16n8k16<T>(out_[r][d], a, weights[r][0], weights[r][1]);
+        }
+    }
+
+    __device__ void store_lse(int row, const SoftmaxState& state) const {
+        const int32_t token = work_.first_token + row / plan_.heads;
+        if (token < work_.seqlen_q) p_.lse[work_.lse_place(p_, token, row % plan_.heads)] = state.lse();
+    }
+
+    const ForwardParams& p_;
+    const PrefillPlan& plan_;
+    PrefillShared<Config>& shared_;
+    const ScoreTransform transform_;
+    const PrefillWork& work_;
+    const int q_slot_;
+    int thread_, warp_;              // of the consumers
+    int32_t full_begin_, full_end_;  // every row sees the keys between
+    int32_t q_pos_[kRowTiles][2];
+    float max_[kRowTiles][2], sum_[kRowTiles][2];  // sum_: this lane's share until finish()
+    uint32_t queries_[kRowTiles][kQueries][4];
+    // O^T: [r][d][e] is row row_of(r, e % 2), dim 16 d + 8 (e / 2) + lane / 4.
+    float out_[kRowTiles][kDimTiles][4];
+};
+
+}  // namespace octavo::cuda
