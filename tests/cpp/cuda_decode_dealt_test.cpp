@@ -196,6 +196,8 @@ TEST(CudaDecodeDealt, ReplaysWithOtherLengths) {
         }
         for (const int32_t length : {kMaxLength, 0, 1, 16, 130, 999, 2048, 5}) {
             for (int i = 0; i < kStreams; ++i) problems[i]->set_length(std::max(length - 3 * i, 0));
+            // A copy from pageable memory may still be under way, and these streams do not wait for it.
+            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
             for (int i = 0; i < kStreams; ++i) ASSERT_EQ(cudaGraphLaunch(graphs[i], streams[i]), cudaSuccess);
             ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
             for (int i = 0; i < kStreams; ++i) {
