@@ -69,7 +69,8 @@ void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream) {
     DealtPlan plan{};
     plan.group_size = FastDivide::by(params.group_size());
     plan.page_size = FastDivide::by(params.page_size);
-    plan.max_pages = params.seqlen_k / params.page_size;
+    // Where the table has room for more keys than are served, these may end within a page.
+    plan.max_pages = (params.seqlen_k - 1) / params.page_size + 1;
     plan.pages_per_block_log2 = pages_per_block_log2(params.page_size);
     const int32_t blocks = (params.seqlen_k - 1) / kBlockKeys + 1;
     if (kBatchInvariant) {
