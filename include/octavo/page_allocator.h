@@ -201,7 +201,8 @@ class PageAllocator {
                           int32_t* seq_lens, int64_t group = 0) const;
 
     // The tokens in whole pages that all of these sequences begin with, for paged_attention: at least
-    // `num_queries` tokens of each lie behind them. Sequences of length 0, padding, do not count.
+    // `num_queries` tokens of each lie behind them. Sequences of length 0, padding, do not count behind the
+    // first, whose row of the page table names the prefix.
     int64_t shared_prefix_len(const Sequence* sequences, int64_t count, int64_t num_queries = 1,
                               int64_t group = 0) const;
 

@@ -283,7 +283,8 @@ constexpr const char* kSharedPrefixLenDoc =
     R"(The tokens in whole pages that several sequences all begin with, as paged_attention() takes them.
 
 Args:
-    seqs: iterable of handles; one may come several times. Sequences of length 0, padding, do not count.
+    seqs: iterable of handles; one may come several times. Sequences of length 0, padding, do not count; but
+        the row of the first names the prefix, so that there is none if the first is padding.
     num_queries: the most queries of any of them in the call. So many tokens of each lie behind the prefix.
     group: of layers.
 

@@ -310,7 +310,7 @@ int64_t PageAllocator::shared_prefix_len(const Sequence* sequences, int64_t coun
     int64_t num_shared = 0;
     for (int64_t i = 0; i < count; ++i) {
         const SequenceEntry& entry = state_->find_on_device("shared_prefix_len", sequences[i]);
-        if (entry.length == 0) continue;
+        if (first && entry.length == 0) continue;
         const PageList& list = lists[state_->sequences.index_of(entry)];
         const int64_t most = std::max<int64_t>(entry.length - num_queries, 0) / lists.page_size();
         if (!first) {

@@ -350,9 +350,27 @@ def test_shared_prefix_len():
     empty, other = alloc.create(), alloc.create()
     alloc.extend(other, 30)
     assert alloc.shared_prefix_len([a, short, b]) == 8
-    assert alloc.shared_prefix_len([empty, a, empty, b]) == 16
+    assert alloc.shared_prefix_len([a, empty, b, empty]) == 16
+    assert alloc.shared_prefix_len([empty, a, b]) == 0  # the first row of the page table names no page
     assert alloc.shared_prefix_len([a, other]) == 0
     assert alloc.shared_prefix_len([]) == alloc.shared_prefix_len([empty, empty]) == 0
+
+
+@pytest.mark.parametrize("places", ["eab", "aeb", "aeeb", "ee"], ids=str)
+def test_paged_attention_takes_shared_prefix_len(places):
+    alloc = octavo.PageAllocator(64, 4)
+    prompt, empty = alloc.create(), alloc.create()
+    alloc.extend(prompt, 18)
+    a, b = alloc.fork(prompt, 2)
+    for seq in (a, b):
+        alloc.extend(seq, 5)
+    seqs = [{"a": a, "b": b, "e": empty}[place] for place in places]
+    random = np.random.default_rng(0)
+    k_pages, v_pages = random.standard_normal((2, 64, 4, 2, 16), dtype=np.float32)
+    q = random.standard_normal((len(seqs), 4, 16), dtype=np.float32)
+    arrays = (q, k_pages, v_pages, *alloc.page_table(seqs))
+    out = octavo.paged_attention(*arrays, shared_prefix_len=alloc.shared_prefix_len(seqs))
+    np.testing.assert_allclose(out, octavo.paged_attention(*arrays), rtol=2e-5, atol=2e-6)
 
 
 def test_shared_prefix_len_behind_a_window():
