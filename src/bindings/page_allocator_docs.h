@@ -286,7 +286,7 @@ Args:
     seqs: iterable of handles; one may come several times. Sequences of length 0, padding, do not count; but
         the row of the first names the prefix, so that there is none if the first is padding.
     num_queries: the most queries of any of them in the call. So many tokens of each lie behind the prefix.
-    group: of layers.
+    group: of layers; those with a window cannot read a prefix once.
 
 Returns:
     The tokens, a multiple of page_size; 0 if there are none, or no sequences.
