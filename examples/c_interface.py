@@ -186,6 +186,11 @@ class PageAllocator:
         self._call("page_table", handles, count, *data)
         return table, lengths
 
+    def shared_prefix_len(self, sequences: list[int], num_queries: int = 1) -> int:
+        handles, length = (c_uint64 * len(sequences))(*sequences), c_int64()
+        self._call("shared_prefix_len", handles, c_int64(len(sequences)), c_int64(num_queries), byref(length))
+        return length.value
+
     def take_copies(self) -> np.ndarray:
         copies, count = POINTER(c_int32)(), c_int64()
         self._call("take_copies", byref(copies), byref(count))

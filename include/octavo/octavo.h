@@ -139,6 +139,12 @@ OCTAVO_API octavo_status octavo_page_allocator_page_table(const octavo_page_allo
                                                           const octavo_sequence* sequences, int64_t count,
                                                           int32_t* page_table, int64_t max_pages,
                                                           int32_t* seq_lens);
+/* The tokens in whole pages that all of these sequences begin with, at least num_queries tokens of each lying
+ * behind them: shared_prefix_len of octavo_paged_attention_args. */
+OCTAVO_API octavo_status octavo_page_allocator_shared_prefix_len(const octavo_page_allocator* allocator,
+                                                                 const octavo_sequence* sequences,
+                                                                 int64_t count, int64_t num_queries,
+                                                                 int64_t* shared_prefix_len);
 /* Takes the copies that copy-on-write still has to make: *count of them, as (from, to) pairs that live until
  * the allocator's next call of this function. */
 OCTAVO_API octavo_status octavo_page_allocator_take_copies(octavo_page_allocator* allocator,

@@ -200,6 +200,12 @@ class PageAllocator {
     void write_page_table(const Sequence* sequences, int64_t count, int32_t* page_table, int64_t max_pages,
                           int32_t* seq_lens, int64_t group = 0) const;
 
+    // The tokens in whole pages that all of these sequences begin with, for paged_attention: at least
+    // `num_queries` tokens of each lie behind them. Sequences of length 0, padding, do not count behind the
+    // first, whose row of the page table names the prefix.
+    int64_t shared_prefix_len(const Sequence* sequences, int64_t count, int64_t num_queries = 1,
+                              int64_t group = 0) const;
+
     // The copies that copy-on-write still has to make, in no particular order: no page is both read and
     // written, none written twice. Make them before the next append_kv. Sources stay reserved until taken.
     std::vector<PageCopy> take_copies(int64_t group = 0);

@@ -401,6 +401,18 @@ void bind_page_allocator(nb::module_& m) {
                      "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]"),
              kPageTableDoc)
         .def(
+            "shared_prefix_len",
+            [](const PageAllocator& self, nb::handle seqs, nb::handle num_queries, nb::handle group) {
+                const std::vector<Sequence> sequences = sequences_argument("shared_prefix_len", seqs);
+                return self.shared_prefix_len(sequences.data(), static_cast<int64_t>(sequences.size()),
+                                              int_argument("shared_prefix_len", "num_queries", num_queries),
+                                              int_argument("shared_prefix_len", "group", group));
+            },
+            nb::arg("seqs").none(), nb::arg("num_queries").none() = 1, group,
+            nb::sig("def shared_prefix_len(self, seqs: collections.abc.Iterable[int], num_queries: int = 1, "
+                    "group: int = 0) -> int"),
+            kSharedPrefixLenDoc)
+        .def(
             "take_copies",
             [](PageAllocator& self, nb::handle group) {
                 return copies_to_numpy(self.take_copies(int_argument("take_copies", "group", group)));

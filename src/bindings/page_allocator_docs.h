@@ -279,6 +279,22 @@ Returns:
     but found by its tokens; -3: shared by several; -4: held by nobody, but read or written by a copy or
     transfer under way.)";
 
+constexpr const char* kSharedPrefixLenDoc =
+    R"(The tokens in whole pages that several sequences all begin with, as paged_attention() takes them.
+
+Args:
+    seqs: iterable of handles; one may come several times. Sequences of length 0, padding, do not count; but
+        the row of the first names the prefix, so that there is none if the first is padding.
+    num_queries: the most queries of any of them in the call. So many tokens of each lie behind the prefix.
+    group: of layers; those with a window cannot read a prefix once.
+
+Returns:
+    The tokens, a multiple of page_size; 0 if there are none, or no sequences.
+
+Raises:
+    octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
+    ValueError: num_queries is negative, or there is no such group.)";
+
 constexpr const char* kPageTableDoc =
     R"(The pages and lengths of several sequences, as paged_attention() takes them.
 

@@ -331,6 +331,15 @@ octavo_status octavo_page_allocator_page_table(const octavo_page_allocator* allo
     });
 }
 
+octavo_status octavo_page_allocator_shared_prefix_len(const octavo_page_allocator* allocator,
+                                                      const octavo_sequence* sequences, int64_t count,
+                                                      int64_t num_queries, int64_t* shared_prefix_len) {
+    return guarded([&] {
+        *shared_prefix_len =
+            allocator->allocator.shared_prefix_len(to_sequences(sequences), count, num_queries);
+    });
+}
+
 octavo_status octavo_page_allocator_take_copies(octavo_page_allocator* allocator, const int32_t** copies,
                                                 int64_t* count) {
     return guarded([&] {

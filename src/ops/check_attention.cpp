@@ -198,8 +198,8 @@ void set_shared_prefix(const Checker& check, ForwardParams& p, const PagedAttent
     check_pages_in_host(p.op, p.page_table, p.page_table_stride, &p.shared_prefix_len, 1, max_pages,
                         p.page_size, p.num_pages);
     for (int32_t b = 0; b < p.batch; ++b) {
-        if (p.seq_lens[b] == 0) continue;  // padding
         const int32_t num_queries = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : 1;
+        if (p.seq_lens[b] == 0 || num_queries == 0) continue;  // padding
         if (p.seq_lens[b] - num_queries < length) {
             refuse("must be at most every length less the sequence's queries; sequence ", b, " has length ",
                    p.seq_lens[b], " and ", num_queries, " queries");

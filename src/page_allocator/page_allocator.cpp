@@ -300,6 +300,30 @@ void PageAllocator::write_page_table(const Sequence* sequences, int64_t count, i
     }
 }
 
+int64_t PageAllocator::shared_prefix_len(const Sequence* sequences, int64_t count, int64_t num_queries,
+                                         int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    const PageLists& lists = state_->group_at("shared_prefix_len", group);
+    check_not_negative("shared_prefix_len", "count", count);
+    check_not_negative("shared_prefix_len", "num_queries", num_queries);
+    const std::vector<int32_t>* first = nullptr;
+    int64_t num_shared = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const SequenceEntry& entry = state_->find_on_device("shared_prefix_len", sequences[i]);
+        if (first && entry.length == 0) continue;
+        const PageList& list = lists[state_->sequences.index_of(entry)];
+        const int64_t most = std::max<int64_t>(entry.length - num_queries, 0) / lists.page_size();
+        if (!first) {
+            first = &list.pages;
+            num_shared = list.num_returned > 0 ? 0 : most;
+        }
+        num_shared = std::min(num_shared, most);
+        const auto end = std::mismatch(first->begin(), first->begin() + num_shared, list.pages.begin()).first;
+        num_shared = end - first->begin();
+    }
+    return num_shared * lists.page_size();
+}
+
 std::vector<PageCopy> PageAllocator::take_copies(int64_t group) {
     std::lock_guard lock(state_->mutex);
     PagePool& pool = state_->group_at("take_copies", group).pool;

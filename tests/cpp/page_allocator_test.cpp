@@ -268,6 +268,7 @@ TEST(PageAllocator, CatchesEveryUseOfAHandleThatIsNotLive) {
         EXPECT_THROW(allocator.length(bad), InvalidSequence);
         EXPECT_THROW(allocator.pages(bad), InvalidSequence);
         EXPECT_THROW(allocator.max_pages(&bad, 1), InvalidSequence);
+        EXPECT_THROW(allocator.shared_prefix_len(&bad, 1), InvalidSequence);
     }
     EXPECT_EQ(allocator.length(reused), 0);
     EXPECT_LT(static_cast<uint64_t>(reused), uint64_t{1} << 63);

@@ -81,6 +81,15 @@ def test_shared_prefix(library):
     with pytest.raises(OctavoError, match=r"shared_prefix_len \(12\) must be at most every length"):
         library.paged_attention(out=out, shared_prefix_len=12, **arrays)
 
+    allocator = PageAllocator(library, 16, 4)
+    prompt = allocator.create()
+    allocator.extend(prompt, 9)
+    sequences = [prompt, *allocator.fork(prompt, 2)]
+    assert allocator.shared_prefix_len(sequences) == 8
+    assert allocator.shared_prefix_len(sequences, num_queries=2) == 4
+    with pytest.raises(OctavoError, match="num_queries"):
+        allocator.shared_prefix_len(sequences, num_queries=-1)
+
 
 def test_merge_states(library):
     states = normal(3, 2, 8), normal(3, 2), normal(3, 2, 8) + 1, normal(3, 2) - 1

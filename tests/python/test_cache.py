@@ -133,6 +133,13 @@ def test_append_of_any_shape(target: Target, case: Case, layout: str) -> None:
 
 
 @writable_target
+@pytest.mark.parametrize(("heads", "head_dim"), [(0, 8), (2, 0)])
+def test_append_of_no_elements(target: Target, heads: int, head_dim: int) -> None:
+    pages, new = target.array(np.zeros((3, 4, heads, head_dim))), target.array(np.zeros((1, heads, head_dim)))
+    octavo.append_kv(new, new, pages, pages, target.int32([[1]]), target.int32([2]))
+
+
+@writable_target
 def test_append_strided_tokens(target: Target) -> None:
     """k and v as slices of one projection."""
     case = Case("append_strided", (5, 1, 3), (21, 9, 30), num_kv_heads=2)

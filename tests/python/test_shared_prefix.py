@@ -273,3 +273,18 @@ def test_graph_replay_with_other_lengths(packed: bool) -> None:
         reference.check(library.to_float64(out[:used]), library.to_float64(lse[:used]))
         assert out[used:].isnan().all()
         assert lse[used:].isnan().all()
+
+
+def test_a_sequence_without_queries_may_be_shorter() -> None:
+    rng = np.random.default_rng(5)
+    k_pages, v_pages = rng.standard_normal((2, 6, 4, 2, 32), dtype=np.float32)
+    q = rng.standard_normal((2, 4, 32), dtype=np.float32)
+    rows = {
+        "page_table": np.array([[3, 0, 1], [5, -1, -1], [3, 0, 2]], np.int32),
+        "seq_lens": np.array([9, 3, 10], np.int32),
+        "cu_seqlens_q": np.array([0, 1, 1, 2], np.int32),
+    }
+    once = octavo.paged_attention(q, k_pages, v_pages, **rows, shared_prefix_len=8)
+    np.testing.assert_allclose(
+        once, octavo.paged_attention(q, k_pages, v_pages, **rows), rtol=2e-5, atol=2e-6
+    )

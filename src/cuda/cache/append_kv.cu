@@ -103,7 +103,7 @@ __global__ void append_kv_kernel(const __grid_constant__ AppendKvParams p, FastD
 }  // namespace
 
 void append_kv(const AppendKvParams& p, void* stream) {
-    if (p.total == 0 || p.num_kv_heads == 0) return;
+    if (p.total == 0 || p.num_kv_heads == 0 || p.head_dim == 0) return;
     const DeviceGuard guard(p.device.index);
     const int32_t per_chunk = static_cast<int32_t>(16 / size_of(p.dtype));
     const bool in_chunks =

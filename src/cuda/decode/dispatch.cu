@@ -139,7 +139,7 @@ bool decode_serves(const ForwardParams& p) {
                                   {p.page_size, p.v_token_stride},
                                   {p.num_kv_heads, p.v_head_stride}}) &&
            within_reach(p.dtype, {{p.batch, p.cu_seqlens_q ? 0 : p.q_batch_stride},
-                                  {p.total_q, p.cu_seqlens_q ? p.q_token_stride : 0},
+                                  {p.cu_seqlens_q ? p.total_q : p.seqlen_q, p.q_token_stride},
                                   {p.num_q_heads, p.q_head_stride}}) &&
            shared_bytes_per_block(p.device.index) >= instance->shared_bytes &&
            aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype) &&

@@ -65,7 +65,7 @@ int32_t choose_heads(const ForwardParams& p) {
 bool may_have_few_rows(const ForwardParams& p, const PrefillTiles& tiles, int32_t heads) {
     if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any()) return false;
     const int32_t rest = p.seqlen_q % (tiles.warpgroups * tiles.ctas * (kGroupRows / heads));
-    return p.total_q < int64_t{p.batch} * p.seqlen_q ||
+    return p.total_q != int64_t{p.batch} * p.seqlen_q ||
            (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim));
 }
 
