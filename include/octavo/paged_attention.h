@@ -17,6 +17,8 @@ namespace octavo {
 // q [batch, num_q_heads, head_dim]: one token a sequence; or packed [total_q, num_q_heads, head_dim] with
 // cu_seqlens_q int32 [batch + 1]: any mix of decode, chunked prefill and speculative tokens.
 // seq_lens counts the new tokens too: append first, then attend. Masks and positions as in AttentionArgs.
+// On a GPU lengths must stay as they are until the call is complete: its CTAs agree by them on who waits for
+// whom.
 struct PagedAttentionArgs {
     TensorView q, k_pages, v_pages, page_table, seq_lens;
     TensorView out;                 // like q; see AttentionArgs

@@ -26,13 +26,10 @@ void launch_dealt_kernel(const ForwardParams& params, DealtPlan plan, cudaStream
     static_assert(kSharedBytes <= 227 * 1024);
     const auto kernel = dealt_decode_kernel<T, kHeadDim, kRowTiles, kCtas, kBatchInvariant>;
     static PerDevice<bool> has_dependent_launch_on;
-    const bool has_dependent_launch = has_dependent_launch_on.get(params.device.index, [&](int32_t) {
+    const bool dependent = has_dependent_launch_on.get(params.device.index, [&](int32_t) {
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
               "cudaFuncSetAttribute");
-        // The code may come from the PTX of an older architecture, without the instructions for it.
-        cudaFuncAttributes attributes{};
-        check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-        return attributes.ptxVersion >= 90;
+        return has_dependent_launch(kernel);
     });
 
     // A lane of the mergers has up to eight parts.
@@ -50,16 +47,14 @@ void launch_dealt_kernel(const ForwardParams& params, DealtPlan plan, cudaStream
                           .counters;
     }
 
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute = dependent_launch();
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(params.num_kv_heads, params.batch, plan.num_parts + num_mergers);
     config.blockDim = dim3(Config::kThreads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = has_dependent_launch ? 1 : 0;
+    config.numAttrs = dependent ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, params, plan), params.op);
 }
 

@@ -190,7 +190,7 @@ class DealtMerge {
         const auto target = merge_.target(item_, row);
         uint32_t* const rows = pushed_row(min(first_part, num_parts - 1), row);
         // A look at one word at a time until something has come, so as not to disturb those who work.
-        while (ptx::load_relaxed(rows + state_at) == 0) {
+        while (ptx::load_relaxed_8(rows + state_at).x == 0) {
         }
         for (int base = 0; base < kColumns; base += 32) {
             const int place = base + warp * lanes + (lane & (lanes - 1));

@@ -21,11 +21,9 @@ struct DecodeLimits {
         static_assert(kSharedBytes <= 227 * 1024);
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
               "cudaFuncSetAttribute");
-        // The code may come from the PTX of an older architecture, without the instructions for what follows.
-        cudaFuncAttributes attributes{};
-        check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-        DecodeLimits limits{std::min(num_sms(device), kMaxDecodeCtas), attributes.ptxVersion >= 90, false};
-        if (!limits.has_dependent_launch) return limits;
+        DecodeLimits limits{std::min(num_sms(device), kMaxDecodeCtas), cuda::has_dependent_launch(kernel),
+                            false};
+        if (!limits.has_dependent_launch) return limits;  // nor clusters
         cudaLaunchAttribute attribute{};
         attribute.id = cudaLaunchAttributeClusterDimension;
         attribute.val.clusterDim = {2, 1, 1};
@@ -73,11 +71,7 @@ void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Comp
     config.dynamicSmemBytes = sizeof(Shared);
     config.stream = stream;
     config.attrs = attributes;
-    if (limits.has_dependent_launch) {
-        // The launch overlaps the end of the kernel before it; the kernel waits for that one's results.
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
+    if (limits.has_dependent_launch) attributes[config.numAttrs++] = dependent_launch();
     if (needs.pairs) {
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {2, 1, 1};
