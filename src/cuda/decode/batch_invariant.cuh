@@ -4,7 +4,7 @@
 // grid: one CTA an SM, which owns a run of units.
 #pragma once
 
-#include "cuda/decode/merge.cuh"
+#include "cuda/decode/dealt_merge.cuh"
 #include "cuda/decode/parameters.cuh"
 #include "cuda/decode/units.cuh"
 #include "cuda/ptx/grid_dependency.h"
@@ -16,9 +16,9 @@ struct BatchInvariantPlan {
     FastDivide group_size, page_size;
     Units<Config> units;
     int32_t num_rows, max_units;  // of an item, at most
-    // Units of items that several CTAs share: [gridDim.x, max_units, num_rows] rows of kPartialRow floats.
-    float* partial;
-    uint32_t* counters;  // [gridDim.x, num_rows], zero between launches: units of the item of that id
+    // Units of items that several CTAs share: [runs, max_units, num_rows] rows of kPartialRow words, zero
+    // between launches.
+    uint32_t* pushed;
 };
 
 // A warp's way through its segments: copies run ahead of what is multiplied, over all ends.
@@ -32,7 +32,7 @@ class SegmentQueue {
         : queue_(queue), copier_(copier), copying_(copier.begin(schedule, walk)) {
         if (copying_) at_ = copier_.segment().begin;
 #pragma unroll
-        for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
+        for (int i = 0; i < Config::kStages; ++i) copy_next();
     }
 
     // Adds a segment's blocks to `state`.
@@ -45,11 +45,11 @@ class SegmentQueue {
         state.reset();
 #pragma unroll 1
         for (int32_t block = begin; block < end; ++block) {
-            copy_next();
             ptx::cp_async_wait<Config::kStages - 1>();
             __syncwarp();  // every lane's copies have arrived
             state.add(queue_.k(stage_), queue_.v(stage_), block - item.begin);
             __syncwarp();  // every lane is done with the block
+            copy_next();   // before anything else: whatever the warp waits for next, all its copies are on their way
         }
         state.sum_over_keys();
     }
@@ -106,6 +106,48 @@ __device__ __forceinline__ auto& sums_of_leaves(Kept& kept, BatchInvariantShared
     }
 }
 
+// Rows of units that several CTAs share, in memory that is zero between launches. What is there never is
+// (dealt_merge.cuh): no fence, no counter.
+template <class Config>
+struct PushedRow {
+    using Row = RowSum<Config>;
+    uint32_t* words;
+
+    __device__ void push(const Row& sum) const {
+        Row::for_each_column([&](int c, int column) {
+            if (!Row::owns(c)) return;
+            const float4 out = sum.out[c];
+            ptx::store_relaxed_16(words + column,
+                                  make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
+                                             __float_as_uint(out.z), NonZero::encode(out.w)));
+        });
+        if (threadIdx.x % 32 == 0) {
+            ptx::store_relaxed_8(words + Config::kHeadDim,
+                                 make_uint2(NonZero::encode(sum.state.max), NonZero::encode(sum.state.sum)));
+        }
+    }
+    // Whether all that this lane looks at has come.
+    __device__ bool take(Row& sum) const {
+        const uint2 state = ptx::load_relaxed_8(words + Config::kHeadDim);
+        bool there = state.x != 0 && state.y != 0;
+        sum.state = {NonZero::decode(state.x), NonZero::decode(state.y)};
+        Row::for_each_column([&](int c, int column) {
+            const uint4 out = ptx::load_relaxed_16(words + column);
+            there = there && out.w != 0;
+            sum.out[c] = make_float4(__uint_as_float(out.x), __uint_as_float(out.y), __uint_as_float(out.z),
+                                     NonZero::decode(out.w));
+        });
+        return there;
+    }
+    // As the next launch wants it, once all lanes have taken it.
+    __device__ void clear() const {
+        Row::for_each_column([&](int c, int column) {
+            if (Row::owns(c)) *reinterpret_cast<uint4*>(words + column) = make_uint4(0, 0, 0, 0);
+        });
+        if (threadIdx.x % 32 == 0) *reinterpret_cast<uint2*>(words + Config::kHeadDim) = make_uint2(0, 0);
+    }
+};
+
 // Adds up what the warps of a CTA leave. A warp does so for its share of the rows, all warps together.
 template <class T, class Config>
 class UnitMerge {
@@ -114,72 +156,83 @@ class UnitMerge {
                          BatchInvariantShared<Config>& shared, const UnitRun<Config>& run)
         : merge_(merge), plan_(plan), shared_(shared), run_(run) {}
 
-    // This warp's piece is a unit of an item that CTAs share, the one that begins with block `begin`.
-    __device__ void leave_unit(const Item& item, int32_t begin) const {
+    // This warp's piece is unit `unit` of an item that CTAs share.
+    __device__ void push_unit(const Item& item, int32_t unit) const {
         const int32_t id = run_.id(item);
-        const int32_t index = small_quotient(begin - item.begin, plan_.units.cut(item).unit);
 #pragma unroll 2
         for (int row = 0; row < plan_.num_rows; ++row) {
-            leave(partial_row(id, index, row), piece(row, threadIdx.x / 32));
+            pushed(id, unit, row).push(piece(row, threadIdx.x / 32));
         }
     }
 
-    // A step of which the warps have left their pieces, or their units.
-    __device__ void add(const UnitStep& step) {
+    // A step of leaves or parts, of which the warps have left their pieces.
+    __device__ void add(const UnitStep& step) const {
         const Item& item = step.item;
-        const int32_t pieces = small_quotient(step.end - step.begin - 1, step.share) + 1;
-        const bool whole = run_.holds(item);
+        const UnitCut cut = plan_.units.cut(item);
+        const bool leaves = step.kind == StepKind::leaves, whole = run_.holds(item);
+        const int32_t pieces = leaves ? cut.num_leaves() : ((step.last - 1) >> cut.part_log2) + 1;
 #pragma unroll 1
-        for (int i = 0; i < kOwnRows; ++i) {
-            const int row = static_cast<int>(threadIdx.x / 32) + i * Config::kWarps;
-            if (row >= plan_.num_rows) break;
-            if (whole) {
-                Row sum = sum_pieces(row, pieces);
-                float* const before = shared_.rows[row];  // what there is of an item of few units
-                if (step.begin > item.begin) {
-                    Row all = row_at(before);
-                    all.add(sum);
-                    sum = all;
-                    __syncwarp();  // it has been read
-                }
-                if (step.end == item.end) {
-                    store(item, row, sum);
-                } else {
-                    leave(before, sum);
-                    __syncwarp();
-                }
+        for (int row = threadIdx.x / 32; row < plan_.num_rows; row += Config::kWarps) {
+            Row sum = fold<Config>(pieces, [&](int i) {
+                return piece(row, leaves ? UnitWalk<Config>::warp_of(step, i) : i);
+            });
+            if (!whole) {
+                pushed(run_.id(item), step.first, row).push(sum);
                 continue;
             }
-            const int32_t unit_size = plan_.units.cut(item).unit, id = run_.id(item);
-            if (step.kind == StepKind::leaves) {
-                leave(partial_row(id, small_quotient(step.begin - item.begin, unit_size), row),
-                      sum_pieces(row, pieces));
+            float* const before = shared_.rows[row];  // what there is of an item of few units
+            if (step.first > 0) {
+                Row all = row_at(before);
+                all.add(sum);
+                sum = all;
+                __syncwarp();  // it has been read
             }
-            if (step.end != item.end && step.end != run_.end) continue;
-            __syncwarp();  // the row's partial results are written
-            const int32_t begin = max(run_.begin - item.begin, 0), end = step.end - item.begin;
-            const int32_t units = small_quotient(end - begin - 1, unit_size) + 1;
-            if (!arrive(id, row, units, plan_.units.num_units(item))) continue;
-            (item.begin < run_.begin ? from_before_ : goes_on_) |= 1u << i;
+            if (step.end == item.end) {
+                store(item, row, sum);
+            } else {
+                leave(before, sum);
+                __syncwarp();
+            }
         }
     }
 
-    // After the last step: adds up the items at the ends of the run whose last units were this CTA's, in
-    // time.
-    __device__ void finish(const Schedule<Config::kThreads>& schedule, const Item& last) {
-        Item first{};
-        if (from_before_) first = schedule.find(run_.begin);
+    // After the last step: waits for the units of the item that ends in this run, if it began in one before,
+    // and adds them up. CTAs start in order, so that those before are under way.
+    __device__ void finish(const Schedule<Config::kThreads>& schedule) const {
+        const Item item = schedule.find(run_.begin);
+        if (item.begin == run_.begin || item.end > run_.end) return;
+        constexpr int kAtOnce = 8;  // units whose loads are under way together
+        const UnitCut cut = plan_.units.cut(item);
+        const int32_t id = run_.id(item), units = cut.num_units();
 #pragma unroll 1
-        for (int i = 0; i < kOwnRows; ++i) {
-            const int row = static_cast<int>(threadIdx.x / 32) + i * Config::kWarps;
-            if (from_before_ >> i & 1) merge(first, row);
-            if (goes_on_ >> i & 1) merge(last, row);
+        for (int row = threadIdx.x / 32; row < plan_.num_rows; row += Config::kWarps) {
+            UnitFold<Config> fold(cut.part_log2);
+#pragma unroll 1
+            for (int32_t first = 0; first < units; first += kAtOnce) {
+                Row sums[kAtOnce];
+                bool all_there;
+                do {
+                    all_there = true;
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        if (first + i < units) {
+                            all_there = pushed(id, first + i, row).take(sums[i]) && all_there;
+                        }
+                    }
+                } while (!__all_sync(~0u, all_there));
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    if (first + i >= units) continue;
+                    pushed(id, first + i, row).clear();
+                    fold.add(first + i, sums[i]);
+                }
+            }
+            store(item, row, fold.sum());
         }
     }
 
   private:
     using Row = RowSum<Config>;
-    static constexpr int kOwnRows = Config::kRows / Config::kWarps;
 
     // What a warp has left of a row.
     __device__ Row piece(int row, int warp) const {
@@ -191,9 +244,6 @@ class UnitMerge {
         });
         return sum;
     }
-    __device__ Row sum_pieces(int row, int count) const {
-        return fold<Config>(count, count, [&](int i) { return piece(row, i); });
-    }
 
     __device__ void store(const Item& item, int row, const Row& sum) const {
         Row::for_each_column([&](int c, int column) {
@@ -201,8 +251,8 @@ class UnitMerge {
         });
     }
 
-    __device__ float* partial_row(int32_t id, int32_t unit, int row) const {
-        return plan_.partial + ((id * plan_.max_units + unit) * plan_.num_rows + row) * Config::kPartialRow;
+    __device__ PushedRow<Config> pushed(int32_t id, int32_t unit, int row) const {
+        return {plan_.pushed + ((id * plan_.max_units + unit) * plan_.num_rows + row) * Config::kPartialRow};
     }
 
     __device__ static Row row_at(const float* source) {
@@ -223,55 +273,10 @@ class UnitMerge {
         });
     }
 
-    // Tells that `count` units are there; whether they were the last ones, which sets the counter to zero.
-    __device__ bool arrive(int32_t id, int row, uint32_t count, uint32_t units) const {
-        uint32_t arrived = 0;
-        if (threadIdx.x % 32 == 0) {
-            uint32_t* const counter = plan_.counters + id * plan_.num_rows + row;
-            // Release: what this warp wrote; acquire: what the others did.
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-                         : "=r"(arrived)
-                         : "l"(counter), "r"(count)
-                         : "memory");
-            arrived += count;
-            if (arrived == units) *counter = 0;
-        }
-        const bool is_last = __shfl_sync(~0u, arrived, 0) == units;
-        __syncwarp();  // what lane 0 acquired, all lanes see
-        return is_last;
-    }
-
-    // All units of an item that CTAs share to its result, by way of the place where this warp's blocks were.
-    __device__ void merge(const Item& item, int row) {
-        constexpr int kRowBytes = sizeof(float) * Config::kPartialRow, kChunks = kRowBytes / 16;
-        // Others may still read this warp's piece.
-        static_assert(kMaxUnits * kRowBytes <= offsetof(typename DecodeShared<Config>::Warp, first));
-        const auto cut = plan_.units.cut(item);
-        const int32_t id = run_.id(item), units = cut.num_units(item.end - item.begin);
-        auto& own = shared_.warps[threadIdx.x / 32];
-        const float* const rows = reinterpret_cast<const float*>(&own);
-        __syncwarp();  // the rows merged before have been read
-#pragma unroll 4
-        for (int i = 0; i < units; ++i) {
-            for (int c = threadIdx.x % 32; c < kChunks; c += 32) {
-                ptx::cp_async_16(ptx::shared_address(&own) + i * kRowBytes + 16 * c,
-                                 partial_row(id, i, row) + 4 * c, true);
-            }
-        }
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<0>();
-        __syncwarp();  // every lane's copies have arrived
-        const Row sum =
-            fold<Config>(units, cut.part, [&](int i) { return row_at(rows + i * Config::kPartialRow); });
-        store(item, row, sum);
-    }
-
     const PartMerge<T, Config>& merge_;
     const BatchInvariantPlan<Config>& plan_;
     BatchInvariantShared<Config>& shared_;
     const UnitRun<Config>& run_;
-    // Of the items that the ends of the run cut: the rows of which this CTA told of the last units.
-    uint32_t from_before_ = 0, goes_on_ = 0;
 };
 
 template <class T, int kHeadDim, int kRowTiles>
@@ -308,27 +313,26 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     auto& of_unit = sums_of_leaves(kept, shared, warp);
     bool pieces_in_use = false;  // by other warps, for the step before
     do {
-        const Segment own = walk.segment(step);
-        const auto cut = units.cut(own.item);
-        if (pieces_in_use && step.kind >= StepKind::parts) {
-            __syncthreads();  // the pieces of the step before have been read
+        const UnitShare own = walk.segment(step);
+        const UnitCut cut = units.cut(own.item);
+        auto wait_for_pieces = [&] {
+            if (pieces_in_use) __syncthreads();  // the pieces of the step before have been read
             pieces_in_use = false;
-        }
-        int32_t unit_begin = own.begin;
+        };
+        if (step.kind == StepKind::items) wait_for_pieces();  // some warps will have no use for theirs
 #pragma unroll 1
-        for (int32_t at = own.begin; at < own.end;) {
-            const int32_t unit_end = min(unit_begin + cut.unit, own.end), leaf = at;
-            at = min(at + cut.leaf, unit_end);
-            segments.add(state, own.item, leaf, at);
-            if (leaf > unit_begin) state.add_to(of_unit);
-            const bool is_last = at == own.end, unit_ends = at == unit_end;
-            if (kByWarps && unit_ends) {
-                if (unit_begin > own.begin) state.add_to(piece);  // units that have been added up
-                unit_begin = at;
-            }
+        for (int32_t leaf = own.first; leaf < own.last; ++leaf) {
+            segments.add(state, own.item, own.item.begin + cut.leaf_begin(leaf),
+                         own.item.begin + cut.leaf_begin(leaf + 1));
+            const int32_t last_of_unit = (1 << cut.leaves_log2) - 1, in_share = leaf - own.first;
+            if (in_share & last_of_unit) state.add_to(of_unit);
+            const bool unit_ends = (in_share & last_of_unit) == last_of_unit, is_last = leaf + 1 == own.last;
+            // Units that have been added up.
+            if (kByWarps && (unit_ends || is_last) && in_share > last_of_unit) state.add_to(piece);
             if (is_last) break;
             __syncwarp();  // all lanes have read what was left before
             if (kByWarps && unit_ends) {
+                wait_for_pieces();
                 state.leave(piece);
             } else {
                 state.leave(of_unit);
@@ -336,23 +340,22 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
             __syncwarp();
         }
         if (step.kind == StepKind::items) {
-            if (own.begin < own.end) state.store();
+            if (own.first < own.last) state.store();
             continue;
         }
-        if (pieces_in_use) __syncthreads();  // as above
-        __syncwarp();                        // all lanes have read its piece
-        if (own.begin < own.end) {
-            state.leave(piece);
-            if (step.kind == StepKind::units) {
-                __syncwarp();
-                merge.leave_unit(own.item, own.begin);
-            }
+        wait_for_pieces();
+        __syncwarp();  // all lanes have read this warp's piece
+        if (own.first < own.last) state.leave(piece);
+        if (step.kind == StepKind::units) {
+            __syncwarp();
+            if (own.first < own.last) merge.push_unit(own.item, step.first + warp);
+            continue;
         }
-        __syncthreads();  // all pieces, or units, are there
+        __syncthreads();  // all pieces are there
         merge.add(step);
         pieces_in_use = true;
     } while (walk.advance(step));
-    merge.finish(schedule, step.item);
+    merge.finish(schedule);
 }
 
 }  // namespace octavo::cuda

@@ -157,9 +157,10 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
         __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
     const int32_t kv_head = blockIdx.x, sequence = blockIdx.y, part = blockIdx.z;
     DealtShare share{part + plan.num_parts * warp, 0, plan.num_parts * Config::kWarps};
-    // Of short sequences this is known without their lengths.
-    if (kBatchInvariant) share = {(part * Config::kWarps + warp) * Units<Config>::kMinLeaf, 0, 1};
     const bool is_merger = part >= plan.num_parts;
+    // The leaf of a sequence as long as the page table has room for.
+    const auto units = Units<Config>::of_log2(plan.max_units_log2);
+    if (kBatchInvariant) share = {units.cut((p.seqlen_k - 1) / kBlockKeys + 1).leaf_of(part, warp), 0, 1};
 
     // The others tell so when they have read all: the next launch's CTAs would take places unevenly before.
     if (is_merger) ptx::let_next_grid_start();
@@ -185,17 +186,17 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
     int32_t leaves = Config::kWarps, parts_at_once = 1;
     share.end = num_blocks;
     if constexpr (kBatchInvariant) {
-        const auto cut = Units<Config>::of_log2(plan.max_units_log2).cut(max(num_blocks, 1));
-        num_parts = max(cut.num_units(num_blocks), 1);
-        parts_at_once = cut.part;
-        const int32_t begin = part * cut.unit, end = min(begin + cut.unit, num_blocks);
-        leaves = max(small_quotient(end - begin - 1, cut.leaf) + 1, 1);
-        if (begin + warp * cut.leaf != share.first) {
-            share.first = begin + warp * cut.leaf;
-            blocks.start(share.first);
+        const UnitCut cut = units.cut(max(num_blocks, 1));
+        num_parts = cut.num_units();
+        parts_at_once = 1 << cut.part_log2;
+        leaves = cut.num_leaves();
+        const int32_t first = cut.leaf_of(part, warp);
+        if (first != share.first) {
+            share.first = first;
+            blocks.start(first);
             if (!is_merger) blocks.begin();
         }
-        share.end = min(share.first + cut.leaf, end);
+        share.end = min(cut.leaf_of(part, warp + 1), num_blocks);
     }
     const Item item{sequence, kv_head, 0, num_blocks};
     const PartMerge<T, Config, DealtSequence> part_merge(p, plan.group_size, own);

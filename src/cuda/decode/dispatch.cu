@@ -22,7 +22,7 @@ namespace {
 struct Instance {
     DType dtype;
     int32_t head_dim, rows;
-    int32_t short_keys, unit_keys;  // of short items; of the batch-invariant kernels' smallest unit
+    int32_t short_keys, unit_keys;  // of short items; likewise, batch-invariant
     size_t shared_bytes;            // that its kernels need at most
     void (*launch)(const ForwardParams&, cudaStream_t);
     void (*launch_dealt)(const ForwardParams&, cudaStream_t);
@@ -34,7 +34,7 @@ template <int kHeadDim, int kRowTiles>
 constexpr Instance shapes(Instance instance) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
     instance.short_keys = DealtConfig<kHeadDim, kRowTiles, 1>::kShortKeys;
-    instance.unit_keys = Units<Config>::kMinUnit * kBlockKeys;
+    instance.unit_keys = Units<Config>::kShort * kBlockKeys;
     instance.shared_bytes = std::max({sizeof(DecodeShared<Config>), sizeof(BatchInvariantShared<Config>),
                                       sizeof(DealtShared<DealtConfig<kHeadDim, kRowTiles, 1>>)});
     return instance;

@@ -59,28 +59,40 @@ struct RowSum {
     __device__ static int group(int c) { return static_cast<int>(threadIdx.x % 32) + 32 * c; }
 };
 
-// The sum of the parts that part_of(i) gives, from the left, first of each `group` of them.
+// The sum of the parts that part_of(i) gives, from the left.
 template <class Config, class PartOf>
-__device__ __forceinline__ RowSum<Config> fold(int count, int group, PartOf part_of) {
-    RowSum<Config> all, of_group;
-    int in_group = 0;
+__device__ __forceinline__ RowSum<Config> fold(int count, PartOf part_of) {
+    RowSum<Config> all = part_of(0);
 #pragma unroll 4
-    for (int i = 0; i < count; ++i) {
-        const RowSum<Config> part = part_of(i);
-        if (in_group == 0) {
-            of_group = part;
-        } else {
-            of_group.add(part);
-        }
-        if (++in_group < group && i + 1 < count) continue;
-        if (i < group) {
-            all = of_group;
-        } else {
-            all.add(of_group);
-        }
-        in_group = 0;
-    }
+    for (int i = 1; i < count; ++i) all.add(part_of(i));
     return all;
 }
+
+// The sum of units that come from the left, first of each part of 1 << part_log2 of them.
+template <class Config>
+class UnitFold {
+  public:
+    __device__ explicit UnitFold(int32_t part_log2) : part_log2_(part_log2) {}
+
+    __device__ void add(int32_t unit, const RowSum<Config>& sum) {
+        const int32_t last = (1 << part_log2_) - 1, in_part = unit & last;
+        if (in_part == 0) {
+            part_ = sum;
+        } else {
+            part_.add(sum);
+        }
+        if (in_part < last) return;
+        if (unit == last) {
+            all_ = part_;
+        } else {
+            all_.add(part_);
+        }
+    }
+    __device__ const RowSum<Config>& sum() const { return all_; }  // after the last unit of a part
+
+  private:
+    int32_t part_log2_;
+    RowSum<Config> part_, all_;
+};
 
 }  // namespace octavo::cuda

@@ -41,13 +41,7 @@ struct DecodeLimits {
     }
 };
 
-// What a launch wants beside its plan.
-struct DecodeNeeds {
-    size_t partial_rows, counters;
-    bool pairs = false;  // clusters of two
-};
-
-// `complete(plan, limits)` sets what is not common to all plans and tells what the launch needs.
+// `complete(plan, limits)` sets what is not common to all plans and tells whether CTAs go in clusters of two.
 template <auto kKernel, class Config, class Shared, class Plan, class Complete>
 void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Complete complete) {
     static PerDevice<DecodeLimits> limits_of;
@@ -57,12 +51,7 @@ void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Comp
     Plan plan;
     plan.group_size = FastDivide::by(params.group_size());
     plan.page_size = FastDivide::by(params.page_size);
-    const DecodeNeeds needs = complete(plan, limits);
-    const KeptWorkspace workspace =
-        kept_workspace(params.device.index, stream, needs.partial_rows * Config::kPartialRow * sizeof(float),
-                       needs.counters);
-    plan.partial = static_cast<float*>(workspace.partial);
-    plan.counters = workspace.counters;
+    const bool pairs = complete(plan, limits);
 
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config{};
@@ -72,7 +61,7 @@ void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Comp
     config.stream = stream;
     config.attrs = attributes;
     if (limits.has_dependent_launch) attributes[config.numAttrs++] = dependent_launch();
-    if (needs.pairs) {
+    if (pairs) {
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {2, 1, 1};
     }
@@ -83,10 +72,14 @@ template <class T, int kHeadDim, int kRowTiles>
 void launch_decode(const ForwardParams& params, cudaStream_t stream) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
     launch_decode_kernel<decode_kernel<T, kHeadDim, kRowTiles>, Config, DecodeShared<Config>, DecodePlan>(
-        params, stream, [](DecodePlan& plan, const DecodeLimits& limits) {
+        params, stream, [&](DecodePlan& plan, const DecodeLimits& limits) {
             plan.pairs = limits.pairs;
             const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
-            return DecodeNeeds{2 * rows, rows, limits.pairs};
+            const KeptWorkspace workspace = kept_workspace(
+                params.device.index, stream, 2 * rows * Config::kPartialRow * sizeof(float), rows);
+            plan.partial = static_cast<float*>(workspace.partial);
+            plan.counters = workspace.counters;
+            return limits.pairs;
         });
 }
 
@@ -104,7 +97,10 @@ void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t str
             plan.max_units = plan.units.most(blocks);
             const int64_t runs = UnitRun<Config>::most(blocks * params.num_kv_heads * params.batch);
             const size_t rows = std::min<int64_t>(runs, limits.num_ctas) * plan.num_rows;
-            return DecodeNeeds{rows * plan.max_units, rows};
+            plan.pushed =
+                kept_workspace(params.device.index, stream, 0, rows * plan.max_units * Config::kPartialRow)
+                    .counters;
+            return false;
         });
 }
 

@@ -1,9 +1,10 @@
 // Work cut in places that follow from a sequence alone, so that its bits do not depend on its batch.
 //
-// An item is cut into leaves of equally many blocks, as many of these as a CTA has warps make a unit, and
-// units that follow each other make a part, of which an item has no more than a CTA has warps. Results add up
-// from the left on each of these levels. Who computes them does not matter: the warps of a CTA take a leaf
-// each, or a unit, or a part, or a whole item.
+// An item is cut into units, as many as a power of two says, and a unit into leaves, likewise: of all leaves
+// the j-th one begins with block j * blocks / leaves, so that they differ by a block at most. Units that
+// follow each other make a part, of which an item has no more than a CTA has warps. Results add up from the
+// left on each of these levels. Who computes them does not matter: the warps of a CTA take a leaf each, or a
+// unit, or a part, or a whole item.
 #pragma once
 
 #include "cuda/decode/runs.cuh"
@@ -14,7 +15,40 @@ namespace octavo::cuda {
 // Long items have so many units that one sequence fills the device, if its heads allow.
 constexpr int kMaxUnits = 32, kMaxUnitsOfSequence = 128;
 
-constexpr int32_t floor_log2(int32_t x) { return x < 2 ? 0 : 1 + floor_log2(x / 2); }
+OCTAVO_HD constexpr int32_t floor_log2(int32_t x) { return x < 2 ? 0 : 1 + floor_log2(x / 2); }
+
+// How an item of `count` blocks is cut.
+struct UnitCut {
+    int32_t count, size;  // blocks: the item's; those that leaves are shares of
+    int32_t units_log2, leaves_log2, part_log2;  // units of the item, leaves of a unit, units of a part
+    int32_t all_leaves;                          // that are not empty
+
+    __device__ int32_t num_units() const { return 1 << units_log2; }
+    __device__ int32_t num_leaves() const { return min(1 << leaves_log2, all_leaves); }  // of a unit
+    __device__ int32_t unit_begin(int32_t unit) const { return begin(unit, units_log2); }
+    // Leaf `leaf` of all; the same as that of its unit, if it is the first one.
+    __device__ int32_t leaf_begin(int32_t leaf) const { return begin(leaf, units_log2 + leaves_log2); }
+
+    // Leaf `i` of a unit; those that there are not begin where the unit ends.
+    __device__ int32_t leaf_of(int32_t unit, int32_t i) const {
+        return leaf_begin((unit << leaves_log2) + min(i, 1 << leaves_log2));
+    }
+
+    // The unit that begins with a block, or the one that begins next to it.
+    __device__ int32_t unit_at(int32_t begin) const { return scaled(begin, 0.75f); }
+    __device__ int32_t unit_near(int32_t block) const { return scaled(block, 0.5f); }
+
+  private:
+    __device__ int32_t begin(int32_t i, int32_t log2) const {
+        return min(static_cast<int32_t>(static_cast<uint64_t>(i) * size >> log2), count);
+    }
+    // Units begin less than half of one before where equal shares would.
+    __device__ int32_t scaled(int32_t block, float more) const {
+        return static_cast<int32_t>(
+            __fdividef(static_cast<float>(block) * static_cast<float>(1 << units_log2), static_cast<float>(count)) +
+            more);
+    }
+};
 
 template <class Config>
 class Units {
@@ -25,9 +59,9 @@ class Units {
     // Whether it has room for leaves that have been added up; otherwise a second piece in shared memory has.
     static constexpr bool kLeavesInRegisters = Config::kRowTiles == 1 && kByWarps;
 
-    // Blocks of a leaf, at least: what a unit leaves is small beside its keys and values.
-    static constexpr int kMinLeaf = Config::kWarps == 8 ? 1 : 4;
-    static constexpr int kMinUnit = Config::kWarps * kMinLeaf;  // the only one of a short item
+    // An item of so many blocks is short: one unit holds it. Units of others have as many at least, but for
+    // what all warps together should have: a part each.
+    static constexpr int kShort = 16;
 
     Units() = default;
     __host__ __device__ static Units of_log2(int32_t max_units_log2) {
@@ -41,46 +75,43 @@ class Units {
 
     // Of an item of up to so many blocks.
     int32_t most(int64_t blocks) const {
-        if (blocks <= kMinUnit) return 1;
-        int32_t units_log2 = kPartsLog2;
-        while (int64_t{kMinUnit} << units_log2 < blocks) ++units_log2;
-        return 1 << std::min(units_log2, max_units_log2_);
+        constexpr int64_t kMany = int64_t{kMaxUnits} * kShort;
+        const int32_t count = static_cast<int32_t>(std::min(blocks, kMany));
+        return 1 << units_log2(count, floor_log2(count));
     }
 
-    // How an item of `count` blocks is cut.
-    struct Cut {
-        int32_t unit, leaf;  // blocks
-        int32_t part;        // units, a power of two
-        __device__ int32_t num_units(int32_t count) const { return small_quotient(count - 1, unit) + 1; }
-    };
-    __device__ Cut cut(int32_t count) const {
-        int32_t part_log2 = 0;
-        if (kByWarps) {
-            const int32_t units = (count - 1) >> kMinUnitLog2;  // less one, if these were as short as may be
-            part_log2 = max(min(32 - __clz(units), max_units_log2_) - kPartsLog2, 0);
-        }
-        const int32_t units_log2 = kByWarps ? min(kPartsLog2, max_units_log2_) + part_log2 : max_units_log2_;
-        int32_t unit = ((count - 1) >> units_log2) + 1;
-        if (!kByWarps || count <= kMinUnit) unit = max(unit, kMinUnit);
-        return {unit, max(((unit - 1) >> kPartsLog2) + 1, kMinLeaf), 1 << part_log2};
+    __device__ UnitCut cut(int32_t count) const {
+        const int32_t size = max(count, Config::kWarps * kMinLeaf), size_log2 = 31 - __clz(size);
+        const int32_t units = units_log2(count, size_log2);
+        const int32_t leaves = min(max(size_log2 - units - kMinLeafLog2, 0), kPartsLog2);
+        return {count,
+                size,
+                units,
+                leaves,
+                kByWarps ? max(units - kPartsLog2, 0) : 0,
+                count < size ? (count + kMinLeaf - 1) >> kMinLeafLog2 : 1 << (units + leaves)};
     }
-    __device__ Cut cut(const Item& item) const { return cut(item.end - item.begin); }
-    __device__ int32_t num_units(const Item& item) const {
-        const int32_t count = item.end - item.begin;
-        return cut(count).num_units(count);
-    }
+    __device__ UnitCut cut(const Item& item) const { return cut(item.end - item.begin); }
 
     // Whether one unit holds the item.
-    __device__ static bool is_short(const Item& item) { return item.end - item.begin <= kMinUnit; }
+    __device__ static bool is_short(const Item& item) { return item.end - item.begin <= kShort; }
 
     // The end of a unit next to block `block` of an item.
     __device__ int32_t round(int32_t block, const Item& item) const {
-        const int32_t size = cut(item).unit;
-        return min(item.begin + small_quotient(block - item.begin + size / 2, size) * size, item.end);
+        const UnitCut cut = this->cut(item);
+        return item.begin + cut.unit_begin(cut.unit_near(block - item.begin));
     }
 
   private:
-    static constexpr int kPartsLog2 = floor_log2(Config::kWarps), kMinUnitLog2 = floor_log2(kMinUnit);
+    // Blocks of a leaf, at least: what it leaves is small beside its keys and values.
+    static constexpr int kMinLeafLog2 = Config::kWarps == 8 ? 0 : 2, kMinLeaf = 1 << kMinLeafLog2;
+    static constexpr int kPartsLog2 = floor_log2(Config::kWarps), kShortLog2 = floor_log2(kShort);
+
+    __host__ __device__ int32_t units_log2(int32_t count, int32_t count_log2) const {
+        if (count <= kShort) return 0;
+        const int32_t log2 = count_log2 - kShortLog2, least = kByWarps ? kPartsLog2 : 0;
+        return log2 > max_units_log2_ || least > max_units_log2_ ? max_units_log2_ : log2 > least ? log2 : least;
+    }
 
     int32_t max_units_log2_;
 };
@@ -136,10 +167,15 @@ enum class StepKind : int32_t {
 };
 
 struct UnitStep {
-    Item item;           // the first one
-    int32_t begin, end;  // blocks
-    int32_t share;       // of a warp: blocks, or an item
+    Item item;            // the first one
+    int32_t first, last;  // its units, up to the last one; or how many items
+    int32_t end;          // block
     StepKind kind;
+};
+
+// What a warp has of a step.
+struct UnitShare : Segment {
+    int32_t first, last;  // leaves of the item, up to the last one
 };
 
 // The steps of a CTA's run, and what one of its warps has of them.
@@ -150,8 +186,8 @@ class UnitWalk {
 
     __device__ UnitWalk(const Schedule<Config::kThreads>& schedule, const Units<Config>& units,
                         const UnitRun<Config>& run, const Item& item)
-        : schedule_(schedule), units_(units), end_(run.end) {
-        first_ = step_at(item, run.begin);
+        : schedule_(schedule), units_(units), begin_(run.begin), end_(run.end) {
+        first_ = step_at(item, units.cut(item).unit_at(run.begin - item.begin));
     }
 
     __device__ const UnitStep& first() const { return first_; }
@@ -168,49 +204,63 @@ class UnitWalk {
     // To the step after this one; false if there is none.
     __device__ bool advance(UnitStep& step) const {
         if (step.end >= end_) return false;
-        Item item = step.item;
-        if (step.end >= item.end) item = schedule_.skip(item, step.kind == StepKind::items ? step.share : 1);
-        step = step_at(item, step.end);
+        if (step.end < step.item.end) {
+            step = step_at(step.item, step.last);
+        } else {
+            step = step_at(schedule_.skip(step.item, step.kind == StepKind::items ? step.last : 1), 0);
+        }
         return true;
     }
 
-    // This warp's blocks.
-    __device__ Segment segment(const UnitStep& step) const {
-        const int warp = threadIdx.x / 32;
-        Segment segment{step.item, step.end, step.end};
-        if (step.kind != StepKind::items) {
-            segment.begin = min(step.begin + warp * step.share, step.end);
-            segment.end = min(segment.begin + step.share, step.end);
-        } else if (warp < step.share) {
-            segment.item = schedule_.skip(step.item, warp);
-            segment.begin = segment.item.begin;
-            segment.end = segment.item.end;
+    // The warp that has leaf `leaf` of a unit: in turn, since some leaves have a block more.
+    __device__ static int warp_of(const UnitStep& step, int leaf) {
+        return (leaf + step.first) % Config::kWarps;
+    }
+
+    __device__ UnitShare segment(const UnitStep& step) const {
+        const int32_t warp = threadIdx.x / 32;
+        Item item = step.item;
+        if (step.kind == StepKind::items) {
+            if (warp >= step.last) return {{item, step.end, step.end}, 0, 0};
+            item = schedule_.skip(item, warp);
         }
-        return segment;
+        const UnitCut cut = units_.cut(item);
+        int32_t first = 0, last = cut.all_leaves;
+        if (step.kind == StepKind::leaves) {
+            const int32_t leaf = (warp - step.first) & (Config::kWarps - 1);
+            first = (step.first << cut.leaves_log2) + min(leaf, cut.num_leaves());
+            last = (step.first << cut.leaves_log2) + min(leaf + 1, cut.num_leaves());
+        } else if (step.kind != StepKind::items) {
+            const int32_t log2 = step.kind == StepKind::parts ? cut.part_log2 : 0;
+            first = min(step.first + (warp << log2), step.last) << cut.leaves_log2;
+            last = min(step.first + ((warp + 1) << log2), step.last) << cut.leaves_log2;
+        }
+        return {{item, item.begin + cut.leaf_begin(first), item.begin + cut.leaf_begin(last)}, first, last};
     }
 
   private:
-    __device__ UnitStep step_at(const Item& item, int32_t begin) const {
-        if (begin == item.begin) {
+    __device__ UnitStep step_at(const Item& item, int32_t first) const {
+        if (first == 0) {
             const int32_t items = items_at_once(item);
-            if (items > 0) {
-                return {item, begin, schedule_.skip(item, items - 1).end, items, StepKind::items};
-            }
+            if (items > 0) return {item, 0, items, schedule_.skip(item, items - 1).end, StepKind::items};
         }
-        const auto cut = units_.cut(item);
-        const int32_t unit = cut.unit, end = min(item.end, end_);
-        const int32_t num_units = cut.num_units(end - begin);
-        const bool whole = begin == item.begin && end == item.end;
-        // Where an item of several units goes leaf by leaf, its sums wait in shared memory.
-        constexpr bool kUnitAfterUnit = !Units<Config>::kByWarps || Units<Config>::kLeavesInRegisters;
-        if (!Units<Config>::kByWarps || num_units == 1 ||
-            (2 * num_units <= Config::kWarps && (kUnitAfterUnit || !whole))) {
-            return {item, begin, min(begin + unit, end), cut.leaf, StepKind::leaves};
-        }
+        const UnitCut cut = units_.cut(item);
+        const int32_t last = item.end <= end_ ? cut.num_units() : cut.unit_at(end_ - item.begin);
+        const int32_t units = last - first;
+        const bool whole = item.begin >= begin_ && item.end <= end_;
+        auto step = [&](int32_t until, StepKind kind) {
+            return UnitStep{item, first, until, item.begin + cut.unit_begin(until), kind};
+        };
+        if (!Units<Config>::kByWarps || units == 1) return step(first + 1, StepKind::leaves);
         if (whole) {
-            return {item, begin, end, unit * cut.part, StepKind::parts};
+            // Where an item of several units goes leaf by leaf, its sums wait in shared memory.
+            const bool by_leaves = Units<Config>::kLeavesInRegisters && 2 * units <= Config::kWarps;
+            return by_leaves ? step(first + 1, StepKind::leaves) : step(last, StepKind::parts);
         }
-        return {item, begin, min(begin + Config::kWarps * unit, end), unit, StepKind::units};
+        // A unit each leaves some warps idle, but five of eight draw less than an SM's share.
+        const bool by_units = 4 * units >= 3 * Config::kWarps || cut.num_leaves() < Config::kWarps;
+        return by_units ? step(min(first + Config::kWarps, last), StepKind::units)
+                        : step(first + 1, StepKind::leaves);
     }
 
     // As many items as there are warps at most, from this one on, if a warp each is a good share; or 0.
@@ -221,7 +271,7 @@ class UnitWalk {
         }
         // Alike, in one sequence or in all, and of no parts, for which a warp has no place.
         const int32_t count = item.end - item.begin;
-        if (!Units<Config>::kByWarps || units_.cut(count).part > 1) return 0;
+        if (!Units<Config>::kByWarps || units_.cut(count).part_log2 > 0) return 0;
         int32_t items = min(Config::kWarps, small_quotient(end_ - item.begin, count));
         if (schedule_.uniform_count() == 0) items = min(items, schedule_.num_kv_heads() - item.kv_head);
         return items + 1 >= Config::kWarps ? items : 0;
@@ -241,7 +291,7 @@ class UnitWalk {
     const Schedule<Config::kThreads>& schedule_;
     const Units<Config>& units_;
     UnitStep first_;
-    int32_t end_;
+    int32_t begin_, end_;
 };
 
 }  // namespace octavo::cuda
