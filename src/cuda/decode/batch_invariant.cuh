@@ -9,6 +9,8 @@
 #include "cuda/decode/units.cuh"
 #include "cuda/ptx/grid_dependency.h"
 
+#include <new>
+
 namespace octavo::cuda {
 
 template <class Config>
@@ -21,22 +23,47 @@ struct BatchInvariantPlan {
     uint32_t* pushed;
 };
 
+// For the copies: a warp's segments, one step after the other.
+template <class Config>
+class SegmentWalk {
+  public:
+    using Position = UnitPlace*;
+
+    __device__ SegmentWalk(const UnitWalk<Config>& walk, UnitPlace& place) : walk_(walk), place_(&place) {}
+
+    __device__ UnitPlace* first() const { return place_; }
+    __device__ bool advance(UnitPlace* place) const {
+        return UnitWalk<Config>::advance(walk_, *place, false);
+    }
+    // To the first step from this one on in which this warp has blocks; false if there is none.
+    __device__ bool settle(UnitPlace* place) const {
+        while (place->share.begin >= place->share.end) {
+            if (!advance(place)) return false;
+        }
+        return true;
+    }
+    __device__ Segment segment(const UnitPlace* place) const { return place->share; }
+
+  private:
+    const UnitWalk<Config>& walk_;
+    UnitPlace* place_;
+};
+
 // A warp's way through its segments: copies run ahead of what is multiplied, over all ends.
 template <class T, class Config>
 class SegmentQueue {
   public:
-    using Walk = UnitWalk<Config>;
+    using Walk = SegmentWalk<Config>;
+    using State = ItemState<T, Config, Schedule<Config::kThreads>, true>;
 
     __device__ SegmentQueue(const WarpQueue<Config>& queue, Copier<T, Config, Walk>& copier,
                             const Schedule<Config::kThreads>& schedule, const Walk& walk)
         : queue_(queue), copier_(copier), copying_(copier.begin(schedule, walk)) {
         if (copying_) at_ = copier_.segment().begin;
-#pragma unroll
-        for (int i = 0; i < Config::kStages; ++i) copy_next();
     }
 
     // Adds a segment's blocks to `state`.
-    __device__ void add(ItemState<T, Config>& state, const Item& item, int32_t begin, int32_t end) {
+    __device__ void add(State& state, const Item& item, int32_t begin, int32_t end) {
         if (item.begin != item_begin_) {
             item_begin_ = item.begin;
             queries_ = queue_.next(queries_);
@@ -44,12 +71,17 @@ class SegmentQueue {
         }
         state.reset();
 #pragma unroll 1
-        for (int32_t block = begin; block < end; ++block) {
+        for (int32_t block = begin; block < end;) {
+            copy_next();
+            if (ahead_ < Config::kStages - 1) {
+                ++ahead_;
+                continue;
+            }
             ptx::cp_async_wait<Config::kStages - 1>();
             __syncwarp();  // every lane's copies have arrived
             state.add(queue_.k(stage_), queue_.v(stage_), block - item.begin);
             __syncwarp();  // every lane is done with the block
-            copy_next();   // before anything else: whatever the warp waits for next, all its copies are on their way
+            ++block;
         }
         state.sum_over_keys();
     }
@@ -78,6 +110,7 @@ class SegmentQueue {
     const WarpQueue<Config>& queue_;
     Copier<T, Config, Walk>& copier_;
     bool copying_;
+    int ahead_ = 0;   // blocks copied, up to as many as there are to be on their way
     int32_t at_ = 0;  // the next block to copy
     int stage_ = 0, copied_queries_ = -1, queries_ = -1;
     int32_t item_begin_ = -1;  // of the item whose queries are in use
@@ -92,6 +125,10 @@ struct BatchInvariantShared : DecodeShared<Config> {
         DecodePiece<Config>
             of_units[Units<Config>::kByWarps && !Units<Config>::kLeavesInRegisters ? Config::kWarps : 1];
     };
+    struct {
+        alignas(UnitWalk<Config>) unsigned char walk[sizeof(UnitWalk<Config>)];
+        UnitPlace copied, used;  // where copies are, and what is multiplied
+    } walks[Config::kWarps];
 };
 
 // Where a warp's leaves wait for others of their unit: in `kept`, in registers, or in shared memory.
@@ -117,9 +154,8 @@ struct PushedRow {
         Row::for_each_column([&](int c, int column) {
             if (!Row::owns(c)) return;
             const float4 out = sum.out[c];
-            ptx::store_relaxed_16(words + column,
-                                  make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
-                                             __float_as_uint(out.z), NonZero::encode(out.w)));
+            ptx::store_relaxed_16(words + column, make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
+                                                             __float_as_uint(out.z), NonZero::encode(out.w)));
         });
         if (threadIdx.x % 32 == 0) {
             ptx::store_relaxed_8(words + Config::kHeadDim,
@@ -173,9 +209,8 @@ class UnitMerge {
         const int32_t pieces = leaves ? cut.num_leaves() : ((step.last - 1) >> cut.part_log2) + 1;
 #pragma unroll 1
         for (int row = threadIdx.x / 32; row < plan_.num_rows; row += Config::kWarps) {
-            Row sum = fold<Config>(pieces, [&](int i) {
-                return piece(row, leaves ? UnitWalk<Config>::warp_of(step, i) : i);
-            });
+            Row sum = fold<Config>(
+                pieces, [&](int i) { return piece(row, leaves ? UnitWalk<Config>::warp_of(step, i) : i); });
             if (!whole) {
                 pushed(run_.id(item), step.first, row).push(sum);
                 continue;
@@ -293,7 +328,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     touch_parameters(p);
     const Units<Config> units = plan.units;
     const WarpQueue<Config> queue(shared.warps[warp]);
-    Copier<T, Config, UnitWalk<Config>> copier(p, plan.page_size, plan.group_size);
+    Copier<T, Config, SegmentWalk<Config>> copier(p, plan.page_size, plan.group_size);
 
     ptx::let_next_grid_start();
     ptx::wait_for_previous_grid();
@@ -301,19 +336,27 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     const Schedule<Config::kThreads> schedule(p, shared.schedule);
     const UnitRun<Config> run(schedule, units);
     if (run.begin == run.end) return;
-    ItemState<T, Config> state(p, plan.group_size, schedule);
+    typename SegmentQueue<T, Config>::State state(p, plan.group_size, schedule);
 
-    const UnitWalk<Config> walk(schedule, units, run, schedule.find(run.begin));
-    SegmentQueue<T, Config> segments(queue, copier, schedule, walk);
+    auto& walks = shared.walks[warp];
+    const Item first = schedule.find(run.begin);
+    if (threadIdx.x % 32 == 0) new (walks.walk) UnitWalk<Config>(schedule, units, run, first);
+    __syncwarp();
+    const auto& walk = *reinterpret_cast<const UnitWalk<Config>*>(walks.walk);
+    UnitWalk<Config>::advance(walk, walks.copied, true);
+    if (threadIdx.x % 32 == 0) walks.used = walks.copied;
+    __syncwarp();
+    const SegmentWalk<Config> copies(walk, walks.copied);
+    SegmentQueue<T, Config> segments(queue, copier, schedule, copies);
     const PartMerge<T, Config> part_merge(p, plan.group_size, schedule);
     UnitMerge<T, Config> merge(part_merge, plan, shared, run);
-    UnitStep step = walk.first();
     DecodePiece<Config>& piece = shared.warps[warp].first;
-    typename ItemState<T, Config>::Kept kept;
+    typename decltype(state)::Kept kept;
     auto& of_unit = sums_of_leaves(kept, shared, warp);
     bool pieces_in_use = false;  // by other warps, for the step before
     do {
-        const UnitShare own = walk.segment(step);
+        const UnitStep step = walks.used.step;
+        const UnitShare own = walks.used.share;
         const UnitCut cut = units.cut(own.item);
         auto wait_for_pieces = [&] {
             if (pieces_in_use) __syncthreads();  // the pieces of the step before have been read
@@ -354,7 +397,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
         __syncthreads();  // all pieces are there
         merge.add(step);
         pieces_in_use = true;
-    } while (walk.advance(step));
+    } while (UnitWalk<Config>::advance(walk, walks.used, false));
     merge.finish(schedule);
 }
 

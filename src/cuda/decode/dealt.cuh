@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
     const QueryCopier<T, Config> query_copier(p, plan.group_size, rows, kv_head, warp);
     DealtBlocks<T, Config> blocks(p, plan, rows, sequence, kv_head, share.first, share.stride);
     DealtSequence own;
-    ItemState<T, Config, DealtSequence> state(p, plan.group_size, own);
+    ItemState<T, Config, DealtSequence, kBatchInvariant> state(p, plan.group_size, own);
     const Rows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].tiles);
     ptx::wait_for_previous_grid();

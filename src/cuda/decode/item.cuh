@@ -25,8 +25,10 @@ struct DecodePiece {
     float sum[Config::kRows];  // of the weights
 };
 
-// `Sequences` tells of the batch's sequences: slice(i).
-template <class T, class Config, class Sequences = Schedule<Config::kThreads>>
+// `Sequences` tells of the batch's sequences: slice(i). kCommonMaximum: where the scores of the first block
+// allow, weights are relative to zero, so that most sums over some keys add up as they are (the unified
+// maximum of FlashDecoding++, Hong et al. 2024).
+template <class T, class Config, class Sequences = Schedule<Config::kThreads>, bool kCommonMaximum = false>
 class ItemState {
   public:
     __device__ ItemState(const ForwardParams& p, const FastDivide& group_size, const Sequences& sequences)
@@ -151,6 +153,20 @@ class ItemState {
         }
     }
     __device__ void add_to(const Kept& kept) {
+        bool same_max = true;
+        for_each_row([&](int r, int i) { same_max = same_max && kept.max[r][i] == max_[r][i]; });
+        if (__all_sync(~0u, same_max)) {  // what FoldStep gives if both factors are one
+            for_each_row([&](int r, int i) { sum_[r][i] += kept.sum[r][i]; });
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+                for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) out_[r][d][e] += kept.out[r][d][e];
+                }
+            }
+            return;
+        }
         for_each_row([&](int r, int i) {
             const FoldStep step = add_softmax(r, i, kept.max[r][i], kept.sum[r][i]);
 #pragma unroll
@@ -163,6 +179,7 @@ class ItemState {
 
   private:
     static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;
+    static constexpr float kSlackLog2 = 8.0f;
 
     // A lane has rows row_of(r, 0) and row_of(r, 1) of each tile r, and of S^T keys lane / 4 and eight
     // further: scores[r][e] is row row_of(r, e % 2), key lane / 4 + 8 (e / 2).
@@ -276,15 +293,29 @@ class ItemState {
         }
     }
 
+    // Before the first block: whether zero will do for the maximum, which it then is. That is so if it is
+    // within the slack of each row's.
+    __device__ bool starts_from_zero(float (&scores)[kRowTiles][4]) {
+        bool within = true;
+        for_each_score(scores, [&](float& score, int, int, int) { within = within && score <= kSlackLog2; });
+        for_each_row([&](int r, int i) {
+            const bool near = fmaxf(scores[r][i], scores[r][i + 2]) >= -kSlackLog2;
+            const uint32_t own_row = 0x11111111u << threadIdx.x % 4;
+            within = (__ballot_sync(~0u, near) & own_row) != 0 && within && max_[r][i] == -INFINITY;
+        });
+        if (!__all_sync(~0u, within)) return false;
+        for_each_row([&](int r, int i) { max_[r][i] = 0.0f; });
+        return true;
+    }
+
     // From scores to weights, rounded to T: operand b of the second product.
     __device__ void softmax(BlockWeights& weights, float (&scores)[kRowTiles][4]) {
         // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
-        constexpr float kSlackLog2 = 8.0f;
         bool raise = false;
         for_each_score(scores, [&](float& score, int r, int i, int) {
             raise = raise || score > max_[r][i] + kSlackLog2;
         });
-        if (__any_sync(~0u, raise)) {
+        if (__any_sync(~0u, raise) && !(kCommonMaximum && starts_from_zero(scores))) {
             for_each_row([&](int r, int i) {
                 const float new_max = fmaxf(max_[r][i], max_over_keys(fmaxf(scores[r][i], scores[r][i + 2])));
                 const float factor = new_max == -INFINITY ? 1.0f : ptx::exp2_approx(max_[r][i] - new_max);

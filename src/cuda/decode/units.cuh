@@ -19,7 +19,7 @@ OCTAVO_HD constexpr int32_t floor_log2(int32_t x) { return x < 2 ? 0 : 1 + floor
 
 // How an item of `count` blocks is cut.
 struct UnitCut {
-    int32_t count, size;  // blocks: the item's; those that leaves are shares of
+    int32_t count, size;                         // blocks: the item's; those that leaves are shares of
     int32_t units_log2, leaves_log2, part_log2;  // units of the item, leaves of a unit, units of a part
     int32_t all_leaves;                          // that are not empty
 
@@ -45,7 +45,8 @@ struct UnitCut {
     // Units begin less than half of one before where equal shares would.
     __device__ int32_t scaled(int32_t block, float more) const {
         return static_cast<int32_t>(
-            __fdividef(static_cast<float>(block) * static_cast<float>(1 << units_log2), static_cast<float>(count)) +
+            __fdividef(static_cast<float>(block) * static_cast<float>(1 << units_log2),
+                       static_cast<float>(count)) +
             more);
     }
 };
@@ -110,7 +111,9 @@ class Units {
     __host__ __device__ int32_t units_log2(int32_t count, int32_t count_log2) const {
         if (count <= kShort) return 0;
         const int32_t log2 = count_log2 - kShortLog2, least = kByWarps ? kPartsLog2 : 0;
-        return log2 > max_units_log2_ || least > max_units_log2_ ? max_units_log2_ : log2 > least ? log2 : least;
+        return log2 > max_units_log2_ || least > max_units_log2_ ? max_units_log2_
+               : log2 > least                                    ? log2
+                                                                 : least;
     }
 
     int32_t max_units_log2_;
@@ -178,37 +181,45 @@ struct UnitShare : Segment {
     int32_t first, last;  // leaves of the item, up to the last one
 };
 
+// A step, and what a warp has of it.
+struct UnitPlace {
+    UnitStep step;
+    UnitShare share;
+};
+
 // The steps of a CTA's run, and what one of its warps has of them.
 template <class Config>
 class UnitWalk {
   public:
-    using Position = UnitStep;
-
     __device__ UnitWalk(const Schedule<Config::kThreads>& schedule, const Units<Config>& units,
                         const UnitRun<Config>& run, const Item& item)
         : schedule_(schedule), units_(units), begin_(run.begin), end_(run.end) {
-        first_ = step_at(item, units.cut(item).unit_at(run.begin - item.begin));
+        first_ = item;
     }
 
-    __device__ const UnitStep& first() const { return first_; }
-
-    // To the first step from this one on in which this warp has blocks; false if there is none.
-    __device__ bool settle(UnitStep& step) const {
-        do {
-            const Segment own = segment(step);
-            if (own.begin < own.end) return true;
-        } while (advance(step));
-        return false;
-    }
-
-    // To the step after this one; false if there is none.
-    __device__ bool advance(UnitStep& step) const {
-        if (step.end >= end_) return false;
-        if (step.end < step.item.end) {
-            step = step_at(step.item, step.last);
+    // In shared memory: to the step after this one, or to the first one; false if there is none. All lanes
+    // together. One place in the code for all who walk, since what is inlined does not fit the instruction
+    // cache: a step took 2 us (H200).
+    __noinline__ __device__ static bool advance(const UnitWalk& walk, UnitPlace& place, bool begins) {
+        UnitStep step = place.step;
+        Item item = walk.first_;
+        int32_t first = 0;
+        if (begins) {
+            first = walk.units_.cut(item).unit_at(walk.begin_ - item.begin);
         } else {
-            step = step_at(schedule_.skip(step.item, step.kind == StepKind::items ? step.last : 1), 0);
+            if (step.end >= walk.end_) return false;
+            item = step.item;
+            if (step.end < item.end) {
+                first = step.last;
+            } else {
+                item = walk.schedule_.skip(item, step.kind == StepKind::items ? step.last : 1);
+            }
         }
+        step = walk.step_at(item, first);
+        const UnitShare share = walk.share(step);
+        __syncwarp();  // all lanes have read the place
+        if (threadIdx.x % 32 == 0) place = {step, share};
+        __syncwarp();
         return true;
     }
 
@@ -217,7 +228,8 @@ class UnitWalk {
         return (leaf + step.first) % Config::kWarps;
     }
 
-    __device__ UnitShare segment(const UnitStep& step) const {
+  private:
+    __device__ UnitShare share(const UnitStep& step) const {
         const int32_t warp = threadIdx.x / 32;
         Item item = step.item;
         if (step.kind == StepKind::items) {
@@ -238,7 +250,6 @@ class UnitWalk {
         return {{item, item.begin + cut.leaf_begin(first), item.begin + cut.leaf_begin(last)}, first, last};
     }
 
-  private:
     __device__ UnitStep step_at(const Item& item, int32_t first) const {
         if (first == 0) {
             const int32_t items = items_at_once(item);
@@ -288,9 +299,10 @@ class UnitWalk {
             if (!units_.is_short(item)) return items;
         }
     }
-    const Schedule<Config::kThreads>& schedule_;
-    const Units<Config>& units_;
-    UnitStep first_;
+
+    Schedule<Config::kThreads> schedule_;
+    Units<Config> units_;
+    Item first_;
     int32_t begin_, end_;
 };
 
