@@ -12,8 +12,9 @@ import cases
 import octavo
 import oracle
 from cases import Case
+from conftest import gpu_count
 from generation import DTYPE, Generation
-from libraries import ArrayLibrary, get_library
+from libraries import ArrayLibrary, Torch, get_library
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +63,49 @@ def test_graph_replay_with_other_lengths(torch: Any, library: ArrayLibrary, pack
         graph.replay()
         torch.cuda.synchronize()
         generation.check()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["decode", "packed"])
+def test_graphs_of_two_gpus_at_once(torch: Any, packed: bool) -> None:
+    """Each has a workspace of its own, and the arrays' device counts, not the current one. Two GPUs where
+    there are two; one still replays on two streams."""
+    devices = [torch.device("cuda", rank % gpu_count()) for rank in range(2)]
+    most = ((64, 2048, 700, 33), (1500, 16, 90, 2048))
+    generations = [
+        Generation(Torch("cuda", device.index), max_lens, packed)
+        for device, max_lens in zip(devices, most, strict=True)
+    ]
+    streams = [torch.cuda.Stream(device) for device in devices]
+    graphs = [torch.cuda.CUDAGraph() for _ in devices]
+
+    def fill(*seq_lens: Sequence[int]) -> None:
+        for generation, lengths in zip(generations, seq_lens, strict=True):
+            generation.fill(lengths, counts_for(generation, lengths))
+
+    def synchronize() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    fill(*most)
+    for generation in generations:
+        generation.launch()
+        generation.check()
+    synchronize()
+    for generation, stream, graph in zip(generations, streams, graphs, strict=True):
+        with torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
+            generation.launch()
+    for seq_lens in (most, ((17, 1999, 3, 16), (3, 3, 3, 2048)), ((64, 3, 700, 33), (1024, 16, 5, 700))):
+        fill(*seq_lens)
+        for generation in generations:
+            generation.out.fill_(float("nan"))
+            generation.lse.fill_(float("nan"))
+        synchronize()
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        synchronize()
+        for generation in generations:
+            generation.check()
 
 
 def test_graph_of_packed_attention(torch: Any, library: ArrayLibrary) -> None:
