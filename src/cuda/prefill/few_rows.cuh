@@ -61,7 +61,7 @@ class PrefillFewRows {
         auto add_keys = [&](float (&scores)[kRowTiles][4], int block) {
             ptx::mbarrier_wait(&shared_.k_full[k_ring.slot], k_ring.parity);
             if (has(block)) multiply_q_k(scores, shared_.k[k_ring.slot] + block * kBlockBytes);
-            release_slot<Config>(shared_.k_empty, k_ring);
+            release(shared_.k_empty, k_ring);
         };
         float scores[kRowTiles][4], next_scores[kRowTiles][4];
         int block = warp_;  // of the tile, the warp's next; past its end: of the tiles that follow
@@ -76,7 +76,7 @@ class PrefillFewRows {
             }
             ptx::mbarrier_wait(&shared_.v_full[v_ring.slot], v_ring.parity);
             if (has(block)) multiply_p_v(weights, shared_.v[v_ring.slot] + block * kBlockBytes);
-            release_slot<Config>(shared_.v_empty, v_ring);
+            release(shared_.v_empty, v_ring);
             for_each_score(scores, [&](float& score, int r, int, int, int e) { score = next_scores[r][e]; });
             block = next_block;
         }
@@ -175,6 +175,13 @@ class PrefillFewRows {
     // Whether the tile at hand has this block; if it has as many as there are warps, the next one of each
     // warp.
     __device__ static bool has(int block) { return kBlocks == kWarps || block < kBlocks; }
+
+    // Lane 0 arrives for the warp: what every lane has read of the slot comes before.
+    template <int kSize>
+    __device__ static void release(uint64_t* empty, Ring<kSize>& ring) {
+        __syncwarp();
+        release_slot<Config>(empty, ring);
+    }
 
     // A lane has rows row_of(r, 0) and row_of(r, 1) of each tile r, and of S^T keys lane / 4 and eight
     // further: scores[r][e] is row row_of(r, e % 2), key lane / 4 + 8 (e / 2).
