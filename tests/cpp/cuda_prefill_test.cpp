@@ -7,6 +7,11 @@
 namespace octavo {
 namespace {
 
+class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {
+  protected:
+    void run(bool batch_invariant);
+};
+
 // Mostly sequences with one query; drafts, whole row tiles and ends of row tiles of any length among them.
 std::vector<int32_t> mixed_lengths_q(Random& random) {
     std::vector<int32_t> lengths(50, 1);
@@ -15,9 +20,7 @@ std::vector<int32_t> mixed_lengths_q(Random& random) {
     return lengths;
 }
 
-class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {};
-
-TEST_P(CudaPrefillTest, AgreesWithTheCpu) {
+void CudaPrefillTest::run(bool batch_invariant) {
     Random random(GetParam());
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
     const int64_t num_kv_heads = random.pick({2, 3}), group_size = random.pick({1, 3, 4, 8});
@@ -38,6 +41,7 @@ TEST_P(CudaPrefillTest, AgreesWithTheCpu) {
 
     PagedAttentionArgs args;
     pick_masks(random, args);
+    args.batch_invariant = batch_invariant;
     args.max_seqlen_q = random.pick({230, 257});
     const bool with_alibi = random.one_in(4);
     auto set = [&](auto view) {
@@ -57,11 +61,41 @@ TEST_P(CudaPrefillTest, AgreesWithTheCpu) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     const std::vector<uint16_t> out_bits = out.fetch();
     const std::vector<float> lse_values = lse.fetch();
+    for (int64_t b = 0; batch_invariant && b < batch; b += 3) {
+        Mirror<int32_t> own_begins({0, lengths_q[b]});
+        Mirror<uint16_t> own_out(nans(lengths_q[b] * row, dtype));
+        Mirror<float> own_lse(std::vector<float>(lengths_q[b] * num_q_heads, NAN));
+        PagedAttentionArgs own = args;
+        auto cut = [](TensorView& view, int64_t begin, int64_t count) {
+            view.data = static_cast<char*>(view.data) + begin * view.strides[0] * size_of(view.dtype);
+            view.shape[0] = count;
+        };
+        cut(own.q, begins[b], lengths_q[b]);
+        cut(own.page_table, b, 1);
+        own.page_table.shape[1] = lengths_k[b] / cache.page_size + 1;
+        cut(own.seq_lens, b, 1);
+        own.out = own_out.on_gpu(dtype, {lengths_q[b], num_q_heads, head_dim});
+        own.lse = own_lse.on_gpu(DType::float32, {lengths_q[b], num_q_heads});
+        own.cu_seqlens_q = own_begins.on_gpu(DType::int32, {2});
+        paged_attention(own);
+        const auto own_bits = own_out.fetch();
+        ASSERT_TRUE(std::equal(own_bits.begin(), own_bits.end(), out_bits.begin() + begins[b] * row))
+            << "sequence " << b;
+        const auto own_values = own_lse.fetch();
+        ASSERT_TRUE(
+            std::equal(own_values.begin(), own_values.end(), lse_values.begin() + begins[b] * num_q_heads))
+            << "sequence " << b;
+    }
     set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
     paged_attention(args);
     expect_close(out_bits, out.host, dtype);
     expect_close(lse_values, lse.host);
 }
+
+TEST_P(CudaPrefillTest, AgreesWithTheCpu) { run(false); }
+
+// And every sequence alone has the bits that it has in the batch.
+TEST_P(CudaPrefillTest, BatchInvariant) { run(true); }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillTest, ::testing::Range(0u, 40u));
 
