@@ -1,0 +1,145 @@
+// One warp's online softmax over S^T = K Q^T in the fragments of mma.sync, and what it gathers of
+// O^T = V^T P^T: keys on the 16-wide side and rows on the 8-wide side, so that eight rows waste nothing. An
+// 8 x 8 transposition turns the accumulators of S^T into operand b of the second product.
+#pragma once
+
+#include "cuda/ptx/exp2.h"
+#include "cuda/ptx/movmatrix.h"
+#include "cuda/types.h"
+
+namespace octavo::cuda {
+
+// Over blocks of 16 keys. A lane has rows row_of(lane, r, 0) and row_of(lane, r, 1) of each tile r, and keys
+// lane / 4 and eight further: scores[r][e] is row row_of(lane, r, e % 2), key key_of(lane, e). Scores are in
+// units of log2(e), weights exp2(score - max).
+template <int kRowTiles, int kDimTiles>
+struct TransposedSoftmax {
+    float max[kRowTiles][2];
+    float sum[kRowTiles][2];             // of the weights; this lane's share until sum_over_keys(r, i)
+    float out[kRowTiles][kDimTiles][4];  // O^T, see for_each_out
+
+    __device__ static int row_of(int lane, int r, int i) { return 8 * r + 2 * (lane % 4) + i; }
+    __device__ static int key_of(int lane, int e) { return lane / 4 + 8 * (e / 2); }
+
+    template <class Body>
+    __device__ static void for_each_row(Body body) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            body(r, 0);
+            body(r, 1);
+        }
+    }
+    // Calls body(score, r, e).
+    template <class Body>
+    __device__ static void for_each_score(float (&scores)[kRowTiles][4], Body body) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) body(scores[r][e], r, e);
+        }
+    }
+    // Calls body(out, r, dim, i): the output of row row_of(lane, r, i), dim + lane / 4.
+    template <class Body>
+    __device__ void for_each_out(Body body) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) body(out[r][d][e], r, 16 * d + 8 * (e / 2), e % 2);
+            }
+        }
+    }
+    // The same of one row: body(out, dim).
+    template <class Body>
+    __device__ void for_each_out_of(int r, int i, Body body) {
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+            body(out[r][d][i], 16 * d);
+            body(out[r][d][i + 2], 16 * d + 8);
+        }
+    }
+
+    __device__ void reset() {
+        for_each_row([&](int r, int i) {
+            max[r][i] = -INFINITY;
+            sum[r][i] = 0.0f;
+        });
+        for_each_out([](float& out, int, int, int) { out = 0.0f; });
+    }
+
+    // Adds what has the same maxima.
+    __device__ void add(const TransposedSoftmax& other) {
+        for_each_row([&](int r, int i) { sum[r][i] += other.sum[r][i]; });
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[r][d][e] += other.out[r][d][e];
+            }
+        }
+    }
+
+    // From a block's scores to its weights, rounded to T: operand b of the second product. kFromZero: where
+    // the first block allows, the maximum is zero at first, so that most sums over some keys add up as they
+    // are (the unified maximum of FlashDecoding++, Hong et al. 2024).
+    template <class T, bool kFromZero = false>
+    __device__ __forceinline__ void weigh(uint32_t (&weights)[kRowTiles][2], float (&scores)[kRowTiles][4]) {
+        // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
+        bool raise = false;
+        for_each_score(
+            scores, [&](float& score, int r, int e) { raise = raise || score > max[r][e % 2] + kSlackLog2; });
+        if (__any_sync(~0u, raise) && !(kFromZero && starts_from_zero(scores))) {
+            for_each_row([&](int r, int i) {
+                const float raised = fmaxf(max[r][i], max_over_keys(fmaxf(scores[r][i], scores[r][i + 2])));
+                const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(max[r][i] - raised);
+                max[r][i] = raised;
+                sum[r][i] *= factor;
+                for_each_out_of(r, i, [&](float& out, int) { out *= factor; });
+            });
+        }
+        for_each_score(scores, [&](float& score, int r, int e) {
+            const float row_max = max[r][e % 2];
+            score = ptx::exp2_approx(score - (row_max == -INFINITY ? 0.0f : row_max));
+            sum[r][e % 2] += score;
+        });
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            weights[r][0] = ptx::transpose_8x8(pack<T>(scores[r][0], scores[r][1]));
+            weights[r][1] = ptx::transpose_8x8(pack<T>(scores[r][2], scores[r][3]));
+        }
+    }
+
+    // After the last block: makes the sum of row i of tile r, in all lanes that share it.
+    __device__ void sum_over_keys(int r, int i) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum[r][i] += __shfl_xor_sync(~0u, sum[r][i], step);
+    }
+
+  private:
+    static constexpr float kSlackLog2 = 8.0f;
+
+    // Before the first block: whether zero is within the slack of each row's maximum, which it then is.
+    __device__ bool starts_from_zero(const float (&scores)[kRowTiles][4]) {
+        bool within = true;
+        for_each_row([&](int r, int i) {
+            const float row_max = fmaxf(scores[r][i], scores[r][i + 2]);  // of this lane's keys
+            const uint32_t lanes_of_row = 0x11111111u << threadIdx.x % 4;
+            const uint32_t near = __ballot_sync(~0u, row_max >= -kSlackLog2) & lanes_of_row;
+            within = within && max[r][i] == -INFINITY && row_max <= kSlackLog2 && near != 0;
+        });
+        if (!__all_sync(~0u, within)) return false;
+        for_each_row([&](int r, int i) { max[r][i] = 0.0f; });
+        return true;
+    }
+
+    // Over the lanes that share rows.
+    __device__ static float max_over_keys(float x) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+        return x;
+    }
+};
+
+}  // namespace octavo::cuda
