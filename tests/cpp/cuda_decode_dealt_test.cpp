@@ -1,5 +1,5 @@
-// Decoding on CUDA where blocks are dealt out, one sequence or short ones, against the CPU: every length,
-// page size and shape that this kernel meets, and captured graphs whose lengths change.
+// Decoding on CUDA where blocks are dealt out, one sequence, a few or short ones, against the CPU: every
+// length, page size and shape that this kernel meets, and captured graphs whose lengths change.
 #include "cuda_testing.h"
 
 #include <octavo/paged_attention.h>
@@ -47,9 +47,9 @@ class Problem {
         paged_attention(args);
     }
 
-    void set_length(int32_t length) {
-        lengths_.host[0] = length;
-        lengths_.upload(lengths_.host);
+    void set_lengths(const std::vector<int32_t>& lengths) {
+        lengths_.host = lengths;
+        lengths_.upload(lengths);
         out_.upload(nans(q_.host.size(), dtype_));
         lse_.upload(std::vector<float>(num_rows(), NAN));
     }
@@ -66,10 +66,14 @@ class Problem {
     }
 
     std::string name() const {
-        return "batch " + std::to_string(cache_.batch) + ", length " + std::to_string(lengths_.host[0]) +
-               ", heads " + std::to_string(num_q_heads()) + "/" + std::to_string(shape_.num_kv_heads) +
-               ", head_dim " + std::to_string(shape_.head_dim) + ", page_size " +
-               std::to_string(shape_.page_size) + ", queries " + std::to_string(shape_.seqlen_q);
+        std::string lengths;
+        for (size_t i = 0; i < std::min<size_t>(lengths_.host.size(), 16); ++i) {
+            lengths += " " + std::to_string(lengths_.host[i]);
+        }
+        return "batch " + std::to_string(cache_.batch) + ", lengths" + lengths + ", heads " +
+               std::to_string(num_q_heads()) + "/" + std::to_string(shape_.num_kv_heads) + ", head_dim " +
+               std::to_string(shape_.head_dim) + ", page_size " + std::to_string(shape_.page_size) +
+               ", queries " + std::to_string(shape_.seqlen_q);
     }
     std::vector<uint16_t> out_bits() const { return out_.fetch(); }
 
@@ -175,17 +179,77 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnLongSequences) {
     }
 }
 
-// Two sequences on streams of their own, at once, in graphs that were captured with other lengths.
+TEST(CudaDecodeDealt, AgreesWithTheCpuOnFewSequences) {
+    const std::vector<int32_t> batches[] = {{400, 400},
+                                            {1, 1501},
+                                            {0, 300, 0},
+                                            {1049, 17, 300, 499},
+                                            {0, 0, 0},
+                                            {16, 32, 48, 64},
+                                            {5, 5, 1300, 5, 5, 5, 5, 700}};
+    unsigned seed = 3000;
+    for (const Shape& shape : kShapes) {
+        for (const std::vector<int32_t>& lengths : batches) {
+            Problem problem(seed, shape, lengths, seed % 2 * 60);
+            ++seed;
+            problem.run_on_gpu();
+            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
+            const auto first_bits = problem.out_bits();
+            problem.run_on_gpu();  // meets what the first launch left behind
+            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
+            ASSERT_EQ(first_bits, problem.out_bits()) << "from call to call, " << problem.name();
+            problem.expect_what_the_cpu_gives();
+            if (HasFatalFailure()) return;
+        }
+    }
+}
+
+TEST(CudaDecodeDealt, AgreesWithTheCpuOnThirtyTwoSequences) {
+    unsigned seed = 4000;
+    for (const Shape& shape : {Shape{1, 8, 128, 16}, Shape{2, 4, 64, 24}, Shape{1, 1, 256, 1}}) {
+        for (const int32_t longest : {400, 2000}) {
+            std::vector<int32_t> lengths(32);
+            for (int32_t i = 0; i < 32; ++i) lengths[i] = i * i * 389 % longest;
+            Problem problem(seed++, shape, lengths, 30);
+            problem.run_on_gpu();
+            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
+            problem.expect_what_the_cpu_gives();
+            if (HasFatalFailure()) return;
+        }
+    }
+}
+
+// So many that each item has one CTA.
+TEST(CudaDecodeDealt, AgreesWithTheCpuOnManySequences) {
+    unsigned seed = 5000;
+    for (const Shape& shape : {Shape{8, 4, 128, 16}, Shape{12, 1, 96, 5}, Shape{16, 2, 64, 48},
+                               Shape{8, 8, 80, 16, 2}, Shape{10, 1, 256, 16}}) {
+        std::vector<int32_t> lengths(110);
+        for (int32_t i = 0; i < 110; ++i) lengths[i] = i * 37 % 431;
+        Problem problem(seed++, shape, lengths, 0);
+        problem.run_on_gpu();
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
+        problem.expect_what_the_cpu_gives();
+        if (HasFatalFailure()) return;
+    }
+}
+
+// Two problems on streams of their own, at once, in graphs that were captured with other lengths.
 TEST(CudaDecodeDealt, ReplaysWithOtherLengths) {
     constexpr int kStreams = 2, kMaxLength = 3000;
     unsigned seed = 2000;
-    for (const Shape& shape :
-         {Shape{32, 1, 128, 16}, Shape{8, 4, 128, 1}, Shape{1, 8, 128, 24}, Shape{2, 8, 64, 16, 2}}) {
+    for (const auto& [shape, batch] : {std::pair{Shape{32, 1, 128, 16}, 1},
+                                       {Shape{8, 4, 128, 1}, 1},
+                                       {Shape{1, 8, 128, 24}, 1},
+                                       {Shape{2, 8, 64, 16, 2}, 1},
+                                       {Shape{8, 4, 128, 16}, 3},
+                                       {Shape{2, 4, 64, 1}, 7}}) {
         std::unique_ptr<Problem> problems[kStreams];
         cudaStream_t streams[kStreams];
         cudaGraphExec_t graphs[kStreams];
         for (int i = 0; i < kStreams; ++i) {
-            problems[i] = std::make_unique<Problem>(seed++, shape, std::vector<int32_t>{kMaxLength}, 20);
+            problems[i] =
+                std::make_unique<Problem>(seed++, shape, std::vector<int32_t>(batch, kMaxLength), 20);
             ASSERT_EQ(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking), cudaSuccess);
             cudaGraph_t graph;
             ASSERT_EQ(cudaStreamBeginCapture(streams[i], cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -195,7 +259,13 @@ TEST(CudaDecodeDealt, ReplaysWithOtherLengths) {
             cudaGraphDestroy(graph);
         }
         for (const int32_t length : {kMaxLength, 0, 1, 16, 130, 999, 2048, 5}) {
-            for (int i = 0; i < kStreams; ++i) problems[i]->set_length(std::max(length - 3 * i, 0));
+            for (int i = 0; i < kStreams; ++i) {
+                std::vector<int32_t> lengths(batch);  // the first as long as that, others more equal or less
+                for (int j = 0; j < batch; ++j) {
+                    lengths[j] = std::max(j % 2 == 0 ? length - 3 * i - 7 * j : kMaxLength - length, 0);
+                }
+                problems[i]->set_lengths(lengths);
+            }
             // A copy from pageable memory may still be under way, and these streams do not wait for it.
             ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
             for (int i = 0; i < kStreams; ++i) ASSERT_EQ(cudaGraphLaunch(graphs[i], streams[i]), cudaSuccess);

@@ -1,9 +1,12 @@
-// Paged attention for few rows a KV head where lengths need not be known to share out the work: one sequence,
-// or many short ones. The shortest chain from launch to result.
+// Paged attention for few rows a KV head where little or nothing has to be known to share out the work: one
+// sequence, a few, or many short ones. The shortest chain from launch to result.
 //
 // grid: (num_kv_heads, batch, parts and then mergers of an item). Blocks of 16 keys are dealt out to the
 // parts, and within a CTA to its warps, so that page ids are on their way together with the length. What the
 // warps leave is added up in the CTA, what CTAs leave by mergers (dealt_merge.cuh).
+//
+// By length: (num_kv_heads, slots and then mergers of the sequences). A sequence has so many slots, which are
+// the parts of its items, as follows from all lengths; the rest is the same.
 //
 // As in kernel.cuh, code runs once: what does not depend on other kernels' results is worked out before they
 // are waited for.
@@ -79,19 +82,15 @@ template <class T, class Config>
 class DealtBlocks {
   public:
     __device__ DealtBlocks(const ForwardParams& p, const DealtPlan& plan, const RowCopier<T, Config>& rows,
-                           int32_t sequence, int32_t kv_head, int32_t first, int32_t stride)
-        : p_(p),
-          plan_(plan),
-          rows_(rows),
-          table_(p.page_table + sequence * p.page_table_stride),
-          head_offset_(rows.head_offset(kv_head)),
-          stride_(stride) {
+                           int32_t kv_head)
+        : p_(p), plan_(plan), rows_(rows), head_offset_(rows.head_offset(kv_head)) {
         keep(head_offset_);
-        start(first);
     }
 
     // Before begin().
-    __device__ void start(int32_t first) {
+    __device__ void start(int32_t sequence, int32_t first, int32_t stride) {
+        table_ = p_.page_table + sequence * p_.page_table_stride;
+        stride_ = stride;
         next_window_ = first;
         first_entry_ = entry(first);
         keep(first_entry_);
@@ -146,18 +145,56 @@ struct DealtShare {
     int32_t first, end, stride;
 };
 
-// Batch-invariant, a CTA has one unit and a warp one leaf of it (units.cuh).
-template <class T, int kHeadDim, int kRowTiles, int kCtas, bool kBatchInvariant>
-__global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThreads, kCtas)
+// The CTAs of a KV head, by length: each item has one, and so many more as its length deserves of those that
+// are left. Every warp works this out.
+struct LengthDeal {
+    int32_t sequence, seqlen_k;
+    int32_t first, num_parts;  // of its CTAs
+
+    // A slot: the CTA's number among those of its head.
+    template <class Config>
+    __device__ static LengthDeal of_slot(const ForwardParams& p, const DealtPlan& plan, int32_t slot) {
+        const LengthDeal own = of_lane<Config>(p, plan);
+        return own.from(__popc(__ballot_sync(~0u, own.first + own.num_parts <= slot)));
+    }
+    template <class Config>
+    __device__ static LengthDeal of_sequence(const ForwardParams& p, const DealtPlan& plan,
+                                             int32_t sequence) {
+        return of_lane<Config>(p, plan).from(sequence);
+    }
+
+  private:
+    template <class Config>
+    __device__ static LengthDeal of_lane(const ForwardParams& p, const DealtPlan& plan) {
+        const int32_t lane = threadIdx.x % 32;
+        const bool has_sequence = lane < p.batch;
+        const int32_t seqlen_k = has_sequence ? min(ptx::load_relaxed(p.seq_lens + lane), p.seqlen_k) : 0;
+        const uint32_t blocks = (static_cast<uint32_t>(max(seqlen_k, 0)) + (kBlockKeys - 1)) / kBlockKeys;
+        const uint32_t left = plan.num_slots - p.batch, all = max(__reduce_add_sync(~0u, blocks), 1u);
+        const int32_t deserved = 1 + static_cast<int32_t>(blocks * left / all);
+        const int32_t most = min(plan.num_parts, Config::parts_of(static_cast<int32_t>(blocks)));
+        const int32_t num_parts = has_sequence ? min(deserved, most) : 0;
+        return {lane, seqlen_k, inclusive_sum(num_parts) - num_parts, num_parts};
+    }
+    __device__ LengthDeal from(int lane) const {
+        return {lane, __shfl_sync(~0u, seqlen_k, lane), __shfl_sync(~0u, first, lane),
+                __shfl_sync(~0u, num_parts, lane)};
+    }
+};
+
+template <class T, class Config, Dealing kDealing>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     dealt_decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DealtPlan plan) {
-    using Config = DealtConfig<kHeadDim, kRowTiles, kCtas>;
+    constexpr bool kBatchInvariant = kDealing == Dealing::batch_invariant;
+    constexpr bool kByLength = kDealing == Dealing::by_length;
     extern __shared__ __align__(512) unsigned char dealt_shared_bytes[];
     auto& shared = *reinterpret_cast<DealtShared<Config>*>(dealt_shared_bytes);
     const int warp =
         __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
-    const int32_t kv_head = blockIdx.x, sequence = blockIdx.y, part = blockIdx.z;
+    const int32_t kv_head = blockIdx.x;
+    int32_t sequence = blockIdx.y, part = blockIdx.z;
     DealtShare share{part + plan.num_parts * warp, 0, plan.num_parts * Config::kWarps};
-    const bool is_merger = part >= plan.num_parts;
+    const bool is_merger = kByLength ? sequence >= plan.num_slots : part >= plan.num_parts;
     // The leaf of a sequence as long as the page table has room for.
     const auto units = Units<Config>::of_log2(plan.max_units_log2);
     if (kBatchInvariant) share = {units.cut((p.seqlen_k - 1) / kBlockKeys + 1).leaf_of(part, warp), 0, 1};
@@ -167,14 +204,32 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
     touch_parameters(p);
     const RowCopier<T, Config> rows(p);
     const QueryCopier<T, Config> query_copier(p, plan.group_size, rows, kv_head, warp);
-    DealtBlocks<T, Config> blocks(p, plan, rows, sequence, kv_head, share.first, share.stride);
+    DealtBlocks<T, Config> blocks(p, plan, rows, kv_head);
+    if (!kByLength) blocks.start(sequence, share.first, share.stride);
     DealtSequence own;
     ItemState<T, Config, DealtSequence, kBatchInvariant> state(p, plan.group_size, own);
     const Rows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].tiles);
     ptx::wait_for_previous_grid();
 
-    const int32_t seqlen_k = min(ptx::load_relaxed(p.seq_lens + sequence), p.seqlen_k);
+    int32_t seqlen_k, num_parts = 0, first_part = (sequence * gridDim.x + kv_head) * plan.num_parts;
+    if constexpr (kByLength) {
+        touch_page_table(p, plan.page_size);
+        const int32_t merger = sequence - plan.num_slots;
+        const LengthDeal deal = is_merger
+                                    ? LengthDeal::of_sequence<Config>(p, plan, merger / plan.num_mergers)
+                                    : LengthDeal::of_slot<Config>(p, plan, sequence);
+        if (deal.sequence >= p.batch) return;
+        part = is_merger ? plan.num_parts + merger % plan.num_mergers : sequence - deal.first;
+        sequence = deal.sequence;
+        seqlen_k = deal.seqlen_k;
+        num_parts = deal.num_parts;
+        first_part = kv_head * plan.num_slots + deal.first;
+        share = {part + num_parts * warp, 0, num_parts * Config::kWarps};
+        blocks.start(sequence, share.first, share.stride);
+    } else {
+        seqlen_k = min(ptx::load_relaxed(p.seq_lens + sequence), p.seqlen_k);
+    }
     if (!is_merger) blocks.begin();
     if (kBatchInvariant) touch_page_table(p, plan.page_size);
     own = DealtSequence::make(p, sequence);
@@ -182,7 +237,7 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
     ptx::cp_async_commit();
     own.seq.see.seqlen_k = seqlen_k;
     const int32_t num_blocks = (static_cast<uint32_t>(max(seqlen_k, 0)) + (kBlockKeys - 1)) / kBlockKeys;
-    int32_t num_parts = max(1, min(num_blocks, plan.num_parts));  // of no blocks, one CTA tells
+    if (!kByLength) num_parts = max(1, min(num_blocks, plan.num_parts));  // of no blocks, one CTA tells
     int32_t leaves = Config::kWarps, parts_at_once = 1;
     share.end = num_blocks;
     if constexpr (kBatchInvariant) {
@@ -193,14 +248,14 @@ __global__ void __launch_bounds__(DealtConfig<kHeadDim, kRowTiles, kCtas>::kThre
         const int32_t first = cut.leaf_of(part, warp);
         if (first != share.first) {
             share.first = first;
-            blocks.start(first);
+            blocks.start(sequence, first, share.stride);
             if (!is_merger) blocks.begin();
         }
         share.end = min(cut.leaf_of(part, warp + 1), num_blocks);
     }
     const Item item{sequence, kv_head, 0, num_blocks};
     const PartMerge<T, Config, DealtSequence> part_merge(p, plan.group_size, own);
-    const DealtMerge<T, Config, DealtSequence, kBatchInvariant> merge(part_merge, plan, shared, item);
+    const DealtMerge<T, Config, DealtSequence, kDealing> merge(part_merge, plan, shared, item, first_part);
     if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts, parts_at_once);
     if (part >= num_parts) return;
 

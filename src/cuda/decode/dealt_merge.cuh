@@ -17,10 +17,14 @@ struct DealtPlan {
     FastDivide group_size, page_size;
     int32_t max_pages;             // of a sequence: columns of the page table
     int32_t pages_per_block_log2;  // that a block of keys may touch, at most
-    int32_t num_parts;             // CTAs that work on an item
+    int32_t num_parts;             // CTAs that work on an item, at most
+    int32_t num_slots;             // CTAs that work on the items of a KV head
+    int32_t num_mergers;           // of an item
     int32_t warps_per_row_log2;    // of mergers
     int32_t max_units_log2;        // batch-invariant: see Units
-    uint32_t* pushed;  // [batch, num_kv_heads, num_parts, kRows, kPushedRow], zero between launches
+    // Zero between launches: [batch, num_kv_heads, num_parts, kRows, kPushedRow], by length
+    // [num_kv_heads, num_slots, ...].
+    uint32_t* pushed;
 };
 
 // A number as a word that is never zero.
@@ -101,17 +105,21 @@ struct DealtShared {
 };
 
 // Batch-invariant, the parts are units, and add up as units.cuh says.
-template <class T, class Config, class Sequences, bool kBatchInvariant>
+template <class T, class Config, class Sequences, Dealing kDealing>
 class DealtMerge {
   public:
     __device__ DealtMerge(const PartMerge<T, Config, Sequences>& merge, const DealtPlan& plan,
-                          const DealtShared<Config>& shared, const Item& item)
-        : merge_(merge), plan_(plan), shared_(shared), item_(item) {}
+                          const DealtShared<Config>& shared, const Item& item, int32_t first_part)
+        : merge_(merge),
+          plan_(plan),
+          shared_(shared),
+          item_(item),
+          pushed_(plan.pushed + first_part * (Config::kRows * Config::kPushedRow)) {}
 
     // The pieces of the CTA's warps: to the result, or to the mergers.
     __device__ void merge_warps(int32_t part, int32_t num_parts, int32_t num_pieces) const {
         // Units that will not come are known to the mergers: the only one is the result.
-        const bool pushes = kBatchInvariant ? num_parts > 1 : plan_.num_parts > 1;
+        const bool pushes = (kDealing == Dealing::even ? plan_.num_parts : num_parts) > 1;
 #pragma unroll 1
         for (int row = threadIdx.x / 32; row < merge_.num_rows(); row += Config::kWarps) {
             SoftmaxState states[Config::kWarps];
@@ -137,13 +145,14 @@ class DealtMerge {
 
     // A merger's share of the item's rows, of which `num_parts` parts will come.
     __device__ void merge_parts(int32_t merger, int32_t num_parts, int32_t at_once) const {
-        if (kBatchInvariant && num_parts == 1) return;
+        if (kDealing != Dealing::even && num_parts == 1) return;
         const int row =
             (merger * Config::kWarps + static_cast<int>(threadIdx.x / 32)) >> plan_.warps_per_row_log2;
         if (row < merge_.num_rows()) merge_parts_of(row, num_parts, at_once);
     }
 
   private:
+    static constexpr bool kBatchInvariant = kDealing == Dealing::batch_invariant;
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
     static constexpr int kAtOnce = 8;                      // parts whose loads are under way together
     template <int kCount>
@@ -156,8 +165,7 @@ class DealtMerge {
     }
 
     __device__ uint32_t* pushed_row(int32_t part, int row) const {
-        const int32_t item = item_.sequence * static_cast<int32_t>(gridDim.x) + item_.kv_head;
-        return plan_.pushed + ((item * plan_.num_parts + part) * Config::kRows + row) * Config::kPushedRow;
+        return pushed_ + (part * Config::kRows + row) * Config::kPushedRow;
     }
 
     // A copy for each warp that will read it and then set it to zero.
@@ -182,31 +190,31 @@ class DealtMerge {
         const int groups = 1 << log2, group = lane >> (5 - log2), lanes = 32 >> log2;
         const int warp = static_cast<int>(threadIdx.x / 32) & (groups - 1);
         const int32_t row_size = Config::kRows * Config::kPushedRow;
-        const int32_t first_part = kBatchInvariant ? kAtOnce * group : group;
-        const int32_t stride = kBatchInvariant ? row_size : groups * row_size;
-        const int32_t own_parts = kBatchInvariant ? max(min(num_parts - first_part, kAtOnce), 0)
+        // Of this group: the first part, and from one to the next.
+        const int32_t first = kBatchInvariant ? kAtOnce * group : group;
+        const int32_t stride = kBatchInvariant ? 1 : groups;
+        const int32_t own_parts = kBatchInvariant ? max(min(num_parts - first, kAtOnce), 0)
                                                   : (num_parts - group + groups - 1) >> log2;
         const int state_at = Config::kHeadDim + 2 * warp;
         const auto target = merge_.target(item_, row);
-        uint32_t* const rows = pushed_row(min(first_part, num_parts - 1), row);
-        // A look at one word at a time until something has come, so as not to disturb those who work.
-        while (ptx::load_relaxed_8(rows + state_at).x == 0) {
-        }
+        uint32_t* const rows = pushed_row(0, row);
         for (int base = 0; base < kColumns; base += 32) {
             const int place = base + warp * lanes + (lane & (lanes - 1));
             const bool has_column = kColumns % 32 == 0 || place < kColumns;
             const int column = 4 * min(place, kColumns - 1);  // read in vain where this lane has none
+            SoftmaxState states[kAtOnce];
+            float4 outs[kAtOnce];
             SoftmaxState state;
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if constexpr (kBatchInvariant) {
-                fold_units(state, out, rows, stride, state_at, column, has_column, own_parts, num_parts,
-                           at_once, lanes);
+                load_parts(states, outs, rows, state_at, column, has_column, first, stride, num_parts);
+                fold_units(state, out, states, outs, own_parts, num_parts, at_once, lanes);
             } else {
 #pragma unroll 1
-                for (int32_t i = 0; i < num_parts; i += kAtOnce * groups) {
-                    const int32_t first = i + group;
-                    add_parts(state, out, rows + (i >> log2) * stride, stride, state_at, column, has_column,
-                              (num_parts - first + groups - 1) >> log2);
+                for (int32_t i = first; i - group < num_parts; i += kAtOnce * groups) {
+                    load_parts(states, outs, rows, state_at, column, has_column, i, stride, num_parts);
+                    const PartSum<kAtOnce> sum(states);
+                    out = FoldStep::add(state, sum.state)(out, sum(outs));
                 }
 #pragma unroll 1
                 for (int step = lanes; step < 32; step *= 2) {  // over the groups
@@ -220,9 +228,9 @@ class DealtMerge {
             }
             if (group == 0 && has_column) merge_.store(target, column, state, out);
             // As the next launch wants them.
-            uint32_t* words = rows;
+            uint32_t* words = rows + first * row_size;
 #pragma unroll 1
-            for (int32_t i = 0; i < own_parts; ++i, words += stride) {
+            for (int32_t i = 0; i < own_parts; ++i, words += stride * row_size) {
                 if (has_column) *reinterpret_cast<uint4*>(words + column) = make_uint4(0, 0, 0, 0);
                 if (base + 32 >= kColumns && (lane & (lanes - 1)) == 0) {
                     *reinterpret_cast<uint2*>(words + state_at) = make_uint2(0, 0);
@@ -231,45 +239,46 @@ class DealtMerge {
         }
     }
 
-    // Waits for up to kAtOnce of `count` parts, `stride` words apart, and adds them.
-    __device__ static void add_parts(SoftmaxState& state, float4& out, const uint32_t* rows, int32_t stride,
-                                     int state_at, int column, bool has_column, int32_t count) {
-        SoftmaxState states[kAtOnce];
-        float4 outs[kAtOnce];
-        load_parts(states, outs, rows, stride, state_at, column, has_column, count);
-        const PartSum<kAtOnce> sum(states);
-        out = FoldStep::add(state, sum.state)(out, sum(outs));
-    }
+    // Waits for parts `first`, first + stride and so on. In the place of one that is not there, the last one
+    // is waited for and left out: of loads that depend on a condition each, not all would be under way at
+    // once.
     __device__ static void load_parts(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce],
-                                      const uint32_t* rows, int32_t stride, int state_at, int column,
-                                      bool has_column, int32_t count) {
+                                      const uint32_t* rows, int state_at, int column, bool has_column,
+                                      int32_t first, int32_t stride, int32_t num_parts) {
+        constexpr int32_t row_size = Config::kRows * Config::kPushedRow;
         const uint32_t not_needed = has_column ? 0 : 1;
-        bool all_there;
+        uint2 parts[kAtOnce];
+        uint4 words[kAtOnce];
+        uint32_t least;  // of the words that tell
         do {
-            all_there = true;
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                states[i] = SoftmaxState{};
-                outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (i >= count) continue;
-                const uint2 part = ptx::load_relaxed_8(rows + i * stride + state_at);
-                const uint4 words = ptx::load_relaxed_16(rows + i * stride + column);
-                all_there = all_there && part.x != 0 && part.y != 0 && (words.w | not_needed) != 0;
-                states[i] = {NonZero::decode(part.x), NonZero::decode(part.y)};
-                outs[i] = make_float4(__uint_as_float(words.x), __uint_as_float(words.y),
-                                      __uint_as_float(words.z), NonZero::decode(words.w));
+                const uint32_t* const row = rows + min(first + i * stride, num_parts - 1) * row_size;
+                parts[i] = ptx::load_relaxed_8(row + state_at);
+                words[i] = ptx::load_relaxed_16(row + column);
             }
-        } while (!__all_sync(~0u, all_there));
+            least = ~0u;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                least = min(least, min(min(parts[i].x, parts[i].y), words[i].w | not_needed));
+            }
+        } while (__any_sync(~0u, least == 0));
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            states[i] = SoftmaxState{};
+            outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (first + i * stride >= num_parts) continue;
+            states[i] = {NonZero::decode(parts[i].x), NonZero::decode(parts[i].y)};
+            outs[i] = make_float4(__uint_as_float(words[i].x), __uint_as_float(words[i].y),
+                                  __uint_as_float(words[i].z), NonZero::decode(words[i].w));
+        }
     }
 
-    // Waits for this group's units and adds up those of all groups: `at_once` that follow each other, which
+    // Adds up the units of all groups, of which this one has `count`: `at_once` that follow each other, which
     // are in one group, then these parts.
-    __device__ static void fold_units(SoftmaxState& state, float4& out, const uint32_t* rows, int32_t stride,
-                                      int state_at, int column, bool has_column, int32_t count,
-                                      int32_t num_units, int32_t at_once, int lanes) {
-        SoftmaxState states[kAtOnce];
-        float4 outs[kAtOnce];
-        load_parts(states, outs, rows, stride, state_at, column, has_column, count);
+    __device__ static void fold_units(SoftmaxState& state, float4& out, SoftmaxState (&states)[kAtOnce],
+                                      float4 (&outs)[kAtOnce], int32_t count, int32_t num_units,
+                                      int32_t at_once, int lanes) {
 #pragma unroll
         for (int i = 1; i < kAtOnce; ++i) {  // of the part so far
             if ((i & (at_once - 1)) == 0 || i >= count) continue;
@@ -303,6 +312,7 @@ class DealtMerge {
     const DealtPlan& plan_;
     const DealtShared<Config>& shared_;
     Item item_;
+    uint32_t* pushed_;  // of the item's first part
 };
 
 }  // namespace octavo::cuda

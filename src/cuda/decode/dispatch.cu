@@ -12,7 +12,7 @@ namespace octavo::cuda {
 
 template <class T, int kHeadDim, int kRowTiles>
 void launch_decode(const ForwardParams& params, cudaStream_t stream);
-template <class T, int kHeadDim, int kRowTiles, bool kBatchInvariant>
+template <class T, int kHeadDim, int kRowTiles, Dealing kDealing>
 void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream);
 template <class T, int kHeadDim, int kRowTiles>
 void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t stream);
@@ -26,6 +26,7 @@ struct Instance {
     size_t shared_bytes;            // that its kernels need at most
     void (*launch)(const ForwardParams&, cudaStream_t);
     void (*launch_dealt)(const ForwardParams&, cudaStream_t);
+    void (*launch_dealt_by_length)(const ForwardParams&, cudaStream_t);
     void (*launch_batch_invariant)(const ForwardParams&, cudaStream_t);
     void (*launch_batch_invariant_dealt)(const ForwardParams&, cudaStream_t);
 };
@@ -35,19 +36,22 @@ constexpr Instance shapes(Instance instance) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
     instance.short_keys = DealtConfig<kHeadDim, kRowTiles, 1>::kShortKeys;
     instance.unit_keys = Units<Config>::kShort * kBlockKeys;
-    instance.shared_bytes = std::max({sizeof(DecodeShared<Config>), sizeof(BatchInvariantShared<Config>),
-                                      sizeof(DealtShared<DealtConfig<kHeadDim, kRowTiles, 1>>)});
+    instance.shared_bytes =
+        std::max({sizeof(DecodeShared<RunConfig<kHeadDim, kRowTiles>>), sizeof(BatchInvariantShared<Config>),
+                  sizeof(DealtShared<DealtConfig<kHeadDim, kRowTiles, 1>>),
+                  sizeof(DealtShared<ByLengthConfig<kHeadDim, kRowTiles>>)});
     return instance;
 }
 
 // Every instance compiled, by rising head dim and rows; CMake writes the list that it compiles.
 constexpr Instance kInstances[] = {
-#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                                  \
-    shapes<head_dim, row_tiles>({dtype_of<type>(), head_dim, 8 * (row_tiles), 0, 0, 0,     \
-                                 launch_decode<type, head_dim, row_tiles>,                 \
-                                 launch_dealt_decode<type, head_dim, row_tiles, false>,    \
-                                 launch_batch_invariant_decode<type, head_dim, row_tiles>, \
-                                 launch_dealt_decode<type, head_dim, row_tiles, true>}),
+#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                                            \
+    shapes<head_dim, row_tiles>({dtype_of<type>(), head_dim, 8 * (row_tiles), 0, 0, 0,               \
+                                 launch_decode<type, head_dim, row_tiles>,                           \
+                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::even>,      \
+                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::by_length>, \
+                                 launch_batch_invariant_decode<type, head_dim, row_tiles>,           \
+                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::batch_invariant>}),
 #include "decode_instances.inc"
 #undef OCTAVO_DECODE_INSTANCE
 };
@@ -105,16 +109,30 @@ ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
     return p;
 }
 
-// Whether blocks are dealt out: where that shares the work evenly whatever the lengths are. One sequence; or
-// short items, of up to `short_keys`, if CTAs are few or have 64 KB to read (256 sequences of 96 keys, 8 KV
-// heads of dim 64: 24 us, 16 by a schedule).
-bool deals(const ForwardParams& p, int32_t short_keys) {
+bool may_deal(const ForwardParams& p) {
     if (p.window_left >= 0 || p.prefix_lens || p.num_pages == 0 || p.seqlen_k == 0) return false;
-    if (!p.seq_lens || p.num_skipped_keys > 0) return false;  // a pass of the cascade
+    return p.seq_lens && p.num_skipped_keys == 0;  // no pass of the cascade
+}
+
+// Whether blocks are dealt out evenly, which shares the work whatever the lengths are. One sequence; or short
+// items, of up to `short_keys`, if CTAs are few or have 64 KB to read (256 sequences of 96 keys, 8 KV heads
+// of dim 64: 24 us, 16 by a schedule); or so many items that SMs which have a short one take more of them: a
+// long one that starts last takes an SM 8 us at most.
+bool deals(const ForwardParams& p, int32_t short_keys) {
+    if (!may_deal(p)) return false;
     const int64_t items = int64_t{p.batch} * p.num_kv_heads, sms = num_sms(p.device.index);
     if (p.batch == 1 && items <= sms) return true;
     const int64_t item_bytes = int64_t{p.seqlen_k} * p.head_dim * 2 * static_cast<int64_t>(size_of(p.dtype));
-    return p.seqlen_k <= short_keys && (items <= 4 * sms || item_bytes >= 64 * 1024);
+    constexpr int64_t kManyBytes = 512 * 1024;
+    const bool has_enough = item_bytes >= 64 * 1024;
+    if (!p.batch_invariant && items >= 6 * sms && has_enough && item_bytes <= kManyBytes) return true;
+    return p.seqlen_k <= short_keys && (items <= 4 * sms || has_enough);
+}
+
+// Whether by length: where items have two CTAs or more each, if they are equally long.
+bool deals_by_length(const ForwardParams& p) {
+    return may_deal(p) && p.batch <= kMaxSequencesByLength && p.seqlen_k < (1 << 28) &&
+           int64_t{2} * p.batch * p.num_kv_heads <= num_sms(p.device.index);
 }
 
 }  // namespace
@@ -156,8 +174,12 @@ void decode(const ForwardParams& p, cudaStream_t stream) {
         if (p.batch_invariant) {
             const bool dealt = deals(part, instance.unit_keys);
             (dealt ? instance.launch_batch_invariant_dealt : instance.launch_batch_invariant)(part, stream);
+        } else if (deals(part, instance.short_keys)) {
+            instance.launch_dealt(part, stream);
+        } else if (deals_by_length(part)) {
+            instance.launch_dealt_by_length(part, stream);
         } else {
-            (deals(part, instance.short_keys) ? instance.launch_dealt : instance.launch)(part, stream);
+            instance.launch(part, stream);
         }
     }
 }

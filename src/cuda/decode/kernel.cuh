@@ -16,9 +16,9 @@
 namespace octavo::cuda {
 
 template <class T, int kHeadDim, int kRowTiles>
-__global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1)
+__global__ void __launch_bounds__(RunConfig<kHeadDim, kRowTiles>::kThreads, 1)
     decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodePlan plan) {
-    using Config = DecodeConfig<kHeadDim, kRowTiles>;
+    using Config = RunConfig<kHeadDim, kRowTiles>;
     constexpr int kStages = Config::kStages;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<DecodeShared<Config>*>(shared_bytes);

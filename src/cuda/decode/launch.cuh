@@ -70,7 +70,7 @@ void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Comp
 
 template <class T, int kHeadDim, int kRowTiles>
 void launch_decode(const ForwardParams& params, cudaStream_t stream) {
-    using Config = DecodeConfig<kHeadDim, kRowTiles>;
+    using Config = RunConfig<kHeadDim, kRowTiles>;
     launch_decode_kernel<decode_kernel<T, kHeadDim, kRowTiles>, Config, DecodeShared<Config>, DecodePlan>(
         params, stream, [&](DecodePlan& plan, const DecodeLimits& limits) {
             plan.pairs = limits.pairs;
