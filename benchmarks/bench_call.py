@@ -82,14 +82,16 @@ def cpu_contestants(batch: int) -> Iterator[Contestant]:
 def peers() -> Iterator[Contestant]:
     """FlashAttention-3 and FlashInfer."""
     from _decode_cases import Case
-    from _decode_contestants import FlashInfer, find_contestants
+    from _decode_contestants import FlashInfer, Octavo, find_contestants
     from _decode_inputs import make_inputs
     from _device import versions
 
     case = Case("tiny", (1,), dtype="float16")
     inputs = make_inputs(case)
     found = versions(["flashinfer", "vllm"])
-    for peer in find_contestants(flashinfer=True)[1:]:
+    for peer in find_contestants(flashinfer=True):
+        if isinstance(peer, Octavo):
+            continue
         version = found.get("flashinfer" if isinstance(peer, FlashInfer) else "vllm", "")
         yield Contestant(peer.name, version, peer.prepare(case, inputs))
         if isinstance(peer, FlashInfer):

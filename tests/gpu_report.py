@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import octavo
@@ -68,22 +70,34 @@ def run_pytest(arguments: list[str]) -> dict[str, object]:
     }
 
 
-def run_cuda_test(binary: Path, tool: str | None, tests: str = "*") -> dict[str, object]:
+def run_shard(command: list[str], shard: int, num_shards: int) -> subprocess.CompletedProcess[str]:
+    shards = {"GTEST_TOTAL_SHARDS": str(num_shards), "GTEST_SHARD_INDEX": str(shard)}
+    return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **shards})
+
+
+def run_cuda_test(binary: Path, jobs: int, tool: str | None, tests: str = "*") -> dict[str, object]:
     sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"] if tool else []
     start = time.monotonic()
     command = [*sanitizer, str(binary), f"--gtest_filter={tests}"]
-    result = subprocess.run(command, check=False, capture_output=True, text=True)
-    passed = re.search(r"\[  PASSED  \] (\d+) tests?", result.stdout)
-    skipped = re.search(r"\[  SKIPPED \]", result.stdout)
-    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
-    ok = result.returncode == 0 and passed is not None and not skipped and (tool is None or bool(summary))
-    if not ok:
-        print(result.stdout[-4000:], result.stderr[-2000:], file=sys.stderr)
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(lambda shard: run_shard(command, shard, jobs), range(jobs)))
+    num_passed = 0
+    summaries: Counter[str] = Counter()
+    bad = []
+    for shard, result in enumerate(results):
+        passed = re.search(r"\[  PASSED  \] (\d+) tests?", result.stdout)
+        skipped = re.search(r"\[  SKIPPED \]", result.stdout)
+        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
+        num_passed += int(passed[1]) if passed else 0
+        summaries.update(summary[-1:])
+        if result.returncode != 0 or not passed or skipped or (tool and not summary):
+            bad.append(shard)
+            print(result.stdout[-4000:], result.stderr[-2000:], file=sys.stderr)
     return {
-        "ok": ok,
+        "ok": num_passed > 0 and not bad,
         "tests": tests,
-        "passed": int(passed[1]) if passed else 0,
-        "summary": summary[-1] if summary else None,
+        "passed": num_passed,
+        "summaries": dict(summaries),
         "seconds": round(time.monotonic() - start, 1),
     }
 
@@ -95,6 +109,9 @@ def main() -> int:
     parser.add_argument(
         "--sanitize", metavar="FILTER", default="*", help="the C++ tests to run under the sanitizers"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="how many processes share the C++ tests (default: %(default)s)"
+    )
     parser.add_argument("pytest_arguments", nargs="*", help="passed on to pytest, after --")
     options = parser.parse_args()
 
@@ -103,9 +120,9 @@ def main() -> int:
         "octavo": octavo.build_info(),
         "versions": {library: version_of(library) for library in LIBRARIES},
         "pytest": run_pytest(options.pytest_arguments),
-        "cuda_test": run_cuda_test(options.cuda_test, None),
-        "memcheck": run_cuda_test(options.cuda_test, "memcheck", options.sanitize),
-        "racecheck": run_cuda_test(options.cuda_test, "racecheck", options.sanitize),
+        "cuda_test": run_cuda_test(options.cuda_test, options.jobs, None),
+        "memcheck": run_cuda_test(options.cuda_test, options.jobs, "memcheck", options.sanitize),
+        "racecheck": run_cuda_test(options.cuda_test, options.jobs, "racecheck", options.sanitize),
     }
     report["ok"] = all(report[part]["ok"] for part in ("pytest", "cuda_test", "memcheck", "racecheck"))
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@
  * what you need. A struct of another version's size is refused.
  *
  * Functions return OCTAVO_OK or what went wrong; octavo_last_error() then has the message. No C++ exception
- * leaves them. Operators may be called from any thread; an allocator from one at a time.
+ * leaves them. Every function may be called from any thread.
  *
  * Link liboctavo.a and the C++ runtime (find_package(octavo) knows how), or load the Python package's
  * extension module (octavo._core.__file__) into a Python process. */
@@ -112,18 +112,21 @@ OCTAVO_API octavo_status octavo_merge_states(const octavo_tensor* out_a, const o
                                              void* stream);
 
 typedef struct octavo_page_allocator octavo_page_allocator;
-typedef uint64_t octavo_sequence;
+typedef uint64_t octavo_sequence; /* a handle; one whose sequence was freed is refused */
 
 OCTAVO_API octavo_status octavo_page_allocator_new(int64_t num_pages, int64_t page_size,
                                                    octavo_page_allocator** allocator);
 OCTAVO_API void octavo_page_allocator_delete(octavo_page_allocator* allocator); /* null is fine */
 OCTAVO_API octavo_status octavo_page_allocator_create(octavo_page_allocator* allocator,
                                                       octavo_sequence* sequence);
+/* n more tokens, all or nothing: OCTAVO_OUT_OF_PAGES leaves all as it was. */
 OCTAVO_API octavo_status octavo_page_allocator_extend(octavo_page_allocator* allocator,
                                                       octavo_sequence sequence, int64_t n);
+/* n sequences that share every page of this one; the first to grow copies a last page that is not full. */
 OCTAVO_API octavo_status octavo_page_allocator_fork(octavo_page_allocator* allocator,
                                                     octavo_sequence sequence, int64_t n,
                                                     octavo_sequence* forks); /* [n], written */
+/* Drops tokens at the end. */
 OCTAVO_API octavo_status octavo_page_allocator_truncate(octavo_page_allocator* allocator,
                                                         octavo_sequence sequence, int64_t length);
 OCTAVO_API octavo_status octavo_page_allocator_free(octavo_page_allocator* allocator,
@@ -146,7 +149,7 @@ OCTAVO_API octavo_status octavo_page_allocator_shared_prefix_len(const octavo_pa
                                                                  int64_t count, int64_t num_queries,
                                                                  int64_t* shared_prefix_len);
 /* Takes the copies that copy-on-write still has to make: *count of them, as (from, to) pairs that live until
- * the allocator's next call of this function. */
+ * the allocator's next call of this function, for which threads must take turns. */
 OCTAVO_API octavo_status octavo_page_allocator_take_copies(octavo_page_allocator* allocator,
                                                            const int32_t** copies, int64_t* count);
 OCTAVO_API int64_t octavo_page_allocator_num_free_pages(const octavo_page_allocator* allocator);

@@ -15,55 +15,114 @@ std::vector<int32_t> mixed_lengths_q(Random& random) {
     return lengths;
 }
 
-class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {};
+std::vector<int32_t> longer(Random& random, std::vector<int32_t> lengths) {
+    for (int32_t& length : lengths) length += random.pick({0, 1, 15, 127, 128, 300, 615});
+    return lengths;
+}
+
+class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {
+  protected:
+    CudaPrefillTest() {
+        pick_masks(random_, call_.options);
+        call_.options.max_seqlen_q = random_.pick({230, 257});
+        call_.with_alibi = random_.one_in(4);
+    }
+
+    // Elements of a token.
+    int64_t row() const { return num_q_heads_ * head_dim_; }
+
+    Random random_{GetParam()};
+    const DType dtype_ = random_.pick({DType::float16, DType::bfloat16});
+    const int64_t num_kv_heads_ = random_.pick({2, 3});
+    const int64_t num_q_heads_ = num_kv_heads_ * random_.pick({1, 3, 4, 8});
+    const int64_t head_dim_ = random_.pick({64, 96, 128, 128, 128, 120, 192, 256});
+    const std::vector<int32_t> lengths_q_ = mixed_lengths_q(random_);
+    const std::vector<int32_t> lengths_k_ = longer(random_, lengths_q_);
+    Cache cache_{random_, lengths_k_, random_.pick({8, 16, 24, 256}), num_kv_heads_, head_dim_, dtype_};
+    PagedCall call_{random_, cache_, lengths_q_, num_q_heads_, dtype_};
+};
 
 TEST_P(CudaPrefillTest, AgreesWithTheCpu) {
-    Random random(GetParam());
-    const DType dtype = random.pick({DType::float16, DType::bfloat16});
-    const int64_t num_kv_heads = random.pick({2, 3}), group_size = random.pick({1, 3, 4, 8});
-    const int64_t num_q_heads = num_kv_heads * group_size;
-    const int64_t head_dim = random.pick({64, 96, 128, 128, 128, 120, 192, 256});
-    const std::vector<int32_t> lengths_q = mixed_lengths_q(random);
-    std::vector<int32_t> lengths_k;
-    for (int32_t length : lengths_q)
-        lengths_k.push_back(length + random.pick({0, 1, 15, 127, 128, 300, 615}));
-    const int64_t batch = lengths_q.size();
-    Cache cache(random, lengths_k, random.pick({8, 16, 24, 256}), num_kv_heads, head_dim, dtype);
-    const std::vector<int32_t> begins = cumulative(lengths_q);
-    const int64_t total_q = begins.back(), row = num_q_heads * head_dim;
-    Mirror<int32_t> cu_seqlens_q(begins), table(cache.table), lengths(cache.lengths);
-    Mirror<uint16_t> q(random.normal(total_q * row, dtype)), k(cache.k), v(cache.v);
-    Mirror<uint16_t> out(nans(q.host.size(), dtype));
-    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
+    call_.run_on_gpu();
+    call_.expect_what_the_cpu_gives();
+}
 
-    PagedAttentionArgs args;
-    pick_masks(random, args);
-    args.max_seqlen_q = random.pick({230, 257});
-    const bool with_alibi = random.one_in(4);
-    auto set = [&](auto view) {
-        args.q = view(q, dtype, {total_q, num_q_heads, head_dim});
-        args.out = view(out, dtype, {total_q, num_q_heads, head_dim});
-        args.lse = view(lse, DType::float32, {total_q, num_q_heads});
-        args.k_pages = view(k, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
-        args.v_pages = view(v, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
-        args.page_table = view(table, DType::int32, {batch, cache.max_pages});
-        args.seq_lens = view(lengths, DType::int32, {batch});
-        args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
-        if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
-    };
-    using Shape = std::initializer_list<int64_t>;
-    set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
-    paged_attention(args);
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    const std::vector<uint16_t> out_bits = out.fetch();
-    const std::vector<float> lse_values = lse.fetch();
-    set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
-    paged_attention(args);
-    expect_close(out_bits, out.host, dtype);
-    expect_close(lse_values, lse.host);
+class CudaPrefillBitsTest : public CudaPrefillTest {};
+
+// Whatever the lengths of its neighbours, and wherever it stands, as long as their number, the total and the
+// bounds stay.
+TEST_P(CudaPrefillBitsTest, DoNotDependOnNeighbours) {
+    const int64_t batch = call_.batch, pages = cache_.max_pages;
+    std::vector<int32_t> lengths_q;
+    Cache turned = cache_;
+    std::vector<uint16_t> q;
+    for (int64_t b = 0; b < batch; ++b) {
+        const int64_t from = batch - 1 - b;
+        lengths_q.push_back(lengths_q_[from]);
+        turned.lengths[b] = from % 2 == 0 ? lengths_k_[from] : lengths_q_[from];
+        std::copy_n(cache_.table.begin() + from * pages, pages, turned.table.begin() + b * pages);
+        const auto tokens = call_.q.host.begin();
+        q.insert(q.end(), tokens + call_.begins[from] * row(), tokens + call_.begins[from + 1] * row());
+    }
+    PagedCall other(random_, turned, lengths_q, num_q_heads_, dtype_);
+    other.q.upload(q);
+    other.options = call_.options;
+    other.with_alibi = call_.with_alibi;
+    call_.run_on_gpu();
+    other.run_on_gpu();
+    const auto out = call_.out.fetch(), other_out = other.out.fetch();
+    const auto lse = call_.lse.fetch(), other_lse = other.lse.fetch();
+    for (int64_t b = 0; b < batch; b += 2) {
+        auto same = [&](const auto& values, const auto& others, int64_t width) {
+            const auto at = values.begin() + call_.begins[b] * width;
+            return std::equal(at, at + lengths_q_[b] * width,
+                              others.begin() + other.begins[batch - 1 - b] * width);
+        };
+        ASSERT_TRUE(same(out, other_out, row())) << "sequence " << b;
+        ASSERT_TRUE(same(lse, other_lse, num_q_heads_)) << "sequence " << b;
+    }
+}
+
+// Every sequence alone has the bits that it has in the batch.
+TEST_P(CudaPrefillBitsTest, BatchInvariant) {
+    call_.options.batch_invariant = true;
+    const PagedAttentionArgs args = call_.arguments(kOnGpu);
+    call_.run_on_gpu();
+    const auto out = call_.out.fetch();
+    const auto lse = call_.lse.fetch();
+    for (int64_t b = 0; b < call_.batch; b += 3) {
+        const int64_t begin = call_.begins[b], length = lengths_q_[b];
+        // Nor does it matter that the array has room for max_seqlen_q tokens.
+        const int64_t room = std::min(*args.max_seqlen_q, call_.total_q() - begin);
+        const int64_t num_tokens = b % 2 == 0 ? length : room;
+        Mirror<int32_t> begins({0, lengths_q_[b]});
+        Mirror<uint16_t> own_out(nans(num_tokens * row(), dtype_));
+        Mirror<float> own_lse(std::vector<float>(num_tokens * num_q_heads_, NAN));
+        PagedAttentionArgs own = args;
+        auto cut = [](TensorView& view, int64_t begin, int64_t count) {
+            view.data = static_cast<char*>(view.data) + begin * view.strides[0] * size_of(view.dtype);
+            view.shape[0] = count;
+        };
+        cut(own.q, begin, num_tokens);
+        cut(own.page_table, b, 1);
+        own.page_table.shape[1] = lengths_k_[b] / cache_.page_size + 1;
+        cut(own.seq_lens, b, 1);
+        own.out = own_out.on_gpu(dtype_, {num_tokens, num_q_heads_, head_dim_});
+        own.lse = own_lse.on_gpu(DType::float32, {num_tokens, num_q_heads_});
+        own.cu_seqlens_q = begins.on_gpu(DType::int32, {2});
+        paged_attention(own);
+        auto same = [&](const auto& values, const auto& in_batch, int64_t width) {
+            return std::equal(values.begin(), values.begin() + length * width,
+                              in_batch.begin() + begin * width);
+        };
+        ASSERT_TRUE(same(own_out.fetch(), out, row())) << "sequence " << b;
+        ASSERT_TRUE(same(own_lse.fetch(), lse, num_q_heads_)) << "sequence " << b;
+    }
+    call_.expect_what_the_cpu_gives();
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillTest, ::testing::Range(0u, 40u));
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillBitsTest, ::testing::Range(0u, 12u));  // every head dim
 
 }  // namespace
 }  // namespace octavo

@@ -25,40 +25,16 @@ TEST_P(CudaTest, PagedAttentionAgreesWithTheCpu) {
     const int64_t head_dim = random.pick({8, 64, 80, 96, 112, 128, 160, 256});
     Cache cache(random, {lengths_k.begin(), lengths_k.begin() + batch}, random.pick({1, 16, 17, 256}),
                 num_kv_heads, head_dim, dtype);
-
-    Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), table(cache.table), lengths(cache.lengths);
-    const int64_t total_q = cu_seqlens_q.host.back();
-    Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype)), k(cache.k), v(cache.v);
-    Mirror<uint16_t> out(nans(q.host.size(), dtype));
-    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN));
-    Mirror<float> slopes(slopes_for(num_q_heads));
+    PagedCall call(random, cache, lengths_q, num_q_heads, dtype);
     std::vector<int32_t> prefixes(batch);
     for (int32_t& prefix : prefixes) prefix = random.pick({0, 3, 40});
-    Mirror<int32_t> prefix_lens(prefixes);
-
-    PagedAttentionArgs args;
-    pick_masks(random, args);
-    if (random.one_in(4)) args.num_splits = random.pick({1, 3, 7});
-    const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4);
-    auto run = [&](auto view) {
-        args.q = view(q, dtype, {total_q, num_q_heads, head_dim});
-        args.out = view(out, dtype, {total_q, num_q_heads, head_dim});
-        args.lse = view(lse, DType::float32, {total_q, num_q_heads});
-        args.k_pages = view(k, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
-        args.v_pages = view(v, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
-        args.page_table = view(table, DType::int32, {batch, cache.max_pages});
-        args.seq_lens = view(lengths, DType::int32, {batch});
-        if (!decode) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
-        if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
-        if (with_prefix) args.prefix_lens = view(prefix_lens, DType::int32, {batch});
-        paged_attention(args);
-    };
-    using Shape = std::initializer_list<int64_t>;
-    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
-    expect_close(out.fetch(), out.host, dtype);
-    expect_close(lse.fetch(), lse.host);
+    pick_masks(random, call.options);
+    if (random.one_in(4)) call.options.num_splits = random.pick({1, 3, 7});
+    call.packed = !decode;
+    call.with_alibi = random.one_in(3);
+    if (random.one_in(4)) call.prefix_lens.emplace(prefixes);
+    call.run_on_gpu();
+    call.expect_what_the_cpu_gives();
 }
 
 TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
@@ -138,35 +114,12 @@ TEST_P(CudaTest, PagedPrefillAgreesWithTheCpu) {
     const int64_t head_dim = random.pick({64, 128, 128, 256});
     // Decode rows and chunks in one batch.
     const std::vector<int32_t> lengths_q{1, 200, 1, 64, 130, 0}, lengths_k{70, 270, 1, 64, 390, 5};
-    const int64_t batch = lengths_q.size();
     Cache cache(random, lengths_k, random.pick({8, 16, 64, 256}), num_kv_heads, head_dim, dtype);
-    Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), table(cache.table), lengths(cache.lengths);
-    const int64_t total_q = cu_seqlens_q.host.back();
-    Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype)), k(cache.k), v(cache.v);
-    Mirror<uint16_t> out(nans(q.host.size(), dtype));
-    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
-
-    PagedAttentionArgs args;
-    pick_masks(random, args);
-    const bool with_alibi = random.one_in(3);
-    auto run = [&](auto view) {
-        args.q = view(q, dtype, {total_q, num_q_heads, head_dim});
-        args.out = view(out, dtype, {total_q, num_q_heads, head_dim});
-        args.lse = view(lse, DType::float32, {total_q, num_q_heads});
-        args.k_pages = view(k, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
-        args.v_pages = view(v, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
-        args.page_table = view(table, DType::int32, {batch, cache.max_pages});
-        args.seq_lens = view(lengths, DType::int32, {batch});
-        args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
-        if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
-        paged_attention(args);
-    };
-    using Shape = std::initializer_list<int64_t>;
-    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    run([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
-    expect_close(out.fetch(), out.host, dtype);
-    expect_close(lse.fetch(), lse.host);
+    PagedCall call(random, cache, lengths_q, num_q_heads, dtype);
+    pick_masks(random, call.options);
+    call.with_alibi = random.one_in(3);
+    call.run_on_gpu();
+    call.expect_what_the_cpu_gives();
 }
 
 // The lengths at which a persistent kernel hands out several tiles to each SM.

@@ -6,12 +6,15 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
+#include <octavo/paged_attention.h>
 #include <octavo/tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -60,6 +63,14 @@ class Mirror {
   private:
     size_t bytes() const { return host.size() * sizeof(T); }
     T* device_ = nullptr;
+};
+
+// Which of its two a call is given.
+inline constexpr auto kOnHost = [](auto& mirror, DType dtype, std::initializer_list<int64_t> shape) {
+    return mirror.on_host(dtype, shape);
+};
+inline constexpr auto kOnGpu = [](auto& mirror, DType dtype, std::initializer_list<int64_t> shape) {
+    return mirror.on_gpu(dtype, shape);
 };
 
 class Random {
@@ -176,5 +187,68 @@ void pick_masks(Random& random, Args& args) {
     if (random.one_in(3)) args.window_left = random.pick({0, 10, 90, 300});
     if (random.one_in(4)) args.softcap = 20.0;
 }
+
+// Random queries over a cache, with outputs full of NaN, for either device.
+struct PagedCall {
+    PagedCall(Random& random, const Cache& cache, const std::vector<int32_t>& lengths_q, int64_t num_q_heads,
+              DType dtype)
+        : dtype(dtype),
+          batch(cache.batch),
+          num_q_heads(num_q_heads),
+          head_dim(cache.head_dim),
+          begins(cumulative(lengths_q)),
+          pages_shape{cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim},
+          max_pages(cache.max_pages),
+          cu_seqlens_q(begins),
+          table(cache.table),
+          lengths(cache.lengths),
+          q(random.normal(total_q() * num_q_heads * head_dim, dtype)),
+          k(cache.k),
+          v(cache.v),
+          out(nans(q.host.size(), dtype)),
+          lse(std::vector<float>(total_q() * num_q_heads, NAN)),
+          slopes(slopes_for(num_q_heads)) {}
+
+    int64_t total_q() const { return begins.back(); }
+
+    // `view`: kOnHost or kOnGpu.
+    template <class View>
+    PagedAttentionArgs arguments(View view) {
+        const auto [num_pages, page_size, num_kv_heads, head_dim] = pages_shape;
+        PagedAttentionArgs args = options;
+        args.q = view(q, dtype, {total_q(), num_q_heads, head_dim});
+        args.out = view(out, dtype, {total_q(), num_q_heads, head_dim});
+        args.lse = view(lse, DType::float32, {total_q(), num_q_heads});
+        args.k_pages = view(k, dtype, {num_pages, page_size, num_kv_heads, head_dim});
+        args.v_pages = view(v, dtype, {num_pages, page_size, num_kv_heads, head_dim});
+        args.page_table = view(table, DType::int32, {batch, max_pages});
+        args.seq_lens = view(lengths, DType::int32, {batch});
+        if (packed) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
+        if (prefix_lens) args.prefix_lens = view(*prefix_lens, DType::int32, {batch});
+        if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        return args;
+    }
+    void run_on_gpu() {
+        paged_attention(arguments(kOnGpu));
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    }
+    void expect_what_the_cpu_gives() {
+        paged_attention(arguments(kOnHost));
+        expect_close(out.fetch(), out.host, dtype);
+        expect_close(lse.fetch(), lse.host);
+    }
+
+    PagedAttentionArgs options;  // without arrays
+    bool packed = true, with_alibi = false;
+    const DType dtype;
+    const int64_t batch, num_q_heads, head_dim;
+    const std::vector<int32_t> begins;  // of each sequence's queries
+    const std::array<int64_t, 4> pages_shape;
+    const int64_t max_pages;
+    Mirror<int32_t> cu_seqlens_q, table, lengths;
+    Mirror<uint16_t> q, k, v, out;
+    Mirror<float> lse, slopes;
+    std::optional<Mirror<int32_t>> prefix_lens;
+};
 
 }  // namespace octavo

@@ -65,12 +65,12 @@ class NumPy(ArrayLibrary):
 class Torch(ArrayLibrary):
     name = "torch"
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, index: int = 0) -> None:
         import torch
 
         self.torch = torch
         self.device = device
-        self.torch_device = torch.device(device, 0)  # JAX may make another GPU the current one
+        self.torch_device = torch.device(device, index)  # JAX may make another GPU the current one
         self.array_type = torch.Tensor
 
     def from_numpy(self, values: NDArray) -> Any:

@@ -1,8 +1,8 @@
-"""Calls to be refused: a right call of each operator, and what a case replaces in it."""
+"""Calls to be refused: a right call of each operator, what replaces what in it, and what stays as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -154,3 +154,8 @@ def check_refused(
 def refusals(cases: list[Any]) -> Any:
     """The decorator of a test that takes the arguments of check_refused()."""
     return pytest.mark.parametrize(("op", "make", "overrides", "error", "message"), cases)
+
+
+def dump(alloc: octavo.PageAllocator, seqs: Iterable[int]) -> Any:
+    """All that can be seen of an allocator without changing it."""
+    return [(alloc.length(seq), alloc.pages(seq).tolist()) for seq in seqs], alloc.stats()

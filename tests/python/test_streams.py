@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+import cases
 import octavo
+import oracle
 from array_calls import assert_equal_results, cache, expected, qkv
+from cases import Case
+from generation import DTYPE, Generation
 from libraries import ArrayLibrary, get_library
+
+pytestmark = pytest.mark.gpu
+
+SLEEP_CYCLES = 50_000_000  # tens of milliseconds: far longer than a launch
+
+
+@pytest.fixture(scope="module")
+def library() -> ArrayLibrary:
+    return get_library("torch", "cuda")
 
 
 def cuda_qkv(library: ArrayLibrary) -> list[Any]:
     return [library.array(x, "float16") for x in qkv()]
 
 
-@pytest.mark.gpu
-def test_torch_current_stream() -> None:
-    import torch
-
-    library = get_library("torch", "cuda")
-    q, k, v = cuda_qkv(library)
-    wanted = octavo.attention(q, k, v)
-    torch.cuda.synchronize()
-    late = torch.zeros_like(k)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(k)
-        out = octavo.attention(q, late, v)
-        torch.cuda.current_stream().synchronize()
-    assert torch.equal(out, wanted)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["address", "torch", "cupy", "protocol"])
 def test_stream_argument_waits_for_the_current_stream(kind: str) -> None:
     import cupy
@@ -54,14 +51,13 @@ def test_stream_argument_waits_for_the_current_stream(kind: str) -> None:
     late = torch.zeros_like(k)
     out = torch.zeros_like(q)
     torch.cuda.synchronize()
-    torch.cuda._sleep(50_000_000)
+    torch.cuda._sleep(SLEEP_CYCLES)
     late.copy_(k)
     assert octavo.attention(q, late, v, out=out, stream=stream) is out
     theirs.synchronize()
     assert torch.equal(out, wanted)
 
 
-@pytest.mark.gpu
 def test_cupy_current_stream() -> None:
     import cupy
     import torch
@@ -74,7 +70,7 @@ def test_cupy_current_stream() -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-            torch.cuda._sleep(50_000_000)
+            torch.cuda._sleep(SLEEP_CYCLES)
         late[...] = k
         out = octavo.attention(q, late, v)
         stream.synchronize()
@@ -85,14 +81,13 @@ def test_cupy_current_stream() -> None:
     cupy.cuda.Device().synchronize()
     with stream:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-            torch.cuda._sleep(50_000_000)
+            torch.cuda._sleep(SLEEP_CYCLES)
         late[...] = k
         result = octavo.attention(torch_q, late, v)
     torch.cuda.current_stream().synchronize()
     np.testing.assert_array_equal(result.cpu().numpy(), wanted)
 
 
-@pytest.mark.gpu
 def test_the_current_stream_of_a_cache_waits_for_what_is_written() -> None:
     import cupy
     import torch
@@ -105,13 +100,12 @@ def test_the_current_stream_of_a_cache_waits_for_what_is_written() -> None:
     torch.cuda.synchronize()
     cupy.cuda.Device().synchronize()
     with torch.cuda.stream(torch.cuda.Stream()), cupy.cuda.Stream(non_blocking=True):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(SLEEP_CYCLES)
         octavo.append_kv(k, v, k_pages, v_pages, table, lengths)
         written = cupy.asnumpy(k_pages[0, 0].copy())
     np.testing.assert_array_equal(written, torch_library.to_numpy(k)[1])
 
 
-@pytest.mark.gpu
 def test_jax_results_are_ready() -> None:
     import jax
 
@@ -129,7 +123,6 @@ def test_jax_results_are_ready() -> None:
         del late
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("first", ["torch", "cupy", "jax"])
 def test_mixed_frameworks_on_a_gpu(first: str) -> None:
     libraries = {name: get_library(name, "cuda") for name in ("torch", "cupy", "jax")}
@@ -148,7 +141,6 @@ def test_mixed_frameworks_on_a_gpu(first: str) -> None:
         assert_equal_results("cuda", libraries[first].to_float64(out), expected(dtype, q, k, v))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["torch", "cupy", "jax"])
 def test_mixed_devices_are_refused(name: str) -> None:
     library = get_library(name, "cuda")
@@ -164,7 +156,6 @@ def test_mixed_devices_are_refused(name: str) -> None:
     assert str(error.value) == message
 
 
-@pytest.mark.gpu
 def test_cuda_graph_capture_with_new_results() -> None:
     import torch
 
@@ -182,7 +173,6 @@ def test_cuda_graph_capture_with_new_results() -> None:
     assert torch.equal(lse, wanted_lse)
 
 
-@pytest.mark.gpu
 def test_pinned_torch_tensors_are_the_cpus() -> None:
     import torch
 
@@ -192,7 +182,6 @@ def test_pinned_torch_tensors_are_the_cpus() -> None:
     np.testing.assert_array_equal(out.numpy().astype(np.float64), expected("float32", *qkv()))
 
 
-@pytest.mark.gpu
 def test_streams_given_to_producers() -> None:
     """A CUDA array of an unknown framework is asked for on our stream; 1 stands for the legacy default."""
     import torch
@@ -219,3 +208,137 @@ def test_streams_given_to_producers() -> None:
     octavo.attention(q, k, v, stream=side)
     side.synchronize()
     assert k.streams == [1, side.cuda_stream]
+
+
+# Work that starts late. An operator on the wrong stream would see the NaN that was there before.
+
+STREAM_CASE = Case("streams", (65,), (65,), num_kv_heads=2)
+
+
+def stream_problem() -> tuple[list[NDArray], oracle.Reference]:
+    inputs = cases.make_inputs(STREAM_CASE, DTYPE)
+    arrays = [x[None] for x in (inputs.q, inputs.k, inputs.v)]
+    return arrays, cases.make_reference(STREAM_CASE, inputs, DTYPE)
+
+
+class LateArrays:
+    """Torch arrays of NaN that get their numbers on `stream`, behind a long wait."""
+
+    def __init__(self, torch: Any, library: ArrayLibrary) -> None:
+        values, self.reference = stream_problem()
+        self._torch = torch
+        self._library = library
+        self._ready = [library.array(x, DTYPE) for x in values]
+        self.arrays = [torch.full_like(x, float("nan")) for x in self._ready]
+        # The first call loads the kernel, for which CUDA may wait until the device is idle.
+        octavo.attention(*self._ready, causal=True, return_lse=True)
+        torch.cuda.synchronize()
+
+    def fill(self, stream: Any) -> None:
+        with self._torch.cuda.stream(stream):
+            self._torch.cuda._sleep(SLEEP_CYCLES)
+            for array, ready in zip(self.arrays, self._ready, strict=True):
+                array.copy_(ready, non_blocking=True)
+
+    def check(self, result: tuple[Any, Any]) -> None:
+        self._torch.cuda.synchronize()
+        out, lse = (self._library.to_float64(x)[0] for x in result)
+        self.reference.check(out, lse)
+
+
+def test_current_stream_of_torch(torch: Any, library: ArrayLibrary) -> None:
+    late = LateArrays(torch, library)
+    stream = torch.cuda.Stream()
+    late.fill(stream)
+    with torch.cuda.stream(stream):
+        result = octavo.attention(*late.arrays, causal=True, return_lse=True)
+        assert not stream.query(), "the operator must not wait"
+    late.check(result)
+
+
+class CudaStreamProtocol:
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def as_cupy_stream(torch_stream: Any) -> Any:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    return cupy.cuda.ExternalStream(torch_stream.cuda_stream)
+
+
+@pytest.mark.parametrize(
+    "as_argument",
+    [lambda s: s, lambda s: s.cuda_stream, as_cupy_stream, lambda s: CudaStreamProtocol(s.cuda_stream)],
+    ids=["torch", "int", "cupy", "protocol"],
+)
+def test_stream_argument(torch: Any, library: ArrayLibrary, as_argument: Callable[[Any], Any]) -> None:
+    late = LateArrays(torch, library)
+    stream = torch.cuda.Stream()
+    late.fill(stream)
+    result = octavo.attention(*late.arrays, causal=True, return_lse=True, stream=as_argument(stream))
+    late.check(result)
+
+
+def test_stream_argument_of_every_operator(torch: Any, library: ArrayLibrary) -> None:
+    generation = Generation(library, (40, 90), packed=False)
+    generation.fill((40, 90), (1, 1))
+    torch.cuda.synchronize()
+    k, v = generation.k.clone(), generation.v.clone()
+    generation.k.fill_(float("nan"))
+    generation.v.fill_(float("nan"))
+    spare_k, spare_v = (library.array(np.full((2, 16, 2, 128), np.nan), DTYPE) for _ in "kv")
+    copies = library.int32([[0, 1]])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        generation.k.copy_(k)
+        generation.v.copy_(v)
+    octavo.append_kv(
+        generation.k,
+        generation.v,
+        generation.k_pages,
+        generation.v_pages,
+        generation.page_table,
+        generation.seq_lens,
+        stream=stream,
+    )
+    out, lse = octavo.paged_attention(
+        generation.q,
+        generation.k_pages,
+        generation.v_pages,
+        generation.page_table,
+        generation.seq_lens,
+        return_lse=True,
+        stream=stream,
+    )
+    merged = octavo.merge_states(out, lse, out, lse, stream=stream)
+    with torch.cuda.stream(stream):
+        spare_k[0].copy_(generation.k_pages[0])
+    octavo.copy_pages(spare_k, spare_v, copies, stream=stream)
+    torch.cuda.synchronize()
+    generation.out, generation.lse = out, lse
+    generation.check()
+    np.testing.assert_array_equal(library.to_float64(merged[0]), library.to_float64(out))
+    np.testing.assert_array_equal(library.to_float64(spare_k[1]), library.to_float64(generation.k_pages[0]))
+
+
+def test_inputs_of_jax_are_waited_for() -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    library = get_library("jax", "cuda")
+    values, reference = stream_problem()
+
+    @jax.jit
+    def after_long_work(x: Any) -> Any:
+        waste = jax.lax.fori_loop(0, 200, lambda _, m: m @ m / 2048.0, jax.numpy.ones((2048, 2048)))
+        return x + (waste[0, 0] * 0).astype(x.dtype)
+
+    arrays = [library.array(x, DTYPE) for x in values]
+    after_long_work(arrays[0]).block_until_ready()
+    out, lse = octavo.attention(*map(after_long_work, arrays), causal=True, return_lse=True)
+    twice = out + out  # on JAX's own stream
+    reference.check(library.to_float64(out)[0], library.to_float64(lse)[0])
+    np.testing.assert_array_equal(library.to_float64(twice), 2 * library.to_float64(out))

@@ -65,7 +65,7 @@ int32_t choose_heads(const ForwardParams& p) {
 bool may_have_few_rows(const ForwardParams& p, const PrefillTiles& tiles, int32_t heads) {
     if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any()) return false;
     const int32_t rest = p.seqlen_q % (tiles.warpgroups * tiles.ctas * (kGroupRows / heads));
-    return p.total_q != int64_t{p.batch} * p.seqlen_q ||
+    return p.batch_invariant || p.total_q != int64_t{p.batch} * p.seqlen_q ||
            (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim));
 }
 
@@ -91,17 +91,19 @@ int32_t choose_section(const ForwardParams& p, const PrefillPlan& plan, int64_t 
 }
 
 // Blocks of 64 rows that an instance works through, those wasted included, for a comparison of instances.
-// Dense and packed arrays: over one sequence of the given length, so that the choice does not depend on the
-// batch. Paged: how long the SMs take in rounds of one row tile each.
+// Dense and packed arrays, and where bits must not depend on the batch: over one sequence of the given
+// length. Paged else: how long the SMs take in rounds of one row tile each.
 int64_t padded_blocks(const ForwardParams& p, const PrefillTiles& tiles) {
     const int32_t heads = choose_heads(p), blocks = tiles.warpgroups * tiles.ctas;
-    if (!p.paged()) return blocks * round_up_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
+    if (!p.paged() || p.batch_invariant)
+        return blocks * round_up_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
     return blocks * round_up_divide(num_row_tiles(p, blocks, heads), num_sms(p.device.index));
 }
 
 // Whether `tiles` serve better than `before`, a row of the same head dim.
 bool serve_better(const ForwardParams& p, const PrefillTiles& tiles, const PrefillTiles& before) {
     int64_t keys = p.window_right >= 0 ? p.seqlen_k - std::min(p.seqlen_q, p.seqlen_k) / 2 : p.seqlen_k;
+    if (p.batch_invariant) keys = kMaxIndex;  // the width of the page table is the batch's
     if (p.window_left >= 0) keys = std::min<int64_t>(keys, p.window_left);
     if (keys < tiles.from_keys) return false;
     // Pairs are for arrays that are not paged; and queries that stand far apart see different windows of
@@ -134,13 +136,15 @@ struct Operand {
     int32_t num_heads;
     int32_t edge;
 
-    // `num_outer` 1 leaves the outer axis unused, and 1 head the heads' axis: any stride does.
-    Operand(const void* base, int64_t num_outer, int64_t outer_stride, int64_t token_stride,
-            int64_t head_stride, int32_t num_heads, int32_t edge)
+    static constexpr int64_t kAnyStride = kPrefillBlockColumns;
+
+    // An axis of length 1 is unused: any stride does, where it may be zero.
+    Operand(const void* base, int64_t num_outer, int64_t outer_stride, int64_t num_tokens,
+            int64_t its_token_stride, int64_t head_stride, int32_t num_heads, int32_t edge)
         : base(base),
-          outer_stride(num_outer == 1 ? token_stride : outer_stride),
-          token_stride(token_stride),
-          head_stride(num_heads == 1 ? token_stride : head_stride),
+          outer_stride(num_outer == 1 ? kAnyStride : outer_stride),
+          token_stride(num_tokens == 1 ? kAnyStride : its_token_stride),
+          head_stride(num_heads == 1 ? kAnyStride : head_stride),
           num_heads(num_heads),
           edge(edge) {}
 
@@ -164,14 +168,21 @@ struct Operands {
     Operand q, out, k, v;
 
     explicit Operands(const ForwardParams& p)
-        : q(p.q, p.cu_seqlens_q || p.q_batch_stride == 0 ? 1 : p.batch, p.q_batch_stride, p.q_token_stride,
-            p.q_head_stride, p.num_q_heads, p.seqlen_q),
-          out(p.out, p.cu_seqlens_q ? 1 : p.batch, p.out_batch_stride, p.out_token_stride, p.out_head_stride,
-              p.num_q_heads, p.seqlen_q),
-          k(p.k, num_outer_k(p), p.k_outer_stride, p.k_token_stride, p.k_head_stride, p.num_kv_heads,
-            k_edge(p)),
-          v(p.v, num_outer_k(p), p.v_outer_stride, p.v_token_stride, p.v_head_stride, p.num_kv_heads,
-            k_edge(p)) {}
+        : q(p.q, p.cu_seqlens_q || p.q_batch_stride == 0 ? 1 : p.batch, p.q_batch_stride, num_tokens_q(p),
+            p.q_token_stride, p.q_head_stride, p.num_q_heads, q_edge(p)),
+          out(p.out, p.cu_seqlens_q ? 1 : p.batch, p.out_batch_stride, num_tokens_q(p), p.out_token_stride,
+              p.out_head_stride, p.num_q_heads, q_edge(p)),
+          k(p.k, num_outer_k(p), p.k_outer_stride, kMaxIndex, p.k_token_stride, p.k_head_stride,
+            p.num_kv_heads, k_edge(p)),
+          v(p.v, num_outer_k(p), p.v_outer_stride, kMaxIndex, p.v_token_stride, p.v_head_stride,
+            p.num_kv_heads, k_edge(p)) {}
+
+    static int64_t num_tokens_q(const ForwardParams& p) { return p.cu_seqlens_q ? p.total_q : p.seqlen_q; }
+    // The bound of a packed batch may be any number, and the address space has to hold the edge below the
+    // array.
+    static int32_t q_edge(const ForwardParams& p) {
+        return static_cast<int32_t>(std::min<int64_t>(p.seqlen_q, num_tokens_q(p)));
+    }
 
     static int64_t num_outer_k(const ForwardParams& p) {
         if (p.paged()) return kMaxIndex;
@@ -198,13 +209,14 @@ bool prefill_serves(const ForwardParams& p) {
     const Instance* instance = choose_instance(p);
     if (!instance || compute_capability(p.device.index) != 90) return false;
     if (p.dropout.any() && p.alibi_slopes) return false;  // no kernel has both
-    if (p.batch_invariant) return false;  // what follows, and the choice of an instance, depend on the batch
+    // Whether the copy engine can move queries that are not packed depends on a batch's stride.
+    if (p.batch_invariant && !p.cu_seqlens_q) return false;
     if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
     const int64_t row_tiles =
         num_row_tiles(p, instance->tiles.warpgroups * instance->tiles.ctas, choose_heads(p));
     // With row tiles for half of the SMs at most, keys are better split.
-    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || 2 * row_tiles <= num_sms(p.device.index)))
-        return false;
+    const bool split = 2 * row_tiles <= num_sms(p.device.index) && !p.batch_invariant;
+    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || split)) return false;
     const Operands operands(p);
     return row_tiles + int64_t{p.num_q_heads} * p.batch < kMaxIndex && operands.q.movable(p.dtype) &&
            operands.out.movable(p.dtype) && operands.k.movable(p.dtype) && operands.v.movable(p.dtype);

@@ -2,9 +2,9 @@
 //
 // There, 64 rows of wgmma would be mostly empty, one warpgroup would work alone, and a tile of keys would
 // stay in its slot for both of its products. Instead the warps of all consumers share the keys: each takes
-// blocks of 16 by turns, with a softmax and accumulators of its own, as in the decode kernel: S^T = K Q^T,
-// keys on the 16-wide side of mma.sync and rows on the 8-wide side, then O^T = V^T P^T. In the end they add
-// up what they have through the slots of queries that only row tiles of many rows need.
+// blocks of 16 by turns, with a softmax and accumulators of its own, as in the decode kernel
+// (tile/transposed_softmax.cuh). In the end they add up what they have through the slots of queries that only
+// row tiles of many rows need.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -13,8 +13,8 @@
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
-#include "cuda/ptx/movmatrix.h"
 #include "cuda/ptx/warpgroup.h"
+#include "cuda/tile/transposed_softmax.cuh"
 #include "cuda/warp.cuh"
 
 namespace octavo::cuda {
@@ -37,19 +37,9 @@ class PrefillFewRows {
         const Visibility see = work.visibility(p);
         full_begin_ = see.window_begin(work.seqlen_k - 1);
         full_end_ = see.window_end(work.q_pos(work.first_token));
-        for_each_row([&](int r, int i) {
-            max_[r][i] = -INFINITY;
-            sum_[r][i] = 0.0f;
-            q_pos_[r][i] = work.q_pos(work.first_token + row_of(r, i) / plan.heads);
-        });
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-            for (int d = 0; d < kDimTiles; ++d) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out_[r][d][e] = 0.0f;
-            }
-        }
+        Softmax::for_each_row(
+            [&](int r, int i) { q_pos_[r][i] = work.q_pos(work.first_token + row_of(r, i) / plan.heads); });
+        softmax_.reset();
     }
 
     // All tiles of keys, once the queries are there. The scores of the next tile are under way while the
@@ -61,7 +51,7 @@ class PrefillFewRows {
         auto add_keys = [&](float (&scores)[kRowTiles][4], int block) {
             ptx::mbarrier_wait(&shared_.k_full[k_ring.slot], k_ring.parity);
             if (has(block)) multiply_q_k(scores, shared_.k[k_ring.slot] + block * kBlockBytes);
-            release_slot<Config>(shared_.k_empty, k_ring);
+            release(shared_.k_empty, k_ring);
         };
         float scores[kRowTiles][4], next_scores[kRowTiles][4];
         int block = warp_;  // of the tile, the warp's next; past its end: of the tiles that follow
@@ -72,25 +62,25 @@ class PrefillFewRows {
             uint32_t weights[kRowTiles][2];
             if (has(block)) {
                 score(scores, tiles.start(tile) + block * kBlockKeys);
-                softmax(weights, scores);
+                softmax_.template weigh<T>(weights, scores);
             }
             ptx::mbarrier_wait(&shared_.v_full[v_ring.slot], v_ring.parity);
             if (has(block)) multiply_p_v(weights, shared_.v[v_ring.slot] + block * kBlockBytes);
-            release_slot<Config>(shared_.v_empty, v_ring);
-            for_each_score(scores, [&](float& score, int r, int, int, int e) { score = next_scores[r][e]; });
+            release(shared_.v_empty, v_ring);
+            Softmax::for_each_score(scores, [&](float& score, int r, int e) { score = next_scores[r][e]; });
             block = next_block;
         }
     }
 
     // Adds up the parts of all warps, writes the LSE, and puts the result into the slot of the queries.
     __device__ __forceinline__ void finish() {
-        for_each_row([&](int r, int i) {
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) sum_[r][i] += __shfl_xor_sync(~0u, sum_[r][i], step);
-            if (lane() / 4 == 0) shared_.parts[warp_][row_of(r, i)] = {max_[r][i], sum_[r][i]};
+        Softmax::for_each_row([&](int r, int i) {
+            softmax_.sum_over_keys(r, i);
+            if (lane() / 4 == 0)
+                shared_.parts[warp_][row_of(r, i)] = {softmax_.max[r][i], softmax_.sum[r][i]};
         });
         barrier();  // every warp's maximum is there, and none needs the queries any more
-        for_each_row([&](int r, int i) {
+        Softmax::for_each_row([&](int r, int i) {
             const int row = row_of(r, i);
             SoftmaxState parts[kWarps], all;
 #pragma unroll
@@ -102,8 +92,9 @@ class PrefillFewRows {
 #pragma unroll
             for (int other = 0; other < kWarps; ++other)
                 all.sum += parts[other].sum * ptx::exp2_approx(parts[other].max - max);
-            const float factor = all.inverse_sum() * p_.out_scale * ptx::exp2_approx(max_[r][i] - max);
-            for_each_out_of(r, i, [&](float& out) { out *= factor; });
+            const float factor =
+                all.inverse_sum() * p_.out_scale * ptx::exp2_approx(softmax_.max[r][i] - max);
+            softmax_.for_each_out_of(r, i, [&](float& out, int) { out *= factor; });
             if (p_.lse && lane() / 4 == 0 && warp_ == 0) store_lse(row, all);
         });
 
@@ -123,7 +114,7 @@ class PrefillFewRows {
             for (int d = 0; d < kDimTiles; ++d) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const float* const out = &out_[r][d][2 * half];
+                    const float* const out = &softmax_.out[r][d][2 * half];
                     *reinterpret_cast<float2*>(parts + place(warp_, 16 * d + 8 * half + lane() / 4,
                                                              row_of(0, 0))) = {out[0], out[1]};
                 }
@@ -161,6 +152,7 @@ class PrefillFewRows {
 
   private:
     static constexpr int kDimTiles = Config::kHeadDim / 16;
+    using Softmax = TransposedSoftmax<kRowTiles, kDimTiles>;
     static constexpr int kWarps = 4 * Config::kConsumers;
     static constexpr int kBlockKeys = 16;
     static constexpr int kBlocks = Config::kKeys / kBlockKeys;
@@ -176,34 +168,14 @@ class PrefillFewRows {
     // warp.
     __device__ static bool has(int block) { return kBlocks == kWarps || block < kBlocks; }
 
-    // A lane has rows row_of(r, 0) and row_of(r, 1) of each tile r, and of S^T keys lane / 4 and eight
-    // further: scores[r][e] is row row_of(r, e % 2), key lane / 4 + 8 (e / 2).
-    __device__ int row_of(int r, int i) const { return 8 * r + 2 * (lane() % 4) + i; }
+    // Lane 0 arrives for the warp: what every lane has read of the slot comes before.
+    template <int kSize>
+    __device__ static void release(uint64_t* empty, Ring<kSize>& ring) {
+        __syncwarp();
+        release_slot<Config>(empty, ring);
+    }
 
-    template <class Body>
-    __device__ static void for_each_row(Body body) {
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            body(r, 0);
-            body(r, 1);
-        }
-    }
-    template <class Body>
-    __device__ void for_each_score(float (&scores)[kRowTiles][4], Body body) const {
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) body(scores[r][e], r, e % 2, lane() / 4 + 8 * (e / 2), e);
-        }
-    }
-    template <class Body>
-    __device__ void for_each_out_of(int r, int i, Body body) {
-#pragma unroll
-        for (int d = 0; d < kDimTiles; ++d) {
-            body(out_[r][d][i]);
-            body(out_[r][d][i + 2]);
-        }
-    }
+    __device__ int row_of(int r, int i) const { return Softmax::row_of(lane(), r, i); }
 
     // Where this lane reads row `row` of a tile from chunk `chunk` on, 16 bytes each; `columns` further, the
     // chunk's bits are flipped.
@@ -259,49 +231,17 @@ class PrefillFewRows {
     // From dot products to scores in units of log2(e), -inf where the query does not see the key.
     __device__ __forceinline__ void score(float (&scores)[kRowTiles][4], int32_t first_key) const {
         if (transform_.has_softcap) {
-            for_each_score(scores, [&](float& score, int, int, int, int) { score = transform_(score); });
+            Softmax::for_each_score(scores, [&](float& score, int, int) { score = transform_(score); });
         } else {
-            for_each_score(scores, [&](float& score, int, int, int, int) { score *= transform_.inner; });
+            Softmax::for_each_score(scores, [&](float& score, int, int) { score *= transform_.inner; });
         }
         const int32_t end = first_key + kBlockKeys;
         if (end > work_.prefix_len && (first_key < full_begin_ || end > full_end_)) {
             const Visibility see = work_.visibility(p_);
-            for_each_score(scores, [&](float& score, int r, int i, int key, int) {
-                if (!see.visible(q_pos_[r][i], first_key + key)) score = -INFINITY;
+            Softmax::for_each_score(scores, [&](float& score, int r, int e) {
+                const int key = first_key + Softmax::key_of(lane(), e);
+                if (!see.visible(q_pos_[r][e % 2], key)) score = -INFINITY;
             });
-        }
-    }
-
-    // From scores to weights, rounded to T: operand b of the second product. The maximum is raised only when
-    // a score passes it by 2^8 (in weights).
-    __device__ __forceinline__ void softmax(uint32_t (&weights)[kRowTiles][2],
-                                            float (&scores)[kRowTiles][4]) {
-        constexpr float kSlackLog2 = 8.0f;
-        bool raise = false;
-        for_each_score(scores, [&](float& score, int r, int i, int, int) {
-            raise = raise || score > max_[r][i] + kSlackLog2;
-        });
-        if (__any_sync(~0u, raise)) {
-            for_each_row([&](int r, int i) {
-                float highest = fmaxf(scores[r][i], scores[r][i + 2]);
-#pragma unroll
-                for (int step = 4; step < 32; step *= 2)
-                    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
-                const float raised = fmaxf(max_[r][i], highest);
-                const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(max_[r][i] - raised);
-                max_[r][i] = raised;
-                sum_[r][i] *= factor;
-                for_each_out_of(r, i, [&](float& out) { out *= factor; });
-            });
-        }
-        for_each_score(scores, [&](float& score, int r, int i, int, int) {
-            score = ptx::exp2_approx(score - (max_[r][i] == -INFINITY ? 0.0f : max_[r][i]));
-            sum_[r][i] += score;
-        });
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            weights[r][0] = ptx::transpose_8x8(pack<T>(scores[r][0], scores[r][1]));
-            weights[r][1] = ptx::transpose_8x8(pack<T>(scores[r][2], scores[r][3]));
         }
     }
 
@@ -315,7 +255,7 @@ class PrefillFewRows {
             ptx::ldmatrix_x4_trans(a, advance(a_from, 16 * d, Config::kKeyBlockBytes));
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
-                ptx::mma_m16n8k16<T>(out_[r][d], a, weights[r][0], weights[r][1]);
+                ptx::mma_m16n8k16<T>(softmax_.out[r][d], a, weights[r][0], weights[r][1]);
         }
     }
 
@@ -333,10 +273,8 @@ class PrefillFewRows {
     int thread_, warp_;              // of the consumers
     int32_t full_begin_, full_end_;  // every row sees the keys between
     int32_t q_pos_[kRowTiles][2];
-    float max_[kRowTiles][2], sum_[kRowTiles][2];  // sum_: this lane's share until finish()
+    Softmax softmax_;
     uint32_t queries_[kRowTiles][kQueries][4];
-    // O^T: [r][d][e] is row row_of(r, e % 2), dim 16 d + 8 (e / 2) + lane / 4.
-    float out_[kRowTiles][kDimTiles][4];
 };
 
 }  // namespace octavo::cuda

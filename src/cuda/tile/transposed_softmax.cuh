@@ -1,0 +1,115 @@
+// One warp's online softmax over S^T = K Q^T in the fragments of mma.sync, and what it gathers of
+// O^T = V^T P^T: keys on the 16-wide side and rows on the 8-wide side, so that eight rows waste nothing. An
+// 8 x 8 transposition turns the accumulators of S^T into operand b of the second product.
+#pragma once
+
+#include "cuda/ptx/exp2.h"
+#include "cuda/ptx/movmatrix.h"
+#include "cuda/types.h"
+
+namespace octavo::cuda {
+
+// Over blocks of 16 keys. A lane has rows row_of(lane, r, 0) and row_of(lane, r, 1) of each tile r, and keys
+// lane / 4 and eight further: scores[r][e] is row row_of(lane, r, e % 2), key key_of(lane, e). Scores are in
+// units of log2(e), weights exp2(score - max).
+template <int kRowTiles, int kDimTiles>
+struct TransposedSoftmax {
+    float max[kRowTiles][2];
+    float sum[kRowTiles][2];             // of the weights; this lane's share until sum_over_keys(r, i)
+    float out[kRowTiles][kDimTiles][4];  // O^T, see for_each_out
+
+    __device__ static int row_of(int lane, int r, int i) { return 8 * r + 2 * (lane % 4) + i; }
+    __device__ static int key_of(int lane, int e) { return lane / 4 + 8 * (e / 2); }
+
+    template <class Body>
+    __device__ static void for_each_row(Body body) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            body(r, 0);
+            body(r, 1);
+        }
+    }
+    // Calls body(score, r, e).
+    template <class Body>
+    __device__ static void for_each_score(float (&scores)[kRowTiles][4], Body body) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) body(scores[r][e], r, e);
+        }
+    }
+    // Calls body(out, r, dim, i): the output of row row_of(lane, r, i), dim + lane / 4.
+    template <class Body>
+    __device__ void for_each_out(Body body) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) body(out[r][d][e], r, 16 * d + 8 * (e / 2), e % 2);
+            }
+        }
+    }
+    // The same of one row: body(out, dim).
+    template <class Body>
+    __device__ void for_each_out_of(int r, int i, Body body) {
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+            body(out[r][d][i], 16 * d);
+            body(out[r][d][i + 2], 16 * d + 8);
+        }
+    }
+
+    __device__ void reset() {
+        for_each_row([&](int r, int i) {
+            max[r][i] = -INFINITY;
+            sum[r][i] = 0.0f;
+        });
+        for_each_out([](float& out, int, int, int) { out = 0.0f; });
+    }
+
+    // From a block's scores to its weights, rounded to T: operand b of the second product.
+    template <class T>
+    __device__ __forceinline__ void weigh(uint32_t (&weights)[kRowTiles][2], float (&scores)[kRowTiles][4]) {
+        // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
+        constexpr float kSlackLog2 = 8.0f;
+        bool raise = false;
+        for_each_score(
+            scores, [&](float& score, int r, int e) { raise = raise || score > max[r][e % 2] + kSlackLog2; });
+        if (__any_sync(~0u, raise)) {
+            for_each_row([&](int r, int i) {
+                const float raised = fmaxf(max[r][i], max_over_keys(fmaxf(scores[r][i], scores[r][i + 2])));
+                const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(max[r][i] - raised);
+                max[r][i] = raised;
+                sum[r][i] *= factor;
+                for_each_out_of(r, i, [&](float& out, int) { out *= factor; });
+            });
+        }
+        for_each_score(scores, [&](float& score, int r, int e) {
+            const float row_max = max[r][e % 2];
+            score = ptx::exp2_approx(score - (row_max == -INFINITY ? 0.0f : row_max));
+            sum[r][e % 2] += score;
+        });
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            weights[r][0] = ptx::transpose_8x8(pack<T>(scores[r][0], scores[r][1]));
+            weights[r][1] = ptx::transpose_8x8(pack<T>(scores[r][2], scores[r][3]));
+        }
+    }
+
+    // After the last block: makes the sum of row i of tile r, in all lanes that share it.
+    __device__ void sum_over_keys(int r, int i) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum[r][i] += __shfl_xor_sync(~0u, sum[r][i], step);
+    }
+
+  private:
+    // Over the lanes that share rows.
+    __device__ static float max_over_keys(float x) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+        return x;
+    }
+};
+
+}  // namespace octavo::cuda
