@@ -121,7 +121,38 @@ TEST_P(CudaPrefillBitsTest, BatchInvariant) {
     call_.expect_what_the_cpu_gives();
 }
 
+// Row tiles for a part of the SMs, which share out their keys.
+class CudaPrefillSplitsTest : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(CudaPrefillSplitsTest, AgreesWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t num_kv_heads = random.pick({1, 2, 4}), head_dim = random.pick({64, 96, 128, 128, 192, 256});
+    std::vector<int32_t> lengths_q, lengths_k;
+    for (int32_t i = random.pick({1, 1, 2, 5}); i > 0; --i) {
+        lengths_q.push_back(random.pick({1, 17, 64, 100, 129, 200}));
+        lengths_k.push_back(lengths_q.back() + random.pick({0, 130, 1000, 2501, 4000}));
+    }
+    Cache cache(random, lengths_k, random.pick({8, 16, 24, 256}), num_kv_heads, head_dim, dtype);
+    PagedCall call(random, cache, lengths_q, num_kv_heads * random.pick({3, 4, 8}), dtype);
+    pick_masks(random, call.options);
+    call.options.max_seqlen_q = random.pick({200, 257});
+    if (random.one_in(3)) {
+        std::vector<int32_t> prefix_lens;
+        for (int32_t length : lengths_k) prefix_lens.push_back(random.pick({0, length / 3, length}));
+        call.prefix_lens.emplace(prefix_lens);
+    }
+    call.run_on_gpu();
+    const auto out = call.out.fetch();
+    const auto lse = call.lse.fetch();
+    call.run_on_gpu();
+    EXPECT_EQ(call.out.fetch(), out) << "the same call again";
+    EXPECT_EQ(call.lse.fetch(), lse) << "the same call again";
+    call.expect_what_the_cpu_gives();
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillTest, ::testing::Range(0u, 40u));
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillSplitsTest, ::testing::Range(0u, 60u));
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillBitsTest, ::testing::Range(0u, 12u));  // every head dim
 
 }  // namespace

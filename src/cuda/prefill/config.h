@@ -12,6 +12,7 @@ constexpr int kPrefillBlockColumns = 64;
 // Row tiles of so many rows at most are worked through as few_rows.cuh says. With 32, mma.sync took longer
 // than the wgmma of one warpgroup; above head dim 128, 16 spill.
 constexpr int max_few_rows(int head_dim) { return head_dim <= 128 ? 16 : 8; }
+constexpr int kMaxPrefillSplits = 16;  // of a row tile's keys
 
 // One row of the table: what a CTA is made of.
 struct PrefillTiles {
@@ -47,12 +48,13 @@ constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups, int ctas) {
     return {};
 }
 
-// Whether there is a kernel for batches that mix row tiles of few rows with others: three warpgroups have no
-// registers to spare, and at head dim 64 four gain nothing.
+// Whether there is a kernel for batches that mix row tiles of few rows with others (three warpgroups have no
+// registers to spare, and at head dim 64 four gain nothing), and one that shares out the keys of row tiles.
 constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
+constexpr bool has_splits(int ctas) { return ctas == 1; }
 
 // What has kernels of its own.
-enum class PrefillExtra { none, alibi, dropout, few_rows };
+enum class PrefillExtra { none, alibi, dropout, few_rows, splits };
 
 template <int kHeadDim_, int kConsumers_, int kCtas_, PrefillExtra kExtra_>
 struct PrefillConfig {
@@ -63,7 +65,8 @@ struct PrefillConfig {
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kCtas = kCtas_;
     static constexpr int kTileBlocks = kCtas * kConsumers;  // of 64 rows
-    static constexpr bool kChained = kTiles.chained;
+    static constexpr bool kSplits = kExtra_ == PrefillExtra::splits;
+    static constexpr bool kChained = kTiles.chained && !kSplits;
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
     static constexpr bool kAlibi = kExtra_ == PrefillExtra::alibi;
     static constexpr bool kDropout = kExtra_ == PrefillExtra::dropout;
@@ -114,6 +117,12 @@ struct PrefillPlan {
     int32_t num_units;
     int32_t section, first_section;
     int32_t* counter;  // of row tiles handed out beyond the first of each cluster; 0 between launches
+
+    // The keys of row tiles behind the first `num_whole` are shared out to num_splits parts each; 0: a kernel
+    // without splits. `split_blocks` of 64 rows at most, one a warpgroup, hold rows of a row tile.
+    int32_t num_whole, num_splits, split_blocks;
+    float* partial;      // [split of the launch, block]: PrefillSplit
+    uint32_t* arrivals;  // [row tile, block], of its parts; 0 between launches
 };
 
 }  // namespace octavo::cuda

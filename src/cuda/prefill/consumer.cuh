@@ -5,6 +5,7 @@
 #include "common/score.h"
 #include "cuda/prefill/few_rows.cuh"
 #include "cuda/prefill/shared.cuh"
+#include "cuda/prefill/splits.cuh"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/stmatrix.h"
@@ -225,7 +226,7 @@ class PrefillConsumer {
             }
             float scores[kScores], out[kOut], factor[2];
             uint32_t weights[kWeights];
-            KeyTiles tiles = key_tiles<Config>(p_, plan_, work);
+            auto tiles = key_tiles<Config>(p_, plan_, work);
             Rows rows(p_, plan_, work, block_, scale);
             PrefillSoftmax softmax(scale);
             if constexpr (Config::kAlibiProduct) lay_out_slopes(work, scale);
@@ -240,7 +241,7 @@ class PrefillConsumer {
             if (tile < 0) {
                 float out_scale[2];
                 finish(work, rows, softmax, out_scale);
-                store(out, out_scale);
+                store(work, out, out_scale);
                 work = take_work<Config>(shared_, work_ring_);
                 continue;
             }
@@ -298,7 +299,7 @@ class PrefillConsumer {
                 ptx::wgmma_results(softmax.sum);
                 if (boundary) {
                     end_p_v(out);
-                    store(out, out_scale);
+                    store(work, out, out_scale);
 #pragma unroll
                     for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
                 } else if (rescale) {
@@ -314,7 +315,7 @@ class PrefillConsumer {
             ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
             multiply_p_v(weights, out);
             end_p_v(out);
-            store(out, out_scale);
+            store(work, out, out_scale);
             work = next;
         }
     }
@@ -431,7 +432,8 @@ class PrefillConsumer {
         }
     }
 
-    // Once all weights are known: writes the LSE, and gives the factor that the result lacks.
+    // Once all weights are known: writes the LSE, and gives the factor that the result lacks. Of a split:
+    // puts the state where all of the row tile's find it.
     __device__ __forceinline__ void finish(const PrefillWork& work, const Rows& rows,
                                            const PrefillSoftmax& softmax, float (&out_scale)[2]) {
 #pragma unroll
@@ -439,17 +441,48 @@ class PrefillConsumer {
             SoftmaxState state;
             state.max = softmax.max_log2(half);
             state.sum = row_sum(softmax.sum[half]);
-            out_scale[half] = state.inverse_sum() * p_.out_scale;
-            if (!p_.lse || threadIdx.x % 4 != 0) continue;
-            const int32_t row = Rows::row(half);
-            const int32_t token = work.first_token + block_ * plan_.tokens + row / plan_.heads;
-            if (row >= plan_.heads * plan_.tokens || token >= work.seqlen_q) continue;
-            p_.lse[work.lse_place(p_, token, row % plan_.heads)] = state.lse() + rows.row_bias[half] * kLn2;
+            if (Config::kSplits && work.split() >= 0) {
+                split(work).put_state(Rows::row(half), state);
+                out_scale[half] = 1.0f;
+            } else {
+                finish_row(work, half, state, rows.row_bias[half], out_scale);
+            }
         }
     }
+    __device__ __forceinline__ void finish_row(const PrefillWork& work, int half, const SoftmaxState& state,
+                                               float row_bias, float (&out_scale)[2]) {
+        out_scale[half] = state.inverse_sum() * p_.out_scale;
+        if (!p_.lse || threadIdx.x % 4 != 0) return;
+        const int32_t row = Rows::row(half);
+        const int32_t token = work.first_token + block_ * plan_.tokens + row / plan_.heads;
+        if (row >= plan_.heads * plan_.tokens || token >= work.seqlen_q) return;
+        p_.lse[work.lse_place(p_, token, row % plan_.heads)] = state.lse() + row_bias * kLn2;
+    }
 
-    // Puts the result into the slot of its queries, from where the storing warp sends it.
-    __device__ __forceinline__ void store(const float (&out)[kOut], const float (&out_scale)[2]) {
+    __device__ PrefillSplit<Config> split(const PrefillWork& work) const {
+        const int32_t tokens = work.seqlen_q - work.first_token - block_ * plan_.tokens;
+        return {plan_, work, group_, plan_.heads * min(tokens, plan_.tokens)};
+    }
+    // Of a split: the last of its row tile to come adds up all. Notes whether the result is one.
+    __device__ __forceinline__ void add_up(const PrefillWork& work, float (&out)[kOut],
+                                           float (&out_scale)[2]) {
+        uint32_t* const complete = &shared_.complete[q_ring_.slot][group_];
+        if (work.split() < 0) {
+            if (threadIdx.x % 128 == 0) *complete = true;
+            return;
+        }
+        SoftmaxState states[2];
+        const int32_t rows[2] = {Rows::row(0), Rows::row(1)};
+        if (!split(work).add_up(out, rows, states, 1 + Config::kConsumers + group_, complete)) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) finish_row(work, half, states[half], 0.0f, out_scale);
+    }
+
+    // Puts the result into the slot of its queries, from where the storing warp sends it. Also what is not
+    // complete: with a branch around this, ptxas keeps the rings out of the uniform registers.
+    __device__ __forceinline__ void store(const PrefillWork& work, float (&out)[kOut],
+                                          float (&out_scale)[2]) {
+        if constexpr (Config::kSplits) add_up(work, out, out_scale);
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         // Every warp is done with the queries.
         ptx::named_barrier_sync(1 + Config::kConsumers + group_, 128);

@@ -124,6 +124,34 @@ const Instance* choose_instance(const ForwardParams& p) {
     return best;
 }
 
+// Whether the keys of a row tile may be shared out.
+bool may_split(const ForwardParams& p, const PrefillTiles& tiles) {
+    return p.paged() && has_splits(tiles.ctas) && !p.alibi_slopes && !p.dropout.any() && !p.batch_invariant;
+}
+
+// Shares out the keys of row tiles behind the last whole round of the SMs, where what is left takes less long
+// so. Row tiles of few rows among others have a kernel that does not, for more row tiles than SMs.
+void choose_splits(const ForwardParams& p, const PrefillTiles& tiles, int64_t row_tiles, PrefillPlan& plan) {
+    const int64_t sms = num_sms(p.device.index), rest = row_tiles % sms;
+    if (!may_split(p, tiles) || (plan.few_rows && row_tiles > sms)) return;
+    const int64_t key_tiles = p.seqlen_k / tiles.keys;
+    int64_t shortest = key_tiles;      // in tiles of keys
+    constexpr int64_t kMaxRounds = 4;  // bounds the workspace
+    for (int32_t splits = 2; splits <= kMaxPrefillSplits && rest * splits <= kMaxRounds * sms; ++splits) {
+        const int64_t merge = 3 + splits / 2;
+        const int64_t time =
+            round_up_divide(rest * splits, sms) * (round_up_divide(key_tiles, splits) + merge);
+        if (time >= shortest) continue;
+        shortest = time;
+        plan.num_splits = splits;
+    }
+    if (plan.num_splits == 0) return;
+    plan.few_rows = false;
+    plan.num_whole = static_cast<int32_t>(row_tiles - rest);
+    plan.split_blocks =
+        static_cast<int32_t>(std::min<int64_t>(round_up_divide(p.seqlen_q, plan.tokens), tiles.warpgroups));
+}
+
 // Keys that one copy brings.
 int32_t box_keys(const ForwardParams& p, const PrefillTiles& tiles) {
     return p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys / tiles.ctas;
@@ -214,9 +242,10 @@ bool prefill_serves(const ForwardParams& p) {
     if (p.num_splits != 0 || !(p.softmax_scale > 0.0f) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
     const int64_t row_tiles =
         num_row_tiles(p, instance->tiles.warpgroups * instance->tiles.ctas, choose_heads(p));
-    // With row tiles for half of the SMs at most, keys are better split.
-    const bool split = 2 * row_tiles <= num_sms(p.device.index) && !p.batch_invariant;
-    if (p.paged() && (box_keys(p, instance->tiles) % 8 != 0 || split)) return false;
+    // Where keys cannot be shared out so that half of the SMs have work, the forward kernel does it.
+    const int32_t splits = may_split(p, instance->tiles) ? kMaxPrefillSplits : 1;
+    const bool idle = 2 * row_tiles * splits <= num_sms(p.device.index) && !p.batch_invariant;
+    if (p.paged() && (idle || box_keys(p, instance->tiles) % 8 != 0)) return false;
     const Operands operands(p);
     return row_tiles + int64_t{p.num_q_heads} * p.batch < kMaxIndex && operands.q.movable(p.dtype) &&
            operands.out.movable(p.dtype) && operands.k.movable(p.dtype) && operands.v.movable(p.dtype);
@@ -245,10 +274,19 @@ void prefill(const ForwardParams& p, cudaStream_t stream) {
     plan.num_row_tiles = static_cast<int32_t>(round_up_divide(p.seqlen_q, tile_blocks * plan.tokens));
     plan.section = choose_section(p, plan, num_clusters);
     plan.first_section = (plan.num_units - 1) % plan.section + 1;
-    plan.counter = reinterpret_cast<int32_t*>(kept_workspace(p.device.index, stream, 0, 1).counters);
 
     const int64_t row_tiles = num_row_tiles(p, tile_blocks, plan.heads);
-    const int64_t num_ctas = instance.tiles.ctas * std::min<int64_t>(row_tiles, num_clusters);
+    choose_splits(p, instance.tiles, row_tiles, plan);
+    const int64_t cut = plan.num_splits > 0 ? row_tiles - plan.num_whole : 0;  // row tiles
+    const size_t part_bytes = kGroupRows * (instance.tiles.head_dim + 2) * sizeof(float);
+    const KeptWorkspace workspace =
+        kept_workspace(p.device.index, stream, cut * plan.num_splits * plan.split_blocks * part_bytes,
+                       1 + cut * plan.split_blocks);
+    plan.counter = reinterpret_cast<int32_t*>(workspace.counters);
+    plan.arrivals = workspace.counters + 1;
+    plan.partial = static_cast<float*>(workspace.partial);
+    const int64_t items = row_tiles + cut * (plan.num_splits - 1);
+    const int64_t num_ctas = instance.tiles.ctas * std::min<int64_t>(items, num_clusters);
     instance.launch(p, plan, static_cast<int32_t>(num_ctas), stream);
 }
 

@@ -45,7 +45,7 @@ class PrefillFewRows {
     // All tiles of keys, once the queries are there. The scores of the next tile are under way while the
     // softmax of one goes on.
     __device__ __forceinline__ void add_tiles(Ring<Config::kStages>& k_ring, Ring<Config::kVStages>& v_ring) {
-        const KeyTiles tiles = key_tiles<Config>(p_, plan_, work_);
+        const auto tiles = key_tiles<Config>(p_, plan_, work_);
         if (tiles.count == 0) return;
         if constexpr (kKeepQueries) load_queries();
         auto add_keys = [&](float (&scores)[kRowTiles][4], int block) {

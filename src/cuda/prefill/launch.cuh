@@ -36,6 +36,11 @@ void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_
             launch =
                 launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::few_rows>>;
     }
+    if constexpr (has_splits(kCtas)) {
+        if (plan.num_splits > 0)
+            launch =
+                launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::splits>>;
+    }
     if (params.alibi_slopes)
         launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::alibi>>;
     if (params.dropout.any())

@@ -197,7 +197,7 @@ __device__ void run_q_k_loader(const ForwardParams& p, const PrefillPlan& plan,
         if (work.batch < 0) break;
         if (leads) scheduler.request();
 
-        const KeyTiles tiles = key_tiles<Config>(p, plan, work);
+        const auto tiles = key_tiles<Config>(p, plan, work);
         const KeyLoader<Config> loader(p, plan, work);
         int32_t pages = tiles.count > 0 ? loader.find_pages(tiles.start(tiles.count - 1)) : 0;
         for (int32_t i = tiles.count - 1; i >= 0; --i) {
@@ -224,7 +224,7 @@ __device__ void run_v_loader(const ForwardParams& p, const PrefillPlan& plan, Pr
     while (true) {
         const PrefillWork work = take_work<Config>(shared, work_ring);
         if (work.batch < 0) return;
-        const KeyTiles tiles = key_tiles<Config>(p, plan, work);
+        const auto tiles = key_tiles<Config>(p, plan, work);
         const KeyLoader<Config> loader(p, plan, work);
         int32_t pages = tiles.count > 0 ? loader.find_pages(tiles.start(tiles.count - 1)) : 0;
         for (int32_t i = tiles.count - 1; i >= 0; --i) {
@@ -260,8 +260,9 @@ __device__ void run_storer(const ForwardParams& p, const PrefillPlan& plan, Pref
             ptx::mbarrier_wait(&shared.out_full[q_ring.slot][group], q_ring.parity);
             if (ptx::elect_one()) {
                 const QueryPlace at(p, plan, work, tile_block<Config>(group), p.out_batch_stride);
+                const bool any = at.any && (!Config::kSplits || shared.complete[q_ring.slot][group]);
 #pragma unroll
-                for (int block = 0; at.any && block < Config::kColumnBlocks; ++block) {
+                for (int block = 0; any && block < Config::kColumnBlocks; ++block) {
                     ptx::tma_store(&plan.out, shared.q[q_ring.slot][group] + block * Config::kQBlockBytes,
                                    block * Config::kBlockColumns, work.first_head, at.place, at.shift,
                                    at.outer);

@@ -58,6 +58,7 @@ struct PrefillShared {
     // The result lies in the slot of its queries.
     uint64_t out_full[Config::kQSlots][Config::kConsumers];
     uint64_t work_full[kPrefillWorkSlots], work_empty[kPrefillWorkSlots];
+    uint32_t complete[Config::kQSlots][Config::kConsumers];  // splits: whether the slot holds a result
     uint64_t patch[Config::kVStages];  // a tile of V that the producer changes before it hands it on
 
     __device__ void init() {
@@ -134,12 +135,27 @@ __device__ __forceinline__ PrefillWork take_work(PrefillShared<Config>& shared,
     return work.from_lane_0();
 }
 
-// The tiles of keys that a row tile visits, from the last to the first.
+// The tiles of keys that a row tile, or its part, visits, from the last to the first.
+template <bool kSplits>
+struct PrefillKeyTiles : KeyTiles {
+    int32_t first = 0;
+
+    __device__ int32_t start(int32_t i) const { return KeyTiles::start(kSplits ? first + i : i); }
+};
+
 template <class Config>
-__device__ __forceinline__ KeyTiles key_tiles(const ForwardParams& p, const PrefillPlan& plan,
-                                              const PrefillWork& work) {
+__device__ __forceinline__ PrefillKeyTiles<Config::kSplits> key_tiles(const ForwardParams& p,
+                                                                      const PrefillPlan& plan,
+                                                                      const PrefillWork& work) {
     const int32_t end = min(work.first_token + Config::kTileBlocks * plan.tokens, work.seqlen_q);
-    return KeyTiles(work.visibility(p), work.q_pos(work.first_token), work.q_pos(end - 1), Config::kKeys);
+    PrefillKeyTiles<Config::kSplits> tiles{
+        KeyTiles(work.visibility(p), work.q_pos(work.first_token), work.q_pos(end - 1), Config::kKeys)};
+    if (Config::kSplits && work.split() >= 0) {
+        const int32_t part = work.split() % plan.num_splits;
+        tiles.first = tiles.count * part / plan.num_splits;
+        tiles.count = tiles.count * (part + 1) / plan.num_splits - tiles.first;
+    }
+    return tiles;
 }
 
 }  // namespace octavo::cuda

@@ -16,7 +16,7 @@ struct alignas(16) PrefillWork {
     int32_t seqlen_k;
     int32_t prefix_len;
     int32_t q_begin;  // packed arrays: the sequence's first token
-    int32_t k_begin;
+    int32_t k_begin;  // likewise; paged ones: see split()
 
     __device__ Visibility visibility(const ForwardParams& p) const {
         return {seqlen_k, prefix_len, p.window_left, p.window_right};
@@ -26,6 +26,9 @@ struct alignas(16) PrefillWork {
         return {get(batch),    get(first_head), get(first_token), get(seqlen_q),
                 get(seqlen_k), get(prefix_len), get(q_begin),     get(k_begin)};
     }
+    // Of the splits of the launch, the one that this is; -1: all keys of a row tile. Only paged arrays have
+    // splits, and only packed ones a first key.
+    __device__ int32_t split() const { return k_begin - 1; }
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
     // In p.lse, the place of a query of the sequence and a head counted from `first_head`.
     __device__ int64_t lse_place(const ForwardParams& p, int32_t token, int32_t head) const {
@@ -69,10 +72,16 @@ class PrefillScheduler {
     // The row tile at hand.
     __device__ PrefillWork work() {
         PrefillWork w{};
+        int32_t row_tile = index_;
+        if (Config::kSplits && index_ >= plan_.num_whole) {
+            const int32_t split = index_ - plan_.num_whole;
+            row_tile = plan_.num_whole + split / plan_.num_splits;
+            w.k_begin = split + 1;
+        }
         if (p_.cu_seqlens_q) {
             const int32_t few_before = kFew ? num_few_before(index_) : 0;
             const bool few = kFew && index_ < end_ && num_few_before(index_ + 1) > few_before;
-            const int32_t index = few ? few_before : index_ - few_before;
+            const int32_t index = few ? few_before : row_tile - few_before;
             find_sequence(few, index);
             w.batch = __shfl_sync(~0u, batch_, few);
             if (w.batch < 0) return w;
@@ -86,8 +95,8 @@ class PrefillScheduler {
         } else {
             end_ = plan_.num_row_tiles * plan_.num_units;
             w.batch = -1;
-            if (index_ >= end_) return w;
-            int32_t first_unit = 0, units = plan_.first_section, at = index_;
+            if (row_tile >= end_) return w;
+            int32_t first_unit = 0, units = plan_.first_section, at = row_tile;
             if (at >= units * plan_.num_row_tiles) {
                 at -= units * plan_.num_row_tiles;
                 const int32_t section = at / (plan_.section * plan_.num_row_tiles);
@@ -117,7 +126,9 @@ class PrefillScheduler {
     // are drawn as there are row tiles; the last to draw puts the counter back.
     __device__ void finish() {
         const int32_t drawn = index_ - num_clusters();
-        if (drawn >= 0 && drawn == end_ - 1 && threadIdx.x % 32 == 0) *plan_.counter = 0;
+        int32_t end = end_;
+        if (Config::kSplits) end += max(end_ - plan_.num_whole, 0) * (plan_.num_splits - 1);
+        if (drawn >= 0 && drawn == end - 1 && threadIdx.x % 32 == 0) *plan_.counter = 0;
     }
 
   private:

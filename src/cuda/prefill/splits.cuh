@@ -1,0 +1,154 @@
+// Row tiles whose keys are shared out (Flash-Decoding): each part is handed out by itself, and the warpgroup
+// that brings the last one adds them up, in the parts' order, so that the same call gives the same bits.
+#pragma once
+
+#include "common/online_softmax.h"
+#include "cuda/prefill/shared.cuh"
+#include "cuda/ptx/exp2.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/tile/softmax.cuh"
+
+namespace octavo::cuda {
+
+// One warpgroup's part of a row tile: what its threads hold of the result, register by register, and the
+// states of its rows. Warps without a query put nothing.
+template <class Config>
+class PrefillSplit {
+  public:
+    static constexpr int kFloats = Config::kGroupRows * (Config::kHeadDim + 2);
+    static constexpr int kOut = Config::kHeadDim / 2;
+
+    // `num_rows`: of the warpgroup's 64, those that hold a query.
+    __device__ PrefillSplit(const PrefillPlan& plan, const PrefillWork& work, int group, int num_rows)
+        : plan_(plan),
+          split_(work.split()),
+          first_(split_ - split_ % plan.num_splits),
+          group_(group),
+          thread_(threadIdx.x % 128),
+          any_(num_rows > 0),
+          used_(thread_ / 32 * 16 < num_rows) {}
+
+    __device__ void put_state(int row, const SoftmaxState& state) const {
+        if (used_ && thread_ % 4 == 0)
+            __stcg(states(split_) + row, make_float2(state.sum > 0.0f ? state.max : -INFINITY, state.sum));
+    }
+
+    // Once the states are put: puts the result too. Whether this part is the last to come: then `out` and
+    // `state` (of this thread's two rows) become the sum of all. The warpgroup calls this together, with a
+    // barrier and a word in shared memory of its own.
+    __device__ __forceinline__ bool add_up(float (&out)[kOut], const int32_t (&rows)[2],
+                                           SoftmaxState (&state)[2], int barrier, uint32_t* is_last) const {
+        if (!any_) return false;
+#pragma unroll
+        for (int i = 0; used_ && i < kOut / 4; ++i) {
+            __stcg(result(split_) + 128 * i,
+                   make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]));
+        }
+        ptx::named_barrier_sync(barrier, 128);
+        if (thread_ == 0) *is_last = arrive();
+        ptx::named_barrier_sync(barrier, 128);
+        if (!*is_last) return false;
+        if (!used_) return true;
+
+        // The four lanes that share a row read its states by turns.
+        constexpr int kEach = kMaxPrefillSplits / 4;
+        SoftmaxState parts[kEach][2];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) load_states(parts[i], thread_ % 4 + 4 * i, rows);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float max = -INFINITY, sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) max = fmaxf(max, parts[i][half].max);
+            state[half].max = row_max(max);
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) sum += parts[i][half].sum * weight(parts[i][half], state[half]);
+            state[half].sum = row_sum(sum);
+        }
+#pragma unroll
+        for (int begin = 0; begin < kOut; begin += kColumns) {
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) out[begin + i] = 0.0f;
+#pragma unroll 1
+            for (int first = 0; first < plan_.num_splits; first += kAtOnce)
+                add_parts(out, begin, first, rows, state);
+        }
+        return true;
+    }
+
+  private:
+    // Parts and columns under way together, as registers allow.
+    static constexpr int kAtOnce = Config::kHeadDim <= 128 && Config::kConsumers == 2 ? 4 : 2;
+    static constexpr int kColumns = Config::kConsumers == 2 ? 32 : 16;
+
+    __device__ bool arrive() const {
+        const uint32_t last = plan_.num_splits - 1;
+        uint32_t arrived;
+        // Release: what the warpgroup wrote; acquire: what the others did. Wraps to zero with the last part.
+        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                     : "=r"(arrived)
+                     : "l"(plan_.arrivals + first_ / plan_.num_splits * plan_.split_blocks + group_),
+                       "r"(last)
+                     : "memory");
+        return arrived == last;
+    }
+
+    __device__ static float weight(const SoftmaxState& part, const SoftmaxState& all) {
+        return ptx::exp2_approx(part.max - all.safe_max());
+    }
+
+    __device__ __forceinline__ void add_parts(float (&out)[kOut], int begin, int first,
+                                              const int32_t (&rows)[2], const SoftmaxState (&all)[2]) const {
+        float4 results[kAtOnce][kColumns / 4];
+        SoftmaxState parts[kAtOnce][2];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            load_states(parts[j], first + j, rows);
+#pragma unroll
+            for (int i = 0; i < kColumns / 4; ++i) {
+                results[j][i] = first + j < plan_.num_splits
+                                    ? __ldcg(result(first_ + first + j) + 128 * (begin / 4 + i))
+                                    : float4{};
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            const float weights[2] = {weight(parts[j][0], all[0]), weight(parts[j][1], all[1])};
+#pragma unroll
+            for (int i = 0; i < kColumns / 4; ++i) {
+                float* const to = &out[begin + 4 * i];
+                to[0] += results[j][i].x * weights[0];
+                to[1] += results[j][i].y * weights[0];
+                to[2] += results[j][i].z * weights[1];
+                to[3] += results[j][i].w * weights[1];
+            }
+        }
+    }
+
+    // Those past the last part are empty.
+    __device__ __forceinline__ void load_states(SoftmaxState (&state)[2], int part,
+                                                const int32_t (&rows)[2]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (part >= plan_.num_splits) continue;
+            const float2 loaded = __ldcg(states(first_ + part) + rows[half]);
+            state[half] = {loaded.x, loaded.y};
+        }
+    }
+    __device__ float* place(int32_t split) const {
+        return plan_.partial + (int64_t{split} * plan_.split_blocks + group_) * kFloats;
+    }
+    __device__ float4* result(int32_t split) const {
+        return reinterpret_cast<float4*>(place(split)) + thread_;
+    }
+    __device__ float2* states(int32_t split) const {
+        return reinterpret_cast<float2*>(place(split) + Config::kGroupRows * Config::kHeadDim);
+    }
+
+    const PrefillPlan& plan_;
+    const int32_t split_, first_;  // of the launch; the first of this row tile
+    const int group_, thread_;
+    const bool any_, used_;  // whether the warpgroup has queries, and whether the warp has
+};
+
+}  // namespace octavo::cuda
