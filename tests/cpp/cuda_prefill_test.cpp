@@ -151,6 +151,16 @@ TEST_P(CudaPrefillSplitsTest, AgreesWithTheCpu) {
     call.expect_what_the_cpu_gives();
 }
 
+// 192 row tiles: on 132 SMs those of the first round stay whole.
+TEST(CudaPrefillSplits, OfTheLastRoundAlone) {
+    Random random(1);
+    Cache cache(random, std::vector<int32_t>(24, 2048), 16, 8, 128, DType::bfloat16);
+    PagedCall call(random, cache, std::vector<int32_t>(24, 8), 32, DType::bfloat16);
+    call.options.max_seqlen_q = 8;
+    call.run_on_gpu();
+    call.expect_what_the_cpu_gives();
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillTest, ::testing::Range(0u, 40u));
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillSplitsTest, ::testing::Range(0u, 60u));
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillBitsTest, ::testing::Range(0u, 12u));  // every head dim

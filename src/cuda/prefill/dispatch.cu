@@ -133,8 +133,12 @@ bool may_split(const ForwardParams& p, const PrefillTiles& tiles) {
 // so. Row tiles of few rows among others have a kernel that does not, for more row tiles than SMs.
 void choose_splits(const ForwardParams& p, const PrefillTiles& tiles, int64_t row_tiles, PrefillPlan& plan) {
     const int64_t sms = num_sms(p.device.index), rest = row_tiles % sms;
-    if (!may_split(p, tiles) || (plan.few_rows && row_tiles > sms)) return;
-    const int64_t key_tiles = p.seqlen_k / tiles.keys;
+    if (rest == 0 || !may_split(p, tiles) || (plan.few_rows && row_tiles > sms)) return;
+    int64_t keys = p.seqlen_k;
+    if (p.window_left >= 0 && p.window_right >= 0 && !p.prefix_lens)
+        keys = std::min<int64_t>(
+            keys, int64_t{p.window_left} + p.window_right + int64_t{plan.tokens} * tiles.warpgroups);
+    const int64_t key_tiles = keys / tiles.keys;
     int64_t shortest = key_tiles;      // in tiles of keys
     constexpr int64_t kMaxRounds = 4;  // bounds the workspace
     for (int32_t splits = 2; splits <= kMaxPrefillSplits && rest * splits <= kMaxRounds * sms; ++splits) {
@@ -150,6 +154,14 @@ void choose_splits(const ForwardParams& p, const PrefillTiles& tiles, int64_t ro
     plan.num_whole = static_cast<int32_t>(row_tiles - rest);
     plan.split_blocks =
         static_cast<int32_t>(std::min<int64_t>(round_up_divide(p.seqlen_q, plan.tokens), tiles.warpgroups));
+}
+
+// Memory for so many parts. Sizes double: a stream keeps what it has outgrown.
+size_t partial_bytes(const PrefillTiles& tiles, int64_t num_parts) {
+    const size_t needed = num_parts * kGroupRows * (tiles.head_dim + 2) * sizeof(float);
+    size_t bytes = needed > 0 ? 1 : 0;
+    while (bytes < needed) bytes *= 2;
+    return bytes;
 }
 
 // Keys that one copy brings.
@@ -278,10 +290,9 @@ void prefill(const ForwardParams& p, cudaStream_t stream) {
     const int64_t row_tiles = num_row_tiles(p, tile_blocks, plan.heads);
     choose_splits(p, instance.tiles, row_tiles, plan);
     const int64_t cut = plan.num_splits > 0 ? row_tiles - plan.num_whole : 0;  // row tiles
-    const size_t part_bytes = kGroupRows * (instance.tiles.head_dim + 2) * sizeof(float);
-    const KeptWorkspace workspace =
-        kept_workspace(p.device.index, stream, cut * plan.num_splits * plan.split_blocks * part_bytes,
-                       1 + cut * plan.split_blocks);
+    const int64_t parts = cut * plan.num_splits * plan.split_blocks;
+    const KeptWorkspace workspace = kept_workspace(
+        p.device.index, stream, partial_bytes(instance.tiles, parts), 1 + cut * plan.split_blocks);
     plan.counter = reinterpret_cast<int32_t*>(workspace.counters);
     plan.arrivals = workspace.counters + 1;
     plan.partial = static_cast<float*>(workspace.partial);
