@@ -89,9 +89,9 @@ def paged_attention(
     keys and values are in the cache already: first ``append_kv``, then attend. Positions, masks, biases and
     streams are as for ``attention``: query i of the n queries of sequence b sits at ``seq_lens[b] - n + i``.
 
-    Never read: entries of the page table past a sequence's last page. Never used, whatever they hold: slots
-    past its length. On the CPU a page out of range is an error; on a GPU ``check_page_table`` finds it when
-    asked. Nothing is read back from a GPU: a captured CUDA graph follows the lengths and pages at its replay.
+    Never used, whatever they hold: entries of the page table past a sequence's last page, and slots past its
+    length. On the CPU a page out of range is an error; on a GPU ``check_page_table`` finds it when asked.
+    Nothing is read back from a GPU: a captured CUDA graph follows the lengths and pages at its replay.
 
     Args:
         q: float32, float16 or bfloat16 [batch, num_q_heads, head_dim], one token a sequence; packed:

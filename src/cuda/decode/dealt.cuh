@@ -6,7 +6,7 @@
 // warps leave is added up in the CTA, what CTAs leave by mergers (dealt_merge.cuh).
 //
 // By length: (num_kv_heads, slots and then mergers of the sequences). A sequence has so many slots, which are
-// the parts of its items, as follows from all lengths; the rest is the same.
+// the parts of its items, as follows from all lengths, for which page ids have to wait; the rest is the same.
 //
 // As in kernel.cuh, code runs once: what does not depend on other kernels' results is worked out before they
 // are waited for.

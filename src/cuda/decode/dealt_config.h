@@ -19,7 +19,7 @@ enum class Dealing {
 constexpr int kMaxSequencesByLength = 32;
 
 // kCtas: of an SM. One, with the deeper queues, where a CTA has much to read: with room for a second one, the
-// next launch's CTAs went two to some SMs and none to others. Two, where CTAs have little.
+// next launch's CTAs went two to some SMs and none to others. Two or more, where CTAs have little.
 template <int kHeadDim, int kRowTiles, int kCtas_, int kWarps = DecodeConfig<kHeadDim, kRowTiles>::kWarps>
 struct DealtConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps> {
     using Base = DecodeConfig<kHeadDim, kRowTiles, kWarps>;
@@ -33,8 +33,8 @@ struct DealtConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps> {
     static constexpr int kPushedRow = kHeadDim + 2 * Base::kWarps;
     // Items of so many keys are short: two blocks a warp.
     static constexpr int kShortKeys = 2 * Base::kWarps * kBlockKeys;
-    // Blocks of a part: a warp has one, and all have 64 KB. Twice as many take less time than to merge two
-    // parts.
+    // Blocks of a part: a warp has one, and all have 64 KB or little less. Twice as many take less time than
+    // to merge two parts.
     static constexpr int kPartBlocks = std::max(64 * 1024 / (16 * Base::kBlockChunks), Base::kWarps);
     OCTAVO_HD static int32_t parts_of(int32_t blocks) {
         return blocks <= 2 * kPartBlocks ? 1 : (blocks + kPartBlocks - 1) / kPartBlocks;

@@ -119,14 +119,17 @@ struct TransposedSoftmax {
 
   private:
     static constexpr float kSlackLog2 = 8.0f;
+    // Below, weights of fp16 would lose bits of keys that count.
+    static constexpr float kSlackBelowZeroLog2 = 2.0f;
 
-    // Before the first block: whether zero is within the slack of each row's maximum, which it then is.
+    // Before the first block: whether each row's maximum is so near to zero that zero may stand for it, as it
+    // then does.
     __device__ bool starts_from_zero(const float (&scores)[kRowTiles][4]) {
         bool within = true;
         for_each_row([&](int r, int i) {
             const float row_max = fmaxf(scores[r][i], scores[r][i + 2]);  // of this lane's keys
             const uint32_t lanes_of_row = 0x11111111u << threadIdx.x % 4;
-            const uint32_t near = __ballot_sync(~0u, row_max >= -kSlackLog2) & lanes_of_row;
+            const uint32_t near = __ballot_sync(~0u, row_max >= -kSlackBelowZeroLog2) & lanes_of_row;
             within = within && max[r][i] == -INFINITY && row_max <= kSlackLog2 && near != 0;
         });
         if (!__all_sync(~0u, within)) return false;
