@@ -131,19 +131,24 @@ constexpr Shape kShapes[] = {
     {1, 1, 128, 256},   {1, 16, 96, 3},    {12, 4, 192, 16, 2},
 };
 
+// Twice, since the second launch meets what the first left behind.
+void expect_right(Problem& problem) {
+    problem.run_on_gpu();
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
+    const auto first_bits = problem.out_bits();
+    problem.run_on_gpu();
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
+    ASSERT_EQ(first_bits, problem.out_bits()) << "from call to call, " << problem.name();
+    problem.expect_what_the_cpu_gives();
+}
+
 TEST(CudaDecodeDealt, AgreesWithTheCpu) {
     unsigned seed = 1;
     for (const Shape& shape : kShapes) {
         for (const int32_t length : {0, 1, 15, 16, 17, 100, 129, 1000, 2049}) {
             Problem problem(seed, shape, {length}, seed % 3 == 0 ? 0 : seed % 3 * 200);
             ++seed;
-            problem.run_on_gpu();
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-            const auto first_bits = problem.out_bits();
-            problem.run_on_gpu();  // meets what the first launch left behind
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-            ASSERT_EQ(first_bits, problem.out_bits()) << "from call to call, " << problem.name();
-            problem.expect_what_the_cpu_gives();
+            expect_right(problem);
             if (HasFatalFailure()) return;
         }
     }
@@ -157,9 +162,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnShortSequences) {
             std::vector<int32_t> lengths(batch);
             for (size_t i = 0; i < batch; ++i) lengths[i] = static_cast<int32_t>(i * 37 % (most + 1));
             Problem problem(seed++, shape, lengths, 0);
-            problem.run_on_gpu();
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-            problem.expect_what_the_cpu_gives();
+            expect_right(problem);
             if (HasFatalFailure()) return;
         }
     }
@@ -171,9 +174,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnLongSequences) {
          {Shape{1, 8, 128, 16}, Shape{2, 4, 64, 1}, Shape{1, 2, 256, 7}, Shape{3, 1, 128, 64}}) {
         for (const int32_t length : {5003, 20011}) {
             Problem problem(seed++, shape, {length}, 40);
-            problem.run_on_gpu();
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-            problem.expect_what_the_cpu_gives();
+            expect_right(problem);
             if (HasFatalFailure()) return;
         }
     }
@@ -192,13 +193,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnFewSequences) {
         for (const std::vector<int32_t>& lengths : batches) {
             Problem problem(seed, shape, lengths, seed % 2 * 60);
             ++seed;
-            problem.run_on_gpu();
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-            const auto first_bits = problem.out_bits();
-            problem.run_on_gpu();  // meets what the first launch left behind
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-            ASSERT_EQ(first_bits, problem.out_bits()) << "from call to call, " << problem.name();
-            problem.expect_what_the_cpu_gives();
+            expect_right(problem);
             if (HasFatalFailure()) return;
         }
     }
@@ -211,9 +206,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnThirtyTwoSequences) {
             std::vector<int32_t> lengths(32);
             for (int32_t i = 0; i < 32; ++i) lengths[i] = i * i * 389 % longest;
             Problem problem(seed++, shape, lengths, 30);
-            problem.run_on_gpu();
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-            problem.expect_what_the_cpu_gives();
+            expect_right(problem);
             if (HasFatalFailure()) return;
         }
     }
@@ -227,9 +220,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnManySequences) {
         std::vector<int32_t> lengths(110);
         for (int32_t i = 0; i < 110; ++i) lengths[i] = i * 37 % 431;
         Problem problem(seed++, shape, lengths, 0);
-        problem.run_on_gpu();
-        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-        problem.expect_what_the_cpu_gives();
+        expect_right(problem);
         if (HasFatalFailure()) return;
     }
 }
