@@ -3,10 +3,14 @@
 #include "cuda/runtime.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace octavo::cuda {
@@ -23,9 +27,19 @@ struct Size {
     }
 };
 
+struct Freer {
+    void operator()(char* pointer) const { cudaFree(pointer); }
+};
+struct StreamDestroyer {
+    void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
+};
+using DeviceBytes = std::unique_ptr<char, Freer>;
+using OwnedStream = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, StreamDestroyer>;
+
 struct Memory {
     Size size;
-    KeptWorkspace workspace;
+    DeviceBytes bytes;
+    KeptWorkspace workspace;  // of `bytes`
 };
 
 // Lets this thread allocate while some stream is being captured: the memory is not part of the graph.
@@ -44,16 +58,16 @@ Memory allocate_memory(const Size& size) {
     constexpr size_t kAlignment = 256;
     const size_t counter_bytes = size.num_counters * sizeof(uint32_t);
     const size_t begin = (counter_bytes + kAlignment - 1) / kAlignment * kAlignment;
-    const RelaxedCapture relaxed;
+    const RelaxedCapture relaxed;  // first, so that what a failure frees is freed under it too
     char* pointer = nullptr;
     check(cudaMalloc(&pointer, std::max<size_t>(begin + size.partial_bytes, 1)), "cudaMalloc");
-    cudaStream_t side;
-    check(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    cudaError_t status = cudaMemsetAsync(pointer, 0, counter_bytes, side);
-    if (status == cudaSuccess) status = cudaStreamSynchronize(side);
-    cudaStreamDestroy(side);
-    check(status, "cudaMemsetAsync");
-    return {size, {pointer + begin, reinterpret_cast<uint32_t*>(pointer)}};
+    DeviceBytes bytes(pointer);
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    const OwnedStream side(stream);
+    check(cudaMemsetAsync(pointer, 0, counter_bytes, side.get()), "cudaMemsetAsync");
+    check(cudaStreamSynchronize(side.get()), "cudaStreamSynchronize");
+    return {size, std::move(bytes), {pointer + begin, reinterpret_cast<uint32_t*>(pointer)}};
 }
 
 // A stream of a device, or a stream in one of its captures.
@@ -78,10 +92,9 @@ class Owners {
         return owners;
     }
 
-    // Whether `owner` is a new one.
-    bool add(const Owner& owner) {
+    bool contains(const Owner& owner) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return memory_.try_emplace(owner).second;
+        return memory_.count(owner) > 0;
     }
 
     // Whether `owner` has as much as it wants, after taking over what is free. If not, `wanted` grows to what
@@ -95,23 +108,24 @@ class Owners {
             const auto fitting = std::find_if(
                 free.begin(), free.end(), [&](const Memory& memory) { return wanted.fits_in(memory.size); });
             if (fitting == free.end()) return false;
-            own.push_back(*fitting);
+            own.push_back(std::move(*fitting));
             free.erase(fitting);
         }
         found = own.back().workspace;
         return true;
     }
 
-    void give(const Owner& owner, const Memory& memory) {
+    void give(const Owner& owner, Memory memory) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        memory_[owner].push_back(memory);
+        memory_[owner].push_back(std::move(memory));
     }
 
     void remove(const Owner& owner) {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = memory_.find(owner);
+        if (found == memory_.end()) return;  // its first call failed before find()
         std::vector<Memory>& free = free_[owner.device];
-        free.insert(free.end(), found->second.begin(), found->second.end());
+        std::move(found->second.begin(), found->second.end(), std::back_inserter(free));
         memory_.erase(found);
     }
 
@@ -124,16 +138,21 @@ class Owners {
 
 // CUDA calls back once `graph` and all that was made of it are gone, and no launch of them is under way.
 void remove_with(cudaGraph_t graph, const Owner& owner) {
-    auto copy = std::make_unique<Owner>(owner);
+    auto gone = std::make_unique<std::optional<Owner>>(owner);
     const cudaHostFn_t remove = [](void* pointer) {
-        const std::unique_ptr<Owner> owner(static_cast<Owner*>(pointer));
-        Owners::get().remove(*owner);
+        const std::unique_ptr<std::optional<Owner>> gone(static_cast<std::optional<Owner>*>(pointer));
+        if (*gone) Owners::get().remove(**gone);
     };
     cudaUserObject_t object;
-    check(cudaUserObjectCreate(&object, copy.get(), remove, 1, cudaUserObjectNoDestructorSync),
+    check(cudaUserObjectCreate(&object, gone.get(), remove, 1, cudaUserObjectNoDestructorSync),
           "cudaUserObjectCreate");
-    copy.release();
-    check(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove), "cudaGraphRetainUserObject");
+    std::optional<Owner>* const kept = gone.release();  // by `object`
+    const cudaError_t status = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+    if (status != cudaSuccess) {
+        kept->reset();  // CUDA may call back when a later call has made the owner known
+        cudaUserObjectRelease(object, 1);
+    }
+    check(status, "cudaGraphRetainUserObject");
 }
 
 }  // namespace
@@ -146,7 +165,8 @@ KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial
     cudaGraph_t graph = nullptr;
     check(cudaStreamGetCaptureInfo(stream, &status, &owner.capture, &graph), "cudaStreamGetCaptureInfo");
     if (status == cudaStreamCaptureStatusActive) {
-        if (owners.add(owner)) remove_with(graph, owner);
+        // Only then does find() make it known: a call that fails here leaves nothing that stays.
+        if (!owners.contains(owner)) remove_with(graph, owner);
     } else {
         owner.capture = 0;
         // The handle of the per-thread default stream names many streams, and CUDA reuses handles; but a

@@ -1,0 +1,189 @@
+// Kept workspaces over a CUDA runtime that is made of counters: every call of it fails once. Needs no GPU.
+#include "cuda/workspace.h"
+#include "cuda/runtime.h"
+
+#include <octavo/error.h>
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+struct Object {
+    cudaHostFn_t destroy;
+    void* argument;
+};
+
+std::string failing;  // the call that fails next, once
+std::set<void*> allocations;
+int num_streams = 0;
+cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+unsigned long long capture = 0;  // that every stream is in; 0: none
+std::set<Object*> objects;
+std::map<cudaGraph_t, Object*> kept_by_graphs;
+
+cudaError_t result_of(const char* call) {
+    if (failing != call) return cudaSuccess;
+    failing.clear();
+    return cudaErrorUnknown;
+}
+
+cudaGraph_t graph_of(unsigned long long capture) { return reinterpret_cast<cudaGraph_t>(capture); }
+
+void destroy(Object* object) {
+    object->destroy(object->argument);
+    objects.erase(object);
+    delete object;
+}
+
+void end_capture() {
+    const auto found = kept_by_graphs.find(graph_of(capture));
+    capture = 0;
+    if (found == kept_by_graphs.end()) return;
+    destroy(found->second);
+    kept_by_graphs.erase(found);
+}
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    if (const cudaError_t status = result_of("cudaMalloc")) return status;
+    EXPECT_EQ(mode, cudaStreamCaptureModeRelaxed);
+    allocations.insert(*pointer = std::malloc(bytes));
+    return cudaSuccess;
+}
+cudaError_t cudaFree(void* pointer) {
+    EXPECT_EQ(mode, cudaStreamCaptureModeRelaxed);
+    EXPECT_EQ(num_streams, 0);
+    EXPECT_EQ(allocations.erase(pointer), 1u);
+    std::free(pointer);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+    if (const cudaError_t status = result_of("cudaStreamCreateWithFlags")) return status;
+    *stream = reinterpret_cast<cudaStream_t>(&num_streams);
+    ++num_streams;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) {
+    --num_streams;
+    return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return result_of("cudaMemsetAsync"); }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return result_of("cudaStreamSynchronize"); }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* other) {
+    // Back to what it was it never fails.
+    if (*other == cudaStreamCaptureModeRelaxed) {
+        if (const cudaError_t status = result_of("cudaThreadExchangeStreamCaptureMode")) return status;
+    }
+    std::swap(mode, *other);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+    *id = reinterpret_cast<uintptr_t>(stream);
+    return result_of("cudaStreamGetId");
+}
+#if CUDART_VERSION >= 13000
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                     size_t*) {
+#else
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph, const cudaGraphNode_t**, size_t*) {
+#endif
+    *status = capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    *id = capture;
+    *graph = graph_of(capture);
+    return result_of("cudaStreamGetCaptureInfo");
+}
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* argument, cudaHostFn_t destroy, unsigned,
+                                 unsigned) {
+    if (const cudaError_t status = result_of("cudaUserObjectCreate")) return status;
+    auto* made = new Object{destroy, argument};
+    objects.insert(made);
+    *object = reinterpret_cast<cudaUserObject_t>(made);
+    return cudaSuccess;
+}
+cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
+    destroy(reinterpret_cast<Object*>(object));
+    return cudaSuccess;
+}
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned, unsigned) {
+    if (const cudaError_t status = result_of("cudaGraphRetainUserObject")) return status;
+    EXPECT_TRUE(kept_by_graphs.emplace(graph, reinterpret_cast<Object*>(object)).second);
+    return cudaSuccess;
+}
+// Of class Workspace, which is not tested here.
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaErrorUnknown; }
+cudaError_t cudaMallocAsync(void**, size_t, cudaStream_t) { return cudaErrorUnknown; }
+cudaError_t cudaFreeAsync(void*, cudaStream_t) { return cudaErrorUnknown; }
+
+}  // extern "C"
+
+namespace octavo::cuda {
+
+void check(cudaError_t status, const char* what) {
+    if (status != cudaSuccess) throw DeviceError(what);
+}
+
+namespace {
+
+// A workspace, after each of `calls` has failed. `device` tells tests apart: what is kept stays.
+KeptWorkspace workspace_after_failures(int32_t device, size_t bytes, const std::vector<const char*>& calls) {
+    const std::set<void*> before = allocations;
+    for (const char* call : calls) {
+        failing = call;
+        EXPECT_THROW(kept_workspace(device, nullptr, bytes, 4), DeviceError) << call;
+        EXPECT_EQ(allocations, before) << call;
+        EXPECT_EQ(num_streams, 0) << call;
+        EXPECT_EQ(mode, cudaStreamCaptureModeGlobal) << call;
+        EXPECT_EQ(objects.size(), kept_by_graphs.size()) << call;
+    }
+    const KeptWorkspace workspace = kept_workspace(device, nullptr, bytes, 4);
+    EXPECT_EQ(allocations.size(), before.size() + 1);
+    EXPECT_EQ(allocations.count(workspace.counters), 1u);
+    EXPECT_EQ(num_streams, 0);
+    return workspace;
+}
+
+const std::vector<const char*> kAllocating{"cudaThreadExchangeStreamCaptureMode", "cudaMalloc",
+                                           "cudaStreamCreateWithFlags", "cudaMemsetAsync",
+                                           "cudaStreamSynchronize"};
+
+TEST(Workspace, KeepsNothingOfCallsThatFail) {
+    std::vector<const char*> calls{"cudaStreamGetCaptureInfo", "cudaStreamGetId"};
+    calls.insert(calls.end(), kAllocating.begin(), kAllocating.end());
+    const KeptWorkspace workspace = workspace_after_failures(0, 1000, calls);
+    EXPECT_EQ(kept_workspace(0, nullptr, 1000, 4).partial, workspace.partial);
+    // A launch under way may still use what is outgrown.
+    EXPECT_NE(workspace_after_failures(0, 2000, calls).partial, workspace.partial);
+    EXPECT_EQ(allocations.count(workspace.counters), 1u);
+}
+
+TEST(Workspace, OfACaptureWhoseCallsFailedIsPassedOn) {
+    capture = 1;
+    std::vector<const char*> calls{"cudaStreamGetCaptureInfo", "cudaUserObjectCreate",
+                                   "cudaGraphRetainUserObject"};
+    calls.insert(calls.end(), kAllocating.begin(), kAllocating.end());
+    const KeptWorkspace first = workspace_after_failures(1, 1000, calls);
+    const size_t num_allocations = allocations.size();
+    end_capture();
+    for (unsigned long long other : {2, 3}) {
+        capture = other;
+        EXPECT_EQ(kept_workspace(1, nullptr, 500, 4).counters, first.counters);
+        end_capture();
+    }
+    EXPECT_TRUE(objects.empty());
+    EXPECT_EQ(allocations.size(), num_allocations);
+}
+
+}  // namespace
+}  // namespace octavo::cuda
