@@ -1,4 +1,4 @@
-"""The `gpu` marker and the hypothesis profiles.
+"""The `gpu` marker, the hypothesis profiles and the fixtures that several files share.
 
 A test marked `gpu` is skipped where there is no NVIDIA GPU; where there is one, skipping it is a failure.
 Hypothesis: `ci` by default; `pytest --hypothesis-profile=thorough` searches longer, anew each time.
@@ -10,10 +10,13 @@ import ctypes
 import functools
 import os
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from libraries import ArrayLibrary
 
 # JAX would otherwise take most of the GPU's memory for itself.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -50,6 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+@pytest.fixture(scope="module")
+def library(torch: Any) -> ArrayLibrary:
+    """Torch on the GPU."""
+    from libraries import get_library  # here, since it imports ml_dtypes, which wheels are tested without
+
+    return get_library("torch", "cuda")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,11 +18,6 @@ DTYPE = "bfloat16"
 SLEEP_CYCLES = 50_000_000  # tens of milliseconds: far longer than a launch
 
 
-@pytest.fixture(scope="module")
-def library() -> ArrayLibrary:
-    return get_library("torch", "cuda")
-
-
 def pinned(torch: Any, values: NDArray) -> Any:
     return get_library("torch", "cpu").array(values, DTYPE).pin_memory()
 

@@ -14,7 +14,7 @@ import oracle
 from cases import Case
 from conftest import gpu_count
 from generation import DTYPE, Generation
-from libraries import ArrayLibrary, Torch, get_library
+from libraries import ArrayLibrary, Torch
 
 pytestmark = pytest.mark.gpu
 
@@ -23,11 +23,6 @@ pytestmark = pytest.mark.gpu
 def _give_memory_back(torch: Any) -> Generator[None, None, None]:
     yield
     torch.cuda.empty_cache()
-
-
-@pytest.fixture(scope="module")
-def library() -> ArrayLibrary:
-    return get_library("torch", "cuda")
 
 
 def counts_for(generation: Generation, seq_lens: Sequence[int]) -> list[int]:

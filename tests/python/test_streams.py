@@ -23,21 +23,14 @@ pytestmark = pytest.mark.gpu
 SLEEP_CYCLES = 50_000_000  # tens of milliseconds: far longer than a launch
 
 
-@pytest.fixture(scope="module")
-def library() -> ArrayLibrary:
-    return get_library("torch", "cuda")
-
-
 def cuda_qkv(library: ArrayLibrary) -> list[Any]:
     return [library.array(x, "float16") for x in qkv()]
 
 
 @pytest.mark.parametrize("kind", ["address", "torch", "cupy", "protocol"])
-def test_stream_argument_waits_for_the_current_stream(kind: str) -> None:
+def test_stream_argument_waits_for_the_current_stream(torch: Any, library: ArrayLibrary, kind: str) -> None:
     import cupy
-    import torch
 
-    library = get_library("torch", "cuda")
     q, k, v = cuda_qkv(library)
     wanted = octavo.attention(q, k, v)
     torch.cuda.synchronize()
@@ -156,10 +149,7 @@ def test_mixed_devices_are_refused(name: str) -> None:
     assert str(error.value) == message
 
 
-def test_cuda_graph_capture_with_new_results() -> None:
-    import torch
-
-    library = get_library("torch", "cuda")
+def test_cuda_graph_capture_with_new_results(torch: Any, library: ArrayLibrary) -> None:
     q, k, v = cuda_qkv(library)
     octavo.attention(q, k, v)
     torch.cuda.synchronize()
@@ -173,20 +163,16 @@ def test_cuda_graph_capture_with_new_results() -> None:
     assert torch.equal(lse, wanted_lse)
 
 
-def test_pinned_torch_tensors_are_the_cpus() -> None:
-    import torch
-
+def test_pinned_torch_tensors_are_the_cpus(torch: Any) -> None:
     q, k, v = (torch.from_numpy(x).pin_memory() for x in qkv())
     out = octavo.attention(q, k, v)
     assert out.device.type == "cpu"
     np.testing.assert_array_equal(out.numpy().astype(np.float64), expected("float32", *qkv()))
 
 
-def test_streams_given_to_producers() -> None:
+def test_streams_given_to_producers(torch: Any, library: ArrayLibrary) -> None:
     """A CUDA array of an unknown framework is asked for on our stream; 1 stands for the legacy default."""
-    import torch
-
-    data = get_library("torch", "cuda").array(qkv()[1], "float16")
+    data = library.array(qkv()[1], "float16")
 
     class Wrapper:
         streams: list[Any]
@@ -201,7 +187,7 @@ def test_streams_given_to_producers() -> None:
             self.streams.append(stream)
             return data.__dlpack__(stream=stream, **keywords)
 
-    q, _, v = cuda_qkv(get_library("torch", "cuda"))
+    q, _, v = cuda_qkv(library)
     k = Wrapper()
     octavo.attention(q, k, v)
     side = torch.cuda.Stream()
