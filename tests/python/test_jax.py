@@ -1,4 +1,4 @@
-"""octavo.jax: the operators inside JAX programs."""
+"""octavo.jax: the operators inside JAX programs. Mapped axes: test_jax_vmap.py."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ import jax.numpy as jnp  # noqa: E402
 
 import octavo  # noqa: E402
 import octavo.jax  # noqa: E402
-from octavo import _jax_batching  # noqa: E402
-
-NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM = 6, 16, 2, 16
-PAGE_TABLE = np.array([[4, 1, -1], [0, 3, 5]], np.int32)
-SHARING_TABLE = np.array([[4, 1, -1], [4, 3, 5]], np.int32)
-SEQ_LENS = np.array([20, 41], np.int32)
-CU_SEQLENS = np.array([0, 3, 8], np.int32)
-WRITTEN = {"append_kv": ("k_pages", "v_pages"), "copy_pages": ("k_pages", "v_pages")}
-# Of a program that runs: some versions of JAX make a ValueError of an invalid argument.
-RUNTIME_ERRORS = (getattr(jax.errors, "JaxRuntimeError", RuntimeError), ValueError)
+from jax_calls import (  # noqa: E402
+    CALLS,
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    PAGE_TABLE,
+    RUNTIME_ERRORS,
+    SEQ_LENS,
+    WRITTEN,
+    assert_same,
+    cache,
+    make_calls,
+    normal,
+    results_of_octavo,
+    run,
+)
 
 
 def targets(*dtypes):
@@ -53,102 +58,6 @@ def one_dtype(request):
         yield dtype
 
 
-def normal(*shape, dtype="float32", seed=0):
-    values = np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
-    return jnp.asarray(values).astype(dtype)
-
-
-def cache(dtype="float32", seed=0):
-    shape = NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM
-    return {
-        "k_pages": normal(*shape, dtype=dtype, seed=seed),
-        "v_pages": normal(*shape, dtype=dtype, seed=seed + 1),
-    }
-
-
-def make_calls(dtype="float32", seed=0):
-    """Every operator, with the arguments that change what it takes and returns: (name, arrays, options)."""
-    make = partial(normal, dtype=dtype, seed=seed)
-    index = partial(jnp.asarray, dtype=jnp.int32)
-    masks = {
-        "alibi_slopes": jnp.array([0.5, 0.25, 0.125, 0.0625], jnp.float32),
-        "prefix_lens": index([2, 0]),
-    }
-    scores = {"window_left": 7, "softcap": 5.0, "softmax_scale": 0.3, "return_lse": True}
-    dense = {
-        "q": make(2, 5, 4, HEAD_DIM),
-        "k": make(2, 9, NUM_KV_HEADS, HEAD_DIM),
-        "v": make(2, 9, NUM_KV_HEADS, HEAD_DIM) + 1,
-    }
-    packed = {
-        "q": make(8, 4, HEAD_DIM),
-        "k": make(8, NUM_KV_HEADS, HEAD_DIM),
-        "v": make(8, NUM_KV_HEADS, HEAD_DIM) + 1,
-        "cu_seqlens_q": index(CU_SEQLENS),
-        "cu_seqlens_k": index(CU_SEQLENS),
-    }
-    tables = {"page_table": index(PAGE_TABLE), "seq_lens": index(SEQ_LENS)}
-    paged = {"q": make(2, 4, HEAD_DIM), **cache(dtype, seed), **tables}
-    batch_slopes = {"alibi_slopes": jnp.stack([masks["alibi_slopes"], 2 * masks["alibi_slopes"]])}
-    new = {"k": make(8, NUM_KV_HEADS, HEAD_DIM), "v": make(8, NUM_KV_HEADS, HEAD_DIM) + 1}
-    one_each = {name: x[:2] for name, x in new.items()}
-    many = {**new, **cache(dtype, seed), **tables, "cu_seqlens": index(CU_SEQLENS)}
-    state = {"out_a": make(2, 4, HEAD_DIM), "lse_a": normal(2, 4, seed=seed)}
-    state |= {"out_b": state["out_a"] + 1, "lse_b": state["lse_a"] - 1}
-    return [
-        ("attention", dense, {}),
-        ("attention", {**dense, **masks}, {"window_right": 2, **scores}),
-        ("attention", {**dense, **batch_slopes}, {"causal": True}),
-        ("attention", packed, {"max_seqlen_q": 5, "max_seqlen_k": 5, "return_lse": True}),
-        ("attention", {**packed, **masks}, {}),
-        ("paged_attention", paged, {}),
-        ("paged_attention", {**paged, **masks}, {"num_splits": 2, "k_scale": 0.5, "v_scale": 2.0, **scores}),
-        (
-            "paged_attention",
-            {**paged, **batch_slopes, "q": packed["q"], "cu_seqlens_q": index(CU_SEQLENS)},
-            {"max_seqlen_q": 5, "causal": False, "return_lse": True},
-        ),
-        ("append_kv", {**one_each, **cache(dtype, seed), **tables}, {}),
-        ("append_kv", many, {"k_scale": 2.0, "v_scale": 0.5}),
-        ("copy_pages", {**cache(dtype, seed), "copies": index([[4, 2], [0, 1]])}, {}),
-        ("merge_states", state, {}),
-        ("attention", packed, {"dropout_p": 0.3, "dropout_seed": 2**63 - 1, "return_lse": True}),
-        ("attention", dense, {"dropout_p": 0.5, "dropout_seed": 1, "dropout_offset": 2**40}),
-        (
-            "paged_attention",
-            {**paged, "page_table": index(SHARING_TABLE)},
-            {"shared_prefix_len": PAGE_SIZE, "return_lse": True},
-        ),
-    ]
-
-
-CALLS = [pytest.param(i, id=f"{name}-{i}") for i, (name, _, _) in enumerate(make_calls())]
-
-
-def results_of_octavo(name, arrays, options):
-    """What octavo itself makes of the arrays. JAX's cannot be written to: those are NumPy's then."""
-    if name not in WRITTEN:
-        results = getattr(octavo, name)(**arrays, **options) if name != "merge_states" else None
-        if results is None:
-            results = octavo.merge_states(*arrays.values())
-        return results if isinstance(results, tuple) else (results,)
-    ours = {key: np.array(x) for key, x in arrays.items()}
-    getattr(octavo, name)(**ours, **options)
-    return tuple(ours[key] for key in WRITTEN[name])
-
-
-def run(name, arrays, options):
-    results = getattr(octavo.jax, name)(**arrays, **options)
-    return results if isinstance(results, tuple) else (results,)
-
-
-def assert_same(actual, expected):
-    assert len(actual) == len(expected)
-    for x, y in zip(actual, expected, strict=True):
-        assert isinstance(x, jax.Array) and x.dtype == y.dtype and x.shape == y.shape
-        assert np.array(x).tobytes() == np.array(y).tobytes()
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_equals_octavo(call, dtype):
     """Bit for bit, alone and inside a program; what was given is as before."""
@@ -172,119 +81,6 @@ def test_signatures_are_those_of_octavo():
         assert [(p.name, p.kind, p.default) for p in ours.values()] == expected
         for parameter in ours:
             assert f"        {parameter}: " in inspect.getsource(getattr(octavo.jax, name))
-
-
-# Mapped axes
-
-
-def stack(call, num, mapped):
-    """`num` variants of a call, and its arrays with those named in `mapped` stacked."""
-    variants = [make_calls(seed=10 * i)[call] for i in range(num)]
-    name, first, options = variants[0]
-    each = [{key: v[1][key] if key in mapped else first[key] for key in first} for v in variants]
-    stacked = {
-        key: jnp.stack([arrays[key] for arrays in each]) if key in mapped else first[key] for key in first
-    }
-    return name, options, each, stacked
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("which", ["all", "first", "tables", "values"])
-def test_vmap(call, which):
-    names = list(make_calls()[call][1])
-    mapped = {
-        "all": names,
-        "first": names[:1],
-        "tables": [n for n in names if n in ("page_table", "seq_lens", "copies", "prefix_lens", "lse_a")],
-        "values": [n for n in names if n in ("k", "v", "k_pages", "v_pages", "alibi_slopes", "out_b")],
-    }[which]
-    if not mapped:
-        pytest.skip("the operator has none of these arrays")
-    name, options, each, stacked = stack(call, 3, mapped)
-    axes = {key: 0 if key in mapped else None for key in stacked}
-    results = jax.jit(jax.vmap(lambda arrays: run(name, arrays, options), in_axes=(axes,)))(stacked)
-    for i, arrays in enumerate(each):
-        for x, y in zip(results, run(name, arrays, options), strict=True):
-            np.testing.assert_allclose(
-                x[i], y, rtol=2e-5, atol=2e-6
-            )  # num_splits=None may depend on the batch
-
-
-def test_vmap_of_different_tables():
-    paged = make_calls()[5][1]
-    tables = np.stack([PAGE_TABLE, np.roll(PAGE_TABLE, 1, axis=0)])
-    lens = np.stack([SEQ_LENS, np.array([41, 20], np.int32)])
-    both = jax.vmap(lambda t, n: octavo.jax.paged_attention(**{**paged, "page_table": t, "seq_lens": n}))
-    for i, out in enumerate(both(tables, lens)):
-        alone = octavo.paged_attention(
-            **{**paged, "page_table": jnp.array(tables[i]), "seq_lens": jnp.array(lens[i])}
-        )
-        np.testing.assert_allclose(out, alone, rtol=2e-5, atol=2e-6)
-
-
-def test_vmap_of_different_prefixes():
-    """Every element has a prefix of its own, which the sequences of another do not share."""
-    _, paged, options = make_calls()[-1]
-    tables = np.stack([SHARING_TABLE, np.where(SHARING_TABLE == 4, 2, SHARING_TABLE)])
-    both = jax.vmap(lambda table: octavo.jax.paged_attention(**{**paged, "page_table": table}, **options))
-    for i, table in enumerate(tables):
-        alone = octavo.paged_attention(**{**paged, "page_table": jnp.array(table)}, **options)
-        for mapped, expected in zip(both(tables), alone, strict=True):
-            np.testing.assert_allclose(mapped[i], expected, rtol=2e-5, atol=2e-6)
-
-
-def packed_attention(q, k, v, lengths_q, lengths_k, call=octavo.jax.attention):
-    offsets = (jnp.cumulative_sum(n, include_initial=True) for n in (lengths_q, lengths_k))
-    cu_seqlens_q, cu_seqlens_k = (x.astype(jnp.int32) for x in offsets)
-    return call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, return_lse=True)
-
-
-def test_packed_tokens_close_up():
-    q = np.arange(3 * 8).reshape(3, 8)
-    offsets = np.array([[0, 2, 5], [0, 0, 1], [0, 4, 8]], np.int32)
-    used = np.concatenate([tokens[: end[-1]] for tokens, end in zip(q, offsets, strict=True)])
-    folded_offsets, places, folded = _jax_batching._fold_packed(jnp.asarray(offsets), jnp.asarray(q))
-    assert folded_offsets.tolist() == [0, 2, 5, 5, 6, 10, 14]
-    assert folded[: len(used)].tolist() == used.tolist()
-    assert folded[places].tolist() == q.reshape(-1).tolist()
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_vmap_of_packed_arrays_that_are_not_full(device):
-    """On the CPU that is an error, mapped or not; a GPU cannot look, and keeps to the lengths."""
-    lengths_q, lengths_k = jnp.array([[2, 3], [0, 1], [4, 4]]), jnp.array([[3, 2], [5, 4], [0, 7]])
-    with jax.default_device(jax.devices(device)[0]):
-        q = normal(3, 8, 4, HEAD_DIM, dtype="bfloat16")
-        k, v = normal(2, 3, 9, NUM_KV_HEADS, HEAD_DIM, dtype="bfloat16")
-        mapped = jax.vmap(packed_attention)
-        if device == "cpu":
-            with pytest.raises(RUNTIME_ERRORS, match=r"attention: cu_seqlens_q\[6\] must equal .* \(24\)"):
-                jax.block_until_ready(mapped(q, k, v, lengths_q, lengths_k))
-            return
-        outs = mapped(q, k, v, lengths_q, lengths_k)
-        for i in range(3):
-            num_q, num_k = int(lengths_q[i].sum()), int(lengths_k[i].sum())
-            wanted = packed_attention(q[i, :num_q], k[i, :num_k], v[i, :num_k], lengths_q[i], lengths_k[i])
-            assert_same([x[i, :num_q] for x in outs], wanted)
-
-
-def test_vmap_nests_and_has_out_axes():
-    q, k, v = (normal(2, 3, 2, 5, 4, HEAD_DIM, seed=i) for i in range(3))
-    nested = jax.vmap(jax.vmap(octavo.jax.attention, out_axes=1), in_axes=(1, 1, 1))(q, k, v)
-    for i in range(2):
-        for j in range(3):
-            np.testing.assert_allclose(
-                nested[j, :, i], octavo.attention(q[i, j], k[i, j], v[i, j]), rtol=2e-5, atol=2e-6
-            )
-
-
-def test_vmap_keeps_to_its_cache():
-    """A page past the end of one cache is not the first of the next."""
-    name, _, _, arrays = stack(5, 2, ["q", "k_pages", "v_pages", "page_table"])
-    arrays["page_table"] = arrays["page_table"].at[0, 0, 0].set(NUM_PAGES)
-    axes = {key: None if key == "seq_lens" else 0 for key in arrays}
-    with pytest.raises(RUNTIME_ERRORS, match=r"paged_attention: page_table\[0, 0\] must lie in"):
-        jax.block_until_ready(jax.vmap(lambda arrays: run(name, arrays, {}), in_axes=(axes,))(arrays))
 
 
 # In place
@@ -540,13 +336,6 @@ def test_results_vary_inside_shard_map():
     heads = jax.sharding.PartitionSpec(None, None, "x")
     written = jax.shard_map(loop, mesh=mesh, in_specs=(heads, heads), out_specs=heads)(pages, tokens)
     assert (written[0, 0] == 1).all()
-
-
-def test_axes_of_no_length_are_mapped():
-    q = jnp.zeros((0, 2, 3, 2, 16))
-    assert jax.vmap(octavo.jax.attention)(q, q, q).shape == q.shape
-    lengths = jnp.zeros((0, 2), jnp.int32)
-    assert jax.vmap(packed_attention)(q[:, 0], q[:, 0], q[:, 0], lengths, lengths)[0].shape == (0, 3, 2, 16)
 
 
 def test_none_is_no_mask():

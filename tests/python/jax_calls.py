@@ -1,0 +1,118 @@
+"""Calls of every operator of octavo.jax, for its tests."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import octavo
+import octavo.jax
+
+NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM = 6, 16, 2, 16
+PAGE_TABLE = np.array([[4, 1, -1], [0, 3, 5]], np.int32)
+SHARING_TABLE = np.array([[4, 1, -1], [4, 3, 5]], np.int32)
+SEQ_LENS = np.array([20, 41], np.int32)
+CU_SEQLENS = np.array([0, 3, 8], np.int32)
+WRITTEN = {"append_kv": ("k_pages", "v_pages"), "copy_pages": ("k_pages", "v_pages")}
+# Of a program that runs: some versions of JAX make a ValueError of an invalid argument.
+RUNTIME_ERRORS = (getattr(jax.errors, "JaxRuntimeError", RuntimeError), ValueError)
+
+
+def normal(*shape, dtype="float32", seed=0):
+    values = np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+    return jnp.asarray(values).astype(dtype)
+
+
+def cache(dtype="float32", seed=0):
+    shape = NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM
+    return {
+        "k_pages": normal(*shape, dtype=dtype, seed=seed),
+        "v_pages": normal(*shape, dtype=dtype, seed=seed + 1),
+    }
+
+
+def make_calls(dtype="float32", seed=0):
+    """Every operator, with the arguments that change what it takes and returns: (name, arrays, options)."""
+    make = partial(normal, dtype=dtype, seed=seed)
+    index = partial(jnp.asarray, dtype=jnp.int32)
+    masks = {
+        "alibi_slopes": jnp.array([0.5, 0.25, 0.125, 0.0625], jnp.float32),
+        "prefix_lens": index([2, 0]),
+    }
+    scores = {"window_left": 7, "softcap": 5.0, "softmax_scale": 0.3, "return_lse": True}
+    dense = {
+        "q": make(2, 5, 4, HEAD_DIM),
+        "k": make(2, 9, NUM_KV_HEADS, HEAD_DIM),
+        "v": make(2, 9, NUM_KV_HEADS, HEAD_DIM) + 1,
+    }
+    packed = {
+        "q": make(8, 4, HEAD_DIM),
+        "k": make(8, NUM_KV_HEADS, HEAD_DIM),
+        "v": make(8, NUM_KV_HEADS, HEAD_DIM) + 1,
+        "cu_seqlens_q": index(CU_SEQLENS),
+        "cu_seqlens_k": index(CU_SEQLENS),
+    }
+    tables = {"page_table": index(PAGE_TABLE), "seq_lens": index(SEQ_LENS)}
+    paged = {"q": make(2, 4, HEAD_DIM), **cache(dtype, seed), **tables}
+    batch_slopes = {"alibi_slopes": jnp.stack([masks["alibi_slopes"], 2 * masks["alibi_slopes"]])}
+    new = {"k": make(8, NUM_KV_HEADS, HEAD_DIM), "v": make(8, NUM_KV_HEADS, HEAD_DIM) + 1}
+    one_each = {name: x[:2] for name, x in new.items()}
+    many = {**new, **cache(dtype, seed), **tables, "cu_seqlens": index(CU_SEQLENS)}
+    state = {"out_a": make(2, 4, HEAD_DIM), "lse_a": normal(2, 4, seed=seed)}
+    state |= {"out_b": state["out_a"] + 1, "lse_b": state["lse_a"] - 1}
+    return [
+        ("attention", dense, {}),
+        ("attention", {**dense, **masks}, {"window_right": 2, **scores}),
+        ("attention", {**dense, **batch_slopes}, {"causal": True}),
+        ("attention", packed, {"max_seqlen_q": 5, "max_seqlen_k": 5, "return_lse": True}),
+        ("attention", {**packed, **masks}, {}),
+        ("paged_attention", paged, {}),
+        ("paged_attention", {**paged, **masks}, {"num_splits": 2, "k_scale": 0.5, "v_scale": 2.0, **scores}),
+        (
+            "paged_attention",
+            {**paged, **batch_slopes, "q": packed["q"], "cu_seqlens_q": index(CU_SEQLENS)},
+            {"max_seqlen_q": 5, "causal": False, "return_lse": True},
+        ),
+        ("append_kv", {**one_each, **cache(dtype, seed), **tables}, {}),
+        ("append_kv", many, {"k_scale": 2.0, "v_scale": 0.5}),
+        ("copy_pages", {**cache(dtype, seed), "copies": index([[4, 2], [0, 1]])}, {}),
+        ("merge_states", state, {}),
+        ("attention", packed, {"dropout_p": 0.3, "dropout_seed": 2**63 - 1, "return_lse": True}),
+        ("attention", dense, {"dropout_p": 0.5, "dropout_seed": 1, "dropout_offset": 2**40}),
+        (
+            "paged_attention",
+            {**paged, "page_table": index(SHARING_TABLE)},
+            {"shared_prefix_len": PAGE_SIZE, "return_lse": True},
+        ),
+    ]
+
+
+CALLS = [pytest.param(i, id=f"{name}-{i}") for i, (name, _, _) in enumerate(make_calls())]
+
+
+def results_of_octavo(name, arrays, options):
+    """What octavo itself makes of the arrays. JAX's cannot be written to: those are NumPy's then."""
+    if name not in WRITTEN:
+        results = getattr(octavo, name)(**arrays, **options) if name != "merge_states" else None
+        if results is None:
+            results = octavo.merge_states(*arrays.values())
+        return results if isinstance(results, tuple) else (results,)
+    ours = {key: np.array(x) for key, x in arrays.items()}
+    getattr(octavo, name)(**ours, **options)
+    return tuple(ours[key] for key in WRITTEN[name])
+
+
+def run(name, arrays, options):
+    results = getattr(octavo.jax, name)(**arrays, **options)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for x, y in zip(actual, expected, strict=True):
+        assert isinstance(x, jax.Array) and x.dtype == y.dtype and x.shape == y.shape
+        assert np.array(x).tobytes() == np.array(y).tobytes()

@@ -1,0 +1,145 @@
+"""octavo.jax under jax.vmap."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+
+import octavo  # noqa: E402
+import octavo.jax  # noqa: E402
+from jax_calls import (  # noqa: E402
+    CALLS,
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    NUM_PAGES,
+    PAGE_TABLE,
+    RUNTIME_ERRORS,
+    SEQ_LENS,
+    SHARING_TABLE,
+    assert_same,
+    make_calls,
+    normal,
+    run,
+)
+from octavo import _jax_batching  # noqa: E402
+
+
+def stack(call, num, mapped):
+    """`num` variants of a call, and its arrays with those named in `mapped` stacked."""
+    variants = [make_calls(seed=10 * i)[call] for i in range(num)]
+    name, first, options = variants[0]
+    each = [{key: v[1][key] if key in mapped else first[key] for key in first} for v in variants]
+    stacked = {
+        key: jnp.stack([arrays[key] for arrays in each]) if key in mapped else first[key] for key in first
+    }
+    return name, options, each, stacked
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("which", ["all", "first", "tables", "values"])
+def test_vmap(call, which):
+    names = list(make_calls()[call][1])
+    mapped = {
+        "all": names,
+        "first": names[:1],
+        "tables": [n for n in names if n in ("page_table", "seq_lens", "copies", "prefix_lens", "lse_a")],
+        "values": [n for n in names if n in ("k", "v", "k_pages", "v_pages", "alibi_slopes", "out_b")],
+    }[which]
+    if not mapped:
+        pytest.skip("the operator has none of these arrays")
+    name, options, each, stacked = stack(call, 3, mapped)
+    axes = {key: 0 if key in mapped else None for key in stacked}
+    results = jax.jit(jax.vmap(lambda arrays: run(name, arrays, options), in_axes=(axes,)))(stacked)
+    for i, arrays in enumerate(each):
+        for x, y in zip(results, run(name, arrays, options), strict=True):
+            np.testing.assert_allclose(
+                x[i], y, rtol=2e-5, atol=2e-6
+            )  # num_splits=None may depend on the batch
+
+
+def test_vmap_of_different_tables():
+    paged = make_calls()[5][1]
+    tables = np.stack([PAGE_TABLE, np.roll(PAGE_TABLE, 1, axis=0)])
+    lens = np.stack([SEQ_LENS, np.array([41, 20], np.int32)])
+    both = jax.vmap(lambda t, n: octavo.jax.paged_attention(**{**paged, "page_table": t, "seq_lens": n}))
+    for i, out in enumerate(both(tables, lens)):
+        alone = octavo.paged_attention(
+            **{**paged, "page_table": jnp.array(tables[i]), "seq_lens": jnp.array(lens[i])}
+        )
+        np.testing.assert_allclose(out, alone, rtol=2e-5, atol=2e-6)
+
+
+def test_vmap_of_different_prefixes():
+    """Every element has a prefix of its own, which the sequences of another do not share."""
+    _, paged, options = make_calls()[-1]
+    tables = np.stack([SHARING_TABLE, np.where(SHARING_TABLE == 4, 2, SHARING_TABLE)])
+    both = jax.vmap(lambda table: octavo.jax.paged_attention(**{**paged, "page_table": table}, **options))
+    for i, table in enumerate(tables):
+        alone = octavo.paged_attention(**{**paged, "page_table": jnp.array(table)}, **options)
+        for mapped, expected in zip(both(tables), alone, strict=True):
+            np.testing.assert_allclose(mapped[i], expected, rtol=2e-5, atol=2e-6)
+
+
+def packed_attention(q, k, v, lengths_q, lengths_k, call=octavo.jax.attention):
+    offsets = (jnp.cumulative_sum(n, include_initial=True) for n in (lengths_q, lengths_k))
+    cu_seqlens_q, cu_seqlens_k = (x.astype(jnp.int32) for x in offsets)
+    return call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, return_lse=True)
+
+
+def test_packed_tokens_close_up():
+    q = np.arange(3 * 8).reshape(3, 8)
+    offsets = np.array([[0, 2, 5], [0, 0, 1], [0, 4, 8]], np.int32)
+    used = np.concatenate([tokens[: end[-1]] for tokens, end in zip(q, offsets, strict=True)])
+    folded_offsets, places, folded = _jax_batching._fold_packed(jnp.asarray(offsets), jnp.asarray(q))
+    assert folded_offsets.tolist() == [0, 2, 5, 5, 6, 10, 14]
+    assert folded[: len(used)].tolist() == used.tolist()
+    assert folded[places].tolist() == q.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_vmap_of_packed_arrays_that_are_not_full(device):
+    """On the CPU that is an error, mapped or not; a GPU cannot look, and keeps to the lengths."""
+    lengths_q, lengths_k = jnp.array([[2, 3], [0, 1], [4, 4]]), jnp.array([[3, 2], [5, 4], [0, 7]])
+    with jax.default_device(jax.devices(device)[0]):
+        q = normal(3, 8, 4, HEAD_DIM, dtype="bfloat16")
+        k, v = normal(2, 3, 9, NUM_KV_HEADS, HEAD_DIM, dtype="bfloat16")
+        mapped = jax.vmap(packed_attention)
+        if device == "cpu":
+            with pytest.raises(RUNTIME_ERRORS, match=r"attention: cu_seqlens_q\[6\] must equal .* \(24\)"):
+                jax.block_until_ready(mapped(q, k, v, lengths_q, lengths_k))
+            return
+        outs = mapped(q, k, v, lengths_q, lengths_k)
+        for i in range(3):
+            num_q, num_k = int(lengths_q[i].sum()), int(lengths_k[i].sum())
+            wanted = packed_attention(q[i, :num_q], k[i, :num_k], v[i, :num_k], lengths_q[i], lengths_k[i])
+            assert_same([x[i, :num_q] for x in outs], wanted)
+
+
+def test_vmap_nests_and_has_out_axes():
+    q, k, v = (normal(2, 3, 2, 5, 4, HEAD_DIM, seed=i) for i in range(3))
+    nested = jax.vmap(jax.vmap(octavo.jax.attention, out_axes=1), in_axes=(1, 1, 1))(q, k, v)
+    for i in range(2):
+        for j in range(3):
+            np.testing.assert_allclose(
+                nested[j, :, i], octavo.attention(q[i, j], k[i, j], v[i, j]), rtol=2e-5, atol=2e-6
+            )
+
+
+def test_vmap_keeps_to_its_cache():
+    """A page past the end of one cache is not the first of the next."""
+    name, _, _, arrays = stack(5, 2, ["q", "k_pages", "v_pages", "page_table"])
+    arrays["page_table"] = arrays["page_table"].at[0, 0, 0].set(NUM_PAGES)
+    axes = {key: None if key == "seq_lens" else 0 for key in arrays}
+    with pytest.raises(RUNTIME_ERRORS, match=r"paged_attention: page_table\[0, 0\] must lie in"):
+        jax.block_until_ready(jax.vmap(lambda arrays: run(name, arrays, {}), in_axes=(axes,))(arrays))
+
+
+def test_axes_of_no_length_are_mapped():
+    q = jnp.zeros((0, 2, 3, 2, 16))
+    assert jax.vmap(octavo.jax.attention)(q, q, q).shape == q.shape
+    lengths = jnp.zeros((0, 2), jnp.int32)
+    assert jax.vmap(packed_attention)(q[:, 0], q[:, 0], q[:, 0], lengths, lengths)[0].shape == (0, 3, 2, 16)
