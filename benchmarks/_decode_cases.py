@@ -78,6 +78,19 @@ class Case:
         }
         return ", ".join(part for part, shown in parts.items() if shown)
 
+    @property
+    def shape(self) -> dict[str, object]:
+        """As a row of the results has it."""
+        return {
+            "lengths": self.lengths,
+            "batch": self.batch,
+            "min_seqlen": min(self.seq_lens),
+            "max_seqlen": max(self.seq_lens),
+            "num_q_heads": self.num_q_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "kind": self.kind,
+        }
+
 
 def ragged(seed: int, sigma: float, batch: int, total: int) -> tuple[int, ...]:
     """Log-normal lengths that sum to about `total`."""

@@ -15,18 +15,6 @@ from _report import Machine, Row, floor_us
 from _timing import Captured, capture, repeats_for, replay_times
 
 
-def _shape(case: Case) -> dict[str, object]:
-    return {
-        "lengths": case.lengths,
-        "batch": case.batch,
-        "min_seqlen": min(case.seq_lens),
-        "max_seqlen": max(case.seq_lens),
-        "num_q_heads": case.num_q_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "kind": case.kind,
-    }
-
-
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
@@ -68,7 +56,7 @@ def measure(case: Case, contestants: Sequence[Contestant], machine: Machine, rou
             skipped[name] = f"WRONG: error {errors[name]:.2g}, tolerance {contestant.tolerance(case):.2g}"
     calls = repeats * num_copies
     us = {name: time / calls for name, time in replay_times(graphs, rounds).items()}
-    return Row(case.name, _shape(case), case.num_bytes, us, errors, skipped, machine)
+    return Row(case.name, case.shape, case.num_bytes, us, errors, skipped, machine)
 
 
 def measure_all(cases: Sequence[Case], flashinfer: bool, rounds: int) -> Iterator[Row]:

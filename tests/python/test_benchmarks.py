@@ -66,16 +66,7 @@ MACHINE = Machine(
 
 
 def make_row(case: Case, us: dict[str, float], skipped: dict[str, str]) -> Row:
-    shape = {
-        "lengths": case.lengths,
-        "batch": case.batch,
-        "min_seqlen": min(case.seq_lens),
-        "max_seqlen": max(case.seq_lens),
-        "num_q_heads": case.num_q_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "kind": case.kind,
-    }
-    return Row(case.name, shape, case.num_bytes, us, dict.fromkeys(us, 0.001), skipped, MACHINE)
+    return Row(case.name, case.shape, case.num_bytes, us, dict.fromkeys(us, 0.001), skipped, MACHINE)
 
 
 @pytest.fixture
