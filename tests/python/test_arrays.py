@@ -15,6 +15,7 @@ import octavo
 from array_calls import (
     CPU_LIBRARIES,
     DTYPES,
+    GPU_LIBRARIES,
     assert_equal_results,
     cache,
     dtypes_of,
@@ -231,25 +232,26 @@ def test_bfloat16_arrays_of_ml_dtypes_stay_what_they_are() -> None:
     np.testing.assert_array_equal(library.to_numpy(same), out)
 
 
-@pytest.mark.parametrize("first", [name for name, _ in CPU_LIBRARIES])
-def test_mixed_frameworks(first: str) -> None:
-    libraries = {name: installed(name, "cpu") for name, _ in CPU_LIBRARIES}
-    others = [name for name in libraries if name != first]
+@every_library
+def test_mixed_frameworks(name: str, device: str) -> None:
+    """On one device; the first array is of this library."""
+    libraries = [installed(*other) for other in CPU_LIBRARIES + GPU_LIBRARIES if other[1] == device]
+    first, *others = sorted(libraries, key=lambda library: library.name != name)
     q, k, v = qkv()
-    for dtype in DTYPES:
+    for dtype in dtypes_of(device):
         out, lse = octavo.attention(
-            libraries[first].array(q, dtype),
-            libraries[others[0]].array(k, dtype),
-            libraries[others[1]].array(v, dtype),
-            prefix_lens=libraries[others[0]].int32([0, 0]),
+            first.array(q, dtype),
+            others[0].array(k, dtype),
+            others[1].array(v, dtype),
+            prefix_lens=others[0].int32([0, 0]),
             return_lse=True,
         )
-        for result in (out, lse):
-            assert isinstance(result, libraries[first].array_type)
-        np.testing.assert_array_equal(libraries[first].to_float64(out), expected(dtype, q, k, v))
+        assert isinstance(out, first.array_type)
+        assert isinstance(lse, first.array_type)
+        assert_equal_results(device, first.to_float64(out), expected(dtype, q, k, v))
 
 
-def test_subclasses_andeach_of() -> None:
+def test_subclasses() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     q, k, v = (torch.from_numpy(x) for x in qkv())
     wanted = octavo.attention(q, k, v)

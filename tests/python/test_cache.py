@@ -56,6 +56,25 @@ class MutableCache:
             cache.k_pages, cache.v_pages = (cache.wide[i][1:, 1:-1, 1:, 1:-2] for i in range(2))
         return cache
 
+    def append(self, case: Case, table: NDArray, k: Any, v: Any, cu_seqlens: Any, **scales: Any) -> None:
+        octavo.append_kv(
+            k,
+            v,
+            self.k_pages,
+            self.v_pages,
+            self.target.int32(table),
+            self.target.int32(case.seqlens_k),
+            cu_seqlens=None if cu_seqlens is None else self.target.int32(cu_seqlens),
+            **scales,
+        )
+
+    def check_append(self, case: Case, table: NDArray, k: NDArray, v: NDArray) -> None:
+        expected = (
+            oracle.append_kv(new, pages, table, case.seqlens_k, case.seqlens_q)
+            for new, pages in ((k, self.k), (v, self.v))
+        )
+        self.check(*expected)
+
     def check(self, k: NDArray, v: NDArray) -> None:
         """Bit by bit, slots that must not change included."""
         for pages, expected in ((self.k_pages, k), (self.v_pages, v)):
@@ -74,19 +93,9 @@ def check_append(target: Target, case: Case, layout: str, *, packed: bool = True
     random = np.random.default_rng(3)
     shape = (sum(case.seqlens_q), case.num_kv_heads, case.head_dim)
     k, v = (oracle.round_to(random.standard_normal(shape), target.dtype) for _ in "kv")
-    octavo.append_kv(
-        target.array(k),
-        target.array(v),
-        cache.k_pages,
-        cache.v_pages,
-        target.int32(table),
-        target.int32(case.seqlens_k),
-        cu_seqlens=target.int32(inputs.cu_seqlens_q) if packed else None,
-    )
-    cache.check(
-        oracle.append_kv(k, cache.k, table, case.seqlens_k, case.seqlens_q),
-        oracle.append_kv(v, cache.v, table, case.seqlens_k, case.seqlens_q),
-    )
+    cu_seqlens = inputs.cu_seqlens_q if packed else None
+    cache.append(case, table, target.array(k), target.array(v), cu_seqlens)
+    cache.check_append(case, table, k, v)
 
 
 APPENDS = (
@@ -148,19 +157,8 @@ def test_append_strided_tokens(target: Target) -> None:
     cache = MutableCache.make(target, case, num_pages, "contiguous")
     k, v = inputs.q[:, :2], inputs.q[:, 2:]
     projection = target.array(inputs.q)
-    octavo.append_kv(
-        projection[:, :2],
-        projection[:, 2:],
-        cache.k_pages,
-        cache.v_pages,
-        target.int32(table),
-        target.int32(case.seqlens_k),
-        cu_seqlens=target.int32(inputs.cu_seqlens_q),
-    )
-    cache.check(
-        oracle.append_kv(k, cache.k, table, case.seqlens_k, case.seqlens_q),
-        oracle.append_kv(v, cache.v, table, case.seqlens_k, case.seqlens_q),
-    )
+    cache.append(case, table, projection[:, :2], projection[:, 2:], inputs.cu_seqlens_q)
+    cache.check_append(case, table, k, v)
 
 
 @writable_target
@@ -171,17 +169,8 @@ def test_append_divides_by_the_scales(target: Target, k_scale: float | None, v_s
     table, num_pages = cases.make_page_table(case)
     cache = MutableCache.make(target, case, num_pages, "contiguous")
     k, v = inputs.q[:, :2], inputs.q[:, 2:]
-    octavo.append_kv(
-        target.array(k),
-        target.array(v),
-        cache.k_pages,
-        cache.v_pages,
-        target.int32(table),
-        target.int32(case.seqlens_k),
-        cu_seqlens=target.int32(inputs.cu_seqlens_q),
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    new = target.array(k), target.array(v)
+    cache.append(case, table, *new, inputs.cu_seqlens_q, k_scale=k_scale, v_scale=v_scale)
     for pages, before, new, scale in (
         (cache.k_pages, cache.k, k, np.float32(k_scale or 1.0)),
         (cache.v_pages, cache.v, v, np.float32(v_scale or 1.0)),
