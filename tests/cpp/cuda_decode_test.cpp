@@ -24,22 +24,23 @@ std::vector<int32_t> short_lengths(size_t batch) {
     return lengths;
 }
 
+std::vector<int32_t> ragged(int32_t batch, int32_t longest) {
+    std::vector<int32_t> lengths(batch);
+    for (int32_t i = 0; i < batch; ++i) lengths[i] = i * i * 389 % (longest + 1);
+    return lengths;
+}
+
+// Of 1 to 40 keys, but for one in ten.
+std::vector<int32_t> short_among_long(int32_t batch, int32_t longest) {
+    std::vector<int32_t> lengths(batch);
+    for (int32_t i = 0; i < batch; ++i) lengths[i] = i % 10 == 5 ? longest - 37 * i : 1 + i * 17 % 40;
+    return lengths;
+}
+
 class CudaDecodeTest : public ::testing::TestWithParam<DecodeCase> {
   protected:
     void run(bool batch_invariant);
 };
-
-// A sequence of the batch, as a batch of its own.
-PagedAttentionArgs alone(PagedAttentionArgs args, int64_t sequence, int64_t seqlen_q) {
-    auto cut = [](TensorView& view, int64_t begin, int64_t count) {
-        view.data = static_cast<char*>(view.data) + begin * view.strides[0] * size_of(view.dtype);
-        view.shape[0] = count;
-    };
-    cut(args.q, sequence * seqlen_q, seqlen_q);
-    cut(args.page_table, sequence, 1);
-    cut(args.seq_lens, sequence, 1);
-    return args;  // cu_seqlens_q begins like the batch's
-}
 
 void CudaDecodeTest::run(bool batch_invariant) {
     const DecodeCase& c = GetParam();
@@ -96,10 +97,9 @@ void CudaDecodeTest::run(bool batch_invariant) {
             Mirror<uint16_t> own_out(nans(rows * head_dim, dtype));
             Mirror<float> own_lse(std::vector<float>(rows, NAN));
             for (int64_t b = 0; b < batch; b += 1 + batch / 16) {
-                PagedAttentionArgs own = alone(args, b, c.seqlen_q);
+                PagedAttentionArgs own = alone(args, b, b * c.seqlen_q, c.seqlen_q);
                 own.out = own_out.on_gpu(dtype, {c.seqlen_q, num_q_heads, head_dim});
                 own.lse = own_lse.on_gpu(DType::float32, {c.seqlen_q, num_q_heads});
-                if (own.cu_seqlens_q) own.cu_seqlens_q->shape[0] = 2;
                 // Nor does the room in its table matter.
                 if (b % 2 == 1)
                     own.page_table.shape[1] =
@@ -154,9 +154,104 @@ INSTANTIATE_TEST_SUITE_P(
         DecodeCase{"parts_of_sixteen_rows", alike(18, 530), 8, 4, 4, -1, 16},
         DecodeCase{"three_items_of_parts_a_cta", alike(50, 1040), 8, 4, 4, -1, 16},
         DecodeCase{"ragged_sixteen_rows", {513, 65, 1100, 64, 300, 777}, 8, 2, 8},
+        DecodeCase{"short_among_long", short_among_long(64, 3000), 2, 4},
+        DecodeCase{"few_short_among_long", short_among_long(15, 1500), 8, 1},
+        DecodeCase{"sixteen_rows_short_among_long", short_among_long(12, 2500), 2, 4, 4},
+        // More KV heads than an item of several units may have CTAs, and than SMs.
+        DecodeCase{"many_kv_heads_one_sequence", {300}, 140, 1},
+        DecodeCase{"many_kv_heads", {200, 90}, 130, 1},
+        DecodeCase{"many_kv_heads_of_groups", {40, 133, 90}, 160, 3},
+        // A warp knows the lengths of 32 sequences.
+        DecodeCase{"thirty_two_ragged", ragged(32, 700), 2, 4},
+        DecodeCase{"thirty_three_ragged", ragged(33, 700), 2, 4},
+        DecodeCase{"thirty_three_ragged_sixteen_rows", ragged(33, 500), 1, 4, 3},
         DecodeCase{"sixteen_rows", {300, 40, 1200}, 2, 4, 4},
         DecodeCase{"thirty_two_rows", {260, 1000, 90}, 2, 4, 8}, DecodeCase{"twenty_rows", {500, 31}, 1, 20}),
     [](const auto& info) { return info.param.name; });
+
+// Scores, in units of log2(e), at bounds that a kernel may set for maxima, and far beyond: zero may stand for
+// one that is within [-2, 8].
+class CudaDecodeScoresTest : public ::testing::TestWithParam<unsigned> {
+  protected:
+    static std::vector<int32_t> some_lengths(Random& random) {
+        return random.pick<std::vector<int32_t>>(
+            {{1500}, {1, 17, 300, 2049, 40, 700, 16, 33}, ragged(40, 130)});
+    }
+
+    // Each block of 16 keys has one of these, but for 0.4 at most; or one of its keys has, and the others
+    // count next to nothing.
+    float next_level() {
+        static const std::vector<float> levels[] = {{-2}, {8}, {-2, 8}, {-12, -2, 0, 8, 17}};
+        const std::vector<float>& mine = levels[GetParam() % 4];
+        return mine[random_.engine()() % mine.size()] +
+               std::uniform_real_distribution(-0.4f, 0.4f)(random_.engine());
+    }
+    const bool one_key_counts_ = GetParam() / 4 % 2 == 1;
+    // Every second head sees them turned round: 8 as -2.
+    const bool turned_ = GetParam() / 8 % 2 == 1;
+
+    Random random_{GetParam()};
+    const DType dtype_ = random_.pick({DType::float16, DType::bfloat16});
+    const int64_t head_dim_ = random_.pick({64, 96, 128, 128, 256});
+    const int64_t num_kv_heads_ = random_.pick({1, 2, 5}),
+                  num_q_heads_ = num_kv_heads_ * random_.pick({1, 4, 8});
+    const int32_t seqlen_q_ = random_.pick({1, 1, 2});
+};
+
+TEST_P(CudaDecodeScoresTest, AloneAndInABatch) {
+    Cache cache(random_, some_lengths(random_), random_.pick({1, 16, 24}), num_kv_heads_, head_dim_, dtype_);
+    std::vector<float> direction(head_dim_);
+    for (float& x : direction) x = random_.pick({-1.0f, 1.0f});
+    const float key_of_score = std::log(2.0f) / std::sqrt(static_cast<float>(head_dim_));
+    std::normal_distribution<float> noise(0.0f, 0.05f);
+    for (int64_t b = 0; b < cache.batch; ++b) {
+        float level = 0.0f;
+        for (int32_t position = 0; position < cache.lengths[b]; ++position) {
+            if (position % 16 == 0) level = next_level();
+            const float score = one_key_counts_ && (position % 16 != b % 16) ? -30.0f : level;
+            const int64_t page = cache.table[b * cache.max_pages + position / cache.page_size];
+            const auto key = cache.k.begin() + (page * cache.page_size + position % cache.page_size) *
+                                                   num_kv_heads_ * head_dim_;
+            for (int64_t i = 0; i < num_kv_heads_ * head_dim_; ++i) {
+                key[i] = to_bits(score * key_of_score * direction[i % head_dim_] + noise(random_.engine()),
+                                 dtype_);
+            }
+        }
+    }
+    PagedCall call(random_, cache, std::vector<int32_t>(cache.batch, seqlen_q_), num_q_heads_, dtype_);
+    for (size_t i = 0; i < call.q.host.size(); ++i) {
+        const float factor = turned_ && i / head_dim_ % 2 == 1 ? -0.25f : 1.0f;
+        call.q.host[i] = to_bits(factor * direction[i % head_dim_], dtype_);
+    }
+    call.q.upload(call.q.host);
+    call.packed = seqlen_q_ > 1;
+    if (call.packed) call.options.max_seqlen_q = seqlen_q_;
+    call.run_on_gpu();
+    call.expect_what_the_cpu_gives();
+
+    call.options.batch_invariant = true;
+    call.run_on_gpu();
+    call.expect_what_the_cpu_gives();
+    const auto out = call.out.fetch();
+    const auto lse = call.lse.fetch();
+    const int64_t rows = seqlen_q_ * num_q_heads_;
+    Mirror<uint16_t> own_out(nans(rows * head_dim_, dtype_));
+    Mirror<float> own_lse(std::vector<float>(rows, NAN));
+    for (int64_t b = 0; b < cache.batch; ++b) {
+        PagedAttentionArgs own = alone(call.arguments(kOnGpu), b, b * seqlen_q_, seqlen_q_);
+        own.out = own_out.on_gpu(dtype_, {seqlen_q_, num_q_heads_, head_dim_});
+        own.lse = own_lse.on_gpu(DType::float32, {seqlen_q_, num_q_heads_});
+        paged_attention(own);
+        const auto own_bits = own_out.fetch();
+        const auto own_values = own_lse.fetch();
+        ASSERT_TRUE(std::equal(own_bits.begin(), own_bits.end(), out.begin() + b * rows * head_dim_))
+            << "sequence " << b;
+        ASSERT_TRUE(std::equal(own_values.begin(), own_values.end(), lse.begin() + b * rows))
+            << "sequence " << b;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaDecodeScoresTest, ::testing::Range(0u, 64u));
 
 }  // namespace
 }  // namespace octavo
