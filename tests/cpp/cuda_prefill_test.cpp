@@ -120,16 +120,21 @@ class CudaPrefillSplitsTest : public ::testing::TestWithParam<unsigned> {};
 TEST_P(CudaPrefillSplitsTest, AgreesWithTheCpu) {
     Random random(GetParam());
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
-    const int64_t num_kv_heads = random.pick({1, 2, 4}), head_dim = random.pick({64, 96, 128, 128, 192, 256});
-    std::vector<int32_t> lengths_q, lengths_k;
-    for (int32_t i = random.pick({1, 1, 2, 5}); i > 0; --i) {
-        lengths_q.push_back(lengths_q.empty() ? random.pick({1, 17, 64, 100, 129, 200})
-                                              : random.pick({0, 1, 17, 64, 100, 129, 200}));
+    const int64_t head_dim = random.pick({64, 96, 128, 128, 192, 256}),
+                  group_size = random.pick({3, 4, 5, 7, 8, 16});
+    const int64_t num_kv_heads = group_size == 16 ? 1 : random.pick({1, 2, 3});
+    // One sequence at least with row tiles and keys enough to share out, which the others may not have.
+    std::vector<int32_t> lengths_q{random.pick({100, 129, 200})};
+    std::vector<int32_t> lengths_k{lengths_q[0] + random.pick({1000, 2501, 4000})};
+    for (int32_t i = random.pick({0, 0, 1, 3}); i > 0; --i) {
+        lengths_q.push_back(random.pick({0, 1, 17, 64, 100, 129, 200}));
         lengths_k.push_back(lengths_q.back() + random.pick({0, 130, 1000, 2501, 4000}));
     }
     Cache cache(random, lengths_k, random.pick({8, 16, 24, 256}), num_kv_heads, head_dim, dtype);
-    PagedCall call(random, cache, lengths_q, num_kv_heads * random.pick({3, 4, 5, 7, 8, 16}), dtype);
+    PagedCall call(random, cache, lengths_q, num_kv_heads * group_size, dtype);
     pick_masks(random, call.options);
+    if (call.options.window_left >= 0)
+        call.options.window_left += 1200;  // of fewer keys no part would be worth it
     call.options.max_seqlen_q = random.pick({200, 257});
     call.with_lse = !random.one_in(4);
     if (random.one_in(3)) {
@@ -148,28 +153,33 @@ TEST_P(CudaPrefillSplitsTest, AgreesWithTheCpu) {
     call.expect_what_the_cpu_gives();
 }
 
-// 192 row tiles: on 132 SMs those of the first round stay whole.
-TEST(CudaPrefillSplits, OfTheLastRoundAlone) {
+void expect_agreement(int64_t head_dim, const std::vector<int32_t>& lengths_q,
+                      const std::vector<int32_t>& lengths_k, int64_t num_kv_heads) {
     Random random(1);
-    Cache cache(random, std::vector<int32_t>(24, 2048), 16, 8, 128, DType::bfloat16);
-    PagedCall call(random, cache, std::vector<int32_t>(24, 8), 32, DType::bfloat16);
-    call.options.max_seqlen_q = 8;
+    Cache cache(random, lengths_k, 16, num_kv_heads, head_dim, DType::bfloat16);
+    PagedCall call(random, cache, lengths_q, 4 * num_kv_heads, DType::bfloat16);
+    call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
     call.run_on_gpu();
     call.expect_what_the_cpu_gives();
 }
 
-// Nothing is left to share out.
+// 192 row tiles: on 132 SMs those of the first round stay whole.
+TEST(CudaPrefillSplits, OfTheLastRoundAlone) {
+    expect_agreement(128, std::vector<int32_t>(24, 8), std::vector<int32_t>(24, 2048), 8);
+}
+
+// 184 row tiles, which of two warpgroups would take another round.
+TEST(CudaPrefillSplits, OfThreeWarpgroups) { expect_agreement(128, {1104}, {1500}, 8); }
+
+// Of keys so few that four warpgroups serve best.
+TEST(CudaPrefillSplits, OfFourWarpgroups) { expect_agreement(64, {200}, {650}, 2); }
+
+// A row tile a sequence, and nothing left to share out.
 TEST(CudaPrefillSplits, NoneAfterWholeRounds) {
     int32_t num_sms = 0;
     ASSERT_EQ(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
-    for (const int32_t rounds : {1, 2}) {
-        Random random(rounds);
-        const std::vector<int32_t> lengths_q(rounds * num_sms, 8), lengths_k(rounds * num_sms, 300);
-        Cache cache(random, lengths_k, 16, 1, 128, DType::float16);
-        PagedCall call(random, cache, lengths_q, 4, DType::float16);  // a row tile a sequence
-        call.options.max_seqlen_q = 8;
-        call.run_on_gpu();
-        call.expect_what_the_cpu_gives();
+    for (const int32_t count : {num_sms, 2 * num_sms}) {
+        expect_agreement(128, std::vector<int32_t>(count, 8), std::vector<int32_t>(count, 300), 1);
     }
 }
 
