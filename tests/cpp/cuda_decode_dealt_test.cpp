@@ -142,45 +142,36 @@ void expect_right(Problem& problem) {
     problem.expect_what_the_cpu_gives();
 }
 
-TEST(CudaDecodeDealt, AgreesWithTheCpu) {
-    unsigned seed = 1;
-    for (const Shape& shape : kShapes) {
-        for (const int32_t length : {0, 1, 15, 16, 17, 100, 129, 1000, 2049}) {
-            Problem problem(seed, shape, {length}, seed % 3 == 0 ? 0 : seed % 3 * 200);
-            ++seed;
-            expect_right(problem);
-            if (HasFatalFailure()) return;
-        }
+// Of one shape.
+class CudaDecodeDealtTest : public ::testing::TestWithParam<size_t> {
+  protected:
+    const Shape& shape_ = kShapes[GetParam()];
+};
+
+TEST_P(CudaDecodeDealtTest, AgreesWithTheCpu) {
+    constexpr int32_t kLengths[] = {0, 1, 15, 16, 17, 100, 129, 1000, 2049};
+    unsigned seed = 1 + std::size(kLengths) * GetParam();
+    for (const int32_t length : kLengths) {
+        Problem problem(seed, shape_, {length}, seed % 3 == 0 ? 0 : seed % 3 * 200);
+        ++seed;
+        expect_right(problem);
+        if (HasFatalFailure()) return;
     }
 }
 
-TEST(CudaDecodeDealt, AgreesWithTheCpuOnShortSequences) {
-    unsigned seed = 500;
-    for (const Shape& shape : kShapes) {
-        for (const size_t batch : {3, 40}) {
-            const int32_t most = batch == 3 ? 240 : 100;
-            std::vector<int32_t> lengths(batch);
-            for (size_t i = 0; i < batch; ++i) lengths[i] = static_cast<int32_t>(i * 37 % (most + 1));
-            Problem problem(seed++, shape, lengths, 0);
-            expect_right(problem);
-            if (HasFatalFailure()) return;
-        }
+TEST_P(CudaDecodeDealtTest, AgreesWithTheCpuOnShortSequences) {
+    unsigned seed = 500 + 2 * GetParam();
+    for (const size_t batch : {3, 40}) {
+        const int32_t most = batch == 3 ? 240 : 100;
+        std::vector<int32_t> lengths(batch);
+        for (size_t i = 0; i < batch; ++i) lengths[i] = static_cast<int32_t>(i * 37 % (most + 1));
+        Problem problem(seed++, shape_, lengths, 0);
+        expect_right(problem);
+        if (HasFatalFailure()) return;
     }
 }
 
-TEST(CudaDecodeDealt, AgreesWithTheCpuOnLongSequences) {
-    unsigned seed = 1000;
-    for (const Shape& shape :
-         {Shape{1, 8, 128, 16}, Shape{2, 4, 64, 1}, Shape{1, 2, 256, 7}, Shape{3, 1, 128, 64}}) {
-        for (const int32_t length : {5003, 20011}) {
-            Problem problem(seed++, shape, {length}, 40);
-            expect_right(problem);
-            if (HasFatalFailure()) return;
-        }
-    }
-}
-
-TEST(CudaDecodeDealt, AgreesWithTheCpuOnFewSequences) {
+TEST_P(CudaDecodeDealtTest, AgreesWithTheCpuOnFewSequences) {
     const std::vector<int32_t> batches[] = {{400, 400},
                                             {1, 1501},
                                             {0, 300, 0},
@@ -188,11 +179,23 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnFewSequences) {
                                             {0, 0, 0},
                                             {16, 32, 48, 64},
                                             {5, 5, 1300, 5, 5, 5, 5, 700}};
-    unsigned seed = 3000;
-    for (const Shape& shape : kShapes) {
-        for (const std::vector<int32_t>& lengths : batches) {
-            Problem problem(seed, shape, lengths, seed % 2 * 60);
-            ++seed;
+    unsigned seed = 3000 + std::size(batches) * GetParam();
+    for (const std::vector<int32_t>& lengths : batches) {
+        Problem problem(seed, shape_, lengths, seed % 2 * 60);
+        ++seed;
+        expect_right(problem);
+        if (HasFatalFailure()) return;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, CudaDecodeDealtTest, ::testing::Range(size_t{0}, std::size(kShapes)));
+
+TEST(CudaDecodeDealt, AgreesWithTheCpuOnLongSequences) {
+    unsigned seed = 1000;
+    for (const Shape& shape :
+         {Shape{1, 8, 128, 16}, Shape{2, 4, 64, 1}, Shape{1, 2, 256, 7}, Shape{3, 1, 128, 64}}) {
+        for (const int32_t length : {5003, 20011}) {
+            Problem problem(seed++, shape, {length}, 40);
             expect_right(problem);
             if (HasFatalFailure()) return;
         }
