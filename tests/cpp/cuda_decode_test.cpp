@@ -37,6 +37,12 @@ std::vector<int32_t> short_among_long(int32_t batch, int32_t longest) {
     return lengths;
 }
 
+std::vector<int32_t> ragged_lengths(size_t batch, int32_t longest) {
+    std::vector<int32_t> lengths(batch);
+    for (size_t i = 0; i < batch; ++i) lengths[i] = static_cast<int32_t>(i * i * 389 % (longest + 1));
+    return lengths;
+}
+
 class CudaDecodeTest : public ::testing::TestWithParam<DecodeCase> {
   protected:
     void run(bool batch_invariant);
@@ -92,6 +98,13 @@ void CudaDecodeTest::run(bool batch_invariant) {
         const std::vector<uint16_t> out_bits = out.fetch();
         const std::vector<float> lse_values = lse.fetch();
         ASSERT_EQ(first_bits, out_bits) << "from call to call";
+        if (batch_invariant && args.window_left < 0) {  // a window makes runs of units of the same work
+            out.upload(nans(q.host.size(), dtype));
+            args.window_left = 1 << 20;
+            paged_attention(args);
+            args.window_left = -1;
+            ASSERT_EQ(out.fetch(), out_bits) << "with a window that hides nothing";
+        }
         if (batch_invariant) {
             const int64_t rows = c.seqlen_q * num_q_heads;
             Mirror<uint16_t> own_out(nans(rows * head_dim, dtype));
@@ -148,6 +161,8 @@ INSTANTIATE_TEST_SUITE_P(
         // Batch-invariant: CTAs of several units of an item, of several items, items of several parts.
         DecodeCase{"two_ctas_an_item", alike(8, 1300), 8, 4},
         DecodeCase{"five_ctas_an_item", alike(3, 1501), 8, 2},
+        DecodeCase{"many_units_ragged", ragged_lengths(45, 1500), 4, 3},
+        DecodeCase{"many_units_ragged_one_head", ragged_lengths(140, 2500), 1, 8, 1, -1, 16},
         DecodeCase{"parts_of_items", alike(34, 600), 8, 1, 1, -1, 16},
         DecodeCase{
             "ragged_items_of_several_units", {900, 130, 260, 390, 40, 520, 1040, 129, 128, 127}, 16, 1},

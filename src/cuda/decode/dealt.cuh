@@ -145,6 +145,26 @@ struct DealtShare {
     int32_t first, end, stride;
 };
 
+// Batch-invariant: a warp's leaf of a unit, and what is known of the item.
+struct DealtUnit {
+    int32_t first = 0, end = 0;          // blocks of the leaf
+    int32_t leaves = 0;                  // of the unit
+    int32_t num_units = 0, at_once = 1;  // of the item, and of a part
+
+    template <class Config>
+    __device__ static DealtUnit of(const Units<Config>& units, int32_t num_blocks, int32_t unit, int warp) {
+        const UnitCut cut = units.cut(num_blocks);
+        DealtUnit own{cut.leaf_of(unit, warp), cut.leaf_of(unit, warp + 1), cut.num_leaves(), cut.num_units(),
+                      1 << cut.part_log2};
+        keep(own.first);
+        keep(own.end);
+        keep(own.leaves);
+        keep(own.num_units);
+        keep(own.at_once);
+        return own;
+    }
+};
+
 // The CTAs of a KV head, by length: each item has one, and so many more as its length deserves of those that
 // are left. Every warp works this out.
 struct LengthDeal {
@@ -195,9 +215,24 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     int32_t sequence = blockIdx.y, part = blockIdx.z;
     DealtShare share{part + plan.num_parts * warp, 0, plan.num_parts * Config::kWarps};
     const bool is_merger = kByLength ? sequence >= plan.num_slots : part >= plan.num_parts;
-    // The leaf of a sequence as long as the page table has room for.
+    auto blocks_of = [](int32_t length) {
+        return static_cast<int32_t>((static_cast<uint32_t>(max(length, 0)) + (kBlockKeys - 1)) / kBlockKeys);
+    };
     const auto units = Units<Config>::of_log2(plan.max_units_log2);
-    if (kBatchInvariant) share = {units.cut((p.seqlen_k - 1) / kBlockKeys + 1).leaf_of(part, warp), 0, 1};
+    const bool knows_length = kBatchInvariant && plan.many_units;
+    int32_t seqlen_k = p.seqlen_k;  // at first what the page table has room for, which it often is
+    DealtUnit unit;
+    if constexpr (kBatchInvariant) {
+        if (knows_length) {
+            ptx::wait_for_previous_grid();
+            seqlen_k = min(ptx::load_relaxed(p.seq_lens + sequence), p.seqlen_k);
+            const int32_t num_units = units.cut(max(blocks_of(seqlen_k), 1)).num_units();
+            if (is_merger ? num_units == 1 : part >= num_units) return;
+        }
+        unit = DealtUnit::of(units, max(blocks_of(seqlen_k), 1), part, warp);
+        share = {unit.first, 0, 1};
+    }
+    const int32_t likely_blocks = blocks_of(seqlen_k);
 
     // The others tell so when they have read all: the next launch's CTAs would take places unevenly before.
     if (is_merger) ptx::let_next_grid_start();
@@ -212,7 +247,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].tiles);
     ptx::wait_for_previous_grid();
 
-    int32_t seqlen_k, num_parts = 0, first_part = (sequence * gridDim.x + kv_head) * plan.num_parts;
+    int32_t num_parts = 0, first_part = (sequence * gridDim.x + kv_head) * plan.num_parts;
     if constexpr (kByLength) {
         touch_page_table(p, plan.page_size);
         const int32_t merger = sequence - plan.num_slots;
@@ -227,36 +262,33 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         first_part = kv_head * plan.num_slots + deal.first;
         share = {part + num_parts * warp, 0, num_parts * Config::kWarps};
         blocks.start(sequence, share.first, share.stride);
-    } else {
+    } else if (!knows_length) {
         seqlen_k = min(ptx::load_relaxed(p.seq_lens + sequence), p.seqlen_k);
     }
     if (!is_merger) blocks.begin();
-    if (kBatchInvariant) touch_page_table(p, plan.page_size);
     own = DealtSequence::make(p, sequence);
     if (!is_merger) query_copier.copy(queries, own.seq, sequence);
     ptx::cp_async_commit();
     own.seq.see.seqlen_k = seqlen_k;
-    const int32_t num_blocks = (static_cast<uint32_t>(max(seqlen_k, 0)) + (kBlockKeys - 1)) / kBlockKeys;
+    const int32_t num_blocks = blocks_of(seqlen_k);
     if (!kByLength) num_parts = max(1, min(num_blocks, plan.num_parts));  // of no blocks, one CTA tells
-    int32_t leaves = Config::kWarps, parts_at_once = 1;
     share.end = num_blocks;
     if constexpr (kBatchInvariant) {
-        const UnitCut cut = units.cut(max(num_blocks, 1));
-        num_parts = cut.num_units();
-        parts_at_once = 1 << cut.part_log2;
-        leaves = cut.num_leaves();
-        const int32_t first = cut.leaf_of(part, warp);
-        if (first != share.first) {
-            share.first = first;
-            blocks.start(sequence, first, share.stride);
-            if (!is_merger) blocks.begin();
+        if (num_blocks != likely_blocks) {
+            unit = DealtUnit::of(units, max(num_blocks, 1), part, warp);
+            if (unit.first != share.first) {
+                share.first = unit.first;
+                blocks.start(sequence, unit.first, share.stride);
+                if (!is_merger) blocks.begin();
+            }
         }
-        share.end = min(cut.leaf_of(part, warp + 1), num_blocks);
+        num_parts = unit.num_units;
+        share.end = min(unit.end, num_blocks);
     }
     const Item item{sequence, kv_head, 0, num_blocks};
     const PartMerge<T, Config, DealtSequence> part_merge(p, plan.group_size, own);
     const DealtMerge<T, Config, DealtSequence, kDealing> merge(part_merge, plan, shared, item, first_part);
-    if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts, parts_at_once);
+    if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts, unit.at_once);
     if (part >= num_parts) return;
 
     // A warp's tiles, keys and values in turn, a group of copies each. A tile is copied to the place of the
@@ -305,7 +337,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     state.sum_over_keys();
     state.leave(shared.warps[warp].piece);
     __syncthreads();  // all pieces are there
-    merge.merge_warps(part, num_parts, leaves);
+    merge.merge_warps(part, num_parts, unit.leaves);
 }
 
 }  // namespace octavo::cuda

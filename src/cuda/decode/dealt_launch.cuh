@@ -85,10 +85,9 @@ void launch_dealt_kernel(const ForwardParams& params, DealtPlan plan, cudaStream
     const uint32_t heads = params.num_kv_heads, batch = params.batch;
     const bool by_length = kDealing == Dealing::by_length;
     if (plan.num_parts > 1) {
-        const size_t parts = size_t{heads} * plan.num_slots;
-        plan.pushed =
-            kept_workspace(params.device.index, stream, 0, parts * Config::kRows * Config::kPushedRow)
-                .counters;
+        plan.part_words = params.seqlen_q * params.group_size() * Config::kPushedRow;
+        const size_t words = size_t{heads} * plan.num_slots * plan.part_words;
+        plan.pushed = kept_workspace(params.device.index, stream, 0, words).counters;
     }
 
     cudaLaunchAttribute attribute = dependent_launch();
@@ -136,7 +135,11 @@ void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream) {
         plan.num_parts = units.most((params.seqlen_k - 1) / kBlockKeys + 1);
         plan.num_slots = params.batch * plan.num_parts;
         plan_mergers<Config>(plan, params.seqlen_q * params.group_size());
-        if (plan.num_parts == 1 && is_short) {
+        const int64_t ctas = int64_t{params.num_kv_heads} * plan.num_slots,
+                      sms = num_sms(params.device.index);
+        plan.many_units = plan.num_parts > 1 && ctas > 4 * sms;
+        // Two CTAs an SM where some start while others end. (64 x 4096 keys, 8 heads: 248 us.)
+        if (ctas > sms || (plan.num_parts == 1 && is_short)) {
             launch_dealt_kernel<T, ShortConfig<kHeadDim, kRowTiles>, kDealing>(params, plan, stream);
         } else {
             launch_dealt_kernel<T, Config, kDealing>(params, plan, stream);

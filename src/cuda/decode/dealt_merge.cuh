@@ -22,9 +22,11 @@ struct DealtPlan {
     int32_t num_mergers;           // of an item
     int32_t warps_per_row_log2;    // of mergers
     int32_t max_units_log2;        // batch-invariant: see Units
-    // Zero between launches: [batch, num_kv_heads, num_parts, kRows, kPushedRow], by length
+    bool many_units;               // so that most CTAs may have nothing to do, and look at the length first
+    // Zero between launches: [batch, num_kv_heads, num_parts, rows of an item, kPushedRow], by length
     // [num_kv_heads, num_slots, ...].
     uint32_t* pushed;
+    int32_t part_words;  // of a part
 };
 
 // A number as a word that is never zero.
@@ -33,26 +35,58 @@ struct NonZero {
     __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
 };
 
-// The first `count` of kCount parts of a row, added up from the left.
+// Adds a part of a row to those before it, four columns. kSameMax: both have one maximum, so that FoldStep
+// would multiply by one, exactly.
+template <bool kSameMax>
+__device__ __forceinline__ void fold_part(SoftmaxState& all, float4& out, const SoftmaxState& part,
+                                          const float4& more) {
+    if constexpr (kSameMax) {
+        all.sum += part.sum;
+        out.x += more.x, out.y += more.y, out.z += more.z, out.w += more.w;
+    } else {
+        out = FoldStep::add(all, part)(out, more);
+    }
+}
+
+// The first `count` of kCount parts of a row, which all lanes know, added up from the left.
 template <int kCount>
 class PartFold {
   public:
     SoftmaxState state;
 
     __device__ PartFold(const SoftmaxState (&parts)[kCount], int count) : count_(count) {
-        state = parts[0];
+        bool same_max = true;
 #pragma unroll
-        for (int i = 1; i < kCount; ++i) {
-            if (i < count) steps_[i] = FoldStep::add(state, parts[i]);
+        for (int i = 1; i < kCount; ++i) same_max = same_max && (i >= count || parts[i].max == parts[0].max);
+        same_max_ = __all_sync(~0u, same_max);
+        state = parts[0];
+        if (same_max_) {
+#pragma unroll
+            for (int i = 1; i < kCount; ++i) {
+                if (i < count) state.sum += parts[i].sum;
+            }
+        } else {
+#pragma unroll
+            for (int i = 1; i < kCount; ++i) {
+                if (i < count) steps_[i] = FoldStep::add(state, parts[i]);
+            }
         }
     }
 
     // Four columns.
     __device__ float4 operator()(const float4 (&parts)[kCount]) const {
         float4 out = parts[0];
+        if (same_max_) {
+            SoftmaxState unused;
 #pragma unroll
-        for (int i = 1; i < kCount; ++i) {
-            if (i < count_) out = steps_[i](out, parts[i]);
+            for (int i = 1; i < kCount; ++i) {
+                if (i < count_) fold_part<true>(unused, out, {}, parts[i]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 1; i < kCount; ++i) {
+                if (i < count_) out = steps_[i](out, parts[i]);
+            }
         }
         return out;
     }
@@ -60,6 +94,7 @@ class PartFold {
   private:
     FoldStep steps_[kCount];
     int count_;
+    bool same_max_;  // and so no steps
 };
 
 // kCount parts of a row, added up. Every lane knows maximum and sum of each.
@@ -114,7 +149,7 @@ class DealtMerge {
           plan_(plan),
           shared_(shared),
           item_(item),
-          pushed_(plan.pushed + first_part * (Config::kRows * Config::kPushedRow)) {}
+          pushed_(plan.pushed + first_part * plan.part_words) {}
 
     // The pieces of the CTA's warps: to the result, or to the mergers.
     __device__ void merge_warps(int32_t part, int32_t num_parts, int32_t num_pieces) const {
@@ -165,7 +200,7 @@ class DealtMerge {
     }
 
     __device__ uint32_t* pushed_row(int32_t part, int row) const {
-        return pushed_ + (part * Config::kRows + row) * Config::kPushedRow;
+        return pushed_ + part * plan_.part_words + row * Config::kPushedRow;
     }
 
     // A copy for each warp that will read it and then set it to zero.
@@ -189,7 +224,6 @@ class DealtMerge {
         const int log2 = plan_.warps_per_row_log2, lane = threadIdx.x % 32;
         const int groups = 1 << log2, group = lane >> (5 - log2), lanes = 32 >> log2;
         const int warp = static_cast<int>(threadIdx.x / 32) & (groups - 1);
-        const int32_t row_size = Config::kRows * Config::kPushedRow;
         // Of this group: the first part, and from one to the next.
         const int32_t first = kBatchInvariant ? kAtOnce * group : group;
         const int32_t stride = kBatchInvariant ? 1 : groups;
@@ -208,7 +242,11 @@ class DealtMerge {
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if constexpr (kBatchInvariant) {
                 load_parts(states, outs, rows, state_at, column, has_column, first, stride, num_parts);
-                fold_units(state, out, states, outs, own_parts, num_parts, at_once, lanes);
+                if (have_same_max(states, own_parts)) {
+                    fold_units<true>(state, out, states, outs, own_parts, num_parts, at_once, lanes);
+                } else {
+                    fold_units<false>(state, out, states, outs, own_parts, num_parts, at_once, lanes);
+                }
             } else {
 #pragma unroll 1
                 for (int32_t i = first; i - group < num_parts; i += kAtOnce * groups) {
@@ -228,9 +266,9 @@ class DealtMerge {
             }
             if (group == 0 && has_column) merge_.store(target, column, state, out);
             // As the next launch wants them.
-            uint32_t* words = rows + first * row_size;
+            uint32_t* words = rows + first * plan_.part_words;
 #pragma unroll 1
-            for (int32_t i = 0; i < own_parts; ++i, words += stride * row_size) {
+            for (int32_t i = 0; i < own_parts; ++i, words += stride * plan_.part_words) {
                 if (has_column) *reinterpret_cast<uint4*>(words + column) = make_uint4(0, 0, 0, 0);
                 if (base + 32 >= kColumns && (lane & (lanes - 1)) == 0) {
                     *reinterpret_cast<uint2*>(words + state_at) = make_uint2(0, 0);
@@ -242,10 +280,9 @@ class DealtMerge {
     // Waits for parts `first`, first + stride and so on. In the place of one that is not there, the last one
     // is waited for and left out: of loads that depend on a condition each, not all would be under way at
     // once.
-    __device__ static void load_parts(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce],
-                                      const uint32_t* rows, int state_at, int column, bool has_column,
-                                      int32_t first, int32_t stride, int32_t num_parts) {
-        constexpr int32_t row_size = Config::kRows * Config::kPushedRow;
+    __device__ void load_parts(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce], const uint32_t* rows,
+                               int state_at, int column, bool has_column, int32_t first, int32_t stride,
+                               int32_t num_parts) const {
         const uint32_t not_needed = has_column ? 0 : 1;
         uint2 parts[kAtOnce];
         uint4 words[kAtOnce];
@@ -253,7 +290,7 @@ class DealtMerge {
         do {
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const uint32_t* const row = rows + min(first + i * stride, num_parts - 1) * row_size;
+                const uint32_t* const row = rows + min(first + i * stride, num_parts - 1) * plan_.part_words;
                 parts[i] = ptx::load_relaxed_8(row + state_at);
                 words[i] = ptx::load_relaxed_16(row + column);
             }
@@ -274,8 +311,18 @@ class DealtMerge {
         }
     }
 
+    // Whether all parts, of which this lane has the first `count`, have one maximum.
+    __device__ static bool have_same_max(const SoftmaxState (&states)[kAtOnce], int count) {
+        const float max = __shfl_sync(~0u, states[0].max, 0);
+        bool same = true;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) same = same && (i >= count || states[i].max == max);
+        return __all_sync(~0u, same);
+    }
+
     // Adds up the units of all groups, of which this one has `count`: `at_once` that follow each other, which
     // are in one group, then these parts.
+    template <bool kSameMax>
     __device__ static void fold_units(SoftmaxState& state, float4& out, SoftmaxState (&states)[kAtOnce],
                                       float4 (&outs)[kAtOnce], int32_t count, int32_t num_units,
                                       int32_t at_once, int lanes) {
@@ -283,8 +330,10 @@ class DealtMerge {
         for (int i = 1; i < kAtOnce; ++i) {  // of the part so far
             if ((i & (at_once - 1)) == 0 || i >= count) continue;
             SoftmaxState part = states[i - 1];
-            outs[i] = FoldStep::add(part, states[i])(outs[i - 1], outs[i]);
+            float4 sum = outs[i - 1];
+            fold_part<kSameMax>(part, sum, states[i], outs[i]);
             states[i] = part;
+            outs[i] = sum;
         }
 #pragma unroll 1
         for (int32_t first = 0, lane = threadIdx.x % lanes; first < num_units;
@@ -293,7 +342,7 @@ class DealtMerge {
             for (int i = 0; i < kAtOnce; ++i) {
                 const int32_t unit = first + i;
                 if (unit >= num_units || (((i + 1) & (at_once - 1)) != 0 && unit + 1 < num_units)) continue;
-                const SoftmaxState part{__shfl_sync(~0u, states[i].max, lane),
+                const SoftmaxState part{kSameMax ? states[i].max : __shfl_sync(~0u, states[i].max, lane),
                                         __shfl_sync(~0u, states[i].sum, lane)};
                 const float4 more =
                     make_float4(__shfl_sync(~0u, outs[i].x, lane), __shfl_sync(~0u, outs[i].y, lane),
@@ -302,7 +351,7 @@ class DealtMerge {
                     state = part;
                     out = more;
                 } else {
-                    out = FoldStep::add(state, part)(out, more);
+                    fold_part<kSameMax>(state, out, part, more);
                 }
             }
         }

@@ -22,14 +22,21 @@ namespace {
 struct Instance {
     DType dtype;
     int32_t head_dim, rows;
-    int32_t short_keys, unit_keys;  // of short items; likewise, batch-invariant
-    size_t shared_bytes;            // that its kernels need at most
+    int32_t short_keys, unit_keys;                // of short items; likewise, batch-invariant
+    size_t shared_bytes;                          // that its kernels need at most
+    int32_t (*most_units)(const ForwardParams&);  // of an item, batch-invariant
     void (*launch)(const ForwardParams&, cudaStream_t);
     void (*launch_dealt)(const ForwardParams&, cudaStream_t);
     void (*launch_dealt_by_length)(const ForwardParams&, cudaStream_t);
     void (*launch_batch_invariant)(const ForwardParams&, cudaStream_t);
     void (*launch_batch_invariant_dealt)(const ForwardParams&, cudaStream_t);
 };
+
+template <int kHeadDim, int kRowTiles>
+int32_t most_units(const ForwardParams& p) {
+    const Units<DecodeConfig<kHeadDim, kRowTiles>> units(p.num_kv_heads);
+    return units.most((p.seqlen_k - 1) / kBlockKeys + 1);
+}
 
 template <int kHeadDim, int kRowTiles>
 constexpr Instance shapes(Instance instance) {
@@ -45,12 +52,12 @@ constexpr Instance shapes(Instance instance) {
 
 // Every instance compiled, by rising head dim and rows; CMake writes the list that it compiles.
 constexpr Instance kInstances[] = {
-#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                                            \
-    shapes<head_dim, row_tiles>({dtype_of<type>(), head_dim, 8 * (row_tiles), 0, 0, 0,               \
-                                 launch_decode<type, head_dim, row_tiles>,                           \
-                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::even>,      \
-                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::by_length>, \
-                                 launch_batch_invariant_decode<type, head_dim, row_tiles>,           \
+#define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                                                   \
+    shapes<head_dim, row_tiles>({dtype_of<type>(), head_dim, 8 * (row_tiles), 0, 0, 0,                      \
+                                 most_units<head_dim, row_tiles>, launch_decode<type, head_dim, row_tiles>, \
+                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::even>,             \
+                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::by_length>,        \
+                                 launch_batch_invariant_decode<type, head_dim, row_tiles>,                  \
                                  launch_dealt_decode<type, head_dim, row_tiles, Dealing::batch_invariant>}),
 #include "decode_instances.inc"
 #undef OCTAVO_DECODE_INSTANCE
@@ -135,6 +142,14 @@ bool deals_by_length(const ForwardParams& p) {
            int64_t{2} * p.batch * p.num_kv_heads <= num_sms(p.device.index);
 }
 
+// Whether batch-invariant each unit has a CTA: unless there is room for so many that in a ragged batch those
+// which have nothing to do would take longer than the others.
+bool deals_units(const ForwardParams& p, const Instance& instance) {
+    constexpr int64_t kMostOnSm = 64;
+    const int64_t units = int64_t{p.batch} * p.num_kv_heads * instance.most_units(p);
+    return deals(p, instance.unit_keys) || (may_deal(p) && units <= kMostOnSm * num_sms(p.device.index));
+}
+
 }  // namespace
 
 std::vector<std::string> decode_instances() {
@@ -172,8 +187,8 @@ void decode(const ForwardParams& p, cudaStream_t stream) {
     for (int32_t first = 0; first < p.batch; first += at_once) {
         const ForwardParams part = sequences(p, first, std::min(p.batch - first, at_once));
         if (p.batch_invariant) {
-            const bool dealt = deals(part, instance.unit_keys);
-            (dealt ? instance.launch_batch_invariant_dealt : instance.launch_batch_invariant)(part, stream);
+            (deals_units(part, instance) ? instance.launch_batch_invariant_dealt
+                                         : instance.launch_batch_invariant)(part, stream);
         } else if (deals(part, instance.short_keys)) {
             instance.launch_dealt(part, stream);
         } else if (deals_by_length(part)) {

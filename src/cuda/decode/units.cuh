@@ -60,9 +60,9 @@ class Units {
     // Whether it has room for leaves that have been added up; otherwise a second piece in shared memory has.
     static constexpr bool kLeavesInRegisters = Config::kRowTiles == 1 && kByWarps;
 
-    // An item of so many blocks is short: one unit holds it. Units of others have as many at least, but for
-    // what all warps together should have: a part each.
-    static constexpr int kShort = 16;
+    // An item of so many blocks is short: one unit holds it. The first few units of others have as many at
+    // least, more of them twice as many.
+    static constexpr int kShort = 16, kLeast = 2 * kShort;
 
     Units() = default;
     __host__ __device__ static Units of_log2(int32_t max_units_log2) {
@@ -76,7 +76,7 @@ class Units {
 
     // Of an item of up to so many blocks.
     int32_t most(int64_t blocks) const {
-        constexpr int64_t kMany = int64_t{kMaxUnits} * kShort;
+        constexpr int64_t kMany = int64_t{kMaxUnits} * kLeast;
         const int32_t count = static_cast<int32_t>(std::min(blocks, kMany));
         return 1 << units_log2(count, floor_log2(count));
     }
@@ -106,14 +106,12 @@ class Units {
   private:
     // Blocks of a leaf, at least: what it leaves is small beside its keys and values.
     static constexpr int kMinLeafLog2 = Config::kWarps == 8 ? 0 : 2, kMinLeaf = 1 << kMinLeafLog2;
-    static constexpr int kPartsLog2 = floor_log2(Config::kWarps), kShortLog2 = floor_log2(kShort);
+    static constexpr int kPartsLog2 = floor_log2(Config::kWarps), kFewLog2 = kByWarps ? 2 : 0;
 
     __host__ __device__ int32_t units_log2(int32_t count, int32_t count_log2) const {
         if (count <= kShort) return 0;
-        const int32_t log2 = count_log2 - kShortLog2, least = kByWarps ? kPartsLog2 : 0;
-        return log2 > max_units_log2_ || least > max_units_log2_ ? max_units_log2_
-               : log2 > least                                    ? log2
-                                                                 : least;
+        const int32_t few = min(count_log2 - floor_log2(kShort), kFewLog2);
+        return min(max(few, count_log2 - floor_log2(kLeast)), max_units_log2_);
     }
 
     int32_t max_units_log2_;
