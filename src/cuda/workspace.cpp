@@ -27,6 +27,13 @@ struct Size {
     }
 };
 
+// At least `size`, or zero.
+size_t power_of_two(size_t size) {
+    size_t power = size > 0 ? 1 : 0;
+    while (power < size) power *= 2;
+    return power;
+}
+
 struct Freer {
     void operator()(char* pointer) const { cudaFree(pointer); }
 };
@@ -173,7 +180,8 @@ KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial
         // stream that is being captured does not tell its id.
         check(cudaStreamGetId(stream, &owner.stream), "cudaStreamGetId");
     }
-    Size wanted{partial_bytes, num_counters};
+    // Sizes double, since a stream keeps what it has outgrown.
+    Size wanted{power_of_two(partial_bytes), power_of_two(num_counters)};
     KeptWorkspace workspace;
     while (!owners.find(owner, wanted, workspace)) owners.give(owner, allocate_memory(wanted));
     return workspace;

@@ -47,6 +47,8 @@ class Problem {
         paged_attention(args);
     }
 
+    void set_batch_invariant() { common_.batch_invariant = true; }
+
     void set_lengths(const std::vector<int32_t>& lengths) {
         lengths_.host = lengths;
         lengths_.upload(lengths);
@@ -229,21 +231,17 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnManySequences) {
 }
 
 // Two problems on streams of their own, at once, in graphs that were captured with other lengths.
-TEST(CudaDecodeDealt, ReplaysWithOtherLengths) {
+void expect_right_replays(std::initializer_list<std::pair<Shape, int>> batches, bool batch_invariant) {
     constexpr int kStreams = 2, kMaxLength = 3000;
     unsigned seed = 2000;
-    for (const auto& [shape, batch] : {std::pair{Shape{32, 1, 128, 16}, 1},
-                                       {Shape{8, 4, 128, 1}, 1},
-                                       {Shape{1, 8, 128, 24}, 1},
-                                       {Shape{2, 8, 64, 16, 2}, 1},
-                                       {Shape{8, 4, 128, 16}, 3},
-                                       {Shape{2, 4, 64, 1}, 7}}) {
+    for (const auto& [shape, batch] : batches) {
         std::unique_ptr<Problem> problems[kStreams];
         cudaStream_t streams[kStreams];
         cudaGraphExec_t graphs[kStreams];
         for (int i = 0; i < kStreams; ++i) {
             problems[i] =
                 std::make_unique<Problem>(seed++, shape, std::vector<int32_t>(batch, kMaxLength), 20);
+            if (batch_invariant) problems[i]->set_batch_invariant();
             ASSERT_EQ(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking), cudaSuccess);
             cudaGraph_t graph;
             ASSERT_EQ(cudaStreamBeginCapture(streams[i], cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -266,7 +264,7 @@ TEST(CudaDecodeDealt, ReplaysWithOtherLengths) {
             ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
             for (int i = 0; i < kStreams; ++i) {
                 problems[i]->expect_what_the_cpu_gives();
-                if (HasFatalFailure()) return;
+                if (::testing::Test::HasFatalFailure()) return;
             }
         }
         for (int i = 0; i < kStreams; ++i) {
@@ -274,6 +272,26 @@ TEST(CudaDecodeDealt, ReplaysWithOtherLengths) {
             cudaStreamDestroy(streams[i]);
         }
     }
+}
+
+TEST(CudaDecodeDealt, ReplaysWithOtherLengths) {
+    expect_right_replays({{Shape{32, 1, 128, 16}, 1},
+                          {Shape{8, 4, 128, 1}, 1},
+                          {Shape{1, 8, 128, 24}, 1},
+                          {Shape{2, 8, 64, 16, 2}, 1},
+                          {Shape{8, 4, 128, 16}, 3},
+                          {Shape{2, 4, 64, 1}, 7}},
+                         false);
+}
+
+// The last one has so many units that CTAs look at the length first.
+TEST(CudaDecodeDealt, BatchInvariantReplaysWithOtherLengths) {
+    expect_right_replays({{Shape{32, 1, 128, 16}, 1},
+                          {Shape{1, 8, 128, 24}, 1},
+                          {Shape{2, 8, 64, 16, 2}, 3},
+                          {Shape{8, 4, 128, 1}, 5},
+                          {Shape{4, 2, 64, 16}, 40}},
+                         true);
 }
 
 }  // namespace

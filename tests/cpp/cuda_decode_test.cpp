@@ -37,12 +37,6 @@ std::vector<int32_t> short_among_long(int32_t batch, int32_t longest) {
     return lengths;
 }
 
-std::vector<int32_t> ragged_lengths(size_t batch, int32_t longest) {
-    std::vector<int32_t> lengths(batch);
-    for (size_t i = 0; i < batch; ++i) lengths[i] = static_cast<int32_t>(i * i * 389 % (longest + 1));
-    return lengths;
-}
-
 class CudaDecodeTest : public ::testing::TestWithParam<DecodeCase> {
   protected:
     void run(bool batch_invariant);
@@ -100,10 +94,12 @@ void CudaDecodeTest::run(bool batch_invariant) {
         ASSERT_EQ(first_bits, out_bits) << "from call to call";
         if (batch_invariant && args.window_left < 0) {  // a window makes runs of units of the same work
             out.upload(nans(q.host.size(), dtype));
+            lse.upload(std::vector<float>(total_q * num_q_heads, NAN));
             args.window_left = 1 << 20;
             paged_attention(args);
             args.window_left = -1;
             ASSERT_EQ(out.fetch(), out_bits) << "with a window that hides nothing";
+            ASSERT_EQ(lse.fetch(), lse_values) << "with a window that hides nothing";
         }
         if (batch_invariant) {
             const int64_t rows = c.seqlen_q * num_q_heads;
@@ -161,13 +157,15 @@ INSTANTIATE_TEST_SUITE_P(
         // Batch-invariant: CTAs of several units of an item, of several items, items of several parts.
         DecodeCase{"two_ctas_an_item", alike(8, 1300), 8, 4},
         DecodeCase{"five_ctas_an_item", alike(3, 1501), 8, 2},
-        DecodeCase{"many_units_ragged", ragged_lengths(45, 1500), 4, 3},
-        DecodeCase{"many_units_ragged_one_head", ragged_lengths(140, 2500), 1, 8, 1, -1, 16},
-        DecodeCase{"parts_of_items", alike(34, 600), 8, 1, 1, -1, 16},
+        DecodeCase{"many_units_ragged", ragged(45, 1500), 4, 3},
+        DecodeCase{"many_units_ragged_one_head", ragged(140, 2500), 1, 8, 1, -1, 16},
+        DecodeCase{"two_units_an_item", alike(34, 600), 8, 1, 1, -1, 16},
+        DecodeCase{"parts_of_items", alike(132, 4200), 1, 2, 1, -1, 16},
         DecodeCase{
             "ragged_items_of_several_units", {900, 130, 260, 390, 40, 520, 1040, 129, 128, 127}, 16, 1},
-        DecodeCase{"parts_of_sixteen_rows", alike(18, 530), 8, 4, 4, -1, 16},
-        DecodeCase{"three_items_of_parts_a_cta", alike(50, 1040), 8, 4, 4, -1, 16},
+        DecodeCase{"units_of_sixteen_rows", alike(18, 530), 8, 4, 4, -1, 16},
+        DecodeCase{"parts_of_sixteen_rows", {4100, 300, 5000}, 2, 8, 2, -1, 16},
+        DecodeCase{"three_items_of_units_a_cta", alike(50, 1040), 8, 4, 4, -1, 16},
         DecodeCase{"ragged_sixteen_rows", {513, 65, 1100, 64, 300, 777}, 8, 2, 8},
         DecodeCase{"short_among_long", short_among_long(64, 3000), 2, 4},
         DecodeCase{"few_short_among_long", short_among_long(15, 1500), 8, 1},
@@ -249,6 +247,11 @@ TEST_P(CudaDecodeScoresTest, AloneAndInABatch) {
     call.expect_what_the_cpu_gives();
     const auto out = call.out.fetch();
     const auto lse = call.lse.fetch();
+    call.options.window_left = 1 << 20;  // which hides nothing, but makes runs of units of the same work
+    call.run_on_gpu();
+    ASSERT_EQ(call.out.fetch(), out);
+    ASSERT_EQ(call.lse.fetch(), lse);
+    call.options.window_left = -1;
     const int64_t rows = seqlen_q_ * num_q_heads_;
     Mirror<uint16_t> own_out(nans(rows * head_dim_, dtype_));
     Mirror<float> own_lse(std::vector<float>(rows, NAN));

@@ -185,5 +185,11 @@ TEST(Workspace, OfACaptureWhoseCallsFailedIsPassedOn) {
     EXPECT_EQ(allocations.size(), num_allocations);
 }
 
+TEST(Workspace, OfCallsThatGrowSlowlyIsSeldomOutgrown) {
+    const size_t num_allocations = allocations.size();
+    for (size_t size = 1; size <= 4096; ++size) kept_workspace(2, nullptr, 16 * size, size);
+    EXPECT_LE(allocations.size(), num_allocations + 13);
+}
+
 }  // namespace
 }  // namespace octavo::cuda

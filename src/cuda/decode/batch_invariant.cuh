@@ -1,5 +1,6 @@
-// The decode kernel whose bits do not depend on the batch: the blocks, products and queues of kernel.cuh, cut
-// and added up as units.cuh says.
+// The decode kernel whose bits do not depend on the batch, for windows, prefixes and room for very many
+// units: the blocks, products and queues of kernel.cuh, cut and added up as units.cuh says. All other calls
+// have a CTA for each unit (dealt.cuh), with the same bits.
 //
 // grid: one CTA an SM, which owns a run of units.
 #pragma once

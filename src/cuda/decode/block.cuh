@@ -68,7 +68,7 @@ class Copier {
         }
         const uint32_t offset = rows_.row_offset(id, key - page * p_.page_size, head_offset_);
         const bool own = needed >> lane % 16 & 1;
-        rows_.copy(k, v, __shfl_sync(~0u, offset, own ? lane : (lane & 16) + __ffs(needed) - 1));
+        rows_.copy(k, v, __shfl_sync(~0u, offset, own ? lane : (lane & 16) + 31 - __clz(needed)));
     }
 
     __device__ void begin_segment() {

@@ -1,5 +1,6 @@
 // Paged attention for few rows a KV head where little or nothing has to be known to share out the work: one
-// sequence, a few, or many short ones. The shortest chain from launch to result.
+// sequence, a few, many short ones, or units of items (batch-invariant). The shortest chain from launch to
+// result.
 //
 // grid: (num_kv_heads, batch, parts and then mergers of an item). Blocks of 16 keys are dealt out to the
 // parts, and within a CTA to its warps, so that page ids are on their way together with the length. What the
@@ -7,6 +8,10 @@
 //
 // By length: (num_kv_heads, slots and then mergers of the sequences). A sequence has so many slots, which are
 // the parts of its items, as follows from all lengths, for which page ids have to wait; the rest is the same.
+//
+// Batch-invariant, the parts are units (units.cuh) and the warps have leaves, which follow from the length;
+// that is at first taken for what the page table has room for. Of many units, each CTA looks at the length
+// first.
 //
 // As in kernel.cuh, code runs once: what does not depend on other kernels' results is worked out before they
 // are waited for.
@@ -146,15 +151,15 @@ struct DealtShare {
 };
 
 // Batch-invariant: a warp's leaf of a unit, and what is known of the item.
-struct DealtUnit {
-    int32_t first = 0, end = 0;          // blocks of the leaf
+struct DealtLeaf {
+    int32_t first = 0, end = 0;          // blocks
     int32_t leaves = 0;                  // of the unit
-    int32_t num_units = 0, at_once = 1;  // of the item, and of a part
+    int32_t num_units = 0, at_once = 1;  // units of the item, and of a part
 
     template <class Config>
-    __device__ static DealtUnit of(const Units<Config>& units, int32_t num_blocks, int32_t unit, int warp) {
+    __device__ static DealtLeaf of(const Units<Config>& units, int32_t num_blocks, int32_t unit, int warp) {
         const UnitCut cut = units.cut(num_blocks);
-        DealtUnit own{cut.leaf_of(unit, warp), cut.leaf_of(unit, warp + 1), cut.num_leaves(), cut.num_units(),
+        DealtLeaf own{cut.leaf_of(unit, warp), cut.leaf_of(unit, warp + 1), cut.num_leaves(), cut.num_units(),
                       1 << cut.part_log2};
         keep(own.first);
         keep(own.end);
@@ -221,7 +226,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const auto units = Units<Config>::of_log2(plan.max_units_log2);
     const bool knows_length = kBatchInvariant && plan.many_units;
     int32_t seqlen_k = p.seqlen_k;  // at first what the page table has room for, which it often is
-    DealtUnit unit;
+    DealtLeaf leaf;
     if constexpr (kBatchInvariant) {
         if (knows_length) {
             ptx::wait_for_previous_grid();
@@ -229,8 +234,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             const int32_t num_units = units.cut(max(blocks_of(seqlen_k), 1)).num_units();
             if (is_merger ? num_units == 1 : part >= num_units) return;
         }
-        unit = DealtUnit::of(units, max(blocks_of(seqlen_k), 1), part, warp);
-        share = {unit.first, 0, 1};
+        leaf = DealtLeaf::of(units, max(blocks_of(seqlen_k), 1), part, warp);
+        share = {leaf.first, 0, 1};
     }
     const int32_t likely_blocks = blocks_of(seqlen_k);
 
@@ -275,21 +280,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     share.end = num_blocks;
     if constexpr (kBatchInvariant) {
         if (num_blocks != likely_blocks) {
-            unit = DealtUnit::of(units, max(num_blocks, 1), part, warp);
-            if (unit.first != share.first) {
-                share.first = unit.first;
-                blocks.start(sequence, unit.first, share.stride);
+            leaf = DealtLeaf::of(units, max(num_blocks, 1), part, warp);
+            if (leaf.first != share.first) {
+                share.first = leaf.first;
+                blocks.start(sequence, leaf.first, share.stride);
                 if (!is_merger) blocks.begin();
             }
         }
-        num_parts = unit.num_units;
-        share.end = min(unit.end, num_blocks);
+        num_parts = leaf.num_units;
+        share.end = min(leaf.end, num_blocks);
     }
     const Item item{sequence, kv_head, 0, num_blocks};
     const PartMerge<T, Config, DealtSequence> part_merge(p, plan.group_size, own);
     const DealtMerge<T, Config, DealtSequence, kDealing> merge(part_merge, plan, shared, item, first_part);
-    if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts, unit.at_once);
-    if (part >= num_parts) return;
+    if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts, leaf.at_once);
+    if (part >= num_parts) return ptx::cp_async_wait<0>();  // another CTA may get this shared memory
 
     // A warp's tiles, keys and values in turn, a group of copies each. A tile is copied to the place of the
     // one before that in use: `place`, the tile in use follows it.
@@ -337,7 +342,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     state.sum_over_keys();
     state.leave(shared.warps[warp].piece);
     __syncthreads();  // all pieces are there
-    merge.merge_warps(part, num_parts, unit.leaves);
+    merge.merge_warps(part, num_parts, leaf.leaves);
 }
 
 }  // namespace octavo::cuda

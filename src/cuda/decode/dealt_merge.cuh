@@ -35,14 +35,18 @@ struct NonZero {
     __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
 };
 
+__device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
 // Adds a part of a row to those before it, four columns. kSameMax: both have one maximum, so that FoldStep
-// would multiply by one, exactly.
+// would multiply by one, exactly (or, of empty parts, add zeros).
 template <bool kSameMax>
 __device__ __forceinline__ void fold_part(SoftmaxState& all, float4& out, const SoftmaxState& part,
                                           const float4& more) {
     if constexpr (kSameMax) {
         all.sum += part.sum;
-        out.x += more.x, out.y += more.y, out.z += more.z, out.w += more.w;
+        out = out + more;
     } else {
         out = FoldStep::add(all, part)(out, more);
     }
@@ -58,7 +62,7 @@ class PartFold {
         bool same_max = true;
 #pragma unroll
         for (int i = 1; i < kCount; ++i) same_max = same_max && (i >= count || parts[i].max == parts[0].max);
-        same_max_ = __all_sync(~0u, same_max);
+        same_max_ = __all_sync(~0u, same_max);  // as each lane knows, but not the compiler
         state = parts[0];
         if (same_max_) {
 #pragma unroll
@@ -77,10 +81,9 @@ class PartFold {
     __device__ float4 operator()(const float4 (&parts)[kCount]) const {
         float4 out = parts[0];
         if (same_max_) {
-            SoftmaxState unused;
 #pragma unroll
             for (int i = 1; i < kCount; ++i) {
-                if (i < count_) fold_part<true>(unused, out, {}, parts[i]);
+                if (i < count_) out = out + parts[i];
             }
         } else {
 #pragma unroll

@@ -60,8 +60,8 @@ class Units {
     // Whether it has room for leaves that have been added up; otherwise a second piece in shared memory has.
     static constexpr bool kLeavesInRegisters = Config::kRowTiles == 1 && kByWarps;
 
-    // An item of so many blocks is short: one unit holds it. The first few units of others have as many at
-    // least, more of them twice as many.
+    // An item of so many blocks is short. Up to a few units have as many at least, more of them twice as
+    // many.
     static constexpr int kShort = 16, kLeast = 2 * kShort;
 
     Units() = default;
@@ -84,17 +84,16 @@ class Units {
     __device__ UnitCut cut(int32_t count) const {
         const int32_t size = max(count, Config::kWarps * kMinLeaf), size_log2 = 31 - __clz(size);
         const int32_t units = units_log2(count, size_log2);
-        const int32_t leaves = min(max(size_log2 - units - kMinLeafLog2, 0), kPartsLog2);
         return {count,
                 size,
                 units,
-                leaves,
-                kByWarps ? max(units - kPartsLog2, 0) : 0,
-                count < size ? (count + kMinLeaf - 1) >> kMinLeafLog2 : 1 << (units + leaves)};
+                kWarpsLog2,
+                kByWarps ? max(units - kWarpsLog2, 0) : 0,
+                count < size ? (count + kMinLeaf - 1) >> kMinLeafLog2 : 1 << (units + kWarpsLog2)};
     }
     __device__ UnitCut cut(const Item& item) const { return cut(item.end - item.begin); }
 
-    // Whether one unit holds the item.
+    // Whether the item is so short that a warp may take it whole, beside others.
     __device__ static bool is_short(const Item& item) { return item.end - item.begin <= kShort; }
 
     // The end of a unit next to block `block` of an item.
@@ -106,7 +105,7 @@ class Units {
   private:
     // Blocks of a leaf, at least: what it leaves is small beside its keys and values.
     static constexpr int kMinLeafLog2 = Config::kWarps == 8 ? 0 : 2, kMinLeaf = 1 << kMinLeafLog2;
-    static constexpr int kPartsLog2 = floor_log2(Config::kWarps), kFewLog2 = kByWarps ? 2 : 0;
+    static constexpr int kWarpsLog2 = floor_log2(Config::kWarps), kFewLog2 = kByWarps ? 2 : 0;
 
     __host__ __device__ int32_t units_log2(int32_t count, int32_t count_log2) const {
         if (count <= kShort) return 0;
@@ -267,9 +266,8 @@ class UnitWalk {
             return by_leaves ? step(first + 1, StepKind::leaves) : step(last, StepKind::parts);
         }
         // A unit each leaves some warps idle, but five of eight draw less than an SM's share.
-        const bool by_units = 4 * units >= 3 * Config::kWarps || cut.num_leaves() < Config::kWarps;
-        return by_units ? step(min(first + Config::kWarps, last), StepKind::units)
-                        : step(first + 1, StepKind::leaves);
+        return 4 * units >= 3 * Config::kWarps ? step(min(first + Config::kWarps, last), StepKind::units)
+                                               : step(first + 1, StepKind::leaves);
     }
 
     // As many items as there are warps at most, from this one on, if a warp each is a good share; or 0.

@@ -156,12 +156,9 @@ void choose_splits(const ForwardParams& p, const PrefillTiles& tiles, int64_t ro
         static_cast<int32_t>(std::min<int64_t>(round_up_divide(p.seqlen_q, plan.tokens), tiles.warpgroups));
 }
 
-// Memory for so many parts. Sizes double: a stream keeps what it has outgrown.
+// Memory for so many parts.
 size_t partial_bytes(const PrefillTiles& tiles, int64_t num_parts) {
-    const size_t needed = num_parts * kGroupRows * (tiles.head_dim + 2) * sizeof(float);
-    size_t bytes = needed > 0 ? 1 : 0;
-    while (bytes < needed) bytes *= 2;
-    return bytes;
+    return num_parts * kGroupRows * (tiles.head_dim + 2) * sizeof(float);
 }
 
 // Keys that one copy brings.
