@@ -138,7 +138,7 @@ void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream) {
         const int64_t ctas = int64_t{params.num_kv_heads} * plan.num_slots,
                       sms = num_sms(params.device.index);
         plan.many_units = plan.num_parts > 1 && ctas > 4 * sms;
-        // Two CTAs an SM where some start while others end. (64 x 4096 keys, 8 heads: 248 us.)
+        // Two CTAs an SM where some start while others end.
         if (ctas > sms || (plan.num_parts == 1 && is_short)) {
             launch_dealt_kernel<T, ShortConfig<kHeadDim, kRowTiles>, kDealing>(params, plan, stream);
         } else {
