@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from libraries import ArrayLibrary
+    from support.libraries import ArrayLibrary
 
 # JAX would otherwise take most of the GPU's memory for itself.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -58,7 +58,9 @@ def torch() -> Any:
 @pytest.fixture(scope="module")
 def library(torch: Any) -> ArrayLibrary:
     """Torch on the GPU."""
-    from libraries import get_library  # here, since it imports ml_dtypes, which wheels are tested without
+    from support.libraries import (
+        get_library,  # here, since it imports ml_dtypes, which wheels are tested without
+    )
 
     return get_library("torch", "cuda")
 

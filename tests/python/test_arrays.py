@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import octavo
-from array_calls import (
+from support.array_calls import (
     CPU_LIBRARIES,
     DTYPES,
     GPU_LIBRARIES,
@@ -26,7 +26,7 @@ from array_calls import (
     random,
     writable_library,
 )
-from libraries import get_library
+from support.libraries import get_library
 
 
 def test_import_needs_numpy_only_and_is_fast() -> None:

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-import calls
-import cases
 import octavo
-from calls import GuardedArray, assert_same_bits
-from cases import Case, Inputs
-from oracle import Reference
-from strategies import drawn_cases
-from targets import Target, cpu_target, every_target, writable_target
+from support import calls, cases
+from support.calls import GuardedArray, assert_same_bits
+from support.cases import Case, Inputs
+from support.oracle import Reference
+from support.strategies import drawn_cases
+from support.targets import Target, cpu_target, every_target, writable_target
 
 
 @functools.lru_cache(maxsize=8)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import oracle
+from support import oracle
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

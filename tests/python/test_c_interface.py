@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import octavo
-from programs import find_program, run
+from support.programs import find_program, run
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

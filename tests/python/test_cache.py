@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import cases
 import octavo
-import oracle
-from cases import Case
-from targets import Target, cpu_target, every_target, writable_target
+from support import cases, oracle
+from support.cases import Case
+from support.targets import Target, cpu_target, every_target, writable_target
 
 # How the memory of a cache lies behind [num_pages, page_size, num_kv_heads, head_dim].
 LAYOUTS = ("contiguous", "head_major", "side_by_side", "padded")

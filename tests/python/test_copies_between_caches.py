@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 import octavo
-import oracle
-from libraries import ArrayLibrary, get_library
+from support import oracle
+from support.libraries import ArrayLibrary, get_library
 
 pytestmark = pytest.mark.gpu
 

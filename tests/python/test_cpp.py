@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from programs import find_program, run
+from support.programs import find_program, run
 
 SOURCE = Path(__file__).parents[1] / "cpp"
 

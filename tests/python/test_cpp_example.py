@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from programs import find_program, run
+from support.programs import find_program, run
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 

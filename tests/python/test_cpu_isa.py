@@ -13,12 +13,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-import calls
-import cases
 import octavo
 import test_merge_states
-from cases import Case
-from targets import Target
+from support import calls, cases
+from support.cases import Case
+from support.targets import Target
 
 ISAS = ("baseline", "avx2", "avx512")
 

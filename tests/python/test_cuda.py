@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cases
 import octavo
-import oracle
-from cases import Case
 from conftest import gpu_count
-from generation import DTYPE, Generation
-from libraries import ArrayLibrary, Torch
+from support import cases, oracle
+from support.cases import Case
+from support.generation import DTYPE, Generation
+from support.libraries import ArrayLibrary, Torch
 
 pytestmark = pytest.mark.gpu
 

@@ -21,8 +21,8 @@ import pytest
 
 import octavo
 from conftest import gpu_count
-from producers import Producer
-from programs import find_program, run
+from support.producers import Producer
+from support.programs import find_program, run
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

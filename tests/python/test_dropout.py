@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import calls
-import cases
 import octavo
-import oracle
-from calls import assert_same_bits
-from cases import Case
-from oracle import Dropout
-from targets import Target, every_target
+from support import calls, cases, oracle
+from support.calls import assert_same_bits
+from support.cases import Case
+from support.oracle import Dropout
+from support.targets import Target, every_target
 
 CASES = [
     case

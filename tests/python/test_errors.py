@@ -13,8 +13,8 @@ import pytest
 
 import octavo
 from conftest import gpu_count
-from producers import Producer
-from refusals import (
+from support.producers import Producer
+from support.refusals import (
     FLOATS,
     NO_ARRAY,
     OPERATORS,
@@ -94,25 +94,25 @@ CASES = [
     case(
         *A,
         TypeError,
-        "k (producers.Producer) cannot be taken through DLPack: not today",
+        "k (support.producers.Producer) cannot be taken through DLPack: not today",
         k=Producer(f32(2), error=BufferError("not today\nat line 3")),
     ),
     case(
         *A,
         TypeError,
-        "k (producers.Producer) cannot be taken through DLPack: no",
+        "k (support.producers.Producer) cannot be taken through DLPack: no",
         k=Producer(f32(2), error=TypeError("no")),
     ),
     case(
         *A,
         RuntimeError,
-        "k (producers.Producer) cannot be taken through DLPack: out of luck",
+        "k (support.producers.Producer) cannot be taken through DLPack: out of luck",
         k=Producer(f32(2), error=RuntimeError("out of luck")),
     ),
     case(
         *A,
         TypeError,
-        "q (producers.Producer) cannot be taken through DLPack: nowhere",
+        "q (support.producers.Producer) cannot be taken through DLPack: nowhere",
         q=Producer(f32(2), device_error=ValueError("nowhere")),
     ),
     case(
@@ -130,7 +130,7 @@ CASES = [
     case(
         *A,
         TypeError,
-        "out cannot be made: producers.Producer has no __array_namespace__",
+        "out cannot be made: support.producers.Producer has no __array_namespace__",
         q=Producer(f32(2, 3, 4, 8)),
     ),
     # Numbers.

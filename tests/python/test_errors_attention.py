@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from refusals import (
+from support.refusals import (
     FLOATS,
     LENGTHS,
     MAX_LENGTH,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from refusals import (
+from support.refusals import (
     BOTH,
     FLOATS,
     LENGTHS,

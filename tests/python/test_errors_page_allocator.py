@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import octavo
-from refusals import dump
+from support.refusals import dump
 
 INT32_MAX = 2**31 - 1
 

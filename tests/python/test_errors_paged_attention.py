@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from refusals import (
+from support.refusals import (
     MAX_LENGTH,
     PAGES,
     Arguments,

@@ -14,7 +14,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import octavo  # noqa: E402
 import octavo.jax  # noqa: E402
-from jax_calls import (  # noqa: E402
+from support.jax_calls import (  # noqa: E402
     CALLS,
     HEAD_DIM,
     NUM_KV_HEADS,

@@ -11,7 +11,8 @@ import jax.numpy as jnp  # noqa: E402
 
 import octavo  # noqa: E402
 import octavo.jax  # noqa: E402
-from jax_calls import (  # noqa: E402
+from octavo import _jax_batching  # noqa: E402
+from support.jax_calls import (  # noqa: E402
     CALLS,
     HEAD_DIM,
     NUM_KV_HEADS,
@@ -25,7 +26,6 @@ from jax_calls import (  # noqa: E402
     normal,
     run,
 )
-from octavo import _jax_batching  # noqa: E402
 
 
 def stack(call, num, mapped):

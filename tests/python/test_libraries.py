@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libraries import get_library
-from oracle import NUMPY_DTYPES, round_to
+from support.libraries import get_library
+from support.oracle import NUMPY_DTYPES, round_to
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)

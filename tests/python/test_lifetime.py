@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import octavo
-from array_calls import CPU_LIBRARIES, GPU_LIBRARIES, each_of, expected, installed, qkv, random
-from producers import NamespacedProducer
+from support.array_calls import CPU_LIBRARIES, GPU_LIBRARIES, each_of, expected, installed, qkv, random
+from support.producers import NamespacedProducer
 
 
 @pytest.mark.parametrize(("name", "device"), each_of(CPU_LIBRARIES + GPU_LIBRARIES))

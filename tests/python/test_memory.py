@@ -18,13 +18,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import calls
-import cases
-import libraries
 import octavo
-from cases import Case
-from oracle import NUMPY_DTYPES
-from targets import Target
+from support import calls, cases, libraries
+from support.cases import Case
+from support.oracle import NUMPY_DTYPES
+from support.targets import Target
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0

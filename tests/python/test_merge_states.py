@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import octavo
-import oracle
-from targets import Target, every_target, writable_target
+from support import oracle
+from support.targets import Target, every_target, writable_target
 
 
 def drawn_states(

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-import cases
-import oracle
-from cases import Case
+from support import cases, oracle
+from support.cases import Case
 
 BRUTE_FORCE = (
     Case("small", (3, 5), (4, 2), num_q_heads=4, num_kv_heads=2, head_dim=8),

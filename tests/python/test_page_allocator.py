@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import octavo
-from refusals import dump
+from support.refusals import dump
 
 INT32_MAX = 2**31 - 1
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import octavo
-from programs import find_program
+from support.programs import find_program
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import calls
-import cases
 import octavo
-import oracle
-from calls import GuardedArray, assert_same_bits
-from cases import Cache, Case, Inputs
-from oracle import Reference
-from strategies import drawn_cases
-from targets import Target, cpu_target, every_target, writable_target
+from support import calls, cases, oracle
+from support.calls import GuardedArray, assert_same_bits
+from support.cases import Cache, Case, Inputs
+from support.oracle import Reference
+from support.strategies import drawn_cases
+from support.targets import Target, cpu_target, every_target, writable_target
 
 ALL = (*cases.DECODE, *cases.PACKED, *cases.PAGED)
 

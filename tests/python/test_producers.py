@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import octavo
-from array_calls import cache, expected, qkv
-from producers import COPIED, READ_ONLY, NamespacedProducer, Producer
+from support.array_calls import cache, expected, qkv
+from support.producers import COPIED, READ_ONLY, NamespacedProducer, Producer
 
 
 @pytest.mark.parametrize("versioned", [True, False])

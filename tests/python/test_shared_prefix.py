@@ -10,16 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import calls
-import cases
 import octavo
-import oracle
-from calls import GuardedArray, assert_same_bits
-from cases import Cache, Case, Inputs
-from libraries import get_library
-from oracle import Reference
-from strategies import drawn_cases
-from targets import Target, cpu_target, every_target, writable_target
+from support import calls, cases, oracle
+from support.calls import GuardedArray, assert_same_bits
+from support.cases import Cache, Case, Inputs
+from support.libraries import get_library
+from support.oracle import Reference
+from support.strategies import drawn_cases
+from support.targets import Target, cpu_target, every_target, writable_target
 
 # With the prefix in tokens. Sequences of length 0 are padding.
 CASES = (

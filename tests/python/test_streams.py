@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import cases
 import octavo
-import oracle
-from array_calls import cache, expected, qkv
-from cases import Case
-from generation import DTYPE, Generation
-from libraries import ArrayLibrary, get_library
+from support import cases, oracle
+from support.array_calls import cache, expected, qkv
+from support.cases import Case
+from support.generation import DTYPE, Generation
+from support.libraries import ArrayLibrary, get_library
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
-from programs import find_program
+from support.programs import find_program
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = os.environ.get("OCTAVO_WHEEL", "")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oracle import NUMPY_DTYPES
+from support.oracle import NUMPY_DTYPES
 
 
 class ArrayLibrary(ABC):

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import octavo
-from libraries import ArrayLibrary, get_library
+from support.libraries import ArrayLibrary, get_library
 
 DTYPES = ("float32", "float16", "bfloat16")
 CPU_LIBRARIES = [("numpy", "cpu"), ("torch", "cpu"), ("jax", "cpu")]

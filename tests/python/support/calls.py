@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import cases
 import octavo
-from cases import Cache, Case, Inputs
-from targets import Target
+from support import cases
+from support.cases import Cache, Case, Inputs
+from support.targets import Target
 
 Result = tuple[NDArray[np.float64], NDArray[np.float64]]
 

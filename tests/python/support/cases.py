@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import oracle
+from support import oracle
 
 
 @dataclass(frozen=True)

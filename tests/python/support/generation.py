@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import cases
 import octavo
-import oracle
-from libraries import ArrayLibrary
+from support import cases, oracle
+from support.libraries import ArrayLibrary
 
 DTYPE = "bfloat16"
 

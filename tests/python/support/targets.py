@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from libraries import ArrayLibrary, get_library
+from support.libraries import ArrayLibrary, get_library
 
 
 @dataclass(frozen=True)
