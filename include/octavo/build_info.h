@@ -10,7 +10,7 @@ struct BuildInfo {
     std::string version;                     // "0.1.0"
     std::string cuda_version;                // "13.0"; empty without CUDA
     std::vector<std::string> architectures;  // "sm_80", "sm_90a", "compute_80"
-    std::vector<std::string> instances;      // "forward<float16, 64>"; the kernels compiled
+    std::vector<std::string> instances;      // "sm80_attention<float16, 64, 1 stage>"; the kernels compiled
     std::string compiler;                    // "GNU 12.2.0"
 };
 

@@ -1,8 +1,8 @@
 #include "bindings/step_arrays.h"
 
 #include "bindings/bindings.h"
+#include "checks/check.h"
 #include "common/fail.h"
-#include "ops/check.h"
 
 #include <string>
 #include <vector>

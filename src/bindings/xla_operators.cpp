@@ -5,8 +5,8 @@
 
 #include "bindings/bindings.h"
 #include "bindings/xla_call.h"
+#include "checks/checks.h"
 #include "cuda/backend.h"
-#include "ops/checks.h"
 
 #include <new>
 

@@ -1,4 +1,4 @@
-#include "ops/check.h"
+#include "checks/check.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -1,6 +1,6 @@
+#include "checks/check.h"
+#include "checks/checks.h"
 #include "common/score.h"
-#include "ops/check.h"
-#include "ops/checks.h"
 
 #include <cmath>
 
@@ -18,7 +18,7 @@ int32_t check_window(const char* op, const char* name, int64_t window) {
     return window > kMaxLength ? -1 : static_cast<int32_t>(window);
 }
 
-void set_heads(const Checker& check, ForwardParams& p, const char* k_name, const TensorView& q,
+void set_heads(const Checker& check, AttentionParams& p, const char* k_name, const TensorView& q,
                const TensorView& k) {
     const int64_t num_q_heads = q.shape[q.ndim - 2], num_kv_heads = k.shape[k.ndim - 2];
     const int64_t head_dim = q.shape[q.ndim - 1];
@@ -43,7 +43,7 @@ void set_heads(const Checker& check, ForwardParams& p, const char* k_name, const
 // What attention and paged_attention share: the queries' side, masks and biases. `packed` says whether the
 // leading axis of q counts tokens of all sequences.
 template <class Args>
-void set_queries_and_masks(const Checker& check, ForwardParams& p, const Args& args, int q_ndim,
+void set_queries_and_masks(const Checker& check, AttentionParams& p, const Args& args, int q_ndim,
                            const char* q_axes) {
     const char* op = check.op();
     const bool has_batch_axis = q_ndim == 4;
@@ -120,7 +120,7 @@ void check_results_apart(const Checker& check, const Args& args, const char* k_n
 }
 
 // What the scores are multiplied by must survive in float32, and a cap must not round to none.
-void check_score(const ForwardParams& p, const char* scale_name, double softcap) {
+void check_score(const AttentionParams& p, const char* scale_name, double softcap) {
     const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
     if (std::isfinite(transform.inner) && std::isfinite(transform.outer) &&
         transform.has_softcap == (softcap > 0.0))
@@ -159,7 +159,7 @@ const int32_t* set_cu_seqlens(const Checker& check, const char* name, const Tens
 }
 
 // Dropout's arguments; `p` has its out_scale already.
-void set_dropout(ForwardParams& p, const AttentionArgs& args) {
+void set_dropout(AttentionParams& p, const AttentionArgs& args) {
     if (!(args.dropout_p >= 0.0 && args.dropout_p < 1.0)) {
         fail<ValueError>(p.op, "dropout_p must lie in [0, 1); got ", args.dropout_p);
     }
@@ -176,7 +176,7 @@ void set_dropout(ForwardParams& p, const AttentionArgs& args) {
 }
 
 // The pages of the prefix are read once for all sequences, so that every query has to see them whole.
-void set_shared_prefix(const Checker& check, ForwardParams& p, const PagedAttentionArgs& args) {
+void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAttentionArgs& args) {
     const int64_t length = args.shared_prefix_len;
     const int64_t num_shared = length / p.page_size, max_pages = args.page_table.shape[1];
     auto refuse = [&](const auto&... parts) {
@@ -215,8 +215,8 @@ void set_shared_prefix(const Checker& check, ForwardParams& p, const PagedAttent
 
 }  // namespace
 
-ForwardParams check_attention(const AttentionArgs& args) {
-    ForwardParams p{};
+AttentionParams check_attention(const AttentionArgs& args) {
+    AttentionParams p{};
     p.op = "attention";
     p.device = args.q.device;
     p.dtype = args.q.dtype;
@@ -283,8 +283,8 @@ ForwardParams check_attention(const AttentionArgs& args) {
     return p;
 }
 
-ForwardParams check_paged_attention(const PagedAttentionArgs& args) {
-    ForwardParams p{};
+AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
+    AttentionParams p{};
     p.op = "paged_attention";
     p.device = args.q.device;
     p.dtype = args.q.dtype;

@@ -1,6 +1,6 @@
+#include "checks/check.h"
+#include "checks/checks.h"
 #include "cuda/backend.h"
-#include "ops/check.h"
-#include "ops/checks.h"
 
 #include <cmath>
 #include <string>

@@ -1,5 +1,5 @@
-#include "ops/check.h"
-#include "ops/checks.h"
+#include "checks/check.h"
+#include "checks/checks.h"
 
 namespace octavo {
 

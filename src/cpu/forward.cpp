@@ -50,7 +50,7 @@ struct SequencePlan {
     int64_t items_per_head() const { return parallel_splits() ? num_splits : num_row_tiles; }
 };
 
-SequencePlan make_plan(const ForwardParams& p, int32_t b) {
+SequencePlan make_plan(const AttentionParams& p, int32_t b) {
     SequencePlan plan{};
     RowTile& tile = plan.first_tile;
     tile.sequence = SequenceSlice::make(p, b);
@@ -79,7 +79,7 @@ struct SplitResults {
 
 class Forward {
   public:
-    explicit Forward(const ForwardParams& params) : p_(params) {
+    explicit Forward(const AttentionParams& params) : p_(params) {
         plans_.reserve(p_.batch);
         int64_t num_split_results = 0;
         for (int32_t b = 0; b < p_.batch; ++b) {
@@ -153,7 +153,7 @@ class Forward {
         }
     }
 
-    const ForwardParams& p_;
+    const AttentionParams& p_;
     const TileKernels& kernels_ = kernels();
     std::vector<SequencePlan> plans_;
     int64_t num_items_ = 0;
@@ -162,8 +162,8 @@ class Forward {
 
 }  // namespace
 
-void forward(const ForwardParams& params) {
-    if (params.shared_prefix_len > 0) return cascade(params);
+void attention(const AttentionParams& params) {
+    if (params.shared_prefix_len > 0) return shared_prefix_attention(params);
     Forward(params).run();
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/half.h"
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cstdint>
 
@@ -53,10 +53,10 @@ struct alignas(64) TileScratch {
 
 struct TileKernels {
     // Attention of the tile's rows over its key tiles [first_key_tile, last_key_tile).
-    void (*attend)(const ForwardParams&, const RowTile&, int32_t first_key_tile, int32_t last_key_tile,
+    void (*attend)(const AttentionParams&, const RowTile&, int32_t first_key_tile, int32_t last_key_tile,
                    TileScratch&, Partial);
     // Writes the rows to params.out, times out_scale, and to params.lse.
-    void (*store)(const ForwardParams&, const RowTile&, Partial);
+    void (*store)(const AttentionParams&, const RowTile&, Partial);
 };
 
 namespace baseline {

@@ -64,7 +64,7 @@ struct KeyRows {
 };
 
 template <class T>
-static void find_keys(const ForwardParams& p, const RowTile& tile, const KeyTiles& tiles, int32_t k_begin,
+static void find_keys(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles, int32_t k_begin,
                       KeyRows<T>& rows) {
     static const T kZeros[kMaxHeadDim] = {};
     const T* k = static_cast<const T*>(p.k) + tile.sequence.k_begin + tile.kv_head * p.k_head_stride;
@@ -201,7 +201,7 @@ static void add_values(const Gemm& all, const VisibleKeys& see) {
 }
 
 template <class T>
-static void attend_typed(const ForwardParams& p, const RowTile& tile, int32_t first_key_tile,
+static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                          int32_t last_key_tile, TileScratch& scratch, Partial result) {
     const int head_dim = p.head_dim, stride = row_stride(head_dim), rows = tile.num_rows;
     const Visibility& see = tile.sequence.see;
@@ -271,8 +271,8 @@ static void attend_typed(const ForwardParams& p, const RowTile& tile, int32_t fi
     }
 }
 
-static void attend(const ForwardParams& p, const RowTile& tile, int32_t first_key_tile, int32_t last_key_tile,
-                   TileScratch& scratch, Partial result) {
+static void attend(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
+                   int32_t last_key_tile, TileScratch& scratch, Partial result) {
     auto* run = p.dtype == DType::float32   ? attend_typed<float>
                 : p.dtype == DType::float16 ? attend_typed<Float16>
                                             : attend_typed<BFloat16>;
@@ -280,7 +280,7 @@ static void attend(const ForwardParams& p, const RowTile& tile, int32_t first_ke
 }
 
 template <class T>
-static void store_typed(const ForwardParams& p, const RowTile& tile, Partial result) {
+static void store_typed(const AttentionParams& p, const RowTile& tile, Partial result) {
     for (int r = 0; r < tile.num_rows; ++r) {
         int64_t token = tile.token_of(r), head = tile.head_of(r);
         store_row(result.out + r * row_stride(p.head_dim), p.out_scale, p.head_dim,
@@ -293,7 +293,7 @@ static void store_typed(const ForwardParams& p, const RowTile& tile, Partial res
     }
 }
 
-static void store(const ForwardParams& p, const RowTile& tile, Partial result) {
+static void store(const AttentionParams& p, const RowTile& tile, Partial result) {
     auto* run = p.dtype == DType::float32   ? store_typed<float>
                 : p.dtype == DType::float16 ? store_typed<Float16>
                                             : store_typed<BFloat16>;

@@ -1,4 +1,4 @@
-#include "ops/cascade.h"
+#include "params/shared_prefix.h"
 
 #include "cpu/backend.h"
 
@@ -7,14 +7,15 @@
 
 namespace octavo::cpu {
 
-void cascade(const ForwardParams& p) {
+void shared_prefix_attention(const AttentionParams& p) {
     const int64_t rows = p.total_q * p.num_q_heads;
     const std::unique_ptr<char[]> prefix_out(new char[rows * p.head_dim * size_of(p.dtype)]);
     const std::unique_ptr<float[]> prefix_lse(new float[rows]), lse(new float[rows]);
-    const ForwardParams prefix = over_prefix(p, p.shared_prefix_len, prefix_out.get(), prefix_lse.get());
-    const ForwardParams rest = behind_prefix(p, lse.get());
-    forward(prefix);  // first: `out` may be q
-    forward(rest);
+    const AttentionParams prefix =
+        over_shared_prefix(p, p.shared_prefix_len, prefix_out.get(), prefix_lse.get());
+    const AttentionParams rest = after_shared_prefix(p, lse.get());
+    attention(prefix);  // first: `out` may be q
+    attention(rest);
 
     for (int64_t token = 0; token < p.total_q; ++token) {
         for (int32_t head = 0; head < p.num_q_heads; ++head) {

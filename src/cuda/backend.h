@@ -3,9 +3,9 @@
 // where each throws DeviceError.
 #pragma once
 
-#include "ops/cache_params.h"
-#include "ops/forward_params.h"
-#include "ops/merge_states_params.h"
+#include "params/attention_params.h"
+#include "params/cache_params.h"
+#include "params/merge_states_params.h"
 
 #include <octavo/build_info.h>
 
@@ -16,7 +16,7 @@
 
 namespace octavo::cuda {
 
-void forward(const ForwardParams& params, void* stream);
+void attention(const AttentionParams& params, void* stream);
 void append_kv(const AppendKvParams& params, void* stream);
 void copy_pages(const CopyPagesParams& params, void* stream);
 void merge_states(const MergeStatesParams& params, void* stream);

@@ -8,7 +8,7 @@ namespace octavo::cuda {
 // Keeps a value that never changes in a register: the compiler would rather compute it again in every turn of
 // a loop.
 template <class T>
-__device__ __forceinline__ void keep(T& value) {
+__device__ __forceinline__ void pin_in_register(T& value) {
     if constexpr (sizeof(T) == 8) {
         asm volatile("" : "+l"(value));
     } else {

@@ -12,7 +12,7 @@ constexpr const char* kWhy = "octavo was built without CUDA (OCTAVO_CUDA=OFF)";
 
 }  // namespace
 
-void forward(const ForwardParams&, void*) { refuse(); }
+void attention(const AttentionParams&, void*) { refuse(); }
 void append_kv(const AppendKvParams&, void*) { refuse(); }
 void copy_pages(const CopyPagesParams&, void*) { refuse(); }
 void merge_states(const MergeStatesParams&, void*) { refuse(); }

@@ -46,7 +46,7 @@ using OwnedStream = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, StreamD
 struct Memory {
     Size size;
     DeviceBytes bytes;
-    KeptWorkspace workspace;  // of `bytes`
+    PersistentWorkspace workspace;  // of `bytes`
 };
 
 // Lets this thread allocate while some stream is being captured: the memory is not part of the graph.
@@ -106,7 +106,7 @@ class Owners {
 
     // Whether `owner` has as much as it wants, after taking over what is free. If not, `wanted` grows to what
     // it has, so that the next memory serves all its calls.
-    bool find(const Owner& owner, Size& wanted, KeptWorkspace& found) {
+    bool find(const Owner& owner, Size& wanted, PersistentWorkspace& found) {
         const std::lock_guard<std::mutex> lock(mutex_);
         std::vector<Memory>& own = memory_[owner];
         if (!own.empty()) wanted = wanted.joined(own.back().size);
@@ -164,8 +164,8 @@ void remove_with(cudaGraph_t graph, const Owner& owner) {
 
 }  // namespace
 
-KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes, size_t num_counters,
-                             WorkspaceUser user) {
+PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
+                                         size_t num_counters, WorkspaceUser user) {
     Owner owner{device, reinterpret_cast<uintptr_t>(stream), 0, user};
     Owners& owners = Owners::get();
     cudaStreamCaptureStatus status;
@@ -182,7 +182,7 @@ KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial
     }
     // Sizes double, since a stream keeps what it has outgrown.
     Size wanted{power_of_two(partial_bytes), power_of_two(num_counters)};
-    KeptWorkspace workspace;
+    PersistentWorkspace workspace;
     while (!owners.find(owner, wanted, workspace)) owners.give(owner, allocate_memory(wanted));
     return workspace;
 }
@@ -194,7 +194,7 @@ Workspace::Workspace(int32_t device, size_t bytes, cudaStream_t stream, Workspac
     check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     kept_ = status != cudaStreamCaptureStatusNone;
     if (kept_) {
-        pointer_ = kept_workspace(device, stream, bytes, 0, user).partial;
+        pointer_ = persistent_workspace(device, stream, bytes, 0, user).partial;
     } else {
         check(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
     }

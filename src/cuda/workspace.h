@@ -10,20 +10,21 @@ namespace octavo::cuda {
 
 // Memory that is kept between launches: room for partial results, and counters that are zero whenever no
 // launch is under way.
-struct KeptWorkspace {
+struct PersistentWorkspace {
     void* partial;
     uint32_t* counters;
 };
 
-// Every user has memory of its own: the cascade keeps what it has while kernels that it launches use theirs.
-enum class WorkspaceUser { kernel, cascade };
+// Every user has memory of its own: attention with a shared prefix keeps what it has while kernels that it
+// launches use theirs.
+enum class WorkspaceUser { kernel, shared_prefix };
 
 // At least so many bytes and counters, for launches on `stream` of the current device only: launches on one
 // stream never overlap. While the stream is being captured, for that capture only, since its graph may run on
 // any stream; when the graph and all copies of it are gone, other captures take it over. Two executables of
 // one captured graph share it and must not run at once. Safe under capture; no part of the graph.
-KeptWorkspace kept_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes, size_t num_counters,
-                             WorkspaceUser user = WorkspaceUser::kernel);
+PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
+                                         size_t num_counters, WorkspaceUser user = WorkspaceUser::kernel);
 
 // Memory of the current device that lives from here to here in the order of `stream`. While the stream is
 // being captured it is kept instead: a graph that allocates could not be part of another.

@@ -1,23 +1,23 @@
 // The public operators: check, then the backend that the arrays' device picks.
+#include "checks/check.h"
+#include "checks/checks.h"
 #include "cpu/backend.h"
 #include "cuda/backend.h"
-#include "ops/check.h"
-#include "ops/checks.h"
 
 #include <vector>
 
 namespace octavo {
 
 void attention(const AttentionArgs& args) {
-    const ForwardParams p = check_attention(args);
-    if (p.device.type == DeviceType::cpu) return cpu::forward(p);
-    cuda::forward(p, args.stream);
+    const AttentionParams p = check_attention(args);
+    if (p.device.type == DeviceType::cpu) return cpu::attention(p);
+    cuda::attention(p, args.stream);
 }
 
 void paged_attention(const PagedAttentionArgs& args) {
-    const ForwardParams p = check_paged_attention(args);
-    if (p.device.type == DeviceType::cpu) return cpu::forward(p);
-    cuda::forward(p, args.stream);
+    const AttentionParams p = check_paged_attention(args);
+    if (p.device.type == DeviceType::cpu) return cpu::attention(p);
+    cuda::attention(p, args.stream);
 }
 
 void append_kv(const AppendKvArgs& args) {

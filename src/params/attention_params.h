@@ -14,7 +14,7 @@ namespace octavo {
 
 constexpr int32_t kMaxHeadDim = 256;
 
-struct ForwardParams {
+struct AttentionParams {
     const char* op;  // "attention" or "paged_attention", for messages
     DType dtype;     // of q, k, v and out
     Device device;
@@ -79,7 +79,7 @@ struct SequenceSlice {
 
     OCTAVO_HD int32_t q_pos(int32_t i) const { return see.seqlen_k - seqlen_q + i; }
 
-    OCTAVO_HD static int32_t seqlen_k(const ForwardParams& p, int32_t b) {
+    OCTAVO_HD static int32_t seqlen_k(const AttentionParams& p, int32_t b) {
         if (p.seq_lens) return behind_skipped(p, p.seq_lens[b]);
         if (p.cu_seqlens_k) return p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
         if (!p.paged()) return p.seqlen_k;
@@ -88,18 +88,18 @@ struct SequenceSlice {
     }
 
     // The keys that every query sees, of a sequence of seqlen_k keys.
-    OCTAVO_HD static int32_t prefix_len(const ForwardParams& p, int32_t b, int32_t seqlen_k) {
+    OCTAVO_HD static int32_t prefix_len(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
         if (!OCTAVO_RARE(p.prefix_lens != nullptr)) return 0;
         const int32_t prefix_len = behind_skipped(p, p.prefix_lens[b]);
         return prefix_len < seqlen_k ? prefix_len : seqlen_k;
     }
 
-    OCTAVO_HD static SequenceSlice make(const ForwardParams& p, int32_t b) {
+    OCTAVO_HD static SequenceSlice make(const AttentionParams& p, int32_t b) {
         return make(p, b, seqlen_k(p, b));
     }
 
     // The same where seqlen_k(p, b) is known.
-    OCTAVO_HD static SequenceSlice make(const ForwardParams& p, int32_t b, int32_t seqlen_k) {
+    OCTAVO_HD static SequenceSlice make(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
         SequenceSlice s{};
         if (OCTAVO_RARE(p.cu_seqlens_q != nullptr)) {
             int64_t first = p.cu_seqlens_q[b];
@@ -126,7 +126,7 @@ struct SequenceSlice {
     }
 
   private:
-    OCTAVO_HD static int32_t behind_skipped(const ForwardParams& p, int32_t length) {
+    OCTAVO_HD static int32_t behind_skipped(const AttentionParams& p, int32_t length) {
         return length > p.num_skipped_keys ? length - p.num_skipped_keys : 0;
     }
 };

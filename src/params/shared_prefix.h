@@ -3,14 +3,14 @@
 // arXiv:2402.05099).
 #pragma once
 
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 namespace octavo {
 
 // All queries over the shared prefix, cut into runs of `run_len` keys: a batch in which every sequence has
 // the queries of all. No query of it is masked. Results, [runs, total_q, num_q_heads, ...], go to `out` and
 // `lse`.
-inline ForwardParams over_prefix(ForwardParams p, int32_t run_len, void* out, float* lse) {
+inline AttentionParams over_shared_prefix(AttentionParams p, int32_t run_len, void* out, float* lse) {
     p.batch = (p.shared_prefix_len + run_len - 1) / run_len;
     p.cu_seqlens_q = nullptr;
     p.seqlen_q = static_cast<int32_t>(p.total_q);
@@ -37,7 +37,7 @@ inline ForwardParams over_prefix(ForwardParams p, int32_t run_len, void* out, fl
 // The queries of each sequence over its keys behind the prefix; `lse`, in C order, is used where the call
 // asks for none. A query that sees none of these keys belongs to a sequence of length 0: its result, of LSE
 // -inf, is that of the whole.
-inline ForwardParams behind_prefix(ForwardParams p, float* lse) {
+inline AttentionParams after_shared_prefix(AttentionParams p, float* lse) {
     if (!p.lse) {
         p.lse = lse;
         p.lse_head_stride = 1;

@@ -105,7 +105,7 @@ class WorkspaceTest : public ::testing::Test {
     }
     // More than any other test asks for, so that what graphs gave back before does not fit.
     void* partial(size_t bytes = kBytes, size_t num_counters = 1) {
-        return cuda::kept_workspace(0, stream_, bytes, num_counters).partial;
+        return cuda::persistent_workspace(0, stream_, bytes, num_counters).partial;
     }
     void* partial_of_capture(cudaGraph_t& graph) {
         begin_capture();
@@ -123,12 +123,12 @@ TEST_F(WorkspaceTest, AStreamKeepsItsOwn) {
     EXPECT_EQ(partial(), mine);
     cudaStream_t other;
     ASSERT_EQ(cudaStreamCreate(&other), cudaSuccess);
-    EXPECT_NE(cuda::kept_workspace(0, other, kBytes, 1).partial, mine);
+    EXPECT_NE(cuda::persistent_workspace(0, other, kBytes, 1).partial, mine);
     cudaStreamDestroy(other);
 }
 
 TEST_F(WorkspaceTest, CountersAreZero) {
-    const cuda::KeptWorkspace workspace = cuda::kept_workspace(0, stream_, 1, 5000);
+    const cuda::PersistentWorkspace workspace = cuda::persistent_workspace(0, stream_, 1, 5000);
     std::vector<uint32_t> counters(5000, 1);
     ASSERT_EQ(
         cudaMemcpy(counters.data(), workspace.counters, 5000 * sizeof(uint32_t), cudaMemcpyDeviceToHost),
@@ -154,7 +154,7 @@ TEST_F(WorkspaceTest, StreamsOfOneCaptureHaveTheirOwn) {
     EXPECT_EQ(partial(), mine);
     ASSERT_EQ(cudaEventRecord(fork, stream_), cudaSuccess);
     ASSERT_EQ(cudaStreamWaitEvent(other, fork, 0), cudaSuccess);
-    EXPECT_NE(cuda::kept_workspace(0, other, kBytes, 1).partial, mine);
+    EXPECT_NE(cuda::persistent_workspace(0, other, kBytes, 1).partial, mine);
     ASSERT_EQ(cudaEventRecord(join, other), cudaSuccess);
     ASSERT_EQ(cudaStreamWaitEvent(stream_, join, 0), cudaSuccess);
     cudaGraphDestroy(end_capture());

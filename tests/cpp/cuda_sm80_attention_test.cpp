@@ -1,8 +1,8 @@
 // The forward kernel by itself, with every row of its table, where other kernels would be picked too.
-#include "cuda/forward/forward.h"
+#include "checks/checks.h"
 #include "cuda/runtime.h"
+#include "cuda/sm80_attention/sm80_attention.h"
 #include "cuda_testing.h"
-#include "ops/checks.h"
 
 #include <octavo/attention.h>
 #include <octavo/paged_attention.h>
@@ -10,8 +10,8 @@
 namespace octavo {
 namespace {
 
-ForwardParams checked(const AttentionArgs& args) { return check_attention(args); }
-ForwardParams checked(const PagedAttentionArgs& args) { return check_paged_attention(args); }
+AttentionParams checked(const AttentionArgs& args) { return check_attention(args); }
+AttentionParams checked(const PagedAttentionArgs& args) { return check_paged_attention(args); }
 void on_cpu(const AttentionArgs& args) { attention(args); }
 void on_cpu(const PagedAttentionArgs& args) { paged_attention(args); }
 
@@ -28,7 +28,7 @@ void expect_agreement(Args args, Set set, const Mirror<uint16_t>& out, const Mir
         SCOPED_TRACE(shared_bytes);
         out.upload(nans(out.host.size(), dtype));
         lse.upload(std::vector<float>(lse.host.size(), NAN));
-        cuda::forward_sm80(checked(args), shared_bytes, nullptr);
+        cuda::sm80_attention(checked(args), shared_bytes, nullptr);
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         expect_rows_close(out.fetch(), out.host, dtype, head_dim, row);
         expect_close(lse.fetch(), lse.host);

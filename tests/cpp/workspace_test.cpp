@@ -137,17 +137,18 @@ void check(cudaError_t status, const char* what) {
 namespace {
 
 // A workspace, after each of `calls` has failed. `device` tells tests apart: what is kept stays.
-KeptWorkspace workspace_after_failures(int32_t device, size_t bytes, const std::vector<const char*>& calls) {
+PersistentWorkspace workspace_after_failures(int32_t device, size_t bytes,
+                                             const std::vector<const char*>& calls) {
     const std::set<void*> before = allocations;
     for (const char* call : calls) {
         failing = call;
-        EXPECT_THROW(kept_workspace(device, nullptr, bytes, 4), DeviceError) << call;
+        EXPECT_THROW(persistent_workspace(device, nullptr, bytes, 4), DeviceError) << call;
         EXPECT_EQ(allocations, before) << call;
         EXPECT_EQ(num_streams, 0) << call;
         EXPECT_EQ(mode, cudaStreamCaptureModeGlobal) << call;
         EXPECT_EQ(objects.size(), kept_by_graphs.size()) << call;
     }
-    const KeptWorkspace workspace = kept_workspace(device, nullptr, bytes, 4);
+    const PersistentWorkspace workspace = persistent_workspace(device, nullptr, bytes, 4);
     EXPECT_EQ(allocations.size(), before.size() + 1);
     EXPECT_EQ(allocations.count(workspace.counters), 1u);
     EXPECT_EQ(num_streams, 0);
@@ -161,8 +162,8 @@ const std::vector<const char*> kAllocating{"cudaThreadExchangeStreamCaptureMode"
 TEST(Workspace, KeepsNothingOfCallsThatFail) {
     std::vector<const char*> calls{"cudaStreamGetCaptureInfo", "cudaStreamGetId"};
     calls.insert(calls.end(), kAllocating.begin(), kAllocating.end());
-    const KeptWorkspace workspace = workspace_after_failures(0, 1000, calls);
-    EXPECT_EQ(kept_workspace(0, nullptr, 1000, 4).partial, workspace.partial);
+    const PersistentWorkspace workspace = workspace_after_failures(0, 1000, calls);
+    EXPECT_EQ(persistent_workspace(0, nullptr, 1000, 4).partial, workspace.partial);
     // A launch under way may still use what is outgrown.
     EXPECT_NE(workspace_after_failures(0, 2000, calls).partial, workspace.partial);
     EXPECT_EQ(allocations.count(workspace.counters), 1u);
@@ -173,12 +174,12 @@ TEST(Workspace, OfACaptureWhoseCallsFailedIsPassedOn) {
     std::vector<const char*> calls{"cudaStreamGetCaptureInfo", "cudaUserObjectCreate",
                                    "cudaGraphRetainUserObject"};
     calls.insert(calls.end(), kAllocating.begin(), kAllocating.end());
-    const KeptWorkspace first = workspace_after_failures(1, 1000, calls);
+    const PersistentWorkspace first = workspace_after_failures(1, 1000, calls);
     const size_t num_allocations = allocations.size();
     end_capture();
     for (unsigned long long other : {2, 3}) {
         capture = other;
-        EXPECT_EQ(kept_workspace(1, nullptr, 500, 4).counters, first.counters);
+        EXPECT_EQ(persistent_workspace(1, nullptr, 500, 4).counters, first.counters);
         end_capture();
     }
     EXPECT_TRUE(objects.empty());
@@ -187,7 +188,7 @@ TEST(Workspace, OfACaptureWhoseCallsFailedIsPassedOn) {
 
 TEST(Workspace, OfCallsThatGrowSlowlyIsSeldomOutgrown) {
     const size_t num_allocations = allocations.size();
-    for (size_t size = 1; size <= 4096; ++size) kept_workspace(2, nullptr, 16 * size, size);
+    for (size_t size = 1; size <= 4096; ++size) persistent_workspace(2, nullptr, 16 * size, size);
     EXPECT_LE(allocations.size(), num_allocations + 13);
 }
 

@@ -2,13 +2,13 @@
 #include "common/fail.h"
 #include "cuda/alignment.h"
 #include "cuda/backend.h"
-#include "cuda/cascade/cascade.h"
 #include "cuda/decode/decode.h"
-#include "cuda/forward/config.h"
-#include "cuda/forward/forward.h"
-#include "cuda/forward/kernel.cuh"
-#include "cuda/prefill/prefill.h"
 #include "cuda/runtime.h"
+#include "cuda/shared_prefix/shared_prefix.h"
+#include "cuda/sm80_attention/kernel.cuh"
+#include "cuda/sm80_attention/sm80_attention.h"
+#include "cuda/sm80_attention/tiles.h"
+#include "cuda/sm90_attention/sm90_attention.h"
 #include "cuda/workspace.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 namespace octavo::cuda {
 
 template <class T, int kHeadDim, int kStages>
-void launch_forward(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream);
+void launch_sm80_attention(const AttentionParams& params, const Sm80Launch& plan, cudaStream_t stream);
 
 namespace {
 
@@ -26,35 +26,35 @@ struct Instance {
     DType dtype;
     int32_t head_dim, stages;
     int32_t rows, keys;
-    void (*launch)(const ForwardParams&, const ForwardPlan&, cudaStream_t);
+    void (*launch)(const AttentionParams&, const Sm80Launch&, cudaStream_t);
 };
 
 // Every instance compiled, by rising head dim and stages; CMake writes the list that it compiles.
 constexpr Instance kInstances[] = {
-#define OCTAVO_FORWARD_INSTANCE(type, head_dim, stages) \
-    {dtype_of<type>(),                                  \
-     head_dim,                                          \
-     stages,                                            \
-     ForwardConfig<head_dim, stages>::kRows,            \
-     ForwardConfig<head_dim, stages>::kKeys,            \
-     launch_forward<type, head_dim, stages>},
-#include "forward_instances.inc"
-#undef OCTAVO_FORWARD_INSTANCE
+#define OCTAVO_SM80_INSTANCE(type, head_dim, stages) \
+    {dtype_of<type>(),                               \
+     head_dim,                                       \
+     stages,                                         \
+     Sm80Config<head_dim, stages>::kRows,            \
+     Sm80Config<head_dim, stages>::kKeys,            \
+     launch_sm80_attention<type, head_dim, stages>},
+#include "sm80_instances.inc"
+#undef OCTAVO_SM80_INSTANCE
 };
 
 std::string name_of(const Instance& instance) {
-    return "forward<" + to_string(instance.dtype) + ", " + std::to_string(instance.head_dim) + ", " +
+    return "sm80_attention<" + to_string(instance.dtype) + ", " + std::to_string(instance.head_dim) + ", " +
            std::to_string(instance.stages) + (instance.stages == 1 ? " stage>" : " stages>");
 }
 
 // Of the smallest head dim that holds the problem's (the columns between are zeros in shared memory), what
 // has the most stages that there is room for.
-const Instance& choose_instance(const ForwardParams& p, size_t shared_bytes) {
+const Instance& choose_instance(const AttentionParams& p, size_t shared_bytes) {
     const Instance* best = nullptr;
     for (const Instance& instance : kInstances) {
         if (instance.dtype != p.dtype || instance.head_dim < p.head_dim) continue;
         if (best && instance.head_dim != best->head_dim) break;
-        if (!best || shared_bytes >= forward_shared_bytes(instance.stages)) best = &instance;
+        if (!best || shared_bytes >= sm80_shared_bytes(instance.stages)) best = &instance;
     }
     if (best) return *best;
     std::set<std::string> dtypes;
@@ -70,7 +70,7 @@ const Instance& choose_instance(const ForwardParams& p, size_t shared_bytes) {
 }
 
 // Row tiles over the batch. What a packed batch holds is known on the device only: a bound.
-int64_t bound_row_tiles(const ForwardParams& p, int32_t rows) {
+int64_t bound_row_tiles(const AttentionParams& p, int32_t rows) {
     const int64_t group_size = p.group_size();
     const int64_t by_batch = p.batch * ((p.seqlen_q * group_size + rows - 1) / rows);
     if (!p.cu_seqlens_q) return by_batch;
@@ -79,7 +79,7 @@ int64_t bound_row_tiles(const ForwardParams& p, int32_t rows) {
 
 // Enough splits that the CTAs fill the device twice, as long as each has a few tiles of keys to walk. Dense
 // and packed attention never splits: a sequence's bits then do not depend on its batch.
-int32_t choose_num_splits(const ForwardParams& p, const Instance& instance, int64_t num_row_tiles) {
+int32_t choose_num_splits(const AttentionParams& p, const Instance& instance, int64_t num_row_tiles) {
     if (!p.paged() || p.batch_invariant) return 1;
     constexpr int64_t kCtasPerSm = 2, kMinTiles = 4, kMaxSplits = 128;
     const int64_t ctas = num_row_tiles * p.num_kv_heads;
@@ -94,21 +94,21 @@ std::vector<std::string> instances() {
     std::vector<std::string> names;
     for (const Instance& instance : kInstances) names.push_back(name_of(instance));
     for (const std::string& name : decode_instances()) names.push_back(name);
-    for (const std::string& name : prefill_instances()) names.push_back(name);
+    for (const std::string& name : sm90_attention_instances()) names.push_back(name);
     return names;
 }
 
-void forward(const ForwardParams& p, void* stream) {
+void attention(const AttentionParams& p, void* stream) {
     choose_instance(p, 0);  // fails before any device is asked
     if (p.total_q == 0 || p.batch == 0) return;
     const DeviceGuard guard(p.device.index);
-    if (p.shared_prefix_len > 0) return cascade(p, static_cast<cudaStream_t>(stream));
+    if (p.shared_prefix_len > 0) return shared_prefix_attention(p, static_cast<cudaStream_t>(stream));
     if (decode_serves(p)) return decode(p, static_cast<cudaStream_t>(stream));
-    if (prefill_serves(p)) return prefill(p, static_cast<cudaStream_t>(stream));
-    forward_sm80(p, shared_bytes_per_block(p.device.index), static_cast<cudaStream_t>(stream));
+    if (sm90_attention_serves(p)) return sm90_attention(p, static_cast<cudaStream_t>(stream));
+    sm80_attention(p, shared_bytes_per_block(p.device.index), static_cast<cudaStream_t>(stream));
 }
 
-void forward_sm80(const ForwardParams& p, size_t shared_bytes, cudaStream_t stream) {
+void sm80_attention(const AttentionParams& p, size_t shared_bytes, cudaStream_t stream) {
     const Instance& instance = choose_instance(p, shared_bytes);
     const int64_t num_row_tiles = bound_row_tiles(p, instance.rows);
     if (num_row_tiles == 0) return;
@@ -121,7 +121,7 @@ void forward_sm80(const ForwardParams& p, size_t shared_bytes, cudaStream_t stre
         fail<ValueError>(p.op, "num_kv_heads (", p.num_kv_heads, ") must be at most ", kMaxGridY, " on CUDA");
     }
 
-    ForwardPlan plan{};
+    Sm80Launch plan{};
     plan.num_row_tiles = static_cast<int32_t>(num_row_tiles);
     plan.num_splits = p.num_splits > 0 ? p.num_splits : choose_num_splits(p, instance, num_row_tiles);
     plan.group_size = FastDivide::by(p.group_size());

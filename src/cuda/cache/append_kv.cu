@@ -87,7 +87,7 @@ __device__ __forceinline__ void move_token(const AppendKvParams& p, const FastDi
 template <class T>
 __global__ void append_kv_kernel(const __grid_constant__ AppendKvParams p, FastDivide page_size,
                                  FastDivide pieces_per_head, bool in_chunks) {
-    ptx::let_next_grid_start();
+    ptx::launch_dependents();
     ptx::wait_for_previous_grid();
     const int64_t token = warp_row();
     if (token >= p.total) return;

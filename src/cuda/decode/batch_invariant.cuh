@@ -5,8 +5,8 @@
 // grid: one CTA an SM, which owns a run of units.
 #pragma once
 
-#include "cuda/decode/dealt_merge.cuh"
 #include "cuda/decode/parameters.cuh"
+#include "cuda/decode/split_kv_combine.cuh"
 #include "cuda/decode/units.cuh"
 #include "cuda/ptx/grid_dependency.h"
 
@@ -19,7 +19,7 @@ struct BatchInvariantPlan {
     FastDivide group_size, page_size;
     Units<Config> units;
     int32_t num_rows, max_units;  // of an item, at most
-    // Units of items that several CTAs share: [runs, max_units, num_rows] rows of kPartialRow words, zero
+    // Units of items that several CTAs share: [runs, max_units, num_rows] rows of kWarpPartialRow words, zero
     // between launches.
     uint32_t* pushed;
 };
@@ -55,7 +55,7 @@ template <class T, class Config>
 class SegmentQueue {
   public:
     using Walk = SegmentWalk<Config>;
-    using State = ItemState<T, Config, Schedule<Config::kThreads>, true>;
+    using State = WarpAttention<T, Config, Schedule<Config::kThreads>, true>;
 
     __device__ SegmentQueue(const WarpQueue<Config>& queue, Copier<T, Config, Walk>& copier,
                             const Schedule<Config::kThreads>& schedule, const Walk& walk)
@@ -118,12 +118,12 @@ class SegmentQueue {
 };
 
 template <class Config>
-struct BatchInvariantShared : DecodeShared<Config> {
+struct BatchInvariantShared : StreamKShared<Config> {
     // Where leaves fit in registers, or warps take nothing else: sums of the units of an item before the one
     // under way. Otherwise each warp's sums of leaves.
     union {
-        alignas(16) float rows[Config::kRows][Config::kPartialRow];
-        DecodePiece<Config>
+        alignas(16) float rows[Config::kRows][Config::kWarpPartialRow];
+        WarpPartial<Config>
             of_units[Units<Config>::kByWarps && !Units<Config>::kLeavesInRegisters ? Config::kWarps : 1];
     };
     struct {
@@ -189,7 +189,7 @@ struct PushedRow {
 template <class T, class Config>
 class UnitMerge {
   public:
-    __device__ UnitMerge(const PartMerge<T, Config>& merge, const BatchInvariantPlan<Config>& plan,
+    __device__ UnitMerge(const OutputWriter<T, Config>& merge, const BatchInvariantPlan<Config>& plan,
                          BatchInvariantShared<Config>& shared, const UnitRun<Config>& run)
         : merge_(merge), plan_(plan), shared_(shared), run_(run) {}
 
@@ -272,7 +272,7 @@ class UnitMerge {
 
     // What a warp has left of a row.
     __device__ Row piece(int row, int warp) const {
-        const DecodePiece<Config>& piece = shared_.warps[warp].first;
+        const WarpPartial<Config>& piece = shared_.warps[warp].first;
         Row sum;
         sum.state = {piece.max[row], piece.sum[row]};
         Row::for_each_column([&](int c, int column) {
@@ -288,7 +288,8 @@ class UnitMerge {
     }
 
     __device__ PushedRow<Config> pushed(int32_t id, int32_t unit, int row) const {
-        return {plan_.pushed + ((id * plan_.max_units + unit) * plan_.num_rows + row) * Config::kPartialRow};
+        return {plan_.pushed +
+                ((id * plan_.max_units + unit) * plan_.num_rows + row) * Config::kWarpPartialRow};
     }
 
     __device__ static Row row_at(const float* source) {
@@ -309,7 +310,7 @@ class UnitMerge {
         });
     }
 
-    const PartMerge<T, Config>& merge_;
+    const OutputWriter<T, Config>& merge_;
     const BatchInvariantPlan<Config>& plan_;
     BatchInvariantShared<Config>& shared_;
     const UnitRun<Config>& run_;
@@ -318,7 +319,7 @@ class UnitMerge {
 template <class T, int kHeadDim, int kRowTiles>
 __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1)
     batch_invariant_decode_kernel(
-        const __grid_constant__ ForwardParams p,
+        const __grid_constant__ AttentionParams p,
         const __grid_constant__ BatchInvariantPlan<DecodeConfig<kHeadDim, kRowTiles>> plan) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -326,14 +327,14 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     const int warp = threadIdx.x / 32;
 
     constexpr bool kByWarps = Units<Config>::kByWarps;
-    touch_parameters(p);
+    prefetch_params(p);
     const Units<Config> units = plan.units;
     const WarpQueue<Config> queue(shared.warps[warp]);
     Copier<T, Config, SegmentWalk<Config>> copier(p, plan.page_size, plan.group_size);
 
-    ptx::let_next_grid_start();
+    ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    touch_page_table(p, plan.page_size);
+    prefetch_page_table(p, plan.page_size);
     const Schedule<Config::kThreads> schedule(p, shared.schedule);
     const UnitRun<Config> run(schedule, units);
     if (run.begin == run.end) return;
@@ -349,9 +350,9 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowTiles>::kThreads, 1
     __syncwarp();
     const SegmentWalk<Config> copies(walk, walks.copied);
     SegmentQueue<T, Config> segments(queue, copier, schedule, copies);
-    const PartMerge<T, Config> part_merge(p, plan.group_size, schedule);
+    const OutputWriter<T, Config> part_merge(p, plan.group_size, schedule);
     UnitMerge<T, Config> merge(part_merge, plan, shared, run);
-    DecodePiece<Config>& piece = shared.warps[warp].first;
+    WarpPartial<Config>& piece = shared.warps[warp].first;
     typename decltype(state)::Kept kept;
     auto& of_unit = sums_of_leaves(kept, shared, warp);
     bool pieces_in_use = false;  // by other warps, for the step before

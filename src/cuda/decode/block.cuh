@@ -11,7 +11,7 @@ namespace octavo::cuda {
 template <class T, class Config, class Walk>
 class Copier {
   public:
-    __device__ Copier(const ForwardParams& p, const FastDivide& page_size, const FastDivide& group_size)
+    __device__ Copier(const AttentionParams& p, const FastDivide& page_size, const FastDivide& group_size)
         : p_(p), page_size_(page_size), group_size_(group_size), rows_(p) {}
 
     // Before the first copy; false if there is nothing to copy.
@@ -126,7 +126,7 @@ class Copier {
         return page_size_.quotient(min(end_key, seq.see.seqlen_k) + p_.page_size - 1);
     }
 
-    const ForwardParams& p_;
+    const AttentionParams& p_;
     const FastDivide &page_size_, &group_size_;
     RowCopier<T, Config> rows_;
     const Schedule<Config::kThreads>* schedule_ = nullptr;

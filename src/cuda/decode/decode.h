@@ -1,7 +1,7 @@
 // Paged attention for few query tokens a sequence, in one launch.
 #pragma once
 
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cuda_runtime.h>
 
@@ -10,9 +10,9 @@
 
 namespace octavo::cuda {
 
-// Whether decode() serves this problem on its device; the forward kernel serves every one.
-bool decode_serves(const ForwardParams& params);
-void decode(const ForwardParams& params, cudaStream_t stream);
+// Whether decode() serves this problem on its device; sm80_attention() serves every one.
+bool decode_serves(const AttentionParams& params);
+void decode(const AttentionParams& params, cudaStream_t stream);
 
 std::vector<std::string> decode_instances();
 

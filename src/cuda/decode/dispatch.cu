@@ -1,8 +1,8 @@
 // From checked parameters to the instance of the decode kernel that serves them.
 #include "cuda/alignment.h"
 #include "cuda/decode/batch_invariant.cuh"
-#include "cuda/decode/dealt_merge.cuh"
 #include "cuda/decode/decode.h"
+#include "cuda/decode/split_kv_combine.cuh"
 #include "cuda/runtime.h"
 
 #include <algorithm>
@@ -11,29 +11,29 @@
 namespace octavo::cuda {
 
 template <class T, int kHeadDim, int kRowTiles>
-void launch_decode(const ForwardParams& params, cudaStream_t stream);
-template <class T, int kHeadDim, int kRowTiles, Dealing kDealing>
-void launch_dealt_decode(const ForwardParams& params, cudaStream_t stream);
+void launch_stream_k_decode(const AttentionParams& params, cudaStream_t stream);
+template <class T, int kHeadDim, int kRowTiles, SplitPolicy kPolicy>
+void launch_split_kv_decode(const AttentionParams& params, cudaStream_t stream);
 template <class T, int kHeadDim, int kRowTiles>
-void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t stream);
+void launch_batch_invariant_decode(const AttentionParams& params, cudaStream_t stream);
 
 namespace {
 
 struct Instance {
     DType dtype;
     int32_t head_dim, rows;
-    int32_t short_keys, unit_keys;                // of short items; likewise, batch-invariant
-    size_t shared_bytes;                          // that its kernels need at most
-    int32_t (*most_units)(const ForwardParams&);  // of an item, batch-invariant
-    void (*launch)(const ForwardParams&, cudaStream_t);
-    void (*launch_dealt)(const ForwardParams&, cudaStream_t);
-    void (*launch_dealt_by_length)(const ForwardParams&, cudaStream_t);
-    void (*launch_batch_invariant)(const ForwardParams&, cudaStream_t);
-    void (*launch_batch_invariant_dealt)(const ForwardParams&, cudaStream_t);
+    int32_t short_keys, unit_keys;                  // of short items; likewise, batch-invariant
+    size_t shared_bytes;                            // that its kernels need at most
+    int32_t (*most_units)(const AttentionParams&);  // of an item, batch-invariant
+    void (*launch)(const AttentionParams&, cudaStream_t);
+    void (*launch_dealt)(const AttentionParams&, cudaStream_t);
+    void (*launch_dealt_by_length)(const AttentionParams&, cudaStream_t);
+    void (*launch_batch_invariant)(const AttentionParams&, cudaStream_t);
+    void (*launch_batch_invariant_dealt)(const AttentionParams&, cudaStream_t);
 };
 
 template <int kHeadDim, int kRowTiles>
-int32_t most_units(const ForwardParams& p) {
+int32_t most_units(const AttentionParams& p) {
     const Units<DecodeConfig<kHeadDim, kRowTiles>> units(p.num_kv_heads);
     return units.most((p.seqlen_k - 1) / kBlockKeys + 1);
 }
@@ -41,12 +41,12 @@ int32_t most_units(const ForwardParams& p) {
 template <int kHeadDim, int kRowTiles>
 constexpr Instance shapes(Instance instance) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
-    instance.short_keys = DealtConfig<kHeadDim, kRowTiles, 1>::kShortKeys;
+    instance.short_keys = SplitKvConfig<kHeadDim, kRowTiles, 1>::kShortKeys;
     instance.unit_keys = Units<Config>::kShort * kBlockKeys;
-    instance.shared_bytes =
-        std::max({sizeof(DecodeShared<RunConfig<kHeadDim, kRowTiles>>), sizeof(BatchInvariantShared<Config>),
-                  sizeof(DealtShared<DealtConfig<kHeadDim, kRowTiles, 1>>),
-                  sizeof(DealtShared<ByLengthConfig<kHeadDim, kRowTiles>>)});
+    instance.shared_bytes = std::max({sizeof(StreamKShared<StreamKConfig<kHeadDim, kRowTiles>>),
+                                      sizeof(BatchInvariantShared<Config>),
+                                      sizeof(SplitKvShared<SplitKvConfig<kHeadDim, kRowTiles, 1>>),
+                                      sizeof(SplitKvShared<ByLengthConfig<kHeadDim, kRowTiles>>)});
     return instance;
 }
 
@@ -54,17 +54,18 @@ constexpr Instance shapes(Instance instance) {
 constexpr Instance kInstances[] = {
 #define OCTAVO_DECODE_INSTANCE(type, head_dim, row_tiles)                                                   \
     shapes<head_dim, row_tiles>({dtype_of<type>(), head_dim, 8 * (row_tiles), 0, 0, 0,                      \
-                                 most_units<head_dim, row_tiles>, launch_decode<type, head_dim, row_tiles>, \
-                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::even>,             \
-                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::by_length>,        \
+                                 most_units<head_dim, row_tiles>,                                           \
+                                 launch_stream_k_decode<type, head_dim, row_tiles>,                         \
+                                 launch_split_kv_decode<type, head_dim, row_tiles, SplitPolicy::even>,      \
+                                 launch_split_kv_decode<type, head_dim, row_tiles, SplitPolicy::by_length>, \
                                  launch_batch_invariant_decode<type, head_dim, row_tiles>,                  \
-                                 launch_dealt_decode<type, head_dim, row_tiles, Dealing::batch_invariant>}),
+                                 launch_split_kv_decode<type, head_dim, row_tiles, SplitPolicy::fixed>}),
 #include "decode_instances.inc"
 #undef OCTAVO_DECODE_INSTANCE
 };
 
 // The smallest instance that holds the problem, or null.
-const Instance* choose_instance(const ForwardParams& p) {
+const Instance* choose_instance(const AttentionParams& p) {
     const int64_t rows = int64_t{p.seqlen_q} * p.group_size();
     for (const Instance& instance : kInstances) {
         if (instance.dtype == p.dtype && instance.head_dim >= p.head_dim && instance.rows >= rows)
@@ -88,14 +89,14 @@ bool within_reach(DType dtype, std::initializer_list<Axis> axes) {
 }
 
 // How many sequences a launch takes, whose blocks it counts in 32 bits.
-int32_t sequences_at_once(const ForwardParams& p) {
+int32_t sequences_at_once(const AttentionParams& p) {
     constexpr int64_t kMaxBlocks = (int64_t{1} << 30) - 1;
     const int64_t blocks = (int64_t{p.seqlen_k} / kBlockKeys + 1) * std::max(p.num_kv_heads, 1);
     return static_cast<int32_t>(std::min<int64_t>(kMaxBlocks / blocks, kMaxDecodeBatch));
 }
 
 // `count` sequences of the batch.
-ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
+AttentionParams sequences(AttentionParams p, int32_t first, int32_t count) {
     p.batch = count;
     if (p.cu_seqlens_q) {
         p.cu_seqlens_q += first;
@@ -116,7 +117,7 @@ ForwardParams sequences(ForwardParams p, int32_t first, int32_t count) {
     return p;
 }
 
-bool may_deal(const ForwardParams& p) {
+bool may_deal(const AttentionParams& p) {
     if (p.window_left >= 0 || p.prefix_lens || p.num_pages == 0 || p.seqlen_k == 0) return false;
     return p.seq_lens && p.num_skipped_keys == 0;  // no pass of the cascade
 }
@@ -125,7 +126,7 @@ bool may_deal(const ForwardParams& p) {
 // items, of up to `short_keys`, if CTAs are few or have 64 KB to read (256 sequences of 96 keys, 8 KV heads
 // of dim 64: 24 us, 16 by a schedule); or so many items that SMs which have a short one take more of them: a
 // long one that starts last takes an SM 8 us at most.
-bool deals(const ForwardParams& p, int32_t short_keys) {
+bool deals(const AttentionParams& p, int32_t short_keys) {
     if (!may_deal(p)) return false;
     const int64_t items = int64_t{p.batch} * p.num_kv_heads, sms = num_sms(p.device.index);
     if (p.batch == 1 && items <= sms) return true;
@@ -137,14 +138,14 @@ bool deals(const ForwardParams& p, int32_t short_keys) {
 }
 
 // Whether by length: where items have two CTAs or more each, if they are equally long.
-bool deals_by_length(const ForwardParams& p) {
+bool deals_by_length(const AttentionParams& p) {
     return may_deal(p) && p.batch <= kMaxSequencesByLength && p.seqlen_k < (1 << 28) &&
            int64_t{2} * p.batch * p.num_kv_heads <= num_sms(p.device.index);
 }
 
 // Whether batch-invariant each unit has a CTA: unless there is room for so many that in a ragged batch those
 // which have nothing to do would take longer than the others.
-bool deals_units(const ForwardParams& p, const Instance& instance) {
+bool deals_units(const AttentionParams& p, const Instance& instance) {
     constexpr int64_t kMostOnSm = 64;
     const int64_t units = int64_t{p.batch} * p.num_kv_heads * instance.most_units(p);
     return deals(p, instance.unit_keys) || (may_deal(p) && units <= kMostOnSm * num_sms(p.device.index));
@@ -161,7 +162,7 @@ std::vector<std::string> decode_instances() {
     return names;
 }
 
-bool decode_serves(const ForwardParams& p) {
+bool decode_serves(const AttentionParams& p) {
     const Instance* instance = choose_instance(p);
     if (!instance || !p.paged() || p.num_splits != 0) return false;
     return sequences_at_once(p) > 0 && p.num_kv_heads <= (1 << 16) &&
@@ -181,11 +182,11 @@ bool decode_serves(const ForwardParams& p) {
            aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
-void decode(const ForwardParams& p, cudaStream_t stream) {
+void decode(const AttentionParams& p, cudaStream_t stream) {
     const Instance& instance = *choose_instance(p);
     const int32_t at_once = sequences_at_once(p);
     for (int32_t first = 0; first < p.batch; first += at_once) {
-        const ForwardParams part = sequences(p, first, std::min(p.batch - first, at_once));
+        const AttentionParams part = sequences(p, first, std::min(p.batch - first, at_once));
         if (p.batch_invariant) {
             (deals_units(part, instance) ? instance.launch_batch_invariant_dealt
                                          : instance.launch_batch_invariant)(part, stream);

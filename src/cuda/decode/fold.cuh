@@ -8,18 +8,18 @@ namespace octavo::cuda {
 
 // One more part after those before it: what both are multiplied by. The same roundings wherever it stands, so
 // that the bits depend on the parts and their order alone.
-struct FoldStep {
+struct Rescale {
     float before, weight;
 
     // By the maximum before, of the part, and after.
-    __device__ static FoldStep make(float before, float part, float after) {
+    __device__ static Rescale make(float before, float part, float after) {
         return {before == after ? 1.0f : ptx::exp2_approx(before - after),
                 part == -INFINITY ? 0.0f : ptx::exp2_approx(part - after)};
     }
     // Adds the part to the softmax.
-    __device__ static FoldStep add(SoftmaxState& all, const SoftmaxState& part) {
+    __device__ static Rescale add(SoftmaxState& all, const SoftmaxState& part) {
         const float after = fmaxf(all.max, part.max);
-        const FoldStep step = make(all.max, part.max, after);
+        const Rescale step = make(all.max, part.max, after);
         all = {after, step(all.sum, part.sum)};
         return step;
     }
@@ -41,7 +41,7 @@ struct RowSum {
     float4 out[kColumnsOfLane];
 
     __device__ void add(const RowSum& part) {
-        const FoldStep step = FoldStep::add(state, part.state);
+        const Rescale step = Rescale::add(state, part.state);
 #pragma unroll
         for (int c = 0; c < kColumnsOfLane; ++c) out[c] = step(out[c], part.out[c]);
     }

@@ -1,8 +1,8 @@
 // From the pieces that warps and CTAs leave of an item to its result.
 #pragma once
 
-#include "cuda/decode/item.cuh"
 #include "cuda/decode/runs.cuh"
+#include "cuda/decode/warp_attention.cuh"
 #include "cuda/ptx/cluster.h"
 #include "cuda/warp.cuh"
 
@@ -10,26 +10,26 @@
 
 namespace octavo::cuda {
 
-struct DecodePlan {
+struct StreamKLaunch {
     FastDivide group_size, page_size;
     bool pairs;  // CTAs are launched in clusters of two
     // Pieces of items that several CTAs share, two slots a CTA (the item from before, the item that goes on):
-    // [2 * gridDim.x, kRows] rows of kPartialRow floats.
+    // [2 * gridDim.x, kRows] rows of kWarpPartialRow floats.
     float* partial;
     uint32_t*
         counters;  // [gridDim.x, kRows], zero between launches: pieces of the item whose first CTA this is
 };
 
 template <class Config>
-struct DecodeShared {
+struct StreamKShared {
     struct alignas(128) Warp {
         union {
             alignas(128) uint4 blocks[Config::kStages][Config::kBlockChunks];
-            DecodePiece<Config> last;  // once the last block has been used
+            WarpPartial<Config> last;  // once the last block has been used
         };
         alignas(
             128) uint4 queries[Config::kStages][Config::kQueryChunks];  // of as many items as blocks copied
-        DecodePiece<Config> first;
+        WarpPartial<Config> first;
     };
     Warp warps[Config::kWarps];
     ScheduleStorage<Config::kThreads> schedule;
@@ -37,7 +37,7 @@ struct DecodeShared {
     Item items[2 * Config::kWarps];
     CutItem cut[2];  // the items at the start and at the end of the CTA's run, if shared with others
 
-    __device__ const DecodePiece<Config>& piece(int index) const {
+    __device__ const WarpPartial<Config>& piece(int index) const {
         const Warp& warp = warps[index / 2];
         return index % 2 == 0 ? warp.first : warp.last;
     }
@@ -47,10 +47,10 @@ struct DecodeShared {
 template <class Config>
 class WarpQueue {
   public:
-    __device__ explicit WarpQueue(const typename DecodeShared<Config>::Warp& warp)
+    __device__ explicit WarpQueue(const typename StreamKShared<Config>::Warp& warp)
         : blocks_(ptx::shared_address(warp.blocks)), queries_(ptx::shared_address(warp.queries)) {
-        keep(blocks_);
-        keep(queries_);
+        pin_in_register(blocks_);
+        pin_in_register(queries_);
     }
     __device__ Rows<Config> k(int stage) const { return {blocks_ + stage * 16 * Config::kBlockChunks}; }
     __device__ Rows<Config> v(int stage) const {
@@ -79,9 +79,10 @@ struct Weights {
 
 // From partial results of a row to its result, by one warp.
 template <class T, class Config, class Sequences = Schedule<Config::kThreads>>
-class PartMerge {
+class OutputWriter {
   public:
-    __device__ PartMerge(const ForwardParams& p, const FastDivide& group_size, const Sequences& sequences)
+    __device__ OutputWriter(const AttentionParams& p, const FastDivide& group_size,
+                            const Sequences& sequences)
         : p_(p),
           group_size_(group_size),
           sequences_(sequences),
@@ -164,7 +165,7 @@ class PartMerge {
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
 
   private:
-    const ForwardParams& p_;
+    const AttentionParams& p_;
     const FastDivide& group_size_;
     const Sequences& sequences_;
     int num_rows_;
@@ -173,8 +174,8 @@ class PartMerge {
 // Both CTAs of a cluster together, once all their warps have left a piece of `item`: rows are shared out
 // among all of them.
 template <class T, class Config>
-__device__ __forceinline__ void merge_pair(const PartMerge<T, Config>& merge, DecodeShared<Config>& shared,
-                                           const Item& item) {
+__device__ __forceinline__ void merge_pair(const OutputWriter<T, Config>& merge,
+                                           StreamKShared<Config>& shared, const Item& item) {
     ptx::cluster_barrier();  // the pieces are there
     for (int row = 2 * (threadIdx.x / 32) + blockIdx.x % 2; row < merge.num_rows();
          row += 2 * Config::kWarps) {
@@ -183,7 +184,7 @@ __device__ __forceinline__ void merge_pair(const PartMerge<T, Config>& merge, De
             const auto& piece = shared.warps[part % Config::kWarps].first;
             return ptx::cluster_address(ptx::shared_address(&piece), part / Config::kWarps) + offset_bytes;
         };
-        using Piece = DecodePiece<Config>;
+        using Piece = WarpPartial<Config>;
         constexpr int kFloat = sizeof(float);
         merge.merge(
             item, row, 2 * Config::kWarps,
@@ -194,7 +195,8 @@ __device__ __forceinline__ void merge_pair(const PartMerge<T, Config>& merge, De
                 return ptx::load_cluster_float(address(part, offsetof(Piece, sum) + kFloat * row));
             },
             [&](int part, int column) {
-                return ptx::load_cluster_float4(address(part, kFloat * (row * Config::kPartialRow + column)));
+                return ptx::load_cluster_float4(
+                    address(part, kFloat * (row * Config::kWarpPartialRow + column)));
             });
     }
     ptx::cluster_barrier();  // nobody reads this CTA's memory any more
@@ -204,8 +206,8 @@ __device__ __forceinline__ void merge_pair(const PartMerge<T, Config>& merge, De
 template <class T, class Config>
 class RowMerge {
   public:
-    __device__ RowMerge(const PartMerge<T, Config>& merge, const DecodePlan& plan,
-                        const DecodeShared<Config>& shared)
+    __device__ RowMerge(const OutputWriter<T, Config>& merge, const StreamKLaunch& plan,
+                        const StreamKShared<Config>& shared)
         : merge_(merge), plan_(plan), shared_(shared) {
         // Pieces of one item follow each other. Lane l looks at piece l.
         const int lane = threadIdx.x % 32;
@@ -253,7 +255,7 @@ class RowMerge {
 
   private:
     static constexpr int kPieces = 2 * Config::kWarps;
-    static constexpr int kColumns = PartMerge<T, Config>::kColumns;
+    static constexpr int kColumns = OutputWriter<T, Config>::kColumns;
 
     // The i-th row of this warp.
     __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x / 32) + i * Config::kWarps; }
@@ -264,7 +266,7 @@ class RowMerge {
         const bool has_piece = pieces >> lane & 1;
         const int some_piece =
             __ffs(pieces) - 1;  // in the place of those that are not there, for a weight of 0
-        const DecodePiece<Config>& own = shared_.piece(has_piece ? lane : some_piece);
+        const WarpPartial<Config>& own = shared_.piece(has_piece ? lane : some_piece);
         const Weights weights(has_piece ? own.max[row] : -INFINITY, has_piece ? own.sum[row] : 0.0f,
                               -INFINITY);
         for (int column = lane; column < (kColumns + 31) / 32 * 32; column += 32) {
@@ -295,7 +297,7 @@ class RowMerge {
     }
 
     __device__ float* partial_row(int32_t slot, int row) const {
-        return plan_.partial + (slot * Config::kRows + row) * Config::kPartialRow;
+        return plan_.partial + (slot * Config::kRows + row) * Config::kWarpPartialRow;
     }
 
     __device__ float4 out_of(int piece, int row, int column) const {
@@ -328,9 +330,9 @@ class RowMerge {
             });
     }
 
-    const PartMerge<T, Config>& merge_;
-    const DecodePlan& plan_;
-    const DecodeShared<Config>& shared_;
+    const OutputWriter<T, Config>& merge_;
+    const StreamKLaunch& plan_;
+    const StreamKShared<Config>& shared_;
     int32_t begin_;
     uint32_t pieces_, starts_;  // of the CTA; those that are the first of their item
 };

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/fast_divide.h"
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cstdint>
 
@@ -10,7 +10,7 @@ namespace octavo::cuda {
 
 // Brings parameters into the constant cache: each warp waits for one line, not all warps for each. The
 // addresses are constants, since indexed reads go through another cache.
-__device__ __forceinline__ void touch_parameters(const ForwardParams& p) {
+__device__ __forceinline__ void prefetch_params(const AttentionParams& p) {
     constexpr int kLineWords = 16;
     const int32_t* const words = reinterpret_cast<const int32_t*>(&p);
 #pragma unroll
@@ -20,7 +20,7 @@ __device__ __forceinline__ void touch_parameters(const ForwardParams& p) {
 }
 
 // Brings the page table into the L2 cache while the lengths are on their way, unless it is very large.
-__device__ __forceinline__ void touch_page_table(const ForwardParams& p, const FastDivide& page_size) {
+__device__ __forceinline__ void prefetch_page_table(const AttentionParams& p, const FastDivide& page_size) {
     constexpr int64_t kLineEntries = 32, kMaxEntries = 256 * 1024;
     const int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLineEntries;
     const int64_t end = (p.batch - 1) * p.page_table_stride + page_size.quotient(p.seqlen_k);

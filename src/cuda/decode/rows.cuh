@@ -42,9 +42,9 @@ struct Operands {
         a = Rows<Config>::offset(lane % 16, lane / 16);
         a_transposed = Rows<Config>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
         b = Rows<Config>::offset(lane % 8, lane / 8);
-        keep(a);
-        keep(a_transposed);
-        keep(b);
+        pin_in_register(a);
+        pin_in_register(a_transposed);
+        pin_in_register(b);
     }
 
     // Operand a of a product over dims: 16 rows by dims 16 j and on.
@@ -67,7 +67,7 @@ struct Operands {
 template <class T, class Config>
 class RowCopier {
   public:
-    __device__ explicit RowCopier(const ForwardParams& p) : p_(p) {
+    __device__ explicit RowCopier(const AttentionParams& p) : p_(p) {
         const int lane = threadIdx.x % 32;
         column_ = lane % kLanesPerRow;
         lane_row_ = lane / kLanesPerRow;
@@ -78,12 +78,12 @@ class RowCopier {
         page_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_outer_stride : p.v_outer_stride) / kPerChunk);
         token_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_token_stride : p.v_token_stride) / kPerChunk);
         head_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_head_stride : p.v_head_stride) / kPerChunk);
-        keep(lane_row_);
-        keep(k_);
-        keep(v_);
-        keep(place_);
-        keep(page_stride_);
-        keep(token_stride_);
+        pin_in_register(lane_row_);
+        pin_in_register(k_);
+        pin_in_register(v_);
+        pin_in_register(place_);
+        pin_in_register(page_stride_);
+        pin_in_register(token_stride_);
     }
 
     // In units of 16 bytes from the cache's start, of K for the lower 16 lanes and of V for the upper ones.
@@ -178,7 +178,7 @@ class RowCopier {
         return address;
     }
 
-    const ForwardParams& p_;
+    const AttentionParams& p_;
     int column_, lane_row_;  // the chunk of a row that this lane copies, and the first row
     const uint4 *k_, *v_;    // that chunk of the cache's first row
     uint32_t place_;         // of the chunk in shared memory

@@ -6,9 +6,9 @@
 #pragma once
 
 #include "common/fast_divide.h"
-#include "cuda/decode/config.h"
+#include "cuda/decode/tiles.h"
 #include "cuda/warp.cuh"
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cstdint>
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ KeyTiles key_blocks(const SequenceSlice& seq) {
 }
 
 // a / b where the quotient is small: a division by floats is off by one at most.
-__device__ __forceinline__ int32_t small_quotient(int32_t a, int32_t b) {
+__device__ __forceinline__ int32_t quotient_by_floats(int32_t a, int32_t b) {
     const int32_t quotient = static_cast<int32_t>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
     const int32_t rest = a - quotient * b;
     return quotient + (rest >= b ? 1 : (rest < 0 ? -1 : 0));
@@ -57,7 +57,7 @@ struct ScheduleStorage {
 template <int kThreads>
 class Schedule {
   public:
-    __device__ Schedule(const ForwardParams& p, ScheduleStorage<kThreads>& storage)
+    __device__ Schedule(const AttentionParams& p, ScheduleStorage<kThreads>& storage)
         : p_(p),
           lengths_(storage.lengths),
           ends_(storage.ends),
@@ -123,7 +123,7 @@ class Schedule {
         if (step > 1) sequence += __popc(__ballot_sync(~0u, lane < step && done(sequence + lane)));
         const int32_t first = begin_of(sequence), count = ends_[sequence] - first;
         const int32_t from_first = block - first * num_kv_heads_;
-        const int32_t kv_head = small_quotient(from_first, count);
+        const int32_t kv_head = quotient_by_floats(from_first, count);
         const int32_t begin = first * num_kv_heads_ + kv_head * count;
         return {sequence, kv_head, begin, begin + count};
     }
@@ -174,7 +174,7 @@ class Schedule {
 
     __device__ int32_t begin_of(int32_t sequence) const { return sequence == 0 ? 0 : ends_[sequence - 1]; }
 
-    const ForwardParams& p_;
+    const AttentionParams& p_;
     int32_t *lengths_, *ends_;
     int32_t batch_, num_kv_heads_;
     int32_t total_;

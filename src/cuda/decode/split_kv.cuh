@@ -17,19 +17,19 @@
 // are waited for.
 #pragma once
 
-#include "cuda/decode/dealt_merge.cuh"
 #include "cuda/decode/parameters.cuh"
+#include "cuda/decode/split_kv_combine.cuh"
 #include "cuda/decode/units.cuh"
 #include "cuda/ptx/grid_dependency.h"
 
 namespace octavo::cuda {
 
 // The one sequence that a CTA works on. Windows and prefixes run in the other kernel.
-struct DealtSequence {
+struct SplitKvSequence {
     SequenceSlice seq{};
 
     // All but the length.
-    __device__ static DealtSequence make(const ForwardParams& p, int32_t sequence) {
+    __device__ static SplitKvSequence make(const AttentionParams& p, int32_t sequence) {
         SequenceSlice seq = SequenceSlice::make(p, sequence, 0);
         seq.see.prefix_len = 0;
         seq.see.window_left = -1;
@@ -42,7 +42,7 @@ struct DealtSequence {
 template <class T, class Config>
 class QueryCopier {
   public:
-    __device__ QueryCopier(const ForwardParams& p, const FastDivide& group_size,
+    __device__ QueryCopier(const AttentionParams& p, const FastDivide& group_size,
                            const RowCopier<T, Config>& rows, int32_t kv_head, int warp)
         : p_(p), group_size_(group_size), rows_(rows), kv_head_(kv_head), warp_(warp) {
 #pragma unroll
@@ -50,8 +50,8 @@ class QueryCopier {
             const DecodeRow row(SequenceSlice{}, group_size, kv_head, first(i) + rows.lane_row());
             tokens_[i] = row.token;
             offsets_[i] = rows.query_offset(row);
-            keep(tokens_[i]);
-            keep(offsets_[i]);
+            pin_in_register(tokens_[i]);
+            pin_in_register(offsets_[i]);
         }
     }
 
@@ -73,7 +73,7 @@ class QueryCopier {
 
     __device__ int first(int i) const { return (i * Config::kWarps + warp_) * kRowsPerCopy; }
 
-    const ForwardParams& p_;
+    const AttentionParams& p_;
     const FastDivide& group_size_;
     const RowCopier<T, Config>& rows_;
     int32_t kv_head_;
@@ -84,12 +84,12 @@ class QueryCopier {
 
 // Where the rows of a warp's blocks lie: every `stride`-th block of an item from `first` on, in their order.
 template <class T, class Config>
-class DealtBlocks {
+class SplitKvBlocks {
   public:
-    __device__ DealtBlocks(const ForwardParams& p, const DealtPlan& plan, const RowCopier<T, Config>& rows,
-                           int32_t kv_head)
+    __device__ SplitKvBlocks(const AttentionParams& p, const SplitKvLaunch& plan,
+                             const RowCopier<T, Config>& rows, int32_t kv_head)
         : p_(p), plan_(plan), rows_(rows), head_offset_(rows.head_offset(kv_head)) {
-        keep(head_offset_);
+        pin_in_register(head_offset_);
     }
 
     // Before begin().
@@ -98,7 +98,7 @@ class DealtBlocks {
         stride_ = stride;
         next_window_ = first;
         first_entry_ = entry(first);
-        keep(first_entry_);
+        pin_in_register(first_entry_);
     }
 
     // Asks for the first page ids, before the length is known: entries behind the last page are not used.
@@ -135,8 +135,8 @@ class DealtBlocks {
         return rows_.row_offset(id, key - page * p_.page_size, head_offset_);
     }
 
-    const ForwardParams& p_;
-    const DealtPlan& plan_;
+    const AttentionParams& p_;
+    const SplitKvLaunch& plan_;
     const RowCopier<T, Config>& rows_;
     const int32_t *table_, *first_entry_;
     uint32_t head_offset_;
@@ -146,51 +146,51 @@ class DealtBlocks {
 };
 
 // The blocks of a warp: [first, end), `stride` apart.
-struct DealtShare {
+struct WarpShare {
     int32_t first, end, stride;
 };
 
 // Batch-invariant: a warp's leaf of a unit, and what is known of the item.
-struct DealtLeaf {
+struct FixedShare {
     int32_t first = 0, end = 0;          // blocks
     int32_t leaves = 0;                  // of the unit
     int32_t num_units = 0, at_once = 1;  // units of the item, and of a part
 
     template <class Config>
-    __device__ static DealtLeaf of(const Units<Config>& units, int32_t num_blocks, int32_t unit, int warp) {
+    __device__ static FixedShare of(const Units<Config>& units, int32_t num_blocks, int32_t unit, int warp) {
         const UnitCut cut = units.cut(num_blocks);
-        DealtLeaf own{cut.leaf_of(unit, warp), cut.leaf_of(unit, warp + 1), cut.num_leaves(), cut.num_units(),
-                      1 << cut.part_log2};
-        keep(own.first);
-        keep(own.end);
-        keep(own.leaves);
-        keep(own.num_units);
-        keep(own.at_once);
+        FixedShare own{cut.leaf_of(unit, warp), cut.leaf_of(unit, warp + 1), cut.num_leaves(),
+                       cut.num_units(), 1 << cut.part_log2};
+        pin_in_register(own.first);
+        pin_in_register(own.end);
+        pin_in_register(own.leaves);
+        pin_in_register(own.num_units);
+        pin_in_register(own.at_once);
         return own;
     }
 };
 
 // The CTAs of a KV head, by length: each item has one, and so many more as its length deserves of those that
 // are left. Every warp works this out.
-struct LengthDeal {
+struct LengthShare {
     int32_t sequence, seqlen_k;
     int32_t first, num_parts;  // of its CTAs
 
     // A slot: the CTA's number among those of its head.
     template <class Config>
-    __device__ static LengthDeal of_slot(const ForwardParams& p, const DealtPlan& plan, int32_t slot) {
-        const LengthDeal own = of_lane<Config>(p, plan);
+    __device__ static LengthShare of_slot(const AttentionParams& p, const SplitKvLaunch& plan, int32_t slot) {
+        const LengthShare own = of_lane<Config>(p, plan);
         return own.from(__popc(__ballot_sync(~0u, own.first + own.num_parts <= slot)));
     }
     template <class Config>
-    __device__ static LengthDeal of_sequence(const ForwardParams& p, const DealtPlan& plan,
-                                             int32_t sequence) {
+    __device__ static LengthShare of_sequence(const AttentionParams& p, const SplitKvLaunch& plan,
+                                              int32_t sequence) {
         return of_lane<Config>(p, plan).from(sequence);
     }
 
   private:
     template <class Config>
-    __device__ static LengthDeal of_lane(const ForwardParams& p, const DealtPlan& plan) {
+    __device__ static LengthShare of_lane(const AttentionParams& p, const SplitKvLaunch& plan) {
         const int32_t lane = threadIdx.x % 32;
         const bool has_sequence = lane < p.batch;
         const int32_t seqlen_k = has_sequence ? min(ptx::load_relaxed(p.seq_lens + lane), p.seqlen_k) : 0;
@@ -201,24 +201,25 @@ struct LengthDeal {
         const int32_t num_parts = has_sequence ? min(deserved, most) : 0;
         return {lane, seqlen_k, inclusive_sum(num_parts) - num_parts, num_parts};
     }
-    __device__ LengthDeal from(int lane) const {
+    __device__ LengthShare from(int lane) const {
         return {lane, __shfl_sync(~0u, seqlen_k, lane), __shfl_sync(~0u, first, lane),
                 __shfl_sync(~0u, num_parts, lane)};
     }
 };
 
-template <class T, class Config, Dealing kDealing>
+template <class T, class Config, SplitPolicy kPolicy>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
-    dealt_decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DealtPlan plan) {
-    constexpr bool kBatchInvariant = kDealing == Dealing::batch_invariant;
-    constexpr bool kByLength = kDealing == Dealing::by_length;
-    extern __shared__ __align__(512) unsigned char dealt_shared_bytes[];
-    auto& shared = *reinterpret_cast<DealtShared<Config>*>(dealt_shared_bytes);
+    split_kv_decode_kernel(const __grid_constant__ AttentionParams p,
+                           const __grid_constant__ SplitKvLaunch plan) {
+    constexpr bool kBatchInvariant = kPolicy == SplitPolicy::fixed;
+    constexpr bool kByLength = kPolicy == SplitPolicy::by_length;
+    extern __shared__ __align__(512) unsigned char split_kv_shared_bytes[];
+    auto& shared = *reinterpret_cast<SplitKvShared<Config>*>(split_kv_shared_bytes);
     const int warp =
         __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
     const int32_t kv_head = blockIdx.x;
     int32_t sequence = blockIdx.y, part = blockIdx.z;
-    DealtShare share{part + plan.num_parts * warp, 0, plan.num_parts * Config::kWarps};
+    WarpShare share{part + plan.num_parts * warp, 0, plan.num_parts * Config::kWarps};
     const bool is_merger = kByLength ? sequence >= plan.num_slots : part >= plan.num_parts;
     auto blocks_of = [](int32_t length) {
         return static_cast<int32_t>((static_cast<uint32_t>(max(length, 0)) + (kBlockKeys - 1)) / kBlockKeys);
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const auto units = Units<Config>::of_log2(plan.max_units_log2);
     const bool knows_length = kBatchInvariant && plan.many_units;
     int32_t seqlen_k = p.seqlen_k;  // at first what the page table has room for, which it often is
-    DealtLeaf leaf;
+    FixedShare leaf;
     if constexpr (kBatchInvariant) {
         if (knows_length) {
             ptx::wait_for_previous_grid();
@@ -234,31 +235,31 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             const int32_t num_units = units.cut(max(blocks_of(seqlen_k), 1)).num_units();
             if (is_merger ? num_units == 1 : part >= num_units) return;
         }
-        leaf = DealtLeaf::of(units, max(blocks_of(seqlen_k), 1), part, warp);
+        leaf = FixedShare::of(units, max(blocks_of(seqlen_k), 1), part, warp);
         share = {leaf.first, 0, 1};
     }
     const int32_t likely_blocks = blocks_of(seqlen_k);
 
     // The others tell so when they have read all: the next launch's CTAs would take places unevenly before.
-    if (is_merger) ptx::let_next_grid_start();
-    touch_parameters(p);
+    if (is_merger) ptx::launch_dependents();
+    prefetch_params(p);
     const RowCopier<T, Config> rows(p);
     const QueryCopier<T, Config> query_copier(p, plan.group_size, rows, kv_head, warp);
-    DealtBlocks<T, Config> blocks(p, plan, rows, kv_head);
+    SplitKvBlocks<T, Config> blocks(p, plan, rows, kv_head);
     if (!kByLength) blocks.start(sequence, share.first, share.stride);
-    DealtSequence own;
-    ItemState<T, Config, DealtSequence, kBatchInvariant> state(p, plan.group_size, own);
+    SplitKvSequence own;
+    WarpAttention<T, Config, SplitKvSequence, kBatchInvariant> state(p, plan.group_size, own);
     const Rows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].tiles);
     ptx::wait_for_previous_grid();
 
     int32_t num_parts = 0, first_part = (sequence * gridDim.x + kv_head) * plan.num_parts;
     if constexpr (kByLength) {
-        touch_page_table(p, plan.page_size);
+        prefetch_page_table(p, plan.page_size);
         const int32_t merger = sequence - plan.num_slots;
-        const LengthDeal deal = is_merger
-                                    ? LengthDeal::of_sequence<Config>(p, plan, merger / plan.num_mergers)
-                                    : LengthDeal::of_slot<Config>(p, plan, sequence);
+        const LengthShare deal = is_merger
+                                     ? LengthShare::of_sequence<Config>(p, plan, merger / plan.num_mergers)
+                                     : LengthShare::of_slot<Config>(p, plan, sequence);
         if (deal.sequence >= p.batch) return;
         part = is_merger ? plan.num_parts + merger % plan.num_mergers : sequence - deal.first;
         sequence = deal.sequence;
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         seqlen_k = min(ptx::load_relaxed(p.seq_lens + sequence), p.seqlen_k);
     }
     if (!is_merger) blocks.begin();
-    own = DealtSequence::make(p, sequence);
+    own = SplitKvSequence::make(p, sequence);
     if (!is_merger) query_copier.copy(queries, own.seq, sequence);
     ptx::cp_async_commit();
     own.seq.see.seqlen_k = seqlen_k;
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     share.end = num_blocks;
     if constexpr (kBatchInvariant) {
         if (num_blocks != likely_blocks) {
-            leaf = DealtLeaf::of(units, max(num_blocks, 1), part, warp);
+            leaf = FixedShare::of(units, max(num_blocks, 1), part, warp);
             if (leaf.first != share.first) {
                 share.first = leaf.first;
                 blocks.start(sequence, leaf.first, share.stride);
@@ -291,8 +292,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         share.end = min(leaf.end, num_blocks);
     }
     const Item item{sequence, kv_head, 0, num_blocks};
-    const PartMerge<T, Config, DealtSequence> part_merge(p, plan.group_size, own);
-    const DealtMerge<T, Config, DealtSequence, kDealing> merge(part_merge, plan, shared, item, first_part);
+    const OutputWriter<T, Config, SplitKvSequence> part_merge(p, plan.group_size, own);
+    const SplitKvCombine<T, Config, SplitKvSequence, kPolicy> merge(part_merge, plan, shared, item,
+                                                                    first_part);
     if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts, leaf.at_once);
     if (part >= num_parts) return ptx::cp_async_wait<0>();  // another CTA may get this shared memory
 
@@ -338,7 +340,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             __syncthreads();  // the queries have arrived
         }
     } while (used < share.end || used < share.first);
-    ptx::let_next_grid_start();
+    ptx::launch_dependents();
     state.sum_over_keys();
     state.leave(shared.warps[warp].piece);
     __syncthreads();  // all pieces are there

@@ -7,13 +7,13 @@
 // place of one that it waits for.
 #pragma once
 
-#include "cuda/decode/dealt_config.h"
 #include "cuda/decode/merge.cuh"
+#include "cuda/decode/tiles.h"
 #include "cuda/ptx/relaxed.h"
 
 namespace octavo::cuda {
 
-struct DealtPlan {
+struct SplitKvLaunch {
     FastDivide group_size, page_size;
     int32_t max_pages;             // of a sequence: columns of the page table
     int32_t pages_per_block_log2;  // that a block of keys may touch, at most
@@ -23,7 +23,7 @@ struct DealtPlan {
     int32_t warps_per_row_log2;    // of mergers
     int32_t max_units_log2;        // batch-invariant: see Units
     bool many_units;               // so that most CTAs may have nothing to do, and look at the length first
-    // Zero between launches: [batch, num_kv_heads, num_parts, rows of an item, kPushedRow], by length
+    // Zero between launches: [batch, num_kv_heads, num_parts, rows of an item, kPartialRow], by length
     // [num_kv_heads, num_slots, ...].
     uint32_t* pushed;
     int32_t part_words;  // of a part
@@ -39,7 +39,7 @@ __device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Adds a part of a row to those before it, four columns. kSameMax: both have one maximum, so that FoldStep
+// Adds a part of a row to those before it, four columns. kSameMax: both have one maximum, so that Rescale
 // would multiply by one, exactly (or, of empty parts, add zeros).
 template <bool kSameMax>
 __device__ __forceinline__ void fold_part(SoftmaxState& all, float4& out, const SoftmaxState& part,
@@ -48,7 +48,7 @@ __device__ __forceinline__ void fold_part(SoftmaxState& all, float4& out, const 
         all.sum += part.sum;
         out = out + more;
     } else {
-        out = FoldStep::add(all, part)(out, more);
+        out = Rescale::add(all, part)(out, more);
     }
 }
 
@@ -72,7 +72,7 @@ class PartFold {
         } else {
 #pragma unroll
             for (int i = 1; i < kCount; ++i) {
-                if (i < count) steps_[i] = FoldStep::add(state, parts[i]);
+                if (i < count) steps_[i] = Rescale::add(state, parts[i]);
             }
         }
     }
@@ -95,7 +95,7 @@ class PartFold {
     }
 
   private:
-    FoldStep steps_[kCount];
+    Rescale steps_[kCount];
     int count_;
     bool same_max_;  // and so no steps
 };
@@ -133,21 +133,21 @@ class PartSum {
 };
 
 template <class Config>
-struct DealtShared {
+struct SplitKvShared {
     union alignas(512) Warp {
         uint4 tiles[Config::kTiles][Config::kTileChunks];
-        DecodePiece<Config> piece;  // once the last tile has been used
+        WarpPartial<Config> piece;  // once the last tile has been used
     };
     Warp warps[Config::kWarps];
     alignas(128) uint4 queries[Config::kQueryChunks];
 };
 
 // Batch-invariant, the parts are units, and add up as units.cuh says.
-template <class T, class Config, class Sequences, Dealing kDealing>
-class DealtMerge {
+template <class T, class Config, class Sequences, SplitPolicy kPolicy>
+class SplitKvCombine {
   public:
-    __device__ DealtMerge(const PartMerge<T, Config, Sequences>& merge, const DealtPlan& plan,
-                          const DealtShared<Config>& shared, const Item& item, int32_t first_part)
+    __device__ SplitKvCombine(const OutputWriter<T, Config, Sequences>& merge, const SplitKvLaunch& plan,
+                              const SplitKvShared<Config>& shared, const Item& item, int32_t first_part)
         : merge_(merge),
           plan_(plan),
           shared_(shared),
@@ -157,11 +157,11 @@ class DealtMerge {
     // The pieces of the CTA's warps: to the result, or to the mergers.
     __device__ void merge_warps(int32_t part, int32_t num_parts, int32_t num_pieces) const {
         // Units that will not come are known to the mergers: the only one is the result.
-        const bool pushes = (kDealing == Dealing::even ? plan_.num_parts : num_parts) > 1;
+        const bool pushes = (kPolicy == SplitPolicy::even ? plan_.num_parts : num_parts) > 1;
 #pragma unroll 1
         for (int row = threadIdx.x / 32; row < merge_.num_rows(); row += Config::kWarps) {
             SoftmaxState states[Config::kWarps];
-            for_each_warp([&](int i, const DecodePiece<Config>& piece) {
+            for_each_warp([&](int i, const WarpPartial<Config>& piece) {
                 states[i] = {piece.max[row], piece.sum[row]};
             });
             const Sum<Config::kWarps> sum(states, num_pieces);
@@ -169,7 +169,7 @@ class DealtMerge {
 #pragma unroll
             for (int column = 4 * (threadIdx.x % 32); column < Config::kHeadDim; column += 4 * 32) {
                 float4 outs[Config::kWarps];
-                for_each_warp([&](int i, const DecodePiece<Config>& piece) {
+                for_each_warp([&](int i, const WarpPartial<Config>& piece) {
                     outs[i] = *reinterpret_cast<const float4*>(&piece.out[row][column]);
                 });
                 if (pushes) {
@@ -183,14 +183,14 @@ class DealtMerge {
 
     // A merger's share of the item's rows, of which `num_parts` parts will come.
     __device__ void merge_parts(int32_t merger, int32_t num_parts, int32_t at_once) const {
-        if (kDealing != Dealing::even && num_parts == 1) return;
+        if (kPolicy != SplitPolicy::even && num_parts == 1) return;
         const int row =
             (merger * Config::kWarps + static_cast<int>(threadIdx.x / 32)) >> plan_.warps_per_row_log2;
         if (row < merge_.num_rows()) merge_parts_of(row, num_parts, at_once);
     }
 
   private:
-    static constexpr bool kBatchInvariant = kDealing == Dealing::batch_invariant;
+    static constexpr bool kBatchInvariant = kPolicy == SplitPolicy::fixed;
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
     static constexpr int kAtOnce = 8;                      // parts whose loads are under way together
     template <int kCount>
@@ -203,7 +203,7 @@ class DealtMerge {
     }
 
     __device__ uint32_t* pushed_row(int32_t part, int row) const {
-        return pushed_ + part * plan_.part_words + row * Config::kPushedRow;
+        return pushed_ + part * plan_.part_words + row * Config::kPartialRow;
     }
 
     // A copy for each warp that will read it and then set it to zero.
@@ -255,7 +255,7 @@ class DealtMerge {
                 for (int32_t i = first; i - group < num_parts; i += kAtOnce * groups) {
                     load_parts(states, outs, rows, state_at, column, has_column, i, stride, num_parts);
                     const PartSum<kAtOnce> sum(states);
-                    out = FoldStep::add(state, sum.state)(out, sum(outs));
+                    out = Rescale::add(state, sum.state)(out, sum(outs));
                 }
 #pragma unroll 1
                 for (int step = lanes; step < 32; step *= 2) {  // over the groups
@@ -264,7 +264,7 @@ class DealtMerge {
                     const float4 more =
                         make_float4(__shfl_xor_sync(~0u, out.x, step), __shfl_xor_sync(~0u, out.y, step),
                                     __shfl_xor_sync(~0u, out.z, step), __shfl_xor_sync(~0u, out.w, step));
-                    out = FoldStep::add(state, other)(out, more);
+                    out = Rescale::add(state, other)(out, more);
                 }
             }
             if (group == 0 && has_column) merge_.store(target, column, state, out);
@@ -360,9 +360,9 @@ class DealtMerge {
         }
     }
 
-    const PartMerge<T, Config, Sequences>& merge_;
-    const DealtPlan& plan_;
-    const DealtShared<Config>& shared_;
+    const OutputWriter<T, Config, Sequences>& merge_;
+    const SplitKvLaunch& plan_;
+    const SplitKvShared<Config>& shared_;
     Item item_;
     uint32_t* pushed_;  // of the item's first part
 };

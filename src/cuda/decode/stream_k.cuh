@@ -16,22 +16,23 @@
 namespace octavo::cuda {
 
 template <class T, int kHeadDim, int kRowTiles>
-__global__ void __launch_bounds__(RunConfig<kHeadDim, kRowTiles>::kThreads, 1)
-    decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodePlan plan) {
-    using Config = RunConfig<kHeadDim, kRowTiles>;
+__global__ void __launch_bounds__(StreamKConfig<kHeadDim, kRowTiles>::kThreads, 1)
+    stream_k_decode_kernel(const __grid_constant__ AttentionParams p,
+                           const __grid_constant__ StreamKLaunch plan) {
+    using Config = StreamKConfig<kHeadDim, kRowTiles>;
     constexpr int kStages = Config::kStages;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
-    auto& shared = *reinterpret_cast<DecodeShared<Config>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<StreamKShared<Config>*>(shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    touch_parameters(p);
+    prefetch_params(p);
     auto& own = shared.warps[warp];
     const WarpQueue<Config> queue(own);
     Copier<T, Config, RunWalk<Config::kThreads>> copier(p, plan.page_size, plan.group_size);
 
-    ptx::let_next_grid_start();
+    ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    touch_page_table(p, plan.page_size);
+    prefetch_page_table(p, plan.page_size);
     const Schedule<Config::kThreads> schedule(p, shared.schedule);
     const CtaRun<Config> run(schedule, plan.pairs);
     const int32_t run_blocks = run.end - run.begin;
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(RunConfig<kHeadDim, kRowTiles>::kThreads, 1)
         Item item = begin < run.begin_item.end ? run.begin_item : schedule.find(begin);
         const RunWalk<Config::kThreads> walk(schedule, item, begin, end);
         copier.begin(schedule, walk);
-        ItemState<T, Config> state(p, plan.group_size, schedule);
+        WarpAttention<T, Config> state(p, plan.group_size, schedule);
         int32_t item_from = begin;  // where this warp's part of the item starts
         int stage = 0, queries = -1, copied_queries = -1;
 
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(RunConfig<kHeadDim, kRowTiles>::kThreads, 1)
             item_from = block + 1;
         }
     }
-    const PartMerge<T, Config> part_merge(p, plan.group_size, schedule);
+    const OutputWriter<T, Config> part_merge(p, plan.group_size, schedule);
     if (run.in_pair) return merge_pair(part_merge, shared, run.begin_item);
     if (lane == 0) {
         shared.items[2 * warp] = first;

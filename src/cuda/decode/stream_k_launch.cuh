@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/decode/batch_invariant.cuh"
-#include "cuda/decode/kernel.cuh"
+#include "cuda/decode/stream_k.cuh"
 #include "cuda/runtime.h"
 #include "cuda/workspace.h"
 
@@ -43,7 +43,7 @@ struct DecodeLimits {
 
 // `complete(plan, limits)` sets what is not common to all plans and tells whether CTAs go in clusters of two.
 template <auto kKernel, class Config, class Shared, class Plan, class Complete>
-void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Complete complete) {
+void launch_decode_kernel(const AttentionParams& params, cudaStream_t stream, Complete complete) {
     static PerDevice<DecodeLimits> limits_of;
     const DecodeLimits& limits = limits_of.get(params.device.index, [&](int32_t device) {
         return DecodeLimits::ask<Config, Shared>(kKernel, device);
@@ -69,22 +69,22 @@ void launch_decode_kernel(const ForwardParams& params, cudaStream_t stream, Comp
 }
 
 template <class T, int kHeadDim, int kRowTiles>
-void launch_decode(const ForwardParams& params, cudaStream_t stream) {
-    using Config = RunConfig<kHeadDim, kRowTiles>;
-    launch_decode_kernel<decode_kernel<T, kHeadDim, kRowTiles>, Config, DecodeShared<Config>, DecodePlan>(
-        params, stream, [&](DecodePlan& plan, const DecodeLimits& limits) {
-            plan.pairs = limits.pairs;
-            const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
-            const KeptWorkspace workspace = kept_workspace(
-                params.device.index, stream, 2 * rows * Config::kPartialRow * sizeof(float), rows);
-            plan.partial = static_cast<float*>(workspace.partial);
-            plan.counters = workspace.counters;
-            return limits.pairs;
-        });
+void launch_stream_k_decode(const AttentionParams& params, cudaStream_t stream) {
+    using Config = StreamKConfig<kHeadDim, kRowTiles>;
+    launch_decode_kernel<stream_k_decode_kernel<T, kHeadDim, kRowTiles>, Config, StreamKShared<Config>,
+                         StreamKLaunch>(params, stream, [&](StreamKLaunch& plan, const DecodeLimits& limits) {
+        plan.pairs = limits.pairs;
+        const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
+        const PersistentWorkspace workspace = persistent_workspace(
+            params.device.index, stream, 2 * rows * Config::kWarpPartialRow * sizeof(float), rows);
+        plan.partial = static_cast<float*>(workspace.partial);
+        plan.counters = workspace.counters;
+        return limits.pairs;
+    });
 }
 
 template <class T, int kHeadDim, int kRowTiles>
-void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t stream) {
+void launch_batch_invariant_decode(const AttentionParams& params, cudaStream_t stream) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
     using Plan = BatchInvariantPlan<Config>;
     launch_decode_kernel<batch_invariant_decode_kernel<T, kHeadDim, kRowTiles>, Config,
@@ -97,9 +97,9 @@ void launch_batch_invariant_decode(const ForwardParams& params, cudaStream_t str
             plan.max_units = plan.units.most(blocks);
             const int64_t runs = UnitRun<Config>::most(blocks * params.num_kv_heads * params.batch);
             const size_t rows = std::min<int64_t>(runs, limits.num_ctas) * plan.num_rows;
-            plan.pushed =
-                kept_workspace(params.device.index, stream, 0, rows * plan.max_units * Config::kPartialRow)
-                    .counters;
+            plan.pushed = persistent_workspace(params.device.index, stream, 0,
+                                               rows * plan.max_units * Config::kWarpPartialRow)
+                              .counters;
             return false;
         });
 }

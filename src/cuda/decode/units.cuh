@@ -279,7 +279,7 @@ class UnitWalk {
         // Alike, in one sequence or in all, and of no parts, for which a warp has no place.
         const int32_t count = item.end - item.begin;
         if (!Units<Config>::kByWarps || units_.cut(count).part_log2 > 0) return 0;
-        int32_t items = min(Config::kWarps, small_quotient(end_ - item.begin, count));
+        int32_t items = min(Config::kWarps, quotient_by_floats(end_ - item.begin, count));
         if (schedule_.uniform_count() == 0) items = min(items, schedule_.num_kv_heads() - item.kv_head);
         return items + 1 >= Config::kWarps ? items : 0;
     }

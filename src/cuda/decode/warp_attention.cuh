@@ -15,20 +15,22 @@ namespace octavo::cuda {
 
 // What a warp leaves of an item that others work on too. Weights are exp2(score - max).
 template <class Config>
-struct DecodePiece {
-    float out[Config::kRows][Config::kPartialRow];  // sums of weighted values; padded against bank conflicts
+struct WarpPartial {
+    float out[Config::kRows]
+             [Config::kWarpPartialRow];  // sums of weighted values; padded against bank conflicts
     float max[Config::kRows];
     float sum[Config::kRows];  // of the weights
 };
 
 // `Sequences` tells of the batch's sequences: slice(i). kFromZero: see TransposedSoftmax.
 template <class T, class Config, class Sequences = Schedule<Config::kThreads>, bool kFromZero = false>
-class ItemState {
+class WarpAttention {
     static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;
     using Softmax = TransposedSoftmax<kRowTiles, kDimTiles>;
 
   public:
-    __device__ ItemState(const ForwardParams& p, const FastDivide& group_size, const Sequences& sequences)
+    __device__ WarpAttention(const AttentionParams& p, const FastDivide& group_size,
+                             const Sequences& sequences)
         : p_(p),
           group_size_(group_size),
           sequences_(sequences),
@@ -104,7 +106,7 @@ class ItemState {
     }
 
     // Others work on the item too: leaves this warp's piece for the merge.
-    __device__ void leave(DecodePiece<Config>& piece) {
+    __device__ void leave(WarpPartial<Config>& piece) {
         const int lane = threadIdx.x % 32;
         Softmax::for_each_row([&](int r, int i) {
             if (lane / 4 == 0) {
@@ -117,10 +119,10 @@ class ItemState {
     }
 
     // Adds this to what the same warp left in `piece` before.
-    __device__ void add_to(const DecodePiece<Config>& piece) {
+    __device__ void add_to(const WarpPartial<Config>& piece) {
         const int lane = threadIdx.x % 32;
         Softmax::for_each_row([&](int r, int i) {
-            const FoldStep step = add_softmax(r, i, piece.max[row_of(r, i)], piece.sum[row_of(r, i)]);
+            const Rescale step = add_softmax(r, i, piece.max[row_of(r, i)], piece.sum[row_of(r, i)]);
             softmax_.for_each_out_of(
                 r, i, [&](float& out, int dim) { out = step(piece.out[row_of(r, i)][dim + lane / 4], out); });
         });
@@ -133,9 +135,9 @@ class ItemState {
         bool same_max = true;
         Softmax::for_each_row(
             [&](int r, int i) { same_max = same_max && kept.max[r][i] == softmax_.max[r][i]; });
-        if (__all_sync(~0u, same_max)) return softmax_.add(kept);  // as FoldStep does if both factors are one
+        if (__all_sync(~0u, same_max)) return softmax_.add(kept);  // as Rescale does if both factors are one
         Softmax::for_each_row([&](int r, int i) {
-            const FoldStep step = add_softmax(r, i, kept.max[r][i], kept.sum[r][i]);
+            const Rescale step = add_softmax(r, i, kept.max[r][i], kept.sum[r][i]);
 #pragma unroll
             for (int d = 0; d < kDimTiles; ++d) {
 #pragma unroll
@@ -152,9 +154,9 @@ class ItemState {
     __device__ static int key_of(int e) { return Softmax::key_of(threadIdx.x % 32, e); }
 
     // One row of add_to: the softmax.
-    __device__ FoldStep add_softmax(int r, int i, float max, float sum) {
+    __device__ Rescale add_softmax(int r, int i, float max, float sum) {
         SoftmaxState all{max, sum};
-        const FoldStep step = FoldStep::add(all, {softmax_.max[r][i], softmax_.sum[r][i]});
+        const Rescale step = Rescale::add(all, {softmax_.max[r][i], softmax_.sum[r][i]});
         softmax_.max[r][i] = all.max;
         softmax_.sum[r][i] = all.sum;
         return step;
@@ -222,7 +224,7 @@ class ItemState {
         }
     }
 
-    const ForwardParams& p_;
+    const AttentionParams& p_;
     const FastDivide& group_size_;
     const Sequences& sequences_;
     ScoreTransform transform_;

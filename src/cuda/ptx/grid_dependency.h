@@ -12,7 +12,7 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 }
 
 // The next kernel may take the place of this one's CTAs as they end.
-__device__ __forceinline__ void let_next_grid_start() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -1,5 +1,5 @@
 // Cascade inference: all queries over the shared prefix, each sequence's behind it, and the merge of both.
-#include "cuda/cascade/cascade.h"
+#include "cuda/shared_prefix/shared_prefix.h"
 
 #include "common/score.h"
 #include "cuda/alignment.h"
@@ -10,7 +10,7 @@
 #include "cuda/types.h"
 #include "cuda/warp.cuh"
 #include "cuda/workspace.h"
-#include "ops/cascade.h"
+#include "params/shared_prefix.h"
 
 #include <algorithm>
 
@@ -29,8 +29,8 @@ constexpr int kMaxRuns = 32;  // of the prefix: a lane each
 // behind it, p's out and lse.
 // grid: one warp a row of [total_q, num_q_heads].
 template <class T, int kWide>
-__global__ void merge_prefix_kernel(const __grid_constant__ ForwardParams p, const T* prefix_out,
-                                    const float* prefix_lse, int32_t num_runs) {
+__global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p, const T* prefix_out,
+                                      const float* prefix_lse, int32_t num_runs) {
     const int lane = threadIdx.x % 32;
     const int64_t row = warp_row(), num_rows = p.total_q * p.num_q_heads;
     const int64_t token = row / p.num_q_heads, head = row - token * p.num_q_heads;
@@ -72,17 +72,17 @@ __global__ void merge_prefix_kernel(const __grid_constant__ ForwardParams p, con
 }
 
 template <class T>
-void merge_prefix(const ForwardParams& p, const ForwardParams& prefix, cudaStream_t stream) {
+void combine_prefix(const AttentionParams& p, const AttentionParams& prefix, cudaStream_t stream) {
     constexpr int kWide = 4;
     const bool wide = aligned(p.out, kWide * sizeof(T), {p.out_token_stride, p.out_head_stride}, p.dtype);
-    const auto kernel = wide ? merge_prefix_kernel<T, kWide> : merge_prefix_kernel<T, 1>;
+    const auto kernel = wide ? combine_prefix_kernel<T, kWide> : combine_prefix_kernel<T, 1>;
     kernel<<<blocks_for_rows(p.total_q * p.num_q_heads), 32 * kRowsPerBlock, 0, stream>>>(
         p, static_cast<const T*>(prefix.out), prefix.lse, prefix.batch);
     check(cudaGetLastError(), p.op);
 }
 
 // The keys of one run, whole pages: as many runs as give the SMs a tile of rows each, of some length.
-int32_t choose_run_len(const ForwardParams& p) {
+int32_t choose_run_len(const AttentionParams& p) {
     constexpr int64_t kTileRows = 128, kMinKeys = 256;
     const int64_t tiles = (p.total_q * p.group_size() + kTileRows - 1) / kTileRows * p.num_kv_heads;
     const int64_t runs = std::clamp<int64_t>(
@@ -93,19 +93,19 @@ int32_t choose_run_len(const ForwardParams& p) {
 
 }  // namespace
 
-void cascade(const ForwardParams& p, cudaStream_t stream) {
-    const bool by_decode = decode_serves(over_prefix(p, p.shared_prefix_len, nullptr, nullptr));
+void shared_prefix_attention(const AttentionParams& p, cudaStream_t stream) {
+    const bool by_decode = decode_serves(over_shared_prefix(p, p.shared_prefix_len, nullptr, nullptr));
     const int32_t run_len = by_decode ? p.shared_prefix_len : choose_run_len(p);  // decode cuts keys itself
     const int64_t num_runs = (p.shared_prefix_len + run_len - 1) / run_len, rows = p.total_q * p.num_q_heads;
     const size_t out_bytes = num_runs * rows * p.head_dim * size_of(p.dtype);
     const size_t lse_bytes = (num_runs + 1) * rows * sizeof(float);
-    const Workspace workspace(p.device.index, out_bytes + lse_bytes, stream, WorkspaceUser::cascade);
+    const Workspace workspace(p.device.index, out_bytes + lse_bytes, stream, WorkspaceUser::shared_prefix);
     float* const lse = workspace.floats() + out_bytes / sizeof(float);
-    const ForwardParams prefix = over_prefix(p, run_len, workspace.floats(), lse);
-    const ForwardParams rest = behind_prefix(p, lse + num_runs * rows);
-    forward(prefix, stream);  // first: `out` may be q
-    forward(rest, stream);
-    (p.dtype == DType::float16 ? merge_prefix<float16> : merge_prefix<bfloat16>)(rest, prefix, stream);
+    const AttentionParams prefix = over_shared_prefix(p, run_len, workspace.floats(), lse);
+    const AttentionParams rest = after_shared_prefix(p, lse + num_runs * rows);
+    attention(prefix, stream);  // first: `out` may be q
+    attention(rest, stream);
+    (p.dtype == DType::float16 ? combine_prefix<float16> : combine_prefix<bfloat16>)(rest, prefix, stream);
 }
 
 }  // namespace octavo::cuda

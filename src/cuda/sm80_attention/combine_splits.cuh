@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/online_softmax.h"
-#include "cuda/forward/kernel.cuh"
+#include "cuda/sm80_attention/kernel.cuh"
 
 namespace octavo::cuda {
 
@@ -11,7 +11,8 @@ constexpr int kCombineThreads = 128;
 
 template <class T>
 __global__ void __launch_bounds__(kCombineThreads)
-    combine_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardPlan plan) {
+    combine_splits_kernel(const __grid_constant__ AttentionParams p,
+                          const __grid_constant__ Sm80Launch plan) {
     const int64_t num_rows = p.total_q * p.num_q_heads;
     const int64_t row = (int64_t{blockIdx.x} * kCombineThreads + threadIdx.x) / 32;
     const int lane = threadIdx.x % 32;

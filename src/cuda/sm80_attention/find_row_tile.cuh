@@ -3,7 +3,7 @@
 
 #include "common/fast_divide.h"
 #include "cuda/warp.cuh"
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cstdint>
 
@@ -18,7 +18,7 @@ struct RowTile {
 // Which sequence the row tile `index` of the batch belongs to; its last tile, which sees most under a causal
 // mask, comes first. Every lane of a warp gets the answer.
 template <int kRows>
-__device__ __forceinline__ RowTile find_row_tile(const ForwardParams& p, FastDivide sequence_tiles,
+__device__ __forceinline__ RowTile find_row_tile(const AttentionParams& p, FastDivide sequence_tiles,
                                                  int32_t index) {
     if (!p.cu_seqlens_q) {
         const int32_t batch = sequence_tiles.quotient(index), tiles = sequence_tiles.divisor;

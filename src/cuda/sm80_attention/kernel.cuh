@@ -7,23 +7,23 @@
 // and the next K during softmax and P V.
 //
 // grid: x row tiles over the batch, y KV heads, z splits of the keys. With more than one split, partial
-// results go to the workspace and combine_kernel merges them.
+// results go to the workspace and combine_splits_kernel merges them.
 #pragma once
 
-#include "cuda/forward/config.h"
-#include "cuda/forward/key_rows.cuh"
-#include "cuda/forward/row_tile.cuh"
-#include "cuda/forward/tile_rows.cuh"
+#include "cuda/sm80_attention/find_row_tile.cuh"
+#include "cuda/sm80_attention/key_rows.cuh"
+#include "cuda/sm80_attention/mask_rows.cuh"
+#include "cuda/sm80_attention/tiles.h"
 #include "cuda/tile/dropout.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/types.h"
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 namespace octavo::cuda {
 
 // How one launch cuts the work.
-struct ForwardPlan {
+struct Sm80Launch {
     int32_t num_row_tiles;  // over the batch; a bound when the queries are packed
     int32_t num_splits;
     FastDivide group_size, page_size;
@@ -37,7 +37,7 @@ struct ForwardPlan {
 };
 
 template <class T, class Config>
-struct ForwardShared {
+struct Sm80Shared {
     alignas(16) T q[Config::kRows * Config::kRowStride];  // at the end each warp's result, in its own rows
     alignas(16) T k[Config::kStages][Config::kKeys * Config::kRowStride];
     alignas(16) T v[Config::kStages][Config::kKeys * Config::kRowStride];
@@ -47,7 +47,7 @@ struct ForwardShared {
 
 // Writes the result of one warp's rows, or of this split. `q_rows` is room for them in shared memory.
 template <class T, class Config>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, const ForwardPlan& plan,
+__device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80Launch& plan,
                                            const SequenceSlice& seq, int32_t batch, int32_t split,
                                            const TileRow* rows, int32_t num_rows, T* q_rows,
                                            const float (&out)[Config::kRowTiles][Config::kHeadDim / 8][4],
@@ -105,11 +105,12 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Forward
 // Dropout has a kernel of its own: as a branch it made the other spill registers.
 template <class T, class Config, bool kDropout>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardPlan plan) {
+    sm80_attention_kernel(const __grid_constant__ AttentionParams p,
+                          const __grid_constant__ Sm80Launch plan) {
     constexpr int kKeys = Config::kKeys;
     static_assert(Config::kRows <= Config::kThreads, "one thread finds each row");
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    auto& shared = *reinterpret_cast<ForwardShared<T, Config>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<Sm80Shared<T, Config>*>(shared_bytes);
 
     const RowTile row_tile = find_row_tile<Config::kRows>(p, plan.sequence_tiles, blockIdx.x);
     if (row_tile.batch < 0) return;
@@ -151,11 +152,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     uint32_t q_address = rows_address<Config>(shared.q + warp_row * Config::kRowStride);
     uint32_t k_address = columns_address<Config>(shared.k[0]), v_address = rows_address<Config>(shared.v[0]);
     uint32_t k_place = keys.place(shared.k[0]), v_place = keys.place(shared.v[0]);
-    keep(q_address);
-    keep(k_address);
-    keep(v_address);
-    keep(k_place);
-    keep(v_place);
+    pin_in_register(q_address);
+    pin_in_register(k_address);
+    pin_in_register(v_address);
+    pin_in_register(k_place);
+    pin_in_register(v_place);
 
     constexpr int kStageBytes = sizeof(T) * kKeys * Config::kRowStride;
     constexpr bool kDouble = Config::kStages == 2;
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
         const bool seen = view.sees_any(first_key, kKeys);
         constexpr int kRowsOfLane = 2 * Config::kRowTiles;
-        KeptWeights<kRowsOfLane, kKeys / 8> kept;
+        DropoutMask<kRowsOfLane, kKeys / 8> kept;
         if (kDropout && seen) {
             const uint64_t first_head = p.dropout.head(row_tile.batch, p.num_q_heads, 0);
             kept.draw(p.dropout, first_key, [&](int r) {

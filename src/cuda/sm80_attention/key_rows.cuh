@@ -4,7 +4,7 @@
 #include "common/fast_divide.h"
 #include "cuda/tile/load.cuh"
 #include "cuda/warp.cuh"
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cstdint>
 
@@ -35,8 +35,8 @@ class KeyRows {
           row_(Copy::row()),
           column_(Copy::column()),
           found_(found + row_) {
-        keep(row_);
-        keep(column_);
+        pin_in_register(row_);
+        pin_in_register(column_);
     }
 
     // Looks up the pages of a tile; they arrive with this thread's current cp.async group.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/score.h"
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cstdint>
 

@@ -1,7 +1,7 @@
 // Attention on every GPU from sm_80 up.
 #pragma once
 
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cuda_runtime.h>
 
@@ -11,6 +11,6 @@ namespace octavo::cuda {
 
 // Serves every problem; others are faster where they serve. `shared_bytes`, what a block may have of shared
 // memory, picks the tiles.
-void forward_sm80(const ForwardParams& params, size_t shared_bytes, cudaStream_t stream);
+void sm80_attention(const AttentionParams& params, size_t shared_bytes, cudaStream_t stream);
 
 }  // namespace octavo::cuda

@@ -7,8 +7,8 @@ namespace octavo::cuda {
 
 // One row of the table: what a CTA is made of. Two rows a head dim: one for every GPU, twice on an SM of an
 // A100, and one in which K and V arrive a whole tile ahead, for GPUs with more shared memory. What chose
-// them: docs/kernels/forward.md.
-struct ForwardTiles {
+// them: docs/kernels/sm80_attention.md.
+struct Sm80Tiles {
     int head_dim;
     int stages;  // tiles of K, and of V, in shared memory
     int warps;
@@ -17,7 +17,7 @@ struct ForwardTiles {
     int ctas_per_sm;  // that the registers are to suffice for
 };
 
-constexpr ForwardTiles kForwardTiles[] = {
+constexpr Sm80Tiles kSm80Tiles[] = {
     {64, 1, 4, 2, 64, 3},   //
     {64, 2, 4, 2, 64, 3},   //
     {96, 1, 4, 2, 64, 2},   //
@@ -28,19 +28,19 @@ constexpr ForwardTiles kForwardTiles[] = {
     {256, 2, 8, 1, 64, 1},
 };
 
-constexpr ForwardTiles forward_tiles(int head_dim, int stages) {
-    for (const ForwardTiles& tiles : kForwardTiles) {
+constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
+    for (const Sm80Tiles& tiles : kSm80Tiles) {
         if (tiles.head_dim == head_dim && tiles.stages == stages) return tiles;
     }
     return {};
 }
 
 // That a block may take: every GPU from sm_80 up has 99 KB, Hopper 227.
-constexpr size_t forward_shared_bytes(int stages) { return (stages == 1 ? 99 : 200) << 10; }
+constexpr size_t sm80_shared_bytes(int stages) { return (stages == 1 ? 99 : 200) << 10; }
 
 template <int kHeadDim_, int kStages_>
-struct ForwardConfig {
-    static constexpr ForwardTiles kTiles = forward_tiles(kHeadDim_, kStages_);
+struct Sm80Config {
+    static constexpr Sm80Tiles kTiles = sm80_tiles(kHeadDim_, kStages_);
     static_assert(kTiles.keys > 0, "no such row");
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kStages = kStages_;

@@ -3,15 +3,15 @@
 #pragma once
 
 #include "common/score.h"
-#include "cuda/prefill/few_rows.cuh"
-#include "cuda/prefill/shared.cuh"
-#include "cuda/prefill/splits.cuh"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
+#include "cuda/sm90_attention/few_rows.cuh"
+#include "cuda/sm90_attention/shared.cuh"
+#include "cuda/sm90_attention/splits.cuh"
 #include "cuda/tile/dropout.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/types.h"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void pass_turn(int group) {
 // The rows of a warpgroup, and what this thread's two of them see. Element i of the scores is in row
 // i / 2 % 2 of the two, at column 8 (i / 4) + i % 2 behind the thread's first.
 template <bool kAlibi>
-struct PrefillRows {
+struct Sm90Rows {
     bool any;  // whether the warpgroup has a query here
     bool has_window_left;
     int32_t prefix_len;
@@ -46,8 +46,8 @@ struct PrefillRows {
     int32_t row_end[2];   // keys from here on are hidden,
     uint32_t row_gap[2];  // and so many behind the prefix
 
-    __device__ PrefillRows(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work,
-                           int block, float scale) {
+    __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
+                        float scale) {
         const Visibility see = work.visibility(p);
         const int32_t first_token = work.first_token + block * plan.tokens;
         const int32_t first_q_pos = work.q_pos(first_token);
@@ -88,14 +88,14 @@ struct PrefillRows {
 
 // Maximum and sum of the two rows of a thread, the sum over this thread's columns only. The maximum is raised
 // only when a score passes it by 2^8 (in weights), so that the result is seldom rescaled.
-struct PrefillSoftmax {
+struct Sm90Softmax {
     static constexpr float kSlackLog2 = 8.0f;
     float scale;                            // from scores to units of log2(e)
     float slack;                            // kSlackLog2 in scores
     float max[2] = {-INFINITY, -INFINITY};  // in scores
     float sum[2] = {0.0f, 0.0f};
 
-    __device__ explicit PrefillSoftmax(float scale) : scale(scale), slack(kSlackLog2 / scale) {}
+    __device__ explicit Sm90Softmax(float scale) : scale(scale), slack(kSlackLog2 / scale) {}
 
     __device__ float max_log2(int half) const { return max[half] == -INFINITY ? 0.0f : max[half] * scale; }
 
@@ -146,8 +146,7 @@ struct PrefillSoftmax {
 // warpgroup takes or not.
 template <int kKeys, int kCount, bool kAlibi>
 __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
-                                           bool add_alibi, const PrefillRows<kAlibi>& rows,
-                                           int32_t first_key) {
+                                           bool add_alibi, const Sm90Rows<kAlibi>& rows, int32_t first_key) {
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
     if (transform.has_softcap) {
 #pragma unroll
@@ -176,12 +175,12 @@ __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreT
     }
 }
 
-// PrefillSoftmax::apply where the scores hold ALiBi as counted from the tile's first column, or (`by_thread`)
+// Sm90Softmax::apply where the scores hold ALiBi as counted from the tile's first column, or (`by_thread`)
 // from the first of each thread.
 template <int kCount>
-__device__ __forceinline__ bool apply_softmax(PrefillSoftmax& softmax, float (&scores)[kCount],
-                                              const PrefillRows<true>& rows, int32_t first_key,
-                                              bool by_thread, float (&factor)[2]) {
+__device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
+                                              const Sm90Rows<true>& rows, int32_t first_key, bool by_thread,
+                                              float (&factor)[2]) {
     const int32_t first_column = by_thread ? 2 * (threadIdx.x % 4) : 0;
     float shift[2], max[2], shifted[2];
 #pragma unroll
@@ -198,17 +197,17 @@ __device__ __forceinline__ bool apply_softmax(PrefillSoftmax& softmax, float (&s
     return raised;
 }
 template <int kCount>
-__device__ __forceinline__ bool apply_softmax(PrefillSoftmax& softmax, float (&scores)[kCount],
-                                              const PrefillRows<false>&, int32_t, bool, float (&factor)[2]) {
+__device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
+                                              const Sm90Rows<false>&, int32_t, bool, float (&factor)[2]) {
     return softmax.apply<false>(scores, {}, factor);
 }
 
 // One warpgroup.
 template <class T, class Config>
-class PrefillConsumer {
+class Sm90Consumer {
   public:
-    __device__ PrefillConsumer(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared,
-                               int group)
+    __device__ Sm90Consumer(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
+                            int group)
         : p_(p), plan_(plan), shared_(shared), group_(group), block_(tile_block<Config>(group)) {}
 
     __device__ __forceinline__ void run() {
@@ -217,7 +216,7 @@ class PrefillConsumer {
         const bool add_alibi = Config::kAlibi && !(Config::kAlibiProduct && !transform.has_softcap);
         if (group_ == Config::kConsumers - 1) pass_turn<Config>(group_);
 
-        PrefillWork work = take_work<Config>(shared_, work_ring_);
+        Sm90Work work = take_work<Config>(shared_, work_ring_);
         while (work.batch >= 0) {
             if (is_few_rows<Config>(work.rows<Config>(plan_))) {
                 work_through_few_rows(work, transform);
@@ -228,7 +227,7 @@ class PrefillConsumer {
             uint32_t weights[kWeights];
             auto tiles = key_tiles<Config>(p_, plan_, work);
             Rows rows(p_, plan_, work, block_, scale);
-            PrefillSoftmax softmax(scale);
+            Sm90Softmax softmax(scale);
             if constexpr (Config::kAlibiProduct) lay_out_slopes(work, scale);
             int32_t tile = tiles.count - 1;
             ptx::mbarrier_wait(&shared_.q_full[q_ring_.slot][group_], q_ring_.parity);
@@ -246,7 +245,7 @@ class PrefillConsumer {
                 continue;
             }
 
-            KeptWeights<2, Config::kKeys / 8> kept;
+            DropoutMask<2, Config::kKeys / 8> kept;
             if constexpr (Config::kDropout) draw(kept, work, tiles.start(tile));
             ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
             wait_for_turn<Config>(group_);
@@ -263,7 +262,7 @@ class PrefillConsumer {
             // Scores of one tile, together with the product of the weights before with V. Past the first tile
             // of keys, that goes on with the last one of the next row tile.
             float out_scale[2];
-            PrefillWork next;
+            Sm90Work next;
             while (true) {
                 const bool boundary = tile < 0;
                 Ring<Config::kQSlots> q_ring = q_ring_;
@@ -277,7 +276,7 @@ class PrefillConsumer {
                     rows = Rows(p_, plan_, next, block_, scale);
                     if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
                     work = next;
-                    softmax = PrefillSoftmax(scale);
+                    softmax = Sm90Softmax(scale);
                     q_ring.advance();
                     ptx::mbarrier_wait(&shared_.q_full[q_ring.slot][group_], q_ring.parity);
                 }
@@ -324,12 +323,12 @@ class PrefillConsumer {
     static constexpr int kScores = Config::kKeys / 2;
     static constexpr int kWeights = Config::kKeys / 4;  // registers, two weights each
     static constexpr int kOut = Config::kHeadDim / 2;
-    using Rows = PrefillRows<Config::kAlibi>;
+    using Rows = Sm90Rows<Config::kAlibi>;
     using ProductQK = ptx::Wgmma<T, Config::kKeys>;
     using ProductPV = ptx::Wgmma<T, Config::kHeadDim>;
 
     // The warpgroups together work through a row tile of few rows.
-    __device__ __forceinline__ void work_through_few_rows(const PrefillWork& work,
+    __device__ __forceinline__ void work_through_few_rows(const Sm90Work& work,
                                                           const ScoreTransform& transform) {
         if constexpr (Config::kFewRowTiles > 0) {
             for (int group = 0; group < Config::kConsumers; ++group)
@@ -359,7 +358,7 @@ class PrefillConsumer {
     }
 
     // The rows' part of that product: nothing if there is a softcap, which the bias comes behind.
-    __device__ __forceinline__ void lay_out_slopes(const PrefillWork& work, float scale) {
+    __device__ __forceinline__ void lay_out_slopes(const Sm90Work& work, float scale) {
         const int32_t row = threadIdx.x % 128;
         if (row < Config::kGroupRows) {
             const int32_t head = work.first_head + row % plan_.heads;
@@ -412,7 +411,7 @@ class PrefillConsumer {
     }
 
     // Which weights of a tile dropout leaves.
-    __device__ __forceinline__ void draw(KeptWeights<2, Config::kKeys / 8>& kept, const PrefillWork& work,
+    __device__ __forceinline__ void draw(DropoutMask<2, Config::kKeys / 8>& kept, const Sm90Work& work,
                                          int32_t first_key) {
         const uint64_t first_head = p_.dropout.head(work.batch, p_.num_q_heads, work.first_head);
         const int32_t first_token = work.first_token + block_ * plan_.tokens;
@@ -423,7 +422,7 @@ class PrefillConsumer {
     }
 
     __device__ __forceinline__ void pack_weights(const float (&scores)[kScores],
-                                                 const KeptWeights<2, Config::kKeys / 8>& kept,
+                                                 const DropoutMask<2, Config::kKeys / 8>& kept,
                                                  uint32_t (&weights)[kWeights]) {
 #pragma unroll
         for (int i = 0; i < kWeights; ++i) {
@@ -434,8 +433,8 @@ class PrefillConsumer {
 
     // Once all weights are known: writes the LSE, and gives the factor that the result lacks. Of a split:
     // puts the state where all of the row tile's find it.
-    __device__ __forceinline__ void finish(const PrefillWork& work, const Rows& rows,
-                                           const PrefillSoftmax& softmax, float (&out_scale)[2]) {
+    __device__ __forceinline__ void finish(const Sm90Work& work, const Rows& rows, const Sm90Softmax& softmax,
+                                           float (&out_scale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             SoftmaxState state;
@@ -449,7 +448,7 @@ class PrefillConsumer {
             }
         }
     }
-    __device__ __forceinline__ void finish_row(const PrefillWork& work, int half, const SoftmaxState& state,
+    __device__ __forceinline__ void finish_row(const Sm90Work& work, int half, const SoftmaxState& state,
                                                float row_bias, float (&out_scale)[2]) {
         out_scale[half] = state.inverse_sum() * p_.out_scale;
         if (!p_.lse || threadIdx.x % 4 != 0) return;
@@ -459,13 +458,12 @@ class PrefillConsumer {
         p_.lse[work.lse_place(p_, token, row % plan_.heads)] = state.lse() + row_bias * kLn2;
     }
 
-    __device__ PrefillSplit<Config> split(const PrefillWork& work) const {
+    __device__ Sm90Split<Config> split(const Sm90Work& work) const {
         const int32_t tokens = work.seqlen_q - work.first_token - block_ * plan_.tokens;
         return {plan_, work, group_, plan_.heads * min(tokens, plan_.tokens)};
     }
     // Of a split: the last of its row tile to come adds up all. Notes whether the result is one.
-    __device__ __forceinline__ void add_up(const PrefillWork& work, float (&out)[kOut],
-                                           float (&out_scale)[2]) {
+    __device__ __forceinline__ void add_up(const Sm90Work& work, float (&out)[kOut], float (&out_scale)[2]) {
         uint32_t* const complete = &shared_.complete[q_ring_.slot][group_];
         if (work.split() < 0) {
             if (threadIdx.x % 128 == 0) *complete = true;
@@ -480,8 +478,7 @@ class PrefillConsumer {
 
     // Puts the result into the slot of its queries, from where the storing warp sends it. Also what is not
     // complete: with a branch around this, ptxas keeps the rings out of the uniform registers.
-    __device__ __forceinline__ void store(const PrefillWork& work, float (&out)[kOut],
-                                          float (&out_scale)[2]) {
+    __device__ __forceinline__ void store(const Sm90Work& work, float (&out)[kOut], float (&out_scale)[2]) {
         if constexpr (Config::kSplits) add_up(work, out, out_scale);
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         // Every warp is done with the queries.
@@ -504,15 +501,15 @@ class PrefillConsumer {
         q_ring_.advance();
     }
 
-    const ForwardParams& p_;
-    const PrefillPlan& plan_;
-    PrefillShared<Config>& shared_;
+    const AttentionParams& p_;
+    const Sm90Launch& plan_;
+    Sm90Shared<Config>& shared_;
     const int group_;  // of this CTA
     const int block_;  // of 64 rows in the row tile
     Ring<Config::kQSlots> q_ring_;
     Ring<Config::kStages> k_ring_;
     Ring<Config::kVStages> v_ring_;
-    Ring<kPrefillWorkSlots> work_ring_;
+    Ring<kSm90WorkSlots> work_ring_;
 };
 
 }  // namespace octavo::cuda

@@ -9,11 +9,11 @@
 
 #include "common/online_softmax.h"
 #include "common/score.h"
-#include "cuda/prefill/shared.cuh"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90_attention/shared.cuh"
 #include "cuda/tile/transposed_softmax.cuh"
 #include "cuda/warp.cuh"
 
@@ -23,8 +23,8 @@ namespace octavo::cuda {
 template <class T, class Config, int kRowTiles>
 class PrefillFewRows {
   public:
-    __device__ PrefillFewRows(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared,
-                              const ScoreTransform& transform, const PrefillWork& work, int q_slot)
+    __device__ PrefillFewRows(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
+                              const ScoreTransform& transform, const Sm90Work& work, int q_slot)
         : p_(p),
           plan_(plan),
           shared_(shared),
@@ -32,7 +32,7 @@ class PrefillFewRows {
           work_(work),
           q_slot_(q_slot),
           thread_(threadIdx.x - 128) {
-        keep(thread_);  // else what follows from it takes registers from row tiles of many rows
+        pin_in_register(thread_);  // else what follows from it takes registers from row tiles of many rows
         warp_ = __shfl_sync(~0u, thread_ / 32, 0);  // known to be the same in all lanes, as the rings are
         const Visibility see = work.visibility(p);
         full_begin_ = see.window_begin(work.seqlen_k - 1);
@@ -264,11 +264,11 @@ class PrefillFewRows {
         if (token < work_.seqlen_q) p_.lse[work_.lse_place(p_, token, row % plan_.heads)] = state.lse();
     }
 
-    const ForwardParams& p_;
-    const PrefillPlan& plan_;
-    PrefillShared<Config>& shared_;
+    const AttentionParams& p_;
+    const Sm90Launch& plan_;
+    Sm90Shared<Config>& shared_;
     const ScoreTransform transform_;
-    const PrefillWork& work_;
+    const Sm90Work& work_;
     const int q_slot_;
     int thread_, warp_;              // of the consumers
     int32_t full_begin_, full_end_;  // every row sees the keys between

@@ -6,20 +6,21 @@
 // with V, and under the products of the other consumers, which take turns at the tensor cores.
 //
 // grid: persistent, one CTA an SM; a CTA takes row tiles from a counter until none is left.
-// Schedule and measurements: docs/kernels/prefill.md.
+// Schedule and measurements: docs/kernels/sm90_attention.md.
 #pragma once
 
-#include "cuda/prefill/consumer.cuh"
-#include "cuda/prefill/producer.cuh"
 #include "cuda/ptx/grid_dependency.h"
+#include "cuda/sm90_attention/consumer.cuh"
+#include "cuda/sm90_attention/producer.cuh"
 
 namespace octavo::cuda {
 
 template <class T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    prefill_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ PrefillPlan plan) {
+    sm90_attention_kernel(const __grid_constant__ AttentionParams p,
+                          const __grid_constant__ Sm90Launch plan) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
-    auto& shared = *reinterpret_cast<PrefillShared<Config>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<Sm90Shared<Config>*>(shared_bytes);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
         shared.init();
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.alibi.init();
     __syncthreads();
     if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();
-    ptx::let_next_grid_start();
+    ptx::launch_dependents();
     ptx::wait_for_previous_grid();
 
     if (warp < 4) {
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         if (warp == 2) run_storer<Config>(p, plan, shared);
     } else {
         ptx::raise_registers<Config::kConsumerRegisters>();
-        PrefillConsumer<T, Config>(p, plan, shared, warp / 4 - 1).run();
+        Sm90Consumer<T, Config>(p, plan, shared, warp / 4 - 1).run();
     }
     if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();  // the other may still write here
 }

@@ -1,17 +1,17 @@
 // One instance of the prefill kernel, launched.
 #pragma once
 
-#include "cuda/prefill/kernel.cuh"
 #include "cuda/runtime.h"
+#include "cuda/sm90_attention/kernel.cuh"
 
 namespace octavo::cuda {
 
 template <class T, class Config>
-void launch_prefill_kernel(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
-                           cudaStream_t stream) {
-    constexpr size_t kSharedBytes = sizeof(PrefillShared<Config>);
+void launch_sm90_kernel(const AttentionParams& params, const Sm90Launch& plan, int32_t num_ctas,
+                        cudaStream_t stream) {
+    constexpr size_t kSharedBytes = sizeof(Sm90Shared<Config>);
     static_assert(kSharedBytes <= 227 * 1024);
-    const auto kernel = prefill_kernel<T, Config>;
+    const auto kernel = sm90_attention_kernel<T, Config>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
           "cudaFuncSetAttribute");
     cudaLaunchAttribute attributes[2] = {dependent_launch()};
@@ -28,23 +28,21 @@ void launch_prefill_kernel(const ForwardParams& params, const PrefillPlan& plan,
 }
 
 template <class T, int kHeadDim, int kWarpgroups, int kCtas>
-void launch_prefill(const ForwardParams& params, const PrefillPlan& plan, int32_t num_ctas,
-                    cudaStream_t stream) {
-    auto launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::none>>;
+void launch_sm90_attention(const AttentionParams& params, const Sm90Launch& plan, int32_t num_ctas,
+                           cudaStream_t stream) {
+    auto launch = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::none>>;
     if constexpr (has_few_rows(kWarpgroups, kCtas)) {
         if (plan.few_rows)
-            launch =
-                launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::few_rows>>;
+            launch = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::few_rows>>;
     }
     if constexpr (has_splits(kCtas)) {
         if (plan.num_splits > 0)
-            launch =
-                launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::splits>>;
+            launch = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::splits>>;
     }
     if (params.alibi_slopes)
-        launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::alibi>>;
+        launch = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::alibi>>;
     if (params.dropout.any())
-        launch = launch_prefill_kernel<T, PrefillConfig<kHeadDim, kWarpgroups, kCtas, PrefillExtra::dropout>>;
+        launch = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::dropout>>;
     launch(params, plan, num_ctas, stream);
 }
 

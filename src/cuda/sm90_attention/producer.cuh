@@ -1,10 +1,10 @@
 // The producer's warps: two load Q and K, and V; one stores results.
 #pragma once
 
-#include "cuda/prefill/shared.cuh"
 #include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90_attention/shared.cuh"
 
 namespace octavo::cuda {
 
@@ -14,7 +14,7 @@ struct QueryPlace {
     int32_t place, shift, outer;
 
     // `batch_stride`: the array's.
-    __device__ QueryPlace(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work, int block,
+    __device__ QueryPlace(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
                           int64_t batch_stride)
         : any(work.first_token + block * plan.tokens < work.seqlen_q),
           place(plan.q_edge - work.seqlen_q + work.first_token + block * plan.tokens),
@@ -26,7 +26,7 @@ struct QueryPlace {
 template <class Config>
 class KeyLoader {
   public:
-    __device__ KeyLoader(const ForwardParams& p, const PrefillPlan& plan, const PrefillWork& work)
+    __device__ KeyLoader(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work)
         : p_(p),
           plan_(plan),
           work_(work),
@@ -122,18 +122,17 @@ class KeyLoader {
         }
     }
 
-    const ForwardParams& p_;
-    const PrefillPlan& plan_;
-    const PrefillWork& work_;
+    const AttentionParams& p_;
+    const Sm90Launch& plan_;
+    const Sm90Work& work_;
     int32_t kv_head_;
     int32_t hole_begin_, hole_end_;
     uint64_t policy_;  // keys and values that no other row tile needs leave the L2 cache first
 };
 
 template <class Config>
-__device__ __forceinline__ void load_q(const ForwardParams& p, const PrefillPlan& plan,
-                                       const PrefillWork& work, PrefillShared<Config>& shared,
-                                       const Ring<Config::kQSlots>& ring) {
+__device__ __forceinline__ void load_q(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work,
+                                       Sm90Shared<Config>& shared, const Ring<Config::kQSlots>& ring) {
     for (int group = 0; group < Config::kConsumers; ++group) {
         uint64_t* const full = &shared.q_full[ring.slot][group];
         ptx::mbarrier_wait(&shared.q_empty[ring.slot][group], ring.parity ^ 1);
@@ -153,10 +152,10 @@ __device__ __forceinline__ void load_q(const ForwardParams& p, const PrefillPlan
 
 // Puts work into the ring of each CTA of the cluster; every lane calls this.
 template <class Config>
-__device__ __forceinline__ void publish(const PrefillWork& work, PrefillShared<Config>& shared,
-                                        Ring<kPrefillWorkSlots>& ring) {
+__device__ __forceinline__ void publish(const Sm90Work& work, Sm90Shared<Config>& shared,
+                                        Ring<kSm90WorkSlots>& ring) {
     ptx::mbarrier_wait(&shared.work_empty[ring.slot], ring.parity ^ 1);
-    PrefillWork* const slot = &shared.work[ring.slot];
+    Sm90Work* const slot = &shared.work[ring.slot];
     uint64_t* const full = &shared.work_full[ring.slot];
     const uint32_t lane = threadIdx.x % 32;
     if constexpr (Config::kCtas == 1) {
@@ -167,7 +166,7 @@ __device__ __forceinline__ void publish(const PrefillWork& work, PrefillShared<C
     } else if (lane < Config::kCtas) {
         const uint32_t to = ptx::cluster_address(ptx::shared_address(slot), lane);
         const uint32_t barrier = ptx::cluster_address(ptx::shared_address(full), lane);
-        ptx::mbarrier_arrive_expect_cluster(barrier, sizeof(PrefillWork));
+        ptx::mbarrier_arrive_expect_cluster(barrier, sizeof(Sm90Work));
         ptx::store_cluster_async(to, make_int4(work.batch, work.first_head, work.first_token, work.seqlen_q),
                                  barrier);
         ptx::store_cluster_async(
@@ -179,15 +178,14 @@ __device__ __forceinline__ void publish(const PrefillWork& work, PrefillShared<C
 // One warp: loads Q and K as far ahead of the consumers as the slots allow, over the ends of row tiles too.
 // In one CTA of a cluster it also hands out the work.
 template <class Config>
-__device__ void run_q_k_loader(const ForwardParams& p, const PrefillPlan& plan,
-                               PrefillShared<Config>& shared) {
+__device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
     const bool leads = Config::kCtas == 1 || ptx::cluster_rank() == 0;
-    PrefillScheduler<Config> scheduler(p, plan);
+    Sm90Scheduler<Config> scheduler(p, plan);
     Ring<Config::kQSlots> q_ring;
     Ring<Config::kStages> ring;
-    Ring<kPrefillWorkSlots> work_ring;
+    Ring<kSm90WorkSlots> work_ring;
     while (true) {
-        PrefillWork work;
+        Sm90Work work;
         if (leads) {
             work = scheduler.work();
             publish<Config>(work, shared, work_ring);
@@ -217,12 +215,12 @@ __device__ void run_q_k_loader(const ForwardParams& p, const PrefillPlan& plan,
 
 // One warp: loads V.
 template <class Config>
-__device__ void run_v_loader(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared) {
+__device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
     Ring<Config::kVStages> ring;
-    Ring<kPrefillWorkSlots> work_ring;
+    Ring<kSm90WorkSlots> work_ring;
     uint32_t patch_parities = 0;  // a bit a stage
     while (true) {
-        const PrefillWork work = take_work<Config>(shared, work_ring);
+        const Sm90Work work = take_work<Config>(shared, work_ring);
         if (work.batch < 0) return;
         const auto tiles = key_tiles<Config>(p, plan, work);
         const KeyLoader<Config> loader(p, plan, work);
@@ -250,11 +248,11 @@ __device__ void run_v_loader(const ForwardParams& p, const PrefillPlan& plan, Pr
 
 // One warp: sends the consumers' results on their way, so that none waits for a store.
 template <class Config>
-__device__ void run_storer(const ForwardParams& p, const PrefillPlan& plan, PrefillShared<Config>& shared) {
+__device__ void run_storer(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
     Ring<Config::kQSlots> q_ring;
-    Ring<kPrefillWorkSlots> work_ring;
+    Ring<kSm90WorkSlots> work_ring;
     while (true) {
-        const PrefillWork work = take_work<Config>(shared, work_ring);
+        const Sm90Work work = take_work<Config>(shared, work_ring);
         if (work.batch < 0) return;
         for (int group = 0; group < Config::kConsumers; ++group) {
             ptx::mbarrier_wait(&shared.out_full[q_ring.slot][group], q_ring.parity);

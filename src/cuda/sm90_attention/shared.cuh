@@ -2,16 +2,16 @@
 #pragma once
 
 #include "common/online_softmax.h"
-#include "cuda/prefill/work.cuh"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/tma.h"
+#include "cuda/sm90_attention/work.cuh"
 #include "cuda/types.h"
 
 #include <algorithm>
 
 namespace octavo::cuda {
 
-constexpr int kPrefillWorkSlots = 2;
+constexpr int kSm90WorkSlots = 2;
 
 // ALiBi of a tile's columns as a product of two matrices in bfloat16, whatever the inputs are: the slope of
 // each row in three terms, which together are exact, against each key's place in the tile. A product takes 16
@@ -41,12 +41,12 @@ struct PrefillAlibi<Config, true> {
 };
 
 template <class Config>
-struct PrefillShared {
+struct Sm90Shared {
     alignas(1024) unsigned char q[Config::kQSlots][Config::kConsumers][Config::kQTileBytes];
     alignas(1024) unsigned char k[Config::kStages][Config::kKeyTileBytes];
     alignas(1024) unsigned char v[Config::kVStages][Config::kKeyTileBytes];
     PrefillAlibi<Config> alibi;
-    PrefillWork work[kPrefillWorkSlots];
+    Sm90Work work[kSm90WorkSlots];
     // What each consumer's warp has seen of a row tile of few rows.
     SoftmaxState parts[4 * Config::kConsumers][std::max(8 * Config::kFewRowTiles, 1)];
 
@@ -57,7 +57,7 @@ struct PrefillShared {
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
     // The result lies in the slot of its queries.
     uint64_t out_full[Config::kQSlots][Config::kConsumers];
-    uint64_t work_full[kPrefillWorkSlots], work_empty[kPrefillWorkSlots];
+    uint64_t work_full[kSm90WorkSlots], work_empty[kSm90WorkSlots];
     uint32_t complete[Config::kQSlots][Config::kConsumers];  // splits: whether the slot holds a result
     uint64_t patch[Config::kVStages];  // a tile of V that the producer changes before it hands it on
 
@@ -79,7 +79,7 @@ struct PrefillShared {
             ptx::mbarrier_init(&v_empty[stage], Config::kCtas * kConsumerWarps);
             ptx::mbarrier_init(&patch[stage], 1);
         }
-        for (int slot = 0; slot < kPrefillWorkSlots; ++slot) {
+        for (int slot = 0; slot < kSm90WorkSlots; ++slot) {
             ptx::mbarrier_init(&work_full[slot], 1);
             // Two warps of each producer take work, and a third where it does not hand it out.
             ptx::mbarrier_init(&work_empty[slot], Config::kCtas * (kConsumerWarps + 3) - 1);
@@ -123,10 +123,9 @@ __device__ __forceinline__ void release_slot(uint64_t* empty, Ring<kSize>& ring)
 // Takes the next row tile from the ring; every lane of a warp calls this. Lane 0 alone reads the slot, so
 // that its arrival, at the CTA whose scheduler fills the ring, hands it back.
 template <class Config>
-__device__ __forceinline__ PrefillWork take_work(PrefillShared<Config>& shared,
-                                                 Ring<kPrefillWorkSlots>& ring) {
+__device__ __forceinline__ Sm90Work take_work(Sm90Shared<Config>& shared, Ring<kSm90WorkSlots>& ring) {
     ptx::mbarrier_wait(&shared.work_full[ring.slot], ring.parity);
-    PrefillWork work{};
+    Sm90Work work{};
     if (threadIdx.x % 32 == 0) {
         work = shared.work[ring.slot];
         arrive_at<Config>(&shared.work_empty[ring.slot], 0);
@@ -144,9 +143,9 @@ struct PrefillKeyTiles : KeyTiles {
 };
 
 template <class Config>
-__device__ __forceinline__ PrefillKeyTiles<Config::kSplits> key_tiles(const ForwardParams& p,
-                                                                      const PrefillPlan& plan,
-                                                                      const PrefillWork& work) {
+__device__ __forceinline__ PrefillKeyTiles<Config::kSplits> key_tiles(const AttentionParams& p,
+                                                                      const Sm90Launch& plan,
+                                                                      const Sm90Work& work) {
     const int32_t end = min(work.first_token + Config::kTileBlocks * plan.tokens, work.seqlen_q);
     PrefillKeyTiles<Config::kSplits> tiles{
         KeyTiles(work.visibility(p), work.q_pos(work.first_token), work.q_pos(end - 1), Config::kKeys)};

@@ -1,7 +1,7 @@
 // Attention forward on Hopper's tensor cores, for many query tokens a sequence.
 #pragma once
 
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cuda_runtime.h>
 
@@ -10,10 +10,10 @@
 
 namespace octavo::cuda {
 
-// Whether prefill() serves this problem on its device; the forward kernel serves every one.
-bool prefill_serves(const ForwardParams& params);
-void prefill(const ForwardParams& params, cudaStream_t stream);
+// Whether sm90_attention() serves this problem on its device; sm80_attention() serves every one.
+bool sm90_attention_serves(const AttentionParams& params);
+void sm90_attention(const AttentionParams& params, cudaStream_t stream);
 
-std::vector<std::string> prefill_instances();
+std::vector<std::string> sm90_attention_instances();
 
 }  // namespace octavo::cuda

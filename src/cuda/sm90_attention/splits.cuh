@@ -3,9 +3,9 @@
 #pragma once
 
 #include "common/online_softmax.h"
-#include "cuda/prefill/shared.cuh"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90_attention/shared.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace octavo::cuda {
@@ -13,13 +13,13 @@ namespace octavo::cuda {
 // One warpgroup's part of a row tile: what its threads hold of the result, register by register, and the
 // states of its rows. Warps without a query put nothing.
 template <class Config>
-class PrefillSplit {
+class Sm90Split {
   public:
     static constexpr int kFloats = Config::kGroupRows * (Config::kHeadDim + 2);
     static constexpr int kOut = Config::kHeadDim / 2;
 
     // `num_rows`: of the warpgroup's 64, those that hold a query.
-    __device__ PrefillSplit(const PrefillPlan& plan, const PrefillWork& work, int group, int num_rows)
+    __device__ Sm90Split(const Sm90Launch& plan, const Sm90Work& work, int group, int num_rows)
         : plan_(plan),
           split_(work.split()),
           first_(split_ - split_ % plan.num_splits),
@@ -51,7 +51,7 @@ class PrefillSplit {
         if (!used_) return true;
 
         // The four lanes that share a row read its states by turns.
-        constexpr int kEach = kMaxPrefillSplits / 4;
+        constexpr int kEach = kMaxSm90Splits / 4;
         SoftmaxState parts[kEach][2];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) load_states(parts[i], thread_ % 4 + 4 * i, rows);
@@ -145,7 +145,7 @@ class PrefillSplit {
         return reinterpret_cast<float2*>(place(split) + Config::kGroupRows * Config::kHeadDim);
     }
 
-    const PrefillPlan& plan_;
+    const Sm90Launch& plan_;
     const int32_t split_, first_;  // of the launch; the first of this row tile
     const int group_, thread_;
     const bool any_, used_;  // whether the warpgroup has queries, and whether the warp has

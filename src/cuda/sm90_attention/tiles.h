@@ -2,20 +2,20 @@
 #pragma once
 
 #include "common/fast_divide.h"
-#include "ops/forward_params.h"
+#include "params/attention_params.h"
 
 #include <cuda.h>
 
 namespace octavo::cuda {
 
-constexpr int kPrefillBlockColumns = 64;
+constexpr int kSm90BlockColumns = 64;
 // Row tiles of so many rows at most are worked through as few_rows.cuh says. With 32, mma.sync took longer
 // than the wgmma of one warpgroup; above head dim 128, 16 spill.
 constexpr int max_few_rows(int head_dim) { return head_dim <= 128 ? 16 : 8; }
-constexpr int kMaxPrefillSplits = 16;  // of a row tile's keys
+constexpr int kMaxSm90Splits = 16;  // of a row tile's keys
 
 // One row of the table: what a CTA is made of.
-struct PrefillTiles {
+struct Sm90Tiles {
     int head_dim;
     int warpgroups;  // consumers of one CTA, 64 rows each
     int ctas;    // of one row tile: 1, or 2 that share K and V through a cluster, each loading half for both
@@ -29,7 +29,7 @@ struct PrefillTiles {
     int from_keys;
 };
 
-constexpr PrefillTiles kPrefillTiles[] = {
+constexpr Sm90Tiles kSm90Tiles[] = {
     {64, 4, 1, 64, 8, 8, 2, false, 0},      // short sequences: less waits for a tile's beginning and end
     {64, 3, 1, 128, 4, 4, 2, false, 640},   //
     {96, 3, 1, 80, 3, 3, 2, false, 0},      //
@@ -41,8 +41,8 @@ constexpr PrefillTiles kPrefillTiles[] = {
     {256, 2, 2, 80, 2, 2, 1, false, 512},
 };
 
-constexpr PrefillTiles prefill_tiles(int head_dim, int warpgroups, int ctas) {
-    for (const PrefillTiles& tiles : kPrefillTiles) {
+constexpr Sm90Tiles sm90_tiles(int head_dim, int warpgroups, int ctas) {
+    for (const Sm90Tiles& tiles : kSm90Tiles) {
         if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups && tiles.ctas == ctas) return tiles;
     }
     return {};
@@ -54,22 +54,22 @@ constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 &
 constexpr bool has_splits(int ctas) { return ctas == 1; }
 
 // What has kernels of its own.
-enum class PrefillExtra { none, alibi, dropout, few_rows, splits };
+enum class Sm90Feature { none, alibi, dropout, few_rows, splits };
 
-template <int kHeadDim_, int kConsumers_, int kCtas_, PrefillExtra kExtra_>
-struct PrefillConfig {
-    static constexpr PrefillTiles kTiles = prefill_tiles(kHeadDim_, kConsumers_, kCtas_);
+template <int kHeadDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_>
+struct Sm90Config {
+    static constexpr Sm90Tiles kTiles = sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kCtas = kCtas_;
     static constexpr int kTileBlocks = kCtas * kConsumers;  // of 64 rows
-    static constexpr bool kSplits = kExtra_ == PrefillExtra::splits;
+    static constexpr bool kSplits = kFeature_ == Sm90Feature::splits;
     static constexpr bool kChained = kTiles.chained && !kSplits;
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
-    static constexpr bool kAlibi = kExtra_ == PrefillExtra::alibi;
-    static constexpr bool kDropout = kExtra_ == PrefillExtra::dropout;
+    static constexpr bool kAlibi = kFeature_ == Sm90Feature::alibi;
+    static constexpr bool kDropout = kFeature_ == Sm90Feature::dropout;
     // Whether it is part of the product Q K^T: where instructions are scarcer than turns at the tensor cores.
     static constexpr bool kAlibiProduct = kAlibi && kHeadDim == 64;
     static constexpr int kKeys = kTiles.keys;
@@ -78,7 +78,7 @@ struct PrefillConfig {
     static constexpr int kGroupRows = 64;  // of a warpgroup; a row is one query token of one query head
     static constexpr int kThreads = 128 * (kConsumers + 1);
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
-    static constexpr int kBlockColumns = kPrefillBlockColumns;
+    static constexpr int kBlockColumns = kSm90BlockColumns;
     static constexpr int kColumnBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;
     static constexpr int kRowBytes = 2 * kBlockColumns;
     static constexpr int kKeyBlockBytes = kKeys * kRowBytes;
@@ -88,7 +88,7 @@ struct PrefillConfig {
     // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers.
     static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 40;
     static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
-    static constexpr int kFewRowTiles = kExtra_ == PrefillExtra::few_rows ? max_few_rows(kHeadDim) / 8 : 0;
+    static constexpr int kFewRowTiles = kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim) / 8 : 0;
 };
 
 // How one launch finds its data and cuts its work.
@@ -97,7 +97,7 @@ struct PrefillConfig {
 // both move by one token, and only their sum says which token is meant; so the edge of the place axis, where
 // the copy engine loads zeros and stores nothing, can lie at the end of any sequence: there, place is `edge`
 // and shift is the end. The base address lies `edge` tokens before the array's.
-struct PrefillPlan {
+struct Sm90Launch {
     CUtensorMap q, k, v, out;
     int32_t q_edge, k_edge;
 
@@ -121,7 +121,7 @@ struct PrefillPlan {
     // The keys of row tiles behind the first `num_whole` are shared out to num_splits parts each; 0: a kernel
     // without splits. `split_blocks` of 64 rows at most, one a warpgroup, hold rows of a row tile.
     int32_t num_whole, num_splits, split_blocks;
-    float* partial;      // [split of the launch, block]: PrefillSplit
+    float* partial;      // [split of the launch, block]: Sm90Split
     uint32_t* arrivals;  // [row tile, block], of its parts; 0 between launches
 };
 

@@ -1,14 +1,14 @@
 // Which row tile a CTA works on next.
 #pragma once
 
-#include "cuda/prefill/config.h"
 #include "cuda/ptx/cluster.h"
+#include "cuda/sm90_attention/tiles.h"
 #include "cuda/warp.cuh"
 
 namespace octavo::cuda {
 
 // One row tile: `first_head` to first_head + plan.heads, from query `first_token` of its sequence on.
-struct alignas(16) PrefillWork {
+struct alignas(16) Sm90Work {
     int32_t batch;  // -1: no more work
     int32_t first_head;
     int32_t first_token;
@@ -18,10 +18,10 @@ struct alignas(16) PrefillWork {
     int32_t q_begin;  // packed arrays: the sequence's first token
     int32_t k_begin;  // likewise; paged ones: see split()
 
-    __device__ Visibility visibility(const ForwardParams& p) const {
+    __device__ Visibility visibility(const AttentionParams& p) const {
         return {seqlen_k, prefix_len, p.window_left, p.window_right};
     }
-    __device__ PrefillWork from_lane_0() const {
+    __device__ Sm90Work from_lane_0() const {
         auto get = [](int32_t x) { return __shfl_sync(~0u, x, 0); };
         return {get(batch),    get(first_head), get(first_token), get(seqlen_q),
                 get(seqlen_k), get(prefix_len), get(q_begin),     get(k_begin)};
@@ -31,13 +31,13 @@ struct alignas(16) PrefillWork {
     __device__ int32_t split() const { return k_begin - 1; }
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
     // In p.lse, the place of a query of the sequence and a head counted from `first_head`.
-    __device__ int64_t lse_place(const ForwardParams& p, int32_t token, int32_t head) const {
+    __device__ int64_t lse_place(const AttentionParams& p, int32_t token, int32_t head) const {
         const int64_t begin = p.cu_seqlens_q ? q_begin * p.lse_token_stride : batch * p.lse_batch_stride;
         return begin + token * p.lse_token_stride + (first_head + head) * p.lse_head_stride;
     }
     // Those of the row tile.
     template <class Config>
-    __device__ int32_t rows(const PrefillPlan& plan) const {
+    __device__ int32_t rows(const Sm90Launch& plan) const {
         return min(Config::kTileBlocks * plan.tokens, seqlen_q - first_token) * plan.heads;
     }
 };
@@ -58,9 +58,9 @@ __device__ __forceinline__ int tile_block(int group) {
 // Hands out the row tiles of the launch, in order, to whichever cluster asks next. One warp of each cluster
 // uses it, all lanes together.
 template <class Config>
-class PrefillScheduler {
+class Sm90Scheduler {
   public:
-    __device__ PrefillScheduler(const ForwardParams& p, const PrefillPlan& plan)
+    __device__ Sm90Scheduler(const AttentionParams& p, const Sm90Launch& plan)
         : p_(p),
           plan_(plan),
           tile_tokens_(Config::kTileBlocks * plan.tokens),
@@ -70,8 +70,8 @@ class PrefillScheduler {
     }
 
     // The row tile at hand.
-    __device__ PrefillWork work() {
-        PrefillWork w{};
+    __device__ Sm90Work work() {
+        Sm90Work w{};
         int32_t row_tile = index_;
         if (Config::kSplits && index_ >= plan_.num_whole) {
             const int32_t split = index_ - plan_.num_whole;
@@ -197,8 +197,8 @@ class PrefillScheduler {
         }
     }
 
-    const ForwardParams& p_;
-    const PrefillPlan& plan_;
+    const AttentionParams& p_;
+    const Sm90Launch& plan_;
     const int32_t tile_tokens_, units_a_sequence_;
     int32_t index_;
     int32_t drawn_ = 0;

@@ -16,7 +16,7 @@ struct DropoutRow {
 
 // Which weights dropout leaves in kRows rows of this lane, each of kTiles column groups, 8 * kTiles keys.
 template <int kRows, int kTiles>
-class KeptWeights {
+class DropoutMask {
   public:
     // From first_key on, a multiple of 8 * kTiles. `row(r)` is the DropoutRow of the lane's r-th row. Needs
     // few registers, for it goes row after row, but best has them before a tile's scores do.

@@ -1,4 +1,4 @@
-#include "cuda/prefill/tensor_map.h"
+#include "cuda/tma/tensor_map.h"
 
 #include "cuda/runtime.h"
 
