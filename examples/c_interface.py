@@ -3,12 +3,14 @@
     python examples/c_interface.py
 
 Two samples share a prompt's pages; each gets a token of its own, and attends. No function of octavo's Python
-package takes part: only the library inside it, found by its file's name.
+package takes part: only the library inside it, found by its file's name. The structs are read from the
+header, as by Rust's bindgen and Zig's @cImport.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 from ctypes import (
     POINTER,
     Structure,
@@ -22,6 +24,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,16 +34,36 @@ import octavo
 DTYPES = {"float32": 0, "float16": 1, "int32": 3}
 
 
+def read_header() -> str:
+    """octavo.h, which the installed package carries, or this checkout, without its comments."""
+    for folder in (Path(octavo._core.__file__).parent, Path(__file__).resolve().parents[1]):
+        header = folder / "include" / "octavo" / "octavo.h"
+        if header.exists():
+            return re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.DOTALL)
+    raise FileNotFoundError("octavo.h is neither in the package nor beside this example")
+
+
+HEADER = read_header()
+C_TYPES: dict[str, Any] = {
+    "double": c_double,
+    "float": c_float,
+    "int32_t": c_int32,
+    "int64_t": c_int64,
+    "int64_t*": POINTER(c_int64),
+    "size_t": c_size_t,
+    "void*": c_void_p,
+}
+
+
+def fields_of(struct: str) -> list[tuple[str, Any]]:
+    """The fields of a struct as the header declares them."""
+    body = re.search(rf"typedef struct {struct} {{(.*?)}}", HEADER, re.DOTALL)[1]
+    declarations = re.findall(r"(?:const )?([\w*]+) ([\w,\s]+);", body)
+    return [(name, C_TYPES[kind]) for kind, names in declarations for name in re.findall(r"\w+", names)]
+
+
 class Tensor(Structure):
-    _fields_ = [
-        ("data", c_void_p),
-        ("shape", POINTER(c_int64)),
-        ("strides", POINTER(c_int64)),
-        ("ndim", c_int32),
-        ("dtype", c_int32),
-        ("device_type", c_int32),
-        ("device_index", c_int32),
-    ]
+    _fields_ = fields_of("octavo_tensor")
 
     @classmethod
     def of(cls, array: np.ndarray) -> Tensor:
@@ -50,54 +73,19 @@ class Tensor(Structure):
         return cls(array.ctypes.data, shape, strides, array.ndim, DTYPES[array.dtype.name], 0, 0)
 
 
-def tensors(names: str) -> list[tuple[str, type]]:
-    return [(name, Tensor) for name in names.split()]
+C_TYPES["octavo_tensor"] = Tensor
 
 
 class AttentionArgs(Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        *tensors("q k v out lse cu_seqlens_q cu_seqlens_k prefix_lens alibi_slopes"),
-        ("max_seqlen_q", c_int64),
-        ("max_seqlen_k", c_int64),
-        ("softmax_scale", c_double),
-        ("softcap", c_double),
-        ("window_left", c_int64),
-        ("window_right", c_int64),
-        ("dropout_p", c_double),
-        ("dropout_seed", c_int64),
-        ("dropout_offset", c_int64),
-        ("causal", c_int32),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields_of("octavo_attention_args")
 
 
 class PagedAttentionArgs(Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        *tensors("q k_pages v_pages page_table seq_lens out lse cu_seqlens_q prefix_lens alibi_slopes"),
-        ("max_seqlen_q", c_int64),
-        ("softmax_scale", c_double),
-        ("softcap", c_double),
-        ("window_left", c_int64),
-        ("num_splits", c_int64),
-        ("shared_prefix_len", c_int64),
-        ("causal", c_int32),
-        ("batch_invariant", c_int32),
-        ("k_scale", c_float),
-        ("v_scale", c_float),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields_of("octavo_paged_attention_args")
 
 
 class AppendKvArgs(Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        *tensors("k v k_pages v_pages page_table seq_lens cu_seqlens"),
-        ("k_scale", c_float),
-        ("v_scale", c_float),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields_of("octavo_append_kv_args")
 
 
 class OctavoError(Exception):
