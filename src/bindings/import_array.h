@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bindings/array_type.h"
+#include "operators/schema.h"
 
 #include <octavo/tensor.h>
 
@@ -14,8 +15,8 @@ namespace octavo::bindings {
 
 namespace nb = nanobind;
 
-// The dtypes that an argument may have. The operators check further.
-enum class Accept : uint8_t { data, int32, float32 };
+using schema::Accept;
+
 const char* wanted_dtypes(Accept accept);  // "float32, float16 or bfloat16"
 
 // A tensor that an array lent. Given back when this goes, with the interpreter lock held.

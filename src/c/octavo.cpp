@@ -1,13 +1,12 @@
 // The C face of the library: octavo.h over the C++ headers.
-#include <octavo/attention.h>
+#include "operators/schema.h"
+
 #include <octavo/build_info.h>
 #include <octavo/octavo.h>
 #include <octavo/page_allocator.h>
-#include <octavo/paged_attention.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <array>
 #include <new>
 #include <optional>
 #include <string>
@@ -22,6 +21,7 @@ struct octavo_page_allocator {
 
 namespace {
 
+namespace schema = octavo::schema;
 using octavo::TensorView;
 
 thread_local std::string last_error;
@@ -67,18 +67,15 @@ struct Importer {
         throw octavo::ValueError(std::string(op) + ": " + name + what);
     }
 
-    // The caller's struct, which must be of this version.
-    template <class Args>
-    Args arguments(const Args* given, void (*init)(Args*)) const {
+    // The caller's struct must be of this version.
+    template <class CArgs>
+    void require_struct(const CArgs* given) const {
         if (!given) refuse("args", " must not be null");
-        Args args;
-        init(&args);
-        if (given->struct_size != args.struct_size) {
+        if (given->struct_size != sizeof *given) {
             refuse("args->struct_size", " (" + std::to_string(given->struct_size) + ") must be " +
-                                            std::to_string(args.struct_size) +
+                                            std::to_string(sizeof *given) +
                                             ", as the struct's init function sets it");
         }
-        return *given;
     }
 
     TensorView view(const char* name, const octavo_tensor& tensor) const {
@@ -108,27 +105,70 @@ struct Importer {
         if (!view.data && view.size() != 0) refuse(name, " must have data");
         return view;
     }
-
-    TensorView view(const char* name, const octavo_tensor* tensor) const {
-        if (!tensor) refuse(name, " must not be null");
-        return view(name, *tensor);
-    }
-
-    std::optional<TensorView> optional(const char* name, const octavo_tensor& tensor) const {
-        if (!tensor.data) return std::nullopt;
-        return view(name, tensor);
-    }
 };
 
-std::optional<int64_t> optional(int64_t value) {
-    return value == -1 ? std::nullopt : std::optional<int64_t>(value);
+// Takes one argument from the caller's struct.
+template <class Argument, class CArgs, class Args>
+void take(const Importer& importer, const Argument& argument, const CArgs& given, Args& args) {
+    const auto& value = given.*argument.c_member;
+    if constexpr (Argument::kIsArray) {
+        if (Argument::kIsRequired || value.data) args.*argument.member = importer.view(argument.name, value);
+    } else {
+        const auto none = argument.c_none;
+        const bool is_none = value == none || (value != value && none != none);  // both NaN
+        if (Argument::kIsOptional && is_none) return;
+        args.*argument.member = static_cast<typename Argument::Number>(value);
+    }
 }
 
-std::optional<double> optional(double value) {
-    return std::isnan(value) ? std::nullopt : std::optional<double>(value);
+template <class Operator>
+void init(typename Operator::CArgs* args) {
+    *args = {};
+    args->struct_size = sizeof *args;
+    const typename Operator::Args defaults;
+    schema::for_each_argument<Operator>([&](const auto& argument) {
+        using Argument = std::decay_t<decltype(argument)>;
+        if constexpr (Argument::kIsArray) {
+            return;  // not given
+        } else if constexpr (Argument::kIsOptional) {
+            args->*argument.c_member = argument.c_none;
+        } else {
+            args->*argument.c_member = static_cast<typename Argument::CValue>(defaults.*argument.member);
+        }
+    });
 }
 
-constexpr double kChosen = std::numeric_limits<double>::quiet_NaN();
+// Calls an operator that takes a struct.
+template <class Operator>
+octavo_status run(const typename Operator::CArgs* given) {
+    return guarded([&] {
+        const Importer importer{Operator::kName};
+        importer.require_struct(given);
+        typename Operator::Args args;
+        schema::for_each_argument<Operator>(
+            [&](const auto& argument) { take(importer, argument, *given, args); });
+        args.stream = given->stream;
+        Operator::kRun(args);
+    });
+}
+
+// Calls an operator that takes its arrays one by one, in the order of the description.
+template <class Operator>
+octavo_status run(const std::array<const octavo_tensor*, schema::kNumArguments<Operator>>& given,
+                  void* stream) {
+    return guarded([&] {
+        const Importer importer{Operator::kName};
+        typename Operator::Args args;
+        const octavo_tensor* const* next = given.data();
+        schema::for_each_argument<Operator>([&](const auto& array) {
+            const octavo_tensor* tensor = *next++;
+            if (!tensor && array.kIsRequired) importer.refuse(array.name, " must not be null");
+            if (tensor) args.*array.member = importer.view(array.name, *tensor);
+        });
+        args.stream = stream;
+        Operator::kRun(args);
+    });
+}
 
 octavo::Sequence to_sequence(octavo_sequence sequence) { return octavo::Sequence{sequence}; }
 
@@ -143,138 +183,30 @@ const octavo::Sequence* to_sequences(const octavo_sequence* sequences) {
 const char* octavo_last_error(void) { return last_error.c_str(); }
 const char* octavo_version(void) { return octavo::build_info().version.c_str(); }
 
-void octavo_attention_args_init(octavo_attention_args* args) {
-    *args = {};
-    args->struct_size = sizeof *args;
-    args->max_seqlen_q = args->max_seqlen_k = args->window_left = args->window_right = args->dropout_seed =
-        -1;
-    args->softmax_scale = kChosen;
-}
-
+void octavo_attention_args_init(octavo_attention_args* args) { init<schema::Attention>(args); }
 void octavo_paged_attention_args_init(octavo_paged_attention_args* args) {
-    *args = {};
-    args->struct_size = sizeof *args;
-    args->max_seqlen_q = args->window_left = args->num_splits = -1;
-    args->softmax_scale = kChosen;
-    args->causal = 1;
-    args->k_scale = args->v_scale = 1.0f;
+    init<schema::PagedAttention>(args);
+}
+void octavo_append_kv_args_init(octavo_append_kv_args* args) { init<schema::AppendKv>(args); }
+
+octavo_status octavo_attention(const octavo_attention_args* args) { return run<schema::Attention>(args); }
+
+octavo_status octavo_paged_attention(const octavo_paged_attention_args* args) {
+    return run<schema::PagedAttention>(args);
 }
 
-void octavo_append_kv_args_init(octavo_append_kv_args* args) {
-    *args = {};
-    args->struct_size = sizeof *args;
-    args->k_scale = args->v_scale = 1.0f;
-}
-
-octavo_status octavo_attention(const octavo_attention_args* given) {
-    return guarded([&] {
-        const Importer import{"attention"};
-        const octavo_attention_args c = import.arguments(given, octavo_attention_args_init);
-        octavo::AttentionArgs args;
-        args.q = import.view("q", c.q);
-        args.k = import.view("k", c.k);
-        args.v = import.view("v", c.v);
-        args.out = import.view("out", c.out);
-        args.lse = import.optional("lse", c.lse);
-        args.cu_seqlens_q = import.optional("cu_seqlens_q", c.cu_seqlens_q);
-        args.cu_seqlens_k = import.optional("cu_seqlens_k", c.cu_seqlens_k);
-        args.prefix_lens = import.optional("prefix_lens", c.prefix_lens);
-        args.alibi_slopes = import.optional("alibi_slopes", c.alibi_slopes);
-        args.max_seqlen_q = optional(c.max_seqlen_q);
-        args.max_seqlen_k = optional(c.max_seqlen_k);
-        args.softmax_scale = optional(c.softmax_scale);
-        args.causal = c.causal != 0;
-        args.window_left = c.window_left;
-        args.window_right = c.window_right;
-        args.softcap = c.softcap;
-        args.dropout_p = c.dropout_p;
-        args.dropout_seed = optional(c.dropout_seed);
-        args.dropout_offset = c.dropout_offset;
-        args.stream = c.stream;
-        octavo::attention(args);
-    });
-}
-
-octavo_status octavo_paged_attention(const octavo_paged_attention_args* given) {
-    return guarded([&] {
-        const Importer import{"paged_attention"};
-        const octavo_paged_attention_args c = import.arguments(given, octavo_paged_attention_args_init);
-        octavo::PagedAttentionArgs args;
-        args.q = import.view("q", c.q);
-        args.k_pages = import.view("k_pages", c.k_pages);
-        args.v_pages = import.view("v_pages", c.v_pages);
-        args.page_table = import.view("page_table", c.page_table);
-        args.seq_lens = import.view("seq_lens", c.seq_lens);
-        args.out = import.view("out", c.out);
-        args.lse = import.optional("lse", c.lse);
-        args.cu_seqlens_q = import.optional("cu_seqlens_q", c.cu_seqlens_q);
-        args.prefix_lens = import.optional("prefix_lens", c.prefix_lens);
-        args.alibi_slopes = import.optional("alibi_slopes", c.alibi_slopes);
-        args.max_seqlen_q = optional(c.max_seqlen_q);
-        args.softmax_scale = optional(c.softmax_scale);
-        args.causal = c.causal != 0;
-        args.window_left = c.window_left;
-        args.softcap = c.softcap;
-        args.k_scale = c.k_scale;
-        args.v_scale = c.v_scale;
-        args.num_splits = optional(c.num_splits);
-        args.batch_invariant = c.batch_invariant != 0;
-        args.shared_prefix_len = c.shared_prefix_len;
-        args.stream = c.stream;
-        octavo::paged_attention(args);
-    });
-}
-
-octavo_status octavo_append_kv(const octavo_append_kv_args* given) {
-    return guarded([&] {
-        const Importer import{"append_kv"};
-        const octavo_append_kv_args c = import.arguments(given, octavo_append_kv_args_init);
-        octavo::AppendKvArgs args;
-        args.k = import.view("k", c.k);
-        args.v = import.view("v", c.v);
-        args.k_pages = import.view("k_pages", c.k_pages);
-        args.v_pages = import.view("v_pages", c.v_pages);
-        args.page_table = import.view("page_table", c.page_table);
-        args.seq_lens = import.view("seq_lens", c.seq_lens);
-        args.cu_seqlens = import.optional("cu_seqlens", c.cu_seqlens);
-        args.k_scale = c.k_scale;
-        args.v_scale = c.v_scale;
-        args.stream = c.stream;
-        octavo::append_kv(args);
-    });
-}
+octavo_status octavo_append_kv(const octavo_append_kv_args* args) { return run<schema::AppendKv>(args); }
 
 octavo_status octavo_copy_pages(const octavo_tensor* k_pages, const octavo_tensor* v_pages,
                                 const octavo_tensor* copies, const octavo_tensor* to_k_pages,
                                 const octavo_tensor* to_v_pages, void* stream) {
-    return guarded([&] {
-        const Importer import{"copy_pages"};
-        octavo::CopyPagesArgs args;
-        args.k_pages = import.view("k_pages", k_pages);
-        args.v_pages = import.view("v_pages", v_pages);
-        args.copies = import.view("copies", copies);
-        if (to_k_pages) args.to_k_pages = import.view("to_k_pages", to_k_pages);
-        if (to_v_pages) args.to_v_pages = import.view("to_v_pages", to_v_pages);
-        args.stream = stream;
-        octavo::copy_pages(args);
-    });
+    return run<schema::CopyPages>({k_pages, v_pages, copies, to_k_pages, to_v_pages}, stream);
 }
 
 octavo_status octavo_merge_states(const octavo_tensor* out_a, const octavo_tensor* lse_a,
                                   const octavo_tensor* out_b, const octavo_tensor* lse_b,
                                   const octavo_tensor* out, const octavo_tensor* lse, void* stream) {
-    return guarded([&] {
-        const Importer import{"merge_states"};
-        octavo::MergeStatesArgs args;
-        args.out_a = import.view("out_a", out_a);
-        args.lse_a = import.view("lse_a", lse_a);
-        args.out_b = import.view("out_b", out_b);
-        args.lse_b = import.view("lse_b", lse_b);
-        args.out = import.view("out", out);
-        args.lse = import.view("lse", lse);
-        args.stream = stream;
-        octavo::merge_states(args);
-    });
+    return run<schema::MergeStates>({out_a, lse_a, out_b, lse_b, out, lse}, stream);
 }
 
 octavo_status octavo_page_allocator_new(int64_t num_pages, int64_t page_size,

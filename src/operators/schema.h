@@ -1,0 +1,239 @@
+// Every operator and its arguments, described once. The functions of octavo._core, and what they tell Python
+// about themselves (bindings/operators.cpp), the calls from JAX programs (bindings/xla_operators.cpp) and the
+// C functions (c/octavo.cpp) are derived from these lists. docs/developing.md says what else a new argument
+// needs.
+#pragma once
+
+#include "checks/checks.h"
+
+#include <octavo/attention.h>
+#include <octavo/octavo.h>
+#include <octavo/paged_attention.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+
+namespace octavo::schema {
+
+// The dtypes that an array may have: data is float32, float16 or bfloat16. The checks go further.
+enum class Accept : uint8_t { data, int32, float32 };
+
+// What the operator does to an array: reads it, writes to it in place, or writes a result to it.
+enum class Access : uint8_t { read, write, result };
+
+// Stands for the C struct of an operator whose C function takes its arrays one by one.
+struct NoCArgs {};
+
+// An array. View is TensorView, or std::optional<TensorView> for one that may be left out.
+template <class Args, class View, class CArgs>
+struct ArrayArgument {
+    static constexpr bool kIsArray = true;
+    static constexpr bool kIsRequired = std::is_same_v<View, TensorView>;
+    static_assert(kIsRequired || std::is_same_v<View, std::optional<TensorView>>);
+
+    const char* name;
+    View Args::* member;
+    octavo_tensor CArgs::* c_member;
+    Access access;
+    Accept accept;
+
+    constexpr bool is_result() const { return access == Access::result; }
+};
+
+template <class T>
+struct WithoutOptional {
+    using Type = T;
+};
+template <class T>
+struct WithoutOptional<std::optional<T>> {
+    using Type = T;
+};
+
+// A number or a bool, with the default of the C++ struct. A std::optional has no value by default; `c_none`
+// in the C struct means the same.
+template <class Args, class T, class CArgs, class C>
+struct ScalarArgument {
+    using Value = T;                                   // of the C++ struct
+    using CValue = C;                                  // of the C struct
+    using Number = typename WithoutOptional<T>::Type;  // bool, int64_t, double or float
+    static constexpr bool kIsArray = false;
+    static constexpr bool kIsRequired = false;
+    static constexpr bool kIsOptional = !std::is_same_v<Value, Number>;
+
+    const char* name;
+    Value Args::* member;
+    CValue CArgs::* c_member;
+    CValue c_none;
+
+    constexpr bool is_result() const { return false; }
+};
+
+template <Accept accept = Accept::data, class Args, class View, class CArgs = NoCArgs>
+constexpr auto input(const char* name, View Args::* member, octavo_tensor CArgs::* c_member = nullptr) {
+    return ArrayArgument<Args, View, CArgs>{name, member, c_member, Access::read, accept};
+}
+
+template <Accept accept = Accept::data, class Args, class View, class CArgs = NoCArgs>
+constexpr auto written(const char* name, View Args::* member, octavo_tensor CArgs::* c_member = nullptr) {
+    return ArrayArgument<Args, View, CArgs>{name, member, c_member, Access::write, accept};
+}
+
+template <Accept accept = Accept::data, class Args, class View, class CArgs = NoCArgs>
+constexpr auto result(const char* name, View Args::* member, octavo_tensor CArgs::* c_member = nullptr) {
+    return ArrayArgument<Args, View, CArgs>{name, member, c_member, Access::result, accept};
+}
+
+template <class Args, class Value, class CArgs, class CValue>
+constexpr auto scalar(const char* name, Value Args::* member, CValue CArgs::* c_member) {
+    using Scalar = ScalarArgument<Args, Value, CArgs, CValue>;
+    static_assert(!Scalar::kIsOptional, "which value in the C struct means that there is none?");
+    return Scalar{name, member, c_member, {}};
+}
+
+template <class Args, class Value, class CArgs, class CValue>
+constexpr auto scalar(const char* name, std::optional<Value> Args::* member, CValue CArgs::* c_member,
+                      std::common_type_t<CValue> c_none) {
+    return ScalarArgument<Args, std::optional<Value>, CArgs, CValue>{name, member, c_member, c_none};
+}
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+// The operators. Their arguments stand in the order of the parameters in Python, results at the end.
+// clang-format off
+
+struct Attention {
+    using Args = AttentionArgs;
+    using CArgs = octavo_attention_args;
+    static constexpr const char* kName = "attention";
+    static constexpr auto kCheck = &check_attention;
+    static constexpr auto kRun = &octavo::attention;
+    static constexpr auto kArguments = std::tuple(
+        input("q", &Args::q, &CArgs::q),
+        input("k", &Args::k, &CArgs::k),
+        input("v", &Args::v, &CArgs::v),
+        input<Accept::int32>("cu_seqlens_q", &Args::cu_seqlens_q, &CArgs::cu_seqlens_q),
+        input<Accept::int32>("cu_seqlens_k", &Args::cu_seqlens_k, &CArgs::cu_seqlens_k),
+        scalar("max_seqlen_q", &Args::max_seqlen_q, &CArgs::max_seqlen_q, -1),
+        scalar("max_seqlen_k", &Args::max_seqlen_k, &CArgs::max_seqlen_k, -1),
+        scalar("softmax_scale", &Args::softmax_scale, &CArgs::softmax_scale, kNan),
+        scalar("causal", &Args::causal, &CArgs::causal),
+        scalar("window_left", &Args::window_left, &CArgs::window_left),
+        scalar("window_right", &Args::window_right, &CArgs::window_right),
+        scalar("softcap", &Args::softcap, &CArgs::softcap),
+        input<Accept::float32>("alibi_slopes", &Args::alibi_slopes, &CArgs::alibi_slopes),
+        input<Accept::int32>("prefix_lens", &Args::prefix_lens, &CArgs::prefix_lens),
+        scalar("dropout_p", &Args::dropout_p, &CArgs::dropout_p),
+        scalar("dropout_seed", &Args::dropout_seed, &CArgs::dropout_seed, -1),
+        scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
+        result("out", &Args::out, &CArgs::out),
+        result<Accept::float32>("lse", &Args::lse, &CArgs::lse));
+};
+
+struct PagedAttention {
+    using Args = PagedAttentionArgs;
+    using CArgs = octavo_paged_attention_args;
+    static constexpr const char* kName = "paged_attention";
+    static constexpr auto kCheck = &check_paged_attention;
+    static constexpr auto kRun = &octavo::paged_attention;
+    static constexpr auto kArguments = std::tuple(
+        input("q", &Args::q, &CArgs::q),
+        input("k_pages", &Args::k_pages, &CArgs::k_pages),
+        input("v_pages", &Args::v_pages, &CArgs::v_pages),
+        input<Accept::int32>("page_table", &Args::page_table, &CArgs::page_table),
+        input<Accept::int32>("seq_lens", &Args::seq_lens, &CArgs::seq_lens),
+        input<Accept::int32>("cu_seqlens_q", &Args::cu_seqlens_q, &CArgs::cu_seqlens_q),
+        scalar("max_seqlen_q", &Args::max_seqlen_q, &CArgs::max_seqlen_q, -1),
+        scalar("softmax_scale", &Args::softmax_scale, &CArgs::softmax_scale, kNan),
+        scalar("causal", &Args::causal, &CArgs::causal),
+        scalar("window_left", &Args::window_left, &CArgs::window_left),
+        scalar("softcap", &Args::softcap, &CArgs::softcap),
+        input<Accept::float32>("alibi_slopes", &Args::alibi_slopes, &CArgs::alibi_slopes),
+        input<Accept::int32>("prefix_lens", &Args::prefix_lens, &CArgs::prefix_lens),
+        scalar("k_scale", &Args::k_scale, &CArgs::k_scale, 1),
+        scalar("v_scale", &Args::v_scale, &CArgs::v_scale, 1),
+        scalar("num_splits", &Args::num_splits, &CArgs::num_splits, -1),
+        scalar("batch_invariant", &Args::batch_invariant, &CArgs::batch_invariant),
+        scalar("shared_prefix_len", &Args::shared_prefix_len, &CArgs::shared_prefix_len),
+        result("out", &Args::out, &CArgs::out),
+        result<Accept::float32>("lse", &Args::lse, &CArgs::lse));
+};
+
+struct AppendKv {
+    using Args = AppendKvArgs;
+    using CArgs = octavo_append_kv_args;
+    static constexpr const char* kName = "append_kv";
+    static constexpr auto kCheck = &check_append_kv;
+    static constexpr auto kRun = &octavo::append_kv;
+    static constexpr auto kArguments = std::tuple(
+        input("k", &Args::k, &CArgs::k),
+        input("v", &Args::v, &CArgs::v),
+        written("k_pages", &Args::k_pages, &CArgs::k_pages),
+        written("v_pages", &Args::v_pages, &CArgs::v_pages),
+        input<Accept::int32>("page_table", &Args::page_table, &CArgs::page_table),
+        input<Accept::int32>("seq_lens", &Args::seq_lens, &CArgs::seq_lens),
+        input<Accept::int32>("cu_seqlens", &Args::cu_seqlens, &CArgs::cu_seqlens),
+        scalar("k_scale", &Args::k_scale, &CArgs::k_scale, 1),
+        scalar("v_scale", &Args::v_scale, &CArgs::v_scale, 1));
+};
+
+// Writes to the second cache where it is given, and to the first one otherwise.
+struct CopyPages {
+    using Args = CopyPagesArgs;
+    static constexpr const char* kName = "copy_pages";
+    static constexpr auto kCheck = &check_copy_pages;
+    static constexpr auto kRun = &octavo::copy_pages;
+    static constexpr auto kArguments = std::tuple(
+        written("k_pages", &Args::k_pages),
+        written("v_pages", &Args::v_pages),
+        input<Accept::int32>("copies", &Args::copies),
+        written("to_k_pages", &Args::to_k_pages),
+        written("to_v_pages", &Args::to_v_pages));
+};
+
+struct MergeStates {
+    using Args = MergeStatesArgs;
+    static constexpr const char* kName = "merge_states";
+    static constexpr auto kCheck = &check_merge_states;
+    static constexpr auto kRun = &octavo::merge_states;
+    static constexpr auto kArguments = std::tuple(
+        input("out_a", &Args::out_a),
+        input<Accept::float32>("lse_a", &Args::lse_a),
+        input("out_b", &Args::out_b),
+        input<Accept::float32>("lse_b", &Args::lse_b),
+        result("out", &Args::out),
+        result<Accept::float32>("lse", &Args::lse));
+};
+
+// clang-format on
+
+// Calls visit(Operator{}) with each operator.
+template <class Visit>
+void for_each_operator(const Visit& visit) {
+    visit(Attention{});
+    visit(PagedAttention{});
+    visit(AppendKv{});
+    visit(CopyPages{});
+    visit(MergeStates{});
+}
+
+// Calls visit(argument) with each argument of an operator.
+template <class Operator, class Visit>
+void for_each_argument(const Visit& visit) {
+    std::apply([&](const auto&... argument) { (visit(argument), ...); }, Operator::kArguments);
+}
+
+template <class Operator>
+constexpr size_t kNumArguments = std::tuple_size_v<decltype(Operator::kArguments)>;
+
+// The number of arguments of which the predicate holds.
+template <class Operator, class Predicate>
+constexpr size_t count(const Predicate& holds) {
+    return std::apply([&](const auto&... argument) { return (size_t{0} + ... + (holds(argument) ? 1 : 0)); },
+                      Operator::kArguments);
+}
+
+}  // namespace octavo::schema
