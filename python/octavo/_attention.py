@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
-from octavo import _core
-from octavo._types import Array, Stream, SupportsDLPack
+from octavo._operators import native
+from octavo._types import Array, AttentionOptions, Stream, SupportsDLPack
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
@@ -14,23 +17,10 @@ def attention(
     k: SupportsDLPack,
     v: SupportsDLPack,
     *,
-    cu_seqlens_q: SupportsDLPack | None = None,
-    cu_seqlens_k: SupportsDLPack | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: SupportsDLPack | None = None,
-    prefix_lens: SupportsDLPack | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     return_lse: Literal[False] = False,
     out: Array | None = None,
     stream: Stream | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Array: ...
 @overload
 def attention(
@@ -38,46 +28,21 @@ def attention(
     k: SupportsDLPack,
     v: SupportsDLPack,
     *,
-    cu_seqlens_q: SupportsDLPack | None = None,
-    cu_seqlens_k: SupportsDLPack | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: SupportsDLPack | None = None,
-    prefix_lens: SupportsDLPack | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     return_lse: Literal[True],
     out: Array | None = None,
     stream: Stream | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
+@native(AttentionOptions)
 def attention(
     q: Array,
     k: SupportsDLPack,
     v: SupportsDLPack,
     *,
-    cu_seqlens_q: SupportsDLPack | None = None,
-    cu_seqlens_k: SupportsDLPack | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: SupportsDLPack | None = None,
-    prefix_lens: SupportsDLPack | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     return_lse: bool = False,
     out: Array | None = None,
     stream: Stream | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Array | tuple[Array, Array]:
     """Exact attention over dense or packed arrays, tiled with an online softmax.
 
@@ -144,30 +109,10 @@ def attention(
         TypeError: not an array, a wrong dtype, a torch tensor that requires grad, a JAX array as ``out``.
         RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
     """
-    return _core.attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        alibi_slopes,
-        prefix_lens,
-        dropout_p,
-        dropout_seed,
-        dropout_offset,
-        return_lse,
-        out,
-        stream,
-    )
+    raise NotImplementedError  # native() makes the function that runs
 
 
+@native()
 def merge_states(
     out_a: Array,
     lse_a: SupportsDLPack,
@@ -198,4 +143,4 @@ def merge_states(
         TypeError: not an array, or a wrong dtype.
         RuntimeError: as for ``attention``.
     """
-    return _core.merge_states(out_a, lse_a, out_b, lse_b, stream)
+    raise NotImplementedError

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from octavo import _core, _jax_batching
+from octavo._operators import ARGUMENTS, with_keywords
+
+if TYPE_CHECKING:
+    from octavo._types import Argument
 
 try:
     from jax import ffi  # since 0.5
@@ -30,19 +35,9 @@ for _name, _handlers in _core.xla_handlers().items():
 Option: TypeAlias = bool | int | float
 _Arrays: TypeAlias = dict[str, jax.Array]
 _Results: TypeAlias = dict[str, jax.ShapeDtypeStruct]
+_Wrapped = TypeVar("_Wrapped", bound=Callable[..., Any])
 
-
-_OPTION_TYPES: dict[str, type] = {
-    "causal": bool,
-    "batch_invariant": bool,
-    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits"), int),
-    "shared_prefix_len": int,
-    **dict.fromkeys(("dropout_seed", "dropout_offset"), int),
-    **dict.fromkeys(("softmax_scale", "softcap", "k_scale", "v_scale", "dropout_p"), float),
-}
-_CHOSEN_IF_NONE = {
-    *("max_seqlen_q", "max_seqlen_k", "softmax_scale", "k_scale", "v_scale", "num_splits", "dropout_seed")
-}
+_OPTION_TYPES: dict[str, type[Option]] = {"bool": bool, "int": int, "float": float}
 _ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
@@ -186,8 +181,8 @@ def _function(
     return jax.jit(differentiable, inline=True)
 
 
-def _option(op: str, name: str, value: Any) -> Option:
-    kind = _OPTION_TYPES[name]
+def _option(op: str, argument: Argument, value: Any) -> Option:
+    name, kind = argument["name"], _OPTION_TYPES[argument["type"]]
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{op}: {name} is part of the program and must be a Python {kind.__name__}, not traced"
@@ -201,16 +196,45 @@ def _option(op: str, name: str, value: Any) -> Option:
     raise TypeError(f"{op}: {name} must be a {kind.__name__}; got {type(value).__name__}")
 
 
-def run(
-    op: Operator,
-    arrays: Mapping[str, ArrayLike | None],
-    options: Mapping[str, Option | None],
-    return_lse: bool = False,
-) -> tuple[jax.Array, ...]:
-    given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
-    numbers = tuple(
-        (name, _option(op.name, name, x))
-        for name, x in options.items()
-        if x is not None or name not in _CHOSEN_IF_NONE
-    )
-    return _function(op, numbers, return_lse)(given)
+def run(op: Operator, arguments: Mapping[str, Any], return_lse: bool = False) -> tuple[jax.Array, ...]:
+    """Call an operator; `arguments` has all of them that there are in JAX programs."""
+    arrays: _Arrays = {}
+    options: dict[str, Option] = {}
+    for argument in ARGUMENTS[op.name]:
+        name, default = argument["name"], argument["default"]
+        value = arguments.get(name)
+        if value is None and default is None:
+            continue
+        if argument["type"] == "array":
+            arrays[name] = jnp.asarray(value)
+        else:
+            options[name] = _option(op.name, argument, value)
+    return _function(op, tuple(options.items()), return_lse)(arrays)
+
+
+_ARGS_SECTION = re.compile(r"^Args:\n(.*?)\n\n", re.MULTILINE | re.DOTALL)
+
+
+def _documented_arguments(docstring: str) -> dict[str, str]:
+    """The entries of the section Args by name, each with all of its lines."""
+    section = _ARGS_SECTION.search(inspect.cleandoc(docstring))
+    entries = re.split(r"\n(?=    \w)", section[1]) if section else []
+    return {entry.partition(":")[0].strip(): entry for entry in entries}
+
+
+def like(original: Callable[..., Any], options: type) -> Callable[[_Wrapped], _Wrapped]:
+    """Give a function's ``**options`` names and defaults; what it does not document is as in the original."""
+
+    def complete(declared: _Wrapped) -> _Wrapped:
+        def write_arguments(parameters: list[str]) -> str:
+            return ", ".join(f"{name}={name}" for name in parameters)
+
+        function = with_keywords(declared, options, declared, write_arguments)
+        if function.__doc__ and original.__doc__:  # not under python -OO
+            own = inspect.cleandoc(function.__doc__)
+            entries = {**_documented_arguments(original.__doc__), **_documented_arguments(own)}
+            arguments = "\n".join(entries[name] for name in inspect.signature(function).parameters)
+            function.__doc__ = _ARGS_SECTION.sub(lambda _: f"Args:\n{arguments}\n\n", own)
+        return function
+
+    return complete

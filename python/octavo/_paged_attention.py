@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from octavo import _core
-from octavo._types import Array, Stream, SupportsDLPack
+from octavo._operators import native
+from octavo._types import Array, PagedAttentionOptions, Stream, SupportsDLPack
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
@@ -16,22 +20,10 @@ def paged_attention(
     page_table: SupportsDLPack,
     seq_lens: SupportsDLPack,
     *,
-    cu_seqlens_q: SupportsDLPack | None = None,
-    max_seqlen_q: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: SupportsDLPack | None = None,
-    prefix_lens: SupportsDLPack | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    shared_prefix_len: int = 0,
     return_lse: Literal[False] = False,
     out: Array | None = None,
     stream: Stream | None = None,
+    **options: Unpack[PagedAttentionOptions],
 ) -> Array: ...
 @overload
 def paged_attention(
@@ -41,23 +33,12 @@ def paged_attention(
     page_table: SupportsDLPack,
     seq_lens: SupportsDLPack,
     *,
-    cu_seqlens_q: SupportsDLPack | None = None,
-    max_seqlen_q: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: SupportsDLPack | None = None,
-    prefix_lens: SupportsDLPack | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    shared_prefix_len: int = 0,
     return_lse: Literal[True],
     out: Array | None = None,
     stream: Stream | None = None,
+    **options: Unpack[PagedAttentionOptions],
 ) -> tuple[Array, Array]: ...
+@native(PagedAttentionOptions)
 def paged_attention(
     q: Array,
     k_pages: SupportsDLPack,
@@ -65,22 +46,10 @@ def paged_attention(
     page_table: SupportsDLPack,
     seq_lens: SupportsDLPack,
     *,
-    cu_seqlens_q: SupportsDLPack | None = None,
-    max_seqlen_q: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: SupportsDLPack | None = None,
-    prefix_lens: SupportsDLPack | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    shared_prefix_len: int = 0,
     return_lse: bool = False,
     out: Array | None = None,
     stream: Stream | None = None,
+    **options: Unpack[PagedAttentionOptions],
 ) -> Array | tuple[Array, Array]:
     """Exact attention of new tokens over a paged KV cache.
 
@@ -144,31 +113,10 @@ def paged_attention(
         TypeError: not an array, a wrong dtype, a torch tensor that requires grad, a JAX array as ``out``.
         RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
     """
-    return _core.paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        seq_lens,
-        cu_seqlens_q,
-        max_seqlen_q,
-        softmax_scale,
-        causal,
-        window_left,
-        softcap,
-        alibi_slopes,
-        prefix_lens,
-        k_scale,
-        v_scale,
-        num_splits,
-        batch_invariant,
-        shared_prefix_len,
-        return_lse,
-        out,
-        stream,
-    )
+    raise NotImplementedError  # native() makes the function that runs
 
 
+@native()
 def append_kv(
     k: SupportsDLPack,
     v: SupportsDLPack,
@@ -210,9 +158,10 @@ def append_kv(
         TypeError: not an array, a wrong dtype, a JAX array as the cache.
         RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
     """
-    _core.append_kv(k, v, k_pages, v_pages, page_table, seq_lens, cu_seqlens, k_scale, v_scale, stream)
+    raise NotImplementedError
 
 
+@native()
 def copy_pages(
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
@@ -250,7 +199,7 @@ def copy_pages(
         RuntimeError: arrays on several GPUs, `copies` not on the GPU that copies, or a CUDA array where CUDA
             cannot be used.
     """
-    _core.copy_pages(k_pages, v_pages, copies, to_k_pages, to_v_pages, stream)
+    raise NotImplementedError
 
 
 def check_page_table(

@@ -47,6 +47,63 @@ Stream: TypeAlias = int | SupportsCudaStream | TorchStream | CupyStream
 """A CUDA stream: its address (cudaStream_t), or an object that has it."""
 
 
+class AttentionScalars(TypedDict, total=False):
+    """What ``attention`` takes by keyword, but for arrays; in ``octavo`` and in ``octavo.jax``."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    dropout_p: float
+    dropout_seed: int | None
+    dropout_offset: int
+
+
+class AttentionOptions(AttentionScalars, total=False):
+    """What ``octavo.attention`` takes by keyword, whatever it returns."""
+
+    cu_seqlens_q: SupportsDLPack | None
+    cu_seqlens_k: SupportsDLPack | None
+    alibi_slopes: SupportsDLPack | None
+    prefix_lens: SupportsDLPack | None
+
+
+class PagedAttentionScalars(TypedDict, total=False):
+    """What ``paged_attention`` takes by keyword, but for arrays; in ``octavo`` and in ``octavo.jax``."""
+
+    max_seqlen_q: int | None
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    softcap: float
+    k_scale: float | None
+    v_scale: float | None
+    num_splits: int | None
+    batch_invariant: bool
+    shared_prefix_len: int
+
+
+class PagedAttentionOptions(PagedAttentionScalars, total=False):
+    """What ``octavo.paged_attention`` takes by keyword, whatever it returns."""
+
+    cu_seqlens_q: SupportsDLPack | None
+    alibi_slopes: SupportsDLPack | None
+    prefix_lens: SupportsDLPack | None
+
+
+class Argument(TypedDict):
+    """One argument in the description of an operator (src/operators/schema.h)."""
+
+    name: str
+    type: Literal["array", "bool", "int", "float"]
+    access: Literal["read", "write", "result"]  # what the operator does to an array
+    required: bool
+    default: bool | int | float | None  # None: not given, or chosen by the operator
+
+
 class BuildInfo(TypedDict):
     """What this build holds."""
 

@@ -22,14 +22,33 @@ is no backward yet: differentiating raises TypeError. Nor is there a copy betwee
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import jax
 from jax.typing import ArrayLike
 
+import octavo
 from octavo import _jax_call
+from octavo._jax_call import like
+from octavo._types import AttentionScalars, PagedAttentionScalars
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
+
+
+class _AttentionOptions(AttentionScalars, total=False):
+    cu_seqlens_q: ArrayLike | None
+    cu_seqlens_k: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    prefix_lens: ArrayLike | None
+
+
+class _PagedAttentionOptions(PagedAttentionScalars, total=False):
+    cu_seqlens_q: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    prefix_lens: ArrayLike | None
 
 
 @overload
@@ -38,21 +57,8 @@ def attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    cu_seqlens_q: ArrayLike | None = None,
-    cu_seqlens_k: ArrayLike | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: ArrayLike | None = None,
-    prefix_lens: ArrayLike | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     return_lse: Literal[False] = False,
+    **options: Unpack[_AttentionOptions],
 ) -> jax.Array: ...
 @overload
 def attention(
@@ -60,66 +66,27 @@ def attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    cu_seqlens_q: ArrayLike | None = None,
-    cu_seqlens_k: ArrayLike | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: ArrayLike | None = None,
-    prefix_lens: ArrayLike | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     return_lse: Literal[True],
+    **options: Unpack[_AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
+@like(octavo.attention, _AttentionOptions)
 def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     *,
-    cu_seqlens_q: ArrayLike | None = None,
-    cu_seqlens_k: ArrayLike | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: ArrayLike | None = None,
-    prefix_lens: ArrayLike | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     return_lse: bool = False,
+    **options: Unpack[_AttentionOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over dense or packed arrays: ``octavo.attention`` in a JAX program.
+
+    Its options are those of ``octavo.attention``.
 
     Args:
         q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
             [total_q, num_q_heads, head_dim].
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
         v: like k.
-        cu_seqlens_q: int32 [batch + 1], for packed arrays. This and the rest as for ``octavo.attention``.
-        cu_seqlens_k: int32 [batch + 1].
-        max_seqlen_q: the most queries of one sequence, for packed arrays. Default: total_q.
-        max_seqlen_k: the most keys of one sequence, for packed arrays. Default: total_k.
-        softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
-        causal: a query sees no key past its own position. Default: False.
-        window_left: keys before its own that a query sees. Default: -1, unbounded.
-        window_right: keys past its own that a query sees; ignored if causal. Default: -1, unbounded.
-        softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
-        alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
-        prefix_lens: int32 [batch]: the first keys, seen by all queries. Default: none.
-        dropout_p: in [0, 1): the probability with which a softmax weight is dropped; the others are
-            multiplied by ``1 / (1 - dropout_p)``. Default: 0.0, no dropout.
-        dropout_seed: from 0 to 2**63 - 1: with dropout_offset it says which. Needed if dropout_p > 0.
-        dropout_offset: from 0 to 2**63 - 1; the next call is to start batch * num_q_heads further.
-            Default: 0.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:
@@ -132,28 +99,8 @@ def attention(
         JaxRuntimeError, ValueError: when the program runs: on the CPU lengths that do not fit, on a GPU a
             dtype or head_dim without a kernel.
     """
-    arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "prefix_lens": prefix_lens,
-        "alibi_slopes": alibi_slopes,
-    }
-    options = {
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_left": window_left,
-        "window_right": window_right,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "dropout_seed": dropout_seed,
-        "dropout_offset": dropout_offset,
-    }
-    results = _jax_call.run(_jax_call.ATTENTION, arrays, options, return_lse)
+    arrays = {"q": q, "k": k, "v": v}
+    results = _jax_call.run(_jax_call.ATTENTION, {**arrays, **options}, return_lse)
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -165,20 +112,8 @@ def paged_attention(
     page_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
-    cu_seqlens_q: ArrayLike | None = None,
-    max_seqlen_q: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: ArrayLike | None = None,
-    prefix_lens: ArrayLike | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    shared_prefix_len: int = 0,
     return_lse: Literal[False] = False,
+    **options: Unpack[_PagedAttentionOptions],
 ) -> jax.Array: ...
 @overload
 def paged_attention(
@@ -188,21 +123,10 @@ def paged_attention(
     page_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
-    cu_seqlens_q: ArrayLike | None = None,
-    max_seqlen_q: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: ArrayLike | None = None,
-    prefix_lens: ArrayLike | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    shared_prefix_len: int = 0,
     return_lse: Literal[True],
+    **options: Unpack[_PagedAttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
+@like(octavo.paged_attention, _PagedAttentionOptions)
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
@@ -210,22 +134,12 @@ def paged_attention(
     page_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
-    cu_seqlens_q: ArrayLike | None = None,
-    max_seqlen_q: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: ArrayLike | None = None,
-    prefix_lens: ArrayLike | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    shared_prefix_len: int = 0,
     return_lse: bool = False,
+    **options: Unpack[_PagedAttentionOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of new tokens over a paged KV cache: ``octavo.paged_attention`` in a JAX program.
+
+    Its options are those of ``octavo.paged_attention``.
 
     Args:
         q: float32, float16 or bfloat16 [batch, num_q_heads, head_dim], one token a sequence; packed:
@@ -234,21 +148,6 @@ def paged_attention(
         v_pages: like k_pages: the cache of values.
         page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
         seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
-        cu_seqlens_q: int32 [batch + 1], for packed q. This and the rest as for ``octavo.paged_attention``.
-        max_seqlen_q: the most queries of one sequence, for packed q. Default: total_q.
-        softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
-        causal: a query sees no key past its own position. Default: True.
-        window_left: keys before its own that a query sees. Default: -1, unbounded.
-        softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
-        alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
-        prefix_lens: int32 [batch]: the first keys, seen by all queries. Default: none.
-        k_scale: multiplies what k_pages holds. Default: 1.
-        v_scale: multiplies what v_pages holds. Default: 1.
-        num_splits: runs of keys worked on at once, from 1 to 1024. Default: chosen.
-        batch_invariant: the bits of a sequence's result do not depend on its batch; packed q needs
-            max_seqlen_q then. Default: False.
-        shared_prefix_len: the first so many tokens of every sequence, a multiple of page_size, lie in the
-            pages that the first row of page_table names, which are read once for all. Default: 0.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:
@@ -261,29 +160,8 @@ def paged_attention(
         JaxRuntimeError, ValueError: when the program runs: on the CPU lengths and pages that do not fit, on
             a GPU a dtype or head_dim without a kernel.
     """
-    arrays = {
-        "q": q,
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "page_table": page_table,
-        "seq_lens": seq_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "prefix_lens": prefix_lens,
-        "alibi_slopes": alibi_slopes,
-    }
-    options = {
-        "max_seqlen_q": max_seqlen_q,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_left": window_left,
-        "softcap": softcap,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "num_splits": num_splits,
-        "batch_invariant": batch_invariant,
-        "shared_prefix_len": shared_prefix_len,
-    }
-    results = _jax_call.run(_jax_call.PAGED_ATTENTION, arrays, options, return_lse)
+    arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table, "seq_lens": seq_lens}
+    results = _jax_call.run(_jax_call.PAGED_ATTENTION, {**arrays, **options}, return_lse)
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -323,7 +201,7 @@ def append_kv(
         TypeError: a wrong dtype, a traced number, differentiation.
         JaxRuntimeError, ValueError: when the program runs: on the CPU lengths and pages that do not fit.
     """
-    arrays = {
+    arguments = {
         "k": k,
         "v": v,
         "k_pages": k_pages,
@@ -331,8 +209,10 @@ def append_kv(
         "page_table": page_table,
         "seq_lens": seq_lens,
         "cu_seqlens": cu_seqlens,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
-    k_pages, v_pages = _jax_call.run(_jax_call.APPEND_KV, arrays, {"k_scale": k_scale, "v_scale": v_scale})
+    k_pages, v_pages = _jax_call.run(_jax_call.APPEND_KV, arguments)
     return k_pages, v_pages
 
 
@@ -356,7 +236,7 @@ def copy_pages(k_pages: ArrayLike, v_pages: ArrayLike, copies: ArrayLike) -> tup
         JaxRuntimeError, ValueError: when the program runs: on the CPU pages that do not fit.
     """
     arrays = {"k_pages": k_pages, "v_pages": v_pages, "copies": copies}
-    k_pages, v_pages = _jax_call.run(_jax_call.COPY_PAGES, arrays, {})
+    k_pages, v_pages = _jax_call.run(_jax_call.COPY_PAGES, arrays)
     return k_pages, v_pages
 
 
@@ -380,7 +260,6 @@ def merge_states(
         ValueError: shapes that do not fit.
         TypeError: a wrong dtype, differentiation.
     """
-    out, lse = _jax_call.run(
-        _jax_call.MERGE_STATES, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}, {}
-    )
+    arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    out, lse = _jax_call.run(_jax_call.MERGE_STATES, arrays)
     return out, lse

@@ -15,7 +15,6 @@ There is no backward yet: a tensor that requires grad is refused unless gradient
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 import octavo
 from octavo import _core
+from octavo._operators import ARGUMENTS
 
 __all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
 
@@ -36,20 +36,24 @@ if not hasattr(torch.library, "register_fake"):
 
 _library = torch.library.Library("octavo", "DEF")
 
-_ARRAYS = {
-    "attention": "Tensor q, Tensor k, Tensor v",
-    "paged_attention": "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens",
-}
-_OPTIONS = {
-    "attention": "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, "
-    "SymInt? max_seqlen_k=None, float? softmax_scale=None, bool causal=False, SymInt window_left=-1, "
-    "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? prefix_lens=None, "
-    "float dropout_p=0.0, SymInt? dropout_seed=None, SymInt dropout_offset=0",
-    "paged_attention": "Tensor? cu_seqlens_q=None, SymInt? max_seqlen_q=None, float? softmax_scale=None, "
-    "bool causal=True, SymInt window_left=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
-    "Tensor? prefix_lens=None, float? k_scale=None, float? v_scale=None, SymInt? num_splits=None, "
-    "bool batch_invariant=False, SymInt shared_prefix_len=0",
-}
+_ATTENTIONS = ("attention", "paged_attention")
+_TYPES = {"array": "Tensor", "bool": "bool", "int": "SymInt", "float": "float"}
+# The dispatcher drops arguments at the end that equal their defaults.
+_DEFAULTS = {name: tuple(argument["default"] for argument in ARGUMENTS[name]) for name in ARGUMENTS}
+
+
+def _arguments(name: str) -> tuple[str, str]:
+    """What a schema says of an operator's arguments: of those that must be given, and of the others."""
+    required, others = [], []
+    aliases = iter("ab")
+    for argument in ARGUMENTS[name]:
+        kind, default = _TYPES[argument["type"]], argument["default"]
+        if argument["required"]:
+            alias = f"({next(aliases)}!)" if argument["access"] == "write" else ""
+            required.append(f"{kind}{alias} {argument['name']}")
+        else:
+            others.append(f"{kind}{'?' if default is None else ''} {argument['name']}={default}")
+    return ", ".join(required), ", ".join(others)
 
 
 def _operator(name: str) -> Any:
@@ -92,14 +96,13 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _define_attention(name: str, function: Callable[..., Any], core: Callable[..., Any]) -> None:
+def _define_attention(name: str) -> None:
     """Define the operator that returns a tensor, the one that writes to `out`, and both with log-sum-exp."""
-    defaults = tuple(parameter.default for parameter in inspect.signature(function).parameters.values())
-    num_arrays = _ARRAYS[name].count(",") + 1
+    core, defaults = getattr(_core, name), _DEFAULTS[name]
+    num_arrays = sum(argument["required"] for argument in ARGUMENTS[name])
 
     def kernel(*args: Any, return_lse: bool = False, out: Tensor | None = None) -> Any:
-        # The dispatcher drops arguments at the end that equal their defaults. After them come those three.
-        return core(*args, *defaults[len(args) : -3], return_lse, out, None)
+        return core(*args, *defaults[len(args) :], return_lse, out, None)
 
     def kernel_out(*args: Any) -> None:
         out = args[num_arrays]
@@ -112,7 +115,7 @@ def _define_attention(name: str, function: Callable[..., Any], core: Callable[..
         result = kernel(*args[:num_arrays], *args[num_arrays + 1 :], out=out, return_lse=True)
         return cast("Tensor", result[1])
 
-    arrays, options = _ARRAYS[name], _OPTIONS[name]
+    arrays, options = _arguments(name)
     out = "Tensor(a!) out"
     _define(name, f"({arrays}, {options}) -> Tensor", kernel, lambda q, *_: q.new_empty(q.shape))
     _define(
@@ -132,7 +135,8 @@ def _define_attention(name: str, function: Callable[..., Any], core: Callable[..
 
 def _append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *args: Any) -> None:
     _will_write(k_pages, v_pages)
-    _core.append_kv(k, v, k_pages, v_pages, *args, *(None,) * (6 - len(args)))
+    defaults = _DEFAULTS["append_kv"][4 + len(args) :]
+    _core.append_kv(k, v, k_pages, v_pages, *args, *defaults, None)
 
 
 def _copy_pages(k_pages: Tensor, v_pages: Tensor, copies: Tensor) -> None:
@@ -155,27 +159,16 @@ def _fake_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-_define_attention("attention", octavo.attention, _core.attention)
-_define_attention("paged_attention", octavo.paged_attention, _core.paged_attention)
+for _name in _ATTENTIONS:
+    _define_attention(_name)
 _define(
     "merge_states",
-    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    f"({_arguments('merge_states')[0]}) -> (Tensor, Tensor)",
     octavo.merge_states,
     _fake_merge_states,
 )
-_define(
-    "append_kv",
-    "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, Tensor seq_lens, "
-    "Tensor? cu_seqlens=None, float? k_scale=None, float? v_scale=None) -> ()",
-    _append_kv,
-    _fake_nothing,
-)
-_define(
-    "copy_pages",
-    "(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor copies) -> ()",
-    _copy_pages,
-    _fake_nothing,
-)
+_define("append_kv", f"({', '.join(_arguments('append_kv'))}) -> ()", _append_kv, _fake_nothing)
+_define("copy_pages", f"({_arguments('copy_pages')[0]}) -> ()", _copy_pages, _fake_nothing)
 _define(
     "copy_pages_to",
     "(Tensor k_pages, Tensor v_pages, Tensor copies, *, Tensor(a!) to_k_pages, Tensor(b!) to_v_pages) -> ()",
@@ -201,7 +194,9 @@ def _refuse_stream(name: str, stream: object) -> None:
 
 
 _OPERATORS = {
-    name + suffix: _operator(name + suffix) for name in _ARRAYS for suffix in ("", ".lse", ".out", ".out_lse")
+    name + suffix: _operator(name + suffix)
+    for name in _ATTENTIONS
+    for suffix in ("", ".lse", ".out", ".out_lse")
 }
 
 

@@ -1,122 +1,60 @@
-// The operators: import the arrays, call, hand over the results.
-#include <octavo/attention.h>
-#include <octavo/paged_attention.h>
-
+// The operators for Python, derived from operators/schema.h: import the arguments, call, hand over the
+// results.
 #include "bindings/bindings.h"
 #include "bindings/import_array.h"
 #include "bindings/make_array.h"
 #include "bindings/scalars.h"
+#include "operators/schema.h"
+
+#include <octavo/paged_attention.h>
+
+#include <nanobind/stl/optional.h>
+
+#include <array>
+#include <utility>
 
 namespace octavo::bindings {
 namespace {
 
-std::optional<float> optional_scale(const char* op, const char* name, nb::handle value) {
-    const std::optional<double> scale = optional_float(op, name, value);
-    if (!scale) return std::nullopt;
-    return static_cast<float>(*scale);
-}
+using schema::Access;
 
-// What attention and paged_attention do once their inputs are imported.
-template <class Args>
-nb::object run_with_results(Call& call, Args& args, nb::handle given_out, bool return_lse,
-                            void (*op)(const Args&)) {
-    ResultArray out(call, "out", given_out, args.q.ndim, args.q.dtype);
-    args.out = out.view();
-    std::optional<ResultArray> lse;
-    if (return_lse) {
-        lse.emplace(call, "lse", nb::none(), args.q.ndim - 1, DType::float32);
-        args.lse = lse->view();
+// What Python passes to an operator: a value for each argument that is no result, in the order of the
+// description; then, if the log-sum-exp is optional, return_lse and out; then stream.
+template <class Operator>
+constexpr size_t kNumInputs = schema::count<Operator>([](const auto& a) { return !a.is_result(); });
+template <class Operator>
+constexpr size_t kNumResults = schema::count<Operator>([](const auto& a) { return a.is_result(); });
+template <class Operator>
+constexpr bool kHasOptionalResult =
+    schema::count<Operator>([](const auto& a) { return a.is_result() && !a.kIsRequired; }) != 0;
+template <class Operator>
+using Given = std::array<nb::handle, kNumInputs<Operator> + (kHasOptionalResult<Operator> ? 3 : 1)>;
+
+template <class Argument, class Args>
+void take(Call& call, const Argument& argument, nb::handle given, Args& args) {
+    if constexpr (Argument::kIsArray) {
+        if (!Argument::kIsRequired && given.is_none()) return;
+        args.*argument.member = argument.access == Access::write
+                                    ? call.output(argument.name, given, argument.accept)
+                                    : call.input(argument.name, given, argument.accept);
+    } else {
+        args.*argument.member = scalar_argument<typename Argument::Value>(call.op(), argument.name, given);
     }
-    args.stream = call.stream();
-    call.run([&] { op(args); });
-    if (!lse) return out.finish();
-    return nb::make_tuple(out.finish(), lse->finish());
 }
 
-nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
-                     nb::handle cu_seqlens_k, nb::handle max_seqlen_q, nb::handle max_seqlen_k,
-                     nb::handle softmax_scale, nb::handle causal, nb::handle window_left,
-                     nb::handle window_right, nb::handle softcap, nb::handle alibi_slopes,
-                     nb::handle prefix_lens, nb::handle dropout_p, nb::handle dropout_seed,
-                     nb::handle dropout_offset, nb::handle return_lse, nb::handle out, nb::handle stream) {
-    constexpr const char* op = "attention";
-    Call call(op, stream);
-    AttentionArgs args;
-    args.q = call.input("q", q);
-    args.k = call.input("k", k);
-    args.v = call.input("v", v);
-    args.cu_seqlens_q = call.optional_input("cu_seqlens_q", cu_seqlens_q, Accept::int32);
-    args.cu_seqlens_k = call.optional_input("cu_seqlens_k", cu_seqlens_k, Accept::int32);
-    args.prefix_lens = call.optional_input("prefix_lens", prefix_lens, Accept::int32);
-    args.alibi_slopes = call.optional_input("alibi_slopes", alibi_slopes, Accept::float32);
-    args.max_seqlen_q = optional_int(op, "max_seqlen_q", max_seqlen_q);
-    args.max_seqlen_k = optional_int(op, "max_seqlen_k", max_seqlen_k);
-    args.softmax_scale = optional_float(op, "softmax_scale", softmax_scale);
-    args.causal = bool_argument(op, "causal", causal);
-    args.window_left = int_argument(op, "window_left", window_left);
-    args.window_right = int_argument(op, "window_right", window_right);
-    args.softcap = float_argument(op, "softcap", softcap);
-    args.dropout_p = float_argument(op, "dropout_p", dropout_p);
-    args.dropout_seed = optional_int(op, "dropout_seed", dropout_seed);
-    args.dropout_offset = int_argument(op, "dropout_offset", dropout_offset);
-    return run_with_results(call, args, out, bool_argument(op, "return_lse", return_lse), &octavo::attention);
+template <class Operator>
+void take_inputs(Call& call, const Given<Operator>& given, typename Operator::Args& args) {
+    const nb::handle* next = given.data();
+    schema::for_each_argument<Operator>([&](const auto& argument) {
+        if (!argument.is_result()) take(call, argument, *next++, args);
+    });
 }
 
-nb::object paged_attention(nb::handle q, nb::handle k_pages, nb::handle v_pages, nb::handle page_table,
-                           nb::handle seq_lens, nb::handle cu_seqlens_q, nb::handle max_seqlen_q,
-                           nb::handle softmax_scale, nb::handle causal, nb::handle window_left,
-                           nb::handle softcap, nb::handle alibi_slopes, nb::handle prefix_lens,
-                           nb::handle k_scale, nb::handle v_scale, nb::handle num_splits,
-                           nb::handle batch_invariant, nb::handle shared_prefix_len, nb::handle return_lse,
-                           nb::handle out, nb::handle stream) {
-    constexpr const char* op = "paged_attention";
-    Call call(op, stream);
-    PagedAttentionArgs args;
-    args.q = call.input("q", q);
-    args.k_pages = call.input("k_pages", k_pages);
-    args.v_pages = call.input("v_pages", v_pages);
-    args.page_table = call.input("page_table", page_table, Accept::int32);
-    args.seq_lens = call.input("seq_lens", seq_lens, Accept::int32);
-    args.cu_seqlens_q = call.optional_input("cu_seqlens_q", cu_seqlens_q, Accept::int32);
-    args.prefix_lens = call.optional_input("prefix_lens", prefix_lens, Accept::int32);
-    args.alibi_slopes = call.optional_input("alibi_slopes", alibi_slopes, Accept::float32);
-    args.max_seqlen_q = optional_int(op, "max_seqlen_q", max_seqlen_q);
-    args.softmax_scale = optional_float(op, "softmax_scale", softmax_scale);
-    args.causal = bool_argument(op, "causal", causal);
-    args.window_left = int_argument(op, "window_left", window_left);
-    args.softcap = float_argument(op, "softcap", softcap);
-    args.k_scale = optional_scale(op, "k_scale", k_scale);
-    args.v_scale = optional_scale(op, "v_scale", v_scale);
-    args.num_splits = optional_int(op, "num_splits", num_splits);
-    args.batch_invariant = bool_argument(op, "batch_invariant", batch_invariant);
-    args.shared_prefix_len = int_argument(op, "shared_prefix_len", shared_prefix_len);
-    return run_with_results(call, args, out, bool_argument(op, "return_lse", return_lse),
-                            &octavo::paged_attention);
-}
-
-void append_kv(nb::handle k, nb::handle v, nb::handle k_pages, nb::handle v_pages, nb::handle page_table,
-               nb::handle seq_lens, nb::handle cu_seqlens, nb::handle k_scale, nb::handle v_scale,
-               nb::handle stream) {
-    constexpr const char* op = "append_kv";
-    Call call(op, stream);
-    AppendKvArgs args;
-    args.k = call.input("k", k);
-    args.v = call.input("v", v);
-    args.k_pages = call.output("k_pages", k_pages);
-    args.v_pages = call.output("v_pages", v_pages);
-    args.page_table = call.input("page_table", page_table, Accept::int32);
-    args.seq_lens = call.input("seq_lens", seq_lens, Accept::int32);
-    args.cu_seqlens = call.optional_input("cu_seqlens", cu_seqlens, Accept::int32);
-    args.k_scale = optional_scale(op, "k_scale", k_scale);
-    args.v_scale = optional_scale(op, "v_scale", v_scale);
-    args.stream = call.stream();
-    call.run([&] { octavo::append_kv(args); });
-}
-
-void copy_pages(nb::handle k_pages, nb::handle v_pages, nb::handle copies, nb::handle to_k_pages,
-                nb::handle to_v_pages, nb::handle stream) {
-    Call call("copy_pages", stream);
-    CopyPagesArgs args;
+// With a second cache, either may be in host memory, where it does not decide the device. So `copies` come
+// last.
+template <>
+void take_inputs<schema::CopyPages>(Call& call, const Given<schema::CopyPages>& given, CopyPagesArgs& args) {
+    const auto& [k_pages, v_pages, copies, to_k_pages, to_v_pages, stream] = given;
     if (to_k_pages.is_none() && to_v_pages.is_none()) {
         args.k_pages = call.output("k_pages", k_pages);
         args.v_pages = call.output("v_pages", v_pages);
@@ -127,25 +65,51 @@ void copy_pages(nb::handle k_pages, nb::handle v_pages, nb::handle copies, nb::h
         if (!to_v_pages.is_none()) args.to_v_pages = call.output_or_host("to_v_pages", to_v_pages);
     }
     args.copies = call.input("copies", copies, Accept::int32);
-    args.stream = call.stream();
-    call.run([&] { octavo::copy_pages(args); });
 }
 
-nb::tuple merge_states(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb::handle lse_b,
-                       nb::handle stream) {
-    Call call("merge_states", stream);
-    MergeStatesArgs args;
-    args.out_a = call.input("out_a", out_a);
-    args.lse_a = call.input("lse_a", lse_a, Accept::float32);
-    args.out_b = call.input("out_b", out_b);
-    args.lse_b = call.input("lse_b", lse_b, Accept::float32);
-    ResultArray out(call, "out", nb::none(), args.out_a.ndim, args.out_a.dtype);
-    ResultArray lse(call, "lse", nb::none(), args.out_a.ndim - 1, DType::float32);
-    args.out = out.view();
-    args.lse = lse.view();
-    args.stream = call.stream();
-    call.run([&] { octavo::merge_states(args); });
-    return nb::make_tuple(out.finish(), lse.finish());
+template <class Operator>
+nb::object run(const Given<Operator>& given) {
+    Call call(Operator::kName, given.back());
+    typename Operator::Args args;
+    take_inputs<Operator>(call, given, args);
+    auto launch = [&] {
+        args.stream = call.stream();
+        call.run([&] { Operator::kRun(args); });
+    };
+    if constexpr (kNumResults<Operator> == 0) {
+        launch();
+        return nb::none();
+    } else {
+        bool return_lse = true;
+        nb::object given_out = nb::none();
+        if constexpr (kHasOptionalResult<Operator>) {
+            return_lse = bool_argument(call.op(), "return_lse", given[kNumInputs<Operator>]);
+            given_out = nb::borrow(given[kNumInputs<Operator> + 1]);
+        }
+        const TensorView& first = call.first_view();
+        ResultArray out(call, "out", given_out, first.ndim, first.dtype);
+        args.out = out.view();
+        std::optional<ResultArray> lse;
+        if (return_lse) {
+            lse.emplace(call, "lse", nb::none(), first.ndim - 1, DType::float32);
+            args.lse = lse->view();
+        }
+        launch();
+        if (!lse) return out.finish();
+        return nb::make_tuple(out.finish(), lse->finish());
+    }
+}
+
+template <size_t>
+using Handle = nb::handle;
+
+// Takes its arguments by position only. Any of them may be None here; the operator says which may not.
+template <class Operator, size_t... I>
+void define(nb::module_& m, std::index_sequence<I...>) {
+    m.def(
+        Operator::kName, [](Handle<I>... given) { return run<Operator>({given...}); },
+        nb::sig((std::string("def ") + Operator::kName + "(*args: object) -> object").c_str()),
+        (static_cast<void>(I), nb::arg().none())...);
 }
 
 void check_page_table(nb::handle page_table, nb::handle seq_lens, nb::handle num_pages, nb::handle page_size,
@@ -159,28 +123,61 @@ void check_page_table(nb::handle page_table, nb::handle seq_lens, nb::handle num
     call.run([&] { octavo::check_page_table(table, lengths, pages, size, call.stream()); });
 }
 
-// Takes its arguments by position only. Any of them may be None here; the operator says which may not.
-template <class Return, class... Args>
-void define(nb::module_& m, const char* name, Return (*function)(Args...), const char* signature) {
-    m.def(name, function, nb::sig((std::string("def ") + name + signature).c_str()),
-          (static_cast<void>(sizeof(Args)), nb::arg().none())...);
+const char* to_string(Access access) {
+    switch (access) {
+        case Access::read: return "read";
+        case Access::write: return "write";
+        case Access::result: break;
+    }
+    return "result";
+}
+
+template <class Argument, class Args>
+nb::dict describe(const Argument& argument, const Args& defaults) {
+    nb::dict description;
+    description["name"] = argument.name;
+    if constexpr (Argument::kIsArray) {
+        description["type"] = "array";
+        description["access"] = to_string(argument.access);
+        description["default"] = nb::none();
+    } else {
+        using Number = typename Argument::Number;
+        const char* number = std::is_integral_v<Number> ? "int" : "float";
+        description["type"] = std::is_same_v<Number, bool> ? "bool" : number;
+        description["access"] = to_string(Access::read);
+        description["default"] = defaults.*argument.member;
+    }
+    description["required"] = Argument::kIsRequired;
+    return description;
+}
+
+nb::dict operator_arguments() {
+    nb::dict operators;
+    schema::for_each_operator([&](auto op) {
+        using Operator = decltype(op);
+        const typename Operator::Args defaults;
+        nb::list arguments;
+        schema::for_each_argument<Operator>(
+            [&](const auto& argument) { arguments.append(describe(argument, defaults)); });
+        operators[Operator::kName] = arguments;
+    });
+    return operators;
 }
 
 }  // namespace
 
-// The signatures are written out, with names, types and defaults, in octavo/_attention.py and
-// octavo/_paged_attention.py.
+// Names and types are in octavo/_attention.py and octavo/_paged_attention.py, the keywords and their defaults
+// are added by octavo/_operators.py.
 void bind_operators(nb::module_& m) {
-    constexpr const char* returns_out =
-        "(q: octavo._types.Array, *rest: object) -> octavo._types.Array | tuple[octavo._types.Array, "
-        "octavo._types.Array]";
-    define(m, "attention", &attention, returns_out);
-    define(m, "paged_attention", &paged_attention, returns_out);
-    define(m, "merge_states", &merge_states,
-           "(out_a: octavo._types.Array, *rest: object) -> tuple[octavo._types.Array, octavo._types.Array]");
-    define(m, "append_kv", &append_kv, "(*args: object) -> None");
-    define(m, "copy_pages", &copy_pages, "(*args: object) -> None");
-    define(m, "check_page_table", &check_page_table, "(*args: object) -> None");
+    schema::for_each_operator([&](auto op) {
+        using Operator = decltype(op);
+        define<Operator>(m, std::make_index_sequence<std::tuple_size_v<Given<Operator>>>());
+    });
+    m.def("check_page_table", &check_page_table, nb::arg().none(), nb::arg().none(), nb::arg().none(),
+          nb::arg().none(), nb::arg().none(), nb::sig("def check_page_table(*args: object) -> None"));
+    m.def("operator_arguments", &operator_arguments,
+          nb::sig("def operator_arguments() -> dict[str, list[octavo._types.Argument]]"),
+          "The arguments of each operator, in the order of its function here; results come last.");
 }
 
 }  // namespace octavo::bindings

@@ -314,8 +314,9 @@ void bind_page_allocator(nb::module_& m) {
             "fork",
             [](PageAllocator& self, nb::handle seq, nb::handle n, nb::handle length) {
                 nb::list children;
-                for (Sequence child : self.fork(sequence_argument("fork", seq), int_argument("fork", "n", n),
-                                                optional_int("fork", "length", length))) {
+                for (Sequence child :
+                     self.fork(sequence_argument("fork", seq), int_argument("fork", "n", n),
+                               scalar_argument<std::optional<int64_t>>("fork", "length", length))) {
                     children.append(to_python(child));
                 }
                 return children;

@@ -70,16 +70,6 @@ double float_argument(const char* op, const char* name, nb::handle value) {
     return number;
 }
 
-std::optional<int64_t> optional_int(const char* op, const char* name, nb::handle value) {
-    if (value.is_none()) return std::nullopt;
-    return int_argument(op, name, value);
-}
-
-std::optional<double> optional_float(const char* op, const char* name, nb::handle value) {
-    if (value.is_none()) return std::nullopt;
-    return float_argument(op, name, value);
-}
-
 std::optional<void*> stream_argument(const char* op, nb::handle stream) {
     if (stream.is_none()) return std::nullopt;
     nb::object address = nb::borrow(stream);

@@ -1,4 +1,4 @@
-// Arguments that are not arrays. A failure names operator and argument; None gives nothing.
+// Arguments that are not arrays. A failure names operator and argument.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 namespace octavo::bindings {
 
@@ -16,8 +17,21 @@ std::string type_name(nb::handle object);  // "list", "numpy.ndarray"
 bool bool_argument(const char* op, const char* name, nb::handle value);
 int64_t int_argument(const char* op, const char* name, nb::handle value);
 double float_argument(const char* op, const char* name, nb::handle value);
-std::optional<int64_t> optional_int(const char* op, const char* name, nb::handle value);
-std::optional<double> optional_float(const char* op, const char* name, nb::handle value);
+
+// The same by type: bool, int64_t, double, float, or a std::optional of one, which has no value for None.
+template <class T>
+T scalar_argument(const char* op, const char* name, nb::handle value) {
+    if constexpr (std::is_same_v<T, bool>) {
+        return bool_argument(op, name, value);
+    } else if constexpr (std::is_same_v<T, int64_t>) {
+        return int_argument(op, name, value);
+    } else if constexpr (std::is_floating_point_v<T>) {
+        return static_cast<T>(float_argument(op, name, value));
+    } else {
+        if (value.is_none()) return std::nullopt;
+        return scalar_argument<typename T::value_type>(op, name, value);
+    }
+}
 
 // A cudaStream_t from an int, or from an object with __cuda_stream__ (cuda.core's protocol), cuda_stream
 // (torch) or ptr (CuPy). The legacy default stream is null, whichever of its names was given.

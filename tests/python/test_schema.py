@@ -1,0 +1,312 @@
+"""Every face of an operator equals its description, src/operators/schema.h; seven places make an argument."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import octavo
+from octavo import _core, _operators
+from support.programs import run
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import c_interface  # noqa: E402
+
+OPERATORS = _core.operator_arguments()
+INPUTS = _operators.ARGUMENTS
+CHOICES = ("return_lse", "out", "stream")  # of Python alone
+CPP_STRUCTS = {
+    "attention": ("attention.h", "AttentionArgs"),
+    "paged_attention": ("paged_attention.h", "PagedAttentionArgs"),
+    "append_kv": ("paged_attention.h", "AppendKvArgs"),
+    "copy_pages": ("paged_attention.h", "CopyPagesArgs"),
+    "merge_states": ("attention.h", "MergeStatesArgs"),
+}
+C_STRUCTS = {
+    "attention": c_interface.AttentionArgs,
+    "paged_attention": c_interface.PagedAttentionArgs,
+    "append_kv": c_interface.AppendKvArgs,
+}
+SCALARS = [
+    pytest.param(operator, argument, id=f"{operator}-{argument['name']}")
+    for operator, arguments in INPUTS.items()
+    for argument in arguments
+    if argument["type"] != "array"
+]
+
+
+def can_import(module):
+    """Whether a face of Octavo can be imported: its library is there."""
+    return importlib.util.find_spec(module.rpartition(".")[2]) is not None
+
+
+def names(arguments):
+    return [argument["name"] for argument in arguments]
+
+
+def test_the_description_itself():
+    """Some of it by hand: what all other tests rely on."""
+    assert list(OPERATORS) == ["attention", "paged_attention", "append_kv", "copy_pages", "merge_states"]
+    described = {argument["name"]: argument for argument in OPERATORS["paged_attention"]}
+    assert described["q"] == {
+        "name": "q",
+        "type": "array",
+        "access": "read",
+        "required": True,
+        "default": None,
+    }
+    assert not described["alibi_slopes"]["required"]
+    assert [described[name]["access"] for name in ("out", "lse")] == ["result", "result"]
+    assert (described["causal"]["type"], described["causal"]["default"]) == ("bool", True)
+    assert (described["window_left"]["type"], described["window_left"]["default"]) == ("int", -1)
+    assert (described["softcap"]["type"], described["softcap"]["default"]) == ("float", 0.0)
+    assert (described["k_scale"]["type"], described["k_scale"]["default"]) == ("float", None)
+    assert [x["name"] for x in OPERATORS["append_kv"] if x["access"] == "write"] == ["k_pages", "v_pages"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_cpp_structs(operator):
+    """Their fields are the arguments and the stream. The defaults in the description are theirs."""
+    header, struct = CPP_STRUCTS[operator]
+    text = re.sub(r"//.*", "", (ROOT / "include" / "octavo" / header).read_text())
+    body = re.search(rf"struct {struct} {{(.*?)\n}};", text, re.DOTALL)[1]
+    fields = re.findall(r"(\w+)(?: = [^,;]+)?[,;]", body)
+    assert sorted(fields) == sorted([*names(OPERATORS[operator]), "stream"])
+
+
+@pytest.mark.parametrize("operator", C_STRUCTS)
+def test_c_structs(operator):
+    library, struct = c_interface.Library(), C_STRUCTS[operator]
+    fields = dict(struct._fields_)
+    assert sorted(fields) == sorted([*names(OPERATORS[operator]), "struct_size", "stream"])
+    args = struct()
+    ctypes.memset(ctypes.byref(args), 0x55, ctypes.sizeof(args))
+    getattr(library._library, f"octavo_{operator}_args_init")(ctypes.byref(args))
+    assert args.struct_size == ctypes.sizeof(args) and args.stream is None
+    c_types = {
+        "array": (c_interface.Tensor,),
+        "bool": (ctypes.c_int32,),
+        "int": (ctypes.c_int64,),
+        "float": (ctypes.c_double, ctypes.c_float),
+    }
+    for argument in OPERATORS[operator]:
+        value = getattr(args, argument["name"])
+        assert fields[argument["name"]] in c_types[argument["type"]]
+        if argument["type"] == "array":
+            assert bytes(value) == bytes(ctypes.sizeof(value))
+        elif argument["default"] is not None:
+            assert value == argument["default"]
+        else:  # what a user's own value cannot be, or does no more than none
+            assert value == {"int": -1, "float": 1.0}[argument["type"]] or math.isnan(value)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_python_signatures(operator):
+    function, described = getattr(octavo, operator), INPUTS[operator]
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.name not in CHOICES]
+    assert [p.name for p in parameters] == names(described)
+    for parameter, argument in zip(parameters, described, strict=True):
+        required = argument["required"]
+        assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if required else parameter.KEYWORD_ONLY)
+        default = parameter.empty if required else argument["default"]
+        assert parameter.default == default and type(parameter.default) is type(default)
+        kind = argument["type"] + (" | None" if default is None else "")
+        assert parameter.annotation in (
+            kind,
+            kind.replace("array", "SupportsDLPack"),
+            kind.replace("array", "Array"),
+        )
+    choices = [p.name for p in signature.parameters.values() if p.name in CHOICES]
+    assert choices == [name for name in CHOICES if name in choices] and choices[-1] == "stream"
+    assert list(typing.get_type_hints(function)) == [*signature.parameters, "return"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_docstrings(operator):
+    """Each argument has an entry, in order, which names its default."""
+    function = getattr(octavo, operator)
+    section = inspect.getdoc(function).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"\n(?=    \w)", section)
+    assert [entry.partition(":")[0].strip() for entry in entries] == list(
+        inspect.signature(function).parameters
+    )
+    for entry, argument in zip(entries, INPUTS[operator], strict=False):
+        if argument["default"] is not None:
+            assert f"Default: {argument['default']}" in " ".join(entry.split())
+
+
+def test_typed_dicts():
+    """Type checkers see the keywords that the operators have."""
+    modules = {"octavo._types": "{}Options"}
+    if can_import("octavo.jax"):
+        modules["octavo.jax"] = "_{}Options"
+    for module, name in modules.items():
+        for operator, title in (("attention", "Attention"), ("paged_attention", "PagedAttention")):
+            options = getattr(importlib.import_module(module), name.format(title))
+            expected = [argument["name"] for argument in INPUTS[operator] if not argument["required"]]
+            assert sorted(options.__annotations__) == sorted(expected)
+
+
+USES = """
+from typing_extensions import assert_type
+
+import numpy as np
+
+import octavo
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+
+def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
+    paged = (x, x, x, i, i)
+    assert_type(octavo.attention(x, x, x, causal=True, alibi_slopes=x, out=x, stream=0), Array)
+    assert_type(octavo.attention(x, x, x, softmax_scale=0.5, return_lse=True), tuple[Array, Array])
+    assert_type(octavo.paged_attention(*paged, cu_seqlens_q=i, num_splits=None, window_left=2), Array)
+    assert_type(octavo.paged_attention(*paged, return_lse=True, k_scale=0.5), tuple[Array, Array])
+    octavo.attention(x, x, x, window=3)  # type: ignore[call-overload]
+    octavo.attention(x, x, x, window_left=0.5)  # type: ignore[call-overload]
+    octavo.paged_attention(*paged, causal=None)  # type: ignore[call-overload]
+    octavo.paged_attention(*paged, return_lse=True, v_scale="1")  # type: ignore[call-overload]
+"""
+
+
+def test_type_checkers(tmp_path):
+    """They know the results by return_lse, and refuse unknown keywords and values of other types."""
+    pytest.importorskip("mypy")
+    (tmp_path / "uses.py").write_text(USES)
+    run(sys.executable, "-m", "mypy", "--strict", "--config-file=", "uses.py", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_torch_schemas(operator):
+    pytest.importorskip("torch")
+    import octavo.torch
+
+    overloads = getattr(octavo.torch.torch.ops.octavo, operator)
+    for overload in overloads.overloads():
+        arguments = [x for x in getattr(overloads, overload)._schema.arguments if x.name != "out"]
+        # copy_pages_to has those that begin with "to_".
+        described = [x for x in INPUTS[operator] if not x["name"].startswith("to_")]
+        for ours, argument in zip(arguments, described, strict=True):
+            optional = not argument["required"] and argument["default"] is None
+            kind = argument["type"].replace("array", "Tensor")
+            assert ours.name == argument["name"] and not ours.kwarg_only
+            assert str(ours.type) == (f"Optional[{kind}]" if optional else kind)
+            assert ours.has_default_value() == (not argument["required"])
+            assert ours.default_value == argument["default"]
+            assert bool(ours.alias_info) == (argument["access"] == "write")
+
+
+def xla_arrays(operator):
+    """(name, dtype, shape) of small arrays that fit together."""
+    shapes = {
+        "attention": {"q": (1, 2, 2, 8), "k": (1, 3, 1, 8), "v": (1, 3, 1, 8), "out": (1, 2, 2, 8)},
+        "paged_attention": {
+            "q": (1, 2, 8),
+            "k_pages": (4, 2, 1, 8),
+            "v_pages": (4, 2, 1, 8),
+            "page_table": (1, 3),
+            "seq_lens": (1,),
+            "out": (1, 2, 8),
+        },
+        "append_kv": {
+            "k": (1, 1, 8),
+            "v": (1, 1, 8),
+            "k_pages": (4, 2, 1, 8),
+            "v_pages": (4, 2, 1, 8),
+            "page_table": (1, 3),
+            "seq_lens": (1,),
+        },
+    }[operator]
+    dtypes = {"page_table": "int32", "seq_lens": "int32"}
+    return [(name, dtypes.get(name, "float32"), shape) for name, shape in shapes.items()]
+
+
+@pytest.mark.parametrize(("operator", "argument"), SCALARS)
+def test_xla_attributes(operator, argument):
+    """A call from a JAX program reads each scalar, as the type that it is described by."""
+    arrays, name = xla_arrays(operator), argument["name"]
+    fitting = {"bool": False, "int": 0, "float": 0.5}
+    for kind, value in fitting.items():
+        if kind != argument["type"]:
+            with pytest.raises(RuntimeError, match="variant"):
+                _core.check_xla_call(operator, arrays, {name: value})
+    if not name.startswith("max_seqlen"):  # those are for packed arrays
+        seed = {"dropout_seed": 1} if name == "dropout_p" else {}
+        value = 1 if name == "num_splits" else fitting[argument["type"]]
+        _core.check_xla_call(operator, arrays, {**seed, name: value})
+
+
+@pytest.mark.parametrize(("operator", "argument"), SCALARS)
+def test_jax_options(operator, argument):
+    pytest.importorskip("jax")
+    import octavo.jax
+
+    arrays = {name: np.zeros(shape, dtype) for name, dtype, shape in xla_arrays(operator) if name != "out"}
+    name, kind = argument["name"], argument["type"]
+    with pytest.raises(TypeError, match=f"{operator}: {name} must be a {kind}; got object"):
+        getattr(octavo.jax, operator)(**arrays, **{name: object()})
+
+
+def test_arguments_are_passed_in_the_order_of_the_description(monkeypatch):
+    """Whatever the order in which Python declares or gives them."""
+
+    def copy_pages(
+        copies: int, v_pages: int, k_pages: int, *, stream: int = 0, to_v_pages: int = 0, to_k_pages: int = 0
+    ) -> None:
+        """Copy."""
+
+    monkeypatch.setattr(_operators, "_core", SimpleNamespace(copy_pages=lambda *args: args))
+    declared = _operators.native()(copy_pages)
+    assert declared(3, 2, to_k_pages=4, stream=6, k_pages=1) == (1, 2, 3, 4, 0, 6)
+    assert inspect.signature(declared) == inspect.signature(copy_pages)
+    assert declared.__doc__ == "Copy." and declared.__qualname__ == copy_pages.__qualname__
+    assert inspect.getsource(declared) == inspect.getsource(copy_pages)
+
+
+def test_functions_are_made_without_docstrings_too():
+    modules = [name for name in ("octavo", "octavo.jax", "octavo.torch") if can_import(name)]
+    run(sys.executable, "-OO", "-c", f"import {', '.join(modules)}; assert not octavo.attention.__doc__")
+
+
+# How soon a new argument is added
+
+
+def places_of(word):
+    """The files before any kernel that have the word, each as often as it has groups of lines with it."""
+    folders = [ROOT / "examples", ROOT / "include", ROOT / "python"]
+    folders += [folder for folder in (ROOT / "src").iterdir() if folder.name not in ("cpu", "cuda")]
+    files = [file for folder in folders for file in folder.rglob("*.*")]
+    places = []
+    for file in files:
+        if file.suffix not in (".h", ".cpp", ".py"):
+            continue
+        last = -math.inf
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
+            if re.search(rf"\b{word}\b", line):
+                if number > last + 3:
+                    places.append(str(file.relative_to(ROOT)))
+                last = number
+    return places
+
+
+def test_a_scalar_of_paged_attention_is_written_in_seven_places():
+    """Those that docs/developing.md lists."""
+    page = (ROOT / "docs" / "developing.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Add an argument\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\d\. `([\w/.]+)`", section, re.MULTILINE)
+    assert len(listed) == 7
+    assert sorted(places_of("num_splits")) == sorted(listed)
