@@ -1,5 +1,6 @@
 # Decides whether CUDA is built, and says what was decided and why. Sets OCTAVO_HAS_CUDA; when it is true,
-# the CUDA language is enabled and CUDAToolkit is found.
+# the CUDA language is enabled and CUDAToolkit is found; when it is false, OCTAVO_WHY_CPU_ONLY is what the library
+# says of itself.
 #
 # The Python build backend looks for a compiler by itself and passes ON with CMAKE_CUDA_COMPILER, or OFF.
 
@@ -84,6 +85,7 @@ else()
   elseif(OCTAVO_CUDA STREQUAL "ON")
     message(FATAL_ERROR "Octavo: OCTAVO_CUDA=ON, but ${_octavo_why_not}")
   else()
+    set(OCTAVO_CUDA_REASON "${_octavo_why_not}")
     message(WARNING
       "Octavo: CUDA OFF: ${_octavo_why_not}. This build serves the CPU only. "
       "OCTAVO_CUDA=ON makes this an error, OCTAVO_CUDA=OFF silences it.")
@@ -104,4 +106,12 @@ if(OCTAVO_HAS_CUDA)
   list(JOIN OCTAVO_CUDA_ARCHITECTURES " " _octavo_architectures)
   message(STATUS "Octavo: CUDA ON, nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${OCTAVO_CUDA_REASON}), "
     "architectures ${_octavo_architectures}")
+else()
+  if(SKBUILD)
+    set(_octavo_command "OCTAVO_CUDA=ON pip install .")
+  else()
+    set(_octavo_command "cmake -DOCTAVO_CUDA=ON")
+  endif()
+  string(CONCAT OCTAVO_WHY_CPU_ONLY "octavo was built for the CPU only (${OCTAVO_CUDA_REASON}); "
+    "to build it with CUDA, run in its repository: ${_octavo_command}")
 endif()

@@ -24,6 +24,8 @@ try:
     from smollm.scheduler import Limits, Scheduler
     from smollm.tokenizer import ChatTokenizer
     from smollm.weights import Checkpoint, MissingWeightsError, find_gguf
+
+    import octavo
 except ModuleNotFoundError as missing:
     sys.exit(
         f"generate.py: {missing}; in octavo's repository, everything that this example needs comes with\n"
@@ -43,6 +45,10 @@ DEFAULT_PROMPTS = [
 
 def main() -> None:
     args = parse_arguments()
+    if why_cpu_only := octavo.build_info()["why_cpu_only"]:
+        print(f"generate.py: {why_cpu_only}", file=sys.stderr)
+        if args.device == "cuda":
+            sys.exit(1)
     prompts, system = read_prompts(args.prompts), args.system
     if not prompts:
         prompts, system = DEFAULT_PROMPTS, system or DEFAULT_SYSTEM

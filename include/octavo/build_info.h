@@ -9,6 +9,7 @@ namespace octavo {
 struct BuildInfo {
     std::string version;                     // "0.1.0"
     std::string cuda_version;                // "13.0"; empty without CUDA
+    std::string why_cpu_only;                // and how to get CUDA; empty with CUDA
     std::vector<std::string> architectures;  // "sm_80", "sm_90a", "compute_80"
     std::vector<std::string> instances;      // "sm80_attention<float16, 64, 1 stage>"; the kernels compiled
     std::string compiler;                    // "GNU 12.2.0"

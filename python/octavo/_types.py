@@ -109,6 +109,7 @@ class BuildInfo(TypedDict):
 
     version: str
     cuda_version: str  # "13.0"; empty without CUDA
+    why_cpu_only: str  # and how to get CUDA; empty with CUDA
     architectures: list[str]  # "sm_80", "sm_90a", "compute_80"
     instances: list[str]  # the CUDA kernels compiled
     compiler: str

@@ -16,7 +16,7 @@ def _rows() -> list[tuple[str, str]]:
     rows = [
         ("version", build["version"]),
         ("compiler", build["compiler"]),
-        ("CUDA", build["cuda_version"] or "none: built without CUDA"),
+        ("CUDA", build["cuda_version"] or f"none: {build['why_cpu_only']}"),
     ]
     if build["cuda_version"]:
         rows += [
@@ -33,6 +33,7 @@ def _rows() -> list[tuple[str, str]]:
         size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
         rows.append((f"GPU {gpu['index']}", f"{gpu['name']}, {capability}, {gpu['num_sms']} SMs, {size}"))
     if not gpus:
+        why_none = why_none if build["cuda_version"] else "a build without CUDA looks for none"
         rows.append(("GPU", f"none: {why_none}"))
     return rows
 

@@ -62,15 +62,16 @@ void bind_info(nb::module_& m) {
             nb::dict dict;
             dict["version"] = info.version;
             dict["cuda_version"] = info.cuda_version;
+            dict["why_cpu_only"] = info.why_cpu_only;
             dict["architectures"] = info.architectures;
             dict["instances"] = info.instances;
             dict["compiler"] = info.compiler;
             return dict;
         },
         nb::sig("def build_info() -> octavo._types.BuildInfo"),
-        "What this build holds: a dict of version, cuda_version (empty without CUDA), architectures, "
-        "instances "
-        "(the CUDA kernels compiled) and compiler.");
+        "What this build holds: a dict of version, cuda_version (empty without CUDA), why_cpu_only (why a "
+        "build is without CUDA and how to get one with it; empty with CUDA), architectures, instances (the "
+        "CUDA kernels compiled) and compiler.");
     m.def(
         "cpu_info",
         [] {

@@ -6,7 +6,10 @@
 namespace octavo::cuda {
 namespace {
 
-constexpr const char* kWhy = "octavo was built without CUDA (OCTAVO_CUDA=OFF)";
+// cmake/cuda.cmake makes the text: that the build is for the CPU only, why, and how to get CUDA.
+constexpr const char* kWhy =
+#include "why_cpu_only.inc"
+    ;
 
 [[noreturn]] void refuse() { throw DeviceError(std::string("CUDA arrays cannot be used here: ") + kWhy); }
 

@@ -32,11 +32,17 @@ std::vector<std::string> cpu_features() {
     return features;
 }
 
+std::string why_cpu_only() {
+    std::string why;
+    if (cuda::cuda_version().empty()) cuda::gpu_info(&why);
+    return why;
+}
+
 }  // namespace
 
 const BuildInfo& build_info() {
-    static const BuildInfo info{OCTAVO_VERSION, cuda::cuda_version(), cuda::architectures(),
-                                cuda::instances(), OCTAVO_COMPILER};
+    static const BuildInfo info{OCTAVO_VERSION,        cuda::cuda_version(), why_cpu_only(),
+                                cuda::architectures(), cuda::instances(),    OCTAVO_COMPILER};
     return info;
 }
 
