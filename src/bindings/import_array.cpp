@@ -96,7 +96,7 @@ TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tenso
 
 Device device_of(const char* op, const char* name, nb::handle array) {
     try {
-        const nb::object pair = array.attr("__dlpack_device__")();
+        const nb::object pair = call_object(array.attr("__dlpack_device__"), nb::tuple());
         return to_device(op, name,
                          {nb::cast<int32_t>(nb::int_(pair[0])), nb::cast<int32_t>(nb::int_(pair[1]))});
     } catch (nb::python_error& error) {
@@ -371,13 +371,20 @@ Loan Call::borrow(const char* name, nb::handle array, const ArrayType& type,
         static PyObject* const newest =
             nb::make_tuple(dlpack::kMajorVersion, dlpack::kMinorVersion).release().ptr();
         nb::object lend = source.attr(nb::handle(method));
+        nb::dict options;
+        if (stream) options["stream"] = *stream;
         try {
-            capsule = stream ? lend(nb::arg("stream") = *stream, nb::arg("max_version") = nb::handle(newest))
-                             : lend(nb::arg("max_version") = nb::handle(newest));
+            if (type.framework == Framework::numpy) {  // runs no Python code
+                capsule = lend(nb::arg("max_version") = nb::handle(newest));
+            } else {
+                options["max_version"] = nb::handle(newest);
+                capsule = call_object(lend, nb::tuple(), options);
+            }
         } catch (nb::python_error& error) {
             if (!error.matches(PyExc_TypeError)) throw;
             // A producer from before max_version (2023)?
-            capsule = stream ? lend(nb::arg("stream") = *stream) : lend();
+            if (options.contains("max_version")) nb::del(options["max_version"]);
+            capsule = call_object(lend, nb::tuple(), options);
         }
     } catch (nb::python_error& error) {
         const bool failed = error.matches(PyExc_RuntimeError) && !error.matches(PyExc_NotImplementedError);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bindings/array_type.h"
+#include "bindings/interpreter_lock.h"
 #include "operators/schema.h"
 
 #include <octavo/tensor.h>
@@ -72,7 +73,7 @@ class Call {
     // Runs the operator without the interpreter lock.
     template <class Work>
     void run(const Work& work) {
-        nb::gil_scoped_release unlocked;
+        const InterpreterUnlocked unlocked;
         before_work();
         work();
         after_work();

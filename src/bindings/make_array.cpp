@@ -193,7 +193,8 @@ void ResultArray::make_owned(Call& call, const char* name) {
     if (call.first_type().framework == Framework::jax) {
         from_dlpack_ = nb::module_::import_("jax.dlpack").attr("from_dlpack");
     } else if (nb::hasattr(call.first_array(), "__array_namespace__")) {
-        from_dlpack_ = call.first_array().attr("__array_namespace__")().attr("from_dlpack");
+        const nb::object get_namespace = call.first_array().attr("__array_namespace__");
+        from_dlpack_ = call_object(get_namespace, nb::tuple()).attr("from_dlpack");
     } else {
         fail<TypeError>(call.op(), name, " cannot be made: ", bindings::type_name(call.first_array()),
                         " has no __array_namespace__");
@@ -204,7 +205,9 @@ void ResultArray::make_owned(Call& call, const char* name) {
     if (view_.device.type == DeviceType::cuda) call.order_after(nullptr);  // where its memory was made
 }
 
-nb::object ResultArray::finish() { return from_dlpack_.is_valid() ? from_dlpack_(array_) : array_; }
+nb::object ResultArray::finish() {
+    return from_dlpack_.is_valid() ? call_object(from_dlpack_, nb::make_tuple(array_)) : array_;
+}
 
 void bind_owned_array(nb::module_& m) {
     nb::class_<OwnedArray>(m, "OwnedArray")

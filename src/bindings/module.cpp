@@ -119,6 +119,7 @@ void bind_info(nb::module_& m) {
 
 NB_MODULE(_core, m) {
     using namespace octavo::bindings;
+    nb::set_leak_warnings(false);  // it would report what a daemon thread still holds at exit
     m.doc() = "The native half of octavo. Its functions are documented, and given defaults, by the package.";
     bind_errors(m);
     bind_info(m);

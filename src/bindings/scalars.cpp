@@ -1,5 +1,7 @@
 #include "bindings/scalars.h"
 
+#include "bindings/interpreter_lock.h"
+
 #include <octavo/error.h>
 
 namespace octavo::bindings {
@@ -52,7 +54,7 @@ bool bool_argument(const char* op, const char* name, nb::handle value) {
 
 int64_t int_argument(const char* op, const char* name, nb::handle value) {
     if (!PyIndex_Check(value.ptr())) fail_type(op, name, "an int", value);
-    nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+    nb::object index = nb::steal(call_python(PyNumber_Index, value.ptr()));
     if (!index.is_valid()) fail_conversion(op, name, "an int", value);
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
@@ -65,7 +67,7 @@ double float_argument(const char* op, const char* name, nb::handle value) {
     if (!PyFloat_Check(value.ptr()) && !PyIndex_Check(value.ptr()) && !nb::hasattr(value, "__float__")) {
         fail_type(op, name, "a float", value);
     }
-    const double number = PyFloat_AsDouble(value.ptr());
+    const double number = call_python(PyFloat_AsDouble, value.ptr());
     if (number == -1.0 && PyErr_Occurred()) fail_conversion(op, name, "a float", value);
     return number;
 }

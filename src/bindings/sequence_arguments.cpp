@@ -1,5 +1,6 @@
 #include "bindings/sequence_arguments.h"
 
+#include "bindings/interpreter_lock.h"
 #include "bindings/scalars.h"
 #include "common/fail.h"
 
@@ -30,13 +31,13 @@ void for_each_item(const char* call, const char* name, const char* of, nb::handl
         }
         return;
     }
-    nb::object iterator = nb::steal(PyObject_GetIter(values.ptr()));
+    nb::object iterator = nb::steal(call_python(PyObject_GetIter, values.ptr()));
     if (!iterator.is_valid()) {
         PyErr_Clear();
         fail<TypeError>(call, name, " must be an iterable of ", of, "; got ", bindings::type_name(values));
     }
     while (true) {
-        nb::object item = nb::steal(PyIter_Next(iterator.ptr()));
+        nb::object item = nb::steal(call_python(PyIter_Next, iterator.ptr()));
         if (!item.is_valid()) break;
         take(item);
     }
