@@ -9,7 +9,8 @@ A compiled function may write to views of a tensor, as of ``k_pages, v_pages = c
 tensor's sizes static (``torch._dynamo.mark_static(cache)``) under ``dynamic=True``, where Inductor of PyTorch
 2.13 loses the offset of a view that any custom operator writes to.
 
-There is no backward yet: a tensor that requires grad is refused unless gradients are off (``torch.no_grad``).
+There is no backward yet: a tensor that requires grad is refused unless gradients are off (``torch.no_grad``),
+inside of torch.func's transforms too, and so is one with a tangent (``torch.func.jvp``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import octavo
 from octavo import _core
@@ -35,6 +37,7 @@ if not hasattr(torch.library, "register_fake"):
 # may not return what it was given: with `out` it returns the log-sum-exp alone, or nothing.
 
 _library = torch.library.Library("octavo", "DEF")
+_DISPATCHER = _core.torch_dispatcher  # as `stream`: what the kernels want that PyTorch's dispatcher calls
 
 _ATTENTIONS = ("attention", "paged_attention")
 _TYPES = {"array": "Tensor", "bool": "bool", "int": "SymInt", "float": "float"}
@@ -61,29 +64,57 @@ def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops.octavo, operator), overload or "default")
 
 
+def _refuse_gradients(operator: str, names: list[str], args: tuple[Any, ...]) -> None:
+    """Raise what the kernel itself would, for tensors that it never sees."""
+    for argument, value in zip(names, args, strict=False):
+        if not isinstance(value, Tensor):
+            continue
+        if torch.is_grad_enabled() and value.requires_grad:
+            raise TypeError(
+                f"{operator}: {argument} requires grad, and this call has no backward; use "
+                f"{argument}.detach() or torch.no_grad()"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+            raise TypeError(
+                f"{operator}: {argument} has a tangent (forward-mode differentiation), and this call has no "
+                f"backward and no jvp; use {argument}.detach()"
+            )
+
+
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define torch.ops.octavo.<name>, which may have an overload's name after a dot.
 
     `kernel` runs it, `fake` only makes results of the right kind.
     """
+    operator = name.partition(".")[0].removesuffix("_to")
+
+    def trace(*args: Any) -> Any:
+        _refuse_gradients(operator, names, args)  # a compiler would find out too late
+        return fake(*args)
+
+    # Autograd is the dispatch key under which tensors still have the wrappers that want gradients: those of
+    # torch.func's transforms, or a subclass around other tensors.
+    def differentiate(*args: Any) -> Any:
+        if num_dispatch_modes() == 0:
+            # The remaining keys would hand ordinary tensors straight to the kernel, which takes no others. To
+            # call it at once saves what this function costs.
+            try:
+                return kernel(*args)
+            except TypeError:
+                pass  # if it was not about the kind of the tensors, the kernel will raise it once more
+        _refuse_gradients(operator, names, args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
     # Compiled code must keep the strides that it was traced with: Octavo wants a last axis of unit stride.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     _library.define(name + schema, tags=tags)
-    operator = name.partition(".")[0]
-    arguments = [argument.name for argument in _operator(name)._schema.arguments]
-
-    def trace(*args: Any, **kwargs: Any) -> Any:
-        # What the kernel itself refuses, and a compiler would find out too late.
-        for argument, value in [*zip(arguments, args, strict=False), *kwargs.items()]:
-            if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
-                raise TypeError(
-                    f"{operator}: {argument} requires grad, and this call has no backward; use "
-                    f"{argument}.detach() or torch.no_grad()"
-                )
-        return fake(*args, **kwargs)
-
     _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, differentiate, "Autograd")
     torch.library.register_fake(f"octavo::{name}", trace, lib=_library)
+    overload = _operator(name)
+    names = [argument.name for argument in overload._schema.arguments]
+    num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def _will_write(*arrays: Tensor) -> None:
@@ -100,9 +131,10 @@ def _define_attention(name: str) -> None:
     """Define the operator that returns a tensor, the one that writes to `out`, and both with log-sum-exp."""
     core, defaults = getattr(_core, name), _DEFAULTS[name]
     num_arrays = sum(argument["required"] for argument in ARGUMENTS[name])
+    dropped = [defaults[given:] for given in range(len(defaults) + 1)]
 
     def kernel(*args: Any, return_lse: bool = False, out: Tensor | None = None) -> Any:
-        return core(*args, *defaults[len(args) :], return_lse, out, None)
+        return core(*args, *dropped[len(args)], return_lse, out, _DISPATCHER)
 
     def kernel_out(*args: Any) -> None:
         out = args[num_arrays]
@@ -136,26 +168,26 @@ def _define_attention(name: str) -> None:
 def _append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *args: Any) -> None:
     _will_write(k_pages, v_pages)
     defaults = _DEFAULTS["append_kv"][4 + len(args) :]
-    _core.append_kv(k, v, k_pages, v_pages, *args, *defaults, None)
+    _core.append_kv(k, v, k_pages, v_pages, *args, *defaults, _DISPATCHER)
 
 
 def _copy_pages(k_pages: Tensor, v_pages: Tensor, copies: Tensor) -> None:
     _will_write(k_pages, v_pages)
-    octavo.copy_pages(k_pages, v_pages, copies)
+    _core.copy_pages(k_pages, v_pages, copies, None, None, _DISPATCHER)
 
 
 def _copy_pages_to(
-    k_pages: Tensor, v_pages: Tensor, copies: Tensor, *, to_k_pages: Tensor, to_v_pages: Tensor
+    k_pages: Tensor, v_pages: Tensor, copies: Tensor, to_k_pages: Tensor, to_v_pages: Tensor
 ) -> None:
     _will_write(to_k_pages, to_v_pages)
-    octavo.copy_pages(k_pages, v_pages, copies, to_k_pages=to_k_pages, to_v_pages=to_v_pages)
+    _core.copy_pages(k_pages, v_pages, copies, to_k_pages, to_v_pages, _DISPATCHER)
 
 
 def _fake_merge_states(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-def _fake_nothing(*_: Any, **__: Any) -> None:
+def _fake_nothing(*_: Any) -> None:
     pass
 
 
@@ -164,14 +196,14 @@ for _name in _ATTENTIONS:
 _define(
     "merge_states",
     f"({_arguments('merge_states')[0]}) -> (Tensor, Tensor)",
-    octavo.merge_states,
+    lambda *args: _core.merge_states(*args, _DISPATCHER),
     _fake_merge_states,
 )
 _define("append_kv", f"({', '.join(_arguments('append_kv'))}) -> ()", _append_kv, _fake_nothing)
 _define("copy_pages", f"({_arguments('copy_pages')[0]}) -> ()", _copy_pages, _fake_nothing)
 _define(
     "copy_pages_to",
-    "(Tensor k_pages, Tensor v_pages, Tensor copies, *, Tensor(a!) to_k_pages, Tensor(b!) to_v_pages) -> ()",
+    "(Tensor k_pages, Tensor v_pages, Tensor copies, Tensor(a!) to_k_pages, Tensor(b!) to_v_pages) -> ()",
     _copy_pages_to,
     _fake_nothing,
 )
@@ -188,25 +220,23 @@ def _like(function: _Function) -> Callable[[Callable[..., Any]], _Function]:
     )
 
 
-def _refuse_stream(name: str, stream: object) -> None:
-    if stream is not None:
-        raise ValueError(f"{name}: stream must be None in octavo.torch, which works on the current stream")
+def _refuse_stream(name: str) -> None:
+    raise ValueError(f"{name}: stream must be None in octavo.torch, which works on the current stream")
 
 
-_OPERATORS = {
-    name + suffix: _operator(name + suffix)
-    for name in _ATTENTIONS
-    for suffix in ("", ".lse", ".out", ".out_lse")
-}
+_ATTENTION, _ATTENTION_LSE = _operator("attention"), _operator("attention.lse")
+_PAGED_ATTENTION, _PAGED_ATTENTION_LSE = _operator("paged_attention"), _operator("paged_attention.lse")
+_APPEND_KV, _MERGE_STATES = _operator("append_kv"), _operator("merge_states")
+_COPY_PAGES, _COPY_PAGES_TO = _operator("copy_pages"), _operator("copy_pages_to")
+_TO_OUT = {name: (_operator(f"{name}.out"), _operator(f"{name}.out_lse")) for name in _ATTENTIONS}
 
 
-def _call(name: str, arrays: tuple[Tensor, ...], out: Tensor | None, return_lse: bool, options: Any) -> Any:
-    if out is None:
-        return _OPERATORS[name + ".lse" if return_lse else name](*arrays, **options)
-    if not return_lse:
-        _OPERATORS[name + ".out"](*arrays, out, **options)
-        return out
-    return out, _OPERATORS[name + ".out_lse"](*arrays, out, **options)
+def _write(name: str, arrays: tuple[Tensor, ...], out: Tensor, return_lse: bool, options: Any) -> Any:
+    operator, with_lse = _TO_OUT[name]
+    if return_lse:
+        return out, with_lse(*arrays, out, **options)
+    operator(*arrays, out, **options)
+    return out
 
 
 @_like(octavo.attention)
@@ -220,8 +250,11 @@ def attention(
     stream: None = None,
     **options: Any,
 ) -> Any:
-    _refuse_stream("attention", stream)
-    return _call("attention", (q, k, v), out, return_lse, options)
+    if stream is not None:
+        _refuse_stream("attention")
+    if out is None:
+        return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **options)
+    return _write("attention", (q, k, v), out, return_lse, options)
 
 
 @_like(octavo.paged_attention)
@@ -237,16 +270,21 @@ def paged_attention(
     stream: None = None,
     **options: Any,
 ) -> Any:
-    _refuse_stream("paged_attention", stream)
-    return _call("paged_attention", (q, k_pages, v_pages, page_table, seq_lens), out, return_lse, options)
+    if stream is not None:
+        _refuse_stream("paged_attention")
+    if out is None:
+        operator = _PAGED_ATTENTION_LSE if return_lse else _PAGED_ATTENTION
+        return operator(q, k_pages, v_pages, page_table, seq_lens, **options)
+    return _write("paged_attention", (q, k_pages, v_pages, page_table, seq_lens), out, return_lse, options)
 
 
 @_like(octavo.merge_states)
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, stream: None = None
 ) -> tuple[Tensor, Tensor]:
-    _refuse_stream("merge_states", stream)
-    return cast("tuple[Tensor, Tensor]", torch.ops.octavo.merge_states(out_a, lse_a, out_b, lse_b))
+    if stream is not None:
+        _refuse_stream("merge_states")
+    return cast("tuple[Tensor, Tensor]", _MERGE_STATES(out_a, lse_a, out_b, lse_b))
 
 
 @_like(octavo.append_kv)
@@ -261,8 +299,9 @@ def append_kv(
     stream: None = None,
     **options: Any,
 ) -> None:
-    _refuse_stream("append_kv", stream)
-    torch.ops.octavo.append_kv(k, v, k_pages, v_pages, page_table, seq_lens, **options)
+    if stream is not None:
+        _refuse_stream("append_kv")
+    _APPEND_KV(k, v, k_pages, v_pages, page_table, seq_lens, **options)
 
 
 @_like(octavo.copy_pages)
@@ -275,8 +314,9 @@ def copy_pages(
     to_v_pages: Tensor | None = None,
     stream: None = None,
 ) -> None:
-    _refuse_stream("copy_pages", stream)
+    if stream is not None:
+        _refuse_stream("copy_pages")
     if to_k_pages is None and to_v_pages is None:
-        torch.ops.octavo.copy_pages(k_pages, v_pages, copies)
+        _COPY_PAGES(k_pages, v_pages, copies)
     else:
-        torch.ops.octavo.copy_pages_to(k_pages, v_pages, copies, to_k_pages=to_k_pages, to_v_pages=to_v_pages)
+        _COPY_PAGES_TO(k_pages, v_pages, copies, to_k_pages, to_v_pages)

@@ -70,6 +70,10 @@ ArrayType array_type_of(nb::handle object) {
     if (found.framework == Framework::none) return found;  // refused anyway
     found.exchange = exchange_api_of(type);
     found.is_masked = is_subclass_of(type, "numpy.ma", "MaskedArray");
+    if (found.framework == Framework::torch) {
+        const nb::object base = nb::module_::import_("torch").attr("Tensor");
+        found.has_torch_dispatch = !type.attr("__torch_dispatch__").is(base.attr("__torch_dispatch__"));
+    }
     PyObject* evicted = type.inc_ref().ptr();
     {
         const nb::ft_lock_guard lock(cache.mutex);

@@ -19,6 +19,7 @@ struct ArrayType {
     Framework framework = Framework::none;          // none: not an array
     const dlpack::ExchangeApi* exchange = nullptr;  // null: not offered
     bool is_masked = false;                         // numpy.ma
+    bool has_torch_dispatch = false;  // a subclass of torch.Tensor with its own __torch_dispatch__
 
     // The stream that the framework works on now; nothing where it does not say.
     std::optional<void*> current_stream(Device device) const;

@@ -104,13 +104,30 @@ Device device_of(const char* op, const char* name, nb::handle array) {
     }
 }
 
-// torch's own __dlpack__ refuses these two; its exchange table does not.
+// torch's own __dlpack__ refuses a gradient and the negative bit, its exchange table does not; none of them
+// heeds tangents.
 void refuse_gradient(const char* op, const char* name, nb::handle tensor) {
     static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!nb::cast<bool>(tensor.attr(nb::handle(requires_grad)))) return;
     if (!nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) return;
     fail<TypeError>(op, name, " requires grad, and this call has no backward; use ", name,
                     ".detach() or torch.no_grad()");
+}
+
+// Whether forward-mode differentiation is under way, in this thread as in all of them.
+bool has_tangents() {
+    static PyObject* const module = nb::module_::import_("torch.autograd.forward_ad").release().ptr();
+    static PyObject* const level = PyUnicode_InternFromString("_current_level");
+    return nb::cast<int>(nb::handle(module).attr(nb::handle(level))) >= 0;
+}
+
+void refuse_tangent(const char* op, const char* name, nb::handle tensor) {
+    const nb::object dual = nb::module_::import_("torch.autograd.forward_ad").attr("unpack_dual")(tensor);
+    if (dual.attr("tangent").is_none()) return;
+    fail<TypeError>(op, name,
+                    " has a tangent (forward-mode differentiation), and this call has no backward and no "
+                    "jvp; use ",
+                    name, ".detach()");
 }
 
 // Whether it may be the real or imaginary part of a complex tensor, which alone carry torch's negative bit:
@@ -239,7 +256,14 @@ Loan::~Loan() {
     if (unversioned_ && unversioned_->deleter) unversioned_->deleter(unversioned_);
 }
 
-Call::Call(const char* op, nb::handle stream) : op_(op), wanted_stream_(stream_argument(op, stream)) {}
+nb::handle torch_dispatcher() {
+    static PyObject* const object = nb::str("octavo.torch").release().ptr();
+    return object;
+}
+
+Call::Call(const char* op, nb::handle stream) : op_(op), is_of_dispatcher_(stream.is(torch_dispatcher())) {
+    if (!is_of_dispatcher_) wanted_stream_ = stream_argument(op, stream);
+}
 
 TensorView Call::input(const char* name, nb::handle array, Accept accept) {
     return import(name, array, accept, false);
@@ -272,6 +296,9 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
     if (type.is_masked) {
         fail<TypeError>(op_, name, " is a masked array, and its mask would be ignored; use ", name,
                         ".filled(...) or ", name, ".data");
+    }
+    if (is_of_dispatcher_ && type.has_torch_dispatch) {
+        fail<TypeError>(op_, name, " (", bindings::type_name(array), ") must be an ordinary tensor here");
     }
     if (writes && type.framework == Framework::jax) {
         // Before jax 0.12 nothing in the exchange says that the memory must not be written.
@@ -313,7 +340,11 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         if (loans_.empty()) loans_.reserve(kMostArrays);
         loans_.push_back(std::move(loan));
     }
-    if (type.framework == Framework::torch && view.dtype != DType::int32) refuse_gradient(op_, name, array);
+    if (type.framework == Framework::torch && view.dtype != DType::int32) {
+        refuse_gradient(op_, name, array);
+        if (!has_tangents_) has_tangents_ = has_tangents();
+        if (*has_tangents_) refuse_tangent(op_, name, array);
+    }
     if (type.framework == Framework::torch && may_be_part(view)) refuse_negative_bit(op_, name, array);
     if (!first_array_.is_valid()) {
         first_array_ = array;

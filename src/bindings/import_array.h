@@ -43,12 +43,17 @@ class Loan {
     dlpack::ManagedTensor* unversioned_ = nullptr;
 };
 
+// Given as `stream` by the kernels that torch's dispatcher calls. The stream is the current one. Results are
+// of torch's own allocator, so that its CUDA graphs can take their memory back; tensors made through DLPack's
+// exchange table, which cost less, are not. Tensors that the dispatcher has to unwrap are refused.
+nb::handle torch_dispatcher();
+
 // One call of an operator: imports its arrays, keeps what they lent until the work is done (CPU) or launched
 // (CUDA), and settles the stream. The first array imported decides framework, device and stream, but for
 // those that may lie in host memory beside others on a GPU.
 class Call {
   public:
-    // `stream`: None, or what the caller wants instead of the first array's current stream.
+    // `stream`: None for the first array's current one, what the caller wants instead, or torch_dispatcher().
     Call(const char* op, nb::handle stream);
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
@@ -66,6 +71,7 @@ class Call {
     const ArrayType& first_type() const { return first_type_; }
     const TensorView& first_view() const { return first_view_; }
     void* stream() const { return stream_; }
+    bool is_of_dispatcher() const { return is_of_dispatcher_; }
 
     // The work will wait for what `producer` holds when it is launched.
     void order_after(void* producer);
@@ -91,6 +97,7 @@ class Call {
     void after_work() const;
 
     const char* op_;
+    bool is_of_dispatcher_;
     std::optional<void*> wanted_stream_;
     nb::handle first_array_;
     ArrayType first_type_;
@@ -100,6 +107,7 @@ class Call {
     std::optional<void*> first_stream_;  // the current one of the first array's framework
     std::vector<void*> producers_;       // streams that ours waits for
     bool wait_for_work_ = false;
+    std::optional<bool> has_tangents_;  // any of torch's tensors; unknown before the first
     std::vector<Loan> loans_;
 };
 

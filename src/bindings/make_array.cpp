@@ -28,6 +28,15 @@ dlpack::Device to_dlpack(Device device) {
     return {device.type == DeviceType::cpu ? dlpack::kCpu : dlpack::kCuda, device.index};
 }
 
+bool is_in_c_order(const TensorView& view) {
+    int64_t stride = 1;
+    for (int axis = view.ndim - 1; axis >= 0; --axis) {
+        if (view.strides[axis] != stride) return false;
+        stride *= view.shape[axis];
+    }
+    return true;
+}
+
 // Made on the legacy default stream, which outlives every stream of the caller's.
 std::shared_ptr<void> allocate(Device device, size_t bytes) {
     if (device.type == DeviceType::cpu) {
@@ -164,7 +173,9 @@ ResultArray::ResultArray(Call& call, const char* name, nb::handle given, int ndi
     view_.device = first.device;
     view_.ndim = std::max(ndim, 0);
     std::copy_n(first.shape.begin(), view_.ndim, view_.shape.begin());
-    if (type.exchange) {
+    if (type.exchange && call.is_of_dispatcher()) {
+        make_tensor(call);
+    } else if (type.exchange) {
         make_exchanged(type);
     } else if (type.framework == Framework::jax || type.framework == Framework::other) {
         make_owned(call, name);
@@ -187,6 +198,32 @@ void ResultArray::make_exchanged(const ArrayType& type) {
     void* object = nullptr;
     if (type.exchange->managed_tensor_to_object(made, &object)) throw nb::python_error();
     array_ = nb::steal(static_cast<PyObject*>(object));
+}
+
+void ResultArray::make_tensor(const Call& call) {
+    static PyObject* const torch = nb::module_::import_("torch").release().ptr();
+    static PyObject* const empty_like = nb::handle(torch).attr("empty_like").ptr();
+    static PyObject* const new_empty = nb::handle(torch).attr("Tensor").attr("new_empty").ptr();
+    const TensorView& first = call.first_view();
+    if (view_.ndim == first.ndim && view_.dtype == first.dtype && is_in_c_order(first)) {
+        array_ = nb::handle(empty_like)(call.first_array());
+    } else {
+        // With the lengths one by one: torch takes as long again to read a tuple of them.
+        const nb::object args = nb::steal(PyTuple_New(1 + view_.ndim));
+        PyTuple_SetItem(args.ptr(), 0, nb::borrow(call.first_array()).release().ptr());
+        for (int axis = 0; axis < view_.ndim; ++axis) {
+            PyTuple_SetItem(args.ptr(), 1 + axis, PyLong_FromLongLong(view_.shape[axis]));
+        }
+        nb::dict options;
+        if (view_.dtype != first.dtype) options["dtype"] = nb::handle(torch).attr("float32");
+        array_ = nb::steal(PyObject_Call(new_empty, args.ptr(), options.ptr()));
+    }
+    dlpack::Tensor made;
+    if (!array_.is_valid() || call.first_type().exchange->tensor_from_object(array_.ptr(), &made)) {
+        throw nb::python_error();
+    }
+    view_.data = static_cast<char*>(made.data) + made.byte_offset;
+    std::copy_n(made.strides, view_.ndim, view_.strides.begin());
 }
 
 void ResultArray::make_owned(Call& call, const char* name) {

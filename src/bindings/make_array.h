@@ -33,6 +33,7 @@ class ResultArray {
     nb::object finish();  // when the work is launched
 
   private:
+    void make_tensor(const Call& call);  // by torch, as its own
     void make_exchanged(const ArrayType& type);
     void make_owned(Call& call, const char* name);
 

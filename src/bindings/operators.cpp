@@ -178,6 +178,7 @@ void bind_operators(nb::module_& m) {
     m.def("operator_arguments", &operator_arguments,
           nb::sig("def operator_arguments() -> dict[str, list[octavo._types.Argument]]"),
           "The arguments of each operator, in the order of its function here; results come last.");
+    m.attr("torch_dispatcher") = torch_dispatcher();
 }
 
 }  // namespace octavo::bindings

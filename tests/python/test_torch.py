@@ -194,6 +194,57 @@ def test_cuda_graphs_of_a_compiled_step():
         torch.testing.assert_close(actual, step(q, *pages, table, lens), rtol=2e-3, atol=2e-3)
 
 
+VIEWS_OF_RESULTS = {
+    "flatten": lambda out, lse: out.flatten(2),
+    "select": lambda out, lse: out[0],
+    "transposed lse": lambda out, lse: lse.transpose(1, 2),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", VIEWS_OF_RESULTS.values(), ids=VIEWS_OF_RESULTS)
+def test_cuda_graphs_take_back_what_is_still_in_use(view):
+    """A view of a result is alive when the next call of the compiled function reuses its memory."""
+    torch._dynamo.reset()
+
+    def step(q, k, v):
+        return view(*octavo.torch.attention(q, k, v, return_lse=True))
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    args, _ = place("cuda", *make_calls()["attention"][0])
+    kept = None
+    for repeat in range(5):
+        args = (args[0] + repeat, *args[1:])
+        kept = compiled(*args)
+        torch.testing.assert_close(kept, step(*args), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
+def test_results_are_in_memory_of_torch(name, args, kwargs, device):
+    """Its allocator's, as it can give that back, resize it, or let a CUDA graph take it over."""
+    operator, args, options = operator_call(name, *place(device, args, kwargs))
+    returned = operator(*args, **options)
+    if returned is None:
+        pytest.skip("returns nothing")
+    with torch.inference_mode():
+        also = operator(*args, **options)
+    for result in (returned, also):
+        for x in result if isinstance(result, tuple) else (result,):
+            assert x.untyped_storage().resizable() and x.is_contiguous()
+
+
+def test_results_are_contiguous():
+    """Whatever the layout of q is."""
+    q = normal(2, 4, 5, HEAD_DIM).transpose(1, 2)
+    one = q[:, :1]  # strides mean nothing along its second axis
+    k = normal(2, 9, NUM_KV_HEADS, HEAD_DIM)
+    for x in (q, one, q[::2], q[:0]):
+        out = octavo.torch.attention(x, k[: len(x)], k[: len(x)])
+        assert out.stride() == torch.empty(out.shape).stride()
+        assert torch.equal(out, octavo.attention(x, k[: len(x)], k[: len(x)]))
+
+
 def test_exports():
     class Decode(torch.nn.Module):
         def forward(self, q, k_pages, v_pages, page_table, seq_lens):
