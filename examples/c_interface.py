@@ -112,7 +112,7 @@ class Library:
     def run(self, name: str, args_type: type[Structure], **arguments: Any) -> None:
         """Call an operator that takes a struct; arrays become tensors."""
         args = args_type()
-        getattr(self._library, f"octavo_{name}_args_init")(byref(args))
+        self.call(f"{name}_args_init", byref(args))
         for key, value in arguments.items():
             setattr(args, key, Tensor.of(value) if isinstance(value, np.ndarray) else value)
         self.call(name, byref(args))

@@ -95,9 +95,9 @@ typedef struct octavo_append_kv_args {
     void* stream;             /* cudaStream_t; default: null */
 } octavo_append_kv_args;
 
-OCTAVO_API void octavo_attention_args_init(octavo_attention_args* args);
-OCTAVO_API void octavo_paged_attention_args_init(octavo_paged_attention_args* args);
-OCTAVO_API void octavo_append_kv_args_init(octavo_append_kv_args* args);
+OCTAVO_API octavo_status octavo_attention_args_init(octavo_attention_args* args);
+OCTAVO_API octavo_status octavo_paged_attention_args_init(octavo_paged_attention_args* args);
+OCTAVO_API octavo_status octavo_append_kv_args_init(octavo_append_kv_args* args);
 
 OCTAVO_API octavo_status octavo_attention(const octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention(const octavo_paged_attention_args* args);
@@ -152,6 +152,7 @@ OCTAVO_API octavo_status octavo_page_allocator_shared_prefix_len(const octavo_pa
  * the allocator's next call of this function, for which threads must take turns. */
 OCTAVO_API octavo_status octavo_page_allocator_take_copies(octavo_page_allocator* allocator,
                                                            const int32_t** copies, int64_t* count);
+/* -1 where it fails: a null allocator. */
 OCTAVO_API int64_t octavo_page_allocator_num_free_pages(const octavo_page_allocator* allocator);
 
 #ifdef __cplusplus

@@ -59,6 +59,13 @@ octavo_status guarded(const Work& work) noexcept {
     }
 }
 
+// What a pointer of the caller's points to. `call` is named in errors.
+template <class T>
+T& require(const char* call, const char* name, T* pointer) {
+    if (!pointer) throw octavo::ValueError(std::string(call) + ": " + name + " must not be null");
+    return *pointer;
+}
+
 // Names an operator's arguments in errors.
 struct Importer {
     const char* op;
@@ -70,7 +77,7 @@ struct Importer {
     // The caller's struct must be of this version.
     template <class CArgs>
     void require_struct(const CArgs* given) const {
-        if (!given) refuse("args", " must not be null");
+        require(op, "args", given);
         if (given->struct_size != sizeof *given) {
             refuse("args->struct_size", " (" + std::to_string(given->struct_size) + ") must be " +
                                             std::to_string(sizeof *given) +
@@ -122,19 +129,21 @@ void take(const Importer& importer, const Argument& argument, const CArgs& given
 }
 
 template <class Operator>
-void init(typename Operator::CArgs* args) {
-    *args = {};
-    args->struct_size = sizeof *args;
-    const typename Operator::Args defaults;
-    schema::for_each_argument<Operator>([&](const auto& argument) {
-        using Argument = std::decay_t<decltype(argument)>;
-        if constexpr (Argument::kIsArray) {
-            return;  // not given
-        } else if constexpr (Argument::kIsOptional) {
-            args->*argument.c_member = argument.c_none;
-        } else {
-            args->*argument.c_member = static_cast<typename Argument::CValue>(defaults.*argument.member);
-        }
+octavo_status init(typename Operator::CArgs* args) {
+    return guarded([&] {
+        require(Operator::kName, "args", args) = {};
+        args->struct_size = sizeof *args;
+        const typename Operator::Args defaults;
+        schema::for_each_argument<Operator>([&](const auto& argument) {
+            using Argument = std::decay_t<decltype(argument)>;
+            if constexpr (Argument::kIsArray) {
+                return;  // not given
+            } else if constexpr (Argument::kIsOptional) {
+                args->*argument.c_member = argument.c_none;
+            } else {
+                args->*argument.c_member = static_cast<typename Argument::CValue>(defaults.*argument.member);
+            }
+        });
     });
 }
 
@@ -178,16 +187,29 @@ const octavo::Sequence* to_sequences(const octavo_sequence* sequences) {
     return reinterpret_cast<const octavo::Sequence*>(sequences);
 }
 
+template <class Allocator>
+auto& of(const char* call, Allocator* allocator) {
+    return require(call, "allocator", allocator).allocator;
+}
+
+// An array of `count` elements, which may be null where it has none.
+template <class T>
+void require_array(const char* call, const char* name, T* array, int64_t count) {
+    if (count > 0) require(call, name, array);
+}
+
 }  // namespace
 
 const char* octavo_last_error(void) { return last_error.c_str(); }
 const char* octavo_version(void) { return octavo::build_info().version.c_str(); }
 
-void octavo_attention_args_init(octavo_attention_args* args) { init<schema::Attention>(args); }
-void octavo_paged_attention_args_init(octavo_paged_attention_args* args) {
-    init<schema::PagedAttention>(args);
+octavo_status octavo_attention_args_init(octavo_attention_args* args) {
+    return init<schema::Attention>(args);
 }
-void octavo_append_kv_args_init(octavo_append_kv_args* args) { init<schema::AppendKv>(args); }
+octavo_status octavo_paged_attention_args_init(octavo_paged_attention_args* args) {
+    return init<schema::PagedAttention>(args);
+}
+octavo_status octavo_append_kv_args_init(octavo_append_kv_args* args) { return init<schema::AppendKv>(args); }
 
 octavo_status octavo_attention(const octavo_attention_args* args) { return run<schema::Attention>(args); }
 
@@ -211,55 +233,70 @@ octavo_status octavo_merge_states(const octavo_tensor* out_a, const octavo_tenso
 
 octavo_status octavo_page_allocator_new(int64_t num_pages, int64_t page_size,
                                         octavo_page_allocator** allocator) {
-    return guarded(
-        [&] { *allocator = new octavo_page_allocator{octavo::PageAllocator(num_pages, page_size), {}}; });
+    return guarded([&] {
+        octavo_page_allocator*& made = require("PageAllocator", "allocator", allocator);
+        made = new octavo_page_allocator{octavo::PageAllocator(num_pages, page_size), {}};
+    });
 }
 
 void octavo_page_allocator_delete(octavo_page_allocator* allocator) { delete allocator; }
 
 octavo_status octavo_page_allocator_create(octavo_page_allocator* allocator, octavo_sequence* sequence) {
-    return guarded([&] { *sequence = static_cast<octavo_sequence>(allocator->allocator.create()); });
+    return guarded([&] {
+        octavo_sequence& made = require("create", "sequence", sequence);
+        made = static_cast<octavo_sequence>(of("create", allocator).create());
+    });
 }
 
 octavo_status octavo_page_allocator_extend(octavo_page_allocator* allocator, octavo_sequence sequence,
                                            int64_t n) {
-    return guarded([&] { allocator->allocator.extend(to_sequence(sequence), n); });
+    return guarded([&] { of("extend", allocator).extend(to_sequence(sequence), n); });
 }
 
 octavo_status octavo_page_allocator_fork(octavo_page_allocator* allocator, octavo_sequence sequence,
                                          int64_t n, octavo_sequence* forks) {
     return guarded([&] {
-        for (octavo::Sequence fork : allocator->allocator.fork(to_sequence(sequence), n))
+        octavo::PageAllocator& of_sequence = of("fork", allocator);
+        require_array("fork", "forks", forks, n);
+        for (octavo::Sequence fork : of_sequence.fork(to_sequence(sequence), n))
             *forks++ = static_cast<octavo_sequence>(fork);
     });
 }
 
 octavo_status octavo_page_allocator_truncate(octavo_page_allocator* allocator, octavo_sequence sequence,
                                              int64_t length) {
-    return guarded([&] { allocator->allocator.truncate(to_sequence(sequence), length); });
+    return guarded([&] { of("truncate", allocator).truncate(to_sequence(sequence), length); });
 }
 
 octavo_status octavo_page_allocator_free(octavo_page_allocator* allocator, octavo_sequence sequence) {
-    return guarded([&] { allocator->allocator.free(to_sequence(sequence)); });
+    return guarded([&] { of("free", allocator).free(to_sequence(sequence)); });
 }
 
 octavo_status octavo_page_allocator_length(const octavo_page_allocator* allocator, octavo_sequence sequence,
                                            int64_t* length) {
-    return guarded([&] { *length = allocator->allocator.length(to_sequence(sequence)); });
+    return guarded(
+        [&] { require("length", "length", length) = of("length", allocator).length(to_sequence(sequence)); });
 }
 
 octavo_status octavo_page_allocator_max_pages(const octavo_page_allocator* allocator,
                                               const octavo_sequence* sequences, int64_t count,
                                               int64_t* max_pages) {
-    return guarded([&] { *max_pages = allocator->allocator.max_pages(to_sequences(sequences), count); });
+    return guarded([&] {
+        require_array("max_pages", "sequences", sequences, count);
+        require("max_pages", "max_pages", max_pages) =
+            of("max_pages", allocator).max_pages(to_sequences(sequences), count);
+    });
 }
 
 octavo_status octavo_page_allocator_page_table(const octavo_page_allocator* allocator,
                                                const octavo_sequence* sequences, int64_t count,
                                                int32_t* page_table, int64_t max_pages, int32_t* seq_lens) {
     return guarded([&] {
-        allocator->allocator.write_page_table(to_sequences(sequences), count, page_table, max_pages,
-                                              seq_lens);
+        require_array("page_table", "sequences", sequences, count);
+        require_array("page_table", "page_table", page_table, std::min(count, max_pages));
+        require_array("page_table", "seq_lens", seq_lens, count);
+        of("page_table", allocator)
+            .write_page_table(to_sequences(sequences), count, page_table, max_pages, seq_lens);
     });
 }
 
@@ -267,8 +304,9 @@ octavo_status octavo_page_allocator_shared_prefix_len(const octavo_page_allocato
                                                       const octavo_sequence* sequences, int64_t count,
                                                       int64_t num_queries, int64_t* shared_prefix_len) {
     return guarded([&] {
-        *shared_prefix_len =
-            allocator->allocator.shared_prefix_len(to_sequences(sequences), count, num_queries);
+        require_array("shared_prefix_len", "sequences", sequences, count);
+        require("shared_prefix_len", "shared_prefix_len", shared_prefix_len) =
+            of("shared_prefix_len", allocator).shared_prefix_len(to_sequences(sequences), count, num_queries);
     });
 }
 
@@ -276,12 +314,17 @@ octavo_status octavo_page_allocator_take_copies(octavo_page_allocator* allocator
                                                 int64_t* count) {
     return guarded([&] {
         static_assert(sizeof(octavo::PageCopy) == 2 * sizeof(int32_t));
-        allocator->copies = allocator->allocator.take_copies();
-        *copies = allocator->copies.empty() ? nullptr : &allocator->copies.front().from;
-        *count = static_cast<int64_t>(allocator->copies.size());
+        auto& taken = require("take_copies", "allocator", allocator).copies;
+        const int32_t*& first = require("take_copies", "copies", copies);
+        int64_t& num_taken = require("take_copies", "count", count);
+        taken = allocator->allocator.take_copies();
+        first = taken.empty() ? nullptr : &taken.front().from;
+        num_taken = static_cast<int64_t>(taken.size());
     });
 }
 
 int64_t octavo_page_allocator_num_free_pages(const octavo_page_allocator* allocator) {
-    return allocator->allocator.num_free_pages();
+    int64_t num_free_pages = -1;
+    guarded([&] { num_free_pages = of("num_free_pages", allocator).num_free_pages(); });
+    return num_free_pages;
 }

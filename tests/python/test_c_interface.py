@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from ctypes import byref
+from ctypes import POINTER, byref, c_int32, c_int64, c_uint64
 from pathlib import Path
 
 import numpy as np
@@ -187,8 +187,82 @@ def test_errors(library):
         library.call("copy_pages", None, None, None, None, None, None)
 
 
+def test_null_pointers(library):
+    """Of every function: an error that names the pointer, and nothing happens."""
+    allocator = PageAllocator(library, 4, 16)
+    one = byref(c_uint64(allocator.create()))
+    seq, n = c_uint64(one._obj.value), c_int64(1)
+    i64, table = byref(c_int64()), (c_int32 * 4)()
+    null = None
+    calls = [
+        ("attention", (null,), "attention: args"),
+        ("paged_attention", (null,), "paged_attention: args"),
+        ("append_kv", (null,), "append_kv: args"),
+        ("attention_args_init", (null,), "attention: args"),
+        ("paged_attention_args_init", (null,), "paged_attention: args"),
+        ("append_kv_args_init", (null,), "append_kv: args"),
+        ("merge_states", (null,) * 7, "merge_states: out_a"),
+        ("copy_pages", (null,) * 6, "copy_pages: k_pages"),
+        ("page_allocator_new", (c_int64(4), c_int64(16), null), "PageAllocator: allocator"),
+        ("page_allocator_create", (null, one), "create: allocator"),
+        ("page_allocator_create", (allocator._self, null), "create: sequence"),
+        ("page_allocator_extend", (null, seq, n), "extend: allocator"),
+        ("page_allocator_fork", (null, seq, n, one), "fork: allocator"),
+        ("page_allocator_fork", (allocator._self, seq, n, null), "fork: forks"),
+        ("page_allocator_truncate", (null, seq, n), "truncate: allocator"),
+        ("page_allocator_free", (null, seq), "free: allocator"),
+        ("page_allocator_length", (null, seq, i64), "length: allocator"),
+        ("page_allocator_length", (allocator._self, seq, null), "length: length"),
+        ("page_allocator_max_pages", (null, one, n, i64), "max_pages: allocator"),
+        ("page_allocator_max_pages", (allocator._self, null, n, i64), "max_pages: sequences"),
+        ("page_allocator_max_pages", (allocator._self, one, n, null), "max_pages: max_pages"),
+        ("page_allocator_page_table", (null, one, n, table, n, table), "page_table: allocator"),
+        ("page_allocator_page_table", (allocator._self, null, n, table, n, table), "page_table: sequences"),
+        ("page_allocator_page_table", (allocator._self, one, n, null, n, table), "page_table: page_table"),
+        ("page_allocator_page_table", (allocator._self, one, n, table, n, null), "page_table: seq_lens"),
+        ("page_allocator_shared_prefix_len", (null, one, n, n, i64), "shared_prefix_len: allocator"),
+        (
+            "page_allocator_shared_prefix_len",
+            (allocator._self, null, n, n, i64),
+            "shared_prefix_len: sequences",
+        ),
+        (
+            "page_allocator_shared_prefix_len",
+            (allocator._self, one, n, n, null),
+            "shared_prefix_len: shared_prefix_len",
+        ),
+        ("page_allocator_take_copies", (null, byref(POINTER(c_int32)()), i64), "take_copies: allocator"),
+        ("page_allocator_take_copies", (allocator._self, null, i64), "take_copies: copies"),
+        (
+            "page_allocator_take_copies",
+            (allocator._self, byref(POINTER(c_int32)()), null),
+            "take_copies: count",
+        ),
+    ]
+    for name, arguments, what in calls:
+        with pytest.raises(OctavoError, match=rf"{what} must not be null") as error:
+            library.call(name, *arguments)
+        assert error.value.status == 1
+    with_pointers = {f"octavo_{name}" for name, *_ in calls}
+    without_status = {"octavo_last_error", "octavo_version", "octavo_page_allocator_delete"}
+    without_status.add("octavo_page_allocator_num_free_pages")
+    assert with_pointers == functions_of_the_header() - without_status
+    library._library.octavo_page_allocator_delete(null)
+    assert library._library.octavo_page_allocator_num_free_pages(null) == -1
+    assert library._library.octavo_last_error() == b"num_free_pages: allocator must not be null"
+    assert allocator.length(seq.value) == 0 and allocator.num_free_pages() == 4
+    # Of no sequences there is nothing to read or to write.
+    library.call("page_allocator_page_table", allocator._self, null, c_int64(0), null, c_int64(0), null)
+    library.call("page_allocator_fork", allocator._self, seq, c_int64(0), null)
+    allocator.delete()
+
+
+def functions_of_the_header():
+    return set(re.findall(r"\b(octavo_\w+)\(", HEADER.read_text()))
+
+
 def test_every_function_of_the_header_is_exported(library):
-    names = set(re.findall(r"\b(octavo_\w+)\(", HEADER.read_text()))
+    names = functions_of_the_header()
     assert len(names) > 15
     for name in names:
         assert getattr(library._library, name)
