@@ -16,9 +16,9 @@ namespace octavo {
 
 // q [batch, num_q_heads, head_dim]: one token a sequence; or packed [total_q, num_q_heads, head_dim] with
 // cu_seqlens_q int32 [batch + 1]: any mix of decode, chunked prefill and speculative tokens.
-// seq_lens counts the new tokens too: append first, then attend. Masks and positions as in AttentionArgs.
-// On a GPU lengths must stay as they are until the call is complete: its CTAs agree by them on who waits for
-// whom.
+// seq_lens counts the new tokens too: append first, then attend. A length is at least the number of queries,
+// or 0 for padding; the CPU checks that. Masks and positions as in AttentionArgs. On a GPU lengths must stay
+// as they are until the call is complete: its CTAs agree by them on who waits for whom.
 struct PagedAttentionArgs {
     TensorView q, k_pages, v_pages, page_table, seq_lens;
     TensorView out;                 // like q; see AttentionArgs
@@ -51,7 +51,7 @@ void paged_attention(const PagedAttentionArgs& args);
 // token a sequence; or packed [total, num_kv_heads, head_dim] with cu_seqlens int32 [batch + 1].
 // seq_lens counts the new tokens. A sequence of length 0 is padding: nothing is written for it. Two tokens of
 // one call must not go to one slot: sequences that share their last page need copy-on-write first. k and v
-// must not overlap the pages in memory.
+// must not overlap the pages in memory, and k_pages and v_pages must have no element in common.
 struct AppendKvArgs {
     TensorView k, v, k_pages, v_pages, page_table, seq_lens;
     std::optional<TensorView> cu_seqlens;

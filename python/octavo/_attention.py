@@ -44,7 +44,7 @@ def attention(
     stream: Stream | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Array | tuple[Array, Array]:
-    """Exact attention over dense or packed arrays, tiled with an online softmax.
+    """Exact attention over arrays [batch, seqlen, heads, head_dim], or packed ones, with an online softmax.
 
     Computes ``dropout(softmax(softcap(softmax_scale * q @ k.T) + alibi, masked)) @ v`` without ever holding
     the matrix of scores (FlashAttention, Dao et al. 2022, arXiv:2205.14135). Every group of

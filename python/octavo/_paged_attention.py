@@ -71,7 +71,9 @@ def paged_attention(
         v_pages: like k_pages: the cache of values.
         page_table: int32 [batch, max_pages]: page_table[b, i] holds the tokens of sequence b from
             ``i * page_size`` on.
-        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
+        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included: at least the number
+            of its queries, or 0 for padding. Any other length is an error on the CPU. On a GPU it goes
+            unseen: queries before position 0 see what the masks leave, if causal nothing.
         cu_seqlens_q: int32 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
             cu_seqlens_q[b + 1], the last of its tokens. Default: one query a sequence.
         max_seqlen_q: the most queries of one sequence, for packed q; a tight bound starts less work.
@@ -142,9 +144,11 @@ def append_kv(
             [total, num_kv_heads, head_dim]. Any strides, with a unit last one; not inside the cache's memory.
         v: like k.
         k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written.
-        v_pages: like k_pages: the cache of values; written.
+        v_pages: like k_pages: the cache of values; written. Both may be views of one array, as of
+            ``cache.unbind()``, but have no element in common.
         page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
-        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
+        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included: at least their
+            number, or 0 for padding.
         cu_seqlens: int32 [batch + 1]: sequence b has the tokens of k and v from cu_seqlens[b] up to
             cu_seqlens[b + 1]. Default: one token a sequence.
         k_scale: what is stored is k divided by it. Default: 1.

@@ -2,8 +2,61 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <vector>
 
 namespace octavo {
+namespace {
+
+struct Axis {
+    int64_t stride, last;  // last: its largest index
+
+    bool operator==(const Axis& other) const { return stride == other.stride && last == other.last; }
+};
+
+// The axes of more than one element, from the largest stride on; no stride is negative.
+std::vector<Axis> axes_of(const TensorView& t) {
+    std::vector<Axis> axes;
+    for (int axis = 0; axis < t.ndim; ++axis) {
+        if (t.shape[axis] > 1) axes.push_back({std::abs(t.strides[axis]), t.shape[axis] - 1});
+    }
+    std::sort(axes.begin(), axes.end(), [](const Axis& a, const Axis& b) { return a.stride > b.stride; });
+    return axes;
+}
+
+// Whether `offset` is a sum of index * stride over the axes from `axis` on, with indices from 0 to the last
+// one, or, if `both_ways`, from minus the last one: a difference of two indices. Each stride exceeds what the
+// axes behind it add up to, so that at most two indices of an axis can lead to the offset.
+bool reaches(const std::vector<Axis>& axes, size_t axis, int64_t offset, bool both_ways) {
+    if (axis == axes.size()) return offset == 0;
+    int64_t most_behind = 0;
+    for (size_t inner = axis + 1; inner < axes.size(); ++inner)
+        most_behind += axes[inner].stride * axes[inner].last;
+    const auto [stride, last] = axes[axis];
+    const int64_t nearest = offset / stride;
+    for (int64_t index = nearest - 1; index <= nearest + 1; ++index) {
+        const int64_t rest = offset - index * stride;
+        if (index > last || index < (both_ways ? -last : 0)) continue;
+        if (rest > most_behind || rest < (both_ways ? -most_behind : 0)) continue;
+        if (reaches(axes, axis + 1, rest, both_ways)) return true;
+    }
+    return false;
+}
+
+// Exact for equal strides, whichever axes have them. For others it may miss a shared element, but never finds
+// one that is not.
+bool share_elements(const TensorView& a, const TensorView& b) {
+    const Bytes a_bytes = bytes_of(a), b_bytes = bytes_of(b);
+    if (std::max(a_bytes.begin, b_bytes.begin) >= std::min(a_bytes.end, b_bytes.end)) return false;
+    const auto distance = static_cast<int64_t>(b_bytes.begin - a_bytes.begin);
+    const int64_t size = size_of(a.dtype);
+    if (distance % size != 0) return false;
+    const int64_t offset = distance / size;  // from the lowest element of the one to that of the other
+    const std::vector<Axis> a_axes = axes_of(a), b_axes = axes_of(b);
+    if (a_axes == b_axes) return reaches(a_axes, 0, offset, true);
+    return reaches(a_axes, 0, offset, false) || reaches(b_axes, 0, -offset, false);
+}
+
+}  // namespace
 
 Bytes bytes_of(const TensorView& t) {
     const auto data = reinterpret_cast<uintptr_t>(t.data);
@@ -121,6 +174,13 @@ void Checker::apart(const char* name, const TensorView& t, const char* other_nam
     }
 }
 
+void Checker::no_shared_elements(const char* name, const TensorView& t, const char* other_name,
+                                 const TensorView& other) const {
+    if (!share_elements(t, other)) return;
+    fail<ValueError>(op_, name, " must not share elements with ", other_name,
+                     "; both may be views of one array, but not of the same part");
+}
+
 bool same_elements(const TensorView& a, const TensorView& b) {
     if (a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim || a.shape != b.shape) return false;
     for (int axis = 0; axis < a.ndim; ++axis) {
@@ -164,6 +224,17 @@ void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page
                                  "); got ", page);
             }
         }
+    }
+}
+
+void check_new_tokens_in_host(const char* op, const int32_t* seq_lens, const int32_t* cu_seqlens,
+                              int64_t batch) {
+    for (int64_t b = 0; b < batch; ++b) {
+        const int32_t count = cu_seqlens ? cu_seqlens[b + 1] - cu_seqlens[b] : 1;
+        if (seq_lens[b] == 0 || seq_lens[b] >= count) continue;
+        fail<ValueError>(op, "seq_lens[", b, "] (", seq_lens[b],
+                         ") counts the new tokens and must be 0 (padding) or at least their number (", count,
+                         ")");
     }
 }
 

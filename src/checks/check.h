@@ -45,6 +45,10 @@ class Checker {
     void writable(const char* name, const TensorView& t) const;
     // No byte from the first element of the one to its last lies between those of the other.
     void apart(const char* name, const TensorView& t, const char* other_name, const TensorView& other) const;
+    // No element of the one is one of the other, though the elements may lie between one another: keys and
+    // values in one tensor. Both are writable() and of one dtype.
+    void no_shared_elements(const char* name, const TensorView& t, const char* other_name,
+                            const TensorView& other) const;
 
   private:
     void memory(const char* name, const TensorView& t) const;
@@ -76,5 +80,10 @@ void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlen
 void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page_table_stride,
                          const int32_t* seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
                          int64_t num_pages);
+
+// Checks in host memory that sequence b is not shorter than its new tokens: cu_seqlens[b + 1] - cu_seqlens[b]
+// of them, or one if that is null. A sequence of length 0 is padding.
+void check_new_tokens_in_host(const char* op, const int32_t* seq_lens, const int32_t* cu_seqlens,
+                              int64_t batch);
 
 }  // namespace octavo

@@ -18,6 +18,17 @@ int32_t check_window(const char* op, const char* name, int64_t window) {
     return window > kMaxLength ? -1 : static_cast<int32_t>(window);
 }
 
+// What to say where the heads would fit if they were axis 1, as in PyTorch's own attention.
+const char* swapped_axes_hint(const TensorView& q, const TensorView& k) {
+    // Axis 1: of dense q the tokens, of paged q the heads. Packed k has three axes.
+    if (k.ndim != 4 || k.shape[1] < 1 || q.shape[1] < 2 || q.shape[1] % k.shape[1] != 0) return "";
+    const bool is_dense = q.ndim == 4;
+    return is_dense ? "; are heads and tokens in the right order? q, k and v are [batch, seqlen, heads, "
+                      "head_dim]: otherwise swap their axes 1 and 2"
+                    : "; are heads and slots in the right order? k_pages and v_pages are [num_pages, "
+                      "page_size, num_kv_heads, head_dim]: otherwise swap their axes 1 and 2";
+}
+
 void set_heads(const Checker& check, AttentionParams& p, const char* k_name, const TensorView& q,
                const TensorView& k) {
     const int64_t num_q_heads = q.shape[q.ndim - 2], num_kv_heads = k.shape[k.ndim - 2];
@@ -32,7 +43,7 @@ void set_heads(const Checker& check, AttentionParams& p, const char* k_name, con
     if (num_q_heads < 1) fail<ValueError>(check.op(), "num_q_heads (", num_q_heads, ") must be at least 1");
     if (num_q_heads % num_kv_heads != 0) {
         fail<ValueError>(check.op(), "num_q_heads (", num_q_heads, ") must be a multiple of num_kv_heads (",
-                         num_kv_heads, ")");
+                         num_kv_heads, ")", swapped_axes_hint(q, k));
     }
     check.length("num_q_heads", num_q_heads);
     p.num_q_heads = static_cast<int32_t>(num_q_heads);
@@ -363,6 +374,7 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     if (p.device.type == DeviceType::cpu) {
         check_pages_in_host(p.op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, page_size,
                             num_pages);
+        check_new_tokens_in_host(p.op, p.seq_lens, p.cu_seqlens_q, batch);
     }
     set_shared_prefix(check, p, args);
     return p;

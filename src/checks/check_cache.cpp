@@ -96,6 +96,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     check.data("k", args.k, 3, axes);
     check.data("v", args.v, 3, axes);
     check_cache(check, {"k_pages", args.k_pages, "v_pages", args.v_pages});
+    check.no_shared_elements("v_pages", args.v_pages, "k_pages", args.k_pages);
     check.dtype("k", args.k, p.dtype, " like k_pages");
     check.dtype("v", args.v, p.dtype, " like k_pages");
     check.same_shape("v", args.v, "k", args.k);
@@ -151,14 +152,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
         if (p.cu_seqlens) check_cu_seqlens(op, "cu_seqlens", p.cu_seqlens, batch, p.total);
         check_pages_in_host(op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, p.page_size,
                             args.k_pages.shape[0]);
-        for (int32_t b = 0; b < p.batch; ++b) {
-            const int32_t count = p.cu_seqlens ? p.cu_seqlens[b + 1] - p.cu_seqlens[b] : 1;
-            if (p.seq_lens[b] != 0 && p.seq_lens[b] < count) {
-                fail<ValueError>(op, "seq_lens[", b, "] (", p.seq_lens[b],
-                                 ") counts the new tokens and must be 0 (padding) or at least their number (",
-                                 count, ")");
-            }
-        }
+        check_new_tokens_in_host(op, p.seq_lens, p.cu_seqlens, batch);
     }
     return p;
 }

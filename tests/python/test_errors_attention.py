@@ -105,6 +105,15 @@ CASES = [
     case(*A, ValueError, "num_q_heads (0) must be at least 1", q=f32(2, 3, 0, 8)),
     case(*A, ValueError, "num_q_heads (3) must be a multiple of num_kv_heads (2)", q=f32(2, 3, 3, 8)),
     case(*A, ValueError, "num_q_heads (1) must be a multiple of num_kv_heads (2)", q=f32(2, 3, 1, 8)),
+    case(
+        *A,
+        ValueError,
+        "num_q_heads (10) must be a multiple of num_kv_heads (4); are heads and tokens in the right order? "
+        "q, k and v are [batch, seqlen, heads, head_dim]: otherwise swap their axes 1 and 2",
+        q=f32(2, 8, 10, 8),
+        k=f32(2, 2, 4, 8),
+        v=f32(2, 2, 4, 8),
+    ),
     case(*A, ValueError, "batch of k (1) must equal that of q (2)", k=f32(1, 5, 2, 8), v=f32(1, 5, 2, 8)),
     case(
         *A,

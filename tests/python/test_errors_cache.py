@@ -103,6 +103,14 @@ CASES = [
         for name in ("k", "v")
         for pages in ("k_pages", "v_pages")
     ),
+    case(
+        *K,
+        ValueError,
+        "v_pages must not share elements with k_pages; both may be views of one array, but not of the same "
+        "part",
+        k_pages=BOTH[:3],
+        v_pages=BOTH[2:5],
+    ),
     # copy_pages
     case(*C, ValueError, f"v_pages must have shape {PAGES}; got [12, 2, 8]", v_pages=f32(12, 2, 8)),
     case(*C, ValueError, "k_pages must be writable; it is read-only", k_pages=read_only(f32(3, 4, 2, 8))),

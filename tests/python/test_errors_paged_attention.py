@@ -52,6 +52,15 @@ CASES = [
     ),
     case(*P, ValueError, "num_q_heads (3) must be a multiple of num_kv_heads (2)", q=f32(2, 3, 8)),
     case(
+        *P,
+        ValueError,
+        "num_q_heads (4) must be a multiple of num_kv_heads (16); are heads and slots in the right order? "
+        "k_pages and v_pages are [num_pages, page_size, num_kv_heads, head_dim]: otherwise swap their axes 1 "
+        "and 2",
+        k_pages=f32(3, 2, 16, 8),
+        v_pages=f32(3, 2, 16, 8),
+    ),
+    case(
         *P, ValueError, "page_size (0) must be at least 1", k_pages=f32(3, 0, 2, 8), v_pages=f32(3, 0, 2, 8)
     ),
     case(*P, ValueError, "page_table must have shape [batch, max_pages]; got [2]", page_table=i32([2, 1])),
@@ -174,6 +183,24 @@ CASES = [
         ValueError,
         "page_table[1, 0] must lie in [0, num_pages = 3); got -1",
         page_table=i32([[2, 1], [-1, 0]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "seq_lens[0] (1) counts the new tokens and must be 0 (padding) or at least their number (2)",
+        cu_seqlens_q=i32([0, 2, 2]),
+        seq_lens=i32([1, 1]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "seq_lens[1] (2) counts the new tokens and must be 0 (padding) or at least their number (3)",
+        q=f32(4, 4, 8),
+        cu_seqlens_q=i32([0, 1, 4]),
+        seq_lens=i32([0, 2]),
+        causal=False,
+        batch_invariant=True,
+        max_seqlen_q=3,
     ),
     case(*P, ValueError, "window_left must be -1 (unbounded) or at least 0; got -3", window_left=-3),
     case(*P, ValueError, "out must be writable; it is read-only", out=read_only(f32(2, 4, 8))),

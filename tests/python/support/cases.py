@@ -55,6 +55,12 @@ class Case:
         return set(self.seqlens_q) == {1}
 
     @property
+    def is_cacheable(self) -> bool:
+        """No sequence has more queries than tokens, unless it is padding: keys are in the cache before."""
+        lengths = zip(self.seqlens_q, self.seqlens_k, strict=True)
+        return all(seqlen_k == 0 or seqlen_k >= seqlen_q for seqlen_q, seqlen_k in lengths)
+
+    @property
     def masks(self) -> dict[str, Any]:
         """Keyword arguments that the operators and the oracle share, but for the arrays."""
         return {

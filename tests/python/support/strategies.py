@@ -21,13 +21,18 @@ def drawn_cases(
     max_seqlen_k: int = 200,
 ) -> Case:
     batch = draw(st.integers(1, 4))
-    seqlen_q = st.just(1) if decode else st.integers(0, max_seqlen_q)
-    seqlen_k = st.integers(0, max_seqlen_k)
 
     def lengths(one: st.SearchStrategy[int]) -> tuple[int, ...]:
         if dense:
             return (draw(one),) * batch
         return tuple(draw(st.lists(one, min_size=batch, max_size=batch)))
+
+    seqlen_q = st.just(1) if decode else st.integers(0, max_seqlen_q)
+    seqlen_k = st.integers(0, max_seqlen_k)
+    seqlens_q, seqlens_k = lengths(seqlen_q), lengths(seqlen_k)
+    if paged:  # in a cache a sequence is as long as its queries, or empty
+        pairs = zip(seqlens_q, seqlens_k, strict=True)
+        seqlens_k = tuple(k + q if 0 < k < q else k for q, k in pairs)
 
     num_kv_heads = draw(st.sampled_from((1, 2, 3)))
     group_size = draw(st.sampled_from((1, 2, 3, 4, 5, 7, 8)))
@@ -35,8 +40,8 @@ def drawn_cases(
     prefix = st.one_of(st.just(0), st.integers(0, max_seqlen_k + 50))
     return Case(
         name=f"drawn {draw(st.integers(0, 2**16))}",
-        seqlens_q=lengths(seqlen_q),
-        seqlens_k=lengths(seqlen_k),
+        seqlens_q=seqlens_q,
+        seqlens_k=seqlens_k,
         num_q_heads=num_kv_heads * group_size,
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.sampled_from(HEAD_DIMS)),
