@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -40,6 +41,16 @@ class OutOfPages : public Error {
         : Error(message), indices(std::move(indices)) {}
 
     std::vector<int64_t> indices;  // of the sequences that did not fit, in a call that takes several
+};
+
+// The system has too little memory for what the message says. Python: MemoryError.
+class OutOfMemory : public std::bad_alloc {
+  public:
+    explicit OutOfMemory(const std::string& message) : message_(message) {}
+    const char* what() const noexcept override { return message_.what(); }
+
+  private:
+    std::runtime_error message_;  // which is copied without an exception
 };
 
 // A handle that was freed, or that this allocator never gave out. Python: octavo.InvalidSequence.

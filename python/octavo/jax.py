@@ -12,7 +12,7 @@ all of it at every call. The cache lies in memory as its shape says; a transpose
 Whatever is not an array (scales, masks, bounds) is part of the program: an ordinary Python number, not a
 traced value. Wrong shapes, dtypes and numbers are found when the program is traced, with the errors of
 ``octavo``; what only the values tell, such as a page that does not exist, is found on the CPU when it runs,
-as JAX's own error with Octavo's message.
+as JAX's own error with Octavo's message. Nothing is written then, but what was donated is gone with the call.
 
 Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
 gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that

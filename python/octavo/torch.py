@@ -16,6 +16,7 @@ inside of torch.func's transforms too, and so is one with a tangent (``torch.fun
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -64,6 +65,11 @@ def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops.octavo, operator), overload or "default")
 
 
+def _python_name(name: str) -> str:
+    """The function that calls torch.ops.octavo.<name>."""
+    return name.partition(".")[0].removesuffix("_to")
+
+
 def _refuse_gradients(operator: str, names: list[str], args: tuple[Any, ...]) -> None:
     """Raise what the kernel itself would, for tensors that it never sees."""
     for argument, value in zip(names, args, strict=False):
@@ -86,7 +92,7 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
 
     `kernel` runs it, `fake` only makes results of the right kind.
     """
-    operator = name.partition(".")[0].removesuffix("_to")
+    operator = _python_name(name)
 
     def trace(*args: Any) -> Any:
         _refuse_gradients(operator, names, args)  # a compiler would find out too late
@@ -117,10 +123,11 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
     num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-def _will_write(*arrays: Tensor) -> None:
+def _will_write(*arrays: Tensor | None) -> None:
     """Let autograd know, so that it finds out who still needs the old values."""
     for array in arrays:
-        torch.autograd.graph.increment_version(array)
+        if array is not None:  # which the kernel will refuse
+            torch.autograd.graph.increment_version(array)
 
 
 def _lse_like(q: Tensor) -> Tensor:
@@ -220,6 +227,23 @@ def _like(function: _Function) -> Callable[[Callable[..., Any]], _Function]:
     )
 
 
+_MISMATCH = re.compile(
+    r"octavo::(?P<op>\w+)\(\) Expected a value of type '(?:Optional\[)?(?P<wanted>\w+)\]?' for argument "
+    r"'(?P<argument>\w+)' but instead found type '(?P<given>\w+)'"
+)
+_KINDS = {"Tensor": "a torch.Tensor", "bool": "a bool", "int": "an int", "float": "a float"}
+
+
+def _explain(error: RuntimeError) -> None:
+    """Raise in octavo's words what the dispatcher says of an argument that no schema takes."""
+    if found := _MISMATCH.match(str(error)):
+        kind, given = _KINDS.get(found["wanted"], found["wanted"]), found["given"]
+        op = _python_name(found["op"])
+        if found["wanted"] == given:
+            raise ValueError(f"{op}: {found['argument']} must fit in 64 bits") from None
+        raise TypeError(f"{op}: {found['argument']} must be {kind}; got {given}") from None
+
+
 def _refuse_stream(name: str) -> None:
     raise ValueError(f"{name}: stream must be None in octavo.torch, which works on the current stream")
 
@@ -252,9 +276,13 @@ def attention(
 ) -> Any:
     if stream is not None:
         _refuse_stream("attention")
-    if out is None:
-        return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **options)
-    return _write("attention", (q, k, v), out, return_lse, options)
+    try:
+        if out is None:
+            return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **options)
+        return _write("attention", (q, k, v), out, return_lse, options)
+    except RuntimeError as error:
+        _explain(error)
+        raise
 
 
 @_like(octavo.paged_attention)
@@ -272,10 +300,15 @@ def paged_attention(
 ) -> Any:
     if stream is not None:
         _refuse_stream("paged_attention")
-    if out is None:
-        operator = _PAGED_ATTENTION_LSE if return_lse else _PAGED_ATTENTION
-        return operator(q, k_pages, v_pages, page_table, seq_lens, **options)
-    return _write("paged_attention", (q, k_pages, v_pages, page_table, seq_lens), out, return_lse, options)
+    try:
+        if out is None:
+            operator = _PAGED_ATTENTION_LSE if return_lse else _PAGED_ATTENTION
+            return operator(q, k_pages, v_pages, page_table, seq_lens, **options)
+        arrays = (q, k_pages, v_pages, page_table, seq_lens)
+        return _write("paged_attention", arrays, out, return_lse, options)
+    except RuntimeError as error:
+        _explain(error)
+        raise
 
 
 @_like(octavo.merge_states)
@@ -284,7 +317,11 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     if stream is not None:
         _refuse_stream("merge_states")
-    return cast("tuple[Tensor, Tensor]", _MERGE_STATES(out_a, lse_a, out_b, lse_b))
+    try:
+        return cast("tuple[Tensor, Tensor]", _MERGE_STATES(out_a, lse_a, out_b, lse_b))
+    except RuntimeError as error:
+        _explain(error)
+        raise
 
 
 @_like(octavo.append_kv)
@@ -301,7 +338,11 @@ def append_kv(
 ) -> None:
     if stream is not None:
         _refuse_stream("append_kv")
-    _APPEND_KV(k, v, k_pages, v_pages, page_table, seq_lens, **options)
+    try:
+        _APPEND_KV(k, v, k_pages, v_pages, page_table, seq_lens, **options)
+    except RuntimeError as error:
+        _explain(error)
+        raise
 
 
 @_like(octavo.copy_pages)
@@ -316,7 +357,11 @@ def copy_pages(
 ) -> None:
     if stream is not None:
         _refuse_stream("copy_pages")
-    if to_k_pages is None and to_v_pages is None:
-        _COPY_PAGES(k_pages, v_pages, copies)
-    else:
-        _COPY_PAGES_TO(k_pages, v_pages, copies, to_k_pages, to_v_pages)
+    try:
+        if to_k_pages is None and to_v_pages is None:
+            _COPY_PAGES(k_pages, v_pages, copies)
+        else:
+            _COPY_PAGES_TO(k_pages, v_pages, copies, to_k_pages, to_v_pages)
+    except RuntimeError as error:
+        _explain(error)
+        raise

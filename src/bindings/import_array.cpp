@@ -80,11 +80,21 @@ TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tenso
     return view;
 }
 
+bool is_deleted(nb::handle array) {
+    if (array_type_of(array).framework != Framework::jax) return false;
+    const nb::object method = nb::getattr(array, "is_deleted", nb::none());  // tracers have none
+    return !method.is_none() && method().equal(nb::bool_(true));
+}
+
 // Raises `type`, chained to the Python error being handled. KeyboardInterrupt and its like pass unchanged.
 [[noreturn]] void refuse(nb::python_error& error, nb::handle type, const char* op, const char* name,
                          nb::handle array) {
     if (!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError))
         throw nb::python_error(std::move(error));
+    if (is_deleted(array)) {
+        nb::raise_from(error, PyExc_RuntimeError,
+                       "%s: %s is a JAX array that was deleted, or donated to a jitted function", op, name);
+    }
     std::string what = bindings::type_name(array);
     const nb::object dtype = nb::getattr(array, "dtype", nb::none());
     if (!dtype.is_none()) what += std::string(" of ") + nb::str(dtype).c_str();
@@ -95,12 +105,17 @@ TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tenso
 }
 
 Device device_of(const char* op, const char* name, nb::handle array) {
+    nb::object pair;
     try {
-        const nb::object pair = call_object(array.attr("__dlpack_device__"), nb::tuple());
+        pair = call_object(array.attr("__dlpack_device__"), nb::tuple());
         return to_device(op, name,
                          {nb::cast<int32_t>(nb::int_(pair[0])), nb::cast<int32_t>(nb::int_(pair[1]))});
     } catch (nb::python_error& error) {
         refuse(error, PyExc_TypeError, op, name, array);
+    } catch (const nb::cast_error&) {
+        fail<TypeError>(op, name,
+                        ": __dlpack_device__ must return two 32-bit ints, (device type, device); got ",
+                        nb::repr(pair).c_str());
     }
 }
 

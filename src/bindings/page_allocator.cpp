@@ -50,8 +50,13 @@ nb::tuple page_table(const PageAllocator& allocator, nb::handle seqs, nb::handle
                           to_numpy(std::move(seq_lens), {batch}));
 }
 
-nb::object step(PageAllocator& allocator, nb::handle seqs, nb::handle num_new_tokens,
-                StepArraysObject& arrays, nb::handle tokens) {
+nb::object step(PageAllocator& allocator, nb::handle seqs, nb::handle num_new_tokens, nb::handle given_arrays,
+                nb::handle tokens) {
+    if (!nb::isinstance<StepArraysObject>(given_arrays)) {
+        fail<TypeError>("step", "arrays must be an octavo.StepArrays; got ",
+                        bindings::type_name(given_arrays));
+    }
+    auto& arrays = nb::cast<StepArraysObject&>(given_arrays);
     const std::vector<Sequence> sequences = sequences_argument("step", seqs);
     const auto count = static_cast<int64_t>(sequences.size());
     std::vector<int32_t> same;
@@ -303,7 +308,7 @@ void bind_page_allocator(nb::module_& m) {
             },
             seq, n, nb::sig("def try_extend(self, seq: int, n: int) -> bool"), kTryExtendDoc)
         .def("step", &step, nb::arg("seqs").none(), nb::arg("num_new_tokens").none(),
-             nb::arg("arrays").lock(), nb::arg("tokens").none() = nb::none(),
+             nb::arg("arrays").none().lock(), nb::arg("tokens").none() = nb::none(),
              nb::sig(
                  "def step(self, seqs: collections.abc.Iterable[int], num_new_tokens: int | "
                  "collections.abc.Iterable[int] | octavo._types.SupportsDLPack, arrays: StepArrays, tokens: "

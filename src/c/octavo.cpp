@@ -50,6 +50,8 @@ octavo_status guarded(const Work& work) noexcept {
         return failed(OCTAVO_OUT_OF_PAGES, error.what());
     } catch (const octavo::InvalidSequence& error) {
         return failed(OCTAVO_INVALID_SEQUENCE, error.what());
+    } catch (const octavo::OutOfMemory& error) {
+        return failed(OCTAVO_OUT_OF_MEMORY, error.what());
     } catch (const std::bad_alloc&) {
         return failed(OCTAVO_OUT_OF_MEMORY, "out of memory");
     } catch (const std::exception& error) {

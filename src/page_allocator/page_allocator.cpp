@@ -47,8 +47,9 @@ void check_prefix_cache(const PrefixCacheOptions& options, const std::vector<Pag
     if (options.hash_bits < 0 || options.hash_bits > 128) {
         fail<ValueError>("PageAllocator", "hash_bits (", options.hash_bits, ") must be between 0 and 128");
     }
-    if (options.event_capacity < 0) {
-        fail<ValueError>("PageAllocator", "event_capacity (", options.event_capacity, ") must be at least 0");
+    if (options.event_capacity < 0 || options.event_capacity > kMaxInt32) {
+        fail<ValueError>("PageAllocator", "event_capacity (", options.event_capacity,
+                         ") must be between 0 and ", kMaxInt32);
     }
 }
 
@@ -113,8 +114,18 @@ PageAllocator::PageAllocator(int64_t num_pages, int64_t page_size,
     : PageAllocator(std::vector<PageGroup>{{num_pages, page_size}}, prefix_cache) {}
 
 PageAllocator::PageAllocator(const std::vector<PageGroup>& groups,
-                             const std::optional<PrefixCacheOptions>& prefix_cache)
-    : state_(std::make_unique<State>(groups, prefix_cache)) {}
+                             const std::optional<PrefixCacheOptions>& prefix_cache) try
+    : state_(std::make_unique<State>(groups, prefix_cache)) {
+} catch (const std::bad_alloc&) {
+    int64_t num_pages = 0, num_host_pages = 0;
+    for (const PageGroup& group : groups) {
+        num_pages += group.num_pages;
+        num_host_pages += group.num_host_pages;
+    }
+    fail<OutOfMemory>("PageAllocator", "there is too little memory for num_pages (", num_pages,
+                      "), num_host_pages (", num_host_pages, ") and event_capacity (",
+                      prefix_cache ? prefix_cache->event_capacity : 0, ")");
+}
 
 PageAllocator::~PageAllocator() = default;
 PageAllocator::PageAllocator(PageAllocator&&) noexcept = default;
@@ -140,13 +151,17 @@ std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n, std::opt
     const int32_t kept = length ? static_cast<int32_t>(*length) : full_length;
     state_->check_kept("fork", parent, kept);
     if (state_->cache) state_->store_pages(parent);
-    const std::vector<size_t> entries = state_->reserve_sequences("fork", n);
-    for (PageLists& lists : state_->groups) {
-        for (size_t index : entries) lists.reserve(index, static_cast<size_t>(lists.pages_for(kept)));
-    }
+    std::vector<size_t> entries;
     std::vector<Sequence> children;
-    children.reserve(entries.size());
-
+    try {
+        entries = state_->reserve_sequences("fork", n);
+        for (PageLists& lists : state_->groups) {
+            for (size_t index : entries) lists.reserve(index, static_cast<size_t>(lists.pages_for(kept)));
+        }
+        children.reserve(entries.size());
+    } catch (const std::bad_alloc&) {
+        fail<OutOfMemory>("fork", "there is too little memory for n (", n, ") more sequences");
+    }
     for (size_t index : entries) {
         SequenceEntry& child = sequences.create();
         child.length = full_length;

@@ -311,7 +311,7 @@ TEST(PrefixCache, RefusesWhatItCannotDo) {
     options = {};
     options.event_capacity = -1;
     EXPECT_EQ(message_of<ValueError>([&] { PageAllocator(4, 4, options); }),
-              "PageAllocator: event_capacity (-1) must be at least 0");
+              "PageAllocator: event_capacity (-1) must be between 0 and 2147483647");
 }
 
 }  // namespace

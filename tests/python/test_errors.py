@@ -295,6 +295,15 @@ class TestJax:
         with pytest.raises(TypeError, match=r"^attention: q .*Tracer"):
             self.jax.jit(lambda q: octavo.attention(q, call["k"], call["v"]))(call["q"])
 
+    def test_deleted(self) -> None:
+        for name in ("q", "k"):
+            array = self.jax.numpy.asarray(dense()[name])
+            array.delete()
+            with pytest.raises(RuntimeError) as caught:
+                octavo.attention(**{**dense(), name: array})
+            message = f"attention: {name} is a JAX array that was deleted, or donated to a jitted function"
+            assert str(caught.value) == message
+
     def test_dtypes(self) -> None:
         with pytest.raises(TypeError, match=r"^attention: q must be float32, float16 or bfloat16; got int8$"):
             octavo.attention(**{**dense(), "q": self.jax.numpy.zeros((2, 3, 4, 8), "int8")})

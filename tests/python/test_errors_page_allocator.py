@@ -1,6 +1,8 @@
 """What octavo.PageAllocator refuses: each message, and that nothing has changed."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -153,6 +155,65 @@ def test_messages(alloc, call, error, message):
         call(alloc, seq)
     assert dump(alloc, [seq]) == before
     alloc.check_invariants()
+
+
+@pytest.mark.parametrize("bad", [None, [1], np.zeros((1, 8), np.int32), octavo.PageAllocator(1, 1)], ids=type)
+def test_arrays_of_a_step_that_are_none(alloc, bad):
+    seq = alloc.create()
+    kind = "numpy.ndarray" if isinstance(bad, np.ndarray) else type(bad).__name__
+    kind = "octavo._core.PageAllocator" if isinstance(bad, octavo.PageAllocator) else kind
+    with pytest.raises(TypeError) as caught:
+        alloc.step([seq], 1, bad)
+    assert str(caught.value) == f"step: arrays must be an octavo.StepArrays; got {kind}"
+    assert alloc.length(seq) == 0
+
+
+TOO_LITTLE_MEMORY = """
+import resource
+import octavo
+
+alloc = octavo.PageAllocator(4, 16)
+seq = alloc.create()
+before = alloc.stats()
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+for make, message in (
+    (
+        lambda: octavo.PageAllocator(2**31 - 1, 16),
+        "PageAllocator: there is too little memory for num_pages (2147483647), num_host_pages (0) and "
+        "event_capacity (0)",
+    ),
+    (
+        lambda: octavo.PageAllocator(8, 16, num_host_pages=2**31 - 1),
+        "PageAllocator: there is too little memory for num_pages (8), num_host_pages (2147483647) and "
+        "event_capacity (0)",
+    ),
+    (
+        lambda: octavo.PageAllocator(8, 16, prefix_cache=True, event_capacity=2**31 - 1),
+        "PageAllocator: there is too little memory for num_pages (8), num_host_pages (0) and "
+        "event_capacity (2147483647)",
+    ),
+    (
+        lambda: alloc.fork(seq, 2**28 - 1),
+        "fork: there is too little memory for n (268435455) more sequences",
+    ),
+):
+    try:
+        make()
+    except MemoryError as error:
+        assert str(error) == message, error
+    else:
+        raise AssertionError(f"no error: {message}")
+assert alloc.stats() == before
+alloc.check_invariants()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+def test_too_little_memory():
+    result = subprocess.run(
+        [sys.executable, "-c", TOO_LITTLE_MEMORY], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_an_error_while_handles_are_listed_is_the_callers(alloc):

@@ -286,6 +286,28 @@ def test_wrong_values_are_found_when_the_program_runs():
         jax.block_until_ready(octavo.jax.attention(**arrays, max_seqlen_q=4))
 
 
+def test_the_message_survives_a_program_that_waits_for_another():
+    """XLA calls it an internal error there, of its dispatch."""
+
+    @jax.jit
+    def slow(x):
+        for _ in range(6):
+            x = x @ x / 512
+        return x
+
+    _, arrays, _ = make_calls()[8]
+    append = jax.jit(octavo.jax.append_kv, donate_argnames=("k_pages", "v_pages"))
+    for _ in range(5):
+        late = slow(jnp.ones((512, 512)))[0, 0].astype(jnp.int32)
+        donated = {name: arrays[name] + 0 for name in ("k_pages", "v_pages")}
+        with pytest.raises(
+            RUNTIME_ERRORS, match=r"append_kv: page_table\[0, 0\] must lie in \[0, num_pages = 6"
+        ):
+            jax.block_until_ready(
+                append(**{**arrays, **donated, "page_table": arrays["page_table"] + 1 + late})
+            )
+
+
 @pytest.mark.gpu
 def test_a_dtype_without_a_kernel_is_named():
     with jax.default_device(jax.devices("cuda")[0]):

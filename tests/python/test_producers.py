@@ -45,6 +45,19 @@ def test_tensors_are_given_back_after_an_error() -> None:
         assert (producer.lent, producer.given_back) == (times, times)
 
 
+@pytest.mark.parametrize(
+    "answer", [("cpu", "0"), (1, 1 << 40), (1 << 70, 0), (None, None), "cpu"], ids=lambda x: repr(x)[:20]
+)
+def test_devices_that_are_none(answer: object) -> None:
+    k = Producer(qkv()[1], device=answer)
+    message = (
+        f"attention: k: __dlpack_device__ must return two 32-bit ints, (device type, device); got {answer!r}"
+    )
+    with pytest.raises(TypeError) as caught:
+        octavo.attention(k, k, k)
+    assert str(caught.value) == message.replace("k:", "q:")
+
+
 def test_pinned_host_memory_is_the_cpus() -> None:
     k = Producer(qkv()[1], device=(3, 0))
     np.testing.assert_array_equal(octavo.attention(qkv()[0], k, qkv()[2]), expected("float32", *qkv()))

@@ -1,0 +1,92 @@
+"""What octavo.torch refuses before an operator's own checks: what its schema does not take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import octavo.torch  # noqa: E402
+
+q = torch.ones(1, 3, 2, 8)
+NO_ARRAY = "must be an array (an object with __dlpack__ and __dlpack_device__); got NoneType"
+CASES = [
+    (lambda: octavo.torch.attention([1.0], q, q), TypeError, "attention: q must be a torch.Tensor; got list"),
+    (
+        lambda: octavo.torch.attention(q, q.numpy(), q),
+        TypeError,
+        "attention: k must be a torch.Tensor; got ndarray",
+    ),
+    (lambda: octavo.torch.attention(q, q, None), TypeError, f"attention: v {NO_ARRAY}"),
+    (
+        lambda: octavo.torch.attention(q, q, q, alibi_slopes=[1.0]),
+        TypeError,
+        "attention: alibi_slopes must be a torch.Tensor; got list",
+    ),
+    (
+        lambda: octavo.torch.attention(q, q, q, causal="yes"),
+        TypeError,
+        "attention: causal must be a bool; got str",
+    ),
+    (
+        lambda: octavo.torch.attention(q, q, q, window_left=0.5, return_lse=True),
+        TypeError,
+        "attention: window_left must be an int; got float",
+    ),
+    (
+        lambda: octavo.torch.attention(q, q, q, window_left=1 << 70),
+        ValueError,
+        "attention: window_left must fit in 64 bits",
+    ),
+    (
+        lambda: octavo.torch.attention(q, q, q, out=[1]),
+        TypeError,
+        "attention: out must be a torch.Tensor; got list",
+    ),
+    (
+        lambda: octavo.torch.paged_attention(q, q, q, [[0]], q),
+        TypeError,
+        "paged_attention: page_table must be a torch.Tensor; got list",
+    ),
+    (
+        lambda: octavo.torch.paged_attention(q, q, q, q, q, softmax_scale="1", out=q),
+        TypeError,
+        "paged_attention: softmax_scale must be a float; got str",
+    ),
+    (
+        lambda: octavo.torch.merge_states(q, q, q, 3),
+        TypeError,
+        "merge_states: lse_b must be a torch.Tensor; got int",
+    ),
+    (
+        lambda: octavo.torch.append_kv(q, q, q, q.numpy(), q, q),
+        TypeError,
+        "append_kv: v_pages must be a torch.Tensor; got ndarray",
+    ),
+    (lambda: octavo.torch.append_kv(q, q, None, q, q, q), TypeError, f"append_kv: k_pages {NO_ARRAY}"),
+    (
+        lambda: octavo.torch.copy_pages(q, q, [0]),
+        TypeError,
+        "copy_pages: copies must be a torch.Tensor; got list",
+    ),
+    (
+        lambda: octavo.torch.copy_pages(q, q, q, to_k_pages=q),
+        ValueError,
+        "copy_pages: to_k_pages and to_v_pages must be given together; got only to_k_pages",
+    ),
+    (
+        lambda: octavo.torch.copy_pages(q, q, q, to_k_pages=q, to_v_pages=[1]),
+        TypeError,
+        "copy_pages: to_v_pages must be a torch.Tensor; got list",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CASES, ids=[message for *_, message in CASES])
+def test_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
