@@ -7,12 +7,18 @@ What maps exactly is served: grouped heads, softcap, causal masks, causal slidin
 with or without a growing cache, and padding masks [batch, seqlen] (a padded batch is packed first, which
 copies its keys and values). What else a model asks for is refused with a ValueError, never approximated:
 static caches, other masks, attention sinks, position biases, dropout, attention weights. Gradients are
-refused too.
+refused too. So are models whose attention is their own, outside of transformers' AttentionInterface: BLOOM,
+MPT, Falcon, GPT-J and other early ones.
+
+Under ``torch.compile(fullgraph=True)`` give a cache and no padding mask. Otherwise transformers makes a mask
+of tensors, which has to be looked at.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,27 +26,70 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 import octavo.torch
 
 __all__ = ["register"]
 
 _ROWS_AT_ONCE = 256  # of a mask that is compared, to bound memory
+_names: set[str] = set()  # under which Octavo is registered
 
 
 def register(name: str = "octavo") -> None:
     """Add Octavo to the attention implementations of transformers, under this name.
 
     Raises:
-        ImportError: this transformers is too old: its masks are described in another way.
+        ImportError: this transformers is too old: it describes its masks, or its models, in another way.
     """
-    if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    describes_offsets = "q_offset" in inspect.signature(masking_utils.sdpa_mask).parameters
+    if not (describes_offsets and hasattr(PreTrainedModel, "_can_set_attn_implementation")):
         raise ImportError(
             f"octavo.transformers cannot serve transformers {transformers.__version__}: too old"
         )
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _describe_mask)
+    if not _names:
+        _let_models_refuse()
+    _names.add(name)
+
+
+def _let_models_refuse() -> None:
+    """Have the models without AttentionInterface refuse Octavo by name.
+
+    transformers takes a registered name for any model. Those that do not know it fail while they are built
+    or run, each in its own way; ``set_attn_implementation`` logs a line and leaves them as they are.
+    """
+    get_correct = PreTrainedModel.get_correct_attn_implementation
+    set_implementation = PreTrainedModel.set_attn_implementation
+
+    def refuse(model: PreTrainedModel) -> NoReturn:
+        _refuse(
+            f"{type(model).__name__} does not call transformers' AttentionInterface, so that its attention "
+            "cannot be replaced",
+            instead="eager",
+        )
+
+    @functools.wraps(get_correct)  # transformers calls it while a model, or a part of one, is made
+    def get_correct_or_refuse(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested in _names and not (
+            self._can_set_attn_implementation()
+            or hasattr(sys.modules.get(type(self).__module__), "ALL_ATTENTION_FUNCTIONS")
+        ):
+            refuse(self)
+        return get_correct(self, requested, *args, **kwargs)
+
+    @functools.wraps(set_implementation)
+    def set_or_refuse(self: PreTrainedModel, requested: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(requested, str) and requested in _names:
+            for part in self.modules():
+                if isinstance(part, PreTrainedModel) and not part._can_set_attn_implementation():
+                    refuse(part)
+        set_implementation(self, requested, *args, **kwargs)
+
+    models: Any = PreTrainedModel
+    models.get_correct_attn_implementation = get_correct_or_refuse
+    models.set_attn_implementation = set_or_refuse
 
 
 @dataclass(frozen=True)
@@ -71,9 +120,13 @@ class _Mask:
     queries: _Packing | None = None
     keys: _Packing | None = None
 
+    def contiguous(self) -> NoReturn:
+        """Only generate() asks for it, of a mask that it makes for a static cache."""
+        _refuse("static caches are not supported")
 
-def _refuse(what: str) -> NoReturn:
-    raise ValueError(f"octavo.transformers: {what}; use another attn_implementation, such as sdpa")
+
+def _refuse(what: str, instead: str = "sdpa") -> NoReturn:
+    raise ValueError(f"octavo.transformers: {what}; use another attn_implementation, such as {instead}")
 
 
 def _require_causal(
@@ -120,15 +173,27 @@ def _describe_mask(
     device: torch.device,
     local_size: int | None = None,
     use_vmap: bool = False,
+    allow_is_causal_skip: bool = False,
+    config: Any = None,
     **_: Any,
 ) -> _Mask:
     """Return Octavo's arguments for the mask that transformers describes."""
+    # transformers lets an implementation skip a mask to which nothing was added: packed sequences, blocks, or
+    # functions of the caller's. What is left is causal, in windows or in chunks.
+    nothing_added = allow_is_causal_skip and not use_vmap
+    is_window = (
+        nothing_added
+        and local_size is not None
+        and getattr(config, "sliding_window", None) == local_size
+        and getattr(config, "attention_chunk_size", None) is None
+    )
     causal = mask_function is not masking_utils.bidirectional_mask_function
     window_left = -1 if local_size is None else local_size - 1
     if causal:
         if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
             _refuse("the last query must be at the last key, and in static caches it is not")
-        if mask_function is not masking_utils.causal_mask_function or local_size is not None:
+        is_plain = mask_function is masking_utils.causal_mask_function and local_size is None
+        if not (is_plain or is_window):
             queries, keys = range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length)
             _require_causal(batch_size, queries, keys, mask_function, local_size, use_vmap, device)
     elif local_size is not None:

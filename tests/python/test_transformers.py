@@ -35,6 +35,9 @@ CONFIGS = {
 }
 
 
+COMMON = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def registered():
     octavo.transformers.register()
@@ -173,6 +176,56 @@ def test_compiles():
 
 
 @torch.no_grad()
+def test_sliding_windows_compile_in_one_graph(models, calls):
+    """With a cache: a window is known by its description, without a look at tensors."""
+    torch._dynamo.reset()
+    ids = tokens(2, 17)
+    expected = models[0](ids).logits
+    cache = transformers.DynamicCache(config=models[1].config)
+
+    def run(ids):
+        return models[1](ids, past_key_values=cache).logits
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for begin, end in ((0, 9), (9, 10), (10, 11), (11, 17)):
+        torch.testing.assert_close(compiled(ids[:, begin:end]), expected[:, begin:end], atol=2e-5, rtol=1e-4)
+    assert calls
+
+
+# Models that do not call transformers' AttentionInterface.
+OTHERS = {
+    "Bloom": lambda: transformers.BloomConfig(**COMMON, hidden_size=64, n_layer=1, n_head=4),
+    "Mpt": lambda: transformers.MptConfig(**COMMON, d_model=64, n_heads=4, n_layers=1, max_seq_len=64),
+    "GPTJ": lambda: transformers.GPTJConfig(**COMMON, n_embd=64, n_layer=1, n_head=4, rotary_dim=8),
+    "Falcon": lambda: transformers.FalconConfig(
+        **COMMON, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
+    ),
+    "CodeGen": lambda: transformers.CodeGenConfig(**COMMON, n_embd=64, n_layer=1, n_head=4, rotary_dim=8),
+    "GPTNeo": lambda: transformers.GPTNeoConfig(
+        **COMMON, hidden_size=64, num_layers=1, num_heads=4, attention_types=[[["global"], 1]]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_without_the_interface_are_refused_by_name(name, tmp_path):
+    message = rf"octavo\.transformers: {name}ForCausalLM does not call transformers' AttentionInterface"
+    load = transformers.AutoModelForCausalLM
+    config = OTHERS[name]()
+    model = load.from_config(config, attn_implementation="eager").eval()
+    expected = model(tokens(1, 5)).logits
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation("octavo")
+    assert torch.equal(model(tokens(1, 5)).logits, expected)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load.from_pretrained(tmp_path, attn_implementation="octavo")
+    with pytest.raises(ValueError, match=message):
+        load.from_config(OTHERS[name](), attn_implementation="octavo")
+    model.set_attn_implementation("eager")
+
+
+@torch.no_grad()
 def test_what_cannot_be_mapped_is_refused():
     model, ids = tiny_llama(), tokens(1, 8)
     with pytest.raises(ValueError, match=r"a mask of shape \(1, 1, 8, 8\) is not supported"):
@@ -181,6 +234,17 @@ def test_what_cannot_be_mapped_is_refused():
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
     with pytest.raises(ValueError, match="in static caches it is not"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", disable_compile=True)
+    mistral = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS["mistral"](), attn_implementation="octavo"
+    ).eval()
+    for length, message in (
+        (WINDOW + 2, "static caches are not supported"),
+        (3, "in static caches it is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mistral.generate(
+                tokens(1, length), max_new_tokens=2, cache_implementation="static", disable_compile=True
+            )
     with pytest.raises(ValueError, match=r"no backward yet; got 0\.1; use model\.eval\(\)"):
         tiny_llama(attention_dropout=0.1).train()(ids)
     with torch.enable_grad(), pytest.raises(TypeError, match="attention: q requires grad"):
