@@ -137,8 +137,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--prefill-chunk", type=positive, default=128, help="prompt tokens that a step takes (%(default)s)")
     args = parser.parse_args()
     if args.array is None:
-        cuda_library = "torch" if importlib.util.find_spec("torch") else "cupy"
-        args.array = "numpy" if args.device == "cpu" else cuda_library
+        only_cupy = not importlib.util.find_spec("torch") and importlib.util.find_spec("cupy")
+        args.array = "numpy" if args.device == "cpu" else "cupy" if only_cupy else "torch"
     if args.dtype is None:
         args.dtype = "float32" if args.device == "cpu" else "float16"
     return args

@@ -10,13 +10,18 @@ devices of a CPU.
 from __future__ import annotations
 
 import functools
+import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from problem import Step, make_step
+
+try:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+except ModuleNotFoundError:
+    sys.exit("decode_jax.py: JAX is not installed; get it with pip install jax, or jax[cuda12] for GPUs")
 
 import octavo.jax
 

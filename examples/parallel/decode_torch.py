@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from problem import Step, make_step
-from torch import Tensor
 
 import octavo
+
+try:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+except ModuleNotFoundError:
+    sys.exit("decode_torch.py: PyTorch is not installed; get it with pip install torch")
 
 
 class Rank:
@@ -69,6 +74,11 @@ def context_parallel(step: Step, rank: Rank) -> Tensor:
 
 
 def main() -> None:
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit(
+            "decode_torch.py: start me with torchrun, which starts a process for each device:\n"
+            "    torchrun --nproc-per-node=2 examples/parallel/decode_torch.py"
+        )
     rank = Rank()
     step = make_step(rank.count)
     expected = torch.from_numpy(step.on_one_device())

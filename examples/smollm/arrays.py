@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -57,8 +58,7 @@ class NumPyArrays:
 
 class CuPyArrays(NumPyArrays):
     def __init__(self, dtype: str) -> None:
-        import cupy
-
+        cupy = load("cupy", "CuPy", "cupy-cuda12x, or cupy-cuda13x for CUDA 13")
         if not cupy.cuda.is_available():
             raise ValueError("CuPy finds no CUDA device")
         super().__init__(dtype)
@@ -77,8 +77,7 @@ class CuPyArrays(NumPyArrays):
 
 class TorchArrays:
     def __init__(self, device: str, dtype: str) -> None:
-        import torch
-
+        torch = load("torch", "PyTorch", "torch" if device == "cpu" else "torch, or CuPy with cupy-cuda12x")
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("PyTorch finds no CUDA device")
         self.xp: ModuleType = torch
@@ -103,10 +102,17 @@ class TorchArrays:
         return x.float().cpu().numpy()
 
 
+def load(module: str, what: str, packages: str) -> ModuleType:
+    """Import a library that may not be installed, or say how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        raise ImportError(f"{what} is not installed; get it with pip install {packages}") from missing
+
+
 def numpy_dtype(name: str) -> np.dtype:
     if name == "bfloat16":
-        import ml_dtypes
-
+        ml_dtypes = load("ml_dtypes", "NumPy's bfloat16", "ml_dtypes")
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
 
