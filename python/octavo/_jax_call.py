@@ -222,7 +222,7 @@ def _documented_arguments(docstring: str) -> dict[str, str]:
     return {entry.partition(":")[0].strip(): entry for entry in entries}
 
 
-def like(original: Callable[..., Any], options: type) -> Callable[[_Wrapped], _Wrapped]:
+def like(original: Callable[..., Any], options: type | None = None) -> Callable[[_Wrapped], _Wrapped]:
     """Give a function's ``**options`` names and defaults; what it does not document is as in the original."""
 
     def complete(declared: _Wrapped) -> _Wrapped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-from octavo import _core
 from octavo._operators import native
 from octavo._types import Array, PagedAttentionOptions, Stream, SupportsDLPack
 
@@ -206,6 +205,7 @@ def copy_pages(
     raise NotImplementedError
 
 
+@native()
 def check_page_table(
     page_table: SupportsDLPack,
     seq_lens: SupportsDLPack,
@@ -231,4 +231,4 @@ def check_page_table(
         TypeError: not an array, or a wrong dtype.
         RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
     """
-    _core.check_page_table(page_table, seq_lens, num_pages, page_size, stream)
+    raise NotImplementedError

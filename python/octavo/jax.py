@@ -165,6 +165,7 @@ def paged_attention(
     return (results[0], results[1]) if return_lse else results[0]
 
 
+@like(octavo.append_kv)
 def append_kv(
     k: ArrayLike,
     v: ArrayLike,
@@ -216,6 +217,7 @@ def append_kv(
     return k_pages, v_pages
 
 
+@like(octavo.copy_pages)
 def copy_pages(k_pages: ArrayLike, v_pages: ArrayLike, copies: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Copy whole pages inside a cache: ``octavo.copy_pages`` in a JAX program.
 
@@ -240,6 +242,7 @@ def copy_pages(k_pages: ArrayLike, v_pages: ArrayLike, copies: ArrayLike) -> tup
     return k_pages, v_pages
 
 
+@like(octavo.merge_states)
 def merge_states(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ inside of torch.func's transforms too, and so is one with a tangent (``torch.fun
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -26,6 +27,7 @@ from torch.autograd import forward_ad
 
 import octavo
 from octavo import _core
+from octavo._misuse import MISSING, refuse_call
 from octavo._operators import ARGUMENTS
 
 __all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
@@ -220,11 +222,13 @@ _define(
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _like(function: _Function) -> Callable[[Callable[..., Any]], _Function]:
-    assigned = ("__name__", "__qualname__", "__doc__")
-    return cast(
-        "Callable[[Callable[..., Any]], _Function]", functools.wraps(function, assigned=assigned, updated=())
-    )
+def _like(original: _Function) -> Callable[[Callable[..., Any]], _Function]:
+    def complete(declared: Any) -> _Function:
+        declared.__defaults__ = (MISSING,) * declared.__code__.co_argcount
+        assigned = ("__name__", "__qualname__", "__doc__")
+        return cast("_Function", functools.update_wrapper(declared, original, assigned=assigned, updated=()))
+
+    return complete
 
 
 _MISMATCH = re.compile(
@@ -234,8 +238,12 @@ _MISMATCH = re.compile(
 _KINDS = {"Tensor": "a torch.Tensor", "bool": "a bool", "int": "an int", "float": "a float"}
 
 
-def _explain(error: RuntimeError) -> None:
-    """Raise in octavo's words what the dispatcher says of an argument that no schema takes."""
+def _explain(
+    error: RuntimeError, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> None:
+    """Raise in octavo's words what the dispatcher says of a call that no schema takes."""
+    signature = inspect.unwrap(function)
+    refuse_call(signature, {**dict(zip(signature.__code__.co_varnames, tensors, strict=False)), **options})
     if found := _MISMATCH.match(str(error)):
         kind, given = _KINDS.get(found["wanted"], found["wanted"]), found["given"]
         op = _python_name(found["op"])
@@ -281,7 +289,7 @@ def attention(
             return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **options)
         return _write("attention", (q, k, v), out, return_lse, options)
     except RuntimeError as error:
-        _explain(error)
+        _explain(error, attention, (q, k, v), options)
         raise
 
 
@@ -307,20 +315,20 @@ def paged_attention(
         arrays = (q, k_pages, v_pages, page_table, seq_lens)
         return _write("paged_attention", arrays, out, return_lse, options)
     except RuntimeError as error:
-        _explain(error)
+        _explain(error, paged_attention, (q, k_pages, v_pages, page_table, seq_lens), options)
         raise
 
 
 @_like(octavo.merge_states)
 def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, stream: None = None
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, stream: None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     if stream is not None:
         _refuse_stream("merge_states")
     try:
-        return cast("tuple[Tensor, Tensor]", _MERGE_STATES(out_a, lse_a, out_b, lse_b))
+        return cast("tuple[Tensor, Tensor]", _MERGE_STATES(out_a, lse_a, out_b, lse_b, **options))
     except RuntimeError as error:
-        _explain(error)
+        _explain(error, merge_states, (out_a, lse_a, out_b, lse_b), options)
         raise
 
 
@@ -341,7 +349,7 @@ def append_kv(
     try:
         _APPEND_KV(k, v, k_pages, v_pages, page_table, seq_lens, **options)
     except RuntimeError as error:
-        _explain(error)
+        _explain(error, append_kv, (k, v, k_pages, v_pages, page_table, seq_lens), options)
         raise
 
 
@@ -354,14 +362,15 @@ def copy_pages(
     to_k_pages: Tensor | None = None,
     to_v_pages: Tensor | None = None,
     stream: None = None,
+    **options: Any,
 ) -> None:
     if stream is not None:
         _refuse_stream("copy_pages")
     try:
         if to_k_pages is None and to_v_pages is None:
-            _COPY_PAGES(k_pages, v_pages, copies)
+            _COPY_PAGES(k_pages, v_pages, copies, **options)
         else:
-            _COPY_PAGES_TO(k_pages, v_pages, copies, to_k_pages, to_v_pages)
+            _COPY_PAGES_TO(k_pages, v_pages, copies, to_k_pages, to_v_pages, **options)
     except RuntimeError as error:
-        _explain(error)
+        _explain(error, copy_pages, (k_pages, v_pages, copies), options)
         raise
