@@ -36,7 +36,15 @@ def native(options: type | None = None) -> Callable[[_Function], _Function]:
         def write_arguments(parameters: list[str]) -> str:
             return ", ".join([*described, *(x for x in parameters if x not in described)])
 
-        return with_keywords(declared, options, getattr(_core, name), write_arguments)
+        function = with_keywords(declared, options, getattr(_core, name), write_arguments)
+        if name in ARGUMENTS:
+            # What torch.compiler.disable() sets, without importing torch: otherwise Dynamo's error speaks of
+            # nanobind's class alone.
+            function.__dict__["_torchdynamo_disable"] = True
+            function.__dict__["_torchdynamo_disable_msg"] = (
+                f"torch.compile cannot trace octavo.{name}; octavo.torch.{name} takes the same arguments"
+            )
+        return function
 
     return implement
 

@@ -335,3 +335,21 @@ def test_errors_are_those_of_octavo():
             function(q[:, :3].contiguous(), *rest)
     with pytest.raises(ValueError, match=r"copy_pages: stream must be None in octavo\.torch"):
         octavo.torch.copy_pages(*make_cache(), torch.empty(0, 2, dtype=torch.int32), stream=7)
+
+
+@pytest.mark.parametrize("name", octavo.torch.__all__)
+def test_octavos_own_functions_under_a_compiler(name):
+    """They break the graph; where it must not break, the error names what does not."""
+    args, _ = make_calls()[name][0]
+
+    def run(*args):
+        return getattr(octavo, name)(*args)
+
+    torch._dynamo.reset()
+    torch.compile(run, backend="eager")(*args)
+    torch._dynamo.reset()
+    if "reason" not in inspect.signature(torch.compiler.disable).parameters:
+        pytest.skip("this PyTorch gives no reasons")
+    message = rf"octavo\.torch\.{name} takes the same arguments"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(run, backend="eager", fullgraph=True)(*args)
