@@ -10,23 +10,19 @@ import pytest
 from hypothesis import given
 
 import octavo
-from support import calls, cases
+from support import calls, cases, problems
 from support.calls import GuardedArray, assert_same_bits
-from support.cases import Case, Inputs
+from support.case import Case
 from support.oracle import Reference
+from support.problems import Inputs
 from support.strategies import drawn_cases
 from support.targets import Target, cpu_target, every_target, writable_target
 
 
 @functools.lru_cache(maxsize=8)
 def problem(case: Case, dtype: str) -> tuple[Inputs, Reference]:
-    inputs = cases.make_inputs(case, dtype)
-    return inputs, cases.make_reference(case, inputs, dtype)
-
-
-def named(*names: str) -> list[Case]:
-    by_name = {case.name: case for case in (*cases.DENSE, *cases.PACKED)}
-    return [by_name[name] for name in names]
+    inputs = problems.make_inputs(case, dtype)
+    return inputs, problems.make_reference(case, inputs, dtype)
 
 
 @every_target
@@ -48,16 +44,16 @@ def test_packed(target: Target, case: Case) -> None:
 @every_target
 @given(case=drawn_cases(dense=True))
 def test_dense_of_any_shape(target: Target, case: Case) -> None:
-    inputs = cases.make_inputs(case, target.dtype)
-    reference = cases.make_reference(case, inputs, target.dtype)
+    inputs = problems.make_inputs(case, target.dtype)
+    reference = problems.make_reference(case, inputs, target.dtype)
     reference.check(*calls.attention(target, case, inputs))
 
 
 @every_target
 @given(case=drawn_cases())
 def test_packed_of_any_shape(target: Target, case: Case) -> None:
-    inputs = cases.make_inputs(case, target.dtype)
-    reference = cases.make_reference(case, inputs, target.dtype)
+    inputs = problems.make_inputs(case, target.dtype)
+    reference = problems.make_reference(case, inputs, target.dtype)
     reference.check(*calls.packed_attention(target, case, inputs))
 
 
@@ -75,19 +71,21 @@ def test_batch_of_none(target: Target) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("case", named("prefill_gqa_4", "everything", "no_keys"), ids=str)
+@pytest.mark.parametrize("case", cases.named("prefill_gqa_4", "everything", "no_keys"), ids=str)
 def test_result_without_lse_is_the_same(target: Target, case: Case) -> None:
     inputs, _ = problem(case, target.dtype)
     out, _ = calls.attention(target, case, inputs)
     alone = octavo.attention(
-        *(target.array(calls.dense(case, x)) for x in (inputs.q, *cases.poisoned(case, inputs))),
+        *(target.array(calls.dense(case, x)) for x in (inputs.q, *problems.poisoned(case, inputs))),
         **case.masks,
         **calls.optional_arrays(target, inputs),
     )
     assert target.library.to_float64(alone).tobytes() == out.tobytes()
 
 
-OUTPUTS = named("square", "prefill_mqa_8", "more_queries_than_keys", "no_keys", "head_dim_24", "group_7")
+OUTPUTS = cases.named(
+    "square", "prefill_mqa_8", "more_queries_than_keys", "no_keys", "head_dim_24", "group_7"
+)
 
 
 @writable_target
@@ -105,7 +103,7 @@ def test_out_is_written_and_nothing_around_it(target: Target, case: Case) -> Non
 @pytest.mark.parametrize("case", OUTPUTS, ids=str)
 def test_out_may_be_q_itself(target: Target, case: Case) -> None:
     inputs, _ = problem(case, target.dtype)
-    arrays = [target.array(calls.dense(case, x)) for x in (inputs.q, *cases.poisoned(case, inputs))]
+    arrays = [target.array(calls.dense(case, x)) for x in (inputs.q, *problems.poisoned(case, inputs))]
     arguments = {**case.masks, **calls.optional_arrays(target, inputs), "return_lse": True}
     apart = octavo.attention(*arrays, **arguments)
     in_place = octavo.attention(*arrays, **arguments, out=arrays[0])
@@ -115,7 +113,7 @@ def test_out_may_be_q_itself(target: Target, case: Case) -> None:
 
 @writable_target
 def test_out_may_be_strided(target: Target) -> None:
-    case = named("group_7")[0]
+    case = cases.named("group_7")[0]
     inputs, reference = problem(case, target.dtype)
     head_major = target.nan(case.batch, case.num_q_heads, case.seqlens_q[0], case.head_dim)
     calls.attention(target, case, inputs, out=target.library.swap_axes(head_major, 1, 2))
@@ -124,7 +122,7 @@ def test_out_may_be_strided(target: Target) -> None:
 
 
 @writable_target
-@pytest.mark.parametrize("case", named("group_3", "group_5", "head_dim_96"), ids=str)
+@pytest.mark.parametrize("case", cases.named("group_3", "group_5", "head_dim_96"), ids=str)
 def test_strided_equals_contiguous(target: Target, case: Case) -> None:
     inputs, _ = problem(case, target.dtype)
     q, k, v = (calls.dense(case, x) for x in (inputs.q, inputs.k, inputs.v))
@@ -150,7 +148,7 @@ def test_strided_equals_contiguous(target: Target, case: Case) -> None:
 @writable_target
 def test_rows_that_are_not_aligned(target: Target) -> None:
     """Views that begin at any element: vector loads may not assume more than the element's alignment."""
-    case = named("group_3")[0]
+    case = cases.named("group_3")[0]
     inputs, reference = problem(case, target.dtype)
     arrays = [calls.dense(case, x) for x in (inputs.q, inputs.k, inputs.v)]
     masks = {**case.masks, "return_lse": True}
@@ -168,7 +166,7 @@ def test_rows_that_are_not_aligned(target: Target) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("case", named("group_3", "group_5", "group_7", "group_64"), ids=str)
+@pytest.mark.parametrize("case", cases.named("group_3", "group_5", "group_7", "group_64"), ids=str)
 def test_gqa_equals_repeated_heads(target: Target, case: Case) -> None:
     inputs, reference = problem(case, target.dtype)
     group_size = case.num_q_heads // case.num_kv_heads
@@ -180,7 +178,7 @@ def test_gqa_equals_repeated_heads(target: Target, case: Case) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("case", named("chunked_prefill", "ragged", "everything_packed"), ids=str)
+@pytest.mark.parametrize("case", cases.named("chunked_prefill", "ragged", "everything_packed"), ids=str)
 def test_packed_equals_dense(target: Target, case: Case) -> None:
     inputs, reference = problem(case, target.dtype)
     outs, lses = [], []
@@ -209,14 +207,14 @@ def sequence_of(case: Case, inputs: Inputs, b: int) -> tuple[Case, Inputs]:
         inputs.k[keys],
         inputs.v[keys],
         slopes[b : b + 1] if slopes is not None and slopes.ndim == 2 else slopes,
-        cases.cumulative(one.seqlens_q),
-        cases.cumulative(one.seqlens_k),
+        problems.cumulative(one.seqlens_q),
+        problems.cumulative(one.seqlens_k),
         prefix_lens[b : b + 1] if prefix_lens is not None else None,
     )
 
 
 @cpu_target
-@pytest.mark.parametrize("case", named("chunked_prefill", "ragged", "everything_packed"), ids=str)
+@pytest.mark.parametrize("case", cases.named("chunked_prefill", "ragged", "everything_packed"), ids=str)
 def test_result_does_not_depend_on_the_rest_of_the_batch(target: Target, case: Case) -> None:
     inputs, _ = problem(case, target.dtype)
     bounds = {"max_seqlen_q": max(case.seqlens_q), "max_seqlen_k": max(case.seqlens_k)}
@@ -230,7 +228,7 @@ def test_result_does_not_depend_on_the_rest_of_the_batch(target: Target, case: C
 
 @every_target
 @pytest.mark.parametrize(
-    "case", named("square_not_causal", "alibi_not_causal", "last_queries_of_many_keys"), ids=str
+    "case", cases.named("square_not_causal", "alibi_not_causal", "last_queries_of_many_keys"), ids=str
 )
 def test_a_wide_window_is_no_window(target: Target, case: Case) -> None:
     inputs, reference = problem(case, target.dtype)
@@ -245,10 +243,10 @@ def test_a_wide_window_is_no_window(target: Target, case: Case) -> None:
 
 @every_target
 def test_prefix_of_everything_is_not_causal(target: Target) -> None:
-    case = named("square")[0]
+    case = cases.named("square")[0]
     inputs, _ = problem(case, target.dtype)
     not_causal = dataclasses.replace(case, causal=False)
-    reference = cases.make_reference(not_causal, inputs, target.dtype)
+    reference = problems.make_reference(not_causal, inputs, target.dtype)
     prefix_lens = target.int32([max(case.seqlens_k)] * case.batch)
     reference.check(*calls.attention(target, case, inputs, prefix_lens=prefix_lens))
     reference.check(*calls.attention(target, case, inputs, prefix_lens=prefix_lens, window_left=3))
@@ -256,7 +254,7 @@ def test_prefix_of_everything_is_not_causal(target: Target) -> None:
 
 @every_target
 def test_causal_is_window_right_0(target: Target) -> None:
-    case = named("last_queries_of_many_keys")[0]
+    case = cases.named("last_queries_of_many_keys")[0]
     inputs, _ = problem(case, target.dtype)
     assert_same_bits(
         calls.attention(target, case, inputs, causal=False, window_right=0),
@@ -291,13 +289,13 @@ def test_window_nan(target: Target) -> None:
         k[position] = np.inf
         v[position] = np.nan
         out, lse = calls.attention(target, case, dataclasses.replace(inputs, k=k, v=v))
-        blind = ~case.visible(0)[:, position]
+        blind = ~problems.visible(case, 0)[:, position]
         assert_same_bits((out[:, blind], lse[:, blind]), (clean[0][:, blind], clean[1][:, blind]))
         assert np.isnan(out[:, ~blind]).all()
 
 
 @cpu_target
-@pytest.mark.parametrize("case", named("prefill_gqa_4", "everything", "one_query_many_keys"), ids=str)
+@pytest.mark.parametrize("case", cases.named("prefill_gqa_4", "everything", "one_query_many_keys"), ids=str)
 def test_any_number_of_threads_gives_the_same_bits(target: Target, case: Case) -> None:
     inputs, _ = problem(case, target.dtype)
     before = octavo.get_num_threads()
@@ -323,5 +321,5 @@ def test_scores_far_from_zero(target: Target) -> None:
             inputs, q=np.full_like(inputs.q, 8.0), k=np.full_like(inputs.k, sign * 8.0)
         )
         out, lse = calls.attention(target, case, shifted)
-        reference = cases.make_reference(case, shifted, target.dtype)
+        reference = problems.make_reference(case, shifted, target.dtype)
         reference.check(out.reshape(reference.out.shape), lse)

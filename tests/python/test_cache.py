@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import octavo
-from support import cases, oracle
-from support.cases import Case
+from support import oracle, problems
+from support.case import Case
 from support.targets import Target, cpu_target, every_target, writable_target
 
 # How the memory of a cache lies behind [num_pages, page_size, num_kv_heads, head_dim].
@@ -85,8 +85,8 @@ class MutableCache:
 
 
 def check_append(target: Target, case: Case, layout: str, *, packed: bool = True) -> None:
-    inputs = cases.make_inputs(case, target.dtype)
-    table, num_pages = cases.make_page_table(case)
+    inputs = problems.make_inputs(case, target.dtype)
+    table, num_pages = problems.make_page_table(case)
     cache = MutableCache.make(target, case, num_pages, layout)
     # The newest tokens of a sequence are as many as its queries; a sequence of length 0 may hand in padding.
     random = np.random.default_rng(3)
@@ -151,8 +151,8 @@ def test_append_of_no_elements(target: Target, heads: int, head_dim: int) -> Non
 def test_append_strided_tokens(target: Target) -> None:
     """k and v as slices of one projection."""
     case = Case("append_strided", (5, 1, 3), (21, 9, 30), num_kv_heads=2)
-    inputs = cases.make_inputs(case, target.dtype)
-    table, num_pages = cases.make_page_table(case)
+    inputs = problems.make_inputs(case, target.dtype)
+    table, num_pages = problems.make_page_table(case)
     cache = MutableCache.make(target, case, num_pages, "contiguous")
     k, v = inputs.q[:, :2], inputs.q[:, 2:]
     projection = target.array(inputs.q)
@@ -164,8 +164,8 @@ def test_append_strided_tokens(target: Target) -> None:
 @pytest.mark.parametrize(("k_scale", "v_scale"), [(0.25, 4.0), (-2.0, None), (None, 3.0), (0.3, 1.7)])
 def test_append_divides_by_the_scales(target: Target, k_scale: float | None, v_scale: float | None) -> None:
     case = Case("append_scaled", (5, 1, 3), (21, 9, 30), num_kv_heads=2)
-    inputs = cases.make_inputs(case, target.dtype)
-    table, num_pages = cases.make_page_table(case)
+    inputs = problems.make_inputs(case, target.dtype)
+    table, num_pages = problems.make_page_table(case)
     cache = MutableCache.make(target, case, num_pages, "contiguous")
     k, v = inputs.q[:, :2], inputs.q[:, 2:]
     new = target.array(k), target.array(v)
@@ -186,8 +186,8 @@ def test_append_divides_by_the_scales(target: Target, k_scale: float | None, v_s
 def test_append_then_attend(target: Target) -> None:
     """Token by token, as in generation: each step sees what the steps before it stored."""
     case = Case("generation", (1, 1), (19, 40), num_q_heads=4, num_kv_heads=2, page_size=8)
-    inputs = cases.make_inputs(case, target.dtype)
-    table, num_pages = cases.make_page_table(case)
+    inputs = problems.make_inputs(case, target.dtype)
+    table, num_pages = problems.make_page_table(case)
     k_pages, v_pages = (target.nan(num_pages, case.page_size, case.num_kv_heads, case.head_dim) for _ in "kv")
     on_device = target.int32(table)
     begins = inputs.cu_seqlens_k[:-1]
@@ -342,7 +342,7 @@ def test_preempted_sequences_come_back_with_their_pages(target: Target) -> None:
 @every_target
 def test_check_page_table(target: Target) -> None:
     case = Case("check_page_table", (1, 1, 1), (33, 0, 16))
-    table, num_pages = cases.make_page_table(case)
+    table, num_pages = problems.make_page_table(case)
 
     def check(table: NDArray, seq_lens: tuple[int, ...]) -> None:
         octavo.check_page_table(

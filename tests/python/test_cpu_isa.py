@@ -15,8 +15,8 @@ import pytest
 
 import octavo
 import test_merge_states
-from support import calls, cases
-from support.cases import Case
+from support import calls, cases, problems
+from support.case import Case
 from support.targets import Target
 
 ISAS = ("baseline", "avx2", "avx512")
@@ -36,11 +36,6 @@ PACKED = ("everything_packed", "ragged")
 PAGED = ("speculative", "page_size_1", "page_size_17", "decode", "decode_everything", "decode_group_5")
 
 
-def named(names: tuple[str, ...]) -> list[Case]:
-    every_case = (*cases.DENSE, *cases.PACKED, *cases.PAGED, *cases.DECODE)
-    return [case for case in every_case if case.name in names]
-
-
 def check_every_operator() -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         target = Target("numpy", "cpu", dtype)
@@ -48,17 +43,17 @@ def check_every_operator() -> None:
         def check(
             run: Callable[..., calls.Result], case: Case, target: Target = target, **paged: bool
         ) -> None:
-            inputs = cases.make_inputs(case, target.dtype)
-            cache = (cases.make_cache(case, inputs),) if paged else ()
-            cases.make_reference(case, inputs, target.dtype, **paged).check(
+            inputs = problems.make_inputs(case, target.dtype)
+            cache = (problems.make_cache(case, inputs),) if paged else ()
+            problems.make_reference(case, inputs, target.dtype, **paged).check(
                 *run(target, case, inputs, *cache)
             )
 
-        for case in named(DENSE):
+        for case in cases.named(*DENSE):
             check(calls.attention, case)
-        for case in named(PACKED):
+        for case in cases.named(*PACKED):
             check(calls.packed_attention, case)
-        for case in named(PAGED):
+        for case in cases.named(*PAGED):
             check(calls.paged_attention, case, paged=True)
         for shape in ((3, 5, 8), (17, 3, 80), (2, 7, 2, 128)):
             states = test_merge_states.drawn_states(dtype, shape, seed=0)

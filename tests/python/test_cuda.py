@@ -10,8 +10,8 @@ import pytest
 
 import octavo
 from conftest import gpu_count
-from support import cases, oracle
-from support.cases import Case
+from support import oracle, problems
+from support.case import Case
 from support.generation import DTYPE, Generation
 from support.libraries import ArrayLibrary, Torch
 
@@ -122,7 +122,7 @@ def test_graph_of_packed_attention(torch: Any, library: ArrayLibrary) -> None:
     with torch.cuda.graph(graph):
         out, lse = launch()
     for lengths in ((100, 100, 100), (1, 298, 1), (0, 300, 0), (37, 0, 263)):
-        cu_seqlens.copy_(library.int32(cases.cumulative(lengths)))
+        cu_seqlens.copy_(library.int32(problems.cumulative(lengths)))
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
         graph.replay()
@@ -182,8 +182,8 @@ def test_addresses_past_2_to_the_31(torch: Any, library: ArrayLibrary) -> None:
     nan = float("nan")
     k_pages, v_pages = (torch.full(shape, nan, dtype=torch.bfloat16, device="cuda") for _ in "kv")
 
-    inputs = cases.make_inputs(case, DTYPE)
-    table, num_held = cases.make_page_table(case)
+    inputs = problems.make_inputs(case, DTYPE)
+    table, num_held = problems.make_page_table(case)
     held = -(-np.array(case.seqlens_k) // case.page_size)
     for row, count in zip(table, held, strict=True):
         row[:count] += num_pages - num_held
@@ -209,7 +209,9 @@ def test_addresses_past_2_to_the_31(torch: Any, library: ArrayLibrary) -> None:
                 num_splits=num_splits,
                 return_lse=True,
             )
-            cases.make_reference(case, inputs, DTYPE).check(library.to_float64(out), library.to_float64(lse))
+            problems.make_reference(case, inputs, DTYPE).check(
+                library.to_float64(out), library.to_float64(lse)
+            )
 
     check(on_device[0])
     far, near = table[0, 0], 3

@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 import octavo
-from support import calls, cases, oracle
+from support import calls, cases, oracle, problems
 from support.calls import assert_same_bits
-from support.cases import Case
+from support.case import Case
 from support.oracle import Dropout
 from support.targets import Target, every_target
 
@@ -97,8 +97,8 @@ def test_mask_is_the_oracles(target: Target, dropout: Dropout) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_oracle(target: Target, case: Case) -> None:
     dropout = Dropout(0.3, 2**35 + 11, 2**32 - 5)
-    inputs = cases.make_inputs(case, target.dtype)
-    reference = cases.make_reference(case, inputs, target.dtype, dropout=dropout)
+    inputs = problems.make_inputs(case, target.dtype)
+    reference = problems.make_reference(case, inputs, target.dtype, dropout=dropout)
     reference.check(*calls.packed_attention(target, case, inputs, **arguments(dropout)))
     if case.is_dense:
         reference.check(*calls.attention(target, case, inputs, **arguments(dropout)))
@@ -107,7 +107,7 @@ def test_equals_the_oracle(target: Target, case: Case) -> None:
 @every_target
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in {"prefill_gqa_4", "everything"}], ids=str)
 def test_none_is_none_bit_for_bit(target: Target, case: Case) -> None:
-    inputs = cases.make_inputs(case, target.dtype)
+    inputs = problems.make_inputs(case, target.dtype)
     without = calls.attention(target, case, inputs)
     assert_same_bits(calls.attention(target, case, inputs, **arguments(Dropout(0.0, 3, 4))), without)
 
@@ -115,15 +115,15 @@ def test_none_is_none_bit_for_bit(target: Target, case: Case) -> None:
 @every_target
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in {"prefill_gqa_4", "everything"}], ids=str)
 def test_lse_is_that_without(target: Target, case: Case) -> None:
-    inputs = cases.make_inputs(case, target.dtype)
-    reference = cases.make_reference(case, inputs, target.dtype)
+    inputs = problems.make_inputs(case, target.dtype)
+    reference = problems.make_reference(case, inputs, target.dtype)
     reference.check_lse(calls.attention(target, case, inputs, **arguments(Dropout(0.4, 3)))[1])
 
 
 @every_target
 def test_same_seed_same_bits(target: Target) -> None:
     case = next(case for case in CASES if case.name == "prefill_gqa_4")
-    inputs = cases.make_inputs(case, target.dtype)
+    inputs = problems.make_inputs(case, target.dtype)
     first = calls.attention(target, case, inputs, **arguments(Dropout(0.2, 5)))
     assert_same_bits(calls.attention(target, case, inputs, **arguments(Dropout(0.2, 5))), first)
     for other in (Dropout(0.2, 6), Dropout(0.2, 5, 1), Dropout(0.2, 5 + 2**32), Dropout(0.2, 5, 2**32)):
@@ -155,7 +155,7 @@ def test_statistics(p: float) -> None:
 @every_target
 def test_mean_over_seeds_is_the_result_without(target: Target) -> None:
     case = Case("dropout_mean", (16,), (64,), num_q_heads=1, num_kv_heads=1, causal=False)
-    inputs = cases.make_inputs(case, target.dtype)
+    inputs = problems.make_inputs(case, target.dtype)
     outs = [calls.attention(target, case, inputs, **arguments(Dropout(0.25, seed)))[0] for seed in range(300)]
     without = calls.attention(target, case, inputs)[0]
     deviation = np.std(outs, axis=0) / np.sqrt(len(outs))

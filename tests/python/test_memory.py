@@ -19,8 +19,8 @@ import pytest
 from numpy.typing import NDArray
 
 import octavo
-from support import calls, cases, libraries
-from support.cases import Case
+from support import calls, libraries, problems
+from support.case import Case
 from support.oracle import NUMPY_DTYPES
 from support.targets import Target
 
@@ -92,9 +92,9 @@ def forbid_unseen(array: NDArray, unseen: NDArray[np.bool_]) -> None:
 
 def check_fences(target: FencedTarget) -> None:
     for case in CASES:
-        inputs = cases.make_inputs(case, target.dtype)
-        cache = cases.make_cache(case, inputs)
-        reference = cases.make_reference(case, inputs, target.dtype, paged=True)
+        inputs = problems.make_inputs(case, target.dtype)
+        cache = problems.make_cache(case, inputs)
+        reference = problems.make_reference(case, inputs, target.dtype, paged=True)
         out = target.nan(*inputs.q.shape)
         reference.check(*calls.packed_attention(target, case, inputs, out=out))
         for num_splits in (None, 3):
@@ -114,10 +114,10 @@ def check_fences(target: FencedTarget) -> None:
 
 def check_unseen(target: FencedTarget) -> None:
     for case in UNSEEN:
-        inputs = cases.make_inputs(case, target.dtype)
-        reference = cases.make_reference(case, inputs, target.dtype)
+        inputs = problems.make_inputs(case, target.dtype)
+        reference = problems.make_reference(case, inputs, target.dtype)
         k, v = target.array(inputs.k), target.array(inputs.v)
-        unseen = case.unseen_keys()
+        unseen = problems.unseen_keys(case)
         for array in (k, v):
             forbid_unseen(array, unseen)
         arguments = {**case.masks, **calls.optional_arrays(target, inputs), "return_lse": True}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 
 import numpy as np
 import pytest
 
-from support import cases, oracle
-from support.cases import Case
+from support import cases, oracle, problems
+from support.case import Case
 
 BRUTE_FORCE = (
     Case("small", (3, 5), (4, 2), num_q_heads=4, num_kv_heads=2, head_dim=8),
@@ -20,7 +22,7 @@ BRUTE_FORCE = (
 )
 
 
-def brute_force(case: Case, inputs: cases.Inputs, b: int, i: int, h: int) -> tuple[np.ndarray, float]:
+def brute_force(case: Case, inputs: problems.Inputs, b: int, i: int, h: int) -> tuple[np.ndarray, float]:
     """One query of one head, without an array operation in the scores."""
     n, m = case.seqlens_q[b], case.seqlens_k[b]
     q = inputs.q[inputs.cu_seqlens_q[b] + i, h]
@@ -54,8 +56,8 @@ def brute_force(case: Case, inputs: cases.Inputs, b: int, i: int, h: int) -> tup
 
 @pytest.mark.parametrize("case", BRUTE_FORCE, ids=str)
 def test_equals_brute_force(case: Case) -> None:
-    inputs = cases.make_inputs(case, "float32")
-    reference = cases.make_reference(case, inputs, "float32", paged=True)
+    inputs = problems.make_inputs(case, "float32")
+    reference = problems.make_reference(case, inputs, "float32", paged=True)
     for b in range(case.batch):
         for i in range(case.seqlens_q[b]):
             for h in range(case.num_q_heads):
@@ -78,8 +80,8 @@ def test_equals_brute_force(case: Case) -> None:
 )
 def test_equals_torch(case: Case) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    inputs = cases.make_inputs(case, "float32")
-    bias = np.where(case.visible(0), 0.0, -np.inf)
+    inputs = problems.make_inputs(case, "float32")
+    bias = np.where(problems.visible(case, 0), 0.0, -np.inf)
     if inputs.alibi_slopes is not None:
         n, m = bias.shape
         distance = (m - n + np.arange(n))[:, None] - np.arange(m)[None, :]
@@ -91,7 +93,7 @@ def test_equals_torch(case: Case) -> None:
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=torch.from_numpy(bias), enable_gqa=True
     )
-    reference = cases.make_reference(case, inputs, "float32")
+    reference = problems.make_reference(case, inputs, "float32")
     np.testing.assert_allclose(
         out.swapaxes(1, 2).numpy().reshape(reference.out.shape), reference.out, rtol=1e-10, atol=1e-12
     )
@@ -99,17 +101,17 @@ def test_equals_torch(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", oracle.NUMPY_DTYPES)
 def test_plain_error_is_of_the_dtype(dtype: str) -> None:
-    case = next(c for c in cases.DENSE if c.name == "prefill_gqa_4")
-    reference = cases.make_reference(case, cases.make_inputs(case, dtype), dtype)
+    (case,) = cases.named("prefill_gqa_4")
+    reference = problems.make_reference(case, problems.make_inputs(case, dtype), dtype)
     error = np.abs(reference.plain_out - reference.out).max()
     assert 0.1 * oracle.SPACING[dtype] < error < 16 * oracle.SPACING[dtype]
 
 
 @pytest.mark.parametrize("dtype", oracle.NUMPY_DTYPES)
 def test_yardstick_rejects_wrong_results(dtype: str) -> None:
-    case = next(c for c in cases.DENSE if c.name == "prefill_gqa_4")
-    inputs = cases.make_inputs(case, dtype)
-    reference = cases.make_reference(case, inputs, dtype)
+    (case,) = cases.named("prefill_gqa_4")
+    inputs = problems.make_inputs(case, dtype)
+    reference = problems.make_reference(case, inputs, dtype)
     reference.check(reference.plain_out, reference.plain_lse)
     for wrong in (
         {"causal": False},
@@ -130,8 +132,8 @@ def test_yardstick_rejects_wrong_results(dtype: str) -> None:
 
 
 def test_yardstick_rejects_wrong_empty_rows() -> None:
-    case = next(c for c in cases.DENSE if c.name == "more_queries_than_keys")
-    reference = cases.make_reference(case, cases.make_inputs(case, "float32"), "float32")
+    (case,) = cases.named("more_queries_than_keys")
+    reference = problems.make_reference(case, problems.make_inputs(case, "float32"), "float32")
     assert np.isneginf(reference.lse[0]).all() and not reference.out[0].any()
     out, lse = reference.out.copy(), reference.lse.copy()
     out[0] = 1e-30
@@ -147,9 +149,9 @@ def test_yardstick_rejects_wrong_empty_rows() -> None:
 
 @pytest.mark.parametrize("case", (*cases.PACKED, *cases.PAGED, *cases.DECODE), ids=str)
 def test_pages_hold_the_keys(case: Case) -> None:
-    inputs = cases.make_inputs(case, "float16")
-    cache = cases.make_cache(case, inputs)
-    k, v = cases.poisoned(case, inputs)
+    inputs = problems.make_inputs(case, "float16")
+    cache = problems.make_cache(case, inputs)
+    k, v = problems.poisoned(case, inputs)
     np.testing.assert_array_equal(oracle.gather_pages(cache.k_pages, cache.page_table, cache.seq_lens), k)
     np.testing.assert_array_equal(oracle.gather_pages(cache.v_pages, cache.page_table, cache.seq_lens), v)
     num_slots = cache.k_pages.shape[0] * case.page_size
@@ -172,6 +174,57 @@ def test_merge_of_halves_is_the_whole() -> None:
     assert not out.any() and np.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("case", BRUTE_FORCE[:-1], ids=str)
+def test_some_queries_alone(case: Case) -> None:
+    """Every second query of each sequence, by its position."""
+    inputs = problems.make_inputs(case, "float32")
+    whole = problems.make_reference(case, inputs, "float32")
+    q_pos = [oracle.positions(n, m)[::2] for n, m in zip(case.seqlens_q, case.seqlens_k, strict=True)]
+    bounds = inputs.cu_seqlens_q.tolist()
+    rows = np.concatenate([np.arange(*each, 2) for each in itertools.pairwise(bounds)])
+    some = oracle.attention(
+        inputs.q[rows],
+        inputs.k,
+        inputs.v,
+        [len(positions) for positions in q_pos],
+        case.seqlens_k,
+        dtype="float32",
+        window_right=case.window_right,
+        prefix_lens=case.prefix_lens,
+        alibi_slopes=inputs.alibi_slopes,
+        q_pos=q_pos,
+        **case.masks,
+    )
+    np.testing.assert_allclose(some.out, whole.out[rows], rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(some.lse, whole.lse[rows], rtol=1e-12)
+    assert some.max_relative_error(some.out) == 0.0
+    wrong = some.out.copy()
+    wrong[0, -1, 0] += 0.1 * np.abs(wrong[0, -1]).max()
+    assert some.max_relative_error(wrong) == pytest.approx(0.1)
+    wrong[0, -1, 0] = np.nan
+    assert np.isnan(some.max_relative_error(wrong))
+
+
 def test_case_names_are_unique() -> None:
-    names = [case.name for case in (*cases.DENSE, *cases.PACKED, *cases.PAGED, *cases.DECODE)]
-    assert len(names) == len(set(names))
+    assert len({case.name for case in cases.ALL}) == len(cases.ALL)
+
+
+@pytest.mark.parametrize("case", (*cases.DENSE, *cases.PACKED, *cases.DECODE), ids=str)
+def test_work_of_a_case(case: Case) -> None:
+    """What a case counts is what the oracle's masks say."""
+    masks = [problems.visible(case, b) for b in range(case.batch)]
+    for b, mask in enumerate(masks):
+        assert case.num_visible(b) == np.count_nonzero(mask)
+        assert case.num_seen_keys(b) == np.count_nonzero(mask.any(axis=0))
+    unseen = problems.unseen_keys(case)
+    assert case.kv_bytes == 2 * np.count_nonzero(~unseen) * case.num_kv_heads * case.head_dim * 2
+    if case.window_left >= 0 or not case.causal:
+        flops = 4 * sum(map(np.count_nonzero, masks)) * case.num_q_heads * case.head_dim
+        assert case.flops == flops
+
+
+def test_flops_of_a_causal_square() -> None:
+    square = Case("", (6,), (6,), num_q_heads=2, num_kv_heads=1, head_dim=8)
+    assert square.flops == 4 * (6 * 6 // 2) * 2 * 8
+    after_others = dataclasses.replace(square, seqlens_k=(10,))
+    assert after_others.flops == 4 * (6 * 4 + 6 * 6 // 2) * 2 * 8

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import octavo
-from support import calls, cases, oracle
+from support import calls, cases, oracle, problems
 from support.calls import GuardedArray, assert_same_bits
-from support.cases import Cache, Case, Inputs
+from support.case import Case
 from support.oracle import Reference
+from support.problems import Cache, Inputs
 from support.strategies import drawn_cases
 from support.targets import Target, cpu_target, every_target, writable_target
 
@@ -24,13 +25,8 @@ ALL = (*cases.DECODE, *cases.PACKED, *cases.PAGED)
 
 @functools.lru_cache(maxsize=8)
 def problem(case: Case, dtype: str) -> tuple[Inputs, Cache, Reference]:
-    inputs = cases.make_inputs(case, dtype)
-    return inputs, cases.make_cache(case, inputs), cases.make_reference(case, inputs, dtype, paged=True)
-
-
-def named(*names: str) -> list[Case]:
-    by_name = {case.name: case for case in ALL}
-    return [by_name[name] for name in names]
+    inputs = problems.make_inputs(case, dtype)
+    return inputs, problems.make_cache(case, inputs), problems.make_reference(case, inputs, dtype, paged=True)
 
 
 @every_target
@@ -55,18 +51,18 @@ def test_packed_queries(target: Target, case: Case) -> None:
 @every_target
 @given(case=drawn_cases(decode=True, paged=True, max_seqlen_k=600))
 def test_decode_of_any_shape(target: Target, case: Case) -> None:
-    inputs = cases.make_inputs(case, target.dtype)
-    reference = cases.make_reference(case, inputs, target.dtype, paged=True)
-    cache = cases.make_cache(case, inputs)
+    inputs = problems.make_inputs(case, target.dtype)
+    reference = problems.make_reference(case, inputs, target.dtype, paged=True)
+    cache = problems.make_cache(case, inputs)
     reference.check(*calls.paged_attention(target, case, inputs, cache, packed=False))
 
 
 @every_target
 @given(case=drawn_cases(paged=True), num_splits=st.one_of(st.none(), st.integers(1, 20)))
 def test_packed_queries_of_any_shape(target: Target, case: Case, num_splits: int | None) -> None:
-    inputs = cases.make_inputs(case, target.dtype)
-    reference = cases.make_reference(case, inputs, target.dtype, paged=True)
-    cache = cases.make_cache(case, inputs)
+    inputs = problems.make_inputs(case, target.dtype)
+    reference = problems.make_reference(case, inputs, target.dtype, paged=True)
+    cache = problems.make_cache(case, inputs)
     reference.check(*calls.paged_attention(target, case, inputs, cache, num_splits=num_splits))
 
 
@@ -98,7 +94,7 @@ def test_cache_without_pages(target: Target) -> None:
 @every_target
 @pytest.mark.parametrize(
     "case",
-    named(
+    cases.named(
         "decode", "decode_group_7", "decode_window_prefix", "decode_empty", "speculative", "everything_packed"
     ),
     ids=str,
@@ -112,11 +108,11 @@ def test_any_number_of_splits_agrees(target: Target, case: Case) -> None:
 @every_target
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize(
-    "case", named("decode", "decode_page_size_17", "chunked_prefill", "page_size_1"), ids=str
+    "case", cases.named("decode", "decode_page_size_17", "chunked_prefill", "page_size_1"), ids=str
 )
 def test_permuting_pages_changes_no_bit(target: Target, case: Case, num_splits: int) -> None:
     inputs, cache, _ = problem(case, target.dtype)
-    other = cases.make_cache(case, inputs, shuffle=1)
+    other = problems.make_cache(case, inputs, shuffle=1)
     assert not np.array_equal(other.page_table, cache.page_table)
     assert_same_bits(
         calls.paged_attention(target, case, inputs, cache, num_splits=num_splits),
@@ -125,13 +121,13 @@ def test_permuting_pages_changes_no_bit(target: Target, case: Case, num_splits: 
 
 
 @cpu_target
-@pytest.mark.parametrize("case", named("decode", "everything_packed"), ids=str)
+@pytest.mark.parametrize("case", cases.named("decode", "everything_packed"), ids=str)
 def test_page_size_changes_no_bit(target: Target, case: Case) -> None:
     inputs, cache, _ = problem(case, target.dtype)
     as_given = calls.paged_attention(target, case, inputs, cache, num_splits=2)
     for page_size in (1, 5, 128):
         other = dataclasses.replace(case, page_size=page_size)
-        other_cache = cases.make_cache(other, inputs)
+        other_cache = problems.make_cache(other, inputs)
         assert_same_bits(calls.paged_attention(target, other, inputs, other_cache, num_splits=2), as_given)
 
 
@@ -162,7 +158,7 @@ def check_independence(target: Target, case: Case, **options: Any) -> None:
         assert_same_bits(alone, (out[rows], lse[rows]))
 
 
-INDEPENDENT = named("decode", "decode_everything", "decode_pages_2000", "chunked_prefill", "ragged")
+INDEPENDENT = cases.named("decode", "decode_everything", "decode_pages_2000", "chunked_prefill", "ragged")
 
 
 @every_target
@@ -183,7 +179,7 @@ def test_nor_do_splits_chosen_on_the_cpu(target: Target, case: Case) -> None:
 
 
 @cpu_target
-@pytest.mark.parametrize("case", named("decode", "decode_pages_2000", "everything_packed"), ids=str)
+@pytest.mark.parametrize("case", cases.named("decode", "decode_pages_2000", "everything_packed"), ids=str)
 def test_any_number_of_threads_gives_the_same_bits(target: Target, case: Case) -> None:
     inputs, cache, _ = problem(case, target.dtype)
     before = octavo.get_num_threads()
@@ -200,7 +196,7 @@ def test_any_number_of_threads_gives_the_same_bits(target: Target, case: Case) -
 
 @every_target
 @pytest.mark.parametrize(
-    "case", named("decode_group_3", "decode_group_5", "decode_group_7", "decode_group_64"), ids=str
+    "case", cases.named("decode_group_3", "decode_group_5", "decode_group_7", "decode_group_64"), ids=str
 )
 def test_gqa_equals_repeated_heads(target: Target, case: Case) -> None:
     inputs, cache, reference = problem(case, target.dtype)
@@ -214,7 +210,7 @@ def test_gqa_equals_repeated_heads(target: Target, case: Case) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("case", named("chunked_prefill", "window_packed", "decode_softcap"), ids=str)
+@pytest.mark.parametrize("case", cases.named("chunked_prefill", "window_packed", "decode_softcap"), ids=str)
 def test_paged_equals_packed(target: Target, case: Case) -> None:
     """octavo.attention over the gathered pages meets the same reference."""
     inputs, cache, reference = problem(case, target.dtype)
@@ -228,7 +224,7 @@ def test_paged_equals_packed(target: Target, case: Case) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("case", named("decode", "decode_everything"), ids=str)
+@pytest.mark.parametrize("case", cases.named("decode", "decode_everything"), ids=str)
 def test_decode_equals_packed_queries(target: Target, case: Case) -> None:
     inputs, cache, reference = problem(case, target.dtype)
     for num_splits in (1, 3):
@@ -242,7 +238,7 @@ def test_decode_equals_packed_queries(target: Target, case: Case) -> None:
 
 @writable_target
 @pytest.mark.parametrize(
-    "case", named("decode", "decode_page_size_17", "decode_group_5", "chunked_prefill"), ids=str
+    "case", cases.named("decode", "decode_page_size_17", "decode_group_5", "chunked_prefill"), ids=str
 )
 def test_strided_equals_contiguous(target: Target, case: Case) -> None:
     inputs, cache, _ = problem(case, target.dtype)
@@ -276,7 +272,7 @@ def test_strided_equals_contiguous(target: Target, case: Case) -> None:
 
 @writable_target
 @pytest.mark.parametrize(
-    "case", named("decode", "decode_empty", "decode_group_7", "ragged", "decode_group_5"), ids=str
+    "case", cases.named("decode", "decode_empty", "decode_group_7", "ragged", "decode_group_5"), ids=str
 )
 def test_out_is_written_and_nothing_around_it(target: Target, case: Case) -> None:
     inputs, cache, reference = problem(case, target.dtype)
@@ -289,7 +285,7 @@ def test_out_is_written_and_nothing_around_it(target: Target, case: Case) -> Non
 
 
 @writable_target
-@pytest.mark.parametrize("case", named("decode", "decode_group_7", "ragged"), ids=str)
+@pytest.mark.parametrize("case", cases.named("decode", "decode_group_7", "ragged"), ids=str)
 def test_out_may_be_q_itself(target: Target, case: Case) -> None:
     inputs, cache, _ = problem(case, target.dtype)
     pages = [target.array(cache.k_pages), target.array(cache.v_pages)]
@@ -305,7 +301,7 @@ def test_out_may_be_q_itself(target: Target, case: Case) -> None:
 
 @every_target
 def test_a_wide_window_is_no_window(target: Target) -> None:
-    case = named("decode")[0]
+    case = cases.named("decode")[0]
     inputs, cache, _ = problem(case, target.dtype)
     unbounded = calls.paged_attention(target, case, inputs, cache, num_splits=3)
     for width in (max(case.seqlens_k), 2**31 - 1, 2**40):
@@ -340,7 +336,7 @@ def test_causal_nan(target: Target) -> None:
         k, v = inputs.k.copy(), inputs.v.copy()
         k[first_nan:] = np.nan
         v[first_nan:] = np.nan
-        poisoned = cases.make_cache(case, dataclasses.replace(inputs, k=k, v=v))
+        poisoned = problems.make_cache(case, dataclasses.replace(inputs, k=k, v=v))
         out, lse = calls.paged_attention(target, case, inputs, poisoned)
         rows = first_nan - 100
         assert_same_bits((out[:rows], lse[:rows]), (clean[0][:rows], clean[1][:rows]))

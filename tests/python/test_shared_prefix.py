@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import octavo
-from support import calls, cases, oracle
+from support import calls, oracle, problems
 from support.calls import GuardedArray, assert_same_bits
-from support.cases import Cache, Case, Inputs
+from support.case import Case
 from support.libraries import get_library
 from support.oracle import Reference
+from support.problems import Cache, Inputs
 from support.strategies import drawn_cases
 from support.targets import Target, cpu_target, every_target, writable_target
 
@@ -58,7 +59,7 @@ def named(*names: str) -> Any:
 
 def problem(case: Case, prefix: int, dtype: str) -> tuple[Inputs, Cache, Reference]:
     """Every sequence begins with the keys of one that has queries, in its pages; the others' own are NaN."""
-    inputs = cases.make_inputs(case, dtype)
+    inputs = problems.make_inputs(case, dtype)
     starts = inputs.cu_seqlens_k[:-1]
     seen = [length * (queries > 0) for length, queries in zip(case.seqlens_k, case.seqlens_q, strict=True)]
     model = int(np.argmax(seen if any(seen) else case.seqlens_k))
@@ -69,7 +70,7 @@ def problem(case: Case, prefix: int, dtype: str) -> tuple[Inputs, Cache, Referen
             v[start : start + prefix] = inputs.v[starts[model] : starts[model] + prefix]
     inputs = dataclasses.replace(inputs, k=k, v=v)
 
-    cache = cases.make_cache(case, inputs)
+    cache = problems.make_cache(case, inputs)
     num_shared = prefix // case.page_size
     table, k_pages, v_pages = cache.page_table.copy(), cache.k_pages.copy(), cache.v_pages.copy()
     pages = table[model, :num_shared].copy() if case.seqlens_k[model] else np.arange(num_shared)
@@ -81,7 +82,7 @@ def problem(case: Case, prefix: int, dtype: str) -> tuple[Inputs, Cache, Referen
             row[:num_shared] = pages
     table[0, :num_shared] = pages
     cache = dataclasses.replace(cache, page_table=table, k_pages=k_pages, v_pages=v_pages)
-    return inputs, cache, cases.make_reference(case, inputs, dtype, paged=True)
+    return inputs, cache, problems.make_reference(case, inputs, dtype, paged=True)
 
 
 @every_target

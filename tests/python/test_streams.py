@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 import octavo
-from support import cases, oracle
+from support import oracle, problems
 from support.array_calls import cache, expected, qkv
-from support.cases import Case
+from support.case import Case
 from support.generation import DTYPE, Generation
 from support.libraries import ArrayLibrary, get_library
 
@@ -183,9 +183,9 @@ STREAM_CASE = Case("streams", (65,), (65,), num_kv_heads=2)
 
 
 def stream_problem() -> tuple[list[NDArray], oracle.Reference]:
-    inputs = cases.make_inputs(STREAM_CASE, DTYPE)
+    inputs = problems.make_inputs(STREAM_CASE, DTYPE)
     arrays = [x[None] for x in (inputs.q, inputs.k, inputs.v)]
-    return arrays, cases.make_reference(STREAM_CASE, inputs, DTYPE)
+    return arrays, problems.make_reference(STREAM_CASE, inputs, DTYPE)
 
 
 class LateArrays:

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import octavo
-from support import cases
-from support.cases import Cache, Case, Inputs
+from support import problems
+from support.case import Case
+from support.problems import Cache, Inputs
 from support.targets import Target
 
 Result = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -40,7 +41,7 @@ def dense(case: Case, packed: NDArray) -> NDArray:
 
 def attention(target: Target, case: Case, inputs: Inputs, **overrides: Any) -> Result:
     """Over dense arrays, poisoned where no query looks."""
-    k, v = cases.poisoned(case, inputs)
+    k, v = problems.poisoned(case, inputs)
     arguments = {
         **case.masks,
         "window_right": case.window_right,
@@ -55,7 +56,7 @@ def attention(target: Target, case: Case, inputs: Inputs, **overrides: Any) -> R
 
 
 def packed_attention(target: Target, case: Case, inputs: Inputs, **overrides: Any) -> Result:
-    k, v = cases.poisoned(case, inputs)
+    k, v = problems.poisoned(case, inputs)
     arguments = {
         **case.masks,
         "window_right": case.window_right,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import octavo
-from support import cases, oracle
+from support import oracle, problems
 from support.libraries import ArrayLibrary
 
 DTYPE = "bfloat16"
@@ -72,7 +72,7 @@ class Generation:
         self.step += 1
         random = np.random.default_rng(self.step)
         pages = random.permutation(self.num_pages).astype(np.int32)
-        table = np.resize(cases.NO_SUCH_PAGE, (len(seq_lens), self.max_pages))
+        table = np.resize(problems.NO_SUCH_PAGE, (len(seq_lens), self.max_pages))
         begin = 0
         for row, length in zip(table, seq_lens, strict=True):
             held = -(-length // self.page_size)
@@ -111,7 +111,7 @@ class Generation:
         self.page_table.copy_(self.library.int32(table))
         self.seq_lens.copy_(self.library.int32(seq_lens))
         if self.packed:
-            self.cu_seqlens.copy_(self.library.int32(cases.cumulative(tuple(counts))))
+            self.cu_seqlens.copy_(self.library.int32(problems.cumulative(tuple(counts))))
         self.total_q = total_q
         self.reference = oracle.attention(q, k, v, counts, seq_lens, dtype=DTYPE, causal=True)
 

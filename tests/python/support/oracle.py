@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-NUMPY_DTYPES: dict[str, np.dtype] = {
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+
+Result = tuple[NDArray[np.float64], NDArray[np.float64]]  # out and lse
 
 # Relative spacing of the numbers of a dtype.
 SPACING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -31,13 +34,18 @@ EPSILON_OUT = {"float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 EPSILON_LSE = 2.0**-20  # relative to the sequence's largest LSE, or to 1
 
 
-def round_to(values: NDArray, dtype: str) -> NDArray[np.float64]:
+def round_to(values: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     """The nearest numbers of `dtype`, as float64."""
     return np.asarray(values).astype(np.float32).astype(NUMPY_DTYPES[dtype]).astype(np.float64)
 
 
+def positions(seqlen_q: int, seqlen_k: int) -> NDArray[np.int64]:
+    """[seqlen_q]: where the queries of a sequence sit among its keys. The last one sits at the last key."""
+    return np.arange(seqlen_k - seqlen_q, seqlen_k)
+
+
 def visible(
-    seqlen_q: int,
+    q_pos: NDArray[np.int64],
     seqlen_k: int,
     *,
     causal: bool = False,
@@ -45,17 +53,22 @@ def visible(
     window_right: int = -1,
     prefix_len: int = 0,
 ) -> NDArray[np.bool_]:
-    """[seqlen_q, seqlen_k]: which keys each query sees. Query i sits at seqlen_k - seqlen_q + i."""
-    q_pos = seqlen_k - seqlen_q + np.arange(seqlen_q)[:, None]
-    k_pos = np.arange(seqlen_k)[None, :]
+    """[len(q_pos), seqlen_k]: which keys the queries at these positions see."""
+    distance = _distances(q_pos, seqlen_k)
     if causal:
         window_right = 0
-    see = np.ones((seqlen_q, seqlen_k), bool)
+    see = np.ones(distance.shape, bool)
     if window_left >= 0:
-        see &= k_pos >= q_pos - window_left
+        see &= distance <= window_left
     if window_right >= 0:
-        see &= k_pos <= q_pos + window_right
-    return see | (k_pos < prefix_len)
+        see &= distance >= -window_right
+    see[:, :prefix_len] = True
+    return see
+
+
+def _distances(q_pos: NDArray[np.int64], seqlen_k: int) -> NDArray[np.int64]:
+    """[len(q_pos), seqlen_k]: how far each key lies before each query."""
+    return q_pos[:, None] - np.arange(seqlen_k)
 
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -63,7 +76,7 @@ _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-def philox(counter: Sequence[NDArray | int], key: Sequence[int]) -> list[NDArray[np.uint64]]:
+def philox(counter: Sequence[NDArray[Any] | int], key: Sequence[int]) -> list[NDArray[np.uint64]]:
     """Philox 4x32-10 (Salmon et al. 2011): four counter words and two key words to four random words."""
     words = [np.asarray(word, np.uint64) for word in counter]
     for i in range(10):
@@ -91,75 +104,79 @@ class Dropout:
         return bits >= round(self.p * 2**16)
 
 
-def _heads_first(x: NDArray, repeat: int = 1) -> NDArray:
-    """[n, heads, head_dim] -> [heads * repeat, n, head_dim]."""
-    return np.repeat(x.transpose(1, 0, 2), repeat, axis=0)
-
-
-def _alibi(slopes: NDArray, seqlen_q: int, seqlen_k: int) -> NDArray:
-    distance = (seqlen_k - seqlen_q + np.arange(seqlen_q))[:, None] - np.arange(seqlen_k)[None, :]
-    return -slopes[:, None, None] * distance
+def _by_kv_head(x: NDArray[Any], num_kv_heads: int) -> NDArray[Any]:
+    """[n, heads, head_dim] -> [num_kv_heads, heads of a KV head * n, head_dim]."""
+    n, heads, head_dim = x.shape
+    return x.transpose(1, 0, 2).reshape(num_kv_heads, heads // num_kv_heads * n, head_dim)
 
 
 def attend(
-    q: NDArray,
-    k: NDArray,
-    v: NDArray,
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
     see: NDArray[np.bool_],
     scale: float,
     softcap: float,
-    slopes: NDArray | None,
-    kept: NDArray | None = None,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """One sequence in float64: out [n, num_q_heads, head_dim] and lse [n, num_q_heads]. `kept`: what dropout
-    multiplies the weights by."""
-    group_size = q.shape[1] // k.shape[1]
-    q, k, v = _heads_first(q), _heads_first(k, group_size), _heads_first(v, group_size)
-    scores = scale * (q @ k.transpose(0, 2, 1))
+    bias: NDArray[Any] | None,
+    kept: NDArray[Any] | None = None,
+) -> Result:
+    """One sequence in float64: out [n, num_q_heads, head_dim] and lse [n, num_q_heads].
+
+    Args:
+        q: [n, num_q_heads, head_dim].
+        k: [m, num_kv_heads, head_dim].
+        v: Like k.
+        see: [n, m].
+        scale: Multiplies the products of queries and keys.
+        softcap: 0 for none.
+        bias: [num_q_heads, n, m], added to the scores.
+        kept: [num_q_heads, n, m], what dropout multiplies the weights by.
+    """
+    (n, num_q_heads, _), (m, num_kv_heads, _) = q.shape, k.shape
+    q, k, v = (_by_kv_head(x, num_kv_heads) for x in (q, k, v))
+    scores = scale * (q @ k.transpose(0, 2, 1)).reshape(num_q_heads, n, m)
     if softcap > 0.0:
         scores = softcap * np.tanh(scores / softcap)
-    if slopes is not None:
-        scores = scores + _alibi(slopes.astype(np.float64), q.shape[1], k.shape[1])
+    if bias is not None:
+        scores = scores + bias
     scores = np.where(see, scores, -np.inf)
     highest = scores.max(axis=2, keepdims=True, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isneginf(highest), 0.0, highest))
     total = weights.sum(axis=2, keepdims=True)
     empty = total == 0.0
-    out = (weights / np.where(empty, 1.0, total) * (1.0 if kept is None else kept)) @ v
+    weights = weights / np.where(empty, 1.0, total) * (1.0 if kept is None else kept)
+    out = (weights.reshape(*q.shape[:2], m) @ v).reshape(num_q_heads, n, v.shape[2])
     lse = np.where(empty, -np.inf, highest + np.log(np.where(empty, 1.0, total)))
     return out.transpose(1, 0, 2), lse[:, :, 0].T
 
 
 def plain(
-    q: NDArray,
-    k: NDArray,
-    v: NDArray,
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
     see: NDArray[np.bool_],
     scale: float,
     softcap: float,
-    slopes: NDArray | None,
-    kept: NDArray | None,
+    bias: NDArray[Any] | None,
+    kept: NDArray[Any] | None,
     dtype: str,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> Result:
     """The same sequence as a plain implementation computes it: its error is the yardstick for the operators'.
 
     Products of the dtype are summed in float32; scores, probabilities and result are rounded to the dtype.
     """
 
-    def rounded(x: NDArray) -> NDArray:
+    def rounded(x: NDArray[Any]) -> NDArray[np.float32]:
         return x.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
 
-    group_size = q.shape[1] // k.shape[1]
-    q, k, v = (
-        _heads_first(x.astype(np.float32), repeat) for x, repeat in ((q, 1), (k, group_size), (v, group_size))
-    )
-    scores = rounded(np.float32(scale) * rounded(q @ k.transpose(0, 2, 1)))
+    (n, num_q_heads, _), (m, num_kv_heads, _) = q.shape, k.shape
+    q, k, v = (_by_kv_head(x.astype(np.float32), num_kv_heads) for x in (q, k, v))
+    products = (q @ k.transpose(0, 2, 1)).reshape(num_q_heads, n, m)
+    scores = rounded(np.float32(scale) * rounded(products))
     if softcap > 0.0:
         scores = rounded(np.float32(softcap) * np.tanh(scores / np.float32(softcap)))
-    if slopes is not None:
-        scores = rounded(
-            scores + _alibi(slopes.astype(np.float32), q.shape[1], k.shape[1]).astype(np.float32)
-        )
+    if bias is not None:
+        scores = rounded(scores + bias.astype(np.float32))
     scores = np.where(see, scores, np.float32(-np.inf))
     highest = scores.max(axis=2, keepdims=True, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isneginf(highest), np.float32(0), highest))
@@ -169,7 +186,7 @@ def plain(
     probabilities = weights / total_or_one
     if kept is not None:
         probabilities = probabilities * kept.astype(np.float32)
-    out = rounded(rounded(probabilities) @ v)
+    out = rounded(rounded(probabilities).reshape(*q.shape[:2], m) @ v).reshape(num_q_heads, n, v.shape[2])
     lse = np.where(empty, np.float32(-np.inf), highest + np.log(total_or_one))
     return out.transpose(1, 0, 2).astype(np.float64), lse[:, :, 0].T.astype(np.float64)
 
@@ -235,15 +252,24 @@ class Reference:
                 f"(plain error {plain_error:.3g})"
             )
 
-    def check(self, out: NDArray, lse: NDArray) -> None:
+    def check(self, out: NDArray[Any], lse: NDArray[Any]) -> None:
         self.check_out(out)
         self.check_lse(lse)
 
+    def max_relative_error(self, out: NDArray[Any]) -> float:
+        """The largest error, relative to the largest element of its query and head, or to 1 where all are 0.
+
+        NaN if `out` has one.
+        """
+        error = np.abs(np.asarray(out, np.float64).reshape(self.out.shape) - self.out).max(axis=2)
+        largest = np.abs(self.out).max(axis=2)
+        return float((error / np.where(largest == 0.0, 1.0, largest)).max())
+
 
 def attention(
-    q: NDArray,
-    k: NDArray,
-    v: NDArray,
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
     seqlens_q: Sequence[int],
     seqlens_k: Sequence[int],
     *,
@@ -254,13 +280,20 @@ def attention(
     window_right: int = -1,
     softcap: float = 0.0,
     prefix_lens: Sequence[int] | None = None,
-    alibi_slopes: NDArray | None = None,
+    alibi_slopes: NDArray[Any] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
     dropout: Dropout | None = None,
+    q_pos: Sequence[NDArray[np.int64]] | None = None,
 ) -> Reference:
-    """Both results for packed arrays, sequence by sequence. q, k and v hold numbers of `dtype`."""
+    """Both results for packed arrays, sequence by sequence. q, k and v hold numbers of `dtype`.
+
+    `q_pos` is for some of the queries alone: where the seqlens_q[b] that are given of each sequence sit.
+    """
     assert sum(seqlens_q) == len(q) and sum(seqlens_k) == len(k) == len(v)
+    assert q_pos is None or dropout is None, "dropout counts all queries"
+    if q_pos is None:
+        q_pos = [positions(n, m) for n, m in zip(seqlens_q, seqlens_k, strict=True)]
     scale = (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale) * (k_scale or 1.0)
     out_scale = v_scale or 1.0
     outs = [np.empty_like(q, np.float64) for _ in range(2)]
@@ -270,7 +303,7 @@ def attention(
         rows, keys = slice(q_begin, q_begin + n), slice(k_begin, k_begin + m)
         q_begin, k_begin = q_begin + n, k_begin + m
         see = visible(
-            n,
+            q_pos[b],
             m,
             causal=causal,
             window_left=window_left,
@@ -278,15 +311,16 @@ def attention(
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
         )
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        bias = None if slopes is None else -slopes[:, None, None].astype(np.float64) * _distances(q_pos[b], m)
         kept = dropout.keep(b, q.shape[1], n, m) / (1.0 - dropout.p) if dropout else None
-        arguments = (q[rows], k[keys], v[keys], see, scale, softcap, slopes, kept)
+        arguments = (q[rows], k[keys], v[keys], see, scale, softcap, bias, kept)
         true, same_precision = attend(*arguments), plain(*arguments, dtype)
         outs[0][rows], lses[0][rows] = true[0] * out_scale, true[1]
         outs[1][rows], lses[1][rows] = round_to(same_precision[0] * out_scale, dtype), same_precision[1]
     return Reference(dtype, tuple(seqlens_q), outs[0], lses[0], outs[1], lses[1])
 
 
-def gather_pages(pages: NDArray, page_table: NDArray, seq_lens: Sequence[int]) -> NDArray:
+def gather_pages(pages: NDArray[Any], page_table: NDArray[Any], seq_lens: Sequence[int]) -> NDArray[Any]:
     """[num_pages, page_size, heads, head_dim] -> packed [total, heads, head_dim]."""
     page_size = pages.shape[1]
     tokens = [
@@ -297,8 +331,12 @@ def gather_pages(pages: NDArray, page_table: NDArray, seq_lens: Sequence[int]) -
 
 
 def append_kv(
-    new: NDArray, pages: NDArray, page_table: NDArray, seq_lens: Sequence[int], counts: Sequence[int]
-) -> NDArray:
+    new: NDArray[Any],
+    pages: NDArray[Any],
+    page_table: NDArray[Any],
+    seq_lens: Sequence[int],
+    counts: Sequence[int],
+) -> NDArray[Any]:
     """A copy of `pages` with each sequence's newest tokens at its end; a sequence of length 0 is padding."""
     pages = pages.copy()
     page_size = pages.shape[1]
@@ -313,8 +351,8 @@ def append_kv(
 
 
 def merge_states(
-    out_a: NDArray, lse_a: NDArray, out_b: NDArray, lse_b: NDArray
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    out_a: NDArray[Any], lse_a: NDArray[Any], out_b: NDArray[Any], lse_b: NDArray[Any]
+) -> Result:
     """softmax over the union of two disjoint sets of keys, from the results over each."""
     highest = np.maximum(lse_a, lse_b)
     highest = np.where(np.isneginf(highest), 0.0, highest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from support.cases import Case
+from support.case import Case
 
 HEAD_DIMS = (8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 136, 192, 256)
 PAGE_SIZES = (1, 2, 3, 7, 8, 16, 17, 32, 64, 100, 256)

@@ -1,0 +1,127 @@
+"""What a case is: one call of attention, and how much work it is. Needs NumPy alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`seqlens_k` counts every key of a sequence, its new tokens included."""
+
+    name: str
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...]
+    num_q_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    page_size: int = 16  # 0: the keys lie in no pages
+    causal: bool = True
+    window_left: int = -1
+    window_right: int = -1
+    prefix_lens: tuple[int, ...] | None = None
+    softcap: float = 0.0
+    alibi: str = ""  # "", "head": slopes [num_q_heads], "batch": slopes [batch, num_q_heads]
+    softmax_scale: float | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
+    q_gain: float = 1.0  # larger: a peaked softmax
+    spare_pages: int = 3  # pages of the cache that no sequence holds
+
+    # What a row of a benchmark fixes. Most tests run a case in every dtype, and ask for the LSE.
+    dtype: str = "bfloat16"  # of queries and results
+    kv_dtype: str = ""  # of keys and values; empty: dtype
+    return_lse: bool = False
+    head_major: bool = False  # the cache in memory: [num_pages, num_kv_heads, page_size, head_dim]
+    shared_prefix: int = 0  # the first tokens of every sequence, in the same pages
+    cascade: bool = False  # whether the call says so
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def batch(self) -> int:
+        return len(self.seqlens_q)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def is_dense(self) -> bool:
+        return len(set(self.seqlens_q)) == 1 and len(set(self.seqlens_k)) == 1
+
+    @property
+    def is_decode(self) -> bool:
+        return set(self.seqlens_q) == {1}
+
+    @property
+    def is_cacheable(self) -> bool:
+        """No sequence has more queries than tokens, unless it is padding: keys are in the cache before."""
+        lengths = zip(self.seqlens_q, self.seqlens_k, strict=True)
+        return all(seqlen_k == 0 or seqlen_k >= seqlen_q for seqlen_q, seqlen_k in lengths)
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def masks(self) -> dict[str, Any]:
+        """Keyword arguments that the operators and the oracle share, except for the arrays."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "window_left": self.window_left,
+            "softcap": self.softcap,
+        }
+
+    def num_visible(self, b: int) -> int:
+        """Pairs of a query and a key that it sees, in one head of sequence b."""
+        n, m = self.seqlens_q[b], self.seqlens_k[b]
+        q_pos = np.arange(m - n, m)
+        begin = q_pos - self.window_left if self.window_left >= 0 else np.zeros(n, int)
+        window_right = 0 if self.causal else self.window_right
+        end = np.minimum(q_pos + window_right + 1, m) if window_right >= 0 else np.full(n, m)
+        prefix = min(self.prefix_lens[b], m) if self.prefix_lens else 0
+        return int((prefix + np.maximum(end - np.maximum(begin, prefix), 0)).sum())
+
+    def num_seen_keys(self, b: int) -> int:
+        """Keys of sequence b that some query sees. The last query, at the last key, sees to the end."""
+        n, m = self.seqlens_q[b], self.seqlens_k[b]
+        if n == 0:
+            return 0
+        begin = max(0, m - n - self.window_left) if self.window_left >= 0 else 0
+        prefix = min(self.prefix_lens[b], m) if self.prefix_lens else 0
+        return prefix + max(0, m - max(begin, prefix))
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of both matrix products.
+
+        A causal mask alone counts as half of its square, without the diagonal's other half, as everyone
+        counts it.
+        """
+        pairs = sum(map(self.num_visible, range(self.batch)))
+        if self.causal and self.window_left < 0 and not self.prefix_lens:
+            diagonals = map(min, self.seqlens_q, self.seqlens_k)
+            pairs -= sum((length + 1) // 2 for length in diagonals)
+        return 4 * pairs * self.num_q_heads * self.head_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that some query sees; those in shared pages count once."""
+        tokens = sum(map(self.num_seen_keys, range(self.batch)))
+        tokens -= max(0, self.batch - 1) * self.shared_prefix
+        return 2 * tokens * self.num_kv_heads * self.head_dim * ITEMSIZE[self.cache_dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Keys and values read, queries read, results written."""
+        rows = sum(self.seqlens_q) * self.num_q_heads
+        queries_and_results = 2 * rows * self.head_dim * ITEMSIZE[self.dtype]
+        return self.kv_bytes + queries_and_results + 4 * rows * self.return_lse

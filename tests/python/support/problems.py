@@ -1,0 +1,148 @@
+"""The arrays of a case, and its true result.
+
+`make_inputs` draws the numbers, `make_cache` lays keys and values out in pages, and `make_reference` asks the
+oracle. Everything that an operator must not read is NaN, or a page id that does not exist.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from support import oracle
+from support.case import Case
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Packed float64 arrays that hold numbers of the tested dtype."""
+
+    q: NDArray[np.float64]  # [total_q, num_q_heads, head_dim]
+    k: NDArray[np.float64]  # [total_k, num_kv_heads, head_dim]
+    v: NDArray[np.float64]
+    alibi_slopes: NDArray[np.float32] | None
+    cu_seqlens_q: NDArray[np.int32]  # [batch + 1]
+    cu_seqlens_k: NDArray[np.int32]
+    prefix_lens: NDArray[np.int32] | None  # [batch]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The keys and values of a case in shuffled pages. NaN: unused pages, slots past a sequence's length,
+    keys that no query sees. Table entries past a sequence's last page are far out of range."""
+
+    k_pages: NDArray[np.float64]  # [num_pages, page_size, num_kv_heads, head_dim]
+    v_pages: NDArray[np.float64]
+    page_table: NDArray[np.int32]  # [batch, max_pages]
+    seq_lens: NDArray[np.int32]  # [batch]
+
+
+def visible(case: Case, b: int) -> NDArray[np.bool_]:
+    """[seqlen_q, seqlen_k]: which keys each query of sequence b sees."""
+    return oracle.visible(
+        oracle.positions(case.seqlens_q[b], case.seqlens_k[b]),
+        case.seqlens_k[b],
+        causal=case.causal,
+        window_left=case.window_left,
+        window_right=case.window_right,
+        prefix_len=case.prefix_lens[b] if case.prefix_lens else 0,
+    )
+
+
+def unseen_keys(case: Case) -> NDArray[np.bool_]:
+    """[total_k]: keys that no query of their sequence sees, which are never read."""
+    return np.concatenate([~visible(case, b).any(axis=0) for b in range(case.batch)])
+
+
+def cumulative(lengths: tuple[int, ...]) -> NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
+
+
+def _generator(case: Case, purpose: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(f"{case.name}/{purpose}".encode()))
+
+
+def make_inputs(case: Case, dtype: str) -> Inputs:
+    random = _generator(case, "inputs")
+    queries = (sum(case.seqlens_q), case.num_q_heads, case.head_dim)
+    keys = (sum(case.seqlens_k), case.num_kv_heads, case.head_dim)
+    q = oracle.round_to(random.standard_normal(queries) * case.q_gain, dtype)
+    k = oracle.round_to(random.standard_normal(keys), dtype)
+    v = oracle.round_to(random.standard_normal(keys), dtype)
+    slopes = None
+    if case.alibi:
+        shape = (case.batch, case.num_q_heads) if case.alibi == "batch" else (case.num_q_heads,)
+        slopes = (2.0 ** -random.uniform(1.0, 8.0, shape)).astype(np.float32)
+    return Inputs(
+        q,
+        k,
+        v,
+        slopes,
+        cumulative(case.seqlens_q),
+        cumulative(case.seqlens_k),
+        np.array(case.prefix_lens, np.int32) if case.prefix_lens else None,
+    )
+
+
+def poisoned(case: Case, inputs: Inputs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """k and v with NaN where no query looks."""
+    k, v = inputs.k.copy(), inputs.v.copy()
+    unseen = unseen_keys(case)
+    k[unseen] = np.nan
+    v[unseen] = np.nan
+    return k, v
+
+
+NO_SUCH_PAGE = np.array([2**31 - 1, -(2**31), -1, 2**30], np.int32)
+
+
+def make_page_table(case: Case, *, shuffle: int = 0) -> tuple[NDArray[np.int32], int]:
+    """The table [batch, max_pages + 2] and num_pages. Another `shuffle` is another choice of pages."""
+    random = _generator(case, f"pages {shuffle}")
+    num_held = [-(-length // case.page_size) for length in case.seqlens_k]
+    num_pages = sum(num_held) + case.spare_pages
+    pages = random.permutation(num_pages).astype(np.int32)
+    table = np.resize(NO_SUCH_PAGE, (case.batch, max(num_held, default=0) + 2)).astype(np.int32)
+    begin = 0
+    for row, count in zip(table, num_held, strict=True):
+        row[:count] = pages[begin : begin + count]
+        begin += count
+    return table, num_pages
+
+
+def make_cache(case: Case, inputs: Inputs, *, shuffle: int = 0) -> Cache:
+    table, num_pages = make_page_table(case, shuffle=shuffle)
+    seq_lens = np.array(case.seqlens_k, np.int32)
+    k, v = poisoned(case, inputs)
+    empty = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan)
+    k_pages = oracle.append_kv(k, empty, table, case.seqlens_k, case.seqlens_k)
+    v_pages = oracle.append_kv(v, empty, table, case.seqlens_k, case.seqlens_k)
+    return Cache(k_pages, v_pages, table, seq_lens)
+
+
+def make_reference(
+    case: Case,
+    inputs: Inputs,
+    dtype: str,
+    *,
+    paged: bool = False,
+    dropout: oracle.Dropout | None = None,
+) -> oracle.Reference:
+    return oracle.attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        case.seqlens_q,
+        case.seqlens_k,
+        dtype=dtype,
+        window_right=case.window_right,
+        prefix_lens=case.prefix_lens,
+        alibi_slopes=inputs.alibi_slopes,
+        k_scale=case.k_scale if paged else None,
+        v_scale=case.v_scale if paged else None,
+        dropout=dropout,
+        **case.masks,
+    )
