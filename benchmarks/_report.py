@@ -8,6 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import _support_path  # noqa: F401
+
+from support.case import Case
+
 OCTAVO = "octavo"
 INVARIANT = "octavo_batch_invariant"
 # Columns of the table, and the contestants of which each shows the fastest.
@@ -23,6 +27,38 @@ def floor_us(num_bytes: int, read_bandwidth: float) -> float:
 
 def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+
+
+def describe(case: Case) -> dict[str, object]:
+    """The shape of a decode case, as a row of the results has it."""
+    lengths, query_len = case.seqlens_k, case.seqlens_q[0]
+    shown = f"{case.batch} x {min(lengths)}"
+    if min(lengths) < max(lengths):
+        shown += f"..{max(lengths)}, {sum(lengths)} in all"
+    # Head dim, dtypes and whatever is not plain decoding on pages of 16.
+    kind = {
+        f"{case.head_dim}": True,
+        case.dtype: True,
+        f"KV {case.cache_dtype}": case.cache_dtype != case.dtype,
+        f"page {case.page_size}": case.page_size != 16,
+        "head-major": case.head_major,
+        f"prefix {case.shared_prefix}": case.shared_prefix > 0,
+        "cascade": case.cascade,
+        f"{query_len} queries": query_len > 1,
+        f"window {case.window_left}": case.window_left >= 0,
+        f"softcap {case.softcap:g}": case.softcap > 0,
+        "ALiBi": bool(case.alibi),
+        "lse": case.return_lse,
+    }
+    return {
+        "lengths": shown,
+        "batch": case.batch,
+        "min_seqlen": min(lengths),
+        "max_seqlen": max(lengths),
+        "num_q_heads": case.num_q_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "kind": ", ".join(part for part, is_shown in kind.items() if is_shown),
+    }
 
 
 @dataclass(frozen=True)

@@ -81,15 +81,17 @@ def cpu_contestants(batch: int) -> Iterator[Contestant]:
 
 def peers() -> Iterator[Contestant]:
     """FlashAttention-3 and FlashInfer."""
-    from _decode_cases import Case
-    from _decode_contestants import FlashInfer, Octavo, find_contestants
-    from _decode_inputs import make_inputs
+    import _support_path  # noqa: F401
+    from _contestants import FlashInfer, Octavo, decode_contestants
     from _device import versions
+    from _inputs import make_inputs
 
-    case = Case("tiny", (1,), dtype="float16")
+    from support.case import Case
+
+    case = Case("tiny", (1,), (1,), num_q_heads=32, num_kv_heads=8, head_dim=128, dtype="float16")
     inputs = make_inputs(case)
     found = versions(["flashinfer", "vllm"])
-    for peer in find_contestants(flashinfer=True):
+    for peer in decode_contestants(flashinfer=True):
         if isinstance(peer, Octavo):
             continue
         version = found.get("flashinfer" if isinstance(peer, FlashInfer) else "vllm", "")

@@ -5,31 +5,36 @@
 Decode: one token a sequence over a paged cache (pages of 16 tokens, shuffled), against
 scaled_dot_product_attention on the same keys and values laid out contiguously, called in three ways: with
 enable_gqa, with the KV heads repeated beforehand (not timed), and with the heads of a group passed as query
-tokens of their KV head. Prefill: one causal sequence. Inputs rotate over more than the last-level cache, as
-the layers of a model do. Every output is compared with a float64 oracle.
+tokens of their KV head; the inputs rotate over more than the last-level cache, as the layers of a model do.
+Prefill: one causal sequence. Every output is compared with the tests' oracle, in float64.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import _support_path  # noqa: F401
+import numpy as np
 import torch
+from _check import Sample
+from _inputs import Inputs, as_dense, make_inputs
 from torch.nn.functional import scaled_dot_product_attention
 
 import octavo
 from octavo import _core
+from support.case import Case
+from support.cases import CPU_TABLE
 
-NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
-GROUP_SIZE = NUM_Q_HEADS // NUM_KV_HEADS
 ROTATED_BYTES = 256 << 20
+
+Call = Callable[[], torch.Tensor]
 
 
 @dataclass
@@ -64,122 +69,65 @@ def time_all(calls: Mapping[str, Sequence[Callable[[], object]]], rounds: int) -
     return times
 
 
-def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """q [batch, num_q_heads, seqlen_q, head_dim], k and v [batch, num_kv_heads, seqlen_k, head_dim]."""
-    out = torch.empty(q.shape, dtype=torch.float64)
-    for b in range(q.shape[0]):
-        for h in range(NUM_Q_HEADS):
-            keys, values = k[b, h // GROUP_SIZE].double(), v[b, h // GROUP_SIZE].double()
-            scores = q[b, h].double() @ keys.T / math.sqrt(HEAD_DIM)
-            if causal:
-                hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
-                scores.masked_fill_(hidden, -math.inf)
-            out[b, h] = torch.softmax(scores, dim=-1) @ values
-    return out
+def octavo_call(case: Case, inputs: Inputs) -> Call:
+    if case.page_size > 0:
+        arrays = (inputs.q, inputs.k, inputs.v, inputs.page_table, inputs.seq_lens)
+        return lambda: octavo.paged_attention(*arrays)
+    dense = as_dense(case, inputs.q, inputs.k, inputs.v)
+    return lambda: octavo.attention(*dense, causal=True).transpose(1, 2)
 
 
-@dataclass
-class Decode:
-    """q [batch, num_q_heads, head_dim]; k and v [batch, num_kv_heads, seqlen, head_dim]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-    @classmethod
-    def random(cls, batch: int, seqlen: int, dtype: torch.dtype) -> Decode:
-        kv_shape = batch, NUM_KV_HEADS, seqlen, HEAD_DIM
-        return cls(
-            torch.randn(batch, NUM_Q_HEADS, HEAD_DIM).to(dtype),
-            torch.randn(kv_shape).to(dtype),
-            torch.randn(kv_shape).to(dtype),
-        )
-
-    def octavo(self) -> Callable[[], torch.Tensor]:
-        batch, _, seqlen, _ = self.k.shape
-        pages_each = seqlen // PAGE_SIZE
-        page_table = torch.randperm(batch * pages_each).to(torch.int32).view(batch, pages_each)
-        seq_lens = torch.full((batch,), seqlen, dtype=torch.int32)
-        shape = batch * pages_each, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM
-        k_pages, v_pages = (torch.empty(shape, dtype=self.q.dtype) for _ in "kv")
-        for pages, x in (k_pages, self.k), (v_pages, self.v):
-            pages[page_table.flatten().long()] = x.transpose(1, 2).reshape(shape)
-        return lambda: octavo.paged_attention(self.q, k_pages, v_pages, page_table, seq_lens)
-
-    def torch_gqa(self) -> Callable[[], torch.Tensor]:
-        q = self.q.unsqueeze(2)
-        return lambda: scaled_dot_product_attention(q, self.k, self.v, enable_gqa=True)
-
-    def torch_repeated(self) -> Callable[[], torch.Tensor]:
-        q = self.q.unsqueeze(2)
-        k, v = (x.repeat_interleave(GROUP_SIZE, dim=1) for x in (self.k, self.v))
-        return lambda: scaled_dot_product_attention(q, k, v)
-
-    def torch_group_as_tokens(self) -> Callable[[], torch.Tensor]:
-        q = self.q.view(-1, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM)
-        return lambda: scaled_dot_product_attention(q, self.k, self.v)
+def heads_first(case: Case, inputs: Inputs) -> list[torch.Tensor]:
+    """q, k and v as PyTorch takes them, contiguous: [batch, heads, seqlen, head_dim]."""
+    keys_and_values = [inputs.keys_and_values(case, b) for b in range(case.batch)]
+    k, v = (torch.stack(parts) for parts in zip(*keys_and_values, strict=True))
+    (q,) = as_dense(case, inputs.q)
+    return [x.transpose(1, 2).contiguous() for x in (q, k, v)]
 
 
-def bench_decode(batch: int, seqlen: int, dtype: torch.dtype, rounds: int) -> list[Row]:
-    kv_bytes = 2 * batch * seqlen * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
-    copies = [Decode.random(batch, seqlen, dtype) for _ in range(max(2, ROTATED_BYTES // kv_bytes))]
-    calls: dict[str, list[Callable[[], torch.Tensor]]] = {
-        "octavo paged": [c.octavo() for c in copies],
-        "torch enable_gqa": [c.torch_gqa() for c in copies],
-        "torch repeated heads": [c.torch_repeated() for c in copies[:2]],
-        "torch group as tokens": [c.torch_group_as_tokens() for c in copies],
+def torch_gqa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    is_causal = not case.is_decode  # a mask of PyTorch's begins at the first key
+    return lambda: scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+
+def torch_repeated(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    k, v = (x.repeat_interleave(case.group_size, dim=1) for x in (k, v))
+    return lambda: scaled_dot_product_attention(q, k, v)
+
+
+def torch_group_as_tokens(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    q = q.view(case.batch, case.num_kv_heads, case.group_size, case.head_dim)
+    return lambda: scaled_dot_product_attention(q, k, v)
+
+
+def bench(case: Case, rounds: int) -> list[Row]:
+    num_copies = max(2, ROTATED_BYTES // case.kv_bytes) if case.is_decode else 1
+    copies = [make_inputs(case, "cpu") for _ in range(num_copies)]
+    contiguous = [heads_first(case, inputs) for inputs in copies]
+    calls = {
+        "octavo paged" if case.page_size > 0 else "octavo": [octavo_call(case, inputs) for inputs in copies],
+        "torch enable_gqa": [torch_gqa(case, *arrays) for arrays in contiguous],
     }
-    want = oracle(copies[0].q.unsqueeze(2), copies[0].k, copies[0].v, causal=False)
-    times = time_all(calls, rounds)
-    return [
-        make_row(
-            f"decode {batch} x {seqlen}",
-            dtype,
-            name,
-            times[name],
-            kv_bytes / 1e6,
-            "GB/s",
-            error_of(calls[name][0]().reshape(want.shape), want),
-        )
-        for name in calls
-    ]
+    if case.is_decode:
+        calls["torch repeated heads"] = [torch_repeated(case, *arrays) for arrays in contiguous[:2]]
+        calls["torch group as tokens"] = [torch_group_as_tokens(case, *arrays) for arrays in contiguous]
+    sample = Sample(case, copies[0])
+    times = time_all(calls, rounds if case.is_decode else max(3, rounds // 3))
+    return [make_row(case, name, times[name], error_of(case, sample, calls[name][0]())) for name in calls]
 
 
-def bench_prefill(seqlen: int, dtype: torch.dtype, rounds: int) -> list[Row]:
-    q = torch.randn(1, NUM_Q_HEADS, seqlen, HEAD_DIM).to(dtype)
-    k, v = (torch.randn(1, NUM_KV_HEADS, seqlen, HEAD_DIM).to(dtype) for _ in "kv")
-    tokens_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    calls: dict[str, list[Callable[[], torch.Tensor]]] = {
-        "octavo": [lambda: octavo.attention(*tokens_first, causal=True).transpose(1, 2)],
-        "torch enable_gqa": [lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)],
-    }
-    want = oracle(q, k, v, causal=True)
-    times = time_all(calls, rounds)
-    flops = 4 * HEAD_DIM * NUM_Q_HEADS * seqlen * (seqlen + 1) / 2
-    return [
-        make_row(
-            f"prefill 1 x {seqlen} causal",
-            dtype,
-            name,
-            times[name],
-            flops / 1e6,
-            "GFLOP/s",
-            error_of(calls[name][0](), want),
-        )
-        for name in calls
-    ]
+def error_of(case: Case, sample: Sample, result: torch.Tensor) -> float:
+    """Of a result [batch, heads, seqlen, head_dim], however its axes are put together."""
+    by_head = result.reshape(case.batch, case.num_q_heads, -1, case.head_dim)
+    out = by_head.transpose(1, 2).flatten(0, 1)
+    return float(np.abs(sample.of(out) - sample.reference.out).max())
 
 
-def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    return (got.double() - want).abs().max().item()
-
-
-def make_row(
-    case: str, dtype: torch.dtype, name: str, times: list[float], work: float, unit: str, error: float
-) -> Row:
+def make_row(case: Case, name: str, times: list[float], error: float) -> Row:
+    work, unit = (case.kv_bytes / 1e6, "GB/s") if case.is_decode else (case.flops / 1e6, "GFLOP/s")
     return Row(
-        case,
-        str(dtype).removeprefix("torch."),
+        case.name,
+        case.dtype,
         name,
         round(min(times), 4),
         round(statistics.median(times), 4),
@@ -223,10 +171,9 @@ def main() -> int:
         print(f"reads {read_bandwidth():.1f} GB/s\n")
         print("| case | dtype | implementation | best ms | median ms | rate | max error |")
         print("|---|---|---|---:|---:|---:|---:|")
-        for dtype in torch.float32, torch.bfloat16:
-            for batch, seqlen in (1, 4096), (16, 1024):
-                rows += show(bench_decode(batch, seqlen, dtype, args.rounds))
-            rows += show(bench_prefill(2048, dtype, max(3, args.rounds // 3)))
+        for dtype in "float32", "bfloat16":
+            for case in CPU_TABLE:
+                rows += show(bench(replace(case, dtype=dtype), args.rounds))
     if args.json:
         args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     return 0

@@ -20,11 +20,13 @@ import sys
 import time
 from pathlib import Path
 
-from _decode_cases import EXTRA, SHARED, SWEEP, TABLE, Case
+import _support_path  # noqa: F401
 from _report import (
     HEADER,
     OCTAVO,
     Row,
+    describe,
+    floor_us,
     format_machine,
     format_row,
     format_summary,
@@ -32,6 +34,9 @@ from _report import (
     read_json,
     write_json,
 )
+
+from support.case import Case
+from support.cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -60,10 +65,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def select(args: argparse.Namespace) -> list[Case]:
     cases = [
-        *TABLE,
-        *(EXTRA if args.extra else ()),
-        *(SHARED if args.shared else ()),
-        *(SWEEP if args.sweep else ()),
+        *DECODE_TABLE,
+        *(DECODE_EXTRA if args.extra else ()),
+        *(DECODE_SHARED if args.shared else ()),
+        *(DECODE_SWEEP if args.sweep else ()),
     ]
     return [case for case in cases if args.rows is None or args.rows.search(case.name)]
 
@@ -71,18 +76,31 @@ def select(args: argparse.Namespace) -> list[Case]:
 def list_cases(cases: list[Case]) -> None:
     print("| case | batch x kv length | heads | head dim, dtype | MB |\n|---|---|---|---|--:|")
     for case in cases:
+        shape = describe(case)
         heads = f"{case.num_q_heads}/{case.num_kv_heads}"
-        print(f"| {case.name} | {case.lengths} | {heads} | {case.kind} | {case.num_bytes / 1e6:.1f} |")
+        megabytes = f"{case.num_bytes / 1e6:.1f}"
+        print(f"| {case.name} | {shape['lengths']} | {heads} | {shape['kind']} | {megabytes} |")
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    from _decode_run import measure_all
+    from _contestants import decode_contestants
+    from _device import describe_machine
+    from _measure import compile_kernels, measure_all
 
     start = time.monotonic()
+    cases, rounds = select(args), 5 if args.quick else 31
+    contestants = decode_contestants(flashinfer=not args.no_flashinfer)
+    compile_kernels(contestants, cases)
+    machine = describe_machine(min(rounds, 9))
+    print(f"{format_machine(machine)}\n\nMicroseconds:\n\n{HEADER}")
+
+    def at_the_floor(case: Case) -> float:
+        return floor_us(case.num_bytes, machine.read_bandwidth)
+
     rows: list[Row] = []
-    for row in measure_all(select(args), not args.no_flashinfer, rounds=5 if args.quick else 31):
-        if not rows:
-            print(f"{format_machine(row.machine)}\n\nMicroseconds:\n\n{HEADER}")
+    for case, found in measure_all(cases, contestants, at_the_floor, rounds):
+        shape, num_bytes = describe(case), case.num_bytes
+        row = Row(case.name, shape, num_bytes, found.us, found.max_error, found.skipped, machine)
         print(format_row(row), flush=True)
         rows.append(row)
         if args.json:

@@ -21,14 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import _support_path  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import octavo.jax
+from support import cases, oracle
+from support.case import Case
 
-NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
-SHAPES = {"8b_b1_s8192": (1, 8192), "8b_b32_s2048": (32, 2048), "8b_b64_s4096": (64, 4096)}
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16  # of all cases
+CASES = cases.named("8b_b1_s8192", "8b_b32_s2048", "8b_b64_s4096")
 PALLAS_SPLITS = (2, 16, 32)  # on an H200, 4 and 8 are faster on none of the shapes
 PROGRAM_BYTES = 80e9  # read by one run of a program, beside which its start does not count
 POOL_BYTES = 300 << 20  # of keys and values in all layers, at least
@@ -89,18 +92,18 @@ def expected(q: jax.Array, pages: jax.Array, table: np.ndarray, length: int) -> 
     """Float64 attention of the first sequence, whose values are its keys: [num_q_heads, head_dim]."""
     used = jnp.asarray(table[0, : -(-length // PAGE_SIZE)])
     kv = np.array(pages[used], np.float64).reshape(-1, NUM_KV_HEADS, HEAD_DIM)[:length]
-    kv = np.repeat(kv, NUM_Q_HEADS // NUM_KV_HEADS, axis=1)
-    scores = np.einsum("hd,jhd->hj", np.array(q[0], np.float64), kv) / HEAD_DIM**0.5
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return np.einsum("hj,jhd->hd", weights / weights.sum(axis=1, keepdims=True), kv)
+    sees_all = np.ones((1, length), bool)
+    out, _ = oracle.attend(np.array(q[:1], np.float64), kv, kv, sees_all, HEAD_DIM**-0.5, 0.0, None)
+    return out[0]
 
 
 class Problem:
-    """One shape's arrays, and the programs over them."""
+    """One case's arrays, and the programs over them."""
 
-    def __init__(self, batch: int, length: int) -> None:
+    def __init__(self, case: Case) -> None:
+        batch, length = case.batch, case.seqlens_k[0]
         columns = length // PAGE_SIZE
-        self.num_bytes = 2 * 2 * batch * length * NUM_KV_HEADS * HEAD_DIM
+        self.num_bytes = case.kv_bytes
         layers = max(MIN_LAYERS, -(-POOL_BYTES // self.num_bytes))
         num_pages = layers * batch * columns
         tables = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
@@ -155,8 +158,8 @@ def time_program(program: Program, cache: Cache, rounds: int) -> tuple[float, Ca
     return statistics.median(times[2:]), cache
 
 
-def measure(case: str, rounds: int) -> Iterator[Row]:
-    problem = Problem(*SHAPES[case])
+def measure(case: Case, rounds: int) -> Iterator[Row]:
+    problem = Problem(case)
     device = jax.devices()[0].device_kind
     for contestant in contestants():
         cache = contestant.cache_of(problem.pages) + 0, contestant.cache_of(problem.pages) + 0
@@ -168,7 +171,7 @@ def measure(case: str, rounds: int) -> Iterator[Row]:
         for name, program in programs.items():
             seconds, cache = time_program(program, cache, rounds)
             us = round(seconds / problem.steps * 1e6, 2)
-            yield Row(case, name, contestant.name, us, problem.num_bytes, jax.__version__, device)
+            yield Row(case.name, name, contestant.name, us, problem.num_bytes, jax.__version__, device)
 
 
 def main() -> None:
@@ -176,7 +179,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="append one row a measurement to this file")
     arguments = parser.parse_args()
-    for case in SHAPES:
+    for case in CASES:
         for row in measure(case, arguments.rounds):
             print(f"{row.case:14} {row.program:12} {row.contestant:18} {row.us:8.1f} us", flush=True)
             if arguments.json:

@@ -20,7 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _prefill_cases import EXTRA, TABLE, Case
+import _support_path  # noqa: F401
+
+from support.case import Case
+from support.cases import PREFILL_EXTRA, PREFILL_TABLE
 
 CONTESTANTS = ("octavo", "cudnn", "fa3", "fa2")
 
@@ -39,7 +42,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def select(args: argparse.Namespace) -> list[Case]:
-    cases = [*TABLE, *(EXTRA if args.extra else ())]
+    cases = [*PREFILL_TABLE, *(PREFILL_EXTRA if args.extra else ())]
     return [case for case in cases if args.rows is None or args.rows.search(case.name)]
 
 
@@ -67,13 +70,49 @@ def format_row(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from _prefill_run import measure_all
+def describe(case: Case) -> dict[str, object]:
+    """The shape of a case, as a row of the results has it."""
+    lengths = case.seqlens_q
+    is_ragged = len(set(lengths)) > 1
+    return {
+        "lengths": f"{case.batch}, {sum(lengths)} in all" if is_ragged else f"{case.batch} x {lengths[0]}",
+        "heads": f"{case.num_q_heads}/{case.num_kv_heads}",
+        "head_dim": case.head_dim,
+        "page_size": case.page_size,
+    }
 
+
+def expected_us(case: Case) -> float:
+    """At 600 TFLOP/s, or 3 TB/s."""
+    return max(case.flops / 6e8, case.num_bytes / 3e6)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+    from _contestants import prefill_contestants
+    from _device import driver_version, matmul_flops, versions
+    from _measure import measure_all
+
+    cases, rounds = select(args), 5 if args.quick else 31
+    machine: dict[str, object] = {
+        "device": torch.cuda.get_device_name(),
+        "driver": driver_version(),
+        "versions": versions(["torch", "vllm"]) | {"cuDNN": str(torch.backends.cudnn.version())},
+        "matmul_flops": matmul_flops(min(rounds, 9)),
+    }
+    print(f"{json.dumps(machine)}\n\n{HEADER}")
     rows: list[dict[str, Any]] = []
-    for row in measure_all(select(args), rounds=5 if args.quick else 31):
-        if not rows:
-            print(f"{json.dumps(row['machine'])}\n\n{HEADER}")
+    for case, found in measure_all(cases, prefill_contestants(), expected_us, rounds):
+        row = {
+            "case": case.name,
+            "shape": describe(case),
+            "flops": case.flops,
+            "us": found.us,
+            "tflops": {name: case.flops / us / 1e6 for name, us in found.us.items()},
+            "max_error": found.max_error,
+            "skipped": found.skipped,
+            "machine": machine,
+        }
         print(format_row(row), flush=True)
         rows.append(row)
         if args.json:
@@ -86,8 +125,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print("| case | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
         for case in select(args):
-            heads = f"{case.num_q_heads}/{case.num_kv_heads}"
-            print(f"| {case.name} | {case.lengths} | {heads} | {case.head_dim} | {case.flops / 1e9:.1f} |")
+            shape = describe(case)
+            heads_and_dim = f"{shape['heads']} | {shape['head_dim']}"
+            print(f"| {case.name} | {shape['lengths']} | {heads_and_dim} | {case.flops / 1e9:.1f} |")
         return 0
     if args.from_json:
         rows = [json.loads(line) for line in args.from_json.read_text().splitlines()]

@@ -3,23 +3,27 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from support import oracle
+from support import cases, oracle
+from support.case import Case
+from support.cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from _decode_cases import EXTRA, SHARED, SWEEP, TABLE, Case  # noqa: E402
 from _report import (  # noqa: E402
     INVARIANT,
     OCTAVO,
     Machine,
     Row,
+    describe,
     floor_us,
     format_machine,
     format_row,
@@ -66,15 +70,17 @@ MACHINE = Machine(
 
 
 def make_row(case: Case, us: dict[str, float], skipped: dict[str, str]) -> Row:
-    return Row(case.name, case.shape, case.num_bytes, us, dict.fromkeys(us, 0.001), skipped, MACHINE)
+    return Row(case.name, describe(case), case.num_bytes, us, dict.fromkeys(us, 0.001), skipped, MACHINE)
 
 
 @pytest.fixture
 def rows() -> list[Row]:
-    cases = {case.name: case for case in TABLE}
+    seq128, batch512, b32, bloom, fp8 = cases.named(
+        "seed_seq128", "seed_batch512", "8b_b32_s2048", "bloom_b1_s2048", "8b_fp8_b1_s8192"
+    )
     return [
         make_row(
-            cases["seed_seq128"],
+            seq128,
             {
                 OCTAVO: 4.0,
                 INVARIANT: 4.5,
@@ -84,10 +90,10 @@ def rows() -> list[Row]:
             },
             {},
         ),
-        make_row(cases["seed_batch512"], {OCTAVO: 380.0, "fa3": 453.6}, {}),
-        make_row(cases["8b_b32_s2048"], {OCTAVO: 95.0, "fa3": 100.0}, {}),
-        make_row(cases["bloom_b1_s2048"], {OCTAVO: 15.0}, {"fa3": "no ALiBi"}),
-        make_row(cases["8b_fp8_b1_s8192"], {"fa3": 17.9}, {OCTAVO: "not supported yet"}),
+        make_row(batch512, {OCTAVO: 380.0, "fa3": 453.6}, {}),
+        make_row(b32, {OCTAVO: 95.0, "fa3": 100.0}, {}),
+        make_row(bloom, {OCTAVO: 15.0}, {"fa3": "no ALiBi"}),
+        make_row(fp8, {"fa3": 17.9}, {OCTAVO: "not supported yet"}),
     ]
 
 
@@ -102,7 +108,7 @@ def test_list_needs_no_gpu() -> None:
     ]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()[2:]]
-    assert names == [case.name for case in (*TABLE, *EXTRA, *SHARED, *SWEEP)]
+    assert names == [case.name for case in (*DECODE_TABLE, *DECODE_EXTRA, *DECODE_SHARED, *DECODE_SWEEP)]
     assert len(set(names)) == len(names)
 
 
@@ -127,22 +133,23 @@ def test_prefill_list_and_operations() -> None:
 def test_bytes_and_floor_of_the_table() -> None:
     got = {
         case.name: (round(case.num_bytes / 1e6, 1), round(floor_us(case.num_bytes, 3.05e12), 1))
-        for case in TABLE
+        for case in DECODE_TABLE
     }
     assert got == BYTES_AND_FLOOR
 
 
 def test_ragged_lengths() -> None:
-    (case,) = (case for case in TABLE if case.name == "8b_ragged64")
-    assert (case.batch, sum(case.seq_lens), max(case.seq_lens)) == (64, 108637, 8613)
+    (case,) = cases.named("8b_ragged64")
+    assert (case.batch, sum(case.seqlens_k), max(case.seqlens_k)) == (64, 108637, 8613)
 
 
 def test_bytes_of_options() -> None:
-    case = Case("", (100, 5), num_q_heads=4, num_kv_heads=2, head_dim=64, dtype="float16")
+    case = Case("", (1, 1), (100, 5), num_kv_heads=2, dtype="float16")
     queries_and_results, token = 2 * (2 * 4 * 64) * 2, 2 * (2 * 64) * 2
     assert case.num_bytes == queries_and_results + 105 * token
     assert replace(case, window_left=9).num_bytes == queries_and_results + (10 + 5) * token
-    assert replace(case, window_left=9, query_len=3).num_bytes == 3 * queries_and_results + (12 + 5) * token
+    three = replace(case, window_left=9, seqlens_q=(3, 3))
+    assert three.num_bytes == 3 * queries_and_results + (12 + 5) * token
     assert replace(case, shared_prefix=4).num_bytes == queries_and_results + (105 - 4) * token
     assert replace(case, return_lse=True).num_bytes == case.num_bytes + 2 * 4 * 4
     assert replace(case, kv_dtype="float8_e4m3fn").num_bytes == queries_and_results + 105 * token // 2
@@ -197,53 +204,142 @@ def test_plot(rows: list[Row], tmp_path: Path) -> None:
 
     drawn = [
         make_row(case, {OCTAVO: 10.0 + i, "fa3": 20.0 + i}, {})
-        for i, case in enumerate((*TABLE, *SWEEP))
+        for i, case in enumerate((*DECODE_TABLE, *DECODE_SWEEP))
         if case.name != "sweep_8b_s512"
     ]
     plot(tmp_path / "decode.svg", drawn)
     assert "<svg" in (tmp_path / "decode.svg").read_text()
 
 
+SAMPLED = Case("", (1,) * 3, (5, 37, 16), num_q_heads=6, num_kv_heads=2, head_dim=16, dtype="float16")
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"query_len": 3},
-        {"window_left": 20, "query_len": 2},
+        {"seqlens_q": (3,) * 3},
+        {"seqlens_q": (2,) * 3, "window_left": 20},
         {"softcap": 2.0},
-        {"alibi": True, "page_size": 1},
+        {"alibi": "head", "page_size": 1},
         {"head_major": True, "page_size": 7},
         {"shared_prefix": 4, "page_size": 2},
+        {"seqlens_q": (5, 20, 16), "page_size": 0},
+        {"seqlens_q": (5, 20, 16), "page_size": 0, "causal": False, "window_right": 2},
     ],
+    ids=str,
 )
-def test_torch_oracle_agrees_with_numpy(options: dict) -> None:
-    pytest.importorskip("torch")
-    from _decode_inputs import Oracle, make_inputs
+def test_sampled_rows(options: dict[str, Any]) -> None:
+    """Those of a small case, whose pairs are all chosen, are those of the oracle over everything."""
+    torch = pytest.importorskip("torch")
+    from _check import Sample
+    from _inputs import make_inputs
 
-    case = Case("", (5, 37, 16), num_q_heads=6, num_kv_heads=2, head_dim=16, dtype="float16", **options)
+    case = replace(SAMPLED, **options)
     inputs = make_inputs(case, "cpu")
     k, v = (
-        oracle.gather_pages(pages.double().numpy(), inputs.page_table.numpy(), case.seq_lens)
-        for pages in (inputs.k_pages, inputs.v_pages)
+        torch.cat(parts).double().numpy()
+        for parts in zip(*(inputs.keys_and_values(case, b) for b in range(case.batch)), strict=True)
     )
-    true = oracle.attention(
+    if inputs.page_table is not None:
+        gathered = oracle.gather_pages(
+            inputs.k.double().numpy(), inputs.page_table.numpy(), inputs.seq_lens.numpy()
+        )
+        np.testing.assert_array_equal(k, gathered)
+    whole = oracle.attention(
         inputs.q.double().numpy(),
         k,
         v,
-        (case.query_len,) * case.batch,
-        case.seq_lens,
+        case.seqlens_q,
+        case.seqlens_k,
         dtype="float16",
-        causal=True,
-        window_left=case.window_left,
-        softcap=case.softcap,
+        window_right=case.window_right,
         alibi_slopes=None if inputs.alibi_slopes is None else inputs.alibi_slopes.numpy(),
+        **case.masks,
     )
-    import torch
+    sample = Sample(case, inputs)
+    out = torch.from_numpy(whole.out)
+    assert sample.reference.out.shape[0] == 2 * sum(min(n, 8) for n in case.seqlens_q)
+    assert sample.max_error(out) < 1e-12
+    sample.reference.check_out(sample.of(out))
+    assert np.isnan(sample.max_error(torch.full_like(inputs.out, torch.nan)))
+    wrong = out.clone()
+    wrong[-1, -1, 0] += 0.5 * wrong[-1, -1].abs().max()  # the last row is among them, whatever the case
+    assert sample.max_error(wrong) == pytest.approx(0.5)
 
-    checked = Oracle(case, inputs)
-    assert len(checked.want) == case.batch * case.num_kv_heads
-    assert checked.max_error(torch.from_numpy(true.out)) < 1e-12
-    assert np.isnan(checked.max_error(torch.full_like(inputs.out, torch.nan)))
+
+def test_sampled_pairs() -> None:
+    pytest.importorskip("torch")
+    from _check import MAX_KEYS, MAX_PAIRS, choose_pairs
+
+    for case in cases.ROWS:
+        pairs, num_pairs = choose_pairs(case), case.batch * case.num_kv_heads
+        ends = [(0, 0), (case.batch - 1, case.num_kv_heads - 1)]
+        assert pairs[:2] == ends[:num_pairs] and len(set(pairs)) == len(pairs) <= MAX_PAIRS, case
+        num_keys = sum(case.seqlens_k[b] for b, _ in pairs)
+        assert len(pairs) == 2 or num_keys <= MAX_KEYS, case
+        assert len(pairs) == min(MAX_PAIRS, num_pairs) or num_keys + max(case.seqlens_k) > MAX_KEYS, case
+
+
+def test_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is right has a time; what is wrong, or cannot run a case, has a reason instead."""
+    pytest.importorskip("torch")
+    import _measure
+    from _contestants import BatchInvariantOctavo, Contestant, Octavo, TorchAttention, UnsupportedError
+    from _inputs import Inputs, make_inputs
+    from torch.nn.attention import SDPBackend
+
+    class Peer(Contestant):
+        def __init__(self, name: str, call: Callable[[Inputs], object]) -> None:
+            self.name, self.call = name, call
+
+        def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+            if self.name == "unsupported":
+                raise UnsupportedError("not for it")
+            return lambda: self.call(inputs)
+
+    class Calls:
+        """In place of a CUDA graph."""
+
+        def __init__(self, calls: list[Callable[[], object]], repeats: int) -> None:
+            assert repeats > 0
+            self.calls = calls
+            self.replay()
+
+        def replay(self) -> None:
+            for call in self.calls:
+                call()
+
+    def fail(_: Inputs) -> None:
+        raise ValueError("first line\nsecond line")
+
+    monkeypatch.setattr(_measure, "capture", Calls)
+    monkeypatch.setattr(_measure, "replay_times", lambda graphs, rounds: dict.fromkeys(graphs, 600.0))
+    monkeypatch.setattr(_measure, "make_inputs", lambda case: make_inputs(case, "cpu"))
+    case = Case("", (40, 40), (40, 40), num_kv_heads=2, page_size=0)
+    contestants = [
+        Octavo(),
+        TorchAttention("math", SDPBackend.MATH),
+        Peer("unsupported", fail),
+        Peer("failing", fail),
+        Peer("wrong", lambda inputs: inputs.out.zero_()),
+        Peer("idle", lambda inputs: None),
+    ]
+    found = _measure.measure(case, contestants, 10 * case.num_bytes, call_us=100.0, rounds=3)
+    # Of 21 copies a graph goes through all once, as they take 2100 microseconds.
+    assert found.us == {"octavo": 600 / 21, "math": 600 / 21}
+    assert 0 < found.max_error["octavo"] < 0.02 and 0 < found.max_error["math"] < 0.02
+    assert found.skipped["unsupported"] == "not for it"
+    assert found.skipped["failing"] == "ValueError: first line"
+    assert found.skipped["wrong"] == "WRONG: error 1, tolerance 0.02"
+    assert found.skipped["idle"] == "WRONG: error nan, tolerance 0.02"
+    paged = replace(case, page_size=16)
+    found = _measure.measure(paged, [BatchInvariantOctavo(), contestants[1]], 0, call_us=100.0, rounds=3)
+    assert found.us == {INVARIANT: 600 / (8 * 2)}
+    assert found.skipped == {"math": "dense arrays without window, softcap and ALiBi only"}
+    monkeypatch.setattr(Octavo, "prepare", lambda *_: fail(None))
+    with pytest.raises(ValueError, match="first line"):
+        _measure.measure(case, [Octavo()], 0, call_us=100.0, rounds=3)
 
 
 def test_call_benchmark(tmp_path):
@@ -264,9 +360,9 @@ def test_jax_benchmark(monkeypatch):
 
     octavo_alone = [next(bench_jax.contestants())]
     monkeypatch.setattr(bench_jax, "contestants", lambda: octavo_alone)
-    monkeypatch.setattr(bench_jax, "SHAPES", {"tiny": (2, 64)})
+    tiny = Case("tiny", (1, 1), (64, 64), num_q_heads=32, num_kv_heads=8, head_dim=128)
     monkeypatch.setattr(bench_jax, "POOL_BYTES", 1 << 20)
     monkeypatch.setattr(bench_jax, "PROGRAM_BYTES", 4e6)
-    rows = list(bench_jax.measure("tiny", rounds=2))
+    rows = list(bench_jax.measure(tiny, rounds=2))
     assert [row.program for row in rows] == ["attention", "decode loop"]
     assert all(row.contestant == "octavo" and row.us > 0 for row in rows)

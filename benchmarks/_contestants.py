@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,12 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _support_path  # noqa: F401
 import torch
-from _decode_cases import Case
-from _decode_inputs import Inputs
+from _inputs import Inputs, as_dense
 from _report import INVARIANT, OCTAVO
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import octavo
+from support.case import Case
 
 # Relative to a row's largest element. Rounding the result costs at most 2^-9 of it in bfloat16.
 TOLERANCE = {"float16": 0.005, "bfloat16": 0.02}
@@ -29,6 +32,7 @@ class UnsupportedError(Exception):
 class Contestant(ABC):
     name: str
     peer = True
+    writes_out = True  # a call does; otherwise only prepare() does, for the result to be checked
 
     @abstractmethod
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
@@ -50,25 +54,7 @@ class Octavo(Contestant):
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
         if case.cascade and self.batch_invariant:
             raise UnsupportedError("no cascade")
-        packed = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": case.query_len}
-
-        def call() -> object:
-            return octavo.paged_attention(  # type: ignore[call-overload]
-                inputs.q,
-                inputs.k_pages,
-                inputs.v_pages,
-                inputs.page_table,
-                inputs.seq_lens,
-                **(packed if case.query_len > 1 else {}),
-                window_left=case.window_left,
-                softcap=case.softcap,
-                alibi_slopes=inputs.alibi_slopes,
-                return_lse=case.return_lse,
-                batch_invariant=self.batch_invariant,
-                shared_prefix_len=case.shared_prefix if case.cascade else 0,
-                out=inputs.out,
-            )
-
+        call = self._paged(case, inputs) if case.page_size > 0 else self._dense_or_packed(case, inputs)
         if case.cache_dtype != case.dtype:
             try:
                 call()
@@ -76,17 +62,80 @@ class Octavo(Contestant):
                 raise UnsupportedError(f"not supported yet ({error})") from error
         return call
 
+    def _paged(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+        arrays = (inputs.q, inputs.k, inputs.v, inputs.page_table, inputs.seq_lens)
+        options = {
+            **case.masks,
+            "alibi_slopes": inputs.alibi_slopes,
+            "return_lse": case.return_lse,
+            "batch_invariant": self.batch_invariant,
+            "shared_prefix_len": case.shared_prefix if case.cascade else 0,
+            "out": inputs.out,
+        }
+        if not case.is_decode:
+            options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(case.seqlens_q)}
+        return partial(octavo.paged_attention, *arrays, **options)
+
+    def _dense_or_packed(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+        arrays, out = [inputs.q, inputs.k, inputs.v], inputs.out
+        options = {
+            **case.masks,
+            "window_right": case.window_right,
+            "alibi_slopes": inputs.alibi_slopes,
+            "return_lse": case.return_lse,
+        }
+        if case.is_dense:
+            *arrays, out = as_dense(case, *arrays, out)
+        else:
+            options |= {
+                "cu_seqlens_q": inputs.cu_seqlens_q,
+                "cu_seqlens_k": inputs.cu_seqlens_k,
+                "max_seqlen_q": max(case.seqlens_q),
+                "max_seqlen_k": max(case.seqlens_k),
+            }
+        return partial(octavo.attention, *arrays, out=out, **options)
+
 
 class BatchInvariantOctavo(Octavo):
     name = INVARIANT
     batch_invariant = True
 
 
+class TorchAttention(Contestant):
+    """One of the backends of PyTorch's scaled_dot_product_attention."""
+
+    writes_out = False
+
+    def __init__(self, name: str, backend: SDPBackend) -> None:
+        self.name = name
+        self.backend = backend
+
+    def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+        is_plain = case.window_left < 0 and case.softcap == 0 and not case.alibi
+        if case.page_size > 0 or not case.is_dense or case.seqlens_q != case.seqlens_k or not is_plain:
+            raise UnsupportedError("dense arrays without window, softcap and ALiBi only")
+        arrays = as_dense(case, inputs.q, inputs.k, inputs.v, inputs.out)
+        q, k, v, out = (x.transpose(1, 2) for x in arrays)
+        gqa = case.num_q_heads != case.num_kv_heads
+
+        def call() -> Tensor:
+            with sdpa_kernel(self.backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=gqa)
+
+        out.copy_(call())  # it has no out=; the copy is not timed
+        return call
+
+
 class FlashAttention3(Contestant):
-    """As vLLM builds it: packed queries over a paged cache."""
+    """As vLLM builds it: packed queries over packed keys or a paged cache, never dense."""
 
     name = "fa3"
     library = "_vllm_fa3_C.abi3.so"
+    # Its arguments that no case needs.
+    unused = (
+        "k_new v_new q_v cu_seqlens_k_new seqused_q kv_batch_idx leftpad_k rotary_cos rotary_sin "
+        "seqlens_rotary scheduler_metadata s_aux cp_tot_seqused_k"
+    )
 
     def __init__(self) -> None:
         places = [Path(place) / sub for place in sys.path for sub in ("", "vllm/vllm_flash_attn")]
@@ -106,44 +155,32 @@ class FlashAttention3(Contestant):
         if case.cache_dtype == "float8_e4m3fn":
             q = q.to(torch.float8_e4m3fn)
             descale = torch.ones(case.batch, case.num_kv_heads, device=q.device)
-        arguments: dict[str, Any] = {
+        is_paged = inputs.page_table is not None
+        arguments: dict[str, Any] = dict.fromkeys(self.unused.split()) | {
             "q": q,
-            "k": inputs.k_pages,
-            "v": inputs.v_pages,
-            "k_new": None,
-            "v_new": None,
-            "q_v": None,
+            "k": inputs.k,
+            "v": inputs.v,
             "out": inputs.out,
             "cu_seqlens_q": inputs.cu_seqlens_q,
-            "cu_seqlens_k": None,
-            "cu_seqlens_k_new": None,
-            "seqused_q": None,
-            "seqused_k": inputs.seq_lens,
-            "max_seqlen_q": case.query_len,
-            "max_seqlen_k": max(case.seq_lens),
+            "cu_seqlens_k": None if is_paged else inputs.cu_seqlens_k,
+            "seqused_k": inputs.seq_lens if is_paged else None,
+            "max_seqlen_q": max(case.seqlens_q),
+            "max_seqlen_k": max(case.seqlens_k),
             "page_table": inputs.page_table,
-            "kv_batch_idx": None,
-            "leftpad_k": None,
-            "rotary_cos": None,
-            "rotary_sin": None,
-            "seqlens_rotary": None,
             "q_descale": descale,
             "k_descale": descale,
             "v_descale": descale,
-            "softmax_scale": 1.0 / math.sqrt(case.head_dim),
-            "is_causal": True,
+            "softmax_scale": case.head_dim**-0.5,
+            "is_causal": case.causal,
             "window_size_left": case.window_left,
-            "window_size_right": -1 if case.window_left < 0 else 0,
+            "window_size_right": 0 if case.causal and case.window_left >= 0 else -1,
             "softcap": case.softcap,
             "is_rotary_interleaved": True,
-            "scheduler_metadata": None,
-            "num_splits": 0,  # it chooses
+            "num_splits": 0 if is_paged else 1,  # 0: it chooses
             "pack_gqa": None,  # it chooses
             "sm_margin": 0,
-            "s_aux": None,
             "cp_world_size": 1,
             "cp_rank": 0,
-            "cp_tot_seqused_k": None,
         }
         return lambda: torch.ops._vllm_fa3_C.fwd(**arguments)
 
@@ -152,11 +189,8 @@ class FlashInfer(Contestant):
     """Its decode wrapper with one of its two kinds of kernels; plan() is not timed."""
 
     workspace_bytes = 256 << 20  # twice what its documentation recommends
-    head_dims = (
-        64,
-        128,
-        256,
-    )  # with head dim 96 a row ended in an illegal memory access, and the run with it
+    # With head dim 96 a row ended in an illegal memory access, and the run with it.
+    head_dims = (64, 128, 256)
 
     def __init__(self, use_tensor_cores: bool) -> None:
         import flashinfer
@@ -186,7 +220,7 @@ class FlashInfer(Contestant):
             logits_soft_cap=case.softcap,
             q_data_type=getattr(torch, case.dtype),
             kv_data_type=getattr(torch, case.cache_dtype),
-            q_len_per_req=case.query_len,
+            q_len_per_req=case.seqlens_q[0],
         )
         return wrapper
 
@@ -194,7 +228,7 @@ class FlashInfer(Contestant):
         kinds = {
             (c.head_dim, c.dtype, c.cache_dtype, c.alibi, c.window_left >= 0, c.softcap > 0): c
             for c in cases
-            if c.head_dim in self.head_dims and (self.use_tensor_cores or c.query_len == 1)
+            if c.head_dim in self.head_dims and (self.use_tensor_cores or c.is_decode)
         }
         one_page = torch.zeros(1, dtype=torch.int32, device="cuda")
         return [partial(self._plan, case, one_page, [min(case.page_size, 8)]) for case in kinds.values()]
@@ -202,34 +236,50 @@ class FlashInfer(Contestant):
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
         if case.head_dim not in self.head_dims:
             raise UnsupportedError(f"takes head dims {self.head_dims}")
-        if case.query_len > 1 and not self.use_tensor_cores:
+        if not case.is_decode and not self.use_tensor_cores:
             raise UnsupportedError("one query token only")
+        assert inputs.page_table is not None
         used = torch.cat(
             [
                 row[: -(-length // case.page_size)]
-                for row, length in zip(inputs.page_table, case.seq_lens, strict=True)
+                for row, length in zip(inputs.page_table, case.seqlens_k, strict=True)
             ]
         )
-        wrapper = self._plan(case, used, case.seq_lens)
-        cache = (inputs.k_pages, inputs.v_pages)
+        wrapper = self._plan(case, used, case.seqlens_k)
+        cache = (inputs.k, inputs.v)
         if case.head_major:
-            cache = (inputs.k_pages.transpose(1, 2), inputs.v_pages.transpose(1, 2))
+            cache = (inputs.k.transpose(1, 2), inputs.v.transpose(1, 2))
         lse = None
         if case.return_lse:
             lse = torch.empty(inputs.q.shape[:2], dtype=torch.float32, device=inputs.q.device)
         return lambda: wrapper.run(inputs.q, cache, out=inputs.out, lse=lse, return_lse=case.return_lse)
 
 
-def find_contestants(flashinfer: bool) -> list[Contestant]:
-    """Octavo, in both modes, and whichever peers can be imported; says why of the others."""
-    makers: dict[str, Callable[[], Contestant]] = {"FlashAttention-3": FlashAttention3}
-    if flashinfer:
-        makers["FlashInfer, CUDA cores"] = lambda: FlashInfer(use_tensor_cores=False)
-        makers["FlashInfer, tensor cores"] = lambda: FlashInfer(use_tensor_cores=True)
-    contestants: list[Contestant] = [Octavo(), BatchInvariantOctavo()]
+def _importable(makers: dict[str, Callable[[], Contestant]]) -> list[Contestant]:
+    """Those that can be made; says why of the others."""
+    found = []
     for label, make in makers.items():
         try:
-            contestants.append(make())
+            found.append(make())
         except (ImportError, OSError, RuntimeError) as error:
-            print(f"without {label}: {error}")
-    return contestants
+            print(f"without {label}: {error}", file=sys.stderr)
+    return found
+
+
+def decode_contestants(flashinfer: bool) -> list[Contestant]:
+    """Octavo, in both modes, and whichever peers can be imported."""
+    peers: dict[str, Callable[[], Contestant]] = {"FlashAttention-3": FlashAttention3}
+    if flashinfer:
+        peers["FlashInfer, CUDA cores"] = lambda: FlashInfer(use_tensor_cores=False)
+        peers["FlashInfer, tensor cores"] = lambda: FlashInfer(use_tensor_cores=True)
+    return [Octavo(), BatchInvariantOctavo(), *_importable(peers)]
+
+
+def prefill_contestants() -> list[Contestant]:
+    """Octavo and whichever peers can be imported."""
+    return [
+        Octavo(),
+        TorchAttention("cudnn", SDPBackend.CUDNN_ATTENTION),
+        TorchAttention("fa2", SDPBackend.FLASH_ATTENTION),
+        *_importable({"FlashAttention-3": FlashAttention3}),
+    ]

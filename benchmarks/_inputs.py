@@ -1,0 +1,98 @@
+"""Inputs of a case as torch tensors, drawn on the device that computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import _support_path  # noqa: F401
+import torch
+from torch import Tensor
+
+from support.case import Case
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Queries are packed: [tokens, heads, head_dim]. So are keys and values, unless they lie in pages."""
+
+    q: Tensor
+    k: Tensor  # or [num_pages, page_size, num_kv_heads, head_dim]; a transposed view if the case says so
+    v: Tensor  # like k
+    page_table: Tensor | None  # int32 [batch, max_pages]; 0 past a sequence's last page
+    seq_lens: Tensor  # int32 [batch]
+    cu_seqlens_q: Tensor  # int32 [batch + 1]
+    cu_seqlens_k: Tensor
+    alibi_slopes: Tensor | None  # float32 [num_q_heads]
+    out: Tensor  # like q
+
+    def keys_and_values(self, case: Case, b: int, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Those of one sequence, in some of its heads: [seqlen_k, heads, head_dim]."""
+        length = case.seqlens_k[b]
+        if self.page_table is None:
+            begin = int(self.cu_seqlens_k[b])
+            return self.k[begin : begin + length, heads], self.v[begin : begin + length, heads]
+        pages = self.page_table[b, : -(-length // case.page_size)].long()
+        k, v = (cache[:, :, heads][pages].flatten(0, 1)[:length] for cache in (self.k, self.v))
+        return k, v
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    if dtype.itemsize == 1:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype)
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
+def _cumulative(lengths: Sequence[int], device: str) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """As in the paper (Press et al. 2021, arXiv:2108.12409), for any number of heads."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    return first + [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
+
+
+def _make_page_table(case: Case, device: str) -> tuple[Tensor, int]:
+    """Each sequence's pages lie anywhere in the cache. Returns the table and the number of pages."""
+    pages_of = [-(-length // case.page_size) for length in case.seqlens_k]
+    pages = torch.randperm(sum(pages_of), device=device).to(torch.int32)
+    table = torch.zeros(case.batch, max(pages_of), dtype=torch.int32, device=device)
+    for row, ids in zip(table, pages.split(pages_of), strict=True):
+        row[: len(ids)] = ids
+    num_shared = case.shared_prefix // case.page_size
+    table[:, :num_shared] = table[0, :num_shared].clone()
+    return table, len(pages)
+
+
+def make_inputs(case: Case, device: str = "cuda") -> Inputs:
+    """Random values. Of masks and biases it takes those that the rows of the benchmarks have."""
+    assert case.prefix_lens is None and case.alibi in ("", "head"), case
+    table, kv_shape = None, (sum(case.seqlens_k), case.num_kv_heads, case.head_dim)
+    if case.page_size > 0:
+        table, num_pages = _make_page_table(case, device)
+        page = (case.page_size, case.num_kv_heads)
+        kv_shape = (num_pages, *(reversed(page) if case.head_major else page), case.head_dim)
+    k, v = (_random(kv_shape, getattr(torch, case.cache_dtype), device) for _ in "kv")
+    if case.head_major:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    q_shape = (sum(case.seqlens_q), case.num_q_heads, case.head_dim)
+    q = _random(q_shape, getattr(torch, case.dtype), device)
+    return Inputs(
+        q,
+        k,
+        v,
+        table,
+        torch.tensor(case.seqlens_k, dtype=torch.int32, device=device),
+        _cumulative(case.seqlens_q, device),
+        _cumulative(case.seqlens_k, device),
+        torch.tensor(alibi_slopes(case.num_q_heads), device=device) if case.alibi else None,
+        torch.empty_like(q),
+    )
+
+
+def as_dense(case: Case, *arrays: Tensor) -> list[Tensor]:
+    """[tokens, heads, head_dim] -> [batch, seqlen, heads, head_dim]."""
+    return [x.unflatten(0, (case.batch, -1)) for x in arrays]
