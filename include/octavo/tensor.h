@@ -1,6 +1,8 @@
 // A borrowed, strided array: what every operator takes and writes.
 #pragma once
 
+#include <octavo/error.h>
+
 #include <array>
 #include <cstdint>
 #include <initializer_list>
@@ -20,8 +22,17 @@ struct Device {
     friend bool operator!=(Device a, Device b) { return !(a == b); }
 };
 
-// Bytes of one element.
-constexpr int64_t size_of(DType dtype) { return dtype == DType::float32 || dtype == DType::int32 ? 4 : 2; }
+// Bytes of one element. There is no size for "every other dtype": the library is compiled with
+// -Werror=switch, so that a dtype which lacks its line here does not compile.
+constexpr int64_t size_of(DType dtype) {
+    switch (dtype) {
+        case DType::float32: return 4;
+        case DType::float16: return 2;
+        case DType::bfloat16: return 2;
+        case DType::int32: return 4;
+    }
+    throw TypeError("size_of: no dtype has the number " + std::to_string(static_cast<int>(dtype)));
+}
 
 std::string to_string(DType dtype);    // "float16"
 std::string to_string(Device device);  // "cpu", "cuda:0"

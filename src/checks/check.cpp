@@ -121,9 +121,13 @@ void Checker::dtype(const char* name, const TensorView& t, DType wanted, const c
 }
 
 void Checker::float_dtype(const char* name, const TensorView& t) const {
-    if (t.dtype == DType::int32) {
-        fail<TypeError>(op_, name, " must be float32, float16 or bfloat16; got int32");
+    switch (t.dtype) {
+        case DType::float32:
+        case DType::float16:
+        case DType::bfloat16: return;
+        case DType::int32: break;
     }
+    fail<TypeError>(op_, name, " must be float32, float16 or bfloat16; got ", to_string(t.dtype));
 }
 
 void Checker::equal(const char* what, const char* name, int64_t value, const char* other_name,

@@ -1,7 +1,7 @@
 // What writes a paged cache on the CPU.
 #include "cpu/backend.h"
-#include "cpu/half.h"
 #include "cpu/thread_pool.h"
+#include "cpu/with_type.h"
 
 #include <algorithm>
 #include <cstring>
@@ -65,11 +65,7 @@ void append_typed(const AppendKvParams& p) {
 }  // namespace
 
 void append_kv(const AppendKvParams& p) {
-    switch (p.dtype) {
-        case DType::float32: return append_typed<float>(p);
-        case DType::float16: return append_typed<Float16>(p);
-        default: return append_typed<BFloat16>(p);
-    }
+    with_type(p.dtype, [&](auto type) { append_typed<decltype(type)>(p); });
 }
 
 void copy_pages(const CopyPagesParams& p) {

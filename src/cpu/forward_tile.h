@@ -2,7 +2,7 @@
 // them for each instruction set.
 #pragma once
 
-#include "cpu/half.h"
+#include "cpu/with_type.h"
 #include "params/attention_params.h"
 
 #include <cstdint>

@@ -273,10 +273,9 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
 
 static void attend(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                    int32_t last_key_tile, TileScratch& scratch, Partial result) {
-    auto* run = p.dtype == DType::float32   ? attend_typed<float>
-                : p.dtype == DType::float16 ? attend_typed<Float16>
-                                            : attend_typed<BFloat16>;
-    run(p, tile, first_key_tile, last_key_tile, scratch, result);
+    with_type(p.dtype, [&](auto type) {
+        attend_typed<decltype(type)>(p, tile, first_key_tile, last_key_tile, scratch, result);
+    });
 }
 
 template <class T>
@@ -294,10 +293,7 @@ static void store_typed(const AttentionParams& p, const RowTile& tile, Partial r
 }
 
 static void store(const AttentionParams& p, const RowTile& tile, Partial result) {
-    auto* run = p.dtype == DType::float32   ? store_typed<float>
-                : p.dtype == DType::float16 ? store_typed<Float16>
-                                            : store_typed<BFloat16>;
-    run(p, tile, result);
+    with_type(p.dtype, [&](auto type) { store_typed<decltype(type)>(p, tile, result); });
 }
 
 const TileKernels kKernels = {attend, store};

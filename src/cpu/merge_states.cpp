@@ -1,7 +1,7 @@
 #include "common/online_softmax.h"
 #include "cpu/backend.h"
-#include "cpu/half.h"
 #include "cpu/thread_pool.h"
+#include "cpu/with_type.h"
 
 #include <algorithm>
 
@@ -38,11 +38,7 @@ void merge_typed(const MergeStatesParams& p) {
 }  // namespace
 
 void merge_states(const MergeStatesParams& p) {
-    switch (p.dtype) {
-        case DType::float32: return merge_typed<float>(p);
-        case DType::float16: return merge_typed<Float16>(p);
-        default: return merge_typed<BFloat16>(p);
-    }
+    with_type(p.dtype, [&](auto type) { merge_typed<decltype(type)>(p); });
 }
 
 }  // namespace octavo::cpu
