@@ -246,6 +246,7 @@ AttentionParams check_attention(const AttentionArgs& args) {
     check.data("v", args.v, ndim, k_axes);
     check.dtype("k", args.k, args.q.dtype, " like q");
     check.dtype("v", args.v, args.q.dtype, " like q");
+    p.kv_dtype = args.k.dtype;
     check.same_shape("v", args.v, "k", args.k);
     set_heads(check, p, "k", args.q, args.k);
 
@@ -307,6 +308,7 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     check.data("v_pages", args.v_pages, 4, kPages);
     check.dtype("k_pages", args.k_pages, args.q.dtype, " like q");
     check.dtype("v_pages", args.v_pages, args.q.dtype, " like q");
+    p.kv_dtype = args.k_pages.dtype;
     check.same_shape("v_pages", args.v_pages, "k_pages", args.k_pages);
     set_heads(check, p, "k_pages", args.q, args.k_pages);
     check.index("page_table", args.page_table, 2, "[batch, max_pages]");

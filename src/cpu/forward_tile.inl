@@ -200,6 +200,17 @@ static void add_values(const Gemm& all, const VisibleKeys& see) {
     });
 }
 
+// to [num_rows, row_stride(head_dim)]
+template <class T>
+static void load_queries(const AttentionParams& p, const RowTile& tile, float* to) {
+    for (int r = 0; r < tile.num_rows; ++r, to += row_stride(p.head_dim)) {
+        const T* q = static_cast<const T*>(p.q) + tile.sequence.q_begin +
+                     tile.token_of(r) * p.q_token_stride + tile.head_of(r) * p.q_head_stride;
+        load_row(q, p.head_dim, to);
+    }
+}
+
+// Over keys and values of type T; the queries are in scratch.
 template <class T>
 static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                          int32_t last_key_tile, TileScratch& scratch, Partial result) {
@@ -213,9 +224,6 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
     int32_t q_pos[kTileRows];
     for (int r = 0; r < rows; ++r) {
         q_pos[r] = tile.q_pos_of(r);
-        const T* q = static_cast<const T*>(p.q) + tile.sequence.q_begin +
-                     tile.token_of(r) * p.q_token_stride + tile.head_of(r) * p.q_head_stride;
-        load_row(q, head_dim, scratch.queries + r * stride);
         if (p.alibi_slopes) {
             slopes_log2[r] =
                 p.alibi_slopes[tile.batch_index * p.alibi_batch_stride + tile.head_of(r)] * kLog2e;
@@ -273,7 +281,8 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
 
 static void attend(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                    int32_t last_key_tile, TileScratch& scratch, Partial result) {
-    with_type(p.dtype, [&](auto type) {
+    with_type(p.dtype, [&](auto type) { load_queries<decltype(type)>(p, tile, scratch.queries); });
+    with_type(p.kv_dtype, [&](auto type) {
         attend_typed<decltype(type)>(p, tile, first_key_tile, last_key_tile, scratch, result);
     });
 }
