@@ -15,6 +15,8 @@ struct Sm80Tiles {
     int row_tiles;    // of 16 rows, that a warp owns: each fragment of K and V is read once for all of them
     int keys;         // of one tile
     int ctas_per_sm;  // that the registers are to suffice for
+
+    constexpr int rows() const { return 16 * row_tiles * warps; }
 };
 
 constexpr Sm80Tiles kSm80Tiles[] = {
@@ -50,7 +52,7 @@ struct Sm80Config {
     static constexpr int kCtasPerSm = kTiles.ctas_per_sm;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles;  // a row: one query token of one query head
-    static constexpr int kRows = kWarpRows * kWarps;
+    static constexpr int kRows = kTiles.rows();
     // A row in shared memory is 16 bytes longer than its data: eight rows of one 16-byte column then lie in
     // different banks, as with a swizzle, but every address of a fragment is one register and a constant.
     static constexpr int kRowStride = kHeadDim + 8;

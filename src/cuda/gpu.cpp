@@ -1,0 +1,47 @@
+#include "cuda/gpu.h"
+
+namespace octavo::cuda {
+namespace {
+
+constexpr int64_t kKb = 1024, kMb = 1024 * kKb;
+
+struct NamedGpu {
+    const char *name, *architecture;
+    Gpu gpu;
+};
+
+// SMs and L2 cache: NVIDIA's white papers of the architectures; of the H200 and the B200, on which these say
+// little, what the CUDA runtime reports. H100, H200 and B200 are the SXM boards. Shared memory of a block:
+// the table of compute capabilities in the CUDA programming guide.
+constexpr NamedGpu kGpus[] = {
+    {"a100", "sm_80", {80, 108, 40 * kMb, 163 * kKb, false}},
+    {"a10", "sm_86", {86, 72, 6 * kMb, 99 * kKb, false}},
+    {"rtx3090", "sm_86", {86, 82, 6 * kMb, 99 * kKb, false}},
+    {"l40s", "sm_89", {89, 142, 96 * kMb, 99 * kKb, false}},
+    {"rtx4090", "sm_89", {89, 128, 72 * kMb, 99 * kKb, false}},
+    {"h100", "sm_90", {90, 132, 50 * kMb, 227 * kKb, true}},
+    {"h200", "sm_90", {90, 132, 60 * kMb, 227 * kKb, true}},
+    {"b200", "sm_100", {100, 148, 253 * kMb / 2, 227 * kKb, false}},
+    {"rtx5090", "sm_120", {120, 170, 96 * kMb, 99 * kKb, false}},
+};
+
+}  // namespace
+
+const Gpu* find_gpu(std::string_view name) {
+    for (const NamedGpu& named : kGpus) {
+        if (name == named.name || name == named.architecture) return &named.gpu;
+    }
+    return nullptr;
+}
+
+std::vector<std::string> gpu_names() {
+    std::vector<std::string> names;
+    for (const NamedGpu& named : kGpus) {
+        if (names.empty() || find_gpu(named.architecture) == &named.gpu)
+            names.emplace_back(named.architecture);
+        names.emplace_back(named.name);
+    }
+    return names;
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,25 @@
+// What plans have to know of a GPU.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace octavo::cuda {
+
+struct Gpu {
+    int32_t compute_capability;  // 90 for 9.0
+    int32_t num_sms;
+    int64_t l2_bytes;
+    int64_t shared_bytes_per_block;  // at most, for a kernel that opts in
+    bool has_sm90_kernels;           // the GPU runs code for sm_90a, and the build has some
+};
+
+// GPUs that plans can be made for without having one: "h100" and other products, "sm_90" and other
+// architectures, each of which stands for the first product that has it. Null if the name is unknown. They
+// run all kernels that their architecture can.
+const Gpu* find_gpu(std::string_view name);
+std::vector<std::string> gpu_names();
+
+}  // namespace octavo::cuda

@@ -1,0 +1,53 @@
+// What the plans of all kernels have in common.
+//
+// A plan says which instance of a kernel works through a batch, how it cuts the work, and how much workspace
+// it takes. It follows from the checked parameters and from the GPU alone, holds no pointer, and is made
+// without CUDA, in every build. attention/run.cpp executes it.
+#pragma once
+
+#include <octavo/explain.h>
+
+#include <cstdint>
+#include <optional>
+#include <ostream>
+#include <sstream>
+#include <string>
+
+namespace octavo::cuda {
+
+// The types that attention has kernels for, in every instance that there is.
+constexpr DType kAttentionTypes[] = {DType::bfloat16, DType::float16};
+
+struct Grid {
+    int64_t x = 1, y = 1, z = 1;
+
+    int64_t size() const { return x * y * z; }
+};
+
+// In a text "1 split", "6 splits".
+struct Counted {
+    int64_t count;
+    const char* noun;
+};
+inline Counted counted(int64_t count, const char* noun) { return {count, noun}; }
+std::ostream& operator<<(std::ostream& out, const Counted& counted);
+
+// The parts of a text, put together.
+template <class... Parts>
+std::string text_of(const Parts&... parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    return text.str();
+}
+
+// For a kernel that does not serve a call: writes down the reason, a sentence about the kernel without its
+// full stop, where the caller wants it. Most do not: plans are made at every call.
+template <class... Parts>
+std::nullopt_t refuse(std::string* why_not, const Parts&... parts) {
+    if (why_not) *why_not = text_of(parts...);
+    return std::nullopt;
+}
+
+inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace octavo::cuda
