@@ -1,6 +1,7 @@
 // From checked parameters to the instance of the prefill kernel that serves them, and how it cuts the work.
 #include "cuda/alignment.h"
 #include "cuda/runtime.h"
+#include "cuda/sm90_attention/parameters.h"
 #include "cuda/sm90_attention/sm90_attention.h"
 #include "cuda/sm90_attention/tiles.h"
 #include "cuda/tma/tensor_map.h"

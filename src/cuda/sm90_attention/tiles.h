@@ -1,14 +1,12 @@
 // The tiles of the sm_90a prefill kernel.
 #pragma once
 
-#include "common/fast_divide.h"
-#include "params/attention_params.h"
-
-#include <cuda.h>
+#include <cstdint>
 
 namespace octavo::cuda {
 
 constexpr int kSm90BlockColumns = 64;
+constexpr int kSm90GroupRows = 64;  // of a warpgroup; a row is one query token of one query head
 // Row tiles of so many rows at most are worked through as few_rows.cuh says. With 32, mma.sync took longer
 // than the wgmma of one warpgroup; above head dim 128, 16 spill.
 constexpr int max_few_rows(int head_dim) { return head_dim <= 128 ? 16 : 8; }
@@ -27,6 +25,8 @@ struct Sm90Tiles {
     // The keys that a query sees in the mean from which this row serves better than those of its head dim
     // before it.
     int from_keys;
+
+    constexpr int row_blocks() const { return ctas * warpgroups; }  // of 64 rows, in a row tile
 };
 
 constexpr Sm90Tiles kSm90Tiles[] = {
@@ -64,7 +64,7 @@ struct Sm90Config {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kCtas = kCtas_;
-    static constexpr int kTileBlocks = kCtas * kConsumers;  // of 64 rows
+    static constexpr int kTileBlocks = kTiles.row_blocks();
     static constexpr bool kSplits = kFeature_ == Sm90Feature::splits;
     static constexpr bool kChained = kTiles.chained && !kSplits;
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
@@ -75,7 +75,7 @@ struct Sm90Config {
     static constexpr int kKeys = kTiles.keys;
     static constexpr int kStages = kTiles.stages, kVStages = kTiles.v_stages;
     static constexpr int kQSlots = kTiles.q_slots;
-    static constexpr int kGroupRows = 64;  // of a warpgroup; a row is one query token of one query head
+    static constexpr int kGroupRows = kSm90GroupRows;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kBlockColumns = kSm90BlockColumns;
@@ -89,40 +89,6 @@ struct Sm90Config {
     static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 40;
     static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
     static constexpr int kFewRowTiles = kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim) / 8 : 0;
-};
-
-// How one launch finds its data and cuts its work.
-//
-// Every array is a tensor of five axes: column, head, place, shift, outer (batch or page). Place and shift
-// both move by one token, and only their sum says which token is meant; so the edge of the place axis, where
-// the copy engine loads zeros and stores nothing, can lie at the end of any sequence: there, place is `edge`
-// and shift is the end. The base address lies `edge` tokens before the array's.
-struct Sm90Launch {
-    CUtensorMap q, k, v, out;
-    int32_t q_edge, k_edge;
-
-    // A row tile holds for each warpgroup `heads` heads of one group (a divisor of the group size) at
-    // `tokens` tokens: heads * tokens <= 64 rows, the heads of a token first.
-    int32_t heads, tokens;
-    // Keys that one copy brings: a tile of them, half of it for a pair of CTAs, or a divisor of the tile and
-    // the page size.
-    int32_t box_keys;
-    FastDivide page_size;
-    bool few_rows;  // whether some row tiles may be of few rows
-
-    // Dense arrays: the order of row tiles. A unit is one batch entry and one run of heads; a section, so
-    // many units, the first section what remains. Inside a section, later row tiles come first, as causal
-    // ones take longest.
-    int32_t num_row_tiles;  // of one unit
-    int32_t num_units;
-    int32_t section, first_section;
-    int32_t* counter;  // of row tiles handed out beyond the first of each cluster; 0 between launches
-
-    // The keys of row tiles behind the first `num_whole` are shared out to num_splits parts each; 0: a kernel
-    // without splits. `split_blocks` of 64 rows at most, one a warpgroup, hold rows of a row tile.
-    int32_t num_whole, num_splits, split_blocks;
-    float* partial;      // [split of the launch, block]: Sm90Split
-    uint32_t* arrivals;  // [row tile, block], of its parts; 0 between launches
 };
 
 }  // namespace octavo::cuda

@@ -2,8 +2,10 @@
 #pragma once
 
 #include "cuda/ptx/cluster.h"
+#include "cuda/sm90_attention/parameters.h"
 #include "cuda/sm90_attention/tiles.h"
 #include "cuda/warp.cuh"
+#include "params/attention_params.h"
 
 namespace octavo::cuda {
 

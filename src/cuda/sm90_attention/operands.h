@@ -1,0 +1,27 @@
+// The arrays of a call as the copy engine is to see them. What that is for: Sm90Launch, in parameters.h.
+#pragma once
+
+#include "params/attention_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// One array: [outer, token, head, column]. Strides count elements.
+struct Sm90Operand {
+    const void* base;
+    int64_t outer_stride, token_stride, head_stride;
+    int32_t num_heads;
+    int32_t edge;  // tokens
+
+    // Whether the copy engine can move its rows.
+    bool is_movable(DType dtype) const;
+};
+
+struct Sm90Operands {
+    Sm90Operand q, out, k, v;
+
+    explicit Sm90Operands(const AttentionParams& params);
+};
+
+}  // namespace octavo::cuda

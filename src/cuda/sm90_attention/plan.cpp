@@ -1,0 +1,282 @@
+#include "cuda/sm90_attention/plan.h"
+
+#include "cuda/sm90_attention/operands.h"
+
+#include <algorithm>
+#include <iterator>
+#include <numeric>
+
+namespace octavo::cuda {
+namespace {
+
+constexpr int32_t kGroupRows = kSm90GroupRows;
+constexpr int64_t kMaxIndex = (int64_t{1} << 31) - 1;
+static_assert(std::rbegin(kSm90Tiles)->head_dim == kMaxHeadDim, "every head dim needs a row");
+
+// Runs of 64 rows that one sequence of a dense batch takes over all heads, with `heads` of them side by side.
+int64_t row_groups(const AttentionParams& p, int32_t heads) {
+    return p.num_q_heads / heads * ceil_divide(p.seqlen_q, kGroupRows / heads);
+}
+
+// The largest divisor of the group size that wastes few rows: heads side by side share K and V and see the
+// same keys. Of a packed batch only the bound of the lengths is known here, and one row in 16 may be wasted.
+// (Nor is the mean used: a sequence's bits do not depend on its neighbours.)
+int32_t choose_heads(const AttentionParams& p) {
+    int32_t best = 1;
+    const int32_t group_size = p.group_size();
+    for (int32_t heads = 2; heads <= std::min(group_size, kGroupRows); ++heads) {
+        if (group_size % heads != 0) continue;
+        const bool fits = p.cu_seqlens_q ? 16 * (kGroupRows % heads) <= kGroupRows
+                                         : row_groups(p, heads) <= row_groups(p, best);
+        if (fits) best = heads;
+    }
+    return best;
+}
+
+// Whether a packed batch may hold row tiles of few rows. One without gives the same bits in either kernel, as
+// the sequences of one with them do that have none.
+bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t heads) {
+    if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any()) return false;
+    const int32_t rest = p.seqlen_q % (tiles.row_blocks() * (kGroupRows / heads));
+    return p.batch_invariant || p.total_q != int64_t{p.batch} * p.seqlen_q ||
+           (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim));
+}
+
+// Row tiles of so many blocks of 64 rows, over the batch and all heads; of a packed batch a bound.
+int64_t count_row_tiles(const AttentionParams& p, int32_t row_blocks, int32_t heads) {
+    const int64_t tile_tokens = int64_t{row_blocks} * (kGroupRows / heads);
+    int64_t row_tiles = p.batch * ceil_divide(p.seqlen_q, tile_tokens);
+    if (p.cu_seqlens_q) row_tiles = std::min(row_tiles, p.total_q / tile_tokens + p.batch);
+    return row_tiles * (p.num_q_heads / heads);
+}
+
+// Units in a section. Few, so that row tiles that share K and V meet in time and in the L2 cache; but enough
+// row tiles that the SMs end together, although under a causal mask the first take longest.
+int32_t choose_section(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& plan, int64_t clusters) {
+    const int64_t row_tiles = (p.window_right >= 0 ? 4 : 2) * clusters;
+    // Beyond these, K and V are read from memory again and again: half of the cache, unless so few units run
+    // at a time that eight CTAs share each.
+    const int64_t unit_bytes = int64_t{4} * p.seqlen_k * p.head_dim * plan.heads / p.group_size();
+    const int64_t most = std::max(gpu.l2_bytes / 2 / std::max<int64_t>(unit_bytes, 1), clusters / 8);
+    const int64_t units = std::min(ceil_divide(row_tiles, plan.unit_row_tiles), most);
+    return static_cast<int32_t>(std::clamp<int64_t>(units, 1, plan.num_units));
+}
+
+// Blocks of 64 rows that an instance works through, those wasted included, for a comparison of instances.
+// Dense and packed arrays, and where bits must not depend on the batch: over one sequence of the given
+// length. Paged otherwise: how long the SMs take in rounds of one row tile each.
+int64_t padded_blocks(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& tiles, int32_t heads) {
+    const int32_t blocks = tiles.row_blocks();
+    if (!p.paged() || p.batch_invariant)
+        return blocks * ceil_divide(p.seqlen_q, int64_t{blocks} * (kGroupRows / heads));
+    return blocks * ceil_divide(count_row_tiles(p, blocks, heads), gpu.num_sms);
+}
+
+// Whether `tiles` serve better than `before`, a row of the same head dim.
+bool serve_better(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& tiles, const Sm90Tiles& before,
+                  int32_t heads) {
+    int64_t keys = p.window_right >= 0 ? p.seqlen_k - std::min(p.seqlen_q, p.seqlen_k) / 2 : p.seqlen_k;
+    if (p.batch_invariant) keys = kMaxIndex;  // the width of the page table is the batch's
+    if (p.window_left >= 0) keys = std::min<int64_t>(keys, p.window_left);
+    if (keys < tiles.from_keys) return false;
+    // Pairs are for arrays that are not paged; and queries that stand far apart see different windows of
+    // keys.
+    if (tiles.ctas > 1 && (p.paged() || p.window_left >= 0)) return false;
+    return 100 * padded_blocks(p, gpu, tiles, heads) <= 106 * padded_blocks(p, gpu, before, heads);
+}
+
+// Of the rows of the smallest head dim that holds the problem's, the last that serves better than those
+// before it.
+int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
+    int32_t best = -1;
+    for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
+        const Sm90Tiles& tiles = kSm90Tiles[row];
+        if (tiles.head_dim < p.head_dim) continue;
+        if (best >= 0 && tiles.head_dim != kSm90Tiles[best].head_dim) break;
+        if (best < 0 || serve_better(p, gpu, tiles, kSm90Tiles[best], heads)) best = row;
+    }
+    return best;
+}
+
+// Whether the keys of a row tile may be shared out.
+bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
+    return p.paged() && has_splits(tiles.ctas) && !p.alibi_slopes && !p.dropout.any() && !p.batch_invariant;
+}
+
+// Shares out the keys of row tiles behind the last whole round of the SMs, where what is left takes less long
+// so. Row tiles of few rows among others have a kernel that does not, for more row tiles than SMs.
+void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
+    const Sm90Tiles& tiles = plan.tiles();
+    const int64_t sms = gpu.num_sms, rest = plan.num_row_tiles % sms;
+    if (rest == 0 || !may_split(p, tiles) || (plan.few_rows && plan.num_row_tiles > sms)) return;
+    int64_t keys = p.seqlen_k;
+    if (p.window_left >= 0 && p.window_right >= 0 && !p.prefix_lens)
+        keys = std::min<int64_t>(
+            keys, int64_t{p.window_left} + p.window_right + int64_t{plan.tokens} * tiles.warpgroups);
+    const int64_t key_tiles = keys / tiles.keys;
+    int64_t shortest = key_tiles;      // in tiles of keys
+    constexpr int64_t kMaxRounds = 4;  // bounds the workspace
+    for (int32_t splits = 2; splits <= kMaxSm90Splits && rest * splits <= kMaxRounds * sms; ++splits) {
+        const int64_t combine = 3 + splits / 2;
+        const int64_t time = ceil_divide(rest * splits, sms) * (ceil_divide(key_tiles, splits) + combine);
+        if (time >= shortest) continue;
+        shortest = time;
+        plan.num_splits = splits;
+    }
+    if (plan.num_splits == 0) return;
+    plan.few_rows = false;
+    plan.num_whole = static_cast<int32_t>(plan.num_row_tiles - rest);
+    plan.split_blocks =
+        static_cast<int32_t>(std::min<int64_t>(ceil_divide(p.seqlen_q, plan.tokens), tiles.warpgroups));
+}
+
+Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
+    if (p.dropout.any()) return Sm90Feature::dropout;
+    if (p.alibi_slopes) return Sm90Feature::alibi;
+    if (plan.num_splits > 0) return Sm90Feature::splits;
+    const Sm90Tiles& tiles = plan.tiles();
+    if (plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas)) return Sm90Feature::few_rows;
+    return Sm90Feature::none;
+}
+
+std::string name_of(DType dtype, const Sm90Tiles& tiles) {
+    return text_of("sm90_attention<", to_string(dtype), ", head_dim ", tiles.head_dim, ", ",
+                   kGroupRows * tiles.warpgroups, " rows", tiles.ctas > 1 ? " in pairs>" : ">");
+}
+
+const char* name_of(Sm90Feature feature) {
+    switch (feature) {
+        case Sm90Feature::none: break;
+        case Sm90Feature::alibi: return "alibi";
+        case Sm90Feature::dropout: return "dropout";
+        case Sm90Feature::few_rows: return "few_rows";
+        case Sm90Feature::splits: return "splits";
+    }
+    return "none";
+}
+
+}  // namespace
+
+std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
+    if (!gpu.has_sm90_kernels && gpu.compute_capability == 90)
+        return refuse(why_not, "this build has no code for sm_90a");
+    if (!gpu.has_sm90_kernels) {
+        return refuse(why_not, "it consists of instructions that only sm_90a has, and this GPU is sm_",
+                      gpu.compute_capability);
+    }
+    if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
+    if (p.batch_invariant && !p.cu_seqlens_q) {
+        return refuse(why_not,
+                      "with batch_invariant it takes packed queries alone, since whether the copy "
+                      "engine can move others depends on the stride of the batch");
+    }
+    if (p.num_splits != 0) {
+        return refuse(why_not, "num_splits (", p.num_splits,
+                      ") is given, and this kernel chooses its splits by itself");
+    }
+    if (!(p.softmax_scale > 0.0f))
+        return refuse(why_not, "it needs a positive softmax_scale, and this is ", p.softmax_scale);
+    if (p.seqlen_k == 0) return refuse(why_not, "there are no keys");
+
+    Sm90Plan plan{};
+    plan.dtype = p.dtype;
+    plan.num_sequences = p.batch;
+    plan.heads = choose_heads(p);
+    plan.tokens = kGroupRows / plan.heads;
+    plan.row = choose_tiles(p, gpu, plan.heads);
+    const Sm90Tiles& tiles = plan.tiles();
+    plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
+    // Where keys cannot be shared out so that half of the SMs have work, sm80_attention does it.
+    const int32_t most_splits = may_split(p, tiles) ? kMaxSm90Splits : 1;
+    if (p.paged() && !p.batch_invariant && 2 * plan.num_row_tiles * most_splits <= gpu.num_sms) {
+        return refuse(why_not, "it would leave most of the ", gpu.num_sms,
+                      " SMs without work: ", counted(plan.num_row_tiles, "tile"), " of ",
+                      kGroupRows * tiles.row_blocks(), " rows, each shared out to ",
+                      counted(most_splits, "CTA"), " at most");
+    }
+    plan.box_keys = p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys / tiles.ctas;
+    if (p.paged() && plan.box_keys % 8 != 0) {
+        return refuse(why_not, "the copy engine brings a multiple of eight keys at a time, and pages of ",
+                      p.page_size, " and tiles of ", tiles.keys, " keys have ", plan.box_keys,
+                      " as their greatest common divisor");
+    }
+    if (plan.num_row_tiles + int64_t{p.num_q_heads} * p.batch >= kMaxIndex)
+        return refuse(why_not, "it counts row tiles in 32 bits, and there are ", plan.num_row_tiles);
+    const Sm90Operands operands(p);
+    const std::pair<const char*, const Sm90Operand*> arrays[] = {
+        {"q", &operands.q}, {"out", &operands.out}, {"k", &operands.k}, {"v", &operands.v}};
+    for (const auto& [name, array] : arrays) {
+        if (array->is_movable(p.dtype)) continue;
+        return refuse(why_not, "the copy engine cannot move ", name,
+                      ": its address and its strides must be positive multiples of 16 bytes, and these are ",
+                      reinterpret_cast<uintptr_t>(array->base), " and, in elements, ", array->outer_stride,
+                      ", ", array->token_stride, " and ", array->head_stride);
+    }
+
+    const int32_t sequence_units = p.num_q_heads / plan.heads, num_clusters = gpu.num_sms / tiles.ctas;
+    plan.num_units = p.batch * sequence_units;
+    plan.unit_row_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, tiles.row_blocks() * plan.tokens));
+    plan.section = choose_section(p, gpu, plan, num_clusters);
+    plan.first_section = (plan.num_units - 1) % plan.section + 1;
+    plan.few_rows = may_have_few_rows(p, tiles, plan.heads);
+    choose_splits(p, gpu, plan);
+    plan.feature = choose_feature(p, plan);
+    // Row tiles that are shared out, and their shares.
+    const int64_t shared_out = plan.num_splits > 0 ? plan.num_row_tiles - plan.num_whole : 0;
+    const int64_t num_items = plan.num_row_tiles + shared_out * (plan.num_splits - 1);
+    plan.num_ctas = static_cast<int32_t>(tiles.ctas * std::min<int64_t>(num_items, num_clusters));
+    plan.partial_bytes = shared_out * plan.num_splits * plan.split_blocks * kGroupRows *
+                         (tiles.head_dim + 2) * int64_t{sizeof(float)};
+    plan.num_counters = 1 + shared_out * plan.split_blocks;
+    return plan;
+}
+
+Explanation describe(const Sm90Plan& plan) {
+    const Sm90Tiles& tiles = plan.tiles();
+    Explanation text;
+    text.kernel = name_of(plan.dtype, tiles);
+    text.summary =
+        text_of(counted(plan.num_row_tiles, "tile"), " of ", kGroupRows * tiles.row_blocks(), " rows");
+    if (plan.num_splits > 0) {
+        if (plan.num_whole > 0) text.summary += text_of(", the last ", plan.num_row_tiles - plan.num_whole);
+        text.summary += text_of(" x ", counted(plan.num_splits, "split"));
+    }
+    text.summary += text_of(": ", counted(plan.num_ctas, "CTA"), " of ", plan.threads(), " threads");
+    text.file = "src/cuda/sm90_attention/kernel.cuh";
+    text.plan = {
+        {"dtype", to_string(plan.dtype)},
+        {"head_dim", tiles.head_dim},
+        {"warpgroups", tiles.warpgroups},
+        {"cluster", tiles.ctas},
+        {"feature", name_of(plan.feature)},
+        {"num_sequences", plan.num_sequences},
+        {"heads", plan.heads},
+        {"tokens", plan.tokens},
+        {"box_keys", plan.box_keys},
+        {"few_rows", plan.few_rows},
+        {"num_row_tiles", plan.num_row_tiles},
+        {"unit_row_tiles", plan.unit_row_tiles},
+        {"num_units", plan.num_units},
+        {"section", plan.section},
+        {"first_section", plan.first_section},
+        {"num_whole", plan.num_whole},
+        {"num_splits", plan.num_splits},
+        {"split_blocks", plan.split_blocks},
+        {"num_ctas", plan.num_ctas},
+        {"threads", plan.threads()},
+        {"partial_bytes", plan.partial_bytes},
+        {"num_counters", plan.num_counters},
+        {"workspace_bytes", plan.workspace_bytes()},
+    };
+    return text;
+}
+
+std::vector<std::string> sm90_attention_instances() {
+    std::vector<std::string> names;
+    for (DType dtype : kAttentionTypes) {
+        for (const Sm90Tiles& tiles : kSm90Tiles) names.push_back(name_of(dtype, tiles));
+    }
+    return names;
+}
+
+}  // namespace octavo::cuda

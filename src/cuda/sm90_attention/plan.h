@@ -1,0 +1,53 @@
+// How sm90_attention would work through a batch.
+#pragma once
+
+#include "cuda/gpu.h"
+#include "cuda/plan.h"
+#include "cuda/sm90_attention/tiles.h"
+#include "params/attention_params.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace octavo::cuda {
+
+// Sm90Launch, in parameters.h, says more about what most of these mean to the kernel.
+struct Sm90Plan {
+    DType dtype;
+    int32_t row;  // of kSm90Tiles: with dtype and feature, the instance
+    Sm90Feature feature;
+    int32_t num_sequences;
+    int32_t heads, tokens;  // side by side in the 64 rows of a warpgroup
+    int32_t box_keys;       // that one copy brings
+    bool few_rows;          // whether some row tiles may be of few rows
+    int64_t num_row_tiles;  // over the batch and all heads; a bound when the queries are packed
+
+    // Of dense arrays, the order of row tiles.
+    int32_t unit_row_tiles;  // of one unit: a sequence and `heads` heads
+    int32_t num_units;
+    int32_t section, first_section;  // units
+
+    // The keys of row tiles behind the first `num_whole` are shared out to num_splits CTAs each; 0: of none.
+    int32_t num_whole, num_splits;
+    int32_t split_blocks;  // of 64 rows, at most, that hold rows of a row tile
+
+    int32_t num_ctas;
+    int64_t partial_bytes, num_counters;  // of workspace
+
+    const Sm90Tiles& tiles() const { return kSm90Tiles[row]; }
+    Grid grid() const { return {num_ctas}; }
+    int32_t threads() const { return 128 * (tiles().warpgroups + 1); }
+    int64_t workspace_bytes() const { return partial_bytes + num_counters * int64_t{sizeof(uint32_t)}; }
+};
+
+// Nothing where the kernel does not serve: why_not, unless null, then gets the reason.
+std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& params, const Gpu& gpu,
+                                            std::string* why_not = nullptr);
+
+Explanation describe(const Sm90Plan& plan);
+inline bool operator==(const Sm90Plan& a, const Sm90Plan& b) { return describe(a).plan == describe(b).plan; }
+
+std::vector<std::string> sm90_attention_instances();
+
+}  // namespace octavo::cuda
