@@ -19,6 +19,8 @@ constexpr size_t kDecodeSharedBytes = 227 * 1024;
 struct DecodeTiles {
     int head_dim;
     int row_tiles;  // of eight rows; a row is one query token of one query head
+
+    constexpr int rows() const { return 8 * row_tiles; }
 };
 
 constexpr DecodeTiles kDecodeTiles[] = {
@@ -106,6 +108,13 @@ using ShortConfig = SplitKvConfig<kHeadDim, kRowTiles, 2>;
 // start or end.
 template <int kHeadDim, int kRowTiles>
 using ManyConfig = SplitKvConfig<kHeadDim, kRowTiles, (kHeadDim > 128 ? 2 : (kRowTiles == 1 ? 4 : 3)), 4>;
+
+// Whether short items have a configuration of their own, or that of many items serves them: where lengths are
+// shared out evenly.
+template <int kHeadDim, int kRowTiles>
+constexpr bool has_short_items() {
+    return ManyConfig<kHeadDim, kRowTiles>::kWarps != DecodeConfig<kHeadDim, kRowTiles>::kWarps;
+}
 
 // By length: as many warps as one tile of rows has.
 template <int kHeadDim, int kRowTiles>

@@ -1,0 +1,93 @@
+// How the decode kernels would work through a batch of few rows a KV head. Words: an item is one KV head of
+// one sequence, a row one query token of one query head, a block 16 keys.
+#pragma once
+
+#include "cuda/decode/tiles.h"
+#include "cuda/gpu.h"
+#include "cuda/plan.h"
+#include "params/attention_params.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace octavo::cuda {
+
+// Which of the configurations in tiles.h a split-KV kernel has; by length, it has one of its own.
+enum class SplitKvItems { long_items, short_items, many_items };
+
+// split_kv_decode: the host says how many CTAs share an item.
+struct SplitKvPlan {
+    DType dtype;
+    int32_t row;  // of kDecodeTiles: with dtype, policy and items, the instance
+    SplitPolicy policy;
+    SplitKvItems items;
+    int32_t num_sequences;  // of the batch, from the first on; another plan is made for the others
+    int32_t num_kv_heads;
+    int32_t num_splits;             // CTAs that work on an item, at most
+    int32_t num_slots;              // CTAs that work on the items of a KV head
+    int32_t combiners_per_item;     // CTAs that add up the partial results of its splits
+    int32_t warps_per_row_log2;     // of combiners
+    int32_t max_fixed_splits_log2;  // batch-invariant: see FixedSplits
+    bool length_first;      // whether CTAs look at the length before all else: most may have nothing to do
+    int32_t partial_words;  // of a split: its partial result
+    int32_t threads;
+
+    const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
+    Grid grid() const;
+    int64_t workspace_words() const { return int64_t{num_kv_heads} * num_slots * partial_words; }
+    int64_t workspace_bytes() const { return workspace_words() * int64_t{sizeof(uint32_t)}; }
+};
+
+// stream_k_decode: the CTAs share out the blocks of the batch among themselves.
+struct StreamKPlan {
+    DType dtype;
+    int32_t row;  // of kDecodeTiles: with dtype, the instance
+    int32_t num_sequences, num_kv_heads;
+    int32_t num_ctas, threads;
+    int64_t partial_bytes, num_counters;  // of workspace
+
+    const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
+    Grid grid() const { return {num_ctas}; }
+    int64_t workspace_bytes() const { return partial_bytes + num_counters * int64_t{sizeof(uint32_t)}; }
+};
+
+// batch_invariant_decode: the CTAs share out fixed splits among themselves.
+struct BatchInvariantDecodePlan {
+    DType dtype;
+    int32_t row;  // of kDecodeTiles: with dtype, the instance
+    int32_t num_sequences, num_kv_heads;
+    int32_t num_ctas, threads;
+    int32_t num_rows, max_splits;  // of an item
+    int64_t workspace_words;
+
+    const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
+    Grid grid() const { return {num_ctas}; }
+    int64_t workspace_bytes() const { return workspace_words * int64_t{sizeof(uint32_t)}; }
+};
+
+// Nothing where the kernel does not serve: why_not, unless null, then gets the reason.
+std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& params, const Gpu& gpu,
+                                         std::string* why_not = nullptr);
+std::optional<StreamKPlan> plan_stream_k(const AttentionParams& params, const Gpu& gpu,
+                                         std::string* why_not = nullptr);
+std::optional<BatchInvariantDecodePlan> plan_batch_invariant_decode(const AttentionParams& params,
+                                                                    const Gpu& gpu,
+                                                                    std::string* why_not = nullptr);
+
+Explanation describe(const SplitKvPlan& plan);
+Explanation describe(const StreamKPlan& plan);
+Explanation describe(const BatchInvariantDecodePlan& plan);
+inline bool operator==(const SplitKvPlan& a, const SplitKvPlan& b) {
+    return describe(a).plan == describe(b).plan;
+}
+inline bool operator==(const StreamKPlan& a, const StreamKPlan& b) {
+    return describe(a).plan == describe(b).plan;
+}
+inline bool operator==(const BatchInvariantDecodePlan& a, const BatchInvariantDecodePlan& b) {
+    return describe(a).plan == describe(b).plan;
+}
+
+std::vector<std::string> decode_instances();
+
+}  // namespace octavo::cuda
