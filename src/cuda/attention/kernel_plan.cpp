@@ -1,0 +1,21 @@
+#include "cuda/attention/kernel_plan.h"
+
+namespace octavo::cuda {
+
+KernelPlan plan_kernel(const AttentionParams& p, const Gpu& gpu) {
+    if (auto plan = plan_split_kv(p, gpu)) return *plan;
+    if (auto plan = plan_batch_invariant_decode(p, gpu)) return *plan;
+    if (auto plan = plan_stream_k(p, gpu)) return *plan;
+    if (auto plan = plan_sm90_attention(p, gpu)) return *plan;
+    return plan_sm80_attention(p, gpu);
+}
+
+int32_t num_sequences(const KernelPlan& plan) {
+    return std::visit([](const auto& plan) { return plan.num_sequences; }, plan);
+}
+
+Explanation describe(const KernelPlan& plan) {
+    return std::visit([](const auto& plan) { return describe(plan); }, plan);
+}
+
+}  // namespace octavo::cuda
