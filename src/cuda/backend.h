@@ -3,6 +3,7 @@
 // where each throws DeviceError.
 #pragma once
 
+#include "cuda/gpu.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
@@ -32,6 +33,9 @@ void require_usable();
 void* mapped_host_memory(void* address, uintptr_t begin, uintptr_t end, int32_t device_index);
 
 int32_t current_device();
+
+// What plans have to know of this GPU, asked once.
+const Gpu& gpu_of(int32_t device);
 
 // For array importers. `consumer` waits for what `producer` holds now.
 void order_streams(int32_t device_index, void* producer, void* consumer);

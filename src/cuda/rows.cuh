@@ -2,20 +2,15 @@
 #pragma once
 
 #include "cuda/types.h"
+#include "cuda/warp_rows.h"
 
 #include <cstdint>
 
 namespace octavo::cuda {
 
-constexpr int kRowsPerBlock = 4;  // one warp each
-
 // A row index for this warp.
 __device__ __forceinline__ int64_t warp_row() {
     return int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / 32;
-}
-
-inline unsigned blocks_for_rows(int64_t rows) {
-    return static_cast<unsigned>((rows + kRowsPerBlock - 1) / kRowsPerBlock);
 }
 
 // Bit for bit; 16 bytes at a time where `aligned` says that both rows start and end on 16 bytes.

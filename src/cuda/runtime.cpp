@@ -1,5 +1,6 @@
 #include "cuda/runtime.h"
 
+#include "cuda/attention/plan.h"
 #include "cuda/backend.h"
 
 #include <octavo/error.h>
@@ -60,30 +61,18 @@ DeviceGuard::~DeviceGuard() {
     if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
-int32_t num_sms(int32_t device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
-
-int32_t compute_capability(int32_t device) {
-    return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-           attribute(cudaDevAttrComputeCapabilityMinor, device);
-}
-
-int64_t l2_bytes(int32_t device) { return attribute(cudaDevAttrL2CacheSize, device); }
-
-bool has_dependent_launch(const void* kernel) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-    return attributes.ptxVersion >= 90;
-}
-
-cudaLaunchAttribute dependent_launch() {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    return attribute;
-}
-
-size_t shared_bytes_per_block(int32_t device) {
-    return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+const Gpu& gpu_of(int32_t device) {
+    static PerDevice<Gpu> gpus;
+    return gpus.get(device, [](int32_t device) {
+        Gpu gpu{};
+        gpu.compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                                 attribute(cudaDevAttrComputeCapabilityMinor, device);
+        gpu.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
+        gpu.l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
+        gpu.shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        gpu.has_sm90_kernels = OCTAVO_HAS_SM90_KERNELS && gpu.compute_capability == 90;
+        return gpu;
+    });
 }
 
 void require_usable() {
@@ -165,6 +154,8 @@ std::vector<std::string> architectures() {
 #include "architectures.inc"
     };
 }
+
+std::vector<std::string> instances() { return attention_instances(OCTAVO_HAS_SM90_KERNELS); }
 
 std::vector<GpuInfo> gpu_info(std::string* why_none) {
     std::vector<GpuInfo> gpus;

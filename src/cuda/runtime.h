@@ -3,9 +3,8 @@
 
 #include <cuda_runtime.h>
 
-#include <cstddef>
+#include <atomic>
 #include <cstdint>
-#include <map>
 #include <mutex>
 
 namespace octavo::cuda {
@@ -25,36 +24,37 @@ class DeviceGuard {
     int previous_ = -1;
 };
 
-int32_t num_sms(int32_t device);
-int32_t compute_capability(int32_t device);  // 90 for 9.0
-int64_t l2_bytes(int32_t device);
-size_t shared_bytes_per_block(int32_t device);  // at most, for a kernel that opts in
-
-// Whether the kernel's code for the current device has the instructions of ptx/grid_dependency.h: it may come
-// from the PTX of an older architecture.
-bool has_dependent_launch(const void* kernel);
-template <class... Parameters>
-bool has_dependent_launch(void (*kernel)(Parameters...)) {
-    return has_dependent_launch(reinterpret_cast<const void*>(kernel));
-}
-// The attribute of a launch that overlaps the end of the kernel before it, whose results the kernel waits
-// for.
-cudaLaunchAttribute dependent_launch();
-
-// One value for each device, made when it is first asked for.
+// One value for each device, made when it is first asked for and kept for good. Every call asks, so that what
+// is there is read without a lock.
 template <class Value>
 class PerDevice {
   public:
     template <class Make>
     const Value& get(int32_t device, Make make) {
+        if (const Value* value = find(device)) return *value;
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = values_.find(device);
-        return found != values_.end() ? found->second : values_.emplace(device, make(device)).first->second;
+        if (const Value* value = find(device)) return *value;
+        first_.store(new Node{device, make(device), first_.load(std::memory_order_relaxed)},
+                     std::memory_order_release);
+        return first_.load(std::memory_order_relaxed)->value;
     }
 
   private:
+    struct Node {
+        const int32_t device;
+        const Value value;
+        const Node* const next;
+    };
+
+    const Value* find(int32_t device) const {
+        for (const Node* node = first_.load(std::memory_order_acquire); node; node = node->next) {
+            if (node->device == device) return &node->value;
+        }
+        return nullptr;
+    }
+
     std::mutex mutex_;
-    std::map<int32_t, Value> values_;
+    std::atomic<const Node*> first_{nullptr};
 };
 
 }  // namespace octavo::cuda

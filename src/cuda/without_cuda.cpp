@@ -23,6 +23,7 @@ void copy_to_host(void*, const void*, size_t, size_t, size_t, int32_t, void*) { 
 void* mapped_host_memory(void*, uintptr_t, uintptr_t, int32_t) { refuse(); }
 void require_usable() { refuse(); }
 int32_t current_device() { refuse(); }
+const Gpu& gpu_of(int32_t) { refuse(); }
 void order_streams(int32_t, void*, void*) { refuse(); }
 void synchronize(int32_t, void*) { refuse(); }
 void* allocate(int32_t, size_t, void*) { refuse(); }

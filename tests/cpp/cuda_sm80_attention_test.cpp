@@ -1,7 +1,7 @@
 // The forward kernel by itself, with every row of its table, where other kernels would be picked too.
 #include "checks/checks.h"
-#include "cuda/runtime.h"
-#include "cuda/sm80_attention/sm80_attention.h"
+#include "cuda/attention/run.h"
+#include "cuda/backend.h"
 #include "cuda_testing.h"
 
 #include <octavo/attention.h>
@@ -24,11 +24,14 @@ void expect_agreement(Args args, Set set, const Mirror<uint16_t>& out, const Mir
     set(args, [](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
     on_cpu(args);
     set(args, [](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
-    for (const size_t shared_bytes : {size_t{99} << 10, cuda::shared_bytes_per_block(0)}) {
+    cuda::Gpu gpu = cuda::gpu_of(0);
+    for (const int64_t shared_bytes : {int64_t{99} << 10, gpu.shared_bytes_per_block}) {
         SCOPED_TRACE(shared_bytes);
+        gpu.shared_bytes_per_block = shared_bytes;
         out.upload(nans(out.host.size(), dtype));
         lse.upload(std::vector<float>(lse.host.size(), NAN));
-        cuda::sm80_attention(checked(args), shared_bytes, nullptr);
+        const AttentionParams params = checked(args);
+        cuda::run(params, cuda::plan_sm80_attention(params, gpu), nullptr);
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         expect_rows_close(out.fetch(), out.host, dtype, head_dim, row);
         expect_close(lse.fetch(), lse.host);

@@ -1,11 +1,11 @@
 // Writes each sequence's newest tokens to the end of its pages.
 // grid: one warp a token, all its KV heads, K and V together.
 #include "common/fast_divide.h"
-#include "cuda/alignment.h"
 #include "cuda/backend.h"
+#include "cuda/cache/plan.h"
+#include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/rows.cuh"
-#include "cuda/runtime.h"
 
 namespace octavo::cuda {
 namespace {
@@ -103,30 +103,16 @@ __global__ void append_kv_kernel(const __grid_constant__ AppendKvParams p, FastD
 }  // namespace
 
 void append_kv(const AppendKvParams& p, void* stream) {
-    if (p.total == 0 || p.num_kv_heads == 0 || p.head_dim == 0) return;
+    const AppendKvPlan plan = plan_append_kv(p);
+    if (plan.num_rows == 0) return;
     const DeviceGuard guard(p.device.index);
     const int32_t per_chunk = static_cast<int32_t>(16 / size_of(p.dtype));
-    const bool in_chunks =
-        p.head_dim % per_chunk == 0 && p.k_scale == 1.0f && p.v_scale == 1.0f &&
-        aligned(p.k, 16, {p.k_token_stride, p.k_head_stride}, p.dtype) &&
-        aligned(p.k_pages, 16, {p.k_page_stride, p.k_slot_stride, p.k_pages_head_stride}, p.dtype) &&
-        aligned(p.v, 16, {p.v_token_stride, p.v_head_stride}, p.dtype) &&
-        aligned(p.v_pages, 16, {p.v_page_stride, p.v_slot_stride, p.v_pages_head_stride}, p.dtype);
-    const FastDivide pieces_per_head = FastDivide::by(in_chunks ? p.head_dim / per_chunk : p.head_dim);
+    const FastDivide pieces_per_head = FastDivide::by(plan.in_chunks ? p.head_dim / per_chunk : p.head_dim);
+    const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock, true};
     with_type(p.dtype, [&](auto type) {
-        const auto kernel = append_kv_kernel<decltype(type)>;
-        static PerDevice<bool> has_dependent_launch_on;
-        cudaLaunchAttribute attribute = dependent_launch();
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(blocks_for_rows(p.total));
-        config.blockDim = dim3(32 * kRowsPerBlock);
-        config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = &attribute;
-        const bool dependent = has_dependent_launch_on.get(
-            p.device.index, [&](int32_t) { return has_dependent_launch(kernel); });
-        config.numAttrs = dependent ? 1 : 0;
-        check(cudaLaunchKernelEx(&config, kernel, p, FastDivide::by(p.page_size), pieces_per_head, in_chunks),
-              "append_kv");
+        launch<append_kv_kernel<decltype(type)>>(
+            "append_kv", p.device.index, static_cast<cudaStream_t>(stream), shape, p,
+            FastDivide::by(p.page_size), pieces_per_head, plan.in_chunks);
     });
 }
 

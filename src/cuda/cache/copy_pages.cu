@@ -1,9 +1,9 @@
 // Copies whole pages inside a cache, or between two, one of which may be in pinned host memory.
 // grid: one warp a (copy, slot, KV head), K and V together.
-#include "cuda/alignment.h"
 #include "cuda/backend.h"
+#include "cuda/cache/plan.h"
+#include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
-#include "cuda/runtime.h"
 
 namespace octavo::cuda {
 namespace {
@@ -29,21 +29,15 @@ __global__ void copy_pages_kernel(const __grid_constant__ CopyPagesParams p, boo
 }  // namespace
 
 void copy_pages(const CopyPagesParams& p, void* stream) {
-    const int64_t rows = p.num_copies * p.page_size * p.num_kv_heads;
-    if (rows == 0) return;
+    const CopyPagesPlan plan = plan_copy_pages(p);
+    if (plan.num_rows == 0) return;
     const DeviceGuard guard(p.device.index);
-    auto rows_aligned = [&p](const Pages& pages) {
-        return aligned(pages.data, 16, {p.head_dim, pages.page_stride, pages.slot_stride, pages.head_stride},
-                       p.dtype);
-    };
-    const bool k_aligned = rows_aligned(p.from_k) && rows_aligned(p.to_k);
-    const bool v_aligned = rows_aligned(p.from_v) && rows_aligned(p.to_v);
+    const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock};
     with_type(p.dtype, [&](auto type) {
-        copy_pages_kernel<decltype(type)>
-            <<<blocks_for_rows(rows), 32 * kRowsPerBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-                p, k_aligned, v_aligned);
+        launch<copy_pages_kernel<decltype(type)>>("copy_pages", p.device.index,
+                                                  static_cast<cudaStream_t>(stream), shape, p, plan.k_aligned,
+                                                  plan.v_aligned);
     });
-    check(cudaGetLastError(), "copy_pages");
 }
 
 }  // namespace octavo::cuda

@@ -1,107 +1,71 @@
-// One instance of the decode kernel, launched.
+// The instances of one row of kDecodeTiles of the kernels whose CTAs share out the work, launched.
 #pragma once
 
 #include "cuda/decode/batch_invariant.cuh"
+#include "cuda/decode/plan.h"
 #include "cuda/decode/stream_k.cuh"
-#include "cuda/runtime.h"
+#include "cuda/launch.cuh"
 #include "cuda/workspace.h"
-
-#include <algorithm>
 
 namespace octavo::cuda {
 
-// What a kernel can do on a device, asked once.
-struct DecodeLimits {
-    int32_t num_ctas;
-    bool has_dependent_launch, pairs;
-
-    template <class Config, class Shared, class Kernel>
-    static DecodeLimits ask(Kernel kernel, int32_t device) {
-        constexpr size_t kSharedBytes = sizeof(Shared);
-        static_assert(kSharedBytes <= 227 * 1024);
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-              "cudaFuncSetAttribute");
-        DecodeLimits limits{std::min(num_sms(device), kMaxDecodeCtas), cuda::has_dependent_launch(kernel),
-                            false};
-        if (!limits.has_dependent_launch) return limits;  // nor clusters
+// Whether CTAs may be launched in clusters of two, so that no SM is left out. Asked once for each device.
+template <auto kKernel, size_t kSharedBytes>
+bool has_pairs(int32_t device, const LaunchShape& shape) {
+    static PerDevice<bool> has_pairs_on;
+    return has_pairs_on.get(device, [&](int32_t device) {
+        if (!prepare_kernel<kKernel, kSharedBytes>(device).has_grid_dependency) return false;
         cudaLaunchAttribute attribute{};
         attribute.id = cudaLaunchAttributeClusterDimension;
         attribute.val.clusterDim = {2, 1, 1};
         cudaLaunchConfig_t config{};
         config.gridDim = dim3(2);
-        config.blockDim = dim3(Config::kThreads);
+        config.blockDim = dim3(shape.threads);
         config.dynamicSmemBytes = kSharedBytes;
         config.attrs = &attribute;
         config.numAttrs = 1;
         int max_clusters = 0;
-        check(cudaOccupancyMaxActiveClusters(&max_clusters, kernel, &config),
+        check(cudaOccupancyMaxActiveClusters(&max_clusters, kKernel, &config),
               "cudaOccupancyMaxActiveClusters");
-        limits.pairs = 2 * max_clusters == limits.num_ctas;  // and no SM is left out
-        return limits;
-    }
-};
-
-// `complete(plan, limits)` sets what is not common to all plans and tells whether CTAs go in clusters of two.
-template <auto kKernel, class Config, class Shared, class Plan, class Complete>
-void launch_decode_kernel(const AttentionParams& params, cudaStream_t stream, Complete complete) {
-    static PerDevice<DecodeLimits> limits_of;
-    const DecodeLimits& limits = limits_of.get(params.device.index, [&](int32_t device) {
-        return DecodeLimits::ask<Config, Shared>(kKernel, device);
+        return 2 * max_clusters == static_cast<int>(shape.grid.x);
     });
-    Plan plan;
-    plan.group_size = FastDivide::by(params.group_size());
-    plan.page_size = FastDivide::by(params.page_size);
-    const bool pairs = complete(plan, limits);
-
-    cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(limits.num_ctas);
-    config.blockDim = dim3(Config::kThreads);
-    config.dynamicSmemBytes = sizeof(Shared);
-    config.stream = stream;
-    config.attrs = attributes;
-    if (limits.has_dependent_launch) attributes[config.numAttrs++] = dependent_launch();
-    if (pairs) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs++].val.clusterDim = {2, 1, 1};
-    }
-    check(cudaLaunchKernelEx(&config, kKernel, params, plan), params.op);
 }
 
 template <class T, int kHeadDim, int kRowTiles>
-void launch_stream_k_decode(const AttentionParams& params, cudaStream_t stream) {
+void launch_stream_k_decode(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream) {
     using Config = StreamKConfig<kHeadDim, kRowTiles>;
-    launch_decode_kernel<stream_k_decode_kernel<T, kHeadDim, kRowTiles>, Config, StreamKShared<Config>,
-                         StreamKLaunch>(params, stream, [&](StreamKLaunch& plan, const DecodeLimits& limits) {
-        plan.pairs = limits.pairs;
-        const size_t rows = size_t{1} * limits.num_ctas * Config::kRows;
-        const PersistentWorkspace workspace = persistent_workspace(
-            params.device.index, stream, 2 * rows * Config::kWarpPartialRow * sizeof(float), rows);
-        plan.partial = static_cast<float*>(workspace.partial);
-        plan.counters = workspace.counters;
-        return limits.pairs;
-    });
+    constexpr auto kKernel = stream_k_decode_kernel<T, kHeadDim, kRowTiles>;
+    constexpr size_t kSharedBytes = sizeof(StreamKShared<Config>);
+    static_assert(kSharedBytes <= kDecodeSharedBytes);
+    LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true};
+    StreamKLaunch arguments{};
+    arguments.group_size = FastDivide::by(params.group_size());
+    arguments.page_size = FastDivide::by(params.page_size);
+    arguments.pairs = has_pairs<kKernel, kSharedBytes>(params.device.index, shape);
+    if (arguments.pairs) shape.cluster = 2;
+    const PersistentWorkspace workspace =
+        persistent_workspace(params.device.index, stream, plan.partial_bytes, plan.num_counters);
+    arguments.partial = static_cast<float*>(workspace.partial);
+    arguments.counters = workspace.counters;
+    launch<kKernel, kSharedBytes>(params.op, params.device.index, stream, shape, params, arguments);
 }
 
 template <class T, int kHeadDim, int kRowTiles>
-void launch_batch_invariant_decode(const AttentionParams& params, cudaStream_t stream) {
+void launch_batch_invariant_decode(const AttentionParams& params, const BatchInvariantDecodePlan& plan,
+                                   cudaStream_t stream) {
     using Config = DecodeConfig<kHeadDim, kRowTiles>;
-    using Plan = BatchInvariantPlan<Config>;
-    launch_decode_kernel<batch_invariant_decode_kernel<T, kHeadDim, kRowTiles>, Config,
-                         BatchInvariantShared<Config>, Plan>(
-        params, stream, [&](Plan& plan, const DecodeLimits& limits) {
-            plan.units = Units<Config>(params.num_kv_heads);
-            plan.num_rows = params.seqlen_q * params.group_size();
-            // Prefix and window may each begin in a block of their own.
-            const int64_t blocks = params.seqlen_k / kBlockKeys + 2;
-            plan.max_units = plan.units.most(blocks);
-            const int64_t runs = UnitRun<Config>::most(blocks * params.num_kv_heads * params.batch);
-            const size_t rows = std::min<int64_t>(runs, limits.num_ctas) * plan.num_rows;
-            plan.pushed = persistent_workspace(params.device.index, stream, 0,
-                                               rows * plan.max_units * Config::kWarpPartialRow)
-                              .counters;
-            return false;
-        });
+    constexpr auto kKernel = batch_invariant_decode_kernel<T, kHeadDim, kRowTiles>;
+    constexpr size_t kSharedBytes = sizeof(BatchInvariantShared<Config>);
+    static_assert(kSharedBytes <= kDecodeSharedBytes);
+    const LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true};
+    BatchInvariantPlan<Config> arguments{};
+    arguments.group_size = FastDivide::by(params.group_size());
+    arguments.page_size = FastDivide::by(params.page_size);
+    arguments.units = Units<Config>(params.num_kv_heads);
+    arguments.num_rows = plan.num_rows;
+    arguments.max_units = plan.max_splits;
+    arguments.pushed = persistent_workspace(params.device.index, stream, 0, plan.workspace_words).counters;
+    launch<kKernel, kSharedBytes>(params.op, params.device.index, stream, shape, params, arguments);
 }
 
 }  // namespace octavo::cuda

@@ -1,8 +1,9 @@
 // Merges two partial results by their LSE. grid: one warp a row.
 #include "common/online_softmax.h"
 #include "cuda/backend.h"
+#include "cuda/launch.cuh"
+#include "cuda/merge_states/plan.h"
 #include "cuda/rows.cuh"
-#include "cuda/runtime.h"
 
 namespace octavo::cuda {
 namespace {
@@ -30,14 +31,14 @@ __global__ void merge_states_kernel(const __grid_constant__ MergeStatesParams p)
 }  // namespace
 
 void merge_states(const MergeStatesParams& p, void* stream) {
-    const int64_t rows = p.shape[0] * p.shape[1] * p.shape[2];
-    if (rows == 0) return;
+    const MergeStatesPlan plan = plan_merge_states(p);
+    if (plan.num_rows == 0) return;
     const DeviceGuard guard(p.device.index);
+    const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock};
     with_type(p.dtype, [&](auto type) {
-        merge_states_kernel<decltype(type)>
-            <<<blocks_for_rows(rows), 32 * kRowsPerBlock, 0, static_cast<cudaStream_t>(stream)>>>(p);
+        launch<merge_states_kernel<decltype(type)>>("merge_states", p.device.index,
+                                                    static_cast<cudaStream_t>(stream), shape, p);
     });
-    check(cudaGetLastError(), "merge_states");
 }
 
 }  // namespace octavo::cuda

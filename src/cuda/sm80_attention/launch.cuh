@@ -1,29 +1,35 @@
-// One instance of the forward kernel, launched.
+// The instances of one row of kSm80Tiles, launched.
 #pragma once
 
-#include "cuda/runtime.h"
+#include "cuda/launch.cuh"
 #include "cuda/sm80_attention/combine_splits.cuh"
 #include "cuda/sm80_attention/kernel.cuh"
+#include "cuda/sm80_attention/plan.h"
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim, int kStages>
-void launch_sm80_attention(const AttentionParams& params, const Sm80Launch& plan, cudaStream_t stream) {
+template <class T, int kHeadDim, int kStages, bool kDropout>
+void launch_sm80_kernel(const AttentionParams& params, const Sm80Plan& plan, const Sm80Launch& arguments,
+                        cudaStream_t stream) {
     using Config = Sm80Config<kHeadDim, kStages>;
     constexpr size_t kSharedBytes = sizeof(Sm80Shared<T, Config>);
     static_assert(kSharedBytes <= sm80_shared_bytes(kStages));
-    const auto kernel = params.dropout.any() ? sm80_attention_kernel<T, Config, true>
-                                             : sm80_attention_kernel<T, Config, false>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-          "cudaFuncSetAttribute");
-    const dim3 grid(plan.num_row_tiles, params.num_kv_heads, plan.num_splits);
-    kernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(params, plan);
-    check(cudaGetLastError(), params.op);
+    const dim3 grid(plan.num_row_tiles, plan.num_kv_heads, plan.num_splits);
+    launch<sm80_attention_kernel<T, Config, kDropout>, kSharedBytes>(
+        params.op, params.device.index, stream, {grid, Config::kThreads}, params, arguments);
+}
+
+template <class T, int kHeadDim, int kStages>
+void launch_sm80_attention(const AttentionParams& params, const Sm80Plan& plan, const Sm80Launch& arguments,
+                           cudaStream_t stream) {
+    const auto run = plan.dropout ? launch_sm80_kernel<T, kHeadDim, kStages, true>
+                                  : launch_sm80_kernel<T, kHeadDim, kStages, false>;
+    run(params, plan, arguments, stream);
     if (plan.num_splits == 1) return;
-    const int64_t threads = params.total_q * params.num_q_heads * 32;
-    const auto blocks = static_cast<unsigned>((threads + kCombineThreads - 1) / kCombineThreads);
-    combine_splits_kernel<T><<<blocks, kCombineThreads, 0, stream>>>(params, plan);
-    check(cudaGetLastError(), params.op);
+    const int64_t rows = params.total_q * params.num_q_heads;  // a warp each
+    const dim3 grid(static_cast<unsigned>(ceil_divide(32 * rows, kCombineThreads)));
+    launch<combine_splits_kernel<T>>(params.op, params.device.index, stream, {grid, kCombineThreads}, params,
+                                     arguments);
 }
 
 }  // namespace octavo::cuda

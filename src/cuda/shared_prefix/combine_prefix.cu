@@ -1,18 +1,12 @@
-// Cascade inference: all queries over the shared prefix, each sequence's behind it, and the merge of both.
-#include "cuda/shared_prefix/shared_prefix.h"
-
+// Cascade inference: all queries over the shared prefix, each sequence's behind it, and here the combination.
 #include "common/score.h"
 #include "cuda/alignment.h"
-#include "cuda/backend.h"
-#include "cuda/decode/decode.h"
+#include "cuda/attention/run.h"
+#include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
-#include "cuda/runtime.h"
+#include "cuda/shared_prefix/plan.h"
 #include "cuda/types.h"
 #include "cuda/warp.cuh"
-#include "cuda/workspace.h"
-#include "params/shared_prefix.h"
-
-#include <algorithm>
 
 namespace octavo::cuda {
 namespace {
@@ -22,8 +16,6 @@ template <class T, int kWide>
 struct alignas(kWide * sizeof(T)) Columns {
     T at[kWide];
 };
-
-constexpr int kMaxRuns = 32;  // of the prefix: a lane each
 
 // Merges what the runs of the prefix give, [num_runs, rows, head_dim] and [num_runs, rows], into the results
 // behind it, p's out and lse.
@@ -71,41 +63,26 @@ __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
     if (lane == 0) *lse = (max + log2f(sum)) * kLn2;
 }
 
-template <class T>
-void combine_prefix(const AttentionParams& p, const AttentionParams& prefix, cudaStream_t stream) {
-    constexpr int kWide = 4;
-    const bool wide = aligned(p.out, kWide * sizeof(T), {p.out_token_stride, p.out_head_stride}, p.dtype);
-    const auto kernel = wide ? combine_prefix_kernel<T, kWide> : combine_prefix_kernel<T, 1>;
-    kernel<<<blocks_for_rows(p.total_q * p.num_q_heads), 32 * kRowsPerBlock, 0, stream>>>(
-        p, static_cast<const T*>(prefix.out), prefix.lse, prefix.batch);
-    check(cudaGetLastError(), p.op);
+template <class T, int kWide>
+void launch_combine(const AttentionParams& p, const AttentionParams& prefix, cudaStream_t stream) {
+    const LaunchShape shape{dim3(blocks_for_rows(p.total_q * p.num_q_heads)), 32 * kRowsPerBlock};
+    launch<combine_prefix_kernel<T, kWide>>(p.op, p.device.index, stream, shape, p,
+                                            static_cast<const T*>(prefix.out), prefix.lse, prefix.batch);
 }
 
-// The keys of one run, whole pages: as many runs as give the SMs a tile of rows each, of some length.
-int32_t choose_run_len(const AttentionParams& p) {
-    constexpr int64_t kTileRows = 128, kMinKeys = 256;
-    const int64_t tiles = (p.total_q * p.group_size() + kTileRows - 1) / kTileRows * p.num_kv_heads;
-    const int64_t runs = std::clamp<int64_t>(
-        std::min(num_sms(p.device.index) / tiles, p.shared_prefix_len / kMinKeys), 1, int64_t{kMaxRuns});
-    const int64_t num_pages = p.shared_prefix_len / p.page_size;
-    return static_cast<int32_t>((num_pages + runs - 1) / runs * p.page_size);
+template <class T>
+void combine(const AttentionParams& p, const AttentionParams& prefix, cudaStream_t stream) {
+    constexpr int kWide = 4;
+    const bool wide = aligned(p.out, kWide * sizeof(T), {p.out_token_stride, p.out_head_stride}, p.dtype);
+    (wide ? launch_combine<T, kWide> : launch_combine<T, 1>)(p, prefix, stream);
 }
 
 }  // namespace
 
-void shared_prefix_attention(const AttentionParams& p, cudaStream_t stream) {
-    const bool by_decode = decode_serves(over_shared_prefix(p, p.shared_prefix_len, nullptr, nullptr));
-    const int32_t run_len = by_decode ? p.shared_prefix_len : choose_run_len(p);  // decode cuts keys itself
-    const int64_t num_runs = (p.shared_prefix_len + run_len - 1) / run_len, rows = p.total_q * p.num_q_heads;
-    const size_t out_bytes = num_runs * rows * p.head_dim * size_of(p.dtype);
-    const size_t lse_bytes = (num_runs + 1) * rows * sizeof(float);
-    const Workspace workspace(p.device.index, out_bytes + lse_bytes, stream, WorkspaceUser::shared_prefix);
-    float* const lse = workspace.floats() + out_bytes / sizeof(float);
-    const AttentionParams prefix = over_shared_prefix(p, run_len, workspace.floats(), lse);
-    const AttentionParams rest = after_shared_prefix(p, lse + num_runs * rows);
-    attention(prefix, stream);  // first: `out` may be q
-    attention(rest, stream);
-    (p.dtype == DType::float16 ? combine_prefix<float16> : combine_prefix<bfloat16>)(rest, prefix, stream);
+void combine_prefix(const AttentionParams& behind_prefix, const AttentionParams& over_prefix,
+                    cudaStream_t stream) {
+    const bool is_float16 = behind_prefix.dtype == DType::float16;
+    (is_float16 ? combine<float16> : combine<bfloat16>)(behind_prefix, over_prefix, stream);
 }
 
 }  // namespace octavo::cuda

@@ -1,0 +1,77 @@
+// Executes plans.
+#include "cuda/attention/run.h"
+#include "cuda/attention/plan.h"
+#include "cuda/backend.h"
+#include "cuda/runtime.h"
+#include "cuda/workspace.h"
+#include "params/shared_prefix.h"
+
+#include <type_traits>
+
+namespace octavo::cuda {
+namespace {
+
+// The batch without its first `count` sequences.
+AttentionParams behind(AttentionParams p, int32_t count) {
+    p.batch -= count;
+    if (p.cu_seqlens_q) {
+        p.cu_seqlens_q += count;
+    } else {
+        const int64_t size = size_of(p.dtype);
+        p.q = static_cast<const char*>(p.q) + count * p.q_batch_stride * size;
+        p.out = static_cast<char*>(p.out) + count * p.out_batch_stride * size;
+        if (p.lse) p.lse += count * p.lse_batch_stride;
+    }
+    p.page_table += count * p.page_table_stride;
+    if (p.seq_lens) {
+        p.seq_lens += count;
+    } else {
+        p.total_k -= count * p.seqlen_k;
+    }
+    if (p.prefix_lens) p.prefix_lens += count;
+    if (p.alibi_slopes) p.alibi_slopes += count * p.alibi_batch_stride;
+    return p;
+}
+
+// A launch for each of the plans that the batch takes, of which this is the first.
+void run_kernels(AttentionParams p, KernelPlan plan, cudaStream_t stream) {
+    for (;;) {
+        const int32_t count = num_sequences(plan), rest = p.batch - count;
+        p.batch = count;
+        std::visit([&](const auto& plan) { run(p, plan, stream); }, plan);
+        if (rest == 0) return;
+        p.batch += rest;
+        p = behind(p, count);
+        plan = plan_kernel(p, gpu_of(p.device.index));
+    }
+}
+
+void run_shared_prefix(const AttentionParams& p, const SharedPrefixPlan& plan, cudaStream_t stream) {
+    const Workspace workspace(p.device.index, plan.workspace_bytes(), stream, WorkspaceUser::shared_prefix);
+    float* const lse = workspace.floats() + plan.out_bytes / int64_t{sizeof(float)};
+    float* const lse_behind = lse + plan.num_runs * p.total_q * p.num_q_heads;
+    const AttentionParams over_prefix = over_shared_prefix(p, plan.run_len, workspace.floats(), lse);
+    const AttentionParams behind_prefix = after_shared_prefix(p, lse_behind);
+    run_kernels(over_prefix, plan.over_prefix, stream);  // first: `out` may be q
+    run_kernels(behind_prefix, plan.behind_prefix, stream);
+    combine_prefix(behind_prefix, over_prefix, stream);
+}
+
+}  // namespace
+
+void attention(const AttentionParams& p, void* stream) {
+    const DeviceGuard guard(p.device.index);
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
+    std::visit(
+        [&](const auto& plan) {
+            using Plan = std::decay_t<decltype(plan)>;
+            if constexpr (std::is_same_v<Plan, SharedPrefixPlan>) {
+                run_shared_prefix(p, plan, cuda_stream);
+            } else if constexpr (!std::is_same_v<Plan, NothingToDo>) {
+                run_kernels(p, plan, cuda_stream);
+            }
+        },
+        plan_attention(p, gpu_of(p.device.index)));
+}
+
+}  // namespace octavo::cuda

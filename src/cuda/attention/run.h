@@ -1,0 +1,24 @@
+// The launch of each plan, on a stream of the current device, that of the parameters. The batch is that of
+// the plan: its first num_sequences.
+#pragma once
+
+#include "cuda/decode/plan.h"
+#include "cuda/sm80_attention/plan.h"
+#include "cuda/sm90_attention/plan.h"
+#include "params/attention_params.h"
+
+#include <cuda_runtime.h>
+
+namespace octavo::cuda {
+
+void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream);
+void run(const AttentionParams& params, const BatchInvariantDecodePlan& plan, cudaStream_t stream);
+void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);
+void run(const AttentionParams& params, const Sm90Plan& plan, cudaStream_t stream);
+void run(const AttentionParams& params, const Sm80Plan& plan, cudaStream_t stream);
+
+// Combines the results over the runs of a shared prefix with those behind it, in place of these.
+void combine_prefix(const AttentionParams& behind_prefix, const AttentionParams& over_prefix,
+                    cudaStream_t stream);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,67 @@
+// How every kernel is launched.
+#pragma once
+
+#include "cuda/runtime.h"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// What is asked of a kernel once on each device.
+struct KernelTraits {
+    // Whether its code has the instructions of ptx/grid_dependency.h: it may come from the PTX of an older
+    // architecture, which has neither these nor clusters.
+    bool has_grid_dependency;
+};
+
+// Lets the kernel take so much shared memory of a block, on the current device.
+template <auto kKernel, size_t kSharedBytes>
+const KernelTraits& prepare_kernel(int32_t device) {
+    static PerDevice<KernelTraits> traits;
+    return traits.get(device, [](int32_t) {
+        const auto kernel = reinterpret_cast<const void*>(kKernel);
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+              "cudaFuncSetAttribute");
+        cudaFuncAttributes attributes{};
+        check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+        return KernelTraits{attributes.ptxVersion >= 90};
+    });
+}
+
+struct LaunchShape {
+    dim3 grid;
+    int32_t threads;
+    // The kernel waits for the results of the one before it by itself, so that it may start while that ends.
+    bool overlaps_previous = false;
+    int32_t cluster = 1;  // CTAs, along x
+};
+
+// Launches the kernel on a stream of the current device, `device`; `op` is named if that fails.
+template <auto kKernel, size_t kSharedBytes = 0, class... Parameters>
+void launch(const char* op, int32_t device, cudaStream_t stream, const LaunchShape& shape,
+            const Parameters&... parameters) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config{};
+    config.gridDim = shape.grid;
+    config.blockDim = dim3(shape.threads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (kSharedBytes > 0 || shape.overlaps_previous) {
+        const KernelTraits& traits = prepare_kernel<kKernel, kSharedBytes>(device);
+        if (shape.overlaps_previous && traits.has_grid_dependency) {
+            cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+            attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attribute.val.programmaticStreamSerializationAllowed = 1;
+        }
+    }
+    if (shape.cluster > 1) {
+        cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    }
+    check(cudaLaunchKernelEx(&config, kKernel, parameters...), op);
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,73 @@
+#include "cuda/attention/run.h"
+#include "cuda/sm90_attention/operands.h"
+#include "cuda/sm90_attention/parameters.h"
+#include "cuda/tma/tensor_map.h"
+#include "cuda/types.h"
+#include "cuda/workspace.h"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <utility>
+
+namespace octavo::cuda {
+
+// One for each row of kSm90Tiles and each type, compiled from instance.cu.in.
+template <class T, int kHeadDim, int kWarpgroups, int kCtas>
+void launch_sm90_attention(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
+
+namespace {
+
+using Launch = void (*)(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
+
+template <class T, size_t... kRows>
+constexpr std::array<Launch, sizeof...(kRows)> launches(std::index_sequence<kRows...>) {
+    return {launch_sm90_attention<T, kSm90Tiles[kRows].head_dim, kSm90Tiles[kRows].warpgroups,
+                                  kSm90Tiles[kRows].ctas>...};
+}
+using Rows = std::make_index_sequence<OCTAVO_HAS_SM90_KERNELS ? std::size(kSm90Tiles) : 0>;
+constexpr auto kLaunchFloat16 = launches<float16>(Rows{});
+constexpr auto kLaunchBfloat16 = launches<bfloat16>(Rows{});
+
+CUtensorMap map_of(const Sm90Operand& operand, int32_t head_dim, int32_t box_heads, int32_t box_tokens) {
+    constexpr int64_t kAnyNumber = (int64_t{1} << 31) - 1;  // what is read and written follows from lengths
+    return make_tensor_map(
+        static_cast<const unsigned char*>(operand.base) - 2 * (operand.edge * operand.token_stride),
+        {{head_dim, operand.num_heads, operand.edge, kAnyNumber, kAnyNumber},
+         {operand.head_stride, operand.token_stride, operand.token_stride, operand.outer_stride},
+         {kSm90BlockColumns, box_heads, box_tokens, 1, 1}});
+}
+
+}  // namespace
+
+void run(const AttentionParams& p, const Sm90Plan& plan, cudaStream_t stream) {
+    Sm90Launch arguments{};
+    const Sm90Operands operands(p);
+    arguments.q = map_of(operands.q, p.head_dim, plan.heads, plan.tokens);
+    arguments.out = map_of(operands.out, p.head_dim, plan.heads, plan.tokens);
+    arguments.k = map_of(operands.k, p.head_dim, 1, plan.box_keys);
+    arguments.v = map_of(operands.v, p.head_dim, 1, plan.box_keys);
+    arguments.q_edge = operands.q.edge;
+    arguments.k_edge = operands.k.edge;
+    arguments.heads = plan.heads;
+    arguments.tokens = plan.tokens;
+    arguments.box_keys = plan.box_keys;
+    arguments.page_size = FastDivide::by(std::max(p.page_size, 1));
+    arguments.few_rows = plan.few_rows;
+    arguments.num_row_tiles = plan.unit_row_tiles;
+    arguments.num_units = plan.num_units;
+    arguments.section = plan.section;
+    arguments.first_section = plan.first_section;
+    arguments.num_whole = plan.num_whole;
+    arguments.num_splits = plan.num_splits;
+    arguments.split_blocks = plan.split_blocks;
+    const PersistentWorkspace workspace =
+        persistent_workspace(p.device.index, stream, plan.partial_bytes, plan.num_counters);
+    arguments.counter = reinterpret_cast<int32_t*>(workspace.counters);
+    arguments.arrivals = workspace.counters + 1;
+    arguments.partial = static_cast<float*>(workspace.partial);
+    const auto& launches = plan.dtype == DType::float16 ? kLaunchFloat16 : kLaunchBfloat16;
+    launches.at(plan.row)(p, plan, arguments, stream);
+}
+
+}  // namespace octavo::cuda

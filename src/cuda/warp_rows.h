@@ -1,0 +1,19 @@
+// Kernels in which each warp works on one row: how many blocks they take.
+#pragma once
+
+#include "cuda/plan.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+constexpr int kRowsPerBlock = 4;  // one warp each
+
+inline unsigned blocks_for_rows(int64_t rows) {
+    return static_cast<unsigned>((rows + kRowsPerBlock - 1) / kRowsPerBlock);
+}
+
+// All but the file.
+Explanation describe_warp_rows(const char* kernel, DType dtype, int64_t num_rows, const char* noun);
+
+}  // namespace octavo::cuda
