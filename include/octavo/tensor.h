@@ -12,7 +12,9 @@ namespace octavo {
 
 enum class DType : uint8_t { float32, float16, bfloat16, int32 };
 
-enum class DeviceType : uint8_t { cpu, cuda };
+// meta: shapes, strides and, where they have any, addresses, but no values. Operators refuse such arrays;
+// explain() takes them.
+enum class DeviceType : uint8_t { cpu, cuda, meta };
 
 struct Device {
     DeviceType type = DeviceType::cpu;
@@ -35,7 +37,7 @@ constexpr int64_t size_of(DType dtype) {
 }
 
 std::string to_string(DType dtype);    // "float16"
-std::string to_string(Device device);  // "cpu", "cuda:0"
+std::string to_string(Device device);  // "cpu", "cuda:0", "meta"
 
 // Owns nothing. Shape and strides count elements. An axis of length one, and every axis of an empty
 // array, may have any stride.

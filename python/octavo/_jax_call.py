@@ -8,11 +8,13 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from octavo import _core, _jax_batching
 from octavo._operators import ARGUMENTS, with_keywords
@@ -39,6 +41,17 @@ _Wrapped = TypeVar("_Wrapped", bound=Callable[..., Any])
 
 _OPTION_TYPES: dict[str, type[Option]] = {"bool": bool, "int": int, "float": float}
 _ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
+
+
+def _refuse(*_: Any, message: str) -> NoReturn:
+    raise TypeError(message)
+
+
+# The identity, in programs that cannot be lowered for CUDA.
+_refused_on_cuda = Primitive("octavo_refused_on_cuda")
+_refused_on_cuda.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_refused_on_cuda, lambda _, x, **__: [x])
+mlir.register_lowering(_refused_on_cuda, _refuse, platform="cuda")
 
 
 @dataclass(frozen=True)
@@ -112,9 +125,12 @@ def _call_xla(
     for name, x in described.items():
         if not all(isinstance(length, int) for length in x.shape):
             raise TypeError(f"{op.name}: {name} must have a known shape; got {x.shape}")
-    _core.check_xla_call(
+    why_not_on_cuda = _core.check_xla_call(
         op.name, [(name, str(x.dtype), tuple(x.shape)) for name, x in described.items()], dict(options)
     )
+    if why_not_on_cuda:
+        message = f"{op.name}: {why_not_on_cuda}"
+        arrays = {**arrays, "q": _refused_on_cuda.bind(arrays["q"], message=message)}
     names = list(arrays)
     call = ffi.ffi_call(
         f"octavo_{op.name}",

@@ -93,7 +93,7 @@ XlaCall::XlaCall(const char* op, nb::handle arrays, nb::dict options) : op_(op) 
         std::vector<int64_t> shape;
         for (nb::handle length : nb::object(item[2])) shape.push_back(nb::cast<int64_t>(length));
         array.view.data = reinterpret_cast<void*>(address);
-        array.view.device = {DeviceType::cuda, 0};
+        array.view.device = {DeviceType::meta, 0};
         set_shape(op_, array.name, array.view, shape.data(), static_cast<int64_t>(shape.size()));
         address += 4 * array.view.size() + 256;
         add(std::move(array), false);

@@ -24,7 +24,7 @@ class XlaCall {
     // argument's name is that argument, written in place. All other attributes are options.
     XlaCall(const char* op, const xla::CallFrame& frame, Device device);
 
-    // When it is traced: [(name, dtype, shape), ...], as if on a GPU, where no check reads an array.
+    // When it is traced: [(name, dtype, shape), ...], on the device meta, since nothing has values yet.
     XlaCall(const char* op, nb::handle arrays, nb::dict options);
 
     TensorView array(const char* name, Accept accept = Accept::data) const;

@@ -5,6 +5,8 @@
 #include "cuda/backend.h"
 #include "operators/schema.h"
 
+#include <nanobind/stl/string.h>
+
 #include <new>
 
 namespace octavo::bindings {
@@ -90,12 +92,15 @@ nb::dict xla_handlers() {
     return handlers;
 }
 
-void check_xla_call(nb::str name, nb::list arrays, nb::dict options) {
+std::string check_xla_call(nb::str name, nb::list arrays, nb::dict options) {
+    std::string why_not_on_cuda;
     schema::for_each_operator([&](auto op) {
         using Operator = decltype(op);
         if (!name.equal(nb::str(Operator::kName))) return;
-        Operator::kCheck(arguments<Operator>(XlaCall(Operator::kName, arrays, options)));
+        const auto params = Operator::kCheck(arguments<Operator>(XlaCall(Operator::kName, arrays, options)));
+        why_not_on_cuda = why_no_cuda_kernel(params);
     });
+    return why_not_on_cuda;
 }
 
 }  // namespace
@@ -106,9 +111,10 @@ void bind_xla_operators(nb::module_& m) {
     m.def(
         "check_xla_call", &check_xla_call, nb::arg("op"), nb::arg("arrays"), nb::arg("options"),
         nb::sig("def check_xla_call(op: str, arrays: list[tuple[str, str, tuple[int, ...]]], options: "
-                "dict[str, bool | int | float]) -> None"),
-        "Raise what the operator's handler would, as far as shapes, dtypes and options tell. The arrays are "
-        "(name, dtype, shape), the results among them.");
+                "dict[str, bool | int | float]) -> str"),
+        "Raise what the operator's handler would on the CPU, as far as shapes, dtypes and options tell, and "
+        "return why there is no CUDA kernel, or an empty string. The arrays are (name, dtype, shape), the "
+        "results among them.");
 }
 
 }  // namespace octavo::bindings

@@ -1,8 +1,11 @@
 #include "checks/check.h"
 #include "checks/checks.h"
 #include "common/score.h"
+#include "cuda/plan.h"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 
 namespace octavo {
 namespace {
@@ -224,7 +227,22 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
     }
 }
 
+void require_kernel(const AttentionParams& p) {
+    if (p.device.type != DeviceType::cuda) return;
+    const std::string why_not = why_no_cuda_kernel(p);
+    if (!why_not.empty()) fail<TypeError>(p.op, why_not);
+}
+
 }  // namespace
+
+std::string why_no_cuda_kernel(const AttentionParams& p) {
+    const auto& types = cuda::kAttentionTypes;
+    if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) return {};
+    std::string names;
+    for (DType dtype : types) names += (names.empty() ? "" : " and ") + to_string(dtype);
+    return "no CUDA kernel for " + to_string(p.dtype) + ", head_dim " + std::to_string(p.head_dim) +
+           "; there are some for " + names + ", head_dim up to " + std::to_string(kMaxHeadDim);
+}
 
 AttentionParams check_attention(const AttentionArgs& args) {
     AttentionParams p{};
@@ -292,6 +310,7 @@ AttentionParams check_attention(const AttentionArgs& args) {
     if (!args.causal) p.window_right = window_right;
     check_score(p, "softmax_scale", args.softcap);
     set_dropout(p, args);
+    require_kernel(p);
     return p;
 }
 
@@ -379,6 +398,7 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
         check_new_tokens_in_host(p.op, p.seq_lens, p.cu_seqlens_q, batch);
     }
     set_shared_prefix(check, p, args);
+    require_kernel(p);
     return p;
 }
 

@@ -15,7 +15,12 @@ std::string to_string(DType dtype) {
 }
 
 std::string to_string(Device device) {
-    return device.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+    switch (device.type) {
+        case DeviceType::cpu: return "cpu";
+        case DeviceType::cuda: return "cuda:" + std::to_string(device.index);
+        case DeviceType::meta: return "meta";
+    }
+    return "unknown device";
 }
 
 TensorView::TensorView(void* data, DType dtype, std::initializer_list<int64_t> extents, Device device)

@@ -8,40 +8,49 @@
 
 namespace octavo {
 
+namespace {
+
+void require_values(const char* op, Device device) {
+    if (device.type == DeviceType::meta)
+        fail<DeviceError>(op, "arrays on the device meta have no values to work on");
+}
+
+// Runs the checked call on the backend that its device picks.
+template <class Params>
+void run(const char* op, const Params& p, void* stream, void (*on_cpu)(const Params&),
+         void (*on_cuda)(const Params&, void*)) {
+    require_values(op, p.device);
+    if (p.device.type == DeviceType::cuda) return on_cuda(p, stream);
+    on_cpu(p);
+}
+
+}  // namespace
+
 void attention(const AttentionArgs& args) {
-    const AttentionParams p = check_attention(args);
-    if (p.device.type == DeviceType::cpu) return cpu::attention(p);
-    cuda::attention(p, args.stream);
+    run("attention", check_attention(args), args.stream, cpu::attention, cuda::attention);
 }
 
 void paged_attention(const PagedAttentionArgs& args) {
-    const AttentionParams p = check_paged_attention(args);
-    if (p.device.type == DeviceType::cpu) return cpu::attention(p);
-    cuda::attention(p, args.stream);
+    run("paged_attention", check_paged_attention(args), args.stream, cpu::attention, cuda::attention);
 }
 
 void append_kv(const AppendKvArgs& args) {
-    const AppendKvParams p = check_append_kv(args);
-    if (p.device.type == DeviceType::cpu) return cpu::append_kv(p);
-    cuda::append_kv(p, args.stream);
+    run("append_kv", check_append_kv(args), args.stream, cpu::append_kv, cuda::append_kv);
 }
 
 void copy_pages(const CopyPagesArgs& args) {
-    const CopyPagesParams p = check_copy_pages(args);
-    if (p.device.type == DeviceType::cpu) return cpu::copy_pages(p);
-    cuda::copy_pages(p, args.stream);
+    run("copy_pages", check_copy_pages(args), args.stream, cpu::copy_pages, cuda::copy_pages);
 }
 
 void merge_states(const MergeStatesArgs& args) {
-    const MergeStatesParams p = check_merge_states(args);
-    if (p.device.type == DeviceType::cpu) return cpu::merge_states(p);
-    cuda::merge_states(p, args.stream);
+    run("merge_states", check_merge_states(args), args.stream, cpu::merge_states, cuda::merge_states);
 }
 
 void check_page_table(const TensorView& page_table, const TensorView& seq_lens, int64_t num_pages,
                       int64_t page_size, void* stream) {
     constexpr const char* op = "check_page_table";
     const Checker check(op, page_table.device);
+    require_values(op, page_table.device);
     check.index("page_table", page_table, 2, "[batch, max_pages]");
     check.index("seq_lens", seq_lens, 1, "[batch]");
     const int64_t batch = page_table.shape[0], max_pages = page_table.shape[1];

@@ -308,12 +308,34 @@ def test_the_message_survives_a_program_that_waits_for_another():
             )
 
 
+NO_KERNEL = "attention: no CUDA kernel for float32, head_dim 16; there are some for bfloat16 and float16"
+
+
+@pytest.mark.parametrize("call", [0, 6])
+def test_a_dtype_without_a_kernel_is_refused_when_a_program_is_lowered_for_gpus(call):
+    """Not where it is lowered for the CPU, nor where there is a kernel."""
+    name, arrays, options = make_calls("float32")[call]
+    program = jax.jit(lambda arrays: run(name, arrays, options)).trace(arrays)
+    program.lower(lowering_platforms=("cpu",))
+    with pytest.raises(TypeError, match=NO_KERNEL):
+        program.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"), [(0, "bfloat16"), (6, "float16"), (8, "float32"), (11, "float32")]
+)
+def test_what_has_a_kernel_is_lowered_for_gpus(call, dtype):
+    name, arrays, options = make_calls(dtype)[call]
+    program = jax.jit(lambda arrays: run(name, arrays, options)).trace(arrays)
+    assert f"octavo_{name}" in program.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.gpu
-def test_a_dtype_without_a_kernel_is_named():
+def test_a_dtype_without_a_kernel_is_refused_on_gpus():
     with jax.default_device(jax.devices("cuda")[0]):
         _, arrays, _ = make_calls("float32")[0]
-        with pytest.raises(RUNTIME_ERRORS, match="attention: no CUDA kernel for float32, head_dim 16"):
-            jax.block_until_ready(octavo.jax.attention(**arrays))
+        with pytest.raises(TypeError, match=NO_KERNEL):
+            octavo.jax.attention(**arrays)
 
 
 @pytest.mark.parametrize("call", CALLS)
