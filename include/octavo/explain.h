@@ -26,4 +26,17 @@ struct Explanation {
     std::string to_string() const;
 };
 
+// What a call with these arguments would run, on the device of its arrays, or on another one by name: "cpu",
+// one of explainable_gpus(), or "cuda:0", a GPU of this machine. No GPU is needed for a name, and no values:
+// the arrays may be on the device meta, at any address, null included, in which case the device must be
+// named. Throws what the call would.
+Explanation explain(const AttentionArgs& args, const std::string& device = {});
+Explanation explain(const PagedAttentionArgs& args, const std::string& device = {});
+Explanation explain(const AppendKvArgs& args, const std::string& device = {});
+Explanation explain(const CopyPagesArgs& args, const std::string& device = {});
+Explanation explain(const MergeStatesArgs& args, const std::string& device = {});
+
+// Products ("h100") and architectures ("sm_90"), each of which stands for its first product in this list.
+std::vector<std::string> explainable_gpus();
+
 }  // namespace octavo

@@ -5,6 +5,8 @@
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
 
+#include <octavo/explain.h>
+
 namespace octavo::cpu {
 
 void attention(const AttentionParams& params);
@@ -12,5 +14,11 @@ void shared_prefix_attention(const AttentionParams& params);  // for a shared_pr
 void append_kv(const AppendKvParams& params);
 void copy_pages(const CopyPagesParams& params);
 void merge_states(const MergeStatesParams& params);
+
+// What each would run.
+Explanation explain(const AttentionParams& params);
+Explanation explain(const AppendKvParams& params);
+Explanation explain(const CopyPagesParams& params);
+Explanation explain(const MergeStatesParams& params);
 
 }  // namespace octavo::cpu

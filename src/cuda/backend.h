@@ -9,6 +9,7 @@
 #include "params/merge_states_params.h"
 
 #include <octavo/build_info.h>
+#include <octavo/explain.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -21,6 +22,12 @@ void attention(const AttentionParams& params, void* stream);
 void append_kv(const AppendKvParams& params, void* stream);
 void copy_pages(const CopyPagesParams& params, void* stream);
 void merge_states(const MergeStatesParams& params, void* stream);
+
+// What each would run on a GPU, which need not be one of this machine.
+Explanation explain(const AttentionParams& params, const Gpu& gpu);
+Explanation explain(const AppendKvParams& params, const Gpu& gpu);
+Explanation explain(const CopyPagesParams& params, const Gpu& gpu);
+Explanation explain(const MergeStatesParams& params, const Gpu& gpu);
 
 // Waits for `stream` and copies `count` rows of `row_bytes` to the host.
 void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,

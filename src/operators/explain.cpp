@@ -1,6 +1,88 @@
 #include <octavo/explain.h>
 
+#include "common/fail.h"
+#include "cpu/backend.h"
+#include "cuda/backend.h"
+#include "operators/schema.h"
+
+#include <algorithm>
+
 namespace octavo {
+namespace {
+
+TensorView* view_of(TensorView& array) { return &array; }
+TensorView* view_of(std::optional<TensorView>& array) { return array ? &*array : nullptr; }
+
+// Moves the arrays to the device meta. Those without an address get one each, far from each other.
+template <class Operator>
+void move_to_meta(typename Operator::Args& args) {
+    uintptr_t address = 0;
+    schema::for_each_argument<Operator>([&](const auto& argument) {
+        if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
+            address += uintptr_t{1} << 52;
+            TensorView* const array = view_of(args.*argument.member);
+            if (!array) return;
+            array->device = {DeviceType::meta, 0};
+            if (!array->data) array->data = reinterpret_cast<void*>(address);
+        }
+    });
+}
+
+// The GPU that `device` names; null: the CPU.
+const cuda::Gpu* find_device(const char* op, const std::string& device) {
+    if (device == "cpu") return nullptr;
+    if (const cuda::Gpu* gpu = cuda::find_gpu(device)) return gpu;
+    const std::string own = "cuda:", index = device.substr(std::min(own.size(), device.size()));
+    if (device == own + index && !index.empty() && index.size() < 4 &&
+        index.find_first_not_of("0123456789") == std::string::npos) {
+        return &cuda::gpu_of(std::stoi(index));
+    }
+    std::string names;
+    for (const std::string& name : cuda::gpu_names()) names += name + ", ";
+    fail<ValueError>(op, "device must be cpu, ", names, "or a GPU of this machine, such as cuda:0; got ",
+                     device);
+}
+
+template <class Operator>
+Explanation explain_call(typename Operator::Args args, const std::string& device) {
+    if (device.empty()) {
+        const auto params = Operator::kCheck(args);
+        switch (params.device.type) {
+            case DeviceType::cpu: return cpu::explain(params);
+            case DeviceType::cuda: return cuda::explain(params, cuda::gpu_of(params.device.index));
+            case DeviceType::meta: break;
+        }
+        fail<ValueError>(Operator::kName,
+                         "arrays without values are on no device; explain needs a device for them");
+    }
+    const cuda::Gpu* const gpu = find_device(Operator::kName, device);
+    move_to_meta<Operator>(args);
+    const auto params = Operator::kCheck(args);
+    if (!gpu) return cpu::explain(params);
+    const std::string why_not = why_no_cuda_kernel(params);
+    if (!why_not.empty()) fail<TypeError>(Operator::kName, why_not);
+    return cuda::explain(params, *gpu);
+}
+
+}  // namespace
+
+Explanation explain(const AttentionArgs& args, const std::string& device) {
+    return explain_call<schema::Attention>(args, device);
+}
+Explanation explain(const PagedAttentionArgs& args, const std::string& device) {
+    return explain_call<schema::PagedAttention>(args, device);
+}
+Explanation explain(const AppendKvArgs& args, const std::string& device) {
+    return explain_call<schema::AppendKv>(args, device);
+}
+Explanation explain(const CopyPagesArgs& args, const std::string& device) {
+    return explain_call<schema::CopyPages>(args, device);
+}
+Explanation explain(const MergeStatesArgs& args, const std::string& device) {
+    return explain_call<schema::MergeStates>(args, device);
+}
+
+std::vector<std::string> explainable_gpus() { return cuda::gpu_names(); }
 
 std::string Explanation::to_string() const {
     std::string text = kernel + ": " + summary;

@@ -1,5 +1,7 @@
 #include "cuda/attention/plan.h"
 
+#include "cuda/backend.h"
+
 namespace octavo::cuda {
 namespace {
 

@@ -19,9 +19,6 @@ using AttentionPlan = std::variant<NothingToDo, SharedPrefixPlan, SplitKvPlan, B
 
 AttentionPlan plan_attention(const AttentionParams& params, const Gpu& gpu);
 
-// What runs, and why other kernels do not.
-Explanation explain(const AttentionParams& params, const Gpu& gpu);
-
 // The kernels that attention has, without those of sm_90a in a build that has none.
 std::vector<std::string> attention_instances(bool with_sm90);
 

@@ -1,6 +1,7 @@
 #include "cuda/cache/plan.h"
 
 #include "cuda/alignment.h"
+#include "cuda/backend.h"
 #include "cuda/warp_rows.h"
 
 namespace octavo::cuda {
@@ -44,5 +45,8 @@ Explanation describe(const CopyPagesPlan& plan) {
     text.plan.emplace_back("v_aligned", plan.v_aligned);
     return text;
 }
+
+Explanation explain(const AppendKvParams& p, const Gpu&) { return describe(plan_append_kv(p)); }
+Explanation explain(const CopyPagesParams& p, const Gpu&) { return describe(plan_copy_pages(p)); }
 
 }  // namespace octavo::cuda

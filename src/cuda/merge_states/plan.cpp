@@ -1,5 +1,6 @@
 #include "cuda/merge_states/plan.h"
 
+#include "cuda/backend.h"
 #include "cuda/warp_rows.h"
 
 namespace octavo::cuda {
@@ -13,5 +14,7 @@ Explanation describe(const MergeStatesPlan& plan) {
     text.file = "src/cuda/merge_states/merge_states.cu";
     return text;
 }
+
+Explanation explain(const MergeStatesParams& p, const Gpu&) { return describe(plan_merge_states(p)); }
 
 }  // namespace octavo::cuda
