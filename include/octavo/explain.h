@@ -30,6 +30,9 @@ struct Explanation {
 // one of explainable_gpus(), or "cuda:0", a GPU of this machine. No GPU is needed for a name, and no values:
 // the arrays may be on the device meta, at any address, null included, in which case the device must be
 // named. Throws what the call would.
+//
+// With OCTAVO_PRINT_KERNELS=1 in the environment every call writes the first line of this to stderr, unless it
+// has been written before.
 Explanation explain(const AttentionArgs& args, const std::string& device = {});
 Explanation explain(const PagedAttentionArgs& args, const std::string& device = {});
 Explanation explain(const AppendKvArgs& args, const std::string& device = {});

@@ -1,6 +1,7 @@
 // The public operators: check, then the backend that the arrays' device picks.
 #include "checks/check.h"
 #include "checks/checks.h"
+#include "common/print_kernels.h"
 #include "cpu/backend.h"
 #include "cuda/backend.h"
 
@@ -20,7 +21,8 @@ template <class Params>
 void run(const char* op, const Params& p, void* stream, void (*on_cpu)(const Params&),
          void (*on_cuda)(const Params&, void*)) {
     require_values(op, p.device);
-    if (p.device.type == DeviceType::cuda) return on_cuda(p, stream);
+    if (p.device.type == DeviceType::cuda) return on_cuda(p, stream);  // prints what it runs
+    if (prints_kernels()) print_kernel(cpu::explain(p));
     on_cpu(p);
 }
 

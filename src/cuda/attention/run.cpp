@@ -1,5 +1,6 @@
 // Executes plans.
 #include "cuda/attention/run.h"
+#include "common/print_kernels.h"
 #include "cuda/attention/plan.h"
 #include "cuda/backend.h"
 #include "cuda/runtime.h"
@@ -36,6 +37,7 @@ AttentionParams behind(AttentionParams p, int32_t count) {
 // A launch for each of the plans that the batch takes, of which this is the first.
 void run_kernels(AttentionParams p, KernelPlan plan, cudaStream_t stream) {
     for (;;) {
+        if (prints_kernels()) print_kernel(describe(plan));
         const int32_t count = num_sequences(plan), rest = p.batch - count;
         p.batch = count;
         std::visit([&](const auto& plan) { run(p, plan, stream); }, plan);
@@ -47,6 +49,7 @@ void run_kernels(AttentionParams p, KernelPlan plan, cudaStream_t stream) {
 }
 
 void run_shared_prefix(const AttentionParams& p, const SharedPrefixPlan& plan, cudaStream_t stream) {
+    if (prints_kernels()) print_kernel(describe(plan));
     const Workspace workspace(p.device.index, plan.workspace_bytes(), stream, WorkspaceUser::shared_prefix);
     float* const lse = workspace.floats() + plan.out_bytes / int64_t{sizeof(float)};
     float* const lse_behind = lse + plan.num_runs * p.total_q * p.num_q_heads;

@@ -1,6 +1,7 @@
 // Writes each sequence's newest tokens to the end of its pages.
 // grid: one warp a token, all its KV heads, K and V together.
 #include "common/fast_divide.h"
+#include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/cache/plan.h"
 #include "cuda/launch.cuh"
@@ -105,6 +106,7 @@ __global__ void append_kv_kernel(const __grid_constant__ AppendKvParams p, FastD
 void append_kv(const AppendKvParams& p, void* stream) {
     const AppendKvPlan plan = plan_append_kv(p);
     if (plan.num_rows == 0) return;
+    if (prints_kernels()) print_kernel(describe(plan));
     const DeviceGuard guard(p.device.index);
     const int32_t per_chunk = static_cast<int32_t>(16 / size_of(p.dtype));
     const FastDivide pieces_per_head = FastDivide::by(plan.in_chunks ? p.head_dim / per_chunk : p.head_dim);

@@ -1,5 +1,6 @@
 // Copies whole pages inside a cache, or between two, one of which may be in pinned host memory.
 // grid: one warp a (copy, slot, KV head), K and V together.
+#include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/cache/plan.h"
 #include "cuda/launch.cuh"
@@ -31,6 +32,7 @@ __global__ void copy_pages_kernel(const __grid_constant__ CopyPagesParams p, boo
 void copy_pages(const CopyPagesParams& p, void* stream) {
     const CopyPagesPlan plan = plan_copy_pages(p);
     if (plan.num_rows == 0) return;
+    if (prints_kernels()) print_kernel(describe(plan));
     const DeviceGuard guard(p.device.index);
     const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock};
     with_type(p.dtype, [&](auto type) {

@@ -1,5 +1,6 @@
 // Merges two partial results by their LSE. grid: one warp a row.
 #include "common/online_softmax.h"
+#include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/merge_states/plan.h"
@@ -33,6 +34,7 @@ __global__ void merge_states_kernel(const __grid_constant__ MergeStatesParams p)
 void merge_states(const MergeStatesParams& p, void* stream) {
     const MergeStatesPlan plan = plan_merge_states(p);
     if (plan.num_rows == 0) return;
+    if (prints_kernels()) print_kernel(describe(plan));
     const DeviceGuard guard(p.device.index);
     const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock};
     with_type(p.dtype, [&](auto type) {
