@@ -17,9 +17,11 @@ from octavo._core import (
     get_num_threads,
     set_num_threads,
 )
+from octavo._explain import Explanation, explain
 from octavo._paged_attention import append_kv, check_page_table, copy_pages, paged_attention
 
 __all__ = [
+    "Explanation",
     "InvalidSequence",
     "OutOfPages",
     "PageAllocator",
@@ -31,6 +33,7 @@ __all__ = [
     "build_info",
     "check_page_table",
     "copy_pages",
+    "explain",
     "get_cmake_dir",
     "get_num_threads",
     "merge_states",

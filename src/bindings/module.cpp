@@ -125,6 +125,7 @@ NB_MODULE(_core, m) {
     bind_info(m);
     bind_owned_array(m);
     bind_operators(m);
+    bind_explain(m);
     bind_xla_operators(m);
     bind_step_arrays(m);
     bind_page_allocator(m);

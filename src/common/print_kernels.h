@@ -20,11 +20,12 @@ inline bool prints_kernels() {
     return prints;
 }
 
-// One line, unless it has been printed before.
-inline void print_kernel(const Explanation& explanation) {
+// Prints what runs, in one line, unless that has been printed before.
+inline void print_kernel(Explanation explanation) {
     static std::mutex& mutex = *new std::mutex;  // calls may outlive static objects
     static std::set<std::string>& printed = *new std::set<std::string>;
-    std::string line = "octavo: " + explanation.to_string() + "\n";
+    explanation.why_not.clear();
+    const std::string line = "octavo: " + explanation.to_string() + "\n";
     const std::lock_guard<std::mutex> lock(mutex);
     if (printed.insert(line).second) std::fputs(line.c_str(), stderr);
 }

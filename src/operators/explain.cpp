@@ -44,16 +44,25 @@ const cuda::Gpu* find_device(const char* op, const std::string& device) {
 }
 
 template <class Operator>
+bool has_meta_arrays(typename Operator::Args& args) {
+    bool found = false;
+    schema::for_each_argument<Operator>([&](const auto& argument) {
+        if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
+            const TensorView* const array = view_of(args.*argument.member);
+            found = found || (array && array->device.type == DeviceType::meta);
+        }
+    });
+    return found;
+}
+
+template <class Operator>
 Explanation explain_call(typename Operator::Args args, const std::string& device) {
     if (device.empty()) {
+        if (has_meta_arrays<Operator>(args))
+            fail<ValueError>(Operator::kName, "explain needs a device for arrays that have shapes alone");
         const auto params = Operator::kCheck(args);
-        switch (params.device.type) {
-            case DeviceType::cpu: return cpu::explain(params);
-            case DeviceType::cuda: return cuda::explain(params, cuda::gpu_of(params.device.index));
-            case DeviceType::meta: break;
-        }
-        fail<ValueError>(Operator::kName,
-                         "arrays without values are on no device; explain needs a device for them");
+        if (params.device.type == DeviceType::cpu) return cpu::explain(params);
+        return cuda::explain(params, cuda::gpu_of(params.device.index));
     }
     const cuda::Gpu* const gpu = find_device(Operator::kName, device);
     move_to_meta<Operator>(args);

@@ -231,8 +231,11 @@ TEST(Plan, NothingToDo) {
 
 TEST(Plan, MoreSequencesThanALaunchTakes) {
     const AttentionParams p = checked(paged({2500, 4096}));
-    const auto first = std::get<cuda::StreamKPlan>(cuda::plan_attention(p, *cuda::find_gpu("h100")));
-    EXPECT_EQ(first.num_sequences, cuda::kMaxDecodeBatch);
+    const KernelPlan first = cuda::plan_kernel(p, *cuda::find_gpu("h100"));
+    EXPECT_TRUE(std::holds_alternative<cuda::StreamKPlan>(first));
+    EXPECT_EQ(cuda::num_sequences(first), cuda::kMaxDecodeBatch);
+    EXPECT_NE(explain(paged({2500, 4096}), "h100").summary.find("for the first 1024 of 2500 sequences"),
+              std::string::npos);
     AttentionParams rest = p;
     rest.batch -= 2 * cuda::kMaxDecodeBatch;
     const KernelPlan last = cuda::plan_kernel(rest, *cuda::find_gpu("h100"));

@@ -5,31 +5,33 @@
 namespace octavo::cuda {
 namespace {
 
-std::string name_without_instance(const std::string& kernel) { return kernel.substr(0, kernel.find('<')); }
-
-Explanation describe(NothingToDo) {
-    Explanation text;
-    text.kernel = "none";
-    text.summary = "there is no query";
-    return text;
+// The kernels that serve a batch without a shared prefix, in the order in which they are asked.
+struct Kernel {
+    const char* name;
+    bool (*serves)(const AttentionParams& params, const Gpu& gpu, std::string* why_not);
+};
+template <auto kPlan>
+bool serves(const AttentionParams& params, const Gpu& gpu, std::string* why_not) {
+    return kPlan(params, gpu, why_not).has_value();
 }
+constexpr Kernel kKernels[] = {
+    {"split_kv_decode", serves<plan_split_kv>},
+    {"batch_invariant_decode", serves<plan_batch_invariant_decode>},
+    {"stream_k_decode", serves<plan_stream_k>},
+    {"sm90_attention", serves<plan_sm90_attention>},
+    {"sm80_attention", [](const AttentionParams&, const Gpu&, std::string*) { return true; }},
+};
 
-// Why the kernels that serve a batch without a shared prefix do not run, in the order in which they are
-// asked.
 void add_why_not(Explanation& text, const AttentionParams& p, const Gpu& gpu) {
-    const std::string chosen = name_without_instance(text.kernel);
-    auto add = [&](const char* kernel, bool serves, const std::string& why) {
-        if (kernel == chosen) return;
-        text.why_not.emplace_back(kernel,
-                                  serves ? "it could serve this call, but " + chosen + " is preferred" : why);
-    };
-    std::string why;
+    const std::string chosen = text.kernel.substr(0, text.kernel.find('<'));
     if (p.paged()) text.why_not.emplace_back("shared_prefix", "shared_prefix_len is 0");
-    add("split_kv_decode", plan_split_kv(p, gpu, &why).has_value(), why);
-    add("batch_invariant_decode", plan_batch_invariant_decode(p, gpu, &why).has_value(), why);
-    add("stream_k_decode", plan_stream_k(p, gpu, &why).has_value(), why);
-    add("sm90_attention", plan_sm90_attention(p, gpu, &why).has_value(), why);
-    add("sm80_attention", true, {});
+    for (const Kernel& kernel : kKernels) {
+        if (kernel.name == chosen) continue;
+        std::string why_not;
+        if (kernel.serves(p, gpu, &why_not))
+            why_not = text_of("it could serve this call, but ", chosen, " is preferred");
+        text.why_not.emplace_back(kernel.name, why_not);
+    }
 }
 
 }  // namespace
@@ -37,20 +39,27 @@ void add_why_not(Explanation& text, const AttentionParams& p, const Gpu& gpu) {
 AttentionPlan plan_attention(const AttentionParams& p, const Gpu& gpu) {
     if (p.total_q == 0 || p.batch == 0 || p.seqlen_q == 0) return NothingToDo{};
     if (p.shared_prefix_len > 0) return plan_shared_prefix(p, gpu);
-    return std::visit([](const auto& plan) { return AttentionPlan(plan); }, plan_kernel(p, gpu));
+    return plan_kernel(p, gpu);
 }
 
 Explanation explain(const AttentionParams& p, const Gpu& gpu) {
     const AttentionPlan plan = plan_attention(p, gpu);
-    Explanation text = std::visit([](const auto& plan) { return describe(plan); }, plan);
-    if (std::holds_alternative<NothingToDo>(plan)) return text;
-    if (!std::holds_alternative<SharedPrefixPlan>(plan)) {
+    Explanation text;
+    if (const auto* kernel = std::get_if<KernelPlan>(&plan)) {
+        text = describe(*kernel);
+        const int32_t count = num_sequences(*kernel);
+        if (count < p.batch)
+            text.summary += text_of(", for the first ", count, " of ", p.batch, " sequences; others follow");
         add_why_not(text, p, gpu);
-        return text;
-    }
-    for (const char* kernel : {"split_kv_decode", "batch_invariant_decode", "stream_k_decode",
-                               "sm90_attention", "sm80_attention"}) {
-        text.why_not.emplace_back(kernel, "by itself it would read the shared prefix once for each sequence");
+    } else if (const auto* shared = std::get_if<SharedPrefixPlan>(&plan)) {
+        text = describe(*shared);
+        for (const Kernel& kernel : kKernels) {
+            text.why_not.emplace_back(kernel.name,
+                                      "by itself it would read the shared prefix once for each sequence");
+        }
+    } else {
+        text.kernel = "none";
+        text.summary = "there is no query";
     }
     return text;
 }

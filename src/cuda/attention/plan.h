@@ -14,8 +14,7 @@ namespace octavo::cuda {
 struct NothingToDo {};  // no query
 inline bool operator==(NothingToDo, NothingToDo) { return true; }
 
-using AttentionPlan = std::variant<NothingToDo, SharedPrefixPlan, SplitKvPlan, BatchInvariantDecodePlan,
-                                   StreamKPlan, Sm90Plan, Sm80Plan>;
+using AttentionPlan = std::variant<NothingToDo, SharedPrefixPlan, KernelPlan>;
 
 AttentionPlan plan_attention(const AttentionParams& params, const Gpu& gpu);
 

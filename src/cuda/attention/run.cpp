@@ -7,7 +7,7 @@
 #include "cuda/workspace.h"
 #include "params/shared_prefix.h"
 
-#include <type_traits>
+#include <variant>
 
 namespace octavo::cuda {
 namespace {
@@ -65,16 +65,9 @@ void run_shared_prefix(const AttentionParams& p, const SharedPrefixPlan& plan, c
 void attention(const AttentionParams& p, void* stream) {
     const DeviceGuard guard(p.device.index);
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
-    std::visit(
-        [&](const auto& plan) {
-            using Plan = std::decay_t<decltype(plan)>;
-            if constexpr (std::is_same_v<Plan, SharedPrefixPlan>) {
-                run_shared_prefix(p, plan, cuda_stream);
-            } else if constexpr (!std::is_same_v<Plan, NothingToDo>) {
-                run_kernels(p, plan, cuda_stream);
-            }
-        },
-        plan_attention(p, gpu_of(p.device.index)));
+    const AttentionPlan plan = plan_attention(p, gpu_of(p.device.index));
+    if (const auto* kernel = std::get_if<KernelPlan>(&plan)) run_kernels(p, *kernel, cuda_stream);
+    if (const auto* shared = std::get_if<SharedPrefixPlan>(&plan)) run_shared_prefix(p, *shared, cuda_stream);
 }
 
 }  // namespace octavo::cuda

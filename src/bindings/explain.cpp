@@ -1,0 +1,203 @@
+// Which kernel a call would run, for Python: the arguments as operators take them, but that an array may be a
+// shape and a dtype alone.
+#include <octavo/explain.h>
+
+#include "bindings/bindings.h"
+#include "bindings/import_array.h"
+#include "bindings/scalars.h"
+#include "common/fail.h"
+#include "operators/schema.h"
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <variant>
+
+namespace octavo::bindings {
+namespace {
+
+using schema::Access;
+
+// Whether the array lends memory on a device that Octavo knows. A tensor of torch's device meta does not, nor
+// does a jax.ShapeDtypeStruct.
+bool lends_memory(nb::handle array) {
+    if (!nb::hasattr(array, "__dlpack_device__")) return false;
+    try {
+        array.attr("__dlpack_device__")();
+        return true;
+    } catch (nb::python_error& error) {
+        if (!error.matches(PyExc_Exception)) throw;
+        return false;
+    }
+}
+
+// "bfloat16", for dtypes of NumPy, JAX and torch.
+std::string dtype_name(nb::handle dtype) {
+    const std::string name = nb::str(dtype).c_str(), prefix = "torch.";
+    return name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name;
+}
+
+void set_c_order(TensorView& view) {
+    int64_t stride = 1;
+    for (int axis = view.ndim - 1; axis >= 0; --axis) {
+        view.strides[axis] = stride;
+        stride *= view.shape[axis];
+    }
+}
+
+// The layout that shape and dtype say, and a torch tensor's strides: on the device meta, at no address.
+TensorView view_of_shape(const char* op, const char* name, nb::handle array, schema::Accept accept) {
+    if (!nb::hasattr(array, "shape") || !nb::hasattr(array, "dtype")) {
+        fail<TypeError>(op, name, " must be an array, or have a shape and a dtype; got ",
+                        bindings::type_name(array));
+    }
+    const std::string wanted = dtype_name(array.attr("dtype"));
+    std::optional<DType> dtype;
+    for (DType known : {DType::float32, DType::float16, DType::bfloat16, DType::int32}) {
+        if (wanted == to_string(known)) dtype = known;
+    }
+    if (!dtype) fail<TypeError>(op, name, " must be ", wanted_dtypes(accept), "; got ", wanted);
+    TensorView view;
+    view.dtype = *dtype;
+    view.device = {DeviceType::meta, 0};
+    const nb::tuple shape(array.attr("shape"));
+    if (shape.size() > TensorView::kMaxDims) {
+        fail<ValueError>(op, name, " must have at most ", TensorView::kMaxDims, " axes; got ", shape.size());
+    }
+    view.ndim = static_cast<int32_t>(shape.size());
+    for (int axis = 0; axis < view.ndim; ++axis) view.shape[axis] = int_argument(op, name, shape[axis]);
+    set_c_order(view);
+    const nb::object strides = nb::getattr(array, "stride", nb::none());
+    if (nb::isinstance<nb::callable>(strides)) {
+        const nb::tuple own(strides());
+        for (int axis = 0; axis < view.ndim; ++axis) view.strides[axis] = int_argument(op, name, own[axis]);
+    }
+    return view;
+}
+
+// The arguments of one call.
+template <class Operator>
+class Arguments {
+  public:
+    typename Operator::Args args;
+
+    Arguments(nb::dict given, bool return_lse, nb::handle out)
+        : given_(given), call_(Operator::kName, nb::none()) {
+        schema::for_each_argument<Operator>([&](const auto& argument) {
+            if (!argument.is_result()) take(argument);
+        });
+        schema::for_each_argument<Operator>([&](const auto& argument) {
+            if (argument.is_result()) add_result(argument, return_lse, out);
+        });
+    }
+
+    // Of the arrays that lend memory: "cuda:0", "cpu"; empty if all are on the CPU, so that their values
+    // count, or if there are none.
+    std::string device() const {
+        if (device_ && device_->type == DeviceType::cuda) return to_string(*device_);
+        return device_ && has_shapes_alone_ ? "cpu" : "";
+    }
+
+  private:
+    template <class Argument>
+    void take(const Argument& argument) {
+        const bool is_given = given_.contains(argument.name) && !given_[argument.name].is_none();
+        if constexpr (Argument::kIsArray) {
+            if (!is_given && !Argument::kIsRequired) return;
+            const nb::object array = is_given ? nb::object(given_[argument.name]) : nb::none();
+            args.*argument.member = import(argument, array);
+        } else if (is_given) {
+            using Value = typename Argument::Value;
+            args.*argument.member =
+                scalar_argument<Value>(Operator::kName, argument.name, given_[argument.name]);
+        }
+    }
+
+    template <class Argument>
+    void add_result(const Argument& argument, bool return_lse, nb::handle out) {
+        if constexpr (Argument::kIsArray) {
+            const bool is_lse = argument.accept == schema::Accept::float32;
+            if (is_lse && !Argument::kIsRequired && !return_lse) return;
+            args.*argument.member = is_lse || out.is_none() ? new_result(is_lse) : import(argument, out);
+        }
+    }
+
+    template <class Argument>
+    TensorView import(const Argument& argument, nb::handle array) {
+        TensorView view;
+        if (!lends_memory(array)) {
+            view = view_of_shape(Operator::kName, argument.name, array, argument.accept);
+            has_shapes_alone_ = true;
+        } else {
+            // A cache that is copied, or copied to, may lie in host memory beside one on a GPU.
+            constexpr bool kCopies = std::is_same_v<Operator, schema::CopyPages>;
+            view = kCopies && argument.access == Access::write
+                       ? call_.input_or_host(argument.name, array)
+                       : call_.input(argument.name, array, argument.accept);
+            if (!device_ || view.device.type == DeviceType::cuda) device_ = view.device;
+        }
+        view.read_only = false;  // octavo.jax replaces the arrays that an operator writes
+        if (first_.ndim == 0) first_ = view;
+        return view;
+    }
+
+    // As the operator makes it, in C order. No check reads a result, so that any address will do.
+    TensorView new_result(bool is_lse) const {
+        TensorView view = first_;
+        view.data = reinterpret_cast<void*>(uintptr_t{is_lse ? 3u : 2u} << 56);
+        if (is_lse) {
+            view.dtype = DType::float32;
+            view.ndim = std::max(view.ndim - 1, 0);
+        }
+        set_c_order(view);
+        return view;
+    }
+
+    const nb::dict given_;
+    Call call_;
+    TensorView first_;
+    std::optional<Device> device_;
+    bool has_shapes_alone_ = false;
+};
+
+nb::object to_python(const PlanValue& value) {
+    return std::visit([](const auto& value) { return nb::object(nb::cast(value)); }, value);
+}
+
+nb::dict explain(const std::string& op, nb::dict given, bool return_lse, nb::handle out,
+                 const std::string& device) {
+    Explanation explanation;
+    schema::for_each_operator([&](auto wanted) {
+        using Operator = decltype(wanted);
+        if (op != Operator::kName) return;
+        const Arguments<Operator> arguments(given, return_lse, out);
+        explanation = octavo::explain(arguments.args, device.empty() ? arguments.device() : device);
+    });
+    nb::dict plan, why_not, result;
+    for (const auto& [name, value] : explanation.plan) plan[name.c_str()] = to_python(value);
+    for (const auto& [kernel, reason] : explanation.why_not) why_not[kernel.c_str()] = reason;
+    result["kernel"] = explanation.kernel;
+    result["summary"] = explanation.summary;
+    result["file"] = explanation.file;
+    result["plan"] = plan;
+    result["why_not"] = why_not;
+    result["text"] = explanation.to_string();
+    return result;
+}
+
+}  // namespace
+
+void bind_explain(nb::module_& m) {
+    m.def(
+        "explain", &explain, nb::arg("operator"), nb::arg("arguments"), nb::arg("return_lse"),
+        nb::arg("out").none(), nb::arg("device"),
+        nb::sig(
+            "def explain(operator: str, arguments: dict[str, object], return_lse: bool, out: object, device: "
+            "str) -> dict[str, typing.Any]"),
+        "The fields of octavo.Explanation; `device` is empty for that of the arrays.");
+}
+
+}  // namespace octavo::bindings

@@ -1,0 +1,284 @@
+"""octavo.explain, which says which kernel a call would run, and OCTAVO_PRINT_KERNELS, which prints it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import octavo
+from octavo import _core
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """All that an argument needs to have."""
+
+    shape: tuple[int, ...]
+    dtype: Any = "bfloat16"
+
+
+def decode_arrays(batch: int, length: int, make: Any = Shape, page_size: int = 16) -> list[Any]:
+    """Of 32 query heads, 8 KV heads, head_dim 128."""
+    max_pages = -(-length // page_size)
+    pages = make((batch * max_pages, page_size, 8, 128))
+    table = make((batch, max_pages), "int32"), make((batch,), "int32")
+    return [make((batch, 32, 128)), pages, make(pages.shape), *table]
+
+
+def dense_arrays(batch: int, length: int, make: Any = Shape, head_dim: int = 128) -> list[Any]:
+    return [make((batch, length, heads, head_dim)) for heads in (8, 2, 2)]
+
+
+def make_numpy(shape: tuple[int, ...], dtype: str = "bfloat16") -> Any:
+    return np.zeros(shape, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+DECODE = "paged_attention", *decode_arrays(1, 4096)
+SHORT_CACHE = [Shape((8, 16, 8, 128)), Shape((8, 16, 8, 128))]
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "split_kv_decode": (DECODE, {}),
+    "stream_k_decode": (("paged_attention", *decode_arrays(64, 1024)), {}),
+    "batch_invariant_decode": (DECODE, {"batch_invariant": True, "window_left": 100}),
+    "sm90_attention": (("attention", *dense_arrays(4, 2048)), {"causal": True}),
+    "sm80_attention": (DECODE, {"num_splits": 4}),
+    "shared_prefix": (("paged_attention", *decode_arrays(64, 4096)), {"shared_prefix_len": 2048}),
+    "append_kv_kernel": (
+        ("append_kv", Shape((1, 8, 128)), Shape((1, 8, 128)), *SHORT_CACHE, *DECODE[4:]),
+        {},
+    ),
+    "copy_pages_kernel": (("copy_pages", *SHORT_CACHE, Shape((3, 2), "int32")), {}),
+    "merge_states_kernel": (("merge_states", *[Shape((2, 8, 64)), Shape((2, 8), "float32")] * 2), {}),
+}
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_leads_to_the_kernel(kernel):
+    arguments, options = CALLS[kernel]
+    explanation = octavo.explain(*arguments, **options, device="h200")
+    assert explanation.kernel.split("<")[0] == kernel
+    source = (ROOT / explanation.file).read_text(encoding="utf-8")
+    name = {"shared_prefix": "combine_prefix_kernel", "append_kv_kernel": kernel}.get(kernel, kernel)
+    assert "__global__" in source and name in source
+    first, *others = str(explanation).splitlines()
+    assert first == f"{explanation.kernel}: {explanation.summary} ({explanation.file})"
+    assert others == [f"  not {other}: {reason}" for other, reason in explanation.why_not.items()]
+    assert kernel not in explanation.why_not
+    assert explanation.plan["dtype"] == "bfloat16"
+
+
+def test_plan_and_reasons():
+    explanation = octavo.explain(*DECODE, device="sm_90")
+    assert explanation.kernel == "split_kv_decode<bfloat16, head_dim 128, 8 rows>"
+    plan = explanation.plan
+    num_splits, combiners = plan["num_splits"], plan["combiners_per_item"]
+    assert plan["policy"] == "even" and plan["head_dim"] == 128 and plan["length_first"] is False
+    assert plan["num_ctas"] == 8 * (num_splits + combiners)
+    assert f"8 KV heads x 1 sequence x {num_splits} splits" in explanation.summary
+    assert set(explanation.why_not) == {
+        *("shared_prefix", "batch_invariant_decode", "stream_k_decode", "sm90_attention", "sm80_attention")
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        explanation.kernel = "another"
+    many_rows = [Shape((20, 32, 128)), *DECODE[2:], Shape((2,), "int32")]
+    explanation = octavo.explain(
+        "paged_attention", *many_rows[:-1], cu_seqlens_q=many_rows[-1], device="a100"
+    )
+    assert explanation.why_not["split_kv_decode"] == (
+        "it takes at most 16 rows a KV head for head_dim 128, and these are 80: 20 query tokens of 4 query "
+        "heads"
+    )
+
+
+def maker(name: str) -> Any:
+    """What makes arrays of zeros, or of shapes alone."""
+    if name == "numpy":
+        return make_numpy
+    if name in ("torch", "meta"):
+        torch = pytest.importorskip("torch")
+        place = "meta" if name == "meta" else "cpu"
+        return lambda shape, dtype="bfloat16": torch.zeros(shape, dtype=getattr(torch, dtype), device=place)
+    jax = pytest.importorskip("jax")
+    make = jax.numpy.zeros if name == "jax" else jax.ShapeDtypeStruct
+    return lambda shape, dtype="bfloat16": make(shape, dtype)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "meta", "jax", "ShapeDtypeStruct"])
+def test_shapes_stand_for_arrays(name):
+    """Values do not count where a device is named: these tables are full of zeros."""
+    make = maker(name)
+    for device in ("h200", "a100"):
+        for batch, length in ((1, 1024), (5, 256)):
+            arrays = decode_arrays(batch, length, make)
+            expected = octavo.explain("paged_attention", *decode_arrays(batch, length), device=device)
+            assert octavo.explain("paged_attention", *arrays, device=device) == expected
+        expected = octavo.explain("attention", *dense_arrays(2, 256), device=device, return_lse=True)
+        explanation = octavo.explain("attention", *dense_arrays(2, 256, make), device=device, return_lse=True)
+        assert explanation == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_strides_count(torch, device):
+    q, k, v = (torch.zeros(a.shape, dtype=torch.bfloat16, device=device) for a in dense_arrays(2, 512))
+    wide = torch.zeros(2, 512, 2, 129, dtype=torch.bfloat16, device=device)
+    kernels = [
+        octavo.explain("attention", q, k, v, device="h100").kernel.split("<")[0]
+        for k in (k, wide[..., :128], k.transpose(1, 2).contiguous().transpose(1, 2))
+    ]
+    assert kernels == ["sm90_attention", "sm80_attention", "sm90_attention"]
+
+
+def test_alignment_counts():
+    q, k, v = dense_arrays(2, 512, make_numpy)
+    buffer = np.zeros(k.size + 64, k.dtype)
+    offset = -buffer.ctypes.data % 64 // 2
+    aligned, shifted = (buffer[i : i + k.size].reshape(k.shape) for i in (offset, offset + 4))
+    assert octavo.explain("attention", q, aligned, v, device="h100").kernel.startswith("sm90_attention")
+    explanation = octavo.explain("attention", q, shifted, v, device="h100")
+    assert explanation.kernel.startswith("sm80_attention")
+    assert "cannot move k" in explanation.why_not["sm90_attention"]
+    out = np.zeros(q.size + 1, q.dtype)[1:].reshape(q.shape)
+    explanation = octavo.explain("attention", q, k, v, out=out, device="h100")
+    assert explanation.plan["out_aligned"] is False
+
+
+def test_kernels_that_are_built_are_named_alike():
+    instances = octavo.build_info()["instances"]
+    if not instances:
+        pytest.skip("octavo was built without CUDA")
+    for kernel in ("split_kv_decode", "stream_k_decode", "sm90_attention", "sm80_attention"):
+        arguments, options = CALLS[kernel]
+        assert octavo.explain(*arguments, **options, device="h200").kernel in instances
+
+
+def test_on_the_cpu():
+    q, k, v = dense_arrays(2, 8, make_numpy, head_dim=16)
+    isa = _core.cpu_info()["isa"]
+    explanation = octavo.explain("attention", q, k, v)
+    assert explanation.kernel == f"cpu_attention<bfloat16, {isa}>"
+    assert explanation.plan["num_threads"] == octavo.get_num_threads()
+    assert (ROOT / explanation.file).is_file()
+    assert octavo.explain("attention", *dense_arrays(2, 8), device="cpu").plan["isa"] == isa
+    assert octavo.explain("attention", q, Shape(k.shape), v).kernel == explanation.kernel
+    float32 = [x.astype(np.float32) for x in (q, k, v)]
+    assert octavo.explain("attention", *float32).kernel == f"cpu_attention<float32, {isa}>"
+
+
+def test_refuses_what_the_call_refuses():
+    q, k, v = dense_arrays(2, 8, make_numpy)
+    with pytest.raises(ValueError, match=r"attention: head_dim of k \(64\) must equal that of q \(128\)"):
+        octavo.explain("attention", q, k[..., :64], v[..., :64], device="h100")
+    with pytest.raises(
+        TypeError, match="attention: no CUDA kernel for float32, head_dim 128; there are some"
+    ):
+        octavo.explain("attention", *(x.astype(np.float32) for x in (q, k, v)), device="h100")
+    with pytest.raises(TypeError, match="attention: missing a required argument: 'v'"):
+        octavo.explain("attention", q, k)
+    with pytest.raises(TypeError, match="attention: got an unexpected keyword argument 'window'"):
+        octavo.explain("attention", q, k, v, window=3)
+    with pytest.raises(
+        TypeError, match="attention: k must be an array, or have a shape and a dtype; got list"
+    ):
+        octavo.explain("attention", q, [1.0], v, device="h100")
+    with pytest.raises(TypeError, match="attention: k must be float32, float16 or bfloat16; got float64"):
+        octavo.explain("attention", q, Shape(k.shape, "float64"), v, device="h100")
+    with pytest.raises(TypeError, match="attention: causal must be a bool; got"):
+        octavo.explain("attention", q, k, v, causal="yes")
+    pages = decode_arrays(1, 256, make_numpy)
+    pages[-1][:] = 300
+    with pytest.raises(ValueError, match=r"seq_lens\[0\] must lie in \[0, max_pages \* page_size = 256\]"):
+        octavo.explain("paged_attention", *pages)
+    assert octavo.explain("paged_attention", *pages, device="cpu").kernel.startswith("cpu_attention")
+
+
+def test_refuses_unknown_names():
+    arrays = dense_arrays(2, 8)
+    with pytest.raises(ValueError, match=r"explain: operator must be one of attention, .*; got 'softmax'"):
+        octavo.explain("softmax", *arrays)
+    with pytest.raises(ValueError, match=r"attention: device must be cpu, sm_80, a100, .*; got h300"):
+        octavo.explain("attention", *arrays, device="h300")
+    with pytest.raises(
+        ValueError, match="attention: explain needs a device for arrays that have shapes alone"
+    ):
+        octavo.explain("attention", *arrays)
+
+
+PROGRAM = """
+import threading
+import numpy as np
+import octavo
+
+def call(length):
+    q, k = np.ones((1, 1, 2, 16), np.float32), np.ones((1, length, 2, 16), np.float32)
+    octavo.attention(q, k, k)
+
+threads = [threading.Thread(target=call, args=(length,)) for length in [7, 9] * 8]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+octavo.merge_states(*[np.ones((2, 16), np.float32), np.ones(2, np.float32)] * 2)
+"""
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "1"])
+def test_what_runs_is_printed_once(value):
+    environment = {name: x for name, x in os.environ.items() if name != "OCTAVO_PRINT_KERNELS"}
+    if value is not None:
+        environment["OCTAVO_PRINT_KERNELS"] = value
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stderr.splitlines()
+    if value != "1":
+        assert lines == []
+        return
+    arrays = [np.ones((1, 1, 2, 16), np.float32)] * 3
+    state = [np.ones((2, 16), np.float32), np.ones(2, np.float32)]
+    expected = octavo.explain("attention", *arrays), octavo.explain("merge_states", *state, *state)
+    assert lines == [f"octavo: {str(explanation).splitlines()[0]}" for explanation in expected]
+
+
+@pytest.mark.gpu
+def test_on_this_gpu(library):
+    import torch
+
+    torch.cuda.init()
+    arrays = decode_arrays(
+        3, 1000, lambda shape, dtype="bfloat16": torch.zeros(shape, dtype=getattr(torch, dtype)).cuda()
+    )
+    explanation = octavo.explain("paged_attention", *arrays)
+    assert explanation == octavo.explain("paged_attention", *arrays, device="cuda:0")
+    assert explanation.kernel in octavo.build_info()["instances"]
+    program = """
+        import torch, octavo
+        q = torch.zeros(3, 32, 128, dtype=torch.bfloat16, device="cuda")
+        pages = torch.zeros(3 * 63, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+        table = torch.zeros(3, 63, dtype=torch.int32, device="cuda")
+        lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            octavo.paged_attention(q, pages, pages.clone(), table, lengths)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "OCTAVO_PRINT_KERNELS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"octavo: {str(explanation).splitlines()[0]}" in done.stderr.splitlines()
