@@ -11,7 +11,7 @@ struct BuildInfo {
     std::string cuda_version;                // "13.0"; empty without CUDA
     std::string why_cpu_only;                // and how to get CUDA; empty with CUDA
     std::vector<std::string> architectures;  // "sm_80", "sm_90a", "compute_80"
-    std::vector<std::string> instances;      // "sm80_attention<float16, 64, 1 stage>"; the kernels compiled
+    std::vector<std::string> instances;      // compiled: "sm80_attention<float16, head_dim 64, 1 stage>"
     std::string compiler;                    // "GNU 12.2.0"
 };
 

@@ -31,8 +31,8 @@ struct Explanation {
 // the arrays may be on the device meta, at any address, null included, in which case the device must be
 // named. Throws what the call would.
 //
-// With OCTAVO_PRINT_KERNELS=1 in the environment every call writes the first line of this to stderr, unless it
-// has been written before.
+// With OCTAVO_PRINT_KERNELS=1 in the environment every call writes the first line of this to stderr, unless
+// it has been written before.
 Explanation explain(const AttentionArgs& args, const std::string& device = {});
 Explanation explain(const PagedAttentionArgs& args, const std::string& device = {});
 Explanation explain(const AppendKvArgs& args, const std::string& device = {});

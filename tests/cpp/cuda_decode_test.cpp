@@ -3,6 +3,7 @@
 
 #include <octavo/paged_attention.h>
 
+#include <set>
 #include <string>
 
 namespace octavo {
@@ -35,6 +36,39 @@ std::vector<int32_t> short_among_long(int32_t batch, int32_t longest) {
     std::vector<int32_t> lengths(batch);
     for (int32_t i = 0; i < batch; ++i) lengths[i] = i % 10 == 5 ? longest - 37 * i : 1 + i * 17 % 40;
     return lengths;
+}
+
+// Of the cases below those that stream_k_decode serves on 132 SMs, if they have no window.
+const std::set<std::string> kStreamKCases{
+    "an_item_a_cta",
+    "few_short_among_long",
+    "items_cut_by_runs",
+    "many_kv_heads",
+    "many_kv_heads_one_sequence",
+    "many_units_ragged",
+    "many_units_ragged_one_head",
+    "more_than_a_launch",
+    "parts_of_items",
+    "ragged_items_of_several_units",
+    "ragged_on_odd_pages",
+    "short_among_long",
+    "thirty_three_ragged",
+    "three_items_of_units_a_cta",
+    "two_units_an_item",
+    "units_of_sixteen_rows",
+};
+
+void expect_kind(const PagedAttentionArgs& args, const DecodeCase& c) {
+    const int64_t head_dim = args.q.shape[2];
+    if (c.group_size * c.seqlen_q > (head_dim <= 128 ? 16 : 8)) return;  // too many rows for any of them
+    if (args.batch_invariant) {
+        EXPECT_EQ(kind_of(args), args.window_left < 0 ? "split_kv_decode" : "batch_invariant_decode");
+    } else if (args.window_left >= 0) {
+        EXPECT_EQ(kind_of(args), "stream_k_decode");
+    } else if (num_sms() == 132) {
+        const bool is_stream_k = kStreamKCases.count(c.name) > 0;
+        EXPECT_EQ(kind_of(args), is_stream_k ? "stream_k_decode" : "split_kv_decode");
+    }
 }
 
 class CudaDecodeTest : public ::testing::TestWithParam<DecodeCase> {
@@ -83,6 +117,7 @@ void CudaDecodeTest::run(bool batch_invariant) {
         using Shape = std::initializer_list<int64_t>;
         auto on_gpu = [](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); };
         set(on_gpu);
+        expect_kind(args, c);
         paged_attention(args);
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         const std::vector<uint16_t> first_bits = out.fetch();
@@ -96,6 +131,7 @@ void CudaDecodeTest::run(bool batch_invariant) {
             out.upload(nans(q.host.size(), dtype));
             lse.upload(std::vector<float>(total_q * num_q_heads, NAN));
             args.window_left = 1 << 20;
+            expect_kind(args, c);
             paged_attention(args);
             args.window_left = -1;
             ASSERT_EQ(out.fetch(), out_bits) << "with a window that hides nothing";
@@ -243,11 +279,13 @@ TEST_P(CudaDecodeScoresTest, AloneAndInABatch) {
     call.expect_what_the_cpu_gives();
 
     call.options.batch_invariant = true;
+    EXPECT_EQ(kind_of(call.arguments(kOnGpu)), "split_kv_decode");
     call.run_on_gpu();
     call.expect_what_the_cpu_gives();
     const auto out = call.out.fetch();
     const auto lse = call.lse.fetch();
     call.options.window_left = 1 << 20;  // which hides nothing, but makes runs of units of the same work
+    EXPECT_EQ(kind_of(call.arguments(kOnGpu)), "batch_invariant_decode");
     call.run_on_gpu();
     ASSERT_EQ(call.out.fetch(), out);
     ASSERT_EQ(call.lse.fetch(), lse);

@@ -70,6 +70,7 @@ TEST_P(CudaCascadeTest, AgreesWithTheCpu) {
         using Shape = std::initializer_list<int64_t>;
         set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
         args.shared_prefix_len = c.prefix;
+        EXPECT_EQ(kind_of(args), "shared_prefix");
         paged_attention(args);
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         const std::vector<uint16_t> first_bits = out.fetch();

@@ -43,6 +43,9 @@ class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {
 };
 
 TEST_P(CudaPrefillTest, AgreesWithTheCpu) {
+    if (is_hopper()) {
+        EXPECT_EQ(kind_of(call_.arguments(kOnGpu)), "sm90_attention");
+    }
     call_.run_on_gpu();
     call_.expect_what_the_cpu_gives();
 }
@@ -114,6 +117,13 @@ TEST_P(CudaPrefillBitsTest, BatchInvariant) {
     call_.expect_what_the_cpu_gives();
 }
 
+// On the GPUs whose number of SMs the lengths below have been made for.
+void expect_splits(PagedCall& call) {
+    if (!is_hopper() || num_sms() != 132) return;
+    EXPECT_EQ(kind_of(call.arguments(kOnGpu)), "sm90_attention");
+    EXPECT_EQ(planned(call.arguments(kOnGpu), "feature"), "splits");
+}
+
 // Row tiles for a part of the SMs, which share out their keys.
 class CudaPrefillSplitsTest : public ::testing::TestWithParam<unsigned> {};
 
@@ -142,6 +152,7 @@ TEST_P(CudaPrefillSplitsTest, AgreesWithTheCpu) {
         for (int32_t length : lengths_k) prefix_lens.push_back(random.pick({0, length / 3, length}));
         call.prefix_lens.emplace(prefix_lens);
     }
+    expect_splits(call);
     call.run_on_gpu();
     const auto out = call.out.fetch();
     const auto lse = call.lse.fetch();
@@ -154,11 +165,12 @@ TEST_P(CudaPrefillSplitsTest, AgreesWithTheCpu) {
 }
 
 void expect_agreement(int64_t head_dim, const std::vector<int32_t>& lengths_q,
-                      const std::vector<int32_t>& lengths_k, int64_t num_kv_heads) {
+                      const std::vector<int32_t>& lengths_k, int64_t num_kv_heads, bool splits = true) {
     Random random(1);
     Cache cache(random, lengths_k, 16, num_kv_heads, head_dim, DType::bfloat16);
     PagedCall call(random, cache, lengths_q, 4 * num_kv_heads, DType::bfloat16);
     call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
+    if (splits) expect_splits(call);
     call.run_on_gpu();
     call.expect_what_the_cpu_gives();
 }
@@ -176,10 +188,8 @@ TEST(CudaPrefillSplits, OfFourWarpgroups) { expect_agreement(64, {200}, {650}, 2
 
 // A row tile a sequence, and nothing left to share out.
 TEST(CudaPrefillSplits, NoneAfterWholeRounds) {
-    int32_t num_sms = 0;
-    ASSERT_EQ(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
-    for (const int32_t count : {num_sms, 2 * num_sms}) {
-        expect_agreement(128, std::vector<int32_t>(count, 8), std::vector<int32_t>(count, 300), 1);
+    for (const int32_t count : {num_sms(), 2 * num_sms()}) {
+        expect_agreement(128, std::vector<int32_t>(count, 8), std::vector<int32_t>(count, 300), 1, false);
     }
 }
 
@@ -203,6 +213,7 @@ TEST(CudaPrefillSplits, ReplayWithOtherLengths) {
         Cache cache(random, captured.k, 16, 2, head_dim, dtype);
         PagedCall call(random, cache, captured.q, 8, dtype);
         call.options.max_seqlen_q = 200;
+        expect_splits(call);
         cudaStream_t stream;
         cudaGraph_t graph;
         cudaGraphExec_t executable;

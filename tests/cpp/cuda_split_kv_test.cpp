@@ -38,11 +38,10 @@ class Problem {
         with_alibi_ = random_.one_in(3);
     }
 
+    PagedAttentionArgs on_gpu() { return arguments(kOnGpu); }
+
     void run_on_gpu(cudaStream_t stream = nullptr) {
-        PagedAttentionArgs args =
-            arguments([](auto& mirror, DType dtype, std::initializer_list<int64_t> shape) {
-                return mirror.on_gpu(dtype, shape);
-            });
+        PagedAttentionArgs args = on_gpu();
         args.stream = stream;
         paged_attention(args);
     }
@@ -60,9 +59,7 @@ class Problem {
         SCOPED_TRACE(name());
         const auto out = out_.fetch();
         const auto lse = lse_.fetch();
-        paged_attention(arguments([](auto& mirror, DType dtype, std::initializer_list<int64_t> shape) {
-            return mirror.on_host(dtype, shape);
-        }));
+        paged_attention(arguments(kOnHost));
         expect_close(out, out_.host, dtype_);
         expect_close(lse, lse_.host);
     }
@@ -133,6 +130,11 @@ constexpr Shape kShapes[] = {
     {1, 1, 128, 256},   {1, 16, 96, 3},    {12, 4, 192, 16, 2},
 };
 
+void expect_split_kv(Problem& problem, const std::string& policy) {
+    EXPECT_EQ(kind_of(problem.on_gpu()), "split_kv_decode") << problem.name();
+    EXPECT_EQ(planned(problem.on_gpu(), "policy"), policy) << problem.name();
+}
+
 // Twice, since the second launch meets what the first left behind.
 void expect_right(Problem& problem) {
     problem.run_on_gpu();
@@ -156,6 +158,7 @@ TEST_P(CudaDecodeDealtTest, AgreesWithTheCpu) {
     for (const int32_t length : kLengths) {
         Problem problem(seed, shape_, {length}, seed % 3 == 0 ? 0 : seed % 3 * 200);
         ++seed;
+        if (shape_.num_kv_heads <= num_sms()) expect_split_kv(problem, "even");
         expect_right(problem);
         if (HasFatalFailure()) return;
     }
@@ -185,6 +188,10 @@ TEST_P(CudaDecodeDealtTest, AgreesWithTheCpuOnFewSequences) {
     for (const std::vector<int32_t>& lengths : batches) {
         Problem problem(seed, shape_, lengths, seed % 2 * 60);
         ++seed;
+        const auto num_items = static_cast<int64_t>(lengths.size()) * shape_.num_kv_heads;
+        if (2 * num_items <= num_sms()) {
+            EXPECT_EQ(kind_of(problem.on_gpu()), "split_kv_decode") << problem.name();
+        }
         expect_right(problem);
         if (HasFatalFailure()) return;
     }
@@ -198,6 +205,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnLongSequences) {
          {Shape{1, 8, 128, 16}, Shape{2, 4, 64, 1}, Shape{1, 2, 256, 7}, Shape{3, 1, 128, 64}}) {
         for (const int32_t length : {5003, 20011}) {
             Problem problem(seed++, shape, {length}, 40);
+            expect_split_kv(problem, "even");
             expect_right(problem);
             if (HasFatalFailure()) return;
         }
@@ -211,6 +219,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnThirtyTwoSequences) {
             std::vector<int32_t> lengths(32);
             for (int32_t i = 0; i < 32; ++i) lengths[i] = i * i * 389 % longest;
             Problem problem(seed++, shape, lengths, 30);
+            if (64 * shape.num_kv_heads <= num_sms()) expect_split_kv(problem, "by_length");
             expect_right(problem);
             if (HasFatalFailure()) return;
         }
@@ -225,6 +234,10 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnManySequences) {
         std::vector<int32_t> lengths(110);
         for (int32_t i = 0; i < 110; ++i) lengths[i] = i * 37 % 431;
         Problem problem(seed++, shape, lengths, 0);
+        if (110 * shape.num_kv_heads >= 6 * num_sms()) {
+            expect_split_kv(problem, "even");
+            EXPECT_EQ(planned(problem.on_gpu(), "items"), "many") << problem.name();
+        }
         expect_right(problem);
         if (HasFatalFailure()) return;
     }
@@ -242,6 +255,7 @@ void expect_right_replays(std::initializer_list<std::pair<Shape, int>> batches, 
             problems[i] =
                 std::make_unique<Problem>(seed++, shape, std::vector<int32_t>(batch, kMaxLength), 20);
             if (batch_invariant) problems[i]->set_batch_invariant();
+            EXPECT_EQ(kind_of(problems[i]->on_gpu()), "split_kv_decode") << problems[i]->name();
             ASSERT_EQ(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking), cudaSuccess);
             cudaGraph_t graph;
             ASSERT_EQ(cudaStreamBeginCapture(streams[i], cudaStreamCaptureModeThreadLocal), cudaSuccess);

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
+#include <octavo/explain.h>
 #include <octavo/paged_attention.h>
 #include <octavo/tensor.h>
 
@@ -16,11 +17,43 @@
 #include <numeric>
 #include <optional>
 #include <random>
+#include <string>
+#include <variant>
 #include <vector>
 
 namespace octavo {
 
 constexpr Device kGpu{DeviceType::cuda, 0};
+
+// The kernel that a call reaches on its GPU, without the instance: "split_kv_decode". A test that means one
+// kernel expects it, so that another choice does not silently test something else.
+template <class Args>
+std::string kind_of(const Args& args) {
+    const std::string kernel = explain(args).kernel;
+    return kernel.substr(0, kernel.find('<'));
+}
+
+// A field of its plan, which is a text.
+template <class Args>
+std::string planned(const Args& args, const std::string& field) {
+    for (const auto& [name, value] : explain(args).plan) {
+        if (name == field) return std::get<std::string>(value);
+    }
+    return "no " + field;
+}
+
+inline int32_t num_sms() {
+    int count = 0;
+    EXPECT_EQ(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
+    return count;
+}
+
+// Whether the GPU is a Hopper, which alone has sm90_attention.
+inline bool is_hopper() {
+    int major = 0;
+    EXPECT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
+    return major == 9;
+}
 
 inline uint16_t to_bits(float x, DType dtype) {
     if (dtype == DType::float16) return static_cast<__half_raw>(__float2half_rn(x)).x;

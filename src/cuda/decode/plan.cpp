@@ -33,7 +33,7 @@ int32_t most_fixed_splits(int32_t max_log2, int64_t blocks) {
 // What is known of the kernels of one row of kDecodeTiles.
 struct DecodeShape {
     SplitKvShape long_items, short_items, many_items, by_length;
-    bool has_short_items;  // or those of many_items serve short ones too, where lengths are shared out evenly
+    bool has_short_items;                  // under SplitPolicy::even; or many_items serves short items too
     int32_t short_keys, short_fixed_keys;  // that a short item has at most; likewise, batch-invariant
     int32_t (*max_fixed_splits_log2)(int32_t num_kv_heads);
     int32_t (*most_fixed_splits)(int32_t max_log2, int64_t blocks);
@@ -142,7 +142,7 @@ std::optional<int32_t> choose_tiles(const AttentionParams& p, const Gpu& gpu, st
         !aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype)) {
         return refuse(why_not,
                       "it moves 16 bytes at a time, and some row of q, k_pages, v_pages or out does "
-                      "not begin on a multiple of them");
+                      "not begin on a multiple of 16 bytes");
     }
     return row;
 }
@@ -226,7 +226,7 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
     if (slots == 0 || bytes > kSoonRead * heads * plan.num_slots) plan = all;
 }
 
-// The configuration, of which the splits' partial results and the CTAs are.
+// Sets the configuration, which decides how many warps a CTA has and how large a partial result is.
 void set_items(SplitKvPlan& plan, const SplitKvProblem& problem, SplitKvItems items,
                const SplitKvShape& shape) {
     plan.items = items;

@@ -109,8 +109,8 @@ using ShortConfig = SplitKvConfig<kHeadDim, kRowTiles, 2>;
 template <int kHeadDim, int kRowTiles>
 using ManyConfig = SplitKvConfig<kHeadDim, kRowTiles, (kHeadDim > 128 ? 2 : (kRowTiles == 1 ? 4 : 3)), 4>;
 
-// Whether short items have a configuration of their own, or that of many items serves them: where lengths are
-// shared out evenly.
+// Whether short items have a configuration of their own under SplitPolicy::even; otherwise that of many items
+// serves them.
 template <int kHeadDim, int kRowTiles>
 constexpr bool has_short_items() {
     return ManyConfig<kHeadDim, kRowTiles>::kWarps != DecodeConfig<kHeadDim, kRowTiles>::kWarps;

@@ -139,6 +139,26 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     return Sm90Feature::none;
 }
 
+// Once the instance and its row tiles are chosen.
+void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
+    const Sm90Tiles& tiles = plan.tiles();
+    const int32_t sequence_units = p.num_q_heads / plan.heads, num_clusters = gpu.num_sms / tiles.ctas;
+    plan.num_units = p.batch * sequence_units;
+    plan.unit_row_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, tiles.row_blocks() * plan.tokens));
+    plan.section = choose_section(p, gpu, plan, num_clusters);
+    plan.first_section = (plan.num_units - 1) % plan.section + 1;
+    plan.few_rows = may_have_few_rows(p, tiles, plan.heads);
+    choose_splits(p, gpu, plan);
+    plan.feature = choose_feature(p, plan);
+    // Row tiles that are shared out, and their shares.
+    const int64_t shared_out = plan.num_splits > 0 ? plan.num_row_tiles - plan.num_whole : 0;
+    const int64_t num_items = plan.num_row_tiles + shared_out * (plan.num_splits - 1);
+    plan.num_ctas = static_cast<int32_t>(tiles.ctas * std::min<int64_t>(num_items, num_clusters));
+    plan.partial_bytes = shared_out * plan.num_splits * plan.split_blocks * kGroupRows *
+                         (tiles.head_dim + 2) * int64_t{sizeof(float)};
+    plan.num_counters = 1 + shared_out * plan.split_blocks;
+}
+
 std::string name_of(DType dtype, const Sm90Tiles& tiles) {
     return text_of("sm90_attention<", to_string(dtype), ", head_dim ", tiles.head_dim, ", ",
                    kGroupRows * tiles.warpgroups, " rows", tiles.ctas > 1 ? " in pairs>" : ">");
@@ -212,22 +232,7 @@ std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu&
                       reinterpret_cast<uintptr_t>(array->base), " and, in elements, ", array->outer_stride,
                       ", ", array->token_stride, " and ", array->head_stride);
     }
-
-    const int32_t sequence_units = p.num_q_heads / plan.heads, num_clusters = gpu.num_sms / tiles.ctas;
-    plan.num_units = p.batch * sequence_units;
-    plan.unit_row_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, tiles.row_blocks() * plan.tokens));
-    plan.section = choose_section(p, gpu, plan, num_clusters);
-    plan.first_section = (plan.num_units - 1) % plan.section + 1;
-    plan.few_rows = may_have_few_rows(p, tiles, plan.heads);
-    choose_splits(p, gpu, plan);
-    plan.feature = choose_feature(p, plan);
-    // Row tiles that are shared out, and their shares.
-    const int64_t shared_out = plan.num_splits > 0 ? plan.num_row_tiles - plan.num_whole : 0;
-    const int64_t num_items = plan.num_row_tiles + shared_out * (plan.num_splits - 1);
-    plan.num_ctas = static_cast<int32_t>(tiles.ctas * std::min<int64_t>(num_items, num_clusters));
-    plan.partial_bytes = shared_out * plan.num_splits * plan.split_blocks * kGroupRows *
-                         (tiles.head_dim + 2) * int64_t{sizeof(float)};
-    plan.num_counters = 1 + shared_out * plan.split_blocks;
+    cut_work(p, gpu, plan);
     return plan;
 }
 
