@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import mlir, xla
 
 from octavo import _core, _jax_batching
 from octavo._operators import ARGUMENTS, with_keywords
@@ -49,6 +49,7 @@ def _refuse(*_: Any, message: str) -> NoReturn:
 
 # The identity, in programs that cannot be lowered for CUDA.
 _refused_on_cuda = Primitive("octavo_refused_on_cuda")
+_refused_on_cuda.def_impl(functools.partial(xla.apply_primitive, _refused_on_cuda))  # under jax.disable_jit
 _refused_on_cuda.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_refused_on_cuda, lambda _, x, **__: [x])
 mlir.register_lowering(_refused_on_cuda, _refuse, platform="cuda")

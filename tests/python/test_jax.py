@@ -321,6 +321,15 @@ def test_a_dtype_without_a_kernel_is_refused_when_a_program_is_lowered_for_gpus(
         program.lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.parametrize("call", [0, 6])
+def test_a_dtype_without_a_kernel_runs_on_the_cpu_without_jit(call):
+    name, arrays, options = make_calls("float32")[call]
+    with jax.disable_jit():
+        results = run(name, arrays, options)
+    for x, y in zip(results, run(name, arrays, options), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize(
     ("call", "dtype"), [(0, "bfloat16"), (6, "float16"), (8, "float32"), (11, "float32")]
 )
