@@ -1,6 +1,7 @@
 // Which kernel serves which call, and how it cuts the work: pure functions, which need no GPU.
 #include "cuda/attention/plan.h"
 #include "checks/checks.h"
+#include "cuda/backend.h"
 #include "cuda/gpu.h"
 
 #include <octavo/explain.h>
@@ -8,13 +9,27 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <initializer_list>
+#include <iterator>
 #include <map>
+#include <new>
 #include <random>
 #include <set>
 #include <string>
 #include <variant>
 #include <vector>
+
+// Counted, since a call may not allocate to make its plan.
+static std::atomic<int64_t> num_allocations{0};
+void* operator new(std::size_t bytes) {
+    ++num_allocations;
+    if (void* const memory = std::malloc(bytes)) return memory;
+    throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace octavo {
 namespace {
@@ -369,6 +384,14 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
     EXPECT_LE(plan.first_section, plan.section);
     EXPECT_EQ((plan.num_units - plan.first_section) % plan.section, 0)
         << "sections after the first are whole";
+    if (!p.cu_seqlens_q) {
+        const int64_t unit_rows = int64_t{plan.unit_row_tiles} * plan.tiles().row_blocks() * plan.tokens;
+        EXPECT_EQ(int64_t{plan.num_units} * plan.unit_row_tiles, plan.num_row_tiles);
+        EXPECT_GE(unit_rows, p.seqlen_q) << "some queries have no row tile";
+    }
+    EXPECT_GE(plan.num_row_tiles * plan.tiles().row_blocks() * plan.tokens * plan.heads,
+              p.total_q * p.num_q_heads)
+        << "some queries have no row tile";
     EXPECT_EQ(plan.num_splits > 0, plan.feature == cuda::Sm90Feature::splits);
     if (plan.num_splits == 0) {
         EXPECT_EQ(plan.partial_bytes, 0);
@@ -381,6 +404,10 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
 
 void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_GE(plan.tiles().head_dim, p.head_dim);
+    EXPECT_GE(int64_t{plan.num_row_tiles} * plan.tiles().rows(), p.total_q * p.group_size())
+        << "some queries have no row tile";
+    EXPECT_GE(gpu.shared_bytes_per_block, static_cast<int64_t>(cuda::sm80_shared_bytes(plan.tiles().stages)));
+    EXPECT_EQ(plan.workspace_bytes() > 0, plan.num_splits > 1);
     if (p.num_splits > 0) {
         EXPECT_EQ(plan.num_splits, p.num_splits);
     } else {
@@ -585,6 +612,23 @@ TEST(RandomPlans, DependOnAddressesByTheirAlignmentAlone) {
     }
 }
 
+TEST(RandomPlans, AreMadeWithoutAllocating) {
+    for (unsigned seed = 0; seed < 2000 && !HasFailure(); ++seed) {
+        SCOPED_TRACE(seed);
+        Random random(seed);
+        const AttentionParams p = random.one_in(2) ? checked(random_paged(random, random.one_in(3)))
+                                                   : checked(random_dense_or_packed(random));
+        for (const char* name : kGpus) {
+            const Gpu& gpu = *cuda::find_gpu(name);
+            const int64_t before = num_allocations;
+            const AttentionPlan plan = cuda::plan_attention(p, gpu);
+            EXPECT_EQ(num_allocations, before) << name;
+            cuda::explain(p, gpu);
+            EXPECT_GT(num_allocations, before) << "nothing is counted";
+        }
+    }
+}
+
 // ---- explain
 
 TEST(Explain, NamesOneKernelAndWhyNotTheOthers) {
@@ -620,8 +664,7 @@ TEST(Explain, WritesItsReasons) {
     EXPECT_EQ(
         text,
         "sm80_attention<bfloat16, head_dim 128, 1 stage>: 1 tile of 128 rows x 8 KV heads x 8 splits: 64 "
-        "CTAs of "
-        "128 threads (src/cuda/sm80_attention/kernel.cuh)\n"
+        "CTAs of 128 threads (src/cuda/sm80_attention/kernel.cuh)\n"
         "  not shared_prefix: shared_prefix_len is 0\n"
         "  not split_kv_decode: it takes at most 16 rows a KV head for head_dim 128, and these are 20: 5 "
         "query "
@@ -688,6 +731,16 @@ TEST(Explain, RefusesWhatTheCallRefuses) {
     shape.dtype = DType::float32;
     EXPECT_THROW(explain(paged(shape), "h100"), TypeError);
     EXPECT_EQ(kind_of(paged(shape), "cpu"), "cpu_attention");
+}
+
+// Before anything is planned or launched, so that no GPU is needed.
+TEST(Checks, RefuseWhatNoCudaKernelComputes) {
+    AttentionArgs args = dense({1, 16, 2, 1, 64, 16, 16, 0, DType::float32});
+    EXPECT_NO_THROW(check_attention(args));  // on the device meta
+    for (TensorView* array : {&args.q, &args.k, &args.v, &args.out}) array->device = {DeviceType::cuda, 0};
+    EXPECT_THROW(check_attention(args), TypeError);
+    for (TensorView* array : {&args.q, &args.k, &args.v, &args.out}) array->dtype = DType::float16;
+    EXPECT_NO_THROW(check_attention(args));
 }
 
 }  // namespace
