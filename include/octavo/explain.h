@@ -15,7 +15,7 @@ namespace octavo {
 using PlanValue = std::variant<bool, int64_t, std::string>;
 
 struct Explanation {
-    std::string kernel;   // "split_kv_decode<bfloat16, head_dim 128, 8 rows>"
+    std::string kernel;   // "split_kv_decode<bfloat16, head_dim 128, 8 rows>"; "none": no query
     std::string summary;  // how the kernel cuts the work: "8 KV heads x 1 sequence x 6 splits, ..."
     std::string file;     // that holds the kernel, from the root of the repository
     std::vector<std::pair<std::string, PlanValue>> plan;  // what was decided, by name
@@ -31,8 +31,8 @@ struct Explanation {
 // the arrays may be on the device meta, at any address, null included, in which case the device must be
 // named. Throws what the call would.
 //
-// With OCTAVO_PRINT_KERNELS=1 in the environment every call writes the first line of this to stderr, unless
-// it has been written before.
+// With OCTAVO_PRINT_KERNELS=1 in the environment every call writes to stderr what it launches, in lines like
+// the first of this, but those that have been written before.
 Explanation explain(const AttentionArgs& args, const std::string& device = {});
 Explanation explain(const PagedAttentionArgs& args, const std::string& device = {});
 Explanation explain(const AppendKvArgs& args, const std::string& device = {});

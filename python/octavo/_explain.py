@@ -21,11 +21,11 @@ class Explanation:
     """What ``explain`` returns; ``str()`` of it is a line, and one for each entry of ``why_not``."""
 
     kernel: str
-    """The kernel, as ``build_info()["instances"]`` names it."""
+    """The kernel, as ``build_info()["instances"]`` names it; "none" for a call without queries."""
     summary: str
     """How it cuts the work."""
     file: str
-    """The source file of the kernel, from the root of the repository."""
+    """The source file of the kernel, from the root of the repository; empty where there is no kernel."""
     plan: Mapping[str, bool | int | str]
     """What was decided, by name."""
     why_not: Mapping[str, str]
@@ -40,8 +40,8 @@ def explain(operator: str, /, *args: object, device: str | None = None, **kwargs
     """Which kernel a call would run, how it would cut the work, and why no other kernel runs.
 
     Nothing runs, and no GPU is needed: ``device`` may name one. With ``OCTAVO_PRINT_KERNELS=1`` in the
-    environment every call prints the first line of its explanation to stderr, unless it has been printed
-    before.
+    environment every call prints to stderr what it launches, in lines like the first of its explanation, but
+    those that have been printed before.
 
     Args:
         operator: "attention", "paged_attention", "append_kv", "copy_pages" or "merge_states".
@@ -62,6 +62,8 @@ def explain(operator: str, /, *args: object, device: str | None = None, **kwargs
     """
     if operator not in _OPERATORS:
         raise ValueError(f"explain: operator must be one of {', '.join(_OPERATORS)}; got {operator!r}")
+    if not isinstance(device, (str, type(None))):
+        raise TypeError(f"explain: device must be a str or None; got {type(device).__name__}")
     try:
         arguments = inspect.signature(_OPERATORS[operator]).bind(*args, **kwargs).arguments
     except TypeError as error:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import octavo
+from conftest import gpu_count
 from octavo import _core
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +101,11 @@ def test_plan_and_reasons():
     )
 
 
+def test_the_docs_show_what_is_printed():
+    text = (ROOT / "docs" / "developing.md").read_text(encoding="utf-8")
+    assert textwrap.indent(str(octavo.explain(*DECODE, device="h200")), "    ") in text
+
+
 def maker(name: str) -> Any:
     """What makes arrays of zeros, or of shapes alone."""
     if name == "numpy":
@@ -131,11 +137,16 @@ def test_shapes_stand_for_arrays(name):
 def test_strides_count(torch, device):
     q, k, v = (torch.zeros(a.shape, dtype=torch.bfloat16, device=device) for a in dense_arrays(2, 512))
     wide = torch.zeros(2, 512, 2, 129, dtype=torch.bfloat16, device=device)
-    kernels = [
-        octavo.explain("attention", q, k, v, device="h100").kernel.split("<")[0]
+    explanations = [
+        octavo.explain("attention", q, k, v, device="h100")
         for k in (k, wide[..., :128], k.transpose(1, 2).contiguous().transpose(1, 2))
     ]
+    kernels = [explanation.kernel.split("<")[0] for explanation in explanations]
     assert kernels == ["sm90_attention", "sm80_attention", "sm90_attention"]
+    assert explanations[1].why_not["sm90_attention"] == (
+        "the copy engine (TMA) takes strides that are positive multiples of 16 bytes and less than 1 TB, and "
+        "k has a stride of 258 elements"
+    )
 
 
 def test_alignment_counts():
@@ -146,7 +157,10 @@ def test_alignment_counts():
     assert octavo.explain("attention", q, aligned, v, device="h100").kernel.startswith("sm90_attention")
     explanation = octavo.explain("attention", q, shifted, v, device="h100")
     assert explanation.kernel.startswith("sm80_attention")
-    assert "cannot move k" in explanation.why_not["sm90_attention"]
+    assert explanation.why_not["sm90_attention"] == (
+        "the copy engine (TMA) takes arrays that begin on a multiple of 16 bytes, and k begins 8 bytes "
+        "behind one"
+    )
     out = np.zeros(q.size + 1, q.dtype)[1:].reshape(q.shape)
     explanation = octavo.explain("attention", q, k, v, out=out, device="h100")
     assert explanation.plan["out_aligned"] is False
@@ -205,8 +219,14 @@ def test_refuses_unknown_names():
     arrays = dense_arrays(2, 8)
     with pytest.raises(ValueError, match=r"explain: operator must be one of attention, .*; got 'softmax'"):
         octavo.explain("softmax", *arrays)
-    with pytest.raises(ValueError, match=r"attention: device must be cpu, sm_80, a100, .*; got h300"):
+    with pytest.raises(ValueError, match=r"attention: device must be one of cpu, sm_80, a100, .*; got h300"):
         octavo.explain("attention", *arrays, device="h300")
+    with pytest.raises(TypeError, match="explain: device must be a str or None; got int"):
+        octavo.explain("attention", *arrays, device=0)  # type: ignore[arg-type]
+    count = gpu_count()
+    place = f"among the {count} GPUs here" if count else "here: "
+    with pytest.raises(ValueError if count else RuntimeError, match=f"there is no cuda:99 {place}"):
+        octavo.explain("attention", *arrays, device="cuda:99")
     with pytest.raises(
         ValueError, match="attention: explain needs a device for arrays that have shapes alone"
     ):

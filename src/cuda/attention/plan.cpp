@@ -5,7 +5,8 @@
 namespace octavo::cuda {
 namespace {
 
-// The kernels that serve a batch without a shared prefix, in the order in which they are asked.
+// The kernels that serve a batch without a shared prefix, in the order of plan_kernel: of those that can serve
+// a call, the first is the fastest.
 struct Kernel {
     const char* name;
     bool (*serves)(const AttentionParams& params, const Gpu& gpu, std::string* why_not);
@@ -29,7 +30,7 @@ void add_why_not(Explanation& text, const AttentionParams& p, const Gpu& gpu) {
         if (kernel.name == chosen) continue;
         std::string why_not;
         if (kernel.serves(p, gpu, &why_not))
-            why_not = text_of("it could serve this call, but ", chosen, " is preferred");
+            why_not = text_of("it could serve this call, but ", chosen, " is faster where both can");
         text.why_not.emplace_back(kernel.name, why_not);
     }
 }

@@ -89,6 +89,7 @@ Explanation describe(const Sm80Plan& plan) {
     text.summary = text_of(counted(plan.num_row_tiles, "tile"), " of ", tiles.rows(), " rows x ",
                            counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_splits, "split"),
                            ": ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(), " threads");
+    if (plan.num_splits > 1) text.summary += "; then combine_splits_kernel";
     text.file = "src/cuda/sm80_attention/kernel.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},

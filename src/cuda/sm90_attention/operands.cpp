@@ -39,12 +39,14 @@ int32_t k_edge(const AttentionParams& p) { return p.paged() ? p.page_size : p.se
 
 }  // namespace
 
+bool is_movable_stride(int64_t stride, DType dtype) {
+    constexpr int64_t kMaxBytes = int64_t{1} << 40;
+    return stride > 0 && stride < kMaxBytes / size_of(dtype) && stride * size_of(dtype) % 16 == 0;
+}
+
 bool Sm90Operand::is_movable(DType dtype) const {
-    constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
-    for (int64_t stride : {outer_stride, token_stride, head_stride}) {
-        if (stride <= 0 || 2 * stride >= kMaxStrideBytes) return false;
-    }
-    return aligned(base, 16, {outer_stride, token_stride, head_stride}, dtype) &&
+    return aligned(base, 16, {}, dtype) && is_movable_stride(outer_stride, dtype) &&
+           is_movable_stride(token_stride, dtype) && is_movable_stride(head_stride, dtype) &&
            reinterpret_cast<uintptr_t>(base) / 2 > static_cast<uintptr_t>(edge * token_stride);
 }
 

@@ -159,6 +159,24 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     plan.num_counters = 1 + shared_out * plan.split_blocks;
 }
 
+// Of an array that the copy engine cannot move.
+std::string why_not_movable(const char* name, const Sm90Operand& array, DType dtype) {
+    const auto address = reinterpret_cast<uintptr_t>(array.base);
+    if (address % 16 != 0) {
+        return text_of("the copy engine (TMA) takes arrays that begin on a multiple of 16 bytes, and ", name,
+                       " begins ", address % 16, " bytes behind one");
+    }
+    for (int64_t stride : {array.outer_stride, array.token_stride, array.head_stride}) {
+        if (is_movable_stride(stride, dtype)) continue;
+        return text_of(
+            "the copy engine (TMA) takes strides that are positive multiples of 16 bytes and less "
+            "than 1 TB, and ",
+            name, " has a stride of ", counted(stride, "element"));
+    }
+    return text_of("the copy engine (TMA) is shown ", counted(array.edge, "token"), " below the first of ",
+                   name, ", which begins too low in the address space");
+}
+
 std::string name_of(DType dtype, const Sm90Tiles& tiles) {
     return text_of("sm90_attention<", to_string(dtype), ", head_dim ", tiles.head_dim, ", ",
                    kGroupRows * tiles.warpgroups, " rows", tiles.ctas > 1 ? " in pairs>" : ">");
@@ -216,7 +234,8 @@ std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu&
     }
     plan.box_keys = p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys / tiles.ctas;
     if (p.paged() && plan.box_keys % 8 != 0) {
-        return refuse(why_not, "the copy engine brings a multiple of eight keys at a time, and pages of ",
+        return refuse(why_not,
+                      "the copy engine (TMA) brings a multiple of eight keys at a time, and pages of ",
                       p.page_size, " and tiles of ", tiles.keys, " keys have ", plan.box_keys,
                       " as their greatest common divisor");
     }
@@ -227,10 +246,8 @@ std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu&
         {"q", &operands.q}, {"out", &operands.out}, {"k", &operands.k}, {"v", &operands.v}};
     for (const auto& [name, array] : arrays) {
         if (array->is_movable(p.dtype)) continue;
-        return refuse(why_not, "the copy engine cannot move ", name,
-                      ": its address and its strides must be positive multiples of 16 bytes, and these are ",
-                      reinterpret_cast<uintptr_t>(array->base), " and, in elements, ", array->outer_stride,
-                      ", ", array->token_stride, " and ", array->head_stride);
+        if (why_not) *why_not = why_not_movable(name, *array, p.dtype);
+        return std::nullopt;
     }
     cut_work(p, gpu, plan);
     return plan;
