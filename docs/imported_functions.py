@@ -23,7 +23,8 @@ KINDS = {
 
 class ImportedFunctions(griffe.Extension):
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        if "options" not in func.parameters or not func.docstring:
+        kinds = {parameter.name: parameter.kind for parameter in func.parameters}
+        if kinds.get("options") is not griffe.ParameterKind.var_keyword or not func.docstring:
             return
         function = griffe.dynamic_import(func.path)
         signature = inspect.signature(function)
