@@ -2,6 +2,7 @@
 
 On the line before a fence:
 `<!-- test: gpu -->`: the snippet needs a GPU;
+`<!-- test: prints -->`: the snippet prints what the next fence, of the language `text`, holds;
 `<!-- test: raises -->`: the snippet raises the message of the heading above it;
 `<!-- test: raises gpu -->`: both.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import re
 import sys
 import textwrap
@@ -44,14 +46,16 @@ class Snippet:
     language: str
     code: str
     line: int  # of its first line of code, from 1
-    flags: frozenset[str]  # of "gpu" and "raises"
+    flags: frozenset[str]  # of "gpu", "prints" and "raises"
     message: str  # of the last heading that has one
+    printed: str  # the text in the next fence, if it is of the language "text"
 
     def __str__(self) -> str:
         return f"{self.language}_line_{self.line}"
 
 
 def find_snippets(text: str) -> list[Snippet]:
+    fences = list(FENCE.finditer(text))
     return [
         Snippet(
             language=match["language"],
@@ -59,8 +63,9 @@ def find_snippets(text: str) -> list[Snippet]:
             line=text.count("\n", 0, match.start("code")) + 1,
             flags=frozenset((match["comment"] or "").split()),
             message=["", *HEADING_WITH_MESSAGE.findall(text, 0, match.start())][-1],
+            printed=following["code"] if following and following["language"] == "text" else "",
         )
-        for match in FENCE.finditer(text)
+        for match, following in itertools.zip_longest(fences, fences[1:])
     ]
 
 
@@ -97,7 +102,9 @@ def test_python(snippet: Snippet, tmp_path: Path) -> None:
     skip_if_a_module_is_missing(snippet.code)
     file = tmp_path / "snippet.py"
     file.write_text(snippet.code, encoding="utf-8")
-    run(sys.executable, file, cwd=tmp_path)
+    printed = run(sys.executable, file, cwd=tmp_path)
+    if "prints" in snippet.flags:
+        assert printed == snippet.printed != ""
 
 
 @pytest.mark.parametrize("snippet", snippets_in("python", raises=True))
@@ -154,11 +161,22 @@ def test_pictures(tmp_path: Path) -> None:
     assert drawn == kept != {}
 
 
-def test_readme_has_a_snippet_for_every_kind_of_array() -> None:
-    snippets = find_snippets(README.read_text(encoding="utf-8"))
-    modules = set().union(*(modules_of(s.code) for s in snippets if s.language == "python"))
-    assert {"numpy", "torch", "jax", "cupy"} <= modules
-    assert any(s.language == "cpp" for s in snippets)
+def test_readme_is_short_and_shows_what_its_example_prints() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    [example] = [s for s in find_snippets(text) if s.language == "python"]
+    assert "prints" in example.flags
+
+
+def test_every_library_has_a_tutorial_with_a_snippet() -> None:
+    linked = re.findall(r"\((docs/tutorials/\w+\.md)\)", README.read_text(encoding="utf-8"))
+    assert {ROOT / path for path in linked} == set((DOCS / "tutorials").iterdir())
+    for path in linked:
+        snippets = find_snippets((ROOT / path).read_text(encoding="utf-8"))
+        languages = {snippet.language for snippet in snippets}
+        modules = set().union(*(modules_of(s.code) for s in snippets if s.language == "python"))
+        library = Path(path).stem
+        assert {"pytorch": "torch"}.get(library, library) in languages | modules
 
 
 def test_find_snippets() -> None:
@@ -176,10 +194,14 @@ def test_find_snippets() -> None:
         int main() {}
         ```
 
-        <!-- test: gpu -->
+        <!-- test: gpu prints -->
         ```python
         import torch.cuda
         from cupy import zeros
+        ```
+
+        ```text
+        3
         ```
 
         ### `attention: no`
@@ -204,13 +226,14 @@ def test_find_snippets() -> None:
         """
     )
     snippets = find_snippets(text)
-    assert [(s.language, s.line, {*s.flags}, s.message) for s in snippets] == [
-        ("python", 4, set(), ""),
-        ("cpp", 10, set(), ""),
-        ("python", 15, {"gpu"}, ""),
-        ("python", 23, {"raises"}, "attention: no"),
-        ("python", 28, {"raises", "gpu"}, "attention: no"),
-        ("sh", 36, set(), "attention: no"),
+    assert [(s.language, s.line, {*s.flags}, s.message, s.printed) for s in snippets] == [
+        ("python", 4, set(), "", ""),
+        ("cpp", 10, set(), "", ""),
+        ("python", 15, {"gpu", "prints"}, "", "3\n"),
+        ("text", 20, set(), "", ""),
+        ("python", 27, {"raises"}, "attention: no", ""),
+        ("python", 32, {"raises", "gpu"}, "attention: no", ""),
+        ("sh", 40, set(), "attention: no", ""),
     ]
     assert snippets[0].code == "import numpy as np  # ``` inside a line\n"
     assert snippets[1].code == "int main() {}\n"

@@ -16,7 +16,8 @@ def find_program(name: str) -> str | None:
     return shutil.which(name, path=SEARCH_PATH)
 
 
-def run(program: str | Path, *arguments: str | Path, cwd: Path | None = None) -> None:
+def run(program: str | Path, *arguments: str | Path, cwd: Path | None = None) -> str:
+    """Return what the program prints, which must succeed."""
     result = subprocess.run(
         [find_program(str(program)) or program, *arguments],
         cwd=cwd,
@@ -27,3 +28,4 @@ def run(program: str | Path, *arguments: str | Path, cwd: Path | None = None) ->
         check=False,
     )
     assert result.returncode == 0, result.stdout[-10_000:]
+    return result.stdout

@@ -1,0 +1,218 @@
+"""Makes the tables of README.md and docs/results.md from the rows in benchmarks/results.
+
+    python benchmarks/results_table.py           # prints them
+    python benchmarks/results_table.py --write   # puts them into the two files, each after its mark
+
+A GPU has columns as soon as it has a file of rows, such as `decode-h100.jsonl`; cells without a row stay
+empty. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from _report import OCTAVO, geometric_mean
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GPUS = ("H100", "H200")
+PEERS = {
+    "cudnn": "cuDNN",
+    "fa2": "FlashAttention-2",
+    "fa3": "FlashAttention-3",
+    "flashinfer_cuda_cores": "FlashInfer",
+    "flashinfer_tensor_cores": "FlashInfer",
+}
+
+Row = dict[str, Any]
+# Octavo's cell and that of the best peer, from the folder of rows and the name of a GPU.
+Cells = Callable[[Path, str], tuple[str, str]]
+
+
+def file_name(benchmark: str, gpu: str) -> str:
+    return f"{benchmark}-{gpu.lower()}.jsonl"
+
+
+def load(results: Path, benchmark: str, gpu: str) -> list[Row]:
+    """Read the rows of a file; there are none of a file that does not exist."""
+    path = results / file_name(benchmark, gpu)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def gpus_with(results: Path, *benchmarks: str) -> list[str]:
+    return [gpu for gpu in GPUS if any(load(results, benchmark, gpu) for benchmark in benchmarks)]
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:
+    """Make a table whose last columns, this many, are numbers."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * (len(header) - numbers) + "--:|" * numbers, *lines[1:]])
+
+
+# README.md: decode, prefill and the cost of a call, each beside the best peer
+
+
+def best_peer(us: dict[str, float]) -> str | None:
+    """Return the fastest of the peers that have a time."""
+    return min(us.keys() & PEERS.keys(), key=us.__getitem__, default=None)
+
+
+def link(text: str, benchmark: str, gpu: str, line: int | None = None) -> str:
+    path = (RESULTS / file_name(benchmark, gpu)).relative_to(ROOT)
+    return f"[{text}]({path}{f'#L{line}' if line else ''})"
+
+
+def one_case(benchmark: str, case: str) -> Cells:
+    """A row of a decode or prefill benchmark."""
+    unit, digits = {"decode": ("us", 1), "prefill": ("tflops", 0)}[benchmark]
+
+    def cells(results: Path, gpu: str) -> tuple[str, str]:
+        for line, row in enumerate(load(results, benchmark, gpu), start=1):
+            if row["case"] == case and (peer := best_peer(row["us"])):
+                octavo, theirs = (f"{row[unit][name]:.{digits}f}" for name in (OCTAVO, peer))
+                return link(octavo, benchmark, gpu, line), f"{theirs} {PEERS[peer]}"
+        return "", ""
+
+    return cells
+
+
+def all_cases(benchmark: str) -> Cells:
+    """How many times as fast as the best peer Octavo is, in all rows where both have a time."""
+
+    def cells(results: Path, gpu: str) -> tuple[str, str]:
+        times = [row["us"] for row in load(results, benchmark, gpu)]
+        speeds = [us[peer] / us[OCTAVO] for us in times if OCTAVO in us and (peer := best_peer(us))]
+        if not speeds:
+            return "", ""
+        mean = link(f"{geometric_mean(speeds):.2f}", benchmark, gpu)
+        return f"{mean} ({min(speeds):.2f} to {max(speeds):.2f} in {len(speeds)} rows)", "1"
+
+    return cells
+
+
+def cost_of_a_call(results: Path, gpu: str) -> tuple[str, str]:
+    rows = load(results, "call", gpu)
+    us = {row["contestant"]: row["best_us"] for row in rows if row["device"] == "cuda"}
+    peer = best_peer(us)
+    if "torch" not in us or peer is None:
+        return "", ""
+    line = 1 + [(row["device"], row["contestant"]) for row in rows].index(("cuda", "torch"))
+    return link(f"{us['torch']:.1f}", "call", gpu, line), f"{us[peer]:.1f} {PEERS[peer]}"
+
+
+SUMMARY: tuple[tuple[str, str, Cells], ...] = (
+    ("Decode, 1 sequence of 8192 tokens", "microseconds", one_case("decode", "8b_b1_s8192")),
+    ("Decode, 64 sequences of 4096 tokens", "microseconds", one_case("decode", "8b_b64_s4096")),
+    ("Decode, 64 sequences of 309 to 8613 tokens", "microseconds", one_case("decode", "8b_ragged64")),
+    ("Decode, speed in all rows (mean)", "best peer = 1", all_cases("decode")),
+    ("Prefill, 8 x 2048 tokens", "TFLOP/s", one_case("prefill", "d128_causal_8x2048")),
+    ("Prefill, 1 x 16384 tokens", "TFLOP/s", one_case("prefill", "d128_causal_1x16384")),
+    ("Prefill, 4 chunks of 512 and 60 decoding", "TFLOP/s", one_case("prefill", "mixed")),
+    ("Prefill, speed in all rows (mean)", "best peer = 1", all_cases("prefill")),
+    ("Cost of a decode call on the host", "microseconds", cost_of_a_call),
+)
+
+
+def summary(results: Path) -> str:
+    gpus = gpus_with(results, "decode", "prefill", "call")
+    rows = [
+        [label, unit, *(cell for gpu in gpus for cell in cells(results, gpu))]
+        for label, unit, cells in SUMMARY
+    ]
+    header = ["", "unit", *(f"{who}, {gpu}" for gpu in gpus for who in ("Octavo", "best peer"))]
+    return format_table(header, rows, numbers=2 * len(gpus))
+
+
+# docs/results.md
+
+CALLERS = {
+    "torch": "Octavo, torch tensors",
+    "cupy": "Octavo, CuPy arrays",
+    "octavo.torch": "`octavo.torch`",
+    "fa3": "FlashAttention-3",
+    "flashinfer_cuda_cores": "FlashInfer",
+    "flashinfer_cuda_cores plan": "FlashInfer's `plan`, once a step",
+    "torch scaled_dot_product_attention": "`torch` `scaled_dot_product_attention`",
+    "torch add": "`torch.add`",
+}
+
+
+def calls(results: Path) -> str:
+    """What a call costs the host, with its launch."""
+    gpus = gpus_with(results, "call")
+    found = {
+        (gpu, row["contestant"]): f"{row['best_us']:.1f}"
+        for gpu in gpus
+        for row in load(results, "call", gpu)
+        if row["device"] == "cuda"
+    }
+    rows = [[label, *(found.get((gpu, name), "") for gpu in gpus)] for name, label in CALLERS.items()]
+    return format_table(["", *gpus], rows, numbers=len(gpus))
+
+
+def jax(results: Path) -> str:
+    """Octavo beside Pallas with its best number of splits."""
+    gpus = gpus_with(results, "jax")
+    best: dict[tuple[str, str, str, str], float] = {}
+    cases: dict[str, None] = {}  # in the order of the rows
+    for gpu in gpus:
+        for row in load(results, "jax", gpu):
+            key = (gpu, row["case"], row["program"], row["contestant"].partition(",")[0])
+            best[key] = min(row["us"], best.get(key, row["us"]))
+            cases[row["case"]] = None
+    columns = [
+        (gpu, program, contestant)
+        for gpu in gpus
+        for program in ("attention", "decode loop")
+        for contestant in ("octavo", "pallas")
+    ]
+    titles = {"attention": "", "decode loop": " with `append_kv`"}
+    header = [
+        "batch x length",
+        *(f"{name.capitalize()}{titles[program]}, {gpu}" for gpu, program, name in columns),
+    ]
+    rows = []
+    for case in cases:
+        times = [best.get((gpu, case, program, contestant)) for gpu, program, contestant in columns]
+        shape = re.sub(r"8b_b(\d+)_s(\d+)", r"\1 x \2", case)
+        rows.append([shape, *("" if us is None else f"{us:.1f}" for us in times)])
+    return format_table(header, rows, numbers=len(columns))
+
+
+# The files
+
+TABLES = {
+    ROOT / "README.md": {"summary": summary},
+    ROOT / "docs" / "results.md": {"calls": calls, "jax": jax},
+}
+
+
+def fill_in(text: str, tables: dict[str, Callable[[Path], str]], results: Path = RESULTS) -> str:
+    """Return the text with each of the tables after its mark, instead of the one that is there."""
+    for name, make in tables.items():
+        mark = f"<!-- table: {name} -->\n\n"
+        before, *after = text.split(mark)
+        if len(after) != 1:
+            raise ValueError(f"there must be one {mark!r} in the text, not {len(after)}")
+        text = before + mark + make(results) + "\n" + re.sub(r"^([|].*\n)*", "", after[0])
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--write", action="store_true", help="into README.md and docs/results.md")
+    arguments = parser.parse_args()
+    for file, tables in TABLES.items():
+        if arguments.write:
+            file.write_text(fill_in(file.read_text(), tables))
+        else:
+            print("\n\n".join(make(RESULTS) for make in tables.values()), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The tables of results in the README and the documentation are those of the committed rows."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from results_table import SUMMARY, TABLES, calls, fill_in, jax, summary  # noqa: E402
+
+
+def write(folder: Path, name: str, *rows: dict) -> None:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def cells_of(table: str) -> dict[str, list[str]]:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {label: cells for label, *cells in lines}
+
+
+DECODE = (
+    {"case": "8b_b64_s4096", "us": {"octavo": 200.0, "octavo_batch_invariant": 1.0, "fa3": 300.0}},
+    {"case": "8b_b1_s8192", "us": {"octavo": 10.04, "fa3": 22.5, "flashinfer_tensor_cores": 20.08}},
+    {"case": "8b_fp8_b1_s8192", "us": {"fa3": 5.0}},  # one that Octavo has no time in
+)
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda path: path.name)
+def test_files_have_the_tables_of_the_rows(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert fill_in(text, TABLES[file]) == text, "run: python benchmarks/results_table.py --write"
+
+
+def test_summary_has_columns_for_gpus_with_rows(tmp_path: Path) -> None:
+    write(tmp_path, "decode-h200.jsonl", *DECODE)
+    found = cells_of(summary(tmp_path))
+    assert found[""] == ["unit", "Octavo, H200", "best peer, H200"]
+    link = "(benchmarks/results/decode-h200.jsonl"
+    assert found["Decode, 1 sequence of 8192 tokens"][1:] == [f"[10.0]{link}#L2)", "20.1 FlashInfer"]
+    assert found["Decode, 64 sequences of 4096 tokens"][1:] == [
+        f"[200.0]{link}#L1)",
+        "300.0 FlashAttention-3",
+    ]
+    assert found["Decode, speed in all rows (mean)"][1:] == [f"[1.73]{link}) (1.50 to 2.00 in 2 rows)", "1"]
+    assert found["Prefill, 8 x 2048 tokens"][1:] == ["", ""]
+
+    prefill = {"case": "d128_causal_8x2048", "us": {"octavo": 2.0, "cudnn": 3.0}}
+    write(tmp_path, "prefill-h100.jsonl", prefill | {"tflops": {"octavo": 600.4, "cudnn": 400.0}})
+    found = cells_of(summary(tmp_path))
+    assert found[""][1:3] == ["Octavo, H100", "best peer, H100"]
+    rows = "benchmarks/results/prefill-h100.jsonl"
+    assert found["Prefill, 8 x 2048 tokens"][1:] == [f"[600]({rows}#L1)", "400 cuDNN", "", ""]
+    assert {len(cells) for cells in found.values()} == {5}
+
+
+def test_every_line_of_the_summary_has_a_committed_row() -> None:
+    found = cells_of(summary(BENCHMARKS / "results"))
+    assert len(found) == len(SUMMARY) + 2
+    assert all(any(found[label][1:]) for label, _, _ in SUMMARY)
+
+
+def test_cost_of_calls(tmp_path: Path) -> None:
+    times = {"cupy": 6.0, "torch": 5.0, "fa3": 25.0, "flashinfer_cuda_cores": 16.0, "torch add": 9.0}
+    rows = [{"device": "cuda", "contestant": name, "best_us": us} for name, us in times.items()]
+    write(tmp_path, "call-h100.jsonl", {"device": "cpu", "contestant": "torch", "best_us": 3.0}, *rows)
+    cost = cells_of(summary(tmp_path))["Cost of a decode call on the host"]
+    assert cost[1:] == ["[5.0](benchmarks/results/call-h100.jsonl#L3)", "16.0 FlashInfer"]
+    found = cells_of(calls(tmp_path))
+    assert (found["Octavo, torch tensors"], found["FlashInfer's `plan`, once a step"]) == (["5.0"], [""])
+
+
+def test_jax_beside_the_best_splits(tmp_path: Path) -> None:
+    times = {"octavo": 14.5, "pallas, 2 splits": 139.2, "pallas, 16 splits": 29.1}
+    row = {"case": "8b_b1_s8192", "program": "attention"}
+    write(tmp_path, "jax-h200.jsonl", *(row | {"contestant": name, "us": us} for name, us in times.items()))
+    assert cells_of(jax(tmp_path))["1 x 8192"] == ["14.5", "29.1", "", ""]
+
+
+def test_a_table_without_a_mark_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'<!-- table: calls -->"):
+        fill_in("no mark", {"calls": calls})
