@@ -1,0 +1,43 @@
+"""What the files around the sources say of each other: links, versions, presets."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from support.programs import find_program, run
+
+ROOT = Path(__file__).resolve().parents[2]
+# The pages of docs are checked by `mkdocs build --strict`.
+PAGES = [*ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+(?:#L\d+)?)\)", page.read_text(encoding="utf-8")):
+        path, _, line = link.partition("#L")
+        target = page.parent / path
+        assert target.exists(), link
+        assert int(line or 0) <= (len(target.read_text(encoding="utf-8").splitlines()) if line else 0), link
+
+
+def test_hooks_have_the_versions_of_the_lint_extra() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    pinned = re.findall(r'additional_dependencies: \["(.+)"\]', hooks)
+    assert len(pinned) == hooks.count("- id:")
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(pinned) <= set(project["optional-dependencies"]["lint"])
+
+
+def test_cmake_reads_the_presets_that_are_documented() -> None:
+    presets = json.loads((ROOT / "CMakePresets.json").read_text(encoding="utf-8"))["configurePresets"]
+    names = {preset["name"] for preset in presets if not preset.get("hidden")}
+    guide = (ROOT / "docs" / "developing.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([\w-]+)` \|", guide, re.MULTILINE)) == names
+    if find_program("cmake") is None:
+        pytest.skip("needs cmake")
+    for kind in ("configure", "build", "test"):
+        listed = run("cmake", f"--list-presets={kind}", cwd=ROOT)
+        assert set(re.findall(r'^  "([\w-]+)"', listed, re.MULTILINE)) == names
