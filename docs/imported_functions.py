@@ -1,7 +1,8 @@
 """For the reference pages: the operators as they are once they are imported.
 
 mkdocstrings reads the sources, which say ``**options`` where ``octavo._operators`` makes a keyword of each,
-with its default and its documentation. So Octavo must be installed, and JAX for ``octavo.jax``.
+with its default and its documentation. So Octavo must be installed, and JAX for ``octavo.jax``; the extra
+``docs`` has it. Private functions, which no page shows, are left alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ KINDS = {
 class ImportedFunctions(griffe.Extension):
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         kinds = {parameter.name: parameter.kind for parameter in func.parameters}
-        if kinds.get("options") is not griffe.ParameterKind.var_keyword or not func.docstring:
+        has_options = kinds.get("options") is griffe.ParameterKind.var_keyword
+        if not has_options or not func.docstring or func.name.startswith("_"):
             return
         function = griffe.dynamic_import(func.path)
         signature = inspect.signature(function)
