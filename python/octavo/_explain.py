@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from octavo import _core
 from octavo._attention import attention, merge_states
+from octavo._misuse import refuse_call
 from octavo._paged_attention import append_kv, copy_pages, paged_attention
 
 _OPERATORS = {
@@ -64,9 +65,12 @@ def explain(operator: str, /, *args: object, device: str | None = None, **kwargs
         raise ValueError(f"explain: operator must be one of {', '.join(_OPERATORS)}; got {operator!r}")
     if not isinstance(device, (str, type(None))):
         raise TypeError(f"explain: device must be a str or None; got {type(device).__name__}")
+    signature = inspect.signature(_OPERATORS[operator])
     try:
-        arguments = inspect.signature(_OPERATORS[operator]).bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
+        given = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+        refuse_call(inspect.unwrap(_OPERATORS[operator]), given)
         raise TypeError(f"{operator}: {error}") from None
     arguments.pop("stream", None)
     return_lse, out = arguments.pop("return_lse", False), arguments.pop("out", None)
