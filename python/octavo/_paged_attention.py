@@ -95,9 +95,10 @@ def paged_attention(
         shared_prefix_len: the first so many tokens of every sequence, a multiple of page_size, lie in the
             same pages: those that the first row of page_table names, which are read once for all sequences
             (cascade inference: Hydragen, arXiv:2402.05099; FlashInfer, arXiv:2501.01005). The result is that
-            of any other call, with one rounding more. Every query must lie behind them; a sequence of length
-            0 is padding. On the CPU lengths and pages are checked, on a GPU they are not. Not with
-            window_left, alibi_slopes or batch_invariant. Default: 0.
+            of any other call, with one rounding more. Where that would not be faster, a GPU reads them for
+            each sequence. Every query must lie behind them; a sequence of length 0 is padding. On the CPU
+            lengths and pages are checked, on a GPU they are not. Not with window_left, alibi_slopes or
+            batch_invariant. Default: 0.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.

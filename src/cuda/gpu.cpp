@@ -11,18 +11,19 @@ struct NamedGpu {
 };
 
 // SMs and L2 cache: NVIDIA's white papers of the architectures; of the H200 and the B200, on which these say
-// little, what the CUDA runtime reports. H100, H200 and B200 are the SXM boards. Shared memory of a block:
-// the table of compute capabilities in the CUDA programming guide.
+// little, what the CUDA runtime reports. Memory: data sheets; H100 and H200 what the CUDA runtime reports.
+// H100, H200 and B200 are the SXM boards. Shared memory of a block: the table of compute capabilities in the
+// CUDA programming guide.
 constexpr NamedGpu kGpus[] = {
-    {"a100", "sm_80", {80, 108, 40 * kMb, 163 * kKb, false}},
-    {"a10", "sm_86", {86, 72, 6 * kMb, 99 * kKb, false}},
-    {"rtx3090", "sm_86", {86, 82, 6 * kMb, 99 * kKb, false}},
-    {"l40s", "sm_89", {89, 142, 96 * kMb, 99 * kKb, false}},
-    {"rtx4090", "sm_89", {89, 128, 72 * kMb, 99 * kKb, false}},
-    {"h100", "sm_90", {90, 132, 50 * kMb, 227 * kKb, true}},
-    {"h200", "sm_90", {90, 132, 60 * kMb, 227 * kKb, true}},
-    {"b200", "sm_100", {100, 148, 253 * kMb / 2, 227 * kKb, false}},
-    {"rtx5090", "sm_120", {120, 170, 96 * kMb, 99 * kKb, false}},
+    {"a100", "sm_80", {80, 108, 40 * kMb, 163 * kKb, 2039, false}},
+    {"a10", "sm_86", {86, 72, 6 * kMb, 99 * kKb, 600, false}},
+    {"rtx3090", "sm_86", {86, 82, 6 * kMb, 99 * kKb, 936, false}},
+    {"l40s", "sm_89", {89, 142, 96 * kMb, 99 * kKb, 864, false}},
+    {"rtx4090", "sm_89", {89, 128, 72 * kMb, 99 * kKb, 1008, false}},
+    {"h100", "sm_90", {90, 132, 50 * kMb, 227 * kKb, 3352, true}},
+    {"h200", "sm_90", {90, 132, 60 * kMb, 227 * kKb, 4917, true}},
+    {"b200", "sm_100", {100, 148, 253 * kMb / 2, 227 * kKb, 8000, false}},
+    {"rtx5090", "sm_120", {120, 170, 96 * kMb, 99 * kKb, 1792, false}},
 };
 
 }  // namespace

@@ -15,14 +15,20 @@ struct KernelTraits {
     bool has_grid_dependency;
 };
 
-// Lets the kernel take so much shared memory of a block, on the current device.
-template <auto kKernel, size_t kSharedBytes>
+// Lets the kernel take so much shared memory of a block, on the current device. kLeavesRoom: CTAs of another
+// kernel are to find room for theirs beside it, for which L1 gives up what it can.
+template <auto kKernel, size_t kSharedBytes, bool kLeavesRoom>
 const KernelTraits& prepare_kernel(int32_t device) {
     static PerDevice<KernelTraits> traits;
     return traits.get(device, [](int32_t) {
         const auto kernel = reinterpret_cast<const void*>(kKernel);
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
               "cudaFuncSetAttribute");
+        if (kLeavesRoom) {
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                       cudaSharedmemCarveoutMaxShared),
+                  "cudaFuncSetAttribute");
+        }
         cudaFuncAttributes attributes{};
         check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
         return KernelTraits{attributes.ptxVersion >= 90};
@@ -38,7 +44,7 @@ struct LaunchShape {
 };
 
 // Launches the kernel on a stream of the current device, `device`; `op` is named if that fails.
-template <auto kKernel, size_t kSharedBytes = 0, class... Parameters>
+template <auto kKernel, size_t kSharedBytes = 0, bool kLeavesRoom = false, class... Parameters>
 void launch(const char* op, int32_t device, cudaStream_t stream, const LaunchShape& shape,
             const Parameters&... parameters) {
     cudaLaunchAttribute attributes[2] = {};
@@ -49,7 +55,7 @@ void launch(const char* op, int32_t device, cudaStream_t stream, const LaunchSha
     config.stream = stream;
     config.attrs = attributes;
     if (kSharedBytes > 0 || shape.overlaps_previous) {
-        const KernelTraits& traits = prepare_kernel<kKernel, kSharedBytes>(device);
+        const KernelTraits& traits = prepare_kernel<kKernel, kSharedBytes, kLeavesRoom>(device);
         if (shape.overlaps_previous && traits.has_grid_dependency) {
             cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
             attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

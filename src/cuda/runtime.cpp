@@ -70,6 +70,9 @@ const Gpu& gpu_of(int32_t device) {
         gpu.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
         gpu.l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
         gpu.shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        const int64_t kbit_per_s = int64_t{2} * attribute(cudaDevAttrMemoryClockRate, device) *
+                                   attribute(cudaDevAttrGlobalMemoryBusWidth, device);
+        gpu.memory_gb_per_s = static_cast<int32_t>(kbit_per_s / 8 / 1000000);
         gpu.has_sm90_kernels = OCTAVO_HAS_SM90_KERNELS && gpu.compute_capability == 90;
         return gpu;
     });

@@ -16,8 +16,8 @@ struct PersistentWorkspace {
 };
 
 // Every user has memory of its own: attention with a shared prefix keeps what it has while kernels that it
-// launches use theirs.
-enum class WorkspaceUser { kernel, shared_prefix };
+// launches use theirs, and the kernel behind the prefix may run beside the one over it.
+enum class WorkspaceUser { kernel, shared_prefix, behind_prefix, tickets };
 
 // At least so many bytes and counters, for launches on `stream` of the current device only: launches on one
 // stream never overlap. While the stream is being captured, for that capture only, since its graph may run on
@@ -35,6 +35,7 @@ class Workspace {
     Workspace(const Workspace&) = delete;
     Workspace& operator=(const Workspace&) = delete;
 
+    char* bytes() const { return static_cast<char*>(pointer_); }
     float* floats() const { return static_cast<float*>(pointer_); }
 
   private:

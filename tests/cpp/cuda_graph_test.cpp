@@ -1,6 +1,6 @@
 // Graphs that hold the operators: their replays, and who owns the memory that they work in.
 #include "cuda/workspace.h"
-#include "cuda_testing.h"
+#include "paged_call.h"
 
 #include <octavo/paged_attention.h>
 
@@ -19,45 +19,24 @@ TEST_P(CudaGraphTest, ReplayFollowsLengthsAndTables) {
     Random random(7);
     Cache before(random, {40, 3, 100}, 16, num_kv_heads, head_dim, dtype);
     Cache after(random, {1, 111, 64}, 16, num_kv_heads, head_dim, dtype);
-    const int64_t max_pages = std::max(before.max_pages, after.max_pages);
-    const int64_t num_pages = std::max(before.num_pages, after.num_pages);
-    auto widened = [&](const Cache& cache) {
-        std::vector<int32_t> table(3 * max_pages, 1 << 30);
-        for (int64_t b = 0; b < 3; ++b) {
-            std::copy_n(cache.table.begin() + b * cache.max_pages, cache.max_pages,
-                        table.begin() + b * max_pages);
-        }
-        return table;
-    };
-    const size_t page_elements = 16 * num_kv_heads * head_dim;
-    before.k.resize(num_pages * page_elements);
-    before.v.resize(num_pages * page_elements);
-    Mirror<int32_t> table(widened(before)), lengths(before.lengths);
-    Mirror<uint16_t> q(random.normal(3 * num_q_heads * head_dim, dtype)), k(before.k), v(before.v);
-    Mirror<uint16_t> out(nans(q.host.size(), dtype));
-
-    PagedAttentionArgs args;
-    auto set = [&](auto view) {
-        args.q = view(q, dtype, {3, num_q_heads, head_dim});
-        args.out = view(out, dtype, {3, num_q_heads, head_dim});
-        args.k_pages = view(k, dtype, {num_pages, 16, num_kv_heads, head_dim});
-        args.v_pages = view(v, dtype, {num_pages, 16, num_kv_heads, head_dim});
-        args.page_table = view(table, DType::int32, {3, max_pages});
-        args.seq_lens = view(lengths, DType::int32, {3});
-    };
-    using Shape = std::initializer_list<int64_t>;
-    set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
-    const TensorView gpu_table = args.page_table, gpu_lengths = args.seq_lens, gpu_k = args.k_pages,
-                     gpu_v = args.v_pages;
+    Cache larger = before.num_pages < after.num_pages ? after : before;  // with room for either
+    larger.widen(std::max(before.max_pages, after.max_pages));
+    for (Cache* cache : {&before, &after}) {
+        cache->widen(larger.max_pages);
+        cache->k.resize(larger.k.size());
+        cache->v.resize(larger.v.size());
+    }
+    PagedCall call(random, larger, 1, num_q_heads, dtype);
+    call.with_lse = false;
     cudaStream_t stream;
     ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
-    args.stream = stream;
-    if (GetParam() > 0) args.num_splits = GetParam();
+    call.options.stream = stream;
+    if (GetParam() > 0) call.options.num_splits = GetParam();
     cudaGraph_t graph, outer;
     cudaGraphNode_t node;
     cudaGraphExec_t executable;
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
-    paged_attention(args);
+    paged_attention(call.on_gpu());
     ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
     ASSERT_EQ(cudaGraphCreate(&outer, 0), cudaSuccess);
     ASSERT_EQ(cudaGraphAddChildGraphNode(&node, outer, nullptr, 0, graph), cudaSuccess);
@@ -65,23 +44,14 @@ TEST_P(CudaGraphTest, ReplayFollowsLengthsAndTables) {
     ASSERT_EQ(cudaGraphInstantiate(&executable, outer, 0), cudaSuccess);
 
     for (const Cache* cache : {&before, &after}) {
-        table.host = widened(*cache);
-        lengths.host = cache->lengths;
-        std::copy(cache->k.begin(), cache->k.end(), k.host.begin());
-        std::copy(cache->v.begin(), cache->v.end(), v.host.begin());
-        auto upload = [](const TensorView& to, const auto& from) {
-            ASSERT_EQ(cudaMemcpy(to.data, from.data(), from.size() * sizeof(from[0]), cudaMemcpyHostToDevice),
-                      cudaSuccess);
-        };
-        upload(gpu_table, table.host);
-        upload(gpu_lengths, lengths.host);
-        upload(gpu_k, k.host);
-        upload(gpu_v, v.host);
+        call.lengths.set(cache->lengths);
+        call.table.set(cache->table);
+        call.k.set(cache->k);
+        call.v.set(cache->v);
+        call.poison_outputs();
         ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-        set([](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
-        paged_attention(args);
-        expect_close(out.fetch(), out.host, dtype);
+        call.expect_what_the_cpu_gives();
     }
     cudaGraphExecDestroy(executable);
     cudaGraphDestroy(outer);
@@ -193,6 +163,7 @@ TEST_F(WorkspaceTest, AGraphOwnsItUntilItsLastCopyIsGone) {
     cudaGraphDestroy(another);
 }
 
+// Counts the free memory of the whole GPU: for a process that has it to itself.
 TEST_F(WorkspaceTest, ManyCapturesTakeNoMoreMemoryThanOne) {
     cudaGraph_t graph;
     partial_of_capture(graph);

@@ -1,8 +1,5 @@
 // The forward kernel by itself, with every row of its table, where other kernels would be picked too.
-#include "checks/checks.h"
-#include "cuda/attention/run.h"
-#include "cuda/backend.h"
-#include "cuda_testing.h"
+#include "paged_call.h"
 
 #include <octavo/attention.h>
 #include <octavo/paged_attention.h>
@@ -10,31 +7,14 @@
 namespace octavo {
 namespace {
 
-AttentionParams checked(const AttentionArgs& args) { return check_attention(args); }
-AttentionParams checked(const PagedAttentionArgs& args) { return check_paged_attention(args); }
-void on_cpu(const AttentionArgs& args) { attention(args); }
-void on_cpu(const PagedAttentionArgs& args) { paged_attention(args); }
-
-// `set(args, view)` gives the arrays by view(mirror, dtype, shape). The gaps of `row - head_dim` elements
-// behind each row of out must stay NaN.
-template <class Args, class Set>
-void expect_agreement(Args args, Set set, const Mirror<uint16_t>& out, const Mirror<float>& lse, DType dtype,
-                      int64_t head_dim, int64_t row) {
-    using Shape = std::initializer_list<int64_t>;
-    set(args, [](auto& mirror, DType dtype, Shape shape) { return mirror.on_host(dtype, shape); });
-    on_cpu(args);
-    set(args, [](auto& mirror, DType dtype, Shape shape) { return mirror.on_gpu(dtype, shape); });
+// `body(gpu)` for this GPU and for one with so little shared memory that other rows of the table serve.
+template <class Body>
+void for_each_shared_memory(Body body) {
     cuda::Gpu gpu = cuda::gpu_of(0);
     for (const int64_t shared_bytes : {int64_t{99} << 10, gpu.shared_bytes_per_block}) {
         SCOPED_TRACE(shared_bytes);
         gpu.shared_bytes_per_block = shared_bytes;
-        out.upload(nans(out.host.size(), dtype));
-        lse.upload(std::vector<float>(lse.host.size(), NAN));
-        const AttentionParams params = checked(args);
-        cuda::run(params, cuda::plan_sm80_attention(params, gpu), nullptr);
-        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-        expect_rows_close(out.fetch(), out.host, dtype, head_dim, row);
-        expect_close(lse.fetch(), lse.host);
+        body(gpu);
     }
 }
 
@@ -93,41 +73,39 @@ TEST_P(CudaForwardTest, DenseAndPackedAgreeWithTheCpu) {
         if (with_alibi) a.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
         if (with_prefix) a.prefix_lens = view(prefix_lens, DType::int32, {batch});
     };
-    expect_agreement(args, set, out, lse, dtype, head_dim, row);
+    set(args, kOnHost);
+    attention(args);
+    set(args, kOnGpu);
+    for_each_shared_memory([&](const cuda::Gpu& gpu) {
+        out.upload(nans(out.host.size(), dtype));
+        lse.upload(std::vector<float>(lse.host.size(), NAN));
+        const AttentionParams params = check_attention(args);
+        cuda::run(params, cuda::plan_sm80_attention(params, gpu), nullptr);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        expect_rows_close(out.fetch(), out.host, dtype, head_dim, row);  // gaps stay NaN
+        expect_close(lse.fetch(), lse.host);
+    });
 }
 
 TEST_P(CudaForwardTest, PagedAgreesWithTheCpu) {
     Random random(GetParam());
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
     const int64_t num_kv_heads = random.pick({1, 2}), group_size = random.pick({1, 3, 4, 8});
-    const int64_t num_q_heads = num_kv_heads * group_size;
     const int64_t head_dim = random.pick({64, 96, 128, 128, 160, 256});
     // Decode rows and chunks in one batch.
     const std::vector<int32_t> lengths_q{1, 200, 1, 64, 130, 0}, lengths_k{700, 270, 1, 64, 390, 5};
-    const int64_t batch = lengths_q.size();
     Cache cache(random, lengths_k, random.pick({1, 8, 17, 16, 256}), num_kv_heads, head_dim, dtype);
-    Mirror<int32_t> cu_seqlens_q(cumulative(lengths_q)), table(cache.table), lengths(cache.lengths);
-    const int64_t total_q = cu_seqlens_q.host.back();
-    Mirror<uint16_t> q(random.normal(total_q * num_q_heads * head_dim, dtype)), k(cache.k), v(cache.v);
-    Mirror<uint16_t> out(nans(q.host.size(), dtype));
-    Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
-
-    PagedAttentionArgs args;
-    pick_masks(random, args);
-    if (random.one_in(2)) args.num_splits = random.pick({1, 3, 7});
-    const bool with_alibi = random.one_in(3);
-    auto set = [&](PagedAttentionArgs& a, auto view) {
-        a.q = view(q, dtype, {total_q, num_q_heads, head_dim});
-        a.out = view(out, dtype, {total_q, num_q_heads, head_dim});
-        a.lse = view(lse, DType::float32, {total_q, num_q_heads});
-        a.k_pages = view(k, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
-        a.v_pages = view(v, dtype, {cache.num_pages, cache.page_size, num_kv_heads, head_dim});
-        a.page_table = view(table, DType::int32, {batch, cache.max_pages});
-        a.seq_lens = view(lengths, DType::int32, {batch});
-        a.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
-        if (with_alibi) a.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
-    };
-    expect_agreement(args, set, out, lse, dtype, head_dim, head_dim);
+    PagedCall call(random, cache, lengths_q, num_kv_heads * group_size, dtype);
+    pick_masks(random, call.options);
+    if (random.one_in(2)) call.options.num_splits = random.pick({1, 3, 7});
+    call.with_alibi = random.one_in(3);
+    call.run_on_cpu();
+    for_each_shared_memory([&](const cuda::Gpu& gpu) {
+        auto plan_of = [&gpu](const AttentionParams& p, const cuda::Gpu&, std::string*) {
+            return std::optional(cuda::plan_sm80_attention(p, gpu));
+        };
+        call.expect_right([&](const PagedAttentionArgs& args) { run_by(plan_of, args); });
+    });
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaForwardTest, ::testing::Range(0u, 48u));

@@ -1,125 +1,46 @@
-// Decoding on CUDA where blocks are dealt out, one sequence, a few or short ones, against the CPU: every
-// length, page size and shape that this kernel meets, and captured graphs whose lengths change.
-#include "cuda_testing.h"
+// Decoding on CUDA where the host shares out the work, one sequence, a few or many, against the CPU: every
+// length, page size and shape that the split-KV kernel meets, and captured graphs whose lengths change.
+#include "paged_call.h"
+
+#include "cuda/decode/plan.h"
 
 #include <octavo/paged_attention.h>
 
+#include <array>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace octavo {
 namespace {
 
 struct Shape {
     int64_t num_kv_heads, group_size, head_dim, page_size;
-    int64_t seqlen_q = 1;
+    int32_t seqlen_q = 1;
 };
 
 // A batch whose page table has `spare_pages` columns more than it needs.
-class Problem {
-  public:
+struct Problem {
     Problem(unsigned seed, const Shape& shape, const std::vector<int32_t>& lengths, int64_t spare_pages)
-        : random_(seed),
-          shape_(shape),
-          dtype_(random_.pick({DType::float16, DType::bfloat16})),
-          cache_(random_, lengths, shape.page_size, shape.num_kv_heads, shape.head_dim, dtype_),
-          max_pages_(cache_.max_pages + spare_pages),
-          cu_seqlens_q_(cumulative(std::vector<int32_t>(lengths.size(), shape.seqlen_q))),
-          table_(widened(cache_, max_pages_)),
-          lengths_(cache_.lengths),
-          q_(random_.normal(num_rows() * shape.head_dim, dtype_)),
-          k_(cache_.k),
-          v_(cache_.v),
-          out_(nans(q_.host.size(), dtype_)),
-          lse_(std::vector<float>(num_rows(), NAN)),
-          slopes_(slopes_for(num_q_heads())) {
-        common_.causal = !random_.one_in(4);
-        if (random_.one_in(4)) common_.softcap = 20.0;
-        with_alibi_ = random_.one_in(3);
+        : random(seed),
+          dtype(random.pick({DType::float16, DType::bfloat16})),
+          cache(widened({random, at_least(lengths, shape.seqlen_q), shape.page_size, shape.num_kv_heads,
+                         shape.head_dim, dtype},
+                        spare_pages)),
+          call(random, cache, shape.seqlen_q, shape.num_kv_heads * shape.group_size, dtype) {
+        call.options.causal = !random.one_in(4);
+        if (random.one_in(4)) call.options.softcap = 20.0;
+        call.with_alibi = random.one_in(3);
+    }
+    static Cache widened(Cache cache, int64_t spare_pages) {
+        cache.widen(cache.max_pages + spare_pages);
+        return cache;
     }
 
-    PagedAttentionArgs on_gpu() { return arguments(kOnGpu); }
-
-    void run_on_gpu(cudaStream_t stream = nullptr) {
-        PagedAttentionArgs args = on_gpu();
-        args.stream = stream;
-        paged_attention(args);
-    }
-
-    void set_batch_invariant() { common_.batch_invariant = true; }
-
-    void set_lengths(const std::vector<int32_t>& lengths) {
-        lengths_.host = lengths;
-        lengths_.upload(lengths);
-        out_.upload(nans(q_.host.size(), dtype_));
-        lse_.upload(std::vector<float>(num_rows(), NAN));
-    }
-
-    void expect_what_the_cpu_gives() {
-        SCOPED_TRACE(name());
-        const auto out = out_.fetch();
-        const auto lse = lse_.fetch();
-        paged_attention(arguments(kOnHost));
-        expect_close(out, out_.host, dtype_);
-        expect_close(lse, lse_.host);
-    }
-
-    std::string name() const {
-        std::string lengths;
-        for (size_t i = 0; i < std::min<size_t>(lengths_.host.size(), 16); ++i) {
-            lengths += " " + std::to_string(lengths_.host[i]);
-        }
-        return "batch " + std::to_string(cache_.batch) + ", lengths" + lengths + ", heads " +
-               std::to_string(num_q_heads()) + "/" + std::to_string(shape_.num_kv_heads) + ", head_dim " +
-               std::to_string(shape_.head_dim) + ", page_size " + std::to_string(shape_.page_size) +
-               ", queries " + std::to_string(shape_.seqlen_q);
-    }
-    std::vector<uint16_t> out_bits() const { return out_.fetch(); }
-
-  private:
-    static std::vector<int32_t> widened(const Cache& cache, int64_t max_pages) {
-        std::vector<int32_t> table(cache.batch * max_pages, 1 << 30);
-        for (int64_t b = 0; b < cache.batch; ++b) {
-            const auto row = cache.table.begin() + b * cache.max_pages;
-            std::copy(row, row + cache.max_pages, table.begin() + b * max_pages);
-        }
-        return table;
-    }
-    int64_t num_q_heads() const { return shape_.num_kv_heads * shape_.group_size; }
-    int64_t total_q() const { return cache_.batch * shape_.seqlen_q; }
-    int64_t num_rows() const { return total_q() * num_q_heads(); }
-
-    template <class View>
-    PagedAttentionArgs arguments(View view) {
-        PagedAttentionArgs args = common_;
-        args.q = view(q_, dtype_, {total_q(), num_q_heads(), shape_.head_dim});
-        args.out = view(out_, dtype_, {total_q(), num_q_heads(), shape_.head_dim});
-        args.lse = view(lse_, DType::float32, {total_q(), num_q_heads()});
-        for (const bool is_k : {true, false}) {
-            (is_k ? args.k_pages : args.v_pages) =
-                view(is_k ? k_ : v_, dtype_,
-                     {cache_.num_pages, shape_.page_size, shape_.num_kv_heads, shape_.head_dim});
-        }
-        args.page_table = view(table_, DType::int32, {cache_.batch, max_pages_});
-        args.seq_lens = view(lengths_, DType::int32, {cache_.batch});
-        if (shape_.seqlen_q > 1) {
-            args.cu_seqlens_q = view(cu_seqlens_q_, DType::int32, {cache_.batch + 1});
-            args.max_seqlen_q = shape_.seqlen_q;
-        }
-        if (with_alibi_) args.alibi_slopes = view(slopes_, DType::float32, {num_q_heads()});
-        return args;
-    }
-
-    Random random_;
-    Shape shape_;
-    DType dtype_;
-    Cache cache_;
-    int64_t max_pages_;
-    Mirror<int32_t> cu_seqlens_q_, table_, lengths_;
-    Mirror<uint16_t> q_, k_, v_, out_;
-    Mirror<float> lse_, slopes_;
-    PagedAttentionArgs common_;
-    bool with_alibi_;
+    Random random;
+    DType dtype;
+    Cache cache;
+    PagedCall call;
 };
 
 constexpr Shape kShapes[] = {
@@ -130,20 +51,20 @@ constexpr Shape kShapes[] = {
     {1, 1, 128, 256},   {1, 16, 96, 3},    {12, 4, 192, 16, 2},
 };
 
-void expect_split_kv(Problem& problem, const std::string& policy) {
-    EXPECT_EQ(kind_of(problem.on_gpu()), "split_kv_decode") << problem.name();
-    EXPECT_EQ(planned(problem.on_gpu(), "policy"), policy) << problem.name();
+void expect_policy(Problem& problem, const std::string& policy) {
+    EXPECT_EQ(decode_policy(problem.call), policy) << problem.call.name();
 }
 
-// Twice, since the second launch meets what the first left behind.
+// Without masks, and in every third problem with keys that all see, or a window, or both.
 void expect_right(Problem& problem) {
-    problem.run_on_gpu();
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-    const auto first_bits = problem.out_bits();
-    problem.run_on_gpu();
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << problem.name();
-    ASSERT_EQ(first_bits, problem.out_bits()) << "from call to call, " << problem.name();
-    problem.expect_what_the_cpu_gives();
+    PagedCall& call = problem.call;
+    Random& random = problem.random;
+    expect_every_decode_right(call);
+    if (::testing::Test::HasFatalFailure() || !random.one_in(3)) return;
+    const int masks = random.pick({1, 2, 3});
+    if (masks & 1) call.pick_prefix_lens(random);
+    if (masks & 2) call.options.window_left = random.pick({0, 10, 90, 300});
+    expect_every_decode_right(call);
 }
 
 // Of one shape.
@@ -158,7 +79,7 @@ TEST_P(CudaDecodeDealtTest, AgreesWithTheCpu) {
     for (const int32_t length : kLengths) {
         Problem problem(seed, shape_, {length}, seed % 3 == 0 ? 0 : seed % 3 * 200);
         ++seed;
-        if (shape_.num_kv_heads <= num_sms()) expect_split_kv(problem, "even");
+        if (shape_.num_kv_heads <= num_sms()) expect_policy(problem, "even");
         expect_right(problem);
         if (HasFatalFailure()) return;
     }
@@ -190,7 +111,7 @@ TEST_P(CudaDecodeDealtTest, AgreesWithTheCpuOnFewSequences) {
         ++seed;
         const auto num_items = static_cast<int64_t>(lengths.size()) * shape_.num_kv_heads;
         if (2 * num_items <= num_sms()) {
-            EXPECT_EQ(kind_of(problem.on_gpu()), "split_kv_decode") << problem.name();
+            EXPECT_EQ(kind_of(problem.call.explained()), "split_kv_decode") << problem.call.name();
         }
         expect_right(problem);
         if (HasFatalFailure()) return;
@@ -205,7 +126,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnLongSequences) {
          {Shape{1, 8, 128, 16}, Shape{2, 4, 64, 1}, Shape{1, 2, 256, 7}, Shape{3, 1, 128, 64}}) {
         for (const int32_t length : {5003, 20011}) {
             Problem problem(seed++, shape, {length}, 40);
-            expect_split_kv(problem, "even");
+            expect_policy(problem, "even");
             expect_right(problem);
             if (HasFatalFailure()) return;
         }
@@ -219,7 +140,7 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnThirtyTwoSequences) {
             std::vector<int32_t> lengths(32);
             for (int32_t i = 0; i < 32; ++i) lengths[i] = i * i * 389 % longest;
             Problem problem(seed++, shape, lengths, 30);
-            if (64 * shape.num_kv_heads <= num_sms()) expect_split_kv(problem, "by_length");
+            if (64 * shape.num_kv_heads <= num_sms()) expect_policy(problem, "by_length");
             expect_right(problem);
             if (HasFatalFailure()) return;
         }
@@ -235,78 +156,207 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnManySequences) {
         for (int32_t i = 0; i < 110; ++i) lengths[i] = i * 37 % 431;
         Problem problem(seed++, shape, lengths, 0);
         if (110 * shape.num_kv_heads >= 6 * num_sms()) {
-            expect_split_kv(problem, "even");
-            EXPECT_EQ(planned(problem.on_gpu(), "items"), "many") << problem.name();
+            expect_policy(problem, "even");
+            EXPECT_EQ(field(problem.call.explained(), "items"), "many") << problem.call.name();
         }
         expect_right(problem);
         if (HasFatalFailure()) return;
     }
 }
 
-// Two problems on streams of their own, at once, in graphs that were captured with other lengths.
-void expect_right_replays(std::initializer_list<std::pair<Shape, int>> batches, bool batch_invariant) {
-    constexpr int kStreams = 2, kMaxLength = 3000;
-    unsigned seed = 2000;
-    for (const auto& [shape, batch] : batches) {
-        std::unique_ptr<Problem> problems[kStreams];
-        cudaStream_t streams[kStreams];
-        cudaGraphExec_t graphs[kStreams];
-        for (int i = 0; i < kStreams; ++i) {
-            problems[i] =
-                std::make_unique<Problem>(seed++, shape, std::vector<int32_t>(batch, kMaxLength), 20);
-            if (batch_invariant) problems[i]->set_batch_invariant();
-            EXPECT_EQ(kind_of(problems[i]->on_gpu()), "split_kv_decode") << problems[i]->name();
-            ASSERT_EQ(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking), cudaSuccess);
-            cudaGraph_t graph;
-            ASSERT_EQ(cudaStreamBeginCapture(streams[i], cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            for (int call = 0; call < 20; ++call) problems[i]->run_on_gpu(streams[i]);
-            ASSERT_EQ(cudaStreamEndCapture(streams[i], &graph), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&graphs[i], graph, 0), cudaSuccess);
-            cudaGraphDestroy(graph);
-        }
-        for (const int32_t length : {kMaxLength, 0, 1, 16, 130, 999, 2048, 5}) {
-            for (int i = 0; i < kStreams; ++i) {
-                std::vector<int32_t> lengths(batch);  // the first as long as that, others more equal or less
-                for (int j = 0; j < batch; ++j) {
-                    lengths[j] = std::max(j % 2 == 0 ? length - 3 * i - 7 * j : kMaxLength - length, 0);
-                }
-                problems[i]->set_lengths(lengths);
-            }
-            // A copy from pageable memory may still be under way, and these streams do not wait for it.
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-            for (int i = 0; i < kStreams; ++i) ASSERT_EQ(cudaGraphLaunch(graphs[i], streams[i]), cudaSuccess);
-            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-            for (int i = 0; i < kStreams; ++i) {
-                problems[i]->expect_what_the_cpu_gives();
-                if (::testing::Test::HasFatalFailure()) return;
-            }
-        }
-        for (int i = 0; i < kStreams; ++i) {
-            cudaGraphExecDestroy(graphs[i]);
-            cudaStreamDestroy(streams[i]);
+// Longer and shorter ones, of which each asks for as many CTAs as its length is worth.
+TEST(CudaDecodeDealt, AgreesWithTheCpuOnRaggedBatches) {
+    unsigned seed = 6000;
+    for (const Shape& shape : {Shape{8, 4, 128, 16}, Shape{4, 16, 96, 1}, Shape{2, 1, 64, 24},
+                               Shape{2, 4, 256, 5}, Shape{4, 4, 128, 64, 4}, Shape{5, 2, 192, 16, 3}}) {
+        for (const int32_t batch : {33, 60}) {
+            std::vector<int32_t> lengths(batch);
+            for (int32_t i = 0; i < batch; ++i) lengths[i] = i * i * 389 % (i % 7 == 3 ? 2000 : 300);
+            Problem problem(seed++, shape, lengths, 1000 / shape.page_size);
+            if (num_sms() == 132) expect_policy(problem, "sized");
+            expect_right(problem);
+            if (HasFatalFailure()) return;
         }
     }
 }
 
+// ---- plans that would not be chosen
+
+// The same problem worked through by another policy, with CTAs of another configuration and in other splits.
+cuda::SplitKvPlan altered(cuda::SplitKvPlan plan, const AttentionParams& p, cuda::SplitPolicy policy,
+                          cuda::SplitKvItems items, int32_t num_splits) {
+    const cuda::DecodeTiles& tiles = plan.tiles();
+    const int32_t rows = p.seqlen_q * p.group_size();
+    int32_t warps = cuda::decode_warps(tiles.head_dim, tiles.row_tiles);
+    if (items == cuda::SplitKvItems::many_items) warps = 4;
+    if (policy == cuda::SplitPolicy::by_length) warps = cuda::decode_warps(tiles.head_dim, 1);
+    plan.policy = policy;
+    plan.items = items;
+    plan.threads = 32 * warps;
+    plan.num_splits = num_splits;
+    plan.num_slots = plan.num_sequences * num_splits;
+    if (policy == cuda::SplitPolicy::by_length) plan.num_slots = plan.num_sequences + num_splits - 1;
+    plan.blocks_per_split = static_cast<int32_t>(cuda::ceil_divide(plan.max_visible_blocks, num_splits));
+    plan.length_first = p.window_left >= 0 || p.prefix_lens || policy == cuda::SplitPolicy::by_length ||
+                        policy == cuda::SplitPolicy::sized;
+    plan.partial_words = plan.combiners_per_item = plan.warps_per_row_log2 = 0;
+    if (num_splits == 1) return plan;
+    plan.partial_words = rows * (tiles.head_dim + 2 * warps);
+    while (1 << plan.warps_per_row_log2 < warps && 8 << plan.warps_per_row_log2 < num_splits)
+        ++plan.warps_per_row_log2;
+    plan.combiners_per_item = static_cast<int32_t>(cuda::ceil_divide(rows, warps >> plan.warps_per_row_log2));
+    return plan;
+}
+
+void expect_every_plan_right(PagedCall& call) {
+    using cuda::SplitKvItems, cuda::SplitPolicy;
+    struct Other {
+        SplitPolicy policy;
+        SplitKvItems items;
+        int32_t num_splits;
+    };
+    std::vector<Other> others;
+    for (const int32_t num_splits : {1, 2, 7, 40}) {
+        for (const SplitKvItems items :
+             {SplitKvItems::long_items, SplitKvItems::short_items, SplitKvItems::many_items}) {
+            others.push_back({SplitPolicy::even, items, num_splits});
+            others.push_back({SplitPolicy::sized, items, num_splits});
+        }
+        others.push_back({SplitPolicy::by_length, SplitKvItems::long_items, num_splits});
+    }
+    call.run_on_cpu();
+    for (const Other& other : others) {
+        SCOPED_TRACE("policy " + std::to_string(static_cast<int>(other.policy)) + ", items " +
+                     std::to_string(static_cast<int>(other.items)) + ", splits " +
+                     std::to_string(other.num_splits));
+        auto plan_of = [&other](const AttentionParams& p, const cuda::Gpu& gpu, std::string* why_not) {
+            auto plan = cuda::plan_split_kv(p, gpu, why_not);
+            if (plan) plan = altered(*plan, p, other.policy, other.items, other.num_splits);
+            return plan;
+        };
+        call.expect_right([&](const PagedAttentionArgs& args) { run_by(plan_of, args); });
+        if (::testing::Test::HasFatalFailure()) return;
+    }
+}
+
+// Fixed splits have one configuration for CTAs with much to read and one for others, and look at the length
+// first or not, as the batch asks for: the bits are those of the item.
+void expect_fixed_splits_have_the_same_bits(PagedCall& call) {
+    call.options.batch_invariant = true;
+    call.run_on_cpu();
+    std::optional<PagedCall::Results> first;
+    for (const auto items : {cuda::SplitKvItems::long_items, cuda::SplitKvItems::short_items}) {
+        for (const bool length_first : {false, true}) {
+            auto plan_of = [=](const AttentionParams& p, const cuda::Gpu& gpu, std::string* why_not) {
+                auto plan = cuda::plan_split_kv(p, gpu, why_not);
+                if (plan) plan->items = items;
+                if (plan) plan->length_first = length_first || p.window_left >= 0 || p.prefix_lens;
+                return plan;
+            };
+            call.expect_right([&](const PagedAttentionArgs& args) { run_by(plan_of, args); });
+            if (::testing::Test::HasFatalFailure()) return;
+            if (!first) first = call.fetch();
+            ASSERT_TRUE(call.fetch() == *first) << "length first: " << length_first << ", " << call.name();
+        }
+    }
+    call.options.batch_invariant = false;
+}
+
+// Of each row of kDecodeTiles.
+class CudaSplitKvPlansTest : public ::testing::TestWithParam<size_t> {};
+
+TEST_P(CudaSplitKvPlansTest, AgreeWithTheCpu) {
+    const cuda::DecodeTiles& tiles = cuda::kDecodeTiles[GetParam()];
+    unsigned seed = 7000 + 10 * static_cast<unsigned>(GetParam());
+    for (const int64_t page_size : {5, 16}) {
+        for (const int32_t seqlen_q : {1, 2}) {
+            const Shape shape{2, tiles.rows() / seqlen_q, tiles.head_dim, page_size, seqlen_q};
+            Problem problem(seed++, shape, {0, 1300, 17, 260}, 30);
+            expect_every_plan_right(problem.call);
+            if (HasFatalFailure()) return;
+            expect_fixed_splits_have_the_same_bits(problem.call);
+            if (HasFatalFailure()) return;
+            problem.call.options.window_left = problem.random.pick({10, 90, 300});
+            expect_every_plan_right(problem.call);
+            if (HasFatalFailure()) return;
+            problem.call.pick_prefix_lens(problem.random);
+            expect_fixed_splits_have_the_same_bits(problem.call);  // which alone serve both
+            if (HasFatalFailure()) return;
+            problem.call.options.window_left = -1;
+            expect_every_plan_right(problem.call);
+            if (HasFatalFailure()) return;
+        }
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Rows, CudaSplitKvPlansTest,
+                         ::testing::Range(size_t{0}, std::size(cuda::kDecodeTiles)));
+
+// ---- graphs
+
+// A call to decode that is captured on a stream of its own in each way.
+struct CapturedDecode {
+    CapturedDecode(unsigned seed, const Shape& shape, int batch, int32_t most, bool with_masks)
+        : problem(seed, shape, std::vector<int32_t>(batch, most), 20) {
+        PagedCall& call = problem.call;
+        if (with_masks) call.pick_prefix_lens(problem.random);
+        if (with_masks && problem.random.one_in(2)) call.options.window_left = 200;
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        call.options.stream = stream;
+        for (size_t way = 0; way < std::size(kDecodeWays); ++way) {
+            cudaGraph_t graph = nullptr;
+            EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            for (int i = 0; i < 20; ++i) kDecodeWays[way].run(call.on_gpu());
+            EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+            EXPECT_EQ(cudaGraphInstantiate(&graphs[way], graph, 0), cudaSuccess);
+            cudaGraphDestroy(graph);
+        }
+    }
+    ~CapturedDecode() {
+        for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
+        cudaStreamDestroy(stream);
+    }
+    CapturedDecode(const CapturedDecode&) = delete;
+
+    Problem problem;
+    cudaStream_t stream = nullptr;
+    std::array<cudaGraphExec_t, std::size(kDecodeWays)> graphs{};
+};
+
+// Two problems on streams of their own, at once, in graphs that were captured with other lengths. Of the last
+// shape there are so many sequences that CTAs of fixed splits look at the length first.
 TEST(CudaDecodeDealt, ReplaysWithOtherLengths) {
-    expect_right_replays({{Shape{32, 1, 128, 16}, 1},
-                          {Shape{8, 4, 128, 1}, 1},
-                          {Shape{1, 8, 128, 24}, 1},
-                          {Shape{2, 8, 64, 16, 2}, 1},
-                          {Shape{8, 4, 128, 16}, 3},
-                          {Shape{2, 4, 64, 1}, 7}},
-                         false);
+    constexpr int32_t kMaxLength = 3000;
+    const std::pair<Shape, int> batches[] = {
+        {{32, 1, 128, 16}, 1}, {{8, 4, 128, 1}, 1},  {{1, 8, 128, 24}, 1},   {{2, 8, 64, 16, 2}, 1},
+        {{8, 4, 128, 16}, 3},  {{2, 4, 64, 1}, 7},   {{2, 8, 64, 16, 2}, 3}, {{8, 4, 128, 1}, 5},
+        {{4, 2, 128, 16}, 40}, {{4, 2, 64, 16}, 40},
+    };
+    unsigned seed = 2000;
+    for (const auto& [shape, batch] : batches) {
+        std::unique_ptr<CapturedDecode> captured[2];
+        for (int i = 0; i < 2; ++i)
+            captured[i] = std::make_unique<CapturedDecode>(seed++, shape, batch, kMaxLength, i == 1);
+        EXPECT_EQ(kind_of(captured[0]->problem.call.explained()), "split_kv_decode");
+        for (const int32_t length : {kMaxLength, 0, 1, 16, 130, 999, 2048, 5}) {
+            for (int i = 0; i < 2; ++i) {
+                std::vector<int32_t> lengths(batch);  // the first as long as that, others more equal or less
+                for (int j = 0; j < batch; ++j)
+                    lengths[j] = std::max(j % 2 == 0 ? length - 3 * i - 7 * j : kMaxLength - length, 0);
+                captured[i]->problem.call.lengths.set(at_least(lengths, shape.seqlen_q));
+                captured[i]->problem.call.run_on_cpu();
+            }
+            for (size_t way = 0; way < std::size(kDecodeWays); ++way) {
+                SCOPED_TRACE(kDecodeWays[way].name);
+                for (const auto& one : captured) one->problem.call.poison_outputs();
+                for (const auto& one : captured)
+                    ASSERT_EQ(cudaGraphLaunch(one->graphs[way], one->stream), cudaSuccess);
+                ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+                for (const auto& one : captured) one->problem.call.expect_what_the_cpu_gave();
+                if (HasFatalFailure()) return;
+            }
+        }
+    }
 }
-
-// The last one has so many units that CTAs look at the length first.
-TEST(CudaDecodeDealt, BatchInvariantReplaysWithOtherLengths) {
-    expect_right_replays({{Shape{32, 1, 128, 16}, 1},
-                          {Shape{1, 8, 128, 24}, 1},
-                          {Shape{2, 8, 64, 16, 2}, 3},
-                          {Shape{8, 4, 128, 1}, 5},
-                          {Shape{4, 2, 64, 16}, 40}},
-                         true);
-}
-
 }  // namespace
 }  // namespace octavo

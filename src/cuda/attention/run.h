@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/decode/plan.h"
+#include "cuda/shared_prefix/plan.h"
 #include "cuda/sm80_attention/plan.h"
 #include "cuda/sm90_attention/plan.h"
 #include "params/attention_params.h"
@@ -11,14 +12,19 @@
 
 namespace octavo::cuda {
 
-void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream);
-void run(const AttentionParams& params, const BatchInvariantDecodePlan& plan, cudaStream_t stream);
+//
+// overlaps_prefix: the kernel before on the stream is that over a shared prefix, which lets this one start at
+// once and may go on meanwhile. The next one waits for both.
+void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream,
+         bool overlaps_prefix = false);
 void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm90Plan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm80Plan& plan, cudaStream_t stream);
 
-// Combines the results over the runs of a shared prefix with those behind it, in place of these.
-void combine_prefix(const AttentionParams& behind_prefix, const AttentionParams& over_prefix,
-                    cudaStream_t stream);
+void run(const AttentionParams& params, const SharedPrefixPlan& plan, cudaStream_t stream);
+
+// Combines the results over the runs of a shared prefix with those behind it into those of `params`.
+void combine_prefix(const AttentionParams& params, const AttentionParams& behind_prefix,
+                    const AttentionParams& over_prefix, cudaStream_t stream);
 
 }  // namespace octavo::cuda

@@ -1,11 +1,53 @@
-// Batch-invariant splits: into how many an item is cut, which follows from its number of blocks and from the
-// number of KV heads alone. Where it is cut: units.cuh, where a split is called a unit.
+// Batch-invariant splits: how the blocks of an item are cut where the result's bits must not depend on the
+// batch. The cuts follow from the item's number of blocks (and the number of KV heads) alone.
+//
+//     blocks     |0 1 2 3 ...                                     |
+//     splits     |     0     |     1     |     2     |     3     |    a power of two, a CTA each
+//     warps      | | | | | | |                                        equal shares of a split, kWarps of them
+//
+// Shares of all splits differ by a block at most: share j of all begins with block j * blocks / shares. The
+// shares of a split are added up from the left, then the splits: at first those of a subtotal, of which an
+// item has no more than a CTA has warps, then the subtotals.
 #pragma once
+
+#include "common/macros.h"
 
 #include <algorithm>
 #include <cstdint>
 
 namespace octavo::cuda {
+
+constexpr int32_t constant_log2(int32_t x) { return x < 2 ? 0 : 1 + constant_log2(x / 2); }
+
+OCTAVO_HD int32_t floor_log2(int32_t x) {
+#ifdef __CUDA_ARCH__
+    return 31 - __clz(x);
+#else
+    return constant_log2(x);
+#endif
+}
+
+// How one item is cut.
+template <class Config>
+struct FixedSplitCut {
+    static constexpr int kWarpsLog2 = constant_log2(Config::kWarps);
+
+    int32_t blocks;         // of the item
+    int32_t shared_blocks;  // of which warps have equal shares: more than there are, in an item of very few
+    int32_t splits_log2;
+    int32_t subtotal_log2;  // splits of a subtotal
+    int32_t num_warps;      // that have blocks of the first split
+
+    OCTAVO_HD int32_t num_splits() const { return 1 << splits_log2; }
+    OCTAVO_HD int32_t splits_of_subtotal() const { return 1 << subtotal_log2; }
+    // The first block of a warp's share of a split; that of a warp past the last one is the split's end.
+    OCTAVO_HD int32_t share_begin(int32_t split, int32_t warp) const {
+        const int64_t share = (split << kWarpsLog2) + warp;
+        const auto begin =
+            static_cast<int32_t>(static_cast<uint64_t>(share) * shared_blocks >> (splits_log2 + kWarpsLog2));
+        return begin < blocks ? begin : blocks;
+    }
+};
 
 template <class Config>
 class FixedSplits {
@@ -14,29 +56,47 @@ class FixedSplits {
     static constexpr int kMaxSplits = 32, kMaxSplitsOfSequence = 128;
     // Items of up to kShortBlocks have one split. Of a few splits each has as many at least, of more splits
     // twice as many.
-    static constexpr int kShortBlocks = 16, kLongBlocks = 2 * kShortBlocks;
+    static constexpr int kShortLog2 = 4, kShortBlocks = 1 << kShortLog2, kLongLog2 = kShortLog2 + 1;
 
     // The most splits of an item, as a power of two, for a number of KV heads.
     static int32_t max_log2(int32_t num_kv_heads) {
-        return log2(std::clamp(kMaxSplitsOfSequence / num_kv_heads, 1, kMaxSplits));
+        return floor_log2(std::clamp(kMaxSplitsOfSequence / num_kv_heads, 1, kMaxSplits));
     }
 
-    explicit FixedSplits(int32_t max_log2) : max_log2_(max_log2) {}
+    OCTAVO_HD explicit FixedSplits(int32_t max_log2) : max_log2_(max_log2) {}
 
     // The splits of the longest item that has up to `blocks`.
     int32_t most(int64_t blocks) const {
-        constexpr int64_t kMany = int64_t{kMaxSplits} * kLongBlocks;
-        if (blocks <= kShortBlocks) return 1;
-        const int32_t blocks_log2 = log2(static_cast<int32_t>(std::min(blocks, kMany)));
-        const int32_t few = std::min(blocks_log2 - log2(kShortBlocks), kFewLog2);
-        return 1 << std::min(std::max(few, blocks_log2 - log2(kLongBlocks)), max_log2_);
+        constexpr int64_t kMany = int64_t{kMaxSplits} << kLongLog2;
+        const auto count = static_cast<int32_t>(std::min(blocks, kMany));
+        return 1 << splits_log2(count, floor_log2(count));
+    }
+
+    OCTAVO_HD FixedSplitCut<Config> cut(int32_t blocks) const {
+        const int32_t shared_blocks = blocks > kMinBlocks ? blocks : kMinBlocks;
+        const int32_t splits = splits_log2(blocks, floor_log2(shared_blocks));
+        const int32_t subtotal = kFewLog2 > 0 ? splits - kWarpsLog2 : 0;
+        const int32_t shares = (blocks + kMinShare - 1) >> kMinShareLog2;
+        return {blocks, shared_blocks, splits, subtotal > 0 ? subtotal : 0,
+                shares < Config::kWarps ? shares : Config::kWarps};
     }
 
   private:
+    static constexpr int kWarpsLog2 = FixedSplitCut<Config>::kWarpsLog2;
+    // Blocks of a warp's share, at least: its partial result is to be small beside its keys and values.
+    static constexpr int kMinShareLog2 = Config::kWarps == 8 ? 0 : 2, kMinShare = 1 << kMinShareLog2;
+    static constexpr int kMinBlocks = Config::kWarps * kMinShare;
     // Splits that may be as short as a short item. With more dims, adding them up costs more than it saves.
     static constexpr int kFewLog2 = Config::kHeadDim <= 128 ? 2 : 0;
 
-    static constexpr int32_t log2(int32_t x) { return x < 2 ? 0 : 1 + log2(x / 2); }
+    OCTAVO_HD int32_t splits_log2(int32_t blocks, int32_t blocks_log2) const {
+        if (blocks <= kShortBlocks) return 0;
+        const int32_t short_splits = blocks_log2 - kShortLog2;
+        const int32_t few = short_splits < kFewLog2 ? short_splits : kFewLog2;
+        const int32_t many = blocks_log2 - kLongLog2;
+        const int32_t splits = few > many ? few : many;
+        return splits < max_log2_ ? splits : max_log2_;
+    }
 
     int32_t max_log2_;
 };

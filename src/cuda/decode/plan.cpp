@@ -15,13 +15,13 @@ namespace {
 // What is known of one configuration of the split-KV kernel.
 struct SplitKvShape {
     int32_t warps;
+    int32_t min_blocks;   // of a split
     int32_t block_bytes;  // of keys and values
     int32_t row_words;    // of a row's partial result
-    int32_t (*splits_of)(int32_t blocks);
 
     template <class Config>
     static constexpr SplitKvShape of() {
-        return {Config::kWarps, 16 * Config::kBlockChunks, Config::kPartialRow, Config::parts_of};
+        return {Config::kWarps, Config::kMinBlocks, Config::kBlockBytes, Config::kPartialRow};
     }
 };
 
@@ -33,34 +33,26 @@ int32_t most_fixed_splits(int32_t max_log2, int64_t blocks) {
 // What is known of the kernels of one row of kDecodeTiles.
 struct DecodeShape {
     SplitKvShape long_items, short_items, many_items, by_length;
-    bool has_short_items;                  // under SplitPolicy::even; or many_items serves short items too
-    int32_t short_keys, short_fixed_keys;  // that a short item has at most; likewise, batch-invariant
+    bool has_short_items;  // or many_items serves them
+    int32_t short_keys;    // that a short item has at most
     int32_t (*max_fixed_splits_log2)(int32_t num_kv_heads);
     int32_t (*most_fixed_splits)(int32_t max_log2, int64_t blocks);
-    int32_t stream_k_threads, stream_k_rows, stream_k_row_words;
-    int32_t batch_invariant_threads, batch_invariant_row_words, batch_invariant_min_blocks;
+    int32_t stream_k_threads, stream_k_row_words;
 
     template <int kHeadDim, int kRowTiles>
     static constexpr DecodeShape of() {
-        using Long = SplitKvConfig<kHeadDim, kRowTiles, 1>;
-        using Many = ManyConfig<kHeadDim, kRowTiles>;
+        using Long = LongItems<kHeadDim, kRowTiles>;
         using StreamK = StreamKConfig<kHeadDim, kRowTiles>;
-        using BatchInvariant = DecodeConfig<kHeadDim, kRowTiles>;
         return {SplitKvShape::of<Long>(),
-                SplitKvShape::of<ShortConfig<kHeadDim, kRowTiles>>(),
-                SplitKvShape::of<Many>(),
-                SplitKvShape::of<ByLengthConfig<kHeadDim, kRowTiles>>(),
+                SplitKvShape::of<ShortItems<kHeadDim, kRowTiles>>(),
+                SplitKvShape::of<ManyItems<kHeadDim, kRowTiles>>(),
+                SplitKvShape::of<ByLength<kHeadDim, kRowTiles>>(),
                 cuda::has_short_items<kHeadDim, kRowTiles>(),
                 Long::kShortKeys,
-                FixedSplits<Long>::kShortBlocks * kBlockKeys,
                 FixedSplits<Long>::max_log2,
                 cuda::most_fixed_splits<Long>,
                 StreamK::kThreads,
-                StreamK::kRows,
-                StreamK::kWarpPartialRow,
-                BatchInvariant::kThreads,
-                BatchInvariant::kWarpPartialRow,
-                BatchInvariant::kMinBlocks};
+                StreamK::kPartialRow};
     }
 };
 
@@ -153,31 +145,20 @@ struct SplitKvProblem {
     const Gpu& gpu;
     const DecodeShape& shape;
     int32_t batch;   // sequences of this launch
-    int32_t blocks;  // of a sequence, at most
+    int32_t blocks;  // that the queries of a sequence see, at most
 
     int64_t items() const { return int64_t{batch} * p.num_kv_heads; }
     int32_t rows() const { return p.seqlen_q * p.group_size(); }
+    int64_t keys() const { return std::min<int64_t>(p.seqlen_k, int64_t{blocks} * kBlockKeys); }
+    int64_t item_bytes() const { return keys() * p.head_dim * 2 * size_of(p.dtype); }
+    bool is_short() const { return keys() <= shape.short_keys; }
 };
 
-// Whether items may have equally many CTAs each, which shares out the work well whatever the lengths are. One
-// sequence; or short items, of up to `short_keys`, if CTAs are few or have 64 KB to read (256 sequences of 96
-// keys, 8 KV heads of dim 64: 24 us, 16 by stream_k_decode); or so many items that SMs which have a short one
-// take more of them: a long one that starts last takes an SM 8 us at most.
-bool splits_evenly(const SplitKvProblem& problem, int32_t short_keys) {
-    const AttentionParams& p = problem.p;
-    const int64_t items = problem.items(), sms = problem.gpu.num_sms;
-    if (problem.batch == 1 && items <= sms) return true;
-    const int64_t item_bytes = int64_t{p.seqlen_k} * p.head_dim * 2 * size_of(p.dtype);
-    constexpr int64_t kManyBytes = 512 * 1024;
-    const bool has_enough = item_bytes >= 64 * 1024;
-    if (!p.batch_invariant && items >= 6 * sms && has_enough && item_bytes <= kManyBytes) return true;
-    return p.seqlen_k <= short_keys && (items <= 4 * sms || has_enough);
-}
-
-// Whether items may have CTAs by their length: if each has two or more where they are equally long.
-bool splits_by_length(const SplitKvProblem& problem) {
-    return problem.batch <= kMaxSequencesByLength && problem.p.seqlen_k < (1 << 28) &&
-           2 * problem.items() <= problem.gpu.num_sms;
+// The blocks of a sequence that its queries see, at most.
+int32_t max_visible_blocks(const AttentionParams& p) {
+    const int64_t all = (p.seqlen_k - 1) / kBlockKeys + 1;
+    if (p.window_left < 0 || p.prefix_lens) return static_cast<int32_t>(all);
+    return static_cast<int32_t>(std::min(all, (int64_t{p.window_left} + p.seqlen_q) / kBlockKeys + 2));
 }
 
 // Combiners, and how many of their warps share a row.
@@ -208,7 +189,9 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
     constexpr int64_t kSoonRead = 384 * 1024;  // bytes, by a CTA
     const int32_t sms = problem.gpu.num_sms, heads = problem.p.num_kv_heads, few = sms * 3 / 7;
     // More than 32 splits cost as much combining as they save, up to twice as many keys.
-    int32_t most = shape.splits_of(problem.blocks);
+    const int32_t blocks = problem.blocks;
+    int32_t most =
+        blocks <= 2 * shape.min_blocks ? 1 : static_cast<int32_t>(ceil_divide(blocks, shape.min_blocks));
     if (most > 32) most = std::max(32, most / 2);
     auto fits = [&] {
         return plan.num_splits == 1 ||
@@ -222,64 +205,110 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
         choose_splits(plan, problem, shape, slots, most);
         if (fits()) break;
     }
-    const int64_t bytes = problem.items() * problem.blocks * shape.block_bytes;
+    const int64_t bytes = problem.items() * blocks * shape.block_bytes;
     if (slots == 0 || bytes > kSoonRead * heads * plan.num_slots) plan = all;
 }
 
 // Sets the configuration, which decides how many warps a CTA has and how large a partial result is.
-void set_items(SplitKvPlan& plan, const SplitKvProblem& problem, SplitKvItems items,
-               const SplitKvShape& shape) {
+SplitKvPlan with_items(SplitKvPlan plan, const SplitKvProblem& problem, SplitKvItems items) {
+    const DecodeShape& shapes = problem.shape;
+    if (items == SplitKvItems::short_items && !shapes.has_short_items && plan.policy != SplitPolicy::fixed)
+        items = SplitKvItems::many_items;
+    const SplitKvShape& shape = plan.policy == SplitPolicy::by_length ? shapes.by_length
+                                : items == SplitKvItems::short_items  ? shapes.short_items
+                                : items == SplitKvItems::many_items   ? shapes.many_items
+                                                                      : shapes.long_items;
     plan.items = items;
     plan.threads = 32 * shape.warps;
     plan.partial_words = plan.num_splits > 1 ? problem.rows() * shape.row_words : 0;
+    return plan;
 }
 
+// One sequence, or short items: equally many CTAs each share out the work well whatever the lengths are.
 SplitKvPlan plan_even_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
-    const DecodeShape& shape = problem.shape;
     plan.policy = SplitPolicy::even;
-    choose_splits(plan, problem, shape.long_items);
-    const bool is_many = plan.num_splits == 1 && problem.items() > 2 * problem.gpu.num_sms;
-    const bool is_short = plan.num_splits == 1 && problem.p.seqlen_k <= shape.short_keys;
-    if (is_many || (is_short && !shape.has_short_items)) {
-        set_items(plan, problem, SplitKvItems::many_items, shape.many_items);
-    } else if (is_short) {
-        set_items(plan, problem, SplitKvItems::short_items, shape.short_items);
-    } else {
-        set_items(plan, problem, SplitKvItems::long_items, shape.long_items);
+    choose_splits(plan, problem, problem.shape.long_items);
+    SplitKvItems items = SplitKvItems::long_items;
+    if (plan.num_splits == 1 && problem.items() > 2 * problem.gpu.num_sms) {
+        items = SplitKvItems::many_items;
+    } else if (plan.num_splits == 1 && problem.is_short()) {
+        items = SplitKvItems::short_items;
     }
-    return plan;
+    return with_items(plan, problem, items);
 }
 
 SplitKvPlan plan_splits_by_length(SplitKvPlan plan, const SplitKvProblem& problem) {
     plan.policy = SplitPolicy::by_length;
+    plan.length_first = true;
     choose_splits(plan, problem, problem.shape.by_length);
-    set_items(plan, problem, SplitKvItems::long_items, problem.shape.by_length);
-    return plan;
+    return with_items(plan, problem, SplitKvItems::long_items);
 }
 
+// How many splits of about one size an item of full length has.
+int64_t sized_splits(const SplitKvProblem& problem) {
+    const int64_t split_bytes = (problem.p.head_dim <= 64 ? 768 : 512) * 1024;
+    return (problem.item_bytes() + split_bytes / 2) / split_bytes;
+}
+
+// To each item as many CTAs as its own length asks for: SMs that have a short one take more of them. Nothing
+// where so many of the CTAs may have nothing to do that they would take longer than the others.
+std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProblem& problem,
+                                             std::string* why_not) {
+    constexpr int64_t kMostOnSm = 16;
+    const int64_t items = problem.items(), sms = problem.gpu.num_sms, item_bytes = problem.item_bytes();
+    int64_t splits =
+        std::max(sized_splits(problem), std::min(ceil_divide(sms, items), item_bytes / (64 * 1024)));
+    splits = std::clamp<int64_t>(splits, 1, problem.blocks);
+    if (splits > 1 && items * splits > kMostOnSm * sms) {
+        return refuse(why_not,
+                      "it has a CTA for each split that a sequence may have, before lengths are known, and ",
+                      counted(problem.batch, "sequence"), " of up to ", counted(problem.p.seqlen_k, "key"),
+                      " x ", counted(problem.p.num_kv_heads, "KV head"), " have ", items * splits,
+                      ", more than ", kMostOnSm, " on each of ", sms, " SMs");
+    }
+    plan.policy = splits > 1 ? SplitPolicy::sized : SplitPolicy::even;
+    plan.num_splits = static_cast<int32_t>(splits);
+    plan.num_slots = problem.batch * plan.num_splits;
+    choose_combiners(plan, problem.shape.long_items, problem.rows());
+    if (splits > 1) {
+        plan.length_first = true;
+        plan.blocks_per_split = static_cast<int32_t>(ceil_divide(problem.blocks, splits));
+    } else if (items > 2 * sms && (item_bytes <= 128 * 1024 || items >= 4 * sms)) {
+        return with_items(plan, problem, SplitKvItems::many_items);
+    }
+    return with_items(plan, problem, SplitKvItems::short_items);
+}
+
+// A CTA for each split that there is room for in page_table, of as many sequences as are worth a launch.
 SplitKvPlan plan_fixed_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
+    constexpr int64_t kMostOnSm = 64;
     const DecodeShape& shape = problem.shape;
+    const int64_t heads = problem.p.num_kv_heads, sms = problem.gpu.num_sms;
     plan.policy = SplitPolicy::fixed;
     plan.max_fixed_splits_log2 = shape.max_fixed_splits_log2(problem.p.num_kv_heads);
+    // In a batch, one split of a short window's keys is faster than two by up to a fifth; one sequence alone
+    // takes up to a tenth longer.
+    constexpr int32_t kShortWindow = 1024;
+    if (problem.p.window_left >= 0 && problem.p.window_left <= kShortWindow && !problem.p.prefix_lens)
+        plan.max_fixed_splits_log2 = 0;
     plan.num_splits = shape.most_fixed_splits(plan.max_fixed_splits_log2, problem.blocks);
-    plan.num_slots = problem.batch * plan.num_splits;
+    plan.num_sequences = static_cast<int32_t>(
+        std::min<int64_t>(problem.batch, std::max<int64_t>(kMostOnSm * sms / (heads * plan.num_splits), 1)));
+    plan.num_slots = plan.num_sequences * plan.num_splits;
     choose_combiners(plan, shape.long_items, problem.rows());
-    const int64_t ctas = int64_t{problem.p.num_kv_heads} * plan.num_slots, sms = problem.gpu.num_sms;
-    plan.length_first = plan.num_splits > 1 && ctas > 4 * sms;
+    const int64_t ctas = heads * plan.num_slots;
+    if (plan.num_splits > 1 && ctas > 4 * sms) plan.length_first = true;
     // Two CTAs an SM where some start while others end.
-    const bool is_short = plan.num_splits == 1 && problem.p.seqlen_k <= shape.short_keys;
-    if (ctas > sms || is_short) {
-        set_items(plan, problem, SplitKvItems::short_items, shape.short_items);
-    } else {
-        set_items(plan, problem, SplitKvItems::long_items, shape.long_items);
-    }
-    return plan;
+    const bool is_short = plan.num_splits == 1 && problem.is_short();
+    return with_items(plan, problem,
+                      ctas > sms || is_short ? SplitKvItems::short_items : SplitKvItems::long_items);
 }
 
 const char* name_of(SplitPolicy policy) {
     switch (policy) {
         case SplitPolicy::even: break;
         case SplitPolicy::by_length: return "by_length";
+        case SplitPolicy::sized: return "sized";
         case SplitPolicy::fixed: return "fixed";
     }
     return "even";
@@ -304,13 +333,6 @@ std::string ctas_of(const Grid& grid, int32_t threads) {
     return text_of(counted(grid.size(), "CTA"), " of ", threads, " threads");
 }
 
-// The summary of a plan whose CTAs share out the work.
-template <class Plan>
-std::string shared_out(const Plan& plan, const char* what) {
-    return text_of(counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_sequences, "sequence"),
-                   ", ", what, " shared out on the device: ", ctas_of(plan.grid(), plan.threads));
-}
-
 }  // namespace
 
 Grid SplitKvPlan::grid() const {
@@ -322,40 +344,32 @@ Grid SplitKvPlan::grid() const {
 std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
     const std::optional<int32_t> row = choose_tiles(p, gpu, why_not);
     if (!row) return std::nullopt;
-    if (p.window_left >= 0 || p.prefix_lens) {
-        return refuse(why_not, "it reads all keys of a sequence, and this call has ",
-                      p.prefix_lens ? "prefix_lens" : "a window");
-    }
     if (p.num_pages == 0 || p.seqlen_k == 0) return refuse(why_not, "there are no pages to read");
-    if (!p.seq_lens || p.num_skipped_keys > 0)
-        return refuse(why_not, "it reads whole sequences, and this is a part of those that share a prefix");
+    if (!p.seq_lens)
+        return refuse(why_not, "this is a shared prefix, whose runs have no lengths on the device");
+    if (p.prefix_lens && p.window_left >= 0 && !p.batch_invariant) {
+        return refuse(why_not,
+                      "with prefix_lens and a window, an item's blocks do not follow each other, and "
+                      "its warps take them in turns");
+    }
     SplitKvPlan plan{};
     plan.dtype = p.dtype;
     plan.row = *row;
     plan.num_sequences = count_sequences(p);
     plan.num_kv_heads = p.num_kv_heads;
-    const DecodeShape& shape = kShapes[*row];
-    const SplitKvProblem problem{p, gpu, shape, plan.num_sequences, (p.seqlen_k - 1) / kBlockKeys + 1};
-    if (!p.batch_invariant) {
-        if (splits_evenly(problem, shape.short_keys)) return plan_even_splits(plan, problem);
-        if (splits_by_length(problem)) return plan_splits_by_length(plan, problem);
-        return refuse(why_not,
-                      "it shares out the work before the lengths are known, which would be uneven for ",
-                      counted(plan.num_sequences, "sequence"), " of up to ", counted(p.seqlen_k, "key"),
-                      " x ", counted(p.num_kv_heads, "KV head"), " on ", gpu.num_sms, " SMs");
-    }
-    // A CTA for each fixed split, unless there is room for so many that in a ragged batch those which have
-    // nothing to do would take longer than the others.
-    constexpr int64_t kMostOnSm = 64;
-    const int64_t splits = problem.items() * shape.most_fixed_splits(
-                                                 shape.max_fixed_splits_log2(p.num_kv_heads), problem.blocks);
-    if (!splits_evenly(problem, shape.short_fixed_keys) && splits > kMostOnSm * gpu.num_sms) {
-        return refuse(why_not,
-                      "batch_invariant has a CTA for each split that there is room for in page_table, "
-                      "and ",
-                      splits, " are more than ", kMostOnSm, " on each of ", gpu.num_sms, " SMs");
-    }
-    return plan_fixed_splits(plan, problem);
+    plan.max_visible_blocks = max_visible_blocks(p);
+    plan.blocks_per_split = 1;
+    plan.length_first = p.window_left >= 0 || p.prefix_lens;
+    const SplitKvProblem problem{p, gpu, kShapes[*row], plan.num_sequences, plan.max_visible_blocks};
+    const int64_t items = problem.items(), sms = gpu.num_sms;
+    if (p.batch_invariant) return plan_fixed_splits(plan, problem);
+    // Short items are so read by few CTAs, or have 64 KB to read each. (256 sequences of 96 keys, 8 KV heads
+    // of dim 64: 24 us, 16 by splits of one size.)
+    const bool is_short = problem.is_short() && (items <= 4 * sms || problem.item_bytes() >= 64 * 1024);
+    if ((problem.batch == 1 && items <= sms) || is_short) return plan_even_splits(plan, problem);
+    const bool is_few = problem.batch <= kMaxSequencesByLength && p.seqlen_k < (1 << 28) && 2 * items <= sms;
+    if (is_few && sized_splits(problem) * items < sms) return plan_splits_by_length(plan, problem);
+    return plan_sized_splits(plan, problem, why_not);
 }
 
 std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
@@ -372,34 +386,7 @@ std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gp
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_ctas = std::min(gpu.num_sms, kMaxDecodeCtas);
     plan.threads = shape.stream_k_threads;
-    const int64_t rows = int64_t{plan.num_ctas} * shape.stream_k_rows;
-    plan.partial_bytes = 2 * rows * shape.stream_k_row_words * int64_t{sizeof(float)};
-    plan.num_counters = rows;
-    return plan;
-}
-
-std::optional<BatchInvariantDecodePlan> plan_batch_invariant_decode(const AttentionParams& p, const Gpu& gpu,
-                                                                    std::string* why_not) {
-    if (!p.batch_invariant)
-        return refuse(why_not, "its splits are those of batch_invariant, which is not given");
-    const std::optional<int32_t> row = choose_tiles(p, gpu, why_not);
-    if (!row) return std::nullopt;
-    const DecodeShape& shape = kShapes[*row];
-    BatchInvariantDecodePlan plan{};
-    plan.dtype = p.dtype;
-    plan.row = *row;
-    plan.num_sequences = count_sequences(p);
-    plan.num_kv_heads = p.num_kv_heads;
-    plan.num_ctas = std::min(gpu.num_sms, kMaxDecodeCtas);
-    plan.threads = shape.batch_invariant_threads;
-    plan.num_rows = p.seqlen_q * p.group_size();
-    // Prefix and window may each begin in a block of their own.
-    const int64_t blocks = p.seqlen_k / kBlockKeys + 2;
-    plan.max_splits = shape.most_fixed_splits(shape.max_fixed_splits_log2(p.num_kv_heads), blocks);
-    const int64_t runs =
-        ceil_divide(blocks * p.num_kv_heads * plan.num_sequences, shape.batch_invariant_min_blocks);
-    plan.workspace_words = std::min<int64_t>(runs, plan.num_ctas) * plan.num_rows * plan.max_splits *
-                           shape.batch_invariant_row_words;
+    plan.partial_words = p.seqlen_q * p.group_size() * shape.stream_k_row_words;
     return plan;
 }
 
@@ -412,9 +399,11 @@ Explanation describe(const SplitKvPlan& plan) {
         text.summary += text_of("1 to ", counted(plan.num_splits, "split"), " by length, in ",
                                 counted(plan.num_slots, "slot"), " a KV head");
     } else {
-        const char* const at_most = plan.policy == SplitPolicy::fixed && plan.num_splits > 1 ? "up to " : "";
+        const char* const at_most = plan.policy != SplitPolicy::even && plan.num_splits > 1 ? "up to " : "";
         text.summary += text_of(at_most, counted(plan.num_splits, "split"));
     }
+    if (plan.policy == SplitPolicy::sized)
+        text.summary += text_of(" of ", counted(plan.blocks_per_split, "block"), " of 16 keys");
     if (plan.combiners_per_item > 0)
         text.summary += text_of(", and ", counted(plan.combiners_per_item, "combiner"), " per item");
     text.summary += ": " + ctas_of(plan.grid(), plan.threads);
@@ -432,6 +421,8 @@ Explanation describe(const SplitKvPlan& plan) {
         {"combiners_per_item", plan.combiners_per_item},
         {"warps_per_row", 1 << plan.warps_per_row_log2},
         {"max_fixed_splits", 1 << plan.max_fixed_splits_log2},
+        {"max_visible_blocks", plan.max_visible_blocks},
+        {"blocks_per_split", plan.blocks_per_split},
         {"length_first", plan.length_first},
         {"num_ctas", plan.grid().size()},
         {"threads", plan.threads},
@@ -443,28 +434,14 @@ Explanation describe(const SplitKvPlan& plan) {
 Explanation describe(const StreamKPlan& plan) {
     Explanation text;
     text.kernel = name_of("stream_k_decode", plan.dtype, plan.tiles());
-    text.summary = shared_out(plan, "blocks of 16 keys");
+    text.summary =
+        text_of(counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_sequences, "sequence"),
+                ", blocks of 16 keys shared out on the device: ", ctas_of(plan.grid(), plan.threads));
     text.file = "src/cuda/decode/stream_k.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},    {"head_dim", plan.tiles().head_dim},
         {"rows", plan.tiles().rows()},       {"num_sequences", plan.num_sequences},
         {"num_kv_heads", plan.num_kv_heads}, {"num_ctas", plan.num_ctas},
-        {"threads", plan.threads},           {"partial_bytes", plan.partial_bytes},
-        {"num_counters", plan.num_counters}, {"workspace_bytes", plan.workspace_bytes()},
-    };
-    return text;
-}
-
-Explanation describe(const BatchInvariantDecodePlan& plan) {
-    Explanation text;
-    text.kernel = name_of("batch_invariant_decode", plan.dtype, plan.tiles());
-    text.summary = shared_out(plan, "fixed splits");
-    text.file = "src/cuda/decode/batch_invariant.cuh";
-    text.plan = {
-        {"dtype", to_string(plan.dtype)},    {"head_dim", plan.tiles().head_dim},
-        {"rows", plan.tiles().rows()},       {"num_sequences", plan.num_sequences},
-        {"num_kv_heads", plan.num_kv_heads}, {"num_rows", plan.num_rows},
-        {"max_splits", plan.max_splits},     {"num_ctas", plan.num_ctas},
         {"threads", plan.threads},           {"workspace_bytes", plan.workspace_bytes()},
     };
     return text;
@@ -472,7 +449,7 @@ Explanation describe(const BatchInvariantDecodePlan& plan) {
 
 std::vector<std::string> decode_instances() {
     std::vector<std::string> names;
-    for (const char* kernel : {"split_kv_decode", "stream_k_decode", "batch_invariant_decode"}) {
+    for (const char* kernel : {"split_kv_decode", "stream_k_decode"}) {
         for (DType dtype : kAttentionTypes) {
             for (const DecodeTiles& tiles : kDecodeTiles) names.push_back(name_of(kernel, dtype, tiles));
         }

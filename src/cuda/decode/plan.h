@@ -28,7 +28,9 @@ struct SplitKvPlan {
     int32_t num_slots;              // CTAs that work on the items of a KV head
     int32_t combiners_per_item;     // CTAs that add up the partial results of its splits
     int32_t warps_per_row_log2;     // of combiners
-    int32_t max_fixed_splits_log2;  // batch-invariant: see FixedSplits
+    int32_t max_fixed_splits_log2;  // SplitPolicy::fixed: see FixedSplits
+    int32_t max_visible_blocks;     // of a sequence, of which a window may show some
+    int32_t blocks_per_split;       // SplitPolicy::sized
     bool length_first;      // whether CTAs look at the length before all else: most may have nothing to do
     int32_t partial_words;  // of a split: its partial result
     int32_t threads;
@@ -45,25 +47,12 @@ struct StreamKPlan {
     int32_t row;  // of kDecodeTiles: with dtype, the instance
     int32_t num_sequences, num_kv_heads;
     int32_t num_ctas, threads;
-    int64_t partial_bytes, num_counters;  // of workspace
+    int32_t partial_words;  // of a CTA: its partial result
 
     const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
     Grid grid() const { return {num_ctas}; }
-    int64_t workspace_bytes() const { return partial_bytes + num_counters * int64_t{sizeof(uint32_t)}; }
-};
-
-// batch_invariant_decode: the CTAs share out fixed splits among themselves.
-struct BatchInvariantDecodePlan {
-    DType dtype;
-    int32_t row;  // of kDecodeTiles: with dtype, the instance
-    int32_t num_sequences, num_kv_heads;
-    int32_t num_ctas, threads;
-    int32_t num_rows, max_splits;  // of an item
-    int64_t workspace_words;
-
-    const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
-    Grid grid() const { return {num_ctas}; }
-    int64_t workspace_bytes() const { return workspace_words * int64_t{sizeof(uint32_t)}; }
+    int64_t workspace_words() const { return int64_t{num_ctas} * partial_words; }
+    int64_t workspace_bytes() const { return workspace_words() * int64_t{sizeof(uint32_t)}; }
 };
 
 // Nothing where the kernel does not serve: why_not, unless null, then gets the reason.
@@ -71,20 +60,13 @@ std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& params, const Gp
                                          std::string* why_not = nullptr);
 std::optional<StreamKPlan> plan_stream_k(const AttentionParams& params, const Gpu& gpu,
                                          std::string* why_not = nullptr);
-std::optional<BatchInvariantDecodePlan> plan_batch_invariant_decode(const AttentionParams& params,
-                                                                    const Gpu& gpu,
-                                                                    std::string* why_not = nullptr);
 
 Explanation describe(const SplitKvPlan& plan);
 Explanation describe(const StreamKPlan& plan);
-Explanation describe(const BatchInvariantDecodePlan& plan);
 inline bool operator==(const SplitKvPlan& a, const SplitKvPlan& b) {
     return describe(a).plan == describe(b).plan;
 }
 inline bool operator==(const StreamKPlan& a, const StreamKPlan& b) {
-    return describe(a).plan == describe(b).plan;
-}
-inline bool operator==(const BatchInvariantDecodePlan& a, const BatchInvariantDecodePlan& b) {
     return describe(a).plan == describe(b).plan;
 }
 

@@ -1,30 +1,34 @@
-// Paged attention for few rows a KV head where little or nothing has to be known to share out the work: one
-// sequence, a few, many short ones, or units of items (batch-invariant). The shortest chain from launch to
-// result.
+// Split-KV paged attention for few rows a KV head, where the host can share out the work: one sequence, a
+// few, many short ones, or fixed splits (batch-invariant). The shortest chain from launch to result.
 //
-// grid: (num_kv_heads, batch, parts and then mergers of an item). Blocks of 16 keys are dealt out to the
-// parts, and within a CTA to its warps, so that page ids are on their way together with the length. What the
-// warps leave is added up in the CTA, what CTAs leave by mergers (dealt_merge.cuh).
+// grid: (num_kv_heads, batch, splits and then combiners of an item). Blocks of 16 keys are dealt out to the
+// splits, and within a CTA to its warps, in turns, so that page ids are on their way together with the
+// length. What the warps leave is added up in the CTA, what CTAs leave by combiners (split_kv_combine.cuh).
 //
-// By length: (num_kv_heads, slots and then mergers of the sequences). A sequence has so many slots, which are
-// the parts of its items, as follows from all lengths, for which page ids have to wait; the rest is the same.
+//     blocks      0  1  2  3  4  5  6  7  8  9 10 11 ...        (2 splits, 3 warps each)
+//     split.warp 0.0 1.0 0.1 1.1 0.2 1.2 0.0 1.0 ...
 //
-// Batch-invariant, the parts are units (units.cuh) and the warps have leaves, which follow from the length;
-// that is at first taken for what the page table has room for. Of many units, each CTA looks at the length
-// first.
+// By length: (num_kv_heads, slots and then combiners of the sequences). How many slots a sequence has follows
+// from all lengths (split_shares.cuh), for which page ids have to wait; the rest is the same.
 //
-// As in kernel.cuh, code runs once: what does not depend on other kernels' results is worked out before they
-// are waited for.
+// Fixed splits (fixed_splits.h): a warp has blocks that follow each other. Which they are follows from the
+// length, which is at first taken for what the page table has room for. Where many CTAs may have nothing to
+// do, each looks at the length first.
+//
+// A window bounds the blocks on the left too (visible_blocks.cuh): then, too, page ids wait for the length.
+//
+// Code runs once: what does not depend on other kernels' results is worked out before they are waited for.
 #pragma once
 
-#include "cuda/decode/parameters.cuh"
+#include "cuda/decode/page_ids.cuh"
+#include "cuda/decode/prefetch.cuh"
 #include "cuda/decode/split_kv_combine.cuh"
-#include "cuda/decode/units.cuh"
+#include "cuda/decode/split_shares.cuh"
 #include "cuda/ptx/grid_dependency.h"
 
 namespace octavo::cuda {
 
-// The one sequence that a CTA works on. Windows and prefixes run in the other kernel.
+// The one sequence that a CTA works on.
 struct SplitKvSequence {
     SequenceSlice seq{};
 
@@ -32,271 +36,154 @@ struct SplitKvSequence {
     __device__ static SplitKvSequence make(const AttentionParams& p, int32_t sequence) {
         SequenceSlice seq = SequenceSlice::make(p, sequence, 0);
         seq.see.prefix_len = 0;
-        seq.see.window_left = -1;
         return {seq};
     }
     __device__ const SequenceSlice& slice(int32_t) const { return seq; }
-};
 
-// Copies the queries of an item, all warps of a CTA together.
-template <class T, class Config>
-class QueryCopier {
-  public:
-    __device__ QueryCopier(const AttentionParams& p, const FastDivide& group_size,
-                           const RowCopier<T, Config>& rows, int32_t kv_head, int warp)
-        : p_(p), group_size_(group_size), rows_(rows), kv_head_(kv_head), warp_(warp) {
-#pragma unroll
-        for (int i = 0; i < kCopies; ++i) {
-            const DecodeRow row(SequenceSlice{}, group_size, kv_head, first(i) + rows.lane_row());
-            tokens_[i] = row.token;
-            offsets_[i] = rows.query_offset(row);
-            pin_in_register(tokens_[i]);
-            pin_in_register(offsets_[i]);
-        }
+    // The keys that are there for this launch, by what seq_lens says.
+    __device__ static int32_t seqlen_k(const AttentionParams& p, int32_t length) {
+        return max(min(length - p.num_skipped_keys, p.seqlen_k), 0);
     }
-
-    __device__ void copy(Rows<Config> q, const SequenceSlice& seq, int32_t sequence) const {
-#pragma unroll
-        for (int i = 0; i < kCopies; ++i) {
-            if (first(i) >= Config::kRows) break;
-            rows_.copy_query_rows(q, first(i), rows_.query_begin(seq) + offsets_[i],
-                                  tokens_[i] < seq.seqlen_q);
-        }
-        if (OCTAVO_RARE(p_.alibi_slopes != nullptr) && warp_ == Config::kWarps - 1) {
-            rows_.copy_slopes(q, DecodeRow(seq, group_size_, kv_head_, threadIdx.x % 32), sequence);
-        }
-    }
-
-  private:
-    static constexpr int kRowsPerCopy = RowCopier<T, Config>::kRowsPerCopy;
-    static constexpr int kCopies = (Config::kRows / kRowsPerCopy + Config::kWarps - 1) / Config::kWarps;
-
-    __device__ int first(int i) const { return (i * Config::kWarps + warp_) * kRowsPerCopy; }
-
-    const AttentionParams& p_;
-    const FastDivide& group_size_;
-    const RowCopier<T, Config>& rows_;
-    int32_t kv_head_;
-    int warp_;
-    int32_t tokens_[kCopies];
-    uint32_t offsets_[kCopies];
-};
-
-// Where the rows of a warp's blocks lie: every `stride`-th block of an item from `first` on, in their order.
-template <class T, class Config>
-class SplitKvBlocks {
-  public:
-    __device__ SplitKvBlocks(const AttentionParams& p, const SplitKvLaunch& plan,
-                             const RowCopier<T, Config>& rows, int32_t kv_head)
-        : p_(p), plan_(plan), rows_(rows), head_offset_(rows.head_offset(kv_head)) {
-        pin_in_register(head_offset_);
-    }
-
-    // Before begin().
-    __device__ void start(int32_t sequence, int32_t first, int32_t stride) {
-        table_ = p_.page_table + sequence * p_.page_table_stride;
-        stride_ = stride;
-        next_window_ = first;
-        first_entry_ = entry(first);
-        pin_in_register(first_entry_);
-    }
-
-    // Asks for the first page ids, before the length is known: entries behind the last page are not used.
-    __device__ void begin() { next_ids_ = ptx::load_relaxed(first_entry_); }
-
-    // The next block, `block`: the offset that RowCopier takes.
-    __device__ uint32_t next(int32_t block, int32_t seqlen_k) {
-        if (block == next_window_) {
-            ids_ = next_ids_;
-            index_ = 0;
-            next_window_ += (32 >> plan_.pages_per_block_log2) * stride_;
-            if (next_window_ * int64_t{kBlockKeys} < seqlen_k) next_ids_ = *entry(next_window_);
-        }
-        const uint32_t row = offset(block, seqlen_k);
-        index_ += 1 << plan_.pages_per_block_log2;
-        return row;
-    }
-
-  private:
-    // Where lane l finds a page id of its own: of 32 >> log2 blocks from `window` on, 1 << log2 pages each.
-    __device__ const int32_t* entry(int32_t window) const {
-        const int lane = threadIdx.x % 32, log2 = plan_.pages_per_block_log2;
-        const int32_t block = min(window + (lane >> log2) * stride_, (p_.seqlen_k - 1) / kBlockKeys);
-        const int32_t page = plan_.page_size.quotient(block * kBlockKeys) + (lane & ((1 << log2) - 1));
-        return table_ + min(page, plan_.max_pages - 1);
-    }
-
-    // In the place of keys past the end, the last one.
-    __device__ uint32_t offset(int32_t block, int32_t seqlen_k) const {
-        const int32_t first_key = block * kBlockKeys;
-        const int32_t key = min(first_key + static_cast<int32_t>(threadIdx.x % kBlockKeys), seqlen_k - 1);
-        const int32_t page = plan_.page_size.quotient(key);
-        const uint32_t id = __shfl_sync(~0u, ids_, index_ + page - plan_.page_size.quotient(first_key));
-        return rows_.row_offset(id, key - page * p_.page_size, head_offset_);
-    }
-
-    const AttentionParams& p_;
-    const SplitKvLaunch& plan_;
-    const RowCopier<T, Config>& rows_;
-    const int32_t *table_, *first_entry_;
-    uint32_t head_offset_;
-    int32_t stride_, next_window_;  // the block whose first page is lane 0's of next_ids_
-    int index_ = 0;                 // the lane that holds the first page of the next block
-    uint32_t ids_ = 0, next_ids_ = 0;
-};
-
-// The blocks of a warp: [first, end), `stride` apart.
-struct WarpShare {
-    int32_t first, end, stride;
-};
-
-// Batch-invariant: a warp's leaf of a unit, and what is known of the item.
-struct FixedShare {
-    int32_t first = 0, end = 0;          // blocks
-    int32_t leaves = 0;                  // of the unit
-    int32_t num_units = 0, at_once = 1;  // units of the item, and of a part
-
-    template <class Config>
-    __device__ static FixedShare of(const Units<Config>& units, int32_t num_blocks, int32_t unit, int warp) {
-        const UnitCut cut = units.cut(num_blocks);
-        FixedShare own{cut.leaf_of(unit, warp), cut.leaf_of(unit, warp + 1), cut.num_leaves(),
-                       cut.num_units(), 1 << cut.part_log2};
-        pin_in_register(own.first);
-        pin_in_register(own.end);
-        pin_in_register(own.leaves);
-        pin_in_register(own.num_units);
-        pin_in_register(own.at_once);
-        return own;
+    __device__ void set_length(const AttentionParams& p, int32_t sequence, int32_t length) {
+        seq.see.seqlen_k = seqlen_k(p, length);
+        seq.see.prefix_len = SequenceSlice::prefix_len(p, sequence, seq.see.seqlen_k);
     }
 };
 
-// The CTAs of a KV head, by length: each item has one, and so many more as its length deserves of those that
-// are left. Every warp works this out.
-struct LengthShare {
-    int32_t sequence, seqlen_k;
-    int32_t first, num_parts;  // of its CTAs
-
-    // A slot: the CTA's number among those of its head.
-    template <class Config>
-    __device__ static LengthShare of_slot(const AttentionParams& p, const SplitKvLaunch& plan, int32_t slot) {
-        const LengthShare own = of_lane<Config>(p, plan);
-        return own.from(__popc(__ballot_sync(~0u, own.first + own.num_parts <= slot)));
-    }
-    template <class Config>
-    __device__ static LengthShare of_sequence(const AttentionParams& p, const SplitKvLaunch& plan,
-                                              int32_t sequence) {
-        return of_lane<Config>(p, plan).from(sequence);
-    }
-
-  private:
-    template <class Config>
-    __device__ static LengthShare of_lane(const AttentionParams& p, const SplitKvLaunch& plan) {
-        const int32_t lane = threadIdx.x % 32;
-        const bool has_sequence = lane < p.batch;
-        const int32_t seqlen_k = has_sequence ? min(ptx::load_relaxed(p.seq_lens + lane), p.seqlen_k) : 0;
-        const uint32_t blocks = (static_cast<uint32_t>(max(seqlen_k, 0)) + (kBlockKeys - 1)) / kBlockKeys;
-        const uint32_t left = plan.num_slots - p.batch, all = max(__reduce_add_sync(~0u, blocks), 1u);
-        const int32_t deserved = 1 + static_cast<int32_t>(blocks * left / all);
-        const int32_t most = min(plan.num_parts, Config::parts_of(static_cast<int32_t>(blocks)));
-        const int32_t num_parts = has_sequence ? min(deserved, most) : 0;
-        return {lane, seqlen_k, inclusive_sum(num_parts) - num_parts, num_parts};
-    }
-    __device__ LengthShare from(int lane) const {
-        return {lane, __shfl_sync(~0u, seqlen_k, lane), __shfl_sync(~0u, first, lane),
-                __shfl_sync(~0u, num_parts, lane)};
-    }
-};
-
-template <class T, class Config, SplitPolicy kPolicy>
+template <class T, class Config, bool kFixed>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     split_kv_decode_kernel(const __grid_constant__ AttentionParams p,
-                           const __grid_constant__ SplitKvLaunch plan) {
-    constexpr bool kBatchInvariant = kPolicy == SplitPolicy::fixed;
-    constexpr bool kByLength = kPolicy == SplitPolicy::by_length;
+                           const __grid_constant__ SplitKvLaunch launch) {
     extern __shared__ __align__(512) unsigned char split_kv_shared_bytes[];
     auto& shared = *reinterpret_cast<SplitKvShared<Config>*>(split_kv_shared_bytes);
     const int warp =
         __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
-    const int32_t kv_head = blockIdx.x;
-    int32_t sequence = blockIdx.y, part = blockIdx.z;
-    WarpShare share{part + plan.num_parts * warp, 0, plan.num_parts * Config::kWarps};
-    const bool is_merger = kByLength ? sequence >= plan.num_slots : part >= plan.num_parts;
-    auto blocks_of = [](int32_t length) {
-        return static_cast<int32_t>((static_cast<uint32_t>(max(length, 0)) + (kBlockKeys - 1)) / kBlockKeys);
+    const uint3 index = grid_index(launch.partial);
+    const int32_t kv_head = index.x;
+    int32_t sequence = index.y, split = index.z;
+    const bool combines =
+        launch.policy == SplitPolicy::by_length ? sequence >= launch.num_slots : split >= launch.num_splits;
+    const FixedSplits<Config> fixed_splits(launch.max_fixed_splits_log2);
+    VisibleBlocks& visible = shared.visible[warp];
+    int32_t length = 0;  // as seq_lens has it
+    int32_t num_blocks = 0, num_splits = 0,
+            first_partial = (sequence * gridDim.x + kv_head) * launch.num_splits;
+    WarpBlocks own{split + launch.num_splits * warp, 0, launch.num_splits * Config::kWarps};
+    FixedShare fixed;
+    KeyRange keys{0, 0};                         // that some query sees
+    const bool has_window = p.window_left >= 0;  // and so length_first
+    SplitKvSequence seq;
+    // Once the length is known: the blocks that the queries see.
+    auto visible_blocks = [&] {
+        if (!has_window) return VisibleBlocks::all(SplitKvSequence::seqlen_k(p, length));
+        seq = SplitKvSequence::make(p, sequence);
+        seq.set_length(p, sequence, length);
+        return VisibleBlocks::of(seq.seq);
     };
-    const auto units = Units<Config>::of_log2(plan.max_units_log2);
-    const bool knows_length = kBatchInvariant && plan.many_units;
-    int32_t seqlen_k = p.seqlen_k;  // at first what the page table has room for, which it often is
-    FixedShare leaf;
-    if constexpr (kBatchInvariant) {
-        if (knows_length) {
-            ptx::wait_for_previous_grid();
-            seqlen_k = min(ptx::load_relaxed(p.seq_lens + sequence), p.seqlen_k);
-            const int32_t num_units = units.cut(max(blocks_of(seqlen_k), 1)).num_units();
-            if (is_merger ? num_units == 1 : part >= num_units) return;
+    // Once they are shared out: to where they lie.
+    auto place_blocks = [&](const VisibleBlocks& blocks) {
+        keys = blocks.keys(SplitKvSequence::seqlen_k(p, length));
+        if (!has_window) return;
+        own.first = blocks.place(own.first);
+        own.end = own.end > 0 ? blocks.place(own.end - 1) + 1 : 0;
+        if (!kFixed || !launch.pages.has_gap) return;
+        if (threadIdx.x % 32 == 0) visible = blocks;
+        __syncwarp();
+    };
+    if constexpr (kFixed) {
+        VisibleBlocks blocks = VisibleBlocks::all(p.seqlen_k);  // a guess
+        if (launch.length_first) {
+            if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
+            length = ptx::load_relaxed(p.seq_lens + sequence);
+            blocks = visible_blocks();
         }
-        leaf = FixedShare::of(units, max(blocks_of(seqlen_k), 1), part, warp);
-        share = {leaf.first, 0, 1};
+        num_blocks = blocks.count;
+        fixed = FixedShare::of(fixed_splits, max(num_blocks, 1), split, warp);
+        num_splits = fixed.num_splits;
+        own = {fixed.first, min(fixed.end, num_blocks), 1};
+        if (launch.length_first) {
+            if (combines ? num_splits == 1 : split >= num_splits) return;
+            place_blocks(blocks);
+        }
     }
-    const int32_t likely_blocks = blocks_of(seqlen_k);
 
-    // The others tell so when they have read all: the next launch's CTAs would take places unevenly before.
-    if (is_merger) ptx::launch_dependents();
+    // Combiners let the next kernel start now. Other CTAs do so after their last read: if released earlier,
+    // the next kernel's CTAs pile up, two on some SMs and none on others.
+    if (combines) ptx::launch_dependents();
     prefetch_params(p);
     const RowCopier<T, Config> rows(p);
-    const QueryCopier<T, Config> query_copier(p, plan.group_size, rows, kv_head, warp);
-    SplitKvBlocks<T, Config> blocks(p, plan, rows, kv_head);
-    if (!kByLength) blocks.start(sequence, share.first, share.stride);
-    SplitKvSequence own;
-    WarpAttention<T, Config, SplitKvSequence, kBatchInvariant> state(p, plan.group_size, own);
+    const QueryCopier<T, Config> query_copier(p, launch.group_size, rows, kv_head, warp);
+    PageIds<T, Config, kFixed> page_ids(p, launch.pages, rows);
+    page_ids.enter(kv_head);
+    if (kFixed || !launch.length_first) page_ids.start(sequence, own.first, own.stride, visible);
+    WarpAttention<T, Config, SplitKvSequence, kFixed> state(p, launch.group_size, seq);
     const Rows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].tiles);
-    ptx::wait_for_previous_grid();
+    // The kernel over a shared prefix let this one start once all kernels before it were complete.
+    if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
 
-    int32_t num_parts = 0, first_part = (sequence * gridDim.x + kv_head) * plan.num_parts;
-    if constexpr (kByLength) {
-        prefetch_page_table(p, plan.page_size);
-        const int32_t merger = sequence - plan.num_slots;
-        const LengthShare deal = is_merger
-                                     ? LengthShare::of_sequence<Config>(p, plan, merger / plan.num_mergers)
-                                     : LengthShare::of_slot<Config>(p, plan, sequence);
-        if (deal.sequence >= p.batch) return;
-        part = is_merger ? plan.num_parts + merger % plan.num_mergers : sequence - deal.first;
-        sequence = deal.sequence;
-        seqlen_k = deal.seqlen_k;
-        num_parts = deal.num_parts;
-        first_part = kv_head * plan.num_slots + deal.first;
-        share = {part + num_parts * warp, 0, num_parts * Config::kWarps};
-        blocks.start(sequence, share.first, share.stride);
-    } else if (!knows_length) {
-        seqlen_k = min(ptx::load_relaxed(p.seq_lens + sequence), p.seqlen_k);
-    }
-    if (!is_merger) blocks.begin();
-    own = SplitKvSequence::make(p, sequence);
-    if (!is_merger) query_copier.copy(queries, own.seq, sequence);
-    ptx::cp_async_commit();
-    own.seq.see.seqlen_k = seqlen_k;
-    const int32_t num_blocks = blocks_of(seqlen_k);
-    if (!kByLength) num_parts = max(1, min(num_blocks, plan.num_parts));  // of no blocks, one CTA tells
-    share.end = num_blocks;
-    if constexpr (kBatchInvariant) {
-        if (num_blocks != likely_blocks) {
-            leaf = FixedShare::of(units, max(num_blocks, 1), part, warp);
-            if (leaf.first != share.first) {
-                share.first = leaf.first;
-                blocks.start(sequence, leaf.first, share.stride);
-                if (!is_merger) blocks.begin();
-            }
+    if (!launch.length_first) {
+        length = ptx::load_relaxed(p.seq_lens + sequence);  // looked at after page ids are asked for
+    } else if (!kFixed) {
+        if (launch.policy == SplitPolicy::by_length) {
+            prefetch_page_table(p, launch.pages.page_size);
+            const int32_t combiner = sequence - launch.num_slots;
+            const LengthShare share =
+                combines ? LengthShare::of_sequence<Config>(p, launch, combiner / launch.combiners_per_item)
+                         : LengthShare::of_slot<Config>(p, launch, sequence);
+            if (share.sequence >= p.batch) return;
+            split =
+                combines ? launch.num_splits + combiner % launch.combiners_per_item : sequence - share.first;
+            sequence = share.sequence;
+            length = share.length;
+            num_splits = share.num_splits;
+            first_partial = kv_head * launch.num_slots + share.first;
+        } else {
+            length = ptx::load_relaxed(p.seq_lens + sequence);
         }
-        num_parts = leaf.num_units;
-        share.end = min(leaf.end, num_blocks);
+        const VisibleBlocks blocks = visible_blocks();
+        num_blocks = blocks.count;
+        if (launch.policy != SplitPolicy::by_length) num_splits = launch.num_splits_of(num_blocks);
+        if (combines ? num_splits == 1 : split >= num_splits) return;
+        own = {split + num_splits * warp, num_blocks, num_splits * Config::kWarps};
+        place_blocks(blocks);
+        page_ids.start(sequence, own.first, own.stride, visible);
+    }
+    if (!combines) page_ids.ask();
+    if (!has_window) seq = SplitKvSequence::make(p, sequence);
+    if (!combines) query_copier.copy(queries, seq.seq, sequence);
+    ptx::cp_async_commit();
+    if (!has_window) seq.set_length(p, sequence, length);
+    if (!launch.length_first) {
+        keys.end = seq.seq.see.seqlen_k;
+        const int32_t all_blocks = VisibleBlocks::all(keys.end).count;
+        if constexpr (kFixed) {
+            if (all_blocks != num_blocks) {  // another length than was guessed
+                fixed = FixedShare::of(fixed_splits, max(all_blocks, 1), split, warp);
+                num_splits = fixed.num_splits;
+                if (fixed.first != own.first) {
+                    own.first = fixed.first;
+                    page_ids.start(sequence, own.first, own.stride, visible);
+                    if (!combines) page_ids.ask();
+                }
+            }
+            own.end = min(fixed.end, all_blocks);
+        } else {
+            num_splits = max(1, min(all_blocks, launch.num_splits));  // of no blocks, one CTA tells
+            own.end = all_blocks;
+        }
+        num_blocks = all_blocks;
     }
     const Item item{sequence, kv_head, 0, num_blocks};
-    const OutputWriter<T, Config, SplitKvSequence> part_merge(p, plan.group_size, own);
-    const SplitKvCombine<T, Config, SplitKvSequence, kPolicy> merge(part_merge, plan, shared, item,
-                                                                    first_part);
-    if (is_merger) return merge.merge_parts(part - plan.num_parts, num_parts, leaf.at_once);
-    if (part >= num_parts) return ptx::cp_async_wait<0>();  // another CTA may get this shared memory
+    const OutputWriter<T, SplitKvSequence> writer(p, launch.group_size, seq);
+    const SplitKvCombine<T, Config, SplitKvSequence, kFixed> combine(writer, launch, shared, item,
+                                                                     first_partial);
+    if (combines) {
+        if (num_splits > 1)
+            combine.combine_splits(split - launch.num_splits, num_splits, fixed.splits_of_subtotal);
+        return;
+    }
+    if (split >= num_splits) return ptx::cp_async_wait<0>();  // another CTA may get this shared memory
 
     // A warp's tiles, keys and values in turn, a group of copies each. A tile is copied to the place of the
     // one before that in use: `place`, the tile in use follows it.
@@ -305,13 +192,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     auto next = [](int place) { return place + 1 == Config::kTiles ? 0 : place + 1; };
     typename decltype(state)::BlockWeights weights;
     int place = 0;
-    int32_t copied = share.first, used = share.first - kAhead / 2 * share.stride;
+    int32_t copied = own.first, used = own.first - kAhead / 2 * own.stride;
 #pragma unroll 1
     do {
-        const bool copies = copied < share.end, uses = used >= share.first && used < share.end;
+        const bool copies = copied < own.end, uses = used >= own.first && used < own.end;
         uint32_t offset = 0;
         if (copies) {
-            offset = blocks.next(copied, seqlen_k);
+            offset = page_ids.next(copied, keys, visible, [&](int32_t from) {
+                if (from * int64_t{kBlockKeys} < keys.end) page_ids.ask_from(from, visible);
+            });
             rows.copy_keys(tile(place), offset);
         }
         ptx::cp_async_commit();
@@ -319,7 +208,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         if (uses) {
             ptx::cp_async_wait<kAhead>();
             __syncwarp();  // every lane's copies have arrived
-            state.add_keys(weights, tile(place), used);
+            state.add_keys(weights, tile(place), used * kBlockKeys);
             __syncwarp();  // every lane is done with the tile
         }
         if (copies) rows.copy_values(tile(place), offset);
@@ -331,20 +220,28 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             state.add_values(weights, tile(place));
             __syncwarp();
         }
-        copied += share.stride;
-        used += share.stride;
-        if (used == share.first) {  // while the first copies are on their way
+        if (kFixed && OCTAVO_RARE(launch.pages.has_gap)) {
+            copied = visible.past_gap(copied, copied + own.stride);
+            used = uses ? visible.past_gap(used, used + own.stride) : used + own.stride;
+        } else {
+            copied += own.stride;
+            used += own.stride;
+        }
+        if (used == own.first) {  // while the first copies are on their way
             state.begin(item, queries);
             state.reset();
+            combine.prepare();
             ptx::cp_async_wait<kAhead>();
             __syncthreads();  // the queries have arrived
         }
-    } while (used < share.end || used < share.first);
+    } while (used < own.end || used < own.first);
     ptx::launch_dependents();
     state.sum_over_keys();
-    state.leave(shared.warps[warp].piece);
-    __syncthreads();  // all pieces are there
-    merge.merge_warps(part, num_parts, leaf.leaves);
+    state.leave(shared.warps[warp].partial);
+    __syncthreads();  // all partial results are there
+    const int num_warps = kFixed ? fixed.num_warps : Config::kWarps;
+    combine.combine_warps(split, num_warps, num_splits == 1);
+    if (launch.overlaps_prefix) ptx::wait_for_previous_grid();  // so complete no sooner than it
 }
 
 }  // namespace octavo::cuda

@@ -1,240 +1,121 @@
-// From the pieces of warps to an item's result, where blocks are dealt out.
+// From the partial results of warps to an item's result, in the split-KV kernel.
 //
-// Where several CTAs work on an item, each pushes its rows to a workspace, and CTAs of their own, mergers,
-// wait for them there. There is no fence and no counter: the workspace is zero between launches, what is
-// pushed never is, so that every 16 bytes tell by themselves whether they have come. Mergers are the last
-// CTAs of the grid: CTAs start in order and the others wait for nobody, so that a merger never holds the
-// place of one that it waits for.
+// Where several CTAs work on an item, each pushes its rows to a workspace, and CTAs of their own, combiners,
+// wait for them there (partial.cuh). Combiners are the last CTAs of the grid, and the others wait for nobody.
 #pragma once
 
-#include "cuda/decode/merge.cuh"
-#include "cuda/decode/tiles.h"
-#include "cuda/ptx/relaxed.h"
+#include "cuda/decode/combine.cuh"
+#include "cuda/decode/output.cuh"
+#include "cuda/decode/parameters.h"
+#include "cuda/decode/partial.cuh"
+#include "cuda/decode/visible_blocks.cuh"
+#include "cuda/decode/warp_attention.cuh"
+
+#include <type_traits>
 
 namespace octavo::cuda {
-
-struct SplitKvLaunch {
-    FastDivide group_size, page_size;
-    int32_t max_pages;             // of a sequence: columns of the page table
-    int32_t pages_per_block_log2;  // that a block of keys may touch, at most
-    int32_t num_parts;             // CTAs that work on an item, at most
-    int32_t num_slots;             // CTAs that work on the items of a KV head
-    int32_t num_mergers;           // of an item
-    int32_t warps_per_row_log2;    // of mergers
-    int32_t max_units_log2;        // batch-invariant: see Units
-    bool many_units;               // so that most CTAs may have nothing to do, and look at the length first
-    // Zero between launches: [batch, num_kv_heads, num_parts, rows of an item, kPartialRow], by length
-    // [num_kv_heads, num_slots, ...].
-    uint32_t* pushed;
-    int32_t part_words;  // of a part
-};
-
-// A number as a word that is never zero.
-struct NonZero {
-    __device__ static uint32_t encode(float x) { return max(~__float_as_uint(x), 1u); }
-    __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
-};
-
-__device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-
-// Adds a part of a row to those before it, four columns. kSameMax: both have one maximum, so that Rescale
-// would multiply by one, exactly (or, of empty parts, add zeros).
-template <bool kSameMax>
-__device__ __forceinline__ void fold_part(SoftmaxState& all, float4& out, const SoftmaxState& part,
-                                          const float4& more) {
-    if constexpr (kSameMax) {
-        all.sum += part.sum;
-        out = out + more;
-    } else {
-        out = Rescale::add(all, part)(out, more);
-    }
-}
-
-// The first `count` of kCount parts of a row, which all lanes know, added up from the left.
-template <int kCount>
-class PartFold {
-  public:
-    SoftmaxState state;
-
-    __device__ PartFold(const SoftmaxState (&parts)[kCount], int count) : count_(count) {
-        bool same_max = true;
-#pragma unroll
-        for (int i = 1; i < kCount; ++i) same_max = same_max && (i >= count || parts[i].max == parts[0].max);
-        same_max_ = __all_sync(~0u, same_max);  // as each lane knows, but not the compiler
-        state = parts[0];
-        if (same_max_) {
-#pragma unroll
-            for (int i = 1; i < kCount; ++i) {
-                if (i < count) state.sum += parts[i].sum;
-            }
-        } else {
-#pragma unroll
-            for (int i = 1; i < kCount; ++i) {
-                if (i < count) steps_[i] = Rescale::add(state, parts[i]);
-            }
-        }
-    }
-
-    // Four columns.
-    __device__ float4 operator()(const float4 (&parts)[kCount]) const {
-        float4 out = parts[0];
-        if (same_max_) {
-#pragma unroll
-            for (int i = 1; i < kCount; ++i) {
-                if (i < count_) out = out + parts[i];
-            }
-        } else {
-#pragma unroll
-            for (int i = 1; i < kCount; ++i) {
-                if (i < count_) out = steps_[i](out, parts[i]);
-            }
-        }
-        return out;
-    }
-
-  private:
-    Rescale steps_[kCount];
-    int count_;
-    bool same_max_;  // and so no steps
-};
-
-// kCount parts of a row, added up. Every lane knows maximum and sum of each.
-template <int kCount>
-class PartSum {
-  public:
-    SoftmaxState state;
-
-    // Those behind the count are empty.
-    __device__ explicit PartSum(const SoftmaxState (&parts)[kCount], int = kCount) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) state.max = fmaxf(state.max, parts[i].max);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            weights_[i] = ptx::exp2_approx(parts[i].max - state.safe_max());
-            state.sum += weights_[i] * parts[i].sum;
-        }
-    }
-
-    // Four columns.
-    __device__ float4 operator()(const float4 (&parts)[kCount]) const {
-        float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            out.x += weights_[i] * parts[i].x, out.y += weights_[i] * parts[i].y;
-            out.z += weights_[i] * parts[i].z, out.w += weights_[i] * parts[i].w;
-        }
-        return out;
-    }
-
-  private:
-    float weights_[kCount];
-};
 
 template <class Config>
 struct SplitKvShared {
     union alignas(512) Warp {
         uint4 tiles[Config::kTiles][Config::kTileChunks];
-        WarpPartial<Config> piece;  // once the last tile has been used
+        WarpPartial<Config> partial;  // once the last tile has been used
     };
     Warp warps[Config::kWarps];
     alignas(128) uint4 queries[Config::kQueryChunks];
+    VisibleBlocks visible[Config::kWarps];  // each warp's own; of use where there is a window
+    struct {
+        void* out;
+        float* lse;
+    } targets[Config::kRows];  // of results; each warp's own
 };
 
-// Batch-invariant, the parts are units, and add up as units.cuh says.
-template <class T, class Config, class Sequences, SplitPolicy kPolicy>
+// kFixed: batch-invariant, so that partial results add up in the order that fixed_splits.h says.
+template <class T, class Config, class Sequences, bool kFixed>
 class SplitKvCombine {
   public:
-    __device__ SplitKvCombine(const OutputWriter<T, Config, Sequences>& merge, const SplitKvLaunch& plan,
-                              const SplitKvShared<Config>& shared, const Item& item, int32_t first_part)
-        : merge_(merge),
-          plan_(plan),
+    // `first_partial`: of the item's partial results, among those in the workspace.
+    __device__ SplitKvCombine(const OutputWriter<T, Sequences>& writer, const SplitKvLaunch& launch,
+                              SplitKvShared<Config>& shared, const Item& item, int32_t first_partial)
+        : writer_(writer),
+          launch_(launch),
           shared_(shared),
           item_(item),
-          pushed_(plan.pushed + first_part * plan.part_words) {}
+          partials_(launch.partial.words + first_partial * launch.partial_words) {}
 
-    // The pieces of the CTA's warps: to the result, or to the mergers.
-    __device__ void merge_warps(int32_t part, int32_t num_parts, int32_t num_pieces) const {
-        // Units that will not come are known to the mergers: the only one is the result.
-        const bool pushes = (kPolicy == SplitPolicy::even ? plan_.num_parts : num_parts) > 1;
+    // Works out where the results of this warp's rows go: not at the end, where all would wait for it.
+    __device__ void prepare() const {
+        for (int row = threadIdx.x / 32; row < writer_.num_rows(); row += Config::kWarps) {
+            const auto target = writer_.target(item_, row);
+            if (threadIdx.x % 32 == 0) shared_.targets[row] = {target.out, target.lse};
+        }
+    }
+
+    // The partial results of the CTA's warps: to the result if it is the only split, or to the combiners.
+    __device__ void combine_warps(int32_t split, int32_t num_warps, bool is_only_split) const {
+        const int lane = threadIdx.x % 32;
 #pragma unroll 1
-        for (int row = threadIdx.x / 32; row < merge_.num_rows(); row += Config::kWarps) {
+        for (int row = threadIdx.x / 32; row < writer_.num_rows(); row += Config::kWarps) {
+            const PartialRow<Config> target{row_words(row) + split * launch_.partial_words};
             SoftmaxState states[Config::kWarps];
-            for_each_warp([&](int i, const WarpPartial<Config>& piece) {
-                states[i] = {piece.max[row], piece.sum[row]};
+            for_each_warp([&](int i, const WarpPartial<Config>& partial) {
+                states[i] = {partial.max[row], partial.sum[row]};
             });
-            const Sum<Config::kWarps> sum(states, num_pieces);
-            if (pushes) push_state(part, row, sum.state);
+            const Combined<Config::kWarps> combined(states, num_warps);
+            if (!is_only_split && lane >> launch_.warps_per_row_log2 == 0)
+                target.push_state(combined.state, lane);
 #pragma unroll
-            for (int column = 4 * (threadIdx.x % 32); column < Config::kHeadDim; column += 4 * 32) {
+            for (int column = 4 * lane; column < Config::kHeadDim; column += 4 * 32) {
                 float4 outs[Config::kWarps];
-                for_each_warp([&](int i, const WarpPartial<Config>& piece) {
-                    outs[i] = *reinterpret_cast<const float4*>(&piece.out[row][column]);
+                for_each_warp([&](int i, const WarpPartial<Config>& partial) {
+                    outs[i] = *reinterpret_cast<const float4*>(&partial.out[row][column]);
                 });
-                if (pushes) {
-                    push(part, row, column, sum(outs));
+                if (is_only_split) {
+                    const auto& result = shared_.targets[row];
+                    writer_.store({static_cast<T*>(result.out), result.lse}, column, combined.state,
+                                  combined(outs));
                 } else {
-                    merge_.store(item_, row, column, sum.state, sum(outs));
+                    target.push(column, combined(outs));
                 }
             }
         }
     }
 
-    // A merger's share of the item's rows, of which `num_parts` parts will come.
-    __device__ void merge_parts(int32_t merger, int32_t num_parts, int32_t at_once) const {
-        if (kPolicy != SplitPolicy::even && num_parts == 1) return;
+    // A combiner's share of the item's rows, each from `num_splits` partial results.
+    __device__ void combine_splits(int32_t combiner, int32_t num_splits, int32_t splits_of_subtotal) const {
         const int row =
-            (merger * Config::kWarps + static_cast<int>(threadIdx.x / 32)) >> plan_.warps_per_row_log2;
-        if (row < merge_.num_rows()) merge_parts_of(row, num_parts, at_once);
+            (combiner * Config::kWarps + static_cast<int>(threadIdx.x / 32)) >> launch_.warps_per_row_log2;
+        if (row < writer_.num_rows()) combine_row(row, num_splits, splits_of_subtotal);
     }
 
   private:
-    static constexpr bool kBatchInvariant = kPolicy == SplitPolicy::fixed;
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
-    static constexpr int kAtOnce = 8;                      // parts whose loads are under way together
+    static constexpr int kAtOnce = 8;  // partial results whose loads are under way together
     template <int kCount>
-    using Sum = std::conditional_t<kBatchInvariant, PartFold<kCount>, PartSum<kCount>>;
+    using Combined = std::conditional_t<kFixed, CombinedInOrder<kCount>, CombinedAtOnce<kCount>>;
 
     template <class Body>
     __device__ void for_each_warp(Body body) const {
 #pragma unroll
-        for (int i = 0; i < Config::kWarps; ++i) body(i, shared_.warps[i].piece);
+        for (int i = 0; i < Config::kWarps; ++i) body(i, shared_.warps[i].partial);
     }
 
-    __device__ uint32_t* pushed_row(int32_t part, int row) const {
-        return pushed_ + part * plan_.part_words + row * Config::kPartialRow;
-    }
+    // Of the item's first partial result.
+    __device__ uint32_t* row_words(int row) const { return partials_ + row * Config::kPartialRow; }
 
-    // A copy for each warp that will read it and then set it to zero.
-    __device__ void push_state(int32_t part, int row, const SoftmaxState& state) const {
-        const int lane = threadIdx.x % 32;
-        if (lane >> plan_.warps_per_row_log2 != 0) return;
-        ptx::store_relaxed_8(pushed_row(part, row) + Config::kHeadDim + 2 * lane,
-                             make_uint2(NonZero::encode(state.max), NonZero::encode(state.sum)));
-    }
-    // One word in four tells of all 16 bytes, which are written at once.
-    __device__ void push(int32_t part, int row, int column, float4 out) const {
-        ptx::store_relaxed_16(pushed_row(part, row) + column,
-                              make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
-                                         __float_as_uint(out.z), NonZero::encode(out.w)));
-    }
-
-    // The parts of a row: to the result. Warps of the row take columns in turn; within a warp, as many groups
-    // of lanes take parts in turn, or, of units, kAtOnce that follow each other; `at_once` of these make a
-    // part.
-    __device__ void merge_parts_of(int row, int32_t num_parts, int32_t at_once) const {
-        const int log2 = plan_.warps_per_row_log2, lane = threadIdx.x % 32;
+    // Warps of the row take columns in turn. Within a warp, as many groups of lanes take partial results in
+    // turn, or, in order, kAtOnce that follow each other.
+    __device__ void combine_row(int row, int32_t num_splits, int32_t splits_of_subtotal) const {
+        const int log2 = launch_.warps_per_row_log2, lane = threadIdx.x % 32;
         const int groups = 1 << log2, group = lane >> (5 - log2), lanes = 32 >> log2;
         const int warp = static_cast<int>(threadIdx.x / 32) & (groups - 1);
-        // Of this group: the first part, and from one to the next.
-        const int32_t first = kBatchInvariant ? kAtOnce * group : group;
-        const int32_t stride = kBatchInvariant ? 1 : groups;
-        const int32_t own_parts = kBatchInvariant ? max(min(num_parts - first, kAtOnce), 0)
-                                                  : (num_parts - group + groups - 1) >> log2;
-        const int state_at = Config::kHeadDim + 2 * warp;
-        const auto target = merge_.target(item_, row);
-        uint32_t* const rows = pushed_row(0, row);
+        // Of this group: the first partial result, and from one to the next.
+        const int32_t first = kFixed ? kAtOnce * group : group;
+        const int32_t step = kFixed ? 1 : groups;
+        const int32_t own_splits =
+            kFixed ? max(min(num_splits - first, kAtOnce), 0) : (num_splits - group + groups - 1) >> log2;
+        const auto target = writer_.target(item_, row);
+        const PartialRows<Config> partials{row_words(row), launch_.partial_words, num_splits, warp};
         for (int base = 0; base < kColumns; base += 32) {
             const int place = base + warp * lanes + (lane & (lanes - 1));
             const bool has_column = kColumns % 32 == 0 || place < kColumns;
@@ -243,78 +124,43 @@ class SplitKvCombine {
             float4 outs[kAtOnce];
             SoftmaxState state;
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if constexpr (kBatchInvariant) {
-                load_parts(states, outs, rows, state_at, column, has_column, first, stride, num_parts);
-                if (have_same_max(states, own_parts)) {
-                    fold_units<true>(state, out, states, outs, own_parts, num_parts, at_once, lanes);
+            if constexpr (kFixed) {
+                partials.template wait<kAtOnce>(states, outs, column, has_column, first, step);
+                if (have_same_max(states, own_splits)) {
+                    add_all_in_order<true>(state, out, states, outs, own_splits, num_splits,
+                                           splits_of_subtotal, lanes);
                 } else {
-                    fold_units<false>(state, out, states, outs, own_parts, num_parts, at_once, lanes);
+                    add_all_in_order<false>(state, out, states, outs, own_splits, num_splits,
+                                            splits_of_subtotal, lanes);
                 }
             } else {
 #pragma unroll 1
-                for (int32_t i = first; i - group < num_parts; i += kAtOnce * groups) {
-                    load_parts(states, outs, rows, state_at, column, has_column, i, stride, num_parts);
-                    const PartSum<kAtOnce> sum(states);
-                    out = Rescale::add(state, sum.state)(out, sum(outs));
+                for (int32_t i = first; i - group < num_splits; i += kAtOnce * groups) {
+                    partials.template wait<kAtOnce>(states, outs, column, has_column, i, step);
+                    const CombinedAtOnce<kAtOnce> combined(states);
+                    out = Rescale::add(state, combined.state)(out, combined(outs));
                 }
 #pragma unroll 1
-                for (int step = lanes; step < 32; step *= 2) {  // over the groups
-                    const SoftmaxState other{__shfl_xor_sync(~0u, state.max, step),
-                                             __shfl_xor_sync(~0u, state.sum, step)};
-                    const float4 more =
-                        make_float4(__shfl_xor_sync(~0u, out.x, step), __shfl_xor_sync(~0u, out.y, step),
-                                    __shfl_xor_sync(~0u, out.z, step), __shfl_xor_sync(~0u, out.w, step));
-                    out = Rescale::add(state, other)(out, more);
+                for (int distance = lanes; distance < 32; distance *= 2) {  // over the groups
+                    const SoftmaxState other{__shfl_xor_sync(~0u, state.max, distance),
+                                             __shfl_xor_sync(~0u, state.sum, distance)};
+                    const float4 other_out = make_float4(
+                        __shfl_xor_sync(~0u, out.x, distance), __shfl_xor_sync(~0u, out.y, distance),
+                        __shfl_xor_sync(~0u, out.z, distance), __shfl_xor_sync(~0u, out.w, distance));
+                    out = Rescale::add(state, other)(out, other_out);
                 }
             }
-            if (group == 0 && has_column) merge_.store(target, column, state, out);
-            // As the next launch wants them.
-            uint32_t* words = rows + first * plan_.part_words;
+            if (group == 0 && has_column) writer_.store(target, column, state, out);
 #pragma unroll 1
-            for (int32_t i = 0; i < own_parts; ++i, words += stride * plan_.part_words) {
-                if (has_column) *reinterpret_cast<uint4*>(words + column) = make_uint4(0, 0, 0, 0);
-                if (base + 32 >= kColumns && (lane & (lanes - 1)) == 0) {
-                    *reinterpret_cast<uint2*>(words + state_at) = make_uint2(0, 0);
-                }
+            for (int32_t i = 0; i < own_splits; ++i) {
+                const PartialRow<Config> used = partials.row(first + i * step);
+                if (has_column) used.clear(column);
+                if (base + 32 >= kColumns && (lane & (lanes - 1)) == 0) used.clear_state(warp);
             }
         }
     }
 
-    // Waits for parts `first`, first + stride and so on. In the place of one that is not there, the last one
-    // is waited for and left out: of loads that depend on a condition each, not all would be under way at
-    // once.
-    __device__ void load_parts(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce], const uint32_t* rows,
-                               int state_at, int column, bool has_column, int32_t first, int32_t stride,
-                               int32_t num_parts) const {
-        const uint32_t not_needed = has_column ? 0 : 1;
-        uint2 parts[kAtOnce];
-        uint4 words[kAtOnce];
-        uint32_t least;  // of the words that tell
-        do {
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const uint32_t* const row = rows + min(first + i * stride, num_parts - 1) * plan_.part_words;
-                parts[i] = ptx::load_relaxed_8(row + state_at);
-                words[i] = ptx::load_relaxed_16(row + column);
-            }
-            least = ~0u;
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                least = min(least, min(min(parts[i].x, parts[i].y), words[i].w | not_needed));
-            }
-        } while (__any_sync(~0u, least == 0));
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            states[i] = SoftmaxState{};
-            outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (first + i * stride >= num_parts) continue;
-            states[i] = {NonZero::decode(parts[i].x), NonZero::decode(parts[i].y)};
-            outs[i] = make_float4(__uint_as_float(words[i].x), __uint_as_float(words[i].y),
-                                  __uint_as_float(words[i].z), NonZero::decode(words[i].w));
-        }
-    }
-
-    // Whether all parts, of which this lane has the first `count`, have one maximum.
+    // Whether all partial results, of which this lane has the first `count`, have one maximum.
     __device__ static bool have_same_max(const SoftmaxState (&states)[kAtOnce], int count) {
         const float max = __shfl_sync(~0u, states[0].max, 0);
         bool same = true;
@@ -323,48 +169,50 @@ class SplitKvCombine {
         return __all_sync(~0u, same);
     }
 
-    // Adds up the units of all groups, of which this one has `count`: `at_once` that follow each other, which
-    // are in one group, then these parts.
+    // Adds up the partial results of all groups, of which this one has `count`: at first those of each
+    // subtotal, which are in one group, then the subtotals.
     template <bool kSameMax>
-    __device__ static void fold_units(SoftmaxState& state, float4& out, SoftmaxState (&states)[kAtOnce],
-                                      float4 (&outs)[kAtOnce], int32_t count, int32_t num_units,
-                                      int32_t at_once, int lanes) {
+    __device__ static void add_all_in_order(SoftmaxState& state, float4& out, SoftmaxState (&states)[kAtOnce],
+                                            float4 (&outs)[kAtOnce], int32_t count, int32_t num_splits,
+                                            int32_t splits_of_subtotal, int lanes) {
 #pragma unroll
-        for (int i = 1; i < kAtOnce; ++i) {  // of the part so far
-            if ((i & (at_once - 1)) == 0 || i >= count) continue;
-            SoftmaxState part = states[i - 1];
-            float4 sum = outs[i - 1];
-            fold_part<kSameMax>(part, sum, states[i], outs[i]);
-            states[i] = part;
-            outs[i] = sum;
+        for (int i = 1; i < kAtOnce; ++i) {  // of the subtotal so far
+            if ((i & (splits_of_subtotal - 1)) == 0 || i >= count) continue;
+            SoftmaxState subtotal = states[i - 1];
+            float4 subtotal_out = outs[i - 1];
+            add_in_order<kSameMax>(subtotal, subtotal_out, states[i], outs[i]);
+            states[i] = subtotal;
+            outs[i] = subtotal_out;
         }
 #pragma unroll 1
-        for (int32_t first = 0, lane = threadIdx.x % lanes; first < num_units;
+        for (int32_t first = 0, lane = threadIdx.x % lanes; first < num_splits;
              first += kAtOnce, lane += lanes) {
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const int32_t unit = first + i;
-                if (unit >= num_units || (((i + 1) & (at_once - 1)) != 0 && unit + 1 < num_units)) continue;
-                const SoftmaxState part{kSameMax ? states[i].max : __shfl_sync(~0u, states[i].max, lane),
-                                        __shfl_sync(~0u, states[i].sum, lane)};
-                const float4 more =
+                const int32_t split = first + i;
+                const bool ends_subtotal =
+                    ((i + 1) & (splits_of_subtotal - 1)) == 0 || split + 1 == num_splits;
+                if (split >= num_splits || !ends_subtotal) continue;
+                const SoftmaxState subtotal{kSameMax ? states[i].max : __shfl_sync(~0u, states[i].max, lane),
+                                            __shfl_sync(~0u, states[i].sum, lane)};
+                const float4 subtotal_out =
                     make_float4(__shfl_sync(~0u, outs[i].x, lane), __shfl_sync(~0u, outs[i].y, lane),
                                 __shfl_sync(~0u, outs[i].z, lane), __shfl_sync(~0u, outs[i].w, lane));
-                if (unit < at_once) {
-                    state = part;
-                    out = more;
+                if (split < splits_of_subtotal) {
+                    state = subtotal;
+                    out = subtotal_out;
                 } else {
-                    fold_part<kSameMax>(state, out, part, more);
+                    add_in_order<kSameMax>(state, out, subtotal, subtotal_out);
                 }
             }
         }
     }
 
-    const OutputWriter<T, Config, Sequences>& merge_;
-    const SplitKvLaunch& plan_;
-    const SplitKvShared<Config>& shared_;
+    const OutputWriter<T, Sequences>& writer_;
+    const SplitKvLaunch& launch_;
+    SplitKvShared<Config>& shared_;
     Item item_;
-    uint32_t* pushed_;  // of the item's first part
+    uint32_t* partials_;  // of the item
 };
 
 }  // namespace octavo::cuda

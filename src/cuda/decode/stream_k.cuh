@@ -1,86 +1,98 @@
-// Split-KV paged attention for few rows a KV head: one query token a sequence, or a handful, where a CTA may
-// have some 200 KB of shared memory. One launch: work is planned on the device, and the last CTA to finish an
-// item merges its pieces.
+// Stream-K paged attention for few rows a KV head, where only the device knows how long sequences are: a
+// batch of any lengths. One launch: every CTA finds its share of all blocks by itself.
 //
-// grid: one CTA an SM. Each warp owns a run of blocks of 16 keys (schedule.cuh) with a queue of its own
-// (block.cuh), softmax state and accumulators (item.cuh): no barrier until the merge (merge.cuh).
+// grid: one CTA an SM. A CTA owns a run of blocks of 16 keys (stream_k_ranges.cuh), and each of its warps an
+// equal run of these, wherever items end, with a queue of its own: no barrier until partial results are
+// combined (stream_k_combine.cuh).
+//
+//     items     |------- 0 -------|--- 1 ---|-------------- 2 --------------|- 3 -|
+//     CTAs      |      0      |      1      |      2      |      3      |     4     |
 //
 // Each step stands in one place of the loop and divisions are few on purpose: small problems run most of this
 // code once, at some five clocks an instruction (docs/kernels/decode.md).
 #pragma once
 
-#include "cuda/decode/merge.cuh"
-#include "cuda/decode/parameters.cuh"
+#include "cuda/decode/prefetch.cuh"
+#include "cuda/decode/stream_k_combine.cuh"
 #include "cuda/ptx/grid_dependency.h"
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim, int kRowTiles>
-__global__ void __launch_bounds__(StreamKConfig<kHeadDim, kRowTiles>::kThreads, 1)
+template <class T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
     stream_k_decode_kernel(const __grid_constant__ AttentionParams p,
-                           const __grid_constant__ StreamKLaunch plan) {
-    using Config = StreamKConfig<kHeadDim, kRowTiles>;
+                           const __grid_constant__ StreamKLaunch launch) {
+    using Batch = Schedule<Config::kThreads>;
     constexpr int kStages = Config::kStages;
-    extern __shared__ __align__(128) unsigned char shared_bytes[];
-    auto& shared = *reinterpret_cast<StreamKShared<Config>*>(shared_bytes);
+    extern __shared__ __align__(128) unsigned char stream_k_shared_bytes[];
+    auto& shared = *reinterpret_cast<StreamKShared<Config>*>(stream_k_shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int32_t cta = grid_index(launch.partial).x;
 
     prefetch_params(p);
     auto& own = shared.warps[warp];
-    const WarpQueue<Config> queue(own);
-    Copier<T, Config, RunWalk<Config::kThreads>> copier(p, plan.page_size, plan.group_size);
+    const WarpRings<Config> rings(&own.blocks[0][0], &own.queries[0][0]);
+    const RowCopier<T, Config> rows(p);
+    StreamKCopier<T, Config> copier(p, launch.pages, launch.group_size, rows, own.visible);
 
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    prefetch_page_table(p, plan.page_size);
-    const Schedule<Config::kThreads> schedule(p, shared.schedule);
-    const CtaRun<Config> run(schedule, plan.pairs);
-    const int32_t run_blocks = run.end - run.begin;
-    if (run_blocks == 0) return;
-    const int32_t begin = run.begin + run_blocks * warp / Config::kWarps;
-    const int32_t end = run.begin + run_blocks * (warp + 1) / Config::kWarps;
+    prefetch_page_table(p, launch.pages.page_size);
+    const Batch schedule(p, shared.schedule);
+    const StreamKRange<Config> range(schedule, cta);
+    const int32_t num_blocks = range.end - range.begin;
+    if (num_blocks == 0) return;
+    const int32_t begin = range.begin + num_blocks * warp / Config::kWarps;
+    const int32_t end = range.begin + num_blocks * (warp + 1) / Config::kWarps;
 
     Item first{0, 0, -1, 0}, last{0, 0, -1, 0};
     if (begin < end) {
-        Item item = begin < run.begin_item.end ? run.begin_item : schedule.find(begin);
-        const RunWalk<Config::kThreads> walk(schedule, item, begin, end);
-        copier.begin(schedule, walk);
-        WarpAttention<T, Config> state(p, plan.group_size, schedule);
+        Item item = begin < range.begin_item.end ? range.begin_item : schedule.find(begin);
+        copier.start(schedule, item, begin, end);
+        WarpAttention<T, Config, Batch> state(p, launch.group_size, schedule);
         int32_t item_from = begin;  // where this warp's part of the item starts
+        VisibleBlocks visible{};    // of the item, in use where there is a window
+        bool has_keys = false;
         int stage = 0, queries = -1, copied_queries = -1;
 
         // Block `next` is copied to the place of the block before the one that is multiplied.
 #pragma unroll 1
         for (int32_t next = begin; next < end + kStages - 1; ++next) {
             if (next < end) {
-                const bool new_item = next == copier.segment().end;
-                if (new_item) copier.begin_next();
-                copier.copy(queue.k(stage), queue.v(stage), next - copier.segment().item.begin);
-                if (new_item || next == begin) {
-                    copied_queries = queue.next(copied_queries);
-                    copier.copy_queries(queue.queries(copied_queries));
+                const bool enters_item = copier.copy(rings.k(stage), rings.v(stage), next);
+                if (enters_item || next == begin) {
+                    copied_queries = rings.next(copied_queries);
+                    copier.copy_queries(rings.queries(copied_queries));
                 }
             }
             ptx::cp_async_commit();  // a group a block, empty past the end
-            stage = queue.next(stage);
+            stage = rings.next(stage);
             const int32_t block = next - (kStages - 1);
             if (block < begin) continue;
 
             if (block == item_from) {
-                queries = queue.next(queries);
-                state.begin(item, queue.queries(queries));
+                queries = rings.next(queries);
+                state.begin(item, rings.queries(queries));
                 state.reset();
+                const SequenceSlice seq = schedule.slice(item.sequence);
+                has_keys = seq.see.seqlen_k > 0;
+                if (OCTAVO_RARE(p.window_left >= 0)) {
+                    visible = VisibleBlocks::of(seq);
+                    has_keys = visible.count > 0;
+                }
                 // While the first copies are on their way. The last warp has blocks if any has.
-                if (block == begin && warp == Config::kWarps - 1 && lane < 2)
-                    shared.cut[lane] = run.cut(lane);
+                if (block == begin && warp == Config::kWarps - 1 && lane == 0)
+                    shared.first_cta = range.first_cta_of_begin_item();
             }
             ptx::cp_async_wait<kStages - 1>();
             __syncwarp();  // every lane's copies have arrived
-            state.add(queue.k(stage), queue.v(stage), block - item.begin);
+            int32_t place = block - item.begin;
+            if (OCTAVO_RARE(p.window_left >= 0)) place = visible.place(place);
+            if (has_keys) state.add(rings.k(stage), rings.v(stage), place * kBlockKeys);
             __syncwarp();  // every lane is done with the block
 
-            const bool run_ends = block + 1 == end, item_ends = block + 1 == item.end;
-            if (!run_ends && !item_ends) continue;
+            const bool range_ends = block + 1 == end, item_ends = block + 1 == item.end;
+            if (!range_ends && !item_ends) continue;
             state.sum_over_keys();
             if (item_ends && item_from == item.begin) {
                 state.store();
@@ -92,19 +104,18 @@ __global__ void __launch_bounds__(StreamKConfig<kHeadDim, kRowTiles>::kThreads, 
                 last = item;
                 state.leave(own.last);
             }
-            if (run_ends) break;
+            if (range_ends) break;
             item = schedule.next(item);
             item_from = block + 1;
         }
     }
-    const OutputWriter<T, Config> part_merge(p, plan.group_size, schedule);
-    if (run.in_pair) return merge_pair(part_merge, shared, run.begin_item);
     if (lane == 0) {
         shared.items[2 * warp] = first;
         shared.items[2 * warp + 1] = last;
     }
-    __syncthreads();  // all pieces are there
-    RowMerge<T, Config>(part_merge, plan, shared)(run.begin, run.end);
+    __syncthreads();  // all partial results are there
+    const OutputWriter<T, Batch> writer(p, launch.group_size, schedule);
+    StreamKCombine<T, Config>(writer, launch, shared, cta).combine(range.begin, range.end);
 }
 
 }  // namespace octavo::cuda

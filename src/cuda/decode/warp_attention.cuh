@@ -1,10 +1,9 @@
-// One warp's softmax and accumulators over its part of an item (tile/transposed_softmax.cuh).
+// One warp's softmax and accumulators over its blocks of an item (tile/transposed_softmax.cuh).
 #pragma once
 
 #include "common/online_softmax.h"
 #include "common/score.h"
-#include "cuda/decode/block.cuh"
-#include "cuda/decode/fold.cuh"
+#include "cuda/decode/copy.cuh"
 #include "cuda/ptx/load_shared.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/movmatrix.h"
@@ -23,7 +22,7 @@ struct WarpPartial {
 };
 
 // `Sequences` tells of the batch's sequences: slice(i). kFromZero: see TransposedSoftmax.
-template <class T, class Config, class Sequences = Schedule<Config::kThreads>, bool kFromZero = false>
+template <class T, class Config, class Sequences, bool kFromZero = false>
 class WarpAttention {
     static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;
     using Softmax = TransposedSoftmax<kRowTiles, kDimTiles>;
@@ -41,7 +40,9 @@ class WarpAttention {
         item_ = item;
         q_ = q;
         seq_ = sequences_.slice(item.sequence);
-        tiles_ = key_blocks(seq_);
+        // Without a window, a prefix and the keys that all queries see follow each other.
+        all_visible_end_ =
+            p_.window_left >= 0 ? INT32_MIN : max(seq_.see.window_end(seq_.q_pos(0)), seq_.see.prefix_len);
         Softmax::for_each_row([&](int r, int i) {
             const DecodeRow row(seq_, group_size_, item.kv_head, row_of(r, i));
             q_pos_[r][i] = seq_.q_pos(row.token);
@@ -50,20 +51,19 @@ class WarpAttention {
 
     __device__ void reset() { softmax_.reset(); }
 
-    // Block `index` of the item.
-    __device__ void add(Rows<Config> k, Rows<Config> v, int32_t index) {
-        if (tiles_.count == 0) return;
+    // The block that begins with key `first_key`.
+    __device__ void add(Rows<Config> k, Rows<Config> v, int32_t first_key) {
         BlockWeights weights;
-        add_keys(weights, k, index);
+        add_keys(weights, k, first_key);
         add_values(weights, v);
     }
 
     // The same in two steps.
     using BlockWeights = uint32_t[kRowTiles][2];  // of the block's keys, in T: operand b of P V
-    __device__ void add_keys(BlockWeights& weights, Rows<Config> k, int32_t index) {
+    __device__ void add_keys(BlockWeights& weights, Rows<Config> k, int32_t first_key) {
         float scores[kRowTiles][4];
         multiply_q_k(scores, k);
-        score(scores, tiles_.start(index));
+        score(scores, first_key);
         softmax_.template weigh<T, kFromZero>(weights, scores);
     }
     __device__ void add_values(const BlockWeights& weights, Rows<Config> v) { multiply_p_v(weights, v); }
@@ -105,62 +105,22 @@ class WarpAttention {
         }
     }
 
-    // Others work on the item too: leaves this warp's piece for the merge.
-    __device__ void leave(WarpPartial<Config>& piece) {
+    // Others work on the item too: leaves this warp's partial result for those who combine them.
+    __device__ void leave(WarpPartial<Config>& partial) {
         const int lane = threadIdx.x % 32;
         Softmax::for_each_row([&](int r, int i) {
             if (lane / 4 == 0) {
-                piece.max[row_of(r, i)] = softmax_.max[r][i];
-                piece.sum[row_of(r, i)] = softmax_.sum[r][i];
+                partial.max[row_of(r, i)] = softmax_.max[r][i];
+                partial.sum[row_of(r, i)] = softmax_.sum[r][i];
             }
         });
         softmax_.for_each_out(
-            [&](float& out, int r, int dim, int i) { piece.out[row_of(r, i)][dim + lane / 4] = out; });
-    }
-
-    // Adds this to what the same warp left in `piece` before.
-    __device__ void add_to(const WarpPartial<Config>& piece) {
-        const int lane = threadIdx.x % 32;
-        Softmax::for_each_row([&](int r, int i) {
-            const Rescale step = add_softmax(r, i, piece.max[row_of(r, i)], piece.sum[row_of(r, i)]);
-            softmax_.for_each_out_of(
-                r, i, [&](float& out, int dim) { out = step(piece.out[row_of(r, i)][dim + lane / 4], out); });
-        });
-    }
-
-    // The same in registers.
-    using Kept = Softmax;
-    __device__ void leave(Kept& kept) const { kept = softmax_; }
-    __device__ void add_to(const Kept& kept) {
-        bool same_max = true;
-        Softmax::for_each_row(
-            [&](int r, int i) { same_max = same_max && kept.max[r][i] == softmax_.max[r][i]; });
-        if (__all_sync(~0u, same_max)) return softmax_.add(kept);  // as Rescale does if both factors are one
-        Softmax::for_each_row([&](int r, int i) {
-            const Rescale step = add_softmax(r, i, kept.max[r][i], kept.sum[r][i]);
-#pragma unroll
-            for (int d = 0; d < kDimTiles; ++d) {
-#pragma unroll
-                for (int e = i; e < 4; e += 2) {
-                    float& out = softmax_.out[r][d][e];
-                    out = step(kept.out[r][d][e], out);
-                }
-            }
-        });
+            [&](float& out, int r, int dim, int i) { partial.out[row_of(r, i)][dim + lane / 4] = out; });
     }
 
   private:
     __device__ static int row_of(int r, int i) { return Softmax::row_of(threadIdx.x % 32, r, i); }
     __device__ static int key_of(int e) { return Softmax::key_of(threadIdx.x % 32, e); }
-
-    // One row of add_to: the softmax.
-    __device__ Rescale add_softmax(int r, int i, float max, float sum) {
-        SoftmaxState all{max, sum};
-        const Rescale step = Rescale::add(all, {softmax_.max[r][i], softmax_.sum[r][i]});
-        softmax_.max[r][i] = all.max;
-        softmax_.sum[r][i] = all.sum;
-        return step;
-    }
 
     __device__ void multiply_q_k(float (&scores)[kRowTiles][4], Rows<Config> k) const {
         float odd[kRowTiles][4];  // a second chain of products
@@ -204,8 +164,9 @@ class WarpAttention {
                 score += alibi_bias(slope_log2[r][e % 2], q_pos_[r][e % 2], first_key + key_of(e));
             });
         }
-        const int32_t first_q_pos = seq_.q_pos(0), last_q_pos = seq_.see.seqlen_k - 1;
-        if (OCTAVO_RARE(!KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, kBlockKeys))) {
+        if (OCTAVO_RARE(first_key + kBlockKeys > all_visible_end_)) {
+            const int32_t first_q_pos = seq_.q_pos(0), last_q_pos = seq_.see.seqlen_k - 1;
+            if (KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, kBlockKeys)) return;
             Softmax::for_each_score(scores, [&](float& score, int r, int e) {
                 if (!seq_.see.visible(q_pos_[r][e % 2], first_key + key_of(e))) score = -INFINITY;
             });
@@ -232,7 +193,7 @@ class WarpAttention {
     Operands<Config> operands_;
     Rows<Config> q_;
     SequenceSlice seq_;
-    KeyTiles tiles_{Visibility{}, 0, 0, kBlockKeys};
+    int32_t all_visible_end_;  // the keys before it are visible to all queries; none with a window
     int32_t q_pos_[kRowTiles][2];
     Softmax softmax_;
 };

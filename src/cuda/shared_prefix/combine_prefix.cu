@@ -3,6 +3,7 @@
 #include "cuda/alignment.h"
 #include "cuda/attention/run.h"
 #include "cuda/launch.cuh"
+#include "cuda/ptx/grid_dependency.h"
 #include "cuda/rows.cuh"
 #include "cuda/shared_prefix/plan.h"
 #include "cuda/types.h"
@@ -17,39 +18,44 @@ struct alignas(kWide * sizeof(T)) Columns {
     T at[kWide];
 };
 
-// Merges what the runs of the prefix give, [num_runs, rows, head_dim] and [num_runs, rows], into the results
-// behind it, p's out and lse.
-// grid: one warp a row of [total_q, num_q_heads].
+// Combines what the runs of the prefix give, [num_runs, rows, head_dim] and [num_runs, rows], with the
+// results behind it, those of `behind`, into p's out and lse; these may be the same. grid: one warp a row of
+// [total_q, num_q_heads].
 template <class T, int kWide>
-__global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p, const T* prefix_out,
+__global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
+                                      const __grid_constant__ AttentionParams behind, const T* prefix_out,
                                       const float* prefix_lse, int32_t num_runs) {
+    ptx::wait_for_previous_grid();
+    ptx::launch_dependents();
     const int lane = threadIdx.x % 32;
     const int64_t row = warp_row(), num_rows = p.total_q * p.num_q_heads;
     const int64_t token = row / p.num_q_heads, head = row - token * p.num_q_heads;
     if (row >= num_rows || (p.cu_seqlens_q && token >= p.cu_seqlens_q[p.batch])) return;
 
-    float* const lse = p.lse + token * p.lse_token_stride + head * p.lse_head_stride;
-    const float rest_lse_log2 = *lse * kLog2e;
-    if (rest_lse_log2 == -INFINITY) return;  // padding
-    const float lse_log2 = lane < num_runs ? prefix_lse[lane * num_rows + row] * kLog2e : -INFINITY;
-    const float max = warp_max(fmaxf(rest_lse_log2, lse_log2));
+    const float rest_lse_log2 =
+        kLog2e * behind.lse[token * behind.lse_token_stride + head * behind.lse_head_stride];
+    const bool empty = rest_lse_log2 == -INFINITY;  // of a sequence of length 0
+    const float lse_log2 = lane < num_runs && !empty ? prefix_lse[lane * num_rows + row] * kLog2e : -INFINITY;
+    const float max = empty ? 0.0f : warp_max(fmaxf(rest_lse_log2, lse_log2));
     float rest_weight = exp2f(rest_lse_log2 - max), weight = exp2f(lse_log2 - max);
     const float sum = warp_sum(weight) + rest_weight;
-    rest_weight /= sum;
-    weight /= sum;
+    rest_weight = empty ? 0.0f : rest_weight / sum;
+    weight = empty ? 0.0f : weight / sum;
 
     using Wide = Columns<T, kWide>;
+    const auto* const rest = reinterpret_cast<const Wide*>(
+        static_cast<const T*>(behind.out) + token * behind.out_token_stride + head * behind.out_head_stride);
     auto* const out = reinterpret_cast<Wide*>(static_cast<T*>(p.out) + token * p.out_token_stride +
                                               head * p.out_head_stride);
     for (int32_t first = 0; first < p.head_dim; first += 32 * kWide) {  // the warp stays together
         const int32_t column = first + kWide * lane;
         const int32_t at = column < p.head_dim ? column / kWide : 0;
-        Wide result = out[at];
+        Wide result = rest[at];
         float merged[kWide];
 #pragma unroll
         for (int j = 0; j < kWide; ++j) merged[j] = rest_weight * to_float(result.at[j]);
 #pragma unroll 4
-        for (int32_t run = 0; run < num_runs; ++run) {
+        for (int32_t run = 0; run < (empty ? 0 : num_runs); ++run) {
             const float run_weight = __shfl_sync(~0u, weight, run);
             const Wide from =
                 reinterpret_cast<const Wide*>(prefix_out + (run * num_rows + row) * p.head_dim)[at];
@@ -60,29 +66,32 @@ __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
         for (int j = 0; j < kWide; ++j) result.at[j] = from_float<T>(merged[j]);
         if (column < p.head_dim) out[at] = result;
     }
-    if (lane == 0) *lse = (max + log2f(sum)) * kLn2;
+    if (lane == 0 && p.lse)
+        p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = (max + log2f(sum)) * kLn2;
 }
 
 template <class T, int kWide>
-void launch_combine(const AttentionParams& p, const AttentionParams& prefix, cudaStream_t stream) {
-    const LaunchShape shape{dim3(blocks_for_rows(p.total_q * p.num_q_heads)), 32 * kRowsPerBlock};
-    launch<combine_prefix_kernel<T, kWide>>(p.op, p.device.index, stream, shape, p,
+void launch_combine(const AttentionParams& p, const AttentionParams& behind, const AttentionParams& prefix,
+                    cudaStream_t stream) {
+    const LaunchShape shape{dim3(blocks_for_rows(p.total_q * p.num_q_heads)), 32 * kRowsPerBlock, true};
+    launch<combine_prefix_kernel<T, kWide>>(p.op, p.device.index, stream, shape, p, behind,
                                             static_cast<const T*>(prefix.out), prefix.lse, prefix.batch);
 }
 
 template <class T>
-void combine(const AttentionParams& p, const AttentionParams& prefix, cudaStream_t stream) {
+void combine(const AttentionParams& p, const AttentionParams& behind, const AttentionParams& prefix,
+             cudaStream_t stream) {
     constexpr int kWide = 4;
     const bool wide = aligned(p.out, kWide * sizeof(T), {p.out_token_stride, p.out_head_stride}, p.dtype);
-    (wide ? launch_combine<T, kWide> : launch_combine<T, 1>)(p, prefix, stream);
+    (wide ? launch_combine<T, kWide> : launch_combine<T, 1>)(p, behind, prefix, stream);
 }
 
 }  // namespace
 
-void combine_prefix(const AttentionParams& behind_prefix, const AttentionParams& over_prefix,
-                    cudaStream_t stream) {
-    const bool is_float16 = behind_prefix.dtype == DType::float16;
-    (is_float16 ? combine<float16> : combine<bfloat16>)(behind_prefix, over_prefix, stream);
+void combine_prefix(const AttentionParams& p, const AttentionParams& behind_prefix,
+                    const AttentionParams& over_prefix, cudaStream_t stream) {
+    const bool is_float16 = p.dtype == DType::float16;
+    (is_float16 ? combine<float16> : combine<bfloat16>)(p, behind_prefix, over_prefix, stream);
 }
 
 }  // namespace octavo::cuda

@@ -3,6 +3,7 @@
 #include "params/shared_prefix.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace octavo::cuda {
 namespace {
@@ -21,29 +22,88 @@ int32_t choose_run_len(const AttentionParams& p, const Gpu& gpu) {
 }
 
 bool is_decode(const KernelPlan& plan) {
-    return !std::holds_alternative<Sm90Plan>(plan) && !std::holds_alternative<Sm80Plan>(plan);
+    return std::holds_alternative<SplitKvPlan>(plan) || std::holds_alternative<StreamKPlan>(plan);
 }
+
+// What a call has to do, and how long that takes, in microseconds. The constants are fits to an H100 and an
+// H200 (docs/kernels/shared_prefix.md).
+struct Cost {
+    double prefix_flops;
+    double different_bytes;  // of keys and values
+    double all_bytes;        // counting those of the prefix for each sequence
+    const Gpu& gpu;
+
+    Cost(const AttentionParams& p, const Gpu& gpu) : gpu(gpu) {
+        // Behind the prefix a page table may have much more room than keys.
+        const double prefix = p.shared_prefix_len, own = std::min(p.seqlen_k - prefix, prefix);
+        const double token_bytes = 2.0 * p.num_kv_heads * p.head_dim * size_of(p.dtype);
+        prefix_flops = 4.0 * static_cast<double>(p.total_q) * p.num_q_heads * prefix * p.head_dim;
+        different_bytes = token_bytes * (prefix + p.batch * own);
+        all_bytes = token_bytes * p.batch * (prefix + own);
+    }
+
+    double read_us() const { return different_bytes / (0.93e3 * gpu.memory_gb_per_s); }
+    // Sequences that share pages read them from the L2 cache after the first has brought them.
+    double plain_us() const { return all_bytes / (68e3 * gpu.num_sms) + 0.3 * read_us(); }
+    double shared_us() const {
+        const double flops_per_us = gpu.has_sm90_kernels ? 3e6 : 1e6;  // of an SM
+        return std::max(read_us(), prefix_flops / (flops_per_us * gpu.num_sms)) + 14.0;
+    }
+    // The kernel over the prefix is slower if it leaves room for the other one: for very many products, by
+    // more than that takes.
+    bool overlap_pays() const { return prefix_flops < 170.0 * different_bytes; }
+};
 
 }  // namespace
 
-SharedPrefixPlan plan_shared_prefix(const AttentionParams& p, const Gpu& gpu) {
-    auto plan_over_prefix = [&](int32_t run_len) {
-        return plan_kernel(over_shared_prefix(p, run_len, kSomeWorkspace, nullptr), gpu);
+SharedPrefixPlan make_shared_prefix_plan(const AttentionParams& p, const Gpu& gpu) {
+    auto over_prefix = [&](int32_t run_len) {
+        return over_shared_prefix(p, run_len, kSomeWorkspace, nullptr);
     };
     SharedPrefixPlan plan{};
     plan.dtype = p.dtype;
-    plan.run_len = p.shared_prefix_len;
-    plan.over_prefix = plan_over_prefix(plan.run_len);
-    if (!is_decode(plan.over_prefix)) {  // which cuts keys itself
-        plan.run_len = choose_run_len(p, gpu);
-        plan.over_prefix = plan_over_prefix(plan.run_len);
+    plan.behind_prefix = plan_kernel(after_shared_prefix(p, nullptr), gpu);
+    plan.run_len = choose_run_len(p, gpu);
+    const bool may_overlap = std::holds_alternative<SplitKvPlan>(plan.behind_prefix) &&
+                             num_sequences(plan.behind_prefix) == p.batch && Cost(p, gpu).overlap_pays();
+    const auto beside =
+        may_overlap ? plan_sm90_attention_beside(over_prefix(plan.run_len), gpu) : std::nullopt;
+    if (beside) {
+        plan.overlaps = true;
+        plan.over_prefix = *beside;
+    } else {
+        plan.over_prefix = plan_kernel(over_prefix(p.shared_prefix_len), gpu);
+        if (is_decode(plan.over_prefix))  // which cuts keys itself
+            plan.run_len = p.shared_prefix_len;
+        else
+            plan.over_prefix = plan_kernel(over_prefix(plan.run_len), gpu);
     }
     plan.num_runs = static_cast<int32_t>(ceil_divide(p.shared_prefix_len, plan.run_len));
-    plan.behind_prefix = plan_kernel(after_shared_prefix(p, nullptr), gpu);
     const int64_t rows = p.total_q * p.num_q_heads;
-    plan.out_bytes = plan.num_runs * rows * p.head_dim * size_of(p.dtype);
+    plan.out_bytes = (plan.num_runs + plan.overlaps) * rows * p.head_dim * size_of(p.dtype);
     plan.lse_bytes = (plan.num_runs + 1) * rows * int64_t{sizeof(float)};
     return plan;
+}
+
+std::optional<SharedPrefixPlan> plan_shared_prefix(const AttentionParams& p, const Gpu& gpu,
+                                                   std::string* why_not) {
+    if (p.shared_prefix_len == 0) return refuse(why_not, "shared_prefix_len is 0");
+    constexpr int64_t kManyRows = 64;
+    const int64_t rows = p.total_q * p.group_size() / p.batch;
+    if (rows >= kManyRows) {
+        return refuse(why_not, "with ", rows,
+                      " rows a sequence and KV head, its products take as long as those "
+                      "of one kernel over all keys");
+    }
+    const Cost cost(p, gpu);
+    if (cost.plain_us() <= cost.shared_us()) {
+        return refuse(
+            why_not,
+            "one kernel, which reads the prefix from the L2 cache for each sequence, would take some ",
+            std::lround(cost.plain_us()), " us, and to read it once some ", std::lround(cost.shared_us()),
+            " us");
+    }
+    return make_shared_prefix_plan(p, gpu);
 }
 
 Explanation describe(const SharedPrefixPlan& plan) {
@@ -53,9 +113,10 @@ Explanation describe(const SharedPrefixPlan& plan) {
     };
     Explanation text;
     text.kernel = text_of("shared_prefix<", to_string(plan.dtype), ">");
-    text.summary = text_of("over the prefix, in ", counted(plan.num_runs, "run"), " of ", plan.run_len,
-                           " keys, ", one_line(plan.over_prefix), "; behind it, ",
-                           one_line(plan.behind_prefix), "; then a kernel that combines both");
+    text.summary =
+        text_of("over the prefix, in ", counted(plan.num_runs, "run"), " of ", plan.run_len, " keys, ",
+                one_line(plan.over_prefix), "; behind it, ", one_line(plan.behind_prefix),
+                plan.overlaps ? ", beside the other" : "", "; then combine_prefix_kernel");
     text.file = "src/cuda/shared_prefix/combine_prefix.cu";
     text.plan = {
         {"dtype", to_string(plan.dtype)},
@@ -63,6 +124,7 @@ Explanation describe(const SharedPrefixPlan& plan) {
         {"num_runs", plan.num_runs},
         {"over_prefix", one_line(plan.over_prefix)},
         {"behind_prefix", one_line(plan.behind_prefix)},
+        {"overlaps", plan.overlaps},
         {"workspace_bytes", plan.workspace_bytes()},
     };
     return text;

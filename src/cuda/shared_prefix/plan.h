@@ -4,6 +4,9 @@
 
 #include "cuda/attention/kernel_plan.h"
 
+#include <optional>
+#include <string>
+
 namespace octavo::cuda {
 
 constexpr int32_t kMaxPrefixRuns = 32;  // a lane of combine_prefix_kernel each
@@ -12,14 +15,21 @@ struct SharedPrefixPlan {
     DType dtype;
     int32_t run_len;  // keys: the prefix is worked through in runs of so many, side by side
     int32_t num_runs;
-    int64_t out_bytes, lse_bytes;  // of workspace: results over each run, and LSEs behind the prefix
+    int64_t out_bytes, lse_bytes;  // of workspace: results over each run, and behind the prefix
     KernelPlan over_prefix, behind_prefix;
+    // Whether the kernel behind the prefix runs beside the one over it: that leaves room on every SM, and
+    // lets the other start once all kernels before both are complete.
+    bool overlaps;
 
     int64_t workspace_bytes() const { return out_bytes + lse_bytes; }
 };
 
-// For a shared_prefix_len above 0.
-SharedPrefixPlan plan_shared_prefix(const AttentionParams& params, const Gpu& gpu);
+// Nothing where the plain call takes no longer, which reads the prefix once for each sequence: why_not,
+// unless null, then gets the reason.
+std::optional<SharedPrefixPlan> plan_shared_prefix(const AttentionParams& params, const Gpu& gpu,
+                                                   std::string* why_not = nullptr);
+// The same whether it pays or not, for a shared_prefix_len above 0.
+SharedPrefixPlan make_shared_prefix_plan(const AttentionParams& params, const Gpu& gpu);
 
 Explanation describe(const SharedPrefixPlan& plan);
 inline bool operator==(const SharedPrefixPlan& a, const SharedPrefixPlan& b) {

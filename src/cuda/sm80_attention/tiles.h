@@ -1,4 +1,4 @@
-// The tiles of the sm_80 forward kernel.
+// The tiles of sm80_attention.
 #pragma once
 
 #include <cstddef>

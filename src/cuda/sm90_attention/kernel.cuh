@@ -16,9 +16,7 @@
 namespace octavo::cuda {
 
 template <class T, class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    sm90_attention_kernel(const __grid_constant__ AttentionParams p,
-                          const __grid_constant__ Sm90Launch plan) {
+__device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, const Sm90Launch& plan) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<Sm90Shared<Config>*>(shared_bytes);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -29,8 +27,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.alibi.init();
     __syncthreads();
     if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();
-    ptx::launch_dependents();
+    if (!Config::kBeside) ptx::launch_dependents();
     ptx::wait_for_previous_grid();
+    if (Config::kBeside) ptx::launch_dependents();  // once all kernels before are complete
 
     if (warp < 4) {
         ptx::lower_registers<Config::kProducerRegisters>();
@@ -42,6 +41,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         Sm90Consumer<T, Config>(p, plan, shared, warp / 4 - 1).run();
     }
     if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();  // the other may still write here
+}
+
+template <class T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    sm90_attention_kernel(const __grid_constant__ AttentionParams p,
+                          const __grid_constant__ Sm90Launch plan) {
+    run_sm90_attention<T, Config>(p, plan);
+}
+
+// Sm90Feature::beside
+template <class T, class Config>
+__global__ void __maxnreg__(kSm90RegistersBeside)
+    sm90_attention_beside_kernel(const __grid_constant__ AttentionParams p,
+                                 const __grid_constant__ Sm90Launch plan) {
+    run_sm90_attention<T, Config>(p, plan);
 }
 
 }  // namespace octavo::cuda

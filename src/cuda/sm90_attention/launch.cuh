@@ -13,8 +13,14 @@ void launch_sm90_kernel(const AttentionParams& params, const Sm90Plan& plan, con
     constexpr size_t kSharedBytes = sizeof(Sm90Shared<Config>);
     static_assert(kSharedBytes <= 227 * 1024);
     const LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true, Config::kCtas};
-    launch<sm90_attention_kernel<T, Config>, kSharedBytes>(params.op, params.device.index, stream, shape,
-                                                           params, arguments);
+    constexpr auto kKernel = [] {
+        if constexpr (Config::kBeside)
+            return sm90_attention_beside_kernel<T, Config>;
+        else
+            return sm90_attention_kernel<T, Config>;
+    }();
+    launch<kKernel, kSharedBytes, Config::kBeside>(params.op, params.device.index, stream, shape, params,
+                                                   arguments);
 }
 
 template <class T, int kHeadDim, int kWarpgroups, int kCtas>
@@ -28,6 +34,10 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
     if constexpr (has_splits(kCtas)) {
         if (plan.feature == Sm90Feature::splits)
             run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::splits>>;
+    }
+    if constexpr (has_beside(kHeadDim, kWarpgroups, kCtas)) {
+        if (plan.feature == Sm90Feature::beside)
+            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::beside>>;
     }
     if (plan.feature == Sm90Feature::alibi)
         run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::alibi>>;

@@ -98,6 +98,21 @@ int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
     return best;
 }
 
+// Of the rows of the smallest head dim that holds the problem's, that whose instance has a kernel that leaves
+// room on its SM; -1 if there is none.
+int32_t find_tiles_beside(const AttentionParams& p) {
+    if (p.dropout.any() || p.alibi_slopes) return -1;
+    int32_t head_dim = 0;
+    for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
+        const Sm90Tiles& tiles = kSm90Tiles[row];
+        if (tiles.head_dim < p.head_dim) continue;
+        if (head_dim == 0) head_dim = tiles.head_dim;
+        if (tiles.head_dim == head_dim && has_beside(tiles.head_dim, tiles.warpgroups, tiles.ctas))
+            return row;
+    }
+    return -1;
+}
+
 // Whether the keys of a row tile may be shared out.
 bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
     return p.paged() && has_splits(tiles.ctas) && !p.alibi_slopes && !p.dropout.any() && !p.batch_invariant;
@@ -147,9 +162,11 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     plan.unit_row_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, tiles.row_blocks() * plan.tokens));
     plan.section = choose_section(p, gpu, plan, num_clusters);
     plan.first_section = (plan.num_units - 1) % plan.section + 1;
-    plan.few_rows = may_have_few_rows(p, tiles, plan.heads);
-    choose_splits(p, gpu, plan);
-    plan.feature = choose_feature(p, plan);
+    if (plan.feature != Sm90Feature::beside) {
+        plan.few_rows = may_have_few_rows(p, tiles, plan.heads);
+        choose_splits(p, gpu, plan);
+        plan.feature = choose_feature(p, plan);
+    }
     // Row tiles that are shared out, and their shares.
     const int64_t shared_out = plan.num_splits > 0 ? plan.num_row_tiles - plan.num_whole : 0;
     const int64_t num_items = plan.num_row_tiles + shared_out * (plan.num_splits - 1);
@@ -189,13 +206,14 @@ const char* name_of(Sm90Feature feature) {
         case Sm90Feature::dropout: return "dropout";
         case Sm90Feature::few_rows: return "few_rows";
         case Sm90Feature::splits: return "splits";
+        case Sm90Feature::beside: return "beside";
     }
     return "none";
 }
 
-}  // namespace
-
-std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
+// `beside`: by the instance that leaves room on its SM.
+std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std::string* why_not,
+                                  bool beside) {
     if (!gpu.has_sm90_kernels && gpu.compute_capability == 90)
         return refuse(why_not, "this build has no code for sm_90a");
     if (!gpu.has_sm90_kernels) {
@@ -221,7 +239,10 @@ std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu&
     plan.num_sequences = p.batch;
     plan.heads = choose_heads(p);
     plan.tokens = kGroupRows / plan.heads;
-    plan.row = choose_tiles(p, gpu, plan.heads);
+    plan.feature = beside ? Sm90Feature::beside : Sm90Feature::none;
+    plan.row = beside ? find_tiles_beside(p) : choose_tiles(p, gpu, plan.heads);
+    if (plan.row < 0)
+        return refuse(why_not, "no instance of head_dim ", p.head_dim, " leaves room on its SM");
     const Sm90Tiles& tiles = plan.tiles();
     plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
     // Where keys cannot be shared out so that half of the SMs have work, sm80_attention does it.
@@ -251,6 +272,16 @@ std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu&
     }
     cut_work(p, gpu, plan);
     return plan;
+}
+
+}  // namespace
+
+std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
+    return make_plan(p, gpu, why_not, false);
+}
+
+std::optional<Sm90Plan> plan_sm90_attention_beside(const AttentionParams& p, const Gpu& gpu) {
+    return make_plan(p, gpu, nullptr, true);
 }
 
 Explanation describe(const Sm90Plan& plan) {

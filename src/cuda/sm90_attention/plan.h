@@ -35,7 +35,9 @@ struct Sm90Plan {
     int32_t num_ctas;
     int64_t partial_bytes, num_counters;  // of workspace
 
-    const Sm90Tiles& tiles() const { return kSm90Tiles[row]; }
+    const Sm90Tiles& tiles() const {
+        return feature == Sm90Feature::beside ? kSm90TilesBeside : kSm90Tiles[row];
+    }
     Grid grid() const { return {num_ctas}; }
     int32_t threads() const { return 128 * (tiles().warpgroups + 1); }
     int64_t workspace_bytes() const { return partial_bytes + num_counters * int64_t{sizeof(uint32_t)}; }
@@ -44,6 +46,8 @@ struct Sm90Plan {
 // Nothing where the kernel does not serve: why_not, unless null, then gets the reason.
 std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& params, const Gpu& gpu,
                                             std::string* why_not = nullptr);
+// The same by Sm90Feature::beside.
+std::optional<Sm90Plan> plan_sm90_attention_beside(const AttentionParams& params, const Gpu& gpu);
 
 Explanation describe(const Sm90Plan& plan);
 inline bool operator==(const Sm90Plan& a, const Sm90Plan& b) { return describe(a).plan == describe(b).plan; }

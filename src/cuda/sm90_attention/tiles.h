@@ -1,4 +1,4 @@
-// The tiles of the sm_90a prefill kernel.
+// The tiles of sm90_attention.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,11 @@ constexpr Sm90Tiles kSm90Tiles[] = {
     {256, 2, 2, 80, 2, 2, 1, false, 512},
 };
 
+// Of the kernel that leaves a part of its SM to another one's CTAs (Sm90Feature::beside): so much shared
+// memory, and so many registers a thread at the start.
+constexpr Sm90Tiles kSm90TilesBeside = {128, 2, 1, 64, 2, 2, 1, false, 0};
+constexpr int kSm90RegistersBeside = 112;
+
 constexpr Sm90Tiles sm90_tiles(int head_dim, int warpgroups, int ctas) {
     for (const Sm90Tiles& tiles : kSm90Tiles) {
         if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups && tiles.ctas == ctas) return tiles;
@@ -52,13 +57,20 @@ constexpr Sm90Tiles sm90_tiles(int head_dim, int warpgroups, int ctas) {
 // registers to spare, and at head dim 64 four gain nothing), and one that shares out the keys of row tiles.
 constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
 constexpr bool has_splits(int ctas) { return ctas == 1; }
+constexpr bool has_beside(int head_dim, int warpgroups, int ctas) {
+    return head_dim == kSm90TilesBeside.head_dim && warpgroups == kSm90TilesBeside.warpgroups &&
+           ctas == kSm90TilesBeside.ctas;
+}
 
-// What has kernels of its own.
-enum class Sm90Feature { none, alibi, dropout, few_rows, splits };
+// What has kernels of its own. `beside` is for a shared prefix (SharedPrefixPlan): the kernel over the keys
+// behind it, which waits for memory, runs beside this one, which multiplies.
+enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside };
 
 template <int kHeadDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_>
 struct Sm90Config {
-    static constexpr Sm90Tiles kTiles = sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
+    static constexpr bool kBeside = kFeature_ == Sm90Feature::beside;
+    static constexpr Sm90Tiles kTiles =
+        kBeside ? kSm90TilesBeside : sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
     static constexpr int kHeadDim = kHeadDim_;
@@ -85,9 +97,15 @@ struct Sm90Config {
     static constexpr int kQBlockBytes = kGroupRows * kRowBytes;
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
     static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // of one warpgroup
-    // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers.
-    static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 40;
-    static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
+    // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers, or out of those at
+    // the start.
+    static constexpr int kProducerRegisters = kBeside ? 24 : kConsumers >= 3 ? 32 : 40;
+    static constexpr int kConsumerRegisters = kBeside           ? 152
+                                              : kConsumers == 4 ? 112
+                                              : kConsumers == 3 ? 160
+                                                                : 232;
+    static_assert(!kBeside || kProducerRegisters + kConsumers * kConsumerRegisters <=
+                                  (kConsumers + 1) * kSm90RegistersBeside);
     static constexpr int kFewRowTiles = kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim) / 8 : 0;
 };
 

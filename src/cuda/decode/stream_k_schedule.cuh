@@ -5,8 +5,7 @@
 // their CTA's, wherever items end.
 #pragma once
 
-#include "common/fast_divide.h"
-#include "cuda/decode/tiles.h"
+#include "cuda/decode/item.cuh"
 #include "cuda/warp.cuh"
 #include "params/attention_params.h"
 
@@ -14,35 +13,12 @@
 
 namespace octavo::cuda {
 
-// The blocks that the queries of a sequence see.
-__device__ __forceinline__ KeyTiles key_blocks(const SequenceSlice& seq) {
-    return KeyTiles(seq.see, seq.q_pos(0), seq.q_pos(seq.seqlen_q - 1), kBlockKeys);
-}
-
 // a / b where the quotient is small: a division by floats is off by one at most.
 __device__ __forceinline__ int32_t quotient_by_floats(int32_t a, int32_t b) {
     const int32_t quotient = static_cast<int32_t>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
     const int32_t rest = a - quotient * b;
     return quotient + (rest >= b ? 1 : (rest < 0 ? -1 : 0));
 }
-
-// One item: its place in the order of all blocks.
-struct Item {
-    int32_t sequence, kv_head;
-    int32_t begin, end;  // blocks
-};
-
-// A row of an item: a query token of a query head.
-struct DecodeRow {
-    int32_t token, head;
-    bool valid;
-
-    __device__ DecodeRow(const SequenceSlice& seq, const FastDivide& group_size, int32_t kv_head, int32_t row)
-        : token(group_size.quotient(row)),
-          head(kv_head * static_cast<int32_t>(group_size.divisor) + row -
-               token * static_cast<int32_t>(group_size.divisor)),
-          valid(token < seq.seqlen_q) {}
-};
 
 template <int kThreads>
 struct ScheduleStorage {

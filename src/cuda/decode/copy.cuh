@@ -1,8 +1,7 @@
-// Rows of keys, values and queries in shared memory, and their way there and to the products.
+// The way of keys, values and queries from global to shared memory, and from there to the products.
 #pragma once
 
-#include "common/fast_divide.h"
-#include "cuda/decode/schedule.cuh"
+#include "cuda/decode/item.cuh"
 #include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/warp.cuh"
@@ -183,6 +182,50 @@ class RowCopier {
     const uint4 *k_, *v_;    // that chunk of the cache's first row
     uint32_t place_;         // of the chunk in shared memory
     uint32_t page_stride_, token_stride_, head_stride_;  // of K for the lower lanes, of V; in 16 bytes
+};
+
+// Copies the queries of an item, all warps of a CTA together.
+template <class T, class Config>
+class QueryCopier {
+  public:
+    __device__ QueryCopier(const AttentionParams& p, const FastDivide& group_size,
+                           const RowCopier<T, Config>& rows, int32_t kv_head, int warp)
+        : p_(p), group_size_(group_size), rows_(rows), kv_head_(kv_head), warp_(warp) {
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            const DecodeRow row(SequenceSlice{}, group_size, kv_head, first(i) + rows.lane_row());
+            tokens_[i] = row.token;
+            offsets_[i] = rows.query_offset(row);
+            pin_in_register(tokens_[i]);
+            pin_in_register(offsets_[i]);
+        }
+    }
+
+    __device__ void copy(Rows<Config> q, const SequenceSlice& seq, int32_t sequence) const {
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            if (first(i) >= Config::kRows) break;
+            rows_.copy_query_rows(q, first(i), rows_.query_begin(seq) + offsets_[i],
+                                  tokens_[i] < seq.seqlen_q);
+        }
+        if (OCTAVO_RARE(p_.alibi_slopes != nullptr) && warp_ == Config::kWarps - 1) {
+            rows_.copy_slopes(q, DecodeRow(seq, group_size_, kv_head_, threadIdx.x % 32), sequence);
+        }
+    }
+
+  private:
+    static constexpr int kRowsPerCopy = RowCopier<T, Config>::kRowsPerCopy;
+    static constexpr int kCopies = (Config::kRows / kRowsPerCopy + Config::kWarps - 1) / Config::kWarps;
+
+    __device__ int first(int i) const { return (i * Config::kWarps + warp_) * kRowsPerCopy; }
+
+    const AttentionParams& p_;
+    const FastDivide& group_size_;
+    const RowCopier<T, Config>& rows_;
+    int32_t kv_head_;
+    int warp_;
+    int32_t tokens_[kCopies];
+    uint32_t offsets_[kCopies];
 };
 
 }  // namespace octavo::cuda

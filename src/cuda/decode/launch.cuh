@@ -1,0 +1,93 @@
+// The instances of the decode kernels of one row of kDecodeTiles, launched.
+#pragma once
+
+#include "cuda/decode/plan.h"
+#include "cuda/decode/split_kv.cuh"
+#include "cuda/decode/stream_k.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/workspace.h"
+
+namespace octavo::cuda {
+
+// At least `num_words`, for launches on `stream`.
+inline PartialWorkspace partial_workspace(const AttentionParams& p, cudaStream_t stream, int64_t num_words,
+                                          WorkspaceUser user = WorkspaceUser::kernel) {
+#ifdef OCTAVO_TICKETS
+    // Not among the words of a kernel before this one: tickets are drawn while it may still be under way.
+    uint32_t* const tickets =
+        persistent_workspace(p.device.index, stream, 0, 1, WorkspaceUser::tickets).counters;
+    return {persistent_workspace(p.device.index, stream, 0, num_words, user).counters, tickets};
+#else
+    if (num_words == 0) return {nullptr};
+    return {persistent_workspace(p.device.index, stream, 0, num_words, user).counters};
+#endif
+}
+
+template <class T, class Config, bool kFixed>
+void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& plan,
+                            const SplitKvLaunch& arguments, cudaStream_t stream) {
+    constexpr size_t kSharedBytes = sizeof(SplitKvShared<Config>);
+    static_assert(kSharedBytes <= kDecodeSharedBytes);
+    static_assert(Config::kCtas * (kSharedBytes + 1024) <= 228 * 1024, "1 KB of each CTA is the system's");
+    const Grid grid = plan.grid();
+    const LaunchShape shape{dim3(grid.x, grid.y, grid.z), Config::kThreads, true};
+    launch<split_kv_decode_kernel<T, Config, kFixed>, kSharedBytes>(params.op, params.device.index, stream,
+                                                                    shape, params, arguments);
+}
+
+template <class T, int kHeadDim, int kRowTiles>
+void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& plan, bool overlaps_prefix,
+                            cudaStream_t stream) {
+    SplitKvLaunch arguments{};
+    arguments.group_size = FastDivide::by(params.group_size());
+    arguments.pages = PageLayout::of(params);
+    arguments.num_splits = plan.num_splits;
+    arguments.num_slots = plan.num_slots;
+    arguments.combiners_per_item = plan.combiners_per_item;
+    arguments.warps_per_row_log2 = plan.warps_per_row_log2;
+    arguments.max_fixed_splits_log2 = plan.max_fixed_splits_log2;
+    arguments.max_visible_blocks = plan.max_visible_blocks;
+    arguments.policy = plan.policy;
+    arguments.blocks_per_split = FastDivide::by(plan.blocks_per_split);
+    arguments.length_first = plan.length_first;
+    arguments.overlaps_prefix = overlaps_prefix;
+    arguments.partial =
+        partial_workspace(params, stream, plan.workspace_words(),
+                          overlaps_prefix ? WorkspaceUser::behind_prefix : WorkspaceUser::kernel);
+    arguments.partial_words = plan.partial_words;
+
+    using Long = LongItems<kHeadDim, kRowTiles>;
+    using Short = ShortItems<kHeadDim, kRowTiles>;
+    using Many = ManyItems<kHeadDim, kRowTiles>;
+    // What serves short items, unless their splits are fixed.
+    using ShortOrMany = std::conditional_t<has_short_items<kHeadDim, kRowTiles>(), Short, Many>;
+    const bool is_short = plan.items == SplitKvItems::short_items;
+    auto run = launch_split_kv_kernel<T, Long, false>;
+    if (plan.policy == SplitPolicy::fixed) {
+        run = is_short ? launch_split_kv_kernel<T, Short, true> : launch_split_kv_kernel<T, Long, true>;
+    } else if (plan.policy == SplitPolicy::by_length) {
+        run = launch_split_kv_kernel<T, ByLength<kHeadDim, kRowTiles>, false>;
+    } else if (plan.items == SplitKvItems::many_items) {
+        run = launch_split_kv_kernel<T, Many, false>;
+    } else if (is_short) {
+        run = launch_split_kv_kernel<T, ShortOrMany, false>;
+    }
+    run(params, plan, arguments, stream);
+}
+
+template <class T, int kHeadDim, int kRowTiles>
+void launch_stream_k_decode(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream) {
+    using Config = StreamKConfig<kHeadDim, kRowTiles>;
+    constexpr size_t kSharedBytes = sizeof(StreamKShared<Config>);
+    static_assert(kSharedBytes <= kDecodeSharedBytes);
+    StreamKLaunch arguments{};
+    arguments.group_size = FastDivide::by(params.group_size());
+    arguments.pages = PageLayout::of(params);
+    arguments.partial = partial_workspace(params, stream, plan.workspace_words());
+    arguments.partial_words = plan.partial_words;
+    const LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true};
+    launch<stream_k_decode_kernel<T, Config>, kSharedBytes>(params.op, params.device.index, stream, shape,
+                                                            params, arguments);
+}
+
+}  // namespace octavo::cuda

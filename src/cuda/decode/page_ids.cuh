@@ -1,0 +1,95 @@
+// The pages of a warp's blocks.
+#pragma once
+
+#include "cuda/decode/copy.cuh"
+#include "cuda/decode/parameters.h"
+#include "cuda/decode/visible_blocks.cuh"
+#include "cuda/ptx/relaxed.h"
+
+namespace octavo::cuda {
+
+// Some blocks of an item, in their order: every `stride`-th one from `first` on.
+struct WarpBlocks {
+    int32_t first, end, stride;
+};
+
+// Finds where the rows of a warp's blocks lie. Page ids are held 32 at a time, a lane each; the next 32 are
+// asked for when these come into use, so that they do not wait behind the copies that they are for.
+// kGaps: whether a window may hide blocks between those of a prefix and its own (PageLayout::has_gap); then
+// the item's VisibleBlocks are looked at.
+template <class T, class Config, bool kGaps>
+class PageIds {
+  public:
+    __device__ PageIds(const AttentionParams& p, const PageLayout& pages, const RowCopier<T, Config>& rows)
+        : p_(p), pages_(pages), rows_(rows) {}
+
+    // Works out where the first page ids are, of blocks `stride` apart from `first` on, before ask().
+    __device__ void start(int32_t sequence, int32_t first, int32_t stride, const VisibleBlocks& visible) {
+        table_ = p_.page_table + sequence * p_.page_table_stride;
+        stride_ = stride;
+        asked_ = first;
+        first_entry_ = entry(first, visible);
+        pin_in_register(first_entry_);
+    }
+    // Asks for them, maybe before the length is known: entries past the last page are not used.
+    __device__ void ask() { asked_ids_ = ptx::load_relaxed(first_entry_); }
+    // From the next block on, what was asked for is in use, for this KV head.
+    __device__ void enter(int32_t kv_head) {
+        index_ = 32;
+        head_offset_ = rows_.head_offset(kv_head);
+        pin_in_register(head_offset_);
+    }
+
+    // The offset, as RowCopier takes it, of block `block`, the next one. In the place of keys outside of
+    // `keys`, others are taken: only pages of keys that some query sees need be there. Where new ids come
+    // into use, calls ask_for_more(first): there, ask_from() asks for those that follow.
+    template <class AskForMore>
+    __device__ uint32_t next(int32_t block, const KeyRange& keys, const VisibleBlocks& visible,
+                             AskForMore ask_for_more) {
+        if (index_ == 32) {
+            ids_ = asked_ids_;
+            index_ = 0;
+            asked_ += (32 >> pages_.pages_per_block_log2) * stride_;
+            if (kGaps && OCTAVO_RARE(pages_.has_gap)) asked_ = visible.past_gap(block, asked_);
+            ask_for_more(asked_);
+        }
+        const uint32_t row = offset(block, keys, visible);
+        index_ += 1 << pages_.pages_per_block_log2;
+        return row;
+    }
+    __device__ void ask_from(int32_t block, const VisibleBlocks& visible) {
+        asked_ids_ = *entry(block, visible);
+    }
+
+  private:
+    // Where lane l finds a page id of its own: of 32 >> log2 blocks from `first` on, 1 << log2 pages each.
+    __device__ const int32_t* entry(int32_t first, const VisibleBlocks& visible) const {
+        const int lane = threadIdx.x % 32, log2 = pages_.pages_per_block_log2;
+        int32_t block = first + (lane >> log2) * stride_;
+        if (kGaps && OCTAVO_RARE(pages_.has_gap)) block = visible.past_gap(first, block);
+        block = min(block, (p_.seqlen_k - 1) / kBlockKeys);
+        const int32_t page = pages_.page_size.quotient(block * kBlockKeys) + (lane & ((1 << log2) - 1));
+        return table_ + min(page, pages_.max_pages - 1);
+    }
+
+    __device__ uint32_t offset(int32_t block, const KeyRange& keys, const VisibleBlocks& visible) const {
+        const int32_t first_key = block * kBlockKeys;
+        int32_t key = min(first_key + static_cast<int32_t>(threadIdx.x % kBlockKeys), keys.end - 1);
+        key = max(key, keys.begin);
+        if (kGaps && OCTAVO_RARE(pages_.has_gap)) key = visible.visible_key(key, block);
+        const int32_t page = pages_.page_size.quotient(key);
+        const uint32_t id = __shfl_sync(~0u, ids_, index_ + page - pages_.page_size.quotient(first_key));
+        return rows_.row_offset(id, key - page * p_.page_size, head_offset_);
+    }
+
+    const AttentionParams& p_;
+    const PageLayout& pages_;
+    const RowCopier<T, Config>& rows_;
+    const int32_t *table_, *first_entry_;
+    uint32_t head_offset_;
+    int32_t stride_, asked_;  // the block whose first page is lane 0's of asked_ids_
+    int index_ = 32;          // the lane that holds the first page of the next block
+    uint32_t ids_ = 0, asked_ids_ = 0;
+};
+
+}  // namespace octavo::cuda

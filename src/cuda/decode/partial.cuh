@@ -1,0 +1,115 @@
+// How partial results come from CTAs that share an item to the one that combines them.
+//
+// A CTA pushes the rows of its partial result to a workspace, and the CTA that combines them waits for them
+// there, as soon as it has nothing else to do. There is no fence and no counter: the workspace is zero
+// between launches and what is pushed never is, so that every 16 bytes tell by themselves whether they have
+// come. Who has read a row sets it to zero again.
+//
+// Waiting relies on one assumption: the GPU starts the CTAs of a grid in the order of their index, so that a
+// CTA which waits for lower ones never holds the place of one that it waits for. This holds on every GPU
+// known, but CUDA does not promise it. A build with OCTAVO_TICKETS does without it: there, a CTA's index is
+// the number that it draws from a counter when it starts (grid_index).
+#pragma once
+
+#include "common/online_softmax.h"
+#include "cuda/decode/parameters.h"
+#include "cuda/ptx/relaxed.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// This CTA's index in the grid, in the order in which CTAs start. All threads call it together, once.
+__device__ __forceinline__ uint3 grid_index([[maybe_unused]] const PartialWorkspace& workspace) {
+#ifdef OCTAVO_TICKETS
+    __shared__ uint32_t ticket;
+    if (threadIdx.x == 0) {
+        const uint32_t num_ctas = gridDim.x * gridDim.y * gridDim.z;
+        ticket = atomicInc(workspace.tickets, num_ctas - 1);  // back to zero with the last CTA
+    }
+    __syncthreads();
+    return make_uint3(ticket % gridDim.x, ticket / gridDim.x % gridDim.y, ticket / gridDim.x / gridDim.y);
+#else
+    return make_uint3(blockIdx.x, blockIdx.y, blockIdx.z);
+#endif
+}
+
+// A number as a word that is never zero.
+struct NonZero {
+    __device__ static uint32_t encode(float x) { return max(~__float_as_uint(x), 1u); }
+    __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
+};
+
+// One row in the workspace: the sums of kHeadDim columns, then the softmax state, a copy for each warp of a
+// CTA that may read the row (who reads it, clears it).
+template <class Config>
+struct PartialRow {
+    uint32_t* words;
+
+    __device__ void push_state(const SoftmaxState& state, int reader) const {
+        ptx::store_relaxed_8(words + state_at(reader),
+                             make_uint2(NonZero::encode(state.max), NonZero::encode(state.sum)));
+    }
+    // Four columns: 16 bytes, which are written at once, so that one word tells of all.
+    __device__ void push(int column, float4 out) const {
+        ptx::store_relaxed_16(words + column, make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
+                                                         __float_as_uint(out.z), NonZero::encode(out.w)));
+    }
+    // As the next launch wants them.
+    __device__ void clear_state(int reader) const {
+        *reinterpret_cast<uint2*>(words + state_at(reader)) = make_uint2(0, 0);
+    }
+    __device__ void clear(int column) const {
+        *reinterpret_cast<uint4*>(words + column) = make_uint4(0, 0, 0, 0);
+    }
+    __device__ static int state_at(int reader) { return Config::kHeadDim + 2 * reader; }
+};
+
+// The same row of `count` partial results, `stride_words` apart, as one of its readers sees it.
+template <class Config>
+struct PartialRows {
+    uint32_t* words;
+    int32_t stride_words, count;
+    int reader;
+
+    __device__ PartialRow<Config> row(int32_t i) const { return {words + i * stride_words}; }
+
+    // Waits for partial results `first`, first + step and so on, kAtOnce of them: their states, and four
+    // columns, unless not `has_column`. In the place of one that is not there, the last one is waited for and
+    // left out: of loads that depend on a condition each, not all would be under way at once. All lanes of
+    // the warp together.
+    template <int kAtOnce>
+    __device__ __forceinline__ void wait(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce], int column,
+                                         bool has_column, int32_t first, int32_t step) const {
+        const uint32_t not_needed = has_column ? 0 : 1;
+        const int state_at = PartialRow<Config>::state_at(reader);
+        uint2 loaded_states[kAtOnce];
+        uint4 loaded_outs[kAtOnce];
+        uint32_t least;  // of the words that tell
+        do {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const uint32_t* const row = words + min(first + i * step, count - 1) * stride_words;
+                loaded_states[i] = ptx::load_relaxed_8(row + state_at);
+                loaded_outs[i] = ptx::load_relaxed_16(row + column);
+            }
+            least = ~0u;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                least = min(least,
+                            min(min(loaded_states[i].x, loaded_states[i].y), loaded_outs[i].w | not_needed));
+            }
+        } while (__any_sync(~0u, least == 0));
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            states[i] = SoftmaxState{};
+            outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (first + i * step >= count) continue;
+            states[i] = {NonZero::decode(loaded_states[i].x), NonZero::decode(loaded_states[i].y)};
+            outs[i] = make_float4(__uint_as_float(loaded_outs[i].x), __uint_as_float(loaded_outs[i].y),
+                                  __uint_as_float(loaded_outs[i].z), NonZero::decode(loaded_outs[i].w));
+        }
+    }
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,72 @@
+// Which blocks a CTA of the split-KV kernel works on, where the sequence's length alone does not say so.
+#pragma once
+
+#include "cuda/decode/fixed_splits.h"
+#include "cuda/decode/parameters.h"
+#include "cuda/ptx/relaxed.h"
+#include "cuda/warp.cuh"
+#include "params/attention_params.h"
+
+namespace octavo::cuda {
+
+// Batch-invariant (SplitPolicy::fixed): what a warp has of a split, and what is known of the item.
+struct FixedShare {
+    int32_t first = 0, end = 0;  // blocks
+    int32_t num_warps = 0;       // of the split, that have some
+    int32_t num_splits = 0, splits_of_subtotal = 1;
+
+    template <class Config>
+    __device__ static FixedShare of(const FixedSplits<Config>& splits, int32_t num_blocks, int32_t split,
+                                    int warp) {
+        const FixedSplitCut<Config> cut = splits.cut(num_blocks);
+        FixedShare own{cut.share_begin(split, warp), cut.share_begin(split, warp + 1), cut.num_warps,
+                       cut.num_splits(), cut.splits_of_subtotal()};
+        pin_in_register(own.first);
+        pin_in_register(own.end);
+        pin_in_register(own.num_warps);
+        pin_in_register(own.num_splits);
+        pin_in_register(own.splits_of_subtotal);
+        return own;
+    }
+};
+
+// By length (SplitPolicy::by_length): the slots of a KV head, each a CTA, go to the sequences. Each has one,
+// and as many more as its length deserves of those that are left. Every warp works this out.
+struct LengthShare {
+    int32_t sequence, length;   // as seq_lens has it
+    int32_t first, num_splits;  // of its slots
+
+    template <class Config>
+    __device__ static LengthShare of_slot(const AttentionParams& p, const SplitKvLaunch& launch,
+                                          int32_t slot) {
+        const LengthShare own = of_lane<Config>(p, launch);
+        return own.from(__popc(__ballot_sync(~0u, own.first + own.num_splits <= slot)));
+    }
+    template <class Config>
+    __device__ static LengthShare of_sequence(const AttentionParams& p, const SplitKvLaunch& launch,
+                                              int32_t sequence) {
+        return of_lane<Config>(p, launch).from(sequence);
+    }
+
+  private:
+    template <class Config>
+    __device__ static LengthShare of_lane(const AttentionParams& p, const SplitKvLaunch& launch) {
+        const int32_t lane = threadIdx.x % 32;
+        const bool has_sequence = lane < p.batch;
+        const int32_t length = has_sequence ? ptx::load_relaxed(p.seq_lens + lane) : 0;
+        const int32_t seqlen_k = max(min(length - p.num_skipped_keys, p.seqlen_k), 0);
+        const uint32_t all_blocks = (static_cast<uint32_t>(seqlen_k) + (kBlockKeys - 1)) / kBlockKeys;
+        const uint32_t blocks = min(all_blocks, launch.max_visible_blocks);
+        const uint32_t left = launch.num_slots - p.batch, sum = max(__reduce_add_sync(~0u, blocks), 1u);
+        const int32_t deserved = 1 + static_cast<int32_t>(blocks * left / sum);
+        const int32_t most = min(launch.num_splits, Config::splits_of(static_cast<int32_t>(blocks)));
+        const int32_t num_splits = has_sequence ? min(deserved, most) : 0;
+        return {lane, length, inclusive_sum(num_splits) - num_splits, num_splits};
+    }
+    __device__ LengthShare from(int lane) const {
+        return {lane, __shfl_sync(~0u, length, lane), __shfl_sync(~0u, first, lane),
+                __shfl_sync(~0u, num_splits, lane)};
+    }
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,112 @@
+// The way of a warp's blocks, item after item, from the pages to shared memory, in the stream-K kernel.
+#pragma once
+
+#include "cuda/decode/page_ids.cuh"
+#include "cuda/decode/stream_k_schedule.cuh"
+
+namespace octavo::cuda {
+
+// The places of a warp's blocks and queries in shared memory: rings of kStages.
+template <class Config>
+class WarpRings {
+  public:
+    __device__ WarpRings(const uint4* blocks, const uint4* queries)
+        : blocks_(ptx::shared_address(blocks)), queries_(ptx::shared_address(queries)) {
+        pin_in_register(blocks_);
+        pin_in_register(queries_);
+    }
+    __device__ Rows<Config> k(int stage) const { return {blocks_ + stage * Config::kBlockBytes}; }
+    __device__ Rows<Config> v(int stage) const { return {k(stage).address + Config::kBlockBytes / 2}; }
+    __device__ Rows<Config> queries(int stage) const {
+        return {queries_ + stage * 16 * Config::kQueryChunks};
+    }
+    __device__ static int next(int stage) { return stage + 1 == Config::kStages ? 0 : stage + 1; }
+
+  private:
+    uint32_t blocks_, queries_;
+};
+
+// Copies the blocks of a warp, which follow each other in the order of all blocks, and the queries of their
+// items.
+template <class T, class Config>
+class StreamKCopier {
+  public:
+    using Batch = Schedule<Config::kThreads>;
+
+    // `visible`: two places in shared memory of the warp's own.
+    __device__ StreamKCopier(const AttentionParams& p, const PageLayout& pages, const FastDivide& group_size,
+                             const RowCopier<T, Config>& rows, VisibleBlocks* visible)
+        : p_(p), group_size_(group_size), rows_(rows), page_ids_(p, pages, rows), visible_(visible) {}
+
+    // Blocks [begin, end), of which `item` holds the first.
+    __device__ void start(const Batch& schedule, const Item& item, int32_t begin, int32_t end) {
+        schedule_ = &schedule;
+        end_ = end;
+        ask_for(item, begin);
+        enter();
+    }
+
+    // Starts the copies of block `block`, the next one; tells whether it is the first of its item here.
+    __device__ bool copy(Rows<Config> k, Rows<Config> v, int32_t block) {
+        const bool enters = block == item_.end;
+        if (enters) enter();
+        if (keys_.begin >= keys_.end) return enters;
+        const VisibleBlocks& visible = visible_[which_];
+        int32_t place = block - item_.begin;
+        if (OCTAVO_RARE(p_.window_left >= 0)) place = visible.place(place);
+        const uint32_t offset = page_ids_.next(place, keys_, visible, [&](int32_t from) {
+            const int32_t last = min(item_.end, end_) - item_.begin - 1;
+            if (from <= (OCTAVO_RARE(p_.window_left >= 0) ? visible.place(last) : last)) {
+                page_ids_.ask_from(from, visible);
+            } else if (item_.end < end_) {
+                ask_for(schedule_->next(item_), item_.end);
+            }
+        });
+        rows_.copy(k, v, offset);
+        return enters;
+    }
+
+    // The queries of the item at hand.
+    __device__ void copy_queries(Rows<Config> q) const {
+        rows_.copy_queries(q, schedule_->slice(item_.sequence), group_size_, item_.sequence, item_.kv_head);
+    }
+
+  private:
+    // Asks for the first page ids of an item, from block `begin` on.
+    __device__ void ask_for(const Item& item, int32_t begin) {
+        next_item_ = item;
+        VisibleBlocks& visible = visible_[which_ ^ 1];
+        int32_t first = begin - item.begin;
+        if (OCTAVO_RARE(p_.window_left >= 0)) {
+            const VisibleBlocks blocks = VisibleBlocks::of(schedule_->slice(item.sequence));
+            first = blocks.place(first);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) visible = blocks;
+            __syncwarp();
+        }
+        page_ids_.start(item.sequence, first, 1, visible);
+        page_ids_.ask();
+    }
+    __device__ void enter() {
+        // An item without keys has asked for nothing.
+        if (item_.end != next_item_.begin && item_.end >= 0) ask_for(schedule_->next(item_), item_.end);
+        item_ = next_item_;
+        which_ ^= 1;
+        keys_ = {0, schedule_->slice(item_.sequence).see.seqlen_k};
+        if (OCTAVO_RARE(p_.window_left >= 0)) keys_ = visible_[which_].keys(keys_.end);
+        page_ids_.enter(item_.kv_head);
+    }
+
+    const AttentionParams& p_;
+    const FastDivide& group_size_;
+    const RowCopier<T, Config>& rows_;
+    PageIds<T, Config, true> page_ids_;
+    VisibleBlocks* visible_;
+    int which_ = 0;  // of the two, for the item at hand
+    const Batch* schedule_ = nullptr;
+    Item item_{0, 0, 0, -1}, next_item_{};
+    KeyRange keys_{0, 0};  // of the item, that some query sees
+    int32_t end_ = 0;
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,379 @@
+// What holds for the plans of all problems, on thousands of random ones.
+#include "cuda/backend.h"
+#include "plan_testing.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <map>
+#include <new>
+#include <set>
+#include <string>
+#include <variant>
+#include <vector>
+
+// Counted, since a call may not allocate to make its plan.
+static std::atomic<int64_t> num_allocations{0};
+void* operator new(std::size_t bytes) {
+    ++num_allocations;
+    if (void* const memory = std::malloc(bytes)) return memory;
+    throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace octavo {
+namespace {
+
+const char* const kGpus[] = {"a100", "l40s", "h100", "h200", "b200", "rtx5090"};
+
+// What every launch has to hold.
+void expect_launchable(const KernelPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+    const cuda::Grid grid = std::visit([](const auto& plan) { return plan.grid(); }, plan);
+    EXPECT_GE(std::min({grid.x, grid.y, grid.z}), 1);
+    EXPECT_LT(grid.x, int64_t{1} << 31);
+    EXPECT_LT(std::max(grid.y, grid.z), 1 << 16);
+    EXPECT_GE(cuda::num_sequences(plan), 1);
+    EXPECT_LE(cuda::num_sequences(plan), p.batch);
+    EXPECT_GE(std::visit([](const auto& plan) { return plan.workspace_bytes(); }, plan), 0);
+    EXPECT_TRUE(plan == cuda::plan_kernel(p, gpu)) << "the same problem again";
+}
+
+// A row's partial result in the workspace of the decode kernels, in words: its columns, then two words of the
+// softmax state for each warp that may read it.
+int64_t partial_row(const cuda::DecodeTiles& tiles, int32_t threads) {
+    return tiles.head_dim + 2 * (threads / 32);
+}
+
+void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+    const int64_t rows = int64_t{p.seqlen_q} * p.group_size(), splits = plan.num_splits;
+    const int64_t blocks = (int64_t{p.seqlen_k} + 15) / 16, warps = plan.threads / 32;
+    EXPECT_LE(rows, plan.tiles().rows());
+    EXPECT_GE(splits, 1);
+    EXPECT_EQ(plan.policy == cuda::SplitPolicy::fixed, p.batch_invariant);
+    EXPECT_TRUE(p.batch_invariant || p.window_left < 0 || !p.prefix_lens)
+        << "blocks that do not follow each other are taken in turns";
+
+    // What queries see.
+    if (p.window_left < 0 || p.prefix_lens) {
+        EXPECT_EQ(plan.max_visible_blocks, blocks);
+    } else {  // as many keys that follow each other, of which the first may be the last of a block
+        const int64_t keys = int64_t{p.window_left} + p.seqlen_q;
+        EXPECT_GE(plan.max_visible_blocks, std::min(blocks, (keys + 14) / 16 + 1));
+        EXPECT_LE(plan.max_visible_blocks, std::min(blocks, keys / 16 + 2));
+    }
+    const bool shares_out_by_length =
+        plan.policy == cuda::SplitPolicy::by_length || plan.policy == cuda::SplitPolicy::sized;
+    if (shares_out_by_length || p.window_left >= 0 || p.prefix_lens) {
+        EXPECT_TRUE(plan.length_first) << "what a CTA has to do follows from it";
+    }
+
+    // CTAs, and how many of them leave partial results: the workspace follows from the SMs alone.
+    const int64_t ctas = int64_t{plan.num_kv_heads} * plan.num_slots;
+    int64_t most_ctas = gpu.num_sms;  // of a launch with several splits an item
+    switch (plan.policy) {
+        case cuda::SplitPolicy::even: break;
+        case cuda::SplitPolicy::by_length:
+            EXPECT_LE(plan.num_sequences, cuda::kMaxSequencesByLength);
+            EXPECT_GE(plan.num_slots, plan.num_sequences);
+            EXPECT_LE(plan.num_slots, plan.num_sequences * splits);
+            break;
+        case cuda::SplitPolicy::sized:
+            EXPECT_GT(splits, 1);
+            EXPECT_LE(splits, plan.max_visible_blocks);
+            EXPECT_GE(splits * plan.blocks_per_split, plan.max_visible_blocks);
+            most_ctas = 16 * gpu.num_sms;
+            break;
+        case cuda::SplitPolicy::fixed:
+            EXPECT_LE(splits, 1 << plan.max_fixed_splits_log2);
+            EXPECT_LE(splits, std::max(128 / plan.num_kv_heads, 1));
+            most_ctas = 64 * gpu.num_sms;
+            break;
+    }
+    if (plan.policy != cuda::SplitPolicy::by_length) {
+        EXPECT_EQ(plan.num_slots, plan.num_sequences * splits);
+    }
+    if (splits == 1) {
+        EXPECT_EQ(plan.combiners_per_item, 0);
+        EXPECT_EQ(plan.workspace_bytes(), 0);
+        return;
+    }
+    EXPECT_LE(ctas, most_ctas);
+    EXPECT_EQ(plan.partial_words, rows * partial_row(plan.tiles(), plan.threads));
+    EXPECT_EQ(plan.workspace_bytes(), ctas * plan.partial_words * 4);
+
+    // Combiners: every row has its warps, a power of two of those of one CTA.
+    const int64_t rows_per_combiner = warps >> plan.warps_per_row_log2;
+    EXPECT_GE(rows_per_combiner, 1);
+    EXPECT_GE(plan.combiners_per_item * rows_per_combiner, rows);
+    EXPECT_LT((plan.combiners_per_item - 1) * rows_per_combiner, rows);
+    if (plan.policy == cuda::SplitPolicy::fixed) {
+        EXPECT_GE(8 << plan.warps_per_row_log2, splits) << "a lane adds up to eight, once";
+    }
+}
+
+void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+    EXPECT_FALSE(p.batch_invariant);
+    EXPECT_EQ(plan.num_ctas, std::min(gpu.num_sms, cuda::kMaxDecodeCtas));
+    EXPECT_EQ(plan.partial_words, p.seqlen_q * p.group_size() * partial_row(plan.tiles(), plan.threads));
+    EXPECT_EQ(plan.workspace_bytes(), int64_t{plan.num_ctas} * plan.partial_words * 4);
+    EXPECT_FALSE(cuda::plan_split_kv(p, gpu)) << "it is for what split-KV does not serve";
+}
+
+void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gpu& gpu) {
+    EXPECT_EQ(gpu.compute_capability, 90);
+    EXPECT_EQ(p.group_size() % plan.heads, 0);
+    EXPECT_LE(plan.heads * plan.tokens, 64);
+    EXPECT_LE(plan.num_ctas, gpu.num_sms);
+    EXPECT_EQ(plan.num_ctas % plan.tiles().ctas, 0);
+    EXPECT_EQ(plan.tiles().keys % plan.box_keys, 0);
+    EXPECT_GE(plan.first_section, 1);
+    EXPECT_LE(plan.first_section, plan.section);
+    EXPECT_EQ((plan.num_units - plan.first_section) % plan.section, 0)
+        << "sections after the first are whole";
+    if (!p.cu_seqlens_q) {
+        const int64_t unit_rows = int64_t{plan.unit_row_tiles} * plan.tiles().row_blocks() * plan.tokens;
+        EXPECT_EQ(int64_t{plan.num_units} * plan.unit_row_tiles, plan.num_row_tiles);
+        EXPECT_GE(unit_rows, p.seqlen_q) << "some queries have no row tile";
+    }
+    EXPECT_GE(plan.num_row_tiles * plan.tiles().row_blocks() * plan.tokens * plan.heads,
+              p.total_q * p.num_q_heads)
+        << "some queries have no row tile";
+    EXPECT_EQ(plan.num_splits > 0, plan.feature == cuda::Sm90Feature::splits);
+    if (plan.num_splits == 0) {
+        EXPECT_EQ(plan.partial_bytes, 0);
+        return;
+    }
+    EXPECT_TRUE(p.paged() && !p.batch_invariant) << "only there may bits depend on the batch";
+    EXPECT_EQ(plan.num_whole % gpu.num_sms, 0);
+    EXPECT_LE((plan.num_row_tiles - plan.num_whole) * plan.num_splits, 4 * gpu.num_sms);
+}
+
+void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, const Gpu& gpu) {
+    EXPECT_GE(plan.tiles().head_dim, p.head_dim);
+    EXPECT_GE(int64_t{plan.num_row_tiles} * plan.tiles().rows(), p.total_q * p.group_size())
+        << "some queries have no row tile";
+    EXPECT_GE(gpu.shared_bytes_per_block, static_cast<int64_t>(cuda::sm80_shared_bytes(plan.tiles().stages)));
+    EXPECT_EQ(plan.workspace_bytes() > 0, plan.num_splits > 1);
+    if (p.num_splits > 0) {
+        EXPECT_EQ(plan.num_splits, p.num_splits);
+    } else {
+        EXPECT_TRUE(plan.num_splits == 1 || (p.paged() && !p.batch_invariant))
+            << "only there may bits depend on the batch";
+        EXPECT_TRUE(plan.num_splits == 1 || plan.grid().size() <= 2 * gpu.num_sms);
+    }
+}
+
+// The folder of a kernel: kernels of one folder give a sequence the same bits where these do not depend on
+// the batch.
+std::string family_of(const KernelPlan& plan) {
+    if (std::holds_alternative<cuda::Sm90Plan>(plan)) return "sm90_attention";
+    return std::holds_alternative<cuda::Sm80Plan>(plan) ? "sm80_attention" : "decode";
+}
+
+// The plans of all launches of a call.
+std::vector<KernelPlan> launches_of(const AttentionParams& params, const Gpu& gpu) {
+    std::vector<KernelPlan> plans;
+    const AttentionPlan plan = cuda::plan_attention(params, gpu);
+    if (const auto* shared = std::get_if<cuda::SharedPrefixPlan>(&plan)) {
+        EXPECT_EQ(shared->num_runs, (params.shared_prefix_len - 1) / shared->run_len + 1);
+        EXPECT_EQ(shared->run_len % params.page_size, 0);
+        EXPECT_LE(shared->num_runs, cuda::kMaxPrefixRuns);
+        if (shared->overlaps) {
+            EXPECT_TRUE(std::holds_alternative<cuda::SplitKvPlan>(shared->behind_prefix));
+            EXPECT_EQ(cuda::num_sequences(shared->behind_prefix), params.batch) << "in one launch";
+        }
+        EXPECT_TRUE(plan == cuda::plan_attention(params, gpu)) << "the same problem again";
+        return {shared->over_prefix, shared->behind_prefix};
+    }
+    if (std::holds_alternative<cuda::NothingToDo>(plan)) return {};
+    for (AttentionParams p = params; p.batch > 0; p.batch -= cuda::num_sequences(plans.back())) {
+        plans.push_back(cuda::plan_kernel(p, gpu));
+        expect_launchable(plans.back(), p, gpu);
+        std::visit([&](const auto& plan) { expect_sound(plan, p, gpu); }, plans.back());
+        if (testing::Test::HasFailure()) break;
+    }
+    return plans;
+}
+
+template <class Args>
+std::vector<KernelPlan> launches_of(const Args& args, const char* gpu) {
+    return launches_of(checked(args), *cuda::find_gpu(gpu));
+}
+
+// What an instance is made of, all that has a kernel of its own.
+std::string kernel_of(const KernelPlan& plan) {
+    const Explanation text = cuda::describe(plan);
+    std::string name = text.kernel;
+    if (std::holds_alternative<cuda::SplitKvPlan>(plan))
+        name += " " + field(text, "policy") + " " + field(text, "items");
+    if (std::holds_alternative<cuda::Sm90Plan>(plan)) name += " " + field(text, "feature");
+    if (std::holds_alternative<cuda::Sm80Plan>(plan)) name += " dropout " + field(text, "dropout");
+    return name;
+}
+
+// All kernels that are compiled.
+std::set<std::string> all_kernels() {
+    std::set<std::string> names;
+    auto add = [&names](auto plan, DType dtype, size_t row) {
+        plan.dtype = dtype;
+        plan.row = static_cast<int32_t>(row);
+        names.insert(kernel_of(plan));
+    };
+    auto add_split_kv = [&add](cuda::SplitPolicy policy, cuda::SplitKvItems items, DType dtype, size_t row) {
+        cuda::SplitKvPlan plan{};
+        plan.policy = policy;
+        plan.items = items;
+        add(plan, dtype, row);
+    };
+    for (DType dtype : cuda::kAttentionTypes) {
+        for (size_t row = 0; row < std::size(cuda::kDecodeTiles); ++row) {
+            const cuda::DecodeTiles& tiles = cuda::kDecodeTiles[row];
+            const bool has_short_items = tiles.row_tiles == 1 && tiles.head_dim <= 128;
+            using cuda::SplitKvItems, cuda::SplitPolicy;
+            add_split_kv(SplitPolicy::even, SplitKvItems::long_items, dtype, row);
+            if (has_short_items) add_split_kv(SplitPolicy::even, SplitKvItems::short_items, dtype, row);
+            add_split_kv(SplitPolicy::even, SplitKvItems::many_items, dtype, row);
+            add_split_kv(SplitPolicy::by_length, SplitKvItems::long_items, dtype, row);
+            add_split_kv(SplitPolicy::sized,
+                         has_short_items ? SplitKvItems::short_items : SplitKvItems::many_items, dtype, row);
+            add_split_kv(SplitPolicy::fixed, SplitKvItems::long_items, dtype, row);
+            add_split_kv(SplitPolicy::fixed, SplitKvItems::short_items, dtype, row);
+            add(cuda::StreamKPlan{}, dtype, row);
+        }
+        for (size_t row = 0; row < std::size(cuda::kSm90Tiles); ++row) {
+            const cuda::Sm90Tiles& tiles = cuda::kSm90Tiles[row];
+            cuda::Sm90Plan plan{};
+            for (auto feature :
+                 {cuda::Sm90Feature::none, cuda::Sm90Feature::alibi, cuda::Sm90Feature::dropout,
+                  cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits}) {
+                if (feature == cuda::Sm90Feature::few_rows &&
+                    !cuda::has_few_rows(tiles.warpgroups, tiles.ctas))
+                    continue;
+                if (feature == cuda::Sm90Feature::splits && !cuda::has_splits(tiles.ctas)) continue;
+                plan.feature = feature;
+                add(plan, dtype, row);
+            }
+        }
+        for (size_t row = 0; row < std::size(cuda::kSm80Tiles); ++row) {
+            cuda::Sm80Plan plan{};
+            for (bool dropout : {false, true}) {
+                plan.dropout = dropout;
+                add(plan, dtype, row);
+            }
+        }
+    }
+    return names;
+}
+
+TEST(RandomPlans, AreSoundAndReachEveryKernel) {
+    std::set<std::string> unreached = all_kernels();
+    size_t num_plans = 0;
+    for (unsigned seed = 0; seed < 20000 && !HasFailure(); ++seed) {
+        SCOPED_TRACE(seed);
+        Random random(seed);
+        const bool is_paged = !random.one_in(3);
+        const AttentionParams p = is_paged ? checked(random_paged(random, random.one_in(3)))
+                                           : checked(random_dense_or_packed(random));
+        for (const char* gpu : kGpus) {
+            SCOPED_TRACE(gpu);
+            for (const KernelPlan& plan : launches_of(p, *cuda::find_gpu(gpu))) {
+                ++num_plans;
+                unreached.erase(kernel_of(plan));
+            }
+        }
+    }
+    EXPECT_GT(num_plans, 100000u);
+    EXPECT_EQ(unreached, std::set<std::string>());
+}
+
+// What decides on the bits of a sequence, besides its own length.
+std::string bits_of(const KernelPlan& plan) {
+    if (const auto* split_kv = std::get_if<cuda::SplitKvPlan>(&plan))
+        return "decode " + std::to_string(split_kv->row) + " " +
+               std::to_string(split_kv->max_fixed_splits_log2);
+    if (const auto* sm90 = std::get_if<cuda::Sm90Plan>(&plan))
+        return "sm90 " + std::to_string(sm90->row) + " " + std::to_string(sm90->heads);
+    const auto& sm80 = std::get<cuda::Sm80Plan>(plan);
+    return "sm80 " + std::to_string(sm80.row) + " " + std::to_string(sm80.num_splits);
+}
+
+TEST(RandomPlans, BatchInvariantOnesDoNotDependOnTheBatch) {
+    std::map<std::string, int> met;
+    for (unsigned seed = 0; seed < 3000 && !HasFailure(); ++seed) {
+        SCOPED_TRACE(seed);
+        Random random(seed);
+        PagedAttentionArgs args = random_paged(random, true);
+        args.num_splits.reset();
+        for (const char* gpu : {"a100", "h200"}) {
+            const std::vector<KernelPlan> batch = launches_of(args, gpu);
+            if (HasFailure()) return;
+            ++met[family_of(batch.front())];
+            PagedAttentionArgs alone = args;  // the first sequence, with less room in its table
+            alone.page_table.shape[0] = alone.seq_lens.shape[0] = 1;
+            alone.page_table.shape[1] = (alone.page_table.shape[1] + 1) / 2;
+            if (alone.prefix_lens) alone.prefix_lens->shape[0] = 1;
+            const int64_t queries = args.max_seqlen_q.value_or(1);
+            alone.q.shape[0] = alone.out.shape[0] = std::min(queries, args.q.shape[0]);
+            if (alone.cu_seqlens_q) alone.cu_seqlens_q->shape[0] = 2;
+            const std::vector<KernelPlan> one = launches_of(alone, gpu);
+            ASSERT_EQ(one.size(), 1u);
+            for (const KernelPlan& plan : batch) EXPECT_EQ(bits_of(plan), bits_of(one[0])) << gpu;
+        }
+    }
+    EXPECT_GT(met["decode"], 1000);
+    EXPECT_GT(met["sm90_attention"], 300);
+    EXPECT_GT(met["sm80_attention"], 300);
+}
+
+TEST(RandomPlans, AttentionDoesNotDependOnTheBatch) {
+    for (unsigned seed = 0; seed < 2000 && !HasFailure(); ++seed) {
+        SCOPED_TRACE(seed);
+        Random random(seed);
+        AttentionArgs args = random_dense_or_packed(random);
+        AttentionArgs alone = args;
+        const bool is_packed = args.cu_seqlens_q.has_value();
+        for (TensorView* array : {&alone.q, &alone.out})
+            array->shape[0] = is_packed ? std::min(*args.max_seqlen_q, args.q.shape[0]) : 1;
+        for (TensorView* array : {&alone.k, &alone.v}) array->shape[0] = is_packed ? *args.max_seqlen_k : 1;
+        if (is_packed) alone.cu_seqlens_q->shape[0] = alone.cu_seqlens_k->shape[0] = 2;
+        if (is_packed && args.q.shape[0] < *args.max_seqlen_q) continue;  // the bound is that of the total
+        for (const char* gpu : {"a100", "h200"}) {
+            const auto batch = launches_of(args, gpu), one = launches_of(alone, gpu);
+            ASSERT_EQ(one.size(), 1u);
+            EXPECT_EQ(bits_of(batch.at(0)), bits_of(one[0])) << gpu;
+        }
+    }
+}
+
+TEST(RandomPlans, DependOnAddressesByTheirAlignmentAlone) {
+    for (unsigned seed = 0; seed < 1000 && !HasFailure(); ++seed) {
+        SCOPED_TRACE(seed);
+        Random random(seed);
+        PagedAttentionArgs args = random_paged(random, random.one_in(3));
+        const AttentionPlan plan = plan_of(args);
+        for (TensorView* array : {&args.q, &args.out, &args.k_pages, &args.v_pages})
+            array->data = static_cast<char*>(array->data) + 16 * random.up_to(1000);
+        EXPECT_TRUE(plan_of(args) == plan);
+    }
+}
+
+TEST(RandomPlans, AreMadeWithoutAllocating) {
+    for (unsigned seed = 0; seed < 2000 && !HasFailure(); ++seed) {
+        SCOPED_TRACE(seed);
+        Random random(seed);
+        const AttentionParams p = random.one_in(2) ? checked(random_paged(random, random.one_in(3)))
+                                                   : checked(random_dense_or_packed(random));
+        for (const char* name : kGpus) {
+            const Gpu& gpu = *cuda::find_gpu(name);
+            const int64_t before = num_allocations;
+            const AttentionPlan plan = cuda::plan_attention(p, gpu);
+            EXPECT_EQ(num_allocations, before) << name;
+            cuda::explain(p, gpu);
+            EXPECT_GT(num_allocations, before) << "nothing is counted";
+        }
+    }
+}
+
+}  // namespace
+}  // namespace octavo
