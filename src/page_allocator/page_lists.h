@@ -43,7 +43,6 @@ class PageLists {
         : pool(num_pages, cache), host(num_host_pages), page_size_(page_size), window_left_(window_left) {}
 
     int32_t page_size() const { return page_size_; }
-    int32_t window_left() const { return window_left_; }
     int32_t pages_for(int32_t length) const { return length / page_size_ + (length % page_size_ != 0); }
     const PageList& operator[](size_t index) const { return lists_[index]; }
 

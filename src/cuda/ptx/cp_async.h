@@ -18,9 +18,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                  : "memory");
 }
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
-    cp_async_16(shared_address(shared), global, valid);
-}
 
 // The same, or nothing if not `enabled`; brings the whole 128 bytes to L2.
 __device__ __forceinline__ void cp_async_16_if(bool enabled, uint32_t shared, const void* global,

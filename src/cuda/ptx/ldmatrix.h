@@ -1,5 +1,5 @@
 // Four 8 x 8 matrices of 16-bit elements from shared memory; lane 8 i + r gives the address of row r of
-// matrix i (16 bytes, aligned), as a pointer or in the shared window. Lane l receives elements 2 (l % 4) and
+// matrix i (16 bytes, aligned) in the shared window. Lane l receives elements 2 (l % 4) and
 // the next of row l / 4 of each.
 #pragma once
 
@@ -14,20 +14,12 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&matrices)[4], uint32_t ro
                  : "memory");
 }
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&matrices)[4], const void* row) {
-    ldmatrix_x4(matrices, shared_address(row));
-}
-
 // Each matrix transposed on the way.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&matrices)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
                  : "r"(row)
                  : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&matrices)[4], const void* row) {
-    ldmatrix_x4_trans(matrices, shared_address(row));
 }
 
 }  // namespace octavo::cuda::ptx
