@@ -13,8 +13,8 @@
 namespace octavo::cuda {
 
 //
-// overlaps_prefix: the kernel before on the stream is that over a shared prefix, which lets this one start at
-// once and may go on meanwhile. The next one waits for both.
+// overlaps_prefix: the kernel before on the stream is that over a shared prefix. It lets this one start early
+// and may still run; this one is complete no sooner than it.
 void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream,
          bool overlaps_prefix = false);
 void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);

@@ -7,6 +7,8 @@
 #include "cuda/launch.cuh"
 #include "cuda/workspace.h"
 
+#include <type_traits>
+
 namespace octavo::cuda {
 
 // At least `num_words`, for launches on `stream`.

@@ -1,5 +1,6 @@
 // Split-KV paged attention for few rows a KV head, where the host can share out the work: one sequence, a
-// few, many short ones, or fixed splits (batch-invariant). The shortest chain from launch to result.
+// few, many short ones, ragged batches in splits of about one size, or fixed splits (batch-invariant). The
+// shortest chain from launch to result.
 //
 // grid: (num_kv_heads, batch, splits and then combiners of an item). Blocks of 16 keys are dealt out to the
 // splits, and within a CTA to its warps, in turns, so that page ids are on their way together with the
@@ -10,6 +11,9 @@
 //
 // By length: (num_kv_heads, slots and then combiners of the sequences). How many slots a sequence has follows
 // from all lengths (split_shares.cuh), for which page ids have to wait; the rest is the same.
+//
+// Sized: the grid has room for the splits of a full sequence. A CTA looks at its own length first, and ends
+// if it has no split.
 //
 // Fixed splits (fixed_splits.h): a warp has blocks that follow each other. Which they are follows from the
 // length, which is at first taken for what the page table has room for. Where many CTAs may have nothing to

@@ -1,7 +1,8 @@
 // From the partial results of warps to an item's result, in the split-KV kernel.
 //
 // Where several CTAs work on an item, each pushes its rows to a workspace, and CTAs of their own, combiners,
-// wait for them there (partial.cuh). Combiners are the last CTAs of the grid, and the others wait for nobody.
+// wait for them there (partial.cuh). Combiners are the last CTAs of the grid, and the others wait for no CTA
+// of this grid.
 #pragma once
 
 #include "cuda/decode/combine.cuh"

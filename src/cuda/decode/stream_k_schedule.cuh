@@ -1,8 +1,8 @@
 // Who works on what, found on the device from the lengths alone.
 //
 // Work is counted in blocks of 16 keys, in this order: sequences, within one its KV heads, within a head its
-// blocks. An item is one KV head of one sequence. CTAs own runs of blocks (runs.cuh), warps equal runs of
-// their CTA's, wherever items end.
+// blocks. An item is one KV head of one sequence. CTAs own runs of blocks (stream_k_ranges.cuh), warps equal
+// runs of their CTA's, wherever items end.
 #pragma once
 
 #include "cuda/decode/item.cuh"
@@ -78,7 +78,6 @@ class Schedule {
     __device__ int32_t total() const { return total_; }
 
     __device__ int32_t num_items() const { return batch_ * num_kv_heads_; }
-    __device__ int32_t num_kv_heads() const { return num_kv_heads_; }
     __device__ int32_t blocks_of_head(int32_t sequence) const { return ends_[sequence] - begin_of(sequence); }
     // The blocks of every item, if they have equally many, or 0.
     __device__ int32_t uniform_count() const { return uniform_ ? ends_[0] : 0; }
@@ -119,23 +118,6 @@ class Schedule {
                  item.end);  // a sequence without queries has no blocks
         item.begin = item.end;
         item.end += ends_[item.sequence] - begin_of(item.sequence);
-        return item;
-    }
-
-    // The item `n` items after this one, if there is one.
-    __device__ Item skip(Item item, int32_t n) const {
-        item.kv_head += n;
-        const int32_t count = item.end - item.begin;
-        item.begin += n * count;
-        while (item.kv_head >= num_kv_heads_) {
-            item.kv_head -= num_kv_heads_;
-            do {
-                ++item.sequence;
-            } while (blocks_of_head(item.sequence) == 0);  // a sequence without queries
-            item.begin =
-                begin_of(item.sequence) * num_kv_heads_ + item.kv_head * blocks_of_head(item.sequence);
-        }
-        item.end = item.begin + blocks_of_head(item.sequence);
         return item;
     }
 

@@ -49,8 +49,8 @@ struct Cost {
         const double flops_per_us = gpu.has_sm90_kernels ? 3e6 : 1e6;  // of an SM
         return std::max(read_us(), prefix_flops / (flops_per_us * gpu.num_sms)) + 14.0;
     }
-    // The kernel over the prefix is slower if it leaves room for the other one: for very many products, by
-    // more than that takes.
+    // The instance that leaves room takes longer than the full-sized one. With very many products, it loses
+    // more by this than the overlap saves.
     bool overlap_pays() const { return prefix_flops < 170.0 * different_bytes; }
 };
 
@@ -116,7 +116,7 @@ Explanation describe(const SharedPrefixPlan& plan) {
     text.summary =
         text_of("over the prefix, in ", counted(plan.num_runs, "run"), " of ", plan.run_len, " keys, ",
                 one_line(plan.over_prefix), "; behind it, ", one_line(plan.behind_prefix),
-                plan.overlaps ? ", beside the other" : "", "; then combine_prefix_kernel");
+                plan.overlaps ? ", beside the kernel over the prefix" : "", "; then combine_prefix_kernel");
     text.file = "src/cuda/shared_prefix/combine_prefix.cu";
     text.plan = {
         {"dtype", to_string(plan.dtype)},

@@ -17,8 +17,8 @@ struct SharedPrefixPlan {
     int32_t num_runs;
     int64_t out_bytes, lse_bytes;  // of workspace: results over each run, and behind the prefix
     KernelPlan over_prefix, behind_prefix;
-    // Whether the kernel behind the prefix runs beside the one over it: that leaves room on every SM, and
-    // lets the other start once all kernels before both are complete.
+    // Whether the kernel behind the prefix runs beside the one over it, which leaves room on every SM and
+    // lets it start once all kernels before both are complete.
     bool overlaps;
 
     int64_t workspace_bytes() const { return out_bytes + lse_bytes; }

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     run_sm90_attention<T, Config>(p, plan);
 }
 
-// Sm90Feature::beside
+// The same for Sm90Feature::beside, whose bound on registers leaves some to CTAs of another kernel.
 template <class T, class Config>
 __global__ void __maxnreg__(kSm90RegistersBeside)
     sm90_attention_beside_kernel(const __grid_constant__ AttentionParams p,

@@ -41,8 +41,8 @@ constexpr Sm90Tiles kSm90Tiles[] = {
     {256, 2, 2, 80, 2, 2, 1, false, 512},
 };
 
-// Of the kernel that leaves a part of its SM to another one's CTAs (Sm90Feature::beside): so much shared
-// memory, and so many registers a thread at the start.
+// The tiles of the kernel that leaves part of its SM to another one's CTAs (Sm90Feature::beside): they decide
+// how much shared memory it takes. It starts with kSm90RegistersBeside registers a thread.
 constexpr Sm90Tiles kSm90TilesBeside = {128, 2, 1, 64, 2, 2, 1, false, 0};
 constexpr int kSm90RegistersBeside = 112;
 
