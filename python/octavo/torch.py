@@ -238,7 +238,7 @@ _MISMATCH = re.compile(
 _KINDS = {"Tensor": "a torch.Tensor", "bool": "a bool", "int": "an int", "float": "a float"}
 
 
-def _explain(
+def _raise_in_words_of_octavo(
     error: RuntimeError, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]
 ) -> None:
     """Raise in octavo's words what the dispatcher says of a call that no schema takes."""
@@ -289,7 +289,7 @@ def attention(
             return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **options)
         return _write("attention", (q, k, v), out, return_lse, options)
     except RuntimeError as error:
-        _explain(error, attention, (q, k, v), options)
+        _raise_in_words_of_octavo(error, attention, (q, k, v), options)
         raise
 
 
@@ -315,7 +315,9 @@ def paged_attention(
         arrays = (q, k_pages, v_pages, page_table, seq_lens)
         return _write("paged_attention", arrays, out, return_lse, options)
     except RuntimeError as error:
-        _explain(error, paged_attention, (q, k_pages, v_pages, page_table, seq_lens), options)
+        _raise_in_words_of_octavo(
+            error, paged_attention, (q, k_pages, v_pages, page_table, seq_lens), options
+        )
         raise
 
 
@@ -328,7 +330,7 @@ def merge_states(
     try:
         return cast("tuple[Tensor, Tensor]", _MERGE_STATES(out_a, lse_a, out_b, lse_b, **options))
     except RuntimeError as error:
-        _explain(error, merge_states, (out_a, lse_a, out_b, lse_b), options)
+        _raise_in_words_of_octavo(error, merge_states, (out_a, lse_a, out_b, lse_b), options)
         raise
 
 
@@ -349,7 +351,7 @@ def append_kv(
     try:
         _APPEND_KV(k, v, k_pages, v_pages, page_table, seq_lens, **options)
     except RuntimeError as error:
-        _explain(error, append_kv, (k, v, k_pages, v_pages, page_table, seq_lens), options)
+        _raise_in_words_of_octavo(error, append_kv, (k, v, k_pages, v_pages, page_table, seq_lens), options)
         raise
 
 
@@ -372,5 +374,5 @@ def copy_pages(
         else:
             _COPY_PAGES_TO(k_pages, v_pages, copies, to_k_pages, to_v_pages, **options)
     except RuntimeError as error:
-        _explain(error, copy_pages, (k_pages, v_pages, copies), options)
+        _raise_in_words_of_octavo(error, copy_pages, (k_pages, v_pages, copies), options)
         raise

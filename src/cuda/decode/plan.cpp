@@ -92,7 +92,9 @@ int32_t count_sequences(const AttentionParams& p) {
 
 // The smallest row of kDecodeTiles that holds the problem, if the decode kernels can serve it.
 std::optional<int32_t> choose_tiles(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
-    if (!p.paged()) return refuse(why_not, "it reads keys and values from pages, and these lie in arrays");
+    if (!p.paged())
+        return refuse(why_not,
+                      "it reads keys and values from pages, and those of this call are dense or packed");
     if (p.num_splits != 0) {
         return refuse(why_not, "num_splits (", p.num_splits,
                       ") is given, and this kernel chooses its splits by itself");
