@@ -13,8 +13,9 @@ namespace {
 
 struct SharedPrefixCase {
     std::string name;
-    // Whether the kernel behind the prefix runs beside the one over it, with head dims up to 128: where that
-    // is one launch of split_kv_decode, and over it sm90_attention can have work for half of the SMs.
+    // Whether the kernel behind the prefix runs beside the one over it, at head dim 128: where that is one
+    // launch of split_kv_decode that leaves room, and over it sm90_attention can have work for half of the
+    // SMs.
     bool overlaps;
     int32_t prefix;
     std::vector<int32_t> own, queries;  // of each sequence: keys behind the prefix; -1: padding
@@ -96,27 +97,42 @@ std::vector<int32_t> ragged(size_t batch, int32_t most) {
     return lengths;
 }
 
+// Every third sequence is none.
+std::vector<int32_t> with_padding(std::vector<int32_t> lengths) {
+    for (size_t i = 0; i < lengths.size(); i += 3) lengths[i] = -1;
+    return lengths;
+}
+
+std::vector<int32_t> drafts(size_t batch) {
+    std::vector<int32_t> queries(batch);
+    for (size_t i = 0; i < batch; ++i) queries[i] = 1 + static_cast<int32_t>(i % 3);
+    return queries;
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Cases, CudaSharedPrefixTest,
     ::testing::Values(
         SharedPrefixCase{"few_rows", false, 640, {3, 17, 200}, {}, 2, 4},
-        SharedPrefixCase{"one_sequence", true, 1024, {40}, {}, 2, 8},
+        SharedPrefixCase{"one_sequence", false, 1024, {40}, {}, 2, 8},
         SharedPrefixCase{"many_runs", true, 4096, ragged(40, 90), {}, 2, 4},
         SharedPrefixCase{"a_run_for_each_head", true, 1040, ragged(33, 300), {}, 9, 2},
         SharedPrefixCase{"long_behind_the_prefix", false, 512, ragged(6, 3000), {}, 2, 4},
-        SharedPrefixCase{"long_beside_the_prefix", true, 1536, ragged(6, 3000), {}, 2, 4},
+        SharedPrefixCase{"by_length_behind_the_prefix", false, 1536, ragged(6, 3000), {}, 2, 4},
         SharedPrefixCase{"many_row_tiles", true, 528, ragged(300, 20), {}, 4, 4},
         SharedPrefixCase{"odd_pages", false, 605, ragged(50, 40), {}, 2, 7, 5},
         SharedPrefixCase{"large_pages", true, 3 * 520, ragged(50, 40), {}, 8, 4, 520},
         SharedPrefixCase{"padding", false, 320, {-1, 1, -1, 400, -1, 16}, {}, 3, 5},
-        SharedPrefixCase{"padding_beside", true, 768, {-1, 1, -1, 401, -1, 17}, {}, 3, 5},
-        SharedPrefixCase{"sixteen_rows", true, 832, ragged(21, 70), {}, 2, 16},
+        SharedPrefixCase{"padding_alone", false, 320, {-1, -1, -1}, {}, 3, 5},
+        SharedPrefixCase{"padding_beside", true, 768, with_padding(ragged(45, 401)), {}, 3, 5},
+        SharedPrefixCase{"sixteen_rows", false, 832, ragged(21, 70), {}, 2, 16},
+        SharedPrefixCase{"sixteen_rows_beside", true, 832, ragged(40, 70), {}, 4, 16},
         SharedPrefixCase{"more_than_a_launch", false, 64, ragged(1030, 5), {}, 1, 2},
         SharedPrefixCase{"three_launches", false, 48, ragged(2060, 7), {}, 1, 2},
         SharedPrefixCase{"chunks", false, 512, {200, 1, 64, 300, 1, -1}, {200, 1, 0, 64, 1, 0}, 2, 4},
         SharedPrefixCase{"packed_decode", false, 768, ragged(30, 60), std::vector<int32_t>(30, 1), 4, 4},
         SharedPrefixCase{
-            "packed_drafts", true, 768, {60, 9, -1, 3, 300, 2}, {3, 1, 0, 3, 2, 2}, 4, 4, 16, 3}),
+            "packed_drafts", false, 768, {60, 9, -1, 3, 300, 2}, {3, 1, 0, 3, 2, 2}, 4, 4, 16, 3},
+        SharedPrefixCase{"packed_drafts_beside", true, 768, ragged(24, 300), drafts(24), 4, 4, 16, 3}),
     [](const auto& info) { return info.param.name; });
 
 // Calls that follow each other without a pause, of which each may start while the one before is under way:
@@ -127,7 +143,7 @@ class CudaSharedPrefixStreamTest : public ::testing::Test {
         const SharedPrefixCase cases[] = {
             {"", true, 1536, ragged(24, 200), {}, 4, 4},  // in place
             {"", false, 64, ragged(1030, 5), {}, 1, 2},
-            {"", true, 768, {3, 701, -1, 91, -1, 1}, {}, 2, 8},  // with padding
+            {"", true, 768, with_padding(ragged(36, 700)), {}, 2, 8},
             {"", false, 512, {3, 700, -1, 90}, {}, 2, 8},
             {"", false, 768, {100, 1, 64}, {100, 1, 30}, 2, 4},
         };

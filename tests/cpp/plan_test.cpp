@@ -189,6 +189,7 @@ TEST(Plan, SharedPrefix) {
     EXPECT_TRUE(many_rows.overlaps);
     EXPECT_FALSE(plan_with_prefix({2000, 8192}).overlaps) << "behind it there are several launches";
     EXPECT_FALSE(plan_with_prefix({64, 8192, 8, 4, 64}).overlaps) << "there is no kernel of that head dim";
+    EXPECT_FALSE(plan_with_prefix({4, 5120}).overlaps) << "behind it are long items, which leave no room";
     Shape chunks{8, 8192};
     chunks.queries = 200;
     EXPECT_FALSE(plan_with_prefix(chunks).overlaps) << "behind it is no kernel to decode";

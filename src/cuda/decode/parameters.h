@@ -49,6 +49,7 @@ struct SplitKvLaunch {
     FastDivide blocks_per_split;  // SplitPolicy::sized
     int32_t length_first;         // whether CTAs look at the length before all else
     int32_t overlaps_prefix;  // whether the kernel over a shared prefix, the one before, may go on meanwhile
+    uint32_t first_that_waits;  // the CTAs of this and later sequences end no sooner than that kernel
     // [batch, num_kv_heads, num_splits, rows of an item] rows; by length [num_kv_heads, num_slots, ...].
     PartialWorkspace partial;
     int32_t partial_words;  // of all rows of an item

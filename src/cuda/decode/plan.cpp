@@ -95,6 +95,7 @@ std::optional<int32_t> choose_tiles(const AttentionParams& p, const Gpu& gpu, st
     if (!p.paged())
         return refuse(why_not,
                       "it reads keys and values from pages, and those of this call are dense or packed");
+    if (p.num_pages == 0 || p.seqlen_k == 0) return refuse(why_not, "there are no pages to read");
     if (p.num_splits != 0) {
         return refuse(why_not, "num_splits (", p.num_splits,
                       ") is given, and this kernel chooses its splits by itself");
@@ -346,7 +347,6 @@ Grid SplitKvPlan::grid() const {
 std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
     const std::optional<int32_t> row = choose_tiles(p, gpu, why_not);
     if (!row) return std::nullopt;
-    if (p.num_pages == 0 || p.seqlen_k == 0) return refuse(why_not, "there are no pages to read");
     if (!p.seq_lens)
         return refuse(why_not, "this is a shared prefix, whose runs have no lengths on the device");
     if (p.prefix_lens && p.window_left >= 0 && !p.batch_invariant) {

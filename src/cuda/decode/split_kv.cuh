@@ -245,7 +245,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     __syncthreads();  // all partial results are there
     const int num_warps = kFixed ? fixed.num_warps : Config::kWarps;
     combine.combine_warps(split, num_warps, num_splits == 1);
-    if (launch.overlaps_prefix) ptx::wait_for_previous_grid();  // so complete no sooner than it
+    if (!kFixed && launch.overlaps_prefix && index.y >= launch.first_that_waits)
+        ptx::wait_for_previous_grid();
 }
 
 }  // namespace octavo::cuda

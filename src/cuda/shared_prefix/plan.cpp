@@ -21,6 +21,13 @@ int32_t choose_run_len(const AttentionParams& p, const Gpu& gpu) {
     return static_cast<int32_t>(ceil_divide(num_pages, runs) * p.page_size);
 }
 
+// Whether its CTAs find room on an SM beside one of the kernel over the prefix: those for long items, and
+// those of items that are shared out by length, take nearly all shared memory.
+bool fits_beside(const KernelPlan& plan) {
+    const auto* const split_kv = std::get_if<SplitKvPlan>(&plan);
+    return split_kv && split_kv->items != SplitKvItems::long_items;
+}
+
 bool is_decode(const KernelPlan& plan) {
     return std::holds_alternative<SplitKvPlan>(plan) || std::holds_alternative<StreamKPlan>(plan);
 }
@@ -64,7 +71,7 @@ SharedPrefixPlan make_shared_prefix_plan(const AttentionParams& p, const Gpu& gp
     plan.dtype = p.dtype;
     plan.behind_prefix = plan_kernel(after_shared_prefix(p, nullptr), gpu);
     plan.run_len = choose_run_len(p, gpu);
-    const bool may_overlap = std::holds_alternative<SplitKvPlan>(plan.behind_prefix) &&
+    const bool may_overlap = fits_beside(plan.behind_prefix) &&
                              num_sequences(plan.behind_prefix) == p.batch && Cost(p, gpu).overlap_pays();
     const auto beside =
         may_overlap ? plan_sm90_attention_beside(over_prefix(plan.run_len), gpu) : std::nullopt;

@@ -5,6 +5,7 @@
 #include "common/score.h"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/exp2.h"
+#include "cuda/ptx/reciprocal.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
@@ -28,6 +29,28 @@ __device__ __forceinline__ void pass_turn(int group) {
     ptx::named_barrier_arrive(group + 1 == Config::kConsumers ? 1 : 2 + group, 256);
 }
 
+// This thread's two rows of a warpgroup's 64, and the token and head of each, counted from the warpgroup's
+// first: divided once a kernel, for between two row tiles nothing hides a division.
+class Sm90RowPlaces {
+  public:
+    __device__ static int32_t row(int half) {
+        return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+    }
+
+    // `heads`: side by side in the 64 rows.
+    __device__ explicit Sm90RowPlaces(int32_t heads) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            packed_ |= (row(half) / heads | row(half) % heads << 8) << 16 * half;
+        asm volatile("" : "+r"(packed_));  // or the compiler divides at every use
+    }
+    __device__ int32_t token(int half) const { return packed_ >> 16 * half & 0xff; }
+    __device__ int32_t head(int half) const { return packed_ >> (16 * half + 8) & 0xff; }
+
+  private:
+    uint32_t packed_ = 0;  // a byte each
+};
+
 // The rows of a warpgroup, and what this thread's two of them see. Element i of the scores is in row
 // i / 2 % 2 of the two, at column 8 (i / 4) + i % 2 behind the thread's first.
 template <bool kAlibi>
@@ -47,7 +70,7 @@ struct Sm90Rows {
     uint32_t row_gap[2];  // and so many behind the prefix
 
     __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
-                        float scale) {
+                        const Sm90RowPlaces& places, float scale) {
         const Visibility see = work.visibility(p);
         const int32_t first_token = work.first_token + block * plan.tokens;
         const int32_t first_q_pos = work.q_pos(first_token);
@@ -62,22 +85,17 @@ struct Sm90Rows {
         end = see.window_end(last_q_pos);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int32_t row = this->row(half);
-            const int32_t q_pos = first_q_pos + row / plan.heads;
+            const int32_t q_pos = first_q_pos + places.token(half);
             row_end[half] = max(see.window_end(q_pos), prefix_len);
             row_gap[half] = max(see.window_begin(q_pos) - prefix_len, 0);
-            const int32_t head = work.first_head + row % plan.heads;
             if (!kAlibi) continue;
+            const int32_t head = work.first_head + places.head(half);
             const float slope_log2 = p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2e;
             row_bias[half] = alibi_bias(slope_log2, q_pos, anchor);
             slope[half] = slope_log2 / scale;
         }
     }
 
-    // Of the warpgroup's 64.
-    __device__ static int32_t row(int half) {
-        return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-    }
     __device__ bool see_any(int32_t first_key, int32_t keys) const {
         return any && (first_key < prefix_len || (first_key < end && first_key + keys > begin));
     }
@@ -208,7 +226,12 @@ class Sm90Consumer {
   public:
     __device__ Sm90Consumer(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
                             int group)
-        : p_(p), plan_(plan), shared_(shared), group_(group), block_(tile_block<Config>(group)) {}
+        : p_(p),
+          plan_(plan),
+          shared_(shared),
+          group_(group),
+          block_(tile_block<Config>(group)),
+          places_(plan.heads) {}
 
     __device__ __forceinline__ void run() {
         const ScoreTransform transform = ScoreTransform::make(p_.softmax_scale, p_.softcap);
@@ -226,7 +249,7 @@ class Sm90Consumer {
             float scores[kScores], out[kOut], factor[2];
             uint32_t weights[kWeights];
             auto tiles = key_tiles<Config>(p_, plan_, work);
-            Rows rows(p_, plan_, work, block_, scale);
+            Rows rows(p_, plan_, work, block_, places_, scale);
             Sm90Softmax softmax(scale);
             if constexpr (Config::kAlibiProduct) lay_out_slopes(work, scale);
             int32_t tile = tiles.count - 1;
@@ -273,7 +296,7 @@ class Sm90Consumer {
                     if (is_few_rows<Config>(next.rows<Config>(plan_))) break;
                     tiles = key_tiles<Config>(p_, plan_, next);
                     tile = tiles.count - 1;
-                    rows = Rows(p_, plan_, next, block_, scale);
+                    rows = Rows(p_, plan_, next, block_, places_, scale);
                     if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
                     work = next;
                     softmax = Sm90Softmax(scale);
@@ -416,8 +439,7 @@ class Sm90Consumer {
         const uint64_t first_head = p_.dropout.head(work.batch, p_.num_q_heads, work.first_head);
         const int32_t first_token = work.first_token + block_ * plan_.tokens;
         kept.draw(p_.dropout, first_key, [&](int half) {
-            const int32_t row = Rows::row(half);
-            return DropoutRow{first_head + row % plan_.heads, first_token + row / plan_.heads};
+            return DropoutRow{first_head + places_.head(half), first_token + places_.token(half)};
         });
     }
 
@@ -435,27 +457,37 @@ class Sm90Consumer {
     // puts the state where all of the row tile's find it.
     __device__ __forceinline__ void finish(const Sm90Work& work, const Rows& rows, const Sm90Softmax& softmax,
                                            float (&out_scale)[2]) {
+        SoftmaxState states[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            SoftmaxState state;
-            state.max = softmax.max_log2(half);
-            state.sum = row_sum(softmax.sum[half]);
-            if (Config::kSplits && work.split() >= 0) {
-                split(work).put_state(Rows::row(half), state);
+        for (int half = 0; half < 2; ++half) states[half].sum = row_sum(softmax.sum[half]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) states[half].max = softmax.max_log2(half);
+        if (Config::kSplits && work.split() >= 0) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                split(work).put_state(Sm90RowPlaces::row(half), states[half]);
                 out_scale[half] = 1.0f;
-            } else {
-                finish_row(work, half, state, rows.row_bias[half], out_scale);
             }
+        } else {
+            finish_rows(work, states, rows.row_bias, out_scale);
         }
     }
-    __device__ __forceinline__ void finish_row(const Sm90Work& work, int half, const SoftmaxState& state,
-                                               float row_bias, float (&out_scale)[2]) {
-        out_scale[half] = state.inverse_sum() * p_.out_scale;
+    // Both rows side by side: between two row tiles nothing hides this.
+    __device__ __forceinline__ void finish_rows(const Sm90Work& work, const SoftmaxState (&states)[2],
+                                                const float (&row_bias)[2], float (&out_scale)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = states[half].sum;  // at least about 1, unless the row sees nothing
+            out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * p_.out_scale;
+        }
         if (!p_.lse || threadIdx.x % 4 != 0) return;
-        const int32_t row = Rows::row(half);
-        const int32_t token = work.first_token + block_ * plan_.tokens + row / plan_.heads;
-        if (row >= plan_.heads * plan_.tokens || token >= work.seqlen_q) return;
-        p_.lse[work.lse_place(p_, token, row % plan_.heads)] = state.lse() + row_bias * kLn2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t token = work.first_token + block_ * plan_.tokens + places_.token(half);
+            if (Sm90RowPlaces::row(half) >= plan_.heads * plan_.tokens || token >= work.seqlen_q) continue;
+            p_.lse[work.lse_place(p_, token, places_.head(half))] =
+                states[half].lse() + row_bias[half] * kLn2;
+        }
     }
 
     __device__ Sm90Split<Config> split(const Sm90Work& work) const {
@@ -470,10 +502,9 @@ class Sm90Consumer {
             return;
         }
         SoftmaxState states[2];
-        const int32_t rows[2] = {Rows::row(0), Rows::row(1)};
+        const int32_t rows[2] = {Sm90RowPlaces::row(0), Sm90RowPlaces::row(1)};
         if (!split(work).add_up(out, rows, states, 1 + Config::kConsumers + group_, complete)) return;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) finish_row(work, half, states[half], 0.0f, out_scale);
+        finish_rows(work, states, {0.0f, 0.0f}, out_scale);
     }
 
     // Puts the result into the slot of its queries, from where the storing warp sends it. Also what is not
@@ -506,6 +537,7 @@ class Sm90Consumer {
     Sm90Shared<Config>& shared_;
     const int group_;  // of this CTA
     const int block_;  // of 64 rows in the row tile
+    const Sm90RowPlaces places_;
     Ring<Config::kQSlots> q_ring_;
     Ring<Config::kStages> k_ring_;
     Ring<Config::kVStages> v_ring_;
