@@ -4,17 +4,17 @@
 
 #include "common/score.h"
 #include "cuda/ptx/cluster.h"
-#include "cuda/ptx/exp2.h"
 #include "cuda/ptx/reciprocal.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda/sm90_attention/few_rows.cuh"
+#include "cuda/sm90_attention/rows.cuh"
 #include "cuda/sm90_attention/shared.cuh"
+#include "cuda/sm90_attention/softmax.cuh"
 #include "cuda/sm90_attention/splits.cuh"
 #include "cuda/tile/dropout.cuh"
-#include "cuda/tile/softmax.cuh"
 #include "cuda/types.h"
 
 namespace octavo::cuda {
@@ -27,197 +27,6 @@ __device__ __forceinline__ void wait_for_turn(int group) {
 template <class Config>
 __device__ __forceinline__ void pass_turn(int group) {
     ptx::named_barrier_arrive(group + 1 == Config::kConsumers ? 1 : 2 + group, 256);
-}
-
-// This thread's two rows of a warpgroup's 64, and the token and head of each, counted from the warpgroup's
-// first: divided once a kernel, for between two row tiles nothing hides a division.
-class Sm90RowPlaces {
-  public:
-    __device__ static int32_t row(int half) {
-        return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-    }
-
-    // `heads`: side by side in the 64 rows.
-    __device__ explicit Sm90RowPlaces(int32_t heads) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            packed_ |= (row(half) / heads | row(half) % heads << 8) << 16 * half;
-        asm volatile("" : "+r"(packed_));  // or the compiler divides at every use
-    }
-    __device__ int32_t token(int half) const { return packed_ >> 16 * half & 0xff; }
-    __device__ int32_t head(int half) const { return packed_ >> (16 * half + 8) & 0xff; }
-
-  private:
-    uint32_t packed_ = 0;  // a byte each
-};
-
-// The rows of a warpgroup, and what this thread's two of them see. Element i of the scores is in row
-// i / 2 % 2 of the two, at column 8 (i / 4) + i % 2 behind the thread's first.
-template <bool kAlibi>
-struct Sm90Rows {
-    bool any;  // whether the warpgroup has a query here
-    bool has_window_left;
-    int32_t prefix_len;
-    // A tile of keys inside [0, prefix_len) or [full_begin, full_end) is visible to every row.
-    int32_t full_begin, full_end;
-    int32_t begin, end;  // the keys that some row sees lie in [0, prefix_len) and [begin, end)
-    // ALiBi, but for a term that is the same along a row, and so does not change its weights: the bias counts
-    // from the warpgroup's first query, and `row_bias` (in units of log2(e)) is missing from the LSE.
-    int32_t anchor;
-    float slope[2] = {};  // in units of scores
-    float row_bias[2] = {};
-    int32_t row_end[2];   // keys from here on are hidden,
-    uint32_t row_gap[2];  // and so many behind the prefix
-
-    __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
-                        const Sm90RowPlaces& places, float scale) {
-        const Visibility see = work.visibility(p);
-        const int32_t first_token = work.first_token + block * plan.tokens;
-        const int32_t first_q_pos = work.q_pos(first_token);
-        const int32_t last_q_pos = work.q_pos(min(first_token + plan.tokens, work.seqlen_q) - 1);
-        any = first_token < work.seqlen_q;
-        anchor = first_q_pos;
-        has_window_left = p.window_left >= 0;
-        prefix_len = see.prefix_len;
-        full_begin = see.window_begin(last_q_pos);
-        full_end = see.window_end(first_q_pos);
-        begin = see.window_begin(first_q_pos);
-        end = see.window_end(last_q_pos);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int32_t q_pos = first_q_pos + places.token(half);
-            row_end[half] = max(see.window_end(q_pos), prefix_len);
-            row_gap[half] = max(see.window_begin(q_pos) - prefix_len, 0);
-            if (!kAlibi) continue;
-            const int32_t head = work.first_head + places.head(half);
-            const float slope_log2 = p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2e;
-            row_bias[half] = alibi_bias(slope_log2, q_pos, anchor);
-            slope[half] = slope_log2 / scale;
-        }
-    }
-
-    __device__ bool see_any(int32_t first_key, int32_t keys) const {
-        return any && (first_key < prefix_len || (first_key < end && first_key + keys > begin));
-    }
-    __device__ bool see_all(int32_t first_key, int32_t keys) const {
-        return first_key + keys <= prefix_len || (first_key >= full_begin && first_key + keys <= full_end);
-    }
-};
-
-// Maximum and sum of the two rows of a thread, the sum over this thread's columns only. The maximum is raised
-// only when a score passes it by 2^8 (in weights), so that the result is seldom rescaled.
-struct Sm90Softmax {
-    static constexpr float kSlackLog2 = 8.0f;
-    float scale;                            // from scores to units of log2(e)
-    float slack;                            // kSlackLog2 in scores
-    float max[2] = {-INFINITY, -INFINITY};  // in scores
-    float sum[2] = {0.0f, 0.0f};
-
-    __device__ explicit Sm90Softmax(float scale) : scale(scale), slack(kSlackLog2 / scale) {}
-
-    __device__ float max_log2(int half) const { return max[half] == -INFINITY ? 0.0f : max[half] * scale; }
-
-    // From scores to weights. Returns whether what was gathered before must be multiplied by `factor`. The
-    // scores of this thread lack `shift`, which the maximum here lacks too.
-    template <bool kShifted, int kCount>
-    __device__ __forceinline__ bool apply(float (&scores)[kCount], const float (&shift)[2],
-                                          float (&factor)[2]) {
-        float tile_max[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            float& m = tile_max[i / 2 % 2][i % 2];
-            m = fmaxf(m, scores[i]);
-        }
-        bool rises[2], raise = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            tile_max[half][0] = fmaxf(tile_max[half][0], tile_max[half][1]);
-            tile_max[half][0] = kShifted ? row_max(tile_max[half][0] + shift[half]) - shift[half]
-                                         : row_max(tile_max[half][0]);
-            rises[half] = tile_max[half][0] > max[half] + slack;
-            raise = raise || rises[half];
-        }
-        raise = __any_sync(~0u, raise);
-        if (raise) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                // Each row by itself: its bits do not depend on others, such as those that hold no query.
-                factor[half] = rises[half] ? ptx::exp2_approx((max[half] - tile_max[half][0]) * scale) : 1.0f;
-                if (rises[half]) max[half] = tile_max[half][0];
-                sum[half] *= factor[half];
-            }
-        }
-        const float subtract[2] = {max_log2(0), max_log2(1)};
-        float tile_sum[2][2] = {};
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            scores[i] = ptx::exp2_approx(fmaf(scores[i], scale, -subtract[i / 2 % 2]));
-            tile_sum[i / 2 % 2][i % 2] += scores[i];
-        }
-        sum[0] += tile_sum[0][0] + tile_sum[0][1];
-        sum[1] += tile_sum[1][0] + tile_sum[1][1];
-        return raise;
-    }
-};
-
-// Softcap, ALiBi as counted from this thread's first column, and masks, each a branch that the whole
-// warpgroup takes or not.
-template <int kKeys, int kCount, bool kAlibi>
-__device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
-                                           bool add_alibi, const Sm90Rows<kAlibi>& rows, int32_t first_key) {
-    const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
-    if (transform.has_softcap) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) scores[i] = transform(scores[i]);
-    }
-    if (add_alibi) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const int column = i / 4 * 8 + i % 2;
-            scores[i] = fmaf(rows.slope[i / 2 % 2], column, scores[i]);
-        }
-    }
-    if (rows.see_all(first_key, kKeys)) return;
-    const int32_t end[2] = {rows.row_end[0] - first_column, rows.row_end[1] - first_column};
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const int column = i / 4 * 8 + i % 2;
-        if (column >= end[i / 2 % 2]) scores[i] = -INFINITY;
-    }
-    if (!rows.has_window_left) return;
-    const int32_t behind_prefix = first_column - rows.prefix_len;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const int column = i / 4 * 8 + i % 2;
-        if (static_cast<uint32_t>(behind_prefix + column) < rows.row_gap[i / 2 % 2]) scores[i] = -INFINITY;
-    }
-}
-
-// Sm90Softmax::apply where the scores hold ALiBi as counted from the tile's first column, or (`by_thread`)
-// from the first of each thread.
-template <int kCount>
-__device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
-                                              const Sm90Rows<true>& rows, int32_t first_key, bool by_thread,
-                                              float (&factor)[2]) {
-    const int32_t first_column = by_thread ? 2 * (threadIdx.x % 4) : 0;
-    float shift[2], max[2], shifted[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        shift[half] = alibi_bias(rows.slope[half], rows.anchor, first_key + first_column);
-        max[half] = softmax.max[half];
-        softmax.max[half] = shifted[half] = max[half] - shift[half];
-    }
-    const bool raised = softmax.apply<true>(scores, shift, factor);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // without rounding where it did not rise
-        softmax.max[half] = softmax.max[half] == shifted[half] ? max[half] : softmax.max[half] + shift[half];
-    }
-    return raised;
-}
-template <int kCount>
-__device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
-                                              const Sm90Rows<false>&, int32_t, bool, float (&factor)[2]) {
-    return softmax.apply<false>(scores, {}, factor);
 }
 
 // One warpgroup.

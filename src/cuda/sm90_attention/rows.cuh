@@ -1,0 +1,84 @@
+// The rows of a consumer's warpgroup: where they lie, and which keys they see.
+#pragma once
+
+#include "cuda/sm90_attention/parameters.h"
+#include "cuda/sm90_attention/work.cuh"
+
+namespace octavo::cuda {
+
+// This thread's two rows of a warpgroup's 64, and the token and head of each, counted from the warpgroup's
+// first: divided once a kernel, for between two row tiles nothing hides a division.
+class Sm90RowPlaces {
+  public:
+    __device__ static int32_t row(int half) {
+        return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+    }
+
+    // `heads`: side by side in the 64 rows.
+    __device__ explicit Sm90RowPlaces(int32_t heads) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            packed_ |= (row(half) / heads | row(half) % heads << 8) << 16 * half;
+        asm volatile("" : "+r"(packed_));  // or the compiler divides at every use
+    }
+    __device__ int32_t token(int half) const { return packed_ >> 16 * half & 0xff; }
+    __device__ int32_t head(int half) const { return packed_ >> (16 * half + 8) & 0xff; }
+
+  private:
+    uint32_t packed_ = 0;  // a byte each
+};
+
+// The rows of a warpgroup, and what this thread's two of them see. Element i of the scores is in row
+// i / 2 % 2 of the two, at column 8 (i / 4) + i % 2 behind the thread's first.
+template <bool kAlibi>
+struct Sm90Rows {
+    bool any;  // whether the warpgroup has a query here
+    bool has_window_left;
+    int32_t prefix_len;
+    // A tile of keys inside [0, prefix_len) or [full_begin, full_end) is visible to every row.
+    int32_t full_begin, full_end;
+    int32_t begin, end;  // the keys that some row sees lie in [0, prefix_len) and [begin, end)
+    // ALiBi, but for a term that is the same along a row, and so does not change its weights: the bias counts
+    // from the warpgroup's first query, and `row_bias` (in units of log2(e)) is missing from the LSE.
+    int32_t anchor;
+    float slope[2] = {};  // in units of scores
+    float row_bias[2] = {};
+    int32_t row_end[2];   // keys from here on are hidden,
+    uint32_t row_gap[2];  // and so many behind the prefix
+
+    __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
+                        const Sm90RowPlaces& places, float scale) {
+        const Visibility see = work.visibility(p);
+        const int32_t first_token = work.first_token + block * plan.tokens;
+        const int32_t first_q_pos = work.q_pos(first_token);
+        const int32_t last_q_pos = work.q_pos(min(first_token + plan.tokens, work.seqlen_q) - 1);
+        any = first_token < work.seqlen_q;
+        anchor = first_q_pos;
+        has_window_left = p.window_left >= 0;
+        prefix_len = see.prefix_len;
+        full_begin = see.window_begin(last_q_pos);
+        full_end = see.window_end(first_q_pos);
+        begin = see.window_begin(first_q_pos);
+        end = see.window_end(last_q_pos);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t q_pos = first_q_pos + places.token(half);
+            row_end[half] = max(see.window_end(q_pos), prefix_len);
+            row_gap[half] = max(see.window_begin(q_pos) - prefix_len, 0);
+            if (!kAlibi) continue;
+            const int32_t head = work.first_head + places.head(half);
+            const float slope_log2 = p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2e;
+            row_bias[half] = alibi_bias(slope_log2, q_pos, anchor);
+            slope[half] = slope_log2 / scale;
+        }
+    }
+
+    __device__ bool see_any(int32_t first_key, int32_t keys) const {
+        return any && (first_key < prefix_len || (first_key < end && first_key + keys > begin));
+    }
+    __device__ bool see_all(int32_t first_key, int32_t keys) const {
+        return first_key + keys <= prefix_len || (first_key >= full_begin && first_key + keys <= full_end);
+    }
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,127 @@
+// A consumer's softmax over one tile of scores after the other: biases, masks, the running maximum and sum.
+#pragma once
+
+#include "common/score.h"
+#include "cuda/ptx/exp2.h"
+#include "cuda/sm90_attention/rows.cuh"
+#include "cuda/tile/softmax.cuh"
+
+namespace octavo::cuda {
+
+// Maximum and sum of the two rows of a thread, the sum over this thread's columns only. The maximum is raised
+// only when a score passes it by 2^8 (in weights), so that the result is seldom rescaled.
+struct Sm90Softmax {
+    static constexpr float kSlackLog2 = 8.0f;
+    float scale;                            // from scores to units of log2(e)
+    float slack;                            // kSlackLog2 in scores
+    float max[2] = {-INFINITY, -INFINITY};  // in scores
+    float sum[2] = {0.0f, 0.0f};
+
+    __device__ explicit Sm90Softmax(float scale) : scale(scale), slack(kSlackLog2 / scale) {}
+
+    __device__ float max_log2(int half) const { return max[half] == -INFINITY ? 0.0f : max[half] * scale; }
+
+    // From scores to weights. Returns whether what was gathered before must be multiplied by `factor`. The
+    // scores of this thread lack `shift`, which the maximum here lacks too.
+    template <bool kShifted, int kCount>
+    __device__ __forceinline__ bool apply(float (&scores)[kCount], const float (&shift)[2],
+                                          float (&factor)[2]) {
+        float tile_max[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            float& m = tile_max[i / 2 % 2][i % 2];
+            m = fmaxf(m, scores[i]);
+        }
+        bool rises[2], raise = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            tile_max[half][0] = fmaxf(tile_max[half][0], tile_max[half][1]);
+            tile_max[half][0] = kShifted ? row_max(tile_max[half][0] + shift[half]) - shift[half]
+                                         : row_max(tile_max[half][0]);
+            rises[half] = tile_max[half][0] > max[half] + slack;
+            raise = raise || rises[half];
+        }
+        raise = __any_sync(~0u, raise);
+        if (raise) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // Each row by itself: its bits do not depend on others, such as those that hold no query.
+                factor[half] = rises[half] ? ptx::exp2_approx((max[half] - tile_max[half][0]) * scale) : 1.0f;
+                if (rises[half]) max[half] = tile_max[half][0];
+                sum[half] *= factor[half];
+            }
+        }
+        const float subtract[2] = {max_log2(0), max_log2(1)};
+        float tile_sum[2][2] = {};
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            scores[i] = ptx::exp2_approx(fmaf(scores[i], scale, -subtract[i / 2 % 2]));
+            tile_sum[i / 2 % 2][i % 2] += scores[i];
+        }
+        sum[0] += tile_sum[0][0] + tile_sum[0][1];
+        sum[1] += tile_sum[1][0] + tile_sum[1][1];
+        return raise;
+    }
+};
+
+// Softcap, ALiBi as counted from this thread's first column, and masks, each a branch that the whole
+// warpgroup takes or not.
+template <int kKeys, int kCount, bool kAlibi>
+__device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
+                                           bool add_alibi, const Sm90Rows<kAlibi>& rows, int32_t first_key) {
+    const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+    if (transform.has_softcap) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) scores[i] = transform(scores[i]);
+    }
+    if (add_alibi) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int column = i / 4 * 8 + i % 2;
+            scores[i] = fmaf(rows.slope[i / 2 % 2], column, scores[i]);
+        }
+    }
+    if (rows.see_all(first_key, kKeys)) return;
+    const int32_t end[2] = {rows.row_end[0] - first_column, rows.row_end[1] - first_column};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const int column = i / 4 * 8 + i % 2;
+        if (column >= end[i / 2 % 2]) scores[i] = -INFINITY;
+    }
+    if (!rows.has_window_left) return;
+    const int32_t behind_prefix = first_column - rows.prefix_len;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const int column = i / 4 * 8 + i % 2;
+        if (static_cast<uint32_t>(behind_prefix + column) < rows.row_gap[i / 2 % 2]) scores[i] = -INFINITY;
+    }
+}
+
+// Sm90Softmax::apply where the scores hold ALiBi as counted from the tile's first column, or (`by_thread`)
+// from the first of each thread.
+template <int kCount>
+__device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
+                                              const Sm90Rows<true>& rows, int32_t first_key, bool by_thread,
+                                              float (&factor)[2]) {
+    const int32_t first_column = by_thread ? 2 * (threadIdx.x % 4) : 0;
+    float shift[2], max[2], shifted[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        shift[half] = alibi_bias(rows.slope[half], rows.anchor, first_key + first_column);
+        max[half] = softmax.max[half];
+        softmax.max[half] = shifted[half] = max[half] - shift[half];
+    }
+    const bool raised = softmax.apply<true>(scores, shift, factor);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // without rounding where it did not rise
+        softmax.max[half] = softmax.max[half] == shifted[half] ? max[half] : softmax.max[half] + shift[half];
+    }
+    return raised;
+}
+template <int kCount>
+__device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
+                                              const Sm90Rows<false>&, int32_t, bool, float (&factor)[2]) {
+    return softmax.apply<false>(scores, {}, factor);
+}
+
+}  // namespace octavo::cuda
