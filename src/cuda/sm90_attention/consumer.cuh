@@ -40,7 +40,7 @@ class Sm90Consumer {
           shared_(shared),
           group_(group),
           block_(tile_block<Config>(group)),
-          places_(plan.heads) {}
+          places_(plan) {}
 
     __device__ __forceinline__ void run() {
         const ScoreTransform transform = ScoreTransform::make(p_.softmax_scale, p_.softcap);
@@ -266,37 +266,43 @@ class Sm90Consumer {
     // puts the state where all of the row tile's find it.
     __device__ __forceinline__ void finish(const Sm90Work& work, const Rows& rows, const Sm90Softmax& softmax,
                                            float (&out_scale)[2]) {
-        SoftmaxState states[2];
+        if constexpr (Config::kShortEnds) {  // both rows side by side
+            SoftmaxState states[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) states[half].sum = row_sum(softmax.sum[half]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) states[half].max = softmax.max_log2(half);
-        if (Config::kSplits && work.split() >= 0) {
+            for (int half = 0; half < 2; ++half)
+                states[half] = {softmax.max_log2(half), row_sum(softmax.sum[half])};
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                split(work).put_state(Sm90RowPlaces::row(half), states[half]);
-                out_scale[half] = 1.0f;
+                const float sum = states[half].sum;  // at least about 1, unless the row sees nothing
+                out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * p_.out_scale;
             }
-        } else {
-            finish_rows(work, states, rows.row_bias, out_scale);
+            if (!writes_lse()) return;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) write_lse(work, half, states[half], rows.row_bias[half]);
+            return;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const SoftmaxState state{softmax.max_log2(half), row_sum(softmax.sum[half])};
+            if (Config::kSplits && work.split() >= 0) {
+                split(work).put_state(sm90_row(half), state);
+                out_scale[half] = 1.0f;
+            } else {
+                finish_row(work, half, state, rows.row_bias[half], out_scale);
+            }
         }
     }
-    // Both rows side by side: between two row tiles nothing hides this.
-    __device__ __forceinline__ void finish_rows(const Sm90Work& work, const SoftmaxState (&states)[2],
-                                                const float (&row_bias)[2], float (&out_scale)[2]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float sum = states[half].sum;  // at least about 1, unless the row sees nothing
-            out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * p_.out_scale;
-        }
-        if (!p_.lse || threadIdx.x % 4 != 0) return;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int32_t token = work.first_token + block_ * plan_.tokens + places_.token(half);
-            if (Sm90RowPlaces::row(half) >= plan_.heads * plan_.tokens || token >= work.seqlen_q) continue;
-            p_.lse[work.lse_place(p_, token, places_.head(half))] =
-                states[half].lse() + row_bias[half] * kLn2;
-        }
+    __device__ __forceinline__ void finish_row(const Sm90Work& work, int half, const SoftmaxState& state,
+                                               float row_bias, float (&out_scale)[2]) {
+        out_scale[half] = state.inverse_sum() * p_.out_scale;
+        if (writes_lse()) write_lse(work, half, state, row_bias);
+    }
+    __device__ __forceinline__ bool writes_lse() const { return p_.lse && threadIdx.x % 4 == 0; }
+    __device__ __forceinline__ void write_lse(const Sm90Work& work, int half, const SoftmaxState& state,
+                                              float row_bias) {
+        const int32_t token = work.first_token + block_ * plan_.tokens + places_.token(half);
+        if (sm90_row(half) >= plan_.heads * plan_.tokens || token >= work.seqlen_q) return;
+        p_.lse[work.lse_place(p_, token, places_.head(half))] = state.lse() + row_bias * kLn2;
     }
 
     __device__ Sm90Split<Config> split(const Sm90Work& work) const {
@@ -311,9 +317,10 @@ class Sm90Consumer {
             return;
         }
         SoftmaxState states[2];
-        const int32_t rows[2] = {Sm90RowPlaces::row(0), Sm90RowPlaces::row(1)};
+        const int32_t rows[2] = {sm90_row(0), sm90_row(1)};
         if (!split(work).add_up(out, rows, states, 1 + Config::kConsumers + group_, complete)) return;
-        finish_rows(work, states, {0.0f, 0.0f}, out_scale);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) finish_row(work, half, states[half], 0.0f, out_scale);
     }
 
     // Puts the result into the slot of its queries, from where the storing warp sends it. Also what is not
@@ -346,7 +353,7 @@ class Sm90Consumer {
     Sm90Shared<Config>& shared_;
     const int group_;  // of this CTA
     const int block_;  // of 64 rows in the row tile
-    const Sm90RowPlaces places_;
+    const Sm90RowPlaces<Config::kShortEnds> places_;
     Ring<Config::kQSlots> q_ring_;
     Ring<Config::kStages> k_ring_;
     Ring<Config::kVStages> v_ring_;

@@ -6,25 +6,32 @@
 
 namespace octavo::cuda {
 
-// This thread's two rows of a warpgroup's 64, and the token and head of each, counted from the warpgroup's
-// first: divided once a kernel, for between two row tiles nothing hides a division.
+// This thread's two rows of a warpgroup's 64.
+__device__ __forceinline__ int32_t sm90_row(int half) {
+    return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+}
+
+// The token and head of each, counted from the warpgroup's first. kKept: divided once a kernel, for between
+// two row tiles nothing hides a division; otherwise at every use, where there is no register to keep them in.
+template <bool kKept>
 class Sm90RowPlaces {
   public:
-    __device__ static int32_t row(int half) {
-        return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-    }
-
-    // `heads`: side by side in the 64 rows.
-    __device__ explicit Sm90RowPlaces(int32_t heads) {
+    __device__ explicit Sm90RowPlaces(const Sm90Launch& plan) : plan_(plan) {
+        if (!kKept) return;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            packed_ |= (row(half) / heads | row(half) % heads << 8) << 16 * half;
+            packed_ |= (sm90_row(half) / plan.heads | sm90_row(half) % plan.heads << 8) << 16 * half;
         asm volatile("" : "+r"(packed_));  // or the compiler divides at every use
     }
-    __device__ int32_t token(int half) const { return packed_ >> 16 * half & 0xff; }
-    __device__ int32_t head(int half) const { return packed_ >> (16 * half + 8) & 0xff; }
+    __device__ int32_t token(int half) const {
+        return kKept ? packed_ >> 16 * half & 0xff : sm90_row(half) / plan_.heads;
+    }
+    __device__ int32_t head(int half) const {
+        return kKept ? packed_ >> (16 * half + 8) & 0xff : sm90_row(half) % plan_.heads;
+    }
 
   private:
+    const Sm90Launch& plan_;
     uint32_t packed_ = 0;  // a byte each
 };
 
@@ -46,8 +53,9 @@ struct Sm90Rows {
     int32_t row_end[2];   // keys from here on are hidden,
     uint32_t row_gap[2];  // and so many behind the prefix
 
+    template <class Places>
     __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
-                        const Sm90RowPlaces& places, float scale) {
+                        const Places& places, float scale) {
         const Visibility see = work.visibility(p);
         const int32_t first_token = work.first_token + block * plan.tokens;
         const int32_t first_q_pos = work.q_pos(first_token);

@@ -106,6 +106,8 @@ struct Sm90Config {
                                                                 : 232;
     static_assert(!kBeside || kProducerRegisters + kConsumers * kConsumerRegisters <=
                                   (kConsumers + 1) * kSm90RegistersBeside);
+    // Whether what stands between two row tiles is kept short, at the cost of registers that others lack.
+    static constexpr bool kShortEnds = !kAlibi && !kDropout && !kSplits && kCtas == 1;
     static constexpr int kFewRowTiles = kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim) / 8 : 0;
 };
 
