@@ -279,16 +279,16 @@ class Sm90Consumer {
             if (!writes_lse()) return;
 #pragma unroll
             for (int half = 0; half < 2; ++half) write_lse(work, half, states[half], rows.row_bias[half]);
-            return;
-        }
+        } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const SoftmaxState state{softmax.max_log2(half), row_sum(softmax.sum[half])};
-            if (Config::kSplits && work.split() >= 0) {
-                split(work).put_state(sm90_row(half), state);
-                out_scale[half] = 1.0f;
-            } else {
-                finish_row(work, half, state, rows.row_bias[half], out_scale);
+            for (int half = 0; half < 2; ++half) {
+                const SoftmaxState state{softmax.max_log2(half), row_sum(softmax.sum[half])};
+                if (Config::kSplits && work.split() >= 0) {
+                    split(work).put_state(sm90_row(half), state);
+                    out_scale[half] = 1.0f;
+                } else {
+                    finish_row(work, half, state, rows.row_bias[half], out_scale);
+                }
             }
         }
     }

@@ -17,11 +17,12 @@ template <bool kKept>
 class Sm90RowPlaces {
   public:
     __device__ explicit Sm90RowPlaces(const Sm90Launch& plan) : plan_(plan) {
-        if (!kKept) return;
+        if constexpr (kKept) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            packed_ |= (sm90_row(half) / plan.heads | sm90_row(half) % plan.heads << 8) << 16 * half;
-        asm volatile("" : "+r"(packed_));  // or the compiler divides at every use
+            for (int half = 0; half < 2; ++half)
+                packed_ |= (sm90_row(half) / plan.heads | sm90_row(half) % plan.heads << 8) << 16 * half;
+            asm volatile("" : "+r"(packed_));  // or the compiler divides at every use
+        }
     }
     __device__ int32_t token(int half) const {
         return kKept ? packed_ >> 16 * half & 0xff : sm90_row(half) / plan_.heads;
