@@ -40,7 +40,10 @@ typedef enum octavo_dtype {
     OCTAVO_FLOAT32 = 0,
     OCTAVO_FLOAT16 = 1,
     OCTAVO_BFLOAT16 = 2,
-    OCTAVO_INT32 = 3
+    OCTAVO_INT32 = 3,
+    OCTAVO_INT8 = 4,
+    OCTAVO_FLOAT8_E4M3FN = 5,
+    OCTAVO_FLOAT8_E5M2 = 6
 } octavo_dtype;
 
 typedef enum octavo_device_type { OCTAVO_CPU = 0, OCTAVO_CUDA = 1 } octavo_device_type;
@@ -83,7 +86,7 @@ typedef struct octavo_paged_attention_args {
     int64_t shared_prefix_len;                                  /* default: 0 */
     int32_t causal;                                             /* default: 1 */
     int32_t batch_invariant;                                    /* default: 0 */
-    float k_scale, v_scale;                                     /* default: 1 */
+    float k_scale, v_scale;                                     /* default: 1; int8 pages need others */
     void* stream;                                               /* cudaStream_t; default: null */
 } octavo_paged_attention_args;
 
@@ -91,7 +94,7 @@ typedef struct octavo_append_kv_args {
     size_t struct_size;
     octavo_tensor k, v, k_pages, v_pages, page_table, seq_lens;
     octavo_tensor cu_seqlens; /* optional */
-    float k_scale, v_scale;   /* default: 1 */
+    float k_scale, v_scale;   /* default: 1; int8 pages need others */
     void* stream;             /* cudaStream_t; default: null */
 } octavo_append_kv_args;
 

@@ -4,6 +4,8 @@
 // k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], any strides with a unit last one.
 // page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
 // seq_lens: int32 [batch]; slots past a sequence's length are never used, whatever they hold.
+// Pages have the dtype of the queries and new tokens, or on the CPU codes of 8 bits: int8, float8_e4m3fn or
+// float8_e5m2, the nearest to a value divided by its scale. Codes of int8 need k_scale and v_scale.
 #pragma once
 
 #include <octavo/error.h>

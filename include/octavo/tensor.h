@@ -10,7 +10,12 @@
 
 namespace octavo {
 
-enum class DType : uint8_t { float32, float16, bfloat16, int32 };
+// The last three hold the keys and values of a cache (see paged_attention.h), and nothing else.
+enum class DType : uint8_t { float32, float16, bfloat16, int32, int8, float8_e4m3fn, float8_e5m2 };
+
+// Every dtype.
+constexpr DType kDTypes[] = {DType::float32, DType::float16,       DType::bfloat16,   DType::int32,
+                             DType::int8,    DType::float8_e4m3fn, DType::float8_e5m2};
 
 // meta: shapes, strides and, where they have any, addresses, but no values. Operators refuse such arrays;
 // explain() takes them.
@@ -32,6 +37,9 @@ constexpr int64_t size_of(DType dtype) {
         case DType::float16: return 2;
         case DType::bfloat16: return 2;
         case DType::int32: return 4;
+        case DType::int8: return 1;
+        case DType::float8_e4m3fn: return 1;
+        case DType::float8_e5m2: return 1;
     }
     throw TypeError("size_of: no dtype has the number " + std::to_string(static_cast<int>(dtype)));
 }

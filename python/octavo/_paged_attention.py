@@ -67,6 +67,7 @@ def paged_attention(
             with a unit last one.
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys. Any page size
             works; powers of two from 8 up are fast. A head-major cache is passed as a transposed view.
+            On the CPU also codes of 8 bits: int8, float8_e4m3fn or float8_e5m2.
         v_pages: like k_pages: the cache of values.
         page_table: int32 [batch, max_pages]: page_table[b, i] holds the tokens of sequence b from
             ``i * page_size`` on.
@@ -85,8 +86,8 @@ def paged_attention(
             ``-slope * (query position - key position)`` after the cap. Default: none.
         prefix_lens: int32 [batch]: the number of first keys that all queries of the sequence see, whatever
             the masks say (prefix-LM). Default: none.
-        k_scale: multiplies what k_pages holds. Default: 1.
-        v_scale: multiplies what v_pages holds. Default: 1.
+        k_scale: multiplies what k_pages holds. Default: 1; needed for int8.
+        v_scale: multiplies what v_pages holds. Default: 1; needed for int8.
         num_splits: runs of keys worked on at once, from 1 to 1024 (Flash-Decoding). Default: chosen.
         batch_invariant: the bits of a sequence's result depend on that sequence and on max_seqlen_q alone,
             neither on the other sequences of the batch nor on its place among them; packed q needs
@@ -143,7 +144,9 @@ def append_kv(
         k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
             [total, num_kv_heads, head_dim]. Any strides, with a unit last one; not inside the cache's memory.
         v: like k.
-        k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written.
+        k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written. On the
+            CPU also of int8, float8_e4m3fn or float8_e5m2: the nearest code is stored, ties to even; what is
+            too large becomes the largest (int8: 127), NaN stays NaN (int8: 0).
         v_pages: like k_pages: the cache of values; written. Both may be views of one array, as of
             ``cache.unbind()``, but have no element in common.
         page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
@@ -151,8 +154,8 @@ def append_kv(
             number, or 0 for padding.
         cu_seqlens: int32 [batch + 1]: sequence b has the tokens of k and v from cu_seqlens[b] up to
             cu_seqlens[b + 1]. Default: one token a sequence.
-        k_scale: what is stored is k divided by it. Default: 1.
-        v_scale: what is stored is v divided by it. Default: 1.
+        k_scale: what is stored is k divided by it. Default: 1; needed for int8.
+        v_scale: what is stored is v divided by it. Default: 1; needed for int8.
         stream: a CUDA stream to work on instead of the current one of the framework of k, as for
             ``attention``.
 
@@ -184,8 +187,9 @@ def copy_pages(
     reaches it.
 
     Args:
-        k_pages: float32, float16 or bfloat16 [num_pages, page_size, num_kv_heads, head_dim]: the cache of
-            keys; written, unless another one is. Any strides, with a unit last one.
+        k_pages: float32, float16 or bfloat16, on the CPU also int8, float8_e4m3fn or float8_e5m2
+            [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written, unless another one
+            is. Any strides, with a unit last one.
         v_pages: like k_pages: the cache of values.
         copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; rows at any
             stride. No page is both read and written, and none is written twice. On the GPU if either cache

@@ -190,8 +190,8 @@ def append_kv(
         seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included; 0: padding.
         cu_seqlens: int32 [batch + 1], for packed k and v: sequence b has the tokens from cu_seqlens[b] up to
             cu_seqlens[b + 1]. Default: one token a sequence.
-        k_scale: what is stored is k divided by it. Default: 1.
-        v_scale: what is stored is v divided by it. Default: 1.
+        k_scale: what is stored is k divided by it. Default: 1; needed for int8.
+        v_scale: what is stored is v divided by it. Default: 1; needed for int8.
 
     Returns:
         k_pages: the cache of keys with the new tokens; in place of the argument where that was given up.

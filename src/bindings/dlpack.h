@@ -19,7 +19,9 @@ enum DTypeCode : uint8_t {
     kOpaque = 3,
     kBfloat = 4,
     kComplex = 5,
-    kBool = 6
+    kBool = 6,
+    kFloat8E4m3fn = 10,
+    kFloat8E5m2 = 12
 };
 
 struct Device {

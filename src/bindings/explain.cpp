@@ -56,7 +56,7 @@ TensorView view_of_shape(const char* op, const char* name, nb::handle array, sch
     }
     const std::string wanted = dtype_name(array.attr("dtype"));
     std::optional<DType> dtype;
-    for (DType known : {DType::float32, DType::float16, DType::bfloat16, DType::int32}) {
+    for (DType known : kDTypes) {
         if (wanted == to_string(known)) dtype = known;
     }
     if (!dtype) fail<TypeError>(op, name, " must be ", wanted_dtypes(accept), "; got ", wanted);

@@ -35,6 +35,9 @@ std::optional<DType> to_dtype(dlpack::DataType dtype) {
     if (dtype.code == dlpack::kFloat && dtype.bits == 16) return DType::float16;
     if (dtype.code == dlpack::kBfloat && dtype.bits == 16) return DType::bfloat16;
     if (dtype.code == dlpack::kInt && dtype.bits == 32) return DType::int32;
+    if (dtype.code == dlpack::kInt && dtype.bits == 8) return DType::int8;
+    if (dtype.code == dlpack::kFloat8E4m3fn) return DType::float8_e4m3fn;
+    if (dtype.code == dlpack::kFloat8E5m2) return DType::float8_e5m2;
     return std::nullopt;
 }
 
@@ -51,7 +54,7 @@ Device to_device(const char* op, const char* name, dlpack::Device device) {
 
 TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor, Accept accept) {
     const std::optional<DType> dtype = to_dtype(tensor.dtype);
-    if (!dtype) {
+    if (!dtype || (size_of(*dtype) == 1 && accept != Accept::cache)) {
         fail<TypeError>(op, name, " must be ", wanted_dtypes(accept), "; got ", dtype_name(tensor.dtype));
     }
     if (tensor.ndim > TensorView::kMaxDims) {
@@ -190,7 +193,7 @@ std::optional<DType> dtype_of(nb::handle array) {
     std::optional<DType> found;
     if (object.attr("isnative").equal(nb::bool_(true))) {
         const nb::object name = object.attr("name");
-        for (DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int32}) {
+        for (DType dtype : kDTypes) {
             if (name.equal(nb::str(to_string(dtype).c_str()))) found = dtype;
         }
     }
@@ -203,6 +206,14 @@ std::optional<DType> dtype_of(nb::handle array) {
     }
     Py_XDECREF(evicted);
     return found;
+}
+
+std::optional<dlpack::DataType> dtype_of_ml_dtypes(nb::handle array) {
+    const std::optional<DType> dtype = dtype_of(array);
+    if (dtype == DType::bfloat16) return dlpack::DataType{dlpack::kBfloat, 16, 1};
+    if (dtype == DType::float8_e4m3fn) return dlpack::DataType{dlpack::kFloat8E4m3fn, 8, 1};
+    if (dtype == DType::float8_e5m2) return dlpack::DataType{dlpack::kFloat8E5m2, 8, 1};
+    return std::nullopt;
 }
 
 // A CuPy array by its attributes, without the call and the capsule of its __dlpack__. Nothing where something
@@ -240,6 +251,7 @@ const char* wanted_dtypes(Accept accept) {
     switch (accept) {
         case Accept::int32: return "int32";
         case Accept::float32: return "float32";
+        case Accept::cache: return "float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2";
         case Accept::data: break;
     }
     return "float32, float16 or bfloat16";
@@ -294,11 +306,11 @@ TensorView Call::output(const char* name, nb::handle array, Accept accept) {
 }
 
 TensorView Call::input_or_host(const char* name, nb::handle array) {
-    return import(name, array, Accept::data, false, true);
+    return import(name, array, Accept::cache, false, true);
 }
 
 TensorView Call::output_or_host(const char* name, nb::handle array) {
-    return import(name, array, Accept::data, true, true);
+    return import(name, array, Accept::cache, true, true);
 }
 
 TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes, bool may_be_on_host) {
@@ -334,9 +346,10 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         enter_device(name, type, view.device, may_be_on_host);
     } else {
         nb::object source = nb::borrow(array);
-        // ml_dtypes.bfloat16 NumPy exports neither through DLPack nor as a buffer.
-        const bool by_view = type.framework == Framework::numpy && dtype_of(array) == DType::bfloat16;
-        if (by_view) source = array.attr("view")("uint16");
+        // What ml_dtypes adds to NumPy is exported neither through DLPack nor as a buffer.
+        const std::optional<dlpack::DataType> by_view =
+            type.framework == Framework::numpy ? dtype_of_ml_dtypes(array) : std::nullopt;
+        if (by_view) source = array.attr("view")(by_view->bits == 16 ? "uint16" : "uint8");
         // Once the first array is on the CPU, the tensor itself will say whether this one is.
         const bool known = type.framework == Framework::numpy ||
                            (device_ && device_->type == DeviceType::cpu && !may_be_on_host);
@@ -348,7 +361,7 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         if (writes && loan.is_copy())
             fail<TypeError>(op_, name, " is written to, but was handed over as a copy");
         dlpack::Tensor tensor = loan.tensor();
-        if (by_view) tensor.dtype = {dlpack::kBfloat, 16, 1};
+        if (by_view) tensor.dtype = *by_view;
         view = to_view(op_, name, tensor, accept);
         view.read_only = loan.is_read_only();
         if (view.device != device) refuse_device(name, view.device);

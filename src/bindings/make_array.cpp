@@ -20,6 +20,9 @@ dlpack::DataType to_dlpack(DType dtype) {
         case DType::float16: return {dlpack::kFloat, 16, 1};
         case DType::bfloat16: return {dlpack::kBfloat, 16, 1};
         case DType::int32: return {dlpack::kInt, 32, 1};
+        case DType::int8: return {dlpack::kInt, 8, 1};
+        case DType::float8_e4m3fn: return {dlpack::kFloat8E4m3fn, 8, 1};
+        case DType::float8_e5m2: return {dlpack::kFloat8E5m2, 8, 1};
     }
     return {};
 }

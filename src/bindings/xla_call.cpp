@@ -16,12 +16,15 @@ std::string dtype_name(int32_t dtype) {
         case xla::kF16: return to_string(DType::float16);
         case xla::kBf16: return to_string(DType::bfloat16);
         case xla::kS32: return to_string(DType::int32);
+        case xla::kS8: return to_string(DType::int8);
+        case xla::kF8E4m3fn: return to_string(DType::float8_e4m3fn);
+        case xla::kF8E5m2: return to_string(DType::float8_e5m2);
     }
     return "XLA type " + std::to_string(dtype);
 }
 
 std::optional<DType> to_dtype(std::string_view name) {
-    for (DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int32}) {
+    for (DType dtype : kDTypes) {
         if (name == to_string(dtype)) return dtype;
     }
     return std::nullopt;

@@ -24,7 +24,18 @@ struct Header {
     Extension* extensions = nullptr;
 };
 
-enum DataType : int32_t { kPred = 1, kS32 = 4, kS64 = 5, kF16 = 10, kF32 = 11, kF64 = 12, kBf16 = 16 };
+enum DataType : int32_t {
+    kPred = 1,
+    kS8 = 2,
+    kS32 = 4,
+    kS64 = 5,
+    kF16 = 10,
+    kF32 = 11,
+    kF64 = 12,
+    kBf16 = 16,
+    kF8E5m2 = 19,
+    kF8E4m3fn = 20
+};
 
 struct Buffer {
     Header header;

@@ -125,9 +125,19 @@ void Checker::float_dtype(const char* name, const TensorView& t) const {
         case DType::float32:
         case DType::float16:
         case DType::bfloat16: return;
-        case DType::int32: break;
+        case DType::int32:
+        case DType::int8:
+        case DType::float8_e4m3fn:
+        case DType::float8_e5m2: break;
     }
     fail<TypeError>(op_, name, " must be float32, float16 or bfloat16; got ", to_string(t.dtype));
+}
+
+void Checker::cache_dtype(const char* name, const TensorView& t, const char* like_name,
+                          const TensorView& like) const {
+    if (t.dtype == like.dtype || size_of(t.dtype) == 1) return;
+    fail<TypeError>(op_, name, " must be ", to_string(like.dtype), " like ", like_name,
+                    ", or int8, float8_e4m3fn or float8_e5m2; got ", to_string(t.dtype));
 }
 
 void Checker::equal(const char* what, const char* name, int64_t value, const char* other_name,
@@ -240,6 +250,13 @@ void check_new_tokens_in_host(const char* op, const int32_t* seq_lens, const int
                          ") counts the new tokens and must be 0 (padding) or at least their number (", count,
                          ")");
     }
+}
+
+void check_scales_of_codes(const char* op, DType cache_dtype, std::optional<float> k_scale,
+                           std::optional<float> v_scale) {
+    if (cache_dtype != DType::int8 || (k_scale && v_scale)) return;
+    fail<ValueError>(op, k_scale ? "v_pages" : "k_pages", " (int8) need ", k_scale ? "v_scale" : "k_scale",
+                     ": what is stored is the value divided by it");
 }
 
 }  // namespace octavo

@@ -7,6 +7,7 @@
 #include <octavo/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 namespace octavo {
@@ -34,6 +35,9 @@ class Checker {
 
     void dtype(const char* name, const TensorView& t, DType wanted, const char* of) const;
     void float_dtype(const char* name, const TensorView& t) const;
+    // Pages, of `like`'s dtype or of 8 bits.
+    void cache_dtype(const char* name, const TensorView& t, const char* like_name,
+                     const TensorView& like) const;
     // `what` of array `name` is `value` and has to equal that of `other_name`.
     void equal(const char* what, const char* name, int64_t value, const char* other_name,
                int64_t other) const;
@@ -74,6 +78,11 @@ bool same_elements(const TensorView& a, const TensorView& b);
 // Checks that cu_seqlens (host memory, [batch + 1]) starts at 0, never falls, and ends at `total`.
 void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
                       int64_t total);
+
+// A cache of integers has scales: as numbers of their own, codes would be keys and values rounded to
+// integers.
+void check_scales_of_codes(const char* op, DType cache_dtype, std::optional<float> k_scale,
+                           std::optional<float> v_scale);
 
 // Checks in host memory that sequence b, of seq_lens[b] tokens, fits the table's columns and that its
 // entries in use lie in [0, num_pages).

@@ -236,6 +236,7 @@ void require_kernel(const AttentionParams& p) {
 }  // namespace
 
 std::string why_no_cuda_kernel(const AttentionParams& p) {
+    if (p.kv_dtype != p.dtype) return "no CUDA kernel for k_pages of " + to_string(p.kv_dtype);
     const auto& types = cuda::kAttentionTypes;
     if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) return {};
     std::string names;
@@ -325,8 +326,9 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     check.data("q", args.q, 3, q_axes);
     check.data("k_pages", args.k_pages, 4, kPages);
     check.data("v_pages", args.v_pages, 4, kPages);
-    check.dtype("k_pages", args.k_pages, args.q.dtype, " like q");
-    check.dtype("v_pages", args.v_pages, args.q.dtype, " like q");
+    check.cache_dtype("k_pages", args.k_pages, "q", args.q);
+    check.dtype("v_pages", args.v_pages, args.k_pages.dtype, " like k_pages");
+    check_scales_of_codes(p.op, args.k_pages.dtype, args.k_scale, args.v_scale);
     p.kv_dtype = args.k_pages.dtype;
     check.same_shape("v_pages", args.v_pages, "k_pages", args.k_pages);
     set_heads(check, p, "k_pages", args.q, args.k_pages);

@@ -19,7 +19,7 @@ struct CacheArrays {
 
 void check_cache(const Checker& check, const CacheArrays& cache, bool is_written = true) {
     const auto& [k_name, k_pages, v_name, v_pages] = cache;
-    check.float_dtype(k_name, k_pages);
+    if (size_of(k_pages.dtype) != 1) check.float_dtype(k_name, k_pages);
     check.data(k_name, k_pages, 4, kPages);
     if (is_written) check.writable(k_name, k_pages);
     check.data(v_name, v_pages, 4, kPages);
@@ -83,13 +83,32 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
     }
 }
 
+template <class Params>
+void require_kernel(const char* op, const Params& p) {
+    if (p.device.type != DeviceType::cuda) return;
+    const std::string why_not = why_no_cuda_kernel(p);
+    if (!why_not.empty()) fail<TypeError>(op, why_not);
+}
+
 }  // namespace
+
+std::string why_no_cuda_kernel(const AppendKvParams& p) {
+    if (p.kv_dtype == p.dtype) return {};
+    return "no CUDA kernel for k_pages of " + to_string(p.kv_dtype);
+}
+
+std::string why_no_cuda_kernel(const CopyPagesParams& p) {
+    if (size_of(p.dtype) != 1) return {};
+    return "no CUDA kernel for k_pages of " + to_string(p.dtype);
+}
 
 AppendKvParams check_append_kv(const AppendKvArgs& args) {
     constexpr const char* op = "append_kv";
     AppendKvParams p{};
     p.device = args.k.device;
-    p.dtype = args.k_pages.dtype;
+    p.kv_dtype = args.k_pages.dtype;
+    const bool has_codes = size_of(p.kv_dtype) == 1;
+    p.dtype = has_codes ? args.k.dtype : p.kv_dtype;
     const Checker check(op, p.device);
     const char* axes =
         args.cu_seqlens ? "[total, num_kv_heads, head_dim]" : "[batch, num_kv_heads, head_dim]";
@@ -97,8 +116,11 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     check.data("v", args.v, 3, axes);
     check_cache(check, {"k_pages", args.k_pages, "v_pages", args.v_pages});
     check.no_shared_elements("v_pages", args.v_pages, "k_pages", args.k_pages);
-    check.dtype("k", args.k, p.dtype, " like k_pages");
-    check.dtype("v", args.v, p.dtype, " like k_pages");
+    if (has_codes) check.float_dtype("k", args.k);
+    const char* const like = has_codes ? " like k" : " like k_pages";
+    check.dtype("k", args.k, p.dtype, like);
+    check.dtype("v", args.v, p.dtype, like);
+    check_scales_of_codes(op, p.kv_dtype, args.k_scale, args.v_scale);
     check.same_shape("v", args.v, "k", args.k);
     check.apart("k", args.k, "k_pages", args.k_pages);
     check.apart("k", args.k, "v_pages", args.v_pages);
@@ -148,6 +170,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     } else {
         check.equal("batch", "k", p.total, "page_table", batch);
     }
+    require_kernel(op, p);
     if (p.device.type == DeviceType::cpu) {
         if (p.cu_seqlens) check_cu_seqlens(op, "cu_seqlens", p.cu_seqlens, batch, p.total);
         check_pages_in_host(op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, p.page_size,
@@ -212,6 +235,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k_pages.shape[2]);
     p.head_dim = static_cast<int32_t>(args.k_pages.shape[3]);
+    require_kernel(op, p);
     if (p.device.type == DeviceType::cpu)
         check_copies_in_host(p, from.k_pages.shape[0], to.k_pages.shape[0], is_within);
     return p;

@@ -10,6 +10,9 @@ std::string to_string(DType dtype) {
         case DType::float16: return "float16";
         case DType::bfloat16: return "bfloat16";
         case DType::int32: return "int32";
+        case DType::int8: return "int8";
+        case DType::float8_e4m3fn: return "float8_e4m3fn";
+        case DType::float8_e5m2: return "float8_e5m2";
     }
     return "unknown dtype";
 }

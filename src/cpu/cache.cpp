@@ -25,15 +25,22 @@ void store_scaled(const T* from, T* to, int32_t n, float scale) {
     }
 }
 
-template <class T>
+// As codes: by a multiplication, which every backend rounds alike.
+template <class T, class Code>
+void store_scaled(const T* from, Code* to, int32_t n, float scale) {
+    const float inverse = 1.0f / scale;
+    for (int32_t d = 0; d < n; ++d) from_float(to_float(from[d]) * inverse, to[d]);
+}
+
+template <class T, class Stored>
 void append_typed(const AppendKvParams& p) {
     auto append_token = [&](int32_t b, int64_t token, int32_t position) {
         int64_t page = p.page_table[b * p.page_table_stride + position / p.page_size];
         int32_t slot = position % p.page_size;
         const T* k = static_cast<const T*>(p.k) + token * p.k_token_stride;
         const T* v = static_cast<const T*>(p.v) + token * p.v_token_stride;
-        T* k_slot = static_cast<T*>(p.k_pages) + page * p.k_page_stride + slot * p.k_slot_stride;
-        T* v_slot = static_cast<T*>(p.v_pages) + page * p.v_page_stride + slot * p.v_slot_stride;
+        Stored* k_slot = static_cast<Stored*>(p.k_pages) + page * p.k_page_stride + slot * p.k_slot_stride;
+        Stored* v_slot = static_cast<Stored*>(p.v_pages) + page * p.v_page_stride + slot * p.v_slot_stride;
         for (int32_t h = 0; h < p.num_kv_heads; ++h) {
             store_scaled(k + h * p.k_head_stride, k_slot + h * p.k_pages_head_stride, p.head_dim, p.k_scale);
             store_scaled(v + h * p.v_head_stride, v_slot + h * p.v_pages_head_stride, p.head_dim, p.v_scale);
@@ -65,7 +72,11 @@ void append_typed(const AppendKvParams& p) {
 }  // namespace
 
 void append_kv(const AppendKvParams& p) {
-    with_type(p.dtype, [&](auto type) { append_typed<decltype(type)>(p); });
+    with_type(p.dtype, [&](auto type) {
+        using T = decltype(type);
+        if (p.kv_dtype == p.dtype) return append_typed<T, T>(p);
+        with_cache_type(p.kv_dtype, [&](auto code) { append_typed<T, decltype(code)>(p); });
+    });
 }
 
 void copy_pages(const CopyPagesParams& p) {

@@ -7,6 +7,29 @@ OCTAVO_SIMD Vec load_lanes(const float* from) { return load(from); }
 OCTAVO_SIMD Vec load_lanes(const Float16* from) { return float_of_half(load_as<HalfVec>(from)); }
 OCTAVO_SIMD Vec load_lanes(const BFloat16* from) { return (Vec)(widen(load_as<HalfVec>(from)) << 16); }
 
+// float8_to_float of the codes of one format, a byte each in lanes of 32 bits. No lane is ever a subnormal
+// float32, with which x86 computes slowly.
+template <class Format>
+OCTAVO_SIMD Vec float_of_float8(BitsVec codes) {
+    const BitsVec sign = (codes & 0x80u) << 24, size = codes & 0x7fu;
+    const BitsVec normal = (size << Format::kShift) + ((127u - Format::kBias) << 23);
+    const Vec subnormal = (Vec)(size + Format::kGridBits) - bits_to_float(Format::kGridBits);
+    const BitsVec finite = size < Format::kSmallestNormal ? (BitsVec)subnormal : normal;
+    constexpr bool kHasInfinity = Format::kMaxCode + 1 < Format::kNan;
+    const BitsVec infinity = BitsVec{} + (kHasInfinity ? 0x7f800000u : 0x7fc00000u);
+    const BitsVec special = size == Format::kMaxCode + 1 ? infinity : BitsVec{} + 0x7fc00000u;
+    return (Vec)((size > Format::kMaxCode ? special : finite) | sign);
+}
+
+OCTAVO_SIMD Vec load_lanes(const Int8* from) { return __builtin_convertvector(load_as<ByteVec>(from), Vec); }
+template <class Float8>
+OCTAVO_SIMD Vec load_lanes_of_float8(const Float8* from) {
+    return float_of_float8<typename Float8::Format>(
+        __builtin_convertvector(load_as<UnsignedByteVec>(from), BitsVec));
+}
+OCTAVO_SIMD Vec load_lanes(const Float8E4m3* from) { return load_lanes_of_float8(from); }
+OCTAVO_SIMD Vec load_lanes(const Float8E5m2* from) { return load_lanes_of_float8(from); }
+
 OCTAVO_SIMD void store_lanes(float* to, Vec x) { store(to, x); }
 OCTAVO_SIMD void store_lanes(Float16* to, Vec x) { store(to, half_of_float(x)); }
 OCTAVO_SIMD void store_lanes(BFloat16* to, Vec x) {
@@ -99,7 +122,8 @@ static void prefetch_row(const T* row, int head_dim) {
     for (int d = 0; d < head_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
 }
 
-// One word of each of kLanes keys holds one dim of float32, or two of a 16-bit type: each to its own row.
+// One word of each of kLanes keys holds one dim of float32, two of a 16-bit type, or four codes: each to its
+// own row.
 OCTAVO_SIMD void store_dims(const float*, Vec words, float* to) { store(to, words); }
 OCTAVO_SIMD void store_dims(const BFloat16*, Vec words, float* to) {
     store(to, (Vec)((BitsVec)words << 16));
@@ -108,6 +132,20 @@ OCTAVO_SIMD void store_dims(const BFloat16*, Vec words, float* to) {
 OCTAVO_SIMD void store_dims(const Float16*, Vec words, float* to) {
     store(to, float_of_half(__builtin_convertvector((BitsVec)words & 0xffffu, HalfVec)));
     store(to + kTileKeys, float_of_half(__builtin_convertvector((BitsVec)words >> 16, HalfVec)));
+}
+
+OCTAVO_SIMD void store_dims(const Int8*, Vec words, float* to) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+        store(to + i * kTileKeys,
+              __builtin_convertvector((IntVec)((BitsVec)words << (24 - 8 * i)) >> 24, Vec));
+}
+template <class Float8>
+OCTAVO_SIMD void store_dims(const Float8*, Vec words, float* to) {
+    using Format = typename Float8::Format;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+        store(to + i * kTileKeys, float_of_float8<Format>((BitsVec)words >> (8 * i) & 0xffu));
 }
 
 // to [head_dim, kTileKeys], transposed word by word
@@ -282,7 +320,7 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
 static void attend(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                    int32_t last_key_tile, TileScratch& scratch, Partial result) {
     with_type(p.dtype, [&](auto type) { load_queries<decltype(type)>(p, tile, scratch.queries); });
-    with_type(p.kv_dtype, [&](auto type) {
+    with_cache_type(p.kv_dtype, [&](auto type) {
         attend_typed<decltype(type)>(p, tile, first_key_tile, last_key_tile, scratch, result);
     });
 }

@@ -5,6 +5,8 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t BitsVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
+typedef uint8_t UnsignedByteVec __attribute__((vector_size(kLanes)));
 
 #define OCTAVO_SIMD static inline __attribute__((always_inline))
 

@@ -1,6 +1,7 @@
 // From a dtype to the type that holds its numbers on the CPU.
 #pragma once
 
+#include "cpu/codes.h"
 #include "cpu/half.h"
 
 #include <octavo/error.h>
@@ -15,9 +16,27 @@ void with_type(DType dtype, Body body) {
         case DType::float32: return body(float{});
         case DType::float16: return body(Float16{});
         case DType::bfloat16: return body(BFloat16{});
-        case DType::int32: break;  // holds indices, which no operator computes with
+        case DType::int32:  // holds indices, which no operator computes with
+        case DType::int8:
+        case DType::float8_e4m3fn:
+        case DType::float8_e5m2: break;
     }
     throw TypeError("octavo: the CPU does not compute in " + to_string(dtype));
+}
+
+// The same for what a cache may hold.
+template <class Body>
+void with_cache_type(DType dtype, Body body) {
+    switch (dtype) {
+        case DType::int8: return body(Int8{});
+        case DType::float8_e4m3fn: return body(Float8E4m3{});
+        case DType::float8_e5m2: return body(Float8E5m2{});
+        case DType::float32:
+        case DType::float16:
+        case DType::bfloat16:
+        case DType::int32: break;
+    }
+    with_type(dtype, body);
 }
 
 }  // namespace octavo::cpu

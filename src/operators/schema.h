@@ -19,8 +19,9 @@
 
 namespace octavo::schema {
 
-// The dtypes that an array may have: data is float32, float16 or bfloat16. The checks go further.
-enum class Accept : uint8_t { data, int32, float32 };
+// The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits.
+// The checks go further.
+enum class Accept : uint8_t { data, cache, int32, float32 };
 
 // What the operator does to an array: reads it, writes to it in place, or writes a result to it.
 enum class Access : uint8_t { read, write, result };
@@ -141,8 +142,8 @@ struct PagedAttention {
     static constexpr auto kRun = &octavo::paged_attention;
     static constexpr auto kArguments = std::tuple(
         input("q", &Args::q, &CArgs::q),
-        input("k_pages", &Args::k_pages, &CArgs::k_pages),
-        input("v_pages", &Args::v_pages, &CArgs::v_pages),
+        input<Accept::cache>("k_pages", &Args::k_pages, &CArgs::k_pages),
+        input<Accept::cache>("v_pages", &Args::v_pages, &CArgs::v_pages),
         input<Accept::int32>("page_table", &Args::page_table, &CArgs::page_table),
         input<Accept::int32>("seq_lens", &Args::seq_lens, &CArgs::seq_lens),
         input<Accept::int32>("cu_seqlens_q", &Args::cu_seqlens_q, &CArgs::cu_seqlens_q),
@@ -171,8 +172,8 @@ struct AppendKv {
     static constexpr auto kArguments = std::tuple(
         input("k", &Args::k, &CArgs::k),
         input("v", &Args::v, &CArgs::v),
-        written("k_pages", &Args::k_pages, &CArgs::k_pages),
-        written("v_pages", &Args::v_pages, &CArgs::v_pages),
+        written<Accept::cache>("k_pages", &Args::k_pages, &CArgs::k_pages),
+        written<Accept::cache>("v_pages", &Args::v_pages, &CArgs::v_pages),
         input<Accept::int32>("page_table", &Args::page_table, &CArgs::page_table),
         input<Accept::int32>("seq_lens", &Args::seq_lens, &CArgs::seq_lens),
         input<Accept::int32>("cu_seqlens", &Args::cu_seqlens, &CArgs::cu_seqlens),
@@ -187,11 +188,11 @@ struct CopyPages {
     static constexpr auto kCheck = &check_copy_pages;
     static constexpr auto kRun = &octavo::copy_pages;
     static constexpr auto kArguments = std::tuple(
-        written("k_pages", &Args::k_pages),
-        written("v_pages", &Args::v_pages),
+        written<Accept::cache>("k_pages", &Args::k_pages),
+        written<Accept::cache>("v_pages", &Args::v_pages),
         input<Accept::int32>("copies", &Args::copies),
-        written("to_k_pages", &Args::to_k_pages),
-        written("to_v_pages", &Args::to_v_pages));
+        written<Accept::cache>("to_k_pages", &Args::to_k_pages),
+        written<Accept::cache>("to_v_pages", &Args::to_v_pages));
 };
 
 struct MergeStates {
