@@ -9,8 +9,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
+#include <iterator>
 #include <random>
+#include <set>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -22,7 +26,12 @@ constexpr DType kFloats[] = {DType::float32, DType::float16, DType::bfloat16};
 TEST(DTypes, EachHasASize) {
     static_assert(size_of(DType::float32) == 4 && size_of(DType::int32) == 4);
     static_assert(size_of(DType::float16) == 2 && size_of(DType::bfloat16) == 2);
+    static_assert(size_of(DType::int8) == 1);
+    static_assert(size_of(DType::float8_e4m3fn) == 1 && size_of(DType::float8_e5m2) == 1);
     EXPECT_THROW(size_of(static_cast<DType>(100)), TypeError);
+    std::set<std::string> names;
+    for (DType dtype : kDTypes) names.insert(to_string(dtype));
+    EXPECT_EQ(names.size(), std::size(kDTypes)) << "each has a name of its own";
 }
 
 TEST(DTypes, EachFloatHasATypeOnTheCpu) {
@@ -34,9 +43,42 @@ TEST(DTypes, EachFloatHasATypeOnTheCpu) {
     EXPECT_TRUE(is(DType::float32, float{}));
     EXPECT_TRUE(is(DType::float16, cpu::Float16{}));
     EXPECT_TRUE(is(DType::bfloat16, cpu::BFloat16{}));
-    for (DType dtype : {DType::int32, static_cast<DType>(100)}) {
+    for (DType dtype : {DType::int32, DType::int8, static_cast<DType>(100)}) {
         EXPECT_THROW(cpu::with_type(dtype, [](auto) {}), TypeError);
     }
+}
+
+TEST(DTypes, EachOfACacheHasATypeOnTheCpu) {
+    auto is = [](DType dtype, auto expected) {
+        bool same = false;
+        cpu::with_cache_type(dtype,
+                             [&](auto type) { same = std::is_same_v<decltype(type), decltype(expected)>; });
+        return same;
+    };
+    EXPECT_TRUE(is(DType::float16, cpu::Float16{}));
+    EXPECT_TRUE(is(DType::int8, cpu::Int8{}));
+    EXPECT_TRUE(is(DType::float8_e4m3fn, cpu::Float8E4m3{}));
+    EXPECT_TRUE(is(DType::float8_e5m2, cpu::Float8E5m2{}));
+    EXPECT_THROW(cpu::with_cache_type(DType::int32, [](auto) {}), TypeError);
+}
+
+template <class Format>
+void expect_every_code_back() {
+    for (int code = 0; code < 256; ++code) {
+        const float x = float8_to_float<Format>(static_cast<uint8_t>(code));
+        if (std::isfinite(x)) {
+            EXPECT_EQ(to_float8<Format>(x), code);
+        } else if (std::isnan(x)) {
+            EXPECT_EQ(to_float8<Format>(x) & 0x7f, 0x7f);
+        } else {
+            EXPECT_EQ(to_float8<Format>(x) & 0x7f, Format::kMaxCode) << "infinity is bounded";
+        }
+    }
+}
+
+TEST(DTypes, EveryFloat8ComesBack) {
+    expect_every_code_back<E4m3>();
+    expect_every_code_back<E5m2>();
 }
 
 // An array that owns its elements, all of which are small numbers that every dtype can hold.
