@@ -114,6 +114,36 @@ def test_attention_reads_every_code(codes: str, head_dim: int) -> None:
         np.testing.assert_allclose(out[b], attention(q[b].astype(np.float64), *rows), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shared_prefix_len": 128},
+        {"num_splits": 7},
+        {"batch_invariant": True},
+        {"window_left": 33},
+        {"softcap": 5.0, "alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
+        {"window_left": 5, "prefix_lens": np.array([3, 9, 20, 0], np.int32)},
+        {"cu_seqlens_q": np.array([0, 1, 1, 3, 4], np.int32)},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_are_the_numbers_that_they_stand_for(codes: str, options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(3)
+    k_scale, v_scale = 2.0 / LARGEST[codes], 3.0 / LARGEST[codes]
+    k, v = rng.standard_normal((2, 40, 16, 2, 72))
+    k_pages, v_pages = encode(k, k_scale, codes), encode(v, v_scale, codes)
+    table = np.stack([np.r_[0:8, 8 + 4 * b : 12 + 4 * b] for b in range(4)]).astype(np.int32)
+    lengths = np.array([190, 140, 150, 129], np.int32)
+    q = rng.standard_normal((4, 8, 72)).astype(np.float32)
+    of_codes = octavo.paged_attention(
+        q, k_pages, v_pages, table, lengths, k_scale=k_scale, v_scale=v_scale, **options
+    )
+    pages = [x.astype(np.float32) * np.float32(s) for x, s in ((k_pages, k_scale), (v_pages, v_scale))]
+    of_numbers = octavo.paged_attention(q, *pages, table, lengths, **options)
+    np.testing.assert_allclose(of_codes, of_numbers, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("codes", CODES)
 def test_what_is_appended_is_attended(codes: str) -> None:
     rng = np.random.default_rng(1)
