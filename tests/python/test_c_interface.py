@@ -176,7 +176,7 @@ def test_errors(library):
     assert error.value.status == 2
     with pytest.raises(OctavoError, match="attention: out must have data"):
         library.attention(q=q, k=q, v=q, out=Tensor(shape=Tensor.of(q).shape, ndim=4))
-    with pytest.raises(OctavoError, match="attention: k's dtype must be from 0 to 3; got 9"):
+    with pytest.raises(OctavoError, match="attention: k's dtype must be from 0 to 6; got 9"):
         library.attention(q=q, k=Tensor(data=1, shape=Tensor.of(q).shape, ndim=4, dtype=9), v=q, out=out)
     with pytest.raises(OctavoError, match=r"attention: dropout_p \(0.5\) needs a dropout_seed; got none"):
         library.attention(q=q, k=q, v=q, out=out, dropout_p=0.5)
