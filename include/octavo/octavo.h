@@ -86,7 +86,7 @@ typedef struct octavo_paged_attention_args {
     int64_t shared_prefix_len;                                  /* default: 0 */
     int32_t causal;                                             /* default: 1 */
     int32_t batch_invariant;                                    /* default: 0 */
-    float k_scale, v_scale;                                     /* default: 1; int8 pages need others */
+    float k_scale, v_scale;                                     /* default: 1, which int8 pages refuse */
     void* stream;                                               /* cudaStream_t; default: null */
 } octavo_paged_attention_args;
 
@@ -94,7 +94,7 @@ typedef struct octavo_append_kv_args {
     size_t struct_size;
     octavo_tensor k, v, k_pages, v_pages, page_table, seq_lens;
     octavo_tensor cu_seqlens; /* optional */
-    float k_scale, v_scale;   /* default: 1; int8 pages need others */
+    float k_scale, v_scale;   /* default: 1, which int8 pages refuse */
     void* stream;             /* cudaStream_t; default: null */
 } octavo_append_kv_args;
 

@@ -10,7 +10,7 @@
 
 namespace octavo {
 
-// The last three hold the keys and values of a cache (see paged_attention.h), and nothing else.
+// The last three are those of codes, which a cache may hold (paged_attention.h).
 enum class DType : uint8_t { float32, float16, bfloat16, int32, int8, float8_e4m3fn, float8_e5m2 };
 
 // Every dtype.
@@ -43,6 +43,9 @@ constexpr int64_t size_of(DType dtype) {
     }
     throw TypeError("size_of: no dtype has the number " + std::to_string(static_cast<int>(dtype)));
 }
+
+// Whether its numbers are codes of 8 bits: of keys and values divided by a scale.
+constexpr bool is_code(DType dtype) { return size_of(dtype) == 1; }
 
 std::string to_string(DType dtype);    // "float16"
 std::string to_string(Device device);  // "cpu", "cuda:0", "meta"

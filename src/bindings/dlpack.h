@@ -33,6 +33,10 @@ struct DataType {
     uint8_t code;  // DTypeCode
     uint8_t bits;
     uint16_t lanes;
+
+    friend bool operator==(DataType a, DataType b) {
+        return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+    }
 };
 
 struct Tensor {

@@ -30,14 +30,9 @@ std::string dtype_name(dlpack::DataType dtype) {
 }
 
 std::optional<DType> to_dtype(dlpack::DataType dtype) {
-    if (dtype.lanes != 1) return std::nullopt;
-    if (dtype.code == dlpack::kFloat && dtype.bits == 32) return DType::float32;
-    if (dtype.code == dlpack::kFloat && dtype.bits == 16) return DType::float16;
-    if (dtype.code == dlpack::kBfloat && dtype.bits == 16) return DType::bfloat16;
-    if (dtype.code == dlpack::kInt && dtype.bits == 32) return DType::int32;
-    if (dtype.code == dlpack::kInt && dtype.bits == 8) return DType::int8;
-    if (dtype.code == dlpack::kFloat8E4m3fn) return DType::float8_e4m3fn;
-    if (dtype.code == dlpack::kFloat8E5m2) return DType::float8_e5m2;
+    for (DType known : kDTypes) {
+        if (to_dlpack(known) == dtype) return known;
+    }
     return std::nullopt;
 }
 
@@ -54,7 +49,7 @@ Device to_device(const char* op, const char* name, dlpack::Device device) {
 
 TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor, Accept accept) {
     const std::optional<DType> dtype = to_dtype(tensor.dtype);
-    if (!dtype || (size_of(*dtype) == 1 && accept != Accept::cache)) {
+    if (!dtype || (is_code(*dtype) && accept != Accept::cache)) {
         fail<TypeError>(op, name, " must be ", wanted_dtypes(accept), "; got ", dtype_name(tensor.dtype));
     }
     if (tensor.ndim > TensorView::kMaxDims) {
@@ -208,12 +203,9 @@ std::optional<DType> dtype_of(nb::handle array) {
     return found;
 }
 
-std::optional<dlpack::DataType> dtype_of_ml_dtypes(nb::handle array) {
-    const std::optional<DType> dtype = dtype_of(array);
-    if (dtype == DType::bfloat16) return dlpack::DataType{dlpack::kBfloat, 16, 1};
-    if (dtype == DType::float8_e4m3fn) return dlpack::DataType{dlpack::kFloat8E4m3fn, 8, 1};
-    if (dtype == DType::float8_e5m2) return dlpack::DataType{dlpack::kFloat8E5m2, 8, 1};
-    return std::nullopt;
+// Of NumPy's arrays, those of dtypes that ml_dtypes adds.
+bool is_of_ml_dtypes(DType dtype) {
+    return dtype == DType::bfloat16 || dtype == DType::float8_e4m3fn || dtype == DType::float8_e5m2;
 }
 
 // A CuPy array by its attributes, without the call and the capsule of its __dlpack__. Nothing where something
@@ -246,6 +238,23 @@ std::optional<TensorView> view_of_cupy(nb::handle array) {
 }
 
 }  // namespace
+
+dlpack::DataType to_dlpack(DType dtype) {
+    switch (dtype) {
+        case DType::float32: return {dlpack::kFloat, 32, 1};
+        case DType::float16: return {dlpack::kFloat, 16, 1};
+        case DType::bfloat16: return {dlpack::kBfloat, 16, 1};
+        case DType::int32: return {dlpack::kInt, 32, 1};
+        case DType::int8: return {dlpack::kInt, 8, 1};
+        case DType::float8_e4m3fn: return {dlpack::kFloat8E4m3fn, 8, 1};
+        case DType::float8_e5m2: return {dlpack::kFloat8E5m2, 8, 1};
+    }
+    return {};
+}
+
+dlpack::Device to_dlpack(Device device) {
+    return {device.type == DeviceType::cpu ? dlpack::kCpu : dlpack::kCuda, device.index};
+}
 
 const char* wanted_dtypes(Accept accept) {
     switch (accept) {
@@ -347,9 +356,10 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
     } else {
         nb::object source = nb::borrow(array);
         // What ml_dtypes adds to NumPy is exported neither through DLPack nor as a buffer.
-        const std::optional<dlpack::DataType> by_view =
-            type.framework == Framework::numpy ? dtype_of_ml_dtypes(array) : std::nullopt;
-        if (by_view) source = array.attr("view")(by_view->bits == 16 ? "uint16" : "uint8");
+        const std::optional<DType> dtype =
+            type.framework == Framework::numpy ? dtype_of(array) : std::nullopt;
+        const bool by_view = dtype && is_of_ml_dtypes(*dtype);
+        if (by_view) source = array.attr("view")(size_of(*dtype) == 2 ? "uint16" : "uint8");
         // Once the first array is on the CPU, the tensor itself will say whether this one is.
         const bool known = type.framework == Framework::numpy ||
                            (device_ && device_->type == DeviceType::cpu && !may_be_on_host);
@@ -361,7 +371,7 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         if (writes && loan.is_copy())
             fail<TypeError>(op_, name, " is written to, but was handed over as a copy");
         dlpack::Tensor tensor = loan.tensor();
-        if (by_view) tensor.dtype = *by_view;
+        if (by_view) tensor.dtype = to_dlpack(*dtype);
         view = to_view(op_, name, tensor, accept);
         view.read_only = loan.is_read_only();
         if (view.device != device) refuse_device(name, view.device);

@@ -19,6 +19,8 @@ namespace nb = nanobind;
 using schema::Accept;
 
 const char* wanted_dtypes(Accept accept);  // "float32, float16 or bfloat16"
+dlpack::DataType to_dlpack(DType dtype);
+dlpack::Device to_dlpack(Device device);
 
 // A tensor that an array lent. Given back when this goes, with the interpreter lock held.
 class Loan {

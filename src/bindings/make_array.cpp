@@ -14,23 +14,6 @@ namespace {
 
 constexpr std::align_val_t kAlignment{64};  // XLA copies CPU arrays of less
 
-dlpack::DataType to_dlpack(DType dtype) {
-    switch (dtype) {
-        case DType::float32: return {dlpack::kFloat, 32, 1};
-        case DType::float16: return {dlpack::kFloat, 16, 1};
-        case DType::bfloat16: return {dlpack::kBfloat, 16, 1};
-        case DType::int32: return {dlpack::kInt, 32, 1};
-        case DType::int8: return {dlpack::kInt, 8, 1};
-        case DType::float8_e4m3fn: return {dlpack::kFloat8E4m3fn, 8, 1};
-        case DType::float8_e5m2: return {dlpack::kFloat8E5m2, 8, 1};
-    }
-    return {};
-}
-
-dlpack::Device to_dlpack(Device device) {
-    return {device.type == DeviceType::cpu ? dlpack::kCpu : dlpack::kCuda, device.index};
-}
-
 bool is_in_c_order(const TensorView& view) {
     int64_t stride = 1;
     for (int axis = view.ndim - 1; axis >= 0; --axis) {

@@ -135,7 +135,7 @@ void Checker::float_dtype(const char* name, const TensorView& t) const {
 
 void Checker::cache_dtype(const char* name, const TensorView& t, const char* like_name,
                           const TensorView& like) const {
-    if (t.dtype == like.dtype || size_of(t.dtype) == 1) return;
+    if (t.dtype == like.dtype || is_code(t.dtype)) return;
     fail<TypeError>(op_, name, " must be ", to_string(like.dtype), " like ", like_name,
                     ", or int8, float8_e4m3fn or float8_e5m2; got ", to_string(t.dtype));
 }
@@ -250,6 +250,11 @@ void check_new_tokens_in_host(const char* op, const int32_t* seq_lens, const int
                          ") counts the new tokens and must be 0 (padding) or at least their number (", count,
                          ")");
     }
+}
+
+std::string why_no_cuda_kernel_for_pages(DType dtype) {
+    if (!is_code(dtype)) return {};
+    return "no CUDA kernel for k_pages of " + to_string(dtype) + "; only the CPU has caches of 8 bits so far";
 }
 
 void check_scales_of_codes(const char* op, DType cache_dtype, std::optional<float> k_scale,

@@ -79,8 +79,10 @@ bool same_elements(const TensorView& a, const TensorView& b);
 void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
                       int64_t total);
 
-// A cache of integers has scales: as numbers of their own, codes would be keys and values rounded to
-// integers.
+// Empty unless pages of this dtype hold codes.
+std::string why_no_cuda_kernel_for_pages(DType dtype);
+
+// Codes of int8 need scales: without, they would be keys and values rounded to integers.
 void check_scales_of_codes(const char* op, DType cache_dtype, std::optional<float> k_scale,
                            std::optional<float> v_scale);
 

@@ -227,16 +227,10 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
     }
 }
 
-void require_kernel(const AttentionParams& p) {
-    if (p.device.type != DeviceType::cuda) return;
-    const std::string why_not = why_no_cuda_kernel(p);
-    if (!why_not.empty()) fail<TypeError>(p.op, why_not);
-}
-
 }  // namespace
 
 std::string why_no_cuda_kernel(const AttentionParams& p) {
-    if (p.kv_dtype != p.dtype) return "no CUDA kernel for k_pages of " + to_string(p.kv_dtype);
+    if (is_code(p.kv_dtype)) return why_no_cuda_kernel_for_pages(p.kv_dtype);
     const auto& types = cuda::kAttentionTypes;
     if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) return {};
     std::string names;
@@ -311,7 +305,7 @@ AttentionParams check_attention(const AttentionArgs& args) {
     if (!args.causal) p.window_right = window_right;
     check_score(p, "softmax_scale", args.softcap);
     set_dropout(p, args);
-    require_kernel(p);
+    require_kernel(p.op, p);
     return p;
 }
 
@@ -400,7 +394,7 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
         check_new_tokens_in_host(p.op, p.seq_lens, p.cu_seqlens_q, batch);
     }
     set_shared_prefix(check, p, args);
-    require_kernel(p);
+    require_kernel(p.op, p);
     return p;
 }
 

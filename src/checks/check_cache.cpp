@@ -19,7 +19,7 @@ struct CacheArrays {
 
 void check_cache(const Checker& check, const CacheArrays& cache, bool is_written = true) {
     const auto& [k_name, k_pages, v_name, v_pages] = cache;
-    if (size_of(k_pages.dtype) != 1) check.float_dtype(k_name, k_pages);
+    if (!is_code(k_pages.dtype)) check.float_dtype(k_name, k_pages);
     check.data(k_name, k_pages, 4, kPages);
     if (is_written) check.writable(k_name, k_pages);
     check.data(v_name, v_pages, 4, kPages);
@@ -83,31 +83,17 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
     }
 }
 
-template <class Params>
-void require_kernel(const char* op, const Params& p) {
-    if (p.device.type != DeviceType::cuda) return;
-    const std::string why_not = why_no_cuda_kernel(p);
-    if (!why_not.empty()) fail<TypeError>(op, why_not);
-}
-
 }  // namespace
 
-std::string why_no_cuda_kernel(const AppendKvParams& p) {
-    if (p.kv_dtype == p.dtype) return {};
-    return "no CUDA kernel for k_pages of " + to_string(p.kv_dtype);
-}
-
-std::string why_no_cuda_kernel(const CopyPagesParams& p) {
-    if (size_of(p.dtype) != 1) return {};
-    return "no CUDA kernel for k_pages of " + to_string(p.dtype);
-}
+std::string why_no_cuda_kernel(const AppendKvParams& p) { return why_no_cuda_kernel_for_pages(p.kv_dtype); }
+std::string why_no_cuda_kernel(const CopyPagesParams& p) { return why_no_cuda_kernel_for_pages(p.dtype); }
 
 AppendKvParams check_append_kv(const AppendKvArgs& args) {
     constexpr const char* op = "append_kv";
     AppendKvParams p{};
     p.device = args.k.device;
     p.kv_dtype = args.k_pages.dtype;
-    const bool has_codes = size_of(p.kv_dtype) == 1;
+    const bool has_codes = is_code(p.kv_dtype);
     p.dtype = has_codes ? args.k.dtype : p.kv_dtype;
     const Checker check(op, p.device);
     const char* axes =

@@ -1,6 +1,7 @@
 // From the arguments of the public operators to checked parameters: the only argument checks there are.
 #pragma once
 
+#include "common/fail.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
@@ -24,5 +25,13 @@ std::string why_no_cuda_kernel(const AttentionParams& params);
 std::string why_no_cuda_kernel(const AppendKvParams& params);
 std::string why_no_cuda_kernel(const CopyPagesParams& params);
 inline std::string why_no_cuda_kernel(const MergeStatesParams&) { return {}; }
+
+// Refuses arrays on a GPU for which there is none.
+template <class Params>
+void require_kernel(const char* op, const Params& params) {
+    if (params.device.type != DeviceType::cuda) return;
+    const std::string why_not = why_no_cuda_kernel(params);
+    if (!why_not.empty()) fail<TypeError>(op, why_not);
+}
 
 }  // namespace octavo

@@ -3,10 +3,9 @@
 // beyond the largest finite number become that number; NaN stays NaN.
 #pragma once
 
-#include "common/macros.h"
+#include "common/float_bits.h"
 
 #include <cstdint>
-#include <cstring>
 
 namespace octavo {
 
@@ -29,30 +28,19 @@ struct Float8Format {
 using E4m3 = Float8Format<3>;
 using E5m2 = Float8Format<2>;
 
-OCTAVO_HD uint32_t float_to_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-OCTAVO_HD float bits_to_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 // The code of the number nearest to x.
 template <class Format>
 OCTAVO_HD uint8_t to_float8(float x) {
-    const uint32_t sign = float_to_bits(x) >> 24 & 0x80u;
-    const uint32_t size = float_to_bits(x) & 0x7fffffffu;
+    const uint32_t sign = bits_of_float(x) >> 24 & 0x80u;
+    const uint32_t size = bits_of_float(x) & 0x7fffffffu;
     if (size > 0x7f800000u) return static_cast<uint8_t>(sign | Format::kNan);
-    if (size >= float_to_bits(Format::kMax)) return static_cast<uint8_t>(sign | Format::kMaxCode);
+    if (size >= bits_of_float(Format::kMax)) return static_cast<uint8_t>(sign | Format::kMaxCode);
     if (size < Format::kSmallestNormalBits) {
-        const float sum = bits_to_float(size) + bits_to_float(Format::kGridBits);
-        return static_cast<uint8_t>(sign | (float_to_bits(sum) - Format::kGridBits));
+        const float sum = float_of_bits(size) + float_of_bits(Format::kGridBits);
+        return static_cast<uint8_t>(sign | (bits_of_float(sum) - Format::kGridBits));
     }
-    const uint32_t half = (1u << (Format::kShift - 1)) - 1u;
-    const uint32_t rounded = (size + half + (size >> Format::kShift & 1u)) >> Format::kShift;
+    const uint32_t below_half = (1u << (Format::kShift - 1)) - 1u, is_odd = size >> Format::kShift & 1u;
+    const uint32_t rounded = (size + below_half + is_odd) >> Format::kShift;
     return static_cast<uint8_t>(sign | (rounded - ((127u - Format::kBias) << Format::kMantissaBits)));
 }
 
@@ -61,11 +49,11 @@ OCTAVO_HD float float8_to_float(uint8_t code) {
     const uint32_t sign = (code & 0x80u) << 24, size = code & 0x7fu;
     if (size > Format::kMaxCode) {
         const bool infinite = size == Format::kMaxCode + 1 && Format::kMaxCode + 1 != Format::kNan;
-        return bits_to_float(sign | (infinite ? 0x7f800000u : 0x7fc00000u));
+        return float_of_bits(sign | (infinite ? 0x7f800000u : 0x7fc00000u));
     }
     const uint32_t normal = (size << Format::kShift) + ((127u - Format::kBias) << 23);
-    const float subnormal = bits_to_float(Format::kGridBits + size) - bits_to_float(Format::kGridBits);
-    return bits_to_float(sign | (size < Format::kSmallestNormal ? float_to_bits(subnormal) : normal));
+    const float subnormal = float_of_bits(Format::kGridBits + size) - float_of_bits(Format::kGridBits);
+    return float_of_bits(sign | (size < Format::kSmallestNormal ? bits_of_float(subnormal) : normal));
 }
 
 }  // namespace octavo

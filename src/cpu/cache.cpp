@@ -25,7 +25,7 @@ void store_scaled(const T* from, T* to, int32_t n, float scale) {
     }
 }
 
-// As codes: by a multiplication, which every backend rounds alike.
+// As codes, by a product with 1 / scale in float32: every backend has to do the same for the same codes.
 template <class T, class Code>
 void store_scaled(const T* from, Code* to, int32_t n, float scale) {
     const float inverse = 1.0f / scale;

@@ -13,7 +13,7 @@ template <class Format>
 OCTAVO_SIMD Vec float_of_float8(BitsVec codes) {
     const BitsVec sign = (codes & 0x80u) << 24, size = codes & 0x7fu;
     const BitsVec normal = (size << Format::kShift) + ((127u - Format::kBias) << 23);
-    const Vec subnormal = (Vec)(size + Format::kGridBits) - bits_to_float(Format::kGridBits);
+    const Vec subnormal = (Vec)(size + Format::kGridBits) - float_of_bits(Format::kGridBits);
     const BitsVec finite = size < Format::kSmallestNormal ? (BitsVec)subnormal : normal;
     constexpr bool kHasInfinity = Format::kMaxCode + 1 < Format::kNan;
     const BitsVec infinity = BitsVec{} + (kHasInfinity ? 0x7f800000u : 0x7fc00000u);
@@ -23,12 +23,10 @@ OCTAVO_SIMD Vec float_of_float8(BitsVec codes) {
 
 OCTAVO_SIMD Vec load_lanes(const Int8* from) { return __builtin_convertvector(load_as<ByteVec>(from), Vec); }
 template <class Float8>
-OCTAVO_SIMD Vec load_lanes_of_float8(const Float8* from) {
+OCTAVO_SIMD Vec load_lanes(const Float8* from) {
     return float_of_float8<typename Float8::Format>(
         __builtin_convertvector(load_as<UnsignedByteVec>(from), BitsVec));
 }
-OCTAVO_SIMD Vec load_lanes(const Float8E4m3* from) { return load_lanes_of_float8(from); }
-OCTAVO_SIMD Vec load_lanes(const Float8E5m2* from) { return load_lanes_of_float8(from); }
 
 OCTAVO_SIMD void store_lanes(float* to, Vec x) { store(to, x); }
 OCTAVO_SIMD void store_lanes(Float16* to, Vec x) { store(to, half_of_float(x)); }

@@ -1,8 +1,9 @@
 // One number of a 16-bit type to float32 and back, rounding to nearest even.
 #pragma once
 
+#include "common/float_bits.h"
+
 #include <cstdint>
-#include <cstring>
 
 namespace octavo::cpu {
 
@@ -13,18 +14,6 @@ struct Float16 {
 struct BFloat16 {
     uint16_t bits;
 };
-
-inline float float_of_bits(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-inline uint32_t bits_of_float(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
 
 inline float to_float(float x) { return x; }
 

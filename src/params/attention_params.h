@@ -17,7 +17,7 @@ constexpr int32_t kMaxHeadDim = 256;
 struct AttentionParams {
     const char* op;  // "attention" or "paged_attention", for messages
     DType dtype;     // of q and out
-    DType kv_dtype;  // of k and v; the checks let pass only that of q
+    DType kv_dtype;  // of k and v: that of q, or one of codes on the CPU
     Device device;
 
     const void* q;  // [batch, seqlen_q, num_q_heads, head_dim]; packed: [total_q, num_q_heads, head_dim]

@@ -10,7 +10,7 @@ namespace octavo {
 
 struct AppendKvParams {
     DType dtype;     // of k and v
-    DType kv_dtype;  // of k_pages and v_pages: the same, or one of 8 bits
+    DType kv_dtype;  // of k_pages and v_pages: the same, or one of codes
     Device device;
     const void* k;  // [total, num_kv_heads, head_dim]
     int64_t k_token_stride, k_head_stride;

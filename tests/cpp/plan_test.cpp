@@ -190,6 +190,8 @@ TEST(Plan, SharedPrefix) {
     EXPECT_FALSE(plan_with_prefix({2000, 8192}).overlaps) << "behind it there are several launches";
     EXPECT_FALSE(plan_with_prefix({64, 8192, 8, 4, 64}).overlaps) << "there is no kernel of that head dim";
     EXPECT_FALSE(plan_with_prefix({4, 5120}).overlaps) << "behind it are long items, which leave no room";
+    EXPECT_TRUE(std::holds_alternative<cuda::Sm80Plan>(plan_with_prefix({8, 4096}).behind_prefix))
+        << "behind it there are no pages";
     Shape chunks{8, 8192};
     chunks.queries = 200;
     EXPECT_FALSE(plan_with_prefix(chunks).overlaps) << "behind it is no kernel to decode";

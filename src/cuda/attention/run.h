@@ -12,7 +12,6 @@
 
 namespace octavo::cuda {
 
-//
 // overlaps_prefix: the kernel before on the stream is that over a shared prefix. It lets this one start early
 // and may still run; this one is complete no sooner than it.
 void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream,
