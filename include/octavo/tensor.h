@@ -10,12 +10,23 @@
 
 namespace octavo {
 
-// The last three are those of codes, which a cache may hold (paged_attention.h).
-enum class DType : uint8_t { float32, float16, bfloat16, int32, int8, float8_e4m3fn, float8_e5m2 };
+// Those from int8 on are of codes, which a cache may hold (paged_attention.h): uint8 in an array of bytes, and
+// int4 as what such bytes hold, two numbers in each, that of the even index in the lower half.
+enum class DType : uint8_t {
+    float32,
+    float16,
+    bfloat16,
+    int32,
+    int8,
+    float8_e4m3fn,
+    float8_e5m2,
+    uint8,
+    int4
+};
 
-// Every dtype.
-constexpr DType kDTypes[] = {DType::float32, DType::float16,       DType::bfloat16,   DType::int32,
-                             DType::int8,    DType::float8_e4m3fn, DType::float8_e5m2};
+// Every dtype that an array may have.
+constexpr DType kDTypes[] = {DType::float32, DType::float16,       DType::bfloat16,    DType::int32,
+                             DType::int8,    DType::float8_e4m3fn, DType::float8_e5m2, DType::uint8};
 
 // meta: shapes, strides and, where they have any, addresses, but no values. Operators refuse such arrays;
 // explain() takes them.
@@ -29,7 +40,7 @@ struct Device {
     friend bool operator!=(Device a, Device b) { return !(a == b); }
 };
 
-// Bytes of one element. There is no size for "every other dtype": the library is compiled with
+// Bytes of one element, of int4 of two. There is no size for "every other dtype": the library is compiled with
 // -Werror=switch, so that a dtype which lacks its line here does not compile.
 constexpr int64_t size_of(DType dtype) {
     switch (dtype) {
@@ -40,11 +51,13 @@ constexpr int64_t size_of(DType dtype) {
         case DType::int8: return 1;
         case DType::float8_e4m3fn: return 1;
         case DType::float8_e5m2: return 1;
+        case DType::uint8: return 1;
+        case DType::int4: return 1;
     }
     throw TypeError("size_of: no dtype has the number " + std::to_string(static_cast<int>(dtype)));
 }
 
-// Whether its numbers are codes of 8 bits: of keys and values divided by a scale.
+// Whether its numbers are codes: of keys and values divided by a scale.
 constexpr bool is_code(DType dtype) { return size_of(dtype) == 1; }
 
 std::string to_string(DType dtype);    // "float16"

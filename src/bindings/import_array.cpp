@@ -248,6 +248,8 @@ dlpack::DataType to_dlpack(DType dtype) {
         case DType::int8: return {dlpack::kInt, 8, 1};
         case DType::float8_e4m3fn: return {dlpack::kFloat8E4m3fn, 8, 1};
         case DType::float8_e5m2: return {dlpack::kFloat8E5m2, 8, 1};
+        case DType::uint8: return {dlpack::kUInt, 8, 1};
+        case DType::int4: break;  // no array's
     }
     return {};
 }

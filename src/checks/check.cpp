@@ -128,7 +128,9 @@ void Checker::float_dtype(const char* name, const TensorView& t) const {
         case DType::int32:
         case DType::int8:
         case DType::float8_e4m3fn:
-        case DType::float8_e5m2: break;
+        case DType::float8_e5m2:
+        case DType::uint8:
+        case DType::int4: break;
     }
     fail<TypeError>(op_, name, " must be float32, float16 or bfloat16; got ", to_string(t.dtype));
 }

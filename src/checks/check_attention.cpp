@@ -230,7 +230,7 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
 }  // namespace
 
 std::string why_no_cuda_kernel(const AttentionParams& p) {
-    if (is_code(p.kv_dtype)) return why_no_cuda_kernel_for_pages(p.kv_dtype);
+    if (is_code(p.k_dtype)) return why_no_cuda_kernel_for_pages(p.k_dtype);
     const auto& types = cuda::kAttentionTypes;
     if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) return {};
     std::string names;
@@ -259,7 +259,7 @@ AttentionParams check_attention(const AttentionArgs& args) {
     check.data("v", args.v, ndim, k_axes);
     check.dtype("k", args.k, args.q.dtype, " like q");
     check.dtype("v", args.v, args.q.dtype, " like q");
-    p.kv_dtype = args.k.dtype;
+    p.k_dtype = p.v_dtype = args.k.dtype;
     check.same_shape("v", args.v, "k", args.k);
     set_heads(check, p, "k", args.q, args.k);
 
@@ -323,7 +323,7 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     check.cache_dtype("k_pages", args.k_pages, "q", args.q);
     check.dtype("v_pages", args.v_pages, args.k_pages.dtype, " like k_pages");
     check_scales_of_codes(p.op, args.k_pages.dtype, args.k_scale, args.v_scale);
-    p.kv_dtype = args.k_pages.dtype;
+    p.k_dtype = p.v_dtype = args.k_pages.dtype;
     check.same_shape("v_pages", args.v_pages, "k_pages", args.k_pages);
     set_heads(check, p, "k_pages", args.q, args.k_pages);
     check.index("page_table", args.page_table, 2, "[batch, max_pages]");

@@ -85,16 +85,16 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
 
 }  // namespace
 
-std::string why_no_cuda_kernel(const AppendKvParams& p) { return why_no_cuda_kernel_for_pages(p.kv_dtype); }
+std::string why_no_cuda_kernel(const AppendKvParams& p) { return why_no_cuda_kernel_for_pages(p.k_dtype); }
 std::string why_no_cuda_kernel(const CopyPagesParams& p) { return why_no_cuda_kernel_for_pages(p.dtype); }
 
 AppendKvParams check_append_kv(const AppendKvArgs& args) {
     constexpr const char* op = "append_kv";
     AppendKvParams p{};
     p.device = args.k.device;
-    p.kv_dtype = args.k_pages.dtype;
-    const bool has_codes = is_code(p.kv_dtype);
-    p.dtype = has_codes ? args.k.dtype : p.kv_dtype;
+    p.k_dtype = p.v_dtype = args.k_pages.dtype;
+    const bool has_codes = is_code(p.k_dtype);
+    p.dtype = has_codes ? args.k.dtype : p.k_dtype;
     const Checker check(op, p.device);
     const char* axes =
         args.cu_seqlens ? "[total, num_kv_heads, head_dim]" : "[batch, num_kv_heads, head_dim]";
@@ -106,7 +106,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     const char* const like = has_codes ? " like k" : " like k_pages";
     check.dtype("k", args.k, p.dtype, like);
     check.dtype("v", args.v, p.dtype, like);
-    check_scales_of_codes(op, p.kv_dtype, args.k_scale, args.v_scale);
+    check_scales_of_codes(op, p.k_dtype, args.k_scale, args.v_scale);
     check.same_shape("v", args.v, "k", args.k);
     check.apart("k", args.k, "k_pages", args.k_pages);
     check.apart("k", args.k, "v_pages", args.v_pages);

@@ -13,6 +13,8 @@ std::string to_string(DType dtype) {
         case DType::int8: return "int8";
         case DType::float8_e4m3fn: return "float8_e4m3fn";
         case DType::float8_e5m2: return "float8_e5m2";
+        case DType::uint8: return "uint8";
+        case DType::int4: return "int4";
     }
     return "unknown dtype";
 }

@@ -74,8 +74,8 @@ void append_typed(const AppendKvParams& p) {
 void append_kv(const AppendKvParams& p) {
     with_type(p.dtype, [&](auto type) {
         using T = decltype(type);
-        if (p.kv_dtype == p.dtype) return append_typed<T, T>(p);
-        with_cache_type(p.kv_dtype, [&](auto code) { append_typed<T, decltype(code)>(p); });
+        if (p.k_dtype == p.dtype) return append_typed<T, T>(p);
+        with_cache_type(p.k_dtype, [&](auto code) { append_typed<T, decltype(code)>(p); });
     });
 }
 

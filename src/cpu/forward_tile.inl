@@ -318,7 +318,7 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
 static void attend(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                    int32_t last_key_tile, TileScratch& scratch, Partial result) {
     with_type(p.dtype, [&](auto type) { load_queries<decltype(type)>(p, tile, scratch.queries); });
-    with_cache_type(p.kv_dtype, [&](auto type) {
+    with_cache_type(p.k_dtype, [&](auto type) {
         attend_typed<decltype(type)>(p, tile, first_key_tile, last_key_tile, scratch, result);
     });
 }

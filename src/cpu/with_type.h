@@ -19,7 +19,9 @@ void with_type(DType dtype, Body body) {
         case DType::int32:  // holds indices, which no operator computes with
         case DType::int8:
         case DType::float8_e4m3fn:
-        case DType::float8_e5m2: break;
+        case DType::float8_e5m2:
+        case DType::uint8:
+        case DType::int4: break;
     }
     throw TypeError("octavo: the CPU does not compute in " + to_string(dtype));
 }
@@ -34,7 +36,9 @@ void with_cache_type(DType dtype, Body body) {
         case DType::float32:
         case DType::float16:
         case DType::bfloat16:
-        case DType::int32: break;
+        case DType::int32:
+        case DType::uint8:
+        case DType::int4: break;
     }
     with_type(dtype, body);
 }

@@ -5,6 +5,7 @@
 #include "common/dropout.h"
 #include "common/macros.h"
 #include "common/visibility.h"
+#include "params/cache_scales.h"
 
 #include <octavo/tensor.h>
 
@@ -17,7 +18,8 @@ constexpr int32_t kMaxHeadDim = 256;
 struct AttentionParams {
     const char* op;  // "attention" or "paged_attention", for messages
     DType dtype;     // of q and out
-    DType kv_dtype;  // of k and v: that of q, or one of codes on the CPU
+    DType k_dtype;   // of k, and of v: that of q, or of codes, which only pages hold
+    DType v_dtype;
     Device device;
 
     const void* q;  // [batch, seqlen_q, num_q_heads, head_dim]; packed: [total_q, num_q_heads, head_dim]
@@ -63,6 +65,7 @@ struct AttentionParams {
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
     Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
     bool batch_invariant;               // by the sequence alone; without splits always so
+    CacheScales k_scales, v_scales;     // beside softmax_scale and out_scale
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return page_table != nullptr; }

@@ -2,6 +2,8 @@
 // Strides count elements; the last axis has stride 1 throughout.
 #pragma once
 
+#include "params/cache_scales.h"
+
 #include <octavo/tensor.h>
 
 #include <cstdint>
@@ -10,7 +12,8 @@ namespace octavo {
 
 struct AppendKvParams {
     DType dtype;     // of k and v
-    DType kv_dtype;  // of k_pages and v_pages: the same, or one of codes
+    DType k_dtype;   // of k_pages, and of v_pages: the same, or of codes
+    DType v_dtype;
     Device device;
     const void* k;  // [total, num_kv_heads, head_dim]
     int64_t k_token_stride, k_head_stride;
@@ -27,6 +30,8 @@ struct AppendKvParams {
     int64_t total;              // new tokens over all sequences
     int32_t batch, num_kv_heads, head_dim, page_size;
     float k_scale, v_scale;  // what is stored is the value divided by its scale
+    CacheScales k_static_scales, v_static_scales;  // the same in memory
+    CacheScales k_scales, v_scales;                // that are written: of each token and KV head, its own
 };
 
 struct CopyPagesParams {

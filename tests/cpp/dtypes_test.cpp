@@ -124,10 +124,10 @@ std::vector<char> attend(DType dtype, DType kv_dtype) {
     args.k = args.v = like_q.view();
     args.out = out.view();
     AttentionParams params = check_attention(args);
-    EXPECT_EQ(params.kv_dtype, dtype);
+    EXPECT_EQ(params.k_dtype, dtype);
     params.k = k.view().data;
     params.v = v.view().data;
-    params.kv_dtype = kv_dtype;
+    params.k_dtype = params.v_dtype = kv_dtype;
     cpu::attention(params);
     return out.bytes();
 }
@@ -153,7 +153,7 @@ TEST(DTypes, ChecksSayWhichTheKeysHave) {
         args.page_table = page_table.view();
         args.seq_lens = seq_lens.view();
         args.out = out.view();
-        EXPECT_EQ(check_paged_attention(args).kv_dtype, dtype);
+        EXPECT_EQ(check_paged_attention(args).k_dtype, dtype);
     }
 }
 
