@@ -1,6 +1,6 @@
 // The 8-bit floating-point types of "FP8 Formats for Deep Learning" (Micikevicius et al. 2022,
 // arXiv:2209.05433): e4m3fn (no infinities, one NaN a sign) and e5m2. Rounding is to nearest even, and values
-// beyond the largest finite number become that number; NaN stays NaN.
+// beyond the largest finite number become that number; NaN stays NaN, without its sign.
 #pragma once
 
 #include "common/float_bits.h"
@@ -33,7 +33,7 @@ template <class Format>
 OCTAVO_HD uint8_t to_float8(float x) {
     const uint32_t sign = bits_of_float(x) >> 24 & 0x80u;
     const uint32_t size = bits_of_float(x) & 0x7fffffffu;
-    if (size > 0x7f800000u) return static_cast<uint8_t>(sign | Format::kNan);
+    if (size > 0x7f800000u) return static_cast<uint8_t>(Format::kNan);
     if (size >= bits_of_float(Format::kMax)) return static_cast<uint8_t>(sign | Format::kMaxCode);
     if (size < Format::kSmallestNormalBits) {
         const float sum = float_of_bits(size) + float_of_bits(Format::kGridBits);

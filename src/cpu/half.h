@@ -1,7 +1,7 @@
-// One number of a 16-bit type to float32 and back, rounding to nearest even.
+// Numbers of the 16-bit types as types of their own, to float32 and back, rounding to nearest even.
 #pragma once
 
-#include "common/float_bits.h"
+#include "common/float16.h"
 
 #include <cstdint>
 
@@ -19,15 +19,7 @@ inline float to_float(float x) { return x; }
 
 inline float to_float(BFloat16 x) { return float_of_bits(static_cast<uint32_t>(x.bits) << 16); }
 
-// F. Giesen, "half_to_float_fast5" and "float_to_half_fast3_rtne" (public domain, 2012 and 2016).
-inline float to_float(Float16 x) {
-    uint32_t bits = (x.bits & 0x7fffu) << 13;
-    uint32_t exponent = bits & 0x0f800000u;
-    bits += (127u - 15u) << 23;
-    if (exponent == 0x0f800000u) bits += (128u - 16u) << 23;  // infinity, NaN
-    if (exponent == 0) bits = bits_of_float(float_of_bits(bits + (1u << 23)) - float_of_bits(113u << 23));
-    return float_of_bits(bits | (x.bits & 0x8000u) << 16);
-}
+inline float to_float(Float16 x) { return float_of_float16(x.bits); }
 
 inline void from_float(float x, float& out) { out = x; }
 
@@ -37,18 +29,6 @@ inline void from_float(float x, BFloat16& out) {
     out.bits = static_cast<uint16_t>(x != x ? (bits >> 16) | 0x40u : rounded);
 }
 
-inline void from_float(float x, Float16& out) {
-    uint32_t sign = bits_of_float(x) & 0x80000000u;
-    uint32_t bits = bits_of_float(x) ^ sign;
-    if (bits >= (127u + 16u) << 23) {  // too large, infinity, NaN
-        bits = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    } else if (bits < 113u << 23) {  // below the smallest normal number: the addition rounds
-        constexpr uint32_t kMagic = (127u - 15u + 23u - 10u + 1u) << 23;
-        bits = bits_of_float(float_of_bits(bits) + float_of_bits(kMagic)) - kMagic;
-    } else {
-        bits = (bits + ((15u - 127u) << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
-    }
-    out.bits = static_cast<uint16_t>(bits | sign >> 16);
-}
+inline void from_float(float x, Float16& out) { out.bits = float16_of_float(x); }
 
 }  // namespace octavo::cpu

@@ -1,0 +1,132 @@
+// Codes of keys and values, and the scales that append_kv gives each token and KV head: once for all
+// backends, which agree in every bit.
+//
+//   int8, float8: scale = absmax / kMax; code = the number nearest to x * (1 / scale)
+//   int4:         scale = float16((max - min) / 15), minimum = float16(min);
+//                 code = the number nearest to (x - minimum) * (1 / scale), with both as rounded
+//
+// in float32, ties to even, saturating. A row of zeros (int4: of one value), and any row for which the scale
+// would be too small, has the scale 1 and codes of 0. A row with NaN or infinity, and one of int4 that
+// float16 cannot reach, has the scale NaN, which spoils no other row. The largest and smallest numbers of a
+// row are found by comparing bits as integers, in any order.
+#pragma once
+
+#include "common/float16.h"
+#include "common/float8.h"
+
+#include <cmath>
+#include <cstdint>
+
+namespace octavo {
+
+// The operations that a compiler must not fuse, contract or approximate.
+OCTAVO_HD float rounded_product(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fmul_rn(a, b);
+#else
+    return a * b;  // no sum follows any of these products
+#endif
+}
+OCTAVO_HD float rounded_difference(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fsub_rn(a, b);
+#else
+    return a - b;
+#endif
+}
+OCTAVO_HD float rounded_quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fdiv_rn(a, b);
+#else
+    return a / b;
+#endif
+}
+
+// To nearest, ties to even.
+OCTAVO_HD float rounded_integer(float x) {
+#ifdef __CUDA_ARCH__
+    return rintf(x);
+#else
+    return nearbyintf(x);
+#endif
+}
+
+constexpr uint32_t kInfinityBits = 0x7f800000u, kNanBits = 0x7fc00000u;  // of float32
+
+// Between numbers and codes: of the row of one token and KV head, or of a whole array.
+struct CodeScale {
+    float scale;
+    float minimum;  // what the code 0 of int4 stands for
+    float inverse;  // 1 / scale; 0 where all codes are to be 0
+
+    OCTAVO_HD static CodeScale of(float scale, float minimum = 0.0f) {
+        return {scale, minimum, rounded_quotient(1.0f, scale)};
+    }
+    OCTAVO_HD static CodeScale spoilt() { return {float_of_bits(kNanBits), 0.0f, float_of_bits(kNanBits)}; }
+
+    // What a code of 8 bits is rounded from.
+    OCTAVO_HD float operator()(float x) const { return rounded_product(x, inverse); }
+    // What a code of int4 is rounded from.
+    OCTAVO_HD float above_minimum(float x) const {
+        return rounded_product(rounded_difference(x, minimum), inverse);
+    }
+};
+
+// The nearest of -127 to 127; NaN is 0.
+OCTAVO_HD int8_t to_int8(float x) {
+    const float bounded = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x == x ? x : 0.0f;
+    return static_cast<int8_t>(rounded_integer(bounded));
+}
+
+// The nearest of 0 to 15; NaN is 0.
+OCTAVO_HD uint8_t to_int4(float x) {
+    const float bounded = x > 15.0f ? 15.0f : x > 0.0f ? x : 0.0f;
+    return static_cast<uint8_t>(rounded_integer(bounded));
+}
+
+// The size of a number, as an integer; infinity and NaN are the largest.
+OCTAVO_HD uint32_t size_bits(float x) { return bits_of_float(x) & 0x7fffffffu; }
+
+// Of a row of int8 or float8, from the largest of its size_bits(). `largest`: 127, E4m3::kMax or E5m2::kMax.
+OCTAVO_HD CodeScale code_scale_of_row(uint32_t absmax_bits, float largest) {
+    constexpr uint32_t kSmallestNormal = 1u << 23;  // the inverse of less may overflow
+    if (absmax_bits >= kInfinityBits) return CodeScale::spoilt();
+    const float scale = rounded_quotient(float_of_bits(absmax_bits), largest);
+    if (bits_of_float(scale) < kSmallestNormal) return {1.0f, 0.0f, 0.0f};
+    return CodeScale::of(scale);
+}
+
+// Integers in the order of the numbers: -NaN, -infinity, ..., -0, 0, ..., infinity, NaN.
+OCTAVO_HD int32_t order_bits(float x) {
+    const auto bits = static_cast<int32_t>(bits_of_float(x));
+    return bits ^ (bits >> 31 & 0x7fffffff);
+}
+OCTAVO_HD float float_of_order_bits(int32_t bits) {
+    return float_of_bits(static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)));
+}
+
+// Of a row of int4, from the smallest and the largest of its order_bits().
+OCTAVO_HD CodeScale int4_scale_of_row(int32_t min_bits, int32_t max_bits) {
+    constexpr auto kInfinity = static_cast<int32_t>(kInfinityBits);
+    if (max_bits >= kInfinity || min_bits <= ~kInfinity) return CodeScale::spoilt();
+    const float min = float_of_order_bits(min_bits), max = float_of_order_bits(max_bits);
+    const float step = rounded_quotient(rounded_difference(max, min), 15.0f);
+    const float scale = float_of_float16(float16_of_float(step));
+    const float minimum = float_of_float16(float16_of_float(min));
+    if (size_bits(scale) >= kInfinityBits || size_bits(minimum) >= kInfinityBits) return CodeScale::spoilt();
+    const float without_sign = minimum == 0.0f ? 0.0f : minimum;
+    if (scale == 0.0f) return {1.0f, without_sign, 0.0f};
+    return CodeScale::of(scale, without_sign);
+}
+
+// What a cache of int4 keeps of it: two float16, the scale in the lower half.
+OCTAVO_HD uint32_t int4_word(const CodeScale& scale) {
+    return static_cast<uint32_t>(float16_of_float(scale.scale)) |
+           static_cast<uint32_t>(float16_of_float(scale.minimum)) << 16;
+}
+OCTAVO_HD float scale_of_int4_word(uint32_t word) { return float_of_float16(static_cast<uint16_t>(word)); }
+OCTAVO_HD float minimum_of_int4_word(uint32_t word) {
+    return float_of_float16(static_cast<uint16_t>(word >> 16));
+}
+
+}  // namespace octavo
