@@ -31,7 +31,8 @@ import numpy as np
 
 import octavo
 
-DTYPES = {"float32": 0, "float16": 1, "int32": 3}
+DTYPES = {"float32": 0, "float16": 1, "int32": 3, "int8": 4, "uint8": 7}
+INT4 = 8  # what kv_dtype says of pages of uint8
 
 
 def read_header() -> str:
@@ -88,6 +89,10 @@ class AppendKvArgs(Structure):
     _fields_ = fields_of("octavo_append_kv_args")
 
 
+class CopyPagesArgs(Structure):
+    _fields_ = fields_of("octavo_copy_pages_args")
+
+
 class OctavoError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -125,6 +130,9 @@ class Library:
 
     def append_kv(self, **arguments: Any) -> None:
         self.run("append_kv", AppendKvArgs, **arguments)
+
+    def copy_pages(self, **arguments: Any) -> None:
+        self.run("copy_pages", CopyPagesArgs, **arguments)
 
 
 class PageAllocator:
@@ -206,8 +214,7 @@ def decode(library: Library, k: np.ndarray, v: np.ndarray, q: np.ndarray, page_s
     for sample in samples:
         allocator.extend(sample, 1)
     copies = allocator.take_copies()  # the last page, which both would write to
-    arrays = [byref(Tensor.of(array)) for array in (k_pages, v_pages, copies)]
-    library.call("copy_pages", *arrays, None, None, c_void_p())
+    library.copy_pages(copies=copies, **cache)
     page_table, seq_lens = allocator.page_table(samples)
     rows = {"page_table": page_table, "seq_lens": seq_lens}
     library.append_kv(k=k[prompt_len:], v=v[prompt_len:], **cache, **rows)

@@ -43,7 +43,9 @@ typedef enum octavo_dtype {
     OCTAVO_INT32 = 3,
     OCTAVO_INT8 = 4,
     OCTAVO_FLOAT8_E4M3FN = 5,
-    OCTAVO_FLOAT8_E5M2 = 6
+    OCTAVO_FLOAT8_E5M2 = 6,
+    OCTAVO_UINT8 = 7,
+    OCTAVO_INT4 = 8 /* no array's: what pages of uint8 may hold, by kv_dtype */
 } octavo_dtype;
 
 typedef enum octavo_device_type { OCTAVO_CPU = 0, OCTAVO_CUDA = 1 } octavo_device_type;
@@ -78,6 +80,8 @@ typedef struct octavo_paged_attention_args {
     size_t struct_size;
     octavo_tensor q, k_pages, v_pages, page_table, seq_lens, out;
     octavo_tensor lse, cu_seqlens_q, prefix_lens, alibi_slopes; /* optional */
+    octavo_tensor k_scale_array, v_scale_array;                 /* optional: instead of k_scale, v_scale */
+    octavo_tensor k_scales, v_scales;                           /* optional: of each token and KV head */
     int64_t max_seqlen_q;                                       /* default: -1, chosen */
     double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                                             /* default: 0, none */
@@ -86,29 +90,40 @@ typedef struct octavo_paged_attention_args {
     int64_t shared_prefix_len;                                  /* default: 0 */
     int32_t causal;                                             /* default: 1 */
     int32_t batch_invariant;                                    /* default: 0 */
-    float k_scale, v_scale;                                     /* default: 1, which int8 pages refuse */
+    int32_t kv_dtype;                                           /* octavo_dtype; default: -1, none */
+    float k_scale, v_scale;                                     /* default: 1, none */
     void* stream;                                               /* cudaStream_t; default: null */
 } octavo_paged_attention_args;
 
 typedef struct octavo_append_kv_args {
     size_t struct_size;
     octavo_tensor k, v, k_pages, v_pages, page_table, seq_lens;
-    octavo_tensor cu_seqlens; /* optional */
-    float k_scale, v_scale;   /* default: 1, which int8 pages refuse */
-    void* stream;             /* cudaStream_t; default: null */
+    octavo_tensor cu_seqlens;                   /* optional */
+    octavo_tensor k_scale_array, v_scale_array; /* optional: instead of k_scale, v_scale */
+    octavo_tensor k_scales, v_scales;           /* optional: of each token and KV head; written */
+    int32_t kv_dtype;                           /* octavo_dtype; default: -1, none */
+    float k_scale, v_scale;                     /* default: 1, none */
+    void* stream;                               /* cudaStream_t; default: null */
 } octavo_append_kv_args;
+
+typedef struct octavo_copy_pages_args {
+    size_t struct_size;
+    octavo_tensor k_pages, v_pages, copies;
+    octavo_tensor to_k_pages, to_v_pages;   /* optional: another cache that gets the copies */
+    octavo_tensor k_scales, v_scales;       /* optional: of each token and KV head */
+    octavo_tensor to_k_scales, to_v_scales; /* optional: those of the other cache */
+    void* stream;                           /* cudaStream_t; default: null */
+} octavo_copy_pages_args;
 
 OCTAVO_API octavo_status octavo_attention_args_init(octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention_args_init(octavo_paged_attention_args* args);
 OCTAVO_API octavo_status octavo_append_kv_args_init(octavo_append_kv_args* args);
+OCTAVO_API octavo_status octavo_copy_pages_args_init(octavo_copy_pages_args* args);
 
 OCTAVO_API octavo_status octavo_attention(const octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention(const octavo_paged_attention_args* args);
 OCTAVO_API octavo_status octavo_append_kv(const octavo_append_kv_args* args);
-/* to_k_pages and to_v_pages: another cache that gets the copies; both null: the same one. */
-OCTAVO_API octavo_status octavo_copy_pages(const octavo_tensor* k_pages, const octavo_tensor* v_pages,
-                                           const octavo_tensor* copies, const octavo_tensor* to_k_pages,
-                                           const octavo_tensor* to_v_pages, void* stream);
+OCTAVO_API octavo_status octavo_copy_pages(const octavo_copy_pages_args* args);
 OCTAVO_API octavo_status octavo_merge_states(const octavo_tensor* out_a, const octavo_tensor* lse_a,
                                              const octavo_tensor* out_b, const octavo_tensor* lse_b,
                                              const octavo_tensor* out, const octavo_tensor* lse,

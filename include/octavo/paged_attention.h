@@ -4,8 +4,16 @@
 // k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], any strides with a unit last one.
 // page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
 // seq_lens: int32 [batch]; slots past a sequence's length are never used, whatever they hold.
-// Pages have the dtype of the queries and new tokens, or on the CPU codes of 8 bits: int8, float8_e4m3fn or
-// float8_e5m2, the nearest to a value divided by its scale. Codes of int8 need k_scale and v_scale.
+// Pages have the dtype of the queries and new tokens, or on the CPU hold codes of 8 or 4 bits, both pages the
+// same, or k_pages int8 and v_pages int4:
+//   int8, float8_e4m3fn, float8_e5m2: value = scale x code. Either with static scales, k_scale and v_scale
+//     (k_scale_array and v_scale_array: float32 [1] or [num_kv_heads], read when the operator runs), or with
+//     one for each token and KV head, k_scales and v_scales: float32 [num_pages, page_size, num_kv_heads],
+//     any strides, which append_kv writes and paged_attention reads. float8 has 1 by default, int8 none.
+//   int4: value = scale x code + minimum. Pages of uint8, their last axis head_dim / 2, the even dim in the
+//     lower half of its byte; k_scales and v_scales float16 [num_pages, page_size, num_kv_heads, 2]: scale
+//     and minimum, a unit last stride and aligned to 4 bytes.
+// kv_dtype says what pages of uint8 hold, and is needed there: float8_e4m3fn, float8_e5m2 or int4.
 #pragma once
 
 #include <octavo/error.h>
@@ -35,6 +43,9 @@ struct PagedAttentionArgs {
     double softcap = 0.0;
     std::optional<float> k_scale;  // multiplies what is stored, per tensor
     std::optional<float> v_scale;
+    std::optional<TensorView> k_scale_array, v_scale_array;  // instead: see above
+    std::optional<TensorView> k_scales, v_scales;            // of each token and KV head
+    std::optional<DType> kv_dtype;                           // what pages of uint8 hold
     std::optional<int64_t> num_splits;  // runs of keys worked on at once; default: chosen
     // A sequence's bits depend on the sequence alone, and on max_seqlen_q (which packed queries must give
     // then), not on its batch.
@@ -57,8 +68,11 @@ void paged_attention(const PagedAttentionArgs& args);
 struct AppendKvArgs {
     TensorView k, v, k_pages, v_pages, page_table, seq_lens;
     std::optional<TensorView> cu_seqlens;
-    std::optional<float> k_scale;
+    std::optional<float> k_scale;  // what is stored is the value divided by it
     std::optional<float> v_scale;
+    std::optional<TensorView> k_scale_array, v_scale_array;  // instead; read
+    std::optional<TensorView> k_scales, v_scales;            // instead; written
+    std::optional<DType> kv_dtype;                           // what pages of uint8 hold
     void* stream = nullptr;
 };
 
@@ -69,11 +83,14 @@ void append_kv(const AppendKvArgs& args);
 //
 // Caches may differ in their number of pages, and one of them may be in host memory while the other is on a
 // GPU: then the GPU copies, the host memory must be pinned (cudaHostAlloc, cudaHostRegister), and the host
-// may look at it or change it once the stream has come past the call.
+// may look at it or change it once the stream has come past the call. Scales of each token and KV head are
+// copied with the pages that they belong to.
 struct CopyPagesArgs {
     TensorView k_pages, v_pages;
     TensorView copies;                                 // on the GPU if either cache is
     std::optional<TensorView> to_k_pages, to_v_pages;  // the other cache; default: the same one
+    std::optional<TensorView> k_scales, v_scales;
+    std::optional<TensorView> to_k_scales, to_v_scales;  // of the other cache
     void* stream = nullptr;
 };
 

@@ -10,8 +10,8 @@
 
 namespace octavo {
 
-// Those from int8 on are of codes, which a cache may hold (paged_attention.h): uint8 in an array of bytes, and
-// int4 as what such bytes hold, two numbers in each, that of the even index in the lower half.
+// Those from int8 on are of codes, which a cache may hold (paged_attention.h): uint8 in an array of bytes,
+// and int4 as what such bytes hold, two numbers in each, that of the even index in the lower half.
 enum class DType : uint8_t {
     float32,
     float16,
@@ -40,8 +40,8 @@ struct Device {
     friend bool operator!=(Device a, Device b) { return !(a == b); }
 };
 
-// Bytes of one element, of int4 of two. There is no size for "every other dtype": the library is compiled with
-// -Werror=switch, so that a dtype which lacks its line here does not compile.
+// Bytes of one element, of int4 of two. There is no size for "every other dtype": the library is compiled
+// with -Werror=switch, so that a dtype which lacks its line here does not compile.
 constexpr int64_t size_of(DType dtype) {
     switch (dtype) {
         case DType::float32: return 4;
@@ -81,8 +81,9 @@ struct TensorView {
     // A contiguous (C order) array over `data`.
     TensorView(void* data, DType dtype, std::initializer_list<int64_t> shape, Device device = {});
 
-    int64_t size() const;              // number of elements
-    std::string shape_string() const;  // "[2, 128, 9, 64]"
+    int64_t size() const;                // number of elements
+    std::string shape_string() const;    // "[2, 128, 9, 64]"
+    std::string strides_string() const;  // likewise
 };
 
 }  // namespace octavo

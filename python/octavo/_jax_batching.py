@@ -82,8 +82,8 @@ def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
     return {**arrays, **folded}, places
 
 
-def fold_append_kv(arrays: Arrays, _: frozenset[str]) -> Folded:
-    folded = {name: _fold(array) for name, array in arrays.items()}
+def fold_append_kv(arrays: Arrays, shared: frozenset[str]) -> Folded:
+    folded = {name: array if name in shared else _fold(array) for name, array in arrays.items()}
     folded["page_table"] = _fold_pages(arrays["page_table"], arrays["k_pages"].shape[1])
     if "cu_seqlens" in arrays:
         offsets, __, k, v = _fold_packed(arrays["cu_seqlens"], arrays["k"], arrays["v"])

@@ -34,13 +34,18 @@ for _name, _handlers in _core.xla_handlers().items():
     for _platform, _handler in zip(("cpu", "CUDA"), _handlers, strict=True):
         ffi.register_ffi_target(f"octavo_{_name}", _handler, platform=_platform)
 
-Option: TypeAlias = bool | int | float
+Option: TypeAlias = bool | int | float | str
 _Arrays: TypeAlias = dict[str, jax.Array]
 _Results: TypeAlias = dict[str, jax.ShapeDtypeStruct]
 _Wrapped = TypeVar("_Wrapped", bound=Callable[..., Any])
 
-_OPTION_TYPES: dict[str, type[Option]] = {"bool": bool, "int": int, "float": float}
-_ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
+_OPTION_TYPES: dict[str, type[Option]] = {"bool": bool, "int": int, "float": float, "str": str}
+_ATTRIBUTE_TYPES: dict[type, Callable[[Any], Any]] = {
+    bool: np.bool_,
+    int: np.int64,
+    float: np.float64,
+    str: str,
+}
 
 
 def _refuse(*_: Any, message: str) -> NoReturn:
@@ -53,6 +58,11 @@ _refused_on_cuda.def_impl(functools.partial(xla.apply_primitive, _refused_on_cud
 _refused_on_cuda.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_refused_on_cuda, lambda _, x, **__: [x])
 mlir.register_lowering(_refused_on_cuda, _refuse, platform="cuda")
+
+
+CACHE = ("k_pages", "v_pages", "k_scales", "v_scales")
+"""What a cache is made of; scales only where it has some of each token and head."""
+_STATIC_SCALES = frozenset({"k_scale_array", "v_scale_array"})
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def _queries_results(arrays: _Arrays, return_lse: bool) -> _Results:
 
 def _cache_results(arrays: _Arrays, _: bool) -> _Results:
     return {
-        name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in ("k_pages", "v_pages")
+        name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in CACHE if name in arrays
     }
 
 
@@ -90,9 +100,9 @@ PAGED_ATTENTION = Operator(
     "paged_attention",
     _queries_results,
     _jax_batching.fold_paged_attention,
-    frozenset({"k_pages", "v_pages", "alibi_slopes"}),
+    frozenset({*CACHE, "alibi_slopes", *_STATIC_SCALES}),
 )
-APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv)
+APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _STATIC_SCALES)
 COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
 
@@ -131,7 +141,8 @@ def _call_xla(
     )
     if why_not_on_cuda:
         message = f"{op.name}: {why_not_on_cuda}"
-        arrays = {**arrays, "q": _refused_on_cuda.bind(arrays["q"], message=message)}
+        first = next(iter(arrays))
+        arrays = {**arrays, first: _refused_on_cuda.bind(arrays[first], message=message)}
     names = list(arrays)
     call = ffi.ffi_call(
         f"octavo_{op.name}",
@@ -158,15 +169,16 @@ def _function(
         axis_size: int, in_batched: list[dict[str, bool]], arrays: _Arrays
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         is_mapped = in_batched[0]
-        if dict(options).get("dropout_p"):  # all have the mask that one would have
+        # All have the dropout mask that one would have, and one call has one static scale.
+        if dict(options).get("dropout_p") or any(is_mapped.get(name) for name in _STATIC_SCALES):
             one_call = _function(op, options, return_lse)
             mapped = {name: x for name, x in arrays.items() if is_mapped[name]}
             results = jax.lax.map(lambda one: one_call({**arrays, **one}), mapped)
             return results, tuple(True for _ in results)
-        # Both parts of a cache are shared, or neither.
+        # All parts of a cache are shared, or none.
         shared = op.shareable - {name for name, mapped in is_mapped.items() if mapped}
-        if not {"k_pages", "v_pages"} <= shared:
-            shared -= {"k_pages", "v_pages"}
+        if not {name for name in CACHE if name in arrays} <= shared:
+            shared -= set(CACHE)
         mapped = {
             name: x if is_mapped[name] or name in shared else jnp.broadcast_to(x, (axis_size, *x.shape))
             for name, x in arrays.items()
@@ -210,6 +222,8 @@ def _option(op: str, argument: Argument, value: Any) -> Option:
         return operator.index(value)
     if kind is float and hasattr(value, "__float__"):
         return float(value)
+    if kind is str and isinstance(value, str):
+        return value
     raise TypeError(f"{op}: {name} must be a {kind.__name__}; got {type(value).__name__}")
 
 
@@ -217,12 +231,17 @@ def run(op: Operator, arguments: Mapping[str, Any], return_lse: bool = False) ->
     """Call an operator; `arguments` has all of them that there are in JAX programs."""
     arrays: _Arrays = {}
     options: dict[str, Option] = {}
+    # What may be a number or an array, by both names.
+    in_place = {y for x in ARGUMENTS[op.name] if "in_place_of" in x for y in (x["name"], x["in_place_of"])}
     for argument in ARGUMENTS[op.name]:
         name, default = argument["name"], argument["default"]
-        value = arguments.get(name)
+        is_array = argument["type"] == "array"
+        value = arguments.get(argument.get("in_place_of", name))
+        if name in in_place and isinstance(value, (jax.Array, np.ndarray)) != is_array:
+            continue
         if value is None and default is None:
             continue
-        if argument["type"] == "array":
+        if is_array:
             arrays[name] = jnp.asarray(value)
         else:
             options[name] = _option(op.name, argument, value)

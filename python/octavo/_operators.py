@@ -31,10 +31,12 @@ def native(options: type | None = None) -> Callable[[_Function], _Function]:
 
     def implement(declared: _Function) -> _Function:
         name = declared.__name__
-        described = [argument["name"] for argument in ARGUMENTS.get(name, ())]  # or else as declared
+        described = ARGUMENTS.get(name, ())  # or else as declared
+        # An array in place of a number comes as that number, for which there is one parameter.
+        values = {x["name"]: "None" if "in_place_of" in x else x["name"] for x in described}
 
         def write_arguments(parameters: list[str]) -> str:
-            return ", ".join([*described, *(x for x in parameters if x not in described)])
+            return ", ".join([*values.values(), *(x for x in parameters if x not in values)])
 
         function = with_keywords(declared, options, getattr(_core, name), write_arguments)
         if name in ARGUMENTS:
@@ -68,6 +70,8 @@ def with_keywords(
     defaults, annotations = {}, {x: declared.__annotations__[x] for x in positional}
     if options is not None:
         for argument in ARGUMENTS[name][len(positional) :]:
+            if "in_place_of" in argument:
+                continue
             defaults[argument["name"]] = argument["default"]
             annotations[argument["name"]] = options.__annotations__[argument["name"]].__forward_arg__
     defaults |= declared.__kwdefaults__ or {}

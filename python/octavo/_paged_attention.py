@@ -67,8 +67,10 @@ def paged_attention(
             with a unit last one.
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys. Any page size
             works; powers of two from 8 up are fast. A head-major cache is passed as a transposed view.
-            On the CPU also codes of 8 bits: int8, float8_e4m3fn or float8_e5m2.
-        v_pages: like k_pages: the cache of values.
+            On the CPU also codes: int8, float8_e4m3fn or float8_e5m2, or uint8, of which ``kv_dtype`` says
+            what it holds. int4 has two numbers in a byte: the last axis is head_dim / 2, and the even dim in
+            the lower half.
+        v_pages: like k_pages: the cache of values; int4 also where k_pages is int8.
         page_table: int32 [batch, max_pages]: page_table[b, i] holds the tokens of sequence b from
             ``i * page_size`` on.
         seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included: at least the number
@@ -86,8 +88,10 @@ def paged_attention(
             ``-slope * (query position - key position)`` after the cap. Default: none.
         prefix_lens: int32 [batch]: the number of first keys that all queries of the sequence see, whatever
             the masks say (prefix-LM). Default: none.
-        k_scale: multiplies what k_pages holds. Default: 1; needed for int8.
-        v_scale: multiplies what v_pages holds. Default: 1; needed for int8.
+        k_scale: multiplies what k_pages holds: a float, or for codes of 8 bits also a float32 array [1] or
+            [num_kv_heads], which is read when the work runs. int8 needs it, or k_scales. Not for int4.
+            Default: 1.
+        v_scale: likewise for v_pages.
         num_splits: runs of keys worked on at once, from 1 to 1024 (Flash-Decoding). Default: chosen.
         batch_invariant: the bits of a sequence's result depend on that sequence and on max_seqlen_q alone,
             neither on the other sequences of the batch nor on its place among them; packed q needs
@@ -100,6 +104,13 @@ def paged_attention(
             each sequence. Every query must lie behind them; a sequence of length 0 is padding. On the CPU
             lengths and pages are checked, on a GPU they are not. Not with window_left, alibi_slopes or
             batch_invariant. Default: 0.
+        k_scales: the scales of each token and KV head, as ``append_kv`` wrote them, instead of k_scale:
+            float32 [num_pages, page_size, num_kv_heads], any strides; for int4, which needs them, float16
+            [num_pages, page_size, num_kv_heads, 2], (scale, minimum), with a unit last stride and aligned to
+            4 bytes. A value is its code times the scale, plus the minimum. Default: none.
+        v_scales: likewise for v_pages.
+        kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
+            of other dtypes.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.
@@ -129,8 +140,11 @@ def append_kv(
     seq_lens: SupportsDLPack,
     *,
     cu_seqlens: SupportsDLPack | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: float | SupportsDLPack | None = None,
+    v_scale: float | SupportsDLPack | None = None,
+    k_scales: SupportsDLPack | None = None,
+    v_scales: SupportsDLPack | None = None,
+    kv_dtype: str | None = None,
     stream: Stream | None = None,
 ) -> None:
     """Write each sequence's newest tokens to the end of its pages.
@@ -146,16 +160,28 @@ def append_kv(
         v: like k.
         k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written. On the
             CPU also of int8, float8_e4m3fn or float8_e5m2: the nearest code is stored, ties to even; what is
-            too large becomes the largest (int8: 127), NaN stays NaN (int8: 0).
-        v_pages: like k_pages: the cache of values; written. Both may be views of one array, as of
-            ``cache.unbind()``, but have no element in common.
+            too large becomes the largest (int8: 127), NaN stays NaN (int8: 0). Or of uint8, of which
+            ``kv_dtype`` says what it holds; that of int4 has a last axis of head_dim / 2, with the even dim
+            in the lower half of its byte.
+        v_pages: like k_pages: the cache of values; written. int4 also where k_pages is int8. Both may be
+            views of one array, as of ``cache.unbind()``, but have no element in common.
         page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
         seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included: at least their
             number, or 0 for padding.
         cu_seqlens: int32 [batch + 1]: sequence b has the tokens of k and v from cu_seqlens[b] up to
             cu_seqlens[b + 1]. Default: one token a sequence.
-        k_scale: what is stored is k divided by it. Default: 1; needed for int8.
-        v_scale: what is stored is v divided by it. Default: 1; needed for int8.
+        k_scale: what is stored is k divided by it: a float, or for codes of 8 bits also a float32 array [1]
+            or [num_kv_heads], which is read when the work runs. int8 needs it, or k_scales. Not for int4.
+            Default: 1.
+        v_scale: likewise for v.
+        k_scales: written, instead of k_scale: the scale of each new token and KV head, with which its largest
+            number becomes the largest code. float32 [num_pages, page_size, num_kv_heads], any strides, also
+            between the rows of k_pages; for int4, which needs them, float16
+            [num_pages, page_size, num_kv_heads, 2], (scale, minimum), with a unit last stride and aligned to
+            4 bytes. The scale of a row with NaN or infinity is NaN. Default: none.
+        v_scales: likewise for v.
+        kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
+            of other dtypes.
         stream: a CUDA stream to work on instead of the current one of the framework of k, as for
             ``attention``.
 
@@ -176,6 +202,10 @@ def copy_pages(
     *,
     to_k_pages: SupportsDLPack | None = None,
     to_v_pages: SupportsDLPack | None = None,
+    k_scales: SupportsDLPack | None = None,
+    v_scales: SupportsDLPack | None = None,
+    to_k_scales: SupportsDLPack | None = None,
+    to_v_scales: SupportsDLPack | None = None,
     stream: Stream | None = None,
 ) -> None:
     """Copy whole pages inside a cache (what copy-on-write still has to do), or from it to another one.
@@ -187,7 +217,7 @@ def copy_pages(
     reaches it.
 
     Args:
-        k_pages: float32, float16 or bfloat16, on the CPU also int8, float8_e4m3fn or float8_e5m2
+        k_pages: float32, float16 or bfloat16, on the CPU also int8, float8_e4m3fn, float8_e5m2 or uint8,
             [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written, unless another one
             is. Any strides, with a unit last one.
         v_pages: like k_pages: the cache of values.
@@ -197,6 +227,11 @@ def copy_pages(
         to_k_pages: the other cache of keys, [any number of pages, page_size, num_kv_heads, head_dim], of the
             dtype of k_pages, apart from both in memory; written. Default: k_pages.
         to_v_pages: like to_k_pages, and given together with it: the other cache of values.
+        k_scales: the scales of each token and KV head that belong to k_pages, as for ``append_kv``, which are
+            copied with the pages. Default: none.
+        v_scales: likewise for v_pages.
+        to_k_scales: those of to_k_pages; given if k_scales is and there is another cache.
+        to_v_scales: likewise for to_v_pages.
         stream: a CUDA stream to work on instead of the current one of the framework of the first array given
             that is on a GPU, as for ``attention``.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypedDict, TypeV
 if TYPE_CHECKING:  # NumPy itself is imported by the first call that makes one of its arrays
     import numpy as np
     from numpy.typing import NDArray
+    from typing_extensions import NotRequired
 
 
 class SupportsDLPack(Protocol):
@@ -79,8 +80,7 @@ class PagedAttentionScalars(TypedDict, total=False):
     causal: bool
     window_left: int
     softcap: float
-    k_scale: float | None
-    v_scale: float | None
+    kv_dtype: str | None
     num_splits: int | None
     batch_invariant: bool
     shared_prefix_len: int
@@ -92,16 +92,21 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     cu_seqlens_q: SupportsDLPack | None
     alibi_slopes: SupportsDLPack | None
     prefix_lens: SupportsDLPack | None
+    k_scale: float | SupportsDLPack | None
+    v_scale: float | SupportsDLPack | None
+    k_scales: SupportsDLPack | None
+    v_scales: SupportsDLPack | None
 
 
 class Argument(TypedDict):
     """One argument in the description of an operator (src/operators/schema.h)."""
 
     name: str
-    type: Literal["array", "bool", "int", "float"]
+    type: Literal["array", "bool", "int", "float", "str"]
     access: Literal["read", "write", "result"]  # what the operator does to an array
     required: bool
     default: bool | int | float | None  # None: not given, or chosen by the operator
+    in_place_of: NotRequired[str]  # an array: the number for which Python may have it
 
 
 class BuildInfo(TypedDict):

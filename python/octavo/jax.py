@@ -6,10 +6,11 @@ stream, through XLA's foreign function interface.
 
 Arrays are values here: ``append_kv`` and ``copy_pages`` return the cache that they have written to. XLA
 writes in place where nothing needs the old cache any more. So give it up:
-``jax.jit(step, donate_argnames=("k_pages", "v_pages"))``; otherwise, and outside of ``jax.jit``, XLA copies
+``jax.jit(step, donate_argnames=("k_pages", "v_pages"))``, and of a cache with scales of each token these too;
+otherwise, and outside of ``jax.jit``, XLA copies
 all of it at every call. The cache lies in memory as its shape says; a transposed one is copied.
 
-Whatever is not an array (scales, masks, bounds) is part of the program: an ordinary Python number, not a
+Whatever is not an array (a scale, masks, bounds) is part of the program: an ordinary Python number, not a
 traced value. Wrong shapes, dtypes and numbers are found when the program is traced, with the errors of
 ``octavo``; what only the values tell, such as a page that does not exist, is found on the CPU when it runs,
 as JAX's own error with Octavo's message. Nothing is written then, but what was donated is gone with the call.
@@ -49,6 +50,10 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     cu_seqlens_q: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    k_scale: float | ArrayLike | None
+    v_scale: float | ArrayLike | None
+    k_scales: ArrayLike | None
+    v_scales: ArrayLike | None
 
 
 @overload
@@ -165,6 +170,38 @@ def paged_attention(
     return (results[0], results[1]) if return_lse else results[0]
 
 
+@overload
+def append_kv(
+    k: ArrayLike,
+    v: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_seqlens: ArrayLike | None = None,
+    k_scale: float | ArrayLike | None = None,
+    v_scale: float | ArrayLike | None = None,
+    k_scales: None = None,
+    v_scales: None = None,
+    kv_dtype: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def append_kv(
+    k: ArrayLike,
+    v: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_seqlens: ArrayLike | None = None,
+    k_scale: float | ArrayLike | None = None,
+    v_scale: float | ArrayLike | None = None,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+    kv_dtype: str | None = None,
+) -> tuple[jax.Array, ...]: ...
 @like(octavo.append_kv)
 def append_kv(
     k: ArrayLike,
@@ -175,9 +212,12 @@ def append_kv(
     seq_lens: ArrayLike,
     *,
     cu_seqlens: ArrayLike | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    k_scale: float | ArrayLike | None = None,
+    v_scale: float | ArrayLike | None = None,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+    kv_dtype: str | None = None,
+) -> tuple[jax.Array, ...]:
     """Write each sequence's newest tokens to the end of its pages: ``octavo.append_kv`` in a JAX program.
 
     Args:
@@ -190,12 +230,21 @@ def append_kv(
         seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included; 0: padding.
         cu_seqlens: int32 [batch + 1], for packed k and v: sequence b has the tokens from cu_seqlens[b] up to
             cu_seqlens[b + 1]. Default: one token a sequence.
-        k_scale: what is stored is k divided by it. Default: 1; needed for int8.
-        v_scale: what is stored is v divided by it. Default: 1; needed for int8.
+        k_scale: what is stored is k divided by it: a Python float, or for codes of 8 bits also a float32
+            array [1] or [num_kv_heads], which may be traced. int8 needs it, or k_scales. Not for int4.
+            Default: 1.
+        v_scale: likewise for v.
+        k_scales: written, instead of k_scale: the scale of each new token and KV head, with which its largest
+            number becomes the largest code. float32 [num_pages, page_size, num_kv_heads]; for int4, which
+            needs them, float16 [num_pages, page_size, num_kv_heads, 2], (scale, minimum). Default: none.
+        v_scales: likewise for v.
+        kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
+            of other dtypes.
 
     Returns:
         k_pages: the cache of keys with the new tokens; in place of the argument where that was given up.
         v_pages: the cache of values with the new tokens, likewise.
+        k_scales, v_scales: those that were given, with the scales of the new tokens, likewise.
 
     Raises:
         ValueError: a shape or number that does not fit.
@@ -212,34 +261,65 @@ def append_kv(
         "cu_seqlens": cu_seqlens,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "k_scales": k_scales,
+        "v_scales": v_scales,
+        "kv_dtype": kv_dtype,
     }
-    k_pages, v_pages = _jax_call.run(_jax_call.APPEND_KV, arguments)
-    return k_pages, v_pages
+    return _jax_call.run(_jax_call.APPEND_KV, arguments)
 
 
+@overload
+def copy_pages(
+    k_pages: ArrayLike, v_pages: ArrayLike, copies: ArrayLike, *, k_scales: None = None, v_scales: None = None
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def copy_pages(
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    copies: ArrayLike,
+    *,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+) -> tuple[jax.Array, ...]: ...
 @like(octavo.copy_pages)
-def copy_pages(k_pages: ArrayLike, v_pages: ArrayLike, copies: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def copy_pages(
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    copies: ArrayLike,
+    *,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+) -> tuple[jax.Array, ...]:
     """Copy whole pages inside a cache: ``octavo.copy_pages`` in a JAX program.
 
     Args:
-        k_pages: float32, float16 or bfloat16 [num_pages, page_size, num_kv_heads, head_dim]: the cache of
-            keys.
+        k_pages: float32, float16 or bfloat16, or codes of 8 bits [num_pages, page_size, num_kv_heads,
+            head_dim]: the cache of keys.
         v_pages: like k_pages: the cache of values.
         copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them. No page is both
             read and written, and none is written twice.
+        k_scales: the scales of each token and KV head that belong to k_pages, as for ``append_kv``, which are
+            copied with the pages. Default: none.
+        v_scales: likewise for v_pages.
 
     Returns:
         k_pages: the cache of keys after the copies; in place of the argument where that was given up.
         v_pages: the cache of values after the copies, likewise.
+        k_scales, v_scales: those that were given, after the copies, likewise.
 
     Raises:
         ValueError: a shape that does not fit.
         TypeError: a wrong dtype, differentiation.
         JaxRuntimeError, ValueError: when the program runs: on the CPU pages that do not fit.
     """
-    arrays = {"k_pages": k_pages, "v_pages": v_pages, "copies": copies}
-    k_pages, v_pages = _jax_call.run(_jax_call.COPY_PAGES, arrays)
-    return k_pages, v_pages
+    arrays = {
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "copies": copies,
+        "k_scales": k_scales,
+        "v_scales": v_scales,
+    }
+    return _jax_call.run(_jax_call.COPY_PAGES, arrays)
 
 
 @like(octavo.merge_states)

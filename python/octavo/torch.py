@@ -43,7 +43,7 @@ _library = torch.library.Library("octavo", "DEF")
 _DISPATCHER = _core.torch_dispatcher  # as `stream`: what the kernels want that PyTorch's dispatcher calls
 
 _ATTENTIONS = ("attention", "paged_attention")
-_TYPES = {"array": "Tensor", "bool": "bool", "int": "SymInt", "float": "float"}
+_TYPES = {"array": "Tensor", "bool": "bool", "int": "SymInt", "float": "float", "str": "str"}
 # The dispatcher drops arguments at the end that equal their defaults.
 _DEFAULTS = {name: tuple(argument["default"] for argument in ARGUMENTS[name]) for name in ARGUMENTS}
 
@@ -51,12 +51,13 @@ _DEFAULTS = {name: tuple(argument["default"] for argument in ARGUMENTS[name]) fo
 def _arguments(name: str) -> tuple[str, str]:
     """What a schema says of an operator's arguments: of those that must be given, and of the others."""
     required, others = [], []
-    aliases = iter("ab")
+    aliases = iter("abcdef")
     for argument in ARGUMENTS[name]:
         kind, default = _TYPES[argument["type"]], argument["default"]
+        if argument["access"] == "write":
+            kind += f"({next(aliases)}!)"
         if argument["required"]:
-            alias = f"({next(aliases)}!)" if argument["access"] == "write" else ""
-            required.append(f"{kind}{alias} {argument['name']}")
+            required.append(f"{kind} {argument['name']}")
         else:
             others.append(f"{kind}{'?' if default is None else ''} {argument['name']}={default}")
     return ", ".join(required), ", ".join(others)
@@ -174,22 +175,50 @@ def _define_attention(name: str) -> None:
     )
 
 
-def _append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *args: Any) -> None:
-    _will_write(k_pages, v_pages)
-    defaults = _DEFAULTS["append_kv"][4 + len(args) :]
-    _core.append_kv(k, v, k_pages, v_pages, *args, *defaults, _DISPATCHER)
+_WRITTEN_BY_APPEND = tuple(i for i, x in enumerate(ARGUMENTS["append_kv"]) if x["access"] == "write")
 
 
-def _copy_pages(k_pages: Tensor, v_pages: Tensor, copies: Tensor) -> None:
-    _will_write(k_pages, v_pages)
-    _core.copy_pages(k_pages, v_pages, copies, None, None, _DISPATCHER)
+def _append_kv(*args: Any) -> None:
+    args += _DEFAULTS["append_kv"][len(args) :]
+    _will_write(*(args[i] for i in _WRITTEN_BY_APPEND))
+    _core.append_kv(*args, _DISPATCHER)
+
+
+def _copy_pages(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    copies: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
+    _will_write(k_pages, v_pages, k_scales, v_scales)
+    _core.copy_pages(k_pages, v_pages, copies, None, None, k_scales, v_scales, None, None, _DISPATCHER)
 
 
 def _copy_pages_to(
-    k_pages: Tensor, v_pages: Tensor, copies: Tensor, to_k_pages: Tensor, to_v_pages: Tensor
+    k_pages: Tensor,
+    v_pages: Tensor,
+    copies: Tensor,
+    to_k_pages: Tensor,
+    to_v_pages: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    to_k_scales: Tensor | None = None,
+    to_v_scales: Tensor | None = None,
 ) -> None:
-    _will_write(to_k_pages, to_v_pages)
-    _core.copy_pages(k_pages, v_pages, copies, to_k_pages, to_v_pages, _DISPATCHER)
+    _will_write(to_k_pages, to_v_pages, to_k_scales, to_v_scales)
+    _core.copy_pages(
+        k_pages,
+        v_pages,
+        copies,
+        to_k_pages,
+        to_v_pages,
+        k_scales,
+        v_scales,
+        to_k_scales,
+        to_v_scales,
+        _DISPATCHER,
+    )
 
 
 def _fake_merge_states(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,10 +238,18 @@ _define(
     _fake_merge_states,
 )
 _define("append_kv", f"({', '.join(_arguments('append_kv'))}) -> ()", _append_kv, _fake_nothing)
-_define("copy_pages", f"({_arguments('copy_pages')[0]}) -> ()", _copy_pages, _fake_nothing)
+_define(
+    "copy_pages",
+    "(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor copies, Tensor(c!)? k_scales=None, "
+    "Tensor(d!)? v_scales=None) -> ()",
+    _copy_pages,
+    _fake_nothing,
+)
 _define(
     "copy_pages_to",
-    "(Tensor k_pages, Tensor v_pages, Tensor copies, Tensor(a!) to_k_pages, Tensor(b!) to_v_pages) -> ()",
+    "(Tensor k_pages, Tensor v_pages, Tensor copies, Tensor(a!) to_k_pages, Tensor(b!) to_v_pages, "
+    "Tensor? k_scales=None, Tensor? v_scales=None, Tensor(c!)? to_k_scales=None, "
+    "Tensor(d!)? to_v_scales=None) -> ()",
     _copy_pages_to,
     _fake_nothing,
 )
@@ -250,6 +287,14 @@ def _raise_in_words_of_octavo(
         if found["wanted"] == given:
             raise ValueError(f"{op}: {found['argument']} must fit in 64 bits") from None
         raise TypeError(f"{op}: {found['argument']} must be {kind}; got {given}") from None
+
+
+def _in_place(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with tensors in place of numbers under the names that the operators have for them."""
+    for name in ("k_scale", "v_scale"):
+        if isinstance(options.get(name), Tensor):
+            options = {**options, name: None, f"{name}_array": options[name]}
+    return options
 
 
 def _refuse_stream(name: str) -> None:
@@ -311,9 +356,9 @@ def paged_attention(
     try:
         if out is None:
             operator = _PAGED_ATTENTION_LSE if return_lse else _PAGED_ATTENTION
-            return operator(q, k_pages, v_pages, page_table, seq_lens, **options)
+            return operator(q, k_pages, v_pages, page_table, seq_lens, **_in_place(options))
         arrays = (q, k_pages, v_pages, page_table, seq_lens)
-        return _write("paged_attention", arrays, out, return_lse, options)
+        return _write("paged_attention", arrays, out, return_lse, _in_place(options))
     except RuntimeError as error:
         _raise_in_words_of_octavo(
             error, paged_attention, (q, k_pages, v_pages, page_table, seq_lens), options
@@ -349,7 +394,7 @@ def append_kv(
     if stream is not None:
         _refuse_stream("append_kv")
     try:
-        _APPEND_KV(k, v, k_pages, v_pages, page_table, seq_lens, **options)
+        _APPEND_KV(k, v, k_pages, v_pages, page_table, seq_lens, **_in_place(options))
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, append_kv, (k, v, k_pages, v_pages, page_table, seq_lens), options)
         raise

@@ -28,4 +28,6 @@ struct ArrayType {
 // Looked up once for each type.
 ArrayType array_type_of(nb::handle object);
 
+inline bool is_array(nb::handle object) { return array_type_of(object).framework != Framework::none; }
+
 }  // namespace octavo::bindings

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <variant>
 
@@ -59,7 +60,7 @@ TensorView view_of_shape(const char* op, const char* name, nb::handle array, sch
     for (DType known : kDTypes) {
         if (wanted == to_string(known)) dtype = known;
     }
-    if (!dtype) fail<TypeError>(op, name, " must be ", wanted_dtypes(accept), "; got ", wanted);
+    if (!dtype) refuse_dtype(op, name, accept, wanted);
     TensorView view;
     view.dtype = *dtype;
     view.device = {DeviceType::meta, 0};
@@ -108,12 +109,29 @@ class Arguments {
         if constexpr (Argument::kIsArray) {
             if (!is_given && !Argument::kIsRequired) return;
             const nb::object array = is_given ? nb::object(given_[argument.name]) : nb::none();
-            args.*argument.member = import(argument, array);
+            args.*argument.member = import(argument, argument.name, array);
         } else if (is_given) {
+            const nb::object given = given_[argument.name];
+            if (take_in_place(argument.name, given)) return;
             using Value = typename Argument::Value;
-            args.*argument.member =
-                scalar_argument<Value>(Operator::kName, argument.name, given_[argument.name]);
+            args.*argument.member = scalar_argument<Value>(Operator::kName, argument.name, given);
         }
+    }
+
+    // Whether an array, or a shape and a dtype, was given for a number, and goes to the argument that takes
+    // its place.
+    bool take_in_place(const char* number, nb::handle given) {
+        bool taken = false;
+        if (!is_array(given) && (nb::hasattr(given, "__float__") || !nb::hasattr(given, "shape")))
+            return taken;
+        schema::for_each_argument<Operator>([&](const auto& argument) {
+            if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
+                if (!argument.in_place_of || std::string_view(argument.in_place_of) != number) return;
+                args.*argument.member = import(argument, number, given);
+                taken = true;
+            }
+        });
+        return taken;
     }
 
     template <class Argument>
@@ -121,22 +139,23 @@ class Arguments {
         if constexpr (Argument::kIsArray) {
             const bool is_lse = argument.accept == schema::Accept::float32;
             if (is_lse && !Argument::kIsRequired && !return_lse) return;
-            args.*argument.member = is_lse || out.is_none() ? new_result(is_lse) : import(argument, out);
+            args.*argument.member =
+                is_lse || out.is_none() ? new_result(is_lse) : import(argument, argument.name, out);
         }
     }
 
     template <class Argument>
-    TensorView import(const Argument& argument, nb::handle array) {
+    TensorView import(const Argument& argument, const char* name, nb::handle array) {
         TensorView view;
         if (!lends_memory(array)) {
-            view = view_of_shape(Operator::kName, argument.name, array, argument.accept);
+            view = view_of_shape(Operator::kName, name, array, argument.accept);
             has_shapes_alone_ = true;
         } else {
             // A cache that is copied, or copied to, may lie in host memory beside one on a GPU.
             constexpr bool kCopies = std::is_same_v<Operator, schema::CopyPages>;
             view = kCopies && argument.access == Access::write
-                       ? call_.input_or_host(argument.name, array)
-                       : call_.input(argument.name, array, argument.accept);
+                       ? call_.input_or_host(name, array, argument.accept)
+                       : call_.input(name, array, argument.accept);
             if (!device_ || view.device.type == DeviceType::cuda) device_ = view.device;
         }
         view.read_only = false;  // octavo.jax replaces the arrays that an operator writes

@@ -11,7 +11,7 @@
 namespace octavo::bindings {
 namespace {
 
-constexpr size_t kMostArrays = 10;  // of one call, without reallocation
+constexpr size_t kMostArrays = 16;  // of one call, without reallocation
 
 constexpr const char* kVersionedCapsule = "dltensor_versioned";
 constexpr const char* kUnversionedCapsule = "dltensor";
@@ -50,7 +50,7 @@ Device to_device(const char* op, const char* name, dlpack::Device device) {
 TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor, Accept accept) {
     const std::optional<DType> dtype = to_dtype(tensor.dtype);
     if (!dtype || (is_code(*dtype) && accept != Accept::cache)) {
-        fail<TypeError>(op, name, " must be ", wanted_dtypes(accept), "; got ", dtype_name(tensor.dtype));
+        refuse_dtype(op, name, accept, dtype_name(tensor.dtype));
     }
     if (tensor.ndim > TensorView::kMaxDims) {
         fail<ValueError>(op, name, " must have at most ", TensorView::kMaxDims, " axes; got ", tensor.ndim);
@@ -84,9 +84,11 @@ bool is_deleted(nb::handle array) {
     return !method.is_none() && method().equal(nb::bool_(true));
 }
 
+bool is_name_of_int4(std::string_view dtype) { return dtype == "int4" || dtype == "uint4"; }
+
 // Raises `type`, chained to the Python error being handled. KeyboardInterrupt and its like pass unchanged.
 [[noreturn]] void refuse(nb::python_error& error, nb::handle type, const char* op, const char* name,
-                         nb::handle array) {
+                         nb::handle array, Accept accept) {
     if (!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError))
         throw nb::python_error(std::move(error));
     if (is_deleted(array)) {
@@ -95,21 +97,23 @@ bool is_deleted(nb::handle array) {
     }
     std::string what = bindings::type_name(array);
     const nb::object dtype = nb::getattr(array, "dtype", nb::none());
-    if (!dtype.is_none()) what += std::string(" of ") + nb::str(dtype).c_str();
+    const std::string dtype_name = nb::str(dtype).c_str();
+    if (is_name_of_int4(dtype_name)) refuse_dtype(op, name, accept, dtype_name);  // none has them in DLPack
+    if (!dtype.is_none()) what += " of " + dtype_name;
     std::string reason = nb::str(error.value()).c_str();
     reason.resize(std::min(reason.size(), reason.find('\n')));  // torch appends a stack trace
     nb::raise_from(error, type, "%s: %s (%s) cannot be taken through DLPack: %s", op, name, what.c_str(),
                    reason.c_str());
 }
 
-Device device_of(const char* op, const char* name, nb::handle array) {
+Device device_of(const char* op, const char* name, nb::handle array, Accept accept) {
     nb::object pair;
     try {
         pair = call_object(array.attr("__dlpack_device__"), nb::tuple());
         return to_device(op, name,
                          {nb::cast<int32_t>(nb::int_(pair[0])), nb::cast<int32_t>(nb::int_(pair[1]))});
     } catch (nb::python_error& error) {
-        refuse(error, PyExc_TypeError, op, name, array);
+        refuse(error, PyExc_TypeError, op, name, array, accept);
     } catch (const nb::cast_error&) {
         fail<TypeError>(op, name,
                         ": __dlpack_device__ must return two 32-bit ints, (device type, device); got ",
@@ -258,14 +262,24 @@ dlpack::Device to_dlpack(Device device) {
     return {device.type == DeviceType::cpu ? dlpack::kCpu : dlpack::kCuda, device.index};
 }
 
-const char* wanted_dtypes(Accept accept) {
+void refuse_dtype(const char* op, std::string_view name, Accept accept, const std::string& got) {
+    const char* wanted = "float32, float16 or bfloat16";
+    const char* hint = "";
     switch (accept) {
-        case Accept::int32: return "int32";
-        case Accept::float32: return "float32";
-        case Accept::cache: return "float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2";
+        case Accept::int32: wanted = "int32"; break;
+        case Accept::float32: wanted = "float32"; break;
+        case Accept::scales: wanted = "float32 or float16"; break;
+        case Accept::cache:
+            wanted = "float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 or uint8";
+            if (is_name_of_int4(got)) {
+                hint =
+                    "; a cache of int4 is of uint8, its last axis head_dim / 2, the even dim in the lower "
+                    "half of its byte, with kv_dtype=\"int4\"";
+            }
+            break;
         case Accept::data: break;
     }
-    return "float32, float16 or bfloat16";
+    fail<TypeError>(op, name, " must be ", wanted, "; got ", got, hint);
 }
 
 bool Loan::is_capsule(nb::handle object) {
@@ -316,12 +330,12 @@ TensorView Call::output(const char* name, nb::handle array, Accept accept) {
     return import(name, array, accept, true);
 }
 
-TensorView Call::input_or_host(const char* name, nb::handle array) {
-    return import(name, array, Accept::cache, false, true);
+TensorView Call::input_or_host(const char* name, nb::handle array, Accept accept) {
+    return import(name, array, accept, false, true);
 }
 
-TensorView Call::output_or_host(const char* name, nb::handle array) {
-    return import(name, array, Accept::cache, true, true);
+TensorView Call::output_or_host(const char* name, nb::handle array, Accept accept) {
+    return import(name, array, accept, true, true);
 }
 
 TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes, bool may_be_on_host) {
@@ -347,7 +361,7 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         dlpack::Tensor tensor;
         if (type.exchange->tensor_from_object(array.ptr(), &tensor)) {
             nb::python_error error;
-            refuse(error, PyExc_TypeError, op_, name, array);
+            refuse(error, PyExc_TypeError, op_, name, array, accept);
         }
         view = to_view(op_, name, tensor, accept);
         enter_device(name, type, view.device, may_be_on_host);
@@ -365,8 +379,8 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         // Once the first array is on the CPU, the tensor itself will say whether this one is.
         const bool known = type.framework == Framework::numpy ||
                            (device_ && device_->type == DeviceType::cpu && !may_be_on_host);
-        const Device device = known ? Device{} : device_of(op_, name, array);
-        Loan loan = borrow(name, source, type, enter_device(name, type, device, may_be_on_host));
+        const Device device = known ? Device{} : device_of(op_, name, array, accept);
+        Loan loan = borrow(name, source, type, enter_device(name, type, device, may_be_on_host), accept);
         if (!loan.is_known_version()) {
             fail<TypeError>(op_, name, " comes in a version of DLPack other than ", dlpack::kMajorVersion);
         }
@@ -427,8 +441,8 @@ std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& typ
 }
 
 // Asks the array for its tensor. `stream` is DLPack's number for the stream that the array must be ready on.
-Loan Call::borrow(const char* name, nb::handle array, const ArrayType& type,
-                  std::optional<int64_t> stream) const {
+Loan Call::borrow(const char* name, nb::handle array, const ArrayType& type, std::optional<int64_t> stream,
+                  Accept accept) const {
     nb::object capsule;
     try {
         if (type.exchange) {
@@ -459,7 +473,8 @@ Loan Call::borrow(const char* name, nb::handle array, const ArrayType& type,
         }
     } catch (nb::python_error& error) {
         const bool failed = error.matches(PyExc_RuntimeError) && !error.matches(PyExc_NotImplementedError);
-        refuse(error, failed && !type.exchange ? PyExc_RuntimeError : PyExc_TypeError, op_, name, array);
+        refuse(error, failed && !type.exchange ? PyExc_RuntimeError : PyExc_TypeError, op_, name, array,
+               accept);
     }
     if (!Loan::is_capsule(capsule)) {
         fail<TypeError>(op_, name, ": __dlpack__ must return a DLPack capsule; got ",

@@ -10,6 +10,8 @@
 #include <nanobind/nanobind.h>
 
 #include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace octavo::bindings {
@@ -18,7 +20,8 @@ namespace nb = nanobind;
 
 using schema::Accept;
 
-const char* wanted_dtypes(Accept accept);  // "float32, float16 or bfloat16"
+// Refuses a dtype: "k must be float32, float16 or bfloat16; got int32".
+[[noreturn]] void refuse_dtype(const char* op, std::string_view name, Accept accept, const std::string& got);
 dlpack::DataType to_dlpack(DType dtype);
 dlpack::Device to_dlpack(Device device);
 
@@ -65,8 +68,8 @@ class Call {
     // One that the operator writes.
     TensorView output(const char* name, nb::handle array, Accept accept = Accept::data);
     // These may be in host memory whatever the device is; there they do not decide it.
-    TensorView input_or_host(const char* name, nb::handle array);
-    TensorView output_or_host(const char* name, nb::handle array);
+    TensorView input_or_host(const char* name, nb::handle array, Accept accept);
+    TensorView output_or_host(const char* name, nb::handle array, Accept accept);
 
     const char* op() const { return op_; }
     nb::handle first_array() const { return first_array_; }
@@ -93,8 +96,8 @@ class Call {
     [[noreturn]] void refuse_device(const char* name, Device device) const;
     std::optional<int64_t> enter_device(const char* name, const ArrayType& type, Device device,
                                         bool may_be_on_host);
-    Loan borrow(const char* name, nb::handle array, const ArrayType& type,
-                std::optional<int64_t> stream) const;
+    Loan borrow(const char* name, nb::handle array, const ArrayType& type, std::optional<int64_t> stream,
+                Accept accept) const;
     void before_work() const;
     void after_work() const;
 

@@ -11,6 +11,9 @@
 #include <nanobind/stl/optional.h>
 
 #include <array>
+#include <optional>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 
 namespace octavo::bindings {
@@ -30,14 +33,29 @@ constexpr bool kHasOptionalResult =
 template <class Operator>
 using Given = std::array<nb::handle, kNumInputs<Operator> + (kHasOptionalResult<Operator> ? 3 : 1)>;
 
-template <class Argument, class Args>
+// Whether an array was given for a number, and goes to the argument that takes its place.
+template <class Operator>
+bool take_in_place(Call& call, const char* number, nb::handle given, typename Operator::Args& args) {
+    if (given.is_none() || PyFloat_Check(given.ptr()) || !is_array(given)) return false;
+    bool taken = false;
+    schema::for_each_argument<Operator>([&](const auto& argument) {
+        if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
+            if (!argument.in_place_of || std::string_view(argument.in_place_of) != number) return;
+            args.*argument.member = call.input(number, given, argument.accept);
+            taken = true;
+        }
+    });
+    return taken;
+}
+
+template <class Operator, class Argument, class Args>
 void take(Call& call, const Argument& argument, nb::handle given, Args& args) {
     if constexpr (Argument::kIsArray) {
         if (!Argument::kIsRequired && given.is_none()) return;
-        args.*argument.member = argument.access == Access::write
-                                    ? call.output(argument.name, given, argument.accept)
-                                    : call.input(argument.name, given, argument.accept);
-    } else {
+        const char* const name = argument.in_place_of ? argument.in_place_of : argument.name;
+        args.*argument.member = argument.access == Access::write ? call.output(name, given, argument.accept)
+                                                                 : call.input(name, given, argument.accept);
+    } else if (!take_in_place<Operator>(call, argument.name, given, args)) {
         args.*argument.member = scalar_argument<typename Argument::Value>(call.op(), argument.name, given);
     }
 }
@@ -46,7 +64,7 @@ template <class Operator>
 void take_inputs(Call& call, const Given<Operator>& given, typename Operator::Args& args) {
     const nb::handle* next = given.data();
     schema::for_each_argument<Operator>([&](const auto& argument) {
-        if (!argument.is_result()) take(call, argument, *next++, args);
+        if (!argument.is_result()) take<Operator>(call, argument, *next++, args);
     });
 }
 
@@ -54,16 +72,23 @@ void take_inputs(Call& call, const Given<Operator>& given, typename Operator::Ar
 // last.
 template <>
 void take_inputs<schema::CopyPages>(Call& call, const Given<schema::CopyPages>& given, CopyPagesArgs& args) {
-    const auto& [k_pages, v_pages, copies, to_k_pages, to_v_pages, stream] = given;
-    if (to_k_pages.is_none() && to_v_pages.is_none()) {
-        args.k_pages = call.output("k_pages", k_pages);
-        args.v_pages = call.output("v_pages", v_pages);
-    } else {
-        args.k_pages = call.input_or_host("k_pages", k_pages);
-        args.v_pages = call.input_or_host("v_pages", v_pages);
-        if (!to_k_pages.is_none()) args.to_k_pages = call.output_or_host("to_k_pages", to_k_pages);
-        if (!to_v_pages.is_none()) args.to_v_pages = call.output_or_host("to_v_pages", to_v_pages);
-    }
+    const auto& [k_pages, v_pages, copies, to_k_pages, to_v_pages, k_scales, v_scales, to_k_scales,
+                 to_v_scales, stream] = given;
+    const bool is_within = to_k_pages.is_none() && to_v_pages.is_none();
+    auto from = [&](const char* name, nb::handle array, Accept accept) {
+        return is_within ? call.output(name, array, accept) : call.input_or_host(name, array, accept);
+    };
+    args.k_pages = from("k_pages", k_pages, Accept::cache);
+    args.v_pages = from("v_pages", v_pages, Accept::cache);
+    auto to = [&](const char* name, nb::handle array, Accept accept, std::optional<TensorView>& view) {
+        if (!array.is_none()) view = call.output_or_host(name, array, accept);
+    };
+    to("to_k_pages", to_k_pages, Accept::cache, args.to_k_pages);
+    to("to_v_pages", to_v_pages, Accept::cache, args.to_v_pages);
+    if (!k_scales.is_none()) args.k_scales = from("k_scales", k_scales, Accept::scales);
+    if (!v_scales.is_none()) args.v_scales = from("v_scales", v_scales, Accept::scales);
+    to("to_k_scales", to_k_scales, Accept::scales, args.to_k_scales);
+    to("to_v_scales", to_v_scales, Accept::scales, args.to_v_scales);
     args.copies = call.input("copies", copies, Accept::int32);
 }
 
@@ -139,6 +164,12 @@ nb::dict describe(const Argument& argument, const Args& defaults) {
     if constexpr (Argument::kIsArray) {
         description["type"] = "array";
         description["access"] = to_string(argument.access);
+        description["default"] = nb::none();
+        if (argument.in_place_of) description["in_place_of"] = argument.in_place_of;
+    } else if constexpr (std::is_same_v<typename Argument::Number, DType>) {
+        static_assert(Argument::kIsOptional);
+        description["type"] = "str";
+        description["access"] = to_string(Access::read);
         description["default"] = nb::none();
     } else {
         using Number = typename Argument::Number;

@@ -1,6 +1,7 @@
 #include "bindings/scalars.h"
 
 #include "bindings/interpreter_lock.h"
+#include "checks/check.h"
 
 #include <octavo/error.h>
 
@@ -70,6 +71,19 @@ double float_argument(const char* op, const char* name, nb::handle value) {
     const double number = call_python(PyFloat_AsDouble, value.ptr());
     if (number == -1.0 && PyErr_Occurred()) fail_conversion(op, name, "a float", value);
     return number;
+}
+
+DType dtype_argument(const char* op, const char* name, nb::handle value) {
+    if (!PyUnicode_Check(value.ptr())) fail_type(op, name, "a str", value);
+    return dtype_argument(op, name, std::string(nb::borrow<nb::str>(value).c_str()));
+}
+
+DType dtype_argument(const char* op, const char* name, const std::string& value) {
+    for (DType dtype : kDTypes) {
+        if (value == to_string(dtype)) return dtype;
+    }
+    if (value == to_string(DType::int4)) return DType::int4;
+    fail<ValueError>(op, name, " must be ", kDtypesInBytes, "; got ", value);
 }
 
 std::optional<void*> stream_argument(const char* op, nb::handle stream) {

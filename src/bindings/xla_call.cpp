@@ -16,6 +16,7 @@ std::string dtype_name(int32_t dtype) {
         case xla::kF16: return to_string(DType::float16);
         case xla::kBf16: return to_string(DType::bfloat16);
         case xla::kS32: return to_string(DType::int32);
+        case xla::kU8: return to_string(DType::uint8);
         case xla::kS8: return to_string(DType::int8);
         case xla::kF8E4m3fn: return to_string(DType::float8_e4m3fn);
         case xla::kF8E5m2: return to_string(DType::float8_e5m2);
@@ -66,8 +67,12 @@ XlaCall::XlaCall(const char* op, const xla::CallFrame& frame, Device device) : o
             names = text_of(*static_cast<const xla::Text*>(value));
             continue;
         }
+        if (frame.attributes.kinds[i] == xla::kTextAttribute) {
+            options_.push_back({name, text_of(*static_cast<const xla::Text*>(value))});
+            continue;
+        }
         if (frame.attributes.kinds[i] != xla::kScalarAttribute)
-            fail<TypeError>(op_, name, " must be a scalar attribute");
+            fail<TypeError>(op_, name, " must be a scalar or text attribute");
         const auto& scalar = *static_cast<const xla::Scalar*>(value);
         switch (scalar.dtype) {
             case xla::kPred: options_.push_back({name, *static_cast<const bool*>(scalar.value)}); break;
@@ -105,6 +110,8 @@ XlaCall::XlaCall(const char* op, nb::handle arrays, nb::dict options) : op_(op) 
         const std::string_view name = nb::borrow<nb::str>(key).c_str();
         if (PyBool_Check(value.ptr())) {
             options_.push_back({name, value.ptr() == Py_True});
+        } else if (PyUnicode_Check(value.ptr())) {
+            options_.push_back({name, nb::borrow<nb::str>(value).c_str()});  // which lives in `options`
         } else if (PyLong_Check(value.ptr())) {
             options_.push_back({name, int_argument(op_, name.data(), value)});
         } else {
@@ -132,7 +139,7 @@ std::optional<TensorView> XlaCall::optional_array(const char* name, Accept accep
     const Array* array = find(name);
     if (!array) return std::nullopt;
     if (!to_dtype(array->dtype)) {
-        fail<TypeError>(op_, name, " must be ", wanted_dtypes(accept), "; got ", array->dtype);
+        refuse_dtype(op_, name, accept, array->dtype);
     }
     return array->view;
 }

@@ -27,10 +27,11 @@ class XlaCall {
     // When it is traced: [(name, dtype, shape), ...], on the device meta, since nothing has values yet.
     XlaCall(const char* op, nb::handle arrays, nb::dict options);
 
+    const char* op() const { return op_; }
     TensorView array(const char* name, Accept accept = Accept::data) const;
     std::optional<TensorView> optional_array(const char* name, Accept accept = Accept::data) const;
 
-    // T: bool, int64_t or double.
+    // T: bool, int64_t, double or std::string_view.
     template <class T>
     std::optional<T> option(std::string_view name) const {
         for (const Option& option : options_) {
@@ -47,7 +48,7 @@ class XlaCall {
     };
     struct Option {
         std::string_view name;
-        std::variant<bool, int64_t, double> value;
+        std::variant<bool, int64_t, double, std::string_view> value;
     };
 
     void add(Array array, bool is_result);

@@ -29,6 +29,7 @@ enum DataType : int32_t {
     kS8 = 2,
     kS32 = 4,
     kS64 = 5,
+    kU8 = 6,
     kF16 = 10,
     kF32 = 11,
     kF64 = 12,

@@ -1,6 +1,7 @@
 // The operators for JAX programs, derived from operators/schema.h: handlers that XLA calls, and the check of
 // their arguments at trace time. Who names their arrays and options: python/octavo/_jax_call.py.
 #include "bindings/bindings.h"
+#include "bindings/scalars.h"
 #include "bindings/xla_call.h"
 #include "cuda/backend.h"
 #include "operators/schema.h"
@@ -16,9 +17,14 @@ template <class Argument, class Args>
 void take(const XlaCall& call, const Argument& argument, Args& args) {
     if constexpr (!Argument::kIsArray) {
         using Number = typename Argument::Number;
-        using Attribute = std::conditional_t<std::is_floating_point_v<Number>, double, Number>;
-        const std::optional<Attribute> given = call.option<Attribute>(argument.name);
-        if (given) args.*argument.member = static_cast<Number>(*given);
+        if constexpr (std::is_same_v<Number, DType>) {
+            const auto given = call.option<std::string_view>(argument.name);
+            if (given) args.*argument.member = dtype_argument(call.op(), argument.name, std::string(*given));
+        } else {
+            using Attribute = std::conditional_t<std::is_floating_point_v<Number>, double, Number>;
+            const std::optional<Attribute> given = call.option<Attribute>(argument.name);
+            if (given) args.*argument.member = static_cast<Number>(*given);
+        }
     } else if constexpr (Argument::kIsRequired) {
         args.*argument.member = call.array(argument.name, argument.accept);
     } else {
@@ -111,7 +117,7 @@ void bind_xla_operators(nb::module_& m) {
     m.def(
         "check_xla_call", &check_xla_call, nb::arg("op"), nb::arg("arrays"), nb::arg("options"),
         nb::sig("def check_xla_call(op: str, arrays: list[tuple[str, str, tuple[int, ...]]], options: "
-                "dict[str, bool | int | float]) -> str"),
+                "dict[str, bool | int | float | str]) -> str"),
         "Raise what the operator's handler would on the CPU, as far as shapes, dtypes and options tell, and "
         "return why there is no CUDA kernel, or an empty string. The arrays are (name, dtype, shape), the "
         "results among them.");

@@ -95,7 +95,7 @@ struct Importer {
             }
         };
         require_between("ndim", tensor.ndim, TensorView::kMaxDims);
-        require_between("dtype", tensor.dtype, OCTAVO_FLOAT8_E5M2);
+        require_between("dtype", tensor.dtype, OCTAVO_UINT8);
         require_between("device_type", tensor.device_type, OCTAVO_CUDA);
         if (tensor.ndim > 0 && !tensor.shape) refuse(name, "'s shape must not be null");
         TensorView view;
@@ -126,6 +126,11 @@ void take(const Importer& importer, const Argument& argument, const CArgs& given
         const auto none = argument.c_none;
         const bool is_none = value == none || (value != value && none != none);  // both NaN
         if (Argument::kIsOptional && is_none) return;
+        if constexpr (std::is_same_v<typename Argument::Number, octavo::DType>) {
+            if (value < 0 || value > OCTAVO_INT4)
+                importer.refuse(argument.name,
+                                " (" + std::to_string(value) + ") must be an octavo_dtype, or -1");
+        }
         args.*argument.member = static_cast<typename Argument::Number>(value);
     }
 }
@@ -212,6 +217,9 @@ octavo_status octavo_paged_attention_args_init(octavo_paged_attention_args* args
     return init<schema::PagedAttention>(args);
 }
 octavo_status octavo_append_kv_args_init(octavo_append_kv_args* args) { return init<schema::AppendKv>(args); }
+octavo_status octavo_copy_pages_args_init(octavo_copy_pages_args* args) {
+    return init<schema::CopyPages>(args);
+}
 
 octavo_status octavo_attention(const octavo_attention_args* args) { return run<schema::Attention>(args); }
 
@@ -221,11 +229,7 @@ octavo_status octavo_paged_attention(const octavo_paged_attention_args* args) {
 
 octavo_status octavo_append_kv(const octavo_append_kv_args* args) { return run<schema::AppendKv>(args); }
 
-octavo_status octavo_copy_pages(const octavo_tensor* k_pages, const octavo_tensor* v_pages,
-                                const octavo_tensor* copies, const octavo_tensor* to_k_pages,
-                                const octavo_tensor* to_v_pages, void* stream) {
-    return run<schema::CopyPages>({k_pages, v_pages, copies, to_k_pages, to_v_pages}, stream);
-}
+octavo_status octavo_copy_pages(const octavo_copy_pages_args* args) { return run<schema::CopyPages>(args); }
 
 octavo_status octavo_merge_states(const octavo_tensor* out_a, const octavo_tensor* lse_a,
                                   const octavo_tensor* out_b, const octavo_tensor* lse_b,

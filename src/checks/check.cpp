@@ -7,53 +7,59 @@
 namespace octavo {
 namespace {
 
+// One axis of the differences of two arrays' indices, which run from `first` to `last`.
 struct Axis {
-    int64_t stride, last;  // last: its largest index
-
-    bool operator==(const Axis& other) const { return stride == other.stride && last == other.last; }
+    int64_t stride, first, last;  // the stride in bytes
 };
 
-// The axes of more than one element, from the largest stride on; no stride is negative.
-std::vector<Axis> axes_of(const TensorView& t) {
-    std::vector<Axis> axes;
-    for (int axis = 0; axis < t.ndim; ++axis) {
-        if (t.shape[axis] > 1) axes.push_back({std::abs(t.strides[axis]), t.shape[axis] - 1});
-    }
+// The axes of more than one element, and the bytes of an element, from the largest stride on; no stride is
+// negative. `sign` is that of the indices.
+void add_axes(const TensorView& t, int sign, std::vector<Axis>& axes) {
+    auto add = [&](int64_t stride, int64_t last) {
+        if (last < 1) return;
+        auto found =
+            std::find_if(axes.begin(), axes.end(), [=](const Axis& a) { return a.stride == stride; });
+        if (found == axes.end()) found = axes.insert(found, {stride, 0, 0});
+        (sign < 0 ? found->first : found->last) += sign * last;
+    };
+    const int64_t size = size_of(t.dtype);
+    for (int axis = 0; axis < t.ndim; ++axis) add(size * std::abs(t.strides[axis]), t.shape[axis] - 1);
+    add(1, size - 1);
     std::sort(axes.begin(), axes.end(), [](const Axis& a, const Axis& b) { return a.stride > b.stride; });
-    return axes;
 }
 
-// Whether `offset` is a sum of index * stride over the axes from `axis` on, with indices from 0 to the last
-// one, or, if `both_ways`, from minus the last one: a difference of two indices. Each stride exceeds what the
-// axes behind it add up to, so that at most two indices of an axis can lead to the offset.
-bool reaches(const std::vector<Axis>& axes, size_t axis, int64_t offset, bool both_ways) {
+// Whether `offset` is a sum of index * stride over the axes from `axis` on. Where each stride exceeds what
+// the axes behind it add up to, at most two indices of an axis can lead to the offset.
+bool reaches(const std::vector<Axis>& axes, size_t axis, int64_t offset) {
     if (axis == axes.size()) return offset == 0;
-    int64_t most_behind = 0;
-    for (size_t inner = axis + 1; inner < axes.size(); ++inner)
+    int64_t least_behind = 0, most_behind = 0;
+    for (size_t inner = axis + 1; inner < axes.size(); ++inner) {
+        least_behind += axes[inner].stride * axes[inner].first;
         most_behind += axes[inner].stride * axes[inner].last;
-    const auto [stride, last] = axes[axis];
+    }
+    const auto [stride, first, last] = axes[axis];
     const int64_t nearest = offset / stride;
     for (int64_t index = nearest - 1; index <= nearest + 1; ++index) {
         const int64_t rest = offset - index * stride;
-        if (index > last || index < (both_ways ? -last : 0)) continue;
-        if (rest > most_behind || rest < (both_ways ? -most_behind : 0)) continue;
-        if (reaches(axes, axis + 1, rest, both_ways)) return true;
+        if (index < first || index > last || rest < least_behind || rest > most_behind) continue;
+        if (reaches(axes, axis + 1, rest)) return true;
     }
     return false;
 }
 
-// Exact for equal strides, whichever axes have them. For others it may miss a shared element, but never finds
-// one that is not.
+// Exact for equal strides in bytes, whichever axes have them. For others it may miss what is shared, but
+// never finds what is not.
 bool share_elements(const TensorView& a, const TensorView& b) {
     const Bytes a_bytes = bytes_of(a), b_bytes = bytes_of(b);
     if (std::max(a_bytes.begin, b_bytes.begin) >= std::min(a_bytes.end, b_bytes.end)) return false;
+    // From the lowest byte of the one to that of the other: an index of a less one of b.
     const auto distance = static_cast<int64_t>(b_bytes.begin - a_bytes.begin);
-    const int64_t size = size_of(a.dtype);
-    if (distance % size != 0) return false;
-    const int64_t offset = distance / size;  // from the lowest element of the one to that of the other
-    const std::vector<Axis> a_axes = axes_of(a), b_axes = axes_of(b);
-    if (a_axes == b_axes) return reaches(a_axes, 0, offset, true);
-    return reaches(a_axes, 0, offset, false) || reaches(b_axes, 0, -offset, false);
+    std::vector<Axis> of_a, of_b, of_both;
+    add_axes(a, 1, of_a);
+    add_axes(b, -1, of_b);
+    add_axes(a, 1, of_both);
+    add_axes(b, -1, of_both);
+    return reaches(of_both, 0, distance) || reaches(of_a, 0, distance) || reaches(of_b, 0, distance);
 }
 
 }  // namespace
@@ -139,7 +145,19 @@ void Checker::cache_dtype(const char* name, const TensorView& t, const char* lik
                           const TensorView& like) const {
     if (t.dtype == like.dtype || is_code(t.dtype)) return;
     fail<TypeError>(op_, name, " must be ", to_string(like.dtype), " like ", like_name,
-                    ", or int8, float8_e4m3fn or float8_e5m2; got ", to_string(t.dtype));
+                    ", or int8, float8_e4m3fn, float8_e5m2 or uint8; got ", to_string(t.dtype));
+}
+
+void Checker::shape(const char* name, const TensorView& t, const char* axes,
+                    std::initializer_list<int64_t> wanted) const {
+    memory(name, t);
+    if (t.ndim == static_cast<int>(wanted.size()) &&
+        std::equal(wanted.begin(), wanted.end(), t.shape.begin()))
+        return;
+    TensorView fitting;
+    for (int64_t length : wanted) fitting.shape[fitting.ndim++] = length;
+    fail<ValueError>(op_, name, " must have shape ", axes, " = ", fitting.shape_string(), "; got ",
+                     t.shape_string());
 }
 
 void Checker::equal(const char* what, const char* name, int64_t value, const char* other_name,
@@ -257,13 +275,6 @@ void check_new_tokens_in_host(const char* op, const int32_t* seq_lens, const int
 std::string why_no_cuda_kernel_for_pages(DType dtype) {
     if (!is_code(dtype)) return {};
     return "no CUDA kernel for k_pages of " + to_string(dtype) + "; only the CPU has caches of 8 bits so far";
-}
-
-void check_scales_of_codes(const char* op, DType cache_dtype, std::optional<float> k_scale,
-                           std::optional<float> v_scale) {
-    if (cache_dtype != DType::int8 || (k_scale && v_scale)) return;
-    fail<ValueError>(op, k_scale ? "v_pages" : "k_pages", " (int8) need ", k_scale ? "v_scale" : "k_scale",
-                     ": what is stored is the value divided by it");
 }
 
 }  // namespace octavo

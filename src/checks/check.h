@@ -7,13 +7,16 @@
 #include <octavo/tensor.h>
 
 #include <cstdint>
-#include <optional>
+#include <initializer_list>
 #include <string>
 
 namespace octavo {
 
 // Lengths and positions are 32-bit in the kernels; this leaves room to add a window without overflow.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
+
+// What kv_dtype may be.
+constexpr const char* kDtypesInBytes = "float8_e4m3fn, float8_e5m2 or int4";
 
 constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
 
@@ -38,6 +41,9 @@ class Checker {
     // Pages, of `like`'s dtype or of 8 bits.
     void cache_dtype(const char* name, const TensorView& t, const char* like_name,
                      const TensorView& like) const;
+    // An array of any strides.
+    void shape(const char* name, const TensorView& t, const char* axes,
+               std::initializer_list<int64_t> wanted) const;
     // `what` of array `name` is `value` and has to equal that of `other_name`.
     void equal(const char* what, const char* name, int64_t value, const char* other_name,
                int64_t other) const;
@@ -49,8 +55,8 @@ class Checker {
     void writable(const char* name, const TensorView& t) const;
     // No byte from the first element of the one to its last lies between those of the other.
     void apart(const char* name, const TensorView& t, const char* other_name, const TensorView& other) const;
-    // No element of the one is one of the other, though the elements may lie between one another: keys and
-    // values in one tensor. Both are writable() and of one dtype.
+    // No element of the one is in the memory of one of the other, though the elements may lie between one
+    // another: keys and values, or codes and their scales, in one tensor. Both are writable().
     void no_shared_elements(const char* name, const TensorView& t, const char* other_name,
                             const TensorView& other) const;
 
@@ -81,10 +87,6 @@ void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlen
 
 // Empty unless pages of this dtype hold codes.
 std::string why_no_cuda_kernel_for_pages(DType dtype);
-
-// Codes of int8 need scales: without, they would be keys and values rounded to integers.
-void check_scales_of_codes(const char* op, DType cache_dtype, std::optional<float> k_scale,
-                           std::optional<float> v_scale);
 
 // Checks in host memory that sequence b, of seq_lens[b] tokens, fits the table's columns and that its
 // entries in use lie in [0, num_pages).

@@ -1,3 +1,4 @@
+#include "checks/cache_codes.h"
 #include "checks/check.h"
 #include "checks/checks.h"
 #include "common/score.h"
@@ -6,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <utility>
 
 namespace octavo {
 namespace {
@@ -36,7 +38,7 @@ void set_heads(const Checker& check, AttentionParams& p, const char* k_name, con
                const TensorView& k) {
     const int64_t num_q_heads = q.shape[q.ndim - 2], num_kv_heads = k.shape[k.ndim - 2];
     const int64_t head_dim = q.shape[q.ndim - 1];
-    check.equal("head_dim", k_name, k.shape[k.ndim - 1], "q", head_dim);
+    check.equal("head_dim", k_name, numbers_in(p.k_dtype, k.shape[k.ndim - 1]), "q", head_dim);
     if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
         fail<ValueError>(check.op(), "head_dim (", head_dim, ") must be a multiple of 8 from 8 to ",
                          kMaxHeadDim);
@@ -321,11 +323,18 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     check.data("k_pages", args.k_pages, 4, kPages);
     check.data("v_pages", args.v_pages, 4, kPages);
     check.cache_dtype("k_pages", args.k_pages, "q", args.q);
-    check.dtype("v_pages", args.v_pages, args.k_pages.dtype, " like k_pages");
-    check_scales_of_codes(p.op, args.k_pages.dtype, args.k_scale, args.v_scale);
-    p.k_dtype = p.v_dtype = args.k_pages.dtype;
-    check.same_shape("v_pages", args.v_pages, "k_pages", args.k_pages);
+    const CacheArrays cache{"k_pages", args.k_pages, "v_pages", args.v_pages};
+    const StoredDtypes stored = stored_dtypes(check, cache, args.kv_dtype);
+    p.k_dtype = stored.k;
+    p.v_dtype = stored.v;
+    check_same_cache_shape(check, cache, stored);
     set_heads(check, p, "k_pages", args.q, args.k_pages);
+    const ScaleArguments k_given{"k_pages",          "k_scale",  args.k_scale,
+                                 args.k_scale_array, "k_scales", args.k_scales};
+    const ScaleArguments v_given{"v_pages",          "v_scale",  args.v_scale,
+                                 args.v_scale_array, "v_scales", args.v_scales};
+    const CheckedScales k_scales = check_scales(check, k_given, stored.k, args.k_pages);
+    const CheckedScales v_scales = check_scales(check, v_given, stored.v, args.v_pages);
     check.index("page_table", args.page_table, 2, "[batch, max_pages]");
     check.index("seq_lens", args.seq_lens, 1, "[batch]");
 
@@ -373,12 +382,22 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     }
     set_queries_and_masks(check, p, args, 3, q_axes);
     check_results_apart(check, args, "k_pages", args.k_pages, "v_pages", args.v_pages);
-    if (!std::isfinite(args.k_scale.value_or(1.0f)))
-        fail<ValueError>(p.op, "k_scale must be finite; got ", *args.k_scale);
-    if (!std::isfinite(args.v_scale.value_or(1.0f)))
-        fail<ValueError>(p.op, "v_scale must be finite; got ", *args.v_scale);
-    p.softmax_scale *= args.k_scale.value_or(1.0f);
-    p.out_scale = args.v_scale.value_or(1.0f);
+    for (const ScaleArguments* given : {&k_given, &v_given}) {
+        for (const auto& [name, array] :
+             {std::pair(given->name, &given->array), std::pair(given->per_token_name, &given->per_token)}) {
+            if (!*array) continue;
+            check.apart("out", args.out, name, **array);
+            if (args.lse) check.apart("lse", *args.lse, name, **array);
+        }
+    }
+    if (!std::isfinite(k_scales.number))
+        fail<ValueError>(p.op, "k_scale must be finite; got ", k_scales.number);
+    if (!std::isfinite(v_scales.number))
+        fail<ValueError>(p.op, "v_scale must be finite; got ", v_scales.number);
+    p.softmax_scale *= k_scales.number;
+    p.out_scale = v_scales.number;
+    p.k_scales = args.k_scale_array ? k_scales.in_memory : k_scales.of_each_token;
+    p.v_scales = args.v_scale_array ? v_scales.in_memory : v_scales.of_each_token;
     check_score(p, "softmax_scale * k_scale", args.softcap);
     p.batch_invariant = args.batch_invariant;
     if (args.num_splits) {

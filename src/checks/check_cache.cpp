@@ -1,3 +1,4 @@
+#include "checks/cache_codes.h"
 #include "checks/check.h"
 #include "checks/checks.h"
 #include "cuda/backend.h"
@@ -9,24 +10,14 @@
 namespace octavo {
 namespace {
 
-// The two arrays of a cache, by their names.
-struct CacheArrays {
-    const char* k_name;
-    const TensorView& k_pages;
-    const char* v_name;
-    const TensorView& v_pages;
-};
-
-void check_cache(const Checker& check, const CacheArrays& cache, bool is_written = true) {
+void check_cache(const Checker& check, const CacheArrays& cache, StoredDtypes stored,
+                 bool is_written = true) {
     const auto& [k_name, k_pages, v_name, v_pages] = cache;
-    if (!is_code(k_pages.dtype)) check.float_dtype(k_name, k_pages);
     check.data(k_name, k_pages, 4, kPages);
     if (is_written) check.writable(k_name, k_pages);
     check.data(v_name, v_pages, 4, kPages);
     if (is_written) check.writable(v_name, v_pages);
-    if (v_pages.dtype != k_pages.dtype)
-        check.dtype(v_name, v_pages, k_pages.dtype, (std::string(" like ") + k_name).c_str());
-    check.same_shape(v_name, v_pages, k_name, k_pages);
+    check_same_cache_shape(check, cache, stored);
     if (k_pages.shape[1] < 1) {
         fail<ValueError>(check.op(), "page_size (", k_pages.shape[1], ") must be at least 1");
     }
@@ -35,11 +26,53 @@ void check_cache(const Checker& check, const CacheArrays& cache, bool is_written
     check.length("head_dim", k_pages.shape[3]);
 }
 
-float check_scale(const char* op, const char* name, std::optional<float> scale) {
-    const float value = scale.value_or(1.0f);
-    if (!std::isfinite(value) || value == 0.0f)
-        fail<ValueError>(op, name, " must be finite and not 0; got ", value);
-    return value;
+// A number by which keys or values are divided.
+float check_divisor(const char* op, const char* name, float scale) {
+    if (!std::isfinite(scale) || scale == 0.0f)
+        fail<ValueError>(op, name, " must be finite and not 0; got ", scale);
+    return scale;
+}
+
+// What pages hold that are only copied: the dtypes alone, but of a pair.
+StoredDtypes copied_dtypes(const Checker& check, const CacheArrays& cache) {
+    const DType k = cache.k_pages.dtype, v = cache.v_pages.dtype;
+    if (!is_code(k)) check.float_dtype(cache.k_name, cache.k_pages);
+    if (k == DType::int8 && v == DType::uint8) return {k, DType::int4};
+    if (v != k) check.dtype(cache.v_name, cache.v_pages, k, (std::string(" like ") + cache.k_name).c_str());
+    return {k, v};
+}
+
+// The scales of each token and KV head of pages that are copied, which may be int4 if they are of uint8.
+CacheScales check_copied_scales(const Checker& check, const char* name, const TensorView& scales,
+                                const char* pages_name, const TensorView& pages, DType stored,
+                                bool is_written) {
+    if (!is_code(stored)) {
+        fail<ValueError>(check.op(), name, " belong to codes of 8 or 4 bits; ", pages_name, " hold ",
+                         to_string(stored));
+    }
+    const bool may_be_int4 = stored == DType::uint8 && scales.dtype == DType::float16;
+    const CacheScales words =
+        check_token_scales(check, name, scales, may_be_int4 || stored == DType::int4, pages);
+    if (is_written) check.writable(name, scales);
+    return words;
+}
+
+// The scales that append_kv writes lie apart from all else, but may lie between codes.
+void check_written_scales(const Checker& check, const AppendKvArgs& args) {
+    auto check_one = [&](const char* name, const std::optional<TensorView>& scales) {
+        if (!scales) return;
+        check.writable(name, *scales);
+        check.apart("k", args.k, name, *scales);
+        check.apart("v", args.v, name, *scales);
+        if (args.k_scale_array) check.apart("k_scale", *args.k_scale_array, name, *scales);
+        if (args.v_scale_array) check.apart("v_scale", *args.v_scale_array, name, *scales);
+        check.no_shared_elements(name, *scales, "k_pages", args.k_pages);
+        check.no_shared_elements(name, *scales, "v_pages", args.v_pages);
+    };
+    check_one("k_scales", args.k_scales);
+    check_one("v_scales", args.v_scales);
+    if (args.k_scales && args.v_scales)
+        check.no_shared_elements("v_scales", *args.v_scales, "k_scales", *args.k_scales);
 }
 
 // Where `device` sees the array.
@@ -92,28 +125,39 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     constexpr const char* op = "append_kv";
     AppendKvParams p{};
     p.device = args.k.device;
-    p.k_dtype = p.v_dtype = args.k_pages.dtype;
-    const bool has_codes = is_code(p.k_dtype);
-    p.dtype = has_codes ? args.k.dtype : p.k_dtype;
+    const bool has_codes = is_code(args.k_pages.dtype);
+    p.dtype = has_codes ? args.k.dtype : args.k_pages.dtype;
     const Checker check(op, p.device);
+    const CacheArrays cache{"k_pages", args.k_pages, "v_pages", args.v_pages};
     const char* axes =
         args.cu_seqlens ? "[total, num_kv_heads, head_dim]" : "[batch, num_kv_heads, head_dim]";
     check.data("k", args.k, 3, axes);
     check.data("v", args.v, 3, axes);
-    check_cache(check, {"k_pages", args.k_pages, "v_pages", args.v_pages});
+    const StoredDtypes stored = stored_dtypes(check, cache, args.kv_dtype);
+    p.k_dtype = stored.k;
+    p.v_dtype = stored.v;
+    check_cache(check, cache, stored);
     check.no_shared_elements("v_pages", args.v_pages, "k_pages", args.k_pages);
     if (has_codes) check.float_dtype("k", args.k);
     const char* const like = has_codes ? " like k" : " like k_pages";
     check.dtype("k", args.k, p.dtype, like);
     check.dtype("v", args.v, p.dtype, like);
-    check_scales_of_codes(op, p.k_dtype, args.k_scale, args.v_scale);
     check.same_shape("v", args.v, "k", args.k);
     check.apart("k", args.k, "k_pages", args.k_pages);
     check.apart("k", args.k, "v_pages", args.v_pages);
     check.apart("v", args.v, "k_pages", args.k_pages);
     check.apart("v", args.v, "v_pages", args.v_pages);
     check.equal("num_kv_heads", "k", args.k.shape[1], "k_pages", args.k_pages.shape[2]);
-    check.equal("head_dim", "k", args.k.shape[2], "k_pages", args.k_pages.shape[3]);
+    if (stored.v == DType::int4 && args.k.shape[2] % 2 != 0)
+        fail<ValueError>(op, "head_dim (", args.k.shape[2], ") must be even for int4, two numbers in a byte");
+    check.equal("head_dim", "k", args.k.shape[2], "k_pages", numbers_in(stored.k, args.k_pages.shape[3]));
+    const CheckedScales k_scales = check_scales(
+        check, {"k_pages", "k_scale", args.k_scale, args.k_scale_array, "k_scales", args.k_scales}, stored.k,
+        args.k_pages);
+    const CheckedScales v_scales = check_scales(
+        check, {"v_pages", "v_scale", args.v_scale, args.v_scale_array, "v_scales", args.v_scales}, stored.v,
+        args.v_pages);
+    check_written_scales(check, args);
     check.index("page_table", args.page_table, 2, "[batch, max_pages]");
     check.index("seq_lens", args.seq_lens, 1, "[batch]");
     const int64_t batch = args.page_table.shape[0], max_pages = args.page_table.shape[1];
@@ -144,8 +188,12 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k.shape[1]);
     p.head_dim = static_cast<int32_t>(args.k.shape[2]);
-    p.k_scale = check_scale(op, "k_scale", args.k_scale);
-    p.v_scale = check_scale(op, "v_scale", args.v_scale);
+    p.k_scale = check_divisor(op, "k_scale", k_scales.number);
+    p.v_scale = check_divisor(op, "v_scale", v_scales.number);
+    p.k_static_scales = k_scales.in_memory;
+    p.v_static_scales = v_scales.in_memory;
+    p.k_scales = k_scales.of_each_token;
+    p.v_scales = v_scales.of_each_token;
     if (args.cu_seqlens) {
         check.index("cu_seqlens", *args.cu_seqlens, 1, "[batch + 1]");
         if (args.cu_seqlens->shape[0] != batch + 1) {
@@ -173,6 +221,16 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
         fail<ValueError>(op, "to_k_pages and to_v_pages must be given together; got only ",
                          args.to_k_pages ? "to_k_pages" : "to_v_pages");
     }
+    auto check_pair = [&](const char* name, const auto& scales, const char* to_name, const auto& to_scales) {
+        if (is_within && to_scales)
+            fail<ValueError>(op, to_name, " belong to another cache; give to_k_pages and to_v_pages too");
+        if (!is_within && scales.has_value() != to_scales.has_value()) {
+            fail<ValueError>(op, name, " and ", to_name, " must be given together; got only ",
+                             scales ? name : to_name);
+        }
+    };
+    check_pair("k_scales", args.k_scales, "to_k_scales", args.to_k_scales);
+    check_pair("v_scales", args.v_scales, "to_v_scales", args.to_v_scales);
     const CacheArrays from{"k_pages", args.k_pages, "v_pages", args.v_pages};
     const CacheArrays to =
         is_within ? from : CacheArrays{"to_k_pages", *args.to_k_pages, "to_v_pages", *args.to_v_pages};
@@ -180,15 +238,18 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     CopyPagesParams p{};
     p.device = from_device.type == DeviceType::cuda ? from_device : to_device;
     p.dtype = args.k_pages.dtype;
-    check_cache(Checker(op, from_device), from, is_within);
+    const Checker check_from(op, from_device), check_to(op, to_device);
+    const StoredDtypes stored = copied_dtypes(check_from, from);
+    check_cache(check_from, from, stored, is_within);
     if (!is_within) {
-        check_cache(Checker(op, to_device), to);
+        check_cache(check_to, to, copied_dtypes(check_to, to));
         if (to_device.type == DeviceType::cuda && to_device != p.device) {
             fail<DeviceError>(op, "two caches on GPUs must be on the same one; to_k_pages is on ",
                               to_string(to_device), ", k_pages on ", to_string(from_device));
         }
         const Checker check(op, p.device);
         check.dtype("to_k_pages", to.k_pages, p.dtype, " like k_pages");
+        check.dtype("to_v_pages", to.v_pages, from.v_pages.dtype, " like v_pages");
         const char* axes[] = {"page_size", "num_kv_heads", "head_dim"};
         for (int axis = 1; axis < 4; ++axis) {
             check.equal(axes[axis - 1], "to_k_pages", to.k_pages.shape[axis], "k_pages",
@@ -211,6 +272,51 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
         return {data_for(op, name, array, p.device), stride_of(array, 0), stride_of(array, 1),
                 stride_of(array, 2)};
     };
+    struct ScalesOfCache {
+        const char* k_name;
+        const std::optional<TensorView>& k;
+        const char* v_name;
+        const std::optional<TensorView>& v;
+    };
+    const ScalesOfCache from_scales{"k_scales", args.k_scales, "v_scales", args.v_scales};
+    const ScalesOfCache to_scales =
+        is_within ? from_scales
+                  : ScalesOfCache{"to_k_scales", args.to_k_scales, "to_v_scales", args.to_v_scales};
+    auto set_scales = [&](const Checker& check, const CacheArrays& cache, const ScalesOfCache& scales,
+                          bool is_written, CacheScales& k, CacheScales& v) {
+        auto set = [&](const char* name, const std::optional<TensorView>& array, const char* pages_name,
+                       const TensorView& pages, DType stored, CacheScales& to) {
+            if (!array) return;
+            to = check_copied_scales(check, name, *array, pages_name, pages, stored, is_written);
+            if (is_written) {
+                check.no_shared_elements(name, *array, cache.k_name, cache.k_pages);
+                check.no_shared_elements(name, *array, cache.v_name, cache.v_pages);
+            }
+            to.data = data_for(op, name, *array, p.device);
+        };
+        set(scales.k_name, scales.k, cache.k_name, cache.k_pages, stored.k, k);
+        set(scales.v_name, scales.v, cache.v_name, cache.v_pages, stored.v, v);
+        if (is_written && scales.k && scales.v)
+            check.no_shared_elements(scales.v_name, *scales.v, scales.k_name, *scales.k);
+    };
+    set_scales(check_from, from, from_scales, is_within, p.from_k_scales, p.from_v_scales);
+    set_scales(check_to, to, to_scales, true, p.to_k_scales, p.to_v_scales);
+    if (!is_within) {
+        auto check_apart = [&](const char* name, const std::optional<TensorView>& array, const char* to_name,
+                               const std::optional<TensorView>& to_array) {
+            if (!array) return;
+            Checker(op, p.device)
+                .dtype(to_name, *to_array, array->dtype, (std::string(" like ") + name).c_str());
+            check_from.apart(name, *array, to.k_name, to.k_pages);
+            check_from.apart(name, *array, to.v_name, to.v_pages);
+            if (args.to_k_scales) check_from.apart(name, *array, "to_k_scales", *args.to_k_scales);
+            if (args.to_v_scales) check_from.apart(name, *array, "to_v_scales", *args.to_v_scales);
+            check_from.apart("k_pages", from.k_pages, to_name, *to_array);
+            check_from.apart("v_pages", from.v_pages, to_name, *to_array);
+        };
+        check_apart("k_scales", args.k_scales, "to_k_scales", args.to_k_scales);
+        check_apart("v_scales", args.v_scales, "to_v_scales", args.to_v_scales);
+    }
     p.from_k = pages(from.k_name, from.k_pages);
     p.from_v = pages(from.v_name, from.v_pages);
     p.to_k = pages(to.k_name, to.k_pages);
@@ -221,6 +327,8 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k_pages.shape[2]);
     p.head_dim = static_cast<int32_t>(args.k_pages.shape[3]);
+    p.k_row_bytes = static_cast<int32_t>(size_of(args.k_pages.dtype) * args.k_pages.shape[3]);
+    p.v_row_bytes = static_cast<int32_t>(size_of(args.v_pages.dtype) * args.v_pages.shape[3]);
     require_kernel(op, p);
     if (p.device.type == DeviceType::cpu)
         check_copies_in_host(p, from.k_pages.shape[0], to.k_pages.shape[0], is_within);

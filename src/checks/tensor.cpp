@@ -3,6 +3,15 @@
 #include <octavo/error.h>
 
 namespace octavo {
+namespace {
+
+std::string text_of(const int64_t* numbers, int count) {
+    std::string text = "[";
+    for (int i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
+    return text + "]";
+}
+
+}  // namespace
 
 std::string to_string(DType dtype) {
     switch (dtype) {
@@ -49,10 +58,8 @@ int64_t TensorView::size() const {
     return count;
 }
 
-std::string TensorView::shape_string() const {
-    std::string text = "[";
-    for (int axis = 0; axis < ndim; ++axis) text += (axis ? ", " : "") + std::to_string(shape[axis]);
-    return text + "]";
-}
+std::string TensorView::shape_string() const { return text_of(shape.data(), ndim); }
+
+std::string TensorView::strides_string() const { return text_of(strides.data(), ndim); }
 
 }  // namespace octavo

@@ -25,26 +25,99 @@ void store_scaled(const T* from, T* to, int32_t n, float scale) {
     }
 }
 
-// As codes, by a product with 1 / scale in float32: every backend has to do the same for the same codes.
+// As codes, which every backend has to compute alike.
 template <class T, class Code>
-void store_scaled(const T* from, Code* to, int32_t n, float scale) {
-    const float inverse = 1.0f / scale;
-    for (int32_t d = 0; d < n; ++d) from_float(to_float(from[d]) * inverse, to[d]);
+void store_codes(const T* from, Code* to, int32_t n, const CodeScale& scale) {
+    for (int32_t d = 0; d < n; ++d) from_float(scale(to_float(from[d])), to[d]);
 }
 
+template <class T>
+void store_codes(const T* from, Int4Pair* to, int32_t n, const CodeScale& scale) {
+    auto code = [&](int32_t d) { return to_int4(scale.above_minimum(to_float(from[d]))); };
+    for (int32_t d = 0; d < n; d += 2) to[d / 2].pair = static_cast<uint8_t>(code(d) | code(d + 1) << 4);
+}
+
+// With a scale of their own, which goes to `word`.
+template <class T, class Code>
+void store_row(const T* from, Code* to, int32_t n, uint32_t& word) {
+    uint32_t absmax = 0;
+    for (int32_t d = 0; d < n; ++d) absmax = std::max(absmax, size_bits(to_float(from[d])));
+    const CodeScale scale = code_scale_of_row(absmax, kLargestOf<Code>);
+    word = bits_of_float(scale.scale);
+    store_codes(from, to, n, scale);
+}
+
+template <class T>
+void store_row(const T* from, Int4Pair* to, int32_t n, uint32_t& word) {
+    int32_t min = INT32_MAX, max = INT32_MIN;
+    for (int32_t d = 0; d < n; ++d) {
+        const int32_t bits = order_bits(to_float(from[d]));
+        min = std::min(min, bits);
+        max = std::max(max, bits);
+    }
+    const CodeScale scale = int4_scale_of_row(min, max);
+    word = int4_word(scale);
+    store_codes(from, to, n, scale);
+}
+
+uint32_t& word_at(const CacheScales& scales, int64_t page, int32_t slot, int32_t head) {
+    return static_cast<uint32_t*>(
+        scales.data)[page * scales.page_stride + slot * scales.token_stride + head * scales.head_stride];
+}
+
+// Where the keys, or the values, of new tokens come from and go to.
 template <class T, class Stored>
-void append_typed(const AppendKvParams& p) {
-    auto append_token = [&](int32_t b, int64_t token, int32_t position) {
-        int64_t page = p.page_table[b * p.page_table_stride + position / p.page_size];
-        int32_t slot = position % p.page_size;
-        const T* k = static_cast<const T*>(p.k) + token * p.k_token_stride;
-        const T* v = static_cast<const T*>(p.v) + token * p.v_token_stride;
-        Stored* k_slot = static_cast<Stored*>(p.k_pages) + page * p.k_page_stride + slot * p.k_slot_stride;
-        Stored* v_slot = static_cast<Stored*>(p.v_pages) + page * p.v_page_stride + slot * p.v_slot_stride;
+struct Rows {
+    const T* from;
+    int64_t from_token_stride, from_head_stride;
+    Stored* pages;
+    int64_t page_stride, slot_stride, head_stride;
+    float scale;
+    CacheScales static_scales, scales;
+
+    void append(const AppendKvParams& p, int64_t token, int64_t page, int32_t slot) const {
         for (int32_t h = 0; h < p.num_kv_heads; ++h) {
-            store_scaled(k + h * p.k_head_stride, k_slot + h * p.k_pages_head_stride, p.head_dim, p.k_scale);
-            store_scaled(v + h * p.v_head_stride, v_slot + h * p.v_pages_head_stride, p.head_dim, p.v_scale);
+            const T* row = from + token * from_token_stride + h * from_head_stride;
+            Stored* to = pages + page * page_stride + slot * slot_stride + h * head_stride;
+            if constexpr (!kIsCode<Stored>) {
+                store_scaled(row, to, p.head_dim, scale);
+            } else if (scales.data) {
+                store_row(row, to, p.head_dim, word_at(scales, page, slot, h));
+            } else {
+                const float own = static_scales.data ? float_of_bits(word_at(static_scales, 0, 0, h)) : scale;
+                store_codes(row, to, p.head_dim, CodeScale::of(own));
+            }
         }
+    }
+};
+
+template <class T, class StoredK, class StoredV>
+void append_typed(const AppendKvParams& p) {
+    const Rows<T, StoredK> keys{static_cast<const T*>(p.k),
+                                p.k_token_stride,
+                                p.k_head_stride,
+                                static_cast<StoredK*>(p.k_pages),
+                                p.k_page_stride,
+                                p.k_slot_stride,
+                                p.k_pages_head_stride,
+                                p.k_scale,
+                                p.k_static_scales,
+                                p.k_scales};
+    const Rows<T, StoredV> values{static_cast<const T*>(p.v),
+                                  p.v_token_stride,
+                                  p.v_head_stride,
+                                  static_cast<StoredV*>(p.v_pages),
+                                  p.v_page_stride,
+                                  p.v_slot_stride,
+                                  p.v_pages_head_stride,
+                                  p.v_scale,
+                                  p.v_static_scales,
+                                  p.v_scales};
+    auto append_token = [&](int32_t b, int64_t token, int32_t position) {
+        const int64_t page = p.page_table[b * p.page_table_stride + position / p.page_size];
+        const int32_t slot = position % p.page_size;
+        keys.append(p, token, page, slot);
+        values.append(p, token, page, slot);
     };
     const int64_t token_bytes = 2 * int64_t{p.num_kv_heads} * p.head_dim * static_cast<int64_t>(sizeof(T));
     const int64_t grain = grain_for(token_bytes);
@@ -74,30 +147,36 @@ void append_typed(const AppendKvParams& p) {
 void append_kv(const AppendKvParams& p) {
     with_type(p.dtype, [&](auto type) {
         using T = decltype(type);
-        if (p.k_dtype == p.dtype) return append_typed<T, T>(p);
-        with_cache_type(p.k_dtype, [&](auto code) { append_typed<T, decltype(code)>(p); });
+        if (p.k_dtype == p.dtype) return append_typed<T, T, T>(p);
+        with_cache_types(p.k_dtype, p.v_dtype, [&](auto k, auto v) {
+            if constexpr (kIsCode<decltype(k)>) append_typed<T, decltype(k), decltype(v)>(p);
+        });
     });
 }
 
 void copy_pages(const CopyPagesParams& p) {
-    const int64_t element = size_of(p.dtype), row_bytes = p.head_dim * element;
     using Pages = CopyPagesParams::Pages;
+    const int64_t element = size_of(p.dtype);
     auto row = [element](const Pages& pages, int64_t page, int32_t slot, int32_t head) {
         return static_cast<char*>(pages.data) +
                (page * pages.page_stride + slot * pages.slot_stride + head * pages.head_stride) * element;
     };
-    auto copy = [&](const Pages& from, int32_t from_page, const Pages& to, int32_t to_page) {
+    auto copy = [&](int32_t row_bytes, const Pages& from, const CacheScales& from_scales, int32_t from_page,
+                    const Pages& to, const CacheScales& to_scales, int32_t to_page) {
         for (int32_t slot = 0; slot < p.page_size; ++slot) {
-            for (int32_t h = 0; h < p.num_kv_heads; ++h)
+            for (int32_t h = 0; h < p.num_kv_heads; ++h) {
                 std::memcpy(row(to, to_page, slot, h), row(from, from_page, slot, h), row_bytes);
+                if (from_scales.data)
+                    word_at(to_scales, to_page, slot, h) = word_at(from_scales, from_page, slot, h);
+            }
         }
     };
-    const int64_t page_bytes = 2 * int64_t{p.page_size} * p.num_kv_heads * row_bytes;
-    parallel_for_ranges(p.num_copies, grain_for(page_bytes), [&](int64_t begin, int64_t end) {
+    const int64_t token_bytes = p.num_kv_heads * (int64_t{p.k_row_bytes} + p.v_row_bytes);
+    parallel_for_ranges(p.num_copies, grain_for(p.page_size * token_bytes), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int32_t* pages = p.copies + i * p.copies_stride;
-            copy(p.from_k, pages[0], p.to_k, pages[1]);
-            copy(p.from_v, pages[0], p.to_v, pages[1]);
+            copy(p.k_row_bytes, p.from_k, p.from_k_scales, pages[0], p.to_k, p.to_k_scales, pages[1]);
+            copy(p.v_row_bytes, p.from_v, p.from_v_scales, pages[0], p.to_v, p.to_v_scales, pages[1]);
         }
     });
 }

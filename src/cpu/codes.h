@@ -1,9 +1,8 @@
-// The 8-bit numbers that a cache may hold, as types of their own, and to and from float32.
+// The codes that a cache may hold, as types of their own, and to and from float32.
 #pragma once
 
-#include "common/float8.h"
+#include "common/codes.h"
 
-#include <cmath>
 #include <cstdint>
 
 namespace octavo::cpu {
@@ -19,17 +18,33 @@ struct Float8E5m2 {
     using Format = E5m2;
     uint8_t code;
 };
+// Two numbers from 0 to 15, that of the even index in the lower half.
+struct Int4Pair {
+    uint8_t pair;
+};
+
+// How many numbers an element of an array holds.
+template <class T>
+constexpr int kNumbersOf = 1;
+template <>
+inline constexpr int kNumbersOf<Int4Pair> = 2;
+
+template <class T>
+constexpr bool kIsCode = sizeof(T) == 1;
 
 inline float to_float(Int8 x) { return x.code; }
 inline float to_float(Float8E4m3 x) { return float8_to_float<E4m3>(x.code); }
 inline float to_float(Float8E5m2 x) { return float8_to_float<E5m2>(x.code); }
 
-// The nearest of -127 to 127, ties to even; NaN is 0.
-inline void from_float(float x, Int8& out) {
-    const float bounded = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x == x ? x : 0.0f;
-    out.code = static_cast<int8_t>(std::nearbyintf(bounded));
-}
+// The nearest code, saturating.
+inline void from_float(float x, Int8& out) { out.code = to_int8(x); }
 inline void from_float(float x, Float8E4m3& out) { out.code = to_float8<E4m3>(x); }
 inline void from_float(float x, Float8E5m2& out) { out.code = to_float8<E5m2>(x); }
+
+// The largest number that has a code.
+template <class Code>
+constexpr float kLargestOf = Code::Format::kMax;
+template <>
+inline constexpr float kLargestOf<Int8> = 127.0f;
 
 }  // namespace octavo::cpu

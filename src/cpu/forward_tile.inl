@@ -43,6 +43,23 @@ static void load_row(const T* from, int n, float* to) {
     for (; d < n; ++d) to[d] = to_float(from[d]);
 }
 
+template <int begin>
+struct Interleave {  // of lanes from `begin` on
+    static constexpr int lane(int l) { return (l & 1 ? kLanes : 0) + begin + l / 2; }
+};
+
+static void load_row(const Int4Pair* from, int n, float* to) {
+    int d = 0;
+    for (; d + 2 * kLanes <= n; d += 2 * kLanes) {
+        const BitsVec pairs = __builtin_convertvector(load_as<UnsignedByteVec>(from + d / 2), BitsVec);
+        const Vec even = __builtin_convertvector((IntVec)(pairs & 0xfu), Vec);
+        const Vec odd = __builtin_convertvector((IntVec)(pairs >> 4), Vec);
+        store(to + d, shuffle<Interleave<0>>(even, odd));
+        store(to + d + kLanes, shuffle<Interleave<kLanes / 2>>(even, odd));
+    }
+    for (; d < n; ++d) to[d] = static_cast<float>(from[d / 2].pair >> (d & 1 ? 4 : 0) & 0xf);
+}
+
 template <class T>
 static void store_row(const float* from, float scale, int n, T* to) {
     int d = 0;
@@ -77,51 +94,131 @@ struct VisibleKeys {
     }
 };
 
-// Where the keys of one tile lie, and their values. What no row sees is a row of zeros: it is never read.
-template <class T>
-struct KeyRows {
-    const T* k[kTileKeys];
-    const T* v[kTileKeys];
-};
-
-template <class T>
-static void find_keys(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles, int32_t k_begin,
-                      KeyRows<T>& rows) {
-    static const T kZeros[kMaxHeadDim] = {};
-    const T* k = static_cast<const T*>(p.k) + tile.sequence.k_begin + tile.kv_head * p.k_head_stride;
-    const T* v = static_cast<const T*>(p.v) + tile.sequence.v_begin + tile.kv_head * p.v_head_stride;
+// Calls body(begin, end, page, slot) for the keys of a tile that some row sees, cut where pages end: those
+// from `begin` on lie in the page from its slot on.
+template <class Body>
+OCTAVO_SIMD void for_pages(const AttentionParams& p, const RowTile& tile, const VisibleKeys& needed,
+                           int32_t k_begin, const Body& body) {
     const int32_t* pages = p.paged() ? p.page_table + tile.batch_index * p.page_table_stride : nullptr;
     const int32_t page_size = p.paged() ? p.page_size : INT32_MAX;
-    const VisibleKeys needed =
-        VisibleKeys::make(k_begin, tiles.prefix_end, tiles.window_begin, tiles.window_end);
-    auto fill_zeros = [&](int begin, int end) {
-        for (int j = begin; j < end; ++j) rows.k[j] = rows.v[j] = kZeros;
-    };
-    fill_zeros(needed.prefix_end, needed.window_begin);
-    fill_zeros(needed.window_end, kTileKeys);
     needed.for_ranges([&](int begin, int end) {
-        for (int j = begin; j < end;) {  // page by page
+        for (int j = begin; j < end;) {
             const int32_t slot = (k_begin + j) % page_size;
             const int64_t page = pages ? pages[(k_begin + j) / page_size] : 0;
             const int page_end = end - j < page_size - slot ? end : j + page_size - slot;
-            const T* k_row = k + page * p.k_outer_stride + slot * p.k_token_stride;
-            const T* v_row = v + page * p.v_outer_stride + slot * p.v_token_stride;
-            for (; j < page_end; ++j, k_row += p.k_token_stride, v_row += p.v_token_stride) {
-                rows.k[j] = k_row;
-                rows.v[j] = v_row;
+            body(j, page_end, page, slot);
+            j = page_end;
+        }
+    });
+}
+
+// Where the keys of one tile lie, and their values. What no row sees is a row of zeros: it is never read.
+template <class K, class V>
+struct KeyRows {
+    const K* k[kTileKeys];
+    const V* v[kTileKeys];
+};
+
+template <class K, class V>
+static void find_keys(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles, int32_t k_begin,
+                      KeyRows<K, V>& rows) {
+    static const K kZeroKey[kMaxHeadDim] = {};
+    static const V kZeroValue[kMaxHeadDim] = {};
+    const K* k = static_cast<const K*>(p.k) + tile.sequence.k_begin + tile.kv_head * p.k_head_stride;
+    const V* v = static_cast<const V*>(p.v) + tile.sequence.v_begin + tile.kv_head * p.v_head_stride;
+    const VisibleKeys needed =
+        VisibleKeys::make(k_begin, tiles.prefix_end, tiles.window_begin, tiles.window_end);
+    auto fill_zeros = [&](int begin, int end) {
+        for (int j = begin; j < end; ++j) {
+            rows.k[j] = kZeroKey;
+            rows.v[j] = kZeroValue;
+        }
+    };
+    fill_zeros(needed.prefix_end, needed.window_begin);
+    fill_zeros(needed.window_end, kTileKeys);
+    for_pages(p, tile, needed, k_begin, [&](int j, int end, int64_t page, int32_t slot) {
+        const K* k_row = k + page * p.k_outer_stride + slot * p.k_token_stride;
+        const V* v_row = v + page * p.v_outer_stride + slot * p.v_token_stride;
+        for (; j < end; ++j, k_row += p.k_token_stride, v_row += p.v_token_stride) {
+            rows.k[j] = k_row;
+            rows.v[j] = v_row;
+        }
+    });
+}
+
+// What the codes of one tile's keys, or of its values, are multiplied by, and what is added then. The scale
+// of what no row sees is 0: it is never read.
+struct KeyScales {
+    float scale[kTileKeys];
+    float minimum[kTileKeys];  // of int4 alone
+};
+
+template <class Code>
+static void find_scales(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles, int32_t k_begin,
+                        const CacheScales& scales, KeyScales& found) {
+    const auto* words = static_cast<const uint32_t*>(scales.data) + tile.kv_head * scales.head_stride;
+    const VisibleKeys needed =
+        VisibleKeys::make(k_begin, tiles.prefix_end, tiles.window_begin, tiles.window_end);
+    for (int j = 0; j < kTileKeys; ++j) found.scale[j] = found.minimum[j] = 0.0f;
+    for_pages(p, tile, needed, k_begin, [&](int j, int end, int64_t page, int32_t slot) {
+        const uint32_t* word = words + page * scales.page_stride + slot * scales.token_stride;
+        for (; j < end; ++j, word += scales.token_stride) {
+            if constexpr (kNumbersOf<Code> == 2) {
+                found.scale[j] = scale_of_int4_word(*word);
+                found.minimum[j] = minimum_of_int4_word(*word);
+            } else {
+                found.scale[j] = float_of_bits(*word);
             }
         }
     });
 }
 
+// keys [head_dim, kTileKeys]
+template <class Code>
+static void scale_keys(const KeyScales& scales, int head_dim, float* keys) {
+    for (int j = 0; j < kTileKeys; j += kLanes) {
+        const Vec scale = load(scales.scale + j), minimum = load(scales.minimum + j);
+        for (int d = 0; d < head_dim; ++d) {
+            float* const key = keys + d * kTileKeys + j;
+            store(key, kNumbersOf<Code> == 2 ? load(key) * scale + minimum : load(key) * scale);
+        }
+    }
+}
+
+// values [kTileKeys, stride]
+template <class Code>
+static void scale_values(const KeyScales& scales, int stride, float* values) {
+    for (int j = 0; j < kTileKeys; ++j, values += stride) {
+        const Vec scale = broadcast(scales.scale[j]), minimum = broadcast(scales.minimum[j]);
+        for (int d = 0; d < stride; d += kLanes) {
+            const Vec scaled = load(values + d) * scale;
+            store(values + d, kNumbersOf<Code> == 2 ? scaled + minimum : scaled);
+        }
+    }
+}
+
+// Whether the scales of these codes are the same for all tokens, so that they belong to sums.
+template <class Code>
+static bool are_static(const CacheScales& scales) {
+    return kNumbersOf<Code> == 1 && scales.data && scales.page_stride == 0 && scales.token_stride == 0;
+}
+
+// The scale of codes for all tokens of a KV head, beside the host's; 1 if there is none.
+template <class Code>
+static float static_scale(const CacheScales& scales, int32_t kv_head) {
+    if (!are_static<Code>(scales)) return 1.0f;
+    return static_cast<const float*>(scales.data)[kv_head * scales.head_stride];
+}
+
 // Asks the memory for a row of the next tile. The hardware does not foresee it: pages lie anywhere.
 template <class T>
 static void prefetch_row(const T* row, int head_dim) {
-    for (int d = 0; d < head_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+    const int length = head_dim / kNumbersOf<T>;
+    for (int d = 0; d < length; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
 }
 
-// One word of each of kLanes keys holds one dim of float32, two of a 16-bit type, or four codes: each to its
-// own row.
+// One word of each of kLanes keys holds one dim of float32, two of a 16-bit type, four codes of 8 bits or
+// eight of 4: each to its own row.
 OCTAVO_SIMD void store_dims(const float*, Vec words, float* to) { store(to, words); }
 OCTAVO_SIMD void store_dims(const BFloat16*, Vec words, float* to) {
     store(to, (Vec)((BitsVec)words << 16));
@@ -146,10 +243,16 @@ OCTAVO_SIMD void store_dims(const Float8*, Vec words, float* to) {
         store(to + i * kTileKeys, float_of_float8<Format>((BitsVec)words >> (8 * i) & 0xffu));
 }
 
+OCTAVO_SIMD void store_dims(const Int4Pair*, Vec words, float* to) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+        store(to + i * kTileKeys, __builtin_convertvector((IntVec)((BitsVec)words >> (4 * i) & 0xfu), Vec));
+}
+
 // to [head_dim, kTileKeys], transposed word by word
 template <class T>
 static void load_keys(const T* const* keys, const T* const* next_keys, int head_dim, float* to) {
-    constexpr int kWordDims = sizeof(float) / sizeof(T);
+    constexpr int kWordElements = sizeof(float) / sizeof(T), kWordDims = kWordElements * kNumbersOf<T>;
     const int num_words = head_dim / kWordDims;
     for (int j = 0; j < kTileKeys; j += kLanes) {
         for (int i = 0; i < kLanes; ++i) prefetch_row(next_keys[j + i], head_dim);
@@ -157,7 +260,7 @@ static void load_keys(const T* const* keys, const T* const* next_keys, int head_
             Vec block[kLanes];
 #pragma GCC unroll 16
             for (int i = 0; i < kLanes; ++i) {
-                const T* from = keys[j + i] + word * kWordDims;
+                const T* from = keys[j + i] + word * kWordElements;
                 block[i] =
                     word + kLanes <= num_words ? load_as<Vec>(from) : load_first(from, num_words - word);
             }
@@ -246,14 +349,21 @@ static void load_queries(const AttentionParams& p, const RowTile& tile, float* t
     }
 }
 
-// Over keys and values of type T; the queries are in scratch.
-template <class T>
+// Over keys and values of these types; the queries are in scratch.
+template <class K, class V>
 static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                          int32_t last_key_tile, TileScratch& scratch, Partial result) {
     const int head_dim = p.head_dim, stride = row_stride(head_dim), rows = tile.num_rows;
     const Visibility& see = tile.sequence.see;
     const KeyTiles tiles = tile.key_tiles();
-    const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
+    float softmax_scale = p.softmax_scale;
+    bool scales_keys = false, scales_values = false;
+    if constexpr (kIsCode<K>) {
+        softmax_scale *= static_scale<K>(p.k_scales, tile.kv_head);
+        scales_keys = p.k_scales.data && !are_static<K>(p.k_scales);
+        scales_values = p.v_scales.data && !are_static<V>(p.v_scales);
+    }
+    const ScoreTransform transform = ScoreTransform::make(softmax_scale, p.softcap);
 
     SoftmaxState states[kTileRows];
     float slopes_log2[kTileRows] = {};
@@ -267,15 +377,15 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
     }
     for (int i = 0; i < rows * stride; ++i) result.out[i] = 0.0f;
 
-    KeyRows<T> key_rows[2];  // of tile t: key_rows[t % 2]
+    KeyRows<K, V> key_rows[2];  // of tile t: key_rows[t % 2]
     if (first_key_tile < last_key_tile) {
         find_keys(p, tile, tiles, tiles.start(first_key_tile), key_rows[first_key_tile % 2]);
     }
     for (int32_t t = first_key_tile; t < last_key_tile; ++t) {
         const int32_t k_begin = tiles.start(t);
         const int32_t next_t = t + 1 < last_key_tile ? t + 1 : t;
-        const KeyRows<T>& here = key_rows[t % 2];
-        KeyRows<T>& next = key_rows[next_t % 2];
+        const KeyRows<K, V>& here = key_rows[t % 2];
+        KeyRows<K, V>& next = key_rows[next_t % 2];
         if (next_t != t) find_keys(p, tile, tiles, tiles.start(next_t), next);
         const bool all_visible = KeyTiles::all_visible(see, q_pos[0], q_pos[rows - 1], k_begin, kTileKeys);
         auto visible_to = [&](int r) {
@@ -285,6 +395,13 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
         };
 
         load_keys(here.k, next.k, head_dim, scratch.keys);
+        if constexpr (kIsCode<K>) {
+            if (scales_keys) {
+                KeyScales scales;
+                find_scales<K>(p, tile, tiles, k_begin, p.k_scales, scales);
+                scale_keys<K>(scales, head_dim, scratch.keys);
+            }
+        }
         multiply({scratch.queries, stride, scratch.keys, kTileKeys, scratch.weights, kTileKeys, rows,
                   kTileKeys, head_dim, false});
 
@@ -299,6 +416,13 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
         }
 
         load_values(here.v, next.v, head_dim, scratch.values);
+        if constexpr (kIsCode<V>) {
+            if (scales_values) {
+                KeyScales scales;
+                find_scales<V>(p, tile, tiles, k_begin, p.v_scales, scales);
+                scale_values<V>(scales, stride, scratch.values);
+            }
+        }
         for (int r = 0; r < rows;) {
             int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
             while (end < rows && (all_visible || q_pos[end] == q_pos[r])) ++end;
@@ -318,16 +442,23 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
 static void attend(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                    int32_t last_key_tile, TileScratch& scratch, Partial result) {
     with_type(p.dtype, [&](auto type) { load_queries<decltype(type)>(p, tile, scratch.queries); });
-    with_cache_type(p.k_dtype, [&](auto type) {
-        attend_typed<decltype(type)>(p, tile, first_key_tile, last_key_tile, scratch, result);
+    with_cache_types(p.k_dtype, p.v_dtype, [&](auto k, auto v) {
+        attend_typed<decltype(k), decltype(v)>(p, tile, first_key_tile, last_key_tile, scratch, result);
     });
+}
+
+// The scale in memory of all values of a KV head; 1 if there is none.
+static float v_scale_of(const AttentionParams& p, int32_t kv_head) {
+    if (!is_code(p.v_dtype) || p.v_dtype == DType::int4) return 1.0f;
+    return static_scale<Int8>(p.v_scales, kv_head);
 }
 
 template <class T>
 static void store_typed(const AttentionParams& p, const RowTile& tile, Partial result) {
+    const float v_scale = v_scale_of(p, tile.kv_head);
     for (int r = 0; r < tile.num_rows; ++r) {
         int64_t token = tile.token_of(r), head = tile.head_of(r);
-        store_row(result.out + r * row_stride(p.head_dim), p.out_scale, p.head_dim,
+        store_row(result.out + r * row_stride(p.head_dim), p.out_scale * v_scale, p.head_dim,
                   static_cast<T*>(p.out) + tile.sequence.out_begin + token * p.out_token_stride +
                       head * p.out_head_stride);
         if (p.lse) {

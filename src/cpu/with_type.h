@@ -33,14 +33,21 @@ void with_cache_type(DType dtype, Body body) {
         case DType::int8: return body(Int8{});
         case DType::float8_e4m3fn: return body(Float8E4m3{});
         case DType::float8_e5m2: return body(Float8E5m2{});
+        case DType::int4: return body(Int4Pair{});
         case DType::float32:
         case DType::float16:
         case DType::bfloat16:
         case DType::int32:
-        case DType::uint8:
-        case DType::int4: break;
+        case DType::uint8: break;
     }
     with_type(dtype, body);
+}
+
+// The same for keys and for values, of which the checks let only one pair differ.
+template <class Body>
+void with_cache_types(DType k_dtype, DType v_dtype, Body body) {
+    if (k_dtype == DType::int8 && v_dtype == DType::int4) return body(Int8{}, Int4Pair{});
+    with_cache_type(k_dtype, [&](auto type) { body(type, type); });
 }
 
 }  // namespace octavo::cpu

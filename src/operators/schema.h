@@ -19,9 +19,9 @@
 
 namespace octavo::schema {
 
-// The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits.
-// The checks go further.
-enum class Accept : uint8_t { data, cache, int32, float32 };
+// The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits,
+// scales is float32 or float16. The checks go further.
+enum class Accept : uint8_t { data, cache, scales, int32, float32 };
 
 // What the operator does to an array: reads it, writes to it in place, or writes a result to it.
 enum class Access : uint8_t { read, write, result };
@@ -41,6 +41,7 @@ struct ArrayArgument {
     octavo_tensor CArgs::* c_member;
     Access access;
     Accept accept;
+    const char* in_place_of = nullptr;  // the number that Python has one parameter for, together with this
 
     constexpr bool is_result() const { return access == Access::result; }
 };
@@ -54,13 +55,13 @@ struct WithoutOptional<std::optional<T>> {
     using Type = T;
 };
 
-// A number or a bool, with the default of the C++ struct. A std::optional has no value by default; `c_none`
-// in the C struct means the same.
+// A number, a bool or the name of a dtype, with the default of the C++ struct. A std::optional has no value
+// by default; `c_none` in the C struct means the same.
 template <class Args, class T, class CArgs, class C>
 struct ScalarArgument {
     using Value = T;                                   // of the C++ struct
     using CValue = C;                                  // of the C struct
-    using Number = typename WithoutOptional<T>::Type;  // bool, int64_t, double or float
+    using Number = typename WithoutOptional<T>::Type;  // bool, int64_t, double, float or DType
     static constexpr bool kIsArray = false;
     static constexpr bool kIsRequired = false;
     static constexpr bool kIsOptional = !std::is_same_v<Value, Number>;
@@ -76,6 +77,14 @@ struct ScalarArgument {
 template <Accept accept = Accept::data, class Args, class View, class CArgs = NoCArgs>
 constexpr auto input(const char* name, View Args::* member, octavo_tensor CArgs::* c_member = nullptr) {
     return ArrayArgument<Args, View, CArgs>{name, member, c_member, Access::read, accept};
+}
+
+// What may be given in place of a number, whose name is the begin of its own: read when the operator runs.
+template <Accept accept, class Args, class CArgs>
+constexpr auto input_in_place_of(const char* number, const char* name,
+                                 std::optional<TensorView> Args::* member, octavo_tensor CArgs::* c_member) {
+    return ArrayArgument<Args, std::optional<TensorView>, CArgs>{name,         member, c_member,
+                                                                 Access::read, accept, number};
 }
 
 template <Accept accept = Accept::data, class Args, class View, class CArgs = NoCArgs>
@@ -103,7 +112,8 @@ constexpr auto scalar(const char* name, std::optional<Value> Args::* member, CVa
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// The operators. Their arguments stand in the order of the parameters in Python, results at the end.
+// The operators. Their arguments stand in the order of the parameters in Python, results at the end. A new
+// one comes behind all others: code that torch.compile keeps on disk calls torch.ops.octavo by position.
 // clang-format off
 
 struct Attention {
@@ -159,6 +169,11 @@ struct PagedAttention {
         scalar("num_splits", &Args::num_splits, &CArgs::num_splits, -1),
         scalar("batch_invariant", &Args::batch_invariant, &CArgs::batch_invariant),
         scalar("shared_prefix_len", &Args::shared_prefix_len, &CArgs::shared_prefix_len),
+        input<Accept::scales>("k_scales", &Args::k_scales, &CArgs::k_scales),
+        input<Accept::scales>("v_scales", &Args::v_scales, &CArgs::v_scales),
+        scalar("kv_dtype", &Args::kv_dtype, &CArgs::kv_dtype, -1),
+        input_in_place_of<Accept::float32>("k_scale", "k_scale_array", &Args::k_scale_array, &CArgs::k_scale_array),
+        input_in_place_of<Accept::float32>("v_scale", "v_scale_array", &Args::v_scale_array, &CArgs::v_scale_array),
         result("out", &Args::out, &CArgs::out),
         result<Accept::float32>("lse", &Args::lse, &CArgs::lse));
 };
@@ -178,21 +193,31 @@ struct AppendKv {
         input<Accept::int32>("seq_lens", &Args::seq_lens, &CArgs::seq_lens),
         input<Accept::int32>("cu_seqlens", &Args::cu_seqlens, &CArgs::cu_seqlens),
         scalar("k_scale", &Args::k_scale, &CArgs::k_scale, 1),
-        scalar("v_scale", &Args::v_scale, &CArgs::v_scale, 1));
+        scalar("v_scale", &Args::v_scale, &CArgs::v_scale, 1),
+        written<Accept::scales>("k_scales", &Args::k_scales, &CArgs::k_scales),
+        written<Accept::scales>("v_scales", &Args::v_scales, &CArgs::v_scales),
+        scalar("kv_dtype", &Args::kv_dtype, &CArgs::kv_dtype, -1),
+        input_in_place_of<Accept::float32>("k_scale", "k_scale_array", &Args::k_scale_array, &CArgs::k_scale_array),
+        input_in_place_of<Accept::float32>("v_scale", "v_scale_array", &Args::v_scale_array, &CArgs::v_scale_array));
 };
 
 // Writes to the second cache where it is given, and to the first one otherwise.
 struct CopyPages {
     using Args = CopyPagesArgs;
+    using CArgs = octavo_copy_pages_args;
     static constexpr const char* kName = "copy_pages";
     static constexpr auto kCheck = &check_copy_pages;
     static constexpr auto kRun = &octavo::copy_pages;
     static constexpr auto kArguments = std::tuple(
-        written<Accept::cache>("k_pages", &Args::k_pages),
-        written<Accept::cache>("v_pages", &Args::v_pages),
-        input<Accept::int32>("copies", &Args::copies),
-        written<Accept::cache>("to_k_pages", &Args::to_k_pages),
-        written<Accept::cache>("to_v_pages", &Args::to_v_pages));
+        written<Accept::cache>("k_pages", &Args::k_pages, &CArgs::k_pages),
+        written<Accept::cache>("v_pages", &Args::v_pages, &CArgs::v_pages),
+        input<Accept::int32>("copies", &Args::copies, &CArgs::copies),
+        written<Accept::cache>("to_k_pages", &Args::to_k_pages, &CArgs::to_k_pages),
+        written<Accept::cache>("to_v_pages", &Args::to_v_pages, &CArgs::to_v_pages),
+        written<Accept::scales>("k_scales", &Args::k_scales, &CArgs::k_scales),
+        written<Accept::scales>("v_scales", &Args::v_scales, &CArgs::v_scales),
+        written<Accept::scales>("to_k_scales", &Args::to_k_scales, &CArgs::to_k_scales),
+        written<Accept::scales>("to_v_scales", &Args::to_v_scales, &CArgs::to_v_scales));
 };
 
 struct MergeStates {

@@ -11,8 +11,8 @@
 namespace octavo {
 
 struct AppendKvParams {
-    DType dtype;     // of k and v
-    DType k_dtype;   // of k_pages, and of v_pages: the same, or of codes
+    DType dtype;    // of k and v
+    DType k_dtype;  // of k_pages, and of v_pages: the same, or of codes
     DType v_dtype;
     Device device;
     const void* k;  // [total, num_kv_heads, head_dim]
@@ -29,7 +29,7 @@ struct AppendKvParams {
     const int32_t* cu_seqlens;  // [batch + 1]; null: one token a sequence
     int64_t total;              // new tokens over all sequences
     int32_t batch, num_kv_heads, head_dim, page_size;
-    float k_scale, v_scale;  // what is stored is the value divided by its scale
+    float k_scale, v_scale;                        // what is stored is the value divided by its scale
     CacheScales k_static_scales, v_static_scales;  // the same in memory
     CacheScales k_scales, v_scales;                // that are written: of each token and KV head, its own
 };
@@ -39,13 +39,16 @@ struct CopyPagesParams {
         void* data;  // [num_pages, page_size, num_kv_heads, head_dim], where the device that copies sees it
         int64_t page_stride, slot_stride, head_stride;
     };
-    DType dtype;
+    DType dtype;    // of k_pages; that of v_pages has as many bytes
     Device device;  // that copies
     Pages from_k, from_v, to_k, to_v;
-    const int32_t* copies;  // [num_copies, 2]: (from, to)
+    CacheScales from_k_scales, from_v_scales, to_k_scales, to_v_scales;  // where the device sees them
+    const int32_t* copies;                                               // [num_copies, 2]: (from, to)
     int64_t copies_stride;
     int64_t num_copies;
-    int32_t page_size, num_kv_heads, head_dim;
+    int32_t page_size, num_kv_heads;
+    int32_t head_dim;                  // the length of the last axis of k_pages
+    int32_t k_row_bytes, v_row_bytes;  // of one token and KV head; that of int4 is half of that of int8
 };
 
 }  // namespace octavo

@@ -11,6 +11,7 @@ import pytest
 
 import octavo
 from support.programs import find_program, run
+from support.quantised import Cache
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -103,15 +104,60 @@ def test_copies(library):
     here, there = normal(2, 5, 4, 1, 8), normal(2, 3, 4, 1, 8)
     expected = here.copy(), there.copy()
     copies = np.array([[4, 0], [1, 2]], np.int32)
-    arrays = [byref(Tensor.of(array)) for array in (*here, copies)]
-    library.call("copy_pages", *arrays, *(byref(Tensor.of(array)) for array in there), None)
+    given = {"k_pages": here[0], "v_pages": here[1], "copies": copies}
+    library.copy_pages(**given, to_k_pages=there[0], to_v_pages=there[1])
     expected[1][:, [0, 2]] = here[:, [4, 1]]
-    library.call("copy_pages", *arrays, None, None, None)
+    library.copy_pages(**given)
     expected[0][:, [0, 2]] = here[:, [4, 1]]
     np.testing.assert_array_equal(here, expected[0])
     np.testing.assert_array_equal(there, expected[1])
     with pytest.raises(OctavoError, match="copy_pages: to_k_pages and to_v_pages must be given together"):
-        library.call("copy_pages", *arrays, None, arrays[0], None)
+        library.copy_pages(**given, to_v_pages=there[1])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "int8_int4"])
+def test_codes(library, kind):
+    """A cache of codes with a scale of each token and head; static scales as numbers and as arrays."""
+    ours, theirs = Cache.empty(kind, 3, 4, 2, 16), Cache.empty(kind, 3, 4, 2, 16)
+    k, v = normal(5, 2, 16), normal(5, 2, 16) + 1
+    rows = {
+        "page_table": np.array([[2, 0]], np.int32),
+        "seq_lens": np.array([5], np.int32),
+        "cu_seqlens": np.array([0, 5], np.int32),
+    }
+    kv_dtype = {"kv_dtype": c_interface.INT4} if "kv_dtype" in ours.arguments else {}
+    library.append_kv(k=k, v=v, **rows, **{**ours.arguments, **kv_dtype})
+    octavo.append_kv(k, v, **rows, **theirs.arguments)
+    copies = {"copies": np.array([[2, 1]], np.int32)}
+    arrays = [
+        {name: x for name, x in cache.arguments.items() if name != "kv_dtype"} for cache in (ours, theirs)
+    ]
+    library.copy_pages(**copies, **arrays[0])
+    octavo.copy_pages(**copies, **arrays[1])
+    for name, array in arrays[0].items():
+        assert array.tobytes() == arrays[1][name].tobytes()
+    rows = {"page_table": np.array([[1, 0]], np.int32), "seq_lens": rows["seq_lens"]}
+    q, out = normal(1, 4, 16), np.empty((1, 4, 16), np.float32)
+    library.paged_attention(q=q, out=out, **rows, **{**ours.arguments, **kv_dtype})
+    np.testing.assert_array_equal(out, octavo.paged_attention(q, **rows, **theirs.arguments))
+    if kind == "int8":
+        pages = {"k_pages": ours.k_pages, "v_pages": ours.v_pages}
+        library.paged_attention(q=q, out=out, **rows, **pages, k_scale=0.5, v_scale=0.25)
+        static = {"k_scale": np.float32([0.5]), "v_scale": np.float32([0.25, 0.25])}
+        np.testing.assert_array_equal(out, octavo.paged_attention(q, **rows, **pages, **static))
+        again = np.empty_like(out)
+        static = {f"{name}_array": x for name, x in static.items()}
+        library.paged_attention(q=q, out=again, **rows, **pages, **static)
+        np.testing.assert_array_equal(out, again)
+        with pytest.raises(OctavoError, match="k_scale must not be given both as a number and as an array"):
+            library.paged_attention(q=q, out=again, **rows, **pages, **static, k_scale=0.5)
+    else:
+        for wrong, message in (
+            (0, "kv_dtype must be float8_e4m3fn, float8_e5m2 or int4; got float32"),
+            (9, r"kv_dtype \(9\) must be an octavo_dtype, or -1"),
+        ):
+            with pytest.raises(OctavoError, match=f"paged_attention: {message}"):
+                library.paged_attention(q=q, out=out, **rows, **{**ours.arguments, "kv_dtype": wrong})
 
 
 @pytest.mark.gpu
@@ -176,14 +222,14 @@ def test_errors(library):
     assert error.value.status == 2
     with pytest.raises(OctavoError, match="attention: out must have data"):
         library.attention(q=q, k=q, v=q, out=Tensor(shape=Tensor.of(q).shape, ndim=4))
-    with pytest.raises(OctavoError, match="attention: k's dtype must be from 0 to 6; got 9"):
+    with pytest.raises(OctavoError, match="attention: k's dtype must be from 0 to 7; got 9"):
         library.attention(q=q, k=Tensor(data=1, shape=Tensor.of(q).shape, ndim=4, dtype=9), v=q, out=out)
     with pytest.raises(OctavoError, match=r"attention: dropout_p \(0.5\) needs a dropout_seed; got none"):
         library.attention(q=q, k=q, v=q, out=out, dropout_p=0.5)
     with pytest.raises(OctavoError, match=r"args->struct_size \(8\) must be \d+, as the struct's init"):
         library.call("attention", byref(AttentionArgs(struct_size=8)))
-    with pytest.raises(OctavoError, match="copy_pages: k_pages must not be null"):
-        library.call("copy_pages", None, None, None, None, None, None)
+    with pytest.raises(OctavoError, match="copy_pages: k_pages must have data"):
+        library.copy_pages(k_pages=Tensor(shape=Tensor.of(q).shape, ndim=4))
 
 
 def test_null_pointers(library):
@@ -201,7 +247,8 @@ def test_null_pointers(library):
         ("paged_attention_args_init", (null,), "paged_attention: args"),
         ("append_kv_args_init", (null,), "append_kv: args"),
         ("merge_states", (null,) * 7, "merge_states: out_a"),
-        ("copy_pages", (null,) * 6, "copy_pages: k_pages"),
+        ("copy_pages", (null,), "copy_pages: args"),
+        ("copy_pages_args_init", (null,), "copy_pages: args"),
         ("page_allocator_new", (c_int64(4), c_int64(16), null), "PageAllocator: allocator"),
         ("page_allocator_create", (null, one), "create: allocator"),
         ("page_allocator_create", (allocator._self, null), "create: sequence"),

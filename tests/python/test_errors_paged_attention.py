@@ -41,7 +41,7 @@ CASES = [
     case(
         *P,
         TypeError,
-        "k_pages must be float32 like q, or int8, float8_e4m3fn or float8_e5m2; got float16",
+        "k_pages must be float32 like q, or int8, float8_e4m3fn, float8_e5m2 or uint8; got float16",
         k_pages=np.ones((3, 4, 2, 8), np.float16),
     ),
     case(

@@ -196,15 +196,15 @@ def test_errors() -> None:
     pages = np.zeros((2, 16, 2, 64), np.int8)
     table, lengths = np.zeros((1, 1), np.int32), np.array([3], np.int32)
     new = np.zeros((1, 2, 64), np.float16)
-    with pytest.raises(ValueError, match=r"paged_attention: k_pages \(int8\) need k_scale: what is stored"):
+    with pytest.raises(ValueError, match=r"paged_attention: k_pages \(int8\) need k_scales or k_scale"):
         octavo.paged_attention(q, pages, pages.copy(), table, lengths)
-    with pytest.raises(ValueError, match=r"append_kv: v_pages \(int8\) need v_scale"):
+    with pytest.raises(ValueError, match=r"append_kv: v_pages \(int8\) need v_scales or v_scale"):
         octavo.append_kv(new, new, pages, pages.copy(), table, lengths, k_scale=0.1)
     with pytest.raises(TypeError, match="v_pages must be int8 like k_pages; got float16"):
         octavo.paged_attention(q, pages, pages.astype(np.float16), table, lengths, k_scale=1, v_scale=1)
     with pytest.raises(
         TypeError,
-        match="k_pages must be float16 like q, or int8, float8_e4m3fn or float8_e5m2; got float32",
+        match="k_pages must be float16 like q, or int8, float8_e4m3fn, float8_e5m2 or uint8; got float32",
     ):
         octavo.paged_attention(q, pages.astype(np.float32), pages, table, lengths)
     with pytest.raises(TypeError, match="q must be float32, float16 or bfloat16; got int8"):

@@ -38,6 +38,7 @@ C_STRUCTS = {
     "attention": c_interface.AttentionArgs,
     "paged_attention": c_interface.PagedAttentionArgs,
     "append_kv": c_interface.AppendKvArgs,
+    "copy_pages": c_interface.CopyPagesArgs,
 }
 SCALARS = [
     pytest.param(operator, argument, id=f"{operator}-{argument['name']}")
@@ -54,6 +55,11 @@ def can_import(module):
 
 def names(arguments):
     return [argument["name"] for argument in arguments]
+
+
+def parameters_of(operator):
+    """What Python has parameters for: one for a number and the array in its place."""
+    return [argument for argument in INPUTS[operator] if "in_place_of" not in argument]
 
 
 def test_the_description_itself():
@@ -73,7 +79,15 @@ def test_the_description_itself():
     assert (described["window_left"]["type"], described["window_left"]["default"]) == ("int", -1)
     assert (described["softcap"]["type"], described["softcap"]["default"]) == ("float", 0.0)
     assert (described["k_scale"]["type"], described["k_scale"]["default"]) == ("float", None)
-    assert [x["name"] for x in OPERATORS["append_kv"] if x["access"] == "write"] == ["k_pages", "v_pages"]
+    assert [x["name"] for x in OPERATORS["append_kv"] if x["access"] == "write"] == [
+        "k_pages",
+        "v_pages",
+        "k_scales",
+        "v_scales",
+    ]
+    in_place = {x["name"]: x["in_place_of"] for x in OPERATORS["append_kv"] if "in_place_of" in x}
+    assert in_place == {"k_scale_array": "k_scale", "v_scale_array": "v_scale"}
+    assert (described["kv_dtype"]["type"], described["kv_dtype"]["default"]) == ("str", None)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -100,6 +114,7 @@ def test_c_structs(operator):
         "bool": (ctypes.c_int32,),
         "int": (ctypes.c_int64,),
         "float": (ctypes.c_double, ctypes.c_float),
+        "str": (ctypes.c_int32,),
     }
     for argument in OPERATORS[operator]:
         value = getattr(args, argument["name"])
@@ -109,12 +124,13 @@ def test_c_structs(operator):
         elif argument["default"] is not None:
             assert value == argument["default"]
         else:  # what a user's own value cannot be, or does no more than none
-            assert value == {"int": -1, "float": 1.0}[argument["type"]] or math.isnan(value)
+            assert value == {"int": -1, "str": -1, "float": 1.0}[argument["type"]] or math.isnan(value)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_python_signatures(operator):
-    function, described = getattr(octavo, operator), INPUTS[operator]
+    function, described = getattr(octavo, operator), parameters_of(operator)
+    in_place = {argument.get("in_place_of") for argument in INPUTS[operator]}
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.name not in CHOICES]
     assert [p.name for p in parameters] == names(described)
@@ -123,7 +139,8 @@ def test_python_signatures(operator):
         assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if required else parameter.KEYWORD_ONLY)
         default = parameter.empty if required else argument["default"]
         assert parameter.default == default and type(parameter.default) is type(default)
-        kind = argument["type"] + (" | None" if default is None else "")
+        kind = argument["type"] + (" | array" if argument["name"] in in_place else "")
+        kind += " | None" if default is None else ""
         assert parameter.annotation in (
             kind,
             kind.replace("array", "SupportsDLPack"),
@@ -143,7 +160,7 @@ def test_docstrings(operator):
     assert [entry.partition(":")[0].strip() for entry in entries] == list(
         inspect.signature(function).parameters
     )
-    for entry, argument in zip(entries, INPUTS[operator], strict=False):
+    for entry, argument in zip(entries, parameters_of(operator), strict=False):
         if argument["default"] is not None:
             assert f"Default: {argument['default']}" in " ".join(entry.split())
 
@@ -156,7 +173,7 @@ def test_typed_dicts():
     for module, name in modules.items():
         for operator, title in (("attention", "Attention"), ("paged_attention", "PagedAttention")):
             options = getattr(importlib.import_module(module), name.format(title))
-            expected = [argument["name"] for argument in INPUTS[operator] if not argument["required"]]
+            expected = [argument["name"] for argument in parameters_of(operator) if not argument["required"]]
             assert sorted(options.__annotations__) == sorted(expected)
 
 
@@ -176,6 +193,7 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
     assert_type(octavo.attention(x, x, x, softmax_scale=0.5, return_lse=True), tuple[Array, Array])
     assert_type(octavo.paged_attention(*paged, cu_seqlens_q=i, num_splits=None, window_left=2), Array)
     assert_type(octavo.paged_attention(*paged, return_lse=True, k_scale=0.5), tuple[Array, Array])
+    assert_type(octavo.paged_attention(*paged, k_scale=x, k_scales=x, kv_dtype="int4"), Array)
     octavo.attention(x, x, x, window=3)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window_left=0.5)  # type: ignore[call-overload]
     octavo.paged_attention(*paged, causal=None)  # type: ignore[call-overload]
@@ -239,12 +257,15 @@ def xla_arrays(operator):
 def test_xla_attributes(operator, argument):
     """A call from a JAX program reads each scalar, as the type that it is described by."""
     arrays, name = xla_arrays(operator), argument["name"]
-    fitting = {"bool": False, "int": 0, "float": 0.5}
+    fitting = {"bool": False, "int": 0, "float": 0.5, "str": "int4"}
     for kind, value in fitting.items():
         if kind != argument["type"]:
             with pytest.raises(RuntimeError, match="variant"):
                 _core.check_xla_call(operator, arrays, {name: value})
-    if not name.startswith("max_seqlen"):  # those are for packed arrays
+    if name == "kv_dtype":
+        with pytest.raises(ValueError, match=r"kv_dtype \(int4\) says what pages of uint8 hold"):
+            _core.check_xla_call(operator, arrays, {name: "int4"})
+    elif not name.startswith("max_seqlen"):  # those are for packed arrays
         seed = {"dropout_seed": 1} if name == "dropout_p" else {}
         value = 1 if name == "num_splits" else fitting[argument["type"]]
         _core.check_xla_call(operator, arrays, {**seed, name: value})
@@ -264,17 +285,15 @@ def test_jax_options(operator, argument):
 def test_arguments_are_passed_in_the_order_of_the_description(monkeypatch):
     """Whatever the order in which Python declares or gives them."""
 
-    def copy_pages(
-        copies: int, v_pages: int, k_pages: int, *, stream: int = 0, to_v_pages: int = 0, to_k_pages: int = 0
-    ) -> None:
-        """Copy."""
+    def merge_states(out_b: int, lse_a: int, out_a: int, *, stream: int = 0, lse_b: int = 0) -> None:
+        """Merge."""
 
-    monkeypatch.setattr(_operators, "_core", SimpleNamespace(copy_pages=lambda *args: args))
-    declared = _operators.native()(copy_pages)
-    assert declared(3, 2, to_k_pages=4, stream=6, k_pages=1) == (1, 2, 3, 4, 0, 6)
-    assert inspect.signature(declared) == inspect.signature(copy_pages)
-    assert declared.__doc__ == "Copy." and declared.__qualname__ == copy_pages.__qualname__
-    assert inspect.getsource(declared) == inspect.getsource(copy_pages)
+    monkeypatch.setattr(_operators, "_core", SimpleNamespace(merge_states=lambda *args: args))
+    declared = _operators.native()(merge_states)
+    assert declared(3, 2, lse_b=4, stream=6, out_a=1) == (1, 2, 3, 4, 6)
+    assert inspect.signature(declared) == inspect.signature(merge_states)
+    assert declared.__doc__ == "Merge." and declared.__qualname__ == merge_states.__qualname__
+    assert inspect.getsource(declared) == inspect.getsource(merge_states)
 
 
 def test_functions_are_made_without_docstrings_too():

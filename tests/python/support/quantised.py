@@ -1,0 +1,124 @@
+"""Caches of codes, computed by NumPy from the formulas in docs/conventions.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "int8": np.dtype(np.int8),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+KINDS = (*DTYPES, "int4", "int8_int4")
+"""Of a cache: what keys and values hold, or keys and then values."""
+
+
+def split(kind: str) -> tuple[str, str]:
+    k = kind.removesuffix("_int4")
+    return k, k if k == kind else "int4"
+
+
+def round_codes(scaled: Floats, codes: str) -> NDArray[Any]:
+    """The nearest codes, ties to even, saturated."""
+    bounded = np.clip(scaled, -LARGEST[codes], LARGEST[codes])
+    if codes == "int8":
+        return np.rint(np.where(np.isnan(bounded), 0, bounded)).astype(np.int8)
+    with np.errstate(invalid="ignore"):
+        rounded = bounded.astype(DTYPES[codes]).view(np.uint8)
+    return np.where(np.isnan(bounded), np.uint8(0x7F), rounded).view(DTYPES[codes])
+
+
+def pack(nibbles: NDArray[Any]) -> NDArray[np.uint8]:
+    """[..., n] numbers from 0 to 15 to [..., n / 2] bytes."""
+    nibbles = nibbles.astype(np.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def unpack(pages: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.stack([pages & 15, pages >> 4], -1).reshape(*pages.shape[:-1], -1)
+
+
+def quantise(rows: NDArray[Any], codes: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The codes of [..., head_dim], as pages hold them, and the scale of each row."""
+    x = rows.astype(np.float32)
+    one = np.float32(1)
+    spoilt = ~np.isfinite(x).all(-1)
+    with np.errstate(all="ignore"):
+        if codes != "int4":
+            scale = np.abs(x).max(-1) / np.float32(LARGEST[codes])
+            is_small = scale < np.finfo(np.float32).tiny
+            scale = np.where(spoilt, np.float32(np.nan), np.where(is_small, one, scale))
+            inverse = np.where(is_small, np.float32(0), one / scale)
+            return round_codes(x * inverse[..., None], codes), scale.astype(np.float32)
+        low, high = x.min(-1), x.max(-1)
+        step = ((high - low) / np.float32(15)).astype(np.float16)
+        minimum = low.astype(np.float16) + np.float16(0)  # no -0
+        spoilt |= ~np.isfinite(step) | ~np.isfinite(minimum)
+        is_narrow = ~spoilt & (step == 0)
+        step = np.where(spoilt, np.float16(np.nan), np.where(is_narrow, np.float16(1), step))
+        minimum = np.where(spoilt, np.float16(0), minimum)
+        inverse = np.where(is_narrow, np.float32(0), one / step.astype(np.float32))
+        scaled = (x - minimum.astype(np.float32)[..., None]) * inverse[..., None]
+        nibbles = np.where(np.isnan(scaled), 0, np.rint(np.clip(scaled, 0, 15)))
+    return pack(nibbles), np.stack([step, minimum], -1)
+
+
+def dequantise(pages: NDArray[Any], scales: NDArray[Any], codes: str) -> NDArray[np.float64]:
+    """The values of pages and their scales of each token and head, exactly."""
+    if codes == "int4":
+        scale, minimum = (scales[..., i, None].astype(np.float64) for i in range(2))
+        return unpack(pages) * scale + minimum
+    if codes == "int8":
+        return pages.astype(np.float64) * scales[..., None]
+    return pages.view(DTYPES[codes]).astype(np.float64) * scales[..., None]
+
+
+def empty_pages(shape: tuple[int, int, int, int], codes: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Pages [num_pages, page_size, num_kv_heads, head_dim] and their scales, poisoned."""
+    *leading, head_dim = shape
+    if codes == "int4":
+        pages = np.full((*leading, head_dim // 2), 0xFF, np.uint8)
+        return pages, np.full((*leading, 2), np.nan, np.float16)
+    return np.full(shape, 0xFF, np.uint8).view(DTYPES[codes]), np.full(leading, np.nan, np.float32)
+
+
+@dataclass
+class Cache:
+    """Pages of codes and the scale of each token and head, poisoned where nothing was appended."""
+
+    kind: str
+    k_pages: NDArray[Any]
+    v_pages: NDArray[Any]
+    k_scales: NDArray[Any]
+    v_scales: NDArray[Any]
+
+    @classmethod
+    def empty(cls, kind: str, *shape: int) -> Cache:
+        num_pages, page_size, num_kv_heads, head_dim = shape
+        (k_pages, k_scales), (v_pages, v_scales) = (
+            empty_pages((num_pages, page_size, num_kv_heads, head_dim), codes) for codes in split(kind)
+        )
+        return cls(kind, k_pages, v_pages, k_scales, v_scales)
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """What append_kv and paged_attention take beside the pages."""
+        kv_dtype = {"kv_dtype": "int4"} if self.kind.endswith("int4") else {}
+        return {"k_scales": self.k_scales, "v_scales": self.v_scales, **kv_dtype}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"k_pages": self.k_pages, "v_pages": self.v_pages, **self.scales}
+
+    def values(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Of keys and values [num_pages, page_size, num_kv_heads, head_dim]."""
+        k, v = split(self.kind)
+        return dequantise(self.k_pages, self.k_scales, k), dequantise(self.v_pages, self.v_scales, v)

@@ -1,0 +1,395 @@
+"""Caches of codes with a scale of each token and head, which append_kv computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import octavo
+from support import oracle
+from support.quantised import KINDS, Cache, dequantise, quantise, split
+
+NEW = ("float32", "float16", "bfloat16")
+
+
+def append_packed(cache: Cache, k: NDArray[Any], v: NDArray[Any], table: NDArray[Any], *lengths: int) -> None:
+    """Append all tokens of sequences of these lengths."""
+    octavo.append_kv(
+        k,
+        v,
+        page_table=table,
+        seq_lens=np.array(lengths, np.int32),
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        **cache.arguments,
+    )
+
+
+def awkward_rows(head_dim: int) -> NDArray[np.float32]:
+    """Rows [n, head_dim] for which the rules of scales matter."""
+    rng = np.random.default_rng(head_dim)
+    normal = rng.standard_normal((64, head_dim))
+    one_large = np.zeros((4, head_dim))
+    one_large[range(4), [0, 1, head_dim // 2, -1]] = [1, -3, 500, -1e-3]
+    sizes = normal[:32] * 10.0 ** rng.integers(-42, 38, (32, 1))
+    offsets = normal[:16] + rng.choice([100.0, -1000.0, 2049.0], (16, 1))
+    narrow = 3.0 + 1e-8 * normal[:4]
+    equal = np.repeat([[0.0], [-0.0], [1.0], [-2049.0], [1e-40], [7e4]], head_dim, 1)
+    halves = np.tile(np.arange(head_dim) % 15 + 0.5, (2, 1)) * [[1], [-1]]  # ties of int4 and of int8
+    halves[:, :2] = [[0, 15], [-127, 0]]
+    return np.concatenate([normal, one_large, sizes, offsets, narrow, equal, halves]).astype(np.float32)
+
+
+@pytest.mark.parametrize("new", NEW)
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales(kind: str, head_dim: int, new: str) -> None:
+    with np.errstate(over="ignore"):
+        rows = awkward_rows(head_dim).astype(oracle.NUMPY_DTYPES[new])
+    cache = Cache.empty(kind, 1, len(rows), 2, head_dim)
+    k, v = np.stack([rows, rows[::-1]], 1), np.stack([-rows, rows], 1)
+    append_packed(cache, k, v, np.zeros((1, 1), np.int32), len(rows))
+    for codes, new_rows, pages, scales in zip(
+        split(kind), (k, v), (cache.k_pages, cache.v_pages), (cache.k_scales, cache.v_scales), strict=True
+    ):
+        wanted_codes, wanted_scales = quantise(new_rows, codes)
+        assert scales[0].tobytes() == wanted_scales.tobytes()
+        assert pages[0].tobytes() == wanted_codes.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_with_nan_or_infinity_spoils_no_other(kind: str) -> None:
+    rows = np.random.default_rng(0).standard_normal((5, 2, 16)).astype(np.float32)
+    rows[1, 0, 3], rows[2, 1, 0], rows[3, 1, 15] = np.nan, np.inf, -np.inf
+    cache = Cache.empty(kind, 1, 5, 2, 16)
+    append_packed(cache, rows, rows, np.zeros((1, 1), np.int32), 5)
+    for values in cache.values():
+        spoilt = np.isnan(values).any(-1)[0]
+        assert np.argwhere(spoilt).tolist() == [[1, 0], [2, 1], [3, 1]]
+    assert np.array_equal(cache.k_pages[0].view(np.uint8), quantise(rows, split(kind)[0])[0].view(np.uint8))
+
+
+def decode(
+    cache: Cache, q: NDArray[Any], table: NDArray[Any], lengths: NDArray[Any], **options: Any
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    out, lse = octavo.paged_attention(
+        q, page_table=table, seq_lens=lengths, return_lse=True, **cache.arguments, **options
+    )
+    return out, lse
+
+
+def check_against_oracle(
+    cache: Cache, q: NDArray[Any], table: NDArray[Any], lengths: NDArray[Any], **options: Any
+) -> None:
+    out, lse = decode(cache, q, table, lengths, **options)
+    with np.errstate(invalid="ignore"):
+        k, v = (oracle.gather_pages(x, table, lengths.tolist()) for x in cache.values())
+    options = {name: x for name, x in options.items() if name not in ("num_splits", "batch_invariant")}
+    options.pop("shared_prefix_len", None)
+    counts = np.diff(options.pop("cu_seqlens_q", np.arange(len(q) + 1))).tolist()
+    options.setdefault("causal", True)
+    reference = oracle.attention(
+        q.astype(np.float64), k, v, counts, lengths.tolist(), dtype=q.dtype.name, **options
+    )
+    reference.check(out, lse)
+
+
+def filled(
+    kind: str,
+    lengths: list[int],
+    *,
+    page_size: int = 16,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    factors: NDArray[Any] | float = 1.0,
+    num_pages: int = 0,
+) -> tuple[Cache, NDArray[np.int32], NDArray[np.int32]]:
+    """A cache with sequences of these lengths in scattered pages, their table and lengths."""
+    rng = np.random.default_rng([page_size, head_dim])
+    columns = [-(-n // page_size) for n in lengths]
+    num_pages = max(num_pages, sum(columns) + 2)
+    cache = Cache.empty(kind, num_pages, page_size, num_kv_heads, head_dim)
+    pages = iter(rng.permutation(num_pages).tolist())
+    table = np.full((len(lengths), max(columns)), 2**30, np.int32)
+    for row, count in zip(table, columns, strict=True):
+        row[:count] = [next(pages) for _ in range(count)]
+    k, v = rng.standard_normal((2, sum(lengths), num_kv_heads, head_dim))
+    append_packed(cache, k.astype(np.float32), (v * factors).astype(np.float32), table, *lengths)
+    return cache, table, np.array(lengths, np.int32)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_over_appended_tokens(kind: str, head_dim: int) -> None:
+    cache, table, lengths = filled(kind, [70, 1, 33], head_dim=head_dim)
+    q = np.random.default_rng(head_dim).standard_normal((3, 8, head_dim)).astype(np.float32)
+    check_against_oracle(cache, q, table, lengths)
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16])
+@pytest.mark.parametrize("page_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_page_sizes_and_groups(kind: str, page_size: int, group_size: int) -> None:
+    cache, table, lengths = filled(kind, [300, 7], page_size=page_size)
+    q = np.random.default_rng(group_size).standard_normal((2, 2 * group_size, 64)).astype(np.float32)
+    check_against_oracle(cache, q, table, lengths)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"window_left": 33},
+        {"window_left": 5, "prefix_lens": np.array([3, 9, 20, 0], np.int32)},
+        {"softcap": 5.0},
+        {"alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
+        {"batch_invariant": True},
+        {"num_splits": 7},
+        {"softmax_scale": 0.5},
+        {"cu_seqlens_q": np.array([0, 1, 1, 41, 44], np.int32)},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option(kind: str, options: dict[str, Any]) -> None:
+    cache, table, lengths = filled(kind, [190, 140, 150, 629], head_dim=72)
+    num_queries = options.get("cu_seqlens_q", [4])[-1]
+    q = np.random.default_rng(5).standard_normal((num_queries, 8, 72)).astype(np.float32)
+    check_against_oracle(cache, q, table, lengths, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_prefix(kind: str) -> None:
+    cache, table, lengths = filled(kind, [200])
+    table, lengths = np.repeat(table, 3, 0), np.array([200, 170, 0], np.int32)
+    q = np.random.default_rng(5).standard_normal((3, 8, 64)).astype(np.float32)
+    out, lse = decode(cache, q, table, lengths)
+    assert (out[2] == 0).all() and np.isneginf(lse[2]).all()
+    shared = decode(cache, q, table, lengths, shared_prefix_len=160)
+    for x, y in zip(shared, (out, lse), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    check_against_oracle(cache, q[:2], table[:2], lengths[:2], shared_prefix_len=160)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "float8_e5m2"])
+@pytest.mark.parametrize("factor", [1e-6, 1e4, "mixed"])
+def test_values_of_any_size(kind: str, factor: Any) -> None:
+    if factor == "mixed":
+        if kind == "int4":
+            pytest.skip("float16 has no scales for these")
+        factor = 10.0 ** np.random.default_rng(1).integers(-3, 4, (120, 1, 1))
+    cache, table, lengths = filled(kind, [120], factors=factor)
+    q = np.random.default_rng(2).standard_normal((1, 4, 64)).astype(np.float32)
+    check_against_oracle(cache, q, table, lengths)
+
+
+def test_codes_made_elsewhere() -> None:
+    """int8 -128, which append_kv never writes, scales of 0 and below, and every pair of int4."""
+    rng = np.random.default_rng(4)
+    cache = Cache.empty("int8", 2, 16, 1, 16)
+    cache.k_pages[:], cache.v_pages[:] = rng.integers(-128, 128, (2, 2, 16, 1, 16))
+    cache.k_pages[0, 3], cache.v_pages[0, 5] = -128, -128
+    cache.k_scales[:], cache.v_scales[:] = rng.standard_normal((2, 2, 16, 1)) / 100
+    cache.v_scales[0, 2] = 0
+    table, lengths = np.array([[1, 0]], np.int32), np.array([27], np.int32)
+    q = rng.standard_normal((1, 2, 16)).astype(np.float32)
+    check_against_oracle(cache, q, table, lengths)
+    cache = Cache.empty("int4", 2, 16, 1, 16)
+    cache.k_pages[:] = np.arange(256, dtype=np.uint8).reshape(2, 16, 1, 8)
+    cache.v_pages[:] = cache.k_pages[::-1]
+    cache.k_scales[:], cache.v_scales[:] = rng.standard_normal((2, 2, 16, 1, 2)) / 10
+    check_against_oracle(cache, q, table, lengths)
+
+
+def head_major(array: NDArray[Any]) -> NDArray[Any]:
+    """The same numbers, in memory that has heads before slots."""
+    return np.ascontiguousarray(np.swapaxes(array, 1, 2)).swapaxes(1, 2)
+
+
+def beside_each_other(a: NDArray[Any], b: NDArray[Any]) -> list[NDArray[Any]]:
+    """Views of one array [num_pages, page_size, num_kv_heads, 2, ...] with these numbers."""
+    both = np.stack([a, b], 3)
+    return [both[:, :, :, i] for i in range(2)]
+
+
+def inline(pages: NDArray[Any], scales: NDArray[Any]) -> list[NDArray[Any]]:
+    """Views of one array of bytes with a row of codes and then its scale, as in vLLM."""
+    row = pages.shape[-1]
+    both = np.zeros((*pages.shape[:3], row + 4), np.uint8)
+    both[..., :row] = pages.view(np.uint8)
+    views = both[..., :row].view(pages.dtype), both[..., row:].view(scales.dtype)
+    views[1][:] = scales.reshape(views[1].shape)
+    return [views[0], views[1] if scales.ndim == 4 else views[1][..., 0]]
+
+
+def relaid(cache: Cache, layout: str) -> Cache:
+    arrays = cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales
+    if layout == "head-major":
+        return Cache(cache.kind, *map(head_major, arrays))
+    if layout == "beside each other":
+        pages = arrays[:2] if cache.kind == "int8_int4" else beside_each_other(*arrays[:2])
+        scales = arrays[2:] if cache.kind == "int8_int4" else beside_each_other(*arrays[2:])
+        return Cache(cache.kind, *pages, *scales)
+    (k_pages, k_scales), (v_pages, v_scales) = inline(*arrays[::2]), inline(*arrays[1::2])
+    return Cache(cache.kind, k_pages, v_pages, k_scales, v_scales)
+
+
+@pytest.mark.parametrize("layout", ["head-major", "beside each other", "inline"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts(kind: str, layout: str) -> None:
+    """What lies elsewhere is written and read alike."""
+    cache, table, lengths = filled(kind, [70, 33])
+    other = relaid(cache, layout)
+    q, k, v = np.random.default_rng(3).standard_normal((3, 2, 2, 64)).astype(np.float32)
+    lengths += 1
+    for each in (cache, other):
+        octavo.append_kv(k, v, page_table=table, seq_lens=lengths, **each.arguments)
+    for x, y in zip(cache.arguments.values(), other.arguments.values(), strict=True):
+        assert isinstance(x, str) or x.tobytes() == y.tobytes()
+    for x, y in zip(decode(cache, q, table, lengths), decode(other, q, table, lengths), strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies(kind: str) -> None:
+    """Copied pages give the same bits, in this cache and in another one."""
+    cache, table, lengths = filled(kind, [40], num_pages=8)
+    other = Cache.empty(kind, 5, 16, 2, 64)
+    q = np.random.default_rng(3).standard_normal((1, 4, 64)).astype(np.float32)
+    out, lse = decode(cache, q, table, lengths)
+    arrays = {name: x for name, x in cache.arguments.items() if name != "kv_dtype"}
+    to = {f"to_{name}": x for name, x in other.arguments.items() if name != "kv_dtype"}
+    moved = np.array([[4, 0, 2]], np.int32)
+    octavo.copy_pages(copies=np.stack([table[0], moved[0]], 1), **arrays, **to)
+    free = np.setdiff1d(np.arange(8, dtype=np.int32), table)[None, :3]
+    octavo.copy_pages(copies=np.stack([table[0], free[0]], 1), **arrays)
+    for x, y in zip(decode(cache, q, table, lengths), (out, lse), strict=True):
+        assert x.tobytes() == y.tobytes()
+    cache.k_pages[table], cache.k_scales[table] = other.k_pages[1], np.nan
+    for again in (decode(cache, q, free, lengths), decode(other, q, moved, lengths)):
+        for x, y in zip(again, (out, lse), strict=True):
+            assert x.tobytes() == y.tobytes()
+    assert np.isnan(other.k_scales[1]).all()  # not copied to
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accuracy(kind: str) -> None:
+    """Scales of each token and head leave the errors that the codes have."""
+    cache, table, _ = filled(kind, [400], head_dim=128)
+    rng = np.random.default_rng([16, 128])
+    rng.permutation(len(cache.k_pages))
+    k, v = rng.standard_normal((2, 400, 2, 128)).astype(np.float32)
+    for rows, scales, codes in zip((k, v), (cache.k_scales, cache.v_scales), split(kind), strict=True):
+        pages, own = quantise(rows, codes)
+        worst = {"int8": 1 / 254, "float8_e4m3fn": 1 / 16, "float8_e5m2": 1 / 8, "int4": 0.55 / 7.5}[codes]
+        error = np.abs(dequantise(pages, own, codes) - rows).max(-1)
+        assert (error <= worst * np.abs(rows).max(-1) * 1.001).all()
+        assert oracle.gather_pages(scales, table, [400]).tobytes() == own.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("shape", ["one", "each head"])
+def test_static_scales_in_memory(kind: str, shape: str) -> None:
+    """An array in place of a number gives the same bits."""
+    rng = np.random.default_rng(6)
+    k, v = rng.standard_normal((2, 50, 3, 40)).astype(np.float16)
+    q = rng.standard_normal((1, 6, 40)).astype(np.float16)
+    table, lengths = np.array([[1, 3, 0, 2]], np.int32), np.array([50], np.int32)
+    numbers = {"k_scale": 0.037, "v_scale": 0.0421}
+    length = 1 if shape == "one" else 3
+    arrays = {name: np.full(length, x, np.float32) for name, x in numbers.items()}
+    results = []
+    for scales in (numbers, arrays):
+        cache = Cache.empty(kind, 4, 16, 3, 40)
+        pages = {"k_pages": cache.k_pages, "v_pages": cache.v_pages}
+        cu_seqlens = np.array([0, 50], np.int32)
+        tables = {"page_table": table, "seq_lens": lengths}
+        octavo.append_kv(k, v, cu_seqlens=cu_seqlens, **pages, **tables, **scales)
+        out, lse = octavo.paged_attention(q, return_lse=True, **pages, **tables, **scales)
+        results.append((cache.k_pages, cache.v_pages, out, lse))
+    for x, y in zip(*results, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+def test_static_scales_of_heads() -> None:
+    """Each KV head has its own."""
+    rng = np.random.default_rng(7)
+    k, v = rng.standard_normal((2, 20, 3, 64)).astype(np.float32) * [[[1], [30], [0.01]]]
+    scales = {
+        name: (np.abs(x).max((0, 2)) / 127).astype(np.float32) for name, x in (("k_scale", k), ("v_scale", v))
+    }
+    cache = Cache.empty("int8", 2, 16, 3, 64)
+    tables = {"page_table": np.array([[1, 0]], np.int32), "seq_lens": np.array([20], np.int32)}
+    pages = {"k_pages": cache.k_pages, "v_pages": cache.v_pages}
+    new = (k.astype(np.float32), v.astype(np.float32))
+    octavo.append_kv(*new, cu_seqlens=np.array([0, 20], np.int32), **pages, **tables, **scales)
+    for x, codes, scale in zip(new, (cache.k_pages, cache.v_pages), scales.values(), strict=True):
+        wanted = np.rint(x * (np.float32(1) / scale)[:, None]).astype(np.int8)
+        assert np.array_equal(codes[[1, 0]].reshape(-1, 3, 64)[:20], wanted)
+    cache.k_scales[:], cache.v_scales[:] = scales["k_scale"], scales["v_scale"]
+    q = rng.standard_normal((1, 6, 64)).astype(np.float32)
+    out = octavo.paged_attention(q, **pages, **tables, **scales)
+    of_tokens, _ = decode(cache, q, *tables.values())
+    np.testing.assert_allclose(out, of_tokens, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("codes", ["float8_e4m3fn", "float8_e5m2"])
+def test_bytes_that_kv_dtype_names(codes: str) -> None:
+    """Pages of uint8 hold what kv_dtype says."""
+    cache, table, lengths = filled(codes, [40])
+    k, v = np.random.default_rng(3).standard_normal((2, 1, 2, 64)).astype(np.float32)
+    lengths += 1
+    as_bytes = Cache(
+        codes,
+        cache.k_pages.view(np.uint8).copy(),
+        cache.v_pages.view(np.uint8),
+        *map(np.copy, (cache.k_scales, cache.v_scales)),
+    )
+    octavo.append_kv(k, v, page_table=table, seq_lens=lengths, kv_dtype=codes, **as_bytes.arguments)
+    octavo.append_kv(k, v, page_table=table, seq_lens=lengths, **cache.arguments)
+    assert as_bytes.k_pages.tobytes() == cache.k_pages.tobytes()
+    for x, y in zip(
+        decode(cache, k, table, lengths), decode(as_bytes, k, table, lengths, kv_dtype=codes), strict=True
+    ):
+        assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefix_cache(kind: str) -> None:
+    """A prompt found again, whose pages have the scales of the first time; then copy-on-write."""
+    alloc = octavo.PageAllocator(12, 4, prefix_cache=True)
+    cache = Cache.empty(kind, 12, 4, 2, 64)
+    rng = np.random.default_rng(8)
+    tokens = np.arange(11, dtype=np.int32)
+    k, v = rng.standard_normal((2, 11, 2, 64)).astype(np.float32)
+    q = rng.standard_normal((1, 4, 64)).astype(np.float32)
+    step = octavo.StepArrays(
+        table := np.empty((1, 4), np.int32),
+        lengths := np.empty(1, np.int32),
+        cu_seqlens := np.empty(2, np.int32),
+        copies := np.empty((4, 2), np.int32),
+    )
+    scales_and_pages = {name: x for name, x in cache.arguments.items() if name != "kv_dtype"}
+
+    def run(seq: int, new: NDArray[np.int32], rows: slice) -> Any:
+        num_copies = alloc.step([seq], len(new), step, tokens=new)
+        octavo.copy_pages(copies=copies[:num_copies], **scales_and_pages)
+        arrays = {"page_table": table, "seq_lens": lengths, "cu_seqlens": cu_seqlens}
+        octavo.append_kv(k[rows], v[rows], **arrays, **cache.arguments)
+        check_against_oracle(cache, q, table, lengths)
+        return decode(cache, q, table, lengths)
+
+    first = alloc.create(tokens[:-1])
+    wanted = run(first, tokens, slice(None))
+    alloc.free(first)
+    second = alloc.create(tokens[:-1])
+    assert alloc.length(second) == 8
+    for x, y in zip(run(second, tokens[8:], slice(8, None)), wanted, strict=True):
+        assert x.tobytes() == y.tobytes()
+    (fork,) = alloc.fork(second)
+    run(fork, tokens[:1], slice(1))
+    assert alloc.pages(fork)[2] != alloc.pages(second)[2]
+    for x, y in zip(decode(cache, q, *alloc.page_table([second])), wanted, strict=True):
+        assert x.tobytes() == y.tobytes()
