@@ -87,7 +87,7 @@ void Checker::memory(const char* name, const TensorView& t) const {
 
 void Checker::unit_last_stride(const char* name, const TensorView& t) const {
     const int last = t.ndim - 1;
-    if (t.size() > 0 && t.shape[last] > 1 && t.strides[last] != 1) {
+    if (last >= 0 && t.size() > 0 && t.shape[last] > 1 && t.strides[last] != 1) {
         fail<ValueError>(op_, name, " must have a unit stride along its last axis; got stride ",
                          t.strides[last]);
     }
