@@ -5,6 +5,7 @@ results come out as arrays of the caller's own framework.
 """
 
 from octavo._attention import attention, merge_states
+from octavo._cache import PagedCache, empty_cache
 from octavo._cmake import get_cmake_dir
 from octavo._core import (
     InvalidSequence,
@@ -26,6 +27,7 @@ __all__ = [
     "OutOfPages",
     "PageAllocator",
     "PageGroup",
+    "PagedCache",
     "StepArrays",
     "__version__",
     "append_kv",
@@ -33,6 +35,7 @@ __all__ = [
     "build_info",
     "check_page_table",
     "copy_pages",
+    "empty_cache",
     "explain",
     "get_cmake_dir",
     "get_num_threads",

@@ -1,0 +1,187 @@
+"""A KV cache for one layer, in the layout that the kernels read fastest."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+_FLOATS = ("float32", "float16", "bfloat16")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+# What keys and values hold, by the name of the cache's dtype.
+_KINDS = {**{x: (x, x) for x in (*_FLOATS, "int8", *_FLOAT8, "int4")}, "int8_int4": ("int8", "int4")}
+
+
+class PagedCache(NamedTuple):
+    """What ``empty_cache`` returns: the arrays of one layer's cache, by their names in the operators.
+
+    ``append_kv(k, v, page_table=..., seq_lens=..., **cache.arguments)`` and ``paged_attention`` take all
+    of it, as ``copy_pages(copies=..., **cache.arrays)`` does. ``**a.arrays, **b.to_arrays`` copies from one
+    cache to another. In JAX programs, where arrays are values, ``cache._replace(...)`` makes the next one.
+    """
+
+    k_pages: Any
+    """Of keys: [num_pages, page_size, num_kv_heads, head_dim]; of int4 the last axis is head_dim / 2."""
+    v_pages: Any
+    """Of values."""
+    k_scales: Any = None
+    """Of each token and KV head: the shape of the pages without the last axis, of int4 with one of two."""
+    v_scales: Any = None
+    """Likewise for v_pages."""
+    kv_dtype: str | None = None
+    """What pages of uint8 hold. None for other pages."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``append_kv`` and ``paged_attention`` that the cache has."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Those of ``copy_pages`` that the cache has."""
+        return {name: value for name, value in self.arguments.items() if name != "kv_dtype"}
+
+    @property
+    def to_arrays(self) -> dict[str, Any]:
+        """Those of ``copy_pages`` that the cache has if it is the one to which pages are copied."""
+        return {f"to_{name}": value for name, value in self.arrays.items()}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of memory that a token takes: its keys and values, and their scales."""
+        return sum(prod(x.shape[2:]) * x.dtype.itemsize for x in self.arrays.values())
+
+
+def _numpy_dtype(name: str) -> Any:
+    import numpy as np
+
+    if name in ("bfloat16", *_FLOAT8):
+        import ml_dtypes  # which adds them to NumPy
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+def _maker(like: Any) -> tuple[str, Callable[[tuple[int, ...], str], Any]]:
+    """The library of an array, and what makes its arrays, in C order, on the same device."""
+
+    def is_of(module: str, name: str) -> bool:
+        loaded = sys.modules.get(module)
+        return loaded is not None and isinstance(like, getattr(loaded, name))
+
+    if like is None or is_of("numpy", "ndarray"):
+        import numpy as np
+
+        return "numpy", lambda shape, dtype: np.empty(shape, _numpy_dtype(dtype))
+    if is_of("torch", "Tensor"):
+        import torch
+
+        return "torch", lambda shape, dtype: torch.empty(
+            shape, dtype=getattr(torch, dtype), device=like.device
+        )
+    if is_of("cupy", "ndarray"):
+        cupy = sys.modules["cupy"]
+
+        def make(shape: tuple[int, ...], dtype: str) -> Any:
+            with like.device:
+                return cupy.empty(shape, _numpy_dtype(dtype))
+
+        return "cupy", make
+    if is_of("jax", "Array"):
+        import jax
+
+        def zeros(shape: tuple[int, ...], dtype: str) -> Any:
+            is_traced = isinstance(like, jax.core.Tracer)
+            return jax.numpy.zeros(shape, dtype, device=None if is_traced else like.sharding)
+
+        return "jax", zeros
+    raise TypeError(
+        "empty_cache: like must be an array of NumPy, PyTorch, CuPy or JAX, or None; got "
+        + type(like).__name__
+    )
+
+
+def _name_of(dtype: Any) -> str:
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", str(dtype)))
+    return str(name).removeprefix("torch.")
+
+
+def empty_cache(
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    *,
+    like: Any = None,
+    token_scales: bool = True,
+) -> PagedCache:
+    """Make the arrays of a KV cache for one layer, with no tokens in it.
+
+    In memory the heads come before the slots of a page, which is what the kernels read fastest, most so where
+    a row of a head is short: int4, or 8 bits and a small head_dim. The arrays are views of that memory in the
+    shapes that the operators take. JAX has no such views: its arrays lie as their shapes say.
+
+    Args:
+        num_pages: pages in the cache.
+        page_size: tokens in a page.
+        num_kv_heads: heads of keys and values.
+        head_dim: of a head; even for int4.
+        dtype: "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2" or "int4", or
+            "int8_int4": keys of int8 and values of int4, which keeps nearly the accuracy of int8. The dtypes
+            of array libraries are taken as well.
+        like: an array whose library and device the cache is to have, of NumPy, PyTorch, CuPy or JAX, such as
+            the keys that will be appended. Default: NumPy.
+        token_scales: whether codes of 8 bits get scales of each token and KV head, which ``append_kv``
+            computes. Without them, pass k_scale and v_scale to the operators. int4 always has them, and
+            caches of floats never. Default: True.
+
+    Returns:
+        cache: with pages that hold anything (JAX: zeros).
+
+    Raises:
+        ValueError: a number below what makes sense, an odd head_dim for int4, an unknown dtype.
+        TypeError: `like` is not an array of these libraries.
+    """
+    numbers = {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+    for name, number in numbers.items():
+        least = 0 if name == "num_pages" else 1
+        if operator.index(number) < least:
+            raise ValueError(f"empty_cache: {name} ({number}) must be at least {least}")
+    kind = _name_of(dtype)
+    if kind not in _KINDS:
+        raise ValueError(f"empty_cache: dtype must be one of {', '.join(_KINDS)}; got {kind}")
+    has_int4 = "int4" in _KINDS[kind]
+    if has_int4 and head_dim % 2 != 0:
+        raise ValueError(f"empty_cache: head_dim ({head_dim}) must be even for int4, two numbers in a byte")
+    if has_int4 and not token_scales:
+        raise ValueError("empty_cache: token_scales must be True for int4, whose scales are those of tokens")
+    library, make = _maker(like)
+
+    def make_views(row: tuple[int, ...], dtype: str) -> Any:
+        if library == "jax":
+            return make((num_pages, page_size, num_kv_heads, *row), dtype)
+        array = make((num_pages, num_kv_heads, page_size, *row), dtype)
+        return array.transpose(1, 2) if library == "torch" else array.swapaxes(1, 2)
+
+    kv_dtype = "int4" if has_int4 else None
+    pages = []
+    for stored in _KINDS[kind]:
+        element = "uint8" if stored == "int4" else stored
+        if library == "cupy" and stored in _FLOAT8:  # which CuPy lacks
+            element, kv_dtype = "uint8", stored
+        pages.append(make_views((head_dim // 2 if stored == "int4" else head_dim,), element))
+    if kind in _FLOATS or not token_scales:
+        return PagedCache(pages[0], pages[1], kv_dtype=kv_dtype)
+    scales = [
+        make_views((2,), "float16") if stored == "int4" else make_views((), "float32")
+        for stored in _KINDS[kind]
+    ]
+    return PagedCache(pages[0], pages[1], scales[0], scales[1], kv_dtype)

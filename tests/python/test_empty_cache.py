@@ -1,0 +1,156 @@
+"""octavo.empty_cache: the arrays of a cache, as the operators take them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import octavo
+from support import oracle
+
+KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4", "int8_int4")
+SHAPE = (5, 16, 2, 64)
+BYTES_PER_TOKEN = dict(
+    zip(KINDS, (1024, 512, 512, 256 + 16, 256 + 16, 256 + 16, 128 + 16, 128 + 64 + 16), strict=True)
+)
+ERRORS = dict(zip(KINDS, (1e-5, 0.003, 0.02, 0.02, 0.06, 0.2, 0.3, 0.2), strict=True))
+
+
+def array_of(library: str) -> Any:
+    if library == "numpy":
+        return np.zeros(1, np.float32)
+    module = pytest.importorskip({"jax": "jax.numpy"}.get(library, library))
+    return module.zeros(1)
+
+
+@pytest.mark.parametrize("library", ["none", "numpy", "torch", "jax"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_appended_and_attended(kind: str, library: str) -> None:
+    like = None if library == "none" else array_of(library)
+    cache = octavo.empty_cache(*SHAPE, kind, like=like)
+    assert cache.k_pages.shape == (5, 16, 2, 32 if kind == "int4" else 64)
+    assert cache.v_pages.shape == (5, 16, 2, 32 if kind.endswith("int4") else 64)
+    assert cache.bytes_per_token == BYTES_PER_TOKEN[kind]
+    assert (cache.k_scales is None) == (kind in KINDS[:3])
+    assert (cache.kv_dtype is None) == (not kind.endswith("int4"))
+    if like is not None:
+        assert {type(x) for x in cache.arrays.values()} == {type(like)}
+    new = kind if kind in KINDS[1:3] else "float32"
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 40, 2, 64)).astype(oracle.NUMPY_DTYPES[new])
+    q = rng.standard_normal((1, 4, 64)).astype(np.float32).astype(oracle.NUMPY_DTYPES[new])
+    exact = oracle.attention(q.astype(float), k.astype(float), v.astype(float), [1], [40], dtype=new).out
+    table, moved = np.array([[4, 2, 1]], np.int32), np.array([[4, 2, 0]], np.int32)
+    lengths, cu_seqlens, copies = (np.array(x, np.int32) for x in ([40], [0, 40], [[1, 0]]))
+    arrays = [k, v, q, table, lengths, cu_seqlens, copies, moved]
+    if library == "torch":
+        torch = importlib.import_module("torch")
+        arrays = [
+            torch.from_numpy(x.astype(np.float32)).to(getattr(torch, new)) if i < 3 else torch.from_numpy(x)
+            for i, x in enumerate(arrays)
+        ]
+    k, v, q, table, lengths, cu_seqlens, copies, moved = arrays
+    if library == "jax":
+        octavo_jax = importlib.import_module("octavo.jax")
+        names = list(cache.arrays)
+        written = octavo_jax.append_kv(
+            k, v, page_table=table, seq_lens=lengths, cu_seqlens=cu_seqlens, **cache.arguments
+        )
+        cache = cache._replace(**dict(zip(names, written, strict=True)))
+        copied = octavo_jax.copy_pages(copies=copies, **cache.arrays)
+        cache = cache._replace(**dict(zip(names, copied, strict=True)))
+        out = octavo_jax.paged_attention(q, page_table=moved, seq_lens=lengths, **cache.arguments)
+    else:
+        octavo.append_kv(k, v, page_table=table, seq_lens=lengths, cu_seqlens=cu_seqlens, **cache.arguments)
+        other = octavo.empty_cache(*SHAPE, kind, like=like)
+        octavo.copy_pages(copies=copies, **cache.arrays)
+        out = octavo.paged_attention(q, page_table=moved, seq_lens=lengths, **cache.arguments)
+        all_pages = (
+            table[0].repeat(2, 1).T.contiguous() if library == "torch" else np.stack([table[0]] * 2, 1)
+        )
+        octavo.copy_pages(copies=all_pages, **cache.arrays, **other.to_arrays)
+        again = octavo.paged_attention(q, page_table=table, seq_lens=lengths, **other.arguments)
+        assert bool((out == again).all())
+    out = out.float().numpy() if library == "torch" else np.asarray(out).astype(np.float32)
+    assert np.abs(out - exact).max() < ERRORS[kind] * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_has_heads_before_slots(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    for cache in (octavo.empty_cache(*SHAPE, kind), octavo.empty_cache(*SHAPE, kind, like=torch.zeros(1))):
+        for x in cache.arrays.values():
+            swapped = x.swapaxes(1, 2)
+            assert swapped.is_contiguous() if hasattr(x, "is_contiguous") else swapped.flags.c_contiguous
+            assert tuple(x.shape[:3]) == SHAPE[:3]
+
+
+def test_static_scales() -> None:
+    cache = octavo.empty_cache(*SHAPE, "int8", token_scales=False)
+    assert list(cache.arguments) == ["k_pages", "v_pages"] and cache.bytes_per_token == 256
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype(np.float16), ml_dtypes.bfloat16, np.dtype(np.int8)])
+def test_dtypes_of_libraries(dtype: Any) -> None:
+    assert octavo.empty_cache(*SHAPE, dtype).k_pages.dtype == np.dtype(dtype)
+    torch = pytest.importorskip("torch")
+    name = np.dtype(dtype).name
+    cache = octavo.empty_cache(*SHAPE, getattr(torch, name), like=torch.zeros(1))
+    assert cache.k_pages.dtype == getattr(torch, name)
+
+
+def test_devices() -> None:
+    torch = pytest.importorskip("torch")
+    cache = octavo.empty_cache(*SHAPE, "int8_int4", like=torch.zeros(1, device="meta"))
+    assert {str(x.device) for x in cache.arrays.values()} == {"meta"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind: str, library: str) -> None:
+    module = pytest.importorskip(library)
+    like = module.zeros(1, device="cuda") if library == "torch" else module.zeros(1)
+    cache = octavo.empty_cache(*SHAPE, kind, like=like)
+    assert cache.bytes_per_token == BYTES_PER_TOKEN[kind]
+    assert {x.device for x in cache.arrays.values()} == {like.device}
+    is_named = kind.endswith("int4") or (library == "cupy" and kind.startswith("float8"))
+    assert (cache.kv_dtype is not None) == is_named
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_pages": -1}, ValueError, "num_pages (-1) must be at least 0"),
+        ({"page_size": 0}, ValueError, "page_size (0) must be at least 1"),
+        ({"head_dim": 2.5}, TypeError, "'float' object cannot be interpreted as an integer"),
+        (
+            {"dtype": "int2"},
+            ValueError,
+            "empty_cache: dtype must be one of float32, float16, bfloat16, int8, ",
+        ),
+        ({"dtype": "int4", "head_dim": 65}, ValueError, "empty_cache: head_dim (65) must be even for int4"),
+        ({"dtype": "int4", "token_scales": False}, ValueError, "token_scales must be True for int4"),
+        (
+            {"like": [1]},
+            TypeError,
+            "empty_cache: like must be an array of NumPy, PyTorch, CuPy or JAX, or None",
+        ),
+    ],
+)
+def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {
+        "num_pages": 5,
+        "page_size": 16,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "dtype": "int8",
+        **change,
+    }
+    with pytest.raises(error, match=re.escape(message)):
+        octavo.empty_cache(**arguments)
