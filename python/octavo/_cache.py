@@ -19,7 +19,8 @@ class PagedCache(NamedTuple):
 
     ``append_kv(k, v, page_table=..., seq_lens=..., **cache.arguments)`` and ``paged_attention`` take all
     of it, as ``copy_pages(copies=..., **cache.arrays)`` does. ``**a.arrays, **b.to_arrays`` copies from one
-    cache to another. In JAX programs, where arrays are values, ``cache._replace(...)`` makes the next one.
+    cache to another. In JAX programs, where arrays are values, ``cache._replace(...)`` makes the next one;
+    such a program takes and returns the whole cache once ``octavo.jax`` is imported.
     """
 
     k_pages: Any

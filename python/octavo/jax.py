@@ -6,9 +6,10 @@ stream, through XLA's foreign function interface.
 
 Arrays are values here: ``append_kv`` and ``copy_pages`` return the cache that they have written to. XLA
 writes in place where nothing needs the old cache any more. So give it up:
-``jax.jit(step, donate_argnames=("k_pages", "v_pages"))``, and of a cache with scales of each token these too;
-otherwise, and outside of ``jax.jit``, XLA copies
-all of it at every call. The cache lies in memory as its shape says; a transposed one is copied.
+``jax.jit(step, donate_argnames=("k_pages", "v_pages"))``, and where it has scales of each token these too.
+Otherwise, and outside of ``jax.jit``, XLA copies all of it at every call. An ``octavo.PagedCache`` may be
+passed, returned and given up as a whole. The cache lies in memory as its shape says; a transposed one is
+copied.
 
 Whatever is not an array (a scale, masks, bounds) is part of the program: an ordinary Python number, not a
 traced value. Wrong shapes, dtypes and numbers are found when the program is traced, with the errors of
@@ -37,6 +38,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
+
+
+# JAX would take kv_dtype for an array.
+jax.tree_util.register_pytree_node(
+    octavo.PagedCache,
+    lambda cache: (cache[:4], cache.kv_dtype),
+    lambda kv_dtype, arrays: octavo.PagedCache._make([*arrays, kv_dtype]),
+)
 
 
 class _AttentionOptions(AttentionScalars, total=False):

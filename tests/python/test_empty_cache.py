@@ -80,6 +80,29 @@ def test_appended_and_attended(kind: str, library: str) -> None:
     assert np.abs(out - exact).max() < ERRORS[kind] * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
+def test_jax_programs_take_a_cache(kind: str) -> None:
+    jax = pytest.importorskip("jax")
+    octavo_jax = importlib.import_module("octavo.jax")
+    tables = {"page_table": np.array([[4]], np.int32), "seq_lens": np.ones(1, np.int32)}
+
+    def append(cache: octavo.PagedCache, k: Any) -> octavo.PagedCache:
+        written = octavo_jax.append_kv(k, k, **tables, **cache.arguments)
+        return cache._replace(**dict(zip(cache.arrays, written, strict=True)))
+
+    cache = octavo.empty_cache(*SHAPE, kind, like=jax.numpy.zeros(1))
+    k = jax.numpy.ones((1, 2, 64), "float16")
+    expected = append(cache, k)
+    addresses = [x.unsafe_buffer_pointer() for x in cache.arrays.values()]
+    written = jax.jit(append, donate_argnums=0)(cache, k)
+    assert written.kv_dtype == cache.kv_dtype
+    assert [x.unsafe_buffer_pointer() for x in written.arrays.values()] == addresses
+    for x, y in zip(written.arrays.values(), expected.arrays.values(), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    made = jax.jit(lambda x: octavo.empty_cache(*SHAPE, kind, like=x))(k)
+    assert made.k_pages.shape == cache.k_pages.shape
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_has_heads_before_slots(kind: str) -> None:
     torch = pytest.importorskip("torch")
