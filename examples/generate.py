@@ -42,6 +42,8 @@ DEFAULT_PROMPTS = [
     "How does a magnet work?",
 ]
 
+KV_DTYPES = ["int8", "float8_e4m3fn", "float8_e5m2", "int4", "int8_int4"]
+
 
 def main() -> None:
     args = parse_arguments()
@@ -59,6 +61,7 @@ def main() -> None:
         Limits(num_pages, args.page_size, args.max_batch, args.prefill_chunk),
         Sampling(args.temperature, args.top_p, args.seed),
         tokenizer.stop_tokens,
+        kv_dtype=args.kv_dtype,
     )
     try:
         for prompt in prompts:
@@ -67,7 +70,7 @@ def main() -> None:
         sys.exit(f"generate.py: {error}")
     with contextlib.suppress(KeyboardInterrupt):  # stops early, with the table all the same
         generate(scheduler, tokenizer, prompts, args.n)
-    Console().print(summary(scheduler.statistics, num_pages))
+    Console().print(summary(scheduler.statistics, scheduler.cache))
 
 
 def load(args: argparse.Namespace) -> tuple[ChatTokenizer, Llama]:
@@ -131,6 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
     add("--array", choices=["numpy", "torch", "cupy"], help="(cpu: numpy; cuda: torch, or cupy without it)")
     add("--dtype", choices=["float32", "float16", "bfloat16"], help="(cpu: float32; cuda: float16)")
+    add("--kv-dtype", choices=KV_DTYPES, help="of the cache; int8_int4: of keys, of values (--dtype)")
     add("--page-size", type=positive, default=16, help="tokens per page (%(default)s)")
     add("--num-pages", type=positive, help="of the cache (enough for the model's context length)")
     add("--max-batch", type=positive, default=16, help="sequences that run at once (%(default)s)")

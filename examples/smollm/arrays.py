@@ -15,10 +15,9 @@ class Arrays(Protocol):
     xp: ModuleType
     float32: Any
     weight_dtype: Any  # of the matrix products
-    cache_dtype: Any  # of queries, keys and values
+    cache_dtype: Any  # of queries and of new keys and values, and of the cache if it is not quantised
 
     def asarray(self, host: np.ndarray, dtype: Any = None) -> Array: ...
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
     def cast(self, x: Array, dtype: Any) -> Array: ...
     def linear(self, x: Array, weight: Array) -> Array: ...
     def to_host(self, x: Array) -> np.ndarray: ...
@@ -35,9 +34,6 @@ class NumPyArrays:
 
     def asarray(self, host: np.ndarray, dtype: Any = None) -> Array:
         return np.asarray(host, dtype)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self.xp.empty(shape, dtype)
 
     def cast(self, x: Array, dtype: Any) -> Array:
         return x.astype(dtype, copy=False)
@@ -88,9 +84,6 @@ class TorchArrays:
 
     def asarray(self, host: np.ndarray, dtype: Any = None) -> Array:
         return self.xp.from_numpy(host).to(self.device, dtype)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self.xp.empty(shape, dtype=dtype, device=self.device)
 
     def cast(self, x: Array, dtype: Any) -> Array:
         return x.to(dtype)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from .model import PagedCache
 from .scheduler import Sequence, Statistics
 
 LIVE_LINES = 6  # of an unfinished text
@@ -136,7 +137,7 @@ def last_lines(text: str, width: int) -> str:
     return "\n".join(text.split("\n")[-LIVE_LINES:])[-LIVE_LINES * width :]
 
 
-def summary(statistics: Statistics, num_pages: int) -> Table:
+def summary(statistics: Statistics, cache: PagedCache) -> Table:
     def rate(tokens: int, seconds: float) -> str:
         return f"{tokens / seconds:.0f} tokens/s ({tokens} tokens)" if tokens else "none"
 
@@ -145,7 +146,9 @@ def summary(statistics: Statistics, num_pages: int) -> Table:
     table.add_row("prefill", rate(statistics.prefill_tokens, statistics.prefill_seconds))
     table.add_row("decode", rate(statistics.decode_tokens, statistics.decode_seconds))
     table.add_row("prompt tokens shared, not computed", f"{statistics.shared_tokens}")
-    table.add_row("pages used at the peak", f"{statistics.used_pages} of {num_pages}")
+    megabytes = cache.num_pages * cache.page_size * cache.bytes_per_token / 1e6
+    table.add_row("memory of the cache", f"{cache.bytes_per_token} bytes a token, {megabytes:.1f} MB in all")
+    table.add_row("pages used at the peak", f"{statistics.used_pages} of {cache.num_pages}")
     table.add_row("pages saved by sharing", f"{saved} ({statistics.unshared_pages} without it)")
     table.add_row("waste in used pages", f"{statistics.waste_percent:.1f} %")
     if statistics.preemptions:

@@ -16,18 +16,33 @@ class PagedCache:
     """Pages for every layer's keys and values. One page id means the same page in all layers, so a
     single allocator keeps them."""
 
-    def __init__(self, config: Config, arrays: Arrays, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        arrays: Arrays,
+        num_pages: int,
+        page_size: int,
+        kv_dtype: str | None = None,  # None: that of the queries
+    ) -> None:
         shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        like = arrays.asarray(np.empty(0, np.float32))
         self._arrays = arrays
+        self.num_pages = num_pages
+        self.page_size = page_size
         self.layers = [
-            (arrays.empty(shape, arrays.cache_dtype), arrays.empty(shape, arrays.cache_dtype))
+            octavo.empty_cache(*shape, kv_dtype or arrays.cache_dtype, like=like)
             for _ in range(config.num_layers)
         ]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """In all layers, scales counted."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
     def copy_pages(self, copies: np.ndarray) -> None:
         on_device = self._arrays.asarray(copies)
-        for k_pages, v_pages in self.layers:
-            octavo.copy_pages(k_pages, v_pages, on_device)
+        for layer in self.layers:
+            octavo.copy_pages(copies=on_device, **layer.arrays)
 
 
 @dataclass(frozen=True)
@@ -111,30 +126,23 @@ class Llama:
             max_seqlen=longest if packed else None,
         )
         hidden = arrays.cast(self._embedding[arrays.asarray(batch.tokens)], arrays.float32)
-        for layer, (k_pages, v_pages) in zip(self._layers, cache.layers, strict=True):
-            hidden = hidden + self._attention(
-                self._norm(hidden, layer.attn_norm), layer, k_pages, v_pages, step
-            )
+        for layer, pages in zip(self._layers, cache.layers, strict=True):
+            hidden = hidden + self._attention(self._norm(hidden, layer.attn_norm), layer, pages, step)
             hidden = hidden + self._ffn(self._norm(hidden, layer.ffn_norm), layer)
         last = self._norm(hidden[arrays.asarray(batch.logit_rows)], self._output_norm)
         return arrays.to_host(arrays.linear(last, self._embedding))
 
-    def _attention(self, x: Array, layer: Layer, k_pages: Array, v_pages: Array, step: Step) -> Array:
+    def _attention(self, x: Array, layer: Layer, pages: octavo.PagedCache, step: Step) -> Array:
         config, arrays = self.config, self.arrays
         num_q, num_kv = config.num_q_heads, config.num_kv_heads
         qkv = arrays.linear(x, layer.qkv).reshape(len(x), num_q + 2 * num_kv, config.head_dim)
         qk = arrays.cast(self._rotate(qkv[:, : num_q + num_kv], step), arrays.cache_dtype)
         q, k = qk[:, :num_q], qk[:, num_q:]
         v = arrays.cast(qkv[:, num_q + num_kv :], arrays.cache_dtype)
-        octavo.append_kv(k, v, k_pages, v_pages, step.page_table, step.seq_lens, cu_seqlens=step.cu_seqlens)
+        of_batch = {"page_table": step.page_table, "seq_lens": step.seq_lens, **pages.arguments}
+        octavo.append_kv(k, v, cu_seqlens=step.cu_seqlens, **of_batch)
         out = octavo.paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            step.page_table,
-            step.seq_lens,
-            cu_seqlens_q=step.cu_seqlens,
-            max_seqlen_q=step.max_seqlen,
+            q, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.max_seqlen, **of_batch
         )
         return arrays.linear(arrays.cast(out.reshape(len(x), -1), arrays.weight_dtype), layer.attn_out)
 

@@ -77,15 +77,16 @@ class Scheduler:
         sampling: Sampling = GREEDY,
         stop_tokens: frozenset[int] = frozenset(),
         share_prefixes: bool = True,
+        kv_dtype: str | None = None,  # what the cache holds; None: what the model computes
     ) -> None:
         self.allocator = octavo.PageAllocator(limits.num_pages, limits.page_size)
+        self.cache = PagedCache(model.config, model.arrays, limits.num_pages, limits.page_size, kv_dtype)
         self.statistics = Statistics()
         self._model = model
         self._limits = limits
         self._sampling = sampling
         self._stop_tokens = stop_tokens
         self._share_prefixes = share_prefixes
-        self._cache = PagedCache(model.config, model.arrays, limits.num_pages, limits.page_size)
         self._num_prompts = 0
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
@@ -132,10 +133,10 @@ class Scheduler:
         shares = self._plan()
         copies = self.allocator.take_copies()
         if len(copies):
-            self._cache.copy_pages(copies)
+            self.cache.copy_pages(copies)
         self._record_pages()
         complete = [share.sequence for share in shares if self._num_missing(share.sequence) == 0]
-        logits = self._model.forward(self._batch(shares), self._cache)
+        logits = self._model.forward(self._batch(shares), self.cache)
         new_tokens = [
             pair
             for sequence, row in zip(complete, logits, strict=True)

