@@ -272,9 +272,4 @@ void check_new_tokens_in_host(const char* op, const int32_t* seq_lens, const int
     }
 }
 
-std::string why_no_cuda_kernel_for_pages(DType dtype) {
-    if (!is_code(dtype)) return {};
-    return "no CUDA kernel for k_pages of " + to_string(dtype) + "; only the CPU has caches of 8 bits so far";
-}
-
 }  // namespace octavo

@@ -85,9 +85,6 @@ bool same_elements(const TensorView& a, const TensorView& b);
 void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
                       int64_t total);
 
-// Empty unless pages of this dtype hold codes.
-std::string why_no_cuda_kernel_for_pages(DType dtype);
-
 // Checks in host memory that sequence b, of seq_lens[b] tokens, fits the table's columns and that its
 // entries in use lie in [0, num_pages).
 void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page_table_stride,

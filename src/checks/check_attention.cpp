@@ -232,7 +232,6 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
 }  // namespace
 
 std::string why_no_cuda_kernel(const AttentionParams& p) {
-    if (is_code(p.k_dtype)) return why_no_cuda_kernel_for_pages(p.k_dtype);
     const auto& types = cuda::kAttentionTypes;
     if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) return {};
     std::string names;

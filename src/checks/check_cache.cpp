@@ -118,9 +118,6 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
 
 }  // namespace
 
-std::string why_no_cuda_kernel(const AppendKvParams& p) { return why_no_cuda_kernel_for_pages(p.k_dtype); }
-std::string why_no_cuda_kernel(const CopyPagesParams& p) { return why_no_cuda_kernel_for_pages(p.dtype); }
-
 AppendKvParams check_append_kv(const AppendKvArgs& args) {
     constexpr const char* op = "append_kv";
     AppendKvParams p{};

@@ -22,8 +22,8 @@ MergeStatesParams check_merge_states(const MergeStatesArgs& args);
 
 // Why no CUDA kernel computes this, wherever its arrays are; empty if there is one.
 std::string why_no_cuda_kernel(const AttentionParams& params);
-std::string why_no_cuda_kernel(const AppendKvParams& params);
-std::string why_no_cuda_kernel(const CopyPagesParams& params);
+inline std::string why_no_cuda_kernel(const AppendKvParams&) { return {}; }
+inline std::string why_no_cuda_kernel(const CopyPagesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const MergeStatesParams&) { return {}; }
 
 // Refuses arrays on a GPU for which there is none.

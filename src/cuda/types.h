@@ -13,6 +13,10 @@ namespace octavo::cuda {
 using float16 = __half;
 using bfloat16 = __nv_bfloat16;
 using float32 = float;
+// Of queries and results, where an instance serves both types of 16 bits.
+struct AnyFloat16 {
+    uint16_t bits;
+};
 
 template <class T>
 constexpr DType dtype_of();
@@ -56,6 +60,14 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t packed;
     memcpy(&packed, parts, sizeof(packed));
     return packed;
+}
+
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+    static_assert(sizeof(T) == 2);
+    T parts[2];
+    memcpy(parts, &pair, sizeof(pair));
+    return {to_float(parts[0]), to_float(parts[1])};
 }
 
 // Calls `body` with a value of the element type that `dtype` names.

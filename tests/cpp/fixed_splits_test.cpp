@@ -68,9 +68,14 @@ void expect_fixed() {
     }
 }
 
+// The configuration of a row of kDecodeTiles.
+template <size_t kRow, int kCtas, Codes kCodes>
+using FixedItemsOf = FixedItems<kDecodeTiles[kRow].head_dim, kDecodeTiles[kRow].row_tiles, kCtas, kCodes>;
+
 template <size_t... kRows>
 void expect_fixed_of_rows(std::index_sequence<kRows...>) {
-    (expect_fixed<LongItems<kDecodeTiles[kRows].head_dim, kDecodeTiles[kRows].row_tiles>>(), ...);
+    (expect_fixed<FixedItemsOf<kRows, 1, Codes::none>>(), ...);
+    (expect_fixed<FixedItemsOf<kRows, 1, Codes::int8>>(), ...);
 }
 
 TEST(FixedSplits, ShareOutEveryBlockOnce) {
@@ -93,9 +98,8 @@ void expect_alike() {
 
 template <size_t... kRows>
 void expect_alike_of_rows(std::index_sequence<kRows...>) {
-    (expect_alike<LongItems<kDecodeTiles[kRows].head_dim, kDecodeTiles[kRows].row_tiles>,
-                  ShortItems<kDecodeTiles[kRows].head_dim, kDecodeTiles[kRows].row_tiles>>(),
-     ...);
+    (expect_alike<FixedItemsOf<kRows, 1, Codes::none>, FixedItemsOf<kRows, 2, Codes::none>>(), ...);
+    (expect_alike<FixedItemsOf<kRows, 1, Codes::int4>, FixedItemsOf<kRows, 2, Codes::int4>>(), ...);
 }
 
 TEST(FixedSplits, DoNotDependOnTheConfiguration) {
@@ -104,7 +108,7 @@ TEST(FixedSplits, DoNotDependOnTheConfiguration) {
 
 // One sequence fills a device of some 128 SMs, if its heads allow.
 TEST(FixedSplits, AreBoundedByTheHeads) {
-    using Splits = FixedSplits<LongItems<128, 1>>;
+    using Splits = FixedSplits<FixedItems<128, 1, 1, Codes::none>>;
     EXPECT_EQ(Splits::max_log2(1), 5);
     EXPECT_EQ(Splits::max_log2(4), 5);
     EXPECT_EQ(Splits::max_log2(8), 4);

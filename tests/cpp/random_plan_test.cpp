@@ -208,7 +208,7 @@ std::string kernel_of(const KernelPlan& plan) {
     if (std::holds_alternative<cuda::SplitKvPlan>(plan))
         name += " " + field(text, "policy") + " " + field(text, "items");
     if (std::holds_alternative<cuda::Sm90Plan>(plan)) name += " " + field(text, "feature");
-    if (std::holds_alternative<cuda::Sm80Plan>(plan)) name += " dropout " + field(text, "dropout");
+    if (std::holds_alternative<cuda::Sm80Plan>(plan)) name += " feature " + field(text, "feature");
     return name;
 }
 
@@ -258,7 +258,7 @@ std::set<std::string> all_kernels() {
         for (size_t row = 0; row < std::size(cuda::kSm80Tiles); ++row) {
             cuda::Sm80Plan plan{};
             for (bool dropout : {false, true}) {
-                plan.dropout = dropout;
+                plan.feature = dropout ? cuda::Sm80Feature::dropout : cuda::Sm80Feature::none;
                 add(plan, dtype, row);
             }
         }

@@ -1,8 +1,9 @@
 // Writes each sequence's newest tokens to the end of its pages.
 // grid: one warp a token, all its KV heads, K and V together.
-#include "common/fast_divide.h"
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
+#include "cuda/cache/append_codes.h"
+#include "cuda/cache/new_token.cuh"
 #include "cuda/cache/plan.h"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"
@@ -10,40 +11,6 @@
 
 namespace octavo::cuda {
 namespace {
-
-// The sequence that packed token `token` belongs to: the last one that starts at or before it. A warp looks
-// at 32 of the starts at a time.
-__device__ __forceinline__ int32_t find_sequence(const int32_t* cu_seqlens, int32_t batch, int64_t token) {
-    int32_t low = 0, count = batch;  // among the `count` sequences from `low` on
-    while (count > 1) {
-        const int32_t step = (count + 31) / 32, own = step * static_cast<int32_t>(threadIdx.x % 32);
-        const uint32_t reached = __ballot_sync(~0u, own < count && cu_seqlens[low + own] <= token);
-        const int32_t skipped = step * (31 - __clz(reached | 1));
-        low += skipped;
-        count = min(step, count - skipped);
-    }
-    return low;
-}
-
-struct Place {
-    bool exists;  // or the token is padding
-    int64_t page, slot;
-};
-
-__device__ __forceinline__ Place find_place(const AppendKvParams& p, const FastDivide& page_size,
-                                            int64_t token) {
-    int32_t b = static_cast<int32_t>(token), from_end = 1;  // 1: the last token of the sequence
-    if (p.cu_seqlens) {
-        if (token >= p.cu_seqlens[p.batch]) return {false, 0, 0};
-        b = find_sequence(p.cu_seqlens, p.batch, token);
-        from_end = p.cu_seqlens[b + 1] - static_cast<int32_t>(token);
-    }
-    const int32_t position = p.seq_lens[b] - from_end;
-    if (position < 0) return {false, 0, 0};
-    const int32_t page_index = page_size.quotient(position);
-    const int64_t page = p.page_table[b * p.page_table_stride + page_index];
-    return {true, page, position - page_index * p.page_size};
-}
 
 // One warp moves K and V of a token, all heads, in pieces of which `per_head` make a row.
 template <class Piece, class T, class Convert>
@@ -108,6 +75,7 @@ void append_kv(const AppendKvParams& p, void* stream) {
     if (plan.num_rows == 0) return;
     if (prints_kernels()) print_kernel(describe(plan));
     const DeviceGuard guard(p.device.index);
+    if (plan.has_codes) return append_codes(p, static_cast<cudaStream_t>(stream));
     const int32_t per_chunk = static_cast<int32_t>(16 / size_of(p.dtype));
     const FastDivide pieces_per_head = FastDivide::by(plan.in_chunks ? p.head_dim / per_chunk : p.head_dim);
     const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock, true};

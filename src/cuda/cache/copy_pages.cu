@@ -1,5 +1,5 @@
 // Copies whole pages inside a cache, or between two, one of which may be in pinned host memory.
-// grid: one warp a (copy, slot, KV head), K and V together.
+// grid: one warp a (copy, slot, KV head), K and V together, and their scales.
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/cache/plan.h"
@@ -23,8 +23,19 @@ __global__ void copy_pages_kernel(const __grid_constant__ CopyPagesParams p, boo
         return static_cast<T*>(cache.data) + page * cache.page_stride + slot * cache.slot_stride +
                head * cache.head_stride;
     };
-    copy_row(at(p.to_k, pages[1]), at(p.from_k, pages[0]), p.head_dim, k_aligned);
-    copy_row(at(p.to_v, pages[1]), at(p.from_v, pages[0]), p.head_dim, v_aligned);
+    constexpr auto kSize = static_cast<int32_t>(sizeof(T));
+    copy_row(at(p.to_k, pages[1]), at(p.from_k, pages[0]), p.k_row_bytes / kSize, k_aligned);
+    copy_row(at(p.to_v, pages[1]), at(p.from_v, pages[0]), p.v_row_bytes / kSize, v_aligned);
+    if (threadIdx.x % 32 != 0) return;
+    auto copy_scale = [pages, slot, head](const CacheScales& to, const CacheScales& from) {
+        auto word = [slot, head](const CacheScales& scales, int64_t page) {
+            return static_cast<uint32_t*>(scales.data) + page * scales.page_stride +
+                   slot * scales.token_stride + head * scales.head_stride;
+        };
+        if (from.data != nullptr) *word(to, pages[1]) = *word(from, pages[0]);
+    };
+    copy_scale(p.to_k_scales, p.from_k_scales);
+    copy_scale(p.to_v_scales, p.from_v_scales);
 }
 
 }  // namespace
@@ -35,11 +46,16 @@ void copy_pages(const CopyPagesParams& p, void* stream) {
     if (prints_kernels()) print_kernel(describe(plan));
     const DeviceGuard guard(p.device.index);
     const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock};
-    with_type(p.dtype, [&](auto type) {
-        launch<copy_pages_kernel<decltype(type)>>("copy_pages", p.device.index,
-                                                  static_cast<cudaStream_t>(stream), shape, p, plan.k_aligned,
-                                                  plan.v_aligned);
-    });
+    auto run = [&](auto number) {
+        launch<copy_pages_kernel<decltype(number)>>("copy_pages", p.device.index,
+                                                    static_cast<cudaStream_t>(stream), shape, p,
+                                                    plan.k_aligned, plan.v_aligned);
+    };
+    switch (size_of(p.dtype)) {
+        case 1: return run(uint8_t{});
+        case 2: return run(uint16_t{});
+        default: return run(uint32_t{});
+    }
 }
 
 }  // namespace octavo::cuda

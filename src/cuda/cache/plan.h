@@ -8,8 +8,9 @@ namespace octavo::cuda {
 
 struct AppendKvPlan {
     DType dtype;
-    int64_t num_rows;  // tokens
+    int64_t num_rows;  // tokens; of codes [tokens, num_kv_heads]
     bool in_chunks;    // whether rows move in pieces of 16 bytes, bit for bit
+    bool has_codes;    // whether the cache holds codes
 };
 
 struct CopyPagesPlan {

@@ -1,4 +1,4 @@
-// What decode kernels share out: items, each one KV head of one sequence, and their blocks of 16 keys.
+// What decode kernels share out: items, each one KV head of one sequence, and their blocks of keys.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -11,6 +11,7 @@
 namespace octavo::cuda {
 
 // The blocks that the queries of a sequence see.
+template <int kBlockKeys>
 __device__ __forceinline__ KeyTiles key_blocks(const SequenceSlice& seq) {
     return KeyTiles(seq.see, seq.q_pos(0), seq.q_pos(seq.seqlen_q - 1), kBlockKeys);
 }

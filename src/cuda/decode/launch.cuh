@@ -25,6 +25,16 @@ inline PartialWorkspace partial_workspace(const AttentionParams& p, cudaStream_t
 #endif
 }
 
+static __device__ const float kOneScale = 1.0f;
+
+// On the current device, where only keys or only values have scales in memory.
+inline const float* one_scale(const AttentionParams& p) {
+    if ((p.k_scales.data != nullptr) == (p.v_scales.data != nullptr)) return nullptr;
+    void* address = nullptr;
+    check(cudaGetSymbolAddress(&address, kOneScale), p.op);
+    return static_cast<const float*>(address);
+}
+
 template <class T, class Config, bool kFixed>
 void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& plan,
                             const SplitKvLaunch& arguments, cudaStream_t stream) {
@@ -47,12 +57,18 @@ inline uint32_t first_that_waits(const SplitKvPlan& plan, int64_t block_bytes) {
     return plan.max_visible_blocks * block_bytes < kMuch * plan.num_splits ? plan.num_sequences - 1 : 0;
 }
 
-template <class T, int kHeadDim, int kRowTiles>
+template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
 void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& plan, bool overlaps_prefix,
                             cudaStream_t stream) {
+    using Long = LongItems<kHeadDim, kRowTiles, kCodes>;
+    using Short = ShortItems<kHeadDim, kRowTiles, kCodes>;
+    using Many = ManyItems<kHeadDim, kRowTiles, kCodes>;
+    // What serves short items, unless their splits are fixed.
+    using ShortOrMany = std::conditional_t<has_short_items<kHeadDim, kRowTiles, kCodes>(), Short, Many>;
     SplitKvLaunch arguments{};
     arguments.group_size = FastDivide::by(params.group_size());
-    arguments.pages = PageLayout::of(params);
+    arguments.pages = PageLayout::of(params, Long::kBlockKeys);
+    arguments.codes = CodeLayout::of(params, kHeadDim, one_scale(params));
     arguments.num_splits = plan.num_splits;
     arguments.num_slots = plan.num_slots;
     arguments.combiners_per_item = plan.combiners_per_item;
@@ -63,23 +79,19 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     arguments.blocks_per_split = FastDivide::by(plan.blocks_per_split);
     arguments.length_first = plan.length_first;
     arguments.overlaps_prefix = overlaps_prefix;
-    arguments.first_that_waits = first_that_waits(plan, LongItems<kHeadDim, kRowTiles>::kBlockBytes);
+    arguments.first_that_waits = first_that_waits(plan, Long::kBlockBytes);
     arguments.partial =
         partial_workspace(params, stream, plan.workspace_words(),
                           overlaps_prefix ? WorkspaceUser::behind_prefix : WorkspaceUser::kernel);
     arguments.partial_words = plan.partial_words;
 
-    using Long = LongItems<kHeadDim, kRowTiles>;
-    using Short = ShortItems<kHeadDim, kRowTiles>;
-    using Many = ManyItems<kHeadDim, kRowTiles>;
-    // What serves short items, unless their splits are fixed.
-    using ShortOrMany = std::conditional_t<has_short_items<kHeadDim, kRowTiles>(), Short, Many>;
     const bool is_short = plan.items == SplitKvItems::short_items;
     auto run = launch_split_kv_kernel<T, Long, false>;
     if (plan.policy == SplitPolicy::fixed) {
-        run = is_short ? launch_split_kv_kernel<T, Short, true> : launch_split_kv_kernel<T, Long, true>;
+        run = is_short ? launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, true>
+                       : launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 1, kCodes>, true>;
     } else if (plan.policy == SplitPolicy::by_length) {
-        run = launch_split_kv_kernel<T, ByLength<kHeadDim, kRowTiles>, false>;
+        run = launch_split_kv_kernel<T, ByLength<kHeadDim, kRowTiles, kCodes>, false>;
     } else if (plan.items == SplitKvItems::many_items) {
         run = launch_split_kv_kernel<T, Many, false>;
     } else if (is_short) {
@@ -88,14 +100,15 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     run(params, plan, arguments, stream);
 }
 
-template <class T, int kHeadDim, int kRowTiles>
+template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
 void launch_stream_k_decode(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream) {
-    using Config = StreamKConfig<kHeadDim, kRowTiles>;
+    using Config = StreamKConfig<kHeadDim, kRowTiles, kCodes>;
     constexpr size_t kSharedBytes = sizeof(StreamKShared<Config>);
     static_assert(kSharedBytes <= kDecodeSharedBytes);
     StreamKLaunch arguments{};
     arguments.group_size = FastDivide::by(params.group_size());
-    arguments.pages = PageLayout::of(params);
+    arguments.pages = PageLayout::of(params, Config::kBlockKeys);
+    arguments.codes = CodeLayout::of(params, kHeadDim, one_scale(params));
     arguments.partial = partial_workspace(params, stream, plan.workspace_words());
     arguments.partial_words = plan.partial_words;
     const LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true};

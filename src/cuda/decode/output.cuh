@@ -3,10 +3,22 @@
 
 #include "common/fast_divide.h"
 #include "common/online_softmax.h"
-#include "cuda/decode/copy.cuh"
+#include "cuda/decode/item.cuh"
 #include "cuda/types.h"
 
+#include <type_traits>
+
 namespace octavo::cuda {
+
+// Two neighbours of a result in one register.
+template <class T>
+__device__ __forceinline__ uint32_t pack_output(const AttentionParams& p, float low, float high) {
+    if constexpr (std::is_same_v<T, AnyFloat16>) {
+        return p.dtype == DType::bfloat16 ? pack<bfloat16>(low, high) : pack<float16>(low, high);
+    } else {
+        return pack<T>(low, high);
+    }
+}
 
 // Writes results, four columns at a time. `Sequences` tells of the batch's sequences: slice(i).
 template <class T, class Sequences>
@@ -46,7 +58,8 @@ class OutputWriter {
         if (!target.out || column >= p_.head_dim) return;
         const float scale = state.inverse_sum() * p_.out_scale;
         *reinterpret_cast<uint2*>(target.out + column) =
-            make_uint2(pack<T>(out.x * scale, out.y * scale), pack<T>(out.z * scale, out.w * scale));
+            make_uint2(pack_output<T>(p_, out.x * scale, out.y * scale),
+                       pack_output<T>(p_, out.z * scale, out.w * scale));
         if (target.lse && column == 0) *target.lse = state.lse();
     }
 

@@ -1,6 +1,7 @@
 // The pages of a warp's blocks.
 #pragma once
 
+#include "cuda/decode/code_copy.cuh"
 #include "cuda/decode/copy.cuh"
 #include "cuda/decode/parameters.h"
 #include "cuda/decode/visible_blocks.cuh"
@@ -20,7 +21,9 @@ struct WarpBlocks {
 template <class T, class Config, bool kGaps>
 class PageIds {
   public:
-    __device__ PageIds(const AttentionParams& p, const PageLayout& pages, const RowCopier<T, Config>& rows)
+    using Place = typename BlockCopier<T, Config>::Place;
+
+    __device__ PageIds(const AttentionParams& p, const PageLayout& pages, const BlockCopier<T, Config>& rows)
         : p_(p), pages_(pages), rows_(rows) {}
 
     // Works out where the first page ids are, of blocks `stride` apart from `first` on, before ask().
@@ -40,12 +43,12 @@ class PageIds {
         pin_in_register(head_offset_);
     }
 
-    // The offset, as RowCopier takes it, of block `block`, the next one. In the place of keys outside of
+    // Where block `block` lies, the next one, as BlockCopier takes it. In the place of keys outside of
     // `keys`, others are taken: only pages of keys that some query sees need be there. Where new ids come
     // into use, calls ask_for_more(first): there, ask_from() asks for those that follow.
     template <class AskForMore>
-    __device__ uint32_t next(int32_t block, const KeyRange& keys, const VisibleBlocks& visible,
-                             AskForMore ask_for_more) {
+    __device__ Place next(int32_t block, const KeyRange& keys, const VisibleBlocks& visible,
+                          AskForMore ask_for_more) {
         if (index_ == 32) {
             ids_ = asked_ids_;
             index_ = 0;
@@ -53,9 +56,9 @@ class PageIds {
             if (kGaps && OCTAVO_RARE(pages_.has_gap)) asked_ = visible.past_gap(block, asked_);
             ask_for_more(asked_);
         }
-        const uint32_t row = offset(block, keys, visible);
+        const Place place = place_of(block, keys, visible);
         index_ += 1 << pages_.pages_per_block_log2;
-        return row;
+        return place;
     }
     __device__ void ask_from(int32_t block, const VisibleBlocks& visible) {
         asked_ids_ = *entry(block, visible);
@@ -67,24 +70,27 @@ class PageIds {
         const int lane = threadIdx.x % 32, log2 = pages_.pages_per_block_log2;
         int32_t block = first + (lane >> log2) * stride_;
         if (kGaps && OCTAVO_RARE(pages_.has_gap)) block = visible.past_gap(first, block);
-        block = min(block, (p_.seqlen_k - 1) / kBlockKeys);
-        const int32_t page = pages_.page_size.quotient(block * kBlockKeys) + (lane & ((1 << log2) - 1));
+        block = min(block, (p_.seqlen_k - 1) / Config::kBlockKeys);
+        const int32_t page =
+            pages_.page_size.quotient(block * Config::kBlockKeys) + (lane & ((1 << log2) - 1));
         return table_ + min(page, pages_.max_pages - 1);
     }
 
-    __device__ uint32_t offset(int32_t block, const KeyRange& keys, const VisibleBlocks& visible) const {
-        const int32_t first_key = block * kBlockKeys;
-        int32_t key = min(first_key + static_cast<int32_t>(threadIdx.x % kBlockKeys), keys.end - 1);
+    __device__ Place place_of(int32_t block, const KeyRange& keys, const VisibleBlocks& visible) const {
+        const int32_t first_key = block * Config::kBlockKeys;
+        int32_t key = min(first_key + static_cast<int32_t>(threadIdx.x % Config::kBlockKeys), keys.end - 1);
         key = max(key, keys.begin);
         if (kGaps && OCTAVO_RARE(pages_.has_gap)) key = visible.visible_key(key, block);
         const int32_t page = pages_.page_size.quotient(key);
         const uint32_t id = __shfl_sync(~0u, ids_, index_ + page - pages_.page_size.quotient(first_key));
-        return rows_.row_offset(id, key - page * p_.page_size, head_offset_);
+        const bool is_whole = first_key >= keys.begin && first_key + Config::kBlockKeys <= keys.end &&
+                              !(kGaps && pages_.has_gap);
+        return rows_.place(id, key - page * p_.page_size, head_offset_, is_whole);
     }
 
     const AttentionParams& p_;
     const PageLayout& pages_;
-    const RowCopier<T, Config>& rows_;
+    const BlockCopier<T, Config>& rows_;
     const int32_t *table_, *first_entry_;
     uint32_t head_offset_;
     int32_t stride_, asked_;  // the block whose first page is lane 0's of asked_ids_

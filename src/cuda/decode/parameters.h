@@ -16,15 +16,55 @@ struct PageLayout {
     int32_t max_pages;             // of a sequence: columns of the page table that its keys may need
     int32_t has_gap;  // whether a window hides blocks between a prefix's and its own (visible_blocks.cuh)
 
-    static PageLayout of(const AttentionParams& p) {
+    static PageLayout of(const AttentionParams& p, int32_t block_keys) {
         const int32_t page_size = p.page_size;
-        int32_t pages = (kBlockKeys - 2) / page_size + 2;  // wherever the block begins
-        if (page_size % kBlockKeys == 0) pages = 1;
-        if (kBlockKeys % page_size == 0) pages = kBlockKeys / page_size;
+        int32_t pages = (block_keys - 2) / page_size + 2;  // wherever the block begins
+        if (page_size % block_keys == 0) pages = 1;
+        if (block_keys % page_size == 0) pages = block_keys / page_size;
         int32_t log2 = 0;
         while (1 << log2 < pages) ++log2;
         return {FastDivide::by(page_size), log2, (p.seqlen_k - 1) / page_size + 1,
                 p.prefix_lens && p.window_left >= 0};
+    }
+};
+
+// How pages hold codes and their scales.
+struct CodeLayout {
+    struct Strides {
+        uint32_t page, token, head;
+    };
+    struct Scales {
+        const void* data;
+        Strides strides;  // in words
+    };
+    Strides k, v;  // in units of 16 bytes
+    Scales k_scales, v_scales;
+    int32_t has_scales;  // in memory, or softmax_scale and out_scale have them
+    // Whether kStepKeys tokens of a head lie in one page and follow each other without a gap, and the rows
+    // are those of the instance.
+    int32_t k_in_order, v_in_order;
+
+    // `one`: on the device, where only keys or only values have scales in memory.
+    static CodeLayout of(const AttentionParams& p, int32_t head_dim, const float* one) {
+        auto strides = [](int64_t page, int64_t token, int64_t head) {
+            return Strides{static_cast<uint32_t>(page), static_cast<uint32_t>(token),
+                           static_cast<uint32_t>(head)};
+        };
+        auto scales = [&](const CacheScales& from) {
+            if (from.data == nullptr) return Scales{one, {0, 0, 0}};
+            return Scales{from.data, strides(from.page_stride, from.token_stride, from.head_stride)};
+        };
+        auto in_order = [&](DType dtype, int64_t token_stride) {
+            return p.head_dim == head_dim && token_stride == head_dim * bits_of(dtype) / 8 &&
+                   p.page_size % kStepKeys == 0;
+        };
+        return {strides(p.k_outer_stride / 16, p.k_token_stride / 16, p.k_head_stride / 16),
+                strides(p.v_outer_stride / 16, p.v_token_stride / 16, p.v_head_stride / 16),
+                scales(p.k_scales),
+                scales(p.v_scales),
+                p.k_scales.data != nullptr || p.v_scales.data != nullptr,
+                in_order(p.k_dtype, p.k_token_stride),
+                in_order(p.v_dtype, p.v_token_stride)};
     }
 };
 
@@ -53,6 +93,7 @@ struct SplitKvLaunch {
     // [batch, num_kv_heads, num_splits, rows of an item] rows; by length [num_kv_heads, num_slots, ...].
     PartialWorkspace partial;
     int32_t partial_words;  // of all rows of an item
+    CodeLayout codes;       // of use where there are codes
 
     // Of an item of so many blocks, where the CTAs of the launch are not shared out by length.
     OCTAVO_HD int32_t num_splits_of(int32_t blocks) const {
@@ -67,6 +108,7 @@ struct StreamKLaunch {
     PageLayout pages;
     PartialWorkspace partial;  // [CTAs, rows of an item] rows
     int32_t partial_words;     // of all rows of an item
+    CodeLayout codes;          // of use where there are codes
 };
 
 }  // namespace octavo::cuda

@@ -15,13 +15,14 @@ namespace {
 // What is known of one configuration of the split-KV kernel.
 struct SplitKvShape {
     int32_t warps;
+    int32_t ctas;         // of an SM
     int32_t min_blocks;   // of a split
     int32_t block_bytes;  // of keys and values
     int32_t row_words;    // of a row's partial result
 
     template <class Config>
     static constexpr SplitKvShape of() {
-        return {Config::kWarps, Config::kMinBlocks, Config::kBlockBytes, Config::kPartialRow};
+        return {Config::kWarps, Config::kCtas, Config::kMinBlocks, Config::kBlockBytes, Config::kPartialRow};
     }
 };
 
@@ -32,35 +33,53 @@ int32_t most_fixed_splits(int32_t max_log2, int64_t blocks) {
 
 // What is known of the kernels of one row of kDecodeTiles.
 struct DecodeShape {
-    SplitKvShape long_items, short_items, many_items, by_length;
+    int32_t block_keys;
+    SplitKvShape long_items, short_items, many_items, by_length, fixed;
     bool has_short_items;  // or many_items serves them
     int32_t short_keys;    // that a short item has at most
     int32_t (*max_fixed_splits_log2)(int32_t num_kv_heads);
     int32_t (*most_fixed_splits)(int32_t max_log2, int64_t blocks);
     int32_t stream_k_threads, stream_k_row_words;
 
-    template <int kHeadDim, int kRowTiles>
+    template <int kHeadDim, int kRowTiles, Codes kCodes>
     static constexpr DecodeShape of() {
-        using Long = LongItems<kHeadDim, kRowTiles>;
-        using StreamK = StreamKConfig<kHeadDim, kRowTiles>;
-        return {SplitKvShape::of<Long>(),
-                SplitKvShape::of<ShortItems<kHeadDim, kRowTiles>>(),
-                SplitKvShape::of<ManyItems<kHeadDim, kRowTiles>>(),
-                SplitKvShape::of<ByLength<kHeadDim, kRowTiles>>(),
-                cuda::has_short_items<kHeadDim, kRowTiles>(),
+        using Long = LongItems<kHeadDim, kRowTiles, kCodes>;
+        using Fixed = FixedItems<kHeadDim, kRowTiles, 1, kCodes>;
+        using StreamK = StreamKConfig<kHeadDim, kRowTiles, kCodes>;
+        return {Long::kBlockKeys,
+                SplitKvShape::of<Long>(),
+                SplitKvShape::of<ShortItems<kHeadDim, kRowTiles, kCodes>>(),
+                SplitKvShape::of<ManyItems<kHeadDim, kRowTiles, kCodes>>(),
+                SplitKvShape::of<ByLength<kHeadDim, kRowTiles, kCodes>>(),
+                SplitKvShape::of<Fixed>(),
+                cuda::has_short_items<kHeadDim, kRowTiles, kCodes>(),
                 Long::kShortKeys,
-                FixedSplits<Long>::max_log2,
-                cuda::most_fixed_splits<Long>,
+                FixedSplits<Fixed>::max_log2,
+                cuda::most_fixed_splits<Fixed>,
                 StreamK::kThreads,
                 StreamK::kPartialRow};
     }
 };
 
-template <size_t... kRows>
-constexpr std::array<DecodeShape, sizeof...(kRows)> shapes(std::index_sequence<kRows...>) {
-    return {DecodeShape::of<kDecodeTiles[kRows].head_dim, kDecodeTiles[kRows].row_tiles>()...};
+using DecodeShapes = std::array<DecodeShape, std::size(kDecodeTiles)>;
+template <Codes kCodes, size_t... kRows>
+constexpr DecodeShapes shapes(std::index_sequence<kRows...>) {
+    return {DecodeShape::of<kDecodeTiles[kRows].head_dim, kDecodeTiles[kRows].row_tiles, kCodes>()...};
 }
-constexpr auto kShapes = shapes(std::make_index_sequence<std::size(kDecodeTiles)>());
+template <Codes kCodes>
+constexpr DecodeShapes kShapes = shapes<kCodes>(std::make_index_sequence<std::size(kDecodeTiles)>());
+
+const DecodeShape& shape_of(Codes codes, int32_t row) {
+    switch (codes) {
+        case Codes::none: break;
+        case Codes::e4m3: return kShapes<Codes::e4m3>[row];
+        case Codes::e5m2: return kShapes<Codes::e5m2>[row];
+        case Codes::int8: return kShapes<Codes::int8>[row];
+        case Codes::int4: return kShapes<Codes::int4>[row];
+        case Codes::int8_int4: return kShapes<Codes::int8_int4>[row];
+    }
+    return kShapes<Codes::none>[row];
+}
 
 struct Axis {
     int64_t length, stride;
@@ -76,22 +95,37 @@ bool is_within_reach(DType dtype, std::initializer_list<Axis> axes) {
     return last / (16 / size_of(dtype)) < (int64_t{1} << 32);
 }
 
-bool is_within_reach(const AttentionParams& p, int64_t outer_stride, int64_t token_stride,
+bool is_within_reach(const AttentionParams& p, DType dtype, int64_t outer_stride, int64_t token_stride,
                      int64_t head_stride) {
     return is_within_reach(
-        p.dtype, {{p.num_pages, outer_stride}, {p.page_size, token_stride}, {p.num_kv_heads, head_stride}});
+        dtype, {{p.num_pages, outer_stride}, {p.page_size, token_stride}, {p.num_kv_heads, head_stride}});
+}
+
+// The same of scales, whose offsets count words.
+bool is_within_reach(const AttentionParams& p, const CacheScales& scales) {
+    return is_within_reach(p, DType::int32, scales.page_stride / 4, scales.token_stride / 4,
+                           scales.head_stride / 4);
 }
 
 // How many sequences a launch takes, whose blocks it counts in 32 bits.
 int32_t count_sequences(const AttentionParams& p) {
     constexpr int64_t kMaxBlocks = (int64_t{1} << 30) - 1;
-    const int64_t blocks = (int64_t{p.seqlen_k} / kBlockKeys + 1) * p.num_kv_heads;
+    const int64_t blocks = (int64_t{p.seqlen_k} / kStepKeys + 1) * p.num_kv_heads;
     return static_cast<int32_t>(
         std::min<int64_t>({kMaxBlocks / blocks, int64_t{kMaxDecodeBatch}, int64_t{p.batch}}));
 }
 
+// Which instances serve a problem: a row of kDecodeTiles, for what the pages hold.
+struct Instance {
+    int32_t row;
+    Codes codes;
+};
+
+// Bits of a head's row of keys and of values, together.
+int32_t row_bits(const AttentionParams& p) { return p.head_dim * (bits_of(p.k_dtype) + bits_of(p.v_dtype)); }
+
 // The smallest row of kDecodeTiles that holds the problem, if the decode kernels can serve it.
-std::optional<int32_t> choose_tiles(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
+std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
     if (!p.paged())
         return refuse(why_not,
                       "it reads keys and values from pages, and those of this call are dense or packed");
@@ -100,10 +134,16 @@ std::optional<int32_t> choose_tiles(const AttentionParams& p, const Gpu& gpu, st
         return refuse(why_not, "num_splits (", p.num_splits,
                       ") is given, and this kernel chooses its splits by itself");
     }
+    const std::optional<Codes> codes = codes_of(p.k_dtype, p.v_dtype);
+    if (!codes) {
+        return refuse(why_not, "no instance reads keys of ", to_string(p.k_dtype), " with values of ",
+                      to_string(p.v_dtype));
+    }
     const int64_t rows = int64_t{p.seqlen_q} * p.group_size();
     int32_t row = 0, most_rows = 0;
     for (; row < static_cast<int32_t>(std::size(kDecodeTiles)); ++row) {
         if (kDecodeTiles[row].head_dim < p.head_dim) continue;
+        if (*codes != Codes::none && !kDecodeTiles[row].has_codes) continue;
         most_rows = std::max(most_rows, kDecodeTiles[row].rows());
         if (kDecodeTiles[row].rows() >= rows) break;
     }
@@ -118,12 +158,13 @@ std::optional<int32_t> choose_tiles(const AttentionParams& p, const Gpu& gpu, st
                       " KB for a block");
     }
     if (count_sequences(p) == 0 || p.num_kv_heads > (1 << 16)) {
-        return refuse(why_not, "it counts blocks of 16 keys in 32 bits, and a sequence may have ", p.seqlen_k,
+        return refuse(why_not, "it counts steps of 16 keys in 32 bits, and a sequence may have ", p.seqlen_k,
                       " keys of ", p.num_kv_heads, " heads");
     }
     const int64_t q_length = p.cu_seqlens_q ? p.total_q : p.seqlen_q;
-    if (!is_within_reach(p, p.k_outer_stride, p.k_token_stride, p.k_head_stride) ||
-        !is_within_reach(p, p.v_outer_stride, p.v_token_stride, p.v_head_stride) ||
+    if (!is_within_reach(p, p.k_dtype, p.k_outer_stride, p.k_token_stride, p.k_head_stride) ||
+        !is_within_reach(p, p.v_dtype, p.v_outer_stride, p.v_token_stride, p.v_head_stride) ||
+        !is_within_reach(p, p.k_scales) || !is_within_reach(p, p.v_scales) ||
         !is_within_reach(p.dtype, {{p.batch, p.cu_seqlens_q ? 0 : p.q_batch_stride},
                                    {q_length, p.q_token_stride},
                                    {p.num_q_heads, p.q_head_stride}})) {
@@ -132,14 +173,19 @@ std::optional<int32_t> choose_tiles(const AttentionParams& p, const Gpu& gpu, st
                       "or v_pages has elements beyond");
     }
     if (!aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype) ||
-        !aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype) ||
-        !aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.dtype) ||
+        !aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.k_dtype) ||
+        !aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.v_dtype) ||
         !aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype)) {
         return refuse(why_not,
                       "it moves 16 bytes at a time, and some row of q, k_pages, v_pages or out does "
                       "not begin on a multiple of 16 bytes");
     }
-    return row;
+    const int32_t least_bits = std::min(bits_of(p.k_dtype), bits_of(p.v_dtype));
+    if (*codes != Codes::none && p.head_dim * least_bits % 128 != 0) {
+        return refuse(why_not, "it moves 16 bytes at a time, and a row of head_dim ", p.head_dim,
+                      " is no multiple of that");
+    }
+    return Instance{row, *codes};
 }
 
 // One launch of the split-KV kernel to be planned.
@@ -152,24 +198,26 @@ struct SplitKvProblem {
 
     int64_t items() const { return int64_t{batch} * p.num_kv_heads; }
     int32_t rows() const { return p.seqlen_q * p.group_size(); }
-    int64_t keys() const { return std::min<int64_t>(p.seqlen_k, int64_t{blocks} * kBlockKeys); }
-    int64_t item_bytes() const { return keys() * p.head_dim * 2 * size_of(p.dtype); }
+    bool has_codes() const { return is_code(p.k_dtype); }
+    int64_t keys() const { return std::min<int64_t>(p.seqlen_k, int64_t{blocks} * shape.block_keys); }
+    int64_t item_bytes() const { return keys() * row_bits(p) / 8; }
     bool is_short() const { return keys() <= shape.short_keys; }
 };
 
 // The blocks of a sequence that its queries see, at most.
-int32_t max_visible_blocks(const AttentionParams& p) {
-    const int64_t all = (p.seqlen_k - 1) / kBlockKeys + 1;
+int32_t max_visible_blocks(const AttentionParams& p, int32_t block_keys) {
+    const int64_t all = (p.seqlen_k - 1) / block_keys + 1;
     if (p.window_left < 0 || p.prefix_lens) return static_cast<int32_t>(all);
-    return static_cast<int32_t>(std::min(all, (int64_t{p.window_left} + p.seqlen_q) / kBlockKeys + 2));
+    return static_cast<int32_t>(std::min(all, (int64_t{p.window_left} + p.seqlen_q) / block_keys + 2));
 }
 
 // Combiners, and how many of their warps share a row.
 void choose_combiners(SplitKvPlan& plan, const SplitKvShape& shape, int32_t num_rows) {
     plan.warps_per_row_log2 = plan.combiners_per_item = 0;
     if (plan.num_splits == 1) return;
-    // A lane has up to eight splits.
-    while (1 << plan.warps_per_row_log2 < shape.warps && 8 << plan.warps_per_row_log2 < plan.num_splits)
+    // A lane has up to eight splits, or more where a CTA's warps cannot be shared out to rows.
+    while (shape.warps % (2 << plan.warps_per_row_log2) == 0 &&
+           8 << plan.warps_per_row_log2 < plan.num_splits)
         ++plan.warps_per_row_log2;
     const int32_t rows_per_combiner = shape.warps >> plan.warps_per_row_log2;
     plan.combiners_per_item = static_cast<int32_t>(ceil_divide(num_rows, rows_per_combiner));
@@ -209,7 +257,8 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
         if (fits()) break;
     }
     const int64_t bytes = problem.items() * blocks * shape.block_bytes;
-    if (slots == 0 || bytes > kSoonRead * heads * plan.num_slots) plan = all;
+    // Codes take longer than their reading.
+    if (slots == 0 || bytes > kSoonRead * heads * plan.num_slots || problem.has_codes()) plan = all;
 }
 
 // Sets the configuration, which decides how many warps a CTA has and how large a partial result is.
@@ -218,6 +267,7 @@ SplitKvPlan with_items(SplitKvPlan plan, const SplitKvProblem& problem, SplitKvI
     if (items == SplitKvItems::short_items && !shapes.has_short_items && plan.policy != SplitPolicy::fixed)
         items = SplitKvItems::many_items;
     const SplitKvShape& shape = plan.policy == SplitPolicy::by_length ? shapes.by_length
+                                : plan.policy == SplitPolicy::fixed   ? shapes.fixed
                                 : items == SplitKvItems::short_items  ? shapes.short_items
                                 : items == SplitKvItems::many_items   ? shapes.many_items
                                                                       : shapes.long_items;
@@ -259,8 +309,17 @@ std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProb
                                              std::string* why_not) {
     constexpr int64_t kMostOnSm = 16;
     const int64_t items = problem.items(), sms = problem.gpu.num_sms, item_bytes = problem.item_bytes();
-    int64_t splits =
-        std::max(sized_splits(problem), std::min(ceil_divide(sms, items), item_bytes / (64 * 1024)));
+    int64_t splits = sized_splits(problem);
+    if (problem.has_codes()) {
+        // CTAs take longer than their reading: as many as are at work at a time, or so many that it does not
+        // matter which SMs have one more.
+        const int64_t at_a_time = sms * problem.shape.short_items.ctas;
+        if (items * splits < 2 * at_a_time)
+            splits = std::max<int64_t>(std::min(at_a_time / items, item_bytes / (64 * 1024)), 1);
+        if (items >= 4 * sms) splits = std::clamp<int64_t>(splits, 1, kMostOnSm * sms / items);
+    } else {
+        splits = std::max(splits, std::min(ceil_divide(sms, items), item_bytes / (64 * 1024)));
+    }
     splits = std::clamp<int64_t>(splits, 1, problem.blocks);
     if (splits > 1 && items * splits > kMostOnSm * sms) {
         return refuse(why_not,
@@ -272,7 +331,7 @@ std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProb
     plan.policy = splits > 1 ? SplitPolicy::sized : SplitPolicy::even;
     plan.num_splits = static_cast<int32_t>(splits);
     plan.num_slots = problem.batch * plan.num_splits;
-    choose_combiners(plan, problem.shape.long_items, problem.rows());
+    choose_combiners(plan, problem.shape.short_items, problem.rows());
     if (splits > 1) {
         plan.length_first = true;
         plan.blocks_per_split = static_cast<int32_t>(ceil_divide(problem.blocks, splits));
@@ -298,7 +357,7 @@ SplitKvPlan plan_fixed_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
     plan.num_sequences = static_cast<int32_t>(
         std::min<int64_t>(problem.batch, std::max<int64_t>(kMostOnSm * sms / (heads * plan.num_splits), 1)));
     plan.num_slots = plan.num_sequences * plan.num_splits;
-    choose_combiners(plan, shape.long_items, problem.rows());
+    choose_combiners(plan, shape.fixed, problem.rows());
     const int64_t ctas = heads * plan.num_slots;
     if (plan.num_splits > 1 && ctas > 4 * sms) plan.length_first = true;
     // Two CTAs an SM where some start while others end.
@@ -326,8 +385,15 @@ const char* name_of(SplitKvItems items) {
     return "long";
 }
 
-std::string name_of(const char* kernel, DType dtype, const DecodeTiles& tiles) {
-    return text_of(kernel, "<", to_string(dtype), ", head_dim ", tiles.head_dim, ", ", tiles.rows(),
+// What the pages hold: "float16", "int8", "int8 and int4".
+std::string name_of(DType dtype, Codes codes) {
+    if (codes == Codes::none) return to_string(dtype);
+    const DType keys = type_of_keys(codes), values = type_of_values(codes);
+    return to_string(keys) + (keys == values ? "" : " and " + to_string(values));
+}
+
+std::string name_of(const char* kernel, DType dtype, Codes codes, const DecodeTiles& tiles) {
+    return text_of(kernel, "<", name_of(dtype, codes), ", head_dim ", tiles.head_dim, ", ", tiles.rows(),
                    " rows>");
 }
 
@@ -345,8 +411,8 @@ Grid SplitKvPlan::grid() const {
 }
 
 std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
-    const std::optional<int32_t> row = choose_tiles(p, gpu, why_not);
-    if (!row) return std::nullopt;
+    const std::optional<Instance> instance = choose_instance(p, gpu, why_not);
+    if (!instance) return std::nullopt;
     if (!p.seq_lens)
         return refuse(why_not, "this is a shared prefix, whose runs have no lengths on the device");
     if (p.prefix_lens && p.window_left >= 0 && !p.batch_invariant) {
@@ -354,15 +420,18 @@ std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gp
                       "with prefix_lens and a window, an item's blocks do not follow each other, and "
                       "its warps take them in turns");
     }
+    const DecodeShape& shape = shape_of(instance->codes, instance->row);
     SplitKvPlan plan{};
     plan.dtype = p.dtype;
-    plan.row = *row;
+    plan.codes = instance->codes;
+    plan.row = instance->row;
     plan.num_sequences = count_sequences(p);
     plan.num_kv_heads = p.num_kv_heads;
-    plan.max_visible_blocks = max_visible_blocks(p);
+    plan.block_keys = shape.block_keys;
+    plan.max_visible_blocks = max_visible_blocks(p, shape.block_keys);
     plan.blocks_per_split = 1;
     plan.length_first = p.window_left >= 0 || p.prefix_lens;
-    const SplitKvProblem problem{p, gpu, kShapes[*row], plan.num_sequences, plan.max_visible_blocks};
+    const SplitKvProblem problem{p, gpu, shape, plan.num_sequences, plan.max_visible_blocks};
     const int64_t items = problem.items(), sms = gpu.num_sms;
     if (p.batch_invariant) return plan_fixed_splits(plan, problem);
     // Short items are so read by few CTAs, or have 64 KB to read each. (256 sequences of 96 keys, 8 KV heads
@@ -378,12 +447,14 @@ std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gp
     if (p.batch_invariant)
         return refuse(why_not,
                       "where it cuts a sequence depends on the others, and batch_invariant is given");
-    const std::optional<int32_t> row = choose_tiles(p, gpu, why_not);
-    if (!row) return std::nullopt;
-    const DecodeShape& shape = kShapes[*row];
+    const std::optional<Instance> instance = choose_instance(p, gpu, why_not);
+    if (!instance) return std::nullopt;
+    const DecodeShape& shape = shape_of(instance->codes, instance->row);
     StreamKPlan plan{};
     plan.dtype = p.dtype;
-    plan.row = *row;
+    plan.codes = instance->codes;
+    plan.row = instance->row;
+    plan.block_keys = shape.block_keys;
     plan.num_sequences = count_sequences(p);
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_ctas = std::min(gpu.num_sms, kMaxDecodeCtas);
@@ -394,7 +465,7 @@ std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gp
 
 Explanation describe(const SplitKvPlan& plan) {
     Explanation text;
-    text.kernel = name_of("split_kv_decode", plan.dtype, plan.tiles());
+    text.kernel = name_of("split_kv_decode", plan.dtype, plan.codes, plan.tiles());
     text.summary =
         text_of(counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_sequences, "sequence"), " x ");
     if (plan.policy == SplitPolicy::by_length) {
@@ -405,13 +476,15 @@ Explanation describe(const SplitKvPlan& plan) {
         text.summary += text_of(at_most, counted(plan.num_splits, "split"));
     }
     if (plan.policy == SplitPolicy::sized)
-        text.summary += text_of(" of ", counted(plan.blocks_per_split, "block"), " of 16 keys");
+        text.summary +=
+            text_of(" of ", counted(plan.blocks_per_split, "block"), " of ", plan.block_keys, " keys");
     if (plan.combiners_per_item > 0)
         text.summary += text_of(", and ", counted(plan.combiners_per_item, "combiner"), " per item");
     text.summary += ": " + ctas_of(plan.grid(), plan.threads);
     text.file = "src/cuda/decode/split_kv.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},
+        {"cache", name_of(plan.dtype, plan.codes)},
         {"head_dim", plan.tiles().head_dim},
         {"rows", plan.tiles().rows()},
         {"policy", name_of(plan.policy)},
@@ -435,16 +508,21 @@ Explanation describe(const SplitKvPlan& plan) {
 
 Explanation describe(const StreamKPlan& plan) {
     Explanation text;
-    text.kernel = name_of("stream_k_decode", plan.dtype, plan.tiles());
-    text.summary =
-        text_of(counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_sequences, "sequence"),
-                ", blocks of 16 keys shared out on the device: ", ctas_of(plan.grid(), plan.threads));
+    text.kernel = name_of("stream_k_decode", plan.dtype, plan.codes, plan.tiles());
+    text.summary = text_of(counted(plan.num_kv_heads, "KV head"), " x ",
+                           counted(plan.num_sequences, "sequence"), ", blocks of ", plan.block_keys,
+                           " keys shared out on the device: ", ctas_of(plan.grid(), plan.threads));
     text.file = "src/cuda/decode/stream_k.cuh";
     text.plan = {
-        {"dtype", to_string(plan.dtype)},    {"head_dim", plan.tiles().head_dim},
-        {"rows", plan.tiles().rows()},       {"num_sequences", plan.num_sequences},
-        {"num_kv_heads", plan.num_kv_heads}, {"num_ctas", plan.num_ctas},
-        {"threads", plan.threads},           {"workspace_bytes", plan.workspace_bytes()},
+        {"dtype", to_string(plan.dtype)},
+        {"cache", name_of(plan.dtype, plan.codes)},
+        {"head_dim", plan.tiles().head_dim},
+        {"rows", plan.tiles().rows()},
+        {"num_sequences", plan.num_sequences},
+        {"num_kv_heads", plan.num_kv_heads},
+        {"num_ctas", plan.num_ctas},
+        {"threads", plan.threads},
+        {"workspace_bytes", plan.workspace_bytes()},
     };
     return text;
 }
@@ -452,8 +530,10 @@ Explanation describe(const StreamKPlan& plan) {
 std::vector<std::string> decode_instances() {
     std::vector<std::string> names;
     for (const char* kernel : {"split_kv_decode", "stream_k_decode"}) {
-        for (DType dtype : kAttentionTypes) {
-            for (const DecodeTiles& tiles : kDecodeTiles) names.push_back(name_of(kernel, dtype, tiles));
+        for (const DecodeTiles& tiles : kDecodeTiles) {
+            for (DType dtype : kAttentionTypes) names.push_back(name_of(kernel, dtype, Codes::none, tiles));
+            if (!tiles.has_codes) continue;
+            for (Codes codes : kAllCodes) names.push_back(name_of(kernel, DType{}, codes, tiles));
         }
     }
     return names;

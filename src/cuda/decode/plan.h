@@ -1,5 +1,5 @@
 // How the decode kernels would work through a batch of few rows a KV head. Words: an item is one KV head of
-// one sequence, a row one query token of one query head, a block 16 keys.
+// one sequence, a row one query token of one query head, a block 16 keys (of codes 32).
 #pragma once
 
 #include "cuda/decode/tiles.h"
@@ -19,7 +19,9 @@ enum class SplitKvItems { long_items, short_items, many_items };
 // split_kv_decode: the host says how many CTAs share an item.
 struct SplitKvPlan {
     DType dtype;
-    int32_t row;  // of kDecodeTiles: with dtype, policy and items, the instance
+    Codes codes;  // that pages hold; none: numbers of that dtype
+    int32_t row;  // of kDecodeTiles: with dtype or codes, policy and items, the instance
+    int32_t block_keys;
     SplitPolicy policy;
     SplitKvItems items;
     int32_t num_sequences;  // of the batch, from the first on; another plan is made for the others
@@ -44,7 +46,9 @@ struct SplitKvPlan {
 // stream_k_decode: the CTAs share out the blocks of the batch among themselves.
 struct StreamKPlan {
     DType dtype;
-    int32_t row;  // of kDecodeTiles: with dtype, the instance
+    Codes codes;  // that pages hold; none: numbers of that dtype
+    int32_t row;  // of kDecodeTiles: with dtype or codes, the instance
+    int32_t block_keys;
     int32_t num_sequences, num_kv_heads;
     int32_t num_ctas, threads;
     int32_t partial_words;  // of a CTA: its partial result

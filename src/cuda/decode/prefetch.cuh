@@ -4,17 +4,21 @@
 #include "common/fast_divide.h"
 #include "params/attention_params.h"
 
+#include <cstddef>
 #include <cstdint>
 
 namespace octavo::cuda {
 
 // Brings parameters into the constant cache: each warp waits for one line, not all warps for each. The
-// addresses are constants, since indexed reads go through another cache.
+// addresses are constants, since indexed reads go through another cache. The scales at the end are left out
+// where there are none.
+template <class Config>
 __device__ __forceinline__ void prefetch_params(const AttentionParams& p) {
     constexpr int kLineWords = 16;
+    constexpr size_t kBytes = Config::kHasCodes ? sizeof(p) : offsetof(AttentionParams, k_scales);
     const int32_t* const words = reinterpret_cast<const int32_t*>(&p);
 #pragma unroll
-    for (int line = 0; line < static_cast<int>(sizeof(p) / sizeof(int32_t)) / kLineWords; ++line) {
+    for (int line = 0; line < static_cast<int>(kBytes / sizeof(int32_t)) / kLineWords; ++line) {
         if (threadIdx.x / 32 == line) asm volatile("" ::"r"(words[line * kLineWords]));
     }
 }

@@ -7,10 +7,10 @@
 
 namespace octavo::cuda {
 
-// One for each row of kDecodeTiles and each type, compiled from instance.cu.in.
-template <class T, int kHeadDim, int kRowTiles>
+// One for each row of kDecodeTiles and each type, and for each kind of codes, compiled from instance.cu.in.
+template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
 void launch_stream_k_decode(const AttentionParams&, const StreamKPlan&, cudaStream_t);
-template <class T, int kHeadDim, int kRowTiles>
+template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
 void launch_split_kv_decode(const AttentionParams&, const SplitKvPlan&, bool, cudaStream_t);
 
 namespace {
@@ -20,19 +20,38 @@ struct Launches {
     void (*split_kv)(const AttentionParams&, const SplitKvPlan&, bool, cudaStream_t);
 };
 
-template <class T, size_t... kRows>
-constexpr std::array<Launches, sizeof...(kRows)> launches(std::index_sequence<kRows...>) {
-    return {
-        Launches{launch_stream_k_decode<T, kDecodeTiles[kRows].head_dim, kDecodeTiles[kRows].row_tiles>,
-                 launch_split_kv_decode<T, kDecodeTiles[kRows].head_dim, kDecodeTiles[kRows].row_tiles>}...};
+template <class T, size_t kRow, Codes kCodes>
+constexpr Launches launches_of_row() {
+    constexpr DecodeTiles kTiles = kDecodeTiles[kRow];
+    if constexpr (kCodes == Codes::none || kTiles.has_codes) {
+        return {launch_stream_k_decode<T, kTiles.head_dim, kTiles.row_tiles, kCodes>,
+                launch_split_kv_decode<T, kTiles.head_dim, kTiles.row_tiles, kCodes>};
+    }
+    return {};
 }
-using Rows = std::make_index_sequence<std::size(kDecodeTiles)>;
-constexpr auto kLaunchFloat16 = launches<float16>(Rows{});
-constexpr auto kLaunchBfloat16 = launches<bfloat16>(Rows{});
+
+using Table = std::array<Launches, std::size(kDecodeTiles)>;
+template <class T, Codes kCodes, size_t... kRows>
+constexpr Table launches(std::index_sequence<kRows...>) {
+    return {launches_of_row<T, kRows, kCodes>()...};
+}
+template <class T, Codes kCodes = Codes::none>
+constexpr Table kLaunches = launches<T, kCodes>(std::make_index_sequence<std::size(kDecodeTiles)>());
 
 template <class Plan>
 const Launches& launches_of(const Plan& plan) {
-    return (plan.dtype == DType::float16 ? kLaunchFloat16 : kLaunchBfloat16)[plan.row];
+    auto table = [&plan]() -> const Table& {
+        switch (plan.codes) {
+            case Codes::none: break;
+            case Codes::e4m3: return kLaunches<AnyFloat16, Codes::e4m3>;
+            case Codes::e5m2: return kLaunches<AnyFloat16, Codes::e5m2>;
+            case Codes::int8: return kLaunches<AnyFloat16, Codes::int8>;
+            case Codes::int4: return kLaunches<AnyFloat16, Codes::int4>;
+            case Codes::int8_int4: return kLaunches<AnyFloat16, Codes::int8_int4>;
+        }
+        return plan.dtype == DType::float16 ? kLaunches<float16> : kLaunches<bfloat16>;
+    };
+    return table()[plan.row];
 }
 
 }  // namespace

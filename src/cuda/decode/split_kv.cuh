@@ -2,7 +2,7 @@
 // few, many short ones, ragged batches in splits of about one size, or fixed splits (batch-invariant). The
 // shortest chain from launch to result.
 //
-// grid: (num_kv_heads, batch, splits and then combiners of an item). Blocks of 16 keys are dealt out to the
+// grid: (num_kv_heads, batch, splits and then combiners of an item). Blocks of keys are dealt out to the
 // splits, and within a CTA to its warps, in turns, so that page ids are on their way together with the
 // length. What the warps leave is added up in the CTA, what CTAs leave by combiners (split_kv_combine.cuh).
 //
@@ -79,10 +79,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     SplitKvSequence seq;
     // Once the length is known: the blocks that the queries see.
     auto visible_blocks = [&] {
-        if (!has_window) return VisibleBlocks::all(SplitKvSequence::seqlen_k(p, length));
+        if (!has_window) return VisibleBlocks::all<Config::kBlockKeys>(SplitKvSequence::seqlen_k(p, length));
         seq = SplitKvSequence::make(p, sequence);
         seq.set_length(p, sequence, length);
-        return VisibleBlocks::of(seq.seq);
+        return VisibleBlocks::of<Config::kBlockKeys>(seq.seq);
     };
     // Once they are shared out: to where they lie.
     auto place_blocks = [&](const VisibleBlocks& blocks) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         __syncwarp();
     };
     if constexpr (kFixed) {
-        VisibleBlocks blocks = VisibleBlocks::all(p.seqlen_k);  // a guess
+        VisibleBlocks blocks = VisibleBlocks::all<Config::kBlockKeys>(p.seqlen_k);  // a guess
         if (launch.length_first) {
             if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
             length = ptx::load_relaxed(p.seq_lens + sequence);
@@ -114,15 +114,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     // Combiners let the next kernel start now. Other CTAs do so after their last read: if released earlier,
     // the next kernel's CTAs pile up, two on some SMs and none on others.
     if (combines) ptx::launch_dependents();
-    prefetch_params(p);
-    const RowCopier<T, Config> rows(p);
+    prefetch_params<Config>(p);
+    const BlockCopier<T, Config> rows(p, launch.codes);
     const QueryCopier<T, Config> query_copier(p, launch.group_size, rows, kv_head, warp);
     PageIds<T, Config, kFixed> page_ids(p, launch.pages, rows);
     page_ids.enter(kv_head);
     if (kFixed || !launch.length_first) page_ids.start(sequence, own.first, own.stride, visible);
-    WarpAttention<T, Config, SplitKvSequence, kFixed> state(p, launch.group_size, seq);
-    const Rows<Config> queries{ptx::shared_address(shared.queries)};
-    const uint32_t tiles = ptx::shared_address(shared.warps[warp].tiles);
+    WarpAttention<T, Config, SplitKvSequence, kFixed> state(p, launch.group_size, launch.codes, seq);
+    const QueryRows<Config> queries{ptx::shared_address(shared.queries)};
+    const uint32_t tiles = ptx::shared_address(shared.warps[warp].blocks.tiles);
     // The kernel over a shared prefix let this one start once all kernels before it were complete.
     if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
 
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     if (!has_window) seq.set_length(p, sequence, length);
     if (!launch.length_first) {
         keys.end = seq.seq.see.seqlen_k;
-        const int32_t all_blocks = VisibleBlocks::all(keys.end).count;
+        const int32_t all_blocks = VisibleBlocks::all<Config::kBlockKeys>(keys.end).count;
         if constexpr (kFixed) {
             if (all_blocks != num_blocks) {  // another length than was guessed
                 fixed = FixedShare::of(fixed_splits, max(all_blocks, 1), split, warp);
@@ -192,36 +192,39 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     // A warp's tiles, keys and values in turn, a group of copies each. A tile is copied to the place of the
     // one before that in use: `place`, the tile in use follows it.
     constexpr int kAhead = Config::kTiles - 1;
-    auto tile = [&](int place) { return Rows<Config>{tiles + place * 16 * Config::kTileChunks}; };
+    auto keys_at = [&](int place) { return KeyRows<Config>{tiles + place * 16 * Config::kTileChunks}; };
+    auto values_at = [&](int place) { return ValueRows<Config>{tiles + place * 16 * Config::kTileChunks}; };
     auto next = [](int place) { return place + 1 == Config::kTiles ? 0 : place + 1; };
     typename decltype(state)::BlockWeights weights;
     int place = 0;
+    ScaleRing<Config> scales(shared.warps[warp]);
     int32_t copied = own.first, used = own.first - kAhead / 2 * own.stride;
 #pragma unroll 1
     do {
         const bool copies = copied < own.end, uses = used >= own.first && used < own.end;
-        uint32_t offset = 0;
+        typename BlockCopier<T, Config>::Place lies{};
         if (copies) {
-            offset = page_ids.next(copied, keys, visible, [&](int32_t from) {
-                if (from * int64_t{kBlockKeys} < keys.end) page_ids.ask_from(from, visible);
+            lies = page_ids.next(copied, keys, visible, [&](int32_t from) {
+                if (from * int64_t{Config::kBlockKeys} < keys.end) page_ids.ask_from(from, visible);
             });
-            rows.copy_keys(tile(place), offset);
+            rows.copy_keys(keys_at(place), scales.next(), lies);
         }
         ptx::cp_async_commit();
         place = next(place);
+        scales.advance();
         if (uses) {
             ptx::cp_async_wait<kAhead>();
             __syncwarp();  // every lane's copies have arrived
-            state.add_keys(weights, tile(place), used * kBlockKeys);
+            state.add_keys(weights, keys_at(place), scales.next(), used * Config::kBlockKeys);
             __syncwarp();  // every lane is done with the tile
         }
-        if (copies) rows.copy_values(tile(place), offset);
+        if (copies) rows.copy_values(values_at(place), lies);
         ptx::cp_async_commit();
         place = next(place);
         if (uses) {
             ptx::cp_async_wait<kAhead>();
             __syncwarp();  // as above
-            state.add_values(weights, tile(place));
+            state.add_values(weights, values_at(place));
             __syncwarp();
         }
         if (kFixed && OCTAVO_RARE(launch.pages.has_gap)) {
@@ -237,6 +240,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             combine.prepare();
             ptx::cp_async_wait<kAhead>();
             __syncthreads();  // the queries have arrived
+            state.load_queries();
         }
     } while (used < own.end || used < own.first);
     ptx::launch_dependents();

@@ -16,10 +16,21 @@
 
 namespace octavo::cuda {
 
+// The tiles of a warp, and of codes the scales of its blocks.
+template <class Config, bool kHasCodes = Config::kHasCodes>
+struct WarpTiles {
+    uint4 tiles[Config::kTiles][Config::kTileChunks];
+};
+template <class Config>
+struct WarpTiles<Config, true> {
+    uint4 tiles[Config::kTiles][Config::kTileChunks];
+    uint4 scales[Config::kScaleTiles][Config::kScaleChunks];
+};
+
 template <class Config>
 struct SplitKvShared {
     union alignas(512) Warp {
-        uint4 tiles[Config::kTiles][Config::kTileChunks];
+        WarpTiles<Config> blocks;
         WarpPartial<Config> partial;  // once the last tile has been used
     };
     Warp warps[Config::kWarps];
@@ -29,6 +40,23 @@ struct SplitKvShared {
         void* out;
         float* lse;
     } targets[Config::kRows];  // of results; each warp's own
+};
+
+// The places of a warp's scales: those of the block that is copied, and next to them of that in use.
+template <class Config>
+class ScaleRing {
+  public:
+    __device__ explicit ScaleRing(const typename SplitKvShared<Config>::Warp& warp) {
+        if constexpr (Config::kHasCodes) first_ = ptx::shared_address(warp.blocks.scales);
+    }
+    __device__ uint32_t next() const { return first_ + place_ * 16 * Config::kScaleChunks; }
+    __device__ void advance() {
+        if constexpr (Config::kHasCodes) place_ = place_ + 1 == Config::kScaleTiles ? 0 : place_ + 1;
+    }
+
+  private:
+    uint32_t first_ = 0;
+    int place_ = 0;
 };
 
 // kFixed: batch-invariant, so that partial results add up in the order that fixed_splits.h says.

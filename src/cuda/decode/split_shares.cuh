@@ -55,7 +55,8 @@ struct LengthShare {
         const bool has_sequence = lane < p.batch;
         const int32_t length = has_sequence ? ptx::load_relaxed(p.seq_lens + lane) : 0;
         const int32_t seqlen_k = max(min(length - p.num_skipped_keys, p.seqlen_k), 0);
-        const uint32_t all_blocks = (static_cast<uint32_t>(seqlen_k) + (kBlockKeys - 1)) / kBlockKeys;
+        const uint32_t all_blocks =
+            (static_cast<uint32_t>(seqlen_k) + (Config::kBlockKeys - 1)) / Config::kBlockKeys;
         const uint32_t blocks = min(all_blocks, launch.max_visible_blocks);
         const uint32_t left = launch.num_slots - p.batch, sum = max(__reduce_add_sync(~0u, blocks), 1u);
         const int32_t deserved = 1 + static_cast<int32_t>(blocks * left / sum);

@@ -1,7 +1,7 @@
 // Stream-K paged attention for few rows a KV head, where only the device knows how long sequences are: a
 // batch of any lengths. One launch: every CTA finds its share of all blocks by itself.
 //
-// grid: one CTA an SM. A CTA owns a run of blocks of 16 keys (stream_k_ranges.cuh), and each of its warps an
+// grid: one CTA an SM. A CTA owns a run of blocks of keys (stream_k_ranges.cuh), and each of its warps an
 // equal run of these, wherever items end, with a queue of its own: no barrier until partial results are
 // combined (stream_k_combine.cuh).
 //
@@ -22,17 +22,17 @@ template <class T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     stream_k_decode_kernel(const __grid_constant__ AttentionParams p,
                            const __grid_constant__ StreamKLaunch launch) {
-    using Batch = Schedule<Config::kThreads>;
+    using Batch = Schedule<Config::kThreads, Config::kBlockKeys>;
     constexpr int kStages = Config::kStages;
-    extern __shared__ __align__(128) unsigned char stream_k_shared_bytes[];
+    extern __shared__ __align__(512) unsigned char stream_k_shared_bytes[];
     auto& shared = *reinterpret_cast<StreamKShared<Config>*>(stream_k_shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int32_t cta = grid_index(launch.partial).x;
 
-    prefetch_params(p);
+    prefetch_params<Config>(p);
     auto& own = shared.warps[warp];
-    const WarpRings<Config> rings(&own.blocks[0][0], &own.queries[0][0]);
-    const RowCopier<T, Config> rows(p);
+    const WarpRings<Config> rings(own.blocks, own.queries);
+    const BlockCopier<T, Config> rows(p, launch.codes);
     StreamKCopier<T, Config> copier(p, launch.pages, launch.group_size, rows, own.visible);
 
     ptx::launch_dependents();
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (begin < end) {
         Item item = begin < range.begin_item.end ? range.begin_item : schedule.find(begin);
         copier.start(schedule, item, begin, end);
-        WarpAttention<T, Config, Batch> state(p, launch.group_size, schedule);
+        WarpAttention<T, Config, Batch> state(p, launch.group_size, launch.codes, schedule);
         int32_t item_from = begin;  // where this warp's part of the item starts
         VisibleBlocks visible{};    // of the item, in use where there is a window
         bool has_keys = false;
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #pragma unroll 1
         for (int32_t next = begin; next < end + kStages - 1; ++next) {
             if (next < end) {
-                const bool enters_item = copier.copy(rings.k(stage), rings.v(stage), next);
+                const bool enters_item =
+                    copier.copy(rings.k(stage), rings.v(stage), rings.scales(stage), next);
                 if (enters_item || next == begin) {
                     copied_queries = rings.next(copied_queries);
                     copier.copy_queries(rings.queries(copied_queries));
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 const SequenceSlice seq = schedule.slice(item.sequence);
                 has_keys = seq.see.seqlen_k > 0;
                 if (OCTAVO_RARE(p.window_left >= 0)) {
-                    visible = VisibleBlocks::of(seq);
+                    visible = VisibleBlocks::of<Config::kBlockKeys>(seq);
                     has_keys = visible.count > 0;
                 }
                 // While the first copies are on their way. The last warp has blocks if any has.
@@ -86,9 +87,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             }
             ptx::cp_async_wait<kStages - 1>();
             __syncwarp();  // every lane's copies have arrived
+            if (Config::kHasCodes && block == item_from) state.load_queries();
             int32_t place = block - item.begin;
             if (OCTAVO_RARE(p.window_left >= 0)) place = visible.place(place);
-            if (has_keys) state.add(rings.k(stage), rings.v(stage), place * kBlockKeys);
+            if (has_keys)
+                state.add(rings.k(stage), rings.v(stage), rings.scales(stage), place * Config::kBlockKeys);
             __syncwarp();  // every lane is done with the block
 
             const bool range_ends = block + 1 == end, item_ends = block + 1 == item.end;

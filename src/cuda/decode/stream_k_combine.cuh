@@ -19,9 +19,10 @@ namespace octavo::cuda {
 
 template <class Config>
 struct StreamKShared {
-    struct alignas(128) Warp {
+    struct alignas(Config::kHasCodes ? 512 : 128) Warp {
         union {
-            alignas(128) uint4 blocks[Config::kStages][Config::kBlockChunks];
+            // Of codes, all scales stand behind the blocks.
+            alignas(128) uint4 blocks[Config::kStages * (Config::kBlockChunks + Config::kScaleChunks)];
             WarpPartial<Config> last;  // once the last block has been used
         };
         alignas(
@@ -44,7 +45,7 @@ struct StreamKShared {
 template <class T, class Config>
 class StreamKCombine {
   public:
-    using Writer = OutputWriter<T, Schedule<Config::kThreads>>;
+    using Writer = OutputWriter<T, Schedule<Config::kThreads, Config::kBlockKeys>>;
 
     __device__ StreamKCombine(const Writer& writer, const StreamKLaunch& launch,
                               const StreamKShared<Config>& shared, int32_t cta)

@@ -10,14 +10,20 @@ namespace octavo::cuda {
 template <class Config>
 class WarpRings {
   public:
-    __device__ WarpRings(const uint4* blocks, const uint4* queries)
+    // `blocks`: and behind them, of codes, their scales.
+    __device__ WarpRings(const void* blocks, const void* queries)
         : blocks_(ptx::shared_address(blocks)), queries_(ptx::shared_address(queries)) {
         pin_in_register(blocks_);
         pin_in_register(queries_);
     }
-    __device__ Rows<Config> k(int stage) const { return {blocks_ + stage * Config::kBlockBytes}; }
-    __device__ Rows<Config> v(int stage) const { return {k(stage).address + Config::kBlockBytes / 2}; }
-    __device__ Rows<Config> queries(int stage) const {
+    __device__ KeyRows<Config> k(int stage) const { return {blocks_ + stage * Config::kBlockBytes}; }
+    __device__ ValueRows<Config> v(int stage) const {
+        return {k(stage).address + 16 * Config::kBlockKeys * Config::kKeyChunks};
+    }
+    __device__ uint32_t scales(int stage) const {
+        return blocks_ + Config::kStages * Config::kBlockBytes + stage * 16 * Config::kScaleChunks;
+    }
+    __device__ QueryRows<Config> queries(int stage) const {
         return {queries_ + stage * 16 * Config::kQueryChunks};
     }
     __device__ static int next(int stage) { return stage + 1 == Config::kStages ? 0 : stage + 1; }
@@ -31,11 +37,11 @@ class WarpRings {
 template <class T, class Config>
 class StreamKCopier {
   public:
-    using Batch = Schedule<Config::kThreads>;
+    using Batch = Schedule<Config::kThreads, Config::kBlockKeys>;
 
     // `visible`: two places in shared memory of the warp's own.
     __device__ StreamKCopier(const AttentionParams& p, const PageLayout& pages, const FastDivide& group_size,
-                             const RowCopier<T, Config>& rows, VisibleBlocks* visible)
+                             const BlockCopier<T, Config>& rows, VisibleBlocks* visible)
         : p_(p), group_size_(group_size), rows_(rows), page_ids_(p, pages, rows), visible_(visible) {}
 
     // Blocks [begin, end), of which `item` holds the first.
@@ -47,14 +53,14 @@ class StreamKCopier {
     }
 
     // Starts the copies of block `block`, the next one; tells whether it is the first of its item here.
-    __device__ bool copy(Rows<Config> k, Rows<Config> v, int32_t block) {
+    __device__ bool copy(KeyRows<Config> k, ValueRows<Config> v, uint32_t scales, int32_t block) {
         const bool enters = block == item_.end;
         if (enters) enter();
         if (keys_.begin >= keys_.end) return enters;
         const VisibleBlocks& visible = visible_[which_];
         int32_t place = block - item_.begin;
         if (OCTAVO_RARE(p_.window_left >= 0)) place = visible.place(place);
-        const uint32_t offset = page_ids_.next(place, keys_, visible, [&](int32_t from) {
+        const auto lies = page_ids_.next(place, keys_, visible, [&](int32_t from) {
             const int32_t last = min(item_.end, end_) - item_.begin - 1;
             if (from <= (OCTAVO_RARE(p_.window_left >= 0) ? visible.place(last) : last)) {
                 page_ids_.ask_from(from, visible);
@@ -62,12 +68,12 @@ class StreamKCopier {
                 ask_for(schedule_->next(item_), item_.end);
             }
         });
-        rows_.copy(k, v, offset);
+        rows_.copy(k, v, scales, lies);
         return enters;
     }
 
     // The queries of the item at hand.
-    __device__ void copy_queries(Rows<Config> q) const {
+    __device__ void copy_queries(QueryRows<Config> q) const {
         rows_.copy_queries(q, schedule_->slice(item_.sequence), group_size_, item_.sequence, item_.kv_head);
     }
 
@@ -78,7 +84,8 @@ class StreamKCopier {
         VisibleBlocks& visible = visible_[which_ ^ 1];
         int32_t first = begin - item.begin;
         if (OCTAVO_RARE(p_.window_left >= 0)) {
-            const VisibleBlocks blocks = VisibleBlocks::of(schedule_->slice(item.sequence));
+            const VisibleBlocks blocks =
+                VisibleBlocks::of<Config::kBlockKeys>(schedule_->slice(item.sequence));
             first = blocks.place(first);
             __syncwarp();
             if (threadIdx.x % 32 == 0) visible = blocks;
@@ -99,7 +106,7 @@ class StreamKCopier {
 
     const AttentionParams& p_;
     const FastDivide& group_size_;
-    const RowCopier<T, Config>& rows_;
+    const BlockCopier<T, Config>& rows_;
     PageIds<T, Config, true> page_ids_;
     VisibleBlocks* visible_;
     int which_ = 0;  // of the two, for the item at hand

@@ -53,7 +53,8 @@ class StreamKRange {
     int32_t begin = 0, end = 0;  // blocks
     Item begin_item{};           // holds the first block, or ends right before it
 
-    __device__ StreamKRange(const Schedule<Config::kThreads>& schedule, int32_t cta) : cta_(cta) {
+    __device__ StreamKRange(const Schedule<Config::kThreads, Config::kBlockKeys>& schedule, int32_t cta)
+        : cta_(cta) {
         const int32_t num_ctas = gridDim.x;
         const int32_t items = schedule.num_items(), count = schedule.uniform_count();
         if (count > 0 && items <= num_ctas) {

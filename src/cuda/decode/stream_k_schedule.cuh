@@ -1,6 +1,6 @@
 // Who works on what, found on the device from the lengths alone.
 //
-// Work is counted in blocks of 16 keys, in this order: sequences, within one its KV heads, within a head its
+// Work is counted in blocks of keys, in this order: sequences, within one its KV heads, within a head its
 // blocks. An item is one KV head of one sequence. CTAs own runs of blocks (stream_k_ranges.cuh), warps equal
 // runs of their CTA's, wherever items end.
 #pragma once
@@ -30,7 +30,7 @@ struct ScheduleStorage {
 };
 
 // The batch's work. Every thread of the CTA constructs it together.
-template <int kThreads>
+template <int kThreads, int kBlockKeys>
 class Schedule {
   public:
     __device__ Schedule(const AttentionParams& p, ScheduleStorage<kThreads>& storage)
@@ -127,7 +127,7 @@ class Schedule {
         // No more than the launcher has counted on.
         lengths_[sequence] = min(SequenceSlice::seqlen_k(p_, sequence), p_.seqlen_k);
         const SequenceSlice seq = slice(sequence);
-        return seq.seqlen_q > 0 ? max(key_blocks(seq).count, 1) : 0;
+        return seq.seqlen_q > 0 ? max(key_blocks<kBlockKeys>(seq).count, 1) : 0;
     }
 
     __device__ int32_t begin_of(int32_t sequence) const { return sequence == 0 ? 0 : ends_[sequence - 1]; }

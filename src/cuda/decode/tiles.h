@@ -2,14 +2,16 @@
 #pragma once
 
 #include "common/macros.h"
+#include "cuda/decode/codes.h"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace octavo::cuda {
 
-constexpr int kBlockKeys = 16;         // what a warp works on at once: the depth of one product with V
+constexpr int kStepKeys = 16;          // the depth of one product with V
 constexpr int kMaxDecodeCtas = 256;    // of the stream-K kernel, one an SM
 constexpr int kMaxDecodeBatch = 1024;  // its schedule keeps a number for each sequence in shared memory
 // A CTA of either kernel takes up to this much shared memory: what Hopper and its successors have.
@@ -18,38 +20,49 @@ constexpr size_t kDecodeSharedBytes = 227 * 1024;
 // One row of the table: what has kernels of its own. CMake compiles the rows of this table.
 struct DecodeTiles {
     int head_dim;
-    int row_tiles;  // of eight rows; a row is one query token of one query head
+    int row_tiles;   // of eight rows; a row is one query token of one query head
+    bool has_codes;  // whether there are kernels for caches of codes too; they go to the next row that has
 
     constexpr int rows() const { return 8 * row_tiles; }
 };
 
 constexpr DecodeTiles kDecodeTiles[] = {
-    {64, 1},   //
-    {64, 2},   //
-    {96, 1},   //
-    {96, 2},   //
-    {128, 1},  //
-    {128, 2},  //
-    {192, 1},  //
-    {256, 1},
+    {64, 1, true},    //
+    {64, 2, true},    //
+    {96, 1, false},   //
+    {96, 2, false},   //
+    {128, 1, true},   //
+    {128, 2, true},   //
+    {192, 1, false},  //
+    {256, 1, true},
 };
 
 constexpr int decode_warps(int head_dim, int row_tiles) { return row_tiles == 1 && head_dim <= 128 ? 8 : 4; }
 
 // What both kernels share.
-template <int kHeadDim_, int kRowTiles_, int kWarps_>
+template <int kHeadDim_, int kRowTiles_, int kWarps_, Codes kCodes_>
 struct DecodeConfig {
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr Codes kCodes = kCodes_;
+    static constexpr bool kHasCodes = kCodes != Codes::none;
     static constexpr int kRowTiles = kRowTiles_;
     static constexpr int kRows = 8 * kRowTiles;
     static constexpr int kWarps = kWarps_;
     static constexpr int kThreads = 32 * kWarps;
-    // 16-byte chunks of a row's place in shared memory (whole 128 bytes, for the swizzle), of a block's keys
-    // and values, and of an item's queries with the slopes of their heads.
+    // What a warp copies at once, and works on. Codes need twice as many keys for as many bytes.
+    static constexpr int kBlockKeys = kHasCodes ? 2 * kStepKeys : kStepKeys;
+    // 16-byte chunks of a row's place in shared memory, of keys, values and queries (of 16 bits: whole 128
+    // bytes, for the swizzle); of a block's keys and values; of an item's queries with the slopes of their
+    // heads.
     static constexpr int kRowChunks = (kHeadDim + 63) / 64 * 8;
-    static constexpr int kBlockChunks = 2 * kBlockKeys * kRowChunks;
+    static constexpr int kKeyBits = bits_of_keys(kCodes), kValueBits = bits_of_values(kCodes);
+    static constexpr int kKeyChunks = kHasCodes ? kHeadDim * kKeyBits / 128 : kRowChunks;
+    static constexpr int kValueChunks = kHasCodes ? kHeadDim * kValueBits / 128 : kRowChunks;
+    static constexpr int kBlockChunks = kBlockKeys * (kKeyChunks + kValueChunks);
     static constexpr int kQueryChunks = kRows * kRowChunks + 8;
     static constexpr int kBlockBytes = 16 * kBlockChunks;
+    // Of a block's scales: a word for each key, and one for each value.
+    static constexpr int kScaleChunks = kHasCodes ? kBlockKeys / 2 : 0;
     // A row of a warp's partial result in shared memory, in floats: the dims, padded against bank conflicts.
     static constexpr int kWarpPartialRow = kHeadDim + 4;
     // A row of a CTA's partial result in the workspace, in words: the dims, then the softmax state, a copy
@@ -59,16 +72,18 @@ struct DecodeConfig {
 
 // Of the kernel whose CTAs share out the work themselves, one CTA an SM. Two tiles of rows take a warp so
 // long that four of them do not draw an SM's share of the bandwidth.
-template <int kHeadDim, int kRowTiles>
+template <int kHeadDim, int kRowTiles, Codes kCodes>
 struct StreamKConfig
-    : DecodeConfig<kHeadDim, kRowTiles, kRowTiles == 2 ? 6 : decode_warps(kHeadDim, kRowTiles)> {
-    using Base = DecodeConfig<kHeadDim, kRowTiles, kRowTiles == 2 ? 6 : decode_warps(kHeadDim, kRowTiles)>;
+    : DecodeConfig<kHeadDim, kRowTiles, kRowTiles == 2 ? 6 : decode_warps(kHeadDim, kRowTiles), kCodes> {
+    using Base =
+        DecodeConfig<kHeadDim, kRowTiles, kRowTiles == 2 ? 6 : decode_warps(kHeadDim, kRowTiles), kCodes>;
     // Blocks that a warp has on their way: up to 144 KB an SM, three times what HBM's latency asks for, and
     // what fits beside the queries of as many items and a partial result.
     static constexpr int kWarpPartialBytes = Base::kRows * (Base::kWarpPartialRow + 2) * 4;
-    static constexpr int kStages = std::min(
-        144 * 1024 / (Base::kWarps * Base::kBlockBytes),
-        (219 * 1024 / Base::kWarps - kWarpPartialBytes) / (16 * (Base::kBlockChunks + Base::kQueryChunks)));
+    static constexpr int kStages =
+        std::min(144 * 1024 / (Base::kWarps * Base::kBlockBytes),
+                 ((kCodes == Codes::none ? 219 : 214) * 1024 / Base::kWarps - kWarpPartialBytes) /
+                     (16 * (Base::kBlockChunks + Base::kScaleChunks + Base::kQueryChunks)));
     // A CTA's share is about this many blocks at least, 64 KB a tile of rows: smaller ones would cost more
     // combining than they save.
     static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / Base::kBlockBytes, Base::kWarps);
@@ -88,17 +103,23 @@ constexpr int kMaxSequencesByLength = 32;
 
 // kCtas: of an SM. One, with deeper queues, where a CTA has much to read: with room for a second one, the
 // next launch's CTAs went two to some SMs and none to others. Two or more, where CTAs have little to read.
-template <int kHeadDim, int kRowTiles, int kCtas_, int kWarps>
-struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps> {
-    using Base = DecodeConfig<kHeadDim, kRowTiles, kWarps>;
+template <int kHeadDim, int kRowTiles, int kCtas_, int kWarps, Codes kCodes>
+struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
+    using Base = DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes>;
     static constexpr int kCtas = kCtas_;
-    static constexpr int kTileChunks = Base::kBlockChunks / 2;  // of a block's keys, or of its values
-    // Tiles that a warp has room for, an odd number: one in use and the others on their way.
-    static constexpr int kRoomBytes = 226 / kCtas * 1024 - 16 * Base::kQueryChunks;
-    static constexpr int kTiles = (kRoomBytes / (16 * kWarps * kTileChunks) - 1) / 2 * 2 + 1;
+    // Of a block's keys, or of its values.
+    static constexpr int kTileChunks = Base::kBlockKeys * std::max(Base::kKeyChunks, Base::kValueChunks);
+    // Tiles that a warp has room for, an odd number: one in use and the others on their way. To each block on
+    // its way, and to that in use, belong its scales.
+    static constexpr int kRoomBytes =
+        226 / kCtas * 1024 - 16 * Base::kQueryChunks - (Base::kHasCodes ? 512 * kWarps : 0);
+    static constexpr int kTileRoomBytes = 16 * kTileChunks + 8 * Base::kScaleChunks;
+    static constexpr int kTiles =
+        ((kRoomBytes - 16 * kWarps * Base::kScaleChunks) / (kWarps * kTileRoomBytes) - 1) / 2 * 2 + 1;
     static_assert(kTiles >= 3);
+    static constexpr int kScaleTiles = (kTiles + 1) / 2;
     // Items of up to this many keys are short: two blocks a warp.
-    static constexpr int kShortKeys = 2 * kWarps * kBlockKeys;
+    static constexpr int kShortKeys = 2 * kWarps * Base::kBlockKeys;
     // Blocks of a split, at least: a warp has one, and all have 64 KB or little less. Twice as many take less
     // time than to combine two splits.
     static constexpr int kMinBlocks = std::max(64 * 1024 / Base::kBlockBytes, kWarps);
@@ -108,27 +129,46 @@ struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps> {
 };
 
 // Of long items.
-template <int kHeadDim, int kRowTiles>
-using LongItems = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, kRowTiles)>;
+template <int kHeadDim, int kRowTiles, Codes kCodes>
+using LongItems = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, kRowTiles), kCodes>;
 
-// Of short items.
-template <int kHeadDim, int kRowTiles>
-using ShortItems = SplitKvConfig<kHeadDim, kRowTiles, 2, decode_warps(kHeadDim, kRowTiles)>;
+// Of short items. Codes take more registers than eight warps of two CTAs have, up to 168 where six have them.
+constexpr int short_items_warps(int head_dim, int row_tiles, Codes codes) {
+    const int warps = decode_warps(head_dim, row_tiles);
+    return codes != Codes::none && warps == 8 && head_dim > 64 ? 6 : warps;
+}
+template <int kHeadDim, int kRowTiles, Codes kCodes>
+using ShortItems =
+    SplitKvConfig<kHeadDim, kRowTiles, 2, short_items_warps(kHeadDim, kRowTiles, kCodes), kCodes>;
 
 // Of many items, a CTA each: smaller CTAs, as many an SM as registers allow, so that some read while others
-// start or end.
-template <int kHeadDim, int kRowTiles>
-using ManyItems = SplitKvConfig<kHeadDim, kRowTiles, (kHeadDim > 128 ? 2 : (kRowTiles == 1 ? 4 : 3)), 4>;
+// start or end. Of codes, those of short items were as fast.
+constexpr int many_items_ctas(int head_dim, int row_tiles) {
+    return head_dim > 128 ? 2 : (row_tiles == 1 ? 4 : 3);
+}
+template <int kHeadDim, int kRowTiles, Codes kCodes>
+using ManyItems =
+    std::conditional_t<kCodes == Codes::none,
+                       SplitKvConfig<kHeadDim, kRowTiles, many_items_ctas(kHeadDim, kRowTiles), 4, kCodes>,
+                       ShortItems<kHeadDim, kRowTiles, kCodes>>;
 
 // Whether short items have a configuration of their own, unless their splits are fixed; otherwise that of
 // many items serves them, which has as many warps.
-template <int kHeadDim, int kRowTiles>
+template <int kHeadDim, int kRowTiles, Codes kCodes>
 constexpr bool has_short_items() {
-    return ManyItems<kHeadDim, kRowTiles>::kWarps != LongItems<kHeadDim, kRowTiles>::kWarps;
+    return ManyItems<kHeadDim, kRowTiles, kCodes>::kWarps != ShortItems<kHeadDim, kRowTiles, kCodes>::kWarps;
 }
 
 // Of few sequences, by their lengths: as many warps as one tile of rows has.
-template <int kHeadDim, int kRowTiles>
-using ByLength = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, 1)>;
+template <int kHeadDim, int kRowTiles, Codes kCodes>
+using ByLength = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, 1), kCodes>;
+
+// Of fixed splits: kCtas of an SM, one or two by how many CTAs there are, which must not show in the bits, so
+// that both have as many warps, a power of two. Codes have one instance for both.
+template <int kHeadDim, int kRowTiles, int kCtas, Codes kCodes>
+using FixedItems =
+    std::conditional_t<kCodes == Codes::none,
+                       SplitKvConfig<kHeadDim, kRowTiles, kCtas, decode_warps(kHeadDim, kRowTiles), kCodes>,
+                       SplitKvConfig<kHeadDim, kRowTiles, 2, 4, kCodes>>;
 
 }  // namespace octavo::cuda

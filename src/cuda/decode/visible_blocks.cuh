@@ -23,12 +23,14 @@ struct VisibleBlocks {
     int32_t window_begin;           // and keys from here on to some
 
     // Without a window or a prefix, every block: nothing depends on the queries.
+    template <int kBlockKeys>
     __device__ static VisibleBlocks all(int32_t seqlen_k) {
         const auto length = static_cast<uint32_t>(seqlen_k);
         return {static_cast<int32_t>((length + (kBlockKeys - 1)) / kBlockKeys), 0, 0, 0, 0};
     }
+    template <int kBlockKeys>
     __device__ static VisibleBlocks of(const SequenceSlice& seq) {
-        const KeyTiles tiles = key_blocks(seq);
+        const KeyTiles tiles = key_blocks<kBlockKeys>(seq);
         return {tiles.count, tiles.num_prefix_tiles, tiles.first_window_tile - tiles.num_prefix_tiles,
                 tiles.prefix_end, tiles.window_begin};
     }

@@ -3,12 +3,14 @@
 
 #include "common/online_softmax.h"
 #include "common/score.h"
-#include "cuda/decode/copy.cuh"
+#include "cuda/decode/code_products.cuh"
+#include "cuda/decode/item.cuh"
+#include "cuda/decode/output.cuh"
+#include "cuda/decode/products.cuh"
 #include "cuda/ptx/load_shared.h"
-#include "cuda/ptx/mma.h"
 #include "cuda/ptx/movmatrix.h"
-#include "cuda/tile/transposed_softmax.cuh"
-#include "cuda/types.h"
+
+#include <type_traits>
 
 namespace octavo::cuda {
 
@@ -25,18 +27,21 @@ struct WarpPartial {
 template <class T, class Config, class Sequences, bool kFromZero = false>
 class WarpAttention {
     static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;
-    using Softmax = TransposedSoftmax<kRowTiles, kDimTiles>;
+    static constexpr int kSteps = Config::kBlockKeys / kStepKeys;
+    using Products = std::conditional_t<Config::kHasCodes, CodeProducts<Config>, Products<T, Config>>;
+    using Softmax = typename Products::Softmax;
 
   public:
-    __device__ WarpAttention(const AttentionParams& p, const FastDivide& group_size,
+    __device__ WarpAttention(const AttentionParams& p, const FastDivide& group_size, const CodeLayout& layout,
                              const Sequences& sequences)
         : p_(p),
           group_size_(group_size),
+          layout_(layout),
           sequences_(sequences),
           transform_(ScoreTransform::make(p.softmax_scale, p.softcap)) {}
 
     // The rows of `q` may still be on their way. reset() before the first block.
-    __device__ void begin(const Item& item, Rows<Config> q) {
+    __device__ void begin(const Item& item, QueryRows<Config> q) {
         item_ = item;
         q_ = q;
         seq_ = sequences_.slice(item.sequence);
@@ -51,26 +56,56 @@ class WarpAttention {
 
     __device__ void reset() { softmax_.reset(); }
 
-    // The block that begins with key `first_key`.
-    __device__ void add(Rows<Config> k, Rows<Config> v, int32_t first_key) {
+    // The rows of queries have arrived.
+    __device__ void load_queries() {
+        if constexpr (Config::kHasCodes)
+            products_.load_queries(q_, p_.dtype == DType::bfloat16, transform_.inner);
+    }
+
+    // The block that begins with key `first_key`. `scales`: of its codes.
+    __device__ void add(KeyRows<Config> k, ValueRows<Config> v, uint32_t scales, int32_t first_key) {
         BlockWeights weights;
-        add_keys(weights, k, first_key);
+        add_keys(weights, k, scales, first_key);
         add_values(weights, v);
     }
 
     // The same in two steps.
-    using BlockWeights = uint32_t[kRowTiles][2];  // of the block's keys, in T: operand b of P V
-    __device__ void add_keys(BlockWeights& weights, Rows<Config> k, int32_t first_key) {
-        float scores[kRowTiles][4];
-        multiply_q_k(scores, k);
-        score(scores, first_key);
-        softmax_.template weigh<T, kFromZero>(weights, scores);
+    using BlockWeights = uint32_t[kSteps][kRowTiles][2];  // of the block's keys: operand b of P V
+    __device__ void add_keys(BlockWeights& weights, KeyRows<Config> k, uint32_t scales, int32_t first_key) {
+        using Weight = typename Products::Weight;
+        float scores[kSteps][kRowTiles][4];
+        if constexpr (Config::kHasCodes) {
+            typename Products::KeyTerms terms[kSteps];
+            Products::load_terms(terms, layout_, scales);
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) products_.multiply_q_k(scores[step], q_, k, step);
+            products_.transform(scores, transform_, terms);
+            see(scores, first_key);
+            softmax_.template weigh<Weight, kFromZero>(
+                weights, scores, [&](float weight, float rounded, int step, int r, int e) {
+                    float& sum = softmax_.sum[r][e % 2];
+                    sum = fmaf(weight, terms[step].inverse_scale[e / 2], sum);
+                    Products::add_offset(softmax_, rounded, terms[step], r, e);
+                });
+        } else {
+            products_.multiply_q_k(scores[0], q_, k, 0);
+            products_.transform(scores[0], transform_);
+            see(scores, first_key);
+            softmax_.template weigh<Weight, kFromZero>(
+                weights, scores,
+                [&](float weight, float, int, int r, int e) { softmax_.sum[r][e % 2] += weight; });
+        }
     }
-    __device__ void add_values(const BlockWeights& weights, Rows<Config> v) { multiply_p_v(weights, v); }
+    __device__ void add_values(const BlockWeights& weights, ValueRows<Config> v) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+            products_.multiply_p_v(softmax_.out, weights[step], v, step);
+    }
 
     // After the last block, before what follows.
     __device__ void sum_over_keys() {
         Softmax::for_each_row([&](int r, int i) { softmax_.sum_over_keys(r, i); });
+        if constexpr (Config::kHasCodes) Products::finish(softmax_);
     }
 
     // The whole item is done: writes its rows.
@@ -87,19 +122,29 @@ class WarpAttention {
             }
         });
         softmax_.for_each_out([&](float& out, int r, int, int i) { out *= softmax_.sum[r][i]; });
+        if constexpr (Config::kHasCodes) {
+            for_each_pair([&](int r, int i, int dim, float low, float high) {
+                const DecodeRow row(seq, group_size_, item_.kv_head, row_of(r, i));
+                T* const target = static_cast<T*>(p_.out) + seq.out_begin + row.token * p_.out_token_stride +
+                                  row.head * p_.out_head_stride;
+                if (row.valid && dim < p_.head_dim)
+                    *reinterpret_cast<uint32_t*>(target + dim) = pack_output<T>(p_, low, high);
+            });
+        } else {
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            const DecodeRow row(seq, group_size_, item_.kv_head, 8 * r + lane / 4);
-            T* const target = static_cast<T*>(p_.out) + seq.out_begin + row.token * p_.out_token_stride +
-                              row.head * p_.out_head_stride + 2 * (lane % 4);
+            for (int r = 0; r < kRowTiles; ++r) {
+                const DecodeRow row(seq, group_size_, item_.kv_head, 8 * r + lane / 4);
+                T* const target = static_cast<T*>(p_.out) + seq.out_begin + row.token * p_.out_token_stride +
+                                  row.head * p_.out_head_stride + 2 * (lane % 4);
 #pragma unroll
-            for (int d = 0; d < kDimTiles; ++d) {
+                for (int d = 0; d < kDimTiles; ++d) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint32_t pair = ptx::transpose_8x8(
-                        pack<T>(softmax_.out[r][d][2 * half], softmax_.out[r][d][2 * half + 1]));
-                    const int dim = 16 * d + 8 * half;
-                    if (row.valid && dim < p_.head_dim) *reinterpret_cast<uint32_t*>(target + dim) = pair;
+                    for (int half = 0; half < 2; ++half) {
+                        const uint32_t pair = ptx::transpose_8x8(pack_output<T>(
+                            p_, softmax_.out[r][d][2 * half], softmax_.out[r][d][2 * half + 1]));
+                        const int dim = 16 * d + 8 * half;
+                        if (row.valid && dim < p_.head_dim) *reinterpret_cast<uint32_t*>(target + dim) = pair;
+                    }
                 }
             }
         }
@@ -114,84 +159,75 @@ class WarpAttention {
                 partial.sum[row_of(r, i)] = softmax_.sum[r][i];
             }
         });
-        softmax_.for_each_out(
-            [&](float& out, int r, int dim, int i) { partial.out[row_of(r, i)][dim + lane / 4] = out; });
+        if constexpr (Config::kHasCodes) {
+            for_each_pair([&](int r, int i, int dim, float low, float high) {
+                *reinterpret_cast<float2*>(&partial.out[row_of(r, i)][dim]) = {low, high};
+            });
+        } else {
+            softmax_.for_each_out(
+                [&](float& out, int r, int dim, int i) { partial.out[row_of(r, i)][dim + lane / 4] = out; });
+        }
     }
 
   private:
     __device__ static int row_of(int r, int i) { return Softmax::row_of(threadIdx.x % 32, r, i); }
     __device__ static int key_of(int e) { return Softmax::key_of(threadIdx.x % 32, e); }
 
-    __device__ void multiply_q_k(float (&scores)[kRowTiles][4], Rows<Config> k) const {
-        float odd[kRowTiles][4];  // a second chain of products
+    // Of codes: body(r, i, dim, of dim, of the next), whose accumulators belong to neighbouring dims.
+    template <class Body>
+    __device__ void for_each_pair(Body body) const {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) scores[r][e] = odd[r][e] = 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < kDimTiles; j += 2) {
-            uint32_t a[2][4];
-            operands_.load_a(a[0], k, j);
-            operands_.load_a(a[1], k, j + 1);
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) {
-                uint32_t b[4];
-                operands_.load_b(b, q_, r, j / 2);
-                ptx::mma_m16n8k16<T>(scores[r], a[0], b[0], b[1]);
-                ptx::mma_m16n8k16<T>(kRowTiles == 1 ? odd[r] : scores[r], a[1], b[2], b[3]);
+            for (int d = 0; d < kDimTiles; ++d) {
+                const auto& out = softmax_.out[r][d];
+                const int dim = Products::dim_of(threadIdx.x % 32, d);
+                body(r, 0, dim, out[0], out[2]);
+                body(r, 1, dim, out[1], out[3]);
             }
-        }
-        if (kRowTiles == 1) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) scores[0][e] += odd[0][e];
         }
     }
 
-    // From dot products to scores in units of log2(e), -inf where the query does not see the key.
-    __device__ void score(float (&scores)[kRowTiles][4], int32_t first_key) const {
-        if (OCTAVO_RARE(transform_.has_softcap)) {
-            Softmax::for_each_score(scores, [&](float& score, int, int) { score = transform_(score); });
-        } else {
-            Softmax::for_each_score(scores, [&](float& score, int, int) { score *= transform_.inner; });
-        }
+    // What depends on positions: ALiBi, and -inf where the query does not see the key.
+    __device__ void see(float (&scores)[kSteps][kRowTiles][4], int32_t first_key) const {
         if (OCTAVO_RARE(p_.alibi_slopes != nullptr)) {
             float slope_log2[kRowTiles][2];
             Softmax::for_each_row([&](int r, int i) {
-                slope_log2[r][i] = ptx::load_shared_float(slope_address(q_, row_of(r, i))) * kLog2e;
+                slope_log2[r][i] = ptx::load_shared_float(slope_address<Config>(q_, row_of(r, i))) * kLog2e;
             });
-            Softmax::for_each_score(scores, [&](float& score, int r, int e) {
-                score += alibi_bias(slope_log2[r][e % 2], q_pos_[r][e % 2], first_key + key_of(e));
+            for_each_score(scores, first_key, [&](float& score, int r, int e, int32_t key) {
+                score += alibi_bias(slope_log2[r][e % 2], q_pos_[r][e % 2], key);
             });
         }
-        if (OCTAVO_RARE(first_key + kBlockKeys > all_visible_end_)) {
+        if (OCTAVO_RARE(first_key + Config::kBlockKeys > all_visible_end_)) {
             const int32_t first_q_pos = seq_.q_pos(0), last_q_pos = seq_.see.seqlen_k - 1;
-            if (KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, kBlockKeys)) return;
-            Softmax::for_each_score(scores, [&](float& score, int r, int e) {
-                if (!seq_.see.visible(q_pos_[r][e % 2], first_key + key_of(e))) score = -INFINITY;
+            if (KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, Config::kBlockKeys))
+                return;
+            for_each_score(scores, first_key, [&](float& score, int r, int e, int32_t key) {
+                if (!seq_.see.visible(q_pos_[r][e % 2], key)) score = -INFINITY;
             });
         }
     }
-
-    __device__ void multiply_p_v(const BlockWeights& weights, Rows<Config> v) {
+    // Calls body(score, r, e, key).
+    template <class Body>
+    __device__ static void for_each_score(float (&scores)[kSteps][kRowTiles][4], int32_t first_key,
+                                          Body body) {
 #pragma unroll
-        for (int d = 0; d < kDimTiles; ++d) {
-            uint32_t a[4];
-            operands_.load_a_transposed(a, v, d);
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) {
-                ptx::mma_m16n8k16<T>(softmax_.out[r][d], a, weights[r][0], weights[r][1]);
-            }
+        for (int step = 0; step < kSteps; ++step) {
+            Softmax::for_each_score(scores[step], [&](float& score, int r, int e) {
+                body(score, r, e, first_key + step * kStepKeys + key_of(e));
+            });
         }
     }
 
     const AttentionParams& p_;
     const FastDivide& group_size_;
+    const CodeLayout& layout_;
     const Sequences& sequences_;
     ScoreTransform transform_;
     Item item_;
-    Operands<Config> operands_;
-    Rows<Config> q_;
+    Products products_;
+    QueryRows<Config> q_;
     SequenceSlice seq_;
     int32_t all_visible_end_;  // the keys before it are visible to all queries; none with a window
     int32_t q_pos_[kRowTiles][2];

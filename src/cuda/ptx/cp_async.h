@@ -37,6 +37,10 @@ __device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, 
                  : "memory");
 }
 
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_4(void* shared, const void* global, bool valid) {
     cp_async_4(shared_address(shared), global, valid);
 }

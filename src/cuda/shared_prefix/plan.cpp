@@ -43,7 +43,8 @@ struct Cost {
     Cost(const AttentionParams& p, const Gpu& gpu) : gpu(gpu) {
         // Behind the prefix a page table may have much more room than keys.
         const double prefix = p.shared_prefix_len, own = std::min(p.seqlen_k - prefix, prefix);
-        const double token_bytes = 2.0 * p.num_kv_heads * p.head_dim * size_of(p.dtype);
+        const double token_bytes =
+            p.num_kv_heads * p.head_dim * (bits_of(p.k_dtype) + bits_of(p.v_dtype)) / 8.0;
         prefix_flops = 4.0 * static_cast<double>(p.total_q) * p.num_q_heads * prefix * p.head_dim;
         different_bytes = token_bytes * (prefix + p.batch * own);
         all_bytes = token_bytes * p.batch * (prefix + own);

@@ -89,12 +89,35 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80L
     }
 }
 
-// Dropout has a kernel of its own: as a branch it made the other spill registers.
-template <class T, class Config, bool kDropout>
+// The keys and values at the sequence and head of a CTA.
+template <class T, Sm80Feature kFeature>
+__device__ __forceinline__ auto key_array(const AttentionParams& p, const Sm80Launch& plan,
+                                          const SequenceSlice& seq, int32_t kv_head) {
+    if constexpr (kFeature == Sm80Feature::codes) {
+        return CodeArray::keys(p, kv_head);
+    } else {
+        return KeyArray<T>{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
+                           p.k_outer_stride, p.k_token_stride, plan.k_aligned};
+    }
+}
+template <class T, Sm80Feature kFeature>
+__device__ __forceinline__ auto value_array(const AttentionParams& p, const Sm80Launch& plan,
+                                            const SequenceSlice& seq, int32_t kv_head) {
+    if constexpr (kFeature == Sm80Feature::codes) {
+        return CodeArray::values(p, kv_head);
+    } else {
+        return KeyArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
+                           p.v_outer_stride, p.v_token_stride, plan.v_aligned};
+    }
+}
+
+// Dropout and codes have kernels of their own: as a branch, dropout made the other spill registers.
+template <class T, class Config, Sm80Feature kFeature>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     sm80_attention_kernel(const __grid_constant__ AttentionParams p,
                           const __grid_constant__ Sm80Launch plan) {
     constexpr int kKeys = Config::kKeys;
+    constexpr bool kDropout = kFeature == Sm80Feature::dropout;
     static_assert(Config::kRows <= Config::kThreads, "one thread finds each row");
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<Sm80Shared<T, Config>*>(shared_bytes);
@@ -117,10 +140,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int32_t tile_end = min(tile_begin + tiles_per_split, tiles.count);
 
     const T* const q = static_cast<const T*>(p.q);
-    const KeyArray<T> k{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
-                        p.k_outer_stride, p.k_token_stride, plan.k_aligned};
-    const KeyArray<T> v{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
-                        p.v_outer_stride, p.v_token_stride, plan.v_aligned};
+    const auto k = key_array<T, kFeature>(p, plan, seq, kv_head);
+    const auto v = value_array<T, kFeature>(p, plan, seq, kv_head);
     KeyRows<T, Config> keys(tiles, p.paged() ? p.page_table + row_tile.batch * p.page_table_stride : nullptr,
                             plan.page_size, shared.pages, q, p.head_dim);
 

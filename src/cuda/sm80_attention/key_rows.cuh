@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/fast_divide.h"
+#include "cuda/sm80_attention/code_rows.cuh"
 #include "cuda/tile/load.cuh"
 #include "cuda/warp.cuh"
 #include "params/attention_params.h"
@@ -84,6 +85,23 @@ class KeyRows {
             source[i] = needed ? source[i] : mapped_;
         }
         Copy::template run<false>(target, source, valid, column_, head_dim_, array.aligned);
+    }
+
+    // The same of codes, which become numbers on the way; they are there when this thread goes on.
+    __device__ __forceinline__ void copy(int32_t tile, uint32_t target, const CodeArray& array) const {
+#pragma unroll 1
+        for (int i = 0; i < Copy::kCount; ++i) {
+            const int32_t key = tiles_.start(tile) + row_ + i * Copy::kRowsAtOnce;
+            const bool needed = tiles_.needed(key);
+            CodeArray::Row row{};
+            if (needed) row = array.row(found_[i * Copy::kRowsAtOnce], page_size_.remainder(key));
+            for (int begin = 0; begin + column_ < head_dim_; begin += Copy::kStep) {
+                const uint4 numbers = needed ? array.load<T>(row, begin + column_) : make_uint4(0, 0, 0, 0);
+                const uint32_t place =
+                    target + sizeof(T) * (i * Copy::kRowsAtOnce * Config::kRowStride + begin);
+                *static_cast<uint4*>(__cvta_shared_to_generic(place)) = numbers;
+            }
+        }
     }
 
     // Where this lane's part of a tile begins.

@@ -8,22 +8,25 @@
 
 namespace octavo::cuda {
 
-template <class T, int kHeadDim, int kStages, bool kDropout>
+template <class T, int kHeadDim, int kStages, Sm80Feature kFeature>
 void launch_sm80_kernel(const AttentionParams& params, const Sm80Plan& plan, const Sm80Launch& arguments,
                         cudaStream_t stream) {
     using Config = Sm80Config<kHeadDim, kStages>;
     constexpr size_t kSharedBytes = sizeof(Sm80Shared<T, Config>);
     static_assert(kSharedBytes <= sm80_shared_bytes(kStages));
     const dim3 grid(plan.num_row_tiles, plan.num_kv_heads, plan.num_splits);
-    launch<sm80_attention_kernel<T, Config, kDropout>, kSharedBytes>(
+    launch<sm80_attention_kernel<T, Config, kFeature>, kSharedBytes>(
         params.op, params.device.index, stream, {grid, Config::kThreads}, params, arguments);
 }
 
 template <class T, int kHeadDim, int kStages>
 void launch_sm80_attention(const AttentionParams& params, const Sm80Plan& plan, const Sm80Launch& arguments,
                            cudaStream_t stream) {
-    const auto run = plan.dropout ? launch_sm80_kernel<T, kHeadDim, kStages, true>
-                                  : launch_sm80_kernel<T, kHeadDim, kStages, false>;
+    auto run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::none>;
+    if (plan.feature == Sm80Feature::dropout)
+        run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::dropout>;
+    if (plan.feature == Sm80Feature::codes)
+        run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::codes>;
     run(params, plan, arguments, stream);
     if (plan.num_splits == 1) return;
     const int64_t rows = params.total_q * params.num_q_heads;  // a warp each

@@ -51,13 +51,23 @@ std::string name_of(DType dtype, const Sm80Tiles& tiles) {
                    counted(tiles.stages, "stage"), ">");
 }
 
+const char* name_of(Sm80Feature feature) {
+    switch (feature) {
+        case Sm80Feature::none: break;
+        case Sm80Feature::dropout: return "dropout";
+        case Sm80Feature::codes: return "codes";
+    }
+    return "none";
+}
+
 }  // namespace
 
 Sm80Plan plan_sm80_attention(const AttentionParams& p, const Gpu& gpu) {
     Sm80Plan plan{};
     plan.dtype = p.dtype;
     plan.row = choose_tiles(p, gpu);
-    plan.dropout = p.dropout.any();
+    if (p.dropout.any()) plan.feature = Sm80Feature::dropout;
+    if (is_code(p.k_dtype)) plan.feature = Sm80Feature::codes;
     plan.num_sequences = p.batch;
     plan.head_dim = p.head_dim;
     plan.num_kv_heads = p.num_kv_heads;
@@ -75,8 +85,8 @@ Sm80Plan plan_sm80_attention(const AttentionParams& p, const Gpu& gpu) {
     plan.num_splits = choose_num_splits(p, gpu, plan.tiles(), num_row_tiles);
     plan.num_partial_rows = plan.num_splits > 1 ? plan.num_splits * p.total_q * p.num_q_heads : 0;
     plan.q_aligned = aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype);
-    plan.k_aligned = aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype);
-    plan.v_aligned = aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.dtype);
+    plan.k_aligned = aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.k_dtype);
+    plan.v_aligned = aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.v_dtype);
     plan.out_aligned =
         aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
     return plan;
@@ -95,7 +105,7 @@ Explanation describe(const Sm80Plan& plan) {
         {"dtype", to_string(plan.dtype)},
         {"head_dim", tiles.head_dim},
         {"stages", tiles.stages},
-        {"dropout", plan.dropout},
+        {"feature", name_of(plan.feature)},
         {"num_sequences", plan.num_sequences},
         {"num_kv_heads", plan.num_kv_heads},
         {"num_row_tiles", plan.num_row_tiles},

@@ -13,8 +13,8 @@ namespace octavo::cuda {
 
 struct Sm80Plan {
     DType dtype;
-    int32_t row;   // of kSm80Tiles: with dtype and dropout, the instance
-    bool dropout;  // has instances of its own
+    int32_t row;  // of kSm80Tiles: with dtype and feature, the instance
+    Sm80Feature feature;
     int32_t num_sequences;
     int32_t head_dim, num_kv_heads;
     int32_t num_row_tiles;     // over the batch; a bound when the queries are packed

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace octavo::cuda {
 
@@ -29,6 +30,9 @@ constexpr Sm80Tiles kSm80Tiles[] = {
     {256, 1, 4, 1, 32, 2},  //
     {256, 2, 8, 1, 64, 1},
 };
+
+// What an instance computes beside plain attention: dropout, or over a cache of codes.
+enum class Sm80Feature : uint8_t { none, dropout, codes };
 
 constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
     for (const Sm80Tiles& tiles : kSm80Tiles) {

@@ -225,6 +225,8 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         return refuse(why_not, "it consists of instructions that only sm_90a has, and this GPU is sm_",
                       gpu.compute_capability);
     }
+    if (is_code(p.k_dtype))
+        return refuse(why_not, "it reads numbers of 16 bits, and the pages hold ", to_string(p.k_dtype));
     if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
     if (p.batch_invariant && !p.cu_seqlens_q) {
         return refuse(why_not,

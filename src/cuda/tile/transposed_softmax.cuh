@@ -9,14 +9,16 @@
 
 namespace octavo::cuda {
 
-// Over blocks of 16 keys. A lane has rows row_of(lane, r, 0) and row_of(lane, r, 1) of each tile r, and keys
-// lane / 4 and eight further: scores[r][e] is row row_of(lane, r, e % 2), key key_of(lane, e). Scores are in
-// units of log2(e), weights exp2(score - max).
-template <int kRowTiles, int kDimTiles>
+// Over blocks of kSteps times 16 keys. A lane has rows row_of(lane, r, 0) and row_of(lane, r, 1) of each tile
+// r, and keys lane / 4 and eight further: scores[r][e] is row row_of(lane, r, e % 2), key key_of(lane, e).
+// Scores are in units of log2(e), weights exp2(score - max). kHasOffset: values have an offset each, or one
+// in common.
+template <int kRowTiles, int kDimTiles, int kSteps = 1, bool kHasOffset = false>
 struct TransposedSoftmax {
     float max[kRowTiles][2];
-    float sum[kRowTiles][2];             // of the weights; this lane's share until sum_over_keys(r, i)
-    float out[kRowTiles][kDimTiles][4];  // O^T, see for_each_out
+    float sum[kRowTiles][2];  // of the weights; this lane's share until sum_over_keys(r, i)
+    float offset[kHasOffset ? kRowTiles : 1][2];  // of weighted offsets, likewise
+    float out[kRowTiles][kDimTiles][4];           // O^T, see for_each_out
 
     __device__ static int row_of(int lane, int r, int i) { return 8 * r + 2 * (lane % 4) + i; }
     __device__ static int key_of(int lane, int e) { return lane / 4 + 8 * (e / 2); }
@@ -64,6 +66,7 @@ struct TransposedSoftmax {
         for_each_row([&](int r, int i) {
             max[r][i] = -INFINITY;
             sum[r][i] = 0.0f;
+            if (kHasOffset) offset[r][i] = 0.0f;
         });
         for_each_out([](float& out, int, int, int) { out = 0.0f; });
     }
@@ -83,39 +86,61 @@ struct TransposedSoftmax {
 
     // From a block's scores to its weights, rounded to T: operand b of the second product. kFromZero: where
     // the first block allows, the maximum is zero at first, so that most sums over some keys add up as they
-    // are (the unified maximum of FlashDecoding++, Hong et al. 2024).
-    template <class T, bool kFromZero = false>
-    __device__ __forceinline__ void weigh(uint32_t (&weights)[kRowTiles][2], float (&scores)[kRowTiles][4]) {
+    // are (the unified maximum of FlashDecoding++, Hong et al. 2024). add(weight, rounded, step, r, e) adds a
+    // weight, and what it is when rounded to T, to the sums.
+    template <class T, bool kFromZero = false, class Add>
+    __device__ __forceinline__ void weigh(uint32_t (&weights)[kSteps][kRowTiles][2],
+                                          float (&scores)[kSteps][kRowTiles][4], Add add) {
         // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
         bool raise = false;
-        for_each_score(
-            scores, [&](float& score, int r, int e) { raise = raise || score > max[r][e % 2] + kSlackLog2; });
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            for_each_score(scores[step], [&](float& score, int r, int e) {
+                raise = raise || score > max[r][e % 2] + kSlackLog2;
+            });
+        }
         if (__any_sync(~0u, raise) && !(kFromZero && starts_from_zero(scores))) {
             for_each_row([&](int r, int i) {
-                const float raised = fmaxf(max[r][i], max_over_keys(fmaxf(scores[r][i], scores[r][i + 2])));
+                const float raised = fmaxf(max[r][i], max_over_keys(max_of_lane(scores, r, i)));
                 const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(max[r][i] - raised);
                 max[r][i] = raised;
                 sum[r][i] *= factor;
+                if (kHasOffset) offset[r][i] *= factor;
                 for_each_out_of(r, i, [&](float& out, int) { out *= factor; });
             });
         }
-        for_each_score(scores, [&](float& score, int r, int e) {
-            const float row_max = max[r][e % 2];
-            score = ptx::exp2_approx(score - (row_max == -INFINITY ? 0.0f : row_max));
-            sum[r][e % 2] += score;
-        });
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            weights[r][0] = ptx::transpose_8x8(pack<T>(scores[r][0], scores[r][1]));
-            weights[r][1] = ptx::transpose_8x8(pack<T>(scores[r][2], scores[r][3]));
+        for (int step = 0; step < kSteps; ++step) {
+            for_each_score(scores[step], [&](float& score, int r, int e) {
+                const float row_max = max[r][e % 2];
+                score = ptx::exp2_approx(score - (row_max == -INFINITY ? 0.0f : row_max));
+            });
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float low = scores[step][r][2 * i], high = scores[step][r][2 * i + 1];
+                    const uint32_t pair = pack<T>(low, high);
+                    const float2 rounded = unpack<T>(pair);
+                    add(low, rounded.x, step, r, 2 * i);
+                    add(high, rounded.y, step, r, 2 * i + 1);
+                    weights[step][r][i] = ptx::transpose_8x8(pair);
+                }
+            }
         }
+    }
+    // The same of one step, where weights add up as they are.
+    template <class T>
+    __device__ __forceinline__ void weigh(uint32_t (&weights)[kRowTiles][2], float (&scores)[kRowTiles][4]) {
+        static_assert(kSteps == 1);
+        weigh<T>(reinterpret_cast<uint32_t (&)[1][kRowTiles][2]>(weights),
+                 reinterpret_cast<float (&)[1][kRowTiles][4]>(scores),
+                 [&](float weight, float, int, int r, int e) { sum[r][e % 2] += weight; });
     }
 
     // After the last block: makes the sum of row i of tile r, in all lanes that share it.
-    __device__ void sum_over_keys(int r, int i) {
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) sum[r][i] += __shfl_xor_sync(~0u, sum[r][i], step);
-    }
+    __device__ void sum_over_keys(int r, int i) { sum_over_keys(sum[r][i]); }
+    __device__ void sum_offset_over_keys(int r, int i) { sum_over_keys(offset[r][i]); }
 
   private:
     static constexpr float kSlackLog2 = 8.0f;
@@ -124,10 +149,10 @@ struct TransposedSoftmax {
 
     // Before the first block: whether each row's maximum is so near to zero that zero may stand for it, as it
     // then does.
-    __device__ bool starts_from_zero(const float (&scores)[kRowTiles][4]) {
+    __device__ bool starts_from_zero(const float (&scores)[kSteps][kRowTiles][4]) {
         bool within = true;
         for_each_row([&](int r, int i) {
-            const float row_max = fmaxf(scores[r][i], scores[r][i + 2]);  // of this lane's keys
+            const float row_max = max_of_lane(scores, r, i);
             const uint32_t lanes_of_row = 0x11111111u << threadIdx.x % 4;
             const uint32_t near = __ballot_sync(~0u, row_max >= -kSlackBelowZeroLog2) & lanes_of_row;
             within = within && max[r][i] == -INFINITY && row_max <= kSlackLog2 && near != 0;
@@ -137,7 +162,19 @@ struct TransposedSoftmax {
         return true;
     }
 
+    // Of this lane's keys.
+    __device__ static float max_of_lane(const float (&scores)[kSteps][kRowTiles][4], int r, int i) {
+        float largest = fmaxf(scores[0][r][i], scores[0][r][i + 2]);
+#pragma unroll
+        for (int step = 1; step < kSteps; ++step)
+            largest = fmaxf(largest, fmaxf(scores[step][r][i], scores[step][r][i + 2]));
+        return largest;
+    }
     // Over the lanes that share rows.
+    __device__ static void sum_over_keys(float& x) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+    }
     __device__ static float max_over_keys(float x) {
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));

@@ -1,0 +1,142 @@
+// Writes each sequence's newest tokens to the end of its pages as codes.
+// grid: one warp a (token, KV head), K and V one after the other.
+#include "cuda/cache/append_codes.h"
+
+#include "common/codes.h"
+#include "cuda/cache/new_token.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/ptx/grid_dependency.h"
+#include "cuda/rows.cuh"
+#include "params/attention_params.h"
+
+namespace octavo::cuda {
+namespace {
+
+constexpr int kLanes = 32, kPairs = kMaxHeadDim / 2 / kLanes;  // of neighbouring numbers, of each lane
+
+// Of one token and KV head: lane l has numbers 2 l and 2 l + 1, then 64 further, and so on.
+struct Row {
+    float x[kPairs][2];
+
+    // Calls body(number, index) with those of this lane, of `head_dim`.
+    template <class Body>
+    __device__ void for_each(int32_t head_dim, Body body) const {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int32_t d = 2 * (i * kLanes + static_cast<int32_t>(threadIdx.x % kLanes)) + j;
+                if (d < head_dim) body(x[i][j], d);
+            }
+        }
+    }
+};
+
+template <class T>
+__device__ __forceinline__ Row load_row(const T* from, int32_t head_dim) {
+    Row row;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int32_t d = 2 * (i * kLanes + static_cast<int32_t>(threadIdx.x % kLanes)) + j;
+            row.x[i][j] = d < head_dim ? to_float(from[d]) : 0.0f;
+        }
+    }
+    return row;
+}
+
+// Where the row goes, and its scales: static ones, or a word that is written.
+struct Target {
+    DType dtype;
+    uint8_t* codes;
+    float static_scale;
+    uint32_t* word;  // null: the static scale
+};
+
+__device__ __forceinline__ float largest_of(DType dtype) {
+    return dtype == DType::int8 ? 127.0f : (dtype == DType::float8_e4m3fn ? E4m3::kMax : E5m2::kMax);
+}
+
+__device__ __forceinline__ void store_int4(const Row& row, int32_t head_dim, const Target& to) {
+    int32_t smallest = INT32_MAX, largest = INT32_MIN;
+    row.for_each(head_dim, [&](float x, int32_t) {
+        smallest = min(smallest, order_bits(x));
+        largest = max(largest, order_bits(x));
+    });
+    const CodeScale scale =
+        int4_scale_of_row(__reduce_min_sync(~0u, smallest), __reduce_max_sync(~0u, largest));
+    if (threadIdx.x % kLanes == 0) *to.word = int4_word(scale);
+    uint32_t even = 0;
+    row.for_each(head_dim, [&](float x, int32_t d) {
+        const uint32_t code = to_int4(scale.above_minimum(x));
+        if (d % 2 == 0) even = code;
+        if (d % 2 == 1) to.codes[d / 2] = static_cast<uint8_t>(even | code << 4);
+    });
+}
+
+__device__ __forceinline__ void store_codes(const Row& row, int32_t head_dim, const Target& to) {
+    if (to.dtype == DType::int4) return store_int4(row, head_dim, to);
+    CodeScale scale = CodeScale::of(to.static_scale);
+    if (to.word != nullptr) {
+        uint32_t absmax = 0;
+        row.for_each(head_dim, [&](float x, int32_t) { absmax = max(absmax, size_bits(x)); });
+        scale = code_scale_of_row(__reduce_max_sync(~0u, absmax), largest_of(to.dtype));
+        if (threadIdx.x % kLanes == 0) *to.word = bits_of_float(scale.scale);
+    }
+    row.for_each(head_dim, [&](float x, int32_t d) {
+        const float scaled = scale(x);
+        if (to.dtype == DType::int8) {
+            to.codes[d] = static_cast<uint8_t>(to_int8(scaled));
+        } else {
+            to.codes[d] =
+                to.dtype == DType::float8_e4m3fn ? to_float8<E4m3>(scaled) : to_float8<E5m2>(scaled);
+        }
+    });
+}
+
+__device__ __forceinline__ uint32_t* word_at(const CacheScales& scales, const Place& place, int64_t head) {
+    if (scales.data == nullptr) return nullptr;
+    return static_cast<uint32_t*>(scales.data) + place.page * scales.page_stride +
+           place.slot * scales.token_stride + head * scales.head_stride;
+}
+
+__device__ __forceinline__ float static_scale_of(const CacheScales& scales, float scale, int64_t head) {
+    return scales.data ? static_cast<const float*>(scales.data)[head * scales.head_stride] : scale;
+}
+
+template <class T>
+__global__ void append_codes_kernel(const __grid_constant__ AppendKvParams p, FastDivide page_size) {
+    ptx::launch_dependents();
+    ptx::wait_for_previous_grid();
+    const int64_t row = warp_row(), token = row / p.num_kv_heads, head = row % p.num_kv_heads;
+    if (token >= p.total) return;
+    const Row k =
+        load_row(static_cast<const T*>(p.k) + token * p.k_token_stride + head * p.k_head_stride, p.head_dim);
+    const Row v =
+        load_row(static_cast<const T*>(p.v) + token * p.v_token_stride + head * p.v_head_stride, p.head_dim);
+    const Place place = find_place(p, page_size, token);
+    if (!place.exists) return;
+    auto* const k_codes = static_cast<uint8_t*>(p.k_pages) + place.page * p.k_page_stride +
+                          place.slot * p.k_slot_stride + head * p.k_pages_head_stride;
+    auto* const v_codes = static_cast<uint8_t*>(p.v_pages) + place.page * p.v_page_stride +
+                          place.slot * p.v_slot_stride + head * p.v_pages_head_stride;
+    store_codes(k, p.head_dim,
+                {p.k_dtype, k_codes, static_scale_of(p.k_static_scales, p.k_scale, head),
+                 word_at(p.k_scales, place, head)});
+    store_codes(v, p.head_dim,
+                {p.v_dtype, v_codes, static_scale_of(p.v_static_scales, p.v_scale, head),
+                 word_at(p.v_scales, place, head)});
+}
+
+}  // namespace
+
+void append_codes(const AppendKvParams& p, cudaStream_t stream) {
+    const LaunchShape shape{dim3(blocks_for_rows(p.total * p.num_kv_heads)), 32 * kRowsPerBlock, true};
+    with_type(p.dtype, [&](auto type) {
+        launch<append_codes_kernel<decltype(type)>>("append_kv", p.device.index, stream, shape, p,
+                                                    FastDivide::by(p.page_size));
+    });
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,13 @@
+// append_kv where the cache holds codes.
+#pragma once
+
+#include "params/cache_params.h"
+
+#include <cuda_runtime.h>
+
+namespace octavo::cuda {
+
+// On the current device, that of the parameters.
+void append_codes(const AppendKvParams& params, cudaStream_t stream);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,343 @@
+// The products of a warp with a block of codes, by mma.sync in float16: S^T = K Q^T and O^T = V^T P^T.
+//
+// No element is ever scaled. The scale of a key multiplies its scores; the scale of a value is added to them
+// as a logarithm, so that the weight, exp2(score - max), comes with it into the product, and leaves the sum
+// of weights by a factor. Offsets of codes (and minima of int4) belong to a key or value as a whole: they
+// count by the sum of the queries' elements, or by the sum of weights.
+//
+// Lane 4 g + t, as mma.sync numbers them. Within a product over dims, dims may stand in any order in which Q
+// has them too, and the dims of O^T in any that is known when they are stored, so that codes enter in the
+// order in which ldmatrix brings them:
+//
+//     K, 8 bits   a register holds dims 4t .. 4t + 3 of a chunk of 16, of key g
+//     K, 4 bits   dims 8t .. 8t + 7 of a chunk of 32
+//     V, 8 bits   transposed in units of two bytes: dims 2g, 2g + 1 of keys 2t, 2t + 1
+//     V, 4 bits   dims 4g .. 4g + 3 of keys 2t, 2t + 1
+#pragma once
+
+#include "common/score.h"
+#include "cuda/decode/rows.cuh"
+#include "cuda/decode/scales.cuh"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/mma.h"
+#include "cuda/tile/code_pairs.cuh"
+#include "cuda/tile/transposed_softmax.cuh"
+#include "cuda/types.h"
+#include "cuda/warp.cuh"
+
+namespace octavo::cuda {
+
+template <class Config>
+class CodeProducts {
+    static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;
+    static constexpr int kSteps = Config::kBlockKeys / kStepKeys;
+    static constexpr DType kKeys = type_of_keys(Config::kCodes), kValues = type_of_values(Config::kCodes);
+    static constexpr bool kHasMinima = kKeys == DType::int4;
+
+  public:
+    using Weight = float16;
+    // Whether values have an offset or a minimum, which takes a sum of weights of its own.
+    static constexpr bool kHasOffset = kValues == DType::int8 || kValues == DType::int4;
+    using Softmax = TransposedSoftmax<kRowTiles, kDimTiles, kSteps, kHasOffset>;
+
+    __device__ CodeProducts() {
+        const int lane = threadIdx.x % 32;
+        a_ = KeyRows<Config>::offset(lane % 16, lane / 16);
+        a_transposed_ = ValueRows<Config>::offset(lane % 16, lane / 16);
+        pin_in_register(a_);
+        pin_in_register(a_transposed_);
+    }
+
+    // Keeps the queries, which have arrived, in registers: as float16, each row multiplied by a power of two
+    // that brings its largest element near 2^10 (times 16, some stay below 2^15).
+    __device__ void load_queries(QueryRows<Config> q, bool is_bfloat16, float inner) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            uint32_t words[kQueryWords];
+            load_row(words, q, 8 * r + lane / 4);
+            float largest = 0.0f;
+#pragma unroll
+            for (uint32_t word : words) {
+                const float2 pair = is_bfloat16 ? unpack<bfloat16>(word) : unpack<float16>(word);
+                largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+            }
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            const int32_t exponent = max(static_cast<int32_t>(__float_as_uint(largest) >> 23), 27) - 127;
+            const float factor = power_of_two(10 - exponent);
+            float sum = 0.0f;
+#pragma unroll
+            for (uint32_t& word : words) {
+                const float2 pair = is_bfloat16 ? unpack<bfloat16>(word) : unpack<float16>(word);
+                word = pack<float16>(pair.x * factor, pair.y * factor);
+                const float2 rounded = unpack<float16>(word);
+                sum += rounded.x + rounded.y;
+            }
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            arrange(queries_[r], words);
+            const float inverse = power_of_two(exponent - 10) * inner;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int from = 4 * Softmax::row_of(lane, 0, i);  // a lane that has loaded the row
+                const float row_inverse = __shfl_sync(~0u, inverse, from);
+                const float row_sum = __shfl_sync(~0u, sum, from);
+                if constexpr (kKeys == DType::int4) {
+                    factors_[r][i] = CodePairs<kKeys>::kUpperUnit * row_inverse;
+                    offsets_[r][i] = row_sum * row_inverse;
+                } else {
+                    factors_[r][i] = CodePairs<kKeys>::kUnit * row_inverse;
+                    offsets_[r][i] = -CodePairs<kKeys>::kOffset / CodePairs<kKeys>::kUnit * row_sum;
+                }
+            }
+        }
+    }
+
+    // Products of codes, of 16 keys from 16 `step` on.
+    __device__ void multiply_q_k(float (&scores)[kRowTiles][4], QueryRows<Config>, KeyRows<Config> k,
+                                 int step) const {
+        float odd[kRowTiles][4];  // a second chain of products
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                scores[r][e] = kKeys == DType::int8 ? offsets_[r][e % 2] : 0.0f;
+                odd[r][e] = 0.0f;
+            }
+        }
+        auto multiply = [&](const uint32_t (&a)[4], int word, bool is_odd) {
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+                ptx::mma_m16n8k16<float16>(kRowTiles == 1 && is_odd ? odd[r] : scores[r], a,
+                                           queries_[r][word], queries_[r][word + 1]);
+            }
+        };
+        const uint32_t rows = k.address + 16 * kStepKeys * Config::kKeyChunks * step + a_;
+#pragma unroll
+        for (int chunk = 0; chunk < Config::kKeyChunks; chunk += 2) {
+            uint32_t x[4];  // keys 0 to 7 and 8 to 15 of one chunk, then of the next
+            ptx::ldmatrix_x4(x, KeyRows<Config>::advance(rows, chunk));
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                if constexpr (kKeys == DType::int4) {
+                    uint32_t low[4], high[4];
+                    CodePairs<kKeys>::split(x[2 * c], low);
+                    CodePairs<kKeys>::split(x[2 * c + 1], high);
+                    multiply({low[0], high[0], low[1], high[1]}, 4 * (chunk + c), false);
+                    multiply({low[2], high[2], low[3], high[3]}, 4 * (chunk + c) + 2, true);
+                } else {
+                    uint32_t a[4];
+                    CodePairs<kKeys>::split(x[2 * c], a[0], a[2]);
+                    CodePairs<kKeys>::split(x[2 * c + 1], a[1], a[3]);
+                    multiply(a, 2 * (chunk + c), c == 1);
+                }
+            }
+        }
+        if (kRowTiles == 1) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[0][e] += odd[0][e];
+        }
+    }
+
+    // What the scales of this lane's keys and values do, of keys g and g + 8.
+    struct KeyTerms {
+        float scale[2], minimum[2];             // of the key
+        float log2_scale[2], inverse_scale[2];  // of the value
+        float minimum_by_scale[2];
+    };
+    __device__ static void load_terms(KeyTerms (&terms)[kSteps], const CodeLayout& layout, uint32_t scales) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            if (has_scales<Config>(layout)) {
+                const StepScales words = StepScales::load(scales, step);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) set_terms(terms[step], i, words.keys[i], words.values[i]);
+            } else {
+                terms[step] = {{1.0f, 1.0f}, {}, {}, {1.0f, 1.0f}, {}};
+            }
+        }
+    }
+
+    // From products of codes to scores in units of log2(e), before what depends on positions.
+    __device__ void transform(float (&scores)[kSteps][kRowTiles][4], const ScoreTransform& transform,
+                              const KeyTerms (&terms)[kSteps]) const {
+        const bool has_softcap = transform.has_softcap;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            Softmax::for_each_score(scores[step], [&](float& score, int r, int e) {
+                const int key = e / 2, row = e % 2;
+                float start = has_softcap ? 0.0f : terms[step].log2_scale[key];
+                if constexpr (kHasMinima) start = fmaf(terms[step].minimum[key], offsets_[r][row], start);
+                score = fmaf(score, terms[step].scale[key] * factors_[r][row], start);
+            });
+        }
+        if (OCTAVO_RARE(has_softcap)) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                Softmax::for_each_score(scores[step], [&](float& score, int, int e) {
+                    score = transform.outer * ScoreTransform::tanh(score) + terms[step].log2_scale[e / 2];
+                });
+            }
+        }
+    }
+
+    // Adds to the softmax's weighted offsets, by the weight that the product with V takes: of a value's
+    // offset nothing is left, not even what rounding its weight changes.
+    __device__ static void add_offset(Softmax& softmax, float weight, const KeyTerms& terms, int r, int e) {
+        if constexpr (kValues == DType::int4) {
+            float& offset = softmax.offset[r][e % 2];
+            offset = fmaf(weight, terms.minimum_by_scale[e / 2], offset);
+        } else if constexpr (kHasOffset) {
+            softmax.offset[r][e % 2] += weight;
+        }
+    }
+
+    __device__ void multiply_p_v(float (&out)[kRowTiles][kDimTiles][4],
+                                 const uint32_t (&weights)[kRowTiles][2], ValueRows<Config> v,
+                                 int step) const {
+        auto multiply = [&](const uint32_t (&a)[4], int d) {
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+                ptx::mma_m16n8k16<float16>(out[r][d], a, weights[r][0], weights[r][1]);
+        };
+        const uint32_t rows = v.address + 16 * kStepKeys * Config::kValueChunks * step + a_transposed_;
+#pragma unroll
+        for (int chunk = 0; chunk < Config::kValueChunks; chunk += 2) {
+            uint32_t x[4];
+            ptx::ldmatrix_x4_trans(x, ValueRows<Config>::advance(rows, chunk));
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                if constexpr (kValues == DType::int4) {
+                    uint32_t low[4], high[4];
+                    CodePairs<kValues>::split(x[2 * c], low);
+                    CodePairs<kValues>::split(x[2 * c + 1], high);
+                    multiply({low[0], low[1], high[0], high[1]}, 2 * (chunk + c));
+                    multiply({low[2], low[3], high[2], high[3]}, 2 * (chunk + c) + 1);
+                } else {
+                    uint32_t a[4];
+                    CodePairs<kValues>::split_alternating(x[2 * c], a[0], a[1]);
+                    CodePairs<kValues>::split_alternating(x[2 * c + 1], a[2], a[3]);
+                    multiply(a, chunk + c);
+                }
+            }
+        }
+    }
+
+    // Of out[r][d][e], e / 2 further.
+    __device__ static int dim_of(int lane, int d) {
+        if (kValues == DType::int4) return d / 2 * 32 + lane / 4 * 4 + d % 2 * 2;
+        return 16 * d + lane / 4 * 2;
+    }
+
+    // After the last block: the sums of weighted codes become those of values.
+    __device__ static void finish(Softmax& softmax) {
+        if constexpr (kHasOffset) {
+            Softmax::for_each_row([&](int r, int i) { softmax.sum_offset_over_keys(r, i); });
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+                for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        float& out = softmax.out[r][d][e];
+                        const float offset = softmax.offset[r][e % 2];
+                        if constexpr (kValues == DType::int4) {
+                            using Pairs = CodePairs<kValues>;
+                            out = fmaf(out, e < 2 ? Pairs::kUnit : Pairs::kUpperUnit, offset);
+                        } else {
+                            using Pairs = CodePairs<kValues>;
+                            out = fmaf(out, Pairs::kUnit, -Pairs::kOffset * offset);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+  private:
+    static constexpr int kQueryWords = Config::kHeadDim / 8;  // a lane's quarter of a row
+    // Smaller scales of values, down to zero, count as this one, whose inverse float32 still has room for.
+    static constexpr float kLeastValueScale = 0x1p-80f;
+
+    __device__ static float power_of_two(int32_t exponent) {
+        return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+    }
+    // The larger one, or NaN if x is.
+    __device__ static float at_least(float x, float least) {
+        float larger;
+        asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(least));
+        return larger;
+    }
+
+    // Of key or value i, by their words.
+    __device__ static void set_terms(KeyTerms& terms, int i, uint32_t key, uint32_t value) {
+        if constexpr (kKeys == DType::int4) {
+            const float2 pair = unpack<float16>(key);
+            terms.scale[i] = pair.x;
+            terms.minimum[i] = pair.y;
+        } else {
+            terms.scale[i] = __uint_as_float(key);
+        }
+        float scale = __uint_as_float(value), minimum = 0.0f;
+        if constexpr (kValues == DType::int4) {
+            const float2 pair = unpack<float16>(value);
+            scale = pair.x;
+            minimum = pair.y;
+        }
+        scale = at_least(scale, kLeastValueScale);
+        asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(terms.log2_scale[i]) : "f"(scale));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(terms.inverse_scale[i]) : "f"(scale));
+        terms.minimum_by_scale[i] = minimum * terms.inverse_scale[i];
+    }
+
+    // This lane's dims of a row, in their order.
+    __device__ static void load_row(uint32_t (&words)[kQueryWords], QueryRows<Config> q, int row) {
+        const int t = threadIdx.x % 4;
+        auto chunk = [&](int i) { return q.address + QueryRows<Config>::offset(row, i); };
+        if constexpr (kKeys == DType::int4) {
+#pragma unroll
+            for (int c = 0; c < Config::kHeadDim / 32; ++c) {
+                const uint4 x = ptx::load_shared_16(chunk(4 * c + t));
+                words[4 * c] = x.x, words[4 * c + 1] = x.y, words[4 * c + 2] = x.z, words[4 * c + 3] = x.w;
+            }
+        } else {
+#pragma unroll
+            for (int c = 0; c < Config::kHeadDim / 16; ++c) {
+                const uint2 x = ptx::load_shared_8(chunk(2 * c + t / 2) + 8 * (t % 2));
+                words[2 * c] = x.x, words[2 * c + 1] = x.y;
+            }
+        }
+    }
+    // To operands b, whose dims stand as those of keys do.
+    __device__ static void arrange(uint32_t (&operands)[kQueryWords], const uint32_t (&words)[kQueryWords]) {
+        constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
+#pragma unroll
+        for (int i = 0; i < kQueryWords; i += kKeys == DType::int4 ? 4 : 2) {
+            if constexpr (kKeys == DType::int4) {
+                operands[i] = times_16(select_bytes<kLowHalves>(words[i], words[i + 2]));
+                operands[i + 1] = select_bytes<kHighHalves>(words[i], words[i + 2]);
+                operands[i + 2] = times_16(select_bytes<kLowHalves>(words[i + 1], words[i + 3]));
+                operands[i + 3] = select_bytes<kHighHalves>(words[i + 1], words[i + 3]);
+            } else if constexpr (CodePairs<kKeys>::kAlternates) {
+                operands[i] = select_bytes<kLowHalves>(words[i], words[i + 1]);
+                operands[i + 1] = select_bytes<kHighHalves>(words[i], words[i + 1]);
+            } else {
+                operands[i] = words[i];
+                operands[i + 1] = words[i + 1];
+            }
+        }
+    }
+    __device__ static uint32_t times_16(uint32_t word) {
+        const float2 pair = unpack<float16>(word);
+        return pack<float16>(16.0f * pair.x, 16.0f * pair.y);
+    }
+
+    uint32_t a_, a_transposed_;  // the places from which a lane reads operands
+    uint32_t queries_[kRowTiles][kQueryWords];
+    float factors_[kRowTiles]
+                  [2];  // of products of codes: the unit, the row's power of two, the softmax scale
+    float offsets_[kRowTiles][2];  // int8: where products start; int4: what the minimum of a key multiplies
+};
+
+}  // namespace octavo::cuda

@@ -1,0 +1,49 @@
+// Rows of keys, values and queries in shared memory.
+#pragma once
+
+#include "cuda/decode/tiles.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// Rows of kChunks chunks of 16 bytes each, which start at a multiple of 128 bytes (of 512 for fewer than
+// eight chunks). The chunks of a row are exchanged, so that neither the copies of a row nor reads of one
+// chunk of eight rows meet a bank conflict: chunk c of row r stands in the place of chunk c ^ exchange(r).
+template <int kChunks>
+struct Rows {
+    static_assert(kChunks == 2 || kChunks == 4 || kChunks % 8 == 0);
+    uint32_t address;  // in the shared window
+
+    __device__ static int exchange(int row) {
+        return kChunks == 2 ? row / 4 % 2 : (kChunks == 4 ? row / 2 % 4 : row % 8);
+    }
+    // Where lanes read from: the start of the rows, and a row and a chunk below eight for each lane.
+    __device__ static uint32_t offset(int row, int chunk) {
+        return 16 * (row * kChunks + (chunk ^ exchange(row)));
+    }
+    // From there `chunks` further, a multiple of the power of two above the lanes' chunks.
+    __device__ static uint32_t advance(uint32_t address, int chunks) {
+        return (address ^ (16 * (chunks % 8))) + 16 * (chunks / 8 * 8);
+    }
+    // From the place of a chunk of row r to the same chunk `rows` further, a multiple of the power of two
+    // above r.
+    __device__ static uint32_t advance_rows(uint32_t place, int rows) {
+        return (place ^ (16 * exchange(rows))) + 16 * rows * kChunks;
+    }
+};
+
+template <class Config>
+using QueryRows = Rows<Config::kRowChunks>;
+template <class Config>
+using KeyRows = Rows<Config::kKeyChunks>;
+template <class Config>
+using ValueRows = Rows<Config::kValueChunks>;
+
+// The slope of row `row`, behind the rows of an item's queries.
+template <class Config>
+__device__ __forceinline__ uint32_t slope_address(QueryRows<Config> queries, int row) {
+    return queries.address + 16 * Config::kRows * Config::kRowChunks + static_cast<int>(sizeof(float)) * row;
+}
+
+}  // namespace octavo::cuda
