@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import octavo
-from support.case import Case
+from support.case import TOKEN_SCALES, Case
 
 # Relative to a row's largest element. Rounding the result costs at most 2^-9 of it in bfloat16.
 TOLERANCE = {"float16": 0.005, "bfloat16": 0.02}
@@ -54,13 +54,7 @@ class Octavo(Contestant):
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
         if case.cascade and self.batch_invariant:
             raise UnsupportedError("no cascade")
-        call = self._paged(case, inputs) if case.page_size > 0 else self._dense_or_packed(case, inputs)
-        if case.cache_dtype != case.dtype:
-            try:
-                call()
-            except TypeError as error:
-                raise UnsupportedError(f"not supported yet ({error})") from error
-        return call
+        return self._paged(case, inputs) if case.page_size > 0 else self._dense_or_packed(case, inputs)
 
     def _paged(self, case: Case, inputs: Inputs) -> Callable[[], object]:
         arrays = (inputs.q, inputs.k, inputs.v, inputs.page_table, inputs.seq_lens)
@@ -71,6 +65,7 @@ class Octavo(Contestant):
             "batch_invariant": self.batch_invariant,
             "shared_prefix_len": case.shared_prefix if case.cascade else 0,
             "out": inputs.out,
+            **inputs.scales,
         }
         if not case.is_decode:
             options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(case.seqlens_q)}
@@ -151,6 +146,8 @@ class FlashAttention3(Contestant):
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
         if case.alibi:
             raise UnsupportedError("no ALiBi")
+        if inputs.scales:
+            raise UnsupportedError(f"no {case.kv_dtype}")
         q, descale = inputs.q, None
         if case.cache_dtype == "float8_e4m3fn":
             q = q.to(torch.float8_e4m3fn)
@@ -228,7 +225,9 @@ class FlashInfer(Contestant):
         kinds = {
             (c.head_dim, c.dtype, c.cache_dtype, c.alibi, c.window_left >= 0, c.softcap > 0): c
             for c in cases
-            if c.head_dim in self.head_dims and (self.use_tensor_cores or c.is_decode)
+            if c.head_dim in self.head_dims
+            and (self.use_tensor_cores or c.is_decode)
+            and c.kv_dtype not in TOKEN_SCALES
         }
         one_page = torch.zeros(1, dtype=torch.int32, device="cuda")
         return [partial(self._plan, case, one_page, [min(case.page_size, 8)]) for case in kinds.values()]
@@ -238,6 +237,8 @@ class FlashInfer(Contestant):
             raise UnsupportedError(f"takes head dims {self.head_dims}")
         if not case.is_decode and not self.use_tensor_cores:
             raise UnsupportedError("one query token only")
+        if inputs.scales:
+            raise UnsupportedError(f"no {case.kv_dtype}")
         assert inputs.page_table is not None
         used = torch.cat(
             [

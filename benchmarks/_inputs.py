@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import _support_path  # noqa: F401
 import torch
 from torch import Tensor
 
-from support.case import Case
+from support.case import TOKEN_SCALES, Case
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,45 @@ class Inputs:
     cu_seqlens_k: Tensor
     alibi_slopes: Tensor | None  # float32 [num_q_heads]
     out: Tensor  # like q
+    scales: dict[str, Any] = field(default_factory=dict)  # of codes: k_scales, v_scales, kv_dtype
 
     def keys_and_values(self, case: Case, b: int, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Those of one sequence, in some of its heads: [seqlen_k, heads, head_dim]."""
         length = case.seqlens_k[b]
+        if self.scales:
+            assert self.page_table is not None
+            pages = self.page_table[b, : -(-length // case.page_size)].long()
+            values = [
+                _dequantise(cache[:, :, heads][pages], self.scales[name][:, :, heads][pages])
+                for cache, name in ((self.k, "k_scales"), (self.v, "v_scales"))
+            ]
+            k, v = (x.flatten(0, 1)[:length] for x in values)
+            return k, v
         if self.page_table is None:
             begin = int(self.cu_seqlens_k[b])
             return self.k[begin : begin + length, heads], self.v[begin : begin + length, heads]
         pages = self.page_table[b, : -(-length // case.page_size)].long()
         k, v = (cache[:, :, heads][pages].flatten(0, 1)[:length] for cache in (self.k, self.v))
         return k, v
+
+
+def _dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+    """int8 with a scale, or two numbers in a byte with a scale and a minimum, exactly."""
+    if codes.dtype == torch.int8:
+        return codes.double() * scales.double().unsqueeze(-1)
+    numbers = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    scale, minimum = scales.double().unsqueeze(-2).unbind(-1)
+    return numbers * scale + minimum
+
+
+def _random_codes(shape: tuple[int, ...], kind: str, device: str) -> tuple[Tensor, Tensor]:
+    """Codes as rows of normal values have them, and their scales."""
+    sizes = 0.75 + 0.5 * torch.rand(shape[:-1], device=device)
+    if kind == "int8":
+        codes = torch.randint(0, 255, shape, device=device, dtype=torch.uint8)
+        return (codes.view(torch.int8) // 2).clamp_(min=-63) * 2, sizes / 64
+    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), device=device, dtype=torch.uint8)
+    return codes, torch.stack([sizes / 4, -7.5 * sizes / 4], -1).to(torch.float16)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -75,7 +105,19 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         table, num_pages = _make_page_table(case, device)
         page = (case.page_size, case.num_kv_heads)
         kv_shape = (num_pages, *(reversed(page) if case.head_major else page), case.head_dim)
-    k, v = (_random(kv_shape, getattr(torch, case.cache_dtype), device) for _ in "kv")
+    scales: dict[str, Any] = {}
+    if case.kv_dtype in TOKEN_SCALES:
+        k_kind = case.kv_dtype.removesuffix("_int4")
+        v_kind = "int4" if k_kind != case.kv_dtype else k_kind
+        k, k_scales = _random_codes(kv_shape, k_kind, device)
+        v, v_scales = _random_codes(kv_shape, v_kind, device)
+        if case.head_major:
+            k_scales, v_scales = k_scales.transpose(1, 2), v_scales.transpose(1, 2)
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        if v_kind == "int4":
+            scales["kv_dtype"] = "int4"
+    else:
+        k, v = (_random(kv_shape, getattr(torch, case.cache_dtype), device) for _ in "kv")
     if case.head_major:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     q_shape = (sum(case.seqlens_q), case.num_q_heads, case.head_dim)
@@ -90,6 +132,7 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         _cumulative(case.seqlens_k, device),
         torch.tensor(alibi_slopes(case.num_q_heads), device=device) if case.alibi else None,
         torch.empty_like(q),
+        scales,
     )
 
 

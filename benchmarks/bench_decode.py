@@ -36,7 +36,7 @@ from _report import (
 )
 
 from support.case import Case
-from support.cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE
+from support.cases import DECODE_EXTRA, DECODE_QUANTISED, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -47,6 +47,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--extra", action="store_true", help="also other groups, dims, page sizes, options, ..."
     )
     parser.add_argument("--shared", action="store_true", help="also sequences that share a prefix")
+    parser.add_argument("--quantised", action="store_true", help="also caches of fp8, int8 and int4")
     parser.add_argument("--sweep", action="store_true", help="also more lengths and batches, for the plot")
     parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
     parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
@@ -68,6 +69,7 @@ def select(args: argparse.Namespace) -> list[Case]:
         *DECODE_TABLE,
         *(DECODE_EXTRA if args.extra else ()),
         *(DECODE_SHARED if args.shared else ()),
+        *(DECODE_QUANTISED if args.quantised else ()),
         *(DECODE_SWEEP if args.sweep else ()),
     ]
     return [case for case in cases if args.rows is None or args.rows.search(case.name)]

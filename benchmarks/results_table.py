@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _report import OCTAVO, geometric_mean
+from _report import OCTAVO, floor_us, geometric_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -184,11 +184,26 @@ def jax(results: Path) -> str:
     return format_table(header, rows, numbers=len(columns))
 
 
+def quantised(results: Path) -> str:
+    """Decode over caches of codes, beside the floor and the best peer."""
+    gpus = gpus_with(results, "quantised")
+    cells: dict[str, list[str]] = {}
+    for gpu in gpus:
+        for row in load(results, "quantised", gpu):
+            us, peer = row["us"], best_peer(row["us"])
+            floor = floor_us(row["num_bytes"], row["machine"]["read_bandwidth"])
+            theirs = f"{us[peer]:.1f} {PEERS[peer]}" if peer else ""
+            times = [f"{us[OCTAVO]:.1f}", f"{floor:.1f}", f"{us[OCTAVO] / floor:.2f}", theirs]
+            cells.setdefault(row["case"], []).extend(times)
+    header = ["case", *(name for gpu in gpus for name in (gpu, "floor", "ratio", "best peer"))]
+    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
+
+
 # The files
 
 TABLES = {
     ROOT / "README.md": {"summary": summary},
-    ROOT / "docs" / "results.md": {"calls": calls, "jax": jax},
+    ROOT / "docs" / "results.md": {"quantised": quantised, "calls": calls, "jax": jax},
 }
 
 

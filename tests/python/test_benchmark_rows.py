@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from _check import Sample  # noqa: E402
-from _contestants import BatchInvariantOctavo, Octavo, UnsupportedError  # noqa: E402
+from _contestants import BatchInvariantOctavo, Octavo  # noqa: E402
 from _inputs import make_inputs  # noqa: E402
 
 
@@ -30,16 +30,8 @@ def is_small(case: Case) -> bool:
     return everything.num_bytes <= 90e6 and case.flops <= 40e9
 
 
-def parameters(rows: list[Case], device: str) -> list[Any]:
-    quantised = pytest.mark.xfail(raises=UnsupportedError, reason="no CUDA kernel reads caches of codes")
-    return [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=[quantised] if device == "cuda" and case.cache_dtype != case.dtype else [],
-        )
-        for case in rows
-    ]
+def parameters(rows: list[Case]) -> list[Any]:
+    return [pytest.param(case, id=case.name) for case in rows]
 
 
 def check(case: Case, device: str) -> None:
@@ -60,7 +52,7 @@ def check(case: Case, device: str) -> None:
 SMALL = [case for case in cases.ROWS if is_small(case)]
 
 
-@pytest.mark.parametrize("case", parameters(SMALL, "cpu"))
+@pytest.mark.parametrize("case", parameters(SMALL))
 def test_row_on_the_cpu(case: Case) -> None:
     check(case, "cpu")
 
@@ -73,9 +65,7 @@ def test_small_rows_are_of_all_kinds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group("memory")  # one process after the other: a row's arrays take up to 9 GB
-@pytest.mark.parametrize(
-    "case", parameters([case for case in cases.ROWS if case not in cases.CPU_TABLE], "cuda")
-)
+@pytest.mark.parametrize("case", parameters([case for case in cases.ROWS if case not in cases.CPU_TABLE]))
 def test_row_on_a_gpu(case: Case) -> None:
     check(case, "cuda")
     gc.collect()

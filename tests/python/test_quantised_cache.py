@@ -215,17 +215,22 @@ def test_errors() -> None:
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_no_cuda_kernel_yet(codes: str) -> None:
+def test_cuda_kernels(codes: str) -> None:
     torch = pytest.importorskip("torch")
     pages = torch.zeros(2, 16, 2, 64, dtype=getattr(torch, codes), device="meta")
     lengths = torch.zeros(1, dtype=torch.int32, device="meta")
     table = lengths[:, None]
     q = torch.zeros(1, 2, 64, dtype=torch.float16, device="meta")
     scales = {"k_scale": 1.0, "v_scale": 1.0}
-    for operator, arrays, options in (
-        ("paged_attention", (q, pages, pages, table, lengths), scales),
-        ("append_kv", (q, q, pages, pages, table, lengths), scales),
-        ("copy_pages", (pages, pages, torch.zeros(1, 2, dtype=torch.int32, device="meta")), {}),
+    copies = torch.zeros(1, 2, dtype=torch.int32, device="meta")
+    for operator, arrays, options, kernel in (
+        (
+            "paged_attention",
+            (q, pages, pages, table, lengths),
+            scales,
+            f"split_kv_decode<{codes}, head_dim 64",
+        ),
+        ("append_kv", (q, q, pages, pages, table, lengths), scales, "append_codes_kernel"),
+        ("copy_pages", (pages, pages, copies), {}, "copy_pages_kernel"),
     ):
-        with pytest.raises(TypeError, match=f"{operator}: no CUDA kernel for k_pages of {codes}"):
-            octavo.explain(operator, *arrays, device="h100", **options)
+        assert octavo.explain(operator, *arrays, device="h100", **options).kernel.startswith(kernel)

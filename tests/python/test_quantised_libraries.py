@@ -242,7 +242,7 @@ def test_int4_arrays_are_refused_by_name(octavo_jax: ModuleType) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_explain(kind: str) -> None:
-    """Arrays that have shapes alone, and why no CUDA kernel runs."""
+    """Arrays that have shapes alone, on the CPU and on a GPU."""
     torch = pytest.importorskip("torch")
     cache = empty(kind)
     k, v, q = (torch.empty(x.shape, device="meta") for x in new_tokens())
@@ -253,7 +253,11 @@ def test_explain(kind: str) -> None:
     assert explanation.file == "src/cpu/forward.cpp"
     appended = {"cu_seqlens": to_torch(CU_SEQLENS).to("meta"), **tables, **options}
     assert octavo.explain("append_kv", k, v, device="cpu", **meta, **appended).file == "src/cpu/cache.cpp"
-    with pytest.raises(TypeError, match="paged_attention: no CUDA kernel for k_pages of"):
+    half = q.half()
+    on_gpu = octavo.explain("paged_attention", half, device="h100", **meta, **tables, **options)
+    assert on_gpu.file in ("src/cuda/decode/split_kv.cuh", "src/cuda/sm80_attention/kernel.cuh")
+    assert kind.removesuffix("_int4") in on_gpu.kernel or on_gpu.plan["feature"] == "codes"
+    with pytest.raises(TypeError, match="paged_attention: no CUDA kernel for float32"):
         octavo.explain("paged_attention", q, device="h100", **meta, **tables, **options)
     wrong = {**meta, "k_scales": meta["k_scales"][0]}
     with pytest.raises(ValueError, match="k_scales must have shape"):

@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_BITS = {"float8_e4m3fn": 8 + 8, "int8": 8 + 8, "int4": 4 + 4, "int8_int4": 8 + 4}
+"""Of an element of keys and one of values, in a cache of codes."""
+TOKEN_SCALES = ("int8", "int4", "int8_int4")
+"""Which of them have 4 bytes of scales for each token and KV head, of keys and of values."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Case:
 
     # What a row of a benchmark fixes. Most tests run a case in every dtype, and ask for the LSE.
     dtype: str = "bfloat16"  # of queries and results
-    kv_dtype: str = ""  # of keys and values; empty: dtype
+    kv_dtype: str = ""  # of keys and values, or what codes they are; empty: dtype
     return_lse: bool = False
     head_major: bool = False  # the cache in memory: [num_pages, num_kv_heads, page_size, head_dim]
     shared_prefix: int = 0  # the first tokens of every sequence, in the same pages
@@ -117,7 +121,9 @@ class Case:
         """Keys and values that some query sees; those in shared pages count once."""
         tokens = sum(map(self.num_seen_keys, range(self.batch)))
         tokens -= max(0, self.batch - 1) * self.shared_prefix
-        return 2 * tokens * self.num_kv_heads * self.head_dim * ITEMSIZE[self.cache_dtype]
+        bits = KV_BITS.get(self.kv_dtype, 2 * 8 * ITEMSIZE[self.dtype])
+        scales = 2 * 4 if self.kv_dtype in TOKEN_SCALES else 0
+        return tokens * self.num_kv_heads * (self.head_dim * bits // 8 + scales)
 
     @property
     def num_bytes(self) -> int:

@@ -250,6 +250,38 @@ DECODE_EXTRA = (
 )
 
 
+def _quantised(kind: str, kv_dtype: str) -> tuple[Case, ...]:
+    """The shapes for which caches of codes have goals; of 8 bits also with the tokens of a page outside."""
+
+    def row(shape: str, batch: int, length: int, **heads: Any) -> Case:
+        return _decode(f"{kind}_{shape}", batch, length, kv_dtype=kv_dtype, **{"head_major": True, **heads})
+
+    rows = (
+        row("b1_s8192", 1, 8192),
+        row("b32_s2048", 32, 2048),
+        row("b64_s4096", 64, 4096),
+        row("mha_b32_s2048", 32, 2048, num_kv_heads=32),
+        row("mha_b64_s4096", 64, 4096, num_kv_heads=32),
+        row("70btp8_b64_s8192", 64, 8192, num_q_heads=8, num_kv_heads=1),
+        row("dim64_b32_s4096", 32, 4096, head_dim=64),
+    )
+    if kind not in ("fp8", "int8"):
+        return rows
+    return (
+        *rows,
+        row("token_major_b32_s2048", 32, 2048, head_major=False),
+        row("token_major_b64_s4096", 64, 4096, head_major=False),
+    )
+
+
+DECODE_QUANTISED = (
+    *_quantised("fp8", "float8_e4m3fn"),
+    *_quantised("int8", "int8"),
+    *_quantised("int8_int4", "int8_int4"),
+    *_quantised("int4", "int4"),
+)
+
+
 def _shared(batch: int, prefix: int, own: int, query_len: int = 1) -> tuple[Case, Case]:
     """Sequences that begin with the same pages, without and with a cascade."""
     name = f"shared_b{batch}_p{prefix}_s{own}" + (f"_q{query_len}" if query_len > 1 else "")
@@ -335,6 +367,7 @@ CPU_TABLE = (
 ROWS = (
     *DECODE_TABLE,
     *DECODE_EXTRA,
+    *DECODE_QUANTISED,
     *DECODE_SHARED,
     *DECODE_SWEEP,
     *PREFILL_TABLE,

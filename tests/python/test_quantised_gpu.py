@@ -1,0 +1,312 @@
+"""Caches of codes on a GPU: the codes and scales of the CPU bit for bit, and its results."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import octavo
+from support import oracle
+from support.quantised import KINDS, Cache
+from test_token_scales import append_packed, awkward_rows, filled
+
+pytestmark = pytest.mark.gpu
+ARRAYS = ("k_pages", "v_pages", "k_scales", "v_scales")
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def to_gpu(torch: ModuleType, array: NDArray[Any]) -> Any:
+    if array.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        kind = np.uint16 if array.itemsize == 2 else np.uint8
+        tensor = torch.from_numpy(array.view(kind).copy()).cuda()
+        return tensor.view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(np.ascontiguousarray(array)).cuda()
+
+
+def to_cpu(torch: ModuleType, tensor: Any) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+
+
+def head_major(tensor: Any) -> Any:
+    """The same array in memory that has the heads before the slots of a page."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def on_gpu(torch: ModuleType, cache: Cache, *, is_head_major: bool = False) -> dict[str, Any]:
+    arrays = {name: to_gpu(torch, getattr(cache, name)) for name in ARRAYS}
+    if is_head_major:
+        arrays = {name: head_major(x) for name, x in arrays.items()}
+    return arrays | ({"kv_dtype": "int4"} if cache.kind.endswith("int4") else {})
+
+
+@pytest.mark.parametrize("new", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_are_those_of_the_cpu(torch: Any, kind: str, head_dim: int, new: str) -> None:
+    with np.errstate(over="ignore"):
+        rows = awkward_rows(head_dim).astype(oracle.NUMPY_DTYPES[new])
+    rows = np.concatenate([rows, rows[:1]])
+    rows[-1, 3] = np.nan
+    k, v = np.stack([rows, rows[::-1]], 1), np.stack([-rows, rows], 1)
+    table, lengths = np.array([[1]], np.int32), np.array([len(rows)], np.int32)
+    cache = Cache.empty(kind, 2, len(rows), 2, head_dim)
+    gpu = on_gpu(torch, cache, is_head_major=head_dim != 80)
+    append_packed(cache, k, v, table, len(rows))
+    octavo.append_kv(
+        to_gpu(torch, k),
+        to_gpu(torch, v),
+        page_table=to_gpu(torch, table),
+        seq_lens=to_gpu(torch, lengths),
+        cu_seqlens=to_gpu(torch, np.array([0, len(rows)], np.int32)),
+        **gpu,
+    )
+    for name in ARRAYS:
+        assert to_cpu(torch, gpu[name]) == getattr(cache, name).tobytes(), name
+
+
+def check_attention(
+    torch: Any, cache: Cache, q: NDArray[Any], table: NDArray[Any], lengths: NDArray[Any], **options: Any
+) -> None:
+    """Against the CPU, in both layouts and twice with the same bits."""
+    given = {"page_table": table, "seq_lens": lengths}
+    expected, lse = octavo.paged_attention(
+        q.astype(np.float32), return_lse=True, **given, **cache.arguments, **options
+    )
+    arrays = {n: to_gpu(torch, x) if isinstance(x, np.ndarray) else x for n, x in (given | options).items()}
+    if "cu_seqlens_q" in options:
+        arrays["max_seqlen_q"] = int(np.diff(options["cu_seqlens_q"]).max())
+    for is_head_major in (False, True):
+        gpu = on_gpu(torch, cache, is_head_major=is_head_major)
+        results = [
+            octavo.paged_attention(to_gpu(torch, q), return_lse=True, **arrays, **gpu) for _ in range(2)
+        ]
+        for x, y in zip(*results, strict=True):
+            assert to_cpu(torch, x) == to_cpu(torch, y)
+        out, out_lse = (x.float().cpu().numpy() for x in results[0])
+        size = np.abs(expected).max() if expected.size else 0.0
+        tolerance = TOLERANCE[q.dtype.name]
+        np.testing.assert_allclose(out, expected, rtol=tolerance, atol=tolerance * max(size, 1e-30))
+        # sm80_attention rounds keys to the dtype of the queries.
+        np.testing.assert_allclose(out_lse, lse, rtol=tolerance, atol=tolerance)
+
+
+def queries(num: int, num_heads: int, head_dim: int, dtype: str) -> NDArray[Any]:
+    q = np.random.default_rng(num).standard_normal((num, num_heads, head_dim))
+    return q.astype(oracle.NUMPY_DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_dims(torch: Any, kind: str, head_dim: int, dtype: str) -> None:
+    cache, table, lengths = filled(kind, [70, 1, 333], head_dim=head_dim)
+    check_attention(torch, cache, queries(3, 8, head_dim, dtype), table, lengths)
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16, 24])
+@pytest.mark.parametrize("page_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_page_sizes_and_groups(torch: Any, kind: str, page_size: int, group_size: int) -> None:
+    cache, table, lengths = filled(kind, [900, 7], page_size=page_size, head_dim=128)
+    check_attention(torch, cache, queries(2, 2 * group_size, 128, "float16"), table, lengths)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"window_left": 33},
+        {"window_left": 5, "prefix_lens": np.array([3, 9, 20, 0], np.int32)},
+        {"softcap": 5.0},
+        {"alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
+        {"batch_invariant": True},
+        {"num_splits": 7},
+        {"softmax_scale": 0.5},
+        {"cu_seqlens_q": np.array([0, 1, 1, 41, 44], np.int32)},
+        {"cu_seqlens_q": np.array([0, 2, 4, 6, 8], np.int32), "alibi_slopes": np.ones(8, np.float32)},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option(torch: Any, kind: str, options: dict[str, Any]) -> None:
+    cache, table, lengths = filled(kind, [190, 140, 150, 629], head_dim=64)
+    num_queries = int(options.get("cu_seqlens_q", [4])[-1])
+    check_attention(torch, cache, queries(num_queries, 8, 64, "float16"), table, lengths, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_prefix(torch: Any, kind: str) -> None:
+    cache, table, _ = filled(kind, [2200], head_dim=128)
+    table, lengths = np.repeat(table, 20, 0), np.full(20, 2200, np.int32)
+    lengths[3:7] = 0, 2049, 2100, 2060
+    q = queries(20, 8, 128, "float16")
+    check_attention(torch, cache, q, table, lengths, shared_prefix_len=2048)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_any_size(torch: Any, kind: str, factor: float) -> None:
+    cache, table, lengths = filled(kind, [120], factors=factor)
+    check_attention(torch, cache, queries(1, 4, 64, "bfloat16"), table, lengths)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_values_of_many_sizes(torch: Any, kind: str) -> None:
+    """Scales of one sequence that are a million times apart, and some that float16 would not hold."""
+    factors = 10.0 ** np.random.default_rng(1).integers(-4, 3, (120, 1, 1))
+    for size in (1.0, 1e-6, 1e4):
+        cache, table, lengths = filled(kind, [120], factors=factors * size)
+        check_attention(torch, cache, queries(1, 4, 64, "bfloat16"), table, lengths)
+
+
+@pytest.mark.parametrize("size", [3e4, 1e-5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_of_any_size(torch: Any, kind: str, size: float) -> None:
+    cache, table, lengths = filled(kind, [120])
+    q = (queries(1, 4, 64, "float16").astype(np.float32) * size).clip(-6e4, 6e4)
+    check_attention(torch, cache, q.astype(np.float16), table, lengths, softmax_scale=0.1 / size)
+
+
+def test_codes_made_elsewhere(torch: Any) -> None:
+    """int8 -128, which append_kv never writes, and scales of 0."""
+    rng = np.random.default_rng(4)
+    cache = Cache.empty("int8", 2, 16, 1, 64)
+    cache.k_pages[:], cache.v_pages[:] = rng.integers(-128, 128, (2, 2, 16, 1, 64))
+    cache.k_pages[0, 3], cache.v_pages[0, 5] = -128, -128
+    cache.k_scales[:], cache.v_scales[:] = rng.uniform(0.01, 0.03, (2, 2, 16, 1))
+    cache.v_scales[0, 2] = cache.k_scales[1, 1] = 0
+    table, lengths = np.array([[1, 0]], np.int32), np.array([27], np.int32)
+    check_attention(torch, cache, queries(1, 2, 64, "float16"), table, lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_invariant(torch: Any, kind: str) -> None:
+    cache, table, lengths = filled(kind, [900, 70, 2500, 33, 1400], head_dim=128, num_kv_heads=4)
+    gpu, q = on_gpu(torch, cache), to_gpu(torch, queries(5, 16, 128, "float16"))
+    table, lengths = to_gpu(torch, table), to_gpu(torch, lengths)
+    rows = torch.arange(5).repeat(40)
+    many = octavo.paged_attention(
+        q[rows], page_table=table[rows], seq_lens=lengths[rows], batch_invariant=True, **gpu
+    )
+    for i in range(5):
+        alone = octavo.paged_attention(
+            q[i : i + 1],
+            page_table=table[i : i + 1],
+            seq_lens=lengths[i : i + 1],
+            batch_invariant=True,
+            **gpu,
+        )
+        assert torch.equal(alone[0], many[i]) and torch.equal(alone[0], many[195 + i])
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_static_scales_in_memory(torch: Any, codes: str, length: int) -> None:
+    """The same bits as numbers, and read anew whenever a captured graph runs."""
+    rng = np.random.default_rng(0)
+    k, v, q = (to_gpu(torch, rng.standard_normal((2, 2, 64)).astype(np.float16)) for _ in range(3))
+    tables = {
+        "page_table": torch.tensor([[1], [0]]).int().cuda(),
+        "seq_lens": torch.tensor([1, 1]).int().cuda(),
+    }
+    scales = {"k_scale": torch.full((length,), 0.25).cuda(), "v_scale": torch.full((length,), 0.03125).cuda()}
+
+    def run(given: dict[str, Any]) -> list[Any]:
+        pages = [torch.zeros(2, 16, 2, 64, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        pages = [x.view(getattr(torch, codes)) for x in pages]
+        octavo.append_kv(k, v, *pages, **tables, **given)
+        return [*(x.view(torch.uint8) for x in pages), octavo.paged_attention(q, *pages, **tables, **given)]
+
+    by_number, by_array = run({n: float(x[0]) for n, x in scales.items()}), run(scales)
+    assert all(torch.equal(x, y) for x, y in zip(by_number[:2], by_array[:2], strict=True))
+    assert torch.allclose(by_number[2].float(), by_array[2].float(), rtol=2e-3, atol=2e-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(scales)
+    scales["k_scale"].fill_(0.5)
+    graph.replay()
+    again = run({"k_scale": 0.5, "v_scale": 0.03125})
+    assert torch.equal(captured[0], again[0]) and torch.equal(captured[1], again[1])
+
+
+def test_scales_of_keys_alone(torch: Any) -> None:
+    cache, table, lengths = filled("int8", [300], head_dim=128)
+    gpu, q = on_gpu(torch, cache), to_gpu(torch, queries(1, 4, 128, "float16"))
+    del gpu["v_scales"]
+    given = {"page_table": to_gpu(torch, table), "seq_lens": to_gpu(torch, lengths)}
+    out = octavo.paged_attention(q, v_scale=0.02, **given, **gpu)
+    ones = torch.full_like(gpu["k_scales"], 0.02)
+    assert torch.allclose(out, octavo.paged_attention(q, v_scales=ones, **given, **gpu), atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies(torch: Any, kind: str) -> None:
+    """Inside a cache, and to pinned host memory and back."""
+    cache, _, _ = filled(kind, [100], head_dim=96)
+    gpu = on_gpu(torch, cache, is_head_major=True)
+    gpu.pop("kv_dtype", None)
+    host = {name: torch.zeros_like(x, device="cpu").pin_memory() for name, x in gpu.items()}
+    copies = torch.tensor([[0, 2], [1, 0]]).int().cuda()
+    octavo.copy_pages(copies=copies, **gpu, **{f"to_{name}": x for name, x in host.items()})
+    torch.cuda.synchronize()
+    back = {name: torch.zeros_like(x) for name, x in gpu.items()}
+    octavo.copy_pages(copies=copies.flip(1).contiguous(), **host, **{f"to_{n}": x for n, x in back.items()})
+    for name in ARRAYS:
+        original = getattr(cache, name)
+        assert to_cpu(torch, host[name][2]) == original[0].tobytes(), name
+        assert to_cpu(torch, back[name][:2]) == original[:2].tobytes(), name
+    octavo.copy_pages(copies=torch.tensor([[1, 3]]).int().cuda(), **gpu)
+    for name in ARRAYS:
+        assert to_cpu(torch, gpu[name][3]) == getattr(cache, name)[1].tobytes(), name
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "float16"])
+def test_empty_cache(torch: Any, kind: str) -> None:
+    k, v, q = (to_gpu(torch, queries(3, 4, 128, "float16") + i) for i in range(3))
+    cache = octavo.empty_cache(8, 16, 4, 128, kind, like=k)
+    tables = {
+        "page_table": torch.tensor([[1], [5], [2]]).int().cuda(),
+        "seq_lens": torch.ones(3).int().cuda(),
+    }
+    octavo.append_kv(k, v, **tables, **cache.arguments)
+    out = octavo.paged_attention(q, **tables, **cache.arguments)
+    tolerance = {"int4": 0.3, "int8_int4": 0.3, "float8_e5m2": 0.5, "float8_e4m3fn": 0.3}.get(kind, 0.03)
+    assert torch.allclose(out, v, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cupy(kind: str) -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    k = cupy.asarray(queries(3, 4, 64, "float16"))
+    cache = octavo.empty_cache(8, 16, 4, 64, kind, like=k)
+    tables = {
+        "page_table": cupy.asarray([[1], [5], [2]], dtype=cupy.int32),
+        "seq_lens": cupy.ones(3, dtype=cupy.int32),
+    }
+    octavo.append_kv(k, k, **tables, **cache.arguments)
+    assert cupy.allclose(octavo.paged_attention(k, **tables, **cache.arguments), k, atol=0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jax(kind: str) -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    octavo_jax = importlib.import_module("octavo.jax")
+    cache, table, lengths = filled(kind, [300, 70], head_dim=128)
+    q = queries(2, 8, 128, "float16")
+    expected = octavo.paged_attention(
+        q.astype(np.float32), page_table=table, seq_lens=lengths, **cache.arguments
+    )
+    kv_dtype = "int4" if kind.endswith("int4") else None
+    arrays = {name: jax.numpy.asarray(getattr(cache, name)) for name in ARRAYS}
+
+    @jax.jit
+    def attend(q: Any, table: Any, lengths: Any, arrays: Any) -> Any:
+        return octavo_jax.paged_attention(q, page_table=table, seq_lens=lengths, kv_dtype=kv_dtype, **arrays)
+
+    out = np.asarray(attend(q, table, lengths, arrays)).astype(np.float32)
+    np.testing.assert_allclose(out, expected, rtol=2e-3, atol=4e-3)
