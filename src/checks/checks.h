@@ -22,7 +22,7 @@ MergeStatesParams check_merge_states(const MergeStatesArgs& args);
 
 // Why no CUDA kernel computes this, wherever its arrays are; empty if there is one.
 std::string why_no_cuda_kernel(const AttentionParams& params);
-inline std::string why_no_cuda_kernel(const AppendKvParams&) { return {}; }
+std::string why_no_cuda_kernel(const AppendKvParams& params);
 inline std::string why_no_cuda_kernel(const CopyPagesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const MergeStatesParams&) { return {}; }
 

@@ -206,9 +206,8 @@ TEST_P(CudaCodesTest, AgreesWithTheCpu) {
             head_dim == 128
                 ? Layout::head_major
                 : random.pick({Layout::token_major, Layout::head_major, Layout::keys_beside_values});
-        const Scales scales = cuda::type_of_keys(codes) == DType::int4 || has_int4
-                                  ? Scales::of_tokens
-                                  : random.pick({Scales::none, Scales::of_heads, Scales::of_tokens});
+        const Scales scales =
+            has_int4 ? Scales::of_tokens : random.pick({Scales::none, Scales::of_heads, Scales::of_tokens});
         const CodedCache coded(random, call, codes, layout, scales);
         SCOPED_TRACE("layout " + std::to_string(static_cast<int>(layout)) + ", scales " +
                      std::to_string(static_cast<int>(scales)));

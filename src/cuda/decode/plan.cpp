@@ -103,8 +103,8 @@ bool is_within_reach(const AttentionParams& p, DType dtype, int64_t outer_stride
 
 // The same of scales, whose offsets count words.
 bool is_within_reach(const AttentionParams& p, const CacheScales& scales) {
-    return is_within_reach(p, DType::int32, scales.page_stride / 4, scales.token_stride / 4,
-                           scales.head_stride / 4);
+    return is_within_reach(p, DType::int32, 4 * scales.page_stride, 4 * scales.token_stride,
+                           4 * scales.head_stride);
 }
 
 // How many sequences a launch takes, whose blocks it counts in 32 bits.
@@ -169,8 +169,8 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
                                    {q_length, p.q_token_stride},
                                    {p.num_q_heads, p.q_head_stride}})) {
         return refuse(why_not,
-                      "its offsets reach the 64 GB behind an array's first element, and q, k_pages "
-                      "or v_pages has elements beyond");
+                      "its offsets reach the 64 GB behind an array's first element, those of scales 16 GB, "
+                      "and q, k_pages, v_pages or scales have elements beyond");
     }
     if (!aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype) ||
         !aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.k_dtype) ||
@@ -182,8 +182,8 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
     }
     const int32_t least_bits = std::min(bits_of(p.k_dtype), bits_of(p.v_dtype));
     if (*codes != Codes::none && p.head_dim * least_bits % 128 != 0) {
-        return refuse(why_not, "it moves 16 bytes at a time, and a row of head_dim ", p.head_dim,
-                      " is no multiple of that");
+        return refuse(why_not, "it moves 16 bytes at a time, and rows of head_dim ", p.head_dim, " have ",
+                      p.head_dim * least_bits / 8, " bytes with ", least_bits, " bits for a number");
     }
     return Instance{row, *codes};
 }
@@ -316,7 +316,8 @@ std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProb
         const int64_t at_a_time = sms * problem.shape.short_items.ctas;
         if (items * splits < 2 * at_a_time)
             splits = std::max<int64_t>(std::min(at_a_time / items, item_bytes / (64 * 1024)), 1);
-        if (items >= 4 * sms) splits = std::clamp<int64_t>(splits, 1, kMostOnSm * sms / items);
+        if (items >= 4 * sms)
+            splits = std::clamp<int64_t>(splits, 1, std::max<int64_t>(kMostOnSm * sms / items, 1));
     } else {
         splits = std::max(splits, std::min(ceil_divide(sms, items), item_bytes / (64 * 1024)));
     }

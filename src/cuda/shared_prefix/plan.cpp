@@ -43,8 +43,7 @@ struct Cost {
     Cost(const AttentionParams& p, const Gpu& gpu) : gpu(gpu) {
         // Behind the prefix a page table may have much more room than keys.
         const double prefix = p.shared_prefix_len, own = std::min(p.seqlen_k - prefix, prefix);
-        const double token_bytes =
-            p.num_kv_heads * p.head_dim * (bits_of(p.k_dtype) + bits_of(p.v_dtype)) / 8.0;
+        const double token_bytes = 2.0 * p.num_kv_heads * p.head_dim * size_of(p.dtype);
         prefix_flops = 4.0 * static_cast<double>(p.total_q) * p.num_q_heads * prefix * p.head_dim;
         different_bytes = token_bytes * (prefix + p.batch * own);
         all_bytes = token_bytes * p.batch * (prefix + own);
@@ -102,6 +101,10 @@ std::optional<SharedPrefixPlan> plan_shared_prefix(const AttentionParams& p, con
         return refuse(why_not, "with ", rows,
                       " rows a sequence and KV head, its products take as long as those "
                       "of one kernel over all keys");
+    }
+    if (is_code(p.k_dtype)) {
+        return refuse(why_not, "the pages hold ", to_string(p.k_dtype),
+                      ", and the kernel that would read the prefix is slow over codes");
     }
     const Cost cost(p, gpu);
     if (cost.plain_us() <= cost.shared_us()) {

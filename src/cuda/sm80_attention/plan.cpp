@@ -66,6 +66,8 @@ Sm80Plan plan_sm80_attention(const AttentionParams& p, const Gpu& gpu) {
     Sm80Plan plan{};
     plan.dtype = p.dtype;
     plan.row = choose_tiles(p, gpu);
+    plan.k_dtype = p.k_dtype;
+    plan.v_dtype = p.v_dtype;
     if (p.dropout.any()) plan.feature = Sm80Feature::dropout;
     if (is_code(p.k_dtype)) plan.feature = Sm80Feature::codes;
     plan.num_sequences = p.batch;
@@ -99,6 +101,10 @@ Explanation describe(const Sm80Plan& plan) {
     text.summary = text_of(counted(plan.num_row_tiles, "tile"), " of ", tiles.rows(), " rows x ",
                            counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_splits, "split"),
                            ": ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(), " threads");
+    if (plan.feature == Sm80Feature::codes) {
+        text.summary += text_of("; keys of ", to_string(plan.k_dtype), " and values of ",
+                                to_string(plan.v_dtype), " become ", to_string(plan.dtype));
+    }
     if (plan.num_splits > 1) text.summary += "; then combine_splits_kernel";
     text.file = "src/cuda/sm80_attention/kernel.cuh";
     text.plan = {
@@ -106,6 +112,8 @@ Explanation describe(const Sm80Plan& plan) {
         {"head_dim", tiles.head_dim},
         {"stages", tiles.stages},
         {"feature", name_of(plan.feature)},
+        {"k_dtype", to_string(plan.k_dtype)},
+        {"v_dtype", to_string(plan.v_dtype)},
         {"num_sequences", plan.num_sequences},
         {"num_kv_heads", plan.num_kv_heads},
         {"num_row_tiles", plan.num_row_tiles},

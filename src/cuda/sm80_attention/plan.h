@@ -15,6 +15,7 @@ struct Sm80Plan {
     DType dtype;
     int32_t row;  // of kSm80Tiles: with dtype and feature, the instance
     Sm80Feature feature;
+    DType k_dtype, v_dtype;  // that pages hold: dtype, or codes
     int32_t num_sequences;
     int32_t head_dim, num_kv_heads;
     int32_t num_row_tiles;     // over the batch; a bound when the queries are packed

@@ -71,19 +71,6 @@ struct TransposedSoftmax {
         for_each_out([](float& out, int, int, int) { out = 0.0f; });
     }
 
-    // Adds what has the same maxima.
-    __device__ void add(const TransposedSoftmax& other) {
-        for_each_row([&](int r, int i) { sum[r][i] += other.sum[r][i]; });
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-            for (int d = 0; d < kDimTiles; ++d) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[r][d][e] += other.out[r][d][e];
-            }
-        }
-    }
-
     // From a block's scores to its weights, rounded to T: operand b of the second product. kFromZero: where
     // the first block allows, the maximum is zero at first, so that most sums over some keys add up as they
     // are (the unified maximum of FlashDecoding++, Hong et al. 2024). add(weight, rounded, step, r, e) adds a
