@@ -72,9 +72,15 @@ struct CodeScale {
     }
 };
 
+// The largest number that has a code of int8; Float8Format::kMax is that of the others.
+constexpr float kLargestInt8 = 127.0f;
+
 // The nearest of -127 to 127; NaN is 0.
 OCTAVO_HD int8_t to_int8(float x) {
-    const float bounded = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x == x ? x : 0.0f;
+    const float bounded = x > kLargestInt8    ? kLargestInt8
+                          : x < -kLargestInt8 ? -kLargestInt8
+                          : x == x            ? x
+                                              : 0.0f;
     return static_cast<int8_t>(rounded_integer(bounded));
 }
 
@@ -87,7 +93,8 @@ OCTAVO_HD uint8_t to_int4(float x) {
 // The size of a number, as an integer; infinity and NaN are the largest.
 OCTAVO_HD uint32_t size_bits(float x) { return bits_of_float(x) & 0x7fffffffu; }
 
-// Of a row of int8 or float8, from the largest of its size_bits(). `largest`: 127, E4m3::kMax or E5m2::kMax.
+// Of a row of int8 or float8, from the largest of its size_bits(). `largest`: the largest number that
+// has a code.
 OCTAVO_HD CodeScale code_scale_of_row(uint32_t absmax_bits, float largest) {
     constexpr uint32_t kSmallestNormal = 1u << 23;  // the inverse of less may overflow
     if (absmax_bits >= kInfinityBits) return CodeScale::spoilt();

@@ -60,11 +60,6 @@ void store_row(const T* from, Int4Pair* to, int32_t n, uint32_t& word) {
     store_codes(from, to, n, scale);
 }
 
-uint32_t& word_at(const CacheScales& scales, int64_t page, int32_t slot, int32_t head) {
-    return static_cast<uint32_t*>(
-        scales.data)[page * scales.page_stride + slot * scales.token_stride + head * scales.head_stride];
-}
-
 // Where the keys, or the values, of new tokens come from and go to.
 template <class T, class Stored>
 struct Rows {
@@ -82,9 +77,9 @@ struct Rows {
             if constexpr (!kIsCode<Stored>) {
                 store_scaled(row, to, p.head_dim, scale);
             } else if (scales.data) {
-                store_row(row, to, p.head_dim, word_at(scales, page, slot, h));
+                store_row(row, to, p.head_dim, scales.word(page, slot, h));
             } else {
-                const float own = static_scales.data ? float_of_bits(word_at(static_scales, 0, 0, h)) : scale;
+                const float own = static_scales.data ? float_of_bits(static_scales.word(0, 0, h)) : scale;
                 store_codes(row, to, p.head_dim, CodeScale::of(own));
             }
         }
@@ -166,8 +161,7 @@ void copy_pages(const CopyPagesParams& p) {
         for (int32_t slot = 0; slot < p.page_size; ++slot) {
             for (int32_t h = 0; h < p.num_kv_heads; ++h) {
                 std::memcpy(row(to, to_page, slot, h), row(from, from_page, slot, h), row_bytes);
-                if (from_scales.data)
-                    word_at(to_scales, to_page, slot, h) = word_at(from_scales, from_page, slot, h);
+                if (from_scales.data) to_scales.word(to_page, slot, h) = from_scales.word(from_page, slot, h);
             }
         }
     };

@@ -45,6 +45,6 @@ inline void from_float(float x, Float8E5m2& out) { out.code = to_float8<E5m2>(x)
 template <class Code>
 constexpr float kLargestOf = Code::Format::kMax;
 template <>
-inline constexpr float kLargestOf<Int8> = 127.0f;
+inline constexpr float kLargestOf<Int8> = kLargestInt8;
 
 }  // namespace octavo::cpu

@@ -1,6 +1,8 @@
 // What the numbers of a cache are multiplied by, where that stands in memory.
 #pragma once
 
+#include "common/macros.h"
+
 #include <cstdint>
 
 namespace octavo {
@@ -11,6 +13,10 @@ namespace octavo {
 struct CacheScales {
     void* data;  // null: there are none
     int64_t page_stride, token_stride, head_stride;
+
+    OCTAVO_HD uint32_t& word(int64_t page, int64_t slot, int64_t head) const {
+        return static_cast<uint32_t*>(data)[page * page_stride + slot * token_stride + head * head_stride];
+    }
 };
 
 }  // namespace octavo

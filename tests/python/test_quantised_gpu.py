@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 import octavo
 from support import oracle
-from support.quantised import KINDS, Cache
-from test_token_scales import append_packed, awkward_rows, filled
+from support.quantised import KINDS, OPTIONS, Cache, append_packed, awkward_rows, filled
 
 pytestmark = pytest.mark.gpu
 ARRAYS = ("k_pages", "v_pages", "k_scales", "v_scales")
@@ -120,15 +119,7 @@ def test_page_sizes_and_groups(torch: Any, kind: str, page_size: int, group_size
 @pytest.mark.parametrize(
     "options",
     [
-        {"causal": False},
-        {"window_left": 33},
-        {"window_left": 5, "prefix_lens": np.array([3, 9, 20, 0], np.int32)},
-        {"softcap": 5.0},
-        {"alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
-        {"batch_invariant": True},
-        {"num_splits": 7},
-        {"softmax_scale": 0.5},
-        {"cu_seqlens_q": np.array([0, 1, 1, 41, 44], np.int32)},
+        *OPTIONS,
         {"cu_seqlens_q": np.array([0, 2, 4, 6, 8], np.int32), "alibi_slopes": np.ones(8, np.float32)},
     ],
     ids=lambda options: "+".join(options),

@@ -18,9 +18,9 @@ constexpr int kLanes = 32, kPairs = kMaxHeadDim / 2 / kLanes;  // of neighbourin
 struct Row {
     float x[kPairs][2];
 
-    // Calls body(number, index) with those of this lane, of `head_dim`.
-    template <class Body>
-    __device__ void for_each(int32_t head_dim, Body body) const {
+    // Calls body(number, index) with each place for one of this lane's numbers that is before `head_dim`.
+    template <class Numbers, class Body>
+    __device__ static void for_each(Numbers& x, int32_t head_dim, Body body) {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
@@ -30,19 +30,16 @@ struct Row {
             }
         }
     }
+    template <class Body>
+    __device__ void for_each(int32_t head_dim, Body body) const {
+        for_each(x, head_dim, body);
+    }
 };
 
 template <class T>
 __device__ __forceinline__ Row load_row(const T* from, int32_t head_dim) {
-    Row row;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int32_t d = 2 * (i * kLanes + static_cast<int32_t>(threadIdx.x % kLanes)) + j;
-            row.x[i][j] = d < head_dim ? to_float(from[d]) : 0.0f;
-        }
-    }
+    Row row{};
+    Row::for_each(row.x, head_dim, [&](float& x, int32_t d) { x = to_float(from[d]); });
     return row;
 }
 
@@ -55,7 +52,7 @@ struct Target {
 };
 
 __device__ __forceinline__ float largest_of(DType dtype) {
-    return dtype == DType::int8 ? 127.0f : (dtype == DType::float8_e4m3fn ? E4m3::kMax : E5m2::kMax);
+    return dtype == DType::int8 ? kLargestInt8 : (dtype == DType::float8_e4m3fn ? E4m3::kMax : E5m2::kMax);
 }
 
 __device__ __forceinline__ void store_int4(const Row& row, int32_t head_dim, const Target& to) {
@@ -96,13 +93,11 @@ __device__ __forceinline__ void store_codes(const Row& row, int32_t head_dim, co
 }
 
 __device__ __forceinline__ uint32_t* word_at(const CacheScales& scales, const Place& place, int64_t head) {
-    if (scales.data == nullptr) return nullptr;
-    return static_cast<uint32_t*>(scales.data) + place.page * scales.page_stride +
-           place.slot * scales.token_stride + head * scales.head_stride;
+    return scales.data ? &scales.word(place.page, place.slot, head) : nullptr;
 }
 
 __device__ __forceinline__ float static_scale_of(const CacheScales& scales, float scale, int64_t head) {
-    return scales.data ? static_cast<const float*>(scales.data)[head * scales.head_stride] : scale;
+    return scales.data ? float_of_bits(scales.word(0, 0, head)) : scale;
 }
 
 template <class T>

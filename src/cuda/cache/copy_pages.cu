@@ -28,11 +28,7 @@ __global__ void copy_pages_kernel(const __grid_constant__ CopyPagesParams p, boo
     copy_row(at(p.to_v, pages[1]), at(p.from_v, pages[0]), p.v_row_bytes / kSize, v_aligned);
     if (threadIdx.x % 32 != 0) return;
     auto copy_scale = [pages, slot, head](const CacheScales& to, const CacheScales& from) {
-        auto word = [slot, head](const CacheScales& scales, int64_t page) {
-            return static_cast<uint32_t*>(scales.data) + page * scales.page_stride +
-                   slot * scales.token_stride + head * scales.head_stride;
-        };
-        if (from.data != nullptr) *word(to, pages[1]) = *word(from, pages[0]);
+        if (from.data != nullptr) to.word(pages[1], slot, head) = from.word(pages[0], slot, head);
     };
     copy_scale(p.to_k_scales, p.from_k_scales);
     copy_scale(p.to_v_scales, p.from_v_scales);

@@ -8,14 +8,15 @@ namespace octavo::cuda {
 
 AppendKvPlan plan_append_kv(const AppendKvParams& p) {
     const bool is_empty = p.num_kv_heads == 0 || p.head_dim == 0;
-    if (is_code(p.k_dtype)) return {p.dtype, is_empty ? 0 : p.total * p.num_kv_heads, false, true};
+    if (is_code(p.k_dtype))
+        return {p.dtype, p.k_dtype, p.v_dtype, is_empty ? 0 : p.total * p.num_kv_heads, false};
     const bool in_chunks =
         p.head_dim % (16 / size_of(p.dtype)) == 0 && p.k_scale == 1.0f && p.v_scale == 1.0f &&
         aligned(p.k, 16, {p.k_token_stride, p.k_head_stride}, p.dtype) &&
         aligned(p.k_pages, 16, {p.k_page_stride, p.k_slot_stride, p.k_pages_head_stride}, p.dtype) &&
         aligned(p.v, 16, {p.v_token_stride, p.v_head_stride}, p.dtype) &&
         aligned(p.v_pages, 16, {p.v_page_stride, p.v_slot_stride, p.v_pages_head_stride}, p.dtype);
-    return {p.dtype, is_empty ? 0 : p.total, in_chunks, false};
+    return {p.dtype, p.k_dtype, p.v_dtype, is_empty ? 0 : p.total, in_chunks};
 }
 
 CopyPagesPlan plan_copy_pages(const CopyPagesParams& p) {
@@ -29,10 +30,12 @@ CopyPagesPlan plan_copy_pages(const CopyPagesParams& p) {
 }
 
 Explanation describe(const AppendKvPlan& plan) {
-    if (plan.has_codes) {
+    if (plan.has_codes()) {
         Explanation text = describe_warp_rows("append_codes_kernel", plan.dtype, plan.num_rows, "row");
         text.summary += ", of one token and KV head each";
         text.file = "src/cuda/cache/append_codes.cu";
+        text.plan.emplace_back("k_dtype", to_string(plan.k_dtype));
+        text.plan.emplace_back("v_dtype", to_string(plan.v_dtype));
         return text;
     }
     Explanation text = describe_warp_rows("append_kv_kernel", plan.dtype, plan.num_rows, "token");

@@ -7,10 +7,11 @@
 namespace octavo::cuda {
 
 struct AppendKvPlan {
-    DType dtype;
-    int64_t num_rows;  // tokens; of codes [tokens, num_kv_heads]
-    bool in_chunks;    // whether rows move in pieces of 16 bytes, bit for bit
-    bool has_codes;    // whether the cache holds codes
+    DType dtype, k_dtype, v_dtype;  // of new keys and values, and of pages
+    int64_t num_rows;               // tokens; of codes [tokens, num_kv_heads]
+    bool in_chunks;                 // whether rows move in pieces of 16 bytes, bit for bit
+
+    bool has_codes() const { return is_code(k_dtype); }
 };
 
 struct CopyPagesPlan {

@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         }
     } while (used < own.end || used < own.first);
     ptx::launch_dependents();
-    state.sum_over_keys();
+    state.finish();
     state.leave(shared.warps[warp].partial);
     __syncthreads();  // all partial results are there
     const int num_warps = kFixed ? fixed.num_warps : Config::kWarps;

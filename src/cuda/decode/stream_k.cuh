@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
             const bool range_ends = block + 1 == end, item_ends = block + 1 == item.end;
             if (!range_ends && !item_ends) continue;
-            state.sum_over_keys();
+            state.finish();
             if (item_ends && item_from == item.begin) {
                 state.store();
             } else if (item_from == begin) {

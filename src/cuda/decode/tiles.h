@@ -80,6 +80,7 @@ struct StreamKConfig
     // Blocks that a warp has on their way: up to 144 KB an SM, three times what HBM's latency asks for, and
     // what fits beside the queries of as many items and a partial result.
     static constexpr int kWarpPartialBytes = Base::kRows * (Base::kWarpPartialRow + 2) * 4;
+    // (Of codes, a warp's share begins on 512 bytes, which takes up to 3 KB of six warps.)
     static constexpr int kStages =
         std::min(144 * 1024 / (Base::kWarps * Base::kBlockBytes),
                  ((kCodes == Codes::none ? 219 : 214) * 1024 / Base::kWarps - kWarpPartialBytes) /
@@ -110,7 +111,7 @@ struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
     // Of a block's keys, or of its values.
     static constexpr int kTileChunks = Base::kBlockKeys * std::max(Base::kKeyChunks, Base::kValueChunks);
     // Tiles that a warp has room for, an odd number: one in use and the others on their way. To each block on
-    // its way, and to that in use, belong its scales.
+    // its way, and to that in use, belong its scales; a warp's share begins on 512 bytes.
     static constexpr int kRoomBytes =
         226 / kCtas * 1024 - 16 * Base::kQueryChunks - (Base::kHasCodes ? 512 * kWarps : 0);
     static constexpr int kTileRoomBytes = 16 * kTileChunks + 8 * Base::kScaleChunks;

@@ -102,8 +102,9 @@ class WarpAttention {
             products_.multiply_p_v(softmax_.out, weights[step], v, step);
     }
 
-    // After the last block, before what follows.
-    __device__ void sum_over_keys() {
+    // Once, after the last block, before what follows: sums of this lane's keys become those of all, and sums
+    // of codes those of values.
+    __device__ void finish() {
         Softmax::for_each_row([&](int r, int i) { softmax_.sum_over_keys(r, i); });
         if constexpr (Config::kHasCodes) Products::finish(softmax_);
     }

@@ -103,8 +103,10 @@ std::optional<SharedPrefixPlan> plan_shared_prefix(const AttentionParams& p, con
                       "of one kernel over all keys");
     }
     if (is_code(p.k_dtype)) {
-        return refuse(why_not, "the pages hold ", to_string(p.k_dtype),
-                      ", and the kernel that would read the prefix is slow over codes");
+        return refuse(
+            why_not, "the pages hold ", to_string(p.k_dtype),
+            ", over which only sm80_attention could read the prefix by itself, and it is not tuned for "
+            "codes");
     }
     const Cost cost(p, gpu);
     if (cost.plain_us() <= cost.shared_us()) {

@@ -31,8 +31,7 @@ struct CodeArray {
     __device__ Row row(int64_t page, int64_t slot) const {
         Row row{base + page * page_stride + slot * token_stride, 1.0f, 0.0f};
         if (scales.data == nullptr) return row;  // softmax_scale and out_scale have them
-        const uint32_t word =
-            static_cast<const uint32_t*>(scales.data)[page * scales.page_stride + slot * scales.token_stride];
+        const uint32_t word = scales.word(page, slot, 0);
         if (type == DType::int4) {
             row.scale = scale_of_int4_word(word);
             row.minimum = minimum_of_int4_word(word);
@@ -69,8 +68,7 @@ struct CodeArray {
     __device__ static CodeArray make(const void* data, int64_t page_stride, int64_t token_stride,
                                      int64_t head_stride, DType type, CacheScales scales, int32_t kv_head) {
         const auto* const base = static_cast<const uint8_t*>(data) + kv_head * head_stride;
-        if (scales.data != nullptr)
-            scales.data = static_cast<uint32_t*>(scales.data) + kv_head * scales.head_stride;
+        if (scales.data != nullptr) scales.data = &scales.word(0, 0, kv_head);
         const int64_t bytes = type == DType::int4 ? 4 : 8;
         const bool aligned = reinterpret_cast<uintptr_t>(base) % bytes == 0 && page_stride % bytes == 0 &&
                              token_stride % bytes == 0;

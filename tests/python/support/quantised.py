@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+import octavo
+
 Floats = NDArray[np.float32]
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -122,3 +124,68 @@ class Cache:
         """Of keys and values [num_pages, page_size, num_kv_heads, head_dim]."""
         k, v = split(self.kind)
         return dequantise(self.k_pages, self.k_scales, k), dequantise(self.v_pages, self.v_scales, v)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"causal": False},
+    {"window_left": 33},
+    {"window_left": 5, "prefix_lens": np.array([3, 9, 20, 0], np.int32)},
+    {"softcap": 5.0},
+    {"alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
+    {"batch_invariant": True},
+    {"num_splits": 7},
+    {"softmax_scale": 0.5},
+    {"cu_seqlens_q": np.array([0, 1, 1, 41, 44], np.int32)},
+]
+"""Of paged_attention, for a batch of four sequences and eight query heads."""
+
+
+def append_packed(cache: Cache, k: NDArray[Any], v: NDArray[Any], table: NDArray[Any], *lengths: int) -> None:
+    """Append all tokens of sequences of these lengths."""
+    octavo.append_kv(
+        k,
+        v,
+        page_table=table,
+        seq_lens=np.array(lengths, np.int32),
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        **cache.arguments,
+    )
+
+
+def awkward_rows(head_dim: int) -> NDArray[np.float32]:
+    """Rows [n, head_dim] for which the rules of scales matter."""
+    rng = np.random.default_rng(head_dim)
+    normal = rng.standard_normal((64, head_dim))
+    one_large = np.zeros((4, head_dim))
+    one_large[range(4), [0, 1, head_dim // 2, -1]] = [1, -3, 500, -1e-3]
+    sizes = normal[:32] * 10.0 ** rng.integers(-42, 38, (32, 1))
+    offsets = normal[:16] + rng.choice([100.0, -1000.0, 2049.0], (16, 1))
+    narrow = 3.0 + 1e-8 * normal[:4]
+    equal = np.repeat([[0.0], [-0.0], [1.0], [-2049.0], [1e-40], [7e4]], head_dim, 1)
+    halves = np.tile(np.arange(head_dim) % 15 + 0.5, (2, 1)) * [[1], [-1]]  # ties of int4 and of int8
+    halves[:, :2] = [[0, 15], [-127, 0]]
+    return np.concatenate([normal, one_large, sizes, offsets, narrow, equal, halves]).astype(np.float32)
+
+
+def filled(
+    kind: str,
+    lengths: list[int],
+    *,
+    page_size: int = 16,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    factors: NDArray[Any] | float = 1.0,
+    num_pages: int = 0,
+) -> tuple[Cache, NDArray[np.int32], NDArray[np.int32]]:
+    """A cache with sequences of these lengths in scattered pages, their table and lengths."""
+    rng = np.random.default_rng([page_size, head_dim])
+    columns = [-(-n // page_size) for n in lengths]
+    num_pages = max(num_pages, sum(columns) + 2)
+    cache = Cache.empty(kind, num_pages, page_size, num_kv_heads, head_dim)
+    pages = iter(rng.permutation(num_pages).tolist())
+    table = np.full((len(lengths), max(columns)), 2**30, np.int32)
+    for row, count in zip(table, columns, strict=True):
+        row[:count] = [next(pages) for _ in range(count)]
+    k, v = rng.standard_normal((2, sum(lengths), num_kv_heads, head_dim))
+    append_packed(cache, k.astype(np.float32), (v * factors).astype(np.float32), table, *lengths)
+    return cache, table, np.array(lengths, np.int32)
