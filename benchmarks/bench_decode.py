@@ -36,7 +36,14 @@ from _report import (
 )
 
 from support.case import Case
-from support.cases import DECODE_EXTRA, DECODE_QUANTISED, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE
+from support.cases import (
+    DECODE_EXTRA,
+    DECODE_QUANTISED,
+    DECODE_SHARED,
+    DECODE_SHARED_QUANTISED,
+    DECODE_SWEEP,
+    DECODE_TABLE,
+)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -69,7 +76,7 @@ def select(args: argparse.Namespace) -> list[Case]:
         *DECODE_TABLE,
         *(DECODE_EXTRA if args.extra else ()),
         *(DECODE_SHARED if args.shared else ()),
-        *(DECODE_QUANTISED if args.quantised else ()),
+        *((*DECODE_QUANTISED, *DECODE_SHARED_QUANTISED) if args.quantised else ()),
         *(DECODE_SWEEP if args.sweep else ()),
     ]
     return [case for case in cases if args.rows is None or args.rows.search(case.name)]

@@ -23,7 +23,7 @@ from typing import Any
 import _support_path  # noqa: F401
 
 from support.case import Case
-from support.cases import PREFILL_EXTRA, PREFILL_TABLE
+from support.cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
 
 CONTESTANTS = ("octavo", "cudnn", "fa3", "fa2")
 
@@ -33,6 +33,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--extra", action="store_true", help="also other dims, lengths, masks, biases, pages")
+    parser.add_argument("--quantised", action="store_true", help="also caches of fp8, int8 and int4")
     parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
     parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
     parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
@@ -42,7 +43,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def select(args: argparse.Namespace) -> list[Case]:
-    cases = [*PREFILL_TABLE, *(PREFILL_EXTRA if args.extra else ())]
+    cases = [
+        *PREFILL_TABLE,
+        *(PREFILL_EXTRA if args.extra else ()),
+        *(PREFILL_QUANTISED if args.quantised else ()),
+    ]
     return [case for case in cases if args.rows is None or args.rows.search(case.name)]
 
 
@@ -79,6 +84,7 @@ def describe(case: Case) -> dict[str, object]:
         "heads": f"{case.num_q_heads}/{case.num_kv_heads}",
         "head_dim": case.head_dim,
         "page_size": case.page_size,
+        "kv_dtype": case.cache_dtype,
     }
 
 

@@ -199,11 +199,31 @@ def quantised(results: Path) -> str:
     return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
 
 
+def quantised_prefill(results: Path) -> str:
+    """Batches of many queries over caches of codes, beside the same ones over bfloat16."""
+    kinds = {"fp8": "fp8, one scale", "int8": "int8", "int8_int4": "int8 / int4", "int4": "int4"}
+    rows = []
+    for gpu in gpus_with(results, "quantised-prefill"):
+        times = {row["case"]: row["us"] for row in load(results, "quantised-prefill", gpu)}
+        for case in (name for name in times if f"fp8_{name}" in times):
+            base, peer = times[case]["octavo"], times[f"fp8_{case}"].get("fa3")
+            found = [times[f"{kind}_{case}"]["octavo"] for kind in kinds]
+            cells = [f"{us:.0f} ({base / us:.2f})" for us in found]
+            rows.append([case, gpu, f"{base:.0f}", *cells, f"{peer:.0f}" if peer else ""])
+    header = ["case", "GPU", "bfloat16", *kinds.values(), "FlashAttention-3, fp8 queries"]
+    return format_table(header, rows, numbers=len(header) - 2)
+
+
 # The files
 
 TABLES = {
     ROOT / "README.md": {"summary": summary},
-    ROOT / "docs" / "results.md": {"quantised": quantised, "calls": calls, "jax": jax},
+    ROOT / "docs" / "results.md": {
+        "quantised": quantised,
+        "quantised-prefill": quantised_prefill,
+        "calls": calls,
+        "jax": jax,
+    },
 }
 
 

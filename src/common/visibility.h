@@ -38,6 +38,7 @@ struct KeyTiles {
     int32_t first_window_tile;  // not before num_prefix_tiles
     int32_t count;
 
+    KeyTiles() = default;  // unset
     // For queries at positions [first_q_pos, last_q_pos].
     OCTAVO_HD KeyTiles(const Visibility& see, int32_t first_q_pos, int32_t last_q_pos, int32_t tile_size)
         : tile_size(tile_size),

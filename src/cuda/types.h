@@ -7,6 +7,8 @@
 #include <octavo/tensor.h>
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 namespace octavo::cuda {
 
@@ -16,6 +18,16 @@ using float32 = float;
 // Of queries and results, where an instance serves both types of 16 bits.
 struct AnyFloat16 {
     uint16_t bits;
+};
+
+// In which products are taken of queries of type T.
+template <class T>
+struct ProductType {
+    using Type = T;
+};
+template <>
+struct ProductType<AnyFloat16> {
+    using Type = float16;
 };
 
 template <class T>
@@ -60,6 +72,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t packed;
     memcpy(&packed, parts, sizeof(packed));
     return packed;
+}
+
+// The same of results, whose type is known at run time where T is AnyFloat16.
+template <class T>
+__device__ __forceinline__ uint32_t pack_output(DType dtype, float low, float high) {
+    if constexpr (std::is_same_v<T, AnyFloat16>) {
+        return dtype == DType::bfloat16 ? pack<bfloat16>(low, high) : pack<float16>(low, high);
+    } else {
+        return pack<T>(low, high);
+    }
 }
 
 template <class T>

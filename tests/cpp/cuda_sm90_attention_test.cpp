@@ -7,19 +7,6 @@
 namespace octavo {
 namespace {
 
-// Mostly sequences with one query; drafts, whole row tiles and ends of row tiles of any length among them.
-std::vector<int32_t> mixed_lengths_q(Random& random) {
-    std::vector<int32_t> lengths(50, 1);
-    for (int32_t length : {2, 3, 4, 5, 9, 32, 128, 129, 0, 230, 193, 64}) lengths.push_back(length);
-    std::shuffle(lengths.begin(), lengths.end(), random.engine());
-    return lengths;
-}
-
-std::vector<int32_t> longer(Random& random, std::vector<int32_t> lengths) {
-    for (int32_t& length : lengths) length += random.pick({0, 1, 15, 127, 128, 300, 615});
-    return lengths;
-}
-
 class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {
   protected:
     CudaPrefillTest() {

@@ -28,6 +28,20 @@ inline std::vector<int32_t> at_least(std::vector<int32_t> lengths, int32_t seqle
     return lengths;
 }
 
+// Numbers of queries: mostly sequences with one query; drafts, whole row tiles and ends of row tiles of any
+// length among them.
+inline std::vector<int32_t> mixed_lengths_q(Random& random) {
+    std::vector<int32_t> lengths(50, 1);
+    for (int32_t length : {2, 3, 4, 5, 9, 32, 128, 129, 0, 230, 193, 64}) lengths.push_back(length);
+    std::shuffle(lengths.begin(), lengths.end(), random.engine());
+    return lengths;
+}
+
+inline std::vector<int32_t> longer(Random& random, std::vector<int32_t> lengths) {
+    for (int32_t& length : lengths) length += random.pick({0, 1, 15, 127, 128, 300, 615});
+    return lengths;
+}
+
 // A paged cache of random lengths on shuffled pages.
 struct Cache {
     Cache(Random& random, std::vector<int32_t> lengths, int64_t page_size, int64_t num_kv_heads,

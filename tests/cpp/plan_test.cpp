@@ -114,6 +114,26 @@ TEST(Plan, ManyQueries) {
     EXPECT_EQ(kind_of(paged(shape)), "sm80_attention");
 }
 
+TEST(Plan, ManyQueriesOverCodes) {
+    Shape shape{4, 2048};
+    shape.queries = 512;
+    auto over_codes = [](const Shape& shape) {
+        PagedAttentionArgs args = paged(shape);
+        args.k_pages.dtype = args.v_pages.dtype = DType::int8;
+        args.k_scale = args.v_scale = 0.5f;
+        return args;
+    };
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention");
+    EXPECT_EQ(kind_of(over_codes(shape), "a100"), "sm80_attention");
+    shape.page_size = 5;  // no copy engine is asked
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention");
+    PagedAttentionArgs args = over_codes(shape);
+    args.v_pages.data = static_cast<char*>(args.v_pages.data) + 8;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    shape.head_dim = 120;
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm80_attention") << "rows that 16 bytes do not divide";
+}
+
 TEST(Plan, StridesAndAddresses) {
     Shape shape{4, 2048};
     shape.queries = 2048;
@@ -210,6 +230,21 @@ TEST(Plan, SharedPrefixWhereItPays) {
     Shape chunks{8, 4096 + 512};
     chunks.queries = 256;
     EXPECT_EQ(kind_with_prefix(chunks, 4096), "sm90_attention") << "its products take as long";
+}
+
+TEST(Plan, SharedPrefixOverCodes) {
+    auto kind_with_prefix = [](const Shape& shape, const char* gpu) {
+        PagedAttentionArgs args = paged(shape);
+        args.k_pages.dtype = args.v_pages.dtype = DType::int8;
+        args.k_scale = args.v_scale = 0.5f;
+        args.shared_prefix_len = 4096;
+        return kind_of(args, gpu);
+    };
+    EXPECT_EQ(kind_with_prefix({64, 4096 + 256}, "h200"), "shared_prefix");
+    EXPECT_EQ(kind_with_prefix({64, 4096 + 256, 8, 4, 256}, "h200"), "split_kv_decode")
+        << "no instance over codes has that head dim";
+    EXPECT_EQ(kind_with_prefix({64, 4096 + 256}, "a100"), "sm80_attention");
+    EXPECT_EQ(kind_with_prefix({8, 4096 + 256}, "h200"), "split_kv_decode") << "little is read";
 }
 
 // Before anything is planned or launched, so that no GPU is needed.

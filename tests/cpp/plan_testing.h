@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <optional>
 #include <random>
 #include <string>
 
@@ -134,6 +135,30 @@ inline Shape random_shape(Random& random) {
     return shape;
 }
 
+// The same call over pages of some codes, at the same addresses.
+inline void set_random_codes(Random& random, PagedAttentionArgs& args) {
+    auto set_pages = [&](TensorView& pages, std::optional<TensorView>& scales, DType dtype, bool has_scales) {
+        pages.dtype = dtype == DType::int4 ? DType::uint8 : dtype;
+        if (dtype == DType::int4) pages.shape[3] /= 2;
+        if (!has_scales) return;
+        const int64_t num_pages = pages.shape[0], page_size = pages.shape[1], num_heads = pages.shape[2];
+        scales = dtype == DType::int4 ? Arrays().make(DType::float16, {num_pages, page_size, num_heads, 2})
+                                      : Arrays().make(DType::float32, {num_pages, page_size, num_heads});
+    };
+    DType keys = DType::int8, values = DType::int4;
+    if (random.one_in(3)) {
+        keys = DType::int4;
+    } else if (random.one_in(2)) {
+        constexpr DType kTypes[] = {DType::int8, DType::float8_e4m3fn, DType::float8_e5m2};
+        keys = values = kTypes[random.up_to(3) - 1];
+    }
+    if (values == DType::int4) args.kv_dtype = DType::int4;
+    const bool has_scales = values == DType::int4 || random.one_in(2);
+    if (!has_scales) args.k_scale = args.v_scale = 0.5f;
+    set_pages(args.k_pages, args.k_scales, keys, has_scales);
+    set_pages(args.v_pages, args.v_scales, values, has_scales);
+}
+
 inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     Shape shape = random_shape(random);
     if (random.one_in(2)) {
@@ -153,6 +178,7 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
         args.shared_prefix_len = (shape.keys / 2 / shape.page_size) * shape.page_size;
     }
     if (random.one_in(12)) args.num_splits = random.up_to(40);
+    if (random.one_in(2)) set_random_codes(random, args);
     return args;
 }
 

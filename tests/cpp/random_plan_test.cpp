@@ -47,7 +47,8 @@ int64_t partial_row(const cuda::DecodeTiles& tiles, int32_t threads) {
 
 void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const Gpu& gpu) {
     const int64_t rows = int64_t{p.seqlen_q} * p.group_size(), splits = plan.num_splits;
-    const int64_t blocks = (int64_t{p.seqlen_k} + 15) / 16, warps = plan.threads / 32;
+    const int64_t block_keys = plan.codes == cuda::Codes::none ? 16 : 32;
+    const int64_t blocks = (int64_t{p.seqlen_k} + block_keys - 1) / block_keys, warps = plan.threads / 32;
     EXPECT_LE(rows, plan.tiles().rows());
     EXPECT_GE(splits, 1);
     EXPECT_EQ(plan.policy == cuda::SplitPolicy::fixed, p.batch_invariant);
@@ -59,8 +60,8 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
         EXPECT_EQ(plan.max_visible_blocks, blocks);
     } else {  // as many keys that follow each other, of which the first may be the last of a block
         const int64_t keys = int64_t{p.window_left} + p.seqlen_q;
-        EXPECT_GE(plan.max_visible_blocks, std::min(blocks, (keys + 14) / 16 + 1));
-        EXPECT_LE(plan.max_visible_blocks, std::min(blocks, keys / 16 + 2));
+        EXPECT_GE(plan.max_visible_blocks, std::min(blocks, (keys + block_keys - 2) / block_keys + 1));
+        EXPECT_LE(plan.max_visible_blocks, std::min(blocks, keys / block_keys + 2));
     }
     const bool shares_out_by_length =
         plan.policy == cuda::SplitPolicy::by_length || plan.policy == cuda::SplitPolicy::sized;
@@ -126,7 +127,9 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
     EXPECT_LE(plan.heads * plan.tokens, 64);
     EXPECT_LE(plan.num_ctas, gpu.num_sms);
     EXPECT_EQ(plan.num_ctas % plan.tiles().ctas, 0);
-    EXPECT_EQ(plan.tiles().keys % plan.box_keys, 0);
+    if (plan.codes == cuda::Codes::none) {
+        EXPECT_EQ(plan.tiles().keys % plan.box_keys, 0);
+    }
     EXPECT_GE(plan.first_section, 1);
     EXPECT_LE(plan.first_section, plan.section);
     EXPECT_EQ((plan.num_units - plan.first_section) % plan.section, 0)
@@ -201,11 +204,12 @@ std::vector<KernelPlan> launches_of(const Args& args, const char* gpu) {
     return launches_of(checked(args), *cuda::find_gpu(gpu));
 }
 
-// What an instance is made of, all that has a kernel of its own.
+// What an instance is made of, all that has a kernel of its own; of decode over codes the instance alone.
 std::string kernel_of(const KernelPlan& plan) {
     const Explanation text = cuda::describe(plan);
     std::string name = text.kernel;
-    if (std::holds_alternative<cuda::SplitKvPlan>(plan))
+    const auto* const split_kv = std::get_if<cuda::SplitKvPlan>(&plan);
+    if (split_kv && split_kv->codes == cuda::Codes::none)
         name += " " + field(text, "policy") + " " + field(text, "items");
     if (std::holds_alternative<cuda::Sm90Plan>(plan)) name += " " + field(text, "feature");
     if (std::holds_alternative<cuda::Sm80Plan>(plan)) name += " feature " + field(text, "feature");
@@ -220,17 +224,19 @@ std::set<std::string> all_kernels() {
         plan.row = static_cast<int32_t>(row);
         names.insert(kernel_of(plan));
     };
-    auto add_split_kv = [&add](cuda::SplitPolicy policy, cuda::SplitKvItems items, DType dtype, size_t row) {
-        cuda::SplitKvPlan plan{};
-        plan.policy = policy;
-        plan.items = items;
-        add(plan, dtype, row);
-    };
-    for (DType dtype : cuda::kAttentionTypes) {
+    auto add_decode = [&add](cuda::Codes codes, DType dtype) {
         for (size_t row = 0; row < std::size(cuda::kDecodeTiles); ++row) {
             const cuda::DecodeTiles& tiles = cuda::kDecodeTiles[row];
+            if (codes != cuda::Codes::none && !tiles.has_codes) continue;
             const bool has_short_items = tiles.row_tiles == 1 && tiles.head_dim <= 128;
             using cuda::SplitKvItems, cuda::SplitPolicy;
+            auto add_split_kv = [&](SplitPolicy policy, SplitKvItems items, DType dtype, size_t row) {
+                cuda::SplitKvPlan plan{};
+                plan.codes = codes;
+                plan.policy = policy;
+                plan.items = items;
+                add(plan, dtype, row);
+            };
             add_split_kv(SplitPolicy::even, SplitKvItems::long_items, dtype, row);
             if (has_short_items) add_split_kv(SplitPolicy::even, SplitKvItems::short_items, dtype, row);
             add_split_kv(SplitPolicy::even, SplitKvItems::many_items, dtype, row);
@@ -239,7 +245,24 @@ std::set<std::string> all_kernels() {
                          has_short_items ? SplitKvItems::short_items : SplitKvItems::many_items, dtype, row);
             add_split_kv(SplitPolicy::fixed, SplitKvItems::long_items, dtype, row);
             add_split_kv(SplitPolicy::fixed, SplitKvItems::short_items, dtype, row);
-            add(cuda::StreamKPlan{}, dtype, row);
+            cuda::StreamKPlan stream_k{};
+            stream_k.codes = codes;
+            add(stream_k, dtype, row);
+        }
+    };
+    // Of codes, two types: no plan looks at more than their bits.
+    add_decode(cuda::Codes::int8, DType::float16);
+    add_decode(cuda::Codes::int4, DType::float16);
+    for (DType dtype : cuda::kAttentionTypes) {
+        add_decode(cuda::Codes::none, dtype);
+        for (size_t row = 0; row < std::size(cuda::kSm90CodeTiles); ++row) {
+            cuda::Sm90Plan plan{};
+            plan.codes = cuda::Codes::int8;  // one instance for all
+            for (auto feature :
+                 {cuda::Sm90Feature::alibi, cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits}) {
+                plan.feature = feature;
+                add(plan, dtype, row);
+            }
         }
         for (size_t row = 0; row < std::size(cuda::kSm90Tiles); ++row) {
             const cuda::Sm90Tiles& tiles = cuda::kSm90Tiles[row];
@@ -257,8 +280,9 @@ std::set<std::string> all_kernels() {
         }
         for (size_t row = 0; row < std::size(cuda::kSm80Tiles); ++row) {
             cuda::Sm80Plan plan{};
-            for (bool dropout : {false, true}) {
-                plan.feature = dropout ? cuda::Sm80Feature::dropout : cuda::Sm80Feature::none;
+            for (auto feature :
+                 {cuda::Sm80Feature::none, cuda::Sm80Feature::dropout, cuda::Sm80Feature::codes}) {
+                plan.feature = feature;
                 add(plan, dtype, row);
             }
         }
@@ -269,7 +293,7 @@ std::set<std::string> all_kernels() {
 TEST(RandomPlans, AreSoundAndReachEveryKernel) {
     std::set<std::string> unreached = all_kernels();
     size_t num_plans = 0;
-    for (unsigned seed = 0; seed < 20000 && !HasFailure(); ++seed) {
+    for (unsigned seed = 0; seed < 40000 && !HasFailure(); ++seed) {
         SCOPED_TRACE(seed);
         Random random(seed);
         const bool is_paged = !random.one_in(3);
@@ -283,7 +307,7 @@ TEST(RandomPlans, AreSoundAndReachEveryKernel) {
             }
         }
     }
-    EXPECT_GT(num_plans, 100000u);
+    EXPECT_GT(num_plans, 200000u);
     EXPECT_EQ(unreached, std::set<std::string>());
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -131,14 +132,80 @@ def test_every_option(torch: Any, kind: str, options: dict[str, Any]) -> None:
     check_attention(torch, cache, queries(num_queries, 8, 64, "float16"), table, lengths, **options)
 
 
+def is_hopper(torch: Any) -> bool:
+    return bool(torch.cuda.get_device_capability() == (9, 0))
+
+
+def kernel_of(q: Any, **arguments: Any) -> str:
+    return octavo.explain("paged_attention", q, **arguments).kernel
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softmax_scale": 0.3, "softcap": 3.0},
+        {"alibi_slopes": np.linspace(0.01, 0.3, 8, dtype=np.float32)},
+        {"window_left": 100, "prefix_lens": np.array([0, 60, 1300], np.int32)},
+        {"causal": False},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (96, "bfloat16"), (128, "bfloat16")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill(torch: Any, kind: str, head_dim: int, dtype: str, options: dict[str, Any]) -> None:
+    """Chunks, a draft and a sequence that decodes; in slots that are not used, scales are NaN."""
+    cache, table, lengths = filled(kind, [900, 731, 1300, 40, 1], head_dim=head_dim)
+    if "prefix_lens" in options:
+        options = options | {"prefix_lens": np.resize(options["prefix_lens"], 5)}
+    cu_seqlens_q = np.array([0, 300, 301, 801, 805, 806], np.int32)
+    unused = np.ones(cache.k_scales.shape[:2], bool)
+    for row, length in zip(table, lengths, strict=True):
+        positions = np.arange(length)
+        unused[row[positions // 16], positions % 16] = False
+    cache.k_scales[unused], cache.v_scales[unused] = np.nan, np.nan
+    q = queries(806, 8, head_dim, dtype)
+    check_attention(torch, cache, q, table, lengths, cu_seqlens_q=cu_seqlens_q, **options)
+    if is_hopper(torch):
+        tables = {"page_table": table, "seq_lens": lengths, "cu_seqlens_q": cu_seqlens_q}
+        arrays = {name: to_gpu(torch, x) for name, x in tables.items()} | on_gpu(torch, cache)
+        kernel = kernel_of(to_gpu(torch, q), max_seqlen_q=500, **arrays)
+        assert kernel.startswith(f"sm90_attention<{dtype} over codes")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_invariant_prefill(torch: Any, kind: str) -> None:
+    cache, table, lengths = filled(kind, [900, 700, 1300, 300, 555], head_dim=128)
+    cu_seqlens_q = np.array([0, 300, 400, 401, 701, 710], np.int32)
+    gpu, q = on_gpu(torch, cache), to_gpu(torch, queries(710, 8, 128, "bfloat16"))
+    table, lengths = to_gpu(torch, table), to_gpu(torch, lengths)
+    options = {"batch_invariant": True, "max_seqlen_q": 300, **gpu}
+    many = octavo.paged_attention(
+        q, page_table=table, seq_lens=lengths, cu_seqlens_q=to_gpu(torch, cu_seqlens_q), **options
+    )
+    for b, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
+        alone = octavo.paged_attention(
+            q[begin:end],
+            page_table=table[b : b + 1],
+            seq_lens=lengths[b : b + 1],
+            cu_seqlens_q=torch.tensor([0, end - begin]).int().cuda(),
+            **options,
+        )
+        assert torch.equal(alone, many[begin:end])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prefix(torch: Any, kind: str) -> None:
-    """The promise is taken, though one kernel reads all keys of every sequence."""
+    """Read once where that pays: over int4, not here."""
     cache, table, _ = filled(kind, [2200], head_dim=128, num_kv_heads=8)
     table, lengths = np.repeat(table, 64, 0), np.full(64, 2200, np.int32)
     lengths[3:7] = 0, 2049, 2100, 2060
     q = queries(64, 32, 128, "float16")
     check_attention(torch, cache, q, table, lengths, shared_prefix_len=2048)
+    if is_hopper(torch):
+        arrays = {name: to_gpu(torch, x) for name, x in {"page_table": table, "seq_lens": lengths}.items()}
+        kernel = kernel_of(to_gpu(torch, q), shared_prefix_len=2048, **arrays, **on_gpu(torch, cache))
+        assert (kernel == "shared_prefix<float16>") == (kind != "int4")
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])

@@ -10,16 +10,6 @@
 
 namespace octavo::cuda {
 
-// Two neighbours of a result in one register.
-template <class T>
-__device__ __forceinline__ uint32_t pack_output(const AttentionParams& p, float low, float high) {
-    if constexpr (std::is_same_v<T, AnyFloat16>) {
-        return p.dtype == DType::bfloat16 ? pack<bfloat16>(low, high) : pack<float16>(low, high);
-    } else {
-        return pack<T>(low, high);
-    }
-}
-
 // Writes results, four columns at a time. `Sequences` tells of the batch's sequences: slice(i).
 template <class T, class Sequences>
 class OutputWriter {
@@ -58,8 +48,8 @@ class OutputWriter {
         if (!target.out || column >= p_.head_dim) return;
         const float scale = state.inverse_sum() * p_.out_scale;
         *reinterpret_cast<uint2*>(target.out + column) =
-            make_uint2(pack_output<T>(p_, out.x * scale, out.y * scale),
-                       pack_output<T>(p_, out.z * scale, out.w * scale));
+            make_uint2(pack_output<T>(p_.dtype, out.x * scale, out.y * scale),
+                       pack_output<T>(p_.dtype, out.z * scale, out.w * scale));
         if (target.lse && column == 0) *target.lse = state.lse();
     }
 

@@ -1,6 +1,7 @@
 #include "cuda/decode/plan.h"
 
 #include "cuda/alignment.h"
+#include "cuda/cache_arrays.h"
 #include "cuda/decode/fixed_splits.h"
 
 #include <algorithm>
@@ -79,32 +80,6 @@ const DecodeShape& shape_of(Codes codes, int32_t row) {
         case Codes::int8_int4: return kShapes<Codes::int8_int4>[row];
     }
     return kShapes<Codes::none>[row];
-}
-
-struct Axis {
-    int64_t length, stride;
-};
-
-// Whether the kernels' 32-bit offsets, which count 16 bytes, reach every row.
-bool is_within_reach(DType dtype, std::initializer_list<Axis> axes) {
-    int64_t last = 0;
-    for (const Axis& axis : axes) {
-        if (axis.length > 1 && axis.stride < 0) return false;
-        last += std::max(axis.length - 1, int64_t{0}) * axis.stride;
-    }
-    return last / (16 / size_of(dtype)) < (int64_t{1} << 32);
-}
-
-bool is_within_reach(const AttentionParams& p, DType dtype, int64_t outer_stride, int64_t token_stride,
-                     int64_t head_stride) {
-    return is_within_reach(
-        dtype, {{p.num_pages, outer_stride}, {p.page_size, token_stride}, {p.num_kv_heads, head_stride}});
-}
-
-// The same of scales, whose offsets count words.
-bool is_within_reach(const AttentionParams& p, const CacheScales& scales) {
-    return is_within_reach(p, DType::int32, 4 * scales.page_stride, 4 * scales.token_stride,
-                           4 * scales.head_stride);
 }
 
 // How many sequences a launch takes, whose blocks it counts in 32 bits.
@@ -384,13 +359,6 @@ const char* name_of(SplitKvItems items) {
         case SplitKvItems::many_items: return "many";
     }
     return "long";
-}
-
-// What the pages hold: "float16", "int8", "int8 and int4".
-std::string name_of(DType dtype, Codes codes) {
-    if (codes == Codes::none) return to_string(dtype);
-    const DType keys = type_of_keys(codes), values = type_of_values(codes);
-    return to_string(keys) + (keys == values ? "" : " and " + to_string(values));
 }
 
 std::string name_of(const char* kernel, DType dtype, Codes codes, const DecodeTiles& tiles) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/macros.h"
-#include "cuda/decode/codes.h"
+#include "cuda/codes.h"
 
 #include <algorithm>
 #include <cstddef>

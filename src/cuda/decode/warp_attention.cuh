@@ -129,7 +129,7 @@ class WarpAttention {
                 T* const target = static_cast<T*>(p_.out) + seq.out_begin + row.token * p_.out_token_stride +
                                   row.head * p_.out_head_stride;
                 if (row.valid && dim < p_.head_dim)
-                    *reinterpret_cast<uint32_t*>(target + dim) = pack_output<T>(p_, low, high);
+                    *reinterpret_cast<uint32_t*>(target + dim) = pack_output<T>(p_.dtype, low, high);
             });
         } else {
 #pragma unroll
@@ -142,7 +142,7 @@ class WarpAttention {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const uint32_t pair = ptx::transpose_8x8(pack_output<T>(
-                            p_, softmax_.out[r][d][2 * half], softmax_.out[r][d][2 * half + 1]));
+                            p_.dtype, softmax_.out[r][d][2 * half], softmax_.out[r][d][2 * half + 1]));
                         const int dim = 16 * d + 8 * half;
                         if (row.valid && dim < p_.head_dim) *reinterpret_cast<uint32_t*>(target + dim) = pair;
                     }

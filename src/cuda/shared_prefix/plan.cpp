@@ -1,5 +1,7 @@
 #include "cuda/shared_prefix/plan.h"
 
+#include "cuda/cache_arrays.h"
+#include "cuda/codes.h"
 #include "params/shared_prefix.h"
 
 #include <algorithm>
@@ -43,7 +45,8 @@ struct Cost {
     Cost(const AttentionParams& p, const Gpu& gpu) : gpu(gpu) {
         // Behind the prefix a page table may have much more room than keys.
         const double prefix = p.shared_prefix_len, own = std::min(p.seqlen_k - prefix, prefix);
-        const double token_bytes = 2.0 * p.num_kv_heads * p.head_dim * size_of(p.dtype);
+        const int32_t bits = bits_of(p.k_dtype) + bits_of(p.v_dtype);
+        const double token_bytes = p.num_kv_heads * (p.head_dim * bits / 8.0 + (has_token_scales(p) ? 8 : 0));
         prefix_flops = 4.0 * static_cast<double>(p.total_q) * p.num_q_heads * prefix * p.head_dim;
         different_bytes = token_bytes * (prefix + p.batch * own);
         all_bytes = token_bytes * p.batch * (prefix + own);
@@ -102,11 +105,10 @@ std::optional<SharedPrefixPlan> plan_shared_prefix(const AttentionParams& p, con
                       " rows a sequence and KV head, its products take as long as those "
                       "of one kernel over all keys");
     }
-    if (is_code(p.k_dtype)) {
-        return refuse(
-            why_not, "the pages hold ", to_string(p.k_dtype),
-            ", over which only sm80_attention could read the prefix by itself, and it is not tuned for "
-            "codes");
+    if (is_code(p.k_dtype) &&
+        !plan_sm90_attention(over_shared_prefix(p, choose_run_len(p, gpu), kSomeWorkspace, nullptr), gpu)) {
+        return refuse(why_not,
+                      "only sm80_attention could read the prefix by itself, and it is not tuned for codes");
     }
     const Cost cost(p, gpu);
     if (cost.plain_us() <= cost.shared_us()) {

@@ -43,14 +43,16 @@ class Sm90Consumer {
           places_(plan) {}
 
     __device__ __forceinline__ void run() {
-        const ScoreTransform transform = ScoreTransform::make(p_.softmax_scale, p_.softcap);
-        const float scale = transform.has_softcap ? 1.0f : transform.inner;
+        ScoreTransform transform = ScoreTransform::make(p_.softmax_scale, p_.softcap);
+        float scale = transform.has_softcap ? 1.0f : transform.inner;
         const bool add_alibi = Config::kAlibi && !(Config::kAlibiProduct && !transform.has_softcap);
         if (group_ == Config::kConsumers - 1) pass_turn<Config>(group_);
 
         Sm90Work work = take_work<Config>(shared_, work_ring_);
         while (work.batch >= 0) {
-            if (is_few_rows<Config>(work.rows<Config>(plan_))) {
+            const bool few_rows = is_few_rows<Config>(work.rows<Config>(plan_));
+            set_scales(transform, scale, q_ring_, few_rows ? 0 : group_);
+            if (few_rows) {
                 work_through_few_rows(work, transform);
                 work = take_work<Config>(shared_, work_ring_);
                 continue;
@@ -105,6 +107,9 @@ class Sm90Consumer {
                     if (is_few_rows<Config>(next.rows<Config>(plan_))) break;
                     tiles = key_tiles<Config>(p_, plan_, next);
                     tile = tiles.count - 1;
+                    Ring<Config::kQSlots> next_ring = q_ring_;
+                    next_ring.advance();
+                    set_scales(transform, scale, next_ring, group_);
                     rows = Rows(p_, plan_, next, block_, places_, scale);
                     if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
                     work = next;
@@ -156,8 +161,9 @@ class Sm90Consumer {
     static constexpr int kWeights = Config::kKeys / 4;  // registers, two weights each
     static constexpr int kOut = Config::kHeadDim / 2;
     using Rows = Sm90Rows<Config::kAlibi>;
-    using ProductQK = ptx::Wgmma<T, Config::kKeys>;
-    using ProductPV = ptx::Wgmma<T, Config::kHeadDim>;
+    using Number = typename ProductType<T>::Type;
+    using ProductQK = ptx::Wgmma<Number, Config::kKeys>;
+    using ProductPV = ptx::Wgmma<Number, Config::kHeadDim>;
 
     // The warpgroups together work through a row tile of few rows.
     __device__ __forceinline__ void work_through_few_rows(const Sm90Work& work,
@@ -170,13 +176,29 @@ class Sm90Consumer {
                 rows.finish();
             };
             if (Config::kFewRowTiles == 1 || work.rows<Config>(plan_) <= 8) {
-                run(PrefillFewRows<T, Config, 1>(p_, plan_, shared_, transform, work, q_ring_.slot));
+                run(PrefillFewRows<T, Config, 1>(p_, plan_, shared_, transform, result_scale(), work,
+                                                 q_ring_.slot));
             } else {
-                run(PrefillFewRows<T, Config, Config::kFewRowTiles>(p_, plan_, shared_, transform, work,
-                                                                    q_ring_.slot));
+                run(PrefillFewRows<T, Config, Config::kFewRowTiles>(p_, plan_, shared_, transform,
+                                                                    result_scale(), work, q_ring_.slot));
             }
             q_ring_.advance();
         }
+    }
+
+    // Over codes, takes in what products with the queries of a warpgroup, and results, lack.
+    __device__ __forceinline__ void set_scales(ScoreTransform& transform, float& scale,
+                                               const Ring<Config::kQSlots>& ring, int group) {
+        if constexpr (std::is_same_v<T, AnyFloat16>) {
+            ptx::mbarrier_wait(&shared_.q_full[ring.slot][group], ring.parity);
+            const float2 scales = shared_.query_scales.scales[ring.slot][group];
+            transform.inner = ScoreTransform::make(p_.softmax_scale, p_.softcap).inner * scales.x;
+            if (!transform.has_softcap) scale = transform.inner;
+            value_scale_ = scales.y;
+        }
+    }
+    __device__ __forceinline__ float result_scale() const {
+        return std::is_same_v<T, AnyFloat16> ? p_.out_scale * value_scale_ : p_.out_scale;
     }
 
     // Keeps step with the other warpgroups over a tile that no row here sees.
@@ -257,7 +279,7 @@ class Sm90Consumer {
                                                  uint32_t (&weights)[kWeights]) {
 #pragma unroll
         for (int i = 0; i < kWeights; ++i) {
-            weights[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+            weights[i] = pack<Number>(scores[2 * i], scores[2 * i + 1]);
             if constexpr (Config::kDropout) weights[i] = kept.apply(weights[i], i % 2, i / 2);
         }
     }
@@ -274,7 +296,7 @@ class Sm90Consumer {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float sum = states[half].sum;  // at least about 1, unless the row sees nothing
-                out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * p_.out_scale;
+                out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * result_scale();
             }
             if (!writes_lse()) return;
 #pragma unroll
@@ -294,7 +316,7 @@ class Sm90Consumer {
     }
     __device__ __forceinline__ void finish_row(const Sm90Work& work, int half, const SoftmaxState& state,
                                                float row_bias, float (&out_scale)[2]) {
-        out_scale[half] = state.inverse_sum() * p_.out_scale;
+        out_scale[half] = state.inverse_sum() * result_scale();
         if (writes_lse()) write_lse(work, half, state, row_bias);
     }
     __device__ __forceinline__ bool writes_lse() const { return p_.lse && threadIdx.x % 4 == 0; }
@@ -334,8 +356,8 @@ class Sm90Consumer {
 #pragma unroll
         for (int i = 0; i < Config::kHeadDim / 16; ++i) {
             auto pair = [&](int j) {
-                return pack<T>(out[8 * i + j] * out_scale[j / 2 % 2],
-                               out[8 * i + j + 1] * out_scale[j / 2 % 2]);
+                return pack_output<T>(p_.dtype, out[8 * i + j] * out_scale[j / 2 % 2],
+                                      out[8 * i + j + 1] * out_scale[j / 2 % 2]);
             };
             const int column = (i % 4 * 2 + lane / 16) ^ (lane % 8);  // 16 bytes wide, swizzled
             ptx::stmatrix_x4(slot + i / 4 * Config::kQBlockBytes +
@@ -358,6 +380,7 @@ class Sm90Consumer {
     Ring<Config::kStages> k_ring_;
     Ring<Config::kVStages> v_ring_;
     Ring<kSm90WorkSlots> work_ring_;
+    float value_scale_ = 1.0f;  // over codes
 };
 
 }  // namespace octavo::cuda

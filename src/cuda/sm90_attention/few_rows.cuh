@@ -24,14 +24,16 @@ template <class T, class Config, int kRowTiles>
 class PrefillFewRows {
   public:
     __device__ PrefillFewRows(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
-                              const ScoreTransform& transform, const Sm90Work& work, int q_slot)
+                              const ScoreTransform& transform, float out_scale, const Sm90Work& work,
+                              int q_slot)
         : p_(p),
           plan_(plan),
           shared_(shared),
           transform_(transform),
+          out_scale_(out_scale),
           work_(work),
           q_slot_(q_slot),
-          thread_(threadIdx.x - 128) {
+          thread_(threadIdx.x - 128 * Config::kFirstConsumer) {
         pin_in_register(thread_);  // else what follows from it takes registers from row tiles of many rows
         warp_ = __shfl_sync(~0u, thread_ / 32, 0);  // known to be the same in all lanes, as the rings are
         const Visibility see = work.visibility(p);
@@ -62,7 +64,7 @@ class PrefillFewRows {
             uint32_t weights[kRowTiles][2];
             if (has(block)) {
                 score(scores, tiles.start(tile) + block * kBlockKeys);
-                softmax_.template weigh<T>(weights, scores);
+                softmax_.template weigh<Number>(weights, scores);
             }
             ptx::mbarrier_wait(&shared_.v_full[v_ring.slot], v_ring.parity);
             if (has(block)) multiply_p_v(weights, shared_.v[v_ring.slot] + block * kBlockBytes);
@@ -92,8 +94,7 @@ class PrefillFewRows {
 #pragma unroll
             for (int other = 0; other < kWarps; ++other)
                 all.sum += parts[other].sum * ptx::exp2_approx(parts[other].max - max);
-            const float factor =
-                all.inverse_sum() * p_.out_scale * ptx::exp2_approx(softmax_.max[r][i] - max);
+            const float factor = all.inverse_sum() * out_scale_ * ptx::exp2_approx(softmax_.max[r][i] - max);
             softmax_.for_each_out_of(r, i, [&](float& out, int) { out *= factor; });
             if (p_.lse && lane() / 4 == 0 && warp_ == 0) store_lse(row, all);
         });
@@ -130,7 +131,7 @@ class PrefillFewRows {
                     low += parts[place(other, pair / 8 * 2, pair % 8)];
                     high += parts[place(other, pair / 8 * 2 + 1, pair % 8)];
                 }
-                results[r][i] = pack<T>(low, high);
+                results[r][i] = pack_output<T>(p_.dtype, low, high);
             }
         }
         barrier();
@@ -151,6 +152,7 @@ class PrefillFewRows {
     }
 
   private:
+    using Number = typename ProductType<T>::Type;
     static constexpr int kDimTiles = Config::kHeadDim / 16;
     using Softmax = TransposedSoftmax<kRowTiles, kDimTiles>;
     static constexpr int kWarps = 4 * Config::kConsumers;
@@ -222,8 +224,8 @@ class PrefillFewRows {
                 } else {
                     load_queries(b, r, column);
                 }
-                ptx::mma_m16n8k16<T>(scores[r], a[0], b[0], b[1]);
-                ptx::mma_m16n8k16<T>(scores[r], a[1], b[2], b[3]);
+                ptx::mma_m16n8k16<Number>(scores[r], a[0], b[0], b[1]);
+                ptx::mma_m16n8k16<Number>(scores[r], a[1], b[2], b[3]);
             }
         }
     }
@@ -255,7 +257,7 @@ class PrefillFewRows {
             ptx::ldmatrix_x4_trans(a, advance(a_from, 16 * d, Config::kKeyBlockBytes));
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
-                ptx::mma_m16n8k16<T>(softmax_.out[r][d], a, weights[r][0], weights[r][1]);
+                ptx::mma_m16n8k16<Number>(softmax_.out[r][d], a, weights[r][0], weights[r][1]);
         }
     }
 
@@ -268,6 +270,7 @@ class PrefillFewRows {
     const Sm90Launch& plan_;
     Sm90Shared<Config>& shared_;
     const ScoreTransform transform_;
+    const float out_scale_;
     const Sm90Work& work_;
     const int q_slot_;
     int thread_, warp_;              // of the consumers

@@ -11,7 +11,9 @@
 
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/sm90_attention/consumer.cuh"
+#include "cuda/sm90_attention/converter.cuh"
 #include "cuda/sm90_attention/producer.cuh"
+#include "cuda/sm90_attention/query_converter.cuh"
 
 namespace octavo::cuda {
 
@@ -22,7 +24,11 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
         shared.init();
-        for (const CUtensorMap* map : {&plan.q, &plan.k, &plan.v, &plan.out}) ptx::tma_prefetch_map(map);
+        if constexpr (Config::kHasCodes) {
+            for (const CUtensorMap* map : {&plan.q, &plan.out}) ptx::tma_prefetch_map(map);
+        } else {
+            for (const CUtensorMap* map : {&plan.q, &plan.k, &plan.v, &plan.out}) ptx::tma_prefetch_map(map);
+        }
     }
     shared.alibi.init();
     __syncthreads();
@@ -34,11 +40,20 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
     if (warp < 4) {
         ptx::lower_registers<Config::kProducerRegisters>();
         if (warp == 0) run_q_k_loader<Config>(p, plan, shared);
-        if (warp == 1) run_v_loader<Config>(p, plan, shared);
+        if constexpr (Config::kHasCodes) {
+            if (warp % 2 == 1) QueryConverter<T, Config>(p, plan, shared, warp / 2).run();
+        } else {
+            if (warp == 1) run_v_loader<Config>(p, plan, shared);
+        }
         if (warp == 2) run_storer<Config>(p, plan, shared);
+    } else if (warp < 4 * Config::kFirstConsumer) {
+        if constexpr (Config::kHasCodes) {
+            ptx::lower_registers<Config::kConverterRegisters>();
+            run_converters<T, Config>(p, plan, shared);
+        }
     } else {
         ptx::raise_registers<Config::kConsumerRegisters>();
-        Sm90Consumer<T, Config>(p, plan, shared, warp / 4 - 1).run();
+        Sm90Consumer<T, Config>(p, plan, shared, warp / 4 - Config::kFirstConsumer).run();
     }
     if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();  // the other may still write here
 }

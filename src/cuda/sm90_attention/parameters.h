@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/fast_divide.h"
+#include "cuda/codes.h"
 
 #include <cuda.h>
 
@@ -16,7 +17,7 @@ namespace octavo::cuda {
 // the copy engine loads zeros and stores nothing, can lie at the end of any sequence: there, place is `edge`
 // and shift is the end. The base address lies `edge` tokens before the array's.
 struct Sm90Launch {
-    CUtensorMap q, k, v, out;
+    CUtensorMap q, k, v, out;  // k and v: unused over codes
     int32_t q_edge, k_edge;
 
     // A row tile holds for each warpgroup `heads` heads of one group (a divisor of the group size) at
@@ -41,6 +42,8 @@ struct Sm90Launch {
     int32_t num_whole, num_splits, split_blocks;
     float* partial;      // [split of the launch, block]: Sm90Split
     uint32_t* arrivals;  // [row tile, block], of its parts; 0 between launches
+
+    Codes codes;
 };
 
 }  // namespace octavo::cuda

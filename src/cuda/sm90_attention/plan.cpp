@@ -1,5 +1,7 @@
 #include "cuda/sm90_attention/plan.h"
 
+#include "cuda/alignment.h"
+#include "cuda/cache_arrays.h"
 #include "cuda/sm90_attention/operands.h"
 
 #include <algorithm>
@@ -35,11 +37,11 @@ int32_t choose_heads(const AttentionParams& p) {
 
 // Whether a packed batch may hold row tiles of few rows. One without gives the same bits in either kernel, as
 // the sequences of one with them do that have none.
-bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t heads) {
+bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t heads, bool has_codes) {
     if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any()) return false;
     const int32_t rest = p.seqlen_q % (tiles.row_blocks() * (kGroupRows / heads));
     return p.batch_invariant || p.total_q != int64_t{p.batch} * p.seqlen_q ||
-           (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim));
+           (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim, has_codes));
 }
 
 // Row tiles of so many blocks of 64 rows, over the batch and all heads; of a packed batch a bound.
@@ -103,6 +105,14 @@ int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
     return best;
 }
 
+// The row of kSm90CodeTiles; -1 if there is none.
+int32_t find_code_tiles(const AttentionParams& p) {
+    for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90CodeTiles)); ++row) {
+        if (kSm90CodeTiles[row].head_dim >= p.head_dim) return row;
+    }
+    return -1;
+}
+
 // Of the rows of the smallest head dim that holds the problem's, that whose instance has a kernel that leaves
 // room on its SM; -1 if there is none.
 int32_t find_tiles_beside(const AttentionParams& p) {
@@ -128,6 +138,9 @@ bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
 void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     const int64_t sms = gpu.num_sms, rest = plan.num_row_tiles % sms;
+    // Of many rounds the last one matters little, and the instances with splits are not chained.
+    constexpr int64_t kManyRounds = 8;
+    if (plan.codes != Codes::none && plan.num_row_tiles > kManyRounds * sms) return;
     if (rest == 0 || !may_split(p, tiles) || (plan.few_rows && plan.num_row_tiles > sms)) return;
     int64_t keys = p.seqlen_k;
     if (p.window_left >= 0 && p.window_right >= 0 && !p.prefix_lens)
@@ -155,6 +168,7 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (p.alibi_slopes) return Sm90Feature::alibi;
     if (plan.num_splits > 0) return Sm90Feature::splits;
     const Sm90Tiles& tiles = plan.tiles();
+    if (plan.codes != Codes::none) return Sm90Feature::few_rows;  // which serves all others there
     if (plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas)) return Sm90Feature::few_rows;
     return Sm90Feature::none;
 }
@@ -168,7 +182,7 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     plan.section = choose_section(p, gpu, plan, num_clusters);
     plan.first_section = (plan.num_units - 1) % plan.section + 1;
     if (plan.feature != Sm90Feature::beside) {
-        plan.few_rows = may_have_few_rows(p, tiles, plan.heads);
+        plan.few_rows = may_have_few_rows(p, tiles, plan.heads, plan.codes != Codes::none);
         choose_splits(p, gpu, plan);
         plan.feature = choose_feature(p, plan);
     }
@@ -199,9 +213,36 @@ std::string why_not_movable(const char* name, const Sm90Operand& array, DType dt
                    name, ", which begins too low in the address space");
 }
 
-std::string name_of(DType dtype, const Sm90Tiles& tiles) {
-    return text_of("sm90_attention<", to_string(dtype), ", head_dim ", tiles.head_dim, ", ",
-                   kGroupRows * tiles.warpgroups, " rows", tiles.ctas > 1 ? " in pairs>" : ">");
+// Whether the converters can load pages of codes.
+bool can_convert(const AttentionParams& p, std::string* why_not) {
+    if (!aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.k_dtype) ||
+        !aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.v_dtype)) {
+        refuse(why_not,
+               "it loads 16 bytes of codes at a time, and some row of k_pages or v_pages does not begin on a "
+               "multiple of 16 bytes");
+        return false;
+    }
+    if (!is_within_reach(p, p.k_dtype, p.k_outer_stride, p.k_token_stride, p.k_head_stride) ||
+        !is_within_reach(p, p.v_dtype, p.v_outer_stride, p.v_token_stride, p.v_head_stride) ||
+        !is_within_reach(p, p.k_scales) || !is_within_reach(p, p.v_scales)) {
+        refuse(why_not,
+               "its offsets reach the 64 GB behind an array's first element, those of scales 16 GB, and "
+               "k_pages, "
+               "v_pages or scales have elements beyond");
+        return false;
+    }
+    const int32_t bits = std::min(bits_of(p.k_dtype), bits_of(p.v_dtype));
+    if (p.head_dim * bits % 128 == 0) return true;
+    refuse(why_not, "it loads 16 bytes of codes at a time, and rows of head_dim ", p.head_dim, " have ",
+           p.head_dim * bits / 8, " bytes with ", bits, " bits for a number");
+    return false;
+}
+
+// Over codes, one instance serves all of them.
+std::string name_of(DType dtype, bool has_codes, const Sm90Tiles& tiles) {
+    return text_of("sm90_attention<", to_string(dtype), has_codes ? " over codes" : "", ", head_dim ",
+                   tiles.head_dim, ", ", kGroupRows * tiles.warpgroups, " rows",
+                   tiles.ctas > 1 ? " in pairs>" : ">");
 }
 
 const char* name_of(Sm90Feature feature) {
@@ -225,8 +266,6 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         return refuse(why_not, "it consists of instructions that only sm_90a has, and this GPU is sm_",
                       gpu.compute_capability);
     }
-    if (is_code(p.k_dtype))
-        return refuse(why_not, "it reads numbers of 16 bits, and the pages hold ", to_string(p.k_dtype));
     if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
     if (p.batch_invariant && !p.cu_seqlens_q) {
         return refuse(why_not,
@@ -241,13 +280,27 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         return refuse(why_not, "it needs a positive softmax_scale, and this is ", p.softmax_scale);
     if (p.seqlen_k == 0) return refuse(why_not, "there are no keys");
 
+    const std::optional<Codes> codes = codes_of(p.k_dtype, p.v_dtype);
+    if (!codes) {
+        return refuse(why_not, "no instance reads keys of ", to_string(p.k_dtype), " with values of ",
+                      to_string(p.v_dtype));
+    }
+    const bool has_codes = *codes != Codes::none;
+    if (has_codes && beside) return refuse(why_not, "no instance over codes leaves room on its SM");
+
     Sm90Plan plan{};
     plan.dtype = p.dtype;
+    plan.codes = *codes;
+    plan.token_scales = has_token_scales(p);
     plan.num_sequences = p.batch;
     plan.heads = choose_heads(p);
     plan.tokens = kGroupRows / plan.heads;
     plan.feature = beside ? Sm90Feature::beside : Sm90Feature::none;
-    plan.row = beside ? find_tiles_beside(p) : choose_tiles(p, gpu, plan.heads);
+    plan.row = beside      ? find_tiles_beside(p)
+               : has_codes ? find_code_tiles(p)
+                           : choose_tiles(p, gpu, plan.heads);
+    if (plan.row < 0 && has_codes)
+        return refuse(why_not, "no instance over codes holds head_dim ", p.head_dim);
     if (plan.row < 0)
         return refuse(why_not, "no instance of head_dim ", p.head_dim, " leaves room on its SM");
     const Sm90Tiles& tiles = plan.tiles();
@@ -260,7 +313,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       kGroupRows * tiles.row_blocks(), " rows, each shared out to ",
                       counted(most_splits, "CTA"), " at most");
     }
-    plan.box_keys = p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys / tiles.ctas;
+    plan.box_keys = has_codes ? 0 : p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys / tiles.ctas;
     if (p.paged() && plan.box_keys % 8 != 0) {
         return refuse(why_not,
                       "the copy engine (TMA) brings a multiple of eight keys at a time, and pages of ",
@@ -273,10 +326,12 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     const std::pair<const char*, const Sm90Operand*> arrays[] = {
         {"q", &operands.q}, {"out", &operands.out}, {"k", &operands.k}, {"v", &operands.v}};
     for (const auto& [name, array] : arrays) {
+        if (has_codes && (array == &operands.k || array == &operands.v)) continue;
         if (array->is_movable(p.dtype)) continue;
         if (why_not) *why_not = why_not_movable(name, *array, p.dtype);
         return std::nullopt;
     }
+    if (has_codes && !can_convert(p, why_not)) return std::nullopt;
     cut_work(p, gpu, plan);
     return plan;
 }
@@ -294,7 +349,7 @@ std::optional<Sm90Plan> plan_sm90_attention_beside(const AttentionParams& p, con
 Explanation describe(const Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     Explanation text;
-    text.kernel = name_of(plan.dtype, tiles);
+    text.kernel = name_of(plan.dtype, plan.codes != Codes::none, tiles);
     text.summary =
         text_of(counted(plan.num_row_tiles, "tile"), " of ", kGroupRows * tiles.row_blocks(), " rows");
     if (plan.num_splits > 0) {
@@ -305,6 +360,8 @@ Explanation describe(const Sm90Plan& plan) {
     text.file = "src/cuda/sm90_attention/kernel.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},
+        {"cache", name_of(plan.dtype, plan.codes)},
+        {"token_scales", plan.token_scales},
         {"head_dim", tiles.head_dim},
         {"warpgroups", tiles.warpgroups},
         {"cluster", tiles.ctas},
@@ -334,7 +391,8 @@ Explanation describe(const Sm90Plan& plan) {
 std::vector<std::string> sm90_attention_instances() {
     std::vector<std::string> names;
     for (DType dtype : kAttentionTypes) {
-        for (const Sm90Tiles& tiles : kSm90Tiles) names.push_back(name_of(dtype, tiles));
+        for (const Sm90Tiles& tiles : kSm90Tiles) names.push_back(name_of(dtype, false, tiles));
+        for (const Sm90Tiles& tiles : kSm90CodeTiles) names.push_back(name_of(dtype, true, tiles));
     }
     return names;
 }

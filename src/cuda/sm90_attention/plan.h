@@ -1,6 +1,7 @@
 // How sm90_attention would work through a batch.
 #pragma once
 
+#include "cuda/codes.h"
 #include "cuda/gpu.h"
 #include "cuda/plan.h"
 #include "cuda/sm90_attention/tiles.h"
@@ -15,7 +16,9 @@ namespace octavo::cuda {
 // Sm90Launch, in parameters.h, says more about what most of these mean to the kernel.
 struct Sm90Plan {
     DType dtype;
-    int32_t row;  // of kSm90Tiles: with dtype and feature, the instance
+    Codes codes;
+    bool token_scales;  // of codes: whether scales differ from key to key
+    int32_t row;        // of kSm90Tiles, or of kSm90CodeTiles: with dtype and feature, the instance
     Sm90Feature feature;
     int32_t num_sequences;
     int32_t heads, tokens;  // side by side in the 64 rows of a warpgroup
@@ -36,10 +39,11 @@ struct Sm90Plan {
     int64_t partial_bytes, num_counters;  // of workspace
 
     const Sm90Tiles& tiles() const {
+        if (codes != Codes::none) return kSm90CodeTiles[row];
         return feature == Sm90Feature::beside ? kSm90TilesBeside : kSm90Tiles[row];
     }
     Grid grid() const { return {num_ctas}; }
-    int32_t threads() const { return 128 * (tiles().warpgroups + 1); }
+    int32_t threads() const { return 128 * (tiles().warpgroups + 1 + (codes != Codes::none)); }
     int64_t workspace_bytes() const { return partial_bytes + num_counters * int64_t{sizeof(uint32_t)}; }
 };
 

@@ -134,7 +134,8 @@ template <class Config>
 __device__ __forceinline__ void load_q(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work,
                                        Sm90Shared<Config>& shared, const Ring<Config::kQSlots>& ring) {
     for (int group = 0; group < Config::kConsumers; ++group) {
-        uint64_t* const full = &shared.q_full[ring.slot][group];
+        uint64_t* full = &shared.q_full[ring.slot][group];
+        if constexpr (Config::kHasCodes) full = &shared.query_scales.loaded[ring.slot][group];
         ptx::mbarrier_wait(&shared.q_empty[ring.slot][group], ring.parity ^ 1);
         const QueryPlace at(p, plan, work, tile_block<Config>(group), p.q_batch_stride);
         const int32_t bytes = Config::kColumnBlocks * plan.heads * plan.tokens * Config::kRowBytes;
@@ -195,18 +196,22 @@ __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan,
         if (work.batch < 0) break;
         if (leads) scheduler.request();
 
-        const auto tiles = key_tiles<Config>(p, plan, work);
-        const KeyLoader<Config> loader(p, plan, work);
-        int32_t pages = tiles.count > 0 ? loader.find_pages(tiles.start(tiles.count - 1)) : 0;
-        for (int32_t i = tiles.count - 1; i >= 0; --i) {
-            const int32_t next_pages = i > 0 ? loader.find_pages(tiles.start(i - 1)) : 0;
-            ptx::mbarrier_wait(&shared.k_empty[ring.slot], ring.parity ^ 1);
-            loader.load(plan.k, shared.k[ring.slot], &shared.k_full[ring.slot], tiles.start(i), pages);
-            ring.advance();
-            if (i == tiles.count - 1) load_q<Config>(p, plan, work, shared, q_ring);
-            pages = next_pages;
+        if constexpr (Config::kHasCodes) {
+            load_q<Config>(p, plan, work, shared, q_ring);
+        } else {
+            const auto tiles = key_tiles<Config>(p, plan, work);
+            const KeyLoader<Config> loader(p, plan, work);
+            int32_t pages = tiles.count > 0 ? loader.find_pages(tiles.start(tiles.count - 1)) : 0;
+            for (int32_t i = tiles.count - 1; i >= 0; --i) {
+                const int32_t next_pages = i > 0 ? loader.find_pages(tiles.start(i - 1)) : 0;
+                ptx::mbarrier_wait(&shared.k_empty[ring.slot], ring.parity ^ 1);
+                loader.load(plan.k, shared.k[ring.slot], &shared.k_full[ring.slot], tiles.start(i), pages);
+                ring.advance();
+                if (i == tiles.count - 1) load_q<Config>(p, plan, work, shared, q_ring);
+                pages = next_pages;
+            }
+            if (tiles.count == 0) load_q<Config>(p, plan, work, shared, q_ring);
         }
-        if (tiles.count == 0) load_q<Config>(p, plan, work, shared, q_ring);
         q_ring.advance();
         if (leads) scheduler.advance();
     }

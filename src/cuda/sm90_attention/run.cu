@@ -15,6 +15,9 @@ namespace octavo::cuda {
 // One for each row of kSm90Tiles and each type, compiled from instance.cu.in.
 template <class T, int kHeadDim, int kWarpgroups, int kCtas>
 void launch_sm90_attention(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
+// Likewise of kSm90CodeTiles, from code_instance.cu.in.
+template <class T, int kHeadDim>
+void launch_sm90_attention_codes(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
 
 namespace {
 
@@ -25,9 +28,28 @@ constexpr std::array<Launch, sizeof...(kRows)> launches(std::index_sequence<kRow
     return {launch_sm90_attention<T, kSm90Tiles[kRows].head_dim, kSm90Tiles[kRows].warpgroups,
                                   kSm90Tiles[kRows].ctas>...};
 }
-using Rows = std::make_index_sequence<OCTAVO_HAS_SM90_KERNELS ? std::size(kSm90Tiles) : 0>;
-constexpr auto kLaunchFloat16 = launches<float16>(Rows{});
-constexpr auto kLaunchBfloat16 = launches<bfloat16>(Rows{});
+template <class T, size_t... kRows>
+constexpr std::array<Launch, sizeof...(kRows)> code_launches(std::index_sequence<kRows...>) {
+    return {launch_sm90_attention_codes<T, kSm90CodeTiles[kRows].head_dim>...};
+}
+template <size_t kCount>
+using Rows = std::make_index_sequence<OCTAVO_HAS_SM90_KERNELS ? kCount : 0>;
+
+Launch find_launch(const Sm90Plan& plan) {
+    static constexpr Rows<std::size(kSm90Tiles)> kRows;
+    static constexpr Rows<std::size(kSm90CodeTiles)> kCodeRows;
+    const bool is_float16 = plan.dtype == DType::float16;
+    if (plan.codes != Codes::none) {
+        static constexpr auto kAnyFloat16 = code_launches<AnyFloat16>(kCodeRows);
+        static constexpr auto kFloat16 = code_launches<float16>(kCodeRows);
+        static constexpr auto kBfloat16 = code_launches<bfloat16>(kCodeRows);
+        const auto& of_tokens = is_float16 ? kFloat16 : kBfloat16;
+        return plan.token_scales ? of_tokens.at(plan.row) : kAnyFloat16.at(plan.row);
+    }
+    static constexpr auto kFloat16 = launches<float16>(kRows);
+    static constexpr auto kBfloat16 = launches<bfloat16>(kRows);
+    return is_float16 ? kFloat16.at(plan.row) : kBfloat16.at(plan.row);
+}
 
 CUtensorMap map_of(const Sm90Operand& operand, int32_t head_dim, int32_t box_heads, int32_t box_tokens) {
     constexpr int64_t kAnyNumber = (int64_t{1} << 31) - 1;  // what is read and written follows from lengths
@@ -45,8 +67,11 @@ void run(const AttentionParams& p, const Sm90Plan& plan, cudaStream_t stream) {
     const Sm90Operands operands(p);
     arguments.q = map_of(operands.q, p.head_dim, plan.heads, plan.tokens);
     arguments.out = map_of(operands.out, p.head_dim, plan.heads, plan.tokens);
-    arguments.k = map_of(operands.k, p.head_dim, 1, plan.box_keys);
-    arguments.v = map_of(operands.v, p.head_dim, 1, plan.box_keys);
+    arguments.codes = plan.codes;
+    if (plan.codes == Codes::none) {
+        arguments.k = map_of(operands.k, p.head_dim, 1, plan.box_keys);
+        arguments.v = map_of(operands.v, p.head_dim, 1, plan.box_keys);
+    }
     arguments.q_edge = operands.q.edge;
     arguments.k_edge = operands.k.edge;
     arguments.heads = plan.heads;
@@ -66,8 +91,7 @@ void run(const AttentionParams& p, const Sm90Plan& plan, cudaStream_t stream) {
     arguments.counter = reinterpret_cast<int32_t*>(workspace.counters);
     arguments.arrivals = workspace.counters + 1;
     arguments.partial = static_cast<float*>(workspace.partial);
-    const auto& launches = plan.dtype == DType::float16 ? kLaunchFloat16 : kLaunchBfloat16;
-    launches.at(plan.row)(p, plan, arguments, stream);
+    find_launch(plan)(p, plan, arguments, stream);
 }
 
 }  // namespace octavo::cuda

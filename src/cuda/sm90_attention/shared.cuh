@@ -40,6 +40,24 @@ struct PrefillAlibi<Config, true> {
     }
 };
 
+// Over codes, queries are made ready between the copy engine and the consumers (query_converter.cuh).
+template <class Config, bool kUsed = Config::kHasCodes>
+struct QueryScales {
+    __device__ void init() {}
+};
+template <class Config>
+struct QueryScales<Config, true> {
+    uint64_t loaded[Config::kQSlots][Config::kConsumers];  // completes where q_full would elsewhere
+    // What dot products, and results, lack.
+    float2 scales[Config::kQSlots][Config::kConsumers];
+
+    __device__ void init() {
+        for (auto& slot : loaded) {
+            for (uint64_t& barrier : slot) ptx::mbarrier_init(&barrier, 1);
+        }
+    }
+};
+
 template <class Config>
 struct Sm90Shared {
     alignas(1024) unsigned char q[Config::kQSlots][Config::kConsumers][Config::kQTileBytes];
@@ -60,9 +78,11 @@ struct Sm90Shared {
     uint64_t work_full[kSm90WorkSlots], work_empty[kSm90WorkSlots];
     uint32_t complete[Config::kQSlots][Config::kConsumers];  // splits: whether the slot holds a result
     uint64_t patch[Config::kVStages];  // a tile of V that the producer changes before it hands it on
+    QueryScales<Config> query_scales;
 
     __device__ void init() {
         constexpr int kConsumerWarps = 4 * Config::kConsumers;
+        query_scales.init();
         for (int slot = 0; slot < Config::kQSlots; ++slot) {
             for (int group = 0; group < Config::kConsumers; ++group) {
                 ptx::mbarrier_init(&q_full[slot][group], 1);
@@ -71,18 +91,17 @@ struct Sm90Shared {
             }
         }
         for (int stage = 0; stage < Config::kStages; ++stage) {
-            ptx::mbarrier_init(&k_full[stage], 1);
+            ptx::mbarrier_init(&k_full[stage], Config::kTileArrivals);
             ptx::mbarrier_init(&k_empty[stage], Config::kCtas * kConsumerWarps);
         }
         for (int stage = 0; stage < Config::kVStages; ++stage) {
-            ptx::mbarrier_init(&v_full[stage], 1);
+            ptx::mbarrier_init(&v_full[stage], Config::kTileArrivals);
             ptx::mbarrier_init(&v_empty[stage], Config::kCtas * kConsumerWarps);
             ptx::mbarrier_init(&patch[stage], 1);
         }
         for (int slot = 0; slot < kSm90WorkSlots; ++slot) {
             ptx::mbarrier_init(&work_full[slot], 1);
-            // Two warps of each producer take work, and a third where it does not hand it out.
-            ptx::mbarrier_init(&work_empty[slot], Config::kCtas * (kConsumerWarps + 3) - 1);
+            ptx::mbarrier_init(&work_empty[slot], Config::kCtas * kConsumerWarps + Config::kOtherTakers);
         }
         ptx::mbarrier_init_fence();
     }

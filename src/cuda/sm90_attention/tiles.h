@@ -8,8 +8,8 @@ namespace octavo::cuda {
 constexpr int kSm90BlockColumns = 64;
 constexpr int kSm90GroupRows = 64;  // of a warpgroup; a row is one query token of one query head
 // Row tiles of so many rows at most are worked through as few_rows.cuh says. With 32, mma.sync took longer
-// than the wgmma of one warpgroup; above head dim 128, 16 spill.
-constexpr int max_few_rows(int head_dim) { return head_dim <= 128 ? 16 : 8; }
+// than the wgmma of one warpgroup; above head dim 128, and beside converters, 16 spill.
+constexpr int max_few_rows(int head_dim, bool has_codes) { return head_dim <= 128 && !has_codes ? 16 : 8; }
 constexpr int kMaxSm90Splits = 16;  // of a row tile's keys
 
 // One row of the table: what a CTA is made of.
@@ -41,6 +41,12 @@ constexpr Sm90Tiles kSm90Tiles[] = {
     {256, 2, 2, 80, 2, 2, 1, false, 512},
 };
 
+// The same over pages of codes, which a warpgroup more turns into tiles of 16-bit numbers.
+constexpr Sm90Tiles kSm90CodeTiles[] = {
+    {64, 2, 1, 128, 4, 4, 2, false, 0},
+    {128, 2, 1, 96, 3, 3, 2, true, 0},
+};
+
 // The tiles of the kernel that leaves part of its SM to another one's CTAs (Sm90Feature::beside): they decide
 // how much shared memory it takes. It starts with kSm90RegistersBeside registers a thread.
 constexpr Sm90Tiles kSm90TilesBeside = {128, 2, 1, 64, 2, 2, 1, false, 0};
@@ -49,6 +55,13 @@ constexpr int kSm90RegistersBeside = 112;
 constexpr Sm90Tiles sm90_tiles(int head_dim, int warpgroups, int ctas) {
     for (const Sm90Tiles& tiles : kSm90Tiles) {
         if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups && tiles.ctas == ctas) return tiles;
+    }
+    return {};
+}
+
+constexpr Sm90Tiles sm90_code_tiles(int head_dim) {
+    for (const Sm90Tiles& tiles : kSm90CodeTiles) {
+        if (tiles.head_dim == head_dim) return tiles;
     }
     return {};
 }
@@ -66,11 +79,13 @@ constexpr bool has_beside(int head_dim, int warpgroups, int ctas) {
 // behind it, which waits for memory, runs beside this one, which multiplies.
 enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside };
 
-template <int kHeadDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_>
+template <int kHeadDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_, bool kHasCodes_ = false>
 struct Sm90Config {
     static constexpr bool kBeside = kFeature_ == Sm90Feature::beside;
-    static constexpr Sm90Tiles kTiles =
-        kBeside ? kSm90TilesBeside : sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
+    static constexpr bool kHasCodes = kHasCodes_;
+    static constexpr Sm90Tiles kTiles = kHasCodes ? sm90_code_tiles(kHeadDim_)
+                                        : kBeside ? kSm90TilesBeside
+                                                  : sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
     static constexpr int kHeadDim = kHeadDim_;
@@ -88,7 +103,14 @@ struct Sm90Config {
     static constexpr int kStages = kTiles.stages, kVStages = kTiles.v_stages;
     static constexpr int kQSlots = kTiles.q_slots;
     static constexpr int kGroupRows = kSm90GroupRows;
-    static constexpr int kThreads = 128 * (kConsumers + 1);
+    // Warpgroups: the producer, over codes the converter, and the consumers.
+    static constexpr int kFirstConsumer = kHasCodes ? 2 : 1;
+    static constexpr int kThreads = 128 * (kFirstConsumer + kConsumers);
+    // Who hands on a tile of K or V: the producer's warp, or each of the converters'.
+    static constexpr int kTileArrivals = kHasCodes ? 4 : 1;
+    // Who takes work beside the consumers' warps: those of each producer but the one that hands it out, and
+    // the converters'.
+    static constexpr int kOtherTakers = kHasCodes ? 3 + 4 : 3 * kCtas_ - 1;
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kBlockColumns = kSm90BlockColumns;
     static constexpr int kColumnBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;
@@ -99,8 +121,10 @@ struct Sm90Config {
     static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // of one warpgroup
     // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers, or out of those at
     // the start.
-    static constexpr int kProducerRegisters = kBeside ? 24 : kConsumers >= 3 ? 32 : 40;
+    static constexpr int kProducerRegisters = kBeside || kHasCodes ? 24 : kConsumers >= 3 ? 32 : 40;
+    static constexpr int kConverterRegisters = 88;
     static constexpr int kConsumerRegisters = kBeside           ? 152
+                                              : kHasCodes       ? 200
                                               : kConsumers == 4 ? 112
                                               : kConsumers == 3 ? 160
                                                                 : 232;
@@ -108,7 +132,8 @@ struct Sm90Config {
                                   (kConsumers + 1) * kSm90RegistersBeside);
     // Whether what stands between two row tiles is kept short, at the cost of registers that others lack.
     static constexpr bool kShortEnds = !kAlibi && !kDropout && !kSplits && kCtas == 1;
-    static constexpr int kFewRowTiles = kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim) / 8 : 0;
+    static constexpr int kFewRowTiles =
+        kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim, kHasCodes) / 8 : 0;
 };
 
 }  // namespace octavo::cuda

@@ -274,20 +274,25 @@ def _quantised(kind: str, kv_dtype: str) -> tuple[Case, ...]:
     )
 
 
-DECODE_QUANTISED = (
-    *_quantised("fp8", "float8_e4m3fn"),
-    *_quantised("int8", "int8"),
-    *_quantised("int8_int4", "int8_int4"),
-    *_quantised("int4", "int4"),
-)
+KINDS_OF_CODES = {"fp8": "float8_e4m3fn", "int8": "int8", "int8_int4": "int8_int4", "int4": "int4"}
+DECODE_QUANTISED = tuple(case for kind in KINDS_OF_CODES.items() for case in _quantised(*kind))
 
 
-def _shared(batch: int, prefix: int, own: int, query_len: int = 1) -> tuple[Case, Case]:
+def _shared(
+    batch: int, prefix: int, own: int, query_len: int = 1, kind: str = "", **options: Any
+) -> tuple[Case, Case]:
     """Sequences that begin with the same pages, without and with a cascade."""
-    name = f"shared_b{batch}_p{prefix}_s{own}" + (f"_q{query_len}" if query_len > 1 else "")
-    plain = _decode(name, batch, prefix + own, query_len, shared_prefix=prefix)
+    name = f"{kind}shared_b{batch}_p{prefix}_s{own}" + (f"_q{query_len}" if query_len > 1 else "")
+    plain = _decode(name, batch, prefix + own, query_len, shared_prefix=prefix, **options)
     return plain, replace(plain, name=f"{name}_cascade", cascade=True)
 
+
+DECODE_SHARED_QUANTISED = tuple(
+    case
+    for kind in ("fp8", "int8")
+    for lengths in ((64, 4096, 256), (64, 1024, 1024), (256, 2048, 256), (16, 8192, 512), (8, 4096, 256))
+    for case in _shared(*lengths, kind=f"{kind}_", kv_dtype=KINDS_OF_CODES[kind], head_major=True)
+)
 
 DECODE_SHARED = (
     *_shared(64, 4096, 256),
@@ -324,10 +329,18 @@ def _dense(
     return Case(name, lengths, lengths, num_q_heads, num_kv_heads, head_dim, 0, causal, **options)
 
 
-def _paged(name: str, seqlens_q: list[int], seqlens_k: list[int], page_size: int = 16) -> Case:
-    return Case(name, tuple(seqlens_q), tuple(seqlens_k), 32, 8, 128, page_size)
+def _paged(
+    name: str, seqlens_q: list[int], seqlens_k: list[int], page_size: int = 16, **options: Any
+) -> Case:
+    return Case(name, tuple(seqlens_q), tuple(seqlens_k), 32, 8, 128, page_size, **options)
 
 
+_CHUNKS = {  # queries and keys of packed batches
+    "chunk512_ctx8k": ([512] * 4, [8192] * 4),
+    "mixed": ([1] * 60 + [512] * 4, [2048] * 60 + [4096] * 4),
+    "prefill4k": ([4096] * 4, [4096] * 4),
+    "spec8": ([8] * 32, [4096] * 32),
+}
 _RAGGED = tuple(1 + 37 * i % 1500 for i in range(100))
 
 PREFILL_TABLE = (
@@ -338,10 +351,7 @@ PREFILL_TABLE = (
         for batch, seqlen in ((32, 512), (8, 2048), (2, 8192), (1, 16384))
     ),
     _dense(4, 4096, 32, 8, 128, True),
-    _paged("chunk512_ctx8k", [512] * 4, [8192] * 4),
-    _paged("mixed", [1] * 60 + [512] * 4, [2048] * 60 + [4096] * 4),
-    _paged("prefill4k", [4096] * 4, [4096] * 4),
-    _paged("spec8", [8] * 32, [4096] * 32),
+    *(_paged(name, *lengths) for name, lengths in _CHUNKS.items()),
 )
 
 PREFILL_EXTRA = (
@@ -358,6 +368,12 @@ PREFILL_EXTRA = (
     _paged("prefill4k_page256", [4096] * 4, [4096] * 4, 256),
 )
 
+PREFILL_QUANTISED = tuple(
+    _paged(f"{kind}_{name}", *lengths, kv_dtype=kv_dtype, head_major=True)
+    for kind, kv_dtype in KINDS_OF_CODES.items()
+    for name, lengths in _CHUNKS.items()
+)
+
 CPU_TABLE = (
     _decode("decode 1 x 4096", 1, 4096),
     _decode("decode 16 x 1024", 16, 1024),
@@ -369,9 +385,11 @@ ROWS = (
     *DECODE_EXTRA,
     *DECODE_QUANTISED,
     *DECODE_SHARED,
+    *DECODE_SHARED_QUANTISED,
     *DECODE_SWEEP,
     *PREFILL_TABLE,
     *PREFILL_EXTRA,
+    *PREFILL_QUANTISED,
     *CPU_TABLE,
 )
 

@@ -1,10 +1,11 @@
-// Which codes the pages hold that an instance of the decode kernels reads.
+// Which codes the pages hold that an instance of a kernel reads.
 #pragma once
 
 #include <octavo/tensor.h>
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 namespace octavo::cuda {
 
@@ -31,6 +32,13 @@ constexpr DType type_of_values(Codes codes) {
 constexpr int bits_of(DType type) { return type == DType::int4 ? 4 : 8 * static_cast<int>(size_of(type)); }
 constexpr int bits_of_keys(Codes codes) { return bits_of(type_of_keys(codes)); }
 constexpr int bits_of_values(Codes codes) { return bits_of(type_of_values(codes)); }
+
+// What the pages hold under queries of a type: "float16", "int8", "int8 and int4".
+inline std::string name_of(DType queries, Codes codes) {
+    if (codes == Codes::none) return to_string(queries);
+    const DType keys = type_of_keys(codes), values = type_of_values(codes);
+    return to_string(keys) + (keys == values ? "" : " and " + to_string(values));
+}
 
 // Of pages of these types; nothing where no instance reads them.
 constexpr std::optional<Codes> codes_of(DType keys, DType values) {

@@ -1,0 +1,46 @@
+// What plans ask about the arrays of a cache.
+#pragma once
+
+#include "params/attention_params.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+namespace octavo::cuda {
+
+struct Axis {
+    int64_t length, stride;
+};
+
+// Whether offsets of 32 bits, which count 16 bytes, reach every row.
+inline bool is_within_reach(DType dtype, std::initializer_list<Axis> axes) {
+    int64_t last = 0;
+    for (const Axis& axis : axes) {
+        if (axis.length > 1 && axis.stride < 0) return false;
+        last += std::max(axis.length - 1, int64_t{0}) * axis.stride;
+    }
+    return last / (16 / size_of(dtype)) < (int64_t{1} << 32);
+}
+
+inline bool is_within_reach(const AttentionParams& p, DType dtype, int64_t outer_stride, int64_t token_stride,
+                            int64_t head_stride) {
+    return is_within_reach(
+        dtype, {{p.num_pages, outer_stride}, {p.page_size, token_stride}, {p.num_kv_heads, head_stride}});
+}
+
+// The same of scales, whose offsets count words.
+inline bool is_within_reach(const AttentionParams& p, const CacheScales& scales) {
+    return is_within_reach(p, DType::int32, 4 * scales.page_stride, 4 * scales.token_stride,
+                           4 * scales.head_stride);
+}
+
+// Whether there is a scale for each key: those of whole KV heads have strides of zero.
+inline bool has_token_scales(const CacheScales& scales) {
+    return scales.data && (scales.page_stride != 0 || scales.token_stride != 0);
+}
+inline bool has_token_scales(const AttentionParams& p) {
+    return has_token_scales(p.k_scales) || has_token_scales(p.v_scales);
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,270 @@
+// The converters: over pages of codes, a warpgroup that puts K and V into shared memory as numbers of 16
+// bits, where the consumers find them as the copy engine would have left them.
+//
+// Codes come from global memory to registers, the next tile of K and of V while the ones before are
+// converted: through shared memory, whose bandwidth the products need, they would pass twice more.
+#pragma once
+
+#include "cuda/codes.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/sm90_attention/shared.cuh"
+#include "cuda/tile/code_numbers.cuh"
+
+namespace octavo::cuda {
+
+// The tiles of keys of this CTA's row tiles, one after the other; of each, a warp converts kWarpKeys keys.
+template <class Config>
+class CodeTiles {
+  public:
+    static constexpr int kWarpKeys = Config::kKeys / 4;
+
+    __device__ CodeTiles(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared)
+        : p_(p), plan_(plan), shared_(shared) {}
+
+    // Moves on to the next tile of this row tile, or of the next one. False once there is none.
+    __device__ bool next() {
+        --tile_;
+        while (tile_ < 0) {
+            const Sm90Work work = take_work<Config>(shared_, work_ring_);
+            if (work.batch < 0) return false;
+            tiles_ = key_tiles<Config>(p_, plan_, work);
+            tile_ = tiles_.count - 1;
+            kv_head_ = work.first_head / p_.group_size();
+            page_ids_ = p_.page_table + work.batch * p_.page_table_stride;
+        }
+        return true;
+    }
+
+    // Of this lane's key.
+    struct Place {
+        bool is_seen;  // by a query of the row tile; others must not spoil the product with weights of zero
+        uint32_t page, slot, kv_head;
+    };
+    __device__ Place find_place() const {
+        const int32_t lane = threadIdx.x % 32;
+        const int32_t key = tiles_.start(tile_) + threadIdx.x % 128 / 32 * kWarpKeys + lane;
+        const int32_t column = plan_.page_size.quotient(key);
+        const bool in_window = (key >= tiles_.window_begin) & (key < tiles_.window_end);
+        Place place;  // without branches, which cost more here than what they leave out
+        place.is_seen = (lane < kWarpKeys) & (in_window | (key < tiles_.prefix_end));
+        place.page = place.is_seen ? page_ids_[column] : 0;
+        place.slot = key - column * p_.page_size;
+        place.kv_head = kv_head_;
+        return place;
+    }
+
+  private:
+    const AttentionParams& p_;
+    const Sm90Launch& plan_;
+    Sm90Shared<Config>& shared_;
+    Ring<kSm90WorkSlots> work_ring_;
+    PrefillKeyTiles<Config::kSplits> tiles_;
+    int32_t tile_ = 0, kv_head_ = 0;
+    const int32_t* page_ids_ = nullptr;
+};
+
+// The keys or the values of the cache.
+struct CodePages {
+    struct Strides {
+        uint32_t page, token, head;
+
+        __device__ Strides(int64_t page, int64_t token, int64_t head)
+            : page(static_cast<uint32_t>(page)),
+              token(static_cast<uint32_t>(token)),
+              head(static_cast<uint32_t>(head)) {}
+        // How far the row of a key lies behind the first.
+        template <class Place>
+        __device__ uint32_t operator()(const Place& at) const {
+            return at.page * page + at.slot * token + at.kv_head * head;
+        }
+    };
+    const uint8_t* codes;
+    Strides strides;         // in units of 16 bytes
+    const uint32_t* scales;  // null: softmax_scale and out_scale have them
+    Strides scale_strides;   // in words
+    int32_t row_bytes;
+
+    __device__ static CodePages keys(const AttentionParams& p) {
+        return {p.k, p.k_outer_stride, p.k_token_stride, p.k_head_stride, p.k_scales, p.head_dim, p.k_dtype};
+    }
+    __device__ static CodePages values(const AttentionParams& p) {
+        return {p.v, p.v_outer_stride, p.v_token_stride, p.v_head_stride, p.v_scales, p.head_dim, p.v_dtype};
+    }
+
+  private:
+    __device__ CodePages(const void* codes, int64_t page_stride, int64_t token_stride, int64_t head_stride,
+                         const CacheScales& scales, int32_t head_dim, DType dtype)
+        : codes(static_cast<const uint8_t*>(codes)),
+          strides(page_stride / 16, token_stride / 16, head_stride / 16),
+          scales(static_cast<const uint32_t*>(scales.data)),
+          scale_strides(scales.page_stride, scales.token_stride, scales.head_stride),
+          row_bytes(dtype == DType::int4 ? head_dim / 2 : head_dim) {}
+};
+
+// A warp's part of a tile of K or of V on its way.
+template <class T, class Config, DType kType>
+class CodeTile {
+    using Number = typename ProductType<T>::Type;
+    // Whether some numbers are scaled, and all.
+    static constexpr bool kMayBeScaled = !std::is_same_v<T, AnyFloat16>;
+    static constexpr bool kAlwaysScaled = kType == DType::int4;
+
+  public:
+    // Starts loading; what is not there, or not seen, becomes zeros. `place`: of this lane's key.
+    __device__ void load(const CodePages& pages, const typename CodeTiles<Config>::Place& place) {
+        const uint32_t seen = __ballot_sync(~0u, place.is_seen), own = pages.strides(place);
+        word_ = kMayBeScaled && place.is_seen && pages.scales
+                    ? __ldg(pages.scales + pages.scale_strides(place))
+                    : 0;
+        if (seen == (uint64_t{1} << CodeTiles<Config>::kWarpKeys) - 1 && pages.row_bytes == kTileRowBytes) {
+            load_rows<true>(pages, own, seen);
+        } else {
+            load_rows<false>(pages, own, seen);
+        }
+    }
+
+    // Puts the numbers into a tile of shared memory, swizzled as by the copy engine.
+    __device__ __forceinline__ void store(unsigned char* tile, bool is_scaled) const {
+        if (kAlwaysScaled || (kMayBeScaled && is_scaled)) {
+            store<kMayBeScaled>(tile);
+        } else {
+            store<kAlwaysScaled>(tile);
+        }
+    }
+
+  private:
+    template <bool kScaled>
+    __device__ __forceinline__ void store(unsigned char* tile) const {
+        unsigned char* const rows =
+            tile + chunk() / kChunks * Config::kKeyBlockBytes +
+            (threadIdx.x % 128 / 32 * CodeTiles<Config>::kWarpKeys + row()) * Config::kRowBytes;
+        const int first_chunk = (chunk() % kChunks * kNumberChunks) ^ (row() % 8);
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+            const uint32_t word = kScaled ? __shfl_sync(~0u, word_, i * kPassKeys + row()) : 0;
+            const CodeNumbers<Number, kType, kScaled> numbers(word);
+#pragma unroll
+            for (int j = 0; j < kLoads; ++j) {
+                const uint4& codes = codes_[i][j];
+                uint32_t pairs[4 * kNumberChunks];
+                constexpr int kWordPairs = CodeNumbers<Number, kType, kScaled>::kPairs;
+                numbers.convert(codes.x, &pairs[0]);
+                numbers.convert(codes.y, &pairs[kWordPairs]);
+                numbers.convert(codes.z, &pairs[2 * kWordPairs]);
+                numbers.convert(codes.w, &pairs[3 * kWordPairs]);
+                auto* const chunks = reinterpret_cast<uint4*>(rows + i * kPassKeys * Config::kRowBytes +
+                                                              j * kBlocks * Config::kKeyBlockBytes);
+#pragma unroll
+                for (int n = 0; n < kNumberChunks; ++n) {
+                    chunks[first_chunk ^ n] =
+                        make_uint4(pairs[4 * n], pairs[4 * n + 1], pairs[4 * n + 2], pairs[4 * n + 3]);
+                }
+            }
+        }
+    }
+
+    // A lane takes a chunk of 16 bytes of codes at a time, and a warp kPassKeys rows of kBlocks blocks of
+    // columns, neighbouring lanes neighbouring chunks of a row of a block: eight lanes then write to eight
+    // different places of the 128 bytes that the banks are wide.
+    static constexpr int kChunks = Config::kBlockColumns * bits_of(kType) / 128;  // of a block
+    static constexpr int kChunkColumns = 128 / bits_of(kType);
+    static constexpr int kTileRowBytes = Config::kHeadDim * bits_of(kType) / 8;
+    static constexpr int kNumberChunks = kChunkColumns / 8;  // of 16 bytes
+    static constexpr int kBlocks = kChunks == 2 && Config::kColumnBlocks % 2 == 0 ? 2 : 1;
+    static constexpr int kLoads = Config::kColumnBlocks / kBlocks;
+    static constexpr int kPassKeys = 32 / (kChunks * kBlocks);
+    static constexpr int kPasses = CodeTiles<Config>::kWarpKeys / kPassKeys;
+    static_assert(kPasses * kPassKeys == CodeTiles<Config>::kWarpKeys && kPassKeys % 8 == 0);
+
+    // This lane's, of the rows and of the chunks of the blocks that the warp takes at a time.
+    __device__ static int row() { return threadIdx.x % 32 / kChunks % kPassKeys; }
+    __device__ static int chunk() {
+        const int lane = threadIdx.x % 32;
+        return lane / (kChunks * kPassKeys) * kChunks + lane % kChunks;
+    }
+
+    // `own`: where the row of this lane's key lies; kWhole: all rows are seen, and as long as a tile's.
+    template <bool kWhole>
+    __device__ __forceinline__ void load_rows(const CodePages& pages, uint32_t own, uint32_t seen) {
+        const uint8_t* const chunks = pages.codes + chunk() * 16;
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+            const int key = i * kPassKeys + row();
+            const uint8_t* const from = chunks + static_cast<size_t>(__shfl_sync(~0u, own, key)) * 16;
+#pragma unroll
+            for (int j = 0; j < kLoads; ++j) {
+                constexpr int kBytes = kBlocks * kChunks * 16;  // of a row, at a time
+                if (!kWhole) codes_[i][j] = make_uint4(0, 0, 0, 0);
+                if (kWhole || ((seen >> key & 1) && chunk() * 16 + j * kBytes < pages.row_bytes))
+                    codes_[i][j] = load_past_l1(from + j * kBytes);
+            }
+        }
+    }
+    __device__ static uint4 load_past_l1(const uint8_t* from) {
+        uint4 x;
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "l"(from));
+        return x;
+    }
+
+    uint4 codes_[kPasses][kLoads];
+    uint32_t word_;  // the scale of this lane's key
+};
+
+// Converts a tile into the next slot of a ring, and hands it on. The fence also waits for the loads under
+// way: left to the consumers, who have none, it took as long in their turns at the tensor cores.
+template <class T, class Config, DType kType, int kStages>
+__device__ __forceinline__ void convert_tile(const CodeTile<T, Config, kType>& codes, bool is_scaled,
+                                             unsigned char (&slots)[kStages][Config::kKeyTileBytes],
+                                             uint64_t* full, uint64_t* empty, Ring<kStages>& ring) {
+    ptx::mbarrier_wait(&empty[ring.slot], ring.parity ^ 1);
+    codes.store(slots[ring.slot], is_scaled);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&full[ring.slot]);
+    ring.advance();
+}
+
+template <class T, class Config, DType kKeys, DType kValues>
+__device__ __forceinline__ void convert_tiles(const AttentionParams& p, const Sm90Launch& plan,
+                                              Sm90Shared<Config>& shared) {
+    const CodePages keys = CodePages::keys(p), values = CodePages::values(p);
+    Ring<Config::kStages> k_ring;
+    Ring<Config::kVStages> v_ring;
+    CodeTiles<Config> tiles(p, plan, shared);
+    CodeTile<T, Config, kKeys> k;
+    CodeTile<T, Config, kValues> v;
+    if (!tiles.next()) return;
+    auto place = tiles.find_place();
+    k.load(keys, place);
+    v.load(values, place);
+    for (bool any = true; any;) {
+        any = tiles.next();
+        if (any) place = tiles.find_place();
+        convert_tile(k, keys.scales != nullptr, shared.k, shared.k_full, shared.k_empty, k_ring);
+        if (any) k.load(keys, place);
+        convert_tile(v, values.scales != nullptr, shared.v, shared.v_full, shared.v_empty, v_ring);
+        if (any) v.load(values, place);
+    }
+}
+
+template <class T, class Config>
+__device__ void run_converters(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
+    switch (plan.codes) {
+        case Codes::none: break;
+        case Codes::e4m3:
+            return convert_tiles<T, Config, DType::float8_e4m3fn, DType::float8_e4m3fn>(p, plan, shared);
+        case Codes::e5m2:
+            return convert_tiles<T, Config, DType::float8_e5m2, DType::float8_e5m2>(p, plan, shared);
+        case Codes::int8: return convert_tiles<T, Config, DType::int8, DType::int8>(p, plan, shared);
+        default: break;
+    }
+    if constexpr (!std::is_same_v<T, AnyFloat16>) {
+        if (plan.codes == Codes::int4) convert_tiles<T, Config, DType::int4, DType::int4>(p, plan, shared);
+        if (plan.codes == Codes::int8_int4)
+            convert_tiles<T, Config, DType::int8, DType::int4>(p, plan, shared);
+    }
+}
+
+}  // namespace octavo::cuda

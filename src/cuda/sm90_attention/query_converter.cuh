@@ -1,0 +1,88 @@
+// Queries over codes whose scales are those of a whole KV head: they are multiplied in float16, in which
+// codes are exact, and which has room for queries of any type once the 64 rows of a warpgroup are multiplied
+// by a power of two.
+#pragma once
+
+#include "common/codes.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/sm90_attention/shared.cuh"
+
+namespace octavo::cuda {
+
+// One warp: makes the queries of one warpgroup ready, in their slots, and tells what products and results
+// lack.
+template <class T, class Config>
+class QueryConverter {
+  public:
+    __device__ QueryConverter(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
+                              int group)
+        : p_(p), plan_(plan), shared_(shared), group_(group) {}
+
+    __device__ void run() {
+        Ring<Config::kQSlots> ring;
+        Ring<kSm90WorkSlots> work_ring;
+        while (true) {
+            const Sm90Work work = take_work<Config>(shared_, work_ring);
+            if (work.batch < 0) return;
+            ptx::mbarrier_wait(&shared_.query_scales.loaded[ring.slot][group_], ring.parity);
+            float2 scales = make_float2(1.0f, 1.0f);
+            if constexpr (std::is_same_v<T, AnyFloat16>) {
+                const int32_t kv_head = work.first_head / p_.group_size();
+                if (p_.k_scales.data) scales.x = float_of_bits(p_.k_scales.word(0, 0, kv_head));
+                if (p_.v_scales.data) scales.y = float_of_bits(p_.v_scales.word(0, 0, kv_head));
+                if (p_.dtype == DType::bfloat16) scales.x *= to_float16(shared_.q[ring.slot][group_]);
+            }
+            if (threadIdx.x % 32 == 0) {
+                shared_.query_scales.scales[ring.slot][group_] = scales;
+                ptx::mbarrier_arrive(&shared_.q_full[ring.slot][group_]);
+            }
+            ring.advance();
+        }
+    }
+
+  private:
+    // Of bfloat16, in place; gives the inverse of the power of two.
+    __device__ float to_float16(unsigned char* rows) const {
+        uint32_t largest = 0;  // of the finite ones, as bits of float32
+        for_each_chunk(rows, [&](const uint4& chunk) {
+            for (uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) {
+                for (uint32_t size : {pair << 16 & 0x7fffffffu, pair & 0x7fff0000u})
+                    largest = max(largest, size < kInfinityBits ? size : 0);
+            }
+        });
+        largest = __reduce_max_sync(~0u, largest);
+        // Brings the largest below 2^15; a power of two that float32 has the inverse of.
+        const int32_t exponent = min(max(static_cast<int32_t>(largest >> 23) - 127, -100), 120) - 14;
+        const float factor = power_of_two(-exponent);
+        for_each_chunk(rows, [&](uint4& chunk) {
+            auto convert = [&](uint32_t pair) {
+                const float2 numbers = unpack<bfloat16>(pair);
+                return pack<float16>(numbers.x * factor, numbers.y * factor);
+            };
+            chunk = make_uint4(convert(chunk.x), convert(chunk.y), convert(chunk.z), convert(chunk.w));
+        });
+        ptx::fence_proxy_async();
+        __syncwarp();
+        return power_of_two(exponent);
+    }
+    // The rows of queries, 16 bytes at a time; what lies behind them is not theirs.
+    template <class Body>
+    __device__ void for_each_chunk(unsigned char* rows, Body body) const {
+        const int num_chunks = plan_.heads * plan_.tokens * (Config::kRowBytes / 16);  // of a block
+        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+            auto* const chunks = reinterpret_cast<uint4*>(rows + block * Config::kQBlockBytes);
+#pragma unroll 2
+            for (int i = threadIdx.x % 32; i < num_chunks; i += 32) body(chunks[i]);
+        }
+    }
+    __device__ static float power_of_two(int32_t exponent) {
+        return float_of_bits(static_cast<uint32_t>(127 + exponent) << 23);
+    }
+
+    const AttentionParams& p_;
+    const Sm90Launch& plan_;
+    Sm90Shared<Config>& shared_;
+    const int group_;
+};
+
+}  // namespace octavo::cuda
