@@ -192,7 +192,10 @@ class Sm90Consumer {
         if constexpr (std::is_same_v<T, AnyFloat16>) {
             ptx::mbarrier_wait(&shared_.q_full[ring.slot][group], ring.parity);
             const float2 scales = shared_.query_scales.scales[ring.slot][group];
-            transform.inner = ScoreTransform::make(p_.softmax_scale, p_.softcap).inner * scales.x;
+            // Not zero, for queries or scales that are: the softmax and ALiBi divide by it.
+            constexpr float kLeast = 0x1p-100f;
+            const float inner = ScoreTransform::make(p_.softmax_scale, p_.softcap).inner * scales.x;
+            transform.inner = inner < kLeast ? kLeast : inner;
             if (!transform.has_softcap) scale = transform.inner;
             value_scale_ = scales.y;
         }

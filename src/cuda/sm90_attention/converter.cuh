@@ -14,11 +14,11 @@ namespace octavo::cuda {
 
 // The tiles of keys of this CTA's row tiles, one after the other; of each, a warp converts kWarpKeys keys.
 template <class Config>
-class CodeTiles {
+class KeyTileWalk {
   public:
     static constexpr int kWarpKeys = Config::kKeys / 4;
 
-    __device__ CodeTiles(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared)
+    __device__ KeyTileWalk(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared)
         : p_(p), plan_(plan), shared_(shared) {}
 
     // Moves on to the next tile of this row tile, or of the next one. False once there is none.
@@ -111,12 +111,12 @@ class CodeTile {
 
   public:
     // Starts loading; what is not there, or not seen, becomes zeros. `place`: of this lane's key.
-    __device__ void load(const CodePages& pages, const typename CodeTiles<Config>::Place& place) {
+    __device__ void load(const CodePages& pages, const typename KeyTileWalk<Config>::Place& place) {
         const uint32_t seen = __ballot_sync(~0u, place.is_seen), own = pages.strides(place);
         word_ = kMayBeScaled && place.is_seen && pages.scales
                     ? __ldg(pages.scales + pages.scale_strides(place))
                     : 0;
-        if (seen == (uint64_t{1} << CodeTiles<Config>::kWarpKeys) - 1 && pages.row_bytes == kTileRowBytes) {
+        if (seen == (uint64_t{1} << KeyTileWalk<Config>::kWarpKeys) - 1 && pages.row_bytes == kTileRowBytes) {
             load_rows<true>(pages, own, seen);
         } else {
             load_rows<false>(pages, own, seen);
@@ -137,7 +137,7 @@ class CodeTile {
     __device__ __forceinline__ void store(unsigned char* tile) const {
         unsigned char* const rows =
             tile + chunk() / kChunks * Config::kKeyBlockBytes +
-            (threadIdx.x % 128 / 32 * CodeTiles<Config>::kWarpKeys + row()) * Config::kRowBytes;
+            (threadIdx.x % 128 / 32 * KeyTileWalk<Config>::kWarpKeys + row()) * Config::kRowBytes;
         const int first_chunk = (chunk() % kChunks * kNumberChunks) ^ (row() % 8);
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
@@ -173,8 +173,8 @@ class CodeTile {
     static constexpr int kBlocks = kChunks == 2 && Config::kColumnBlocks % 2 == 0 ? 2 : 1;
     static constexpr int kLoads = Config::kColumnBlocks / kBlocks;
     static constexpr int kPassKeys = 32 / (kChunks * kBlocks);
-    static constexpr int kPasses = CodeTiles<Config>::kWarpKeys / kPassKeys;
-    static_assert(kPasses * kPassKeys == CodeTiles<Config>::kWarpKeys && kPassKeys % 8 == 0);
+    static constexpr int kPasses = KeyTileWalk<Config>::kWarpKeys / kPassKeys;
+    static_assert(kPasses * kPassKeys == KeyTileWalk<Config>::kWarpKeys && kPassKeys % 8 == 0);
 
     // This lane's, of the rows and of the chunks of the blocks that the warp takes at a time.
     __device__ static int row() { return threadIdx.x % 32 / kChunks % kPassKeys; }
@@ -232,7 +232,7 @@ __device__ __forceinline__ void convert_tiles(const AttentionParams& p, const Sm
     const CodePages keys = CodePages::keys(p), values = CodePages::values(p);
     Ring<Config::kStages> k_ring;
     Ring<Config::kVStages> v_ring;
-    CodeTiles<Config> tiles(p, plan, shared);
+    KeyTileWalk<Config> tiles(p, plan, shared);
     CodeTile<T, Config, kKeys> k;
     CodeTile<T, Config, kValues> v;
     if (!tiles.next()) return;
@@ -260,7 +260,9 @@ __device__ void run_converters(const AttentionParams& p, const Sm90Launch& plan,
         case Codes::int8: return convert_tiles<T, Config, DType::int8, DType::int8>(p, plan, shared);
         default: break;
     }
-    if constexpr (!std::is_same_v<T, AnyFloat16>) {
+    if constexpr (std::is_same_v<T, AnyFloat16>) {
+        __trap();  // int4 always has scales of its keys: Sm90Plan::token_scales
+    } else {
         if (plan.codes == Codes::int4) convert_tiles<T, Config, DType::int4, DType::int4>(p, plan, shared);
         if (plan.codes == Codes::int8_int4)
             convert_tiles<T, Config, DType::int8, DType::int4>(p, plan, shared);

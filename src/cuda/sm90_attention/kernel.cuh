@@ -5,6 +5,9 @@
 // multiply with wgmma. A consumer's softmax of one tile runs under its own product of the weights before
 // with V, and under the products of the other consumers, which take turns at the tensor cores.
 //
+// Over codes, a warpgroup of converters between the two brings K and V, and two more of the producer's warps
+// make Q ready for the products.
+//
 // grid: persistent, one CTA an SM; a CTA takes row tiles from a counter until none is left.
 // Schedule and measurements: docs/kernels/sm90_attention.md.
 #pragma once

@@ -291,7 +291,8 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     Sm90Plan plan{};
     plan.dtype = p.dtype;
     plan.codes = *codes;
-    plan.token_scales = has_token_scales(p);
+    // int4 is scaled key by key, whatever the strides of its scales.
+    plan.token_scales = has_token_scales(p) || type_of_values(*codes) == DType::int4;
     plan.num_sequences = p.batch;
     plan.heads = choose_heads(p);
     plan.tokens = kGroupRows / plan.heads;

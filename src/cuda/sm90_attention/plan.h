@@ -17,12 +17,12 @@ namespace octavo::cuda {
 struct Sm90Plan {
     DType dtype;
     Codes codes;
-    bool token_scales;  // of codes: whether scales differ from key to key
+    bool token_scales;  // of codes: whether keys or values have scales of their own
     int32_t row;        // of kSm90Tiles, or of kSm90CodeTiles: with dtype and feature, the instance
     Sm90Feature feature;
     int32_t num_sequences;
     int32_t heads, tokens;  // side by side in the 64 rows of a warpgroup
-    int32_t box_keys;       // that one copy brings
+    int32_t box_keys;       // that one copy brings; 0 over codes, which the copy engine does not bring
     bool few_rows;          // whether some row tiles may be of few rows
     int64_t num_row_tiles;  // over the batch and all heads; a bound when the queries are packed
 

@@ -1,6 +1,6 @@
 // Queries over codes whose scales are those of a whole KV head: they are multiplied in float16, in which
-// codes are exact, and which has room for queries of any type once the 64 rows of a warpgroup are multiplied
-// by a power of two.
+// codes are exact, and which has room for queries of bfloat16 once the 64 rows of a warpgroup are multiplied
+// by a power of two. (Of a row whose elements are 2^39 times smaller than the largest, nothing is left.)
 #pragma once
 
 #include "common/codes.h"
@@ -30,7 +30,10 @@ class QueryConverter {
                 const int32_t kv_head = work.first_head / p_.group_size();
                 if (p_.k_scales.data) scales.x = float_of_bits(p_.k_scales.word(0, 0, kv_head));
                 if (p_.v_scales.data) scales.y = float_of_bits(p_.v_scales.word(0, 0, kv_head));
-                if (p_.dtype == DType::bfloat16) scales.x *= to_float16(shared_.q[ring.slot][group_]);
+                const int32_t tokens = work.seqlen_q - work.first_token - group_ * plan_.tokens;
+                const int32_t rows = plan_.heads * min(tokens, plan_.tokens);
+                if (p_.dtype == DType::bfloat16 && rows > 0)
+                    scales.x *= to_float16(shared_.q[ring.slot][group_], rows);
             }
             if (threadIdx.x % 32 == 0) {
                 shared_.query_scales.scales[ring.slot][group_] = scales;
@@ -42,19 +45,19 @@ class QueryConverter {
 
   private:
     // Of bfloat16, in place; gives the inverse of the power of two.
-    __device__ float to_float16(unsigned char* rows) const {
+    __device__ static float to_float16(unsigned char* tile, int32_t num_rows) {
         uint32_t largest = 0;  // of the finite ones, as bits of float32
-        for_each_chunk(rows, [&](const uint4& chunk) {
+        for_each_chunk(tile, num_rows, [&](const uint4& chunk) {
             for (uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) {
                 for (uint32_t size : {pair << 16 & 0x7fffffffu, pair & 0x7fff0000u})
                     largest = max(largest, size < kInfinityBits ? size : 0);
             }
         });
         largest = __reduce_max_sync(~0u, largest);
-        // Brings the largest below 2^15; a power of two that float32 has the inverse of.
-        const int32_t exponent = min(max(static_cast<int32_t>(largest >> 23) - 127, -100), 120) - 14;
+        // Brings the largest below 2^15; float32 has this power of two and its inverse.
+        const int32_t exponent = max(static_cast<int32_t>(largest >> 23) - 127, -100) - 14;
         const float factor = power_of_two(-exponent);
-        for_each_chunk(rows, [&](uint4& chunk) {
+        for_each_chunk(tile, num_rows, [&](uint4& chunk) {
             auto convert = [&](uint32_t pair) {
                 const float2 numbers = unpack<bfloat16>(pair);
                 return pack<float16>(numbers.x * factor, numbers.y * factor);
@@ -67,10 +70,10 @@ class QueryConverter {
     }
     // The rows of queries, 16 bytes at a time; what lies behind them is not theirs.
     template <class Body>
-    __device__ void for_each_chunk(unsigned char* rows, Body body) const {
-        const int num_chunks = plan_.heads * plan_.tokens * (Config::kRowBytes / 16);  // of a block
+    __device__ static void for_each_chunk(unsigned char* tile, int32_t num_rows, Body body) {
+        const int num_chunks = num_rows * (Config::kRowBytes / 16);  // of a block of columns
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
-            auto* const chunks = reinterpret_cast<uint4*>(rows + block * Config::kQBlockBytes);
+            auto* const chunks = reinterpret_cast<uint4*>(tile + block * Config::kQBlockBytes);
 #pragma unroll 2
             for (int i = threadIdx.x % 32; i < num_chunks; i += 32) body(chunks[i]);
         }

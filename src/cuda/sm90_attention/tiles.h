@@ -88,6 +88,7 @@ struct Sm90Config {
                                                   : sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
+    static_assert(!kHasCodes || (kConsumers_ == 2 && kCtas_ == 1), "a warp for the queries of each consumer");
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kCtas = kCtas_;
@@ -109,7 +110,7 @@ struct Sm90Config {
     // Who hands on a tile of K or V: the producer's warp, or each of the converters'.
     static constexpr int kTileArrivals = kHasCodes ? 4 : 1;
     // Who takes work beside the consumers' warps: those of each producer but the one that hands it out, and
-    // the converters'.
+    // the converter's.
     static constexpr int kOtherTakers = kHasCodes ? 3 + 4 : 3 * kCtas_ - 1;
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kBlockColumns = kSm90BlockColumns;
@@ -130,6 +131,7 @@ struct Sm90Config {
                                                                 : 232;
     static_assert(!kBeside || kProducerRegisters + kConsumers * kConsumerRegisters <=
                                   (kConsumers + 1) * kSm90RegistersBeside);
+    static_assert(!kHasCodes || kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters <= 512);
     // Whether what stands between two row tiles is kept short, at the cost of registers that others lack.
     static constexpr bool kShortEnds = !kAlibi && !kDropout && !kSplits && kCtas == 1;
     static constexpr int kFewRowTiles =

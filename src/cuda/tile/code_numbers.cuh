@@ -1,8 +1,9 @@
 // From codes of 8 and 4 bits to the numbers of 16 bits that they stand for, in their order.
 //
-// Codes become numbers exactly, by their bits: a byte below the bits of a large power of two is this power
-// and an integer. With a scale, the product is rounded once: for integers the scale enters as a sum of two
-// numbers of 16 bits, for float8 the product is taken in float32.
+// Codes become numbers exactly, by their bits: an integer below the bits of a power of two is added to it,
+// and a byte of its own is a subnormal bfloat16. With a scale, the product is rounded to 16 bits: for
+// integers the scale enters as a sum of two numbers of 16 bits, for float8 the product is taken in float32.
+// Of int4 under bfloat16, the sum of the first terms is rounded, and that with the second ones again.
 #pragma once
 
 #include "common/float16.h"
@@ -103,7 +104,7 @@ class CodeNumbers<T, DType::int8, kScaled> {
   public:
     static constexpr int kPairs = 2;
 
-    __device__ explicit CodeNumbers(uint32_t word) : scale_(64.0f * float_of_bits(word)) {}
+    __device__ explicit CodeNumbers(uint32_t word) : scale_(scale_of(float_of_bits(word))) {}
 
     __device__ void convert(uint32_t codes, uint32_t* pairs) const {
         codes ^= 0x80808080u;  // n + 128
@@ -112,6 +113,11 @@ class CodeNumbers<T, DType::int8, kScaled> {
     }
 
   private:
+    // Of n / 64. float16 has no larger one, nor numbers for most codes of it; NaN stays.
+    __device__ static float scale_of(float scale) {
+        constexpr float kLargest = 65504.0f;
+        return std::is_same_v<T, float16> && 64.0f * scale > kLargest ? kLargest : 64.0f * scale;
+    }
     __device__ uint32_t convert_pair(uint32_t bytes) const {
         const auto n = __hfma2(pair_of_bits<T>(bytes), pair_of_bits<T>(Pair<T>::kInt8Factor),
                                pair_of_bits<T>(Pair<T>::kInt8Offset));
@@ -150,7 +156,7 @@ class CodeNumbers<T, DType::int4, true> {
         if constexpr (std::is_same_v<T, float16>)
             return bits_of_pair<T>(__hfma2(n, scale_.high, minimum_.high));
         const auto low = __hfma2(n, scale_.low, minimum_.low);
-        return bits_of_pair<T>(__hadd2(__hfma2(n, scale_.high, low), minimum_.high));
+        return bits_of_pair<T>(__hadd2(__hfma2(n, scale_.high, minimum_.high), low));
     }
 
     const Terms<T> scale_, minimum_;
