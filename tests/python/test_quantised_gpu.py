@@ -183,15 +183,18 @@ PREFILL = {"cu_seqlens_q": np.array([0, 300, 301, 601], np.int32)}
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 def test_prefill_with_static_scales(torch: Any, kind: str, alibi: bool, size: float, scale: float) -> None:
     """Queries of bfloat16 of all sizes, in float16 products; a scale of 0 makes all keys of a head zeros."""
-    cache, table, lengths = filled(kind, [900, 731, 1300], head_dim=128)
-    q = queries(601, 8, 128, "float32")
-    q[40:50] *= 1 if alibi else 30
+    cache, table, lengths = filled(kind, [900, 731, 1300], head_dim=128, num_kv_heads=4)
+    q = queries(601, 16, 128, "float32")
+    q[40:50] *= 30
     q[100:200] *= 0
     q = (q * size).astype(ml_dtypes.bfloat16)
     options: dict[str, Any] = {"softmax_scale": 0.1 / max(size, 1e-30)} | PREFILL
     if alibi:
-        options["alibi_slopes"] = np.linspace(0.01, 1.0, 8, dtype=np.float32)
-    scales = {"k_scale": np.array([scale, 0.03], np.float32), "v_scale": np.array([0.01, 0.5], np.float32)}
+        options["alibi_slopes"] = np.linspace(0.01, 1.0, 16, dtype=np.float32)
+    scales = {
+        "k_scale": np.array([scale, 0.03, 0.01, 0.02], np.float32),
+        "v_scale": np.array([0.01, 0.5, 0.1, 0.03], np.float32),
+    }
     pages, given = (cache.k_pages, cache.v_pages), {"page_table": table, "seq_lens": lengths}
     tiny = {name: np.maximum(x, np.float32(1e-30)) for name, x in scales.items()}  # the CPU refuses 0
     expected = octavo.paged_attention(q.astype(np.float32), *pages, **given, **tiny, **options)
@@ -199,6 +202,10 @@ def test_prefill_with_static_scales(torch: Any, kind: str, alibi: bool, size: fl
         n: to_gpu(torch, x) if isinstance(x, np.ndarray) else x for n, x in (given | scales | options).items()
     }
     gpu_pages = [to_gpu(torch, x) for x in pages]
+    if is_hopper(torch):
+        names = dict(zip(("k_pages", "v_pages"), gpu_pages, strict=True))
+        kernel = kernel_of(to_gpu(torch, q), max_seqlen_q=300, **names, **arrays)
+        assert kernel.startswith("sm90_attention<bfloat16 over codes")
     out = octavo.paged_attention(to_gpu(torch, q), *gpu_pages, max_seqlen_q=300, **arrays)
     np.testing.assert_allclose(
         out.float().cpu().numpy(), expected, rtol=1.6e-2, atol=1.6e-2 * np.abs(expected).max()
