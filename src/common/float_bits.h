@@ -20,4 +20,9 @@ OCTAVO_HD uint32_t bits_of_float(float x) {
     return bits;
 }
 
+// 2^exponent, from -126 to 127.
+OCTAVO_HD float power_of_two(int32_t exponent) {
+    return float_of_bits(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
 }  // namespace octavo

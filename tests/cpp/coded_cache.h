@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace octavo {
@@ -76,6 +77,19 @@ class CodedTensor {
     int64_t head_dim_;
     Scales scales_;
 };
+
+// int4 has a scale for each token always.
+inline Scales pick_scales(Random& random, cuda::Codes codes) {
+    if (cuda::type_of_values(codes) == DType::int4) return Scales::of_tokens;
+    return random.pick({Scales::none, Scales::of_heads, Scales::of_tokens});
+}
+inline Layout pick_layout(Random& random) {
+    return random.pick({Layout::token_major, Layout::head_major, Layout::keys_beside_values});
+}
+inline std::string name_of(Layout layout, Scales scales) {
+    return "layout " + std::to_string(static_cast<int>(layout)) + ", scales " +
+           std::to_string(static_cast<int>(scales));
+}
 
 // The cache of a call as codes, and the call's own as what they stand for.
 class CodedCache {

@@ -39,15 +39,10 @@ TEST_P(CudaCodesTest, AgreesWithTheCpu) {
         if (random.one_in(4)) call.options.softcap = 20.0;
         call.with_alibi = random.one_in(3);
         if (random.one_in(4)) call.pick_prefix_lens(random);
-        const Layout layout =
-            head_dim == 128
-                ? Layout::head_major
-                : random.pick({Layout::token_major, Layout::head_major, Layout::keys_beside_values});
-        const Scales scales =
-            has_int4 ? Scales::of_tokens : random.pick({Scales::none, Scales::of_heads, Scales::of_tokens});
+        const Layout layout = head_dim == 128 ? Layout::head_major : pick_layout(random);
+        const Scales scales = pick_scales(random, codes);
         const CodedCache coded(random, call, codes, layout, scales);
-        SCOPED_TRACE("layout " + std::to_string(static_cast<int>(layout)) + ", scales " +
-                     std::to_string(static_cast<int>(scales)));
+        SCOPED_TRACE(name_of(layout, scales));
         call.run_on_cpu();
         auto as_chosen = [&](const PagedAttentionArgs& args) {
             const AttentionParams p = coded.params(args);

@@ -28,13 +28,10 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
         call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
         call.with_alibi = !splits && random.one_in(4);
         if (random.one_in(4)) call.pick_prefix_lens(random);
-        const Layout layout =
-            random.pick({Layout::token_major, Layout::head_major, Layout::keys_beside_values});
-        const Scales scales =
-            has_int4 ? Scales::of_tokens : random.pick({Scales::none, Scales::of_heads, Scales::of_tokens});
+        const Layout layout = pick_layout(random);
+        const Scales scales = pick_scales(random, codes);
         const CodedCache coded(random, call, codes, layout, scales);
-        SCOPED_TRACE("layout " + std::to_string(static_cast<int>(layout)) + ", scales " +
-                     std::to_string(static_cast<int>(scales)));
+        SCOPED_TRACE(name_of(layout, scales));
         call.run_on_cpu();
         call.expect_right([&](const PagedAttentionArgs& args) {
             const AttentionParams p = coded.params(args);
@@ -42,7 +39,9 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
                 std::string why_not;
                 const auto plan = cuda::plan_sm90_attention(p, cuda::gpu_of(0), &why_not);
                 ASSERT_TRUE(plan) << why_not;
-                if (splits) ASSERT_EQ(field(describe(*plan), "feature"), "splits");
+                if (splits) {
+                    ASSERT_EQ(field(describe(*plan), "feature"), "splits");
+                }
             }
             cuda::attention(p, nullptr);
         });

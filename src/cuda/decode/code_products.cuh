@@ -15,6 +15,7 @@
 //     V, 4 bits   dims 4g .. 4g + 3 of keys 2t, 2t + 1
 #pragma once
 
+#include "common/float_bits.h"
 #include "common/score.h"
 #include "cuda/decode/rows.cuh"
 #include "cuda/decode/scales.cuh"
@@ -260,9 +261,6 @@ class CodeProducts {
     // Smaller scales of values, down to zero, count as this one, whose inverse float32 still has room for.
     static constexpr float kLeastValueScale = 0x1p-80f;
 
-    __device__ static float power_of_two(int32_t exponent) {
-        return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
-    }
     // The larger one, or NaN if x is.
     __device__ static float at_least(float x, float least) {
         float larger;

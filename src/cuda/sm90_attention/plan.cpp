@@ -227,8 +227,7 @@ bool can_convert(const AttentionParams& p, std::string* why_not) {
         !is_within_reach(p, p.k_scales) || !is_within_reach(p, p.v_scales)) {
         refuse(why_not,
                "its offsets reach the 64 GB behind an array's first element, those of scales 16 GB, and "
-               "k_pages, "
-               "v_pages or scales have elements beyond");
+               "k_pages, v_pages or scales have elements beyond, or negative strides");
         return false;
     }
     const int32_t bits = std::min(bits_of(p.k_dtype), bits_of(p.v_dtype));

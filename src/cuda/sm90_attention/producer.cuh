@@ -176,9 +176,8 @@ __device__ __forceinline__ void publish(const Sm90Work& work, Sm90Shared<Config>
     ring.advance();
 }
 
-// One warp: loads Q and K (over codes, Q) as far ahead of the consumers as the slots allow, over the ends of
-// row tiles too.
-// In one CTA of a cluster it also hands out the work.
+// One warp: loads Q and K (over codes, Q alone) as far ahead of the consumers as the slots allow, over the
+// ends of row tiles too. In one CTA of a cluster it also hands out the work.
 template <class Config>
 __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
     const bool leads = Config::kCtas == 1 || ptx::cluster_rank() == 0;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/codes.h"
+#include "common/float_bits.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_attention/shared.cuh"
 
@@ -77,9 +78,6 @@ class QueryConverter {
 #pragma unroll 2
             for (int i = threadIdx.x % 32; i < num_chunks; i += 32) body(chunks[i]);
         }
-    }
-    __device__ static float power_of_two(int32_t exponent) {
-        return float_of_bits(static_cast<uint32_t>(127 + exponent) << 23);
     }
 
     const AttentionParams& p_;

@@ -41,7 +41,7 @@ constexpr Sm90Tiles kSm90Tiles[] = {
     {256, 2, 2, 80, 2, 2, 1, false, 512},
 };
 
-// The same over pages of codes, which a warpgroup more turns into tiles of 16-bit numbers.
+// The same over pages of codes, which one more warpgroup turns into tiles of 16-bit numbers.
 constexpr Sm90Tiles kSm90CodeTiles[] = {
     {64, 2, 1, 128, 4, 4, 2, false, 0},
     {128, 2, 1, 96, 3, 3, 2, true, 0},
