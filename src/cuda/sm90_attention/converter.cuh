@@ -102,20 +102,16 @@ struct CodePages {
 };
 
 // A warp's part of a tile of K or of V on its way.
-template <class T, class Config, DType kType>
+template <class Config, DType kType>
 class CodeTile {
-    using Number = typename ProductType<T>::Type;
-    // Whether some numbers are scaled, and all.
-    static constexpr bool kMayBeScaled = !std::is_same_v<T, AnyFloat16>;
-    static constexpr bool kAlwaysScaled = kType == DType::int4;
-
   public:
     // Starts loading; what is not there, or not seen, becomes zeros. `place`: of this lane's key.
     __device__ void load(const CodePages& pages, const typename KeyTileWalk<Config>::Place& place) {
         const uint32_t seen = __ballot_sync(~0u, place.is_seen), own = pages.strides(place);
-        word_ = kMayBeScaled && place.is_seen && pages.scales
-                    ? __ldg(pages.scales + pages.scale_strides(place))
-                    : 0;
+        if constexpr (Config::kTokenScales) {
+            word_ = bits_of_float(1.0f);
+            if (pages.scales) word_ = place.is_seen ? __ldg(pages.scales + pages.scale_strides(place)) : 0;
+        }
         if (seen == (uint64_t{1} << KeyTileWalk<Config>::kWarpKeys) - 1 && pages.row_bytes == kTileRowBytes) {
             load_rows<true>(pages, own, seen);
         } else {
@@ -124,16 +120,6 @@ class CodeTile {
     }
 
     // Puts the numbers into a tile of shared memory, swizzled as by the copy engine.
-    __device__ __forceinline__ void store(unsigned char* tile, bool is_scaled) const {
-        if (kAlwaysScaled || (kMayBeScaled && is_scaled)) {
-            store<kMayBeScaled>(tile);
-        } else {
-            store<kAlwaysScaled>(tile);
-        }
-    }
-
-  private:
-    template <bool kScaled>
     __device__ __forceinline__ void store(unsigned char* tile) const {
         unsigned char* const rows =
             tile + chunk() / kChunks * Config::kKeyBlockBytes +
@@ -141,13 +127,14 @@ class CodeTile {
         const int first_chunk = (chunk() % kChunks * kNumberChunks) ^ (row() % 8);
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
-            const uint32_t word = kScaled ? __shfl_sync(~0u, word_, i * kPassKeys + row()) : 0;
-            const CodeNumbers<Number, kType, kScaled> numbers(word);
+            uint32_t word = 0;
+            if constexpr (Config::kTokenScales) word = __shfl_sync(~0u, word_, i * kPassKeys + row());
+            const Numbers numbers(word);
 #pragma unroll
             for (int j = 0; j < kLoads; ++j) {
                 const uint4& codes = codes_[i][j];
                 uint32_t pairs[4 * kNumberChunks];
-                constexpr int kWordPairs = CodeNumbers<Number, kType, kScaled>::kPairs;
+                constexpr int kWordPairs = Numbers::kPairs;
                 numbers.convert(codes.x, &pairs[0]);
                 numbers.convert(codes.y, &pairs[kWordPairs]);
                 numbers.convert(codes.z, &pairs[2 * kWordPairs]);
@@ -162,6 +149,9 @@ class CodeTile {
             }
         }
     }
+
+  private:
+    using Numbers = CodeNumbers<kType, Config::kTokenScales>;
 
     // A lane takes a chunk of 16 bytes of codes at a time, and a warp kPassKeys rows of kBlocks blocks of
     // columns, neighbouring lanes neighbouring chunks of a row of a block: eight lanes then write to eight
@@ -214,27 +204,27 @@ class CodeTile {
 
 // Converts a tile into the next slot of a ring, and hands it on. The fence also waits for the loads under
 // way: left to the consumers, who have none, it took as long in their turns at the tensor cores.
-template <class T, class Config, DType kType, int kStages>
-__device__ __forceinline__ void convert_tile(const CodeTile<T, Config, kType>& codes, bool is_scaled,
+template <class Config, DType kType, int kStages>
+__device__ __forceinline__ void convert_tile(const CodeTile<Config, kType>& codes,
                                              unsigned char (&slots)[kStages][Config::kKeyTileBytes],
                                              uint64_t* full, uint64_t* empty, Ring<kStages>& ring) {
     ptx::mbarrier_wait(&empty[ring.slot], ring.parity ^ 1);
-    codes.store(slots[ring.slot], is_scaled);
+    codes.store(slots[ring.slot]);
     ptx::fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&full[ring.slot]);
     ring.advance();
 }
 
-template <class T, class Config, DType kKeys, DType kValues>
+template <class Config, DType kKeys, DType kValues>
 __device__ __forceinline__ void convert_tiles(const AttentionParams& p, const Sm90Launch& plan,
                                               Sm90Shared<Config>& shared) {
     const CodePages keys = CodePages::keys(p), values = CodePages::values(p);
     Ring<Config::kStages> k_ring;
     Ring<Config::kVStages> v_ring;
     KeyTileWalk<Config> tiles(p, plan, shared);
-    CodeTile<T, Config, kKeys> k;
-    CodeTile<T, Config, kValues> v;
+    CodeTile<Config, kKeys> k;
+    CodeTile<Config, kValues> v;
     if (!tiles.next()) return;
     auto place = tiles.find_place();
     k.load(keys, place);
@@ -242,30 +232,29 @@ __device__ __forceinline__ void convert_tiles(const AttentionParams& p, const Sm
     for (bool any = true; any;) {
         any = tiles.next();
         if (any) place = tiles.find_place();
-        convert_tile(k, keys.scales != nullptr, shared.k, shared.k_full, shared.k_empty, k_ring);
+        convert_tile(k, shared.k, shared.k_full, shared.k_empty, k_ring);
         if (any) k.load(keys, place);
-        convert_tile(v, values.scales != nullptr, shared.v, shared.v_full, shared.v_empty, v_ring);
+        convert_tile(v, shared.v, shared.v_full, shared.v_empty, v_ring);
         if (any) v.load(values, place);
     }
 }
 
-template <class T, class Config>
+template <class Config>
 __device__ void run_converters(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
     switch (plan.codes) {
         case Codes::none: break;
         case Codes::e4m3:
-            return convert_tiles<T, Config, DType::float8_e4m3fn, DType::float8_e4m3fn>(p, plan, shared);
+            return convert_tiles<Config, DType::float8_e4m3fn, DType::float8_e4m3fn>(p, plan, shared);
         case Codes::e5m2:
-            return convert_tiles<T, Config, DType::float8_e5m2, DType::float8_e5m2>(p, plan, shared);
-        case Codes::int8: return convert_tiles<T, Config, DType::int8, DType::int8>(p, plan, shared);
+            return convert_tiles<Config, DType::float8_e5m2, DType::float8_e5m2>(p, plan, shared);
+        case Codes::int8: return convert_tiles<Config, DType::int8, DType::int8>(p, plan, shared);
         default: break;
     }
-    if constexpr (std::is_same_v<T, AnyFloat16>) {
-        __trap();  // int4 always has scales of its keys: Sm90Plan::token_scales
+    if constexpr (Config::kTokenScales) {
+        if (plan.codes == Codes::int4) convert_tiles<Config, DType::int4, DType::int4>(p, plan, shared);
+        if (plan.codes == Codes::int8_int4) convert_tiles<Config, DType::int8, DType::int4>(p, plan, shared);
     } else {
-        if (plan.codes == Codes::int4) convert_tiles<T, Config, DType::int4, DType::int4>(p, plan, shared);
-        if (plan.codes == Codes::int8_int4)
-            convert_tiles<T, Config, DType::int8, DType::int4>(p, plan, shared);
+        __trap();  // int4 always has scales of its keys: Sm90Plan::token_scales
     }
 }
 

@@ -46,17 +46,19 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
     run(params, plan, arguments, stream);
 }
 
-// The instances of one row of kSm90CodeTiles; T is AnyFloat16 unless scales differ from key to key. What has
-// no feature runs where row tiles may be of few rows.
-template <class T, int kHeadDim>
+// The instances of one row of kSm90CodeTiles. What has no feature runs where row tiles may be of few rows.
+template <Sm90Cache kCache, int kHeadDim>
 void launch_sm90_attention_codes(const AttentionParams& params, const Sm90Plan& plan,
                                  const Sm90Launch& arguments, cudaStream_t stream) {
     constexpr int kWarpgroups = sm90_code_tiles(kHeadDim).warpgroups;
-    auto run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::few_rows, true>>;
+    auto run =
+        launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::few_rows, kCache>>;
     if (plan.feature == Sm90Feature::splits)
-        run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::splits, true>>;
+        run =
+            launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::splits, kCache>>;
     if (plan.feature == Sm90Feature::alibi)
-        run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::alibi, true>>;
+        run =
+            launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::alibi, kCache>>;
     run(params, plan, arguments, stream);
 }
 

@@ -1,18 +1,19 @@
-// Queries over codes whose scales are those of a whole KV head: they are multiplied in float16, in which
-// codes are exact, and which has room for queries of bfloat16 once the 64 rows of a warpgroup are multiplied
-// by a power of two. (Of a row whose elements are 2^39 times smaller than the largest, nothing is left.)
+// Queries over codes: they are multiplied in float16, in which codes are exact, and which has room for
+// queries of bfloat16 once the 64 rows of a warpgroup are multiplied by a power of two. (Of a row whose
+// elements are 2^39 times smaller than the largest, nothing is left.)
 #pragma once
 
 #include "common/codes.h"
 #include "common/float_bits.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_attention/shared.cuh"
+#include "cuda/tile/code_numbers.cuh"
 
 namespace octavo::cuda {
 
 // One warp: makes the queries of one warpgroup ready, in their slots, and tells what products and results
 // lack.
-template <class T, class Config>
+template <class Config>
 class QueryConverter {
   public:
     __device__ QueryConverter(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
@@ -26,16 +27,13 @@ class QueryConverter {
             const Sm90Work work = take_work<Config>(shared_, work_ring);
             if (work.batch < 0) return;
             ptx::mbarrier_wait(&shared_.query_scales.loaded[ring.slot][group_], ring.parity);
-            float2 scales = make_float2(1.0f, 1.0f);
-            if constexpr (std::is_same_v<T, AnyFloat16>) {
-                const int32_t kv_head = work.first_head / p_.group_size();
-                if (p_.k_scales.data) scales.x = float_of_bits(p_.k_scales.word(0, 0, kv_head));
-                if (p_.v_scales.data) scales.y = float_of_bits(p_.v_scales.word(0, 0, kv_head));
-                const int32_t tokens = work.seqlen_q - work.first_token - group_ * plan_.tokens;
-                const int32_t rows = plan_.heads * min(tokens, plan_.tokens);
-                if (p_.dtype == DType::bfloat16 && rows > 0)
-                    scales.x *= to_float16(shared_.q[ring.slot][group_], rows);
-            }
+            const int32_t kv_head = work.first_head / p_.group_size();
+            float2 scales = {scale_of(p_.k_scales, p_.k_dtype, kv_head),
+                             scale_of(p_.v_scales, p_.v_dtype, kv_head)};
+            const int32_t tokens = work.seqlen_q - work.first_token - group_ * plan_.tokens;
+            const int32_t rows = plan_.heads * min(tokens, plan_.tokens);
+            if (p_.dtype == DType::bfloat16 && rows > 0)
+                scales.x *= to_float16(shared_.q[ring.slot][group_], rows);
             if (threadIdx.x % 32 == 0) {
                 shared_.query_scales.scales[ring.slot][group_] = scales;
                 ptx::mbarrier_arrive(&shared_.q_full[ring.slot][group_]);
@@ -45,6 +43,11 @@ class QueryConverter {
     }
 
   private:
+    // What products with the numbers of codes lack.
+    __device__ static float scale_of(const CacheScales& scales, DType codes, int32_t kv_head) {
+        if (Config::kTokenScales) return unlift(codes);
+        return scales.data ? float_of_bits(scales.word(0, 0, kv_head)) : 1.0f;
+    }
     // Of bfloat16, in place; gives the inverse of the power of two.
     __device__ static float to_float16(unsigned char* tile, int32_t num_rows) {
         uint32_t largest = 0;  // of the finite ones, as bits of float32

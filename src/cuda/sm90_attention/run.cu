@@ -1,6 +1,7 @@
 #include "cuda/attention/run.h"
 #include "cuda/sm90_attention/operands.h"
 #include "cuda/sm90_attention/parameters.h"
+#include "cuda/sm90_attention/tiles.h"
 #include "cuda/tma/tensor_map.h"
 #include "cuda/types.h"
 #include "cuda/workspace.h"
@@ -16,7 +17,7 @@ namespace octavo::cuda {
 template <class T, int kHeadDim, int kWarpgroups, int kCtas>
 void launch_sm90_attention(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
 // Likewise of kSm90CodeTiles, from code_instance.cu.in.
-template <class T, int kHeadDim>
+template <Sm90Cache kCache, int kHeadDim>
 void launch_sm90_attention_codes(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
 
 namespace {
@@ -28,9 +29,9 @@ constexpr std::array<Launch, sizeof...(kRows)> launches(std::index_sequence<kRow
     return {launch_sm90_attention<T, kSm90Tiles[kRows].head_dim, kSm90Tiles[kRows].warpgroups,
                                   kSm90Tiles[kRows].ctas>...};
 }
-template <class T, size_t... kRows>
+template <Sm90Cache kCache, size_t... kRows>
 constexpr std::array<Launch, sizeof...(kRows)> code_launches(std::index_sequence<kRows...>) {
-    return {launch_sm90_attention_codes<T, kSm90CodeTiles[kRows].head_dim>...};
+    return {launch_sm90_attention_codes<kCache, kSm90CodeTiles[kRows].head_dim>...};
 }
 template <size_t kCount>
 using Rows = std::make_index_sequence<OCTAVO_HAS_SM90_KERNELS ? kCount : 0>;
@@ -38,17 +39,14 @@ using Rows = std::make_index_sequence<OCTAVO_HAS_SM90_KERNELS ? kCount : 0>;
 Launch find_launch(const Sm90Plan& plan) {
     static constexpr Rows<std::size(kSm90Tiles)> kRows;
     static constexpr Rows<std::size(kSm90CodeTiles)> kCodeRows;
-    const bool is_float16 = plan.dtype == DType::float16;
     if (plan.codes != Codes::none) {
-        static constexpr auto kAnyFloat16 = code_launches<AnyFloat16>(kCodeRows);
-        static constexpr auto kFloat16 = code_launches<float16>(kCodeRows);
-        static constexpr auto kBfloat16 = code_launches<bfloat16>(kCodeRows);
-        const auto& of_tokens = is_float16 ? kFloat16 : kBfloat16;
-        return plan.token_scales ? of_tokens.at(plan.row) : kAnyFloat16.at(plan.row);
+        static constexpr auto kOfHeads = code_launches<Sm90Cache::codes>(kCodeRows);
+        static constexpr auto kOfTokens = code_launches<Sm90Cache::codes_of_tokens>(kCodeRows);
+        return plan.token_scales ? kOfTokens.at(plan.row) : kOfHeads.at(plan.row);
     }
     static constexpr auto kFloat16 = launches<float16>(kRows);
     static constexpr auto kBfloat16 = launches<bfloat16>(kRows);
-    return is_float16 ? kFloat16.at(plan.row) : kBfloat16.at(plan.row);
+    return plan.dtype == DType::float16 ? kFloat16.at(plan.row) : kBfloat16.at(plan.row);
 }
 
 CUtensorMap map_of(const Sm90Operand& operand, int32_t head_dim, int32_t box_heads, int32_t box_tokens) {

@@ -79,10 +79,15 @@ constexpr bool has_beside(int head_dim, int warpgroups, int ctas) {
 // behind it, which waits for memory, runs beside this one, which multiplies.
 enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside };
 
-template <int kHeadDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_, bool kHasCodes_ = false>
+// What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token.
+enum class Sm90Cache { numbers, codes, codes_of_tokens };
+
+template <int kHeadDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_,
+          Sm90Cache kCache_ = Sm90Cache::numbers>
 struct Sm90Config {
     static constexpr bool kBeside = kFeature_ == Sm90Feature::beside;
-    static constexpr bool kHasCodes = kHasCodes_;
+    static constexpr bool kHasCodes = kCache_ != Sm90Cache::numbers;
+    static constexpr bool kTokenScales = kCache_ == Sm90Cache::codes_of_tokens;
     static constexpr Sm90Tiles kTiles = kHasCodes ? sm90_code_tiles(kHeadDim_)
                                         : kBeside ? kSm90TilesBeside
                                                   : sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
