@@ -1,7 +1,7 @@
-"""Makes the tables of README.md and docs/results.md from the rows in benchmarks/results.
+"""Makes the tables of README.md and of pages in docs from the rows in benchmarks/results.
 
     python benchmarks/results_table.py           # prints them
-    python benchmarks/results_table.py --write   # puts them into the two files, each after its mark
+    python benchmarks/results_table.py --write   # puts them into the files, each after its mark
 
 A GPU has columns as soon as it has a file of rows, such as `decode-h100.jsonl`; cells without a row stay
 empty. Needs no GPU.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ PEERS = {
     "fa3": "FlashAttention-3",
     "flashinfer_cuda_cores": "FlashInfer",
     "flashinfer_tensor_cores": "FlashInfer",
+    "flashinfer_xqa": "XQA",
 }
 
 Row = dict[str, Any]
@@ -214,6 +216,37 @@ def quantised_prefill(results: Path) -> str:
     return format_table(header, rows, numbers=len(header) - 2)
 
 
+# docs/quantised_cache.md
+
+TEXTS = {
+    "time_machine": "a story",
+    "candle": "science",
+    "earnest": "a play",
+    "documentation": "documentation",
+}
+
+
+def two_digits(x: float) -> str:
+    """Write a number below 1 with two digits that count, and no exponent."""
+    return f"{x:.{1 - math.floor(math.log10(x))}f}"
+
+
+def kv_accuracy(results: Path) -> str:
+    """What caches of codes change in the predictions of a model."""
+    rows = json.loads((results / "kv-accuracy.json").read_text())["rows"]
+    cells = [
+        [
+            row["kind"],
+            row["variant"],
+            str(row["bytes_per_token"]),
+            *map(two_digits, (row["mean_kl"], *(row["kl"][text] for text in TEXTS))),
+        ]
+        for row in rows
+    ]
+    header = ["type", "besides", "bytes a token", "mean", *TEXTS.values()]
+    return format_table(header, cells, numbers=len(header) - 2)
+
+
 # The files
 
 TABLES = {
@@ -224,6 +257,7 @@ TABLES = {
         "calls": calls,
         "jax": jax,
     },
+    ROOT / "docs" / "quantised_cache.md": {"kv-accuracy": kv_accuracy},
 }
 
 
@@ -240,7 +274,7 @@ def fill_in(text: str, tables: dict[str, Callable[[Path], str]], results: Path =
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--write", action="store_true", help="into README.md and docs/results.md")
+    parser.add_argument("--write", action="store_true", help="into the files")
     arguments = parser.parse_args()
     for file, tables in TABLES.items():
         if arguments.write:

@@ -1,13 +1,17 @@
-"""Draws the pictures of docs/paged_cache.md, beside this file or in a folder that is named."""
+"""Draws the pictures of the documentation, beside this file or in a folder that is named."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 INK, FAINT, PAPER = "#1f2937", "#9ca3af", "#ffffff"
 EMPTY, RESERVED = "#f3f4f6", "#cbd0d8"
+ACCURACY = Path(__file__).parents[2] / "benchmarks" / "results" / "kv-accuracy.json"
 COLOURS = {"A": "#4f86c6", "B": "#e08e45", "C": "#5aa469"}
 SHARED = "#8d6fb8"
 
@@ -49,6 +53,12 @@ class Picture:
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
             f'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace">{escape(words)}</text>'
         )
+
+    def dot(self, x: float, y: float, fill: str) -> None:
+        self._parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{fill}" stroke="{PAPER}"/>')
+
+    def line(self, x0: float, y0: float, x1: float, y1: float, colour: str = FAINT) -> None:
+        self._parts.append(f'<path d="M{x0:g},{y0:g} L{x1:g},{y1:g}" stroke="{colour}" stroke-width="1"/>')
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float, colour: str = INK) -> None:
         """From left to right, leaving and arriving level."""
@@ -251,7 +261,68 @@ def step() -> Picture:
     return picture
 
 
-PICTURES = {"page_table": page_table, "memory": memory, "fork": fork, "step": step}
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move sorted places apart as little as it takes for each two to have a gap between them."""
+    groups: list[list[float]] = []  # the place of the first one, and how many there are
+    for place in places:
+        groups.append([place, 1])
+        while len(groups) > 1 and groups[-1][0] < groups[-2][0] + gap * groups[-2][1]:
+            (first, number), (later, more) = groups[-2:]
+            mean = (number * first + more * (later - gap * number)) / (number + more)
+            groups[-2:] = [[mean, number + more]]
+    return [first + gap * i for first, number in groups for i in range(int(number))]
+
+
+def kv_accuracy() -> Picture:
+    rows = json.loads(ACCURACY.read_text(encoding="utf-8"))["rows"]
+    colours = {"int4": "#c0504d", "int8_int4": COLOURS["B"], "float16": INK, "bfloat16": INK}
+    colours |= {"int8": COLOURS["A"], "float8_e4m3fn": COLOURS["C"], "float8_e5m2": SHARED}
+    left, right, top, bottom = 84, 840, 50, 450
+    least, most = 33500, 133000  # bytes a token
+    lowest, highest = -7, 0  # decimal logarithms of divergences
+
+    def x_of(num_bytes: float) -> float:
+        return round(left + (right - left) * math.log(num_bytes / least) / math.log(most / least), 1)
+
+    def y_of(divergence: float) -> float:
+        return round(bottom - (bottom - top) * (math.log10(divergence) - lowest) / (highest - lowest), 1)
+
+    picture = Picture(860, 510)
+    picture.text(20, 30, "KL divergence of the predictions, nats a token", 14, anchor="start", weight=600)
+    for power in range(lowest, highest + 1):
+        y = y_of(10**power)
+        picture.line(left, y, right, y, EMPTY)
+        picture.text(left - 8, y + 4, f"{10.0**power:.{-power}f}", 11, anchor="end")
+    picture.text((left + right) / 2, 498, "Bytes a token of Llama-3-8B's keys and values, with their scales")
+
+    columns: dict[int, list[tuple[float, float, str, str]]] = {}
+    for row in rows:
+        # Other keys have the colour of their type, and are named alone.
+        names = [row["variant"]] if row["variant"].startswith("keys") else [row["kind"], row["variant"]]
+        words = ", ".join(filter(None, names)).replace("keys", "K")
+        point = x_of(row["bytes_per_token"]), y_of(row["mean_kl"]), words, colours[row["kind"]]
+        # Static scales are in one column with those of tokens, which take hardly more.
+        column = 67584 if row["bytes_per_token"] == 65536 else row["bytes_per_token"]
+        columns.setdefault(column, []).append(point)
+    for column, points in columns.items():
+        points.sort(key=lambda point: point[1])
+        picture.line(x_of(column), bottom, x_of(column), bottom + 6, INK)
+        picture.text(x_of(column), bottom + 20, str(column), 11)
+        side, anchor = (1, "start") if x_of(column) < 700 else (-1, "end")
+        for (x, y, words, colour), at in zip(points, spread([y for _, y, *_ in points], 14), strict=True):
+            picture.line(x, y, x_of(column) + side * 14, at, colour)
+            picture.dot(x, y, colour)
+            picture.text(x_of(column) + side * 17, at + 4, words, 11, colour, anchor)
+    return picture
+
+
+PICTURES = {
+    "page_table": page_table,
+    "memory": memory,
+    "fork": fork,
+    "step": step,
+    "kv_accuracy": kv_accuracy,
+}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent

@@ -82,6 +82,7 @@ typedef struct octavo_paged_attention_args {
     octavo_tensor lse, cu_seqlens_q, prefix_lens, alibi_slopes; /* optional */
     octavo_tensor k_scale_array, v_scale_array;                 /* optional: instead of k_scale, v_scale */
     octavo_tensor k_scales, v_scales;                           /* optional: of each token and KV head */
+    octavo_tensor k_channel_offset, k_channel_scale;            /* optional: as for append_kv */
     int64_t max_seqlen_q;                                       /* default: -1, chosen */
     double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                                             /* default: 0, none */
@@ -90,6 +91,7 @@ typedef struct octavo_paged_attention_args {
     int64_t shared_prefix_len;                                  /* default: 0 */
     int32_t causal;                                             /* default: 1 */
     int32_t batch_invariant;                                    /* default: 0 */
+    int32_t rotate_keys;                                        /* default: 0 */
     int32_t kv_dtype;                                           /* octavo_dtype; default: -1, none */
     float k_scale, v_scale;                                     /* default: 1, none */
     void* stream;                                               /* cudaStream_t; default: null */
@@ -101,9 +103,12 @@ typedef struct octavo_append_kv_args {
     octavo_tensor cu_seqlens;                   /* optional */
     octavo_tensor k_scale_array, v_scale_array; /* optional: instead of k_scale, v_scale */
     octavo_tensor k_scales, v_scales;           /* optional: of each token and KV head; written */
-    int32_t kv_dtype;                           /* octavo_dtype; default: -1, none */
-    float k_scale, v_scale;                     /* default: 1, none */
-    void* stream;                               /* cudaStream_t; default: null */
+    /* Optional, for codes: [num_kv_heads, head_dim]; what becomes a code is (k - offset) / scale, rotated. */
+    octavo_tensor k_channel_offset, k_channel_scale;
+    int32_t rotate_keys;    /* default: 0 */
+    int32_t kv_dtype;       /* octavo_dtype; default: -1, none */
+    float k_scale, v_scale; /* default: 1, none */
+    void* stream;           /* cudaStream_t; default: null */
 } octavo_append_kv_args;
 
 typedef struct octavo_copy_pages_args {

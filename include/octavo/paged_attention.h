@@ -4,8 +4,8 @@
 // k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], any strides with a unit last one.
 // page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
 // seq_lens: int32 [batch]; slots past a sequence's length are never used, whatever they hold.
-// Pages have the dtype of the queries and new tokens, or on the CPU hold codes of 8 or 4 bits, both pages the
-// same, or k_pages int8 and v_pages int4:
+// Pages have the dtype of the queries and new tokens, or hold codes of 8 or 4 bits, both pages the same, or
+// k_pages int8 and v_pages int4:
 //   int8, float8_e4m3fn, float8_e5m2: value = scale x code. Either with static scales, k_scale and v_scale
 //     (k_scale_array and v_scale_array: float32 [1] or [num_kv_heads], read when the operator runs), or with
 //     one for each token and KV head, k_scales and v_scales: float32 [num_pages, page_size, num_kv_heads],
@@ -14,6 +14,12 @@
 //     lower half of its byte; k_scales and v_scales float16 [num_pages, page_size, num_kv_heads, 2]: scale
 //     and minimum, a unit last stride and aligned to 4 bytes.
 // kv_dtype says what pages of uint8 hold, and is needed there: float8_e4m3fn, float8_e5m2 or int4.
+//
+// Keys may be transformed before they become codes, so that these lose less: k_channel_offset is subtracted
+// from them, they are divided by k_channel_scale, both float32 [num_kv_heads, head_dim], and then rotated by
+// a Hadamard matrix where rotate_keys is set (of the size of the largest power of two that divides head_dim,
+// a block of the row at a time). paged_attention is told the same, and gives what it gives over the keys as
+// they were. k_channel_offset does not go with softcap.
 #pragma once
 
 #include <octavo/error.h>
@@ -46,6 +52,8 @@ struct PagedAttentionArgs {
     std::optional<TensorView> k_scale_array, v_scale_array;  // instead: see above
     std::optional<TensorView> k_scales, v_scales;            // of each token and KV head
     std::optional<DType> kv_dtype;                           // what pages of uint8 hold
+    std::optional<TensorView> k_channel_offset, k_channel_scale;
+    bool rotate_keys = false;
     std::optional<int64_t> num_splits;  // runs of keys worked on at once; default: chosen
     // A sequence's bits depend on the sequence alone, and on max_seqlen_q (which packed queries must give
     // then), not on its batch.
@@ -73,6 +81,8 @@ struct AppendKvArgs {
     std::optional<TensorView> k_scale_array, v_scale_array;  // instead; read
     std::optional<TensorView> k_scales, v_scales;            // instead; written
     std::optional<DType> kv_dtype;                           // what pages of uint8 hold
+    std::optional<TensorView> k_channel_offset, k_channel_scale;
+    bool rotate_keys = false;
     void* stream = nullptr;
 };
 

@@ -14,6 +14,9 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _KINDS = {**{x: (x, x) for x in (*_FLOATS, "int8", *_FLOAT8, "int4")}, "int8_int4": ("int8", "int4")}
 
 
+_ARRAYS_OF_PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
+
+
 class PagedCache(NamedTuple):
     """What ``empty_cache`` returns: the arrays of one layer's cache, by their names in the operators.
 
@@ -33,16 +36,22 @@ class PagedCache(NamedTuple):
     """Likewise for v_pages."""
     kv_dtype: str | None = None
     """What pages of uint8 hold. None for other pages."""
+    k_channel_offset: Any = None
+    """What is subtracted from keys before they become codes: float32 [num_kv_heads, head_dim], or None."""
+    k_channel_scale: Any = None
+    """What they are divided by then, likewise."""
+    rotate_keys: bool = False
+    """Whether they are rotated then."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Those of ``append_kv`` and ``paged_attention`` that the cache has."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        return {name: x for name, x in self._asdict().items() if x is not None and x is not False}
 
     @property
     def arrays(self) -> dict[str, Any]:
         """Those of ``copy_pages`` that the cache has."""
-        return {name: value for name, value in self.arguments.items() if name != "kv_dtype"}
+        return {name: x for name, x in self.arguments.items() if name in _ARRAYS_OF_PAGES}
 
     @property
     def to_arrays(self) -> dict[str, Any]:
@@ -118,6 +127,9 @@ def empty_cache(
     *,
     like: Any = None,
     token_scales: bool = True,
+    k_channel_offset: Any = None,
+    k_channel_scale: Any = None,
+    rotate_keys: bool = False,
 ) -> PagedCache:
     """Make the arrays of a KV cache for one layer, with no tokens in it.
 
@@ -138,12 +150,17 @@ def empty_cache(
         token_scales: whether codes of 8 bits get scales of each token and KV head, which ``append_kv``
             computes. Without them, pass k_scale and v_scale to the operators. int4 always has them, and
             caches of floats never. Default: True.
+        k_channel_offset: for codes: float32 [num_kv_heads, head_dim], subtracted from keys, as ``append_kv``
+            says; the cache passes it on to the operators. Default: none.
+        k_channel_scale: for codes: likewise, what keys are divided by. Default: none.
+        rotate_keys: for codes: whether keys are rotated. Default: False.
 
     Returns:
         cache: with pages that hold anything (JAX: zeros).
 
     Raises:
-        ValueError: a number below what makes sense, an odd head_dim for int4, an unknown dtype.
+        ValueError: a number below what makes sense, an odd head_dim for int4, an unknown dtype, an offset,
+            scale or rotation of keys for floats.
         TypeError: `like` is not an array of these libraries.
     """
     numbers = {
@@ -164,6 +181,14 @@ def empty_cache(
         raise ValueError(f"empty_cache: head_dim ({head_dim}) must be even for int4, two numbers in a byte")
     if has_int4 and not token_scales:
         raise ValueError("empty_cache: token_scales must be True for int4, whose scales are those of tokens")
+    transform: dict[str, Any] = {
+        "k_channel_offset": k_channel_offset,
+        "k_channel_scale": k_channel_scale,
+        "rotate_keys": rotate_keys,
+    }
+    for name, value in transform.items():
+        if kind in _FLOATS and value is not None and value is not False:
+            raise ValueError(f"empty_cache: {name} belongs to codes of 8 or 4 bits; dtype is {kind}")
     library, make = _maker(like)
 
     def make_views(row: tuple[int, ...], dtype: str) -> Any:
@@ -180,9 +205,9 @@ def empty_cache(
             element, kv_dtype = "uint8", stored
         pages.append(make_views((head_dim // 2 if stored == "int4" else head_dim,), element))
     if kind in _FLOATS or not token_scales:
-        return PagedCache(pages[0], pages[1], kv_dtype=kv_dtype)
+        return PagedCache(pages[0], pages[1], kv_dtype=kv_dtype, **transform)
     scales = [
         make_views((2,), "float16") if stored == "int4" else make_views((), "float32")
         for stored in _KINDS[kind]
     ]
-    return PagedCache(pages[0], pages[1], scales[0], scales[1], kv_dtype)
+    return PagedCache(*pages, *scales, kv_dtype, **transform)

@@ -62,7 +62,7 @@ mlir.register_lowering(_refused_on_cuda, _refuse, platform="cuda")
 
 CACHE = ("k_pages", "v_pages", "k_scales", "v_scales")
 """What a cache is made of; scales only where it has some of each token and head."""
-_STATIC_SCALES = frozenset({"k_scale_array", "v_scale_array"})
+_OF_ALL_TOKENS = frozenset({"k_scale_array", "v_scale_array", "k_channel_offset", "k_channel_scale"})
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ PAGED_ATTENTION = Operator(
     "paged_attention",
     _queries_results,
     _jax_batching.fold_paged_attention,
-    frozenset({*CACHE, "alibi_slopes", *_STATIC_SCALES}),
+    frozenset({*CACHE, "alibi_slopes", *_OF_ALL_TOKENS}),
 )
-APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _STATIC_SCALES)
+APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _OF_ALL_TOKENS)
 COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
 
@@ -169,8 +169,8 @@ def _function(
         axis_size: int, in_batched: list[dict[str, bool]], arrays: _Arrays
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         is_mapped = in_batched[0]
-        # All have the dropout mask that one would have, and one call has one static scale.
-        if dict(options).get("dropout_p") or any(is_mapped.get(name) for name in _STATIC_SCALES):
+        # All have the dropout mask that one would have, and one call has one static scale or transform.
+        if dict(options).get("dropout_p") or any(is_mapped.get(name) for name in _OF_ALL_TOKENS):
             one_call = _function(op, options, return_lse)
             mapped = {name: x for name, x in arrays.items() if is_mapped[name]}
             results = jax.lax.map(lambda one: one_call({**arrays, **one}), mapped)

@@ -67,7 +67,7 @@ def paged_attention(
             with a unit last one.
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys. Any page size
             works; powers of two from 8 up are fast. A head-major cache is passed as a transposed view.
-            On the CPU also codes: int8, float8_e4m3fn or float8_e5m2, or uint8, of which ``kv_dtype`` says
+            Also codes: int8, float8_e4m3fn or float8_e5m2, or uint8, of which ``kv_dtype`` says
             what it holds. int4 has two numbers in a byte: the last axis is head_dim / 2, and the even dim in
             the lower half.
         v_pages: like k_pages: the cache of values; int4 also where k_pages is int8.
@@ -111,6 +111,10 @@ def paged_attention(
         v_scales: likewise for v_pages.
         kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
             of other dtypes.
+        k_channel_offset: what ``append_kv`` has subtracted from the keys of codes: float32
+            [num_kv_heads, head_dim]. Not with softcap. Default: none.
+        k_channel_scale: what it has divided them by, likewise. Queries are multiplied by it. Default: none.
+        rotate_keys: whether it has rotated them. Queries are rotated as well. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.
@@ -145,6 +149,9 @@ def append_kv(
     k_scales: SupportsDLPack | None = None,
     v_scales: SupportsDLPack | None = None,
     kv_dtype: str | None = None,
+    k_channel_offset: SupportsDLPack | None = None,
+    k_channel_scale: SupportsDLPack | None = None,
+    rotate_keys: bool = False,
     stream: Stream | None = None,
 ) -> None:
     """Write each sequence's newest tokens to the end of its pages.
@@ -158,11 +165,11 @@ def append_kv(
         k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
             [total, num_kv_heads, head_dim]. Any strides, with a unit last one; not inside the cache's memory.
         v: like k.
-        k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written. On the
-            CPU also of int8, float8_e4m3fn or float8_e5m2: the nearest code is stored, ties to even; what is
-            too large becomes the largest (int8: 127), NaN stays NaN (int8: 0). Or of uint8, of which
-            ``kv_dtype`` says what it holds; that of int4 has a last axis of head_dim / 2, with the even dim
-            in the lower half of its byte.
+        k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written. Also of
+            int8, float8_e4m3fn or float8_e5m2: the nearest code is stored, ties to even; what is too large
+            becomes the largest (int8: 127), NaN stays NaN (int8: 0). Or of uint8, of which ``kv_dtype`` says
+            what it holds; that of int4 has a last axis of head_dim / 2, with the even dim in the lower half
+            of its byte.
         v_pages: like k_pages: the cache of values; written. int4 also where k_pages is int8. Both may be
             views of one array, as of ``cache.unbind()``, but have no element in common.
         page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
@@ -182,6 +189,14 @@ def append_kv(
         v_scales: likewise for v.
         kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
             of other dtypes.
+        k_channel_offset: for codes: subtracted from k before anything else, which softmax does not see:
+            float32 [num_kv_heads, head_dim], such as the mean of some keys. ``paged_attention`` needs the
+            same. Default: none.
+        k_channel_scale: for codes: what k is divided by then, likewise, greater than 0, such as the largest
+            deviations from the mean. Default: none.
+        rotate_keys: for codes: rotate k then, by a Hadamard matrix over head_dim divided by the square root
+            of its size, so that a channel with large numbers is spread over all. In blocks of the largest
+            power of two that divides head_dim. Default: False.
         stream: a CUDA stream to work on instead of the current one of the framework of k, as for
             ``attention``.
 
@@ -217,7 +232,7 @@ def copy_pages(
     reaches it.
 
     Args:
-        k_pages: float32, float16 or bfloat16, on the CPU also int8, float8_e4m3fn, float8_e5m2 or uint8,
+        k_pages: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 or uint8,
             [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written, unless another one
             is. Any strides, with a unit last one.
         v_pages: like k_pages: the cache of values.

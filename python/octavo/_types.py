@@ -81,6 +81,7 @@ class PagedAttentionScalars(TypedDict, total=False):
     window_left: int
     softcap: float
     kv_dtype: str | None
+    rotate_keys: bool
     num_splits: int | None
     batch_invariant: bool
     shared_prefix_len: int
@@ -96,6 +97,8 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     v_scale: float | SupportsDLPack | None
     k_scales: SupportsDLPack | None
     v_scales: SupportsDLPack | None
+    k_channel_offset: SupportsDLPack | None
+    k_channel_scale: SupportsDLPack | None
 
 
 class Argument(TypedDict):

@@ -40,11 +40,18 @@ if TYPE_CHECKING:
 __all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
 
 
-# JAX would take kv_dtype for an array.
+# JAX would take what is not an array for one.
+_NOT_ARRAYS = ("kv_dtype", "rotate_keys")
+_ARRAYS = tuple(name for name in octavo.PagedCache._fields if name not in _NOT_ARRAYS)
 jax.tree_util.register_pytree_node(
     octavo.PagedCache,
-    lambda cache: (cache[:4], cache.kv_dtype),
-    lambda kv_dtype, arrays: octavo.PagedCache._make([*arrays, kv_dtype]),
+    lambda cache: (
+        tuple(getattr(cache, name) for name in _ARRAYS),
+        tuple(getattr(cache, name) for name in _NOT_ARRAYS),
+    ),
+    lambda others, arrays: octavo.PagedCache(
+        **dict(zip(_ARRAYS, arrays, strict=True)), **dict(zip(_NOT_ARRAYS, others, strict=True))
+    ),
 )
 
 
@@ -63,6 +70,8 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     v_scale: float | ArrayLike | None
     k_scales: ArrayLike | None
     v_scales: ArrayLike | None
+    k_channel_offset: ArrayLike | None
+    k_channel_scale: ArrayLike | None
 
 
 @overload
@@ -194,6 +203,9 @@ def append_kv(
     k_scales: None = None,
     v_scales: None = None,
     kv_dtype: str | None = None,
+    k_channel_offset: ArrayLike | None = None,
+    k_channel_scale: ArrayLike | None = None,
+    rotate_keys: bool = False,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def append_kv(
@@ -210,6 +222,9 @@ def append_kv(
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
     kv_dtype: str | None = None,
+    k_channel_offset: ArrayLike | None = None,
+    k_channel_scale: ArrayLike | None = None,
+    rotate_keys: bool = False,
 ) -> tuple[jax.Array, ...]: ...
 @like(octavo.append_kv)
 def append_kv(
@@ -226,6 +241,9 @@ def append_kv(
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
     kv_dtype: str | None = None,
+    k_channel_offset: ArrayLike | None = None,
+    k_channel_scale: ArrayLike | None = None,
+    rotate_keys: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Write each sequence's newest tokens to the end of its pages: ``octavo.append_kv`` in a JAX program.
 
@@ -249,6 +267,9 @@ def append_kv(
         v_scales: likewise for v.
         kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
             of other dtypes.
+        k_channel_offset: as for ``octavo.append_kv``; may be traced. Default: none.
+        k_channel_scale: likewise. Default: none.
+        rotate_keys: as for ``octavo.append_kv``. Default: False.
 
     Returns:
         k_pages: the cache of keys with the new tokens; in place of the argument where that was given up.
@@ -273,6 +294,9 @@ def append_kv(
         "k_scales": k_scales,
         "v_scales": v_scales,
         "kv_dtype": kv_dtype,
+        "k_channel_offset": k_channel_offset,
+        "k_channel_scale": k_channel_scale,
+        "rotate_keys": rotate_keys,
     }
     return _jax_call.run(_jax_call.APPEND_KV, arguments)
 

@@ -1,6 +1,7 @@
 #include "checks/cache_codes.h"
 #include "checks/check.h"
 #include "checks/checks.h"
+#include "checks/key_transform.h"
 #include "common/score.h"
 #include "cuda/plan.h"
 
@@ -310,8 +311,8 @@ AttentionParams check_attention(const AttentionArgs& args) {
     return p;
 }
 
-AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
-    AttentionParams p{};
+PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
+    PagedAttentionParams p{};
     p.op = "paged_attention";
     p.device = args.q.device;
     p.dtype = args.q.dtype;
@@ -389,6 +390,18 @@ AttentionParams check_paged_attention(const PagedAttentionArgs& args) {
             if (args.lse) check.apart("lse", *args.lse, name, **array);
         }
     }
+    const KeyTransformArguments transform = KeyTransformArguments::of(args);
+    p.key_transform = check_key_transform(check, transform, stored.k, p.num_kv_heads, p.head_dim);
+    for (const auto& [name, array] : transform.arrays()) {
+        if (!*array) continue;
+        check.apart("out", args.out, name, **array);
+        if (args.lse) check.apart("lse", *args.lse, name, **array);
+    }
+    if (transform.offset && args.softcap > 0.0) {
+        fail<ValueError>(p.op, "k_channel_offset cannot go with softcap (", args.softcap,
+                         "), under which scores that are all shifted alike have other weights");
+    }
+    p.query_scale = p.softmax_scale;
     if (!std::isfinite(k_scales.number))
         fail<ValueError>(p.op, "k_scale must be finite; got ", k_scales.number);
     if (!std::isfinite(v_scales.number))

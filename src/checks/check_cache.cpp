@@ -1,6 +1,7 @@
 #include "checks/cache_codes.h"
 #include "checks/check.h"
 #include "checks/checks.h"
+#include "checks/key_transform.h"
 #include "cuda/backend.h"
 
 #include <cmath>
@@ -161,6 +162,15 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
         check, {"v_pages", "v_scale", args.v_scale, args.v_scale_array, "v_scales", args.v_scales}, stored.v,
         args.v_pages);
     check_written_scales(check, args);
+    p.key_transform = check_key_transform(check, KeyTransformArguments::of(args), stored.k, args.k.shape[1],
+                                          args.k.shape[2]);
+    for (const auto& [name, array] : KeyTransformArguments::of(args).arrays()) {
+        if (!*array) continue;
+        check.apart(name, **array, "k_pages", args.k_pages);
+        check.apart(name, **array, "v_pages", args.v_pages);
+        if (args.k_scales) check.apart(name, **array, "k_scales", *args.k_scales);
+        if (args.v_scales) check.apart(name, **array, "v_scales", *args.v_scales);
+    }
     check.index("page_table", args.page_table, 2, "[batch, max_pages]");
     check.index("seq_lens", args.seq_lens, 1, "[batch]");
     const int64_t batch = args.page_table.shape[0], max_pages = args.page_table.shape[1];

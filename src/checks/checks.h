@@ -5,6 +5,7 @@
 #include "params/attention_params.h"
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
+#include "params/paged_attention_params.h"
 
 #include <octavo/attention.h>
 #include <octavo/paged_attention.h>
@@ -15,7 +16,7 @@ namespace octavo {
 
 // Checks read values of arrays on the CPU only. What no CUDA kernel computes is refused for arrays on a GPU.
 AttentionParams check_attention(const AttentionArgs& args);
-AttentionParams check_paged_attention(const PagedAttentionArgs& args);
+PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args);
 AppendKvParams check_append_kv(const AppendKvArgs& args);
 CopyPagesParams check_copy_pages(const CopyPagesArgs& args);
 MergeStatesParams check_merge_states(const MergeStatesArgs& args);

@@ -13,34 +13,12 @@
 
 #include "common/float16.h"
 #include "common/float8.h"
+#include "common/rounded.h"
 
 #include <cmath>
 #include <cstdint>
 
 namespace octavo {
-
-// The operations that a compiler must not fuse, contract or approximate.
-OCTAVO_HD float rounded_product(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fmul_rn(a, b);
-#else
-    return a * b;  // no sum follows any of these products
-#endif
-}
-OCTAVO_HD float rounded_difference(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fsub_rn(a, b);
-#else
-    return a - b;
-#endif
-}
-OCTAVO_HD float rounded_quotient(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fdiv_rn(a, b);
-#else
-    return a / b;
-#endif
-}
 
 // To nearest, ties to even.
 OCTAVO_HD float rounded_integer(float x) {

@@ -4,6 +4,7 @@
 #include "params/attention_params.h"
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
+#include "params/paged_attention_params.h"
 
 #include <octavo/explain.h>
 
@@ -11,6 +12,7 @@ namespace octavo::cpu {
 
 void attention(const AttentionParams& params);
 void shared_prefix_attention(const AttentionParams& params);  // for a shared_prefix_len above 0
+void paged_attention(const PagedAttentionParams& params);
 void append_kv(const AppendKvParams& params);
 void copy_pages(const CopyPagesParams& params);
 void merge_states(const MergeStatesParams& params);

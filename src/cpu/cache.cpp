@@ -1,10 +1,12 @@
 // What writes a paged cache on the CPU.
 #include "cpu/backend.h"
+#include "cpu/key_transform.h"
 #include "cpu/thread_pool.h"
 #include "cpu/with_type.h"
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace octavo::cpu {
 namespace {
@@ -69,6 +71,7 @@ struct Rows {
     int64_t page_stride, slot_stride, head_stride;
     float scale;
     CacheScales static_scales, scales;
+    KeyTransform transform;
 
     void append(const AppendKvParams& p, int64_t token, int64_t page, int32_t slot) const {
         for (int32_t h = 0; h < p.num_kv_heads; ++h) {
@@ -76,13 +79,23 @@ struct Rows {
             Stored* to = pages + page * page_stride + slot * slot_stride + h * head_stride;
             if constexpr (!kIsCode<Stored>) {
                 store_scaled(row, to, p.head_dim, scale);
-            } else if (scales.data) {
-                store_row(row, to, p.head_dim, scales.word(page, slot, h));
+            } else if (transform.is_identity()) {
+                store(row, to, p.head_dim, page, slot, h);
             } else {
-                const float own = static_scales.data ? float_of_bits(static_scales.word(0, 0, h)) : scale;
-                store_codes(row, to, p.head_dim, CodeScale::of(own));
+                thread_local std::vector<float> transformed;
+                transformed.resize(p.head_dim);
+                transform_row(transform, row, p.head_dim, h, KeyTransformSide::key, transformed.data());
+                store(transformed.data(), to, p.head_dim, page, slot, h);
             }
         }
+    }
+
+  private:
+    template <class Number>
+    void store(const Number* row, Stored* to, int32_t n, int64_t page, int32_t slot, int32_t head) const {
+        if (scales.data) return store_row(row, to, n, scales.word(page, slot, head));
+        const float own = static_scales.data ? float_of_bits(static_scales.word(0, 0, head)) : scale;
+        store_codes(row, to, n, CodeScale::of(own));
     }
 };
 
@@ -97,7 +110,8 @@ void append_typed(const AppendKvParams& p) {
                                 p.k_pages_head_stride,
                                 p.k_scale,
                                 p.k_static_scales,
-                                p.k_scales};
+                                p.k_scales,
+                                p.key_transform};
     const Rows<T, StoredV> values{static_cast<const T*>(p.v),
                                   p.v_token_stride,
                                   p.v_head_stride,
@@ -107,7 +121,8 @@ void append_typed(const AppendKvParams& p) {
                                   p.v_pages_head_stride,
                                   p.v_scale,
                                   p.v_static_scales,
-                                  p.v_scales};
+                                  p.v_scales,
+                                  {}};
     auto append_token = [&](int32_t b, int64_t token, int32_t position) {
         const int64_t page = p.page_table[b * p.page_table_stride + position / p.page_size];
         const int32_t slot = position % p.page_size;

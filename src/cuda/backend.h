@@ -7,6 +7,7 @@
 #include "params/attention_params.h"
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
+#include "params/paged_attention_params.h"
 
 #include <octavo/build_info.h>
 #include <octavo/explain.h>
@@ -19,12 +20,14 @@
 namespace octavo::cuda {
 
 void attention(const AttentionParams& params, void* stream);
+void paged_attention(const PagedAttentionParams& params, void* stream);
 void append_kv(const AppendKvParams& params, void* stream);
 void copy_pages(const CopyPagesParams& params, void* stream);
 void merge_states(const MergeStatesParams& params, void* stream);
 
 // What each would run on a GPU, which need not be one of this machine.
 Explanation explain(const AttentionParams& params, const Gpu& gpu);
+Explanation explain(const PagedAttentionParams& params, const Gpu& gpu);
 Explanation explain(const AppendKvParams& params, const Gpu& gpu);
 Explanation explain(const CopyPagesParams& params, const Gpu& gpu);
 Explanation explain(const MergeStatesParams& params, const Gpu& gpu);

@@ -18,6 +18,9 @@ namespace octavo::cuda {
 // The types that attention has kernels for, in every instance that there is.
 constexpr DType kAttentionTypes[] = {DType::bfloat16, DType::float16};
 
+// Stands for workspace, as far as plans look at addresses: a multiple of 256 bytes with room below it.
+inline void* const kSomeWorkspace = reinterpret_cast<void*>(uintptr_t{1} << 46);
+
 struct Grid {
     int64_t x = 1, y = 1, z = 1;
 

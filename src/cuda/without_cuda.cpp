@@ -16,6 +16,7 @@ constexpr const char* kWhy =
 }  // namespace
 
 void attention(const AttentionParams&, void*) { refuse(); }
+void paged_attention(const PagedAttentionParams&, void*) { refuse(); }
 void append_kv(const AppendKvParams&, void*) { refuse(); }
 void copy_pages(const CopyPagesParams&, void*) { refuse(); }
 void merge_states(const MergeStatesParams&, void*) { refuse(); }

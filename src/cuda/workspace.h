@@ -16,8 +16,9 @@ struct PersistentWorkspace {
 };
 
 // Every user has memory of its own: attention with a shared prefix keeps what it has while kernels that it
-// launches use theirs, and the kernel behind the prefix may run beside the one over it.
-enum class WorkspaceUser { kernel, shared_prefix, behind_prefix, tickets };
+// launches use theirs, and so do transformed queries; the kernel behind the prefix may run beside the one
+// over it.
+enum class WorkspaceUser { kernel, shared_prefix, behind_prefix, tickets, transformed_queries };
 
 // At least so many bytes and counters, for launches on `stream` of the current device only: launches on one
 // stream never overlap. While the stream is being captured, for that capture only, since its graph may run on

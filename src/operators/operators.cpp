@@ -33,7 +33,8 @@ void attention(const AttentionArgs& args) {
 }
 
 void paged_attention(const PagedAttentionArgs& args) {
-    run("paged_attention", check_paged_attention(args), args.stream, cpu::attention, cuda::attention);
+    run("paged_attention", check_paged_attention(args), args.stream, cpu::paged_attention,
+        cuda::paged_attention);
 }
 
 void append_kv(const AppendKvArgs& args) {

@@ -174,6 +174,9 @@ struct PagedAttention {
         scalar("kv_dtype", &Args::kv_dtype, &CArgs::kv_dtype, -1),
         input_in_place_of<Accept::float32>("k_scale", "k_scale_array", &Args::k_scale_array, &CArgs::k_scale_array),
         input_in_place_of<Accept::float32>("v_scale", "v_scale_array", &Args::v_scale_array, &CArgs::v_scale_array),
+        input<Accept::float32>("k_channel_offset", &Args::k_channel_offset, &CArgs::k_channel_offset),
+        input<Accept::float32>("k_channel_scale", &Args::k_channel_scale, &CArgs::k_channel_scale),
+        scalar("rotate_keys", &Args::rotate_keys, &CArgs::rotate_keys),
         result("out", &Args::out, &CArgs::out),
         result<Accept::float32>("lse", &Args::lse, &CArgs::lse));
 };
@@ -198,7 +201,10 @@ struct AppendKv {
         written<Accept::scales>("v_scales", &Args::v_scales, &CArgs::v_scales),
         scalar("kv_dtype", &Args::kv_dtype, &CArgs::kv_dtype, -1),
         input_in_place_of<Accept::float32>("k_scale", "k_scale_array", &Args::k_scale_array, &CArgs::k_scale_array),
-        input_in_place_of<Accept::float32>("v_scale", "v_scale_array", &Args::v_scale_array, &CArgs::v_scale_array));
+        input_in_place_of<Accept::float32>("v_scale", "v_scale_array", &Args::v_scale_array, &CArgs::v_scale_array),
+        input<Accept::float32>("k_channel_offset", &Args::k_channel_offset, &CArgs::k_channel_offset),
+        input<Accept::float32>("k_channel_scale", &Args::k_channel_scale, &CArgs::k_channel_scale),
+        scalar("rotate_keys", &Args::rotate_keys, &CArgs::rotate_keys));
 };
 
 // Writes to the second cache where it is given, and to the first one otherwise.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "params/cache_scales.h"
+#include "params/key_transform.h"
 
 #include <octavo/tensor.h>
 
@@ -32,6 +33,7 @@ struct AppendKvParams {
     float k_scale, v_scale;                        // what is stored is the value divided by its scale
     CacheScales k_static_scales, v_static_scales;  // the same in memory
     CacheScales k_scales, v_scales;                // that are written: of each token and KV head, its own
+    KeyTransform key_transform;                    // before keys become codes
 };
 
 struct CopyPagesParams {

@@ -183,12 +183,12 @@ def test_summary(rows: list[Row]) -> None:
 
 def test_table(rows: list[Row]) -> None:
     assert format_row(rows[0]) == (
-        "| seed_seq128 | 1 x 128 | 32/32 | 128, float16 | 2.1 | 4.0 | 4.5 | 8.8 | 5.0 | 3.7 | 4.2 "
+        "| seed_seq128 | 1 x 128 | 32/32 | 128, float16 | 2.1 | 4.0 | 4.5 | 8.8 | 5.0 |  | 3.7 | 4.2 "
         "| 0.94 | 0.80 | 1.08 | 0.53 |"
     )
     assert format_row(rows[4]) == (
         "| 8b_fp8_b1_s8192 | 1 x 8192 | 32/8 | 128, bfloat16, KV float8_e4m3fn | 16.8 "
-        "|  |  | 17.9 |  | 8.5 | 9.8 |  |  |  |  |"
+        "|  |  | 17.9 |  |  | 8.5 | 9.8 |  |  |  |  |"
     )
     assert "pure read 3.05 TB/s, 8192^3 bfloat16 product 787 TFLOP/s" in format_machine(MACHINE)
 

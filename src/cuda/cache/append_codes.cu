@@ -6,42 +6,12 @@
 #include "cuda/cache/new_token.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"
+#include "cuda/row_in_registers.cuh"
 #include "cuda/rows.cuh"
 #include "params/attention_params.h"
 
 namespace octavo::cuda {
 namespace {
-
-constexpr int kLanes = 32, kPairs = kMaxHeadDim / 2 / kLanes;  // of neighbouring numbers, of each lane
-
-// Of one token and KV head: lane l has numbers 2 l and 2 l + 1, then 64 further, and so on.
-struct Row {
-    float x[kPairs][2];
-
-    // Calls body(number, index) with each place for one of this lane's numbers that is before `head_dim`.
-    template <class Numbers, class Body>
-    __device__ static void for_each(Numbers& x, int32_t head_dim, Body body) {
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int32_t d = 2 * (i * kLanes + static_cast<int32_t>(threadIdx.x % kLanes)) + j;
-                if (d < head_dim) body(x[i][j], d);
-            }
-        }
-    }
-    template <class Body>
-    __device__ void for_each(int32_t head_dim, Body body) const {
-        for_each(x, head_dim, body);
-    }
-};
-
-template <class T>
-__device__ __forceinline__ Row load_row(const T* from, int32_t head_dim) {
-    Row row{};
-    Row::for_each(row.x, head_dim, [&](float& x, int32_t d) { x = to_float(from[d]); });
-    return row;
-}
 
 // Where the row goes, and its scales: static ones, or a word that is written.
 struct Target {
@@ -63,7 +33,7 @@ __device__ __forceinline__ void store_int4(const Row& row, int32_t head_dim, con
     });
     const CodeScale scale =
         int4_scale_of_row(__reduce_min_sync(~0u, smallest), __reduce_max_sync(~0u, largest));
-    if (threadIdx.x % kLanes == 0) *to.word = int4_word(scale);
+    if (threadIdx.x % 32 == 0) *to.word = int4_word(scale);
     uint32_t even = 0;
     row.for_each(head_dim, [&](float x, int32_t d) {
         const uint32_t code = to_int4(scale.above_minimum(x));
@@ -79,7 +49,7 @@ __device__ __forceinline__ void store_codes(const Row& row, int32_t head_dim, co
         uint32_t absmax = 0;
         row.for_each(head_dim, [&](float x, int32_t) { absmax = max(absmax, size_bits(x)); });
         scale = code_scale_of_row(__reduce_max_sync(~0u, absmax), largest_of(to.dtype));
-        if (threadIdx.x % kLanes == 0) *to.word = bits_of_float(scale.scale);
+        if (threadIdx.x % 32 == 0) *to.word = bits_of_float(scale.scale);
     }
     row.for_each(head_dim, [&](float x, int32_t d) {
         const float scaled = scale(x);
@@ -106,12 +76,14 @@ __global__ void append_codes_kernel(const __grid_constant__ AppendKvParams p, Fa
     ptx::wait_for_previous_grid();
     const int64_t row = warp_row(), token = row / p.num_kv_heads, head = row % p.num_kv_heads;
     if (token >= p.total) return;
-    const Row k =
+    Row k =
         load_row(static_cast<const T*>(p.k) + token * p.k_token_stride + head * p.k_head_stride, p.head_dim);
     const Row v =
         load_row(static_cast<const T*>(p.v) + token * p.v_token_stride + head * p.v_head_stride, p.head_dim);
     const Place place = find_place(p, page_size, token);
     if (!place.exists) return;
+    k.for_each(p.head_dim, [&](float& x, int32_t d) { x = p.key_transform.of_key(x, head, d); });
+    if (p.key_transform.rotates) k.rotate(p.head_dim);
     auto* const k_codes = static_cast<uint8_t*>(p.k_pages) + place.page * p.k_page_stride +
                           place.slot * p.k_slot_stride + head * p.k_pages_head_stride;
     auto* const v_codes = static_cast<uint8_t*>(p.v_pages) + place.page * p.v_page_stride +

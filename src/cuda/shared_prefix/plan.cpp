@@ -10,9 +10,6 @@
 namespace octavo::cuda {
 namespace {
 
-// Stands for the workspace, as far as plans look at addresses: a multiple of 256 bytes with room below it.
-void* const kSomeWorkspace = reinterpret_cast<void*>(uintptr_t{1} << 46);
-
 // The keys of one run, whole pages: as many runs as give the SMs a tile of rows each, of some length.
 int32_t choose_run_len(const AttentionParams& p, const Gpu& gpu) {
     constexpr int64_t kTileRows = 128, kMinKeys = 256;

@@ -1,0 +1,35 @@
+#include "cuda/key_transform/plan.h"
+
+#include "cuda/backend.h"
+#include "cuda/warp_rows.h"
+
+namespace octavo::cuda {
+
+KeyTransformPlan plan_key_transform(const PagedAttentionParams& p) {
+    constexpr int64_t kAlignment = 256;  // of the shifts behind the queries
+    KeyTransformPlan plan{};
+    plan.dtype = p.dtype;
+    plan.num_rows = p.total_q * p.num_q_heads;
+    plan.shifts_lse = p.shifts_lse();
+    plan.query_bytes = ceil_divide(plan.num_rows * p.head_dim * size_of(p.dtype), kAlignment) * kAlignment;
+    plan.shift_bytes = plan.shifts_lse ? plan.num_rows * int64_t{sizeof(float)} : 0;
+    return plan;
+}
+
+Explanation describe(const KeyTransformPlan& plan) {
+    Explanation text = describe_warp_rows("transform_queries_kernel", plan.dtype, plan.num_rows, "row");
+    if (plan.shifts_lse) text.summary += "; shift_lse_kernel behind the attention";
+    text.file = "src/cuda/key_transform/transform_queries.cu";
+    text.plan.emplace_back("shifts_lse", plan.shifts_lse);
+    return text;
+}
+
+Explanation explain(const PagedAttentionParams& p, const Gpu& gpu) {
+    if (p.key_transform.is_identity()) return explain(static_cast<const AttentionParams&>(p), gpu);
+    Explanation text = explain(p.with_queries(kSomeWorkspace), gpu);
+    const Explanation around = describe(plan_key_transform(p));
+    text.summary += "; before it, " + around.kernel + ": " + around.summary;
+    return text;
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,25 @@
+// What paged_attention does around its kernels where keys were transformed before they became codes.
+#pragma once
+
+#include "cuda/plan.h"
+#include "params/paged_attention_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+struct KeyTransformPlan {
+    DType dtype;
+    int64_t num_rows;     // queries of one head, which transform_queries_kernel writes to workspace
+    bool shifts_lse;      // and shift_lse_kernel ends with
+    int64_t query_bytes;  // of workspace, and of what the LSE is shifted by
+    int64_t shift_bytes;
+
+    int64_t workspace_bytes() const { return query_bytes + shift_bytes; }
+};
+
+KeyTransformPlan plan_key_transform(const PagedAttentionParams& params);
+
+Explanation describe(const KeyTransformPlan& plan);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,44 @@
+// What is done to keys before they become codes, and to queries, so that scores stay what they were. For a
+// key k and a query q of one KV head:
+//
+//   stored key   k' = H ((k - offset) / scale)
+//   its query    q' = H (q * scale)
+//   q . k = q' . k' + q . offset
+//
+// with the rotation H of common/hadamard.h, or without. The last term is the same for all keys of a query, so
+// that softmax does not see it, but the log-sum-exp does. The offset and the scale of each channel are what
+// KIVI (Liu et al. 2024, arXiv:2402.02750) found that keys need and values do not.
+#pragma once
+
+#include "common/hadamard.h"
+
+#include <cstdint>
+
+namespace octavo {
+
+struct KeyTransform {
+    const float* offset;  // [num_kv_heads, head_dim]; null: zeros
+    const float* scale;   // [num_kv_heads, head_dim]; null: ones
+    int64_t offset_head_stride, scale_head_stride;
+    bool rotates;
+
+    OCTAVO_HD bool is_identity() const { return !offset && !scale && !rotates; }
+    OCTAVO_HD float offset_at(int64_t kv_head, int32_t dim) const {
+        return offset[kv_head * offset_head_stride + dim];
+    }
+    OCTAVO_HD float scale_at(int64_t kv_head, int32_t dim) const {
+        return scale[kv_head * scale_head_stride + dim];
+    }
+
+    // One number of a key, or of a query, before the rotation.
+    OCTAVO_HD float of_key(float x, int64_t kv_head, int32_t dim) const {
+        if (offset) x = rounded_difference(x, offset_at(kv_head, dim));
+        if (scale) x = rounded_product(x, rounded_quotient(1.0f, scale_at(kv_head, dim)));
+        return x;
+    }
+    OCTAVO_HD float of_query(float x, int64_t kv_head, int32_t dim) const {
+        return scale ? rounded_product(x, scale_at(kv_head, dim)) : x;
+    }
+};
+
+}  // namespace octavo
