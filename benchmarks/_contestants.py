@@ -256,6 +256,74 @@ class FlashInfer(Contestant):
         return lambda: wrapper.run(inputs.q, cache, out=inputs.out, lse=lse, return_lse=case.return_lse)
 
 
+class Xqa(Contestant):
+    """TensorRT-LLM's kernel for caches of fp8, in FlashInfer: on Hopper its queries are of fp8 too."""
+
+    name = "flashinfer_xqa"
+    workspace_bytes = 256 << 20
+    num_semaphores = 1 << 20
+    page_sizes = (16, 32, 64, 128)
+
+    def __init__(self) -> None:
+        from flashinfer.xqa import get_xqa_module, xqa
+
+        self.get_module, self.xqa = get_xqa_module, xqa
+        self.workspace = torch.zeros(self.workspace_bytes, dtype=torch.uint8, device="cuda")
+        self.semaphores = torch.zeros(self.num_semaphores, dtype=torch.uint32, device="cuda")
+
+    def tolerance(self, case: Case) -> float:  # noqa: ARG002
+        return TOLERANCE_FP8_PRODUCTS
+
+    def _why_not(self, case: Case) -> str:
+        if case.cache_dtype != "float8_e4m3fn" or case.kv_dtype in TOKEN_SCALES:
+            return "fp8 with one scale only"
+        if not case.is_decode:
+            return "one query token only"
+        if case.page_size not in self.page_sizes:
+            return f"takes pages of {self.page_sizes}"
+        is_plain = case.window_left < 0 and case.softcap == 0 and not case.alibi and not case.return_lse
+        return "" if is_plain else "no masks, biases and LSE"
+
+    def compilations(self, cases: Sequence[Case]) -> list[Callable[[], object]]:
+        kinds = {
+            (c.dtype, c.page_size, c.head_dim, c.num_q_heads // c.num_kv_heads)
+            for c in cases
+            if not self._why_not(c)
+        }
+        return [
+            partial(
+                self.get_module,
+                getattr(torch, dtype),
+                torch.float8_e4m3fn,
+                page_size,
+                head_dim,
+                group_size,
+                False,
+                getattr(torch, dtype),
+                1,
+            )
+            for dtype, page_size, head_dim, group_size in sorted(kinds)
+        ]
+
+    def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+        if why_not := self._why_not(case):
+            raise UnsupportedError(why_not)
+        assert inputs.page_table is not None and inputs.seq_lens is not None
+        return partial(
+            self.xqa,
+            inputs.q[:, None],
+            inputs.k,
+            inputs.v,
+            inputs.page_table,
+            inputs.seq_lens.view(torch.uint32)[:, None],
+            inputs.out[:, None],
+            self.workspace,
+            self.semaphores,
+            case.num_kv_heads,
+            case.page_size,
+        )
+
+
 def _importable(makers: dict[str, Callable[[], Contestant]]) -> list[Contestant]:
     """Those that can be made; says why of the others."""
     found = []
@@ -273,6 +341,7 @@ def decode_contestants(flashinfer: bool) -> list[Contestant]:
     if flashinfer:
         peers["FlashInfer, CUDA cores"] = lambda: FlashInfer(use_tensor_cores=False)
         peers["FlashInfer, tensor cores"] = lambda: FlashInfer(use_tensor_cores=True)
+        peers["XQA"] = Xqa
     return [Octavo(), BatchInvariantOctavo(), *_importable(peers)]
 
 

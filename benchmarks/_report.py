@@ -15,7 +15,11 @@ from support.case import Case
 OCTAVO = "octavo"
 INVARIANT = "octavo_batch_invariant"
 # Columns of the table, and the contestants of which each shows the fastest.
-PEERS = {"FA3": ("fa3",), "FlashInfer": ("flashinfer_cuda_cores", "flashinfer_tensor_cores")}
+PEERS = {
+    "FA3": ("fa3",),
+    "FlashInfer": ("flashinfer_cuda_cores", "flashinfer_tensor_cores"),
+    "XQA": ("flashinfer_xqa",),
+}
 LAUNCH_US = 3.0
 DERIVED = ("floor_us", "best_peer_us", "goal_us")  # properties of a Row that its JSON has too
 
