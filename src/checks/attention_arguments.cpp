@@ -1,0 +1,233 @@
+#include "checks/attention_arguments.h"
+
+#include "checks/cache_codes.h"
+#include "common/score.h"
+
+#include <octavo/attention.h>
+#include <octavo/paged_attention.h>
+
+#include <cmath>
+
+namespace octavo {
+namespace {
+
+int32_t check_window(const char* op, const char* name, int64_t window) {
+    if (window < -1) fail<ValueError>(op, name, " must be -1 (unbounded) or at least 0; got ", window);
+    return window > kMaxLength ? -1 : static_cast<int32_t>(window);
+}
+
+// What to say where the heads would fit if they were axis 1, as in PyTorch's own attention.
+const char* swapped_axes_hint(const TensorView& q, const TensorView& k) {
+    // Axis 1: of dense q the tokens, of paged q the heads. Packed k has three axes.
+    if (k.ndim != 4 || k.shape[1] < 1 || q.shape[1] < 2 || q.shape[1] % k.shape[1] != 0) return "";
+    const bool is_dense = q.ndim == 4;
+    return is_dense ? "; are heads and tokens in the right order? q, k and v are [batch, seqlen, heads, "
+                      "head_dim]: otherwise swap their axes 1 and 2"
+                    : "; are heads and slots in the right order? k_pages and v_pages are [num_pages, "
+                      "page_size, num_kv_heads, head_dim]: otherwise swap their axes 1 and 2";
+}
+
+// Dropout's arguments; `p` has its out_scale already.
+template <class Args>
+void set_dropout(AttentionParams& p, const Args& args) {
+    if (!(args.dropout_p >= 0.0 && args.dropout_p < 1.0)) {
+        fail<ValueError>(p.op, "dropout_p must lie in [0, 1); got ", args.dropout_p);
+    }
+    if (args.dropout_seed && *args.dropout_seed < 0)
+        fail<ValueError>(p.op, "dropout_seed must be at least 0; got ", *args.dropout_seed);
+    if (args.dropout_offset < 0)
+        fail<ValueError>(p.op, "dropout_offset must be at least 0; got ", args.dropout_offset);
+    if (args.dropout_p == 0.0) return;
+    if (!args.dropout_seed)
+        fail<ValueError>(p.op, "dropout_p (", args.dropout_p, ") needs a dropout_seed; got none");
+    p.dropout = Dropout::make(args.dropout_p, static_cast<uint64_t>(*args.dropout_seed),
+                              static_cast<uint64_t>(args.dropout_offset));
+    p.out_scale *= static_cast<float>(1.0 / (1.0 - args.dropout_p));
+}
+
+}  // namespace
+
+Layout dense_or_packed_q(bool packed) {
+    return packed ? Layout{3, "[total_q, num_q_heads, head_dim]"}
+                  : Layout{4, "[batch, seqlen_q, num_q_heads, head_dim]"};
+}
+
+Layout dense_or_packed_k(bool packed) {
+    return packed ? Layout{3, "[total_k, num_kv_heads, head_dim]"}
+                  : Layout{4, "[batch, seqlen_k, num_kv_heads, head_dim]"};
+}
+
+RowStrides row_strides(const TensorView& t, const Layout& layout) {
+    const int token_axis = layout.ndim == 4 ? 1 : 0;
+    // Axis 0 without a batch axis: one token a sequence, or packed tokens, whose batch stride nobody uses.
+    return {stride_of(t, 0), stride_of(t, token_axis), stride_of(t, token_axis + 1)};
+}
+
+void set_heads(const Checker& check, AttentionParams& p, const char* k_name, const TensorView& q,
+               const TensorView& k) {
+    const int64_t num_q_heads = q.shape[q.ndim - 2], num_kv_heads = k.shape[k.ndim - 2];
+    const int64_t head_dim = q.shape[q.ndim - 1];
+    check.equal("head_dim", k_name, numbers_in(p.k_dtype, k.shape[k.ndim - 1]), "q", head_dim);
+    if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
+        fail<ValueError>(check.op(), "head_dim (", head_dim, ") must be a multiple of 8 from 8 to ",
+                         kMaxHeadDim);
+    }
+    if (num_kv_heads < 1)
+        fail<ValueError>(check.op(), "num_kv_heads (", num_kv_heads, ") must be at least 1");
+    if (num_q_heads < 1) fail<ValueError>(check.op(), "num_q_heads (", num_q_heads, ") must be at least 1");
+    if (num_q_heads % num_kv_heads != 0) {
+        fail<ValueError>(check.op(), "num_q_heads (", num_q_heads, ") must be a multiple of num_kv_heads (",
+                         num_kv_heads, ")", swapped_axes_hint(q, k));
+    }
+    check.length("num_q_heads", num_q_heads);
+    p.num_q_heads = static_cast<int32_t>(num_q_heads);
+    p.num_kv_heads = static_cast<int32_t>(num_kv_heads);
+    p.head_dim = static_cast<int32_t>(head_dim);
+}
+
+int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<int64_t> bound,
+                         int64_t total) {
+    if (!bound) return static_cast<int32_t>(total);
+    check.length(name, *bound);
+    return static_cast<int32_t>(*bound < total ? *bound : total);
+}
+
+const int32_t* set_cu_seqlens(const Checker& check, const char* name, const TensorView& cu_seqlens,
+                              int64_t batch, int64_t total, const char* max_name, int64_t max_seqlen) {
+    check.index(name, cu_seqlens, 1, "[batch + 1]");
+    if (cu_seqlens.shape[0] != batch + 1) {
+        fail<ValueError>(check.op(), name, " must have batch + 1 = ", batch + 1, " entries; got ",
+                         cu_seqlens.shape[0]);
+    }
+    const auto* values = static_cast<const int32_t*>(cu_seqlens.data);
+    if (cu_seqlens.device.type == DeviceType::cpu) {
+        check_cu_seqlens(check.op(), name, values, batch, total);
+        for (int64_t b = 0; b < batch; ++b) {
+            if (values[b + 1] - values[b] > max_seqlen) {
+                fail<ValueError>(check.op(), max_name, " (", max_seqlen,
+                                 ") must be at least every length in ", name, "; sequence ", b, " has ",
+                                 values[b + 1] - values[b]);
+            }
+        }
+    }
+    return values;
+}
+
+template <class Args>
+void set_dense_or_packed(const Checker& check, AttentionParams& p, const Args& args) {
+    const bool packed = args.cu_seqlens_q.has_value();
+    if (packed != args.cu_seqlens_k.has_value()) {
+        fail<ValueError>(p.op, "cu_seqlens_q and cu_seqlens_k must be given together; only cu_seqlens_",
+                         packed ? "q" : "k", " was");
+    }
+    const Layout q_layout = dense_or_packed_q(packed), k_layout = dense_or_packed_k(packed);
+    const int ndim = k_layout.ndim;
+    check.float_dtype("q", args.q);
+    check.data("q", args.q, q_layout.ndim, q_layout.axes);
+    check.data("k", args.k, ndim, k_layout.axes);
+    check.data("v", args.v, ndim, k_layout.axes);
+    check.dtype("k", args.k, args.q.dtype, " like q");
+    check.dtype("v", args.v, args.q.dtype, " like q");
+    p.k_dtype = p.v_dtype = args.k.dtype;
+    check.same_shape("v", args.v, "k", args.k);
+    set_heads(check, p, "k", args.q, args.k);
+
+    p.k = args.k.data;
+    p.v = args.v.data;
+    p.k_outer_stride = stride_of(args.k, 0);
+    p.v_outer_stride = stride_of(args.v, 0);
+    p.k_token_stride = stride_of(args.k, ndim - 3);
+    p.v_token_stride = stride_of(args.v, ndim - 3);
+    p.k_head_stride = stride_of(args.k, ndim - 2);
+    p.v_head_stride = stride_of(args.v, ndim - 2);
+    if (packed) {
+        const int64_t batch = args.cu_seqlens_q->ndim == 1 ? args.cu_seqlens_q->shape[0] - 1 : 0;
+        if (batch < 0) fail<ValueError>(p.op, "cu_seqlens_q must have batch + 1 entries, at least 1; got 0");
+        check.length("total_q", args.q.shape[0]);
+        check.length("total_k", args.k.shape[0]);
+        check.length("batch", batch);
+        p.batch = static_cast<int32_t>(batch);
+        p.total_q = args.q.shape[0];
+        p.seqlen_q = check_max_seqlen(check, "max_seqlen_q", args.max_seqlen_q, p.total_q);
+        p.seqlen_k = check_max_seqlen(check, "max_seqlen_k", args.max_seqlen_k, args.k.shape[0]);
+        p.cu_seqlens_q = set_cu_seqlens(check, "cu_seqlens_q", *args.cu_seqlens_q, batch, p.total_q,
+                                        "max_seqlen_q", p.seqlen_q);
+        p.cu_seqlens_k = set_cu_seqlens(check, "cu_seqlens_k", *args.cu_seqlens_k, batch, args.k.shape[0],
+                                        "max_seqlen_k", p.seqlen_k);
+    } else {
+        if (args.max_seqlen_q || args.max_seqlen_k) {
+            fail<ValueError>(p.op, "max_seqlen_", args.max_seqlen_q ? "q" : "k",
+                             " belongs to packed arrays; give cu_seqlens_q and cu_seqlens_k too");
+        }
+        check.equal("batch", "k", args.k.shape[0], "q", args.q.shape[0]);
+        check.length("batch", args.q.shape[0]);
+        check.length("seqlen_q", args.q.shape[1]);
+        check.length("seqlen_k", args.k.shape[1]);
+        p.batch = static_cast<int32_t>(args.q.shape[0]);
+        p.seqlen_q = static_cast<int32_t>(args.q.shape[1]);
+        p.seqlen_k = static_cast<int32_t>(args.k.shape[1]);
+        p.total_q = args.q.shape[0] * args.q.shape[1];
+    }
+}
+
+template <class Args>
+void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
+    const char* op = check.op();
+    if (args.prefix_lens) {
+        check.index("prefix_lens", *args.prefix_lens, 1, "[batch]");
+        check.equal("batch", "prefix_lens", args.prefix_lens->shape[0], "q", p.batch);
+        p.prefix_lens = static_cast<const int32_t*>(args.prefix_lens->data);
+        if (p.device.type == DeviceType::cpu) {
+            for (int32_t b = 0; b < p.batch; ++b) {
+                if (p.prefix_lens[b] < 0) {
+                    fail<ValueError>(op, "prefix_lens[", b, "] must be at least 0; got ", p.prefix_lens[b]);
+                }
+            }
+        }
+    }
+    if (args.alibi_slopes) {
+        const TensorView& slopes = *args.alibi_slopes;
+        check.dtype("alibi_slopes", slopes, DType::float32, "");
+        const bool per_batch = slopes.ndim == 2;
+        check.data("alibi_slopes", slopes, per_batch ? 2 : 1, "[num_q_heads] or [batch, num_q_heads]");
+        check.equal("num_q_heads", "alibi_slopes", slopes.shape[slopes.ndim - 1], "q", p.num_q_heads);
+        if (per_batch) check.equal("batch", "alibi_slopes", slopes.shape[0], "q", p.batch);
+        p.alibi_slopes = static_cast<const float*>(slopes.data);
+        p.alibi_batch_stride = per_batch ? stride_of(slopes, 0) : 0;
+    }
+
+    const double scale = args.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+    if (!std::isfinite(scale)) fail<ValueError>(op, "softmax_scale must be finite; got ", scale);
+    if (!(args.softcap >= 0.0) || !std::isfinite(args.softcap)) {
+        fail<ValueError>(op, "softcap must be 0 (none) or positive; got ", args.softcap);
+    }
+    p.softmax_scale = static_cast<float>(scale);
+    p.softcap = static_cast<float>(args.softcap);
+    p.window_left = check_window(op, "window_left", args.window_left);
+    p.window_right = args.causal ? 0 : -1;
+    p.out_scale = 1.0f;
+}
+
+void check_score(const AttentionParams& p, const char* scale_name, double softcap) {
+    const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
+    if (std::isfinite(transform.inner) && std::isfinite(transform.outer) &&
+        transform.has_softcap == (softcap > 0.0))
+        return;
+    fail<ValueError>(p.op, scale_name, " (", p.softmax_scale, ") and softcap (", softcap,
+                     ") must neither overflow nor vanish in float32");
+}
+
+template <class Args>
+void set_window_right_and_dropout(const Checker& check, AttentionParams& p, const Args& args) {
+    const int32_t window_right = check_window(check.op(), "window_right", args.window_right);
+    if (!args.causal) p.window_right = window_right;
+    check_score(p, "softmax_scale", args.softcap);
+    set_dropout(p, args);
+}
+
+template void set_dense_or_packed(const Checker&, AttentionParams&, const AttentionArgs&);
+template void set_masks(const Checker&, AttentionParams&, const AttentionArgs&);
+template void set_masks(const Checker&, AttentionParams&, const PagedAttentionArgs&);
+template void set_window_right_and_dropout(const Checker&, AttentionParams&, const AttentionArgs&);
+
+}  // namespace octavo
