@@ -73,5 +73,4 @@ def explain(operator: str, /, *args: object, device: str | None = None, **kwargs
         refuse_call(inspect.unwrap(_OPERATORS[operator]), given)
         raise TypeError(f"{operator}: {error}") from None
     arguments.pop("stream", None)
-    return_lse, out = arguments.pop("return_lse", False), arguments.pop("out", None)
-    return Explanation(**_core.explain(operator, dict(arguments), bool(return_lse), out, device or ""))
+    return Explanation(**_core.explain(operator, dict(arguments), device or ""))

@@ -4,13 +4,13 @@
 
 #include "bindings/bindings.h"
 #include "bindings/import_array.h"
+#include "bindings/results.h"
 #include "bindings/scalars.h"
 #include "common/fail.h"
 #include "operators/schema.h"
 
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -39,14 +39,6 @@ bool lends_memory(nb::handle array) {
 std::string dtype_name(nb::handle dtype) {
     const std::string name = nb::str(dtype).c_str(), prefix = "torch.";
     return name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name;
-}
-
-void set_c_order(TensorView& view) {
-    int64_t stride = 1;
-    for (int axis = view.ndim - 1; axis >= 0; --axis) {
-        view.strides[axis] = stride;
-        stride *= view.shape[axis];
-    }
 }
 
 // The layout that shape and dtype say, and a torch tensor's strides: on the device meta, at no address.
@@ -85,13 +77,12 @@ class Arguments {
   public:
     typename Operator::Args args;
 
-    Arguments(nb::dict given, bool return_lse, nb::handle out)
-        : given_(given), call_(Operator::kName, nb::none()) {
+    explicit Arguments(nb::dict given) : given_(given), call_(Operator::kName, nb::none()) {
         schema::for_each_argument<Operator>([&](const auto& argument) {
             if (!argument.is_result()) take(argument);
         });
         schema::for_each_argument<Operator>([&](const auto& argument) {
-            if (argument.is_result()) add_result(argument, return_lse, out);
+            if (argument.is_result()) add_result(argument);
         });
     }
 
@@ -103,9 +94,11 @@ class Arguments {
     }
 
   private:
+    bool is_given(const char* name) const { return given_.contains(name) && !given_[name].is_none(); }
+
     template <class Argument>
     void take(const Argument& argument) {
-        const bool is_given = given_.contains(argument.name) && !given_[argument.name].is_none();
+        const bool is_given = this->is_given(argument.name);
         if constexpr (Argument::kIsArray) {
             if (!is_given && !Argument::kIsRequired) return;
             const nb::object array = is_given ? nb::object(given_[argument.name]) : nb::none();
@@ -134,13 +127,22 @@ class Arguments {
         return taken;
     }
 
+    // A new one is as the operator makes it. No check reads a result, so that any addresses will do that are
+    // apart.
     template <class Argument>
-    void add_result(const Argument& argument, bool return_lse, nb::handle out) {
+    void add_result(const Argument& argument) {
         if constexpr (Argument::kIsArray) {
-            const bool is_lse = argument.accept == schema::Accept::float32;
-            if (is_lse && !Argument::kIsRequired && !return_lse) return;
-            args.*argument.member =
-                is_lse || out.is_none() ? new_result(is_lse) : import(argument, argument.name, out);
+            const char* const asked_by = argument.asked_by;
+            if (asked_by &&
+                !(given_.contains(asked_by) && bool_argument(Operator::kName, asked_by, given_[asked_by])))
+                return;
+            if (is_given(argument.name)) {
+                args.*argument.member = import(argument, argument.name, given_[argument.name]);
+                return;
+            }
+            TensorView view = shape_of_result(argument, args);
+            view.data = reinterpret_cast<void*>((2 + num_results_++) << 56);
+            args.*argument.member = view;
         }
     }
 
@@ -159,40 +161,26 @@ class Arguments {
             if (!device_ || view.device.type == DeviceType::cuda) device_ = view.device;
         }
         view.read_only = false;  // octavo.jax replaces the arrays that an operator writes
-        if (first_.ndim == 0) first_ = view;
-        return view;
-    }
-
-    // As the operator makes it, in C order. No check reads a result, so that any address will do.
-    TensorView new_result(bool is_lse) const {
-        TensorView view = first_;
-        view.data = reinterpret_cast<void*>(uintptr_t{is_lse ? 3u : 2u} << 56);
-        if (is_lse) {
-            view.dtype = DType::float32;
-            view.ndim = std::max(view.ndim - 1, 0);
-        }
-        set_c_order(view);
         return view;
     }
 
     const nb::dict given_;
     Call call_;
-    TensorView first_;
     std::optional<Device> device_;
     bool has_shapes_alone_ = false;
+    uintptr_t num_results_ = 0;
 };
 
 nb::object to_python(const PlanValue& value) {
     return std::visit([](const auto& value) { return nb::object(nb::cast(value)); }, value);
 }
 
-nb::dict explain(const std::string& op, nb::dict given, bool return_lse, nb::handle out,
-                 const std::string& device) {
+nb::dict explain(const std::string& op, nb::dict given, const std::string& device) {
     Explanation explanation;
     schema::for_each_operator([&](auto wanted) {
         using Operator = decltype(wanted);
         if (op != Operator::kName) return;
-        const Arguments<Operator> arguments(given, return_lse, out);
+        const Arguments<Operator> arguments(given);
         explanation = octavo::explain(arguments.args, device.empty() ? arguments.device() : device);
     });
     nb::dict plan, why_not, result;
@@ -210,13 +198,10 @@ nb::dict explain(const std::string& op, nb::dict given, bool return_lse, nb::han
 }  // namespace
 
 void bind_explain(nb::module_& m) {
-    m.def(
-        "explain", &explain, nb::arg("operator"), nb::arg("arguments"), nb::arg("return_lse"),
-        nb::arg("out").none(), nb::arg("device"),
-        nb::sig(
-            "def explain(operator: str, arguments: dict[str, object], return_lse: bool, out: object, device: "
-            "str) -> dict[str, typing.Any]"),
-        "The fields of octavo.Explanation; `device` is empty for that of the arrays.");
+    m.def("explain", &explain, nb::arg("operator"), nb::arg("arguments"), nb::arg("device"),
+          nb::sig("def explain(operator: str, arguments: dict[str, object], device: str) -> dict[str, "
+                  "typing.Any]"),
+          "The fields of octavo.Explanation; `device` is empty for that of the arrays.");
 }
 
 }  // namespace octavo::bindings

@@ -147,18 +147,15 @@ nb::tuple OwnedArray::dlpack_device() const {
     return nb::make_tuple(device.type, device.id);
 }
 
-ResultArray::ResultArray(Call& call, const char* name, nb::handle given, int ndim, DType dtype) {
+ResultArray::ResultArray(Call& call, const char* name, nb::handle given, const TensorView& wanted) {
     if (!given.is_none()) {
         array_ = nb::borrow(given);
         view_ = call.output(name, array_);
         return;
     }
-    const TensorView& first = call.first_view();
     const ArrayType& type = call.first_type();
-    view_.dtype = dtype;
-    view_.device = first.device;
-    view_.ndim = std::max(ndim, 0);
-    std::copy_n(first.shape.begin(), view_.ndim, view_.shape.begin());
+    view_ = wanted;
+    view_.device = call.first_view().device;
     if (type.exchange && call.is_of_dispatcher()) {
         make_tensor(call);
     } else if (type.exchange) {
@@ -191,7 +188,8 @@ void ResultArray::make_tensor(const Call& call) {
     static PyObject* const empty_like = nb::handle(torch).attr("empty_like").ptr();
     static PyObject* const new_empty = nb::handle(torch).attr("Tensor").attr("new_empty").ptr();
     const TensorView& first = call.first_view();
-    if (view_.ndim == first.ndim && view_.dtype == first.dtype && is_in_c_order(first)) {
+    const bool has_its_shape = view_.ndim == first.ndim && view_.shape == first.shape;
+    if (has_its_shape && view_.dtype == first.dtype && is_in_c_order(first)) {
         array_ = nb::handle(empty_like)(call.first_array());
     } else {
         // With the lengths one by one: torch takes as long again to read a tuple of them.

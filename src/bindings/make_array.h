@@ -26,8 +26,8 @@ class OwnedArray {
 // Where an operator writes a result: the array that the caller gave as `out`, or a new one.
 class ResultArray {
   public:
-    // A new one has the first `ndim` axes of the call's first array, and its dtype or float32.
-    ResultArray(Call& call, const char* name, nb::handle given, int ndim, DType dtype);
+    // A new one has the shape and the dtype of `wanted`: that of the call's first array, or float32.
+    ResultArray(Call& call, const char* name, nb::handle given, const TensorView& wanted);
 
     const TensorView& view() const { return view_; }
     nb::object finish();  // when the work is launched

@@ -3,6 +3,7 @@
 #include "bindings/bindings.h"
 #include "bindings/import_array.h"
 #include "bindings/make_array.h"
+#include "bindings/results.h"
 #include "bindings/scalars.h"
 #include "operators/schema.h"
 
@@ -15,6 +16,7 @@
 #include <string_view>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace octavo::bindings {
 namespace {
@@ -22,7 +24,8 @@ namespace {
 using schema::Access;
 
 // What Python passes to an operator: a value for each argument that is no result, in the order of the
-// description; then, if the log-sum-exp is optional, return_lse and out; then stream.
+// description; then, if a result is optional, whether it is asked for, and an array or None for each of the
+// others; then stream.
 template <class Operator>
 constexpr size_t kNumInputs = schema::count<Operator>([](const auto& a) { return !a.is_result(); });
 template <class Operator>
@@ -31,7 +34,8 @@ template <class Operator>
 constexpr bool kHasOptionalResult =
     schema::count<Operator>([](const auto& a) { return a.is_result() && !a.kIsRequired; }) != 0;
 template <class Operator>
-using Given = std::array<nb::handle, kNumInputs<Operator> + (kHasOptionalResult<Operator> ? 3 : 1)>;
+using Given = std::array<nb::handle, kNumInputs<Operator> +
+                                         (kHasOptionalResult<Operator> ? kNumResults<Operator> : 0) + 1>;
 
 // Whether an array was given for a number, and goes to the argument that takes its place.
 template <class Operator>
@@ -92,37 +96,43 @@ void take_inputs<schema::CopyPages>(Call& call, const Given<schema::CopyPages>& 
     args.copies = call.input("copies", copies, Accept::int32);
 }
 
+// The arrays that the operator writes its results to: those of the caller, or new ones.
+template <class Operator>
+std::vector<ResultArray> make_results(Call& call, const Given<Operator>& given,
+                                      typename Operator::Args& args) {
+    std::vector<ResultArray> results;
+    results.reserve(kNumResults<Operator>);
+    const nb::handle* next =
+        given.data() + kNumInputs<Operator> + 1;  // behind what asks for the optional one
+    schema::for_each_argument<Operator>([&](const auto& argument) {
+        if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
+            if (!argument.is_result()) return;
+            if (argument.asked_by &&
+                !bool_argument(call.op(), argument.asked_by, given[kNumInputs<Operator>]))
+                return;
+            const bool may_be_given = kHasOptionalResult<Operator> && !argument.asked_by;
+            results.emplace_back(call, argument.name, may_be_given ? *next++ : nb::handle(Py_None),
+                                 shape_of_result(argument, args));
+            args.*argument.member = results.back().view();
+        }
+    });
+    return results;
+}
+
 template <class Operator>
 nb::object run(const Given<Operator>& given) {
     Call call(Operator::kName, given.back());
     typename Operator::Args args;
     take_inputs<Operator>(call, given, args);
-    auto launch = [&] {
-        args.stream = call.stream();
-        call.run([&] { Operator::kRun(args); });
-    };
-    if constexpr (kNumResults<Operator> == 0) {
-        launch();
-        return nb::none();
-    } else {
-        bool return_lse = true;
-        nb::object given_out = nb::none();
-        if constexpr (kHasOptionalResult<Operator>) {
-            return_lse = bool_argument(call.op(), "return_lse", given[kNumInputs<Operator>]);
-            given_out = nb::borrow(given[kNumInputs<Operator> + 1]);
-        }
-        const TensorView& first = call.first_view();
-        ResultArray out(call, "out", given_out, first.ndim, first.dtype);
-        args.out = out.view();
-        std::optional<ResultArray> lse;
-        if (return_lse) {
-            lse.emplace(call, "lse", nb::none(), first.ndim - 1, DType::float32);
-            args.lse = lse->view();
-        }
-        launch();
-        if (!lse) return out.finish();
-        return nb::make_tuple(out.finish(), lse->finish());
-    }
+    std::vector<ResultArray> results = make_results<Operator>(call, given, args);
+    args.stream = call.stream();
+    call.run([&] { Operator::kRun(args); });
+    if (results.empty()) return nb::none();
+    if (results.size() == 1) return results.front().finish();
+    nb::object all = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(results.size())));
+    for (size_t i = 0; i < results.size(); ++i)
+        PyTuple_SetItem(all.ptr(), static_cast<Py_ssize_t>(i), results[i].finish().release().ptr());
+    return all;
 }
 
 template <size_t>

@@ -29,8 +29,9 @@ enum class Access : uint8_t { read, write, result };
 // Stands for the C struct of an operator whose C function takes its arrays one by one.
 struct NoCArgs {};
 
-// An array. View is TensorView, or std::optional<TensorView> for one that may be left out.
-template <class Args, class View, class CArgs>
+// An array. View is TensorView, or std::optional<TensorView> for one that may be left out; LikeView is that
+// of the array which a result is like.
+template <class Args, class View, class CArgs, class LikeView = TensorView>
 struct ArrayArgument {
     static constexpr bool kIsArray = true;
     static constexpr bool kIsRequired = std::is_same_v<View, TensorView>;
@@ -42,6 +43,11 @@ struct ArrayArgument {
     Access access;
     Accept accept;
     const char* in_place_of = nullptr;  // the number that Python has one parameter for, together with this
+    // Of a result: it has the shape and dtype of `like`, or of rows one float32 each. Python returns it where
+    // the keyword `asked_by` says so; null: always.
+    LikeView Args::* like = nullptr;
+    bool one_a_row = false;
+    const char* asked_by = nullptr;
 
     constexpr bool is_result() const { return access == Access::result; }
 };
@@ -92,9 +98,19 @@ constexpr auto written(const char* name, View Args::* member, octavo_tensor CArg
     return ArrayArgument<Args, View, CArgs>{name, member, c_member, Access::write, accept};
 }
 
-template <Accept accept = Accept::data, class Args, class View, class CArgs = NoCArgs>
-constexpr auto result(const char* name, View Args::* member, octavo_tensor CArgs::* c_member = nullptr) {
-    return ArrayArgument<Args, View, CArgs>{name, member, c_member, Access::result, accept};
+template <Accept accept = Accept::data, class Args, class View, class LikeView, class CArgs = NoCArgs>
+constexpr auto result(const char* name, View Args::* member, LikeView Args::* like,
+                      octavo_tensor CArgs::* c_member = nullptr, const char* asked_by = nullptr) {
+    return ArrayArgument<Args, View, CArgs, LikeView>{name,    member, c_member, Access::result, accept,
+                                                      nullptr, like,   false,    asked_by};
+}
+
+// A float32 for each row of `like`: that array's shape without its last axis.
+template <class Args, class View, class LikeView, class CArgs = NoCArgs>
+constexpr auto row_result(const char* name, View Args::* member, LikeView Args::* like,
+                          octavo_tensor CArgs::* c_member = nullptr, const char* asked_by = nullptr) {
+    return ArrayArgument<Args, View, CArgs, LikeView>{
+        name, member, c_member, Access::result, Accept::float32, nullptr, like, true, asked_by};
 }
 
 template <class Args, class Value, class CArgs, class CValue>
@@ -140,8 +156,8 @@ struct Attention {
         scalar("dropout_p", &Args::dropout_p, &CArgs::dropout_p),
         scalar("dropout_seed", &Args::dropout_seed, &CArgs::dropout_seed, -1),
         scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
-        result("out", &Args::out, &CArgs::out),
-        result<Accept::float32>("lse", &Args::lse, &CArgs::lse));
+        result("out", &Args::out, &Args::q, &CArgs::out),
+        row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
 
 struct PagedAttention {
@@ -177,8 +193,8 @@ struct PagedAttention {
         input<Accept::float32>("k_channel_offset", &Args::k_channel_offset, &CArgs::k_channel_offset),
         input<Accept::float32>("k_channel_scale", &Args::k_channel_scale, &CArgs::k_channel_scale),
         scalar("rotate_keys", &Args::rotate_keys, &CArgs::rotate_keys),
-        result("out", &Args::out, &CArgs::out),
-        result<Accept::float32>("lse", &Args::lse, &CArgs::lse));
+        result("out", &Args::out, &Args::q, &CArgs::out),
+        row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
 
 struct AppendKv {
@@ -236,8 +252,8 @@ struct MergeStates {
         input<Accept::float32>("lse_a", &Args::lse_a),
         input("out_b", &Args::out_b),
         input<Accept::float32>("lse_b", &Args::lse_b),
-        result("out", &Args::out),
-        result<Accept::float32>("lse", &Args::lse));
+        result("out", &Args::out, &Args::out_a),
+        row_result("lse", &Args::lse, &Args::out_a));
 };
 
 // clang-format on
