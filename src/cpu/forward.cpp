@@ -1,8 +1,7 @@
 // Attention forward on the CPU: which thread computes what. The arithmetic is in forward_tile.inl.
 #include "common/online_softmax.h"
 #include "cpu/backend.h"
-#include "cpu/forward_tile.h"
-#include "cpu/isa.h"
+#include "cpu/kernels.h"
 #include "cpu/thread_pool.h"
 
 #include <algorithm>
@@ -14,16 +13,6 @@
 
 namespace octavo::cpu {
 namespace {
-
-const TileKernels& kernels() {
-    switch (isa()) {
-#if defined(__x86_64__)
-        case Isa::avx512: return avx512::kKernels;
-        case Isa::avx2: return avx2::kKernels;
-#endif
-        default: return baseline::kKernels;
-    }
-}
 
 TileScratch& thread_scratch() {
     thread_local std::unique_ptr<TileScratch> scratch;
@@ -154,7 +143,7 @@ class Forward {
     }
 
     const AttentionParams& p_;
-    const TileKernels& kernels_ = kernels();
+    const ForwardKernels& kernels_ = kernels().forward;
     std::vector<SequencePlan> plans_;
     int64_t num_items_ = 0;
     std::unique_ptr<SplitResults[]> split_results_;

@@ -1,149 +1,8 @@
 // Attention of one tile of rows over a run of key tiles, in float32 (FlashAttention, Dao et al. 2022). The
-// dtype of the arrays only matters where rows are loaded and stored. Included inside the namespace of one
-// instruction set, after gemm.inl and its own
-//     BitsVec widen(HalfVec), Vec float_of_half(HalfVec), HalfVec half_of_float(Vec).
-
-OCTAVO_SIMD Vec load_lanes(const float* from) { return load(from); }
-OCTAVO_SIMD Vec load_lanes(const Float16* from) { return float_of_half(load_as<HalfVec>(from)); }
-OCTAVO_SIMD Vec load_lanes(const BFloat16* from) { return (Vec)(widen(load_as<HalfVec>(from)) << 16); }
-
-// float8_to_float of the codes of one format, a byte each in lanes of 32 bits. No lane is ever a subnormal
-// float32, with which x86 computes slowly.
-template <class Format>
-OCTAVO_SIMD Vec float_of_float8(BitsVec codes) {
-    const BitsVec sign = (codes & 0x80u) << 24, size = codes & 0x7fu;
-    const BitsVec normal = (size << Format::kShift) + ((127u - Format::kBias) << 23);
-    const Vec subnormal = (Vec)(size + Format::kGridBits) - float_of_bits(Format::kGridBits);
-    const BitsVec finite = size < Format::kSmallestNormal ? (BitsVec)subnormal : normal;
-    constexpr bool kHasInfinity = Format::kMaxCode + 1 < Format::kNan;
-    const BitsVec infinity = BitsVec{} + (kHasInfinity ? 0x7f800000u : 0x7fc00000u);
-    const BitsVec special = size == Format::kMaxCode + 1 ? infinity : BitsVec{} + 0x7fc00000u;
-    return (Vec)((size > Format::kMaxCode ? special : finite) | sign);
-}
-
-OCTAVO_SIMD Vec load_lanes(const Int8* from) { return __builtin_convertvector(load_as<ByteVec>(from), Vec); }
-template <class Float8>
-OCTAVO_SIMD Vec load_lanes(const Float8* from) {
-    return float_of_float8<typename Float8::Format>(
-        __builtin_convertvector(load_as<UnsignedByteVec>(from), BitsVec));
-}
-
-OCTAVO_SIMD void store_lanes(float* to, Vec x) { store(to, x); }
-OCTAVO_SIMD void store_lanes(Float16* to, Vec x) { store(to, half_of_float(x)); }
-OCTAVO_SIMD void store_lanes(BFloat16* to, Vec x) {
-    BitsVec bits = (BitsVec)x;
-    BitsVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    store(to, __builtin_convertvector(x == x ? rounded : (bits >> 16) | 0x40u, HalfVec));
-}
-
-template <class T>
-static void load_row(const T* from, int n, float* to) {
-    int d = 0;
-    for (; d + kLanes <= n; d += kLanes) store(to + d, load_lanes(from + d));
-    for (; d < n; ++d) to[d] = to_float(from[d]);
-}
-
-template <int begin>
-struct Interleave {  // of lanes from `begin` on
-    static constexpr int lane(int l) { return (l & 1 ? kLanes : 0) + begin + l / 2; }
-};
-
-static void load_row(const Int4Pair* from, int n, float* to) {
-    int d = 0;
-    for (; d + 2 * kLanes <= n; d += 2 * kLanes) {
-        const BitsVec pairs = __builtin_convertvector(load_as<UnsignedByteVec>(from + d / 2), BitsVec);
-        const Vec even = __builtin_convertvector((IntVec)(pairs & 0xfu), Vec);
-        const Vec odd = __builtin_convertvector((IntVec)(pairs >> 4), Vec);
-        store(to + d, shuffle<Interleave<0>>(even, odd));
-        store(to + d + kLanes, shuffle<Interleave<kLanes / 2>>(even, odd));
-    }
-    for (; d < n; ++d) to[d] = static_cast<float>(from[d / 2].pair >> (d & 1 ? 4 : 0) & 0xf);
-}
-
-template <class T>
-static void store_row(const float* from, float scale, int n, T* to) {
-    int d = 0;
-    for (; d + kLanes <= n; d += kLanes) store_lanes(to + d, load(from + d) * scale);
-    for (; d < n; ++d) from_float(from[d] * scale, to[d]);
-}
+// dtype of the arrays only matters where rows are loaded and stored. Included after key_tile.inl.
 
 static void scale_row(float* row, int n, float factor) {
     for (int d = 0; d < n; d += kLanes) store(row + d, load(row + d) * factor);
-}
-
-// The keys of a tile that a query, or some query of a run, sees, counted from the tile's first:
-// [0, prefix_end) and [window_begin, window_end).
-struct VisibleKeys {
-    int prefix_end, window_begin, window_end;
-
-    static VisibleKeys all() { return {0, 0, kTileKeys}; }
-
-    static VisibleKeys make(int32_t k_begin, int32_t prefix_len, int32_t window_begin, int32_t window_end) {
-        auto within = [](int32_t low, int32_t x) { return x < low ? low : (x > kTileKeys ? kTileKeys : x); };
-        VisibleKeys keys;
-        keys.prefix_end = within(0, prefix_len - k_begin);
-        keys.window_begin = within(keys.prefix_end, window_begin - k_begin);
-        keys.window_end = within(keys.window_begin, window_end - k_begin);
-        return keys;
-    }
-
-    template <class Body>
-    void for_ranges(const Body& body) const {
-        if (0 < prefix_end) body(0, prefix_end);
-        if (window_begin < window_end) body(window_begin, window_end);
-    }
-};
-
-// Calls body(begin, end, page, slot) for the keys of a tile that some row sees, cut where pages end: those
-// from `begin` on lie in the page from its slot on.
-template <class Body>
-OCTAVO_SIMD void for_pages(const AttentionParams& p, const RowTile& tile, const VisibleKeys& needed,
-                           int32_t k_begin, const Body& body) {
-    const int32_t* pages = p.paged() ? p.page_table + tile.batch_index * p.page_table_stride : nullptr;
-    const int32_t page_size = p.paged() ? p.page_size : INT32_MAX;
-    needed.for_ranges([&](int begin, int end) {
-        for (int j = begin; j < end;) {
-            const int32_t slot = (k_begin + j) % page_size;
-            const int64_t page = pages ? pages[(k_begin + j) / page_size] : 0;
-            const int page_end = end - j < page_size - slot ? end : j + page_size - slot;
-            body(j, page_end, page, slot);
-            j = page_end;
-        }
-    });
-}
-
-// Where the keys of one tile lie, and their values. What no row sees is a row of zeros: it is never read.
-template <class K, class V>
-struct KeyRows {
-    const K* k[kTileKeys];
-    const V* v[kTileKeys];
-};
-
-template <class K, class V>
-static void find_keys(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles, int32_t k_begin,
-                      KeyRows<K, V>& rows) {
-    static const K kZeroKey[kMaxHeadDim] = {};
-    static const V kZeroValue[kMaxHeadDim] = {};
-    const K* k = static_cast<const K*>(p.k) + tile.sequence.k_begin + tile.kv_head * p.k_head_stride;
-    const V* v = static_cast<const V*>(p.v) + tile.sequence.v_begin + tile.kv_head * p.v_head_stride;
-    const VisibleKeys needed =
-        VisibleKeys::make(k_begin, tiles.prefix_end, tiles.window_begin, tiles.window_end);
-    auto fill_zeros = [&](int begin, int end) {
-        for (int j = begin; j < end; ++j) {
-            rows.k[j] = kZeroKey;
-            rows.v[j] = kZeroValue;
-        }
-    };
-    fill_zeros(needed.prefix_end, needed.window_begin);
-    fill_zeros(needed.window_end, kTileKeys);
-    for_pages(p, tile, needed, k_begin, [&](int j, int end, int64_t page, int32_t slot) {
-        const K* k_row = k + page * p.k_outer_stride + slot * p.k_token_stride;
-        const V* v_row = v + page * p.v_outer_stride + slot * p.v_token_stride;
-        for (; j < end; ++j, k_row += p.k_token_stride, v_row += p.v_token_stride) {
-            rows.k[j] = k_row;
-            rows.v[j] = v_row;
-        }
-    });
 }
 
 // What the codes of one tile's keys, or of its values, are multiplied by, and what is added then. The scale
@@ -210,90 +69,12 @@ static float static_scale(const CacheScales& scales, int32_t kv_head) {
     return static_cast<const float*>(scales.data)[kv_head * scales.head_stride];
 }
 
-// Asks the memory for a row of the next tile. The hardware does not foresee it: pages lie anywhere.
-template <class T>
-static void prefetch_row(const T* row, int head_dim) {
-    const int length = head_dim / kNumbersOf<T>;
-    for (int d = 0; d < length; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
-}
-
-// One word of each of kLanes keys holds one dim of float32, two of a 16-bit type, four codes of 8 bits or
-// eight of 4: each to its own row.
-OCTAVO_SIMD void store_dims(const float*, Vec words, float* to) { store(to, words); }
-OCTAVO_SIMD void store_dims(const BFloat16*, Vec words, float* to) {
-    store(to, (Vec)((BitsVec)words << 16));
-    store(to + kTileKeys, (Vec)((BitsVec)words & 0xffff0000u));
-}
-OCTAVO_SIMD void store_dims(const Float16*, Vec words, float* to) {
-    store(to, float_of_half(__builtin_convertvector((BitsVec)words & 0xffffu, HalfVec)));
-    store(to + kTileKeys, float_of_half(__builtin_convertvector((BitsVec)words >> 16, HalfVec)));
-}
-
-OCTAVO_SIMD void store_dims(const Int8*, Vec words, float* to) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
-        store(to + i * kTileKeys,
-              __builtin_convertvector((IntVec)((BitsVec)words << (24 - 8 * i)) >> 24, Vec));
-}
-template <class Float8>
-OCTAVO_SIMD void store_dims(const Float8*, Vec words, float* to) {
-    using Format = typename Float8::Format;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
-        store(to + i * kTileKeys, float_of_float8<Format>((BitsVec)words >> (8 * i) & 0xffu));
-}
-
-OCTAVO_SIMD void store_dims(const Int4Pair*, Vec words, float* to) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-        store(to + i * kTileKeys, __builtin_convertvector((IntVec)((BitsVec)words >> (4 * i) & 0xfu), Vec));
-}
-
-// to [head_dim, kTileKeys], transposed word by word
-template <class T>
-static void load_keys(const T* const* keys, const T* const* next_keys, int head_dim, float* to) {
-    constexpr int kWordElements = sizeof(float) / sizeof(T), kWordDims = kWordElements * kNumbersOf<T>;
-    const int num_words = head_dim / kWordDims;
-    for (int j = 0; j < kTileKeys; j += kLanes) {
-        for (int i = 0; i < kLanes; ++i) prefetch_row(next_keys[j + i], head_dim);
-        for (int word = 0; word < num_words; word += kLanes) {
-            Vec block[kLanes];
-#pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i) {
-                const T* from = keys[j + i] + word * kWordElements;
-                block[i] =
-                    word + kLanes <= num_words ? load_as<Vec>(from) : load_first(from, num_words - word);
-            }
-            transpose(block);
-#pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i) {
-                store_dims(keys[0], block[i], to + (word + i) * kWordDims * kTileKeys + j);
-            }
-        }
-    }
-}
-
-// to [kTileKeys, row_stride(head_dim)]
-template <class T>
-static void load_values(const T* const* values, const T* const* next_values, int head_dim, float* to) {
-    for (int j = 0; j < kTileKeys; ++j, to += row_stride(head_dim)) {
-        prefetch_row(next_values[j], head_dim);
-        load_row(values[j], head_dim, to);
-    }
-}
-
-OCTAVO_SIMD Vec transform_score(const ScoreTransform& t, Vec qk) {
-    return t.has_softcap ? t.outer * tanh(qk * t.inner) : qk * t.inner;
-}
-
 // Turns one row of dot products into softmax weights, and adds them to the state. Returns what the output
 // so far has to be multiplied by.
 static float weigh_row(float* row, const ScoreTransform& transform, float slope_log2, const VisibleKeys& see,
                        int32_t q_pos, int32_t k_begin, SoftmaxState& state) {
-    for (int j = 0; j < kTileKeys; j += kLanes) store(row + j, transform_score(transform, load(row + j)));
-    if (slope_log2 != 0.0f) {
-        for (int j = 0; j < kTileKeys; ++j) row[j] += alibi_bias(slope_log2, q_pos, k_begin + j);
-    }
+    transform_row(row, transform);
+    add_alibi(row, slope_log2, q_pos, k_begin);
     for (int j = see.prefix_end; j < see.window_begin; ++j) row[j] = -INFINITY;
     for (int j = see.window_end; j < kTileKeys; ++j) row[j] = -INFINITY;
 
@@ -313,42 +94,6 @@ static float weigh_row(float* row, const ScoreTransform& transform, float slope_
     return factor;
 }
 
-// Zeroes the weights that dropout leaves out.
-static void drop_weights(const Dropout& dropout, uint64_t head, int32_t query, int32_t k_begin, float* row) {
-    static_assert(kTileKeys % 32 == 0);
-    for (int32_t n = 0; n < kTileKeys / 32; ++n) {
-        for (int32_t pair = 0; pair < 4; ++pair) {
-            const Philox random = dropout.bits(head, query, k_begin / 32 + n, pair);
-            for (int w = 0; w < 4; ++w) {
-                float* weights = row + 32 * n + 8 * w + 2 * pair;
-                if (dropout.drops_even(random.words[w])) weights[0] = 0.0f;
-                if (dropout.drops_odd(random.words[w])) weights[1] = 0.0f;
-            }
-        }
-    }
-}
-
-// out += weights * values. What a row does not see is left out, not multiplied by zero: it may hold NaN.
-static void add_values(const Gemm& all, const VisibleKeys& see) {
-    see.for_ranges([&](int begin, int end) {
-        Gemm part = all;
-        part.a += begin;
-        part.b += begin * all.b_stride;
-        part.depth = end - begin;
-        multiply(part);
-    });
-}
-
-// to [num_rows, row_stride(head_dim)]
-template <class T>
-static void load_queries(const AttentionParams& p, const RowTile& tile, float* to) {
-    for (int r = 0; r < tile.num_rows; ++r, to += row_stride(p.head_dim)) {
-        const T* q = static_cast<const T*>(p.q) + tile.sequence.q_begin +
-                     tile.token_of(r) * p.q_token_stride + tile.head_of(r) * p.q_head_stride;
-        load_row(q, p.head_dim, to);
-    }
-}
-
 // Over keys and values of these types; the queries are in scratch.
 template <class K, class V>
 static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
@@ -366,14 +111,11 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
     const ScoreTransform transform = ScoreTransform::make(softmax_scale, p.softcap);
 
     SoftmaxState states[kTileRows];
-    float slopes_log2[kTileRows] = {};
+    float slopes_log2[kTileRows];
     int32_t q_pos[kTileRows];
     for (int r = 0; r < rows; ++r) {
         q_pos[r] = tile.q_pos_of(r);
-        if (p.alibi_slopes) {
-            slopes_log2[r] =
-                p.alibi_slopes[tile.batch_index * p.alibi_batch_stride + tile.head_of(r)] * kLog2e;
-        }
+        slopes_log2[r] = slope_log2_of(p, tile, r);
     }
     for (int i = 0; i < rows * stride; ++i) result.out[i] = 0.0f;
 
@@ -387,12 +129,7 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
         const KeyRows<K, V>& here = key_rows[t % 2];
         KeyRows<K, V>& next = key_rows[next_t % 2];
         if (next_t != t) find_keys(p, tile, tiles, tiles.start(next_t), next);
-        const bool all_visible = KeyTiles::all_visible(see, q_pos[0], q_pos[rows - 1], k_begin, kTileKeys);
-        auto visible_to = [&](int r) {
-            return all_visible ? VisibleKeys::all()
-                               : VisibleKeys::make(k_begin, see.prefix_len, see.window_begin(q_pos[r]),
-                                                   see.window_end(q_pos[r]));
-        };
+        const TileMask mask = TileMask::make(see, q_pos, rows, k_begin);
 
         load_keys(here.k, next.k, head_dim, scratch.keys);
         if constexpr (kIsCode<K>) {
@@ -407,11 +144,12 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
 
         for (int r = 0; r < rows; ++r) {
             float factor = weigh_row(scratch.weights + r * kTileKeys, transform, slopes_log2[r],
-                                     visible_to(r), q_pos[r], k_begin, states[r]);
+                                     mask.visible_to(r), q_pos[r], k_begin, states[r]);
             if (factor != 1.0f) scale_row(result.out + r * stride, stride, factor);
             if (p.dropout.any()) {
-                drop_weights(p.dropout, p.dropout.head(tile.batch_index, p.num_q_heads, tile.head_of(r)),
-                             tile.token_of(r), k_begin, scratch.weights + r * kTileKeys);
+                float* const weights = scratch.weights + r * kTileKeys;
+                for_dropped(p.dropout, p.dropout.head(tile.batch_index, p.num_q_heads, tile.head_of(r)),
+                            tile.token_of(r), k_begin, [=](int j) { weights[j] = 0.0f; });
             }
         }
 
@@ -423,14 +161,7 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
                 scale_values<V>(scales, stride, scratch.values);
             }
         }
-        for (int r = 0; r < rows;) {
-            int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
-            while (end < rows && (all_visible || q_pos[end] == q_pos[r])) ++end;
-            add_values({scratch.weights + r * kTileKeys, kTileKeys, scratch.values, stride,
-                        result.out + r * stride, stride, end - r, stride, kTileKeys, true},
-                       visible_to(r));
-            r = end;
-        }
+        add_values(mask, scratch.weights, scratch.values, stride, result.out);
     }
 
     for (int r = 0; r < rows; ++r) {
@@ -441,7 +172,10 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
 
 static void attend(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
                    int32_t last_key_tile, TileScratch& scratch, Partial result) {
-    with_type(p.dtype, [&](auto type) { load_queries<decltype(type)>(p, tile, scratch.queries); });
+    with_type(p.dtype, [&](auto type) {
+        load_tile_rows(tile, static_cast<const decltype(type)*>(p.q) + tile.sequence.q_begin,
+                       p.q_token_stride, p.q_head_stride, p.head_dim, scratch.queries);
+    });
     with_cache_types(p.k_dtype, p.v_dtype, [&](auto k, auto v) {
         attend_typed<decltype(k), decltype(v)>(p, tile, first_key_tile, last_key_tile, scratch, result);
     });
@@ -472,4 +206,4 @@ static void store(const AttentionParams& p, const RowTile& tile, Partial result)
     with_type(p.dtype, [&](auto type) { store_typed<decltype(type)>(p, tile, result); });
 }
 
-const TileKernels kKernels = {attend, store};
+constexpr ForwardKernels kForwardKernels = {attend, store};

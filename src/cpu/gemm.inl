@@ -1,5 +1,6 @@
-// c [rows, columns] = a [rows, depth] * b [depth, columns], added to c if `accumulate`. Every element is one
-// chain of multiply-adds in the order of depth, however the matrices are cut into blocks.
+// c [rows, columns] = a [rows, depth] * b [depth, columns], added to c if `accumulate`; or with the transpose
+// of a [depth, rows]. Every element is one chain of multiply-adds in the order of depth, however the matrices
+// are cut into blocks.
 // Columns: a multiple of kLanes; b and c are padded to it. Included after simd.inl, kBlockRows,
 // kBlockVectors.
 
@@ -14,10 +15,13 @@ struct Gemm {
     bool accumulate;
 };
 
+enum class A { as_it_is, transposed };
+
 // The block of c that starts at (row, column), held in registers.
-template <int num_rows, int num_vectors>
+template <A form, int num_rows, int num_vectors>
 static void multiply_block(const Gemm& g, int row, int column) {
-    const float* a = g.a + row * g.a_stride;
+    constexpr bool kTransposed = form == A::transposed;
+    const float* a = g.a + (kTransposed ? row : row * g.a_stride);
     const float* b = g.b + column;
     float* c = g.c + row * g.c_stride + column;
     Vec sum[num_rows][num_vectors];
@@ -34,7 +38,7 @@ static void multiply_block(const Gemm& g, int row, int column) {
         for (int v = 0; v < num_vectors; ++v) b_k[v] = load(b + v * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; ++r) {
-            float a_rk = a[r * g.a_stride + k];
+            float a_rk = kTransposed ? a[k * g.a_stride + r] : a[r * g.a_stride + k];
 #pragma GCC unroll 8
             for (int v = 0; v < num_vectors; ++v) sum[r][v] += a_rk * b_k[v];
         }
@@ -47,26 +51,27 @@ static void multiply_block(const Gemm& g, int row, int column) {
 }
 
 // The last rows, fewer than a full block.
-template <int num_rows, int num_vectors>
+template <A form, int num_rows, int num_vectors>
 static void multiply_rest(const Gemm& g, int row, int column) {
     if constexpr (num_rows > 0) {
         if (g.rows - row == num_rows)
-            multiply_block<num_rows, num_vectors>(g, row, column);
+            multiply_block<form, num_rows, num_vectors>(g, row, column);
         else
-            multiply_rest<num_rows - 1, num_vectors>(g, row, column);
+            multiply_rest<form, num_rows - 1, num_vectors>(g, row, column);
     }
 }
 
-template <int num_vectors>
+template <A form, int num_vectors>
 static void multiply_columns(const Gemm& g, int column) {
     for (; g.columns - column >= num_vectors * kLanes; column += num_vectors * kLanes) {
         int row = 0;
         for (; row + kBlockRows <= g.rows; row += kBlockRows) {
-            multiply_block<kBlockRows, num_vectors>(g, row, column);
+            multiply_block<form, kBlockRows, num_vectors>(g, row, column);
         }
-        multiply_rest<kBlockRows - 1, num_vectors>(g, row, column);
+        multiply_rest<form, kBlockRows - 1, num_vectors>(g, row, column);
     }
-    if constexpr (num_vectors > 1) multiply_columns<num_vectors / 2>(g, column);
+    if constexpr (num_vectors > 1) multiply_columns<form, num_vectors / 2>(g, column);
 }
 
-static void multiply(const Gemm& g) { multiply_columns<kBlockVectors>(g, 0); }
+static void multiply(const Gemm& g) { multiply_columns<A::as_it_is, kBlockVectors>(g, 0); }
+static void multiply_transposed(const Gemm& g) { multiply_columns<A::transposed, kBlockVectors>(g, 0); }

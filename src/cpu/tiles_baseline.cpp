@@ -1,6 +1,7 @@
 // The kernels for any machine: four lanes, which the compiler maps to SSE2, NEON or plain floats.
 #include "common/online_softmax.h"
-#include "cpu/forward_tile.h"
+#include "cpu/kernels.h"
+#include "cpu/with_type.h"
 
 #include <cstddef>
 #include <utility>
@@ -33,6 +34,12 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/gemm.inl"
 
+#include "cpu/rows.inl"
+
+#include "cpu/key_tile.inl"
+
 #include "cpu/forward_tile.inl"
+
+const Kernels kKernels = {kForwardKernels};
 
 }  // namespace octavo::cpu::baseline

@@ -1,6 +1,7 @@
-// The kernels for x86-64-v3; see forward_avx512.cpp.
+// The kernels for x86-64-v3; see tiles_avx512.cpp.
 #include "common/online_softmax.h"
-#include "cpu/forward_tile.h"
+#include "cpu/kernels.h"
+#include "cpu/with_type.h"
 
 #if defined(__x86_64__)
 
@@ -31,7 +32,13 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/gemm.inl"
 
+#include "cpu/rows.inl"
+
+#include "cpu/key_tile.inl"
+
 #include "cpu/forward_tile.inl"
+
+const Kernels kKernels = {kForwardKernels};
 
 }  // namespace octavo::cpu::avx2
 

@@ -1,7 +1,8 @@
 // The kernels for x86-64-v4. What the headers define was compiled for every machine before the target
 // changes: nothing outside this namespace may hold an instruction that only some have.
 #include "common/online_softmax.h"
-#include "cpu/forward_tile.h"
+#include "cpu/kernels.h"
+#include "cpu/with_type.h"
 
 #if defined(__x86_64__)
 
@@ -34,7 +35,13 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/gemm.inl"
 
+#include "cpu/rows.inl"
+
+#include "cpu/key_tile.inl"
+
 #include "cpu/forward_tile.inl"
+
+const Kernels kKernels = {kForwardKernels};
 
 }  // namespace octavo::cpu::avx512
 

@@ -1,0 +1,25 @@
+// The kernels of attention, in one build for each instruction set (tiles_*.cpp).
+#pragma once
+
+#include "cpu/forward_tile.h"
+
+namespace octavo::cpu {
+
+struct Kernels {
+    ForwardKernels forward;
+};
+
+namespace baseline {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+
+// Those for the instruction set in use.
+const Kernels& kernels();
+
+}  // namespace octavo::cpu

@@ -1,0 +1,158 @@
+// What forward and backward do alike with a tile of keys: where it lies, who sees what of it, and scores.
+// Included after rows.inl and gemm.inl.
+
+// The keys of a tile that a query, or some query of a run, sees, counted from the tile's first:
+// [0, prefix_end) and [window_begin, window_end).
+struct VisibleKeys {
+    int prefix_end, window_begin, window_end;
+
+    static VisibleKeys all() { return {0, 0, kTileKeys}; }
+
+    static VisibleKeys make(int32_t k_begin, int32_t prefix_len, int32_t window_begin, int32_t window_end) {
+        auto within = [](int32_t low, int32_t x) { return x < low ? low : (x > kTileKeys ? kTileKeys : x); };
+        VisibleKeys keys;
+        keys.prefix_end = within(0, prefix_len - k_begin);
+        keys.window_begin = within(keys.prefix_end, window_begin - k_begin);
+        keys.window_end = within(keys.window_begin, window_end - k_begin);
+        return keys;
+    }
+
+    template <class Body>
+    void for_ranges(const Body& body) const {
+        if (0 < prefix_end) body(0, prefix_end);
+        if (window_begin < window_end) body(window_begin, window_end);
+    }
+};
+
+// Calls body(begin, end, page, slot) for the keys of a tile that some row sees, cut where pages end: those
+// from `begin` on lie in the page from its slot on.
+template <class Body>
+OCTAVO_SIMD void for_pages(const AttentionParams& p, const RowTile& tile, const VisibleKeys& needed,
+                           int32_t k_begin, const Body& body) {
+    const int32_t* pages = p.paged() ? p.page_table + tile.batch_index * p.page_table_stride : nullptr;
+    const int32_t page_size = p.paged() ? p.page_size : INT32_MAX;
+    needed.for_ranges([&](int begin, int end) {
+        for (int j = begin; j < end;) {
+            const int32_t slot = (k_begin + j) % page_size;
+            const int64_t page = pages ? pages[(k_begin + j) / page_size] : 0;
+            const int page_end = end - j < page_size - slot ? end : j + page_size - slot;
+            body(j, page_end, page, slot);
+            j = page_end;
+        }
+    });
+}
+
+// Where the keys of one tile lie, and their values. What no row sees is a row of zeros: it is never read.
+template <class K, class V>
+struct KeyRows {
+    const K* k[kTileKeys];
+    const V* v[kTileKeys];
+};
+
+template <class K, class V>
+static void find_keys(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles, int32_t k_begin,
+                      KeyRows<K, V>& rows) {
+    static const K kZeroKey[kMaxHeadDim] = {};
+    static const V kZeroValue[kMaxHeadDim] = {};
+    const K* k = static_cast<const K*>(p.k) + tile.sequence.k_begin + tile.kv_head * p.k_head_stride;
+    const V* v = static_cast<const V*>(p.v) + tile.sequence.v_begin + tile.kv_head * p.v_head_stride;
+    const VisibleKeys needed =
+        VisibleKeys::make(k_begin, tiles.prefix_end, tiles.window_begin, tiles.window_end);
+    auto fill_zeros = [&](int begin, int end) {
+        for (int j = begin; j < end; ++j) {
+            rows.k[j] = kZeroKey;
+            rows.v[j] = kZeroValue;
+        }
+    };
+    fill_zeros(needed.prefix_end, needed.window_begin);
+    fill_zeros(needed.window_end, kTileKeys);
+    for_pages(p, tile, needed, k_begin, [&](int j, int end, int64_t page, int32_t slot) {
+        const K* k_row = k + page * p.k_outer_stride + slot * p.k_token_stride;
+        const V* v_row = v + page * p.v_outer_stride + slot * p.v_token_stride;
+        for (; j < end; ++j, k_row += p.k_token_stride, v_row += p.v_token_stride) {
+            rows.k[j] = k_row;
+            rows.v[j] = v_row;
+        }
+    });
+}
+
+// Which keys of a tile each row of a tile of rows sees.
+struct TileMask {
+    const Visibility& see;
+    const int32_t* q_pos;  // [num_rows]
+    int32_t num_rows;
+    int32_t k_begin;
+    bool all_visible;  // to every row
+
+    static TileMask make(const Visibility& see, const int32_t* q_pos, int32_t num_rows, int32_t k_begin) {
+        return {see, q_pos, num_rows, k_begin,
+                KeyTiles::all_visible(see, q_pos[0], q_pos[num_rows - 1], k_begin, kTileKeys)};
+    }
+
+    VisibleKeys visible_to(int32_t r) const {
+        if (all_visible) return VisibleKeys::all();
+        return VisibleKeys::make(k_begin, see.prefix_len, see.window_begin(q_pos[r]),
+                                 see.window_end(q_pos[r]));
+    }
+};
+
+// out [num_rows, stride] += weights [num_rows, kTileKeys] * values [kTileKeys, stride]. What a row does not
+// see is left out, not multiplied by zero: it may hold NaN.
+static void add_values(const TileMask& mask, const float* weights, const float* values, int stride,
+                       float* out) {
+    for (int r = 0; r < mask.num_rows;) {
+        int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
+        while (end < mask.num_rows && (mask.all_visible || mask.q_pos[end] == mask.q_pos[r])) ++end;
+        mask.visible_to(r).for_ranges([&](int begin, int visible_end) {
+            multiply({weights + r * kTileKeys + begin, kTileKeys, values + begin * stride, stride,
+                      out + r * stride, stride, end - r, stride, visible_end - begin, true});
+        });
+        r = end;
+    }
+}
+
+OCTAVO_SIMD Vec transform_score(const ScoreTransform& t, Vec qk) {
+    return t.has_softcap ? t.outer * tanh(qk * t.inner) : qk * t.inner;
+}
+
+// Turns one row of dot products into scores, but for ALiBi.
+static void transform_row(float* row, const ScoreTransform& transform) {
+    for (int j = 0; j < kTileKeys; j += kLanes) store(row + j, transform_score(transform, load(row + j)));
+}
+
+static void add_alibi(float* row, float slope_log2, int32_t q_pos, int32_t k_begin) {
+    if (slope_log2 == 0.0f) return;
+    for (int j = 0; j < kTileKeys; ++j) row[j] += alibi_bias(slope_log2, q_pos, k_begin + j);
+}
+
+// The slope of a query head, in units of log2(e); 0 without ALiBi.
+static float slope_log2_of(const AttentionParams& p, const RowTile& tile, int32_t r) {
+    if (!p.alibi_slopes) return 0.0f;
+    return p.alibi_slopes[tile.batch_index * p.alibi_batch_stride + tile.head_of(r)] * kLog2e;
+}
+
+// Calls drop(j) for each key of a tile whose weight dropout leaves out of a query's row.
+template <class Drop>
+OCTAVO_SIMD void for_dropped(const Dropout& dropout, uint64_t head, int32_t query, int32_t k_begin,
+                             const Drop& drop) {
+    static_assert(kTileKeys % 32 == 0);
+    for (int32_t n = 0; n < kTileKeys / 32; ++n) {
+        for (int32_t pair = 0; pair < 4; ++pair) {
+            const Philox random = dropout.bits(head, query, k_begin / 32 + n, pair);
+            for (int w = 0; w < 4; ++w) {
+                const int j = 32 * n + 8 * w + 2 * pair;
+                if (dropout.drops_even(random.words[w])) drop(j);
+                if (dropout.drops_odd(random.words[w])) drop(j + 1);
+            }
+        }
+    }
+}
+
+// Rows of an array like q, `first` being the first of its sequence: to [num_rows, row_stride(head_dim)].
+template <class T>
+static void load_tile_rows(const RowTile& tile, const T* first, int64_t token_stride, int64_t head_stride,
+                           int head_dim, float* to) {
+    for (int r = 0; r < tile.num_rows; ++r, to += row_stride(head_dim)) {
+        load_row(first + tile.token_of(r) * token_stride + tile.head_of(r) * head_stride, head_dim, to);
+    }
+}

@@ -1,0 +1,36 @@
+// Tiles of queries and of keys, as the kernels of forward and backward cut them.
+#pragma once
+
+#include "params/attention_params.h"
+
+#include <cstdint>
+
+namespace octavo::cpu {
+
+constexpr int kTileRows = 96;  // at most
+constexpr int kTileKeys = 64;
+
+// Rows of one KV head and one sequence: row i is of query token i / group_size and of the (i % group_size)-th
+// head of the group, so that a group shares each tile of keys.
+struct RowTile {
+    SequenceSlice sequence;
+    int32_t batch_index;
+    int32_t group_size;
+    int32_t kv_head;
+    int32_t first_row;
+    int32_t num_rows;  // at most kTileRows where a kernel holds them all
+
+    // Of the r-th row of the tile.
+    int32_t token_of(int32_t r) const { return (first_row + r) / group_size; }
+    int32_t head_of(int32_t r) const { return kv_head * group_size + (first_row + r) % group_size; }
+    int32_t q_pos_of(int32_t r) const { return sequence.q_pos(token_of(r)); }
+
+    KeyTiles key_tiles() const {
+        return KeyTiles(sequence.see, q_pos_of(0), q_pos_of(num_rows - 1), kTileKeys);
+    }
+};
+
+// Rows in scratch memory are padded to whole vectors of the widest instruction set.
+constexpr int row_stride(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+}  // namespace octavo::cpu
