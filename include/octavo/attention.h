@@ -1,4 +1,4 @@
-// Attention over dense and packed arrays, and the merge of partial results.
+// Attention over dense and packed arrays, its gradients, and the merge of partial results.
 #pragma once
 
 #include <octavo/error.h>
@@ -46,6 +46,42 @@ struct AttentionArgs {
 };
 
 void attention(const AttentionArgs& args);
+
+// The gradients of a scalar with respect to q, k, v and alibi_slopes of attention(), from those with respect
+// to its results. The softmax weights are computed again from the log-sum-exp (FlashAttention, Dao et al.
+// 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691), so that memory grows with the lengths, not with their
+// product.
+//
+// What attention() takes as well is as in its call, dropout included, and means the same; `out` and `lse` are
+// its results. A query that sees no key gets a gradient of 0 and adds nothing to others, and so does a key
+// that no query sees.
+struct AttentionBackwardArgs {
+    TensorView dout;  // like out: the gradient with respect to it
+    TensorView q, k, v, out, lse;
+    // Written: like q, k and v. No element of theirs is in the memory of one another or of an input; they may
+    // be views of one array.
+    TensorView dq, dk, dv;
+    std::optional<TensorView> dlse;           // like lse: the gradient with respect to it; none: zeros
+    std::optional<TensorView> dalibi_slopes;  // like alibi_slopes, in C order; written
+    std::optional<TensorView> cu_seqlens_q;
+    std::optional<TensorView> cu_seqlens_k;
+    std::optional<TensorView> prefix_lens;
+    std::optional<TensorView> alibi_slopes;
+    std::optional<int64_t> max_seqlen_q;
+    std::optional<int64_t> max_seqlen_k;
+    std::optional<double> softmax_scale;
+    bool causal = false;
+    int64_t window_left = -1;
+    int64_t window_right = -1;
+    double softcap = 0.0;
+    double dropout_p = 0.0;
+    std::optional<int64_t> dropout_seed;
+    int64_t dropout_offset = 0;
+    bool deterministic = false;  // the same bits at every call; on the CPU they always are
+    void* stream = nullptr;      // cudaStream_t; ignored on the CPU
+};
+
+void attention_backward(const AttentionBackwardArgs& args);
 
 // The exact result over two disjoint sets of keys from the results over each (FlashAttention's
 // log-sum-exp merge). out_* [..., head_dim], lse_* float32 [...]. The result may be one of the inputs.

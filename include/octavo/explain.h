@@ -38,6 +38,7 @@ Explanation explain(const PagedAttentionArgs& args, const std::string& device = 
 Explanation explain(const AppendKvArgs& args, const std::string& device = {});
 Explanation explain(const CopyPagesArgs& args, const std::string& device = {});
 Explanation explain(const MergeStatesArgs& args, const std::string& device = {});
+Explanation explain(const AttentionBackwardArgs& args, const std::string& device = {});
 
 // Products ("h100") and architectures ("sm_90"), each of which stands for its first product in this list.
 std::vector<std::string> explainable_gpus();

@@ -120,10 +120,28 @@ typedef struct octavo_copy_pages_args {
     void* stream;                           /* cudaStream_t; default: null */
 } octavo_copy_pages_args;
 
+typedef struct octavo_attention_backward_args {
+    size_t struct_size;
+    octavo_tensor dout, q, k, v, out, lse, dq, dk, dv;
+    octavo_tensor dlse, dalibi_slopes;                                   /* optional */
+    octavo_tensor cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes; /* optional */
+    int64_t max_seqlen_q, max_seqlen_k;                                  /* default: -1, chosen */
+    double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
+    double softcap;                    /* default: 0, none */
+    int64_t window_left, window_right; /* default: -1, unbounded */
+    double dropout_p;                  /* default: 0, none */
+    int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
+    int64_t dropout_offset;            /* default: 0 */
+    int32_t causal;                    /* default: 0 */
+    int32_t deterministic;             /* default: 0 */
+    void* stream;                      /* cudaStream_t; default: null */
+} octavo_attention_backward_args;
+
 OCTAVO_API octavo_status octavo_attention_args_init(octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention_args_init(octavo_paged_attention_args* args);
 OCTAVO_API octavo_status octavo_append_kv_args_init(octavo_append_kv_args* args);
 OCTAVO_API octavo_status octavo_copy_pages_args_init(octavo_copy_pages_args* args);
+OCTAVO_API octavo_status octavo_attention_backward_args_init(octavo_attention_backward_args* args);
 
 OCTAVO_API octavo_status octavo_attention(const octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention(const octavo_paged_attention_args* args);
@@ -133,6 +151,7 @@ OCTAVO_API octavo_status octavo_merge_states(const octavo_tensor* out_a, const o
                                              const octavo_tensor* out_b, const octavo_tensor* lse_b,
                                              const octavo_tensor* out, const octavo_tensor* lse,
                                              void* stream);
+OCTAVO_API octavo_status octavo_attention_backward(const octavo_attention_backward_args* args);
 
 typedef struct octavo_page_allocator octavo_page_allocator;
 typedef uint64_t octavo_sequence; /* a handle; one whose sequence was freed is refused */

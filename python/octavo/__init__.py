@@ -5,6 +5,7 @@ results come out as arrays of the caller's own framework.
 """
 
 from octavo._attention import attention, merge_states
+from octavo._attention_backward import attention_backward
 from octavo._cache import PagedCache, empty_cache
 from octavo._cmake import get_cmake_dir
 from octavo._core import (
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "append_kv",
     "attention",
+    "attention_backward",
     "build_info",
     "check_page_table",
     "copy_pages",

@@ -8,12 +8,20 @@ from dataclasses import dataclass, field
 
 from octavo import _core
 from octavo._attention import attention, merge_states
+from octavo._attention_backward import attention_backward
 from octavo._misuse import refuse_call
 from octavo._paged_attention import append_kv, copy_pages, paged_attention
 
 _OPERATORS = {
     function.__name__: function
-    for function in (attention, paged_attention, append_kv, copy_pages, merge_states)
+    for function in (
+        attention,
+        paged_attention,
+        append_kv,
+        copy_pages,
+        merge_states,
+        attention_backward,
+    )
 }
 
 
@@ -45,7 +53,8 @@ def explain(operator: str, /, *args: object, device: str | None = None, **kwargs
     those that have been printed before.
 
     Args:
-        operator: "attention", "paged_attention", "append_kv", "copy_pages" or "merge_states".
+        operator: "attention", "paged_attention", "append_kv", "copy_pages", "merge_states" or
+            "attention_backward".
         *args: the arguments of the call. Strides and addresses of arrays count, since kernels differ in what
             they need of them. An array may also be anything that has a shape and a dtype alone, such as a
             tensor of torch's device meta or a jax.ShapeDtypeStruct: it counts as contiguous, unless it has

@@ -1,8 +1,9 @@
 """How a mapped axis (jax.vmap) goes into the axes that the operators have.
 
 Each function takes the arrays of one operator, all mapped along a leading axis of length n, but for those in
-`shared`, and returns them without that axis. Of packed queries it also returns the places that they have now,
-[n * total], for the results: each of the n may use less than its arrays hold.
+`shared`, and returns them without that axis. Of packed tokens it also returns the places that they have now,
+[n * total], by the names of the results that have a row for each: each of the n may use less than its arrays
+hold.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 Arrays = Mapping[str, Array]
-Folded = tuple[dict[str, Array], Array | None]
+Folded = tuple[dict[str, Array], dict[str, Array]]
 
 
 def _fold(array: Array) -> Array:
@@ -54,15 +55,24 @@ def _fold_slopes(slopes: Array, is_shared: bool, n: int, batch: int) -> Array:
     return jnp.repeat(slopes, batch, axis=0) if slopes.ndim == 2 else _fold(slopes)
 
 
+_OF_QUERIES = ("q", "dout", "out", "lse", "dlse")
+"""What has a row for each query, in attention and in its backward."""
+
+
 def fold_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items() if name not in shared}
-    batch, places = arrays["q"].shape[1], None
+    batch = arrays["q"].shape[1]
+    places: dict[str, Array] = {}
     if "cu_seqlens_q" in arrays:
         batch = arrays["cu_seqlens_q"].shape[1] - 1
-        folded["cu_seqlens_q"], places, folded["q"] = _fold_packed(arrays["cu_seqlens_q"], arrays["q"])
+        of_queries = [name for name in _OF_QUERIES if name in arrays]
+        packed = _fold_packed(arrays["cu_seqlens_q"], *(arrays[name] for name in of_queries))
+        folded.update(zip(("cu_seqlens_q", "places", *of_queries), packed, strict=True))
+        places |= dict.fromkeys(("out", "lse", "dq"), folded.pop("places"))
     if "cu_seqlens_k" in arrays:
-        offsets, _, k, v = _fold_packed(arrays["cu_seqlens_k"], arrays["k"], arrays["v"])
+        offsets, places_of_keys, k, v = _fold_packed(arrays["cu_seqlens_k"], arrays["k"], arrays["v"])
         folded.update(cu_seqlens_k=offsets, k=k, v=v)
+        places |= dict.fromkeys(("dk", "dv"), places_of_keys)
     if "alibi_slopes" in arrays:
         is_shared = "alibi_slopes" in shared
         folded["alibi_slopes"] = _fold_slopes(arrays["alibi_slopes"], is_shared, len(arrays["q"]), batch)
@@ -71,9 +81,10 @@ def fold_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
 
 def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items() if name not in shared}
-    places = None
+    places = {}
     if "cu_seqlens_q" in arrays:
-        folded["cu_seqlens_q"], places, folded["q"] = _fold_packed(arrays["cu_seqlens_q"], arrays["q"])
+        folded["cu_seqlens_q"], of_queries, folded["q"] = _fold_packed(arrays["cu_seqlens_q"], arrays["q"])
+        places = {"out": of_queries, "lse": of_queries}
     if "k_pages" in folded:
         folded["page_table"] = _fold_pages(arrays["page_table"], arrays["k_pages"].shape[1])
     if "alibi_slopes" in arrays:
@@ -88,14 +99,14 @@ def fold_append_kv(arrays: Arrays, shared: frozenset[str]) -> Folded:
     if "cu_seqlens" in arrays:
         offsets, __, k, v = _fold_packed(arrays["cu_seqlens"], arrays["k"], arrays["v"])
         folded.update(cu_seqlens=offsets, k=k, v=v)
-    return folded, None
+    return folded, {}
 
 
 def fold_copy_pages(arrays: Arrays, _: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items()}
     folded["copies"] = _fold_pages(arrays["copies"], arrays["k_pages"].shape[1])
-    return folded, None
+    return folded, {}
 
 
 def fold_merge_states(arrays: Arrays, _: frozenset[str]) -> Folded:
-    return {name: _fold(array) for name, array in arrays.items()}, None
+    return {name: _fold(array) for name, array in arrays.items()}, {}

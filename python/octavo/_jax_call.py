@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -68,7 +69,7 @@ _OF_ALL_TOKENS = frozenset({"k_scale_array", "v_scale_array", "k_channel_offset"
 @dataclass(frozen=True)
 class Operator:
     name: str
-    results: Callable[[_Arrays, bool], _Results]
+    results: Callable[[_Arrays, bool], _Results]  # with the optional one, or without
     fold: Callable[[_jax_batching.Arrays, frozenset[str]], _jax_batching.Folded]
     shareable: frozenset[str] = frozenset()  # what one call can use for all of a mapped axis
 
@@ -95,6 +96,13 @@ def _merged_results(arrays: _Arrays, _: bool) -> _Results:
     }
 
 
+def _gradients(arrays: _Arrays, return_dalibi: bool) -> _Results:
+    if return_dalibi and "alibi_slopes" not in arrays:
+        raise ValueError("attention_backward: dalibi_slopes (return_dalibi) needs alibi_slopes; got none")
+    names = ("q", "k", "v", *(["alibi_slopes"] if return_dalibi else []))
+    return {f"d{name}": jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in names}
+
+
 ATTENTION = Operator("attention", _queries_results, _jax_batching.fold_attention, frozenset({"alibi_slopes"}))
 PAGED_ATTENTION = Operator(
     "paged_attention",
@@ -105,6 +113,7 @@ PAGED_ATTENTION = Operator(
 APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _OF_ALL_TOKENS)
 COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
+ATTENTION_BACKWARD = Operator("attention_backward", _gradients, _jax_batching.fold_attention)
 
 
 def _vary(result: jax.Array, arrays: _Arrays) -> jax.Array:
@@ -191,12 +200,16 @@ def _function(
         if is_mapped.get("page_table", False) or "k_pages" not in shared:
             kept.pop("shared_prefix_len", None)  # each element of the axis has a prefix of its own
         outs = _function(op, tuple({**bounds, **kept}.items()), return_lse)(folded)
-        if places is not None:
-            outs = tuple(out[places] for out in outs)
         one = {name: jax.ShapeDtypeStruct(x.shape[is_mapped[name] :], x.dtype) for name, x in arrays.items()}
-        shapes = [x.shape for x in op.results(cast("_Arrays", one), return_lse).values()]
-        results = tuple(out.reshape(axis_size, *shape) for out, shape in zip(outs, shapes, strict=True))
-        return results, tuple(True for _ in results)
+        wanted = op.results(cast("_Arrays", one), return_lse)
+        results = []
+        for (result, kind), out in zip(wanted.items(), outs, strict=True):
+            placed = out[places[result]] if result in places else out
+            if placed.size == axis_size * math.prod(kind.shape):
+                results.append(placed.reshape(axis_size, *kind.shape))
+            else:  # gradients of slopes, which each element's sequences had in common
+                results.append(placed.reshape(axis_size, -1, *kind.shape).sum(axis=1))
+        return tuple(results), tuple(True for _ in results)
 
     differentiable = jax.custom_jvp(call)
 

@@ -72,6 +72,19 @@ class AttentionOptions(AttentionScalars, total=False):
     prefix_lens: SupportsDLPack | None
 
 
+class AttentionBackwardScalars(AttentionScalars, total=False):
+    """What ``attention_backward`` takes by keyword, but for arrays; in ``octavo`` and in ``octavo.jax``."""
+
+    deterministic: bool
+
+
+class AttentionBackwardOptions(AttentionOptions, total=False):
+    """What ``octavo.attention_backward`` takes by keyword, whatever it returns."""
+
+    dlse: SupportsDLPack | None
+    deterministic: bool
+
+
 class PagedAttentionScalars(TypedDict, total=False):
     """What ``paged_attention`` takes by keyword, but for arrays; in ``octavo`` and in ``octavo.jax``."""
 

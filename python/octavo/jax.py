@@ -19,7 +19,8 @@ as JAX's own error with Octavo's message. Nothing is written then, but what was 
 Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
 gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that
 the operators have; with dropout it calls them one by one, since the results are those of single calls. There
-is no backward yet: differentiating raises TypeError. Nor is there a copy between two caches.
+is no backward yet, but for ``attention_backward`` itself: differentiating raises TypeError. Nor is there a
+copy between two caches.
 """
 
 from __future__ import annotations
@@ -32,12 +33,19 @@ from jax.typing import ArrayLike
 import octavo
 from octavo import _jax_call
 from octavo._jax_call import like
-from octavo._types import AttentionScalars, PagedAttentionScalars
+from octavo._types import AttentionBackwardScalars, AttentionScalars, PagedAttentionScalars
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
+__all__ = [
+    "append_kv",
+    "attention",
+    "attention_backward",
+    "copy_pages",
+    "merge_states",
+    "paged_attention",
+]
 
 
 # JAX would take what is not an array for one.
@@ -56,6 +64,14 @@ jax.tree_util.register_pytree_node(
 
 
 class _AttentionOptions(AttentionScalars, total=False):
+    cu_seqlens_q: ArrayLike | None
+    cu_seqlens_k: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    prefix_lens: ArrayLike | None
+
+
+class _AttentionBackwardOptions(AttentionBackwardScalars, total=False):
+    dlse: ArrayLike | None
     cu_seqlens_q: ArrayLike | None
     cu_seqlens_k: ArrayLike | None
     alibi_slopes: ArrayLike | None
@@ -125,6 +141,70 @@ def attention(
     arrays = {"q": q, "k": k, "v": v}
     results = _jax_call.run(_jax_call.ATTENTION, {**arrays, **options}, return_lse)
     return (results[0], results[1]) if return_lse else results[0]
+
+
+@overload
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    return_dalibi: Literal[False] = False,
+    **options: Unpack[_AttentionBackwardOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    return_dalibi: Literal[True],
+    **options: Unpack[_AttentionBackwardOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@like(octavo.attention_backward, _AttentionBackwardOptions)
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    return_dalibi: bool = False,
+    **options: Unpack[_AttentionBackwardOptions],
+) -> tuple[jax.Array, ...]:
+    """The gradients of ``attention``: ``octavo.attention_backward`` in a JAX program.
+
+    Its options are those of ``octavo.attention_backward``.
+
+    Args:
+        dout: like out: the gradient of the loss with respect to it.
+        q: as for ``attention``; so are k and v.
+        k: [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
+        v: like k.
+        out: like q: the output of ``attention``.
+        lse: float32, the shape of q without its last axis: its log-sum-exp.
+        return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
+
+    Returns:
+        dq: like q.
+        dk: like k.
+        dv: like v.
+        dalibi_slopes: only with return_dalibi: float32, like alibi_slopes.
+
+    Raises:
+        ValueError: a shape or number that does not fit.
+        TypeError: a wrong dtype, a traced number, differentiation; a GPU, which has no kernel for this yet.
+        JaxRuntimeError, ValueError: when the program runs: on the CPU lengths that do not fit.
+    """
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    return _jax_call.run(_jax_call.ATTENTION_BACKWARD, {**arrays, **options}, return_dalibi)
 
 
 @overload

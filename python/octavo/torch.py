@@ -9,8 +9,9 @@ A compiled function may write to views of a tensor, as of ``k_pages, v_pages = c
 tensor's sizes static (``torch._dynamo.mark_static(cache)``) under ``dynamic=True``, where Inductor of PyTorch
 2.13 loses the offset of a view that any custom operator writes to.
 
-There is no backward yet: a tensor that requires grad is refused unless gradients are off (``torch.no_grad``),
-inside of torch.func's transforms too, and so is one with a tangent (``torch.func.jvp``).
+There is no backward yet, but for ``attention_backward`` itself: a tensor that requires grad is refused unless
+gradients are off (``torch.no_grad``), inside of torch.func's transforms too, and so is one with a tangent
+(``torch.func.jvp``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from octavo import _core
 from octavo._misuse import MISSING, refuse_call
 from octavo._operators import ARGUMENTS
 
-__all__ = ["append_kv", "attention", "copy_pages", "merge_states", "paged_attention"]
+__all__ = [
+    "append_kv",
+    "attention",
+    "attention_backward",
+    "copy_pages",
+    "merge_states",
+    "paged_attention",
+]
 
 if not hasattr(torch.library, "register_fake"):
     raise ImportError(f"octavo.torch needs PyTorch 2.4 or newer; this is {torch.__version__}")
@@ -221,6 +229,34 @@ def _copy_pages_to(
     )
 
 
+def _define_attention_backward() -> None:
+    """Define the operator that returns the gradients of q, k and v, and the one with that of the slopes."""
+    name = "attention_backward"
+    core, defaults = _core.attention_backward, _DEFAULTS[name]
+    dropped = [defaults[given:] for given in range(len(defaults) + 1)]
+    slopes = next(i for i, argument in enumerate(ARGUMENTS[name]) if argument["name"] == "alibi_slopes")
+
+    def kernel(*args: Any, return_dalibi: bool = False) -> Any:
+        return core(*args, *dropped[len(args)], return_dalibi, None, None, None, _DISPATCHER)
+
+    def fake(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+    def fake_dalibi(*args: Any) -> tuple[Tensor, ...]:
+        if len(args) <= slopes or args[slopes] is None:
+            raise ValueError(f"{name}: dalibi_slopes (return_dalibi) needs alibi_slopes; got none")
+        return (*fake(*args), args[slopes].new_empty(args[slopes].shape))
+
+    arguments = ", ".join(_arguments(name))
+    _define(name, f"({arguments}) -> (Tensor, Tensor, Tensor)", kernel, fake)
+    _define(
+        f"{name}.dalibi",
+        f"({arguments}) -> (Tensor, Tensor, Tensor, Tensor)",
+        functools.partial(kernel, return_dalibi=True),
+        fake_dalibi,
+    )
+
+
 def _fake_merge_states(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
@@ -231,6 +267,7 @@ def _fake_nothing(*_: Any) -> None:
 
 for _name in _ATTENTIONS:
     _define_attention(_name)
+_define_attention_backward()
 _define(
     "merge_states",
     f"({_arguments('merge_states')[0]}) -> (Tensor, Tensor)",
@@ -304,6 +341,8 @@ def _refuse_stream(name: str) -> None:
 _ATTENTION, _ATTENTION_LSE = _operator("attention"), _operator("attention.lse")
 _PAGED_ATTENTION, _PAGED_ATTENTION_LSE = _operator("paged_attention"), _operator("paged_attention.lse")
 _APPEND_KV, _MERGE_STATES = _operator("append_kv"), _operator("merge_states")
+_ATTENTION_BACKWARD = _operator("attention_backward")
+_ATTENTION_BACKWARD_DALIBI = _operator("attention_backward.dalibi")
 _COPY_PAGES, _COPY_PAGES_TO = _operator("copy_pages"), _operator("copy_pages_to")
 _TO_OUT = {name: (_operator(f"{name}.out"), _operator(f"{name}.out_lse")) for name in _ATTENTIONS}
 
@@ -335,6 +374,37 @@ def attention(
         return _write("attention", (q, k, v), out, return_lse, options)
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, attention, (q, k, v), options)
+        raise
+
+
+@_like(octavo.attention_backward)
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    return_dalibi: bool = False,
+    dq: None = None,
+    dk: None = None,
+    dv: None = None,
+    stream: None = None,
+    **options: Any,
+) -> Any:
+    if stream is not None:
+        _refuse_stream("attention_backward")
+    for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
+        if gradient is not None:
+            raise ValueError(
+                f"attention_backward: {name} must be None in octavo.torch, which returns new tensors"
+            )
+    try:
+        operator = _ATTENTION_BACKWARD_DALIBI if return_dalibi else _ATTENTION_BACKWARD
+        return operator(dout, q, k, v, out, lse, **options)
+    except RuntimeError as error:
+        _raise_in_words_of_octavo(error, attention_backward, (dout, q, k, v, out, lse), options)
         raise
 
 

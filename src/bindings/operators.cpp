@@ -207,8 +207,8 @@ nb::dict operator_arguments() {
 
 }  // namespace
 
-// Names and types are in octavo/_attention.py and octavo/_paged_attention.py, the keywords and their defaults
-// are added by octavo/_operators.py.
+// Names and types are in octavo/_attention.py, octavo/_attention_backward.py and octavo/_paged_attention.py,
+// the keywords and their defaults are added by octavo/_operators.py.
 void bind_operators(nb::module_& m) {
     schema::for_each_operator([&](auto op) {
         using Operator = decltype(op);

@@ -221,6 +221,10 @@ octavo_status octavo_copy_pages_args_init(octavo_copy_pages_args* args) {
     return init<schema::CopyPages>(args);
 }
 
+octavo_status octavo_attention_backward_args_init(octavo_attention_backward_args* args) {
+    return init<schema::AttentionBackward>(args);
+}
+
 octavo_status octavo_attention(const octavo_attention_args* args) { return run<schema::Attention>(args); }
 
 octavo_status octavo_paged_attention(const octavo_paged_attention_args* args) {
@@ -235,6 +239,10 @@ octavo_status octavo_merge_states(const octavo_tensor* out_a, const octavo_tenso
                                   const octavo_tensor* out_b, const octavo_tensor* lse_b,
                                   const octavo_tensor* out, const octavo_tensor* lse, void* stream) {
     return run<schema::MergeStates>({out_a, lse_a, out_b, lse_b, out, lse}, stream);
+}
+
+octavo_status octavo_attention_backward(const octavo_attention_backward_args* args) {
+    return run<schema::AttentionBackward>(args);
 }
 
 octavo_status octavo_page_allocator_new(int64_t num_pages, int64_t page_size,

@@ -226,8 +226,11 @@ void set_window_right_and_dropout(const Checker& check, AttentionParams& p, cons
 }
 
 template void set_dense_or_packed(const Checker&, AttentionParams&, const AttentionArgs&);
+template void set_dense_or_packed(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
 template void set_masks(const Checker&, AttentionParams&, const AttentionArgs&);
 template void set_masks(const Checker&, AttentionParams&, const PagedAttentionArgs&);
+template void set_masks(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
 template void set_window_right_and_dropout(const Checker&, AttentionParams&, const AttentionArgs&);
+template void set_window_right_and_dropout(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
 
 }  // namespace octavo

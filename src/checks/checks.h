@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/fail.h"
+#include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
@@ -20,10 +21,12 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args);
 AppendKvParams check_append_kv(const AppendKvArgs& args);
 CopyPagesParams check_copy_pages(const CopyPagesArgs& args);
 MergeStatesParams check_merge_states(const MergeStatesArgs& args);
+AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& args);
 
 // Why no CUDA kernel computes this, wherever its arrays are; empty if there is one.
 std::string why_no_cuda_kernel(const AttentionParams& params);
 std::string why_no_cuda_kernel(const AppendKvParams& params);
+std::string why_no_cuda_kernel(const AttentionBackwardParams& params);
 inline std::string why_no_cuda_kernel(const CopyPagesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const MergeStatesParams&) { return {}; }
 

@@ -1,6 +1,7 @@
 // The operators on the CPU. Parameters are checked, values of lengths and page ids included.
 #pragma once
 
+#include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
@@ -16,11 +17,13 @@ void paged_attention(const PagedAttentionParams& params);
 void append_kv(const AppendKvParams& params);
 void copy_pages(const CopyPagesParams& params);
 void merge_states(const MergeStatesParams& params);
+void attention_backward(const AttentionBackwardParams& params);
 
 // What each would run.
 Explanation explain(const AttentionParams& params);
 Explanation explain(const AppendKvParams& params);
 Explanation explain(const CopyPagesParams& params);
 Explanation explain(const MergeStatesParams& params);
+Explanation explain(const AttentionBackwardParams& params);
 
 }  // namespace octavo::cpu

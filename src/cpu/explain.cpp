@@ -35,5 +35,8 @@ Explanation explain(const CopyPagesParams& p) {
 Explanation explain(const MergeStatesParams& p) {
     return make("cpu_merge_states", p.dtype, false, "src/cpu/merge_states.cpp");
 }
+Explanation explain(const AttentionBackwardParams& p) {
+    return make("cpu_attention_backward", p.dtype, true, "src/cpu/attention_backward.cpp");
+}
 
 }  // namespace octavo::cpu

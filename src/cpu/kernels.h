@@ -1,12 +1,14 @@
 // The kernels of attention, in one build for each instruction set (tiles_*.cpp).
 #pragma once
 
+#include "cpu/backward_tile.h"
 #include "cpu/forward_tile.h"
 
 namespace octavo::cpu {
 
 struct Kernels {
     ForwardKernels forward;
+    BackwardKernels backward;
 };
 
 namespace baseline {

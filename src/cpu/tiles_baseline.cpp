@@ -40,6 +40,8 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/forward_tile.inl"
 
-const Kernels kKernels = {kForwardKernels};
+#include "cpu/backward_tile.inl"
+
+const Kernels kKernels = {kForwardKernels, kBackwardKernels};
 
 }  // namespace octavo::cpu::baseline

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/gpu.h"
+#include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
 #include "params/merge_states_params.h"
@@ -24,6 +25,7 @@ void paged_attention(const PagedAttentionParams& params, void* stream);
 void append_kv(const AppendKvParams& params, void* stream);
 void copy_pages(const CopyPagesParams& params, void* stream);
 void merge_states(const MergeStatesParams& params, void* stream);
+void attention_backward(const AttentionBackwardParams& params, void* stream);
 
 // What each would run on a GPU, which need not be one of this machine.
 Explanation explain(const AttentionParams& params, const Gpu& gpu);
@@ -31,6 +33,7 @@ Explanation explain(const PagedAttentionParams& params, const Gpu& gpu);
 Explanation explain(const AppendKvParams& params, const Gpu& gpu);
 Explanation explain(const CopyPagesParams& params, const Gpu& gpu);
 Explanation explain(const MergeStatesParams& params, const Gpu& gpu);
+Explanation explain(const AttentionBackwardParams& params, const Gpu& gpu);
 
 // Waits for `stream` and copies `count` rows of `row_bytes` to the host.
 void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,

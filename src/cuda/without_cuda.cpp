@@ -20,6 +20,7 @@ void paged_attention(const PagedAttentionParams&, void*) { refuse(); }
 void append_kv(const AppendKvParams&, void*) { refuse(); }
 void copy_pages(const CopyPagesParams&, void*) { refuse(); }
 void merge_states(const MergeStatesParams&, void*) { refuse(); }
+void attention_backward(const AttentionBackwardParams&, void*) { refuse(); }
 void copy_to_host(void*, const void*, size_t, size_t, size_t, int32_t, void*) { refuse(); }
 void* mapped_host_memory(void*, uintptr_t, uintptr_t, int32_t) { refuse(); }
 void require_usable() { refuse(); }

@@ -95,6 +95,9 @@ Explanation explain(const CopyPagesArgs& args, const std::string& device) {
 Explanation explain(const MergeStatesArgs& args, const std::string& device) {
     return explain_call<schema::MergeStates>(args, device);
 }
+Explanation explain(const AttentionBackwardArgs& args, const std::string& device) {
+    return explain_call<schema::AttentionBackward>(args, device);
+}
 
 std::vector<std::string> explainable_gpus() { return cuda::gpu_names(); }
 

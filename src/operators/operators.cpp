@@ -49,6 +49,11 @@ void merge_states(const MergeStatesArgs& args) {
     run("merge_states", check_merge_states(args), args.stream, cpu::merge_states, cuda::merge_states);
 }
 
+void attention_backward(const AttentionBackwardArgs& args) {
+    run("attention_backward", check_attention_backward(args), args.stream, cpu::attention_backward,
+        cuda::attention_backward);
+}
+
 void check_page_table(const TensorView& page_table, const TensorView& seq_lens, int64_t num_pages,
                       int64_t page_size, void* stream) {
     constexpr const char* op = "check_page_table";

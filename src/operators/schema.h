@@ -256,6 +256,41 @@ struct MergeStates {
         row_result("lse", &Args::lse, &Args::out_a));
 };
 
+struct AttentionBackward {
+    using Args = AttentionBackwardArgs;
+    using CArgs = octavo_attention_backward_args;
+    static constexpr const char* kName = "attention_backward";
+    static constexpr auto kCheck = &check_attention_backward;
+    static constexpr auto kRun = &octavo::attention_backward;
+    static constexpr auto kArguments = std::tuple(
+        input("dout", &Args::dout, &CArgs::dout),
+        input("q", &Args::q, &CArgs::q),
+        input("k", &Args::k, &CArgs::k),
+        input("v", &Args::v, &CArgs::v),
+        input("out", &Args::out, &CArgs::out),
+        input<Accept::float32>("lse", &Args::lse, &CArgs::lse),
+        input<Accept::float32>("dlse", &Args::dlse, &CArgs::dlse),
+        input<Accept::int32>("cu_seqlens_q", &Args::cu_seqlens_q, &CArgs::cu_seqlens_q),
+        input<Accept::int32>("cu_seqlens_k", &Args::cu_seqlens_k, &CArgs::cu_seqlens_k),
+        scalar("max_seqlen_q", &Args::max_seqlen_q, &CArgs::max_seqlen_q, -1),
+        scalar("max_seqlen_k", &Args::max_seqlen_k, &CArgs::max_seqlen_k, -1),
+        scalar("softmax_scale", &Args::softmax_scale, &CArgs::softmax_scale, kNan),
+        scalar("causal", &Args::causal, &CArgs::causal),
+        scalar("window_left", &Args::window_left, &CArgs::window_left),
+        scalar("window_right", &Args::window_right, &CArgs::window_right),
+        scalar("softcap", &Args::softcap, &CArgs::softcap),
+        input<Accept::float32>("alibi_slopes", &Args::alibi_slopes, &CArgs::alibi_slopes),
+        input<Accept::int32>("prefix_lens", &Args::prefix_lens, &CArgs::prefix_lens),
+        scalar("dropout_p", &Args::dropout_p, &CArgs::dropout_p),
+        scalar("dropout_seed", &Args::dropout_seed, &CArgs::dropout_seed, -1),
+        scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
+        scalar("deterministic", &Args::deterministic, &CArgs::deterministic),
+        result("dq", &Args::dq, &Args::q, &CArgs::dq),
+        result("dk", &Args::dk, &Args::k, &CArgs::dk),
+        result("dv", &Args::dv, &Args::v, &CArgs::dv),
+        result<Accept::float32>("dalibi_slopes", &Args::dalibi_slopes, &Args::alibi_slopes, &CArgs::dalibi_slopes, "return_dalibi"));
+};
+
 // clang-format on
 
 // Calls visit(Operator{}) with each operator.
@@ -266,6 +301,7 @@ void for_each_operator(const Visit& visit) {
     visit(AppendKv{});
     visit(CopyPages{});
     visit(MergeStates{});
+    visit(AttentionBackward{});
 }
 
 // Calls visit(argument) with each argument of an operator.

@@ -25,8 +25,9 @@ struct AttentionBackwardParams : AttentionParams {
     GradientStrides dk_strides;
     void* dv;  // like v; written
     GradientStrides dv_strides;
-    float* dalibi_slopes;  // like alibi_slopes, in C order; written; may be null
-    bool deterministic;    // the same bits every time
+    float* dalibi_slopes;         // like alibi_slopes, in C order; written; may be null
+    bool deterministic;           // the same bits every time
+    int64_t dalibi_batch_stride;  // num_q_heads; 0 where the batch shares its slopes, so that they are summed
 };
 
 }  // namespace octavo

@@ -1,0 +1,130 @@
+#include "checks/attention_arguments.h"
+#include "checks/check.h"
+#include "checks/checks.h"
+#include "cuda/attention_backward/plan.h"
+
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace octavo {
+namespace {
+
+// What the call of the forward had of each query, and its results; they are only read here.
+void set_queries(const Checker& check, AttentionBackwardParams& p, const AttentionBackwardArgs& args,
+                 const Layout& q_layout) {
+    check.length("seqlen_q * group_size", int64_t{p.seqlen_q} * p.group_size());  // rows of one KV head
+    auto set_strides = [&](const TensorView& t, int64_t& batch, int64_t& token, int64_t& head) {
+        const RowStrides strides = row_strides(t, q_layout);
+        batch = strides.batch;
+        token = strides.token;
+        head = strides.head;
+    };
+    auto check_like_q = [&](const char* name, const TensorView& t) {
+        check.data(name, t, q_layout.ndim, q_layout.axes);
+        check.same_shape(name, t, "q", args.q);
+        check.dtype(name, t, args.q.dtype, " like q");
+    };
+    p.q = args.q.data;
+    set_strides(args.q, p.q_batch_stride, p.q_token_stride, p.q_head_stride);
+    check_like_q("out", args.out);
+    p.out = args.out.data;
+    set_strides(args.out, p.out_batch_stride, p.out_token_stride, p.out_head_stride);
+    check_like_q("dout", args.dout);
+    p.dout = args.dout.data;
+    set_strides(args.dout, p.dout_strides.batch, p.dout_strides.token, p.dout_strides.head);
+    check.lse("lse", args.lse, "q", args.q);
+    p.lse = static_cast<float*>(args.lse.data);
+    set_strides(args.lse, p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride);
+    if (!args.dlse) return;
+    check.lse("dlse", *args.dlse, "q", args.q);
+    p.dlse = static_cast<const float*>(args.dlse->data);
+    set_strides(*args.dlse, p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head);
+}
+
+// A gradient of an array of this layout.
+void set_gradient(const Checker& check, const char* name, const TensorView& gradient, const char* of_name,
+                  const TensorView& of, const Layout& layout, void*& data, GradientStrides& strides) {
+    check.output(name, gradient, layout.ndim, layout.axes);
+    check.same_shape(name, gradient, of_name, of);
+    check.dtype(name, gradient, of.dtype, (std::string(" like ") + of_name).c_str());
+    const RowStrides found = row_strides(gradient, layout);
+    data = gradient.data;
+    strides = {layout.ndim == 4 ? found.batch : 0, found.token, found.head};
+}
+
+void set_gradient_of_slopes(const Checker& check, AttentionBackwardParams& p,
+                            const AttentionBackwardArgs& args) {
+    if (!args.dalibi_slopes) return;
+    if (!args.alibi_slopes)
+        fail<ValueError>(p.op, "dalibi_slopes (return_dalibi) needs alibi_slopes; got none");
+    const TensorView& slopes = *args.alibi_slopes;
+    const TensorView& gradient = *args.dalibi_slopes;
+    check.dtype("dalibi_slopes", gradient, DType::float32, "");
+    check.output("dalibi_slopes", gradient, slopes.ndim, "[num_q_heads] or [batch, num_q_heads]");
+    check.same_shape("dalibi_slopes", gradient, "alibi_slopes", slopes);
+    const bool per_batch = slopes.ndim == 2;
+    if (per_batch && gradient.shape[0] > 1 && gradient.strides[0] != p.num_q_heads) {
+        fail<ValueError>(p.op, "dalibi_slopes must be in C order; got strides ", gradient.strides_string());
+    }
+    p.dalibi_slopes = static_cast<float*>(gradient.data);
+    p.dalibi_batch_stride = per_batch ? p.num_q_heads : 0;
+}
+
+// A gradient may not lie where other threads still read or write: not in an input, nor in another gradient.
+// Gradients may be views of one array, such as that of q, k and v in one.
+void check_gradients_apart(const Checker& check, const AttentionBackwardArgs& args) {
+    using Named = std::pair<const char*, const TensorView*>;
+    auto given = [](const std::optional<TensorView>& array) { return array ? &*array : nullptr; };
+    const Named gradients[] = {
+        {"dq", &args.dq}, {"dk", &args.dk}, {"dv", &args.dv}, {"dalibi_slopes", given(args.dalibi_slopes)}};
+    const Named inputs[] = {{"dout", &args.dout},
+                            {"q", &args.q},
+                            {"k", &args.k},
+                            {"v", &args.v},
+                            {"out", &args.out},
+                            {"lse", &args.lse},
+                            {"dlse", given(args.dlse)},
+                            {"cu_seqlens_q", given(args.cu_seqlens_q)},
+                            {"cu_seqlens_k", given(args.cu_seqlens_k)},
+                            {"prefix_lens", given(args.prefix_lens)},
+                            {"alibi_slopes", given(args.alibi_slopes)}};
+    for (const auto& [name, gradient] : gradients) {
+        if (!gradient) continue;
+        for (const auto& [input_name, input] : inputs) {
+            if (input) check.apart(name, *gradient, input_name, *input);
+        }
+        for (const auto& [other_name, other] : gradients) {
+            if (other == gradient) break;
+            if (other) check.no_shared_elements(name, *gradient, other_name, *other);
+        }
+    }
+}
+
+}  // namespace
+
+std::string why_no_cuda_kernel(const AttentionBackwardParams& p) { return cuda::why_no_backward(p); }
+
+AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& args) {
+    AttentionBackwardParams p{};
+    p.op = "attention_backward";
+    p.device = args.dout.device;
+    p.dtype = args.q.dtype;
+    p.deterministic = args.deterministic;
+    const Checker check(p.op, p.device);
+    set_dense_or_packed(check, p, args);
+    const bool packed = args.cu_seqlens_q.has_value();
+    const Layout q_layout = dense_or_packed_q(packed), k_layout = dense_or_packed_k(packed);
+    set_queries(check, p, args, q_layout);
+    set_masks(check, p, args);
+    set_gradient(check, "dq", args.dq, "q", args.q, q_layout, p.dq, p.dq_strides);
+    set_gradient(check, "dk", args.dk, "k", args.k, k_layout, p.dk, p.dk_strides);
+    set_gradient(check, "dv", args.dv, "v", args.v, k_layout, p.dv, p.dv_strides);
+    set_gradient_of_slopes(check, p, args);
+    check_gradients_apart(check, args);
+    set_window_right_and_dropout(check, p, args);
+    require_kernel(p.op, p);
+    return p;
+}
+
+}  // namespace octavo

@@ -1,0 +1,45 @@
+// The gradients of one tile of keys, or of one tile of rows: what the kernels of backward_tile.inl compute.
+#pragma once
+
+#include "cpu/row_tile.h"
+#include "params/attention_backward_params.h"
+
+namespace octavo::cpu {
+
+// What is known of each row before any product.
+struct RowTerms {
+    float* lse_log2;  // the log-sum-exp in units of log2(e); inf, which makes every weight 0, for empty rows
+    float* delta;     // the dot product of dout and out, less dlse
+
+    RowTerms from(int64_t row) const { return {lse_log2 + row, delta + row}; }
+};
+
+// Scratch of one thread, with room for any head dim.
+struct alignas(64) BackwardScratch {
+    float queries[kTileRows * kMaxHeadDim];        // [row, dim]
+    float douts[kTileRows * kMaxHeadDim];          // [row, dim]
+    float keys_by_dim[kMaxHeadDim * kTileKeys];    // [dim, key]
+    float values_by_dim[kMaxHeadDim * kTileKeys];  // [dim, key]
+    float keys[kTileKeys * kMaxHeadDim];           // [key, dim]
+    float weights[kTileRows * kTileKeys];          // [row, key]: scores, then softmax weights after dropout
+    float dscores[kTileRows * kTileKeys];          // [row, key]: gradients of the weights, then of the scores
+    float dk[kTileKeys * kMaxHeadDim];             // [key, dim]
+    float dv[kTileKeys * kMaxHeadDim];             // [key, dim]
+    float dq[kTileRows * kMaxHeadDim];             // [row, dim]
+};
+
+// Rows are padded to row_stride(head_dim). `terms` are those of the tile's rows, from the first.
+struct BackwardKernels {
+    void (*prepare)(const AttentionBackwardParams&, const RowTile&, RowTerms terms);
+    // Writes dk and dv of the keys [k_begin, k_begin + kTileKeys) from all rows of their KV head. Adds what
+    // these keys give to dq [row, dim], without softmax_scale, and to dslopes [group_size], unless null.
+    void (*key_gradients)(const AttentionBackwardParams&, const RowTile& all_rows, int32_t k_begin,
+                          RowTerms terms, BackwardScratch&, float* dq, double* dslopes);
+    // dq of a tile's rows from all keys: by adding in the same order, with the same bits.
+    void (*query_gradients)(const AttentionBackwardParams&, const RowTile&, RowTerms terms, BackwardScratch&,
+                            float* dq);
+    // Writes dq [row, dim] of rows to params.dq, times softmax_scale.
+    void (*store_query_gradients)(const AttentionBackwardParams&, const RowTile&, const float* dq);
+};
+
+}  // namespace octavo::cpu

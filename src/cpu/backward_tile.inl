@@ -1,0 +1,252 @@
+// The gradients of attention in float32 by recomputation (FlashAttention, Dao et al. 2022; Dao 2023). With
+// scores S, weights P = exp(S - LSE), and M, which dropout multiplies them by (0 or 1 / (1 - p)):
+//
+//     dV = (M P)^T dO     dP = M (dO V^T)     dS = P (dP - delta)     delta = rowsum(dO O) - dLSE
+//     dQ = scale dS' K    dK = scale dS'^T Q  with dS' = dS (1 - tanh^2) under a softcap, and dS without
+//     dslope = sum of dS (k_pos - q_pos)
+//
+// Included after key_tile.inl.
+
+static int64_t first_query(const AttentionBackwardParams& p, const RowTile& tile,
+                           const GradientStrides& strides) {
+    const int32_t b = tile.batch_index;
+    return p.cu_seqlens_q ? p.cu_seqlens_q[b] * strides.token : b * strides.batch;
+}
+
+static int64_t first_key(const AttentionBackwardParams& p, const RowTile& tile,
+                         const GradientStrides& strides) {
+    const int32_t b = tile.batch_index;
+    return p.cu_seqlens_k ? p.cu_seqlens_k[b] * strides.token : b * strides.batch;
+}
+
+template <class T>
+static float dot(const T* a, const T* b, int n) {
+    Vec sum{};
+    int d = 0;
+    for (; d + kLanes <= n; d += kLanes) sum += load_lanes(a + d) * load_lanes(b + d);
+    float rest = 0.0f;
+    for (; d < n; ++d) rest += to_float(a[d]) * to_float(b[d]);
+    return sum_of_lanes(sum) + rest;
+}
+
+template <class T>
+static void prepare_typed(const AttentionBackwardParams& p, const RowTile& tile, RowTerms terms) {
+    const T* const out = static_cast<const T*>(p.out) + tile.sequence.out_begin;
+    const T* const dout = static_cast<const T*>(p.dout) + first_query(p, tile, p.dout_strides);
+    const int64_t dlse_begin = first_query(p, tile, p.dlse_strides);
+    for (int r = 0; r < tile.num_rows; ++r) {
+        const int64_t token = tile.token_of(r), head = tile.head_of(r);
+        const float lse =
+            p.lse[tile.sequence.lse_begin + token * p.lse_token_stride + head * p.lse_head_stride];
+        const bool is_empty = std::fabs(lse) == INFINITY;  // its dout may be anything
+        terms.lse_log2[r] = is_empty ? INFINITY : lse * kLog2e;
+        terms.delta[r] = 0.0f;
+        if (is_empty) continue;
+        terms.delta[r] = dot(out + token * p.out_token_stride + head * p.out_head_stride,
+                             dout + token * p.dout_strides.token + head * p.dout_strides.head, p.head_dim);
+        if (!p.dlse) continue;
+        terms.delta[r] -= p.dlse[dlse_begin + token * p.dlse_strides.token + head * p.dlse_strides.head];
+    }
+}
+
+static void prepare(const AttentionBackwardParams& p, const RowTile& tile, RowTerms terms) {
+    with_type(p.dtype, [&](auto type) { prepare_typed<decltype(type)>(p, tile, terms); });
+}
+
+static void fill(float* to, int64_t count, float value) {
+    for (int64_t i = 0; i < count; ++i) to[i] = value;
+}
+
+// Queries and dout of a tile's rows. Those of empty rows count as zeros, whatever they are.
+template <class T>
+static void load_rows(const AttentionBackwardParams& p, const RowTile& tile, RowTerms terms,
+                      BackwardScratch& scratch) {
+    load_tile_rows(tile, static_cast<const T*>(p.q) + tile.sequence.q_begin, p.q_token_stride,
+                   p.q_head_stride, p.head_dim, scratch.queries);
+    load_tile_rows(tile, static_cast<const T*>(p.dout) + first_query(p, tile, p.dout_strides),
+                   p.dout_strides.token, p.dout_strides.head, p.head_dim, scratch.douts);
+    const int stride = row_stride(p.head_dim);
+    for (int r = 0; r < tile.num_rows; ++r) {
+        if (terms.lse_log2[r] != INFINITY) continue;
+        fill(scratch.queries + r * stride, stride, 0.0f);
+        fill(scratch.douts + r * stride, stride, 0.0f);
+    }
+}
+
+// The keys from k_begin on that some row of `tile` sees, and their values.
+template <class T>
+static void load_key_tile(const AttentionBackwardParams& p, const RowTile& tile, const KeyTiles& tiles,
+                          int32_t k_begin, BackwardScratch& scratch) {
+    KeyRows<T, T> rows;
+    find_keys(p, tile, tiles, k_begin, rows);
+    load_keys(rows.k, rows.k, p.head_dim, scratch.keys_by_dim);
+    load_keys(rows.v, rows.v, p.head_dim, scratch.values_by_dim);
+    load_values(rows.k, rows.k, p.head_dim, scratch.keys);
+}
+
+static void hide(float* row, const VisibleKeys& see) {
+    for (int j = see.prefix_end; j < see.window_begin; ++j) row[j] = 0.0f;
+    for (int j = see.window_end; j < kTileKeys; ++j) row[j] = 0.0f;
+}
+
+// The sum of dS (k_pos - q_pos) over one row of a tile.
+static float slope_gradient(const float* dscores, int32_t q_pos, int32_t k_begin) {
+    float lanes[kLanes];
+    for (int l = 0; l < kLanes; ++l) lanes[l] = static_cast<float>(l);
+    const Vec first = load(lanes) + static_cast<float>(k_begin - q_pos);
+    Vec sum{};
+    for (int j = 0; j < kTileKeys; j += kLanes) sum += load(dscores + j) * (first + static_cast<float>(j));
+    return sum_of_lanes(sum);
+}
+
+// What the kernels need for one row of a tile.
+struct RowGradients {
+    const ScoreTransform& transform;
+    float slope_log2;
+    float lse_log2, delta;
+    int32_t q_pos, k_begin;
+    VisibleKeys see;
+    const float* kept;  // [kTileKeys]: M; null without dropout
+    double* dslope;     // may be null
+
+    // Turns dot products of a query with keys into weights, and those of dout with values into gradients of
+    // scores before their scale.
+    void apply(float* weights, float* dscores) const {
+        transform_row(weights, transform);
+        float cap_slopes[kTileKeys];
+        if (transform.has_softcap) {
+            for (int j = 0; j < kTileKeys; j += kLanes) {
+                const Vec tanh = load(weights + j) * (1.0f / transform.outer);
+                store(cap_slopes + j, 1.0f - tanh * tanh);
+            }
+            hide(cap_slopes, see);
+        }
+        add_alibi(weights, slope_log2, q_pos, k_begin);
+        for (int j = 0; j < kTileKeys; j += kLanes) store(weights + j, exp2(load(weights + j) - lse_log2));
+        hide(weights, see);
+        hide(dscores, see);
+        for (int j = 0; j < kTileKeys; j += kLanes) {
+            const Vec weight = load(weights + j);
+            Vec dweight = load(dscores + j);
+            if (kept) {
+                dweight *= load(kept + j);
+                store(weights + j, weight * load(kept + j));
+            }
+            store(dscores + j, weight * (dweight - delta));
+        }
+        if (dslope) *dslope += slope_gradient(dscores, q_pos, k_begin);
+        if (transform.has_softcap) {
+            for (int j = 0; j < kTileKeys; j += kLanes)
+                store(dscores + j, load(dscores + j) * load(cap_slopes + j));
+        }
+    }
+};
+
+// Weights after dropout and gradients of scores, of the tile's rows and the keys in scratch.
+static void differentiate(const AttentionBackwardParams& p, const RowTile& tile, const TileMask& mask,
+                          RowTerms terms, BackwardScratch& scratch, double* dslopes) {
+    const int stride = row_stride(p.head_dim), rows = tile.num_rows;
+    multiply({scratch.queries, stride, scratch.keys_by_dim, kTileKeys, scratch.weights, kTileKeys, rows,
+              kTileKeys, p.head_dim, false});
+    multiply({scratch.douts, stride, scratch.values_by_dim, kTileKeys, scratch.dscores, kTileKeys, rows,
+              kTileKeys, p.head_dim, false});
+    const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
+    for (int r = 0; r < rows; ++r) {
+        float kept[kTileKeys];
+        if (p.dropout.any()) {
+            fill(kept, kTileKeys, p.out_scale);
+            for_dropped(p.dropout, p.dropout.head(tile.batch_index, p.num_q_heads, tile.head_of(r)),
+                        tile.token_of(r), mask.k_begin, [&](int j) { kept[j] = 0.0f; });
+        }
+        const RowGradients row{transform,
+                               slope_log2_of(p, tile, r),
+                               terms.lse_log2[r],
+                               terms.delta[r],
+                               mask.q_pos[r],
+                               mask.k_begin,
+                               mask.visible_to(r),
+                               p.dropout.any() ? kept : nullptr,
+                               dslopes ? dslopes + (tile.first_row + r) % tile.group_size : nullptr};
+        row.apply(scratch.weights + r * kTileKeys, scratch.dscores + r * kTileKeys);
+    }
+}
+
+template <class T>
+static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile& all_rows, int32_t k_begin,
+                                RowTerms terms, BackwardScratch& scratch, float* dq, double* dslopes) {
+    const int stride = row_stride(p.head_dim), group_size = all_rows.group_size;
+    const SequenceSlice& sequence = all_rows.sequence;
+    const int32_t keys_left = sequence.see.seqlen_k - k_begin;
+    const int32_t num_keys = keys_left < kTileKeys ? keys_left : kTileKeys;
+    fill(scratch.dk, num_keys * stride, 0.0f);
+    fill(scratch.dv, num_keys * stride, 0.0f);
+    const QueryRange queries(sequence.see, sequence.seqlen_q, k_begin, k_begin + num_keys);
+    if (queries.begin < queries.end) load_key_tile<T>(p, all_rows, all_rows.key_tiles(), k_begin, scratch);
+    RowTile tile = all_rows;
+    for (int32_t row = queries.begin * group_size / kTileRows * kTileRows; row < queries.end * group_size;
+         row += kTileRows) {
+        tile.first_row = row;
+        tile.num_rows = all_rows.num_rows - row < kTileRows ? all_rows.num_rows - row : kTileRows;
+        int32_t q_pos[kTileRows];
+        for (int r = 0; r < tile.num_rows; ++r) q_pos[r] = tile.q_pos_of(r);
+        const TileMask mask = TileMask::make(sequence.see, q_pos, tile.num_rows, k_begin);
+        load_rows<T>(p, tile, terms.from(row), scratch);
+        differentiate(p, tile, mask, terms.from(row), scratch, dslopes);
+        multiply_transposed({scratch.weights, kTileKeys, scratch.douts, stride, scratch.dv, stride, num_keys,
+                             stride, tile.num_rows, true});
+        multiply_transposed({scratch.dscores, kTileKeys, scratch.queries, stride, scratch.dk, stride,
+                             num_keys, stride, tile.num_rows, true});
+        if (dq) add_values(mask, scratch.dscores, scratch.keys, stride, dq + int64_t{row} * stride);
+    }
+    T* const dk = static_cast<T*>(p.dk) + first_key(p, all_rows, p.dk_strides) +
+                  k_begin * p.dk_strides.token + all_rows.kv_head * p.dk_strides.head;
+    T* const dv = static_cast<T*>(p.dv) + first_key(p, all_rows, p.dv_strides) +
+                  k_begin * p.dv_strides.token + all_rows.kv_head * p.dv_strides.head;
+    for (int j = 0; j < num_keys; ++j) {
+        store_row(scratch.dk + j * stride, p.softmax_scale, p.head_dim, dk + j * p.dk_strides.token);
+        store_row(scratch.dv + j * stride, 1.0f, p.head_dim, dv + j * p.dv_strides.token);
+    }
+}
+
+static void key_gradients(const AttentionBackwardParams& p, const RowTile& all_rows, int32_t k_begin,
+                          RowTerms terms, BackwardScratch& scratch, float* dq, double* dslopes) {
+    with_type(p.dtype, [&](auto type) {
+        key_gradients_typed<decltype(type)>(p, all_rows, k_begin, terms, scratch, dq, dslopes);
+    });
+}
+
+template <class T>
+static void query_gradients_typed(const AttentionBackwardParams& p, const RowTile& tile, RowTerms terms,
+                                  BackwardScratch& scratch, float* dq) {
+    const int stride = row_stride(p.head_dim);
+    fill(dq, tile.num_rows * stride, 0.0f);
+    load_rows<T>(p, tile, terms, scratch);
+    int32_t q_pos[kTileRows];
+    for (int r = 0; r < tile.num_rows; ++r) q_pos[r] = tile.q_pos_of(r);
+    const KeyTiles tiles = tile.key_tiles();
+    for (int32_t t = 0; t < tiles.count; ++t) {
+        const int32_t k_begin = tiles.start(t);
+        load_key_tile<T>(p, tile, tiles, k_begin, scratch);
+        const TileMask mask = TileMask::make(tile.sequence.see, q_pos, tile.num_rows, k_begin);
+        differentiate(p, tile, mask, terms, scratch, nullptr);
+        add_values(mask, scratch.dscores, scratch.keys, stride, dq);
+    }
+}
+
+static void query_gradients(const AttentionBackwardParams& p, const RowTile& tile, RowTerms terms,
+                            BackwardScratch& scratch, float* dq) {
+    with_type(p.dtype,
+              [&](auto type) { query_gradients_typed<decltype(type)>(p, tile, terms, scratch, dq); });
+}
+
+static void store_query_gradients(const AttentionBackwardParams& p, const RowTile& tile, const float* dq) {
+    with_type(p.dtype, [&](auto type) {
+        auto* const first = static_cast<decltype(type)*>(p.dq) + first_query(p, tile, p.dq_strides);
+        for (int32_t r = 0; r < tile.num_rows; ++r) {
+            store_row(dq + int64_t{r} * row_stride(p.head_dim), p.softmax_scale, p.head_dim,
+                      first + tile.token_of(r) * p.dq_strides.token + tile.head_of(r) * p.dq_strides.head);
+        }
+    });
+}
+
+constexpr BackwardKernels kBackwardKernels = {prepare, key_gradients, query_gradients, store_query_gradients};
