@@ -98,8 +98,8 @@ def attention_backward(
         dropout_p: in [0, 1). Default: 0.0, no dropout.
         dropout_seed: from 0 to 2**63 - 1. Default: none; needed if dropout_p > 0.
         dropout_offset: from 0 to 2**63 - 1. Default: 0.
-        deterministic: the same bits at every call. The CPU gives them always, whatever the number of threads.
-            Default: False.
+        deterministic: the same bits at every call. The CPU gives them always, whatever the number of threads;
+            on a Hopper GPU it takes longer. Default: False.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
         dq: an array like q to write the gradient to; never read. dq, dk and dv may be views of one array, but
             share no element, and their memory must be apart from that of the inputs. Default: a new array of
@@ -118,7 +118,7 @@ def attention_backward(
     Raises:
         ValueError: a shape or value that does not fit; on the CPU, lengths too.
         TypeError: not an array, a wrong dtype, a torch tensor that requires grad, a JAX array as dq, dk or
-            dv; arrays on a GPU, which has no kernel for this yet.
+            dv; float32 on a GPU.
         RuntimeError: as for ``attention``.
     """
     raise NotImplementedError  # native() makes the function that runs

@@ -1,7 +1,6 @@
 #include "checks/attention_arguments.h"
 #include "checks/check.h"
 #include "checks/checks.h"
-#include "cuda/attention_backward/plan.h"
 
 #include <optional>
 #include <string>
@@ -103,7 +102,9 @@ void check_gradients_apart(const Checker& check, const AttentionBackwardArgs& ar
 
 }  // namespace
 
-std::string why_no_cuda_kernel(const AttentionBackwardParams& p) { return cuda::why_no_backward(p); }
+std::string why_no_cuda_kernel(const AttentionBackwardParams& p) {
+    return why_no_cuda_kernel(static_cast<const AttentionParams&>(p));
+}
 
 AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& args) {
     AttentionBackwardParams p{};
@@ -114,6 +115,7 @@ AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& ar
     const Checker check(p.op, p.device);
     set_dense_or_packed(check, p, args);
     const bool packed = args.cu_seqlens_q.has_value();
+    if (packed) p.total_k = static_cast<int32_t>(args.k.shape[0]);
     const Layout q_layout = dense_or_packed_q(packed), k_layout = dense_or_packed_k(packed);
     set_queries(check, p, args, q_layout);
     set_masks(check, p, args);

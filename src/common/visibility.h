@@ -71,23 +71,4 @@ struct KeyTiles {
     }
 };
 
-// The queries [begin, end) of a sequence outside which none sees a key of [k_begin, k_end), which is not
-// empty.
-struct QueryRange {
-    int32_t begin, end;
-
-    OCTAVO_HD QueryRange(const Visibility& see, int32_t seqlen_q, int32_t k_begin, int32_t k_end)
-        : begin(0), end(seqlen_q) {
-        if (k_begin < see.prefix_len) return;
-        const int64_t q_begin = int64_t{see.seqlen_k} - seqlen_q;  // the position of the first query
-        if (see.window_right >= 0) begin = within(k_begin - see.window_right - q_begin, seqlen_q);
-        if (see.window_left >= 0) end = within(int64_t{k_end} + see.window_left - q_begin, seqlen_q);
-    }
-
-  private:
-    OCTAVO_HD static int32_t within(int64_t i, int32_t seqlen_q) {
-        return i < 0 ? 0 : i > seqlen_q ? seqlen_q : static_cast<int32_t>(i);
-    }
-};
-
 }  // namespace octavo

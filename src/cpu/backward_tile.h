@@ -1,6 +1,7 @@
 // The gradients of one tile of keys, or of one tile of rows: what the kernels of backward_tile.inl compute.
 #pragma once
 
+#include "common/query_range.h"
 #include "cpu/row_tile.h"
 #include "params/attention_backward_params.h"
 

@@ -1,6 +1,7 @@
 #include "cuda/runtime.h"
 
 #include "cuda/attention/plan.h"
+#include "cuda/attention_backward/plan.h"
 #include "cuda/backend.h"
 
 #include <octavo/error.h>
@@ -158,7 +159,11 @@ std::vector<std::string> architectures() {
     };
 }
 
-std::vector<std::string> instances() { return attention_instances(OCTAVO_HAS_SM90_KERNELS); }
+std::vector<std::string> instances() {
+    std::vector<std::string> names = attention_instances(OCTAVO_HAS_SM90_KERNELS);
+    for (std::string& name : backward_instances(OCTAVO_HAS_SM90_KERNELS)) names.push_back(std::move(name));
+    return names;
+}
 
 std::vector<GpuInfo> gpu_info(std::string* why_none) {
     std::vector<GpuInfo> gpus;

@@ -187,6 +187,28 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
     return workspace;
 }
 
+namespace {
+
+// Octavo's own pool: it keeps so much of what was freed, where the device's would give it back whenever the
+// host waits, and take longer to get it again than many a kernel takes.
+cudaMemPool_t pool_of(int32_t device) {
+    static PerDevice<cudaMemPool_t> pools;
+    return pools.get(device, [](int32_t device) {
+        constexpr uint64_t kKeptBytes = uint64_t{512} << 20;
+        cudaMemPoolProps properties{};
+        properties.allocType = cudaMemAllocationTypePinned;
+        properties.location = {cudaMemLocationTypeDevice, device};
+        cudaMemPool_t pool = nullptr;
+        check(cudaMemPoolCreate(&pool, &properties), "cudaMemPoolCreate");
+        uint64_t kept = kKeptBytes;
+        check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &kept),
+              "cudaMemPoolSetAttribute");
+        return pool;
+    });
+}
+
+}  // namespace
+
 Workspace::Workspace(int32_t device, size_t bytes, cudaStream_t stream, WorkspaceUser user)
     : stream_(stream) {
     if (bytes == 0) return;
@@ -196,7 +218,7 @@ Workspace::Workspace(int32_t device, size_t bytes, cudaStream_t stream, Workspac
     if (kept_) {
         pointer_ = persistent_workspace(device, stream, bytes, 0, user).partial;
     } else {
-        check(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
+        check(cudaMallocFromPoolAsync(&pointer_, bytes, pool_of(device), stream), "cudaMallocFromPoolAsync");
     }
 }
 

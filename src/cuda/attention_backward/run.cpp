@@ -1,12 +1,21 @@
+#include "cuda/attention_backward/run.h"
+
+#include "common/print_kernels.h"
 #include "cuda/attention_backward/plan.h"
 #include "cuda/backend.h"
-
-#include "common/fail.h"
+#include "cuda/runtime.h"
 
 namespace octavo::cuda {
 
-void attention_backward(const AttentionBackwardParams& p, void*) {
-    fail<TypeError>(p.op, why_no_backward(p));  // as the check does before
+void attention_backward(const AttentionBackwardParams& p, void* stream) {
+    const DeviceGuard guard(p.device.index);
+    const BackwardPlan plan = plan_attention_backward(p, gpu_of(p.device.index));
+    std::visit(
+        [&](const auto& plan) {
+            if (prints_kernels()) print_kernel(describe(plan));
+            run(p, plan, static_cast<cudaStream_t>(stream));
+        },
+        plan);
 }
 
 }  // namespace octavo::cuda

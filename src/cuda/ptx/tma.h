@@ -43,6 +43,16 @@ __device__ __forceinline__ void tma_load_multicast(void* shared, const CUtensorM
         : "memory");
 }
 
+// Loads bytes that lie one after the other, a multiple of 16; they count towards `barrier`.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
+                                          uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, int c0, int c1, int c2,
                                           int c3, int c4) {
     asm volatile(

@@ -78,28 +78,47 @@ struct Wgmma;
     OCTAVO_F_192(d), OCTAVO_F8(d, 96), OCTAVO_F8(d, 104), OCTAVO_F8(d, 112), OCTAVO_F8(d, 120)
 
 // `n0` to `n4` number the operands behind d.
-#define OCTAVO_WGMMA(T, name, N, n0, n1, n2, n3, n4)                                                       \
-    template <>                                                                                            \
-    struct Wgmma<T, N> {                                                                                   \
-        /* Both operands in shared memory, K-major. */                                                     \
-        __device__ static __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b,               \
-                                                  bool accumulate) {                                       \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2                                          \
-                         ", 0;\n"                                                                          \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N \
-                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 0;\n}"                                        \
-                         : OCTAVO_F_##N(d)                                                                 \
-                         : "l"(a), "l"(b), "r"(int{accumulate}));                                          \
-        }                                                                                                  \
-        /* a in registers; b in shared memory, N-major ("transposed"). */                                  \
-        __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b) {      \
-            asm volatile(                                                                                  \
-                "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                 \
-                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N          \
-                "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, 1;\n}"                    \
-                : OCTAVO_F_##N(d)                                                                          \
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                     \
-        }                                                                                                  \
+#define OCTAVO_WGMMA(T, name, N, n0, n1, n2, n3, n4)                                                        \
+    template <>                                                                                             \
+    struct Wgmma<T, N> {                                                                                    \
+        /* Both operands in shared memory, K-major. */                                                      \
+        __device__ static __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b,                \
+                                                  bool accumulate) {                                        \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2                                           \
+                         ", 0;\n"                                                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N  \
+                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 0;\n}"                                         \
+                         : OCTAVO_F_##N(d)                                                                  \
+                         : "l"(a), "l"(b), "r"(int{accumulate}));                                           \
+        }                                                                                                   \
+        /* a in registers; b in shared memory, N-major ("transposed"). */                                   \
+        __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b) {       \
+            asm volatile(                                                                                   \
+                "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                  \
+                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N           \
+                "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, 1;\n}"                     \
+                : OCTAVO_F_##N(d)                                                                           \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+        }                                                                                                   \
+        /* Both in shared memory, M-major and N-major. */                                                   \
+        __device__ static __forceinline__ void ss_transposed(float (&d)[N / 2], uint64_t a, uint64_t b,     \
+                                                             bool accumulate) {                             \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2                                           \
+                         ", 0;\n"                                                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N  \
+                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 1, 1;\n}"                                         \
+                         : OCTAVO_F_##N(d)                                                                  \
+                         : "l"(a), "l"(b), "r"(int{accumulate}));                                           \
+        }                                                                                                   \
+        /* a in registers; b in shared memory, K-major. d is written, not added to. */                      \
+        __device__ static __forceinline__ void rs_first(float (&d)[N / 2], const uint32_t* a, uint64_t b) { \
+            asm volatile(                                                                                   \
+                "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"                                                  \
+                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N           \
+                "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, 0;\n}"                     \
+                : OCTAVO_F_##N(d)                                                                           \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+        }                                                                                                   \
     };
 #define OCTAVO_WGMMA_TYPES(...)              \
     OCTAVO_WGMMA(__half, "f16", __VA_ARGS__) \

@@ -1,0 +1,16 @@
+// The execution of the plans of attention_backward.
+#pragma once
+
+#include "cuda/sm80_backward/plan.h"
+#include "cuda/sm90_backward/plan.h"
+#include "params/attention_backward_params.h"
+
+#include <cuda_runtime.h>
+
+namespace octavo::cuda {
+
+// On the current device, that of the parameters.
+void run(const AttentionBackwardParams& params, const Sm80BackwardPlan& plan, cudaStream_t stream);
+void run(const AttentionBackwardParams& params, const Sm90BackwardPlan& plan, cudaStream_t stream);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,166 @@
+// dK and dV. A CTA owns a tile of keys of one KV head and walks the queries that see some of them, of all
+// heads of the group: a warp's scores S^T = K Q^T and products V dO^T have its keys as rows, so that weights
+// and gradients of scores are operands of dV += P^T dO and dK += dS^T Q as they lie in registers.
+//
+// grid: x key tiles over the batch, y KV heads, z parts of the columns of dK and dV.
+#pragma once
+
+#include "common/query_range.h"
+#include "cuda/sm80_backward/tile.cuh"
+
+namespace octavo::cuda {
+
+template <class T, class Config, bool kDropout>
+struct KeyGradientsShared {
+    alignas(16) T k[Config::kRows * Config::kRowStride];  // at the end each warp's dK and dV, in its own rows
+    alignas(16) T v[Config::kRows * Config::kRowStride];
+    alignas(16) T q[Config::kStages][Config::kKeys * Config::kRowStride];
+    alignas(16) T dout[Config::kStages][Config::kKeys * Config::kRowStride];
+    alignas(16) QueryStatistics statistics[Config::kStages][Config::kKeys];
+    uint32_t kept[kDropout ? Config::kKeys * (Config::kRows / 32) : 1];
+};
+
+template <class T, class Config, int kDimSplits, int kCtasPerSm, bool kDropout>
+__global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
+    key_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
+                         const __grid_constant__ Sm80BackwardLaunch plan) {
+    constexpr int kQueries = Config::kKeys, kDims = Config::kHeadDim / kDimSplits;
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    auto& shared = *reinterpret_cast<KeyGradientsShared<T, Config, kDropout>*>(shared_bytes);
+
+    const SequenceTile tile =
+        find_sequence_tile<Config::kRows>(p.cu_seqlens_k, p.batch, plan.key_tiles, blockIdx.x);
+    if (tile.batch < 0) return;
+    const SequenceSlice seq = SequenceSlice::make(p, tile.batch);
+    const int32_t first_key = tile.index * Config::kRows;
+    const int32_t num_keys = min(seq.see.seqlen_k - first_key, Config::kRows);
+    if (num_keys <= 0) return;
+    const int32_t kv_head = blockIdx.y, first_dim = blockIdx.z * kDims, group_size = p.group_size();
+    const QueryRange queries(seq.see, seq.seqlen_q, first_key, first_key + num_keys);
+    const int32_t first_tile = queries.begin / kQueries;
+    const int32_t num_tiles = (queries.end + kQueries - 1) / kQueries - first_tile;
+    const int32_t num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
+    const int32_t first_q_row = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : tile.batch * p.seqlen_q;
+
+    auto load_step = [&](int32_t step) {
+        const int32_t head = kv_head * group_size + step / num_tiles, stage = step % Config::kStages;
+        const int32_t first = (first_tile + step % num_tiles) * kQueries;
+        auto is_read = [&](int32_t row) { return row < seq.seqlen_q; };
+        load_tile<T, Config, kQueries>(
+            shared.q[stage],
+            RowArray<T>{static_cast<const T*>(p.q) + seq.q_begin + head * p.q_head_stride, p.q_token_stride,
+                        plan.q_aligned},
+            first, p.head_dim, is_read);
+        const int64_t dout_begin =
+            p.cu_seqlens_q ? int64_t{first_q_row} * p.dout_strides.token : tile.batch * p.dout_strides.batch;
+        load_tile<T, Config, kQueries>(
+            shared.dout[stage],
+            RowArray<T>{static_cast<const T*>(p.dout) + dout_begin + head * p.dout_strides.head,
+                        p.dout_strides.token, plan.dout_aligned},
+            first, p.head_dim, is_read);
+        const auto* const from =
+            reinterpret_cast<const float*>(plan.statistics + head * p.total_q + first_q_row + first);
+        for (int i = threadIdx.x; i < 2 * kQueries; i += Config::kThreads) {
+            const bool inside = is_read(first + i / 2);
+            ptx::cp_async_4(reinterpret_cast<float*>(shared.statistics[stage]) + i, inside ? from + i : from,
+                            inside);
+        }
+    };
+
+    float dk[Config::kRowTiles][kDims / 8][4] = {}, dv[Config::kRowTiles][kDims / 8][4] = {};
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warp_row = warp * Config::kWarpRows;
+    if (num_steps > 0) {
+        if (p.head_dim < Config::kHeadDim) {
+            zero_columns<Config, Config::kRows>(shared.k, p.head_dim);
+            zero_columns<Config, Config::kRows>(shared.v, p.head_dim);
+            zero_columns<Config, Config::kStages * kQueries>(shared.q[0], p.head_dim);
+            zero_columns<Config, Config::kStages * kQueries>(shared.dout[0], p.head_dim);
+        }
+        auto is_read = [&](int32_t row) { return row < seq.see.seqlen_k; };
+        load_tile<T, Config, Config::kRows>(
+            shared.k,
+            RowArray<T>{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
+                        p.k_token_stride, plan.k_aligned},
+            first_key, p.head_dim, is_read);
+        load_tile<T, Config, Config::kRows>(
+            shared.v,
+            RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
+                        p.v_token_stride, plan.v_aligned},
+            first_key, p.head_dim, is_read);
+        load_step(0);
+        ptx::cp_async_commit();
+    }
+    const uint32_t k_address = rows_address<Config>(shared.k + warp_row * Config::kRowStride);
+    const uint32_t v_address = rows_address<Config>(shared.v + warp_row * Config::kRowStride);
+    for (int32_t step = 0; step < num_steps; ++step) {
+        const int32_t stage = step % Config::kStages, head = kv_head * group_size + step / num_tiles;
+        const int32_t first_query = (first_tile + step % num_tiles) * kQueries;
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // the tile has arrived, and every warp is done with the one before
+        if (Config::kStages > 1 && step + 1 < num_steps) load_step(step + 1);
+        ptx::cp_async_commit();
+        if constexpr (kDropout) {
+            draw_kept<Config::kThreads, kQueries, Config::kRows>(
+                shared.kept, p.dropout, p.dropout.head(tile.batch, p.num_q_heads, head), first_query,
+                first_key);
+            __syncthreads();
+        }
+
+        const float slope =
+            p.alibi_slopes ? p.alibi_slopes[tile.batch * p.alibi_batch_stride + head] * kLog2e : 0.0f;
+        const bool is_whole =
+            first_query + kQueries <= seq.seqlen_q && first_key + Config::kRows <= seq.see.seqlen_k &&
+            KeyTiles::all_visible(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + kQueries - 1),
+                                  first_key, Config::kRows);
+        float scores[Config::kRowTiles][kQueries / 8][4], products[Config::kRowTiles][kQueries / 8][4];
+        multiply_q_k<T, Config>(scores, k_address, columns_address<Config>(shared.q[stage]));
+        multiply_q_k<T, Config>(products, v_address, columns_address<Config>(shared.dout[stage]));
+        const ScoreGradients<true, kDropout, Config::kRows> gradients{
+            seq,
+            ScoreTransform::make(p.softmax_scale, p.softcap),
+            p.alibi_slopes != nullptr,
+            slope,
+            p.out_scale,
+            shared.kept,
+            warp_row};
+        const QueryStatistics* const statistics = shared.statistics[stage] + 2 * (threadIdx.x % 4);
+        gradients.run(scores, products, first_key + warp_row, first_query, !is_whole,
+                      [&](int, int i, int j) { return statistics[8 * i + j % 2]; });
+        const uint32_t q_rows = rows_address<Config>(shared.q[stage] + first_dim);
+        const uint32_t dout_rows = rows_address<Config>(shared.dout[stage] + first_dim);
+        using Columns = BackwardConfig<kDims, Config::kWarps, Config::kRowTiles, kQueries, 1>;
+#pragma unroll
+        for (int query = 0; query < kQueries; query += 16) {
+            uint32_t a[Config::kRowTiles][4];
+            const uint32_t offset = sizeof(T) * query * Config::kRowStride;
+            pack_operand<T>(a, scores, query / 8);
+            multiply_p_v<T, Columns>(dv, a, dout_rows + offset);
+            pack_operand<T>(a, products, query / 8);
+            multiply_p_v<T, Columns>(dk, a, q_rows + offset);
+        }
+        if (Config::kStages == 1 && step + 1 < num_steps) {
+            __syncthreads();  // every warp is done with this tile
+            load_step(step + 1);
+            ptx::cp_async_commit();
+        }
+    }
+
+    __syncthreads();  // every warp is done with K and V, and with what is in flight
+    const int32_t warp_keys = num_keys - warp_row;
+    if (warp_keys <= 0) return;
+    const int64_t first_row = first_key + warp_row;
+    auto target = [&](void* array, const GradientStrides& strides) {
+        const int64_t begin =
+            p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] * strides.token : tile.batch * strides.batch;
+        return static_cast<T*>(array) + begin + first_row * strides.token + kv_head * strides.head +
+               first_dim;
+    };
+    const int32_t num_dims = min(p.head_dim - first_dim, kDims);
+    T* const rows = shared.k + warp_row * Config::kRowStride;
+    store_gradients<T, Config, kDims>(dk, p.softmax_scale, rows, target(p.dk, p.dk_strides),
+                                      p.dk_strides.token, plan.dk_aligned, warp_keys, num_dims);
+    store_gradients<T, Config, kDims>(dv, p.out_scale, rows, target(p.dv, p.dv_strides), p.dv_strides.token,
+                                      plan.dv_aligned, warp_keys, num_dims);
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,55 @@
+// The instances of one row of kSm80BackwardTiles, launched.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/sm80_backward/key_gradients.cuh"
+#include "cuda/sm80_backward/plan.h"
+#include "cuda/sm80_backward/prepare.cuh"
+#include "cuda/sm80_backward/query_gradients.cuh"
+
+namespace octavo::cuda {
+
+template <class T, int kRow, bool kDropout>
+void launch_sm80_gradients(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan,
+                           const Sm80BackwardLaunch& arguments, cudaStream_t stream) {
+    constexpr Sm80BackwardTiles kTiles = kSm80BackwardTiles[kRow];
+    if (plan.num_key_tiles > 0) {
+        constexpr Sm80BackwardSide kSide = kTiles.keys;
+        using Config =
+            BackwardConfig<kTiles.head_dim, kSide.warps, kSide.row_tiles, kSide.columns, kSide.stages>;
+        const dim3 grid(plan.num_key_tiles, p.num_kv_heads, kTiles.dim_splits);
+        launch<key_gradients_kernel<T, Config, kTiles.dim_splits, kSide.ctas_per_sm, kDropout>,
+               sizeof(KeyGradientsShared<T, Config, kDropout>)>(p.op, p.device.index, stream,
+                                                                {grid, Config::kThreads}, p, arguments);
+    }
+    if (plan.num_query_tiles == 0) return;
+    constexpr Sm80BackwardSide kSide = kTiles.queries;
+    using Config = BackwardConfig<kTiles.head_dim, kSide.warps, kSide.row_tiles, kSide.columns, kSide.stages>;
+    const dim3 grid(plan.num_query_tiles, p.num_q_heads);
+    launch<query_gradients_kernel<T, Config, kSide.ctas_per_sm, kDropout>,
+           sizeof(QueryGradientsShared<T, Config, kDropout>)>(p.op, p.device.index, stream,
+                                                              {grid, Config::kThreads}, p, arguments);
+}
+
+template <class T, int kRow>
+void launch_sm80_backward(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan,
+                          const Sm80BackwardLaunch& arguments, cudaStream_t stream) {
+    const int64_t num_rows = p.total_q * p.num_q_heads;
+    if (num_rows > 0) {
+        const LaunchShape shape{dim3(blocks_for_rows(num_rows)), 32 * kRowsPerBlock, true};
+        launch<query_statistics_kernel<T>>(p.op, p.device.index, stream, shape, p, arguments.statistics);
+    }
+    if (plan.has_dropout) {
+        launch_sm80_gradients<T, kRow, true>(p, plan, arguments, stream);
+    } else {
+        launch_sm80_gradients<T, kRow, false>(p, plan, arguments, stream);
+    }
+    if (!p.dalibi_slopes) return;
+    constexpr int32_t kThreads = 128;
+    const int64_t num_slopes = int64_t{p.num_q_heads} * (p.dalibi_batch_stride != 0 ? p.batch : 1);
+    launch<slope_gradients_kernel<kSm80BackwardTiles[kRow].queries.rows()>>(
+        p.op, p.device.index, stream,
+        {dim3(static_cast<unsigned>(ceil_divide(num_slopes, kThreads))), kThreads}, p, arguments);
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,25 @@
+// What the launches of sm80_backward hand to their kernels.
+#pragma once
+
+#include "params/attention_backward_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// Of a query and one of its heads.
+struct QueryStatistics {
+    float lse;    // in units of log2(e); infinite where the query sees no key, so that no weight is left
+    float delta;  // what all gradients of its scores lack: dot product of dout and out, less dlse
+};
+
+struct Sm80BackwardLaunch {
+    QueryStatistics* statistics;  // [num_q_heads, total_q]
+    // The gradients of slopes over each tile of queries: [num_q_heads, batch, query_tiles]; may be null.
+    float* slope_parts;
+    int32_t query_tiles, key_tiles;  // of the longest sequence
+    // Whether every row starts on 16 bytes, so that it can move in such pieces.
+    bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
+};
+
+}  // namespace octavo::cuda

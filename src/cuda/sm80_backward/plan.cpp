@@ -1,0 +1,127 @@
+#include "cuda/sm80_backward/plan.h"
+
+#include "common/fail.h"
+#include "cuda/alignment.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace octavo::cuda {
+namespace {
+
+static_assert(std::rbegin(kSm80BackwardTiles)->head_dim == kMaxHeadDim, "every head dim needs a row");
+
+int64_t shared_bytes(const Sm80BackwardTiles& tiles) {
+    return static_cast<int64_t>(std::max(sm80_backward_shared_bytes(tiles.head_dim, tiles.keys),
+                                         sm80_backward_shared_bytes(tiles.head_dim, tiles.queries)));
+}
+
+// Of the smallest head dim that holds the problem's, the last row that there is room for.
+int32_t choose_tiles(const AttentionBackwardParams& p, const Gpu& gpu) {
+    int32_t best = -1;
+    for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm80BackwardTiles)); ++row) {
+        const Sm80BackwardTiles& tiles = kSm80BackwardTiles[row];
+        if (tiles.head_dim < p.head_dim) continue;
+        if (best >= 0 && tiles.head_dim != kSm80BackwardTiles[best].head_dim) break;
+        if (best < 0 || gpu.shared_bytes_per_block >= shared_bytes(tiles)) best = row;
+    }
+    return best;
+}
+
+// Over the batch. What a packed batch holds is known on the device only: a bound.
+int32_t bound_tiles(const AttentionBackwardParams& p, const char* what, int64_t tiles, int64_t total,
+                    int32_t rows) {
+    constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
+    int64_t count = p.batch * tiles;
+    if (p.cu_seqlens_q) count = std::min(count, total / rows + p.batch);
+    if (count > kMaxGridX) {
+        fail<ValueError>(p.op, "the batch has ", count, " tiles of ", rows, " ", what,
+                         "; one launch takes at most ", kMaxGridX);
+    }
+    return static_cast<int32_t>(count);
+}
+
+std::string name_of(DType dtype, const Sm80BackwardTiles& tiles) {
+    return text_of("sm80_backward<", to_string(dtype), ", head_dim ", tiles.head_dim, ", ", tiles.keys.rows(),
+                   " keys x ", tiles.keys.columns, " queries>");
+}
+
+}  // namespace
+
+Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu& gpu) {
+    constexpr int64_t kMaxGridY = 65535, kAlignment = 256;
+    if (p.num_q_heads > kMaxGridY)
+        fail<ValueError>(p.op, "num_q_heads (", p.num_q_heads, ") must be at most ", kMaxGridY, " on CUDA");
+    Sm80BackwardPlan plan{};
+    plan.dtype = p.dtype;
+    plan.row = choose_tiles(p, gpu);
+    plan.has_dropout = p.dropout.any();
+    plan.num_q_heads = p.num_q_heads;
+    plan.num_kv_heads = p.num_kv_heads;
+    const int32_t key_rows = plan.tiles().keys.rows(), query_rows = plan.tiles().queries.rows();
+    plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, key_rows));
+    plan.query_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, query_rows));
+    plan.num_key_tiles = bound_tiles(p, "keys", plan.key_tiles, p.total_k, key_rows);
+    plan.num_query_tiles = bound_tiles(p, "queries", plan.query_tiles, p.total_q, query_rows);
+    plan.q_aligned = aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype);
+    plan.k_aligned = aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype);
+    plan.v_aligned = aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.dtype);
+    auto is_aligned = [&p](const void* array, const GradientStrides& strides) {
+        return aligned(array, 16, {strides.batch, strides.token, strides.head}, p.dtype);
+    };
+    plan.dout_aligned = is_aligned(p.dout, p.dout_strides);
+    plan.dq_aligned = is_aligned(p.dq, p.dq_strides);
+    plan.dk_aligned = is_aligned(p.dk, p.dk_strides);
+    plan.dv_aligned = is_aligned(p.dv, p.dv_strides);
+    const int64_t statistics = 2 * p.total_q * p.num_q_heads * int64_t{sizeof(float)};
+    plan.statistics_bytes = ceil_divide(statistics, kAlignment) * kAlignment;
+    if (p.dalibi_slopes)
+        plan.slope_bytes = int64_t{p.num_q_heads} * p.batch * plan.query_tiles * int64_t{sizeof(float)};
+    return plan;
+}
+
+Explanation describe(const Sm80BackwardPlan& plan) {
+    const Sm80BackwardTiles& tiles = plan.tiles();
+    Explanation text;
+    text.kernel = name_of(plan.dtype, tiles);
+    text.summary =
+        text_of("query_statistics_kernel; key_gradients_kernel over ", counted(plan.num_key_tiles, "tile"),
+                " of ", tiles.keys.rows(), " keys x ", counted(plan.num_kv_heads, "KV head"),
+                tiles.dim_splits > 1 ? text_of(" x ", tiles.dim_splits, " parts of the columns") : "",
+                "; query_gradients_kernel over ", counted(plan.num_query_tiles, "tile"), " of ",
+                tiles.queries.rows(), " queries x ", counted(plan.num_q_heads, "query head"));
+    if (plan.slope_bytes > 0) text.summary += "; slope_gradients_kernel";
+    text.file = "src/cuda/sm80_backward/key_gradients.cuh";
+    text.plan = {
+        {"dtype", to_string(plan.dtype)},
+        {"head_dim", tiles.head_dim},
+        {"has_dropout", plan.has_dropout},
+        {"num_q_heads", plan.num_q_heads},
+        {"num_kv_heads", plan.num_kv_heads},
+        {"key_tile_rows", tiles.keys.rows()},
+        {"query_tile_rows", tiles.queries.rows()},
+        {"key_tiles", plan.key_tiles},
+        {"query_tiles", plan.query_tiles},
+        {"num_key_tiles", plan.num_key_tiles},
+        {"num_query_tiles", plan.num_query_tiles},
+        {"q_aligned", plan.q_aligned},
+        {"k_aligned", plan.k_aligned},
+        {"v_aligned", plan.v_aligned},
+        {"dout_aligned", plan.dout_aligned},
+        {"dq_aligned", plan.dq_aligned},
+        {"dk_aligned", plan.dk_aligned},
+        {"dv_aligned", plan.dv_aligned},
+        {"workspace_bytes", plan.workspace_bytes()},
+    };
+    return text;
+}
+
+std::vector<std::string> sm80_backward_instances() {
+    std::vector<std::string> names;
+    for (DType dtype : {DType::bfloat16, DType::float16}) {
+        for (const Sm80BackwardTiles& tiles : kSm80BackwardTiles) names.push_back(name_of(dtype, tiles));
+    }
+    return names;
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,38 @@
+// How sm80_backward would work through a batch.
+#pragma once
+
+#include "cuda/gpu.h"
+#include "cuda/plan.h"
+#include "cuda/sm80_backward/tiles.h"
+#include "params/attention_backward_params.h"
+
+#include <string>
+#include <vector>
+
+namespace octavo::cuda {
+
+struct Sm80BackwardPlan {
+    DType dtype;
+    int32_t row;  // of kSm80BackwardTiles: with dtype and has_dropout, the instance
+    bool has_dropout;
+    int32_t num_q_heads, num_kv_heads;
+    int32_t key_tiles, query_tiles;          // of the longest sequence
+    int32_t num_key_tiles, num_query_tiles;  // over the batch; bounds where it is packed
+    bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
+    int64_t statistics_bytes, slope_bytes;  // of workspace
+
+    const Sm80BackwardTiles& tiles() const { return kSm80BackwardTiles[row]; }
+    int64_t workspace_bytes() const { return statistics_bytes + slope_bytes; }
+};
+
+// Serves every problem. Throws ValueError where a grid would be too large.
+Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& params, const Gpu& gpu);
+
+Explanation describe(const Sm80BackwardPlan& plan);
+inline bool operator==(const Sm80BackwardPlan& a, const Sm80BackwardPlan& b) {
+    return describe(a).plan == describe(b).plan;
+}
+
+std::vector<std::string> sm80_backward_instances();
+
+}  // namespace octavo::cuda

@@ -1,0 +1,40 @@
+// Before the gradients: the statistics of all queries, as rows of each head. grid: one warp a (token, head).
+#pragma once
+
+#include "common/score.h"
+#include "cuda/ptx/grid_dependency.h"
+#include "cuda/rows.cuh"
+#include "cuda/sm80_backward/parameters.h"
+#include "cuda/types.h"
+#include "cuda/warp.cuh"
+
+#include <cmath>
+
+namespace octavo::cuda {
+
+template <class T>
+__global__ void query_statistics_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                        QueryStatistics* statistics) {
+    ptx::launch_dependents();
+    ptx::wait_for_previous_grid();
+    const int64_t i = warp_row(), row = i / p.num_q_heads, head = i % p.num_q_heads;
+    if (row >= p.total_q) return;
+    const int64_t batch = p.cu_seqlens_q ? 0 : row / p.seqlen_q, token = row - batch * p.seqlen_q;
+    auto offset = [&](int64_t batch_stride, int64_t token_stride, int64_t head_stride) {
+        return p.cu_seqlens_q ? row * token_stride + head * head_stride
+                              : batch * batch_stride + token * token_stride + head * head_stride;
+    };
+    const T* const out =
+        static_cast<const T*>(p.out) + offset(p.out_batch_stride, p.out_token_stride, p.out_head_stride);
+    const T* const dout = static_cast<const T*>(p.dout) +
+                          offset(p.dout_strides.batch, p.dout_strides.token, p.dout_strides.head);
+    float delta = 0.0f;
+    for (int32_t d = threadIdx.x % 32; d < p.head_dim; d += 32) delta += to_float(out[d]) * to_float(dout[d]);
+    delta = warp_sum(delta);
+    if (threadIdx.x % 32 != 0) return;
+    if (p.dlse) delta -= p.dlse[offset(p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head)];
+    const float lse = p.lse[offset(p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride)];
+    statistics[head * p.total_q + row] = {lse == -INFINITY ? INFINITY : lse * kLog2e, delta};
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,182 @@
+// dQ, and the gradients of ALiBi's slopes. A CTA owns a tile of queries of one head and walks the keys that
+// some of them see, as the forward does: gradients of scores are operands of dQ += dS K as they lie in
+// registers.
+//
+// grid: x query tiles over the batch, the last of a sequence first; y query heads.
+#pragma once
+
+#include "cuda/sm80_backward/tile.cuh"
+
+namespace octavo::cuda {
+
+template <class T, class Config, bool kDropout>
+struct QueryGradientsShared {
+    alignas(16) T q[Config::kRows * Config::kRowStride];  // at the end each warp's dQ, in its own rows
+    alignas(16) T dout[Config::kRows * Config::kRowStride];
+    alignas(16) T k[Config::kStages][Config::kKeys * Config::kRowStride];
+    alignas(16) T v[Config::kStages][Config::kKeys * Config::kRowStride];
+    uint32_t kept[kDropout ? Config::kRows * (Config::kKeys / 32) : 1];
+    float slope_gradients[Config::kWarps];
+};
+
+template <class T, class Config, int kCtasPerSm, bool kDropout>
+__global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
+    query_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
+                           const __grid_constant__ Sm80BackwardLaunch plan) {
+    constexpr int kKeys = Config::kKeys;
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    auto& shared = *reinterpret_cast<QueryGradientsShared<T, Config, kDropout>*>(shared_bytes);
+
+    const SequenceTile tile =
+        find_sequence_tile<Config::kRows>(p.cu_seqlens_q, p.batch, plan.query_tiles, blockIdx.x);
+    if (tile.batch < 0) return;
+    const SequenceSlice seq = SequenceSlice::make(p, tile.batch);
+    const int32_t num_tiles = (seq.seqlen_q + Config::kRows - 1) / Config::kRows;
+    const int32_t tile_index = num_tiles - 1 - tile.index;  // the last sees most under a causal mask
+    const int32_t first_query = tile_index * Config::kRows;
+    const int32_t num_queries = min(seq.seqlen_q - first_query, Config::kRows);
+    if (num_queries <= 0) return;
+    const int32_t head = blockIdx.y, kv_head = head / p.group_size();
+    const KeyTiles tiles(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + num_queries - 1), kKeys);
+    const int32_t first_q_row = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : tile.batch * p.seqlen_q;
+
+    auto load_keys = [&](int32_t i) {
+        const int32_t first = tiles.start(i), stage = i % Config::kStages;
+        auto is_read = [&](int32_t key) { return tiles.needed(key); };
+        load_tile<T, Config, kKeys>(
+            shared.k[stage],
+            RowArray<T>{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
+                        p.k_token_stride, plan.k_aligned},
+            first, p.head_dim, is_read);
+        load_tile<T, Config, kKeys>(
+            shared.v[stage],
+            RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
+                        p.v_token_stride, plan.v_aligned},
+            first, p.head_dim, is_read);
+    };
+
+    float dq[Config::kRowTiles][Config::kHeadDim / 8][4] = {};
+    float slope_gradient = 0.0f;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warp_row = warp * Config::kWarpRows;
+    QueryStatistics statistics[Config::kRowTiles][2];
+#pragma unroll
+    for (int t = 0; t < Config::kRowTiles; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t row = warp_row + 16 * t + 8 * half + threadIdx.x % 32 / 4;
+            statistics[t][half] = {INFINITY, 0.0f};
+            if (row < num_queries)
+                statistics[t][half] = plan.statistics[head * p.total_q + first_q_row + first_query + row];
+        }
+    }
+    if (tiles.count > 0) {
+        if (p.head_dim < Config::kHeadDim) {
+            zero_columns<Config, Config::kRows>(shared.q, p.head_dim);
+            zero_columns<Config, Config::kRows>(shared.dout, p.head_dim);
+            zero_columns<Config, Config::kStages * kKeys>(shared.k[0], p.head_dim);
+            zero_columns<Config, Config::kStages * kKeys>(shared.v[0], p.head_dim);
+        }
+        auto is_read = [&](int32_t row) { return row < seq.seqlen_q; };
+        load_tile<T, Config, Config::kRows>(
+            shared.q,
+            RowArray<T>{static_cast<const T*>(p.q) + seq.q_begin + head * p.q_head_stride, p.q_token_stride,
+                        plan.q_aligned},
+            first_query, p.head_dim, is_read);
+        const int64_t dout_begin =
+            p.cu_seqlens_q ? int64_t{first_q_row} * p.dout_strides.token : tile.batch * p.dout_strides.batch;
+        load_tile<T, Config, Config::kRows>(
+            shared.dout,
+            RowArray<T>{static_cast<const T*>(p.dout) + dout_begin + head * p.dout_strides.head,
+                        p.dout_strides.token, plan.dout_aligned},
+            first_query, p.head_dim, is_read);
+        load_keys(0);
+        ptx::cp_async_commit();
+    }
+    const float slope =
+        p.alibi_slopes ? p.alibi_slopes[tile.batch * p.alibi_batch_stride + head] * kLog2e : 0.0f;
+    const uint32_t q_address = rows_address<Config>(shared.q + warp_row * Config::kRowStride);
+    const uint32_t dout_address = rows_address<Config>(shared.dout + warp_row * Config::kRowStride);
+    for (int32_t i = 0; i < tiles.count; ++i) {
+        const int32_t first_key = tiles.start(i), stage = i % Config::kStages;
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // the tile has arrived, and every warp is done with the one before
+        if (Config::kStages > 1 && i + 1 < tiles.count) load_keys(i + 1);
+        ptx::cp_async_commit();
+        if constexpr (kDropout) {
+            draw_kept<Config::kThreads, Config::kRows, kKeys>(shared.kept, p.dropout,
+                                                              p.dropout.head(tile.batch, p.num_q_heads, head),
+                                                              first_query, first_key);
+            __syncthreads();
+        }
+        const bool is_whole =
+            first_query + Config::kRows <= seq.seqlen_q &&
+            KeyTiles::all_visible(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + Config::kRows - 1),
+                                  first_key, kKeys);
+        float scores[Config::kRowTiles][kKeys / 8][4], products[Config::kRowTiles][kKeys / 8][4];
+        multiply_q_k<T, Config>(scores, q_address, columns_address<Config>(shared.k[stage]));
+        multiply_q_k<T, Config>(products, dout_address, columns_address<Config>(shared.v[stage]));
+        const ScoreGradients<false, kDropout, kKeys> gradients{
+            seq,
+            ScoreTransform::make(p.softmax_scale, p.softcap),
+            p.alibi_slopes != nullptr,
+            slope,
+            p.out_scale,
+            shared.kept,
+            warp_row};
+        slope_gradient += gradients.run(scores, products, first_query + warp_row, first_key, !is_whole,
+                                        [&](int t, int, int j) { return statistics[t][j / 2]; });
+        const uint32_t k_rows = rows_address<Config>(shared.k[stage]);
+#pragma unroll
+        for (int key = 0; key < kKeys; key += 16) {
+            uint32_t a[Config::kRowTiles][4];
+            pack_operand<T>(a, products, key / 8);
+            multiply_p_v<T, Config>(dq, a, k_rows + sizeof(T) * key * Config::kRowStride);
+        }
+        if (Config::kStages == 1 && i + 1 < tiles.count) {
+            __syncthreads();  // every warp is done with this tile
+            load_keys(i + 1);
+            ptx::cp_async_commit();
+        }
+    }
+
+    if (plan.slope_parts) {
+        slope_gradient = warp_sum(slope_gradient);
+        if (threadIdx.x % 32 == 0) shared.slope_gradients[warp] = slope_gradient;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            float sum = 0.0f;
+            for (float part : shared.slope_gradients) sum += part;
+            plan.slope_parts[(int64_t{head} * p.batch + tile.batch) * plan.query_tiles + tile_index] = sum;
+        }
+    }
+    const int32_t warp_queries = num_queries - warp_row;
+    if (warp_queries <= 0) return;
+    const int64_t begin =
+        p.cu_seqlens_q ? int64_t{first_q_row} * p.dq_strides.token : tile.batch * p.dq_strides.batch;
+    T* const target = static_cast<T*>(p.dq) + begin + (first_query + warp_row) * p.dq_strides.token +
+                      head * p.dq_strides.head;
+    __syncwarp();
+    store_gradients<T, Config, Config::kHeadDim>(
+        dq, p.softmax_scale, shared.q + warp_row * Config::kRowStride, target, p.dq_strides.token,
+        plan.dq_aligned, warp_queries, p.head_dim);
+}
+
+// The gradient of each slope, from its parts in order. Of tiles that a sequence does not have there is none.
+// One thread a slope.
+template <int kRows>
+__global__ void slope_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                       const __grid_constant__ Sm80BackwardLaunch plan) {
+    const bool per_batch = p.dalibi_batch_stride != 0;
+    const int32_t i = blockIdx.x * blockDim.x + threadIdx.x, head = i % p.num_q_heads;
+    if (i >= p.num_q_heads * (per_batch ? p.batch : 1)) return;
+    float sum = 0.0f;
+    const int32_t first = per_batch ? i / p.num_q_heads : 0, last = per_batch ? first + 1 : p.batch;
+    for (int32_t batch = first; batch < last; ++batch) {
+        const SequenceSlice seq = SequenceSlice::make(p, batch);
+        const float* const parts = plan.slope_parts + (int64_t{head} * p.batch + batch) * plan.query_tiles;
+        for (int32_t tile = 0; tile < (seq.seqlen_q + kRows - 1) / kRows; ++tile) sum += parts[tile];
+    }
+    p.dalibi_slopes[i] = sum;
+}
+
+}  // namespace octavo::cuda

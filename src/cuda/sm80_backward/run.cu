@@ -1,0 +1,51 @@
+#include "cuda/attention_backward/run.h"
+#include "cuda/sm80_backward/parameters.h"
+#include "cuda/types.h"
+#include "cuda/workspace.h"
+
+#include <array>
+#include <iterator>
+#include <utility>
+
+namespace octavo::cuda {
+
+// One for each row of kSm80BackwardTiles and each type, compiled from instance.cu.in.
+template <class T, int kRow>
+void launch_sm80_backward(const AttentionBackwardParams&, const Sm80BackwardPlan&, const Sm80BackwardLaunch&,
+                          cudaStream_t);
+
+namespace {
+
+using Launch = void (*)(const AttentionBackwardParams&, const Sm80BackwardPlan&, const Sm80BackwardLaunch&,
+                        cudaStream_t);
+
+template <class T, size_t... kRows>
+constexpr std::array<Launch, sizeof...(kRows)> launches(std::index_sequence<kRows...>) {
+    return {launch_sm80_backward<T, static_cast<int>(kRows)>...};
+}
+using Rows = std::make_index_sequence<std::size(kSm80BackwardTiles)>;
+constexpr auto kLaunchFloat16 = launches<float16>(Rows{});
+constexpr auto kLaunchBfloat16 = launches<bfloat16>(Rows{});
+
+}  // namespace
+
+void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStream_t stream) {
+    const Workspace workspace(p.device.index, plan.workspace_bytes(), stream);
+    Sm80BackwardLaunch arguments{};
+    arguments.statistics = reinterpret_cast<QueryStatistics*>(workspace.bytes());
+    if (plan.slope_bytes > 0)
+        arguments.slope_parts = reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes);
+    arguments.query_tiles = plan.query_tiles;
+    arguments.key_tiles = plan.key_tiles;
+    arguments.q_aligned = plan.q_aligned;
+    arguments.k_aligned = plan.k_aligned;
+    arguments.v_aligned = plan.v_aligned;
+    arguments.dout_aligned = plan.dout_aligned;
+    arguments.dq_aligned = plan.dq_aligned;
+    arguments.dk_aligned = plan.dk_aligned;
+    arguments.dv_aligned = plan.dv_aligned;
+    const auto& launches = plan.dtype == DType::float16 ? kLaunchFloat16 : kLaunchBfloat16;
+    launches[plan.row](p, plan, arguments, stream);
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,211 @@
+// What both kernels of sm80_backward do with tiles: finding them, loading and storing their rows, and turning
+// dot products into softmax weights and gradients of scores.
+#pragma once
+
+#include "common/score.h"
+#include "cuda/ptx/exp2.h"
+#include "cuda/sequence_tile.cuh"
+#include "cuda/sm80_backward/parameters.h"
+#include "cuda/sm80_backward/tiles.h"
+#include "cuda/tile/load.cuh"
+#include "cuda/tile/multiply.cuh"
+#include "cuda/types.h"
+#include "cuda/warp.cuh"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// One of the two kernels at a head dim, as tile/load.cuh and tile/multiply.cuh want it.
+template <int kHeadDim_, int kWarps_, int kRowTiles_, int kColumns_, int kStages_>
+struct BackwardConfig {
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kWarps = kWarps_;
+    static constexpr int kRowTiles = kRowTiles_;
+    static constexpr int kKeys = kColumns_;  // columns, whatever they are
+    static constexpr int kStages = kStages_;
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kWarpRows = 16 * kRowTiles;
+    static constexpr int kRows = kWarps * kWarpRows;
+    static constexpr int kRowStride = sm80_backward_row_stride(kHeadDim);
+    static constexpr int kLanesPerRow = kHeadDim % 64 == 0 ? 8 : 4;
+};
+
+// The rows of one array at a sequence and head.
+template <class T>
+struct RowArray {
+    const T* base;
+    int64_t stride;
+    bool aligned;
+};
+
+// Copies kTileRows rows from `first` on to a tile in shared memory, with this thread's current cp.async
+// group. A row for which is_read(row) does not hold becomes zeros.
+template <class T, class Config, int kTileRows, class IsRead>
+__device__ __forceinline__ void load_tile(T* tile, const RowArray<T>& array, int32_t first, int32_t head_dim,
+                                          IsRead is_read) {
+    using Copy = TileCopy<T, Config, kTileRows>;
+    const T* source[Copy::kCount];
+    uint32_t valid = 0;
+#pragma unroll
+    for (int i = 0; i < Copy::kCount; ++i) {
+        const int32_t row = first + Copy::row() + i * Copy::kRowsAtOnce;
+        const bool inside = is_read(row);
+        valid |= inside << i;
+        source[i] = array.base + (inside ? row * array.stride + Copy::column() : 0);
+    }
+    Copy::template run<false>(ptx::shared_address(tile + Copy::row() * Config::kRowStride + Copy::column()),
+                              source, valid, Copy::column(), head_dim, array.aligned);
+}
+
+// Writes a warp's gradients, times `scale`, to the rows of an array. `rows` is room for them in shared
+// memory, which no other warp uses.
+template <class T, class Config, int kDims>
+__device__ __forceinline__ void store_gradients(const float (&gradients)[Config::kRowTiles][kDims / 8][4],
+                                                float scale, T* rows, T* target, int64_t stride, bool aligned,
+                                                int32_t num_rows, int32_t num_dims) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < Config::kRowTiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < kDims / 8; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float* const pair = gradients[t][i] + 2 * half;
+                T* const to =
+                    rows + (16 * t + 8 * half + lane / 4) * Config::kRowStride + 8 * i + 2 * (lane % 4);
+                *reinterpret_cast<uint32_t*>(to) = pack<T>(pair[0] * scale, pair[1] * scale);
+            }
+        }
+    }
+    __syncwarp();
+    constexpr int kLanes = kDims / 8 < 16 ? 8 : 16;
+    for (int row = lane / kLanes; row < min(num_rows, Config::kWarpRows); row += 32 / kLanes) {
+        const T* const from = rows + row * Config::kRowStride;
+        T* const to = target + row * stride;
+        for (int d = 8 * (lane % kLanes); d < num_dims; d += 8 * kLanes) {
+            if (aligned) {
+                *reinterpret_cast<uint4*>(to + d) = *reinterpret_cast<const uint4*>(from + d);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) to[d + j] = from[d + j];
+            }
+        }
+    }
+    __syncwarp();
+}
+
+// Which weights dropout keeps, a bit for each, in words of 32 keys: [queries, kKeyCount / 32] in shared
+// memory. Both counts are those of a tile, first_key a multiple of 32.
+template <int kThreads, int kQueryCount, int kKeyCount>
+__device__ __forceinline__ void draw_kept(uint32_t* words, const Dropout& dropout, uint64_t head,
+                                          int32_t first_query, int32_t first_key) {
+    constexpr int kBlocks = kKeyCount / 32;
+    static_assert(kBlocks * 32 == kKeyCount);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kQueryCount * kBlocks * 4; i += kThreads) {
+        const int pair = i % 4, block = i / 4 % kBlocks, query = i / 4 / kBlocks;
+        const Philox random = dropout.bits(head, first_query + query, first_key / 32 + block, pair);
+        uint32_t kept = 0;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            kept |= dropout.drops_even(random.words[w]) ? 0 : 1u << (8 * w + 2 * pair);
+            kept |= dropout.drops_odd(random.words[w]) ? 0 : 2u << (8 * w + 2 * pair);
+        }
+        kept |= __shfl_xor_sync(~0u, kept, 1);
+        kept |= __shfl_xor_sync(~0u, kept, 2);
+        if (pair == 0) words[query * kBlocks + block] = kept;
+    }
+}
+
+// From q . k and v . dout of a warp's tile to weights and gradients of scores.
+template <bool kKeysAreRows, bool kDropout, int kKeyCount>
+struct ScoreGradients {
+    const SequenceSlice& seq;
+    ScoreTransform transform;
+    bool has_alibi;
+    float slope_log2;  // of this head; 0 without ALiBi
+    float out_scale;
+    const uint32_t* kept;  // of draw_kept(), of all rows and columns
+    int32_t warp_row;      // the warp's first among those
+
+    // `scores` becomes weights, `products` the gradients of q . k without softmax_scale. Of this lane's
+    // element (t, i, j), row and column count from those given, the first of the warp and of the tile;
+    // statistics(t, i, j) are those of its query. Returns the gradient of the slope, over the lane.
+    template <int kRowTiles, int kTiles, class Statistics>
+    __device__ __forceinline__ float run(float (&scores)[kRowTiles][kTiles][4],
+                                         float (&products)[kRowTiles][kTiles][4], int32_t first_row,
+                                         int32_t first_column, bool is_masked, Statistics statistics) const {
+        const bool plain = !transform.has_softcap && !has_alibi;
+        if (plain && !is_masked)
+            return loop<true, false>(scores, products, first_row, first_column, statistics);
+        if (plain) return loop<true, true>(scores, products, first_row, first_column, statistics);
+        return loop<false, true>(scores, products, first_row, first_column, statistics);
+    }
+
+  private:
+    template <bool kPlain, bool kMasked, int kRowTiles, int kTiles, class Statistics>
+    __device__ __forceinline__ float loop(float (&scores)[kRowTiles][kTiles][4],
+                                          float (&products)[kRowTiles][kTiles][4], int32_t first_row,
+                                          int32_t first_column, Statistics statistics) const {
+        const int lane = threadIdx.x % 32;
+        float slope_gradient = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int row = 16 * t + 8 * (j / 2) + lane / 4, column = 8 * i + 2 * (lane % 4) + j % 2;
+                    const int32_t query = kKeysAreRows ? first_column + column : first_row + row;
+                    const int32_t key = kKeysAreRows ? first_row + row : first_column + column;
+                    const QueryStatistics of_query = statistics(t, i, j);
+                    float score = scores[t][i][j] * transform.inner, slack = 1.0f;
+                    if (!kPlain) {
+                        if (transform.has_softcap) {
+                            const float tanh = ScoreTransform::tanh(score);
+                            score = transform.outer * tanh;
+                            slack = 1.0f - tanh * tanh;
+                        }
+                        score -= slope_log2 * static_cast<float>(seq.q_pos(query) - key);
+                    }
+                    float weight = ptx::exp2_approx(score - of_query.lse);
+                    float product = products[t][i][j];
+                    bool is_kept = true;
+                    if constexpr (kDropout) {
+                        constexpr int kBlocks = kKeyCount / 32;
+                        const int q = kKeysAreRows ? column : warp_row + row;
+                        const int k = kKeysAreRows ? warp_row + row : column;
+                        is_kept = kept[q * kBlocks + k / 32] >> k % 32 & 1;
+                        product = is_kept ? product * out_scale : 0.0f;
+                    }
+                    float gradient = weight * (product - of_query.delta);
+                    if (kMasked && !(query < seq.seqlen_q && seq.see.visible(seq.q_pos(query), key))) {
+                        weight = 0.0f;
+                        gradient = 0.0f;
+                    }
+                    if (!kPlain) slope_gradient += gradient * static_cast<float>(key - seq.q_pos(query));
+                    scores[t][i][j] = is_kept ? weight : 0.0f;
+                    products[t][i][j] = gradient * slack;
+                }
+            }
+        }
+        return slope_gradient;
+    }
+};
+
+// Operand a of a product over 16 columns from the accumulators of two groups of eight.
+template <class T, int kRowTiles, int kTiles>
+__device__ __forceinline__ void pack_operand(uint32_t (&a)[kRowTiles][4],
+                                             const float (&values)[kRowTiles][kTiles][4], int group) {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float* const pair = values[t][group + j / 2] + 2 * (j % 2);
+            a[t][j] = pack<T>(pair[0], pair[1]);
+        }
+    }
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,41 @@
+// The gradients of attention on Hopper's tensor cores (sm_90a), by recomputation.
+//
+// A CTA owns a tile of keys of one KV head and walks the tiles of queries that see some of them, of all heads
+// of the group. dK and dV stay in registers; dQ is summed in workspace, in the L2 cache where it is small.
+//
+// grid: x key tiles over the batch, y KV heads.
+#pragma once
+
+#include "cuda/ptx/grid_dependency.h"
+#include "cuda/sm90_backward/consumer.cuh"
+#include "cuda/sm90_backward/loader.cuh"
+
+namespace octavo::cuda {
+
+template <class T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    sm90_backward_kernel(const __grid_constant__ AttentionBackwardParams p,
+                         const __grid_constant__ Sm90BackwardLaunch plan) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    auto& shared = *reinterpret_cast<Sm90BackwardShared<Config>*>(shared_bytes);
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (threadIdx.x == 0) {
+        shared.init();
+        for (const CUtensorMap* map : {&plan.q, &plan.dout, &plan.k, &plan.v, &plan.dk, &plan.dv})
+            ptx::tma_prefetch_map(map);
+    }
+    __syncthreads();
+    ptx::launch_dependents();
+    ptx::wait_for_previous_grid();
+    const Sm90BackwardWork<Config> work(p, plan);
+    if (work.num_keys == 0) return;
+    if (group == 0) {
+        ptx::lower_registers<Config::kLoaderRegisters>();
+        if (threadIdx.x == 0) run_backward_loader<Config>(p, plan, work, shared);
+    } else {
+        ptx::raise_registers<Config::kConsumerRegisters>();
+        Sm90BackwardConsumer<T, Config>(p, plan, work, shared, group - 1).run();
+    }
+}
+
+}  // namespace octavo::cuda

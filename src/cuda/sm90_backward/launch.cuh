@@ -1,0 +1,29 @@
+// The instances of one row of kSm90BackwardTiles, launched.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/sm90_backward/convert.cuh"
+#include "cuda/sm90_backward/kernel.cuh"
+#include "cuda/sm90_backward/plan.h"
+#include "cuda/sm90_backward/prepare.cuh"
+
+namespace octavo::cuda {
+
+template <class T, int kRow>
+void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan,
+                          const Sm90BackwardLaunch& arguments, cudaStream_t stream) {
+    using Config = Sm90BackwardConfig<kRow>;
+    constexpr size_t kSharedBytes = sizeof(Sm90BackwardShared<Config>);
+    static_assert(kSharedBytes <= 227 * 1024);
+    const int32_t device = p.device.index;
+    const int64_t warps = ceil_divide(plan.num_rows * p.num_q_heads, kPreparedRows<Config>);
+    const LaunchShape rows{dim3(blocks_for_rows(warps)), 32 * kRowsPerBlock, true};
+    launch<prepare_backward_kernel<T, Config>>(p.op, device, stream, rows, p, arguments);
+    const LaunchShape keys{dim3(plan.num_key_tiles, p.num_kv_heads), Config::kThreads, true};
+    launch<sm90_backward_kernel<T, Config>, kSharedBytes>(p.op, device, stream, keys, p, arguments);
+    const LaunchShape tiles{dim3(static_cast<unsigned>(plan.num_rows / Config::kQueries), p.num_q_heads),
+                            128 * Config::kConsumers, true};
+    launch<convert_dq_kernel<T, Config>>(p.op, device, stream, tiles, p, arguments);
+}
+
+}  // namespace octavo::cuda

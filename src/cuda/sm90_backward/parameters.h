@@ -1,0 +1,41 @@
+// What a launch of sm90_backward hands to its kernels.
+#pragma once
+
+#include "params/attention_backward_params.h"
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// A number as a sum of three of bfloat16, exact to 24 bits, and zeros: a row of an operand of wgmma, whose
+// product with ones adds the number to a column of scores.
+struct alignas(16) BfloatTerms {
+    uint16_t terms[8];
+};
+
+// Every array is a tensor of five axes with an edge, as Sm90Launch describes it.
+struct Sm90BackwardLaunch {
+    CUtensorMap q, dout, k, v, dk, dv;
+    int32_t q_edge, k_edge;
+    int32_t key_tiles;  // of the longest sequence
+    // Rows of queries in workspace: whole tiles for each sequence.
+    int32_t sequence_rows;  // dense: of each sequence
+    int64_t num_rows;       // of each head
+    BfloatTerms* lse;    // [num_q_heads, num_rows]: -lse / softmax_scale; of no query, far below all scores
+    BfloatTerms* delta;  // likewise, -delta: see QueryStatistics
+    float* dq;           // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
+    bool dq_aligned;
+};
+
+// Of the first query of a sequence in workspace. Packed sequences need no scan: there is a tile to spare for
+// each of those before.
+template <int kQueries>
+OCTAVO_HD int32_t first_workspace_row(const Sm90BackwardLaunch& plan, const int32_t* cu_seqlens_q,
+                                      int32_t batch) {
+    if (!cu_seqlens_q) return batch * plan.sequence_rows;
+    return (cu_seqlens_q[batch] + batch * kQueries) / kQueries * kQueries;
+}
+
+}  // namespace octavo::cuda

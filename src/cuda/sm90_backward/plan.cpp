@@ -1,0 +1,118 @@
+#include "cuda/sm90_backward/plan.h"
+
+#include "cuda/alignment.h"
+#include "cuda/sm90_attention/operands.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace octavo::cuda {
+namespace {
+
+constexpr int64_t kMaxIndex = int64_t{1} << 30;
+
+std::string name_of(DType dtype, const Sm90BackwardTiles& tiles) {
+    return text_of("sm90_backward<", to_string(dtype), ", head_dim ", tiles.head_dim, ">");
+}
+
+int32_t find_tiles(int32_t head_dim) {
+    for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90BackwardTiles)); ++row) {
+        if (kSm90BackwardTiles[row].head_dim >= head_dim) return row;
+    }
+    return -1;
+}
+
+}  // namespace
+
+AttentionParams with_gradients(const AttentionBackwardParams& p) {
+    AttentionParams with = p;
+    with.q = p.dout;
+    with.q_batch_stride = p.dout_strides.batch;
+    with.q_token_stride = p.dout_strides.token;
+    with.q_head_stride = p.dout_strides.head;
+    with.k = p.dk;
+    with.k_outer_stride = p.dk_strides.batch;
+    with.k_token_stride = p.dk_strides.token;
+    with.k_head_stride = p.dk_strides.head;
+    with.v = p.dv;
+    with.v_outer_stride = p.dv_strides.batch;
+    with.v_token_stride = p.dv_strides.token;
+    with.v_head_stride = p.dv_strides.head;
+    return with;
+}
+
+std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& p, const Gpu& gpu,
+                                                   std::string* why_not) {
+    if (!gpu.has_sm90_kernels) return refuse(why_not, "the GPU or the build has no sm_90a kernels");
+    if (p.dropout.any()) return refuse(why_not, "no instance has dropout");
+    if (p.softcap > 0.0f) return refuse(why_not, "no instance has a softcap");
+    if (p.alibi_slopes) return refuse(why_not, "no instance has ALiBi");
+    if (p.deterministic) return refuse(why_not, "dQ is summed in no particular order");
+    if (!(p.softmax_scale > 1e-6f))
+        return refuse(why_not, "it divides by softmax_scale, which is ", p.softmax_scale);
+    if (p.total_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0 || p.batch == 0)
+        return refuse(why_not, "there are no queries, or no keys");
+    Sm90BackwardPlan plan{};
+    plan.dtype = p.dtype;
+    plan.row = find_tiles(p.head_dim);
+    if (plan.row < 0) return refuse(why_not, "no instance holds head_dim ", p.head_dim);
+    const Sm90BackwardTiles& tiles = plan.tiles();
+    plan.num_kv_heads = p.num_kv_heads;
+    plan.num_q_heads = p.num_q_heads;
+    plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.keys()));
+    int64_t num_key_tiles = int64_t{p.batch} * plan.key_tiles;
+    if (p.cu_seqlens_k) num_key_tiles = std::min<int64_t>(num_key_tiles, p.total_k / tiles.keys() + p.batch);
+    const int64_t sequence_rows = ceil_divide(p.seqlen_q, tiles.queries) * tiles.queries;
+    plan.num_rows =
+        p.cu_seqlens_q
+            ? ceil_divide(p.total_q + int64_t{p.batch} * tiles.queries, tiles.queries) * tiles.queries
+            : p.batch * sequence_rows;
+    constexpr int64_t kMaxGridY = 65535;
+    if (num_key_tiles > kMaxIndex || plan.num_rows * p.num_q_heads > kMaxIndex || p.num_q_heads > kMaxGridY)
+        return refuse(why_not, "it counts rows in 32 bits, and there are ", plan.num_rows, " x ",
+                      p.num_q_heads);
+    plan.num_key_tiles = static_cast<int32_t>(num_key_tiles);
+    plan.sequence_rows = p.cu_seqlens_q ? 0 : static_cast<int32_t>(sequence_rows);
+    const Sm90Operands operands(p), gradients(with_gradients(p));
+    const std::pair<const char*, const Sm90Operand*> arrays[] = {
+        {"q", &operands.q},     {"k", &operands.k},   {"v", &operands.v},
+        {"dout", &gradients.q}, {"dk", &gradients.k}, {"dv", &gradients.v},
+    };
+    for (const auto& [name, array] : arrays) {
+        if (!array->is_movable(p.dtype))
+            return refuse(why_not, "the copy engine (TMA) cannot move the rows of ", name);
+    }
+    if (!aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype))
+        return refuse(why_not, "rows of out do not start on 16 bytes");
+    plan.dq_aligned = aligned(p.dq, 16, {p.dq_strides.batch, p.dq_strides.token, p.dq_strides.head}, p.dtype);
+    return plan;
+}
+
+Explanation describe(const Sm90BackwardPlan& plan) {
+    const Sm90BackwardTiles& tiles = plan.tiles();
+    Explanation text;
+    text.kernel = name_of(plan.dtype, tiles);
+    text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.keys(), " keys x ",
+                           counted(plan.num_kv_heads, "KV head"), ", between prepare_backward_kernel and ",
+                           "convert_dq_kernel");
+    text.file = "src/cuda/sm90_backward/kernel.cuh";
+    text.plan = {
+        {"dtype", to_string(plan.dtype)},      {"head_dim", tiles.head_dim},
+        {"num_kv_heads", plan.num_kv_heads},   {"num_q_heads", plan.num_q_heads},
+        {"key_tiles", plan.key_tiles},         {"num_key_tiles", plan.num_key_tiles},
+        {"sequence_rows", plan.sequence_rows}, {"num_rows", plan.num_rows},
+        {"dq_aligned", plan.dq_aligned},       {"workspace_bytes", plan.workspace_bytes()},
+    };
+    return text;
+}
+
+std::vector<std::string> sm90_backward_instances() {
+    std::vector<std::string> names;
+    for (DType dtype : kAttentionTypes) {
+        for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) names.push_back(name_of(dtype, tiles));
+    }
+    return names;
+}
+
+}  // namespace octavo::cuda

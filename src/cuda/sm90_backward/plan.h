@@ -1,0 +1,45 @@
+// How sm90_backward would work through a batch.
+#pragma once
+
+#include "cuda/gpu.h"
+#include "cuda/plan.h"
+#include "cuda/sm90_backward/tiles.h"
+#include "params/attention_backward_params.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace octavo::cuda {
+
+struct Sm90BackwardPlan {
+    DType dtype;
+    int32_t row;  // of kSm90BackwardTiles: with dtype, the instance
+    int32_t num_kv_heads, num_q_heads;
+    int32_t key_tiles;      // of the longest sequence
+    int32_t num_key_tiles;  // over the batch; a bound where it is packed
+    int32_t sequence_rows;  // dense: the rows of workspace of each sequence
+    int64_t num_rows;       // of workspace, for each head
+    bool dq_aligned;
+
+    const Sm90BackwardTiles& tiles() const { return kSm90BackwardTiles[row]; }
+    int64_t term_bytes() const { return num_q_heads * num_rows * 16; }  // of the LSE, and as many of delta
+    int64_t dq_bytes() const { return num_q_heads * num_rows * tiles().head_dim * int64_t{sizeof(float)}; }
+    int64_t workspace_bytes() const { return 2 * term_bytes() + dq_bytes(); }
+};
+
+// Nothing where it does not serve: why_not, unless null, then gets the reason.
+std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& params, const Gpu& gpu,
+                                                   std::string* why_not = nullptr);
+
+Explanation describe(const Sm90BackwardPlan& plan);
+inline bool operator==(const Sm90BackwardPlan& a, const Sm90BackwardPlan& b) {
+    return describe(a).plan == describe(b).plan;
+}
+
+std::vector<std::string> sm90_backward_instances();
+
+// The arrays of keys' gradients, and dout, as operands like those of the forward.
+AttentionParams with_gradients(const AttentionBackwardParams& params);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,56 @@
+#include "cuda/attention_backward/run.h"
+#include "cuda/sm90_attention/operand_map.h"
+#include "cuda/sm90_backward/parameters.h"
+#include "cuda/types.h"
+#include "cuda/workspace.h"
+
+#include <array>
+#include <iterator>
+#include <utility>
+
+namespace octavo::cuda {
+
+// One for each row of kSm90BackwardTiles and each type, compiled from instance.cu.in.
+template <class T, int kRow>
+void launch_sm90_backward(const AttentionBackwardParams&, const Sm90BackwardPlan&, const Sm90BackwardLaunch&,
+                          cudaStream_t);
+
+namespace {
+
+using Launch = void (*)(const AttentionBackwardParams&, const Sm90BackwardPlan&, const Sm90BackwardLaunch&,
+                        cudaStream_t);
+
+template <class T, size_t... kRows>
+constexpr std::array<Launch, sizeof...(kRows)> launches(std::index_sequence<kRows...>) {
+    return {launch_sm90_backward<T, static_cast<int>(kRows)>...};
+}
+using Rows = std::make_index_sequence<OCTAVO_HAS_SM90_KERNELS ? std::size(kSm90BackwardTiles) : 0>;
+
+}  // namespace
+
+void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStream_t stream) {
+    const Workspace workspace(p.device.index, plan.workspace_bytes(), stream);
+    const Sm90BackwardTiles& tiles = plan.tiles();
+    Sm90BackwardLaunch arguments{};
+    const Sm90Operands operands(p), gradients(with_gradients(p));
+    arguments.q = map_of(operands.q, p.head_dim, 1, tiles.queries);
+    arguments.dout = map_of(gradients.q, p.head_dim, 1, tiles.queries);
+    arguments.k = map_of(operands.k, p.head_dim, 1, tiles.keys());
+    arguments.v = map_of(operands.v, p.head_dim, 1, tiles.keys());
+    arguments.dk = map_of(gradients.k, p.head_dim, 1, tiles.keys());
+    arguments.dv = map_of(gradients.v, p.head_dim, 1, tiles.keys());
+    arguments.q_edge = operands.q.edge;
+    arguments.k_edge = operands.k.edge;
+    arguments.key_tiles = plan.key_tiles;
+    arguments.sequence_rows = plan.sequence_rows;
+    arguments.num_rows = plan.num_rows;
+    arguments.lse = reinterpret_cast<BfloatTerms*>(workspace.bytes());
+    arguments.delta = reinterpret_cast<BfloatTerms*>(workspace.bytes() + plan.term_bytes());
+    arguments.dq = reinterpret_cast<float*>(workspace.bytes() + 2 * plan.term_bytes());
+    arguments.dq_aligned = plan.dq_aligned;
+    static constexpr auto kFloat16 = launches<float16>(Rows{});
+    static constexpr auto kBfloat16 = launches<bfloat16>(Rows{});
+    (plan.dtype == DType::float16 ? kFloat16 : kBfloat16).at(plan.row)(p, plan, arguments, stream);
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,102 @@
+// What the warps of a CTA share.
+#pragma once
+
+#include "common/query_range.h"
+#include "cuda/ptx/mbarrier.h"
+#include "cuda/sequence_tile.cuh"
+#include "cuda/sm90_backward/parameters.h"
+#include "cuda/sm90_backward/tiles.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+template <class Config>
+struct Sm90BackwardShared {
+    alignas(1024) unsigned char k[Config::kKeyTileBytes];  // at the end dK
+    alignas(1024) unsigned char v[Config::kKeyTileBytes];  // at the end dV
+    alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
+    alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
+    alignas(1024) unsigned char ds[Config::kDsSlots][Config::kDsTileBytes];
+    alignas(128) BfloatTerms lse[Config::kStages][Config::kQueries];
+    alignas(128) BfloatTerms delta[Config::kStages][Config::kQueries];
+    // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
+    // one does. q_empty is that of dout too.
+    uint64_t keys_full, q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
+    uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
+
+    __device__ void init() {
+        constexpr int kConsumerWarps = 4 * Config::kConsumers;
+        ptx::mbarrier_init(&keys_full, 1);
+        for (int i = 0; i < Config::kStages; ++i) {
+            ptx::mbarrier_init(&q_full[i], 1);
+            ptx::mbarrier_init(&dout_full[i], 1);
+            ptx::mbarrier_init(&q_empty[i], kConsumerWarps);
+        }
+        for (int i = 0; i < Config::kDsSlots; ++i) {
+            ptx::mbarrier_init(&ds_full[i], kConsumerWarps);
+            ptx::mbarrier_init(&ds_empty[i], kConsumerWarps);
+        }
+        ptx::mbarrier_init_fence();
+    }
+};
+
+// The keys of a CTA, and the tiles of queries that it walks: those of each head of the group, one after the
+// other.
+template <class Config>
+struct Sm90BackwardWork {
+    SequenceSlice seq;
+    int32_t batch;
+    int32_t kv_head, group_size;
+    int32_t first_key, num_keys;
+    int32_t q_begin, k_begin;  // packed: the sequence's first token; dense: 0
+    int32_t first_tile, num_tiles, num_steps;
+    int32_t workspace_row;  // of the sequence's first query
+
+    // num_keys is 0 past the last tile.
+    __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan) {
+        const SequenceTile tile =
+            find_sequence_tile<Config::kKeys>(p.cu_seqlens_k, p.batch, plan.key_tiles, blockIdx.x);
+        num_keys = 0;
+        if (tile.batch < 0) return;
+        batch = tile.batch;
+        seq = SequenceSlice::make(p, batch);
+        kv_head = blockIdx.y;
+        group_size = p.group_size();
+        first_key = tile.index * Config::kKeys;
+        num_keys = max(min(seq.see.seqlen_k - first_key, Config::kKeys), 0);
+        if (num_keys == 0) return;
+        q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
+        k_begin = p.cu_seqlens_k ? p.cu_seqlens_k[batch] : 0;
+        const QueryRange queries(seq.see, seq.seqlen_q, first_key, first_key + num_keys);
+        first_tile = queries.begin / Config::kQueries;
+        num_tiles = (queries.end + Config::kQueries - 1) / Config::kQueries - first_tile;
+        num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
+        workspace_row = first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch);
+    }
+};
+
+// The steps of a CTA in order, without divisions.
+template <class Config>
+class Sm90BackwardStep {
+  public:
+    int32_t head, tile;
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ explicit Sm90BackwardStep(const Sm90BackwardWork<Config>& work)
+        : head(work.kv_head * work.group_size), tile(work.first_tile) {}
+
+    __device__ void advance(const Sm90BackwardWork<Config>& work) {
+        if (++tile == work.first_tile + work.num_tiles) {
+            tile = work.first_tile;
+            ++head;
+        }
+        if (++stage == Config::kStages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+}  // namespace octavo::cuda

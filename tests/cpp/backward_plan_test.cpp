@@ -1,0 +1,137 @@
+// Which kernels compute gradients, without a GPU.
+#include "cuda/attention_backward/plan.h"
+#include "plan_testing.h"
+
+#include <set>
+#include <string>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+// The gradients of a call, in arrays of their own.
+AttentionBackwardArgs backward_of(const AttentionArgs& forward) {
+    AttentionBackwardArgs args;
+    uintptr_t address = uintptr_t{1} << 56;
+    auto like = [&](TensorView view) {
+        address += uintptr_t{1} << 46;
+        view.data = reinterpret_cast<void*>(address);
+        return view;
+    };
+    args.q = forward.q;
+    args.k = forward.k;
+    args.v = forward.v;
+    args.out = forward.out;
+    args.dout = like(forward.out);
+    args.dq = like(forward.q);
+    args.dk = like(forward.k);
+    args.dv = like(forward.v);
+    args.lse = like(forward.q);
+    args.lse.dtype = DType::float32;
+    --args.lse.ndim;
+    for (int axis = 0; axis < args.lse.ndim; ++axis) args.lse.strides[axis] /= forward.q.shape[args.lse.ndim];
+    args.cu_seqlens_q = forward.cu_seqlens_q;
+    args.cu_seqlens_k = forward.cu_seqlens_k;
+    args.max_seqlen_q = forward.max_seqlen_q;
+    args.max_seqlen_k = forward.max_seqlen_k;
+    args.causal = forward.causal;
+    return args;
+}
+
+Shape shape_of(int64_t head_dim) {
+    Shape shape;
+    shape.batch = 2;
+    shape.queries = shape.keys = 1000;
+    shape.head_dim = head_dim;
+    return shape;
+}
+
+TEST(BackwardPlan, HopperServesPlainCalls) {
+    for (int64_t head_dim : {8, 64, 72, 96, 128}) {
+        for (const AttentionArgs& call : {dense(shape_of(head_dim)), packed(shape_of(head_dim))}) {
+            const Explanation text = explain(backward_of(call), "h100");
+            EXPECT_EQ(kind_of(text), "sm90_backward") << text.to_string();
+            EXPECT_EQ(field(text, "head_dim"), head_dim <= 64 ? "64" : "128");
+        }
+    }
+    const Explanation text = explain(backward_of(dense(shape_of(128))), "h200");
+    EXPECT_EQ(field(text, "num_key_tiles"), "16");
+    EXPECT_EQ(field(text, "num_rows"), "2048");  // whole tiles of 64 for each sequence
+    EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(2048 * 32 * (128 * 4 + 2 * 16)));
+}
+
+TEST(BackwardPlan, TheOthersSayWhy) {
+    auto expect = [](const AttentionBackwardArgs& args, const char* gpu, const std::string& reason) {
+        const Explanation text = explain(args, gpu);
+        EXPECT_EQ(kind_of(text), "sm80_backward");
+        ASSERT_EQ(text.why_not.size(), 1u);
+        EXPECT_NE(text.why_not[0].second.find(reason), std::string::npos) << text.why_not[0].second;
+    };
+    const AttentionBackwardArgs plain = backward_of(dense(shape_of(128)));
+    expect(plain, "a100", "sm_90a");
+    expect(backward_of(dense(shape_of(136))), "h100", "no instance holds head_dim 136");
+    AttentionBackwardArgs args = plain;
+    args.softcap = 30.0;
+    expect(args, "h100", "softcap");
+    args = plain;
+    args.deterministic = true;
+    expect(args, "h100", "no particular order");
+    args = plain;
+    args.dropout_p = 0.1;
+    args.dropout_seed = 1;
+    expect(args, "h100", "dropout");
+    args = plain;
+    args.softmax_scale = -1.0;
+    expect(args, "h100", "softmax_scale");
+    args = plain;
+    args.dv.data = static_cast<char*>(args.dv.data) + 2;
+    expect(args, "h100", "the rows of dv");
+    Arrays arrays;
+    args = plain;
+    args.alibi_slopes = arrays.make(DType::float32, {32});
+    expect(args, "h100", "ALiBi");
+}
+
+TEST(BackwardPlan, TilesFitTheGpu) {
+    for (const char* gpu : {"a100", "h100", "sm_86", "sm_89"}) {
+        const cuda::Gpu& found = *cuda::find_gpu(gpu);
+        for (int64_t head_dim = 8; head_dim <= 256; head_dim += 8) {
+            AttentionBackwardArgs args = backward_of(dense(shape_of(head_dim)));
+            args.deterministic = true;
+            const cuda::Sm80BackwardPlan plan =
+                cuda::plan_sm80_backward(check_attention_backward(args), found);
+            const cuda::Sm80BackwardTiles& tiles = plan.tiles();
+            EXPECT_GE(tiles.head_dim, head_dim);
+            for (const cuda::Sm80BackwardSide& side : {tiles.keys, tiles.queries}) {
+                EXPECT_LE(cuda::sm80_backward_shared_bytes(tiles.head_dim, side),
+                          static_cast<size_t>(found.shared_bytes_per_block))
+                    << gpu << ", " << head_dim;
+            }
+        }
+    }
+}
+
+TEST(BackwardPlan, NothingToDo) {
+    Shape shape = shape_of(64);
+    shape.queries = 0;
+    EXPECT_EQ(kind_of(explain(backward_of(dense(shape)), "h100")), "sm80_backward");
+    shape = shape_of(64);
+    shape.keys = 0;
+    EXPECT_EQ(field(explain(backward_of(dense(shape)), "h100"), "num_key_tiles"), "0");
+}
+
+TEST(BackwardPlan, KernelsAreThoseOfTheInstances) {
+    const std::vector<std::string> instances = cuda::backward_instances(true);
+    const std::set<std::string> names(instances.begin(), instances.end());
+    EXPECT_EQ(names.size(), instances.size());
+    for (unsigned seed = 0; seed < 200; ++seed) {
+        Random random(seed);
+        AttentionBackwardArgs args = backward_of(random_dense_or_packed(random));
+        args.deterministic = random.one_in(2);
+        for (const char* gpu : {"h100", "a100", "sm_86"})
+            EXPECT_EQ(names.count(explain(args, gpu).kernel), 1u);
+    }
+}
+
+}  // namespace
+}  // namespace octavo

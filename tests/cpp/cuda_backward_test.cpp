@@ -1,0 +1,105 @@
+// The gradients of attention: the GPU against the CPU, by the public operators.
+#include "cuda_testing.h"
+
+#include <octavo/attention.h>
+
+#include <numeric>
+#include <tuple>
+
+namespace octavo {
+namespace {
+
+enum class Kind { full, causal, window, prefix, softcap, alibi, dropout };
+
+class CudaBackwardTest : public ::testing::TestWithParam<std::tuple<int64_t, bool, Kind>> {};
+
+// The norm of the difference is small beside that of what is wanted.
+void expect_near(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& cpu, DType dtype,
+                 const char* name) {
+    double error = 0.0, size = 0.0;
+    for (size_t i = 0; i < gpu.size(); ++i) {
+        const double want = from_bits(cpu[i], dtype), difference = from_bits(gpu[i], dtype) - want;
+        error += difference * difference;
+        size += want * want;
+    }
+    const double tolerance = dtype == DType::float16 ? 2e-3 : 1.2e-2;  // both round results
+    EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size) + 1e-6) << name;
+}
+
+TEST_P(CudaBackwardTest, AgainstTheCpu) {
+    const auto [head_dim, packed, kind] = GetParam();
+    constexpr int64_t kHeads = 2, kGroup = 3, kBatch = 3;
+    Random random(static_cast<unsigned>(head_dim) + static_cast<unsigned>(kind));
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const std::vector<int32_t> lengths_q =
+        packed ? std::vector<int32_t>{130, 0, 41} : std::vector<int32_t>{90, 90, 90};
+    const std::vector<int32_t> lengths_k =
+        packed ? std::vector<int32_t>{200, 7, 60} : std::vector<int32_t>{140, 140, 140};
+    const int64_t total_q = std::accumulate(lengths_q.begin(), lengths_q.end(), 0);
+    const int64_t total_k = std::accumulate(lengths_k.begin(), lengths_k.end(), 0);
+    const size_t q_size = total_q * kHeads * kGroup * head_dim, k_size = total_k * kHeads * head_dim;
+    Mirror<uint16_t> q(random.normal(q_size, dtype)), k(random.normal(k_size, dtype));
+    Mirror<uint16_t> v(random.normal(k_size, dtype)), dout(random.normal(q_size, dtype));
+    Mirror<uint16_t> out(nans(q_size, dtype)), dq(nans(q_size, dtype)), dk(nans(k_size, dtype)),
+        dv(nans(k_size, dtype));
+    Mirror<float> lse(std::vector<float>(total_q * kHeads * kGroup, NAN));
+    Mirror<float> slopes(slopes_for(kHeads * kGroup)), dalibi(std::vector<float>(kHeads * kGroup, NAN));
+    Mirror<int32_t> cu_q(cumulative(lengths_q)), cu_k(cumulative(lengths_k)), prefix({20, 5, 60});
+
+    auto run = [&](auto on) {
+        auto rows = [&](Mirror<uint16_t>& x, int64_t length, int64_t heads) {
+            return packed ? on(x, dtype,
+                               {static_cast<int64_t>(x.host.size()) / heads / head_dim, heads, head_dim})
+                          : on(x, dtype, {kBatch, length, heads, head_dim});
+        };
+        auto set = [&](auto& args) {
+            args.q = rows(q, 90, kHeads * kGroup);
+            args.k = rows(k, 140, kHeads);
+            args.v = rows(v, 140, kHeads);
+            args.out = rows(out, 90, kHeads * kGroup);
+            const TensorView of_queries = packed ? on(lse, DType::float32, {total_q, kHeads * kGroup})
+                                                 : on(lse, DType::float32, {kBatch, 90, kHeads * kGroup});
+            args.lse = of_queries;
+            if (packed) {
+                args.cu_seqlens_q = on(cu_q, DType::int32, {kBatch + 1});
+                args.cu_seqlens_k = on(cu_k, DType::int32, {kBatch + 1});
+            }
+            args.causal = kind != Kind::full && kind != Kind::window;
+            if (kind == Kind::window) args.window_left = 30, args.window_right = 10;
+            if (kind == Kind::prefix) args.prefix_lens = on(prefix, DType::int32, {kBatch});
+            if (kind == Kind::softcap) args.softcap = 3.0;
+            if (kind == Kind::alibi) args.alibi_slopes = on(slopes, DType::float32, {kHeads * kGroup});
+            if (kind == Kind::dropout) args.dropout_p = 0.3, args.dropout_seed = 5;
+        };
+        AttentionArgs forward;
+        set(forward);
+        attention(forward);
+        AttentionBackwardArgs backward;
+        set(backward);
+        backward.dout = rows(dout, 90, kHeads * kGroup);
+        backward.dq = rows(dq, 90, kHeads * kGroup);
+        backward.dk = rows(dk, 140, kHeads);
+        backward.dv = rows(dv, 140, kHeads);
+        if (kind == Kind::alibi) backward.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
+        attention_backward(backward);
+    };
+    run(kOnHost);
+    run(kOnGpu);
+    expect_near(dq.fetch(), dq.host, dtype, "dq");
+    expect_near(dk.fetch(), dk.host, dtype, "dk");
+    expect_near(dv.fetch(), dv.host, dtype, "dv");
+    if (kind != Kind::alibi) return;
+    const std::vector<float> on_gpu = dalibi.fetch();
+    float largest = 0.0f;
+    for (float x : dalibi.host) largest = std::max(largest, std::fabs(x));
+    for (size_t i = 0; i < on_gpu.size(); ++i) EXPECT_NEAR(on_gpu[i], dalibi.host[i], 0.02f * largest) << i;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CudaBackwardTest,
+                         ::testing::Combine(::testing::Values(64, 96, 128, 256), ::testing::Bool(),
+                                            ::testing::Values(Kind::full, Kind::causal, Kind::window,
+                                                              Kind::prefix, Kind::softcap, Kind::alibi,
+                                                              Kind::dropout)));
+
+}  // namespace
+}  // namespace octavo

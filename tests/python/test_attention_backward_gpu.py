@@ -1,0 +1,229 @@
+"""Gradients on a GPU: against those of the CPU in float32, from the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import octavo
+
+pytestmark = pytest.mark.gpu
+
+# Of the error's norm to that of a gradient: rounding of results, of weights and of gradients of scores.
+TOLERANCE = {"float16": 1.2e-3, "bfloat16": 8e-3}
+SLOPES = [0.5 ** (i + 1) for i in range(4)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "window_left": 60},
+    {"window_left": 20, "window_right": 31},
+    {"causal": True, "prefix_lens": [30, 0]},
+    {"causal": True, "softcap": 3.0},
+    {"causal": True, "alibi_slopes": SLOPES},
+    {"alibi_slopes": [SLOPES, SLOPES[::-1]], "softcap": 5.0},
+    {"dropout_p": 0.2, "dropout_seed": 7, "dropout_offset": 3},
+    {"causal": True, "dropout_p": 0.5, "dropout_seed": 1, "alibi_slopes": SLOPES},
+    {"softmax_scale": 0.3},
+]
+
+
+def arrays_of(torch: Any, options: dict[str, Any], device: str) -> dict[str, Any]:
+    dtypes = {"alibi_slopes": torch.float32, "prefix_lens": torch.int32}
+    return {
+        name: torch.tensor(x, dtype=dtypes[name], device=device) if name in dtypes else x
+        for name, x in options.items()
+    }
+
+
+def gradients(torch: Any, tensors: list[Any], options: dict[str, Any], dlse: Any = None) -> list[Any]:
+    """Of q, k, v, and of slopes where there are some, from a forward on the same device."""
+    q, k, v, dout = tensors
+    device = q.device.type
+    given = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x
+        for name, x in arrays_of(torch, options, device).items()
+    }
+    out, lse = octavo.attention(q, k, v, return_lse=True, **given)
+    lse_gradient = {} if dlse is None else {"dlse": dlse.to(device)}
+    with_slopes = {"return_dalibi": True} if "alibi_slopes" in given else {}
+    return list(octavo.attention_backward(dout, q, k, v, out, lse, **given, **lse_gradient, **with_slopes))
+
+
+def check(torch: Any, found: list[Any], expected: list[Any], dtype: str) -> None:
+    for name, x, wanted in zip(("dq", "dk", "dv", "dalibi"), found, expected, strict=False):
+        error = (x.float().cpu() - wanted).norm().item()
+        assert error <= TOLERANCE[dtype] * wanted.norm().item() + 1e-7, name
+    assert len(found) == len(expected)
+
+
+def random(torch: Any, dtype: str, *shapes: tuple[int, ...]) -> list[Any]:
+    generator = torch.Generator().manual_seed(sum(shapes[0]))
+    return [torch.randn(*shape, generator=generator).to(getattr(torch, dtype)) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 160, 256])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+def test_dense(torch: Any, options: dict[str, Any], head_dim: int, dtype: str) -> None:
+    tensors = random(
+        torch,
+        dtype,
+        (2, 150, 4, head_dim),
+        (2, 203, 2, head_dim),
+        (2, 203, 2, head_dim),
+        (2, 150, 4, head_dim),
+    )
+    dlse = random(torch, "float32", (2, 150, 4))[0]
+    expected = gradients(torch, [x.float() for x in tensors], options, dlse)
+    found = gradients(torch, [x.cuda() for x in tensors], options, dlse)
+    check(torch, found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed(torch: Any, causal: bool, head_dim: int, dtype: str) -> None:
+    """Sequences of many lengths, without queries and without keys; nothing is written behind the last."""
+    lengths_q, lengths_k = [129, 0, 64, 1, 300, 7], [129, 5, 130, 70, 200, 0]
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+    tensors = random(
+        torch,
+        dtype,
+        (total_q, 6, head_dim),
+        (total_k, 2, head_dim),
+        (total_k, 2, head_dim),
+        (total_q, 6, head_dim),
+    )
+
+    def run(device: str, tensors: list[Any]) -> list[Any]:
+        begins = {
+            f"cu_seqlens_{which}": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
+            for which, lengths in (("q", lengths_q), ("k", lengths_k))
+        }
+        options = {"causal": causal, "max_seqlen_q": 300, "max_seqlen_k": 200, **begins}
+        q, k, v, dout = tensors
+        out, lse = octavo.attention(q, k, v, return_lse=True, **options)
+        room = [
+            torch.full((len(x) + 3, *x.shape[1:]), float("nan"), dtype=x.dtype, device=device)
+            for x in (q, k, v)
+        ]
+        targets = [x[: len(of)] for x, of in zip(room, (q, k, v), strict=True)]
+        octavo.attention_backward(
+            dout, q, k, v, out, lse, dq=targets[0], dk=targets[1], dv=targets[2], **options
+        )
+        assert all(x[-3:].isnan().all() for x in room)
+        return targets
+
+    expected = run("cpu", [x.float() for x in tensors])
+    check(torch, run("cuda", [x.cuda() for x in tensors]), expected, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_strides(torch: Any, head_dim: int) -> None:
+    """Arrays that are parts of one, dout by strides of zero, and rows that do not start on 16 bytes."""
+    qkv = random(torch, "bfloat16", (2, 100, 12, head_dim))[0]
+    dout = random(torch, "bfloat16", (1, 1, 4, head_dim))[0].expand(2, 100, 4, head_dim)
+
+    def parts(x: Any) -> list[Any]:
+        return [x[:, :, 4 * i : 4 * i + 4] for i in range(3)]
+
+    expected = gradients(torch, [*parts(qkv.float()), dout.float()], {"causal": True})
+    on_gpu = qkv.cuda()
+    q, k, v = parts(on_gpu)
+    out, lse = octavo.attention(q, k, v, causal=True, return_lse=True)
+    joint = torch.full_like(on_gpu, float("nan"))
+    found = octavo.attention_backward(
+        dout.cuda(),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        causal=True,
+        **dict(zip(("dq", "dk", "dv"), parts(joint), strict=True)),
+    )
+    check(torch, list(found), expected, "bfloat16")
+    assert not joint.isnan().any()
+    odd = torch.zeros(2, 100, 12, head_dim + 3, dtype=torch.bfloat16, device="cuda")[..., 1 : 1 + head_dim]
+    odd.copy_(on_gpu)
+    check(torch, gradients(torch, [*parts(odd), dout.cuda()], {"causal": True}), expected, "bfloat16")
+
+
+def kernel_of(torch: Any, head_dim: int, **options: Any) -> str:
+    q = torch.zeros(1, 64, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    lse = torch.zeros(1, 64, 2, device="cuda")
+    return octavo.explain("attention_backward", q, q, q, q, q, lse, **options).kernel.partition("<")[0]
+
+
+def test_which_kernel(torch: Any) -> None:
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert (
+        kernel_of(torch, 128)
+        == kernel_of(torch, 64, causal=True)
+        == ("sm90_backward" if hopper else "sm80_backward")
+    )
+    assert kernel_of(torch, 256) == kernel_of(torch, 128, softcap=2.0) == "sm80_backward"
+    assert kernel_of(torch, 128, deterministic=True) == "sm80_backward"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_deterministic(torch: Any, head_dim: int) -> None:
+    """The same bits at every call, while another stream works too."""
+    tensors = [x.cuda() for x in random(torch, "bfloat16", *[(2, 700, 4, head_dim)] * 4)]
+    q, k, v, dout = tensors
+    out, lse = octavo.attention(q, k, v, causal=True, return_lse=True)
+    side, load = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    first = None
+    for _ in range(30):
+        with torch.cuda.stream(side):
+            load = (load @ load).clamp(-1, 1)
+        found = octavo.attention_backward(dout, q, k, v, out, lse, causal=True, deterministic=True)
+        first = first or [x.clone() for x in found]
+        assert all(torch.equal(x, y) for x, y in zip(found, first, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_unseen_keys_spoil_nothing(torch: Any, head_dim: int) -> None:
+    q, k, v, dout = (
+        x.cuda()
+        for x in random(
+            torch, "bfloat16", (1, 50, 2, head_dim), *[(1, 400, 2, head_dim)] * 2, (1, 50, 2, head_dim)
+        )
+    )
+    options = {"causal": True, "window_left": 100}
+    out, lse = octavo.attention(q, k, v, return_lse=True, **options)
+    clean = octavo.attention_backward(dout, q, k, v, out, lse, **options)
+    k[:, :250], v[:, :250] = float("nan"), float("nan")
+    found = octavo.attention_backward(dout, q, k, v, out, lse, **options)
+    for x, y in zip(found, clean, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+    assert (found[1][:, :250] == 0).all() and (found[2][:, :250] == 0).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 96])
+def test_graph(torch: Any, head_dim: int) -> None:
+    """A captured call follows its arrays."""
+    q, k, v, dout = (x.cuda() for x in random(torch, "bfloat16", *[(2, 300, 4, head_dim)] * 4))
+    out, lse = octavo.attention(q, k, v, causal=True, return_lse=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = octavo.attention_backward(dout, q, k, v, out, lse, causal=True)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        dout.normal_()
+        graph.replay()
+        expected = octavo.attention_backward(dout, q, k, v, out, lse, causal=True)
+        for x, y in zip(captured, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+
+
+def test_no_queries_or_keys(torch: Any) -> None:
+    for seqlen_q, seqlen_k in ((0, 5), (5, 0), (0, 0)):
+        q = torch.ones(1, seqlen_q, 2, 64, dtype=torch.bfloat16, device="cuda")
+        k = torch.ones(1, seqlen_k, 2, 64, dtype=torch.bfloat16, device="cuda")
+        out, lse = octavo.attention(q, k, k, return_lse=True)
+        found = octavo.attention_backward(q, q, k, k, out, lse)
+        assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
+        assert all((x == 0).all() for x in found)
