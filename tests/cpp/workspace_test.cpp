@@ -123,7 +123,9 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
 }
 // Of class Workspace, which is not tested here.
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaErrorUnknown; }
-cudaError_t cudaMallocAsync(void**, size_t, cudaStream_t) { return cudaErrorUnknown; }
+cudaError_t cudaMemPoolCreate(cudaMemPool_t*, const cudaMemPoolProps*) { return cudaErrorUnknown; }
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaErrorUnknown; }
+cudaError_t cudaMallocFromPoolAsync(void**, size_t, cudaMemPool_t, cudaStream_t) { return cudaErrorUnknown; }
 cudaError_t cudaFreeAsync(void*, cudaStream_t) { return cudaErrorUnknown; }
 
 }  // extern "C"

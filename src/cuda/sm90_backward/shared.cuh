@@ -13,13 +13,15 @@ namespace octavo::cuda {
 
 template <class Config>
 struct Sm90BackwardShared {
+    // First, since compute-sanitizer takes a product with terms, whose second eight columns are the first ones
+    // again, to read twice the bytes.
+    alignas(1024) BfloatTerms lse[Config::kStages][Config::kQueries];
+    alignas(1024) BfloatTerms delta[Config::kStages][Config::kQueries];
     alignas(1024) unsigned char k[Config::kKeyTileBytes];  // at the end dK
     alignas(1024) unsigned char v[Config::kKeyTileBytes];  // at the end dV
     alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char ds[Config::kDsSlots][Config::kDsTileBytes];
-    alignas(128) BfloatTerms lse[Config::kStages][Config::kQueries];
-    alignas(128) BfloatTerms delta[Config::kStages][Config::kQueries];
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
     // one does. q_empty is that of dout too.
     uint64_t keys_full, q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
