@@ -24,10 +24,10 @@ int32_t tiles_of(int32_t count, int32_t tile_size) { return (count + tile_size -
 
 // One sequence of the batch; what its gradients take is cut along its rows and keys alone.
 struct Sequence {
-    RowTile rows;        // all of the first KV head
-    int64_t first_row;   // among the rows of all sequences, which lie [num_kv_heads, rows of a KV head]
-    int64_t first_tile;  // of keys, among those of all sequences
-    int32_t num_row_tiles, num_key_tiles;
+    RowTile rows;         // all of the first KV head
+    int64_t first_row;    // among the rows of all sequences, which lie [num_kv_heads, rows of a KV head]
+    int64_t first_block;  // of keys, among those of all sequences
+    int32_t num_row_tiles, num_key_blocks;
 
     // Of another KV head.
     RowTile rows_of(int32_t kv_head) const {
@@ -45,15 +45,15 @@ struct Sequence {
 
 // Two ways lead to the same bits, since every gradient is one chain of sums in the order of keys or of rows:
 //
-// * A thread takes a whole KV head of a sequence. For each tile of keys it passes over the tiles of rows, and
-//   adds to dk, dv and dq: five products. dq is a buffer in float32, of the heads under way alone.
-// * Where there are too few heads for all threads, tiles of keys give dk and dv, and tiles of rows give dq,
+// * A thread takes a whole KV head of a sequence. For each block of keys it passes over the tiles of rows,
+//   and adds to dk, dv and dq: five products. dq is a buffer in float32, of the heads under way alone.
+// * Where there are too few heads for all threads, blocks of keys give dk and dv, and tiles of rows give dq,
 //   each by itself: seven products.
 class Backward {
   public:
     explicit Backward(const AttentionBackwardParams& params) : p_(params) {
         sequences_.reserve(p_.batch);
-        int64_t num_tiles = 0;
+        int64_t num_blocks = 0;
         for (int32_t b = 0; b < p_.batch; ++b) {
             Sequence& sequence = sequences_.emplace_back();
             RowTile& rows = sequence.rows;
@@ -62,14 +62,14 @@ class Backward {
             rows.group_size = p_.group_size();
             rows.num_rows = rows.sequence.seqlen_q * rows.group_size;
             sequence.num_row_tiles = tiles_of(rows.num_rows, kTileRows);
-            sequence.num_key_tiles = tiles_of(rows.sequence.see.seqlen_k, kTileKeys);
+            sequence.num_key_blocks = tiles_of(rows.sequence.see.seqlen_k, block_keys_);
             sequence.first_row = num_rows_;
-            sequence.first_tile = num_tiles;
+            sequence.first_block = num_blocks;
             num_rows_ += int64_t{rows.num_rows} * p_.num_kv_heads;
-            num_tiles += sequence.num_key_tiles;
+            num_blocks += sequence.num_key_blocks;
         }
         terms_.reset(new float[2 * num_rows_]);
-        if (p_.dalibi_slopes) dslopes_.resize(num_tiles * p_.num_q_heads);
+        if (p_.dalibi_slopes) dslopes_.resize(num_blocks * p_.num_q_heads);
     }
 
     void run() {
@@ -82,11 +82,12 @@ class Backward {
             for_items([](const Sequence&) { return 1; },
                       [this](const Sequence& s, int32_t kv_head, int32_t) { whole_head(s, kv_head); });
         } else {
-            // The first tiles of keys and the last of rows see most under a causal mask: they go first.
-            for_items([](const Sequence& s) { return s.num_key_tiles + s.num_row_tiles; },
+            // The first blocks of keys and the last tiles of rows see most under a causal mask: they go
+            // first.
+            for_items([](const Sequence& s) { return s.num_key_blocks + s.num_row_tiles; },
                       [this](const Sequence& s, int32_t kv_head, int32_t i) {
-                          if (i < s.num_key_tiles) return key_tile(s, kv_head, i, nullptr);
-                          row_tile(s, s.row_tile(kv_head, s.num_key_tiles + s.num_row_tiles - 1 - i));
+                          if (i < s.num_key_blocks) return key_block(s, kv_head, i, nullptr);
+                          row_tile(s, s.row_tile(kv_head, s.num_key_blocks + s.num_row_tiles - 1 - i));
                       });
         }
         if (p_.dalibi_slopes) add_up_slopes();
@@ -112,9 +113,9 @@ class Backward {
     }
 
     bool takes_whole_heads() const {
-        double total = 0.0, longest = 0.0;  // in pairs of tiles of a KV head
+        double total = 0.0, longest = 0.0;  // in pairs of a tile of rows and a block of keys
         for (const Sequence& s : sequences_) {
-            const double pairs = static_cast<double>(s.num_row_tiles) * s.num_key_tiles;
+            const double pairs = static_cast<double>(s.num_row_tiles) * s.num_key_blocks;
             total += pairs * p_.num_kv_heads;
             longest = std::max(longest, pairs);
         }
@@ -132,16 +133,16 @@ class Backward {
     void whole_head(const Sequence& s, int32_t kv_head) {
         const RowTile rows = s.rows_of(kv_head);
         const std::unique_ptr<float[]> dq(new float[int64_t{rows.num_rows} * row_stride(p_.head_dim)]());
-        for (int32_t i = 0; i < s.num_key_tiles; ++i) key_tile(s, kv_head, i, dq.get());
+        for (int32_t i = 0; i < s.num_key_blocks; ++i) key_block(s, kv_head, i, dq.get());
         kernels_.store_query_gradients(p_, rows, dq.get());
     }
 
-    void key_tile(const Sequence& s, int32_t kv_head, int32_t i, float* dq) {
+    void key_block(const Sequence& s, int32_t kv_head, int32_t i, float* dq) {
         const RowTile rows = s.rows_of(kv_head);
         double* const dslopes =
             dslopes_.empty() ? nullptr
-                             : &dslopes_[(s.first_tile + i) * p_.num_q_heads + kv_head * rows.group_size];
-        kernels_.key_gradients(p_, rows, i * kTileKeys, terms_of(s, rows), thread_scratch(), dq, dslopes);
+                             : &dslopes_[(s.first_block + i) * p_.num_q_heads + kv_head * rows.group_size];
+        kernels_.key_gradients(p_, rows, i * block_keys_, terms_of(s, rows), thread_scratch(), dq, dslopes);
     }
 
     void row_tile(const Sequence& s, const RowTile& tile) {
@@ -156,8 +157,8 @@ class Backward {
             double sum = 0.0;
             for (const Sequence& s : sequences_) {
                 if (stride > 0) sum = 0.0;
-                for (int32_t i = 0; i < s.num_key_tiles; ++i)
-                    sum += dslopes_[(s.first_tile + i) * p_.num_q_heads + head];
+                for (int32_t i = 0; i < s.num_key_blocks; ++i)
+                    sum += dslopes_[(s.first_block + i) * p_.num_q_heads + head];
                 if (stride > 0)
                     p_.dalibi_slopes[s.rows.batch_index * stride + head] = static_cast<float>(sum);
             }
@@ -167,10 +168,11 @@ class Backward {
 
     const AttentionBackwardParams& p_;
     const BackwardKernels& kernels_ = kernels().backward;
+    const int32_t block_keys_ = tiles_per_block(p_.head_dim) * kTileKeys;
     std::vector<Sequence> sequences_;
     int64_t num_rows_ = 0;
     std::unique_ptr<float[]> terms_;  // [2, num_rows_]: RowTerms
-    std::vector<double> dslopes_;     // [tiles of keys, num_q_heads]; empty unless asked for
+    std::vector<double> dslopes_;     // [blocks of keys, num_q_heads]; empty unless asked for
 };
 
 }  // namespace

@@ -15,25 +15,34 @@ struct RowTerms {
     RowTerms from(int64_t row) const { return {lse_log2 + row, delta + row}; }
 };
 
+// Tiles of keys that share each load of rows: as many as scratch holds beside rows that fit in a core's
+// cache.
+constexpr int kMaxBlockTiles = 4;
+constexpr int tiles_per_block(int head_dim) {
+    const int fitting = kMaxHeadDim / row_stride(head_dim);
+    return fitting < kMaxBlockTiles ? fitting : kMaxBlockTiles;
+}
+
 // Scratch of one thread, with room for any head dim.
 struct alignas(64) BackwardScratch {
     float queries[kTileRows * kMaxHeadDim];        // [row, dim]
     float douts[kTileRows * kMaxHeadDim];          // [row, dim]
-    float keys_by_dim[kMaxHeadDim * kTileKeys];    // [dim, key]
-    float values_by_dim[kMaxHeadDim * kTileKeys];  // [dim, key]
-    float keys[kTileKeys * kMaxHeadDim];           // [key, dim]
+    float keys_by_dim[kMaxHeadDim * kTileKeys];    // [tile, dim, key]
+    float values_by_dim[kMaxHeadDim * kTileKeys];  // [tile, dim, key]
+    float keys[kMaxHeadDim * kTileKeys];           // [tile, key, dim]
+    float dk[kMaxHeadDim * kTileKeys];             // [tile, key, dim]
+    float dv[kMaxHeadDim * kTileKeys];             // [tile, key, dim]
     float weights[kTileRows * kTileKeys];          // [row, key]: scores, then softmax weights after dropout
     float dscores[kTileRows * kTileKeys];          // [row, key]: gradients of the weights, then of the scores
-    float dk[kTileKeys * kMaxHeadDim];             // [key, dim]
-    float dv[kTileKeys * kMaxHeadDim];             // [key, dim]
     float dq[kTileRows * kMaxHeadDim];             // [row, dim]
 };
 
 // Rows are padded to row_stride(head_dim). `terms` are those of the tile's rows, from the first.
 struct BackwardKernels {
     void (*prepare)(const AttentionBackwardParams&, const RowTile&, RowTerms terms);
-    // Writes dk and dv of the keys [k_begin, k_begin + kTileKeys) from all rows of their KV head. Adds what
-    // these keys give to dq [row, dim], without softmax_scale, and to dslopes [group_size], unless null.
+    // Writes dk and dv of a block of keys, tiles_per_block(head_dim) tiles from k_begin on, from all rows of
+    // their KV head. Adds what these keys give to dq [row, dim], without softmax_scale, and to dslopes
+    // [group_size], unless null.
     void (*key_gradients)(const AttentionBackwardParams&, const RowTile& all_rows, int32_t k_begin,
                           RowTerms terms, BackwardScratch&, float* dq, double* dslopes);
     // dq of a tile's rows from all keys: by adding in the same order, with the same bits.

@@ -53,6 +53,8 @@ static void prepare(const AttentionBackwardParams& p, const RowTile& tile, RowTe
     with_type(p.dtype, [&](auto type) { prepare_typed<decltype(type)>(p, tile, terms); });
 }
 
+static int32_t lesser(int32_t a, int32_t b) { return a < b ? a : b; }
+
 static void fill(float* to, int64_t count, float value) {
     for (int64_t i = 0; i < count; ++i) to[i] = value;
 }
@@ -73,15 +75,27 @@ static void load_rows(const AttentionBackwardParams& p, const RowTile& tile, Row
     }
 }
 
+// One tile of a block of keys in scratch.
+struct KeyTile {
+    float *keys_by_dim, *values_by_dim;  // [dim, kTileKeys]
+    float *keys, *dk, *dv;               // [kTileKeys, row_stride(head_dim)]
+
+    static KeyTile make(BackwardScratch& scratch, int i, int head_dim) {
+        const int begin = i * kTileKeys * row_stride(head_dim);
+        return {scratch.keys_by_dim + begin, scratch.values_by_dim + begin, scratch.keys + begin,
+                scratch.dk + begin, scratch.dv + begin};
+    }
+};
+
 // The keys from k_begin on that some row of `tile` sees, and their values.
 template <class T>
 static void load_key_tile(const AttentionBackwardParams& p, const RowTile& tile, const KeyTiles& tiles,
-                          int32_t k_begin, BackwardScratch& scratch) {
+                          int32_t k_begin, const KeyTile& to) {
     KeyRows<T, T> rows;
     find_keys(p, tile, tiles, k_begin, rows);
-    load_keys(rows.k, rows.k, p.head_dim, scratch.keys_by_dim);
-    load_keys(rows.v, rows.v, p.head_dim, scratch.values_by_dim);
-    load_values(rows.k, rows.k, p.head_dim, scratch.keys);
+    load_keys(rows.k, rows.k, p.head_dim, to.keys_by_dim);
+    load_keys(rows.v, rows.v, p.head_dim, to.values_by_dim);
+    load_values(rows.k, rows.k, p.head_dim, to.keys);
 }
 
 static void hide(float* row, const VisibleKeys& see) {
@@ -142,13 +156,13 @@ struct RowGradients {
     }
 };
 
-// Weights after dropout and gradients of scores, of the tile's rows and the keys in scratch.
-static void differentiate(const AttentionBackwardParams& p, const RowTile& tile, const TileMask& mask,
-                          RowTerms terms, BackwardScratch& scratch, double* dslopes) {
+// Weights after dropout and gradients of scores, of the rows in scratch and a tile of keys.
+static void differentiate(const AttentionBackwardParams& p, const RowTile& tile, const KeyTile& keys,
+                          const TileMask& mask, RowTerms terms, BackwardScratch& scratch, double* dslopes) {
     const int stride = row_stride(p.head_dim), rows = tile.num_rows;
-    multiply({scratch.queries, stride, scratch.keys_by_dim, kTileKeys, scratch.weights, kTileKeys, rows,
+    multiply({scratch.queries, stride, keys.keys_by_dim, kTileKeys, scratch.weights, kTileKeys, rows,
               kTileKeys, p.head_dim, false});
-    multiply({scratch.douts, stride, scratch.values_by_dim, kTileKeys, scratch.dscores, kTileKeys, rows,
+    multiply({scratch.douts, stride, keys.values_by_dim, kTileKeys, scratch.dscores, kTileKeys, rows,
               kTileKeys, p.head_dim, false});
     const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
     for (int r = 0; r < rows; ++r) {
@@ -171,41 +185,72 @@ static void differentiate(const AttentionBackwardParams& p, const RowTile& tile,
     }
 }
 
+// Positions of a tile's rows.
+struct RowPositions {
+    int32_t q_pos[kTileRows];
+
+    explicit RowPositions(const RowTile& tile) {
+        for (int r = 0; r < tile.num_rows; ++r) q_pos[r] = tile.q_pos_of(r);
+    }
+};
+
+template <class T>
+static void store_key_gradients(const AttentionBackwardParams& p, const RowTile& rows, int32_t k_begin,
+                                int32_t num_keys, const BackwardScratch& scratch) {
+    auto store_rows = [&](const float* from, float scale, void* to, const GradientStrides& strides) {
+        T* row = static_cast<T*>(to) + first_key(p, rows, strides) + k_begin * strides.token +
+                 rows.kv_head * strides.head;
+        for (int32_t j = 0; j < num_keys; ++j, from += row_stride(p.head_dim), row += strides.token)
+            store_row(from, scale, p.head_dim, row);
+    };
+    store_rows(scratch.dk, p.softmax_scale, p.dk, p.dk_strides);
+    store_rows(scratch.dv, 1.0f, p.dv, p.dv_strides);
+}
+
 template <class T>
 static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile& all_rows, int32_t k_begin,
                                 RowTerms terms, BackwardScratch& scratch, float* dq, double* dslopes) {
     const int stride = row_stride(p.head_dim), group_size = all_rows.group_size;
     const SequenceSlice& sequence = all_rows.sequence;
-    const int32_t keys_left = sequence.see.seqlen_k - k_begin;
-    const int32_t num_keys = keys_left < kTileKeys ? keys_left : kTileKeys;
+    const int32_t num_keys = lesser(tiles_per_block(p.head_dim) * kTileKeys, sequence.see.seqlen_k - k_begin);
+    const int num_tiles = (num_keys + kTileKeys - 1) / kTileKeys;
     fill(scratch.dk, num_keys * stride, 0.0f);
     fill(scratch.dv, num_keys * stride, 0.0f);
-    const QueryRange queries(sequence.see, sequence.seqlen_q, k_begin, k_begin + num_keys);
-    if (queries.begin < queries.end) load_key_tile<T>(p, all_rows, all_rows.key_tiles(), k_begin, scratch);
+
+    int32_t first_rows[kMaxBlockTiles], end_rows[kMaxBlockTiles];  // those that see a tile, or some more
+    int32_t first_row = all_rows.num_rows, end_row = 0;
+    for (int i = 0; i < num_tiles; ++i) {
+        const int32_t begin = k_begin + i * kTileKeys;
+        const QueryRange range(sequence.see, sequence.seqlen_q, begin,
+                               lesser(begin + kTileKeys, sequence.see.seqlen_k));
+        first_rows[i] = range.begin * group_size;
+        end_rows[i] = range.end * group_size;
+        if (first_rows[i] >= end_rows[i]) continue;
+        first_row = lesser(first_row, first_rows[i]);
+        end_row = end_row > end_rows[i] ? end_row : end_rows[i];
+        load_key_tile<T>(p, all_rows, all_rows.key_tiles(), begin, KeyTile::make(scratch, i, p.head_dim));
+    }
     RowTile tile = all_rows;
-    for (int32_t row = queries.begin * group_size / kTileRows * kTileRows; row < queries.end * group_size;
-         row += kTileRows) {
+    for (int32_t row = first_row / kTileRows * kTileRows; row < end_row; row += kTileRows) {
         tile.first_row = row;
-        tile.num_rows = all_rows.num_rows - row < kTileRows ? all_rows.num_rows - row : kTileRows;
-        int32_t q_pos[kTileRows];
-        for (int r = 0; r < tile.num_rows; ++r) q_pos[r] = tile.q_pos_of(r);
-        const TileMask mask = TileMask::make(sequence.see, q_pos, tile.num_rows, k_begin);
+        tile.num_rows = lesser(kTileRows, all_rows.num_rows - row);
+        const RowPositions positions(tile);
         load_rows<T>(p, tile, terms.from(row), scratch);
-        differentiate(p, tile, mask, terms.from(row), scratch, dslopes);
-        multiply_transposed({scratch.weights, kTileKeys, scratch.douts, stride, scratch.dv, stride, num_keys,
-                             stride, tile.num_rows, true});
-        multiply_transposed({scratch.dscores, kTileKeys, scratch.queries, stride, scratch.dk, stride,
-                             num_keys, stride, tile.num_rows, true});
-        if (dq) add_values(mask, scratch.dscores, scratch.keys, stride, dq + int64_t{row} * stride);
+        for (int i = 0; i < num_tiles; ++i) {
+            if (row >= end_rows[i] || row + tile.num_rows <= first_rows[i]) continue;
+            const KeyTile keys = KeyTile::make(scratch, i, p.head_dim);
+            const TileMask mask =
+                TileMask::make(sequence.see, positions.q_pos, tile.num_rows, k_begin + i * kTileKeys);
+            differentiate(p, tile, keys, mask, terms.from(row), scratch, dslopes);
+            const int its_keys = lesser(kTileKeys, num_keys - i * kTileKeys);
+            multiply_transposed({scratch.weights, kTileKeys, scratch.douts, stride, keys.dv, stride, its_keys,
+                                 stride, tile.num_rows, true});
+            multiply_transposed({scratch.dscores, kTileKeys, scratch.queries, stride, keys.dk, stride,
+                                 its_keys, stride, tile.num_rows, true});
+            if (dq) add_values(mask, scratch.dscores, keys.keys, stride, dq + int64_t{row} * stride);
+        }
     }
-    T* const dk = static_cast<T*>(p.dk) + first_key(p, all_rows, p.dk_strides) +
-                  k_begin * p.dk_strides.token + all_rows.kv_head * p.dk_strides.head;
-    T* const dv = static_cast<T*>(p.dv) + first_key(p, all_rows, p.dv_strides) +
-                  k_begin * p.dv_strides.token + all_rows.kv_head * p.dv_strides.head;
-    for (int j = 0; j < num_keys; ++j) {
-        store_row(scratch.dk + j * stride, p.softmax_scale, p.head_dim, dk + j * p.dk_strides.token);
-        store_row(scratch.dv + j * stride, 1.0f, p.head_dim, dv + j * p.dv_strides.token);
-    }
+    store_key_gradients<T>(p, all_rows, k_begin, num_keys, scratch);
 }
 
 static void key_gradients(const AttentionBackwardParams& p, const RowTile& all_rows, int32_t k_begin,
@@ -221,15 +266,15 @@ static void query_gradients_typed(const AttentionBackwardParams& p, const RowTil
     const int stride = row_stride(p.head_dim);
     fill(dq, tile.num_rows * stride, 0.0f);
     load_rows<T>(p, tile, terms, scratch);
-    int32_t q_pos[kTileRows];
-    for (int r = 0; r < tile.num_rows; ++r) q_pos[r] = tile.q_pos_of(r);
+    const RowPositions positions(tile);
     const KeyTiles tiles = tile.key_tiles();
+    const KeyTile keys = KeyTile::make(scratch, 0, p.head_dim);
     for (int32_t t = 0; t < tiles.count; ++t) {
         const int32_t k_begin = tiles.start(t);
-        load_key_tile<T>(p, tile, tiles, k_begin, scratch);
-        const TileMask mask = TileMask::make(tile.sequence.see, q_pos, tile.num_rows, k_begin);
-        differentiate(p, tile, mask, terms, scratch, nullptr);
-        add_values(mask, scratch.dscores, scratch.keys, stride, dq);
+        load_key_tile<T>(p, tile, tiles, k_begin, keys);
+        const TileMask mask = TileMask::make(tile.sequence.see, positions.q_pos, tile.num_rows, k_begin);
+        differentiate(p, tile, keys, mask, terms, scratch, nullptr);
+        add_values(mask, scratch.dscores, keys.keys, stride, dq);
     }
 }
 
