@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 import octavo
 from support import problems
 from support.case import Case
-from support.problems import Cache, Inputs
+from support.problems import Cache, Inputs, OutputGradients
 from support.targets import Target
 
 Result = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -72,6 +74,43 @@ def packed_attention(target: Target, case: Case, inputs: Inputs, **overrides: An
     )
     assert tuple(result[0].shape) == inputs.q.shape
     return read(target, result)
+
+
+def attention_backward(
+    target: Target,
+    case: Case,
+    inputs: Inputs,
+    gradients: OutputGradients,
+    *,
+    packed: bool = False,
+    **overrides: Any,
+) -> tuple[NDArray[np.float64], ...]:
+    """The forward, poisoned where no query looks, and its backward: dq, dk, dv, and with slopes theirs."""
+    k, v = problems.poisoned(case, inputs)
+    optional = optional_arrays(target, inputs)
+    arguments = {**case.masks, "window_right": case.window_right, **optional, **overrides}
+    options_of_backward = {
+        name: arguments.pop(name) for name in ("dlse", "deterministic", "dq", "dk", "dv") if name in arguments
+    }
+    shape: Callable[[NDArray[Any]], NDArray[Any]] = (lambda x: x) if packed else partial(dense, case)
+    if packed:
+        arguments["cu_seqlens_q"] = target.int32(inputs.cu_seqlens_q)
+        arguments["cu_seqlens_k"] = target.int32(inputs.cu_seqlens_k)
+    arrays = [target.array(shape(x)) for x in (inputs.q, k, v)]
+    forward = octavo.attention(*arrays, return_lse=True, **arguments)
+    result = octavo.attention_backward(
+        target.array(shape(gradients.dout)),
+        *arrays,
+        *forward,
+        return_dalibi=arguments.get("alibi_slopes") is not None,
+        **{"dlse": target.library.float32(shape(gradients.dlse)), **options_of_backward},
+        **arguments,
+    )
+    for gradient, array in zip(result, arrays, strict=False):
+        assert isinstance(gradient, target.library.array_type)
+        assert target.dtype in str(gradient.dtype)
+        assert tuple(gradient.shape) == tuple(array.shape)
+    return tuple(map(target.library.to_float64, result))
 
 
 def paged_attention(

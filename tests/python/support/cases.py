@@ -5,6 +5,7 @@ Needs NumPy alone, and no GPU.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +107,41 @@ PACKED = (
         "thirty_sequences", tuple(range(30)), tuple(2 * n for n in range(30)), num_q_heads=2, num_kv_heads=1
     ),
 )
+
+
+def _backward() -> tuple[Case, ...]:
+    """Every head dim with every mask; groups and lengths, on all edges of tiles, take turns."""
+    masks: dict[str, dict[str, Any]] = {
+        "full": {"causal": False},
+        "causal": {},
+        "left": {"window_left": 40},
+        "right": {"window_right": 30, "causal": False},
+        "both": {"window_left": 70, "window_right": 3, "causal": False},
+        "prefix": {"prefix_lens": (50,)},
+        "prefix_window": {"prefix_lens": (20,), "window_left": 30},
+    }
+    groups = (1, 4, 5, 7)
+    lengths = (
+        *((1, 1), (63, 64), (64, 63), (65, 129), (129, 65), (127, 127), (500, 129), (33, 500), (1, 1000)),
+        *((1000, 1), (96, 256), (24, 257), (200, 193)),
+    )
+    return tuple(
+        Case(
+            f"backward_d{head_dim}_{mask}",
+            (lengths[i % len(lengths)][0],),
+            (lengths[i % len(lengths)][1],),
+            num_q_heads=groups[i % len(groups)],
+            num_kv_heads=1,
+            head_dim=head_dim,
+            **options,
+        )
+        for i, (head_dim, (mask, options)) in enumerate(
+            itertools.product((8, 40, 64, 72, 96, 128, 192, 256), masks.items())
+        )
+    )
+
+
+BACKWARD = _backward()
 
 # Only where keys lie in pages: page sizes, many pages, scales, a right window that packed queries lack.
 PAGED = (
@@ -393,7 +429,7 @@ ROWS = (
     *CPU_TABLE,
 )
 
-ALL = (*DENSE, *PACKED, *PAGED, *DECODE, *ROWS)
+ALL = (*DENSE, *PACKED, *BACKWARD, *PAGED, *DECODE, *ROWS)
 _BY_NAME = {case.name: case for case in ALL}
 
 

@@ -7,7 +7,7 @@ lengths; a paged cache becomes packed by `gather_pages`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,42 +266,43 @@ class Reference:
         return float((error / np.where(largest == 0.0, 1.0, largest)).max())
 
 
-def attention(
-    q: NDArray[Any],
-    k: NDArray[Any],
-    v: NDArray[Any],
+@dataclass(frozen=True)
+class PackedSequence:
+    """One sequence of packed arrays: where it lies, who sees what, and what becomes of its scores."""
+
+    index: int
+    rows: slice  # of the queries
+    keys: slice
+    see: NDArray[np.bool_]  # [n, m]
+    distance: NDArray[np.int64]  # [n, m]: how far each key lies before each query
+    slopes: NDArray[np.float64] | None  # [num_q_heads]
+    kept: NDArray[np.float64] | None  # [num_q_heads, n, m], what dropout multiplies the weights by
+
+    @property
+    def bias(self) -> NDArray[np.float64] | None:
+        """[num_q_heads, n, m]."""
+        return None if self.slopes is None else -self.slopes[:, None, None] * self.distance
+
+
+def sequences(
+    num_q_heads: int,
     seqlens_q: Sequence[int],
     seqlens_k: Sequence[int],
     *,
-    dtype: str,
-    softmax_scale: float | None = None,
     causal: bool = False,
     window_left: int = -1,
     window_right: int = -1,
-    softcap: float = 0.0,
     prefix_lens: Sequence[int] | None = None,
     alibi_slopes: NDArray[Any] | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
     dropout: Dropout | None = None,
     q_pos: Sequence[NDArray[np.int64]] | None = None,
-) -> Reference:
-    """Both results for packed arrays, sequence by sequence. q, k and v hold numbers of `dtype`.
-
-    `q_pos` is for some of the queries alone: where the seqlens_q[b] that are given of each sequence sit.
-    """
-    assert sum(seqlens_q) == len(q) and sum(seqlens_k) == len(k) == len(v)
+) -> Iterator[PackedSequence]:
+    """Each in turn. `q_pos` is for some of the queries alone: where those that are given sit."""
     assert q_pos is None or dropout is None, "dropout counts all queries"
     if q_pos is None:
         q_pos = [positions(n, m) for n, m in zip(seqlens_q, seqlens_k, strict=True)]
-    scale = (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale) * (k_scale or 1.0)
-    out_scale = v_scale or 1.0
-    outs = [np.empty_like(q, np.float64) for _ in range(2)]
-    lses = [np.empty(q.shape[:2], np.float64) for _ in range(2)]
     q_begin = k_begin = 0
     for b, (n, m) in enumerate(zip(seqlens_q, seqlens_k, strict=True)):
-        rows, keys = slice(q_begin, q_begin + n), slice(k_begin, k_begin + m)
-        q_begin, k_begin = q_begin + n, k_begin + m
         see = visible(
             q_pos[b],
             m,
@@ -311,9 +312,44 @@ def attention(
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
         )
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        bias = None if slopes is None else -slopes[:, None, None].astype(np.float64) * _distances(q_pos[b], m)
-        kept = dropout.keep(b, q.shape[1], n, m) / (1.0 - dropout.p) if dropout else None
-        arguments = (q[rows], k[keys], v[keys], see, scale, softcap, bias, kept)
+        yield PackedSequence(
+            b,
+            slice(q_begin, q_begin + n),
+            slice(k_begin, k_begin + m),
+            see,
+            _distances(q_pos[b], m),
+            None if slopes is None else slopes.astype(np.float64),
+            dropout.keep(b, num_q_heads, n, m) / (1.0 - dropout.p) if dropout else None,
+        )
+        q_begin, k_begin = q_begin + n, k_begin + m
+
+
+def attention(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    seqlens_q: Sequence[int],
+    seqlens_k: Sequence[int],
+    *,
+    dtype: str,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    **masks: Any,
+) -> Reference:
+    """Both results for packed arrays, sequence by sequence. q, k and v hold numbers of `dtype`.
+
+    `masks` are those of `sequences`.
+    """
+    assert sum(seqlens_q) == len(q) and sum(seqlens_k) == len(k) == len(v)
+    scale = (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale) * (k_scale or 1.0)
+    out_scale = v_scale or 1.0
+    outs = [np.empty_like(q, np.float64) for _ in range(2)]
+    lses = [np.empty(q.shape[:2], np.float64) for _ in range(2)]
+    for each in sequences(q.shape[1], seqlens_q, seqlens_k, **masks):
+        rows, keys = each.rows, each.keys
+        arguments = (q[rows], k[keys], v[keys], each.see, scale, softcap, each.bias, each.kept)
         true, same_precision = attend(*arguments), plain(*arguments, dtype)
         outs[0][rows], lses[0][rows] = true[0] * out_scale, true[1]
         outs[1][rows], lses[1][rows] = round_to(same_precision[0] * out_scale, dtype), same_precision[1]

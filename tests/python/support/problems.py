@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from support import oracle
+from support import oracle, oracle_backward
 from support.case import Case
 
 
@@ -87,6 +87,21 @@ def make_inputs(case: Case, dtype: str) -> Inputs:
     )
 
 
+@dataclass(frozen=True)
+class OutputGradients:
+    """With respect to the results of a case."""
+
+    dout: NDArray[np.float64]  # [total_q, num_q_heads, head_dim], numbers of the tested dtype
+    dlse: NDArray[np.float32]  # [total_q, num_q_heads]
+
+
+def make_output_gradients(case: Case, dtype: str) -> OutputGradients:
+    random = _generator(case, "gradients")
+    rows = sum(case.seqlens_q), case.num_q_heads
+    dout = oracle.round_to(random.standard_normal((*rows, case.head_dim)), dtype)
+    return OutputGradients(dout, random.standard_normal(rows).astype(np.float32))
+
+
 def poisoned(case: Case, inputs: Inputs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """k and v with NaN where no query looks."""
     k, v = inputs.k.copy(), inputs.v.copy()
@@ -145,4 +160,27 @@ def make_reference(
         v_scale=case.v_scale if paged else None,
         dropout=dropout,
         **case.masks,
+    )
+
+
+def make_backward_reference(
+    case: Case,
+    inputs: Inputs,
+    gradients: OutputGradients,
+    dtype: str,
+    *,
+    dropout: oracle.Dropout | None = None,
+) -> oracle_backward.Reference:
+    masks = {
+        **case.masks,
+        "window_right": case.window_right,
+        "prefix_lens": case.prefix_lens,
+        "alibi_slopes": inputs.alibi_slopes,
+        "dropout": dropout,
+    }
+    arrays = inputs.q, inputs.k, inputs.v
+    lengths = case.seqlens_q, case.seqlens_k
+    forward = oracle.attention(*arrays, *lengths, dtype="float32", **masks)
+    return oracle_backward.attention_backward(
+        *arrays, gradients.dout, gradients.dlse, *lengths, dtype=dtype, lse=forward.lse, **masks
     )
