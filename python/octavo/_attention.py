@@ -106,7 +106,8 @@ def attention(
 
     Raises:
         ValueError: a shape or value that does not fit; on the CPU, lengths too.
-        TypeError: not an array, a wrong dtype, a torch tensor that requires grad, a JAX array as ``out``.
+        TypeError: not an array, a wrong dtype, a JAX array as ``out``; a torch tensor that requires grad:
+            ``octavo.torch.attention`` takes those, without ``out``.
         RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
     """
     raise NotImplementedError  # native() makes the function that runs

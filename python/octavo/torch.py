@@ -9,9 +9,10 @@ A compiled function may write to views of a tensor, as of ``k_pages, v_pages = c
 tensor's sizes static (``torch._dynamo.mark_static(cache)``) under ``dynamic=True``, where Inductor of PyTorch
 2.13 loses the offset of a view that any custom operator writes to.
 
-There is no backward yet, but for ``attention_backward`` itself: a tensor that requires grad is refused unless
-gradients are off (``torch.no_grad``), inside of torch.func's transforms too, and so is one with a tangent
-(``torch.func.jvp``).
+``attention`` is differentiable with respect to q, k, v and alibi_slopes, through its log-sum-exp too, and
+once: ``attention_backward``, which computes the gradients, has none. torch.use_deterministic_algorithms makes
+them deterministic. All other operators, and ``attention`` with ``out``, refuse tensors that require grad
+unless gradients are off (``torch.no_grad``). Nothing has forward-mode derivatives (``torch.func.jvp``).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import octavo
 from octavo import _core
 from octavo._misuse import MISSING, refuse_call
 from octavo._operators import ARGUMENTS
+from octavo._torch_autograd import RECORD, refuse_gradients, refuse_tangents, wants_gradients
 
 __all__ = [
     "append_kv",
@@ -81,45 +82,34 @@ def _python_name(name: str) -> str:
     return name.partition(".")[0].removesuffix("_to")
 
 
-def _refuse_gradients(operator: str, names: list[str], args: tuple[Any, ...]) -> None:
-    """Raise what the kernel itself would, for tensors that it never sees."""
-    for argument, value in zip(names, args, strict=False):
-        if not isinstance(value, Tensor):
-            continue
-        if torch.is_grad_enabled() and value.requires_grad:
-            raise TypeError(
-                f"{operator}: {argument} requires grad, and this call has no backward; use "
-                f"{argument}.detach() or torch.no_grad()"
-            )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-            raise TypeError(
-                f"{operator}: {argument} has a tangent (forward-mode differentiation), and this call has no "
-                f"backward and no jvp; use {argument}.detach()"
-            )
-
-
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define torch.ops.octavo.<name>, which may have an overload's name after a dot.
 
     `kernel` runs it, `fake` only makes results of the right kind.
     """
-    operator = _python_name(name)
+    operator, record = _python_name(name), RECORD.get(name)
 
     def trace(*args: Any) -> Any:
-        _refuse_gradients(operator, names, args)  # a compiler would find out too late
+        refuse_tangents(operator, names, args)
+        if record is None:
+            refuse_gradients(operator, names, args)  # a compiler would find out too late
         return fake(*args)
 
     # Autograd is the dispatch key under which tensors still have the wrappers that want gradients: those of
     # torch.func's transforms, or a subclass around other tensors.
     def differentiate(*args: Any) -> Any:
-        if num_dispatch_modes() == 0:
+        wanted = record if record is not None and wants_gradients(args) else None
+        if wanted is None and num_dispatch_modes() == 0:
             # The remaining keys would hand ordinary tensors straight to the kernel, which takes no others. To
             # call it at once saves what this function costs.
             try:
                 return kernel(*args)
             except TypeError:
                 pass  # if it was not about the kind of the tensors, the kernel will raise it once more
-        _refuse_gradients(operator, names, args)
+        refuse_tangents(operator, names, args)
+        if wanted is not None:
+            return wanted(*args)
+        refuse_gradients(operator, names, args)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args)
 

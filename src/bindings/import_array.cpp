@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string_view>
 #include <utility>
 
 namespace octavo::bindings {
@@ -127,7 +128,9 @@ void refuse_gradient(const char* op, const char* name, nb::handle tensor) {
     static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!nb::cast<bool>(tensor.attr(nb::handle(requires_grad)))) return;
     if (!nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) return;
-    fail<TypeError>(op, name, " requires grad, and this call has no backward; use ", name,
+    const char* differentiable =
+        op == std::string_view("attention") ? "octavo.torch.attention without out, " : "";
+    fail<TypeError>(op, name, " requires grad, and this call has no backward; use ", differentiable, name,
                     ".detach() or torch.no_grad()");
 }
 
@@ -141,9 +144,7 @@ bool has_tangents() {
 void refuse_tangent(const char* op, const char* name, nb::handle tensor) {
     const nb::object dual = nb::module_::import_("torch.autograd.forward_ad").attr("unpack_dual")(tensor);
     if (dual.attr("tangent").is_none()) return;
-    fail<TypeError>(op, name,
-                    " has a tangent (forward-mode differentiation), and this call has no backward and no "
-                    "jvp; use ",
+    fail<TypeError>(op, name, " has a tangent (forward-mode differentiation), and this call has no jvp; use ",
                     name, ".detach()");
 }
 

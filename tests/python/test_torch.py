@@ -273,20 +273,20 @@ def test_fake_tensors_run_nothing():
 
 
 def test_gradients_are_refused():
-    q, k, v = normal(1, 3, 4, HEAD_DIM), *(normal(1, 3, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+    q, *rest = make_calls()["paged_attention"][0][0]
     weight = torch.ones((), requires_grad=True)
 
-    def model(q, k, v):
-        return octavo.torch.attention(q, k * weight, v)
+    def model(q, *rest):
+        return octavo.torch.paged_attention(q * weight, *rest)
 
     compiled = torch.compile(model, fullgraph=True)
-    message = "attention: k requires grad, and this call has no backward; use k.detach"
+    message = r"paged_attention: q requires grad, and this call has no backward; use q\.detach"
     with pytest.raises(TypeError, match=message):
-        model(q, k, v)
+        model(q, *rest)
     with pytest.raises(Exception, match=message):
-        compiled(q, k, v)
+        compiled(q, *rest)
     with torch.no_grad():
-        assert torch.equal(model(q, k, v), compiled(q, k, v))
+        assert torch.equal(model(q, *rest), compiled(q, *rest))
 
     pages = make_cache()
     new = normal(2, NUM_KV_HEADS, HEAD_DIM).requires_grad_()

@@ -1,10 +1,14 @@
-"""Derivatives through octavo.torch: there are none yet. Whoever asks for one gets an error, never zeros."""
+"""Derivatives that octavo.torch does not have. Whoever asks for one gets an error, never zeros.
+
+test_torch_autograd.py has those that there are.
+"""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -46,15 +50,18 @@ def write_attention(q: Any) -> Any:
 
 
 # From the argument that is differentiated to what depends on it, with the names of operator and argument.
-FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+Functions: TypeAlias = dict[str, tuple[Callable[[Any], Any], str]]
+DIFFERENTIABLE: Functions = {
     "attention": (lambda q: octavo.torch.attention(q, X, X, causal=True), "attention: q"),
     "attention k": (lambda k: octavo.torch.attention(X, k, X), "attention: k"),
     "attention lse": (lambda v: octavo.torch.attention(X, X, v, return_lse=True)[0], "attention: v"),
-    "attention out": (write_attention, "attention: q"),
     "slopes": (
         lambda x: octavo.torch.attention(X, X, X, alibi_slopes=x[0, 0, :, 0].contiguous()),
         "attention: alibi_slopes",
     ),
+}
+OTHERS: Functions = {
+    "attention out": (write_attention, "attention: q"),
     "paged_attention": (
         lambda q: octavo.torch.paged_attention(q[:, 0], X, X, TABLE, LENGTHS),
         "paged_attention: q",
@@ -111,18 +118,40 @@ def with_tangent(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("transform", [*REVERSE, *FORWARD])
+@pytest.mark.parametrize("function", OTHERS)
+@pytest.mark.parametrize("transform", REVERSE)
 def test_derivatives_are_refused(transform: str, function: str) -> None:
-    call, names = FUNCTIONS[function]
-    why = "requires grad, and this call has no backward" if transform in REVERSE else "has a tangent"
-    with pytest.raises(TypeError, match=f"{names} {why}"):
-        {**REVERSE, **FORWARD}[transform](call, X.clone())
+    call, names = OTHERS[function]
+    with pytest.raises(TypeError, match=f"{names} requires grad, and this call has no backward"):
+        REVERSE[transform](call, X.clone())
 
 
-@pytest.mark.parametrize("function", ["attention", "attention lse", "merge_states"])
-def test_derivatives_of_and_in_vmap_are_refused(function: str) -> None:
-    call, names = FUNCTIONS[function]
+@pytest.mark.parametrize("function", {**DIFFERENTIABLE, **OTHERS})
+@pytest.mark.parametrize("transform", FORWARD)
+def test_forward_derivatives_are_refused(transform: str, function: str) -> None:
+    call, names = {**DIFFERENTIABLE, **OTHERS}[function]
+    for requires_grad in (False, function in DIFFERENTIABLE):
+        with pytest.raises(TypeError, match=f"{names} has a tangent"):
+            FORWARD[transform](call, X.clone().requires_grad_(requires_grad))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("function", DIFFERENTIABLE)
+def test_second_derivatives_are_refused(function: str) -> None:
+    call, _ = DIFFERENTIABLE[function]
+
+    def squared(x: Any) -> Any:
+        return call(x).square().sum()
+
+    with pytest.raises(TypeError, match=r"attention_backward: \w+ has a tangent"):
+        hessian(squared)(X)
+    for twice in (grad(lambda x: grad(squared)(x).sum()), jacrev(grad(squared))):
+        with pytest.raises(TypeError, match="attention_backward: its results cannot be differentiated"):
+            twice(X)
+
+
+def test_derivatives_of_and_in_vmap_are_refused() -> None:
+    call, names = OTHERS["merge_states"]
     batch = X.expand(3, *X.shape).contiguous()
     for transform in (
         lambda: vmap(grad(total(call)))(batch),
@@ -136,11 +165,18 @@ def test_derivatives_of_and_in_vmap_are_refused(function: str) -> None:
         jvp(vmap(call), (batch,), (batch,))
 
 
-@pytest.mark.parametrize("function", ["attention", "paged_attention", "merge_states", "append_kv"])
-@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "backward", "checkpoint"])
+@pytest.mark.parametrize(
+    ("transform", "function"),
+    [
+        ("jvp", "attention"),
+        *itertools.product(
+            ["grad", "vjp", "jvp", "backward", "checkpoint"], ["paged_attention", "merge_states", "append_kv"]
+        ),
+    ],
+)
 def test_derivatives_are_refused_when_compiled(transform: str, function: str) -> None:
     torch._dynamo.reset()
-    call, names = FUNCTIONS[function]
+    call, names = {**DIFFERENTIABLE, **OTHERS}[function]
     differentiate = {**REVERSE, **FORWARD}[transform]
     why = "has a tangent" if transform == "jvp" else "requires grad, and this call has no backward"
     if transform in ("backward", "checkpoint"):
@@ -156,12 +192,14 @@ def test_derivatives_are_refused_when_compiled(transform: str, function: str) ->
 def test_derivatives_of_subclasses_are_refused() -> None:
     """A subclass that wraps tensors may want gradients where those do not."""
     two = TwoTensor(X.clone(), X.clone())
-    assert torch.equal(octavo.torch.attention(two, two, two).b, octavo.attention(X, X, X))
+    lse = X[..., 0].contiguous()
+    expected, _ = octavo.merge_states(X, lse, X, lse)
+    assert torch.equal(octavo.torch.merge_states(two, lse, X, lse)[0].b, expected)
     two.requires_grad_()
-    with pytest.raises(TypeError, match="attention: v requires grad, and this call has no backward"):
-        octavo.torch.attention(X, X, two)
+    with pytest.raises(TypeError, match="merge_states: out_b requires grad, and this call has no backward"):
+        octavo.torch.merge_states(X, lse, two, lse)
     with torch.no_grad():
-        assert torch.equal(octavo.torch.attention(two, two, two).a, octavo.attention(X, X, X))
+        assert torch.equal(octavo.torch.merge_states(two, lse, X, lse)[0].a, expected)
 
 
 def test_transforms_of_other_arguments_work() -> None:
