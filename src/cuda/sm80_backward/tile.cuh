@@ -181,8 +181,8 @@ struct ScoreGradients {
                     }
                     float gradient = weight * (product - of_query.delta);
                     if (kMasked && !(query < seq.seqlen_q && seq.see.visible(seq.q_pos(query), key))) {
-                        weight = 0.0f;
-                        gradient = 0.0f;
+                        weight = gradient = 0.0f;
+                        slack = 1.0f;  // that of a key that no query sees may be NaN
                     }
                     if (!kPlain) slope_gradient += gradient * static_cast<float>(key - seq.q_pos(query));
                     scores[t][i][j] = is_kept ? weight : 0.0f;
