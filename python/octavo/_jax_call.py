@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ from jax.interpreters import mlir, xla
 
 from octavo import _core, _jax_batching
 from octavo._operators import ARGUMENTS, with_keywords
-
-if TYPE_CHECKING:
-    from octavo._types import Argument
 
 try:
     from jax import ffi  # since 0.5
@@ -38,6 +35,8 @@ for _name, _handlers in _core.xla_handlers().items():
 Option: TypeAlias = bool | int | float | str
 _Arrays: TypeAlias = dict[str, jax.Array]
 _Results: TypeAlias = dict[str, jax.ShapeDtypeStruct]
+_Options: TypeAlias = tuple[tuple[str, Option], ...]
+_Function: TypeAlias = Callable[[_Arrays], tuple[jax.Array, ...]]
 _Wrapped = TypeVar("_Wrapped", bound=Callable[..., Any])
 
 _OPTION_TYPES: dict[str, type[Option]] = {"bool": bool, "int": int, "float": float, "str": str}
@@ -163,10 +162,24 @@ def _call_xla(
     return tuple(_vary(out, arrays) for out in outs)
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """How those of ``attention`` are computed."""
+
+    deterministic: bool
+    of_slopes: bool
+
+    @classmethod
+    def of_call(cls, alibi_slopes: Any, deterministic: Any) -> Gradients:
+        """Slopes that are not traced are constants, with respect to which nobody can differentiate."""
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(alibi_slopes))
+        return cls(bool(_option("attention", "deterministic_backward", bool, deterministic)), is_traced)
+
+
 @functools.cache
 def _function(
-    op: Operator, options: tuple[tuple[str, Option], ...], return_lse: bool
-) -> Callable[[_Arrays], tuple[jax.Array, ...]]:
+    op: Operator, options: _Options, return_lse: bool, gradients: Gradients | None = None
+) -> _Function:
     """The operator with these options, as JAX transforms it."""
 
     @jax.custom_batching.custom_vmap
@@ -211,20 +224,51 @@ def _function(
                 results.append(placed.reshape(axis_size, -1, *kind.shape).sum(axis=1))
         return tuple(results), tuple(True for _ in results)
 
-    differentiable = jax.custom_jvp(call)
+    if gradients is None:
+        return jax.jit(_without_gradients(op, call), inline=True)
+    differentiable = _with_gradients(op, call, options, return_lse, gradients)
+    # A gradient varies from device to device as the results do. Of an array that does not, the sum is wanted,
+    # which is what JAX makes of the gradient where it is made to vary.
+    return jax.jit(
+        lambda arrays: differentiable({name: _vary(x, arrays) for name, x in arrays.items()}), inline=True
+    )
 
-    @differentiable.defjvp
+
+def _without_gradients(op: Operator, call: _Function) -> _Function:
+    refused = jax.custom_jvp(call)
+
+    @refused.defjvp
     def _jvp(_: Any, __: Any) -> Any:
-        raise TypeError(
-            f"{op.name} has no backward yet, and cannot be differentiated; use jax.lax.stop_gradient on its "
-            "arguments"
-        )
+        twice = "attention cannot be differentiated twice: " if op is ATTENTION_BACKWARD else ""
+        raise TypeError(f"{twice}{op.name} has no derivatives; use jax.lax.stop_gradient on its arguments")
 
-    return jax.jit(differentiable, inline=True)
+    return cast("_Function", refused)
 
 
-def _option(op: str, argument: Argument, value: Any) -> Option:
-    name, kind = argument["name"], _OPTION_TYPES[argument["type"]]
+def _with_gradients(
+    op: Operator, call: _Function, options: _Options, return_lse: bool, gradients: Gradients
+) -> _Function:
+    differentiable = jax.custom_vjp(call)
+
+    def forward(arrays: _Arrays) -> tuple[tuple[jax.Array, ...], tuple[_Arrays, ...]]:
+        out, lse = _function(op, options, True, gradients)(arrays)
+        return (out, lse) if return_lse else (out,), (arrays, {"out": out, "lse": lse})
+
+    def backward(
+        kept: tuple[_Arrays, ...], of_results: tuple[jax.Array, ...]
+    ) -> tuple[dict[str, jax.Array | None]]:
+        arrays, results = kept
+        given = {**dict(zip(("dout", "dlse"), of_results, strict=False)), **arrays, **results}
+        with_deterministic = (*options, ("deterministic", gradients.deterministic))
+        computed = _function(ATTENTION_BACKWARD, with_deterministic, gradients.of_slopes)(given)
+        of_arrays = dict(zip(("q", "k", "v", "alibi_slopes"), computed, strict=False))
+        return ({name: of_arrays.get(name) for name in arrays},)  # None: no numbers, or zeros
+
+    differentiable.defvjp(forward, backward)
+    return cast("_Function", differentiable)
+
+
+def _option(op: str, name: str, kind: type[Option], value: Any) -> Option:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{op}: {name} is part of the program and must be a Python {kind.__name__}, not traced"
@@ -240,8 +284,16 @@ def _option(op: str, argument: Argument, value: Any) -> Option:
     raise TypeError(f"{op}: {name} must be a {kind.__name__}; got {type(value).__name__}")
 
 
-def run(op: Operator, arguments: Mapping[str, Any], return_lse: bool = False) -> tuple[jax.Array, ...]:
-    """Call an operator; `arguments` has all of them that there are in JAX programs."""
+def run(
+    op: Operator,
+    arguments: Mapping[str, Any],
+    return_lse: bool = False,
+    gradients: Gradients | None = None,
+) -> tuple[jax.Array, ...]:
+    """Call an operator; `arguments` has all of them that there are in JAX programs.
+
+    Without `gradients` it refuses to be differentiated.
+    """
     arrays: _Arrays = {}
     options: dict[str, Option] = {}
     # What may be a number or an array, by both names.
@@ -257,8 +309,8 @@ def run(op: Operator, arguments: Mapping[str, Any], return_lse: bool = False) ->
         if is_array:
             arrays[name] = jnp.asarray(value)
         else:
-            options[name] = _option(op.name, argument, value)
-    return _function(op, tuple(options.items()), return_lse)(arrays)
+            options[name] = _option(op.name, name, _OPTION_TYPES[argument["type"]], value)
+    return _function(op, tuple(options.items()), return_lse, gradients)(arrays)
 
 
 _ARGS_SECTION = re.compile(r"^Args:\n(.*?)\n\n", re.MULTILINE | re.DOTALL)

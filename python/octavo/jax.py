@@ -18,9 +18,9 @@ as JAX's own error with Octavo's message. Nothing is written then, but what was 
 
 Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
 gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that
-the operators have; with dropout it calls them one by one, since the results are those of single calls. There
-is no backward yet, but for ``attention_backward`` itself: differentiating raises TypeError. Nor is there a
-copy between two caches.
+the operators have; with dropout it calls them one by one, since the results are those of single calls.
+``attention`` is differentiable in reverse mode (``jax.grad``), and once; ``attention_backward`` computes its
+gradients. All other derivatives raise TypeError. There is no copy between two caches.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def attention(
     v: ArrayLike,
     *,
     return_lse: Literal[False] = False,
+    deterministic_backward: bool = False,
     **options: Unpack[_AttentionOptions],
 ) -> jax.Array: ...
 @overload
@@ -106,6 +107,7 @@ def attention(
     v: ArrayLike,
     *,
     return_lse: Literal[True],
+    deterministic_backward: bool = False,
     **options: Unpack[_AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 @like(octavo.attention, _AttentionOptions)
@@ -115,11 +117,13 @@ def attention(
     v: ArrayLike,
     *,
     return_lse: bool = False,
+    deterministic_backward: bool = False,
     **options: Unpack[_AttentionOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over dense or packed arrays: ``octavo.attention`` in a JAX program.
 
-    Its options are those of ``octavo.attention``.
+    Its options are those of ``octavo.attention``. It is differentiable with respect to q, k, v and
+    alibi_slopes, in reverse mode and once.
 
     Args:
         q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
@@ -127,6 +131,7 @@ def attention(
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
         v: like k.
         return_lse: return the log-sum-exp too. Default: False.
+        deterministic_backward: gradients are the same bits at every call. Default: False.
 
     Returns:
         out: like q.
@@ -134,12 +139,13 @@ def attention(
 
     Raises:
         ValueError: a shape or number that does not fit.
-        TypeError: a wrong dtype, a traced number, differentiation.
+        TypeError: a wrong dtype, a traced number, differentiation in forward mode or twice.
         JaxRuntimeError, ValueError: when the program runs: on the CPU lengths that do not fit, on a GPU a
             dtype or head_dim without a kernel.
     """
     arrays = {"q": q, "k": k, "v": v}
-    results = _jax_call.run(_jax_call.ATTENTION, {**arrays, **options}, return_lse)
+    gradients = _jax_call.Gradients.of_call(options.get("alibi_slopes"), deterministic_backward)
+    results = _jax_call.run(_jax_call.ATTENTION, {**arrays, **options}, return_lse, gradients)
     return (results[0], results[1]) if return_lse else results[0]
 
 
