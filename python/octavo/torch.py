@@ -104,7 +104,7 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
             # call it at once saves what this function costs.
             try:
                 return kernel(*args)
-            except TypeError:
+            except (TypeError, RuntimeError):  # of PyTorch 2.4 the latter, by its DLPack
                 pass  # if it was not about the kind of the tensors, the kernel will raise it once more
         refuse_tangents(operator, names, args)
         if wanted is not None:
