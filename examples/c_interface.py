@@ -93,6 +93,10 @@ class CopyPagesArgs(Structure):
     _fields_ = fields_of("octavo_copy_pages_args")
 
 
+class AttentionBackwardArgs(Structure):
+    _fields_ = fields_of("octavo_attention_backward_args")
+
+
 class OctavoError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -124,6 +128,9 @@ class Library:
 
     def attention(self, **arguments: Any) -> None:
         self.run("attention", AttentionArgs, **arguments)
+
+    def attention_backward(self, **arguments: Any) -> None:
+        self.run("attention_backward", AttentionBackwardArgs, **arguments)
 
     def paged_attention(self, **arguments: Any) -> None:
         self.run("paged_attention", PagedAttentionArgs, **arguments)

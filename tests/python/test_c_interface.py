@@ -100,6 +100,44 @@ def test_merge_states(library):
         np.testing.assert_array_equal(ours, expected)
 
 
+def test_attention_backward(library):
+    q, k, v = normal(1, 5, 4, 16), normal(1, 9, 2, 16), normal(1, 9, 2, 16) + 1
+    dout, slopes = normal(1, 5, 4, 16) - 1, np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+    options = {"softcap": 5.0, "window_left": 6, "dropout_p": 0.25, "dropout_seed": 3}
+    out, lse = octavo.attention(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True, **options)
+    results = [np.full_like(x, np.nan) for x in (q, k, v, slopes)]
+    library.attention_backward(
+        **dict(zip(("dout", "q", "k", "v", "out", "lse"), (dout, q, k, v, out, lse), strict=True)),
+        **dict(zip(("dq", "dk", "dv", "dalibi_slopes"), results, strict=True)),
+        dlse=lse,
+        causal=1,
+        alibi_slopes=slopes,
+        **options,
+    )
+    expected = octavo.attention_backward(
+        *(dout, q, k, v, out, lse),
+        dlse=lse,
+        causal=True,
+        alibi_slopes=slopes,
+        return_dalibi=True,
+        **options,
+    )
+    for ours, theirs in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(OctavoError, match="attention_backward: dv must have data"):
+        library.attention_backward(
+            dout=dout,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            dq=q,
+            dk=k,
+            dv=Tensor(shape=Tensor.of(v).shape, ndim=4),
+        )
+
+
 def test_copies(library):
     here, there = normal(2, 5, 4, 1, 8), normal(2, 3, 4, 1, 8)
     expected = here.copy(), there.copy()
@@ -249,6 +287,8 @@ def test_null_pointers(library):
         ("merge_states", (null,) * 7, "merge_states: out_a"),
         ("copy_pages", (null,), "copy_pages: args"),
         ("copy_pages_args_init", (null,), "copy_pages: args"),
+        ("attention_backward", (null,), "attention_backward: args"),
+        ("attention_backward_args_init", (null,), "attention_backward: args"),
         ("page_allocator_new", (c_int64(4), c_int64(16), null), "PageAllocator: allocator"),
         ("page_allocator_create", (null, one), "create: allocator"),
         ("page_allocator_create", (allocator._self, null), "create: sequence"),

@@ -17,6 +17,7 @@ import octavo
 import test_merge_states
 from support import calls, cases, problems
 from support.case import Case
+from support.oracle import Dropout
 from support.targets import Target
 
 ISAS = ("baseline", "avx2", "avx512")
@@ -51,14 +52,25 @@ def check_every_operator() -> None:
 
         for case in cases.named(*DENSE):
             check(calls.attention, case)
+            check_backward(target, case)
         for case in cases.named(*PACKED):
             check(calls.packed_attention, case)
+            check_backward(target, case, packed=True)
         for case in cases.named(*PAGED):
             check(calls.paged_attention, case, paged=True)
         for shape in ((3, 5, 8), (17, 3, 80), (2, 7, 2, 128)):
             states = test_merge_states.drawn_states(dtype, shape, seed=0)
             test_merge_states.check_merge(target, states, test_merge_states.merge(target, states))
     check_conversions()
+
+
+def check_backward(target: Target, case: Case, **packed: bool) -> None:
+    inputs = problems.make_inputs(case, target.dtype)
+    gradients = problems.make_output_gradients(case, target.dtype)
+    dropout = Dropout(0.3, 5)
+    reference = problems.make_backward_reference(case, inputs, gradients, target.dtype, dropout=dropout)
+    options = {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
+    reference.check(*calls.attention_backward(target, case, inputs, gradients, **packed, **options))
 
 
 def check_conversions() -> None:

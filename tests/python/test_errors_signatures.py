@@ -61,6 +61,11 @@ MEANT = [
     ("copy_pages", "block_mapping", "copies"),
     ("merge_states", "s_b", "lse_b"),
     ("merge_states", "causal", None),
+    ("attention_backward", "grad_out", "dout"),
+    ("attention_backward", "softmax_lse", "lse"),
+    ("attention_backward", "window_size", "window_left or window_right"),
+    ("attention_backward", "return_lse", None),
+    ("attention_backward", "dbias", None),
     ("check_page_table", "block_table", "page_table"),
     ("check_page_table", "num_blocks", "num_pages"),
 ]

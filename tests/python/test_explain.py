@@ -77,6 +77,20 @@ def test_leads_to_the_kernel(kernel):
     assert explanation.plan["dtype"] == "bfloat16"
 
 
+def test_the_backward_runs_on_the_cpu_alone():
+    q, k, v = dense_arrays(1, 256)
+    arguments = "attention_backward", q, q, k, v, q, Shape(q.shape[:-1], "float32")
+    explanation = octavo.explain(*arguments, device="cpu")
+    assert explanation.kernel.startswith("cpu_attention_backward<bfloat16")
+    assert explanation.file == "src/cpu/attention_backward.cpp"
+    slopes = Shape(q.shape[2:3], "float32")
+    octavo.explain(*arguments, alibi_slopes=slopes, return_dalibi=True, dq=q, device="cpu")
+    with pytest.raises(ValueError, match=r"dalibi_slopes .* needs alibi_slopes; got none"):
+        octavo.explain(*arguments, return_dalibi=True, device="cpu")
+    with pytest.raises(TypeError, match="attention_backward: no CUDA kernel computes gradients yet"):
+        octavo.explain(*arguments, device="h200")
+
+
 def test_plan_and_reasons():
     explanation = octavo.explain(*DECODE, device="sm_90")
     assert explanation.kernel == "split_kv_decode<bfloat16, head_dim 128, 8 rows>"

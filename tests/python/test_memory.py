@@ -110,6 +110,16 @@ def check_fences(target: FencedTarget) -> None:
         octavo.copy_pages(*pages, target.int32([[0, len(cache.k_pages) - 1]]))
         lse = target.library.float32(reference.lse)
         octavo.merge_states(out, lse, out, lse)
+        gradients = problems.make_output_gradients(case, target.dtype)
+        results = {
+            name: target.nan(*x.shape) for name, x in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v))
+        }
+        reference_backward = problems.make_backward_reference(case, inputs, gradients, target.dtype)
+        for num_threads in (1, 16):  # whole KV heads, or parts of them
+            octavo.set_num_threads(num_threads)
+            reference_backward.check(
+                *calls.attention_backward(target, case, inputs, gradients, packed=True, **results)
+            )
 
 
 def check_unseen(target: FencedTarget) -> None:
@@ -123,6 +133,7 @@ def check_unseen(target: FencedTarget) -> None:
         arguments = {**case.masks, **calls.optional_arrays(target, inputs), "return_lse": True}
         result = octavo.attention(target.array(inputs.q)[None], k[None], v[None], **arguments)
         reference.check(*calls.read(target, result))
+        check_unseen_backward(target, case, inputs, [target.array(inputs.q)[None], k[None], v[None]])
         if not case.is_cacheable:
             continue
         # The same keys as one sequence's pages, in order, and one page that no sequence holds.
@@ -145,6 +156,20 @@ def check_unseen(target: FencedTarget) -> None:
             **arguments,
         )
         reference.check(*calls.read(target, result))
+
+
+def check_unseen_backward(
+    target: FencedTarget, case: Case, inputs: problems.Inputs, arrays: list[NDArray]
+) -> None:
+    gradients = problems.make_output_gradients(case, target.dtype)
+    reference = problems.make_backward_reference(case, inputs, gradients, target.dtype)
+    arguments = {**case.masks, **calls.optional_arrays(target, inputs)}
+    forward = octavo.attention(*arrays, return_lse=True, **arguments)
+    dlse = target.library.float32(gradients.dlse)[None]
+    for num_threads in (1, 16):
+        octavo.set_num_threads(num_threads)
+        dout = target.array(gradients.dout)[None]
+        reference.check(*octavo.attention_backward(dout, *arrays, *forward, dlse=dlse, **arguments))
 
 
 def run(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -26,19 +26,21 @@ import c_interface  # noqa: E402
 
 OPERATORS = _core.operator_arguments()
 INPUTS = _operators.ARGUMENTS
-CHOICES = ("return_lse", "out", "stream")  # of Python alone
+CHOICES = ("return_lse", "return_dalibi", "out", "dq", "dk", "dv", "stream")  # of Python alone, if no inputs
 CPP_STRUCTS = {
     "attention": ("attention.h", "AttentionArgs"),
     "paged_attention": ("paged_attention.h", "PagedAttentionArgs"),
     "append_kv": ("paged_attention.h", "AppendKvArgs"),
     "copy_pages": ("paged_attention.h", "CopyPagesArgs"),
     "merge_states": ("attention.h", "MergeStatesArgs"),
+    "attention_backward": ("attention.h", "AttentionBackwardArgs"),
 }
 C_STRUCTS = {
     "attention": c_interface.AttentionArgs,
     "paged_attention": c_interface.PagedAttentionArgs,
     "append_kv": c_interface.AppendKvArgs,
     "copy_pages": c_interface.CopyPagesArgs,
+    "attention_backward": c_interface.AttentionBackwardArgs,
 }
 SCALARS = [
     pytest.param(operator, argument, id=f"{operator}-{argument['name']}")
@@ -64,7 +66,9 @@ def parameters_of(operator):
 
 def test_the_description_itself():
     """Some of it by hand: what all other tests rely on."""
-    assert list(OPERATORS) == ["attention", "paged_attention", "append_kv", "copy_pages", "merge_states"]
+    assert list(OPERATORS) == [
+        *("attention", "paged_attention", "append_kv", "copy_pages", "merge_states", "attention_backward")
+    ]
     described = {argument["name"]: argument for argument in OPERATORS["paged_attention"]}
     assert described["q"] == {
         "name": "q",
@@ -132,7 +136,8 @@ def test_python_signatures(operator):
     function, described = getattr(octavo, operator), parameters_of(operator)
     in_place = {argument.get("in_place_of") for argument in INPUTS[operator]}
     signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.name not in CHOICES]
+    inputs = names(described)
+    parameters = [p for p in signature.parameters.values() if p.name in inputs or p.name not in CHOICES]
     assert [p.name for p in parameters] == names(described)
     for parameter, argument in zip(parameters, described, strict=True):
         required = argument["required"]
@@ -146,7 +151,7 @@ def test_python_signatures(operator):
             kind.replace("array", "SupportsDLPack"),
             kind.replace("array", "Array"),
         )
-    choices = [p.name for p in signature.parameters.values() if p.name in CHOICES]
+    choices = [p.name for p in signature.parameters.values() if p not in parameters]
     assert choices == [name for name in CHOICES if name in choices] and choices[-1] == "stream"
     assert list(typing.get_type_hints(function)) == [*signature.parameters, "return"]
 
@@ -171,7 +176,8 @@ def test_typed_dicts():
     if can_import("octavo.jax"):
         modules["octavo.jax"] = "_{}Options"
     for module, name in modules.items():
-        for operator, title in (("attention", "Attention"), ("paged_attention", "PagedAttention")):
+        for operator in ("attention", "paged_attention", "attention_backward"):
+            title = operator.title().replace("_", "")
             options = getattr(importlib.import_module(module), name.format(title))
             expected = [argument["name"] for argument in parameters_of(operator) if not argument["required"]]
             assert sorted(options.__annotations__) == sorted(expected)
@@ -194,6 +200,13 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
     assert_type(octavo.paged_attention(*paged, cu_seqlens_q=i, num_splits=None, window_left=2), Array)
     assert_type(octavo.paged_attention(*paged, return_lse=True, k_scale=0.5), tuple[Array, Array])
     assert_type(octavo.paged_attention(*paged, k_scale=x, k_scales=x, kv_dtype="int4"), Array)
+    results = (x, x, x, x, x, x)
+    assert_type(octavo.attention_backward(*results, dlse=x, dq=x), tuple[Array, Array, Array])
+    assert_type(
+        octavo.attention_backward(*results, alibi_slopes=x, return_dalibi=True, deterministic=True),
+        tuple[Array, Array, Array, Array],
+    )
+    octavo.attention_backward(*results, return_lse=True)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window=3)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window_left=0.5)  # type: ignore[call-overload]
     octavo.paged_attention(*paged, causal=None)  # type: ignore[call-overload]
@@ -202,7 +215,7 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
 
 
 def test_type_checkers(tmp_path):
-    """They know the results by return_lse, and refuse unknown keywords and values of other types."""
+    """They know the results by what is asked for, and refuse unknown keywords and values of other types."""
     pytest.importorskip("mypy")
     (tmp_path / "uses.py").write_text(USES)
     run(sys.executable, "-m", "mypy", "--strict", "--config-file=", "uses.py", cwd=tmp_path)
@@ -215,9 +228,11 @@ def test_torch_schemas(operator):
 
     overloads = getattr(octavo.torch.torch.ops.octavo, operator)
     for overload in overloads.overloads():
-        arguments = [x for x in getattr(overloads, overload)._schema.arguments if x.name != "out"]
         # copy_pages_to has those that begin with "to_".
         described = [x for x in INPUTS[operator] if not x["name"].startswith("to_")]
+        arguments = getattr(overloads, overload)._schema.arguments
+        if "out" not in names(described):
+            arguments = [x for x in arguments if x.name != "out"]
         for ours, argument in zip(arguments, described, strict=True):
             optional = not argument["required"] and argument["default"] is None
             kind = argument["type"].replace("array", "Tensor")
@@ -248,6 +263,11 @@ def xla_arrays(operator):
             "page_table": (1, 3),
             "seq_lens": (1,),
         },
+        "attention_backward": {
+            **dict.fromkeys(("dout", "q", "out", "dq"), (1, 2, 2, 8)),
+            **dict.fromkeys(("k", "v", "dk", "dv"), (1, 3, 1, 8)),
+            "lse": (1, 2, 2),
+        },
     }[operator]
     dtypes = {"page_table": "int32", "seq_lens": "int32"}
     return [(name, dtypes.get(name, "float32"), shape) for name, shape in shapes.items()]
@@ -276,7 +296,8 @@ def test_jax_options(operator, argument):
     pytest.importorskip("jax")
     import octavo.jax
 
-    arrays = {name: np.zeros(shape, dtype) for name, dtype, shape in xla_arrays(operator) if name != "out"}
+    inputs = names(INPUTS[operator])
+    arrays = {name: np.zeros(shape, dtype) for name, dtype, shape in xla_arrays(operator) if name in inputs}
     name, kind = argument["name"], argument["type"]
     with pytest.raises(TypeError, match=f"{operator}: {name} must be a {kind}; got object"):
         getattr(octavo.jax, operator)(**arrays, **{name: object()})

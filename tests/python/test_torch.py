@@ -46,6 +46,13 @@ def make_calls():
     new = (normal(8, NUM_KV_HEADS, HEAD_DIM), normal(8, NUM_KV_HEADS, HEAD_DIM))
     copies = torch.tensor([[4, 2]], dtype=torch.int32)
     masked = {"window_left": 7, "softcap": 5.0, "alibi_slopes": slopes, "prefix_lens": prefixes}
+    dropout = {"dropout_p": 0.25, "dropout_seed": 2**40, "dropout_offset": 8}
+
+    def backward(arrays, options):
+        """The arguments of attention_backward after this call of attention."""
+        results = octavo.attention(*arrays, return_lse=True, **options)
+        return normal(*arrays[0].shape) - 1, *arrays, *results
+
     return {
         "attention": [
             (dense, {}),
@@ -53,7 +60,15 @@ def make_calls():
             (packed, {"return_lse": True, **lengths}),
             (dense, {"out": torch.empty_like(dense[0])}),
             (dense, {"out": torch.empty_like(dense[0]), "return_lse": True}),
-            (dense, {"dropout_p": 0.25, "dropout_seed": 2**40, "dropout_offset": 8}),
+            (dense, dropout),
+        ],
+        "attention_backward": [
+            (backward(dense, {}), {}),
+            (
+                backward(dense, {"causal": True, **masked}),
+                {"dlse": normal(2, 5, 4), "causal": True, "return_dalibi": True, **masked},
+            ),
+            (backward(packed, {**lengths, **dropout}), {"deterministic": True, **lengths, **dropout}),
         ],
         "paged_attention": [
             (one_each, {}),
@@ -101,7 +116,8 @@ def operator_call(name, args, kwargs):
     """The operator that a call of octavo.torch's function ends in, and its arguments."""
     options = dict(kwargs)
     out = options.pop("out", None)
-    overload = "_".join(["out"] * (out is not None) + ["lse"] * options.pop("return_lse", False))
+    returned = [kind for kind in ("lse", "dalibi") if options.pop(f"return_{kind}", False)]
+    overload = "_".join(["out"] * (out is not None) + returned)
     args = args if out is None else (*args, out)
     return getattr(getattr(OPERATORS, name), overload or "default"), args, options
 

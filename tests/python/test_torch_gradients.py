@@ -70,6 +70,10 @@ OTHERS: Functions = {
         lambda x: octavo.torch.merge_states(X, x[..., 0], X, X[..., 0])[0],
         "merge_states: lse_a",
     ),
+    "attention_backward": (
+        lambda x: octavo.torch.attention_backward(x, X, X, X, X, X[..., 0])[0],
+        "attention_backward: dout",
+    ),
     "append_kv": (append, "append_kv: k"),
     "copy_pages": (copy, "copy_pages: k_pages"),
     "copy_pages to": (copy_to, "copy_pages: k_pages"),

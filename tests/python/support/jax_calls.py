@@ -64,6 +64,14 @@ def make_calls(dtype="float32", seed=0):
     many = {**new, **cache(dtype, seed), **tables, "cu_seqlens": index(CU_SEQLENS)}
     state = {"out_a": make(2, 4, HEAD_DIM), "lse_a": normal(2, 4, seed=seed)}
     state |= {"out_b": state["out_a"] + 1, "lse_b": state["lse_a"] - 1}
+
+    def backward(arrays, options, **others):
+        """The arrays of attention_backward after this call of attention."""
+        out, lse = octavo.attention(**arrays, **options, return_lse=True)
+        return {"dout": make(*out.shape) - 1, **arrays, "out": out, "lse": lse, **others}
+
+    masked = {"causal": True, "softcap": 5.0, "softmax_scale": 0.3}
+    dropout = {"dropout_p": 0.3, "dropout_seed": 7}
     return [
         ("attention", dense, {}),
         ("attention", {**dense, **masks}, {"window_right": 2, **scores}),
@@ -83,6 +91,14 @@ def make_calls(dtype="float32", seed=0):
         ("merge_states", state, {}),
         ("attention", packed, {"dropout_p": 0.3, "dropout_seed": 2**63 - 1, "return_lse": True}),
         ("attention", dense, {"dropout_p": 0.5, "dropout_seed": 1, "dropout_offset": 2**40}),
+        ("attention_backward", backward(dense, {}), {}),
+        (
+            "attention_backward",
+            backward({**dense, **masks}, masked, dlse=normal(2, 5, 4, seed=seed)),
+            {**masked, "return_dalibi": True, "deterministic": True},
+        ),
+        ("attention_backward", backward({**packed, **batch_slopes}, {}), {"return_dalibi": True}),
+        ("attention_backward", backward(packed, dropout), dropout),
         (
             "paged_attention",
             {**paged, "page_table": index(SHARING_TABLE)},

@@ -88,6 +88,14 @@ def merge() -> Arguments:
     return {"out_a": f32(3, 4, 8), "lse_a": f32(3, 4), "out_b": f32(3, 4, 8), "lse_b": f32(3, 4)}
 
 
+def dense_backward() -> Arguments:
+    return {"dout": f32(2, 3, 4, 8), **dense(), "out": f32(2, 3, 4, 8), "lse": f32(2, 3, 4)}
+
+
+def packed_backward() -> Arguments:
+    return {"dout": f32(3, 4, 8), **packed(), "out": f32(3, 4, 8), "lse": f32(3, 4)}
+
+
 def table() -> Arguments:
     return {"page_table": i32([[2, 1], [0, -1]]), "seq_lens": i32([5, 1]), "num_pages": 3, "page_size": 4}
 
@@ -100,6 +108,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         "append_kv",
         "copy_pages",
         "merge_states",
+        "attention_backward",
         "check_page_table",
     )
 }
@@ -116,16 +125,18 @@ def read_only(array: NDArray) -> NDArray:
     return array
 
 
-A, P, K, C, B, M, T = (
+A, P, K, C, B, M, D, T = (
     ("attention", dense),
     ("paged_attention", paged),
     ("append_kv", append),
     ("copy_pages", copy),
     ("copy_pages", between),
     ("merge_states", merge),
+    ("attention_backward", dense_backward),
     ("check_page_table", table),
 )
 PACKED = ("attention", packed)
+PACKED_BACKWARD = ("attention_backward", packed_backward)
 LENGTHS = f"must lie in [0, {MAX_LENGTH}]"
 NO_ARRAY = "must be an array (an object with __dlpack__ and __dlpack_device__)"
 FLOATS = "must be float32, float16 or bfloat16"
