@@ -161,9 +161,9 @@ static void differentiate(const AttentionBackwardParams& p, const RowTile& tile,
                           const TileMask& mask, RowTerms terms, BackwardScratch& scratch, double* dslopes) {
     const int stride = row_stride(p.head_dim), rows = tile.num_rows;
     multiply({scratch.queries, stride, keys.keys_by_dim, kTileKeys, scratch.weights, kTileKeys, rows,
-              kTileKeys, p.head_dim, false});
+              kTileKeys, p.head_dim, Into::replaced});
     multiply({scratch.douts, stride, keys.values_by_dim, kTileKeys, scratch.dscores, kTileKeys, rows,
-              kTileKeys, p.head_dim, false});
+              kTileKeys, p.head_dim, Into::replaced});
     const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
     for (int r = 0; r < rows; ++r) {
         float kept[kTileKeys];
@@ -244,9 +244,9 @@ static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile&
             differentiate(p, tile, keys, mask, terms.from(row), scratch, dslopes);
             const int its_keys = lesser(kTileKeys, num_keys - i * kTileKeys);
             multiply_transposed({scratch.weights, kTileKeys, scratch.douts, stride, keys.dv, stride, its_keys,
-                                 stride, tile.num_rows, true});
+                                 stride, tile.num_rows, Into::added});
             multiply_transposed({scratch.dscores, kTileKeys, scratch.queries, stride, keys.dk, stride,
-                                 its_keys, stride, tile.num_rows, true});
+                                 its_keys, stride, tile.num_rows, Into::added});
             if (dq) add_values(mask, scratch.dscores, keys.keys, stride, dq + int64_t{row} * stride);
         }
     }

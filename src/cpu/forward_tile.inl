@@ -140,7 +140,7 @@ static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t 
             }
         }
         multiply({scratch.queries, stride, scratch.keys, kTileKeys, scratch.weights, kTileKeys, rows,
-                  kTileKeys, head_dim, false});
+                  kTileKeys, head_dim, Into::replaced});
 
         for (int r = 0; r < rows; ++r) {
             float factor = weigh_row(scratch.weights + r * kTileKeys, transform, slopes_log2[r],

@@ -1,8 +1,12 @@
-// c [rows, columns] = a [rows, depth] * b [depth, columns], added to c if `accumulate`; or with the transpose
-// of a [depth, rows]. Every element is one chain of multiply-adds in the order of depth, however the matrices
+// c [rows, columns] = a [rows, depth] * b [depth, columns], or that is added to c; or with the transpose of
+// a [depth, rows]. Every element is one chain of multiply-adds in the order of depth, however the matrices
 // are cut into blocks.
 // Columns: a multiple of kLanes; b and c are padded to it. Included after simd.inl, kBlockRows,
 // kBlockVectors.
+
+// What c is: replaced; the begin of the chains; or added to their ends, with less rounding where many
+// products add up in it.
+enum class Into { replaced, chained, added };
 
 struct Gemm {
     const float* a;
@@ -12,7 +16,7 @@ struct Gemm {
     float* c;
     int64_t c_stride;
     int rows, columns, depth;
-    bool accumulate;
+    Into into;
 };
 
 enum class A { as_it_is, transposed };
@@ -29,7 +33,7 @@ static void multiply_block(const Gemm& g, int row, int column) {
     for (int r = 0; r < num_rows; ++r) {
 #pragma GCC unroll 8
         for (int v = 0; v < num_vectors; ++v) {
-            sum[r][v] = g.accumulate ? load(c + r * g.c_stride + v * kLanes) : Vec{};
+            sum[r][v] = g.into == Into::chained ? load(c + r * g.c_stride + v * kLanes) : Vec{};
         }
     }
     for (int k = 0; k < g.depth; ++k, b += g.b_stride) {
@@ -46,7 +50,10 @@ static void multiply_block(const Gemm& g, int row, int column) {
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; ++r) {
 #pragma GCC unroll 8
-        for (int v = 0; v < num_vectors; ++v) store(c + r * g.c_stride + v * kLanes, sum[r][v]);
+        for (int v = 0; v < num_vectors; ++v) {
+            float* const to = c + r * g.c_stride + v * kLanes;
+            store(to, g.into == Into::added ? load(to) + sum[r][v] : sum[r][v]);
+        }
     }
 }
 

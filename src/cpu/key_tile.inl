@@ -105,7 +105,7 @@ static void add_values(const TileMask& mask, const float* weights, const float* 
         while (end < mask.num_rows && (mask.all_visible || mask.q_pos[end] == mask.q_pos[r])) ++end;
         mask.visible_to(r).for_ranges([&](int begin, int visible_end) {
             multiply({weights + r * kTileKeys + begin, kTileKeys, values + begin * stride, stride,
-                      out + r * stride, stride, end - r, stride, visible_end - begin, true});
+                      out + r * stride, stride, end - r, stride, visible_end - begin, Into::chained});
         });
         r = end;
     }
