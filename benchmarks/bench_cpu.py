@@ -6,7 +6,8 @@ Decode: one token a sequence over a paged cache (pages of 16 tokens, shuffled), 
 scaled_dot_product_attention on the same keys and values laid out contiguously, called in three ways: with
 enable_gqa, with the KV heads repeated beforehand (not timed), and with the heads of a group passed as query
 tokens of their KV head; the inputs rotate over more than the last-level cache, as the layers of a model do.
-Prefill: one causal sequence. Every output is compared with the tests' oracle, in float64.
+Prefill: one causal sequence. Training: the same, forward and backward. Every output is compared with the
+tests' oracle, in float64, and so are the gradients of one KV head.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import octavo
 from octavo import _core
+from support import oracle
 from support.case import Case
 from support.cases import CPU_TABLE
+from support.oracle_backward import Backward
 
 ROTATED_BYTES = 256 << 20
+FORWARD_AND_BACKWARD = 3.5  # seven products, to two of the forward
 
 Call = Callable[[], torch.Tensor]
 
@@ -46,7 +50,7 @@ class Row:
     median_ms: float
     rate: float  # of the best
     rate_unit: str  # GB/s of keys and values read, or GFLOP/s of visible scores
-    max_error: float  # against float64
+    max_error: float  # against float64; of gradients relative to the largest number of each
     threads: int
     isa: str
 
@@ -116,6 +120,62 @@ def bench(case: Case, rounds: int) -> list[Row]:
     return [make_row(case, name, times[name], error_of(case, sample, calls[name][0]())) for name in calls]
 
 
+def octavo_training(case: Case, inputs: Inputs, dout: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+    q, k, v, dout = as_dense(case, inputs.q, inputs.k, inputs.v, dout)
+
+    def train() -> tuple[torch.Tensor, ...]:
+        results = octavo.attention(q, k, v, causal=True, return_lse=True)
+        return octavo.attention_backward(dout, q, k, v, *results, causal=True)
+
+    return train
+
+
+def torch_training(case: Case, inputs: Inputs, dout: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+    arrays = [x.requires_grad_() for x in heads_first(case, inputs)]
+    (dout,) = (x.transpose(1, 2).contiguous() for x in as_dense(case, dout))
+
+    def train() -> tuple[torch.Tensor, ...]:
+        out = scaled_dot_product_attention(*arrays, is_causal=True, enable_gqa=True)
+        return tuple(x.transpose(1, 2) for x in torch.autograd.grad(out, arrays, dout))
+
+    return train
+
+
+def bench_training(case: Case, rounds: int) -> list[Row]:
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs = make_inputs(case, "cpu")
+        dout = torch.randn(inputs.q.shape).to(inputs.q.dtype)
+        calls = {
+            "octavo": octavo_training(case, inputs, dout),
+            "torch enable_gqa": torch_training(case, inputs, dout),
+        }
+        exact = exact_gradients(case, inputs, dout)
+        times = time_all({name: [call] for name, call in calls.items()}, max(3, rounds // 3))
+        case = replace(case, name=case.name.replace("prefill", "training"))
+        work = FORWARD_AND_BACKWARD * case.flops / 1e6
+        return [
+            make_row(case, name, times[name], gradient_error(call(), exact), (work, "GFLOP/s"))
+            for name, call in calls.items()
+        ]
+
+
+def exact_gradients(case: Case, inputs: Inputs, dout: torch.Tensor) -> list[np.ndarray]:
+    """dq, dk and dv of the first KV head in float64."""
+    of_queries, of_keys = slice(case.group_size), slice(1)
+    q, dout = (x[:, of_queries].double().numpy() for x in (inputs.q, dout))
+    k, v = (x[:, of_keys].double().numpy() for x in (inputs.k, inputs.v))
+    (sequence,) = oracle.sequences(case.group_size, case.seqlens_q, case.seqlens_k, causal=True)
+    scale, dlse = case.head_dim**-0.5, np.zeros(q.shape[:2])
+    return list(Backward(q, k, v, dout, dlse, sequence, scale, 0.0).gradients())[:3]
+
+
+def gradient_error(gradients: Sequence[torch.Tensor], exact: Sequence[np.ndarray]) -> float:
+    return max(
+        float(np.abs(found[0, :, : true.shape[1]].double().numpy() - true).max() / np.abs(true).max())
+        for found, true in zip(gradients, exact, strict=True)
+    )
+
+
 def error_of(case: Case, sample: Sample, result: torch.Tensor) -> float:
     """Of a result [batch, heads, seqlen, head_dim], however its axes are put together."""
     by_head = result.reshape(case.batch, case.num_q_heads, -1, case.head_dim)
@@ -123,8 +183,11 @@ def error_of(case: Case, sample: Sample, result: torch.Tensor) -> float:
     return float(np.abs(sample.of(out) - sample.reference.out).max())
 
 
-def make_row(case: Case, name: str, times: list[float], error: float) -> Row:
-    work, unit = (case.kv_bytes / 1e6, "GB/s") if case.is_decode else (case.flops / 1e6, "GFLOP/s")
+def make_row(
+    case: Case, name: str, times: list[float], error: float, work_and_unit: tuple[float, str] | None = None
+) -> Row:
+    of_forward = (case.kv_bytes / 1e6, "GB/s") if case.is_decode else (case.flops / 1e6, "GFLOP/s")
+    work, unit = work_and_unit or of_forward
     return Row(
         case.name,
         case.dtype,
@@ -172,8 +235,10 @@ def main() -> int:
         print("| case | dtype | implementation | best ms | median ms | rate | max error |")
         print("|---|---|---|---:|---:|---:|---:|")
         for dtype in "float32", "bfloat16":
-            for case in CPU_TABLE:
-                rows += show(bench(replace(case, dtype=dtype), args.rounds))
+            for case in (replace(case, dtype=dtype) for case in CPU_TABLE):
+                rows += show(bench(case, args.rounds))
+                if not case.is_decode:
+                    rows += show(bench_training(case, args.rounds))
     if args.json:
         args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     return 0
