@@ -6,12 +6,14 @@
 What maps exactly is served: grouped heads, softcap, causal masks, causal sliding windows and full attention,
 with or without a growing cache, and padding masks [batch, seqlen] (a padded batch is packed first, which
 copies its keys and values). What else a model asks for is refused with a ValueError, never approximated:
-static caches, other masks, attention sinks, position biases, dropout, attention weights. Gradients are
-refused too. So are models whose attention is their own, outside of transformers' AttentionInterface: BLOOM,
-MPT, Falcon, GPT-J and other early ones.
+static caches, other masks, attention sinks, position biases, attention weights. So are models whose attention
+is their own, outside of transformers' AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones.
 
-Under ``torch.compile(fullgraph=True)`` give a cache and no padding mask. Otherwise transformers makes a mask
-of tensors, which has to be looked at.
+Models train, too. In train mode each call draws a seed for its dropout from torch's generator of the CPU:
+torch.manual_seed makes a run repeatable, and a checkpointed layer drops the same weights when it runs again.
+
+Under ``torch.compile(fullgraph=True)`` give a cache, no padding mask, and no dropout. Otherwise transformers
+makes a mask of tensors, which has to be looked at, as has a seed.
 """
 
 from __future__ import annotations
@@ -211,6 +213,10 @@ def _describe_mask(
     return _Mask(causal, window_left, _Packing.of(is_query), _Packing.of(is_token))
 
 
+def _draw_seed() -> int:
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -226,8 +232,6 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query, key and value are [batch, heads, seqlen, head_dim]."""
-    if dropout != 0.0:
-        _refuse(f"dropout is for training, and there is no backward yet; got {dropout}; use model.eval()")
     if options.get("output_attentions"):
         _refuse("attention weights are never held, and cannot be returned")
     for name in ("s_aux", "sinks", "position_bias", "head_mask", "cache"):
@@ -249,6 +253,8 @@ def _attention(
         "causal": mask.causal,
         "window_left": mask.window_left,
     }
+    if dropout != 0.0:
+        arguments |= {"dropout_p": dropout, "dropout_seed": _draw_seed()}
     if mask.queries is None or mask.keys is None:
         return octavo.torch.attention(q, k, v, **arguments), None
     packed = octavo.torch.attention(
