@@ -1,7 +1,7 @@
 // The gradients of attention through the public C++ headers, on the CPU, in float32. The Python tests cover
 // the rest.
 #include "allocator_testing.h"
-#include "common/visibility.h"
+#include "common/query_range.h"
 
 #include <octavo/attention.h>
 
