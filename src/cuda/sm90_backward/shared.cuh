@@ -13,8 +13,8 @@ namespace octavo::cuda {
 
 template <class Config>
 struct Sm90BackwardShared {
-    // First, since compute-sanitizer takes a product with terms, whose second eight columns are the first ones
-    // again, to read twice the bytes.
+    // First, since compute-sanitizer takes a product with terms, whose second eight columns are the first
+    // ones again, to read twice the bytes.
     alignas(1024) BfloatTerms lse[Config::kStages][Config::kQueries];
     alignas(1024) BfloatTerms delta[Config::kStages][Config::kQueries];
     alignas(1024) unsigned char k[Config::kKeyTileBytes];  // at the end dK
