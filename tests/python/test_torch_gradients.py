@@ -70,10 +70,6 @@ OTHERS: Functions = {
         lambda x: octavo.torch.merge_states(X, x[..., 0], X, X[..., 0])[0],
         "merge_states: lse_a",
     ),
-    "attention_backward": (
-        lambda x: octavo.torch.attention_backward(x, X, X, X, X, X[..., 0])[0],
-        "attention_backward: dout",
-    ),
     "append_kv": (append, "append_kv: k"),
     "copy_pages": (copy, "copy_pages: k_pages"),
     "copy_pages to": (copy_to, "copy_pages: k_pages"),
@@ -152,6 +148,15 @@ def test_second_derivatives_are_refused(function: str) -> None:
     for twice in (grad(lambda x: grad(squared)(x).sum()), jacrev(grad(squared))):
         with pytest.raises(TypeError, match="attention_backward: its results cannot be differentiated"):
             twice(X)
+
+
+@pytest.mark.parametrize("transform", ["grad", "functional_call", "backward", "reentrant checkpoint"])
+def test_derivatives_of_attention_backward_are_refused(transform: str) -> None:
+    def call(dout: Any) -> Any:
+        return octavo.torch.attention_backward(dout, X, X, X, X, X[..., 0])[0]
+
+    with pytest.raises(TypeError, match="attention_backward: its results cannot be differentiated"):
+        REVERSE[transform](call, X.clone())
 
 
 def test_derivatives_of_and_in_vmap_are_refused() -> None:
