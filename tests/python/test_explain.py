@@ -77,7 +77,7 @@ def test_leads_to_the_kernel(kernel):
     assert explanation.plan["dtype"] == "bfloat16"
 
 
-def test_the_backward_runs_on_the_cpu_alone():
+def test_the_backward():
     q, k, v = dense_arrays(1, 256)
     arguments = "attention_backward", q, q, k, v, q, Shape(q.shape[:-1], "float32")
     explanation = octavo.explain(*arguments, device="cpu")
@@ -87,8 +87,13 @@ def test_the_backward_runs_on_the_cpu_alone():
     octavo.explain(*arguments, alibi_slopes=slopes, return_dalibi=True, dq=q, device="cpu")
     with pytest.raises(ValueError, match=r"dalibi_slopes .* needs alibi_slopes; got none"):
         octavo.explain(*arguments, return_dalibi=True, device="cpu")
-    with pytest.raises(TypeError, match="attention_backward: no CUDA kernel computes gradients yet"):
-        octavo.explain(*arguments, device="h200")
+    hopper = octavo.explain(*arguments, device="h200")
+    assert hopper.kernel == "sm90_backward<bfloat16, head_dim 128>"
+    deterministic = octavo.explain(*arguments, deterministic=True, device="h200")
+    assert deterministic.kernel.startswith("sm80_backward<bfloat16, head_dim 128")
+    assert deterministic.why_not == {"sm90_backward": "dQ is summed in no particular order"}
+    for explanation in (hopper, deterministic):
+        assert (ROOT / explanation.file).is_file()
 
 
 def test_plan_and_reasons():

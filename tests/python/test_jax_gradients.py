@@ -364,7 +364,7 @@ def test_other_operators_are_refused(call):
     def loss(floats, weight):
         return weight * sum(x.sum() for x in run(name, {**floats, **rest}, options))
 
-    message = f"^{name} has no derivatives.*jax.lax.stop_gradient"
+    message = f"{name} has no derivatives.*jax.lax.stop_gradient"
     for grad in (jax.grad(loss), jax.jit(jax.grad(loss))):
         with pytest.raises(TypeError, match=message):
             grad(floats, 1.0)
