@@ -43,7 +43,8 @@ struct Sequence {
     }
 };
 
-// Two ways lead to the same bits, since every gradient is one chain of sums in the order of keys or of rows:
+// Two ways lead to the same bits, since both add up each gradient in the same order, that of tiles of keys or
+// of rows:
 //
 // * A thread takes a whole KV head of a sequence. For each block of keys it passes over the tiles of rows,
 //   and adds to dk, dv and dq: five products. dq is a buffer in float32, of the heads under way alone.

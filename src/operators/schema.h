@@ -43,8 +43,8 @@ struct ArrayArgument {
     Access access;
     Accept accept;
     const char* in_place_of = nullptr;  // the number that Python has one parameter for, together with this
-    // Of a result: it has the shape and dtype of `like`, or of rows one float32 each. Python returns it where
-    // the keyword `asked_by` says so; null: always.
+    // Of a result: it has the shape and dtype of `like`, or one float32 for each of its rows. Python returns
+    // it where the keyword `asked_by` says so; null: always.
     LikeView Args::* like = nullptr;
     bool one_a_row = false;
     const char* asked_by = nullptr;

@@ -27,7 +27,7 @@ struct AttentionBackwardParams : AttentionParams {
     GradientStrides dv_strides;
     float* dalibi_slopes;         // like alibi_slopes, in C order; written; may be null
     bool deterministic;           // the same bits every time
-    int64_t dalibi_batch_stride;  // num_q_heads; 0 where the batch shares its slopes, so that they are summed
+    int64_t dalibi_batch_stride;  // num_q_heads; 0: the batch shares its slopes, whose gradients are summed
 };
 
 }  // namespace octavo
