@@ -204,10 +204,11 @@ def empty_cache(
         if library == "cupy" and stored in _FLOAT8:  # which CuPy lacks
             element, kv_dtype = "uint8", stored
         pages.append(make_views((head_dim // 2 if stored == "int4" else head_dim,), element))
+    k_pages, v_pages = pages
     if kind in _FLOATS or not token_scales:
-        return PagedCache(pages[0], pages[1], kv_dtype=kv_dtype, **transform)
-    scales = [
+        return PagedCache(k_pages, v_pages, kv_dtype=kv_dtype, **transform)
+    k_scales, v_scales = [
         make_views((2,), "float16") if stored == "int4" else make_views((), "float32")
         for stored in _KINDS[kind]
     ]
-    return PagedCache(*pages, *scales, kv_dtype, **transform)
+    return PagedCache(k_pages, v_pages, k_scales, v_scales, kv_dtype, **transform)
