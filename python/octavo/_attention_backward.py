@@ -75,8 +75,8 @@ def attention_backward(
     the loss.
 
     Args:
-        dout: like out: the gradient of the loss with respect to it. As of all arrays here any strides, with a
-            unit last one; strides of 0, which a sum leaves, too.
+        dout: like out: the gradient of the loss with respect to it. All arrays here may
+            have any strides, 0 too, but 1 along the last axis.
         q: as for ``attention``; so are k and v.
         k: [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
         v: like k.

@@ -206,7 +206,7 @@ def attention_backward(
 
     Raises:
         ValueError: a shape or number that does not fit.
-        TypeError: a wrong dtype, a traced number, differentiation; a GPU, which has no kernel for this yet.
+        TypeError: a wrong dtype, a traced number, differentiation; float32 on a GPU.
         JaxRuntimeError, ValueError: when the program runs: on the CPU lengths that do not fit.
     """
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}

@@ -12,8 +12,8 @@ is their own, outside of transformers' AttentionInterface: BLOOM, MPT, Falcon, G
 Models train, too. In train mode each call draws a seed for its dropout from torch's generator of the CPU:
 torch.manual_seed makes a run repeatable, and a checkpointed layer drops the same weights when it runs again.
 
-Under ``torch.compile(fullgraph=True)`` give a cache, no padding mask, and no dropout. Otherwise transformers
-makes a mask of tensors, which has to be looked at, as has a seed.
+Under ``torch.compile(fullgraph=True)`` give a cache, no padding mask, and no dropout. The values of
+a mask, which transformers makes otherwise, and of a seed have to be read, which breaks the graph.
 """
 
 from __future__ import annotations

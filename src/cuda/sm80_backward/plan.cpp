@@ -118,7 +118,7 @@ Explanation describe(const Sm80BackwardPlan& plan) {
 
 std::vector<std::string> sm80_backward_instances() {
     std::vector<std::string> names;
-    for (DType dtype : {DType::bfloat16, DType::float16}) {
+    for (DType dtype : kAttentionTypes) {
         for (const Sm80BackwardTiles& tiles : kSm80BackwardTiles) names.push_back(name_of(dtype, tiles));
     }
     return names;
