@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import _support_path  # noqa: F401
 import torch
@@ -324,7 +324,10 @@ class Xqa(Contestant):
         )
 
 
-def _importable(makers: dict[str, Callable[[], Contestant]]) -> list[Contestant]:
+AnyContestant = TypeVar("AnyContestant")
+
+
+def importable(makers: dict[str, Callable[[], AnyContestant]]) -> list[AnyContestant]:
     """Those that can be made; says why of the others."""
     found = []
     for label, make in makers.items():
@@ -342,7 +345,7 @@ def decode_contestants(flashinfer: bool) -> list[Contestant]:
         peers["FlashInfer, CUDA cores"] = lambda: FlashInfer(use_tensor_cores=False)
         peers["FlashInfer, tensor cores"] = lambda: FlashInfer(use_tensor_cores=True)
         peers["XQA"] = Xqa
-    return [Octavo(), BatchInvariantOctavo(), *_importable(peers)]
+    return [Octavo(), BatchInvariantOctavo(), *importable(peers)]
 
 
 def prefill_contestants() -> list[Contestant]:
@@ -351,5 +354,5 @@ def prefill_contestants() -> list[Contestant]:
         Octavo(),
         TorchAttention("cudnn", SDPBackend.CUDNN_ATTENTION),
         TorchAttention("fa2", SDPBackend.FLASH_ATTENTION),
-        *_importable({"FlashAttention-3": FlashAttention3}),
+        *importable({"FlashAttention-3": FlashAttention3}),
     ]

@@ -101,6 +101,10 @@ class Probe:
             for per_sm in CTAS_PER_SM
         )
 
+    def read_bandwidth(self) -> float:
+        """Bytes/s of one long contiguous read."""
+        return POOL_BYTES / self.time("contiguous", POOL_BYTES) * 1e6
+
 
 def matmul_flops(rounds: int, n: int = 8192) -> float:
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in "ab")
@@ -134,7 +138,7 @@ def describe_machine(rounds: int) -> Machine:
         driver=driver_version(),
         versions=versions(["torch", "cupy", "flashinfer", "vllm"]),
         l2_bytes=probe.l2_bytes,
-        read_bandwidth=POOL_BYTES / probe.time("contiguous", POOL_BYTES) * 1e6,
+        read_bandwidth=probe.read_bandwidth(),
         matmul_flops=flops,
         probe_us={
             kernel: {str(mib): probe.time(kernel, mib << 20) for mib in PROBE_MIB}

@@ -34,7 +34,7 @@ def compile_kernels(contestants: Sequence[Contestant], cases: Sequence[Case]) ->
             pool.submit(job)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
@@ -47,7 +47,7 @@ def _capture(contestant: Contestant, case: Case, copies: Sequence[Inputs], repea
         raise
     except Exception as error:
         if contestant.peer:
-            raise UnsupportedError(_first_line(error)) from error
+            raise UnsupportedError(first_line(error)) from error
         raise
 
 

@@ -14,9 +14,9 @@ Call = Callable[[], object]
 GRAPH_US = 1500.0  # of work in one graph, beside which its launch and the events do not count
 
 
-def repeats_for(num_calls: int, call_us: float) -> int:
-    """How often a graph goes through its calls."""
-    return max(1, math.ceil(GRAPH_US / (num_calls * call_us)))
+def repeats_for(num_calls: int, call_us: float, graph_us: float = GRAPH_US) -> int:
+    """How often a graph goes through its calls, to take that long."""
+    return max(1, math.ceil(graph_us / (num_calls * call_us)))
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ def capture(calls: Sequence[Call], repeats: int) -> Captured:
     return Captured(graph, calls)
 
 
-def replay_times(graphs: Mapping[str, Captured], rounds: int) -> dict[str, float]:
+def replay_times(graphs: Mapping[str, Captured], rounds: int, warm_up: int = 1) -> dict[str, float]:
     """Median microseconds of one replay of each graph.
 
-    The graphs take turns, so that a drift of the clocks meets them all.
+    The graphs take turns, so that a drift of the clocks meets them all. The first rounds warm up, as many as
+    `warm_up`, and do not count.
     """
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
-    for _ in range(rounds + 1):
+    for _ in range(warm_up + rounds):
         for name, graph in graphs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -64,8 +65,8 @@ def replay_times(graphs: Mapping[str, Captured], rounds: int) -> dict[str, float
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()
-    return {  # without the first round, which warms up
-        name: 1e3 * statistics.median(start.elapsed_time(end) for start, end in pairs[1:])
+    return {
+        name: 1e3 * statistics.median(start.elapsed_time(end) for start, end in pairs[warm_up:])
         for name, pairs in events.items()
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import types
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+@pytest.fixture
+def one_torch_thread(torch: Any) -> Generator[None, None, None]:
+    """For small tensors: where the cores are busy, several threads wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cuda_of_the_cpu(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a benchmark asks torch.cuda, where there is no GPU: of a Hopper without a cache, on stream 7."""
+    gpu = types.SimpleNamespace(multi_processor_count=132, L2_cache_size=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=7))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
 
 
 @pytest.fixture(scope="module")

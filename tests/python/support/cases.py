@@ -404,6 +404,12 @@ PREFILL_EXTRA = (
     _paged("prefill4k_page256", [4096] * 4, [4096] * 4, 256),
 )
 
+# GPT-2's length and head dim, and one sequence that grows: beside attention that keeps all scores.
+TRAINING_EXTRA = (
+    _dense(16, 1024, 16, 16, 64, True),
+    *(_dense(1, seqlen, 16, 16, 128, True) for seqlen in (4096, 8192, 65536)),
+)
+
 PREFILL_QUANTISED = tuple(
     _paged(f"{kind}_{name}", *lengths, kv_dtype=kv_dtype, head_major=True)
     for kind, kv_dtype in KINDS_OF_CODES.items()
@@ -426,6 +432,7 @@ ROWS = (
     *PREFILL_TABLE,
     *PREFILL_EXTRA,
     *PREFILL_QUANTISED,
+    *TRAINING_EXTRA,
     *CPU_TABLE,
 )
 

@@ -1,0 +1,193 @@
+"""The gradients of attention on an NVIDIA GPU: Octavo beside cuDNN, FlashAttention-2, -3 and -4 in one run.
+
+    python benchmarks/bench_backward.py --cases d128,d64 --peers FOLDER --json backward.jsonl
+
+bfloat16. A time is that of the whole call, with what it prepares, zeroes and converts: the median over
+replays of a CUDA graph of many calls, divided by their number. A graph takes some 25 ms, and its replays
+follow one another without a pause, so that the GPU is at its power limit; the graphs of the contestants take
+turns, so that all of them meet the same GPU; and the calls rotate over copies of all inputs, more than twice
+the L2 cache in all. Every contestant's dq, dk and dv are compared with float64 in the first and the last KV
+head: who has more than twice the error of a plain implementation in bfloat16 gets no time, and a wrong Octavo
+fails the run.
+
+cuDNN and FlashAttention-2 are PyTorch's operators, and go back from their own outputs; the others go back
+from an output and a log-sum-exp that were computed in float32, or where the forward is part of the call from
+their own. FlashAttention-3 and -4 come from a folder that build_backward_peers.py makes, and are left out
+without it. FLOPs are 2.5 times those of the forward, and 3.5 times with it; a causal mask counts half.
+
+--cases chooses among groups of rows: d64, d128, d256; other (grouped heads, head dims 96 and 192); options
+(dropout, ALiBi, softcap, deterministic, each beside Octavo without it); forward (with the forward); standard
+(beside PyTorch's matrix products and softmax, with the memory that both take).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _backward_rows import GROUPS, Task
+from _report import OCTAVO
+
+if TYPE_CHECKING:
+    from _backward_contestants import Contestant
+
+CONTESTANTS = ("octavo", "octavo_plain", "cudnn", "fa2", "fa3", "fa4", "eager")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", metavar="GROUPS", default=",".join(GROUPS), help="default: %(default)s")
+    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser.add_argument("--peers", metavar="FOLDER", type=Path, help="FlashAttention-3 and -4")
+    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
+    parser.add_argument("--quick", action="store_true", help="3 replays instead of 11")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
+    parser.add_argument("--from-json", metavar="PATH", type=Path, help="show these rows; measure nothing")
+    args = parser.parse_args(argv)
+    args.cases = args.cases.split(",")
+    for group in args.cases:
+        if group not in GROUPS:
+            parser.error(f"--cases: there is no group {group!r}; the groups are {', '.join(GROUPS)}")
+    return args
+
+
+def select(args: argparse.Namespace) -> dict[Task, str]:
+    """The tasks that are chosen, and the group of each."""
+    groups = {task: group for group in args.cases for task in GROUPS[group]}
+    return {task: groups[task] for task in groups if args.rows is None or args.rows.search(task.name)}
+
+
+def describe(task: Task) -> dict[str, object]:
+    """The shape of a task, as a row of the results has it."""
+    case = task.case
+    return {
+        "lengths": f"{case.batch} x {case.seqlens_q[0]}",
+        "heads": f"{case.num_q_heads}/{case.num_kv_heads}",
+        "head_dim": case.head_dim,
+        "causal": case.causal,
+        "forward": task.forward,
+    }
+
+
+HEADER = (
+    "| row | batch x length | heads | "
+    + " | ".join(f"{name}, TFLOP/s" for name in CONTESTANTS)
+    + " | octavo, us | fastest peer's time / octavo's | error | plain error | GB, octavo | GB, eager |"
+    + "\n|---|---|---|"
+    + "--:|" * (len(CONTESTANTS) + 6)
+)
+
+
+def best_ratio(row: dict[str, Any]) -> float | None:
+    """How many times as fast as the fastest peer."""
+    peers = [us for name, us in row["us"].items() if not name.startswith(OCTAVO)]
+    return min(peers) / row["us"][OCTAVO] if peers and OCTAVO in row["us"] else None
+
+
+def format_row(row: dict[str, Any]) -> str:
+    def number(value: float | None, spec: str) -> str:
+        return "" if value is None else format(value, spec)
+
+    def gigabytes(name: str) -> str:
+        peak = row["peak_bytes"].get(name)
+        return number(None if peak is None else peak / 1e9, ".2f")
+
+    cells = [row["case"], row["shape"]["lengths"], row["shape"]["heads"]]
+    cells += [number(row["tflops"].get(name), ".0f") for name in CONTESTANTS]
+    cells += [number(row["us"].get(OCTAVO), ".1f"), number(best_ratio(row), ".2f")]
+    cells += [number(row[error].get(OCTAVO), ".2g") for error in ("max_error", "plain_error")]
+    cells += [gigabytes(OCTAVO), gigabytes("eager")]
+    return f"| {' | '.join(cells)} |"
+
+
+def contestants(peers: Path | None) -> list[Contestant]:
+    """Octavo, and whichever peers can be had; says why of the others."""
+    from _backward_contestants import CuDnn, Eager, FlashAttention2, Octavo, PlainOctavo
+    from _backward_peers import FlashAttention3, FlashAttention4
+    from _contestants import importable
+
+    def from_folder(make: type[FlashAttention3] | type[FlashAttention4]) -> Contestant:
+        if peers is None:
+            raise ImportError("--peers names no folder")
+        return make(peers)
+
+    found = importable(
+        {
+            "FlashAttention-3": lambda: from_folder(FlashAttention3),
+            "FlashAttention-4": lambda: from_folder(FlashAttention4),
+        }
+    )
+    return [Octavo(), PlainOctavo(), CuDnn(), FlashAttention2(), *found, Eager()]
+
+
+def expected_us(task: Task) -> float:
+    """At 700 TFLOP/s, which nobody reaches: no graph is shorter than it should be."""
+    return task.flops / 7e8
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+    from _backward_measure import measure_all
+    from _device import Probe, driver_version, matmul_flops, versions
+
+    groups, rounds = select(args), 3 if args.quick else 11
+    taking_part = contestants(args.peers)
+    machine: dict[str, object] = {
+        "device": torch.cuda.get_device_name(),
+        "driver": driver_version(),
+        "versions": versions(["torch"]) | {"cuDNN": str(torch.backends.cudnn.version())},
+        "matmul_flops": matmul_flops(rounds),
+        "read_bandwidth": Probe(rounds).read_bandwidth(),
+    }
+    print(f"{json.dumps(machine)}\n\n{HEADER}", flush=True)
+    rows: list[dict[str, Any]] = []
+    for task, found in measure_all(list(groups), taking_part, expected_us, rounds):
+        row = {
+            "case": task.name,
+            "group": groups[task],
+            "shape": describe(task),
+            "flops": task.flops,
+            "us": found.us,
+            "tflops": {name: task.flops / us / 1e6 for name, us in found.us.items()},
+            "max_error": found.error,
+            "plain_error": found.plain_error,
+            "peak_bytes": found.peak_bytes,
+            "skipped": found.skipped,
+            "machine": machine,
+        }
+        print(format_row(row), flush=True)
+        rows.append(row)
+        if args.json:
+            args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"\n8192^3 bfloat16 product afterwards: {matmul_flops(rounds) / 1e12:.0f} TFLOP/s")
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.list:
+        print("| row | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
+        for task in select(args):
+            shape = describe(task)
+            heads_and_dim = f"{shape['heads']} | {shape['head_dim']}"
+            print(f"| {task.name} | {shape['lengths']} | {heads_and_dim} | {task.flops / 1e9:.1f} |")
+        return 0
+    if args.from_json:
+        rows = [json.loads(line) for line in args.from_json.read_text().splitlines()]
+        print("\n".join([HEADER, *map(format_row, rows)]))
+    else:
+        rows = measure(args)
+    for row in rows:
+        for name, why in row["skipped"].items():
+            print(f"{row['case']}: {name}: {why}")
+    return 1 if any(row["skipped"].get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
