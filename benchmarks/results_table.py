@@ -26,6 +26,7 @@ PEERS = {
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
     "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
     "flashinfer_cuda_cores": "FlashInfer",
     "flashinfer_tensor_cores": "FlashInfer",
     "flashinfer_xqa": "XQA",
@@ -70,8 +71,8 @@ def link(text: str, benchmark: str, gpu: str, line: int | None = None) -> str:
 
 
 def one_case(benchmark: str, case: str) -> Cells:
-    """A row of a decode or prefill benchmark."""
-    unit, digits = {"decode": ("us", 1), "prefill": ("tflops", 0)}[benchmark]
+    """A row of a benchmark of decode, prefill or gradients."""
+    unit, digits = {"decode": ("us", 1), "prefill": ("tflops", 0), "backward": ("tflops", 0)}[benchmark]
 
     def cells(results: Path, gpu: str) -> tuple[str, str]:
         for line, row in enumerate(load(results, benchmark, gpu), start=1):
@@ -214,6 +215,65 @@ def quantised_prefill(results: Path) -> str:
             rows.append([case, gpu, f"{base:.0f}", *cells, f"{peer:.0f}" if peer else ""])
     header = ["case", "GPU", "bfloat16", *kinds.values(), "FlashAttention-3, fp8 queries"]
     return format_table(header, rows, numbers=len(header) - 2)
+
+
+# docs/kernels/attention_backward.md
+
+BACKWARD_PEERS = ("cudnn", "fa2", "fa3", "fa4")
+
+
+def _backward_rows(results: Path, *groups: str) -> list[tuple[str, Row]]:
+    """The GPU of each row of these groups, and the row."""
+    found = [(gpu, row) for gpu in GPUS for row in load(results, "backward", gpu)]
+    return [(gpu, row) for gpu, row in found if row["group"] in groups]
+
+
+def _beside_peers(results: Path, *groups: str) -> str:
+    """TFLOP/s of all, and how many times as fast as the best peer Octavo is."""
+    rows = []
+    for gpu, row in _backward_rows(results, *groups):
+        us, peer = row["us"], best_peer(row["us"])
+        speeds = [row["tflops"].get(name) for name in (OCTAVO, *BACKWARD_PEERS)]
+        ratio = f"{us[peer] / us[OCTAVO]:.2f}" if peer and OCTAVO in us else ""
+        rows.append([row["case"], gpu, *("" if x is None else f"{x:.0f}" for x in speeds), ratio])
+    header = ["case", "GPU", "Octavo", *(PEERS[name] for name in BACKWARD_PEERS), "ratio to the best peer"]
+    return format_table(header, rows, numbers=len(header) - 2)
+
+
+def backward(results: Path) -> str:
+    return _beside_peers(results, "d64", "d128", "d256", "other")
+
+
+def backward_with_forward(results: Path) -> str:
+    return _beside_peers(results, "forward")
+
+
+def backward_options(results: Path) -> str:
+    """Microseconds with an option, and what it costs."""
+    rows = []
+    for gpu, row in _backward_rows(results, "options"):
+        us, peer = row["us"], best_peer(row["us"])
+        with_it, without = us.get(OCTAVO), us.get("octavo_plain")
+        cost = with_it / without if with_it and without else None
+        cells = [*(f"{x:.0f}" if x else "" for x in (with_it, without)), f"{cost:.2f}" if cost else ""]
+        rows.append([row["case"], gpu, *cells, f"{us[peer]:.0f} {PEERS[peer]}" if peer else ""])
+    header = ["case", "GPU", "Octavo", "without it", "ratio", "best peer"]
+    return format_table(header, rows, numbers=4)
+
+
+def backward_memory(results: Path) -> str:
+    """Forward and backward beside attention that keeps all scores: milliseconds and gigabytes."""
+    rows = []
+    for gpu, row in _backward_rows(results, "standard"):
+        columns = [("us", 1e3, 2), ("peak_bytes", 1e9, 2)]
+        cells = [
+            f"{row[what][name] / unit:.{digits}f}" if name in row[what] else ""
+            for what, unit, digits in columns
+            for name in (OCTAVO, "eager")
+        ]
+        rows.append([row["shape"]["lengths"], str(row["shape"]["head_dim"]), gpu, *cells])
+    titles = [f"{who}, {unit}" for unit in ("ms", "GB") for who in ("Octavo", "standard")]
+    return format_table(["batch x length", "head dim", "GPU", *titles], rows, numbers=4)
 
 
 # docs/quantised_cache.md

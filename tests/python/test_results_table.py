@@ -3,13 +3,26 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from results_table import SUMMARY, TABLES, calls, fill_in, jax, summary  # noqa: E402
+from results_table import (  # noqa: E402
+    SUMMARY,
+    TABLES,
+    backward,
+    backward_memory,
+    backward_options,
+    backward_with_forward,
+    calls,
+    fill_in,
+    jax,
+    one_case,
+    summary,
+)
 
 
 def write(folder: Path, name: str, *rows: dict) -> None:
@@ -77,6 +90,59 @@ def test_jax_beside_the_best_splits(tmp_path: Path) -> None:
     row = {"case": "8b_b1_s8192", "program": "attention"}
     write(tmp_path, "jax-h200.jsonl", *(row | {"contestant": name, "us": us} for name, us in times.items()))
     assert cells_of(jax(tmp_path))["1 x 8192"] == ["14.5", "29.1", "", ""]
+
+
+def backward_row(group: str, case: str, us: dict[str, float], **found: Any) -> dict[str, Any]:
+    shape = {"lengths": "1 x 16384", "head_dim": 128}
+    row = {"group": group, "case": case, "shape": shape, "us": us, "peak_bytes": {}}
+    return row | {"tflops": {name: 1e5 / time for name, time in us.items()}} | found
+
+
+def test_gradients_beside_peers(tmp_path: Path) -> None:
+    rows = (
+        backward_row("d128", "a", {"octavo": 200.0, "cudnn": 400.0, "fa3": 250.0, "fa4": 240.0}),
+        backward_row("d64", "b", {"octavo": 100.0}),
+        backward_row("other", "c", {"fa3": 100.0}),
+        backward_row("forward", "d", {"octavo": 100.0, "fa2": 90.0}),
+    )
+    write(tmp_path, "backward-h200.jsonl", *rows)
+    found = cells_of(backward(tmp_path))
+    names = ["cuDNN", "FlashAttention-2", "FlashAttention-3", "FlashAttention-4"]
+    assert found["case"] == ["GPU", "Octavo", *names, "ratio to the best peer"]
+    assert found["a"] == ["H200", "500", "250", "", "400", "417", "1.20"]
+    assert found["b"] == ["H200", "1000", "", "", "", "", ""]
+    assert found["c"] == ["H200", "", "", "", "1000", "", ""]
+    assert "d" not in found
+    found = cells_of(backward_with_forward(tmp_path))
+    assert found["d"] == ["H200", "1000", "", "1111", "", "", "0.90"] and "a" not in found
+    # A line of the README.
+    assert one_case("backward", "a")(tmp_path, "H200") == (
+        "[500](benchmarks/results/backward-h200.jsonl#L1)",
+        "417 FlashAttention-4",
+    )
+
+
+def test_cost_of_options_of_the_backward(tmp_path: Path) -> None:
+    both = {"octavo": 130.0, "octavo_plain": 100.0}
+    rows = (
+        backward_row("options", "dropout", both | {"fa2": 280.0, "cudnn": 200.0}),
+        backward_row("options", "alibi", both),
+        backward_row("options", "softcap", {"octavo_plain": 100.0, "fa4": 150.0}),
+    )
+    write(tmp_path, "backward-h100.jsonl", *rows)
+    found = cells_of(backward_options(tmp_path))
+    assert found["dropout"] == ["H100", "130", "100", "1.30", "200 cuDNN"]
+    assert found["alibi"] == ["H100", "130", "100", "1.30", ""]
+    assert found["softcap"] == ["H100", "", "100", "", "150 FlashAttention-4"]
+
+
+def test_memory_beside_standard_attention(tmp_path: Path) -> None:
+    peak_bytes = {"octavo": 512_000_000, "eager": 35_200_000_000}
+    us = {"octavo": 8000.0, "eager": 61234.0}
+    write(tmp_path, "backward-h100.jsonl", backward_row("standard", "a", us, peak_bytes=peak_bytes))
+    assert cells_of(backward_memory(tmp_path))["1 x 16384"] == [
+        *("128", "H100", "8.00", "61.23", "0.51", "35.20"),
+    ]
 
 
 def test_a_table_without_a_mark_is_an_error() -> None:
