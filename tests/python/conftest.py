@@ -99,3 +99,14 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped on a machine with a GPU: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Generator[None, None, None]:
+    """For many small operators: threads of several libraries on few cores wait for each other."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

