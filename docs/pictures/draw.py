@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
 INK, FAINT, PAPER = "#1f2937", "#9ca3af", "#ffffff"
 EMPTY, RESERVED = "#f3f4f6", "#cbd0d8"
-ACCURACY = Path(__file__).parents[2] / "benchmarks" / "results" / "kv-accuracy.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ACCURACY = RESULTS / "kv-accuracy.json"
+TRAINING = sorted(RESULTS.glob("training-*.jsonl"))  # of each device
 COLOURS = {"A": "#4f86c6", "B": "#e08e45", "C": "#5aa469"}
 SHARED = "#8d6fb8"
 
@@ -59,6 +62,10 @@ class Picture:
 
     def line(self, x0: float, y0: float, x1: float, y1: float, colour: str = FAINT) -> None:
         self._parts.append(f'<path d="M{x0:g},{y0:g} L{x1:g},{y1:g}" stroke="{colour}" stroke-width="1"/>')
+
+    def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._parts.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float, colour: str = INK) -> None:
         """From left to right, leaving and arriving level."""
@@ -316,6 +323,72 @@ def kv_accuracy() -> Picture:
     return picture
 
 
+def means(values: Sequence[float], number: int) -> list[float]:
+    """Of each so many values, one after another."""
+    return [math.fsum(values[i : i + number]) / number for i in range(0, len(values) - number + 1, number)]
+
+
+def training(path: Path) -> Picture:
+    """The losses of octavo's attention beside eager attention's, and how little they differ."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    losses = {(row["settings"]["attention"], row["settings"]["seed"]): row["losses"] for row in rows}
+    steps = rows[0]["settings"]["steps"]
+    number = steps // 50  # that a point is the mean of
+    left, right = 84, 840
+    picture = Picture(860, 560)
+
+    def x_of(step: float) -> float:
+        return left + (right - left) * step / steps
+
+    def points(values: Sequence[float], y_of: Callable[[float], float]) -> list[tuple[float, float]]:
+        return [(x_of(number * (i + 0.5)), y_of(value)) for i, value in enumerate(means(values, number))]
+
+    top, bottom = 50, 300
+    highest = math.ceil(max(means(losses["octavo", 0], number)))
+    lowest = math.floor(min(means(losses["octavo", 0], number)))
+
+    def y_of_loss(loss: float) -> float:
+        return bottom - (bottom - top) * (loss - lowest) / (highest - lowest)
+
+    picture.text(20, 30, "Loss, nats a token", 14, anchor="start", weight=600)
+    for loss in range(lowest, highest + 1):
+        picture.line(left, y_of_loss(loss), right, y_of_loss(loss), EMPTY)
+        picture.text(left - 8, y_of_loss(loss) + 4, str(loss), 11, anchor="end")
+    picture.curve(points(losses["octavo", 0], y_of_loss), COLOURS["A"])
+    for x, y in points(losses["eager", 0], y_of_loss):
+        picture.dot(round(x, 1), round(y, 1), COLOURS["B"])
+    unigram = y_of_loss(rows[0]["unigram_loss"])
+    picture.line(left, round(unigram, 1), right, round(unigram, 1), INK)
+    picture.text(right, unigram - 6, "by how often each token occurs", 12, anchor="end")
+    picture.text(right, top + 14, "octavo.torch.attention", 12, COLOURS["A"], "end", 600)
+    picture.text(right - 170, top + 14, "eager attention", 12, COLOURS["B"], "end", 600)
+
+    top, bottom = 360, 510
+    smallest, largest = -7, 0  # decimal logarithms
+
+    def y_of_difference(difference: float) -> float:
+        power = math.log10(max(difference, 10**smallest))
+        return bottom - (bottom - top) * (power - smallest) / (largest - smallest)
+
+    picture.text(20, 340, "How much two runs differ in the loss of a step", 14, anchor="start", weight=600)
+    for power in range(smallest, largest + 1):
+        y = y_of_difference(10**power)
+        picture.line(left, round(y, 1), right, round(y, 1), EMPTY)
+        picture.text(left - 8, y + 4, f"{10.0**power:.{-power}f}", 11, anchor="end")
+    for (one, other), words, colour in (
+        ((("octavo", 0), ("octavo", 1)), "another seed", COLOURS["C"]),
+        ((("octavo", 0), ("eager", 0)), "another attention, the same seed", SHARED),
+    ):
+        pairs = zip(losses[one], losses[other], strict=True)
+        line = points([abs(a - b) for a, b in pairs], y_of_difference)
+        picture.curve(line, colour)
+        picture.text(line[-1][0], round(min(y for _, y in line[-20:]) - 8, 1), words, 12, colour, "end")
+    for step in range(0, steps + 1, steps // 5):
+        picture.text(x_of(step), bottom + 20, str(step), 11)
+    picture.text((left + right) / 2, bottom + 38, "Steps")
+    return picture
+
+
 PICTURES = {
     "page_table": page_table,
     "memory": memory,
@@ -326,5 +399,8 @@ PICTURES = {
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    for name, draw in PICTURES.items():
+    pictures = PICTURES | {
+        path.stem.replace("-", "_"): functools.partial(training, path) for path in TRAINING
+    }
+    for name, draw in pictures.items():
         draw().save(folder / f"{name}.svg")
