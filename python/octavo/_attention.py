@@ -85,7 +85,7 @@ def attention(
             multiplied by ``1 / (1 - dropout_p)`` otherwise; the log-sum-exp is that without dropout.
             Default: 0.0, no dropout.
         dropout_seed: from 0 to 2**63 - 1; with dropout_offset it says which weights are dropped: the same
-            ones on every device, whether the arrays are dense or packed (Philox 4x32-10, Salmon et al. 2011).
+            ones on every device, whether the arrays are dense or packed (Philox 4x32-7, Salmon et al. 2011).
             Default: none; needed if dropout_p > 0.
         dropout_offset: from 0 to 2**63 - 1. Head h of sequence b takes the mask number
             ``dropout_offset + b * num_q_heads + h`` of the seed's: the next call is to start

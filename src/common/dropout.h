@@ -8,25 +8,36 @@
 
 namespace octavo {
 
-// 128 random bits for each counter: Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as
-// 1, 2, 3").
+// 128 random bits for each counter: Philox 4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as
+// 1, 2, 3"), the fewest rounds that pass all tests of the paper; ten take 1.4 times as long.
 struct Philox {
     uint32_t words[4];
 
     OCTAVO_HD static Philox make(uint32_t c0, uint32_t c1, uint64_t c23, uint64_t key) {
         constexpr uint32_t kMultiplier0 = 0xd2511f53, kMultiplier1 = 0xcd9e8d57;
         constexpr uint32_t kWeyl0 = 0x9e3779b9, kWeyl1 = 0xbb67ae85;
-        constexpr int kRounds = 10;
+        constexpr int kRounds = 7;
         uint32_t c2 = static_cast<uint32_t>(c23), c3 = static_cast<uint32_t>(c23 >> 32);
         uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
         for (int round = 0; round < kRounds; ++round, key0 += kWeyl0, key1 += kWeyl1) {
-            const uint64_t product0 = uint64_t{kMultiplier0} * c0, product1 = uint64_t{kMultiplier1} * c2;
+            const uint64_t product0 = multiply(kMultiplier0, c0), product1 = multiply(kMultiplier1, c2);
             c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
             c1 = static_cast<uint32_t>(product1);
             c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
             c3 = static_cast<uint32_t>(product0);
         }
         return {{c0, c1, c2, c3}};
+    }
+
+  private:
+    OCTAVO_HD static uint64_t multiply(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+        uint64_t product;  // nvcc adds to the high half for operands of 64 bits, which these are not
+        asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+        return product;
+#else
+        return uint64_t{a} * b;
+#endif
     }
 };
 

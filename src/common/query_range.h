@@ -20,7 +20,21 @@ struct QueryRange {
         if (see.window_left >= 0) end = within(int64_t{k_end} + see.window_left - q_begin, seqlen_q);
     }
 
+    // Those of which each sees every one of these keys.
+    OCTAVO_HD static QueryRange that_see_all(const Visibility& see, int32_t seqlen_q, int32_t k_begin,
+                                             int32_t k_end) {
+        if (k_end > see.seqlen_k) return {0, 0};
+        if (k_end <= see.prefix_len) return {0, seqlen_q};
+        const int64_t q_begin = int64_t{see.seqlen_k} - seqlen_q;
+        QueryRange range{0, seqlen_q};
+        if (see.window_right >= 0) range.begin = within(k_end - 1 - see.window_right - q_begin, seqlen_q);
+        if (see.window_left >= 0)
+            range.end = within(int64_t{k_begin} + see.window_left + 1 - q_begin, seqlen_q);
+        return range;
+    }
+
   private:
+    OCTAVO_HD QueryRange(int32_t begin, int32_t end) : begin(begin), end(end) {}
     OCTAVO_HD static int32_t within(int64_t i, int32_t seqlen_q) {
         return i < 0 ? 0 : i > seqlen_q ? seqlen_q : static_cast<int32_t>(i);
     }

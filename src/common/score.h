@@ -33,6 +33,15 @@ struct ScoreTransform {
 #endif
     }
 
+    // The same for |x| <= kSmall, within 2^-18, without exponentials or divisions.
+    static constexpr float kSmall = 0.75f;
+    OCTAVO_HD static float tanh_of_small(float x) {
+        const float z = x * x;
+        float ratio = fmaf(z, -0.03377827f, 0.12577091f);
+        ratio = fmaf(z, ratio, -0.33222763f);
+        return x * fmaf(z, ratio, 0.9999556f);
+    }
+
     OCTAVO_HD float operator()(float qk) const { return has_softcap ? outer * tanh(qk * inner) : qk * inner; }
 };
 

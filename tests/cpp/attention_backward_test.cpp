@@ -216,14 +216,25 @@ TEST(Visibility, QueryRangeHasWhoSeesATile) {
                        below(2) ? -1 : below(50)};
         const int32_t k_begin = below(seqlen_k), k_end = k_begin + 1 + below(seqlen_k - k_begin);
         const QueryRange range(see, seqlen_q, k_begin, k_end);
+        const QueryRange all = QueryRange::that_see_all(see, seqlen_q, k_begin, k_end);
         int32_t first = seqlen_q, end = 0;
         for (int32_t i = 0; i < seqlen_q; ++i) {
+            bool sees_all = true;
             for (int32_t key = k_begin; key < k_end; ++key) {
-                if (!see.visible(seqlen_k - seqlen_q + i, key)) continue;
+                const bool sees = see.visible(seqlen_k - seqlen_q + i, key);
+                sees_all = sees_all && sees;
+                if (!sees) continue;
                 first = std::min(first, i);
                 end = i + 1;
             }
+            // A run that ends within the prefix and one behind it are told apart by no query.
+            if (k_begin >= see.prefix_len || k_end <= see.prefix_len)
+                ASSERT_EQ(i >= all.begin && i < all.end, sees_all) << i;
+            else if (i >= all.begin && i < all.end)
+                ASSERT_TRUE(sees_all) << i;
         }
+        const QueryRange behind = QueryRange::that_see_all(see, seqlen_q, k_begin, seqlen_k + 1);
+        ASSERT_GE(behind.begin, behind.end);
         if (first >= end) continue;  // no query sees any
         ASSERT_EQ(range.begin, first);
         ASSERT_EQ(range.end, end);

@@ -71,25 +71,46 @@ TEST(BackwardPlan, TheOthersSayWhy) {
     expect(plain, "a100", "sm_90a");
     expect(backward_of(dense(shape_of(136))), "h100", "no instance holds head_dim 136");
     AttentionBackwardArgs args = plain;
-    args.softcap = 30.0;
-    expect(args, "h100", "softcap");
-    args = plain;
     args.deterministic = true;
     expect(args, "h100", "no particular order");
     args = plain;
+    args.softcap = 30.0;
     args.dropout_p = 0.1;
     args.dropout_seed = 1;
-    expect(args, "h100", "dropout");
+    expect(args, "h100", "more than one of dropout, a softcap and ALiBi");
     args = plain;
     args.softmax_scale = -1.0;
     expect(args, "h100", "softmax_scale");
     args = plain;
     args.dv.data = static_cast<char*>(args.dv.data) + 2;
     expect(args, "h100", "the rows of dv");
+}
+
+TEST(BackwardPlan, HopperHasInstancesOfEachFeature) {
+    auto feature = [](const AttentionBackwardArgs& args) {
+        const Explanation text = explain(args, "h100");
+        EXPECT_EQ(kind_of(text), "sm90_backward") << text.to_string();
+        return field(text, "feature");
+    };
+    const AttentionBackwardArgs plain = backward_of(dense(shape_of(128)));
+    EXPECT_EQ(feature(plain), "none");
+    AttentionBackwardArgs args = plain;
+    args.softcap = 30.0;
+    EXPECT_EQ(feature(args), "softcap");
+    args = plain;
+    args.dropout_p = 0.1;
+    args.dropout_seed = 1;
+    EXPECT_EQ(feature(args), "dropout");
     Arrays arrays;
     args = plain;
     args.alibi_slopes = arrays.make(DType::float32, {32});
-    expect(args, "h100", "ALiBi");
+    EXPECT_EQ(feature(args), "alibi");
+    const std::string without = field(explain(args, "h100"), "workspace_bytes");
+    args.dalibi_slopes = arrays.make(DType::float32, {32});
+    const Explanation text = explain(args, "h100");
+    EXPECT_NE(text.summary.find("slope_gradients_kernel"), std::string::npos) << text.summary;
+    // A part for each of eight warps, tiles of keys, sequences and heads.
+    EXPECT_EQ(std::stoll(field(text, "workspace_bytes")), std::stoll(without) + 4 * 8 * 8 * 2 * 32);
 }
 
 TEST(BackwardPlan, TilesFitTheGpu) {

@@ -60,13 +60,9 @@ def torch() -> Any:
 
 
 @pytest.fixture
-def one_torch_thread(torch: Any) -> Generator[None, None, None]:
-    """For small tensors: where the cores are busy, several threads wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded_torch(torch: Any) -> None:
+    """The same random tensors whichever tests ran before."""
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -104,8 +100,7 @@ def pytest_runtest_makereport(
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Generator[None, None, None]:
     """For many small operators: threads of several libraries on few cores wait for each other."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -166,7 +166,9 @@ def test_which_kernel(torch: Any) -> None:
         == kernel_of(torch, 64, causal=True)
         == ("sm90_backward" if hopper else "sm80_backward")
     )
-    assert kernel_of(torch, 256) == kernel_of(torch, 128, softcap=2.0) == "sm80_backward"
+    assert kernel_of(torch, 256) == "sm80_backward"
+    for options in ({"softcap": 2.0}, {"dropout_p": 0.1, "dropout_seed": 1}):
+        assert kernel_of(torch, 128, **options) == ("sm90_backward" if hopper else "sm80_backward")
     assert kernel_of(torch, 128, deterministic=True) == "sm80_backward"
 
 

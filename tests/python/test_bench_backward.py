@@ -30,7 +30,7 @@ from _contestants import UnsupportedError  # noqa: E402
 SMALL = Case("small", (40, 40), (40, 40), num_q_heads=4, num_kv_heads=2, head_dim=32, page_size=0)
 EQUAL_HEADS = replace(SMALL, num_kv_heads=4)
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "seeded_torch")
 
 
 # The rows

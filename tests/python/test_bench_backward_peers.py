@@ -27,7 +27,7 @@ from _contestants import UnsupportedError  # noqa: E402
 SMALL = Case("small", (40, 40), (40, 40), num_q_heads=4, num_kv_heads=2, head_dim=32, page_size=0)
 EQUAL_HEADS = replace(SMALL, num_kv_heads=4)
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread", "cuda_of_the_cpu")
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "seeded_torch", "cuda_of_the_cpu")
 
 
 class Fa3Library:

@@ -1,6 +1,7 @@
 // The instances of one row of kSm80BackwardTiles, launched.
 #pragma once
 
+#include "cuda/attention_backward/slope_gradients.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/sm80_backward/key_gradients.cuh"
 #include "cuda/sm80_backward/plan.h"
@@ -45,11 +46,7 @@ void launch_sm80_backward(const AttentionBackwardParams& p, const Sm80BackwardPl
         launch_sm80_gradients<T, kRow, false>(p, plan, arguments, stream);
     }
     if (!p.dalibi_slopes) return;
-    constexpr int32_t kThreads = 128;
-    const int64_t num_slopes = int64_t{p.num_q_heads} * (p.dalibi_batch_stride != 0 ? p.batch : 1);
-    launch<slope_gradients_kernel<kSm80BackwardTiles[kRow].queries.rows()>>(
-        p.op, p.device.index, stream,
-        {dim3(static_cast<unsigned>(ceil_divide(num_slopes, kThreads))), kThreads}, p, arguments);
+    launch_slope_gradients<false, kSm80BackwardTiles[kRow].queries.rows(), 1>(p, arguments.slopes, stream);
 }
 
 }  // namespace octavo::cuda

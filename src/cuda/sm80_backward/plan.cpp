@@ -2,6 +2,7 @@
 
 #include "common/fail.h"
 #include "cuda/alignment.h"
+#include "cuda/attention_backward/slope_parts.h"
 
 #include <algorithm>
 #include <iterator>
@@ -75,8 +76,7 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     plan.dv_aligned = is_aligned(p.dv, p.dv_strides);
     const int64_t statistics = 2 * p.total_q * p.num_q_heads * int64_t{sizeof(float)};
     plan.statistics_bytes = ceil_divide(statistics, kAlignment) * kAlignment;
-    if (p.dalibi_slopes)
-        plan.slope_bytes = int64_t{p.num_q_heads} * p.batch * plan.query_tiles * int64_t{sizeof(float)};
+    plan.slope_bytes = SlopeParts::bytes(p, plan.query_tiles);
     return plan;
 }
 

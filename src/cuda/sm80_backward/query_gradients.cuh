@@ -139,14 +139,14 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         }
     }
 
-    if (plan.slope_parts) {
+    if (plan.slopes.parts) {
         slope_gradient = warp_sum(slope_gradient);
         if (threadIdx.x % 32 == 0) shared.slope_gradients[warp] = slope_gradient;
         __syncthreads();
         if (threadIdx.x == 0) {
             float sum = 0.0f;
             for (float part : shared.slope_gradients) sum += part;
-            plan.slope_parts[(int64_t{head} * p.batch + tile.batch) * plan.query_tiles + tile_index] = sum;
+            plan.slopes.of(p, head, tile.batch)[tile_index] = sum;
         }
     }
     const int32_t warp_queries = num_queries - warp_row;
@@ -159,24 +159,6 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     store_gradients<T, Config, Config::kHeadDim>(
         dq, p.softmax_scale, shared.q + warp_row * Config::kRowStride, target, p.dq_strides.token,
         plan.dq_aligned, warp_queries, p.head_dim);
-}
-
-// The gradient of each slope, from its parts in order. Of tiles that a sequence does not have there is none.
-// One thread a slope.
-template <int kRows>
-__global__ void slope_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
-                                       const __grid_constant__ Sm80BackwardLaunch plan) {
-    const bool per_batch = p.dalibi_batch_stride != 0;
-    const int32_t i = blockIdx.x * blockDim.x + threadIdx.x, head = i % p.num_q_heads;
-    if (i >= p.num_q_heads * (per_batch ? p.batch : 1)) return;
-    float sum = 0.0f;
-    const int32_t first = per_batch ? i / p.num_q_heads : 0, last = per_batch ? first + 1 : p.batch;
-    for (int32_t batch = first; batch < last; ++batch) {
-        const SequenceSlice seq = SequenceSlice::make(p, batch);
-        const float* const parts = plan.slope_parts + (int64_t{head} * p.batch + batch) * plan.query_tiles;
-        for (int32_t tile = 0; tile < (seq.seqlen_q + kRows - 1) / kRows; ++tile) sum += parts[tile];
-    }
-    p.dalibi_slopes[i] = sum;
 }
 
 }  // namespace octavo::cuda

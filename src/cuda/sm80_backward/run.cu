@@ -34,7 +34,8 @@ void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStr
     Sm80BackwardLaunch arguments{};
     arguments.statistics = reinterpret_cast<QueryStatistics*>(workspace.bytes());
     if (plan.slope_bytes > 0)
-        arguments.slope_parts = reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes);
+        arguments.slopes = {reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes),
+                            plan.query_tiles};
     arguments.query_tiles = plan.query_tiles;
     arguments.key_tiles = plan.key_tiles;
     arguments.q_aligned = plan.q_aligned;

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float4 x = sums[i * 128 + thread];
-        const float scale = p.softmax_scale;
+        const float scale = p.softmax_scale * p.out_scale;
         *reinterpret_cast<uint32_t*>(to + 8 * i) = pack<T>(x.x * scale, x.y * scale);
         *reinterpret_cast<uint32_t*>(to + 8 * kStride + 8 * i) = pack<T>(x.z * scale, x.w * scale);
     }

@@ -27,13 +27,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    const Sm90BackwardWork<Config> work(p, plan);
-    if (work.num_keys == 0) return;
+    // Each finds its work by itself: what all held would take registers from each.
     if (group == 0) {
         ptx::lower_registers<Config::kLoaderRegisters>();
+        const Sm90BackwardWork<Config> work(p, plan);
+        if (work.num_keys == 0) return;
         if (threadIdx.x == 0) run_backward_loader<Config>(p, plan, work, shared);
+    } else if (Config::kDropout && group > Config::kConsumers) {
+        ptx::lower_registers<Config::kDrawingRegisters>();
+        const Sm90BackwardWork<Config> work(p, plan);
+        if (work.num_keys > 0) draw_dropped<Config>(p, work, shared);
     } else {
         ptx::raise_registers<Config::kConsumerRegisters>();
+        const Sm90BackwardWork<Config> work(p, plan);
+        if (work.num_keys == 0) return;
         Sm90BackwardConsumer<T, Config>(p, plan, work, shared, group - 1).run();
     }
 }

@@ -1,6 +1,7 @@
 // The instances of one row of kSm90BackwardTiles, launched.
 #pragma once
 
+#include "cuda/attention_backward/slope_gradients.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/sm90_backward/convert.cuh"
 #include "cuda/sm90_backward/kernel.cuh"
@@ -9,10 +10,10 @@
 
 namespace octavo::cuda {
 
-template <class T, int kRow>
+template <class T, int kRow, Sm90BackwardFeature kFeature>
 void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan,
                           const Sm90BackwardLaunch& arguments, cudaStream_t stream) {
-    using Config = Sm90BackwardConfig<kRow>;
+    using Config = Sm90BackwardConfig<kRow, kFeature>;
     constexpr size_t kSharedBytes = sizeof(Sm90BackwardShared<Config>);
     static_assert(kSharedBytes <= 227 * 1024);
     const int32_t device = p.device.index;
@@ -24,6 +25,8 @@ void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPl
     const LaunchShape tiles{dim3(static_cast<unsigned>(plan.num_rows / Config::kQueries), p.num_q_heads),
                             128 * Config::kConsumers, true};
     launch<convert_dq_kernel<T, Config>>(p.op, device, stream, tiles, p, arguments);
+    if (Config::kAlibi && p.dalibi_slopes)
+        launch_slope_gradients<true, Config::kKeys, Config::kConsumerWarps>(p, arguments.slopes, stream);
 }
 
 }  // namespace octavo::cuda

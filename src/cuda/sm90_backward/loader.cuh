@@ -14,6 +14,9 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
                                                     Sm90BackwardShared<Config>& shared) {
     const int32_t q_outer = p.cu_seqlens_q ? 0 : work.batch, k_outer = p.cu_seqlens_k ? 0 : work.batch;
     const int32_t seqlen_q = work.seq.seqlen_q, seqlen_k = work.seq.see.seqlen_k;
+    shared.see = work.seq.see;
+    shared.first_q_pos = work.seq.q_pos(0);
+    shared.first_key = work.first_key;
     ptx::mbarrier_arrive_expect(&shared.keys_full, 2 * Config::kKeyTileBytes);
 #pragma unroll
     for (int block = 0; block < Config::kColumnBlocks; ++block) {
@@ -24,24 +27,28 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
                       work.kv_head, place, shift, k_outer);
     }
     Sm90BackwardStep<Config> step(work);
-    constexpr uint32_t kTermBytes = Config::kQueries * sizeof(BfloatTerms);
-    for (int32_t i = 0; i < work.num_steps; ++i, step.advance(work)) {
+#pragma unroll 1
+    for (; step.index < work.num_steps; step.advance(work)) {
         const int32_t first = step.tile * Config::kQueries;
         const int32_t place = plan.q_edge - seqlen_q + first, shift = work.q_begin + seqlen_q;
-        const int64_t row = step.head * plan.num_rows + work.workspace_row + first;
-        ptx::mbarrier_wait(&shared.q_empty[step.stage], step.parity ^ 1);
-        auto load = [&](unsigned char* tile, const CUtensorMap& map, BfloatTerms* terms,
-                        const BfloatTerms* from, uint64_t* full) {
-            ptx::mbarrier_arrive_expect(full, Config::kQueryTileBytes + kTermBytes);
-            ptx::bulk_load(terms, from + row, kTermBytes, full);
+        const int64_t row = step.head * plan.num_rows + work.workspace_tile * Config::kQueries + first;
+        ptx::mbarrier_wait(&shared.q_empty[step.stage()], step.parity() ^ 1);
+        auto load = [&](unsigned char* tile, const CUtensorMap& map, auto& statistics, const void* from,
+                        uint64_t* full) {
+            constexpr uint32_t kBytes = sizeof(statistics);
+            ptx::mbarrier_arrive_expect(full, Config::kQueryTileBytes + kBytes);
+            ptx::bulk_load(statistics, static_cast<const char*>(from) + row * (kBytes / Config::kQueries),
+                           kBytes, full);
 #pragma unroll
-            for (int block = 0; block < Config::kColumnBlocks; ++block)
+            for (int block = 0; block < Config::kColumnBlocks; ++block) {
                 ptx::tma_load(tile + block * Config::kQueryBlockBytes, &map, full, 64 * block, step.head,
                               place, shift, q_outer);
+            }
         };
-        load(shared.q[step.stage], plan.q, shared.lse[step.stage], plan.lse, &shared.q_full[step.stage]);
-        load(shared.dout[step.stage], plan.dout, shared.delta[step.stage], plan.delta,
-             &shared.dout_full[step.stage]);
+        load(shared.q[step.stage()], plan.q, shared.lse[step.stage()], plan.lse,
+             &shared.q_full[step.stage()]);
+        load(shared.dout[step.stage()], plan.dout, shared.delta[step.stage()], plan.delta,
+             &shared.dout_full[step.stage()]);
     }
 }
 

@@ -1,6 +1,7 @@
 // What a launch of sm90_backward hands to its kernels.
 #pragma once
 
+#include "cuda/attention_backward/slope_parts.h"
 #include "params/attention_backward_params.h"
 
 #include <cuda.h>
@@ -8,12 +9,6 @@
 #include <cstdint>
 
 namespace octavo::cuda {
-
-// A number as a sum of three of bfloat16, exact to 24 bits, and zeros: a row of an operand of wgmma, whose
-// product with ones adds the number to a column of scores.
-struct alignas(16) BfloatTerms {
-    uint16_t terms[8];
-};
 
 // Every array is a tensor of five axes with an edge, as Sm90Launch describes it.
 struct Sm90BackwardLaunch {
@@ -23,10 +18,14 @@ struct Sm90BackwardLaunch {
     // Rows of queries in workspace: whole tiles for each sequence.
     int32_t sequence_rows;  // dense: of each sequence
     int64_t num_rows;       // of each head
-    BfloatTerms* lse;    // [num_q_heads, num_rows]: -lse / softmax_scale; of no query, far below all scores
-    BfloatTerms* delta;  // likewise, -delta: see QueryStatistics
-    float* dq;           // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
+    int32_t num_tiles;      // likewise
+    float scale_log2;       // softmax_scale in units of log2(e)
+    // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh).
+    void* lse;
+    void* delta;
+    float* dq;  // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
     bool dq_aligned;
+    SlopeParts slopes;  // of each tile of keys, one a warp of consumers
 };
 
 // Of the first query of a sequence in workspace. Packed sequences need no scan: there is a tile to spare for

@@ -1,6 +1,7 @@
 #include "cuda/sm90_backward/plan.h"
 
 #include "cuda/alignment.h"
+#include "cuda/attention_backward/slope_parts.h"
 #include "cuda/sm90_attention/operands.h"
 
 #include <algorithm>
@@ -12,8 +13,20 @@ namespace {
 
 constexpr int64_t kMaxIndex = int64_t{1} << 30;
 
-std::string name_of(DType dtype, const Sm90BackwardTiles& tiles) {
-    return text_of("sm90_backward<", to_string(dtype), ", head_dim ", tiles.head_dim, ">");
+const char* to_string(Sm90BackwardFeature feature) {
+    switch (feature) {
+        case Sm90BackwardFeature::none: return "none";
+        case Sm90BackwardFeature::alibi: return "alibi";
+        case Sm90BackwardFeature::softcap: return "softcap";
+        case Sm90BackwardFeature::dropout: return "dropout";
+    }
+    return "";
+}
+
+std::string name_of(DType dtype, const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
+    const bool plain = feature == Sm90BackwardFeature::none;
+    return text_of("sm90_backward<", to_string(dtype), ", head_dim ", tiles.head_dim, plain ? "" : ", ",
+                   plain ? "" : to_string(feature), ">");
 }
 
 int32_t find_tiles(int32_t head_dim) {
@@ -45,19 +58,23 @@ AttentionParams with_gradients(const AttentionBackwardParams& p) {
 std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& p, const Gpu& gpu,
                                                    std::string* why_not) {
     if (!gpu.has_sm90_kernels) return refuse(why_not, "the GPU or the build has no sm_90a kernels");
-    if (p.dropout.any()) return refuse(why_not, "no instance has dropout");
-    if (p.softcap > 0.0f) return refuse(why_not, "no instance has a softcap");
-    if (p.alibi_slopes) return refuse(why_not, "no instance has ALiBi");
-    if (p.deterministic) return refuse(why_not, "dQ is summed in no particular order");
+    const bool dropout = p.dropout.any(), softcap = p.softcap > 0.0f, alibi = p.alibi_slopes != nullptr;
+    if (dropout + softcap + alibi > 1)
+        return refuse(why_not, "no instance has more than one of dropout, a softcap and ALiBi");
     if (!(p.softmax_scale > 1e-6f))
         return refuse(why_not, "it divides by softmax_scale, which is ", p.softmax_scale);
     if (p.total_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0 || p.batch == 0)
         return refuse(why_not, "there are no queries, or no keys");
     Sm90BackwardPlan plan{};
     plan.dtype = p.dtype;
+    plan.feature = dropout   ? Sm90BackwardFeature::dropout
+                   : softcap ? Sm90BackwardFeature::softcap
+                   : alibi   ? Sm90BackwardFeature::alibi
+                             : Sm90BackwardFeature::none;
     plan.row = find_tiles(p.head_dim);
     if (plan.row < 0) return refuse(why_not, "no instance holds head_dim ", p.head_dim);
     const Sm90BackwardTiles& tiles = plan.tiles();
+    if (p.deterministic) return refuse(why_not, "dQ is summed in no particular order");
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.keys()));
@@ -86,23 +103,30 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     if (!aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype))
         return refuse(why_not, "rows of out do not start on 16 bytes");
     plan.dq_aligned = aligned(p.dq, 16, {p.dq_strides.batch, p.dq_strides.token, p.dq_strides.head}, p.dtype);
+    plan.slope_bytes = SlopeParts::bytes(p, plan.slope_parts());
     return plan;
 }
 
 Explanation describe(const Sm90BackwardPlan& plan) {
     const Sm90BackwardTiles& tiles = plan.tiles();
     Explanation text;
-    text.kernel = name_of(plan.dtype, tiles);
+    text.kernel = name_of(plan.dtype, tiles, plan.feature);
     text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.keys(), " keys x ",
                            counted(plan.num_kv_heads, "KV head"), ", between prepare_backward_kernel and ",
-                           "convert_dq_kernel");
+                           "convert_dq_kernel", plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "");
     text.file = "src/cuda/sm90_backward/kernel.cuh";
     text.plan = {
-        {"dtype", to_string(plan.dtype)},      {"head_dim", tiles.head_dim},
-        {"num_kv_heads", plan.num_kv_heads},   {"num_q_heads", plan.num_q_heads},
-        {"key_tiles", plan.key_tiles},         {"num_key_tiles", plan.num_key_tiles},
-        {"sequence_rows", plan.sequence_rows}, {"num_rows", plan.num_rows},
-        {"dq_aligned", plan.dq_aligned},       {"workspace_bytes", plan.workspace_bytes()},
+        {"dtype", to_string(plan.dtype)},
+        {"head_dim", tiles.head_dim},
+        {"feature", to_string(plan.feature)},
+        {"num_kv_heads", plan.num_kv_heads},
+        {"num_q_heads", plan.num_q_heads},
+        {"key_tiles", plan.key_tiles},
+        {"num_key_tiles", plan.num_key_tiles},
+        {"sequence_rows", plan.sequence_rows},
+        {"num_rows", plan.num_rows},
+        {"dq_aligned", plan.dq_aligned},
+        {"workspace_bytes", plan.workspace_bytes()},
     };
     return text;
 }
@@ -110,7 +134,11 @@ Explanation describe(const Sm90BackwardPlan& plan) {
 std::vector<std::string> sm90_backward_instances() {
     std::vector<std::string> names;
     for (DType dtype : kAttentionTypes) {
-        for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) names.push_back(name_of(dtype, tiles));
+        for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) {
+            for (Sm90BackwardFeature feature : kSm90BackwardFeatures) {
+                names.push_back(name_of(dtype, tiles, feature));
+            }
+        }
     }
     return names;
 }

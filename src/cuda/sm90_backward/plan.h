@@ -14,18 +14,22 @@ namespace octavo::cuda {
 
 struct Sm90BackwardPlan {
     DType dtype;
-    int32_t row;  // of kSm90BackwardTiles: with dtype, the instance
+    int32_t row;  // of kSm90BackwardTiles: with dtype and feature, the instance
+    Sm90BackwardFeature feature;
     int32_t num_kv_heads, num_q_heads;
     int32_t key_tiles;      // of the longest sequence
     int32_t num_key_tiles;  // over the batch; a bound where it is packed
     int32_t sequence_rows;  // dense: the rows of workspace of each sequence
     int64_t num_rows;       // of workspace, for each head
     bool dq_aligned;
+    int64_t slope_bytes;
 
     const Sm90BackwardTiles& tiles() const { return kSm90BackwardTiles[row]; }
     int64_t term_bytes() const { return num_q_heads * num_rows * 16; }  // of the LSE, and as many of delta
     int64_t dq_bytes() const { return num_q_heads * num_rows * tiles().head_dim * int64_t{sizeof(float)}; }
-    int64_t workspace_bytes() const { return 2 * term_bytes() + dq_bytes(); }
+    // Of the gradients of slopes, for each sequence and head.
+    int32_t slope_parts() const { return key_tiles * tiles().consumer_warps(); }
+    int64_t workspace_bytes() const { return 2 * term_bytes() + dq_bytes() + slope_bytes; }
 };
 
 // Nothing where it does not serve: why_not, unless null, then gets the reason.

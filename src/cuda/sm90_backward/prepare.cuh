@@ -3,19 +3,23 @@
 // grid: kPreparedRows (query head, row of workspace) a warp.
 #pragma once
 
+#include "common/score.h"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/rows.cuh"
 #include "cuda/sm90_backward/parameters.h"
+#include "cuda/sm90_backward/tiles.h"
 #include "cuda/types.h"
 
 #include <cmath>
 
 namespace octavo::cuda {
 
-__device__ __forceinline__ BfloatTerms split_in_terms(float x) {
+// `factor`: see BfloatTerms.
+__device__ __forceinline__ BfloatTerms split_in_terms(float x, float factor = 0.0f) {
     BfloatTerms row{};
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < 6; ++i) {
+        if (i == 3) x = factor;
         const bfloat16 term = from_float<bfloat16>(x);
         row.terms[i] = static_cast<__nv_bfloat16_raw>(term).x;
         x -= to_float(term);
@@ -47,6 +51,8 @@ __device__ __forceinline__ WorkspaceRow find_workspace_row(const AttentionBackwa
 template <class Config>
 constexpr int kPreparedRows = 32 / (Config::kHeadDim / 8);
 
+constexpr float kNoWeight = -1e30f;
+
 template <class T, class Config>
 __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwardParams p,
                                         const __grid_constant__ Sm90BackwardLaunch plan) {
@@ -65,8 +71,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
         dq[lane] = dq[kLanes + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         at = find_workspace_row<Config::kQueries>(p, plan, static_cast<int32_t>(row));
     }
-    constexpr float kNoWeight = -1e30f;  // whatever the scores
-    float minus_lse = kNoWeight, delta = 0.0f;
+    float lse = -INFINITY, delta = 0.0f;  // of a row of no query
     if (at.batch >= 0) {
         auto offset = [&](int64_t batch_stride, int64_t token_stride, int64_t head_stride) {
             const int64_t begin =
@@ -89,16 +94,37 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
             add(a.z, b.z);
             add(a.w, b.w);
         }
-        const float lse = p.lse[offset(p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride)];
-        if (lse != -INFINITY) minus_lse = -lse / p.softmax_scale;
+        lse = p.lse[offset(p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride)];
         if (p.dlse && lane == 0)
             delta -= p.dlse[offset(p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head)];
     }
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    if (exists && lane == 0) {
-        plan.lse[head * plan.num_rows + row] = split_in_terms(minus_lse);
-        plan.delta[head * plan.num_rows + row] = split_in_terms(-delta);
+    if (!exists || lane != 0) return;
+    const int64_t place = head * plan.num_rows + row;
+    [[maybe_unused]] const int64_t number_place =
+        place - row % Config::kQueries + statistic_place<Config::kQueries>(row % Config::kQueries);
+    // A query that sees nothing has no weight, whatever its scores.
+    const bool sees_nothing = lse == -INFINITY;
+    auto* const lse_to = static_cast<typename Config::Lse*>(plan.lse);
+    if constexpr (Config::kSoftcap) {
+        lse_to[number_place] = sees_nothing ? INFINITY : lse * kLog2e;
+    } else if constexpr (Config::kAlibi) {
+        // The distance from the tile's first query; the factor is that of the keys' distances from the CTA's
+        // first. What is between both is a number for each step.
+        const float slope =
+            at.batch >= 0 ? p.alibi_slopes[at.batch * p.alibi_batch_stride + head] / p.softmax_scale : 0.0f;
+        const float bias = -slope * static_cast<float>(row % Config::kQueries);
+        lse_to[place] =
+            sees_nothing ? split_in_terms(kNoWeight) : split_in_terms(bias - lse / p.softmax_scale, slope);
+    } else {
+        lse_to[place] = split_in_terms(sees_nothing ? kNoWeight : -lse / p.softmax_scale);
+    }
+    auto* const delta_to = static_cast<typename Config::Delta*>(plan.delta);
+    if constexpr (Config::kDropout) {
+        delta_to[number_place] = delta / p.out_scale;  // gradients are scaled at the end
+    } else {
+        delta_to[place] = split_in_terms(-delta);
     }
 }
 

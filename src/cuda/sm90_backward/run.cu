@@ -1,3 +1,4 @@
+#include "common/score.h"
 #include "cuda/attention_backward/run.h"
 #include "cuda/sm90_attention/operand_map.h"
 #include "cuda/sm90_backward/parameters.h"
@@ -10,8 +11,8 @@
 
 namespace octavo::cuda {
 
-// One for each row of kSm90BackwardTiles and each type, compiled from instance.cu.in.
-template <class T, int kRow>
+// One for each row of kSm90BackwardTiles, feature and type, compiled from instance.cu.in.
+template <class T, int kRow, Sm90BackwardFeature kFeature>
 void launch_sm90_backward(const AttentionBackwardParams&, const Sm90BackwardPlan&, const Sm90BackwardLaunch&,
                           cudaStream_t);
 
@@ -20,11 +21,15 @@ namespace {
 using Launch = void (*)(const AttentionBackwardParams&, const Sm90BackwardPlan&, const Sm90BackwardLaunch&,
                         cudaStream_t);
 
-template <class T, size_t... kRows>
-constexpr std::array<Launch, sizeof...(kRows)> launches(std::index_sequence<kRows...>) {
-    return {launch_sm90_backward<T, static_cast<int>(kRows)>...};
+// Those of a row follow one another.
+template <class T, size_t... kIndices>
+constexpr std::array<Launch, sizeof...(kIndices)> launches(std::index_sequence<kIndices...>) {
+    constexpr size_t kFeatures = std::size(kSm90BackwardFeatures);
+    return {launch_sm90_backward<T, static_cast<int>(kIndices / kFeatures),
+                                 kSm90BackwardFeatures[kIndices % kFeatures]>...};
 }
-using Rows = std::make_index_sequence<OCTAVO_HAS_SM90_KERNELS ? std::size(kSm90BackwardTiles) : 0>;
+using Indices = std::make_index_sequence<
+    OCTAVO_HAS_SM90_KERNELS ? std::size(kSm90BackwardTiles) * std::size(kSm90BackwardFeatures) : 0>;
 
 }  // namespace
 
@@ -44,13 +49,21 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.key_tiles = plan.key_tiles;
     arguments.sequence_rows = plan.sequence_rows;
     arguments.num_rows = plan.num_rows;
-    arguments.lse = reinterpret_cast<BfloatTerms*>(workspace.bytes());
-    arguments.delta = reinterpret_cast<BfloatTerms*>(workspace.bytes() + plan.term_bytes());
+    arguments.num_tiles = static_cast<int32_t>(plan.num_rows / tiles.queries);
+    arguments.scale_log2 = p.softmax_scale * kLog2e;
+    arguments.lse = workspace.bytes();
+    arguments.delta = workspace.bytes() + plan.term_bytes();
     arguments.dq = reinterpret_cast<float*>(workspace.bytes() + 2 * plan.term_bytes());
     arguments.dq_aligned = plan.dq_aligned;
-    static constexpr auto kFloat16 = launches<float16>(Rows{});
-    static constexpr auto kBfloat16 = launches<bfloat16>(Rows{});
-    (plan.dtype == DType::float16 ? kFloat16 : kBfloat16).at(plan.row)(p, plan, arguments, stream);
+    if (plan.slope_bytes > 0) {
+        arguments.slopes = {
+            reinterpret_cast<float*>(workspace.bytes() + 2 * plan.term_bytes() + plan.dq_bytes()),
+            plan.slope_parts()};
+    }
+    static constexpr auto kFloat16 = launches<float16>(Indices{});
+    static constexpr auto kBfloat16 = launches<bfloat16>(Indices{});
+    const size_t index = plan.row * std::size(kSm90BackwardFeatures) + static_cast<size_t>(plan.feature);
+    (plan.dtype == DType::float16 ? kFloat16 : kBfloat16).at(index)(p, plan, arguments, stream);
 }
 
 }  // namespace octavo::cuda

@@ -15,29 +15,37 @@ template <class Config>
 struct Sm90BackwardShared {
     // First, since compute-sanitizer takes a product with terms, whose second eight columns are the first
     // ones again, to read twice the bytes.
-    alignas(1024) BfloatTerms lse[Config::kStages][Config::kQueries];
-    alignas(1024) BfloatTerms delta[Config::kStages][Config::kQueries];
+    alignas(1024) typename Config::Lse lse[Config::kStages][Config::kQueries];
+    alignas(1024) typename Config::Delta delta[Config::kStages][Config::kQueries];
     alignas(1024) unsigned char k[Config::kKeyTileBytes];  // at the end dK
     alignas(1024) unsigned char v[Config::kKeyTileBytes];  // at the end dV
     alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char ds[Config::kDsSlots][Config::kDsTileBytes];
+    // Which weights dropout leaves out: of each key a bit for each query.
+    alignas(
+        16) uint32_t dropped[Config::kDropout ? Config::kStages : 1][Config::kKeys][Config::kQueries / 32];
+    // Of the sequence, from the loader, before the keys are there; for consumers, who have no registers for
+    // it.
+    Visibility see;
+    int32_t first_q_pos, first_key;
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
-    // one does. q_empty is that of dout too.
+    // one does. q_empty is that of dout and dropped too.
     uint64_t keys_full, q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
+    uint64_t dropped_full[Config::kStages];
     uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
 
     __device__ void init() {
-        constexpr int kConsumerWarps = 4 * Config::kConsumers;
         ptx::mbarrier_init(&keys_full, 1);
         for (int i = 0; i < Config::kStages; ++i) {
             ptx::mbarrier_init(&q_full[i], 1);
             ptx::mbarrier_init(&dout_full[i], 1);
-            ptx::mbarrier_init(&q_empty[i], kConsumerWarps);
+            ptx::mbarrier_init(&q_empty[i], Config::kConsumerWarps);
+            ptx::mbarrier_init(&dropped_full[i], Config::kDrawingWarps);
         }
         for (int i = 0; i < Config::kDsSlots; ++i) {
-            ptx::mbarrier_init(&ds_full[i], kConsumerWarps);
-            ptx::mbarrier_init(&ds_empty[i], kConsumerWarps);
+            ptx::mbarrier_init(&ds_full[i], Config::kConsumerWarps);
+            ptx::mbarrier_init(&ds_empty[i], Config::kConsumerWarps);
         }
         ptx::mbarrier_init_fence();
     }
@@ -53,7 +61,8 @@ struct Sm90BackwardWork {
     int32_t first_key, num_keys;
     int32_t q_begin, k_begin;  // packed: the sequence's first token; dense: 0
     int32_t first_tile, num_tiles, num_steps;
-    int32_t workspace_row;  // of the sequence's first query
+    int32_t whole_begin, whole_end;  // the tiles all of whose queries see all keys of the CTA
+    int32_t workspace_tile;          // of the sequence's first query
 
     // num_keys is 0 past the last tile.
     __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan) {
@@ -74,7 +83,13 @@ struct Sm90BackwardWork {
         first_tile = queries.begin / Config::kQueries;
         num_tiles = (queries.end + Config::kQueries - 1) / Config::kQueries - first_tile;
         num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
-        workspace_row = first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch);
+        const QueryRange whole =
+            QueryRange::that_see_all(seq.see, seq.seqlen_q, first_key, first_key + Config::kKeys);
+        whole_begin = (whole.begin + Config::kQueries - 1) / Config::kQueries;
+        // What lies behind the last query has no weight.
+        whole_end = (whole.end + (whole.end == seq.seqlen_q ? Config::kQueries - 1 : 0)) / Config::kQueries;
+        workspace_tile =
+            first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch) / Config::kQueries;
     }
 };
 
@@ -82,9 +97,7 @@ struct Sm90BackwardWork {
 template <class Config>
 class Sm90BackwardStep {
   public:
-    int32_t head, tile;
-    int stage = 0;
-    uint32_t parity = 0;
+    int32_t index = 0, head, tile;
 
     __device__ explicit Sm90BackwardStep(const Sm90BackwardWork<Config>& work)
         : head(work.kv_head * work.group_size), tile(work.first_tile) {}
@@ -94,11 +107,11 @@ class Sm90BackwardStep {
             tile = work.first_tile;
             ++head;
         }
-        if (++stage == Config::kStages) {
-            stage = 0;
-            parity ^= 1;
-        }
+        ++index;
     }
+    // The slot of its tiles, and the parity of the phase that fills it.
+    __device__ uint32_t stage() const { return static_cast<uint32_t>(index) % Config::kStages; }
+    __device__ uint32_t parity() const { return static_cast<uint32_t>(index) / Config::kStages % 2; }
 };
 
 }  // namespace octavo::cuda

@@ -1,9 +1,18 @@
 // The tiles of sm90_backward.
 #pragma once
 
+#include "common/macros.h"
+
 #include <cstdint>
+#include <type_traits>
 
 namespace octavo::cuda {
+
+// A number as a sum of three of bfloat16, exact to 24 bits: a row of an operand of wgmma, whose product with
+// ones adds the number to a column of scores. Three more may be those of a factor, and zeros follow.
+struct alignas(16) BfloatTerms {
+    uint16_t terms[8];
+};
 
 // One row of the table: what a CTA is made of, beside a warpgroup that loads.
 struct Sm90BackwardTiles {
@@ -15,6 +24,7 @@ struct Sm90BackwardTiles {
     bool turns;  // one warpgroup at a time issues scores and products, so that the others' exponentials run
 
     constexpr int keys() const { return 64 * warpgroups; }
+    constexpr int consumer_warps() const { return 4 * warpgroups; }
 };
 
 constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
@@ -22,17 +32,44 @@ constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
     {128, 2, 64, 3, true, false},  //
 };
 
-template <int kRow>
+// What an instance computes beside plain attention; of more than one there is none.
+enum class Sm90BackwardFeature : uint8_t { none, alibi, softcap, dropout };
+constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
+    // the order of the enumeration
+    Sm90BackwardFeature::none, Sm90BackwardFeature::alibi, Sm90BackwardFeature::softcap,
+    Sm90BackwardFeature::dropout};
+
+// Where a number of each query lies in a tile of them: those of a lane's columns, 8 i + 2 (lane % 4) and the
+// next, one after the other in pieces of four, and the same pieces of four lanes in different banks.
+template <int kQueries>
+OCTAVO_HD constexpr int statistic_place(int query) {
+    const int pair = query % 8 / 2, piece = (query / 16) ^ pair;
+    return pair * (kQueries / 4) + piece * 4 + query / 8 % 2 * 2 + query % 2;
+}
+
+template <int kRow, Sm90BackwardFeature kFeature = Sm90BackwardFeature::none>
 struct Sm90BackwardConfig {
     static constexpr Sm90BackwardTiles kTiles = kSm90BackwardTiles[kRow];
     static constexpr int kHeadDim = kTiles.head_dim;
     static constexpr int kConsumers = kTiles.warpgroups;
-    static constexpr int kThreads = 128 * (1 + kConsumers);
+    static constexpr int kConsumerWarps = kTiles.consumer_warps();
     static constexpr int kKeys = kTiles.keys();
     static constexpr int kQueries = kTiles.queries;
     static constexpr int kStages = 2;  // tiles of Q and of dO
     static constexpr int kDsSlots = kTiles.ds_slots;
     static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns;
+    static constexpr bool kAlibi = kFeature == Sm90BackwardFeature::alibi;
+    static constexpr bool kSoftcap = kFeature == Sm90BackwardFeature::softcap;
+    static constexpr bool kDropout = kFeature == Sm90BackwardFeature::dropout;
+    static constexpr bool kPacked =
+        kSoftcap || kDropout;  // weights are in 16 bits before the gradients are known
+    // Warpgroups: the loader's, the consumers, and with dropout one that draws.
+    static constexpr int kThreads = 128 * (1 + kConsumers + kDropout);
+    static constexpr int kDrawingWarps = 4;
+    // Statistics of a query: terms of a product, or where scores change on their way from that product, or
+    // gradients, numbers.
+    using Lse = std::conditional_t<kSoftcap, float, BfloatTerms>;
+    using Delta = std::conditional_t<kDropout, float, BfloatTerms>;
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kRowBytes = 128;
     static constexpr int kColumnBlocks = kHeadDim / 64;
@@ -41,8 +78,9 @@ struct Sm90BackwardConfig {
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
     static constexpr int kQueryTileBytes = kColumnBlocks * kQueryBlockBytes;
     static constexpr int kDsTileBytes = kQueries / 64 * kKeyBlockBytes;  // [keys][queries]
-    // What setmaxnreg leaves the loader and gives the consumers.
-    static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
+    // What setmaxnreg leaves the other warpgroups, and gives the consumers.
+    static constexpr int kLoaderRegisters = 24, kDrawingRegisters = 40;
+    static constexpr int kConsumerRegisters = kDropout ? 224 : 240;
     // A warpgroup's part of a tile of dQ: 64 x 64.
     static_assert(kQueries * kHeadDim == 64 * 64 * kConsumers);
 };

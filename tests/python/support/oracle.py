@@ -77,9 +77,9 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def philox(counter: Sequence[NDArray[Any] | int], key: Sequence[int]) -> list[NDArray[np.uint64]]:
-    """Philox 4x32-10 (Salmon et al. 2011): four counter words and two key words to four random words."""
+    """Philox 4x32-7 (Salmon et al. 2011): four counter words and two key words to four random words."""
     words = [np.asarray(word, np.uint64) for word in counter]
-    for i in range(10):
+    for i in range(7):
         keys = [np.uint64((key[n] + i * _PHILOX_WEYL[n]) % 2**32) for n in range(2)]
         a, b = np.uint64(_PHILOX_MULTIPLIERS[0]) * words[0], np.uint64(_PHILOX_MULTIPLIERS[1]) * words[2]
         shift = np.uint64(32)

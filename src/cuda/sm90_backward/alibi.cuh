@@ -1,0 +1,86 @@
+// ALiBi, which is added to scores by the product with the statistics of queries: distances within a tile are
+// part of it, and the one between the tile's first query and the CTA's first key is a number for each step.
+#pragma once
+
+#include "common/score.h"
+#include "cuda/sm90_backward/shared.cuh"
+#include "cuda/warp.cuh"
+
+namespace octavo::cuda {
+
+// The distance of a lane's two keys from the CTA's first, into columns 3 to 5 of the operand whose other
+// columns are ones: those of the slope (BfloatTerms).
+__device__ __forceinline__ void add_distances(uint32_t (&operand)[4], int row) {
+    const int pair = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint32_t distance =
+            __float_as_uint(static_cast<float>(row + 8 * half)) >> 16;  // exact in bfloat16
+        operand[half] |= pair == 1 ? distance << 16 : pair == 2 ? distance << 16 | distance : 0;
+    }
+}
+
+// In units of log2(e).
+template <class Config>
+__device__ __forceinline__ float bias_between(const AttentionBackwardParams& p,
+                                              const Sm90BackwardWork<Config>& work,
+                                              const Sm90BackwardShared<Config>& shared,
+                                              const Sm90BackwardStep<Config>& step) {
+    if constexpr (!Config::kAlibi) return 0.0f;
+    const float slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + step.head] * kLog2e;
+    return alibi_bias(slope, shared.first_q_pos + step.tile * Config::kQueries, shared.first_key);
+}
+
+// A lane's part of the gradient of a head's slope: the sum of gradients of scores times the way from the
+// query to the key.
+template <class Config>
+class SlopeGradient {
+  public:
+    // Of one step. Behind the last of a head, the warp's sum goes to workspace. `row`: of the lane's first
+    // key.
+    template <int kScores>
+    __device__ __forceinline__ void add(const float (&weights)[kScores], const float (&products)[kScores],
+                                        const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
+                                        const Sm90BackwardWork<Config>& work,
+                                        const Sm90BackwardShared<Config>& shared,
+                                        const Sm90BackwardStep<Config>& step, int row) {
+        float sums[2] = {};     // of each key
+        float by_query = 0.0f;  // of both, times the query's place in its tile
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            const float gradient = weights[i] * products[i];
+            sums[i / 2 % 2] += gradient;
+            by_query = fmaf(gradient, static_cast<float>(i / 4 * 8 + i % 2), by_query);
+        }
+        const int32_t key = shared.first_key + row;
+        const int32_t query = shared.first_q_pos + step.tile * Config::kQueries + 2 * (threadIdx.x % 4);
+        sum_ += static_cast<float>(key - query) * (sums[0] + sums[1]) + 8.0f * sums[1] - by_query;
+        if (step.tile + 1 < work.first_tile + work.num_tiles) return;
+        const float of_warp = warp_sum(sum_);
+        if (threadIdx.x % 32 == 0) *place(p, plan, work, step.head, row / 16) = of_warp;
+        sum_ = 0.0f;
+    }
+
+    // Where a warp of consumers leaves it.
+    __device__ static float* place(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
+                                   const Sm90BackwardWork<Config>& work, int32_t head, int warp) {
+        const int32_t tile = work.first_key / Config::kKeys;
+        return plan.slopes.of(p, head, work.batch) + tile * Config::kConsumerWarps + warp;
+    }
+
+  private:
+    float sum_ = 0.0f;  // of the head under way
+};
+
+// Where no query sees a key of the CTA.
+template <class Config>
+__device__ __forceinline__ void leave_no_slope_gradients(const AttentionBackwardParams& p,
+                                                         const Sm90BackwardLaunch& plan,
+                                                         const Sm90BackwardWork<Config>& work, int group) {
+    if (threadIdx.x % 32 != 0) return;
+    for (int32_t i = 0; i < work.group_size; ++i)
+        *SlopeGradient<Config>::place(p, plan, work, work.kv_head * work.group_size + i,
+                                      4 * group + threadIdx.x % 128 / 32) = 0.0f;
+}
+
+}  // namespace octavo::cuda

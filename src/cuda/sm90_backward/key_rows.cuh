@@ -1,0 +1,168 @@
+// What a warpgroup of consumers does with its 64 keys: products, masks, and at the end the way out of its
+// sums.
+#pragma once
+
+#include "cuda/ptx/stmatrix.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/ptx/wgmma.h"
+#include "cuda/sm90_backward/alibi.cuh"
+#include "cuda/sm90_backward/shared.cuh"
+#include "cuda/types.h"
+
+namespace octavo::cuda {
+
+template <class T, class Config>
+class Sm90KeyRows {
+  public:
+    __device__ Sm90KeyRows(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
+                           const Sm90BackwardWork<Config>& work, Sm90BackwardShared<Config>& shared,
+                           int group)
+        : p_(p), plan_(plan), work_(work), shared_(shared), group_(group) {}
+
+  protected:
+    static constexpr int kScores = Config::kQueries / 2;
+    static constexpr int kPairs = Config::kQueries / 4;  // registers, two 16-bit numbers each
+    static constexpr int kSums = Config::kHeadDim / 2;
+    using ProductOfKeys = ptx::Wgmma<T, Config::kQueries>;
+    using ProductOfTerms = ptx::Wgmma<bfloat16, Config::kQueries>;
+    using ProductOfSums = ptx::Wgmma<T, Config::kHeadDim>;
+
+    // Of this lane, among the CTA's keys: its first of the scores. The other lies eight behind.
+    __device__ int row() const { return first_row() + warp() * 16 + lane() / 4; }
+    __device__ static int lane() { return threadIdx.x % 32; }
+    __device__ static int warp() { return threadIdx.x % 128 / 32; }
+
+    // The row whose address it gives for a matrix of eight rows.
+    __device__ int matrix_row() const { return first_row() + warp() * 16 + lane() % 16; }
+    __device__ int first_row() const { return group_ * 64; }
+
+    // Lane 0 arrives for the warp.
+    __device__ static void arrive(uint64_t* barrier) {
+        __syncwarp();
+        if (lane() == 0) ptx::mbarrier_arrive(barrier);
+    }
+    // Products of this warpgroup's rows of K or V with a tile of Q or dO, and the terms of each query.
+    template <bool kTerms, class Statistics>
+    __device__ __forceinline__ void multiply(float (&results)[kScores], const unsigned char* keys,
+                                             const unsigned char* queries,
+                                             const Statistics* statistics) const {
+        const uint64_t a =
+            ptx::wgmma_descriptor(ptx::shared_address(keys) + first_row() * Config::kRowBytes, 0);
+        const uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(queries), 0);
+        ptx::wgmma_fence();
+        if constexpr (kTerms) {
+            // Ones in the columns of the terms, 0 to 2, in all rows, and then those of the factor.
+            const int pair = lane() % 4;
+            const uint32_t one = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u;
+            uint32_t factors[4] = {one, one, 0, 0};
+            if constexpr (Config::kAlibi) add_distances(factors, row());
+            ProductOfTerms::rs_first(results, factors,
+                                     ptx::wgmma_descriptor_plain(ptx::shared_address(statistics)));
+        }
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int block = step / 4, offset = step % 4 * 32;
+            ProductOfKeys::ss(results, a + (block * Config::kKeyBlockBytes + offset) / 16,
+                              b + (block * Config::kQueryBlockBytes + offset) / 16, kTerms || step != 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    // sums += a times a tile of Q or dO.
+    __device__ __forceinline__ void add_product(float (&sums)[kSums], const uint32_t (&a)[kPairs],
+                                                const unsigned char* queries) const {
+        const uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(queries), Config::kQueryBlockBytes);
+#pragma unroll
+        for (int step = 0; step < Config::kQueries / 16; ++step)
+            ProductOfSums::rs(sums, &a[4 * step], b + step * 16 * Config::kRowBytes / 16);
+    }
+
+    // Whether some query of the tile does not see some key of the CTA.
+    __device__ bool is_masked(int32_t tile) const {
+        return tile < work_.whole_begin || tile >= work_.whole_end;
+    }
+    // Tells `apply`, for each pair of elements of this lane, which of both see their key. Queries behind the
+    // last have no weight anyway.
+    template <class Apply>
+    __device__ __forceinline__ void mask(int32_t tile, Apply apply) const {
+        const Visibility see = shared_.see;
+        const int32_t first_q_pos = shared_.first_q_pos + tile * Config::kQueries + 2 * (lane() % 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            // The queries that see this lane's key, as columns from `begin` on.
+            const int32_t key = shared_.first_key + row() + 8 * half;
+            constexpr int32_t kMany = 1 << 20;  // columns
+            int32_t begin = -kMany, end = kMany;
+            if (key >= see.prefix_len) {
+                if (see.window_right >= 0) begin = max(key - see.window_right - first_q_pos, -kMany);
+                if (see.window_left >= 0) end = min(key + see.window_left + 1 - first_q_pos, kMany);
+            }
+            const uint32_t count = key < see.seqlen_k && begin < end ? end - begin : 0;
+            auto sees = [&](int column) { return static_cast<uint32_t>(column - begin) < count; };
+#pragma unroll
+            for (int j = half; j < kPairs; j += 2) apply(j, sees(4 * (j - half)), sees(4 * (j - half) + 1));
+        }
+    }
+
+    // Keys that no query of the sequence sees must not spoil products with gradients of zero.
+    __device__ __forceinline__ void clear_unseen_keys() const {
+        const Visibility& see = work_.seq.see;
+        const KeyTiles seen(see, work_.seq.q_pos(0), work_.seq.q_pos(work_.seq.seqlen_q - 1), Config::kKeys);
+        const int32_t last = shared_.first_key + work_.num_keys;
+        const bool all =
+            last <= seen.prefix_end || (shared_.first_key >= seen.window_begin && last <= seen.window_end);
+        if (all) return;
+        for (int row = threadIdx.x / 32 - 4; row < work_.num_keys; row += 4 * Config::kConsumers) {
+            if (seen.needed(shared_.first_key + row)) continue;
+#pragma unroll
+            for (int block = 0; block < Config::kColumnBlocks; ++block) {
+                const int place = block * Config::kKeyBlockBytes + row * Config::kRowBytes + 4 * lane();
+                *reinterpret_cast<uint32_t*>(shared_.k + place) = 0;
+                *reinterpret_cast<uint32_t*>(shared_.v + place) = 0;
+            }
+        }
+        ptx::fence_proxy_async();
+        sync_consumers();
+    }
+
+    __device__ static void sync_consumers() { ptx::named_barrier_sync(3, 128 * Config::kConsumers); }
+
+    // A tile of K or V becomes the sums of its rows, which no warpgroup reads any more.
+    __device__ __forceinline__ void put(unsigned char* tile, const float (&sums)[kSums], float scale) const {
+#pragma unroll
+        for (int i = 0; i < Config::kHeadDim / 16; ++i) {
+            const int column = (i % 4 * 2 + lane() / 16) ^ (lane() % 8);
+            const int place = i / 4 * Config::kKeyBlockBytes + matrix_row() * Config::kRowBytes + 16 * column;
+            auto pair = [&](int j) { return pack<T>(sums[8 * i + j] * scale, sums[8 * i + j + 1] * scale); };
+            ptx::stmatrix_x4(tile + place, pair(0), pair(2), pair(4), pair(6));
+        }
+    }
+    // Once all have put theirs: dK from where K was, dV from where V was. The copy engine leaves out what
+    // lies behind the last key.
+    __device__ __forceinline__ void send() const {
+        ptx::fence_proxy_async();
+        sync_consumers();
+        if (threadIdx.x != 128) return;  // one of them
+        const int32_t seqlen_k = shared_.see.seqlen_k, outer = p_.cu_seqlens_k ? 0 : work_.batch;
+        const int32_t k_begin = p_.cu_seqlens_k ? p_.cu_seqlens_k[work_.batch] : 0;
+        const int32_t place = plan_.k_edge - seqlen_k + shared_.first_key, shift = k_begin + seqlen_k;
+#pragma unroll
+        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+            ptx::tma_store(&plan_.dv, shared_.v + block * Config::kKeyBlockBytes, 64 * block, work_.kv_head,
+                           place, shift, outer);
+            ptx::tma_store(&plan_.dk, shared_.k + block * Config::kKeyBlockBytes, 64 * block, work_.kv_head,
+                           place, shift, outer);
+        }
+        ptx::tma_store_commit();
+        ptx::tma_store_wait_read<0>();
+    }
+
+    const AttentionBackwardParams& p_;
+    const Sm90BackwardLaunch& plan_;
+    const Sm90BackwardWork<Config>& work_;
+    Sm90BackwardShared<Config>& shared_;
+    const int group_;
+};
+
+}  // namespace octavo::cuda
