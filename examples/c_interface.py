@@ -97,6 +97,10 @@ class AttentionBackwardArgs(Structure):
     _fields_ = fields_of("octavo_attention_backward_args")
 
 
+class LinearArgs(Structure):
+    _fields_ = fields_of("octavo_linear_args")
+
+
 class OctavoError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -140,6 +144,9 @@ class Library:
 
     def copy_pages(self, **arguments: Any) -> None:
         self.run("copy_pages", CopyPagesArgs, **arguments)
+
+    def linear(self, **arguments: Any) -> None:
+        self.run("linear", LinearArgs, **arguments)
 
 
 class PageAllocator:

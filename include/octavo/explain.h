@@ -2,6 +2,7 @@
 #pragma once
 
 #include <octavo/attention.h>
+#include <octavo/linear.h>
 #include <octavo/paged_attention.h>
 
 #include <cstdint>
@@ -39,6 +40,7 @@ Explanation explain(const AppendKvArgs& args, const std::string& device = {});
 Explanation explain(const CopyPagesArgs& args, const std::string& device = {});
 Explanation explain(const MergeStatesArgs& args, const std::string& device = {});
 Explanation explain(const AttentionBackwardArgs& args, const std::string& device = {});
+Explanation explain(const LinearArgs& args, const std::string& device = {});
 
 // Products ("h100") and architectures ("sm_90"), each of which stands for its first product in this list.
 std::vector<std::string> explainable_gpus();

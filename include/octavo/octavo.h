@@ -1,8 +1,8 @@
 /* Octavo for C, and for what calls C: Rust, Go, Zig, Python's ctypes.
  *
- * The operators of attention.h and paged_attention.h and the allocator of page_allocator.h, which say what
- * each argument means. Fill an argument struct with its ..._init function, which sets the defaults, then set
- * what you need. A struct of another version's size is refused.
+ * The operators of attention.h, paged_attention.h and linear.h and the allocator of page_allocator.h, which
+ * say what each argument means. Fill an argument struct with its ..._init function, which sets the defaults,
+ * then set what you need. A struct of another version's size is refused.
  *
  * Functions return OCTAVO_OK or what went wrong; octavo_last_error() then has the message. No C++ exception
  * leaves them. Every function may be called from any thread.
@@ -47,6 +47,8 @@ typedef enum octavo_dtype {
     OCTAVO_UINT8 = 7,
     OCTAVO_INT4 = 8 /* no array's: what pages of uint8 may hold, by kv_dtype */
 } octavo_dtype;
+
+typedef enum octavo_activation { OCTAVO_SILU = 0, OCTAVO_GELU = 1, OCTAVO_SILU_GATE = 2 } octavo_activation;
 
 typedef enum octavo_device_type { OCTAVO_CPU = 0, OCTAVO_CUDA = 1 } octavo_device_type;
 
@@ -137,11 +139,22 @@ typedef struct octavo_attention_backward_args {
     void* stream;                      /* cudaStream_t; default: null */
 } octavo_attention_backward_args;
 
+typedef struct octavo_linear_args {
+    size_t struct_size;
+    octavo_tensor x, w, out;
+    octavo_tensor bias, residual; /* optional */
+    int32_t activation;           /* octavo_activation; default: -1, none */
+    int32_t static_weight;        /* default: 0 */
+    int32_t batch_invariant;      /* default: 0 */
+    void* stream;                 /* cudaStream_t; default: null */
+} octavo_linear_args;
+
 OCTAVO_API octavo_status octavo_attention_args_init(octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention_args_init(octavo_paged_attention_args* args);
 OCTAVO_API octavo_status octavo_append_kv_args_init(octavo_append_kv_args* args);
 OCTAVO_API octavo_status octavo_copy_pages_args_init(octavo_copy_pages_args* args);
 OCTAVO_API octavo_status octavo_attention_backward_args_init(octavo_attention_backward_args* args);
+OCTAVO_API octavo_status octavo_linear_args_init(octavo_linear_args* args);
 
 OCTAVO_API octavo_status octavo_attention(const octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention(const octavo_paged_attention_args* args);
@@ -152,6 +165,7 @@ OCTAVO_API octavo_status octavo_merge_states(const octavo_tensor* out_a, const o
                                              const octavo_tensor* out, const octavo_tensor* lse,
                                              void* stream);
 OCTAVO_API octavo_status octavo_attention_backward(const octavo_attention_backward_args* args);
+OCTAVO_API octavo_status octavo_linear(const octavo_linear_args* args);
 
 typedef struct octavo_page_allocator octavo_page_allocator;
 typedef uint64_t octavo_sequence; /* a handle; one whose sequence was freed is refused */

@@ -20,6 +20,7 @@ from octavo._core import (
     set_num_threads,
 )
 from octavo._explain import Explanation, explain
+from octavo._linear import linear
 from octavo._paged_attention import append_kv, check_page_table, copy_pages, paged_attention
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "explain",
     "get_cmake_dir",
     "get_num_threads",
+    "linear",
     "merge_states",
     "paged_attention",
     "set_num_threads",

@@ -17,6 +17,7 @@ which is missing, and not of cache_seqlens, which was given in its place.
 # What FlashAttention, FlashInfer, vLLM, PyTorch, xFormers and JAX call Octavo's parameters. Where several are
 # named, those that the function has are meant.
 _OTHER_NAMES = {
+    "act": ("activation",),
     "append_key": ("k",),
     "append_value": ("v",),
     "attn_bias": ("causal", "window_left", "prefix_lens", "alibi_slopes"),
@@ -42,6 +43,7 @@ _OTHER_NAMES = {
     "grad": ("dout",),
     "grad_out": ("dout",),
     "grad_output": ("dout",),
+    "input": ("x",),
     "is_causal": ("causal",),
     "k_cache": ("k_pages",),
     "k_descale": ("k_scale",),
@@ -98,6 +100,7 @@ _OTHER_NAMES = {
     "value": ("v",),
     "value_cache": ("v_pages",),
     "value_caches": ("v_pages",),
+    "weight": ("w",),
     "window": ("window_left", "window_right"),
     "window_right": ("causal",),
     "window_size": ("window_left", "window_right"),

@@ -74,6 +74,8 @@ def with_keywords(
                 continue
             defaults[argument["name"]] = argument["default"]
             annotations[argument["name"]] = options.__annotations__[argument["name"]].__forward_arg__
+    own = declared.__defaults__ or ()
+    defaults |= dict(zip(positional[len(positional) - len(own) :], own, strict=True))
     defaults |= declared.__kwdefaults__ or {}
     annotations |= {x: declared.__annotations__[x] for x in keywords}
     required = [x for x in annotations if x not in defaults]

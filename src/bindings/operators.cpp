@@ -5,6 +5,9 @@
 #include "bindings/make_array.h"
 #include "bindings/results.h"
 #include "bindings/scalars.h"
+#include "common/print_kernels.h"
+#include "cuda/backend.h"
+#include "operators/linear_on_cuda.h"
 #include "operators/schema.h"
 
 #include <octavo/paged_attention.h>
@@ -24,8 +27,8 @@ namespace {
 using schema::Access;
 
 // What Python passes to an operator: a value for each argument that is no result, in the order of the
-// description; then, if a result is optional, whether it is asked for, and an array or None for each of the
-// others; then stream.
+// description; then, if a result is optional, whether it is asked for; then, unless results are always new,
+// an array or None for each of the others; then stream.
 template <class Operator>
 constexpr size_t kNumInputs = schema::count<Operator>([](const auto& a) { return !a.is_result(); });
 template <class Operator>
@@ -34,8 +37,10 @@ template <class Operator>
 constexpr bool kHasOptionalResult =
     schema::count<Operator>([](const auto& a) { return a.is_result() && !a.kIsRequired; }) != 0;
 template <class Operator>
-using Given = std::array<nb::handle, kNumInputs<Operator> +
-                                         (kHasOptionalResult<Operator> ? kNumResults<Operator> : 0) + 1>;
+constexpr bool kTakesResults = kHasOptionalResult<Operator> || std::is_same_v<Operator, schema::Linear>;
+template <class Operator>
+using Given =
+    std::array<nb::handle, kNumInputs<Operator> + (kTakesResults<Operator> ? kNumResults<Operator> : 0) + 1>;
 
 // Whether an array was given for a number, and goes to the argument that takes its place.
 template <class Operator>
@@ -102,15 +107,15 @@ std::vector<ResultArray> make_results(Call& call, const Given<Operator>& given,
                                       typename Operator::Args& args) {
     std::vector<ResultArray> results;
     results.reserve(kNumResults<Operator>);
-    const nb::handle* next =
-        given.data() + kNumInputs<Operator> + 1;  // behind what asks for the optional one
+    // Behind what asks for the optional one.
+    const nb::handle* next = given.data() + kNumInputs<Operator> + (kHasOptionalResult<Operator> ? 1 : 0);
     schema::for_each_argument<Operator>([&](const auto& argument) {
         if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
             if (!argument.is_result()) return;
             if (argument.asked_by &&
                 !bool_argument(call.op(), argument.asked_by, given[kNumInputs<Operator>]))
                 return;
-            const bool may_be_given = kHasOptionalResult<Operator> && !argument.asked_by;
+            const bool may_be_given = kTakesResults<Operator> && !argument.asked_by;
             results.emplace_back(call, argument.name, may_be_given ? *next++ : nb::handle(Py_None),
                                  shape_of_result(argument, args));
             args.*argument.member = results.back().view();
@@ -119,11 +124,33 @@ std::vector<ResultArray> make_results(Call& call, const Given<Operator>& given,
     return results;
 }
 
+// Checks a product on a GPU, and hands it over to the library of the arrays.
+nb::object linear_on_cuda(Call& call, const Given<schema::Linear>& given, LinearArgs& args) {
+    const auto& [x, w, bias, activation, residual, static_weight, batch_invariant, out, stream] = given;
+    args.out = shape_of_result(
+        std::get<schema::kNumArguments<schema::Linear> - 1>(schema::Linear::kArguments), args);
+    if (!out.is_none())
+        args.out = call.output("out", out);
+    else
+        args.out.data = reinterpret_cast<void*>(uintptr_t{1} << 56);  // apart from what there is
+    const LinearParams params = check_linear(args);
+    require_kernel(call.op(), params);
+    if (prints_kernels()) print_kernel(cuda::explain(params, cuda::gpu_of(params.device.index)));
+    nb::object address = nb::none();  // of the caller's stream
+    if (!stream.is_none() && !call.is_of_dispatcher())
+        address = nb::int_(reinterpret_cast<uintptr_t>(call.stream()));
+    return nb::module_::import_("octavo._linear_on_cuda")
+        .attr("linear")(x, w, bias, activation, residual, out, address);
+}
+
 template <class Operator>
 nb::object run(const Given<Operator>& given) {
     Call call(Operator::kName, given.back());
     typename Operator::Args args;
     take_inputs<Operator>(call, given, args);
+    if constexpr (std::is_same_v<Operator, schema::Linear>) {
+        if (args.x.device.type == DeviceType::cuda) return linear_on_cuda(call, given, args);
+    }
     std::vector<ResultArray> results = make_results<Operator>(call, given, args);
     args.stream = call.stream();
     call.run([&] { Operator::kRun(args); });
@@ -176,7 +203,7 @@ nb::dict describe(const Argument& argument, const Args& defaults) {
         description["access"] = to_string(argument.access);
         description["default"] = nb::none();
         if (argument.in_place_of) description["in_place_of"] = argument.in_place_of;
-    } else if constexpr (std::is_same_v<typename Argument::Number, DType>) {
+    } else if constexpr (std::is_enum_v<typename Argument::Number>) {
         static_assert(Argument::kIsOptional);
         description["type"] = "str";
         description["access"] = to_string(Access::read);

@@ -34,6 +34,7 @@ TensorView shape_of_result(const Argument& result, const Args& args) {
         view.ndim = std::max(view.ndim - 1, 0);
         std::fill(view.shape.begin() + view.ndim, view.shape.end(), 0);
     }
+    if (result.width && view.ndim > 0) view.shape[view.ndim - 1] = result.width(args);
     set_c_order(view);
     return view;
 }

@@ -73,17 +73,26 @@ double float_argument(const char* op, const char* name, nb::handle value) {
     return number;
 }
 
-DType dtype_argument(const char* op, const char* name, nb::handle value) {
+std::string_view str_argument(const char* op, const char* name, nb::handle value) {
     if (!PyUnicode_Check(value.ptr())) fail_type(op, name, "a str", value);
-    return dtype_argument(op, name, std::string(nb::borrow<nb::str>(value).c_str()));
+    return nb::borrow<nb::str>(value).c_str();
 }
 
-DType dtype_argument(const char* op, const char* name, const std::string& value) {
+template <>
+DType named_argument(const char* op, const char* name, std::string_view value) {
     for (DType dtype : kDTypes) {
         if (value == to_string(dtype)) return dtype;
     }
     if (value == to_string(DType::int4)) return DType::int4;
     fail<ValueError>(op, name, " must be ", kDtypesInBytes, "; got ", value);
+}
+
+template <>
+Activation named_argument(const char* op, const char* name, std::string_view value) {
+    for (Activation activation : {Activation::silu, Activation::gelu, Activation::silu_gate}) {
+        if (value == to_string(activation)) return activation;
+    }
+    fail<ValueError>(op, name, " must be silu, gelu, silu_gate or None; got ", value);
 }
 
 std::optional<void*> stream_argument(const char* op, nb::handle stream) {

@@ -1,6 +1,7 @@
 // Arguments that are not arrays. A failure names operator and argument.
 #pragma once
 
+#include <octavo/linear.h>
 #include <octavo/tensor.h>
 
 #include <nanobind/nanobind.h>
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 namespace octavo::bindings {
@@ -19,13 +21,18 @@ std::string type_name(nb::handle object);  // "list", "numpy.ndarray"
 bool bool_argument(const char* op, const char* name, nb::handle value);
 int64_t int_argument(const char* op, const char* name, nb::handle value);
 double float_argument(const char* op, const char* name, nb::handle value);
-DType dtype_argument(const char* op, const char* name, nb::handle value);  // "int4"
+std::string_view str_argument(const char* op, const char* name, nb::handle value);
 
-// The dtype of that name. Which of them it may be is for the checks to say.
-DType dtype_argument(const char* op, const char* name, const std::string& value);
+// What has that name: a DType, whichever it may be, which is for the checks to say; or an Activation.
+template <class T>
+T named_argument(const char* op, const char* name, std::string_view value);
+template <>
+DType named_argument(const char* op, const char* name, std::string_view value);  // "int4"
+template <>
+Activation named_argument(const char* op, const char* name, std::string_view value);  // "silu"
 
-// The same by type: bool, int64_t, double, float, DType, or a std::optional of one, which has no value for
-// None.
+// The same by type: bool, int64_t, double, float, DType, Activation, or a std::optional of one, which has no
+// value for None.
 template <class T>
 T scalar_argument(const char* op, const char* name, nb::handle value) {
     if constexpr (std::is_same_v<T, bool>) {
@@ -34,8 +41,8 @@ T scalar_argument(const char* op, const char* name, nb::handle value) {
         return int_argument(op, name, value);
     } else if constexpr (std::is_floating_point_v<T>) {
         return static_cast<T>(float_argument(op, name, value));
-    } else if constexpr (std::is_same_v<T, DType>) {
-        return dtype_argument(op, name, value);
+    } else if constexpr (std::is_enum_v<T>) {
+        return named_argument<T>(op, name, str_argument(op, name, value));
     } else {
         if (value.is_none()) return std::nullopt;
         return scalar_argument<typename T::value_type>(op, name, value);

@@ -17,9 +17,9 @@ template <class Argument, class Args>
 void take(const XlaCall& call, const Argument& argument, Args& args) {
     if constexpr (!Argument::kIsArray) {
         using Number = typename Argument::Number;
-        if constexpr (std::is_same_v<Number, DType>) {
+        if constexpr (std::is_enum_v<Number>) {
             const auto given = call.option<std::string_view>(argument.name);
-            if (given) args.*argument.member = dtype_argument(call.op(), argument.name, std::string(*given));
+            if (given) args.*argument.member = named_argument<Number>(call.op(), argument.name, *given);
         } else {
             using Attribute = std::conditional_t<std::is_floating_point_v<Number>, double, Number>;
             const std::optional<Attribute> given = call.option<Attribute>(argument.name);

@@ -126,10 +126,12 @@ void take(const Importer& importer, const Argument& argument, const CArgs& given
         const auto none = argument.c_none;
         const bool is_none = value == none || (value != value && none != none);  // both NaN
         if (Argument::kIsOptional && is_none) return;
-        if constexpr (std::is_same_v<typename Argument::Number, octavo::DType>) {
-            if (value < 0 || value > OCTAVO_INT4)
-                importer.refuse(argument.name,
-                                " (" + std::to_string(value) + ") must be an octavo_dtype, or -1");
+        if constexpr (std::is_enum_v<typename Argument::Number>) {
+            constexpr bool kIsDType = std::is_same_v<typename Argument::Number, octavo::DType>;
+            if (value < 0 || value > (kIsDType ? int32_t{OCTAVO_INT4} : int32_t{OCTAVO_SILU_GATE}))
+                importer.refuse(argument.name, " (" + std::to_string(value) + ") must be an " +
+                                                   (kIsDType ? "octavo_dtype" : "octavo_activation") +
+                                                   ", or -1");
         }
         args.*argument.member = static_cast<typename Argument::Number>(value);
     }
@@ -224,6 +226,7 @@ octavo_status octavo_copy_pages_args_init(octavo_copy_pages_args* args) {
 octavo_status octavo_attention_backward_args_init(octavo_attention_backward_args* args) {
     return init<schema::AttentionBackward>(args);
 }
+octavo_status octavo_linear_args_init(octavo_linear_args* args) { return init<schema::Linear>(args); }
 
 octavo_status octavo_attention(const octavo_attention_args* args) { return run<schema::Attention>(args); }
 
@@ -244,6 +247,8 @@ octavo_status octavo_merge_states(const octavo_tensor* out_a, const octavo_tenso
 octavo_status octavo_attention_backward(const octavo_attention_backward_args* args) {
     return run<schema::AttentionBackward>(args);
 }
+
+octavo_status octavo_linear(const octavo_linear_args* args) { return run<schema::Linear>(args); }
 
 octavo_status octavo_page_allocator_new(int64_t num_pages, int64_t page_size,
                                         octavo_page_allocator** allocator) {

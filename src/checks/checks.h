@@ -5,10 +5,12 @@
 #include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
+#include "params/linear_params.h"
 #include "params/merge_states_params.h"
 #include "params/paged_attention_params.h"
 
 #include <octavo/attention.h>
+#include <octavo/linear.h>
 #include <octavo/paged_attention.h>
 
 #include <string>
@@ -22,11 +24,16 @@ AppendKvParams check_append_kv(const AppendKvArgs& args);
 CopyPagesParams check_copy_pages(const CopyPagesArgs& args);
 MergeStatesParams check_merge_states(const MergeStatesArgs& args);
 AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& args);
+LinearParams check_linear(const LinearArgs& args);
+
+// The last axis of the result of linear(); arguments that do not fit are for the check to find.
+int64_t linear_width(const LinearArgs& args);
 
 // Why no CUDA kernel computes this, wherever its arrays are; empty if there is one.
 std::string why_no_cuda_kernel(const AttentionParams& params);
 std::string why_no_cuda_kernel(const AppendKvParams& params);
 std::string why_no_cuda_kernel(const AttentionBackwardParams& params);
+std::string why_no_cuda_kernel(const LinearParams& params);  // nor a library's product in its place
 inline std::string why_no_cuda_kernel(const CopyPagesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const MergeStatesParams&) { return {}; }
 

@@ -1,3 +1,4 @@
+#include <octavo/linear.h>
 #include <octavo/tensor.h>
 
 #include <octavo/error.h>
@@ -26,6 +27,15 @@ std::string to_string(DType dtype) {
         case DType::int4: return "int4";
     }
     return "unknown dtype";
+}
+
+std::string to_string(Activation activation) {
+    switch (activation) {
+        case Activation::silu: return "silu";
+        case Activation::gelu: return "gelu";
+        case Activation::silu_gate: return "silu_gate";
+    }
+    return "unknown activation";
 }
 
 std::string to_string(Device device) {

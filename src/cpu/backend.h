@@ -4,6 +4,7 @@
 #include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
+#include "params/linear_params.h"
 #include "params/merge_states_params.h"
 #include "params/paged_attention_params.h"
 
@@ -18,6 +19,7 @@ void append_kv(const AppendKvParams& params);
 void copy_pages(const CopyPagesParams& params);
 void merge_states(const MergeStatesParams& params);
 void attention_backward(const AttentionBackwardParams& params);
+void linear(const LinearParams& params);
 
 // What each would run.
 Explanation explain(const AttentionParams& params);
@@ -25,5 +27,6 @@ Explanation explain(const AppendKvParams& params);
 Explanation explain(const CopyPagesParams& params);
 Explanation explain(const MergeStatesParams& params);
 Explanation explain(const AttentionBackwardParams& params);
+Explanation explain(const LinearParams& params);
 
 }  // namespace octavo::cpu

@@ -38,5 +38,8 @@ Explanation explain(const MergeStatesParams& p) {
 Explanation explain(const AttentionBackwardParams& p) {
     return make("cpu_attention_backward", p.dtype, true, "src/cpu/attention_backward.cpp");
 }
+Explanation explain(const LinearParams& p) {
+    return make("cpu_linear", p.w_dtype, true, "src/cpu/linear.cpp");
+}
 
 }  // namespace octavo::cpu

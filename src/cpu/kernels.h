@@ -1,14 +1,16 @@
-// The kernels of attention, in one build for each instruction set (tiles_*.cpp).
+// The kernels of attention and of linear layers, in one build for each instruction set (tiles_*.cpp).
 #pragma once
 
 #include "cpu/backward_tile.h"
 #include "cpu/forward_tile.h"
+#include "cpu/linear_tile.h"
 
 namespace octavo::cpu {
 
 struct Kernels {
     ForwardKernels forward;
     BackwardKernels backward;
+    LinearKernels linear;
 };
 
 namespace baseline {

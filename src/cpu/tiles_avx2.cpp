@@ -1,4 +1,5 @@
 // The kernels for x86-64-v3; see tiles_avx512.cpp.
+#include "common/macros.h"
 #include "common/online_softmax.h"
 #include "cpu/kernels.h"
 #include "cpu/with_type.h"
@@ -7,6 +8,8 @@
 
 #include <immintrin.h>
 #include <cstddef>
+#include <cstring>
+#include <type_traits>
 #include <utility>
 
 #pragma GCC diagnostic ignored "-Wpsabi"
@@ -21,6 +24,7 @@ namespace octavo::cpu::avx2 {
 constexpr int kLanes = 8;
 constexpr int kBlockRows = 6;  // 12 of 16 registers hold the block of c
 constexpr int kBlockVectors = 2;
+constexpr int kLinearBlockRows = 3;  // 12 of 16 registers hold sums, 4 weights
 
 #include "cpu/simd.inl"
 
@@ -40,7 +44,9 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/backward_tile.inl"
 
-const Kernels kKernels = {kForwardKernels, kBackwardKernels};
+#include "cpu/linear_tile.inl"
+
+const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels};
 
 }  // namespace octavo::cpu::avx2
 

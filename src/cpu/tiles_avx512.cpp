@@ -1,5 +1,6 @@
 // The kernels for x86-64-v4. What the headers define was compiled for every machine before the target
 // changes: nothing outside this namespace may hold an instruction that only some have.
+#include "common/macros.h"
 #include "common/online_softmax.h"
 #include "cpu/kernels.h"
 #include "cpu/with_type.h"
@@ -8,6 +9,8 @@
 
 #include <immintrin.h>
 #include <cstddef>
+#include <cstring>
+#include <type_traits>
 #include <utility>
 
 #pragma GCC diagnostic ignored "-Wpsabi"
@@ -23,6 +26,7 @@ namespace octavo::cpu::avx512 {
 constexpr int kLanes = 16;
 constexpr int kBlockRows = 6;  // 24 of 32 registers hold the block of c
 constexpr int kBlockVectors = 4;
+constexpr int kLinearBlockRows = 6;  // 24 of 32 registers hold sums, 4 weights
 
 #include "cpu/simd.inl"
 
@@ -43,7 +47,9 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/backward_tile.inl"
 
-const Kernels kKernels = {kForwardKernels, kBackwardKernels};
+#include "cpu/linear_tile.inl"
+
+const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels};
 
 }  // namespace octavo::cpu::avx512
 

@@ -1,9 +1,12 @@
 // The kernels for any machine: four lanes, which the compiler maps to SSE2, NEON or plain floats.
+#include "common/macros.h"
 #include "common/online_softmax.h"
 #include "cpu/kernels.h"
 #include "cpu/with_type.h"
 
 #include <cstddef>
+#include <cstring>
+#include <type_traits>
 #include <utility>
 
 #pragma GCC diagnostic ignored "-Wpsabi"
@@ -13,6 +16,7 @@ namespace octavo::cpu::baseline {
 constexpr int kLanes = 4;
 constexpr int kBlockRows = 6;  // 12 of 16 registers hold the block of c
 constexpr int kBlockVectors = 2;
+constexpr int kLinearBlockRows = 2;  // 8 of 16 registers hold sums, 4 weights; there is no multiply-add
 
 #include "cpu/simd.inl"
 
@@ -42,6 +46,8 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/backward_tile.inl"
 
-const Kernels kKernels = {kForwardKernels, kBackwardKernels};
+#include "cpu/linear_tile.inl"
+
+const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels};
 
 }  // namespace octavo::cpu::baseline

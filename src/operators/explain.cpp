@@ -3,6 +3,7 @@
 #include "common/fail.h"
 #include "cpu/backend.h"
 #include "cuda/backend.h"
+#include "operators/linear_on_cuda.h"
 #include "operators/schema.h"
 
 #include <algorithm>
@@ -97,6 +98,10 @@ Explanation explain(const MergeStatesArgs& args, const std::string& device) {
 }
 Explanation explain(const AttentionBackwardArgs& args, const std::string& device) {
     return explain_call<schema::AttentionBackward>(args, device);
+}
+
+Explanation explain(const LinearArgs& args, const std::string& device) {
+    return explain_call<schema::Linear>(args, device);
 }
 
 std::vector<std::string> explainable_gpus() { return cuda::gpu_names(); }

@@ -4,6 +4,7 @@
 #include "common/print_kernels.h"
 #include "cpu/backend.h"
 #include "cuda/backend.h"
+#include "operators/linear_on_cuda.h"
 
 #include <vector>
 
@@ -52,6 +53,12 @@ void merge_states(const MergeStatesArgs& args) {
 void attention_backward(const AttentionBackwardArgs& args) {
     run("attention_backward", check_attention_backward(args), args.stream, cpu::attention_backward,
         cuda::attention_backward);
+}
+
+void linear(const LinearArgs& args) {
+    const LinearParams params = check_linear(args);
+    require_kernel("linear", params);
+    run("linear", params, args.stream, cpu::linear, cuda::linear);
 }
 
 void check_page_table(const TensorView& page_table, const TensorView& seq_lens, int64_t num_pages,

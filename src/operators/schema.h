@@ -7,6 +7,7 @@
 #include "checks/checks.h"
 
 #include <octavo/attention.h>
+#include <octavo/linear.h>
 #include <octavo/octavo.h>
 #include <octavo/paged_attention.h>
 
@@ -48,6 +49,7 @@ struct ArrayArgument {
     LikeView Args::* like = nullptr;
     bool one_a_row = false;
     const char* asked_by = nullptr;
+    int64_t (*width)(const Args&) = nullptr;  // the length of its last axis, if it is not that of `like`
 
     constexpr bool is_result() const { return access == Access::result; }
 };
@@ -61,13 +63,13 @@ struct WithoutOptional<std::optional<T>> {
     using Type = T;
 };
 
-// A number, a bool or the name of a dtype, with the default of the C++ struct. A std::optional has no value
-// by default; `c_none` in the C struct means the same.
+// A number, a bool or one of several names (of dtypes, of activations), with the default of the C++ struct. A
+// std::optional has no value by default; `c_none` in the C struct means the same.
 template <class Args, class T, class CArgs, class C>
 struct ScalarArgument {
     using Value = T;                                   // of the C++ struct
     using CValue = C;                                  // of the C struct
-    using Number = typename WithoutOptional<T>::Type;  // bool, int64_t, double, float or DType
+    using Number = typename WithoutOptional<T>::Type;  // bool, int64_t, double, float, DType or Activation
     static constexpr bool kIsArray = false;
     static constexpr bool kIsRequired = false;
     static constexpr bool kIsOptional = !std::is_same_v<Value, Number>;
@@ -111,6 +113,14 @@ constexpr auto row_result(const char* name, View Args::* member, LikeView Args::
                           octavo_tensor CArgs::* c_member = nullptr, const char* asked_by = nullptr) {
     return ArrayArgument<Args, View, CArgs, LikeView>{
         name, member, c_member, Access::result, Accept::float32, nullptr, like, true, asked_by};
+}
+
+// As `like`, but with a last axis of its own.
+template <class Args, class View, class LikeView, class CArgs>
+constexpr auto result_of_width(const char* name, View Args::* member, LikeView Args::* like,
+                               octavo_tensor CArgs::* c_member, int64_t (*width)(const Args&)) {
+    return ArrayArgument<Args, View, CArgs, LikeView>{name,    member, c_member, Access::result, Accept::data,
+                                                      nullptr, like,   false,    nullptr,        width};
 }
 
 template <class Args, class Value, class CArgs, class CValue>
@@ -291,6 +301,23 @@ struct AttentionBackward {
         result<Accept::float32>("dalibi_slopes", &Args::dalibi_slopes, &Args::alibi_slopes, &CArgs::dalibi_slopes, "return_dalibi"));
 };
 
+struct Linear {
+    using Args = LinearArgs;
+    using CArgs = octavo_linear_args;
+    static constexpr const char* kName = "linear";
+    static constexpr auto kCheck = &check_linear;
+    static constexpr auto kRun = &octavo::linear;
+    static constexpr auto kArguments = std::tuple(
+        input("x", &Args::x, &CArgs::x),
+        input("w", &Args::w, &CArgs::w),
+        input("bias", &Args::bias, &CArgs::bias),
+        scalar("activation", &Args::activation, &CArgs::activation, -1),
+        input("residual", &Args::residual, &CArgs::residual),
+        scalar("static_weight", &Args::static_weight, &CArgs::static_weight),
+        scalar("batch_invariant", &Args::batch_invariant, &CArgs::batch_invariant),
+        result_of_width("out", &Args::out, &Args::x, &CArgs::out, &linear_width));
+};
+
 // clang-format on
 
 // Calls visit(Operator{}) with each operator.
@@ -302,6 +329,7 @@ void for_each_operator(const Visit& visit) {
     visit(CopyPages{});
     visit(MergeStates{});
     visit(AttentionBackward{});
+    visit(Linear{});
 }
 
 // Calls visit(argument) with each argument of an operator.

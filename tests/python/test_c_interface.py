@@ -138,6 +138,25 @@ def test_attention_backward(library):
         )
 
 
+def test_linear(library):
+    x, w, bias, residual = normal(2, 3, 8), normal(6, 8), normal(6), normal(2, 3, 3)
+    out = np.full_like(residual, np.nan)
+    library.linear(x=x, w=w, bias=bias, residual=residual, out=out, activation=2, batch_invariant=1)
+    expected = octavo.linear(x, w, bias, residual=residual, activation="silu_gate")
+    np.testing.assert_array_equal(out, expected)
+    plain = np.full((2, 3, 6), np.nan, np.float32)
+    library.linear(x=x, w=w.astype(np.float16), out=plain, static_weight=1)
+    np.testing.assert_array_equal(plain, octavo.linear(x, w.astype(np.float16)))
+    with pytest.raises(OctavoError, match=r"linear: activation \(3\) must be an octavo_activation, or -1"):
+        library.linear(x=x, w=w, out=plain, activation=3)
+    on_gpu = [Tensor.of(array) for array in (x, w, plain)]
+    for tensor in on_gpu:
+        tensor.device_type = 1
+    with pytest.raises(OctavoError, match="linear: there is no CUDA kernel for it yet, and C") as error:
+        library.linear(**dict(zip(("x", "w", "out"), on_gpu, strict=True)))
+    assert error.value.status == 3
+
+
 def test_copies(library):
     here, there = normal(2, 5, 4, 1, 8), normal(2, 3, 4, 1, 8)
     expected = here.copy(), there.copy()
@@ -289,6 +308,8 @@ def test_null_pointers(library):
         ("copy_pages_args_init", (null,), "copy_pages: args"),
         ("attention_backward", (null,), "attention_backward: args"),
         ("attention_backward_args_init", (null,), "attention_backward: args"),
+        ("linear", (null,), "linear: args"),
+        ("linear_args_init", (null,), "linear: args"),
         ("page_allocator_new", (c_int64(4), c_int64(16), null), "PageAllocator: allocator"),
         ("page_allocator_create", (null, one), "create: allocator"),
         ("page_allocator_create", (allocator._self, null), "create: sequence"),

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import octavo
+import test_linear
 import test_merge_states
 from support import calls, cases, problems
 from support.case import Case
+from support.linear import ACTIVATIONS, Problem
 from support.oracle import Dropout
 from support.targets import Target
 
@@ -61,7 +63,20 @@ def check_every_operator() -> None:
         for shape in ((3, 5, 8), (17, 3, 80), (2, 7, 2, 128)):
             states = test_merge_states.drawn_states(dtype, shape, seed=0)
             test_merge_states.check_merge(target, states, test_merge_states.merge(target, states))
+        check_linear(target)
     check_conversions()
+
+
+def check_linear(target: Target) -> None:
+    """The results, and that the bits of a row do not depend on what it is computed with."""
+    for activation in ACTIVATIONS:
+        for w_dtype in {target.dtype, *(("float16", "bfloat16") if target.dtype == "float32" else ())}:
+            problem = Problem.drawn(target.dtype, (15,), 37, 1234, activation, w_dtype=w_dtype)
+            together = test_linear.run(target, problem)
+            problem.check(together)
+            for rows in (1, 2, 3, 4, 7):
+                some = test_linear.run(target, problem.with_row(slice(rows)))
+                np.testing.assert_array_equal(some, together[:rows])
 
 
 def check_backward(target: Target, case: Case, **packed: bool) -> None:

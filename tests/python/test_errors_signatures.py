@@ -66,6 +66,10 @@ MEANT = [
     ("attention_backward", "window_size", "window_left or window_right"),
     ("attention_backward", "return_lse", None),
     ("attention_backward", "dbias", None),
+    ("linear", "input", "x"),
+    ("linear", "weight", "w"),
+    ("linear", "act", "activation"),
+    ("linear", "dtype", None),
     ("check_page_table", "block_table", "page_table"),
     ("check_page_table", "num_blocks", "num_pages"),
 ]

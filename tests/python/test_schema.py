@@ -34,6 +34,7 @@ CPP_STRUCTS = {
     "copy_pages": ("paged_attention.h", "CopyPagesArgs"),
     "merge_states": ("attention.h", "MergeStatesArgs"),
     "attention_backward": ("attention.h", "AttentionBackwardArgs"),
+    "linear": ("linear.h", "LinearArgs"),
 }
 C_STRUCTS = {
     "attention": c_interface.AttentionArgs,
@@ -41,6 +42,7 @@ C_STRUCTS = {
     "append_kv": c_interface.AppendKvArgs,
     "copy_pages": c_interface.CopyPagesArgs,
     "attention_backward": c_interface.AttentionBackwardArgs,
+    "linear": c_interface.LinearArgs,
 }
 SCALARS = [
     pytest.param(operator, argument, id=f"{operator}-{argument['name']}")
@@ -67,7 +69,8 @@ def parameters_of(operator):
 def test_the_description_itself():
     """Some of it by hand: what all other tests rely on."""
     assert list(OPERATORS) == [
-        *("attention", "paged_attention", "append_kv", "copy_pages", "merge_states", "attention_backward")
+        *("attention", "paged_attention", "append_kv", "copy_pages", "merge_states", "attention_backward"),
+        "linear",
     ]
     described = {argument["name"]: argument for argument in OPERATORS["paged_attention"]}
     assert described["q"] == {
@@ -141,7 +144,9 @@ def test_python_signatures(operator):
     assert [p.name for p in parameters] == names(described)
     for parameter, argument in zip(parameters, described, strict=True):
         required = argument["required"]
-        assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if required else parameter.KEYWORD_ONLY)
+        is_positional = required or (operator, argument["name"]) == ("linear", "bias")
+        kind = parameter.POSITIONAL_OR_KEYWORD if is_positional else parameter.KEYWORD_ONLY
+        assert parameter.kind is kind
         default = parameter.empty if required else argument["default"]
         assert parameter.default == default and type(parameter.default) is type(default)
         kind = argument["type"] + (" | array" if argument["name"] in in_place else "")
@@ -161,13 +166,11 @@ def test_docstrings(operator):
     """Each argument has an entry, in order, which names its default."""
     function = getattr(octavo, operator)
     section = inspect.getdoc(function).partition("\nArgs:\n")[2].partition("\n\n")[0]
-    entries = re.split(r"\n(?=    \w)", section)
-    assert [entry.partition(":")[0].strip() for entry in entries] == list(
-        inspect.signature(function).parameters
-    )
-    for entry, argument in zip(entries, parameters_of(operator), strict=False):
+    entries = {x.partition(":")[0].strip(): x for x in re.split(r"\n(?=    \w)", section)}
+    assert list(entries) == list(inspect.signature(function).parameters)
+    for argument in parameters_of(operator):
         if argument["default"] is not None:
-            assert f"Default: {argument['default']}" in " ".join(entry.split())
+            assert f"Default: {argument['default']}" in " ".join(entries[argument["name"]].split())
 
 
 def test_typed_dicts():
@@ -268,6 +271,7 @@ def xla_arrays(operator):
             **dict.fromkeys(("k", "v", "dk", "dv"), (1, 3, 1, 8)),
             "lse": (1, 2, 2),
         },
+        "linear": {"x": (3, 8), "w": (4, 8), "out": (3, 4)},
     }[operator]
     dtypes = {"page_table": "int32", "seq_lens": "int32"}
     return [(name, dtypes.get(name, "float32"), shape) for name, shape in shapes.items()]
@@ -282,7 +286,11 @@ def test_xla_attributes(operator, argument):
         if kind != argument["type"]:
             with pytest.raises(RuntimeError, match="variant"):
                 _core.check_xla_call(operator, arrays, {name: value})
-    if name == "kv_dtype":
+    if name == "activation":
+        with pytest.raises(ValueError, match="activation must be silu, gelu, silu_gate or None; got int4"):
+            _core.check_xla_call(operator, arrays, {name: "int4"})
+        _core.check_xla_call(operator, arrays, {name: "silu"})
+    elif name == "kv_dtype":
         with pytest.raises(ValueError, match=r"kv_dtype \(int4\) says what pages of uint8 hold"):
             _core.check_xla_call(operator, arrays, {name: "int4"})
     elif not name.startswith("max_seqlen"):  # those are for packed arrays

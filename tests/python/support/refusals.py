@@ -96,6 +96,10 @@ def packed_backward() -> Arguments:
     return {"dout": f32(3, 4, 8), **packed(), "out": f32(3, 4, 8), "lse": f32(3, 4)}
 
 
+def layer() -> Arguments:
+    return {"x": f32(2, 3, 8), "w": f32(5, 8)}
+
+
 def table() -> Arguments:
     return {"page_table": i32([[2, 1], [0, -1]]), "seq_lens": i32([5, 1]), "num_pages": 3, "page_size": 4}
 
@@ -109,6 +113,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         "copy_pages",
         "merge_states",
         "attention_backward",
+        "linear",
         "check_page_table",
     )
 }
@@ -125,7 +130,7 @@ def read_only(array: NDArray) -> NDArray:
     return array
 
 
-A, P, K, C, B, M, D, T = (
+A, P, K, C, B, M, D, L, T = (
     ("attention", dense),
     ("paged_attention", paged),
     ("append_kv", append),
@@ -133,6 +138,7 @@ A, P, K, C, B, M, D, T = (
     ("copy_pages", between),
     ("merge_states", merge),
     ("attention_backward", dense_backward),
+    ("linear", layer),
     ("check_page_table", table),
 )
 PACKED = ("attention", packed)

@@ -1,0 +1,64 @@
+"""The products of a layer with its weights."""
+
+from __future__ import annotations
+
+from octavo._operators import native
+from octavo._types import Array, Stream, SupportsDLPack
+
+
+@native()
+def linear(
+    x: Array,
+    w: SupportsDLPack,
+    bias: SupportsDLPack | None = None,
+    *,
+    activation: str | None = None,
+    residual: SupportsDLPack | None = None,
+    out: Array | None = None,
+    static_weight: bool = False,
+    batch_invariant: bool = False,
+    stream: Stream | None = None,
+) -> Array:
+    """A linear layer, ``activation(x @ w.T + bias) + residual``, at the speed of reading its weights.
+
+    Decoding multiplies each weight with a few rows only, so that reading the weights is what takes the time.
+    On the CPU Octavo's own threads read them, each a run of rows of ``w``, up to about 16 rows of ``x`` at
+    the memory's speed; they wait without spinning, so that products, attention and other programs do not
+    fight over cores. On a GPU there is no kernel of Octavo's yet: the product is handed over to the library
+    of ``x`` (PyTorch, CuPy or JAX), and ``explain`` says so.
+
+    Sums are float32, and so is everything up to the result, which is rounded once; PyTorch and CuPy round at
+    each step on a GPU. On the CPU ``x`` of float32 may have weights of 16 bits: half the bytes to be read.
+
+    Args:
+        x: float32, float16 or bfloat16 [..., K], with up to five leading axes. Here and below any strides,
+            with a unit last one.
+        w: like x, [N, K], the layout of ``torch.nn.Linear``; beside x of float32, on the CPU, also float16 or
+            bfloat16. With activation "silu_gate": [2 F, K], the rows of the gate before the others.
+        bias: like x, [N], or [2 F]: added to the sums. Default: none.
+        activation: "silu", ``s / (1 + exp(-s))``; "gelu", ``s * (1 + erf(s / sqrt(2))) / 2``, the exact one
+            and not the approximation by tanh; "silu_gate" (SwiGLU), ``silu(first F sums) * last F sums``.
+            Default: none.
+        residual: like out: added at the end. Default: none.
+        out: an array like x [..., N], or [..., F], to write the result to; never read. It may be
+            ``residual`` itself, with the same address and strides; otherwise its memory must be apart from
+            that of all inputs. Default: a new array of the framework of ``x``.
+        static_weight: a promise that no work still under way on the stream writes to ``w``, so that a kernel
+            may read it before what is in front of it has ended. Nothing makes use of it yet.
+            Default: False.
+        batch_invariant: the bits of a row of the result must not depend on how many other rows there are, or
+            on what they hold. On the CPU they never do, nor on the number of threads; on a GPU, where no
+            library promises that, it is refused. Default: False.
+        stream: as for ``attention``; of JAX arrays on a GPU it has to be none. Default: the current stream.
+
+    Returns:
+        out: [..., N] or [..., F], of the dtype of x; the very object given as ``out``, if any. With K = 0 the
+            sums are 0.
+
+    Raises:
+        ValueError: a shape or value that does not fit.
+        TypeError: not an array, a wrong dtype, a JAX array as ``out``, a torch tensor that requires grad,
+            batch_invariant on a GPU.
+        RuntimeError: as for ``attention``.
+    """
+    raise NotImplementedError  # native() makes the function that runs

@@ -1,0 +1,134 @@
+"""``linear`` on a GPU: the product of the arrays' own library, since Octavo has no CUDA kernel for it yet.
+
+The arguments were checked before, and ``stream`` is an address. PyTorch and CuPy round to the dtype of ``x``
+at every step, JAX at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+
+def linear(
+    x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any, stream: int | None
+) -> Any:
+    """Compute it with the library of ``x``, and write it to ``out`` if there is one."""
+    library = type(x).__module__.partition(".")[0]
+    if library in ("jax", "jaxlib"):
+        if stream is not None:
+            raise ValueError("linear: stream must be None for JAX arrays on a GPU, for which JAX picks it")
+        import jax.numpy as jnp
+
+        w, bias, residual = (
+            jnp.from_dlpack(array) if hasattr(array, "__dlpack__") else array for array in (w, bias, residual)
+        )
+        return _program_of_jax()(x, w, bias, activation, residual)
+    if library not in ("torch", "cupy"):
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise TypeError(f"linear: x must be an array of PyTorch, CuPy or JAX on a GPU; got {kind}")
+    compute, on_stream = (by_torch, _torch_stream) if library == "torch" else (by_cupy, _cupy_stream)
+    with contextlib.nullcontext() if stream is None else on_stream(x, stream):
+        return compute(x, w, bias, activation, residual, out)
+
+
+def by_torch(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any = None) -> Any:
+    import torch
+    from torch.nn import functional
+
+    def own(array: Any) -> Any:
+        return array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)
+
+    result = functional.linear(x, own(w), None if bias is None else own(bias))
+    if activation == "silu":
+        result = functional.silu(result)
+    elif activation == "gelu":
+        result = functional.gelu(result)
+    elif activation == "silu_gate":
+        gate, up = result.chunk(2, dim=-1)
+        result = functional.silu(gate) * up
+    if residual is not None:
+        result = result + own(residual)
+    if out is None:
+        return result
+    own(out).copy_(result)
+    return out
+
+
+def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any = None) -> Any:
+    import cupy
+    from cupyx.scipy.special import erf
+
+    def own(array: Any) -> Any:
+        return array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
+
+    def silu(sums: Any) -> Any:
+        return sums / (1 + cupy.exp(-sums))
+
+    result = cupy.matmul(x, own(w).T)
+    if bias is not None:
+        result += own(bias)
+    if activation == "silu":
+        result = silu(result)
+    elif activation == "gelu":
+        result = result * (1 + erf(result * 0.5**0.5)) / 2
+    elif activation == "silu_gate":
+        gate, up = cupy.split(result, 2, axis=-1)
+        result = silu(gate) * up
+    if residual is not None:
+        result += own(residual)
+    if out is None:
+        return result
+    own(out)[...] = result
+    return out
+
+
+def by_jax(x: Any, w: Any, bias: Any, activation: str | None, residual: Any) -> Any:
+    """Of JAX's own arrays, also while JAX traces a program."""
+    import jax
+    import jax.numpy as jnp
+
+    result = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
+    if bias is not None:
+        result += bias
+    if activation == "silu":
+        result = jax.nn.silu(result)
+    elif activation == "gelu":
+        result = jax.nn.gelu(result, approximate=False)
+    elif activation == "silu_gate":
+        gate, up = jnp.split(result, 2, axis=-1)
+        result = jax.nn.silu(gate) * up
+    if residual is not None:
+        result += residual
+    return result.astype(x.dtype)
+
+
+@functools.cache
+def _program_of_jax() -> Any:
+    """One program, as it would be inside of ``jax.jit``."""
+    import jax
+
+    return jax.jit(by_jax, static_argnames="activation")
+
+
+@contextlib.contextmanager
+def _torch_stream(x: Any, address: int) -> Iterator[None]:
+    import torch
+
+    stream = torch.cuda.ExternalStream(address, x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@contextlib.contextmanager
+def _cupy_stream(x: Any, address: int) -> Iterator[None]:
+    import cupy
+
+    with x.device:
+        stream = cupy.cuda.ExternalStream(address, x.device.id)
+        stream.wait_event(cupy.cuda.get_current_stream().record())
+        with stream:
+            yield

@@ -1,0 +1,42 @@
+// The activations of linear layers, on a float or on a vector of them. Included inside the namespace of the
+// code that computes them, so that it is compiled for the same machine, after
+//     T exp(T),
+// e to the power of what lies within [-kMostExponent, kMostExponent]; NaN stays NaN.
+
+constexpr float kMostExponent = 87.0f;
+
+// Beyond the bounds, what is smaller or larger changes no result by more than 2^-120.
+template <class T>
+OCTAVO_HD T bounded_exp(T x) {
+    const T bounded = x > kMostExponent ? T{} + kMostExponent : x;
+    return exp(bounded < -kMostExponent ? T{} - kMostExponent : bounded);
+}
+
+// x / (1 + e^-x).
+template <class T>
+OCTAVO_HD T silu(T x) {
+    const T result = x / (1.0f + bounded_exp(-x));
+    return x < -kMostExponent ? T{} : result;
+}
+
+// x Phi(x) with the normal distribution's Phi, which is x (1 + erf(x / sqrt(2))) / 2: the exact one, not the
+// approximation by tanh. With z = |x| / sqrt(2) and t = 1 / (1 + z / 2), Phi(-|x|) = t / 2 exp(p(t) - z^2) to
+// a relative error of 6e-8, beside that of rounding.
+template <class T>
+OCTAVO_HD T gelu(T x) {
+    const T z = 0.70710678f * (x < 0.0f ? -x : x);
+    const T t = 1.0f / (1.0f + 0.5f * z);
+    T p = T{} + 0.15790595f;
+    p = p * t - 0.75146301f;
+    p = p * t + 1.32281339f;
+    p = p * t - 0.91695978f;
+    p = p * t + 0.1018095f;
+    p = p * t - 0.09509729f;
+    p = p * t + 0.0671851f;
+    p = p * t + 0.37988183f;
+    p = p * t + 0.99940998f;
+    p = p * t - 1.26548561f;
+    const T tail = 0.5f * t * bounded_exp(p - z * z);
+    const T result = x * (x < 0.0f ? tail : 1.0f - tail);
+    return x < -kMostExponent ? T{} : result;
+}

@@ -1,0 +1,17 @@
+// linear() on a GPU, for which there is no kernel yet.
+#pragma once
+
+#include "cuda/gpu.h"
+#include "params/linear_params.h"
+
+#include <octavo/explain.h>
+
+namespace octavo::cuda {
+
+// Throws DeviceError: C++ and C have no other library to call.
+void linear(const LinearParams& params, void* stream);
+
+// Python hands the call over to the arrays' own library (bindings/linear_on_cuda.h).
+Explanation explain(const LinearParams& params, const Gpu& gpu);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,109 @@
+// linear() through the public C++ header, on the CPU, in float32. The Python tests cover the rest.
+#include <octavo/build_info.h>
+#include <octavo/explain.h>
+#include <octavo/linear.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+using Floats = std::vector<float>;
+
+Floats random_floats(std::mt19937& random, int64_t size) {
+    std::normal_distribution<float> normal;
+    Floats values(static_cast<size_t>(size));
+    for (float& value : values) value = normal(random);
+    return values;
+}
+
+// A call over memory of its own: x [rows, depth], w [w_rows, depth], out [rows, width].
+struct Layer {
+    Floats x, w, out;
+    LinearArgs args;
+
+    Layer(int64_t rows, int64_t w_rows, int64_t depth, int64_t width) {
+        std::mt19937 random(1);
+        x = random_floats(random, rows * depth);
+        w = random_floats(random, w_rows * depth);
+        out.assign(static_cast<size_t>(rows * width), NAN);
+        args.x = TensorView(x.data(), DType::float32, {rows, depth});
+        args.w = TensorView(w.data(), DType::float32, {w_rows, depth});
+        args.out = TensorView(out.data(), DType::float32, {rows, width});
+    }
+
+    double sum(int64_t row, int64_t w_row) const {
+        const int64_t depth = args.x.shape[1];
+        double sum = 0;
+        for (int64_t k = 0; k < depth; ++k)
+            sum +=
+                double{x[static_cast<size_t>(row * depth + k)]} * w[static_cast<size_t>(w_row * depth + k)];
+        return sum;
+    }
+};
+
+TEST(Linear, BiasGateAndResidual) {
+    constexpr int64_t kRows = 3, kWidth = 5, kDepth = 70;
+    Layer layer(kRows, 2 * kWidth, kDepth, kWidth);
+    std::mt19937 random(2);
+    Floats bias = random_floats(random, 2 * kWidth), residual = random_floats(random, kRows * kWidth);
+    layer.args.bias = TensorView(bias.data(), DType::float32, {2 * kWidth});
+    layer.args.residual = TensorView(residual.data(), DType::float32, {kRows, kWidth});
+    layer.args.activation = Activation::silu_gate;
+    linear(layer.args);
+    for (int64_t row = 0; row < kRows; ++row) {
+        for (int64_t column = 0; column < kWidth; ++column) {
+            const auto at = static_cast<size_t>(row * kWidth + column), c = static_cast<size_t>(column);
+            const double gate = layer.sum(row, column) + bias[c];
+            const double up = layer.sum(row, kWidth + column) + bias[kWidth + c];
+            const double expected = gate / (1 + std::exp(-gate)) * up + residual[at];
+            ASSERT_NEAR(layer.out[at], expected, 1e-5 * (1 + std::abs(gate * up)));
+        }
+    }
+}
+
+TEST(Linear, BitsDoNotDependOnThreadsOrRows) {
+    constexpr int64_t kRows = 70, kWidth = 45, kDepth = 1500;
+    const int threads = get_num_threads();
+    Layer layer(kRows, kWidth, kDepth, kWidth);
+    set_num_threads(1);
+    linear(layer.args);
+    const Floats alone = layer.out;
+    for (int count : {2, 5}) {
+        layer.out.assign(layer.out.size(), NAN);
+        set_num_threads(count);
+        linear(layer.args);
+        EXPECT_EQ(layer.out, alone);
+    }
+    set_num_threads(threads);
+    layer.out.assign(layer.out.size(), NAN);
+    layer.args.x.shape[0] = layer.args.out.shape[0] = 1;
+    linear(layer.args);
+    EXPECT_EQ(Floats(layer.out.begin(), layer.out.begin() + kWidth),
+              Floats(alone.begin(), alone.begin() + kWidth));
+    EXPECT_TRUE(std::isnan(layer.out[kWidth]));
+}
+
+TEST(Linear, Refusals) {
+    Layer layer(2, 3, 4, 3);
+    LinearArgs args = layer.args;
+    args.activation = Activation::silu_gate;
+    EXPECT_THROW(linear(args), ValueError);
+    args = layer.args;
+    args.w.dtype = DType::int32;
+    EXPECT_THROW(linear(args), TypeError);
+    args = layer.args;
+    for (TensorView* array : {&args.x, &args.w, &args.out}) array->device = {DeviceType::cuda, 0};
+    EXPECT_THROW(linear(args), DeviceError);
+    args.batch_invariant = true;
+    EXPECT_THROW(linear(args), TypeError);
+    EXPECT_EQ(explain(layer.args, "h100").kernel, "matmul of the arrays' library<float32>");
+    EXPECT_EQ(explain(layer.args).file, "src/cpu/linear.cpp");
+}
+
+}  // namespace
+}  // namespace octavo

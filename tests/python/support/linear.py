@@ -1,0 +1,119 @@
+"""Linear layers: what they mean, in float64, and the yardstick for errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from support.oracle import EPSILON_OUT, NUMPY_DTYPES, round_to
+
+ACTIVATIONS = (None, "silu", "gelu", "silu_gate")
+
+
+def erfc(x: NDArray[Any]) -> NDArray[np.float64]:
+    import math
+
+    return np.vectorize(math.erfc, otypes=[np.float64])(np.asarray(x, np.float64))
+
+
+def silu(x: NDArray[Any]) -> NDArray[Any]:
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))
+
+
+def activate(sums: NDArray[Any], activation: str | None) -> NDArray[Any]:
+    """In the precision of the sums."""
+    if activation == "silu":
+        return silu(sums)
+    if activation == "gelu":
+        return sums * (erfc(sums * -(0.5**0.5)) / 2).astype(sums.dtype)
+    if activation == "silu_gate":
+        gate, up = np.split(sums, 2, axis=-1)
+        return silu(gate) * up
+    return sums
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call, with numbers that its dtypes can hold, as float64."""
+
+    dtype: str
+    w_dtype: str
+    x: NDArray[np.float64]
+    w: NDArray[np.float64]
+    bias: NDArray[np.float64] | None
+    residual: NDArray[np.float64] | None
+    activation: str | None
+
+    @classmethod
+    def drawn(
+        cls,
+        dtype: str,
+        rows: tuple[int, ...],
+        width: int,
+        depth: int,
+        activation: str | None = None,
+        *,
+        has_bias: bool = True,
+        has_residual: bool = True,
+        w_dtype: str | None = None,
+        seed: int = 0,
+    ) -> Problem:
+        random = np.random.default_rng([seed, width, depth])
+        w_rows = 2 * width if activation == "silu_gate" else width
+
+        def normal(dtype: str, *shape: int, scale: float = 1.0) -> NDArray[np.float64]:
+            return round_to(scale * random.standard_normal(shape), dtype)
+
+        w_dtype = w_dtype or dtype
+        return cls(
+            dtype,
+            w_dtype,
+            normal(dtype, *rows, depth),
+            normal(w_dtype, w_rows, depth, scale=2.0 / max(1, depth) ** 0.5),
+            normal(dtype, w_rows) if has_bias else None,
+            normal(dtype, *rows, width) if has_residual else None,
+            activation,
+        )
+
+    def with_row(self, *index: int) -> Problem:
+        """One row of x alone."""
+        residual = None if self.residual is None else self.residual[index]
+        return replace(self, x=self.x[index], residual=residual)
+
+    def exact(self) -> NDArray[np.float64]:
+        return self._compute(np.dtype(np.float64), None)
+
+    def _compute(self, precision: np.dtype[Any], rounded_to: str | None) -> NDArray[np.float64]:
+        """In this precision throughout, with every step rounded to `rounded_to` if that is given."""
+
+        def step(values: NDArray[Any]) -> NDArray[Any]:
+            return values if rounded_to is None else round_to(values, rounded_to).astype(precision)
+
+        result = step(self.x.astype(precision) @ self.w.astype(precision).T)
+        if self.bias is not None:
+            result = step(result + self.bias.astype(precision))
+        result = step(activate(result, self.activation))
+        if self.residual is not None:
+            result = step(result + self.residual.astype(precision))
+        return result.astype(np.float64)
+
+    def check(self, result: NDArray[np.float64], *, every_step_rounds: bool = False) -> None:
+        """At most twice the largest error of a plain product in float32, plus half a spacing of the result.
+
+        `every_step_rounds`: the plain one also rounds each step, as libraries on a GPU do.
+        """
+        exact = self.exact()
+        assert result.shape == exact.shape
+        if exact.size == 0:
+            return
+        plain = self._compute(np.dtype(np.float32), self.dtype if every_step_rounds else None)
+        error_of_plain = np.abs(round_to(plain, self.dtype) - exact).max()
+        tolerance = 2.0 * error_of_plain + EPSILON_OUT[self.dtype] * np.abs(exact).max()
+        assert np.abs(result - exact).max() <= tolerance
+
+    def numpy(self, values: NDArray[np.float64], dtype: str | None = None) -> NDArray[Any]:
+        return values.astype(np.float32).astype(NUMPY_DTYPES[dtype or self.dtype])

@@ -1,0 +1,275 @@
+"""octavo.linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import octavo
+from octavo import _linear_on_cuda
+from support.linear import ACTIVATIONS, Problem, activate
+from support.targets import Target, cpu_target, every_target, writable_target
+
+
+def run(target: Target, problem: Problem, **options: Any) -> NDArray[np.float64]:
+    """The result for arrays of the target's library, with weights of the problem's own dtype."""
+
+    def array(values: NDArray[np.float64] | None) -> Any:
+        return None if values is None else target.array(values)
+
+    out = octavo.linear(
+        array(problem.x),
+        target.library.array(problem.w, problem.w_dtype),
+        array(problem.bias),
+        activation=problem.activation,
+        residual=array(problem.residual),
+        **options,
+    )
+    assert isinstance(out, target.library.array_type)
+    return target.library.to_float64(out)
+
+
+def check(target: Target, problem: Problem) -> None:
+    problem.check(run(target, problem), every_step_rounds=not target.on_cpu)
+
+
+@every_target
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("rows", "width", "depth"),
+    [
+        ((), 5, 3),
+        ((1,), 1, 1),
+        ((1,), 576, 576),
+        ((4,), 70, 2049),
+        ((2, 3), 33, 40),
+        ((3, 1, 2, 2, 5), 6, 100),
+        ((16,), 130, 1000),
+        ((150,), 65, 333),
+        ((70,), 4, 1500),
+        ((7,), 3, 20000),
+    ],
+)
+def test_shapes(
+    target: Target, rows: tuple[int, ...], width: int, depth: int, activation: str | None
+) -> None:
+    check(target, Problem.drawn(target.dtype, rows, width, depth, activation))
+
+
+@every_target
+@given(
+    rows=st.lists(st.integers(1, 40), min_size=0, max_size=2).map(tuple),
+    width=st.integers(1, 200),
+    depth=st.integers(1, 300),
+    activation=st.sampled_from(ACTIVATIONS),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape(target: Target, rows: tuple[int, ...], width: int, depth: int, **options: Any) -> None:
+    check(target, Problem.drawn(target.dtype, rows, width, depth, **options))
+
+
+@every_target
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_empty_axes(target: Target, activation: str | None) -> None:
+    """As with NumPy: a sum over nothing is 0, and there may be nothing to compute."""
+    for rows, width, depth in (((3,), 5, 0), ((0,), 5, 4), ((2, 0), 5, 4), ((3,), 0, 4), ((0,), 0, 0)):
+        problem = Problem.drawn(target.dtype, rows, width, depth, activation)
+        check(target, problem)
+        assert run(target, problem).shape == (*rows, width)
+
+
+@pytest.mark.parametrize("w_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_weights_of_16_bits_beside_float32(w_dtype: str, activation: str | None) -> None:
+    target = Target("numpy", "cpu", "float32")
+    for rows, depth in ((1, 576), (5, 31), (40, 1100)):
+        check(target, Problem.drawn("float32", (rows,), 45, depth, activation, w_dtype=w_dtype))
+
+
+def padded(values: NDArray[Any], around: int = 3) -> NDArray[Any]:
+    """The same numbers in the midst of NaN along every axis; the last axis keeps its unit stride."""
+    memory = np.full([n + 2 * around for n in values.shape], np.nan, values.dtype)
+    inner = memory[(slice(around, -around),) * values.ndim]
+    inner[...] = values
+    return inner
+
+
+@cpu_target
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_poison(target: Target, rows: int, activation: str | None) -> None:
+    """Nothing but the arrays' own elements is read; nothing but the elements of out is written."""
+    problem = Problem.drawn(target.dtype, (rows,), 21, 77, activation)
+    arrays = {name: padded(problem.numpy(getattr(problem, name))) for name in ("x", "w", "bias", "residual")}
+    out = padded(np.full((rows, 21), np.nan, arrays["x"].dtype))
+    assert octavo.linear(**arrays, activation=activation, out=out) is out
+    problem.check(out.astype(np.float64))
+    np.testing.assert_array_equal(out, run(target, problem).astype(out.dtype))
+    out[...] = np.nan
+    assert np.isnan(out.base.astype(np.float32)).all()
+
+
+@cpu_target
+def test_strides(target: Target) -> None:
+    """Rows that lie backwards, apart or one over another, and leading axes in any order."""
+    problem = Problem.drawn(target.dtype, (4, 3), 10, 50)
+    expected = run(target, problem)
+    x, w, bias, residual = (
+        problem.numpy(values) for values in (problem.x, problem.w, problem.bias, problem.residual)
+    )
+    backwards = w[::-1].copy()[::-1]
+    turned = x.swapaxes(0, 1).copy().swapaxes(0, 1)  # its first two axes in another order
+    assert backwards.strides[0] < 0 and turned.strides[0] < turned.strides[1]
+    for a, b in ((x, backwards), (turned, w), (padded(x, 1)[::-1], w)):
+        reference = expected[::-1] if a.strides[0] < 0 else expected
+        others = residual[::-1] if a.strides[0] < 0 else residual
+        out = np.empty((3, 4, 10), x.dtype).swapaxes(0, 1)
+        octavo.linear(a, b, bias, residual=others, out=out)
+        np.testing.assert_array_equal(out.astype(np.float64), reference)
+    one = np.broadcast_to(x[0, 0], (6, 50))
+    assert (octavo.linear(one, np.broadcast_to(w[0], (9, 50))) == octavo.linear(x[0, 0], w[:1])).all()
+
+
+@writable_target
+def test_residual_may_be_out(target: Target) -> None:
+    problem = Problem.drawn(target.dtype, (9,), 130, 60)
+    residual = target.array(problem.residual)
+    x, w, bias = (target.array(values) for values in (problem.x, problem.w, problem.bias))
+    out = octavo.linear(x, w, bias, residual=residual, out=residual)
+    assert out is residual
+    problem.check(target.library.to_float64(out), every_step_rounds=not target.on_cpu)
+
+
+@pytest.fixture
+def set_threads() -> Any:
+    before = octavo.get_num_threads()
+    yield octavo.set_num_threads
+    octavo.set_num_threads(before)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "w_dtype"),
+    [
+        *((dtype, dtype) for dtype in ("float32", "float16", "bfloat16")),
+        ("float32", "float16"),
+        ("float32", "bfloat16"),
+    ],
+)
+def test_bits_depend_neither_on_other_rows_nor_on_threads(
+    dtype: str, w_dtype: str, activation: str | None, set_threads: Any
+) -> None:
+    target = Target("numpy", "cpu", dtype)
+    for rows, width, depth in ((150, 70, 333), (17, 300, 1100), (64, 9, 5000)):
+        problem = Problem.drawn(dtype, (rows,), width, depth, activation, w_dtype=w_dtype)
+        set_threads(1)
+        together = run(target, problem, batch_invariant=True)
+        for threads in (2, 3, 7):
+            set_threads(threads)
+            np.testing.assert_array_equal(run(target, problem), together)
+        for row in (0, 1, 13, rows - 1):
+            np.testing.assert_array_equal(run(target, problem.with_row(row)), together[row])
+        for count in (2, 3, 5, 6, 7, 12, 13, 16):
+            some = run(target, problem.with_row(slice(count)))
+            np.testing.assert_array_equal(some, together[:count])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_activations_over_their_whole_range(activation: str) -> None:
+    ends = [-np.inf, -3e38, -200, -88, 88, 200, 3e38, np.inf]
+    x = np.concatenate([np.linspace(-30, 30, 60001), ends]).astype(np.float32)
+    out = octavo.linear(x[:, None], np.ones((1, 1), np.float32), activation=activation)[:, 0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = activate(x.astype(np.float64), activation)
+    exact[np.isneginf(x)] = 0.0  # the limit, where the formulas are -inf / inf and -inf * 0
+    np.testing.assert_allclose(out, exact, rtol=2e-6, atol=2e-7)
+    one, no_number = np.ones((1, 1), np.float32), np.full((1, 1), np.nan, np.float32)
+    assert np.isnan(octavo.linear(no_number, one, activation=activation)).all()
+
+
+@cpu_target
+def test_numbers_that_are_not_finite_stay_in_their_place(target: Target) -> None:
+    problem = Problem.drawn(target.dtype, (8,), 40, 70, has_residual=False)
+    clean = run(target, problem)
+    x, w = problem.x.copy(), problem.w.copy()
+    x[3, 5], w[7, 69] = np.nan, np.inf
+    out = run(target, Problem(target.dtype, target.dtype, x, w, problem.bias, None, None))
+    assert np.isnan(out[3]).all() and not np.isfinite(out[:, 7]).any()
+    rest = np.delete(np.delete(out, 3, axis=0), 7, axis=1)
+    np.testing.assert_array_equal(rest, np.delete(np.delete(clean, 3, axis=0), 7, axis=1))
+
+
+def test_explanations() -> None:
+    x, w = np.ones((4, 64), np.float16), np.ones((32, 64), np.float16)
+    explanation = octavo.explain("linear", x, w, activation="silu")
+    assert explanation.kernel.startswith("cpu_linear<float16") and explanation.file == "src/cpu/linear.cpp"
+    explanation = octavo.explain("linear", x, w, device="h200")
+    assert explanation.kernel == "matmul of the arrays' library<float16>"
+    assert explanation.file == "python/octavo/_linear_on_cuda.py"
+    assert explanation.why_not["CUDA kernels"] == "Octavo has none for linear yet"
+    with pytest.raises(TypeError, match="linear: batch_invariant=True needs a kernel of Octavo's, and there"):
+        octavo.explain("linear", x, w, batch_invariant=True, device="h200")
+    with pytest.raises(TypeError, match="linear: w must be float32 like x on a GPU; got float16"):
+        octavo.explain("linear", x.astype(np.float32), w, device="h200")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_what_libraries_compute_on_a_gpu(library: str, activation: str | None) -> None:
+    """The functions that take over there are told the same, here on the CPU, and know other arrays."""
+    pytest.importorskip(library)
+    target = Target(library, "cpu", "float32")
+    problem = Problem.drawn("float32", (3, 4), 20, 50, activation)
+    x = target.array(problem.x)
+    others = [problem.numpy(values) for values in (problem.w, problem.bias, problem.residual)]
+    w, bias, residual = others if library == "torch" else map(target.library.from_numpy, others)
+    result = getattr(_linear_on_cuda, f"by_{library}")(x, w, bias, activation, residual)
+    assert isinstance(result, target.library.array_type)
+    problem.check(target.library.to_float64(result))
+    if library == "torch":
+        out = np.empty((3, 4, 20), np.float32)
+        assert _linear_on_cuda.linear(x, w, bias, activation, residual, out, None) is out
+        problem.check(out.astype(np.float64))
+        plain = _linear_on_cuda.linear(x, w, None, activation, None, None, None)
+        Problem("float32", "float32", problem.x, problem.w, None, None, activation).check(plain.numpy())
+    else:
+        with pytest.raises(ValueError, match="linear: stream must be None for JAX arrays on a GPU"):
+            _linear_on_cuda.linear(x, w, bias, activation, residual, None, 1)
+
+
+def test_arrays_without_a_product_on_a_gpu() -> None:
+    message = r"linear: x must be an array of PyTorch, CuPy or JAX on a GPU; got numpy\.ndarray"
+    with pytest.raises(TypeError, match=message):
+        _linear_on_cuda.linear(np.ones(3), np.ones((2, 3)), None, None, None, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_out_and_stream_on_a_gpu(library: str) -> None:
+    pytest.importorskip(library)
+    target = Target(library, "cuda", "float16")
+    problem = Problem.drawn("float16", (5,), 64, 128, "silu")
+    arrays = [target.array(values) for values in (problem.x, problem.w, problem.bias)]
+    residual, out = target.array(problem.residual), target.nan(5, 64)
+    if library == "torch":
+        import torch
+
+        stream: Any = torch.cuda.Stream()
+        wait = stream.synchronize
+    else:
+        import cupy
+
+        stream = cupy.cuda.Stream(non_blocking=True)
+        wait = stream.synchronize
+    assert octavo.linear(*arrays, activation="silu", residual=residual, out=out, stream=stream) is out
+    wait()
+    problem.check(target.library.to_float64(out), every_step_rounds=True)
+    with pytest.raises(TypeError, match="linear: batch_invariant=True needs a kernel of Octavo's"):
+        octavo.linear(*arrays, batch_invariant=True)
