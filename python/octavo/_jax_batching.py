@@ -110,3 +110,10 @@ def fold_copy_pages(arrays: Arrays, _: frozenset[str]) -> Folded:
 
 def fold_merge_states(arrays: Arrays, _: frozenset[str]) -> Folded:
     return {name: _fold(array) for name, array in arrays.items()}, {}
+
+
+def fold_linear(arrays: Arrays, shared: frozenset[str]) -> Folded:
+    folded = {
+        name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items() if name not in shared
+    }
+    return {**arrays, **folded}, {}

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from octavo import _core, _jax_batching
+from octavo import _core, _jax_batching, _linear_on_cuda
 from octavo._operators import ARGUMENTS, with_keywords
 
 try:
@@ -63,17 +63,21 @@ mlir.register_lowering(_refused_on_cuda, _refuse, platform="cuda")
 CACHE = ("k_pages", "v_pages", "k_scales", "v_scales")
 """What a cache is made of; scales only where it has some of each token and head."""
 _OF_ALL_TOKENS = frozenset({"k_scale_array", "v_scale_array", "k_channel_offset", "k_channel_scale"})
+_WEIGHTS = frozenset({"w", "bias"})
 
 
 @dataclass(frozen=True)
 class Operator:
     name: str
-    results: Callable[[_Arrays, bool], _Results]  # with the optional one, or without
+    # With the optional one, or without.
+    results: Callable[[_Arrays, Mapping[str, Option], bool], _Results]
     fold: Callable[[_jax_batching.Arrays, frozenset[str]], _jax_batching.Folded]
     shareable: frozenset[str] = frozenset()  # what one call can use for all of a mapped axis
+    # What takes its place on a GPU, where there is no kernel.
+    on_cuda: Callable[[_Arrays, Mapping[str, Option]], tuple[jax.Array, ...]] | None = None
 
 
-def _queries_results(arrays: _Arrays, return_lse: bool) -> _Results:
+def _queries_results(arrays: _Arrays, _: Mapping[str, Option], return_lse: bool) -> _Results:
     q = arrays["q"]
     results = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
     if return_lse:
@@ -81,13 +85,13 @@ def _queries_results(arrays: _Arrays, return_lse: bool) -> _Results:
     return results
 
 
-def _cache_results(arrays: _Arrays, _: bool) -> _Results:
+def _cache_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Results:
     return {
         name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in CACHE if name in arrays
     }
 
 
-def _merged_results(arrays: _Arrays, _: bool) -> _Results:
+def _merged_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Results:
     out = arrays["out_a"]
     return {
         "out": jax.ShapeDtypeStruct(out.shape, out.dtype),
@@ -95,11 +99,23 @@ def _merged_results(arrays: _Arrays, _: bool) -> _Results:
     }
 
 
-def _gradients(arrays: _Arrays, return_dalibi: bool) -> _Results:
+def _gradients(arrays: _Arrays, _: Mapping[str, Option], return_dalibi: bool) -> _Results:
     if return_dalibi and "alibi_slopes" not in arrays:
         raise ValueError("attention_backward: dalibi_slopes (return_dalibi) needs alibi_slopes; got none")
     names = ("q", "k", "v", *(["alibi_slopes"] if return_dalibi else []))
     return {f"d{name}": jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in names}
+
+
+def _linear_results(arrays: _Arrays, options: Mapping[str, Option], _: bool) -> _Results:
+    x, w = arrays["x"], arrays["w"]
+    width = w.shape[0] // (2 if options.get("activation") == "silu_gate" else 1) if w.ndim else 0
+    return {"out": jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)}
+
+
+def _linear_by_jax(arrays: _Arrays, options: Mapping[str, Option]) -> tuple[jax.Array]:
+    given: dict[str, Any] = {**arrays, **options}
+    arguments = (given.get(name) for name in ("x", "w", "bias", "activation", "residual"))
+    return (_linear_on_cuda.by_jax(*arguments),)
 
 
 ATTENTION = Operator("attention", _queries_results, _jax_batching.fold_attention, frozenset({"alibi_slopes"}))
@@ -113,6 +129,7 @@ APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, 
 COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
 ATTENTION_BACKWARD = Operator("attention_backward", _gradients, _jax_batching.fold_attention)
+LINEAR = Operator("linear", _linear_results, _jax_batching.fold_linear, _WEIGHTS, _linear_by_jax)
 
 
 def _vary(result: jax.Array, arrays: _Arrays) -> jax.Array:
@@ -139,7 +156,7 @@ def _vary(result: jax.Array, arrays: _Arrays) -> jax.Array:
 def _call_xla(
     op: Operator, arrays: _Arrays, options: Mapping[str, Option], return_lse: bool
 ) -> tuple[jax.Array, ...]:
-    results = op.results(arrays, return_lse)
+    results = op.results(arrays, options, return_lse)
     described: dict[str, jax.Array | jax.ShapeDtypeStruct] = {**arrays, **results}
     for name, x in described.items():
         if not all(isinstance(length, int) for length in x.shape):
@@ -158,7 +175,15 @@ def _call_xla(
         input_output_aliases={names.index(name): i for i, name in enumerate(results) if name in arrays},
     )
     attributes = {name: _ATTRIBUTE_TYPES[type(value)](value) for name, value in options.items()}
-    outs = call(*arrays.values(), arrays=" ".join([*arrays, *results]), **attributes)
+
+    def by_octavo(arrays: _Arrays) -> tuple[jax.Array, ...]:
+        return tuple(call(*arrays.values(), arrays=" ".join([*names, *results]), **attributes))
+
+    if op.on_cuda is None:
+        outs = by_octavo(arrays)
+    else:
+        on_cuda = op.on_cuda
+        outs = jax.lax.platform_dependent(arrays, cpu=by_octavo, default=lambda x: on_cuda(x, options))
     return tuple(_vary(out, arrays) for out in outs)
 
 
@@ -191,8 +216,9 @@ def _function(
         axis_size: int, in_batched: list[dict[str, bool]], arrays: _Arrays
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         is_mapped = in_batched[0]
-        # All have the dropout mask that one would have, and one call has one static scale or transform.
-        if dict(options).get("dropout_p") or any(is_mapped.get(name) for name in _OF_ALL_TOKENS):
+        # All have the dropout mask that one would have, and one call has one static scale or transform and
+        # one matrix of weights.
+        if dict(options).get("dropout_p") or any(is_mapped.get(name) for name in _OF_ALL_TOKENS | _WEIGHTS):
             one_call = _function(op, options, return_lse)
             mapped = {name: x for name, x in arrays.items() if is_mapped[name]}
             results = jax.lax.map(lambda one: one_call({**arrays, **one}), mapped)
@@ -214,7 +240,7 @@ def _function(
             kept.pop("shared_prefix_len", None)  # each element of the axis has a prefix of its own
         outs = _function(op, tuple({**bounds, **kept}.items()), return_lse)(folded)
         one = {name: jax.ShapeDtypeStruct(x.shape[is_mapped[name] :], x.dtype) for name, x in arrays.items()}
-        wanted = op.results(cast("_Arrays", one), return_lse)
+        wanted = op.results(cast("_Arrays", one), dict(options), return_lse)
         results = []
         for (result, kind), out in zip(wanted.items(), outs, strict=True):
             placed = out[places[result]] if result in places else out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 
@@ -37,9 +38,10 @@ def linear(
 def by_torch(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any = None) -> Any:
     import torch
     from torch.nn import functional
+    from torch.utils.dlpack import from_dlpack
 
     def own(array: Any) -> Any:
-        return array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)
+        return array if isinstance(array, torch.Tensor) else from_dlpack(array)
 
     result = functional.linear(x, own(w), None if bias is None else own(bias))
     if activation == "silu":
@@ -58,8 +60,7 @@ def by_torch(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, o
 
 
 def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any = None) -> Any:
-    import cupy
-    from cupyx.scipy.special import erf
+    cupy = import_module("cupy")
 
     def own(array: Any) -> Any:
         return array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
@@ -73,7 +74,7 @@ def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, ou
     if activation == "silu":
         result = silu(result)
     elif activation == "gelu":
-        result = result * (1 + erf(result * 0.5**0.5)) / 2
+        result = result * (1 + import_module("cupyx.scipy.special").erf(result * 0.5**0.5)) / 2
     elif activation == "silu_gate":
         gate, up = cupy.split(result, 2, axis=-1)
         result = silu(gate) * up
@@ -125,8 +126,7 @@ def _torch_stream(x: Any, address: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cupy_stream(x: Any, address: int) -> Iterator[None]:
-    import cupy
-
+    cupy = import_module("cupy")
     with x.device:
         stream = cupy.cuda.ExternalStream(address, x.device.id)
         stream.wait_event(cupy.cuda.get_current_stream().record())

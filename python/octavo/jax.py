@@ -43,6 +43,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "copy_pages",
+    "linear",
     "merge_states",
     "paged_attention",
 ]
@@ -465,3 +466,47 @@ def merge_states(
     arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     out, lse = _jax_call.run(_jax_call.MERGE_STATES, arrays)
     return out, lse
+
+
+@like(octavo.linear)
+def linear(
+    x: ArrayLike,
+    w: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: str | None = None,
+    residual: ArrayLike | None = None,
+    static_weight: bool = False,
+    batch_invariant: bool = False,
+) -> jax.Array:
+    """A linear layer, ``activation(x @ w.T + bias) + residual``: ``octavo.linear`` in a JAX program.
+
+    On a GPU, where there is no kernel of Octavo's yet, it is what ``jax.numpy.matmul`` computes.
+
+    Args:
+        x: float32, float16 or bfloat16 [..., K], with up to five leading axes.
+        w: like x, [N, K]; beside x of float32, on the CPU, also float16 or bfloat16. With activation
+            "silu_gate": [2 F, K], the rows of the gate before the others.
+        bias: like x, [N], or [2 F]: added to the sums. Default: none.
+        activation: "silu", "gelu" or "silu_gate", as for ``octavo.linear``. Default: none.
+        residual: like the result: added at the end. Default: none.
+        static_weight: as for ``octavo.linear``. Default: False.
+        batch_invariant: as for ``octavo.linear``; no program for a GPU can be made with it. Default: False.
+
+    Returns:
+        out: [..., N] or [..., F], of the dtype of x.
+
+    Raises:
+        ValueError: a shape or number that does not fit.
+        TypeError: a wrong dtype, a traced number, differentiation; batch_invariant on a GPU.
+    """
+    arguments = {
+        "x": x,
+        "w": w,
+        "bias": bias,
+        "activation": activation,
+        "residual": residual,
+        "static_weight": static_weight,
+        "batch_invariant": batch_invariant,
+    }
+    return _jax_call.run(_jax_call.LINEAR, arguments)[0]

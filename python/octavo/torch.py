@@ -37,6 +37,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "copy_pages",
+    "linear",
     "merge_states",
     "paged_attention",
 ]
@@ -247,6 +248,28 @@ def _define_attention_backward() -> None:
     )
 
 
+def _define_linear() -> None:
+    """Define the operator that returns a tensor, and the one that writes to `out`."""
+    core, defaults = _core.linear, _DEFAULTS["linear"]
+    dropped = [defaults[given:] for given in range(len(defaults) + 1)]
+
+    def kernel(*args: Any, out: Tensor | None = None) -> Any:
+        return core(*args, *dropped[len(args)], out, _DISPATCHER)
+
+    def kernel_out(x: Tensor, w: Tensor, out: Tensor, *options: Any) -> None:
+        _will_write(out)
+        kernel(x, w, *options, out=out)
+
+    def fake(
+        x: Tensor, w: Tensor, _: Tensor | None = None, activation: str | None = None, *__: Any
+    ) -> Tensor:
+        return x.new_empty((*x.shape[:-1], w.shape[0] // (2 if activation == "silu_gate" else 1)))
+
+    arrays, options = _arguments("linear")
+    _define("linear", f"({arrays}, {options}) -> Tensor", kernel, fake)
+    _define("linear.out", f"({arrays}, Tensor(a!) out, {options}) -> ()", kernel_out, _fake_nothing)
+
+
 def _fake_merge_states(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
@@ -258,6 +281,7 @@ def _fake_nothing(*_: Any) -> None:
 for _name in _ATTENTIONS:
     _define_attention(_name)
 _define_attention_backward()
+_define_linear()
 _define(
     "merge_states",
     f"({_arguments('merge_states')[0]}) -> (Tensor, Tensor)",
@@ -288,7 +312,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def _like(original: _Function) -> Callable[[Callable[..., Any]], _Function]:
     def complete(declared: Any) -> _Function:
-        declared.__defaults__ = (MISSING,) * declared.__code__.co_argcount
+        own = declared.__defaults__ or ()
+        declared.__defaults__ = (MISSING,) * (declared.__code__.co_argcount - len(own)) + own
         assigned = ("__name__", "__qualname__", "__doc__")
         return cast("_Function", functools.update_wrapper(declared, original, assigned=assigned, updated=()))
 
@@ -299,7 +324,7 @@ _MISMATCH = re.compile(
     r"octavo::(?P<op>\w+)\(\) Expected a value of type '(?:Optional\[)?(?P<wanted>\w+)\]?' for argument "
     r"'(?P<argument>\w+)' but instead found type '(?P<given>\w+)'"
 )
-_KINDS = {"Tensor": "a torch.Tensor", "bool": "a bool", "int": "an int", "float": "a float"}
+_KINDS = {"Tensor": "a torch.Tensor", "str": "a str", "bool": "a bool", "int": "an int", "float": "a float"}
 
 
 def _raise_in_words_of_octavo(
@@ -333,6 +358,7 @@ _PAGED_ATTENTION, _PAGED_ATTENTION_LSE = _operator("paged_attention"), _operator
 _APPEND_KV, _MERGE_STATES = _operator("append_kv"), _operator("merge_states")
 _ATTENTION_BACKWARD = _operator("attention_backward")
 _ATTENTION_BACKWARD_DALIBI = _operator("attention_backward.dalibi")
+_LINEAR, _LINEAR_OUT = _operator("linear"), _operator("linear.out")
 _COPY_PAGES, _COPY_PAGES_TO = _operator("copy_pages"), _operator("copy_pages_to")
 _TO_OUT = {name: (_operator(f"{name}.out"), _operator(f"{name}.out_lse")) for name in _ATTENTIONS}
 
@@ -480,4 +506,26 @@ def copy_pages(
             _COPY_PAGES_TO(k_pages, v_pages, copies, to_k_pages, to_v_pages, **options)
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, copy_pages, (k_pages, v_pages, copies), options)
+        raise
+
+
+@_like(octavo.linear)
+def linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    stream: None = None,
+    **options: Any,
+) -> Tensor:
+    if stream is not None:
+        _refuse_stream("linear")
+    try:
+        if out is None:
+            return cast("Tensor", _LINEAR(x, w, bias, **options))
+        _LINEAR_OUT(x, w, out, bias, **options)
+        return out
+    except RuntimeError as error:
+        _raise_in_words_of_octavo(error, linear, (x, w), {"bias": bias, **options})
         raise

@@ -68,6 +68,16 @@ CASES = [
     ),
     (lambda: octavo.torch.append_kv(q, q, None, q, q, q), TypeError, f"append_kv: k_pages {NO_ARRAY}"),
     (
+        lambda: octavo.torch.linear(q, q, activation=1),
+        TypeError,
+        "linear: activation must be a str; got int",
+    ),
+    (
+        lambda: octavo.torch.linear(q, q, 3.0),
+        TypeError,
+        "linear: bias must be a torch.Tensor; got float",
+    ),
+    (
         lambda: octavo.torch.copy_pages(q, q, [0]),
         TypeError,
         "copy_pages: copies must be a torch.Tensor; got list",

@@ -79,6 +79,14 @@ def make_calls():
             (sharing, {"shared_prefix_len": PAGE_SIZE, "return_lse": True}),
         ],
         "merge_states": [((*state, state[0] + 1, state[1] - 1), {})],
+        "linear": [
+            ((normal(3, 16), normal(6, 16)), {}),
+            (
+                (normal(3, 16), normal(6, 16), normal(6)),
+                {"activation": "silu_gate", "residual": normal(3, 3), "static_weight": True},
+            ),
+            ((normal(3, 16), normal(6, 16)), {"out": torch.empty(3, 6), "activation": "gelu"}),
+        ],
         "append_kv": [
             ((*(x[:2] for x in new), *make_cache(), PAGE_TABLE, SEQ_LENS), {}),
             ((*new, *make_cache(), PAGE_TABLE, SEQ_LENS), {"cu_seqlens": CU_SEQLENS, "k_scale": 2.0}),

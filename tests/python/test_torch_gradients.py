@@ -70,6 +70,8 @@ OTHERS: Functions = {
         lambda x: octavo.torch.merge_states(X, x[..., 0], X, X[..., 0])[0],
         "merge_states: lse_a",
     ),
+    "linear": (lambda x: octavo.torch.linear(x, X[0, 0]), "linear: x"),
+    "linear bias": (lambda x: octavo.torch.linear(X, X[0, 0], x[0, 0, :, 0].contiguous()), "linear: bias"),
     "append_kv": (append, "append_kv: k"),
     "copy_pages": (copy, "copy_pages: k_pages"),
     "copy_pages to": (copy_to, "copy_pages: k_pages"),

@@ -70,6 +70,8 @@ def make_calls(dtype="float32", seed=0):
         out, lse = octavo.attention(**arrays, **options, return_lse=True)
         return {"dout": make(*out.shape) - 1, **arrays, "out": out, "lse": lse, **others}
 
+    layer = {"x": make(2, 3, HEAD_DIM), "w": make(6, HEAD_DIM)}
+    whole_layer = {**layer, "bias": make(6), "residual": make(2, 3, 3)}
     masked = {"causal": True, "softcap": 5.0, "softmax_scale": 0.3}
     dropout = {"dropout_p": 0.3, "dropout_seed": 7}
     return [
@@ -99,6 +101,8 @@ def make_calls(dtype="float32", seed=0):
         ),
         ("attention_backward", backward({**packed, **batch_slopes}, {}), {"return_dalibi": True}),
         ("attention_backward", backward(packed, dropout), dropout),
+        ("linear", layer, {}),
+        ("linear", whole_layer, {"activation": "silu_gate", "static_weight": True}),
         (
             "paged_attention",
             {**paged, "page_table": index(SHARING_TABLE)},
