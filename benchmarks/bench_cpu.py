@@ -1,4 +1,4 @@
-"""Octavo's CPU attention beside PyTorch's, in one run on the same threads.
+"""Octavo's CPU operators beside PyTorch's, in one run on the same threads.
 
     python benchmarks/bench_cpu.py [--threads 2] [--rounds 30] [--json rows.jsonl]
 
@@ -6,13 +6,15 @@ Decode: one token a sequence over a paged cache (pages of 16 tokens, shuffled), 
 scaled_dot_product_attention on the same keys and values laid out contiguously, called in three ways: with
 enable_gqa, with the KV heads repeated beforehand (not timed), and with the heads of a group passed as query
 tokens of their KV head; the inputs rotate over more than the last-level cache, as the layers of a model do.
-Prefill: one causal sequence. Training: the same, forward and backward. Every output is compared with the
-tests' oracle, in float64, and so are the gradients of one KV head.
+Prefill: one causal sequence. Training: the same, forward and backward. Linear layers: a few rows times
+weights that rotate likewise, against PyTorch and, in float32, NumPy. Every output is compared with the tests'
+oracle, in float64, and so are the gradients of one KV head.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -26,7 +28,7 @@ import numpy as np
 import torch
 from _check import Sample
 from _inputs import Inputs, as_dense, make_inputs
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 import octavo
 from octavo import _core
@@ -36,6 +38,8 @@ from support.cases import CPU_TABLE
 from support.oracle_backward import Backward
 
 ROTATED_BYTES = 256 << 20
+LAYERS = ((4096, 4096), (576, 576), (1536, 576), (49152, 576))  # [N, K] of weights
+ROWS_OF_LAYERS = (1, 4, 16)
 FORWARD_AND_BACKWARD = 3.5  # seven products, to two of the forward
 
 Call = Callable[[], torch.Tensor]
@@ -49,7 +53,7 @@ class Row:
     best_ms: float
     median_ms: float
     rate: float  # of the best
-    rate_unit: str  # GB/s of keys and values read, or GFLOP/s of visible scores
+    rate_unit: str  # GB/s of keys and values or of weights read, or GFLOP/s of visible scores
     max_error: float  # against float64; of gradients relative to the largest number of each
     threads: int
     isa: str
@@ -183,6 +187,36 @@ def error_of(case: Case, sample: Sample, result: torch.Tensor) -> float:
     return float(np.abs(sample.of(out) - sample.reference.out).max())
 
 
+def bench_layer(width: int, depth: int, num_rows: int, dtype: str, rounds: int) -> list[Row]:
+    kind: torch.dtype = getattr(torch, dtype)
+    num_bytes = width * depth * kind.itemsize
+    weights = torch.randn(max(2, ROTATED_BYTES // num_bytes), width, depth, dtype=kind)
+    x = torch.randn(num_rows, depth, dtype=kind)
+    calls: dict[str, list[Call]] = {
+        "octavo": [lambda w=w: octavo.linear(x, w) for w in weights],
+        "torch": [lambda w=w: linear(x, w) for w in weights],
+    }
+    if dtype == "float32":
+        calls["numpy"] = [lambda w=w: torch.from_numpy(x.numpy() @ w.numpy().T) for w in weights]
+    exact = x.double() @ weights[0].double().T
+    times = time_all(calls, rounds)
+    return [
+        Row(
+            f"linear {width}x{depth}, {num_rows} rows",
+            dtype,
+            name,
+            round(min(times[name]), 4),
+            round(statistics.median(times[name]), 4),
+            round(num_bytes / 1e6 / min(times[name]), 1),
+            "GB/s",
+            float((copies[0]().double() - exact).abs().max()),
+            octavo.get_num_threads(),
+            _core.cpu_info()["isa"],
+        )
+        for name, copies in calls.items()
+    ]
+
+
 def make_row(
     case: Case, name: str, times: list[float], error: float, work_and_unit: tuple[float, str] | None = None
 ) -> Row:
@@ -221,7 +255,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls a decode case; prefill: a third")
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls a case; prefill: a third")
     parser.add_argument("--json", type=Path, help="write one JSON object a line here")
     args = parser.parse_args()
 
@@ -239,6 +273,9 @@ def main() -> int:
                 rows += show(bench(case, args.rounds))
                 if not case.is_decode:
                     rows += show(bench_training(case, args.rounds))
+        for dtype in "float32", "bfloat16", "float16":
+            for (width, depth), num_rows in itertools.product(LAYERS, ROWS_OF_LAYERS):
+                rows += show(bench_layer(width, depth, num_rows, dtype, args.rounds))
     if args.json:
         args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     return 0

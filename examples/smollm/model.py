@@ -130,12 +130,12 @@ class Llama:
             hidden = hidden + self._attention(self._norm(hidden, layer.attn_norm), layer, pages, step)
             hidden = hidden + self._ffn(self._norm(hidden, layer.ffn_norm), layer)
         last = self._norm(hidden[arrays.asarray(batch.logit_rows)], self._output_norm)
-        return arrays.to_host(arrays.linear(last, self._embedding))
+        return arrays.to_host(octavo.linear(last, self._embedding))
 
     def _attention(self, x: Array, layer: Layer, pages: octavo.PagedCache, step: Step) -> Array:
         config, arrays = self.config, self.arrays
         num_q, num_kv = config.num_q_heads, config.num_kv_heads
-        qkv = arrays.linear(x, layer.qkv).reshape(len(x), num_q + 2 * num_kv, config.head_dim)
+        qkv = octavo.linear(x, layer.qkv).reshape(len(x), num_q + 2 * num_kv, config.head_dim)
         qk = arrays.cast(self._rotate(qkv[:, : num_q + num_kv], step), arrays.cache_dtype)
         q, k = qk[:, :num_q], qk[:, num_q:]
         v = arrays.cast(qkv[:, num_q + num_kv :], arrays.cache_dtype)
@@ -144,7 +144,7 @@ class Llama:
         out = octavo.paged_attention(
             q, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.max_seqlen, **of_batch
         )
-        return arrays.linear(arrays.cast(out.reshape(len(x), -1), arrays.weight_dtype), layer.attn_out)
+        return octavo.linear(arrays.cast(out.reshape(len(x), -1), arrays.product_dtype), layer.attn_out)
 
     def _rotate(self, x: Array, step: Step) -> Array:
         # GGUF stores Llama's Q and K rows so that neighbours (2i, 2i + 1) turn together; Hugging Face's
@@ -154,14 +154,10 @@ class Llama:
         return self.arrays.xp.stack(turned, -1).reshape(x.shape)
 
     def _ffn(self, x: Array, layer: Layer) -> Array:
-        gate_up = self.arrays.linear(x, layer.gate_up)
-        ffn_size = gate_up.shape[-1] // 2
-        gate, up = gate_up[:, :ffn_size], gate_up[:, ffn_size:]
-        silu = 0.5 * gate * (1.0 + self.arrays.xp.tanh(0.5 * gate))  # gate * sigmoid(gate), without overflow
-        return self.arrays.linear(silu * up, layer.down)
+        return octavo.linear(octavo.linear(x, layer.gate_up, activation="silu_gate"), layer.down)
 
     def _norm(self, x: Array, weight: Array) -> Array:
         mean_square = self.arrays.xp.mean(x * x, axis=-1, keepdims=True)
         return self.arrays.cast(
-            x * (mean_square + self.config.rms_norm_eps) ** -0.5 * weight, self.arrays.weight_dtype
+            x * (mean_square + self.config.rms_norm_eps) ** -0.5 * weight, self.arrays.product_dtype
         )
