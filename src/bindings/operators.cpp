@@ -27,8 +27,8 @@ namespace {
 using schema::Access;
 
 // What Python passes to an operator: a value for each argument that is no result, in the order of the
-// description; then, if a result is optional, whether it is asked for; then, unless results are always new,
-// an array or None for each of the others; then stream.
+// description; then, if a result is optional, whether it is asked for; then, but for merge_states, whose
+// results are always new, an array or None for each of the others; then stream.
 template <class Operator>
 constexpr size_t kNumInputs = schema::count<Operator>([](const auto& a) { return !a.is_result(); });
 template <class Operator>
@@ -37,7 +37,7 @@ template <class Operator>
 constexpr bool kHasOptionalResult =
     schema::count<Operator>([](const auto& a) { return a.is_result() && !a.kIsRequired; }) != 0;
 template <class Operator>
-constexpr bool kTakesResults = kHasOptionalResult<Operator> || std::is_same_v<Operator, schema::Linear>;
+constexpr bool kTakesResults = !std::is_same_v<Operator, schema::MergeStates>;
 template <class Operator>
 using Given =
     std::array<nb::handle, kNumInputs<Operator> + (kTakesResults<Operator> ? kNumResults<Operator> : 0) + 1>;

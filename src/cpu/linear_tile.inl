@@ -2,9 +2,9 @@
 // a panel of weights fit in registers.
 //
 // Lane l of an element's sum adds up the products of every kLanes-th number of the rows, in the order of K,
-// and the lanes are added at the end. Of bfloat16 weights a lane takes two numbers side by side, first the
-// second one, since a vector of pairs becomes two of float32 without a shuffle. So the order follows from K
-// alone: it is the same however rows are cut into tiles, panels, runs and blocks.
+// and the lanes are added at the end, halves first. Of bfloat16 weights a lane takes two numbers side by
+// side, first the second one, since a vector of pairs becomes two of float32 without a shuffle. So the order
+// follows from K alone: it is the same however rows are cut into tiles, panels, runs and blocks.
 
 template <class W>
 constexpr int kStepNumbers = kStepBytes / sizeof(W);      // of each row in a step
@@ -73,6 +73,39 @@ struct BlockSums {
     bool is_first, is_last;
 };
 
+template <int distance>
+struct Exchange {  // of neighbours
+    static constexpr int lane(int l) { return l ^ distance; }
+};
+struct EveryQuarter {  // the first lane of each quarter, over and over
+    static constexpr int lane(int l) { return l % 4 * (kLanes / 4); }
+};
+
+// In every quarter of v: the sum of its lanes, in all of them.
+template <int distance = kLanes / 8>
+OCTAVO_SIMD Vec sum_of_quarters(Vec v) {
+    if constexpr (distance == 0)
+        return v;
+    else
+        return sum_of_quarters<distance / 2>(v + shuffle<Exchange<distance>>(v, v));
+}
+
+// The blocks of `size` lanes of a and of b, added in pairs: those of a and those of b in turn.
+template <int size>
+OCTAVO_SIMD Vec add_blocks(Vec a, Vec b) {
+    return shuffle<UpperBlocks<size>>(a, b) + shuffle<LowerBlocks<size>>(a, b);
+}
+
+// The sums of the lanes of four vectors, side by side.
+OCTAVO_SIMD void store_sums(float* to, const Vec (&v)[kPanelRows]) {
+    static_assert(kPanelRows == 4);
+    constexpr int kHalf = kLanes / 2, kQuarter = kLanes / 4;
+    const Vec of_0_and_2 = add_blocks<kHalf>(v[0], v[2]), of_1_and_3 = add_blocks<kHalf>(v[1], v[3]);
+    const Vec sums = sum_of_quarters(add_blocks<kQuarter>(of_0_and_2, of_1_and_3));
+    const Vec first = shuffle<EveryQuarter>(sums, sums);
+    __builtin_memcpy(to, &first, kPanelRows * sizeof(float));
+}
+
 template <class W, int num_rows, int vector = 0>
 OCTAVO_SIMD void multiply_step(Vec (&sum)[num_rows][kPanelRows], const W* const (&w)[kPanelRows],
                                const float* x, int64_t x_stride) {
@@ -120,13 +153,12 @@ static void multiply_block(const Panel<W>& panel, int64_t length, const float* x
     }
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; ++r) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kPanelRows; ++i) {
-            if (block.is_last)
-                block.sums[r * kSumsStride + i] = sum_of_lanes(sum[r][i]);
-            else
-                store(block.lanes + (r * kPanelRows + i) * kLanes, sum[r][i]);
+        if (block.is_last) {
+            store_sums(block.sums + r * kSumsStride, sum[r]);
+            continue;
         }
+#pragma GCC unroll 4
+        for (int i = 0; i < kPanelRows; ++i) store(block.lanes + (r * kPanelRows + i) * kLanes, sum[r][i]);
     }
 }
 

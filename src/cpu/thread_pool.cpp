@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
@@ -35,9 +36,28 @@ struct Job {
     const std::function<void(int64_t)>& body;
     const int64_t count;
     std::atomic<int64_t> next{0};
-    int num_helpers = 0;  // pool threads inside; guarded by the pool's mutex, as is error
-    std::exception_ptr error{};
+    std::atomic<int> num_helpers{0};  // pool threads inside; changed under the pool's mutex
+    std::exception_ptr error{};       // guarded by it
 };
+
+// Waits for what is about to happen, but no longer than it takes to fall asleep and to be woken: in a virtual
+// machine some 30 us, as much as a layer's smaller products. Who waits longer sleeps, so that a thread that
+// the system has taken off its core keeps no other from working.
+constexpr std::chrono::microseconds kSpin{50};
+
+template <class Condition>
+bool spin_until(const Condition& holds) {
+    const auto end = std::chrono::steady_clock::now() + kSpin;
+    do {
+        for (int i = 0; i < 32; ++i) {
+            if (holds()) return true;
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
 
 int default_num_threads() {
     if (const char* text = std::getenv("OCTAVO_NUM_THREADS"); text && *text) {
@@ -63,15 +83,22 @@ std::atomic<int> g_num_threads{0};  // 0: not asked for yet
 class ThreadPool {
   public:
     void run(Job& job) {
+        bool has_sleepers = false;
         {
             std::lock_guard lock(mutex_);
             add_workers(std::min<int64_t>(get_num_threads(), job.count) - 1);
             jobs_.push_back(&job);
+            num_queued_.fetch_add(1, std::memory_order_release);
+            has_sleepers = num_sleepers_ > 0;
         }
-        wake_.notify_all();
+        if (has_sleepers) wake_.notify_all();
         work_on(job);
         std::unique_lock lock(mutex_);
         remove(job);
+        if (job.num_helpers == 0) return;
+        lock.unlock();
+        spin_until([&] { return job.num_helpers.load(std::memory_order_relaxed) == 0; });
+        lock.lock();
         while (job.num_helpers > 0) done_.wait(lock);
     }
 
@@ -92,10 +119,22 @@ class ThreadPool {
 
     void work() {
         std::unique_lock lock(mutex_);
+        bool expects_work = true;
         for (;;) {
             if (num_workers_ > get_num_threads() - 1) break;
             if (jobs_.empty()) {
-                wake_.wait(lock);
+                if (expects_work) {
+                    const uint64_t seen = num_queued_.load(std::memory_order_relaxed);
+                    lock.unlock();
+                    expects_work =
+                        spin_until([&] { return num_queued_.load(std::memory_order_acquire) != seen; });
+                    lock.lock();
+                } else {
+                    ++num_sleepers_;
+                    wake_.wait(lock);
+                    --num_sleepers_;
+                    expects_work = true;
+                }
                 continue;
             }
             Job& job = *jobs_.front();
@@ -124,7 +163,9 @@ class ThreadPool {
     std::mutex mutex_;
     Condition wake_, done_;
     std::vector<Job*> jobs_;  // those that may have work left
+    std::atomic<uint64_t> num_queued_{0};
     int num_workers_ = 0;
+    int num_sleepers_ = 0;
 };
 
 // Never destroyed: its threads may outlive every static object. A forked child has none of them and starts
