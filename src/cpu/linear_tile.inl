@@ -45,6 +45,9 @@ static void arrange(const BFloat16*, float* x, int64_t padded) {
 
 OCTAVO_SIMD int64_t padded(int64_t depth) { return (depth + kXPadding - 1) / kXPadding * kXPadding; }
 
+// Rows of x lie a line of the cache further apart, so that those of K = 4096 do not meet in one set.
+constexpr int kXGap = kStepBytes / sizeof(float);
+
 // A run of K: numbers [begin, begin + length) of every row.
 struct Run {
     int64_t begin, length;
@@ -239,8 +242,8 @@ static void load_x(const LinearParams& p, const LinearPart& part, const Run& run
     for (int64_t r = 0; r < part.num_rows; ++r, to += x_stride) {
         const T* from = static_cast<const T*>(p.x) + p.offset_of(p.x_rows, part.first_row + r) + run.begin;
         load_row(from, static_cast<int>(run.length), to);
-        for (int64_t k = run.length; k < x_stride; ++k) to[k] = 0.0f;
-        arrange(static_cast<const W*>(nullptr), to, x_stride);
+        for (int64_t k = run.length; k < padded(run.length); ++k) to[k] = 0.0f;
+        arrange(static_cast<const W*>(nullptr), to, padded(run.length));
     }
 }
 
@@ -330,7 +333,7 @@ static void compute_typed(const LinearParams& p, const LinearPart& all, LinearSc
                           all.first_column + column, columns < strip_columns ? columns : strip_columns};
     };
     const int64_t most_rows = part_at(0, 0).num_rows;
-    const int64_t most_length = kXNumbers / most_rows / kXPadding * kXPadding;
+    const int64_t most_length = (kXNumbers / most_rows - kXGap) / kXPadding * kXPadding;
     const bool x_stays = all.num_rows <= kLinearTileRows && p.depth <= most_length;
     for (int64_t column = 0; column < all.num_columns; column += strip_columns) {
         const Strip<W> strip(p, part_at(0, column), part_at(0, column + strip_columns));
@@ -341,7 +344,7 @@ static void compute_typed(const LinearParams& p, const LinearPart& all, LinearSc
             for (int64_t begin = 0; begin < p.depth; begin += most_length) {
                 const int64_t left = p.depth - begin;
                 const Run run{begin, left < most_length ? left : most_length};
-                const int64_t x_stride = padded(run.length);
+                const int64_t x_stride = padded(run.length) + kXGap;
                 if (!x_stays || column == 0) load_x<T, W>(p, part, run, scratch.x, x_stride);
                 for (int i = 0; i < strip.num_panels(); ++i) {
                     multiply_run(strip.panel(i).at(begin), run.length, num_rows, scratch.x, x_stride,
