@@ -22,10 +22,11 @@ def linear(
     """A linear layer, ``activation(x @ w.T + bias) + residual``, at the speed of reading its weights.
 
     Decoding multiplies each weight with a few rows only, so that reading the weights is what takes the time.
-    On the CPU Octavo's own threads read them, each a run of rows of ``w``, up to about 16 rows of ``x`` at
-    the memory's speed; they wait without spinning, so that products, attention and other programs do not
-    fight over cores. On a GPU there is no kernel of Octavo's yet: the product is handed over to the library
-    of ``x`` (PyTorch, CuPy or JAX), and ``explain`` says so.
+    On the CPU Octavo's own threads read them, each a run of rows of ``w``: for up to some six rows of ``x``
+    at the memory's speed, with more at that of the arithmetic. They sleep while there is nothing to do, so
+    that products, attention and other programs do not fight over cores. On a GPU there is no kernel of
+    Octavo's yet: the product is handed over to the library of ``x`` (PyTorch, CuPy or JAX), and ``explain``
+    says so.
 
     Sums are float32, and so is everything up to the result, which is rounded once; PyTorch and CuPy round at
     each step on a GPU. On the CPU ``x`` of float32 may have weights of 16 bits: half the bytes to be read.
