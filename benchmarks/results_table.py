@@ -320,8 +320,6 @@ TABLES = {
     ROOT / "docs" / "kernels" / "attention_backward.md": {
         "backward": backward,
         "backward-options": backward_options,
-        "backward-with-forward": backward_with_forward,
-        "backward-memory": backward_memory,
     },
     ROOT / "docs" / "quantised_cache.md": {"kv-accuracy": kv_accuracy},
 }

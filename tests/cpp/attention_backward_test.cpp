@@ -228,10 +228,11 @@ TEST(Visibility, QueryRangeHasWhoSeesATile) {
                 end = i + 1;
             }
             // A run that ends within the prefix and one behind it are told apart by no query.
-            if (k_begin >= see.prefix_len || k_end <= see.prefix_len)
+            if (k_begin >= see.prefix_len || k_end <= see.prefix_len) {
                 ASSERT_EQ(i >= all.begin && i < all.end, sees_all) << i;
-            else if (i >= all.begin && i < all.end)
+            } else if (i >= all.begin && i < all.end) {
                 ASSERT_TRUE(sees_all) << i;
+            }
         }
         const QueryRange behind = QueryRange::that_see_all(see, seqlen_q, k_begin, seqlen_k + 1);
         ASSERT_GE(behind.begin, behind.end);

@@ -107,6 +107,7 @@ TEST(BackwardPlan, HopperHasInstancesOfEachFeature) {
     EXPECT_EQ(feature(args), "alibi");
     const std::string without = field(explain(args, "h100"), "workspace_bytes");
     args.dalibi_slopes = arrays.make(DType::float32, {32});
+    args.dalibi_slopes->data = reinterpret_cast<void*>(uintptr_t{1} << 55);  // not among the other results
     const Explanation text = explain(args, "h100");
     EXPECT_NE(text.summary.find("slope_gradients_kernel"), std::string::npos) << text.summary;
     // A part for each of eight warps, tiles of keys, sequences and heads.
