@@ -189,9 +189,9 @@ class Trainer:
         flat = asdict(self.settings)
         flat |= flat.pop("model")
         return flat | {
-            "text": self._text.fingerprint,
             "processes": self._processes.count,
             "device": self._processes.device.type,
+            "text": self._text.fingerprint,
         }
 
 
