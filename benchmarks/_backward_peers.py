@@ -29,6 +29,16 @@ def _multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
+def _after(forward: Callable[[], object], backward: Call) -> Call:
+    """Both, and the gradients."""
+
+    def call() -> Sequence[Tensor]:
+        forward()
+        return backward()
+
+    return call
+
+
 def _unsupported(task: Task, *kinds: str) -> None:
     case = task.case
     wanted = {"dropout": task.dropout_p > 0.0, "ALiBi": bool(case.alibi), "softcap": case.softcap > 0.0}
@@ -160,13 +170,7 @@ class FlashAttention3(Contestant):
         backward = self._backward(task, inputs, out, lse)
         if not task.forward:
             return backward
-        forward = self._forward(task, inputs, out, lse)
-
-        def call() -> Sequence[Tensor]:
-            forward()
-            return backward()
-
-        return call
+        return _after(self._forward(task, inputs, out, lse), backward)
 
     def _parameters(
         self, task: Task, inputs: Inputs, out: Tensor, lse: Tensor, tile: tuple[int, int]
@@ -293,12 +297,8 @@ class FlashAttention4(Contestant):
         if not task.forward:
             return backward
         run, scale = self._kernel(kernels["forward"]), task.case.head_dim**-0.5
-
-        def call() -> Sequence[Tensor]:
-            run(inputs.q, inputs.k, inputs.v, out, lse, scale, *[None] * 9, (None, None), None, None)
-            return backward()
-
-        return call
+        arguments = inputs.q, inputs.k, inputs.v, out, lse, scale, *[None] * 9, (None, None), None, None
+        return _after(partial(run, *arguments), backward)
 
     def _backward(
         self, task: Task, inputs: Inputs, out: Tensor, lse: Tensor, kernels: dict[str, Any]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import _support_path  # noqa: F401
 
@@ -187,6 +188,25 @@ def format_summary(rows: Sequence[Row]) -> str:
     ]
     lines += [f"{row.case}: {name}: {why}" for row in rows for name, why in row.skipped.items()]
     return "\n".join(lines)
+
+
+# Rows that are as their JSON has them, of benchmarks other than decode's.
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def exit_status(rows: Sequence[dict[str, Any]]) -> int:
+    """Say which contestants have no time and why; 1 where Octavo was wrong."""
+    for row in rows:
+        for name, why in row["skipped"].items():
+            print(f"{row['case']}: {name}: {why}")
+    return 1 if any(row["skipped"].get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
 
 
 # Rows of a plot's line differ in nothing but the x axis.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _backward_rows import GROUPS, Task
-from _report import OCTAVO
+from _report import OCTAVO, exit_status, read_rows, write_rows
 
 if TYPE_CHECKING:
     from _backward_contestants import Contestant
@@ -164,7 +164,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(format_row(row), flush=True)
         rows.append(row)
         if args.json:
-            args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(args.json, rows)
     print(f"\n8192^3 bfloat16 product afterwards: {matmul_flops(rounds) / 1e12:.0f} TFLOP/s")
     return rows
 
@@ -179,14 +179,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"| {task.name} | {shape['lengths']} | {heads_and_dim} | {task.flops / 1e9:.1f} |")
         return 0
     if args.from_json:
-        rows = [json.loads(line) for line in args.from_json.read_text().splitlines()]
+        rows = read_rows(args.from_json)
         print("\n".join([HEADER, *map(format_row, rows)]))
     else:
         rows = measure(args)
-    for row in rows:
-        for name, why in row["skipped"].items():
-            print(f"{row['case']}: {name}: {why}")
-    return 1 if any(row["skipped"].get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
+    return exit_status(rows)
 
 
 if __name__ == "__main__":

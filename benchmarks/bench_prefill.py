@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import _support_path  # noqa: F401
+from _report import exit_status, read_rows, write_rows
 
 from support.case import Case
 from support.cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
@@ -122,7 +123,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(format_row(row), flush=True)
         rows.append(row)
         if args.json:
-            args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(args.json, rows)
     return rows
 
 
@@ -136,14 +137,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"| {case.name} | {shape['lengths']} | {heads_and_dim} | {case.flops / 1e9:.1f} |")
         return 0
     if args.from_json:
-        rows = [json.loads(line) for line in args.from_json.read_text().splitlines()]
+        rows = read_rows(args.from_json)
         print("\n".join([HEADER, *map(format_row, rows)]))
     else:
         rows = measure(args)
-    for row in rows:
-        for name, why in row["skipped"].items():
-            print(f"{row['case']}: {name}: {why}")
-    return 1 if any(row["skipped"].get("octavo", "").startswith("WRONG") for row in rows) else 0
+    return exit_status(rows)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def quantised_prefill(results: Path) -> str:
     return format_table(header, rows, numbers=len(header) - 2)
 
 
-# docs/kernels/attention_backward.md
+# Gradients: docs/kernels/attention_backward.md, and with options docs/results.md
 
 BACKWARD_PEERS = ("cudnn", "fa2", "fa3", "fa4")
 
@@ -228,24 +228,16 @@ def _backward_rows(results: Path, *groups: str) -> list[tuple[str, Row]]:
     return [(gpu, row) for gpu, row in found if row["group"] in groups]
 
 
-def _beside_peers(results: Path, *groups: str) -> str:
+def backward(results: Path) -> str:
     """TFLOP/s of all, and how many times as fast as the best peer Octavo is."""
     rows = []
-    for gpu, row in _backward_rows(results, *groups):
+    for gpu, row in _backward_rows(results, "d64", "d128", "d256", "other"):
         us, peer = row["us"], best_peer(row["us"])
         speeds = [row["tflops"].get(name) for name in (OCTAVO, *BACKWARD_PEERS)]
         ratio = f"{us[peer] / us[OCTAVO]:.2f}" if peer and OCTAVO in us else ""
         rows.append([row["case"], gpu, *("" if x is None else f"{x:.0f}" for x in speeds), ratio])
     header = ["case", "GPU", "Octavo", *(PEERS[name] for name in BACKWARD_PEERS), "ratio to the best peer"]
     return format_table(header, rows, numbers=len(header) - 2)
-
-
-def backward(results: Path) -> str:
-    return _beside_peers(results, "d64", "d128", "d256", "other")
-
-
-def backward_with_forward(results: Path) -> str:
-    return _beside_peers(results, "forward")
 
 
 def backward_options(results: Path) -> str:
@@ -259,21 +251,6 @@ def backward_options(results: Path) -> str:
         rows.append([row["case"], gpu, *cells, f"{us[peer]:.0f} {PEERS[peer]}" if peer else ""])
     header = ["case", "GPU", "Octavo", "without it", "ratio", "best peer"]
     return format_table(header, rows, numbers=4)
-
-
-def backward_memory(results: Path) -> str:
-    """Forward and backward beside attention that keeps all scores: milliseconds and gigabytes."""
-    rows = []
-    for gpu, row in _backward_rows(results, "standard"):
-        columns = [("us", 1e3, 2), ("peak_bytes", 1e9, 2)]
-        cells = [
-            f"{row[what][name] / unit:.{digits}f}" if name in row[what] else ""
-            for what, unit, digits in columns
-            for name in (OCTAVO, "eager")
-        ]
-        rows.append([row["shape"]["lengths"], str(row["shape"]["head_dim"]), gpu, *cells])
-    titles = [f"{who}, {unit}" for unit in ("ms", "GB") for who in ("Octavo", "standard")]
-    return format_table(["batch x length", "head dim", "GPU", *titles], rows, numbers=4)
 
 
 # docs/quantised_cache.md
@@ -314,13 +291,11 @@ TABLES = {
     ROOT / "docs" / "results.md": {
         "quantised": quantised,
         "quantised-prefill": quantised_prefill,
+        "backward-options": backward_options,
         "calls": calls,
         "jax": jax,
     },
-    ROOT / "docs" / "kernels" / "attention_backward.md": {
-        "backward": backward,
-        "backward-options": backward_options,
-    },
+    ROOT / "docs" / "kernels" / "attention_backward.md": {"backward": backward},
     ROOT / "docs" / "quantised_cache.md": {"kv-accuracy": kv_accuracy},
 }
 

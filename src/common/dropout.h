@@ -32,7 +32,7 @@ struct Philox {
   private:
     OCTAVO_HD static uint64_t multiply(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
-        uint64_t product;  // nvcc adds to the high half for operands of 64 bits, which these are not
+        uint64_t product;  // of uint64_t{a} * b nvcc adds up the upper halves too, which are zero
         asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
         return product;
 #else

@@ -11,7 +11,7 @@ namespace octavo::cuda {
 // Throws DeviceError: C++ and C have no other library to call.
 void linear(const LinearParams& params, void* stream);
 
-// Python hands the call over to the arrays' own library (bindings/linear_on_cuda.h).
+// What Python does in place of it: the arrays' own library multiplies (python/octavo/_linear_on_cuda.py).
 Explanation explain(const LinearParams& params, const Gpu& gpu);
 
 }  // namespace octavo::cuda

@@ -2,6 +2,7 @@
 // the rest.
 #include "allocator_testing.h"
 #include "common/query_range.h"
+#include "host_arrays.h"
 
 #include <octavo/attention.h>
 
@@ -20,7 +21,6 @@ constexpr int64_t kSeqlenQ = 5, kSeqlenK = 7, kNumQHeads = 4, kNumKvHeads = 2, k
 constexpr double kSoftcap = 2.0, kScale = 0.6;
 constexpr int64_t kWindowLeft = 3;
 
-using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 
 Doubles random_numbers(std::mt19937& random, int64_t size) {
@@ -31,10 +31,6 @@ Doubles random_numbers(std::mt19937& random, int64_t size) {
 }
 
 Floats to_floats(const Doubles& values) { return Floats(values.begin(), values.end()); }
-
-TensorView view(Floats& values, std::initializer_list<int64_t> shape) {
-    return TensorView(values.data(), DType::float32, shape);
-}
 
 // One causal sequence with a window, a softcap and slopes, and the loss sum(out * dout) + sum(lse * dlse).
 struct Problem {

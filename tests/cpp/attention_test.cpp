@@ -2,6 +2,7 @@
 #include "allocator_testing.h"
 #include "common/dropout.h"
 #include "common/score.h"
+#include "host_arrays.h"
 
 #include <octavo/attention.h>
 #include <octavo/page_allocator.h>
@@ -20,23 +21,6 @@ namespace {
 constexpr int64_t kNumQHeads = 6, kNumKvHeads = 2, kHeadDim = 16;
 constexpr int64_t kQSize = kNumQHeads * kHeadDim, kKvSize = kNumKvHeads * kHeadDim;  // of one token
 constexpr double kTolerance = 2e-6;
-
-using Floats = std::vector<float>;
-
-Floats random_floats(std::mt19937& random, int64_t size) {
-    std::normal_distribution<float> normal;
-    Floats values(static_cast<size_t>(size));
-    for (float& value : values) value = normal(random);
-    return values;
-}
-
-TensorView view(Floats& values, std::initializer_list<int64_t> shape) {
-    return TensorView(values.data(), DType::float32, shape);
-}
-
-TensorView view(std::vector<int32_t>& values, std::initializer_list<int64_t> shape) {
-    return TensorView(values.data(), DType::int32, shape);
-}
 
 // One query token, q [num_q_heads, head_dim], over k and v [seqlen_k, num_kv_heads, head_dim], all of them
 // visible, compared with out [num_q_heads, head_dim] and lse [num_q_heads].

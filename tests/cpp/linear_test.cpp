@@ -1,4 +1,6 @@
 // linear() through the public C++ header, on the CPU, in float32. The Python tests cover the rest.
+#include "host_arrays.h"
+
 #include <octavo/build_info.h>
 #include <octavo/explain.h>
 #include <octavo/linear.h>
@@ -11,15 +13,6 @@
 
 namespace octavo {
 namespace {
-
-using Floats = std::vector<float>;
-
-Floats random_floats(std::mt19937& random, int64_t size) {
-    std::normal_distribution<float> normal;
-    Floats values(static_cast<size_t>(size));
-    for (float& value : values) value = normal(random);
-    return values;
-}
 
 // A call over memory of its own: x [rows, depth], w [w_rows, depth], out [rows, width].
 struct Layer {

@@ -14,9 +14,7 @@ from results_table import (  # noqa: E402
     SUMMARY,
     TABLES,
     backward,
-    backward_memory,
     backward_options,
-    backward_with_forward,
     calls,
     fill_in,
     jax,
@@ -113,8 +111,6 @@ def test_gradients_beside_peers(tmp_path: Path) -> None:
     assert found["b"] == ["H200", "1000", "", "", "", "", ""]
     assert found["c"] == ["H200", "", "", "", "1000", "", ""]
     assert "d" not in found
-    found = cells_of(backward_with_forward(tmp_path))
-    assert found["d"] == ["H200", "1000", "", "1111", "", "", "0.90"] and "a" not in found
     # A line of the README.
     assert one_case("backward", "a")(tmp_path, "H200") == (
         "[500](benchmarks/results/backward-h200.jsonl#L1)",
@@ -134,15 +130,6 @@ def test_cost_of_options_of_the_backward(tmp_path: Path) -> None:
     assert found["dropout"] == ["H100", "130", "100", "1.30", "200 cuDNN"]
     assert found["alibi"] == ["H100", "130", "100", "1.30", ""]
     assert found["softcap"] == ["H100", "", "100", "", "150 FlashAttention-4"]
-
-
-def test_memory_beside_standard_attention(tmp_path: Path) -> None:
-    peak_bytes = {"octavo": 512_000_000, "eager": 35_200_000_000}
-    us = {"octavo": 8000.0, "eager": 61234.0}
-    write(tmp_path, "backward-h100.jsonl", backward_row("standard", "a", us, peak_bytes=peak_bytes))
-    assert cells_of(backward_memory(tmp_path))["1 x 16384"] == [
-        *("128", "H100", "8.00", "61.23", "0.51", "35.20"),
-    ]
 
 
 def test_a_table_without_a_mark_is_an_error() -> None:

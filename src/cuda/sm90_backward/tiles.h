@@ -34,8 +34,8 @@ constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
 
 // What an instance computes beside plain attention; of more than one there is none.
 enum class Sm90BackwardFeature : uint8_t { none, alibi, softcap, dropout };
+// In the order of the enumeration.
 constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
-    // the order of the enumeration
     Sm90BackwardFeature::none, Sm90BackwardFeature::alibi, Sm90BackwardFeature::softcap,
     Sm90BackwardFeature::dropout};
 
