@@ -4,6 +4,7 @@
 
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace octavo {
@@ -47,17 +48,38 @@ Shape shape_of(int64_t head_dim) {
 }
 
 TEST(BackwardPlan, HopperServesPlainCalls) {
-    for (int64_t head_dim : {8, 64, 72, 96, 128}) {
+    for (const auto& [head_dim, of_instance] : {std::pair{8, "64"},
+                                                {64, "64"},
+                                                {72, "128"},
+                                                {128, "128"},
+                                                {136, "192"},
+                                                {192, "192"},
+                                                {256, "256"}}) {
         for (const AttentionArgs& call : {dense(shape_of(head_dim)), packed(shape_of(head_dim))}) {
             const Explanation text = explain(backward_of(call), "h100");
             EXPECT_EQ(kind_of(text), "sm90_backward") << text.to_string();
-            EXPECT_EQ(field(text, "head_dim"), head_dim <= 64 ? "64" : "128");
+            EXPECT_EQ(field(text, "head_dim"), of_instance);
         }
     }
     const Explanation text = explain(backward_of(dense(shape_of(128))), "h200");
     EXPECT_EQ(field(text, "num_key_tiles"), "16");
     EXPECT_EQ(field(text, "num_rows"), "2048");  // whole tiles of 64 for each sequence
     EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(2048 * 32 * (128 * 4 + 2 * 16)));
+}
+
+TEST(BackwardPlan, HopperComputesDqApartWhereBitsAreToBeTheSame) {
+    for (int64_t head_dim : {64, 128, 192, 256}) {
+        AttentionBackwardArgs args = backward_of(dense(shape_of(head_dim)));
+        args.deterministic = true;
+        const Explanation text = explain(args, "h100");
+        EXPECT_EQ(text.kernel,
+                  "sm90_backward<bfloat16, head_dim " + std::to_string(head_dim) + ", deterministic>");
+        EXPECT_NE(text.summary.find("sm90_query_gradients_kernel"), std::string::npos) << text.summary;
+        EXPECT_EQ(field(text, "num_query_tiles"), "16");  // of 128
+        // No sums of dQ: the statistics alone.
+        const int64_t rows = std::stoll(field(text, "num_rows"));
+        EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(rows * 32 * 2 * 16));
+    }
 }
 
 TEST(BackwardPlan, TheOthersSayWhy) {
@@ -69,10 +91,18 @@ TEST(BackwardPlan, TheOthersSayWhy) {
     };
     const AttentionBackwardArgs plain = backward_of(dense(shape_of(128)));
     expect(plain, "a100", "sm_90a");
-    expect(backward_of(dense(shape_of(136))), "h100", "no instance holds head_dim 136");
-    AttentionBackwardArgs args = plain;
+    const std::string no_instance = "no deterministic instance, and none of head_dim above 128, has softcap";
+    AttentionBackwardArgs args = backward_of(dense(shape_of(136)));
+    args.softcap = 30.0;
+    expect(args, "h100", no_instance);
+    args = plain;
     args.deterministic = true;
-    expect(args, "h100", "no particular order");
+    args.softcap = 30.0;
+    expect(args, "h100", no_instance);
+    args = plain;
+    args.deterministic = true;
+    args.dq.data = static_cast<char*>(args.dq.data) + 2;
+    expect(args, "h100", "the rows of dq");
     args = plain;
     args.softcap = 30.0;
     args.dropout_p = 0.1;

@@ -9,7 +9,7 @@
 namespace octavo {
 namespace {
 
-enum class Kind { full, causal, window, prefix, softcap, alibi, dropout };
+enum class Kind { full, causal, window, prefix, softcap, alibi, dropout, deterministic };
 
 class CudaBackwardTest : public ::testing::TestWithParam<std::tuple<int64_t, bool, Kind>> {};
 
@@ -26,8 +26,7 @@ void expect_near(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& 
     EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size) + 1e-6) << name;
 }
 
-TEST_P(CudaBackwardTest, AgainstTheCpu) {
-    const auto [head_dim, packed, kind] = GetParam();
+void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace place) {
     constexpr int64_t kHeads = 2, kGroup = 3, kBatch = 3;
     Random random(static_cast<unsigned>(head_dim) + static_cast<unsigned>(kind));
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
@@ -38,10 +37,10 @@ TEST_P(CudaBackwardTest, AgainstTheCpu) {
     const int64_t total_q = std::accumulate(lengths_q.begin(), lengths_q.end(), 0);
     const int64_t total_k = std::accumulate(lengths_k.begin(), lengths_k.end(), 0);
     const size_t q_size = total_q * kHeads * kGroup * head_dim, k_size = total_k * kHeads * head_dim;
-    Mirror<uint16_t> q(random.normal(q_size, dtype)), k(random.normal(k_size, dtype));
-    Mirror<uint16_t> v(random.normal(k_size, dtype)), dout(random.normal(q_size, dtype));
-    Mirror<uint16_t> out(nans(q_size, dtype)), dq(nans(q_size, dtype)), dk(nans(k_size, dtype)),
-        dv(nans(k_size, dtype));
+    Mirror<uint16_t> q(random.normal(q_size, dtype), place), k(random.normal(k_size, dtype), place);
+    Mirror<uint16_t> v(random.normal(k_size, dtype), place), dout(random.normal(q_size, dtype), place);
+    Mirror<uint16_t> out(nans(q_size, dtype), place), dq(nans(q_size, dtype), place);
+    Mirror<uint16_t> dk(nans(k_size, dtype), place), dv(nans(k_size, dtype), place);
     Mirror<float> lse(std::vector<float>(total_q * kHeads * kGroup, NAN));
     Mirror<float> slopes(slopes_for(kHeads * kGroup)), dalibi(std::vector<float>(kHeads * kGroup, NAN));
     Mirror<int32_t> cu_q(cumulative(lengths_q)), cu_k(cumulative(lengths_k)), prefix({20, 5, 60});
@@ -76,6 +75,7 @@ TEST_P(CudaBackwardTest, AgainstTheCpu) {
         attention(forward);
         AttentionBackwardArgs backward;
         set(backward);
+        backward.deterministic = kind == Kind::deterministic;
         backward.dout = rows(dout, 90, kHeads * kGroup);
         backward.dq = rows(dq, 90, kHeads * kGroup);
         backward.dk = rows(dk, 140, kHeads);
@@ -95,11 +95,25 @@ TEST_P(CudaBackwardTest, AgainstTheCpu) {
     for (size_t i = 0; i < on_gpu.size(); ++i) EXPECT_NEAR(on_gpu[i], dalibi.host[i], 0.02f * largest) << i;
 }
 
+TEST_P(CudaBackwardTest, AgainstTheCpu) {
+    const auto [head_dim, packed, kind] = GetParam();
+    compare_with_the_cpu(head_dim, packed, kind, ArrayPlace::anywhere);
+}
+
+// For a box of rows that lies outside an array altogether, the copy engine reads the address from which it
+// counts rows, and that lies before the array.
+TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
+    for (int64_t head_dim : {64, 128, 160, 256}) {
+        for (Kind kind : {Kind::causal, Kind::deterministic})
+            compare_with_the_cpu(head_dim, true, kind, ArrayPlace::behind_a_gap);
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, CudaBackwardTest,
-                         ::testing::Combine(::testing::Values(64, 96, 128, 256), ::testing::Bool(),
+                         ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
                                             ::testing::Values(Kind::full, Kind::causal, Kind::window,
                                                               Kind::prefix, Kind::softcap, Kind::alibi,
-                                                              Kind::dropout)));
+                                                              Kind::dropout, Kind::deterministic)));
 
 }  // namespace
 }  // namespace octavo

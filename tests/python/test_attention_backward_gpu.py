@@ -66,7 +66,7 @@ def random(torch: Any, dtype: str, *shapes: tuple[int, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 160, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 def test_dense(torch: Any, options: dict[str, Any], head_dim: int, dtype: str) -> None:
     tensors = random(
@@ -83,10 +83,11 @@ def test_dense(torch: Any, options: dict[str, Any], head_dim: int, dtype: str) -
     check(torch, found, expected, dtype)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed(torch: Any, causal: bool, head_dim: int, dtype: str) -> None:
+def test_packed(torch: Any, causal: bool, head_dim: int, dtype: str, deterministic: bool) -> None:
     """Sequences of many lengths, without queries and without keys; nothing is written behind the last."""
     lengths_q, lengths_k = [129, 0, 64, 1, 300, 7], [129, 5, 130, 70, 200, 0]
     total_q, total_k = sum(lengths_q), sum(lengths_k)
@@ -112,9 +113,8 @@ def test_packed(torch: Any, causal: bool, head_dim: int, dtype: str) -> None:
             for x in (q, k, v)
         ]
         targets = [x[: len(of)] for x, of in zip(room, (q, k, v), strict=True)]
-        octavo.attention_backward(
-            dout, q, k, v, out, lse, dq=targets[0], dk=targets[1], dv=targets[2], **options
-        )
+        into = dict(zip(("dq", "dk", "dv"), targets, strict=True))
+        octavo.attention_backward(dout, q, k, v, out, lse, **into, deterministic=deterministic, **options)
         assert all(x[-3:].isnan().all() for x in room)
         return targets
 
@@ -122,7 +122,7 @@ def test_packed(torch: Any, causal: bool, head_dim: int, dtype: str) -> None:
     check(torch, run("cuda", [x.cuda() for x in tensors]), expected, dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 160])
 def test_strides(torch: Any, head_dim: int) -> None:
     """Arrays that are parts of one, dout by strides of zero, and rows that do not start on 16 bytes."""
     qkv = random(torch, "bfloat16", (2, 100, 12, head_dim))[0]
@@ -161,18 +161,16 @@ def kernel_of(torch: Any, head_dim: int, **options: Any) -> str:
 
 def test_which_kernel(torch: Any) -> None:
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert (
-        kernel_of(torch, 128)
-        == kernel_of(torch, 64, causal=True)
-        == ("sm90_backward" if hopper else "sm80_backward")
-    )
-    assert kernel_of(torch, 256) == "sm80_backward"
+    best = "sm90_backward" if hopper else "sm80_backward"
+    for head_dim in (64, 128, 160, 256):
+        assert kernel_of(torch, head_dim) == kernel_of(torch, head_dim, deterministic=True) == best
     for options in ({"softcap": 2.0}, {"dropout_p": 0.1, "dropout_seed": 1}):
-        assert kernel_of(torch, 128, **options) == ("sm90_backward" if hopper else "sm80_backward")
-    assert kernel_of(torch, 128, deterministic=True) == "sm80_backward"
+        assert kernel_of(torch, 128, causal=True, **options) == best
+        assert kernel_of(torch, 256, **options) == "sm80_backward"
+        assert kernel_of(torch, 128, deterministic=True, **options) == "sm80_backward"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_deterministic(torch: Any, head_dim: int) -> None:
     """The same bits at every call, while another stream works too."""
     tensors = [x.cuda() for x in random(torch, "bfloat16", *[(2, 700, 4, head_dim)] * 4)]
@@ -188,8 +186,9 @@ def test_deterministic(torch: Any, head_dim: int) -> None:
         assert all(torch.equal(x, y) for x, y in zip(found, first, strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_unseen_keys_spoil_nothing(torch: Any, head_dim: int) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+def test_unseen_keys_spoil_nothing(torch: Any, head_dim: int, deterministic: bool) -> None:
     q, k, v, dout = (
         x.cuda()
         for x in random(
@@ -198,15 +197,15 @@ def test_unseen_keys_spoil_nothing(torch: Any, head_dim: int) -> None:
     )
     options = {"causal": True, "window_left": 100}
     out, lse = octavo.attention(q, k, v, return_lse=True, **options)
-    clean = octavo.attention_backward(dout, q, k, v, out, lse, **options)
+    clean = octavo.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
     k[:, :250], v[:, :250] = float("nan"), float("nan")
-    found = octavo.attention_backward(dout, q, k, v, out, lse, **options)
+    found = octavo.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
     for x, y in zip(found, clean, strict=True):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
     assert (found[1][:, :250] == 0).all() and (found[2][:, :250] == 0).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 96])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 160])
 def test_graph(torch: Any, head_dim: int) -> None:
     """A captured call follows its arrays."""
     q, k, v, dout = (x.cuda() for x in random(torch, "bfloat16", *[(2, 300, 4, head_dim)] * 4))

@@ -210,7 +210,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
 
     // To workspace, in the order of accumulators.
     __device__ __forceinline__ void add(const float (&dq)[32], int32_t tile) const {
-        float* const to = plan_.dq + int64_t{tile} * (Config::kQueries * Config::kHeadDim) +
+        float* const to = plan_.dq_sums + int64_t{tile} * (Config::kQueries * Config::kHeadDim) +
                           group_ * 64 * 64 + threadIdx.x % 128 * 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i)

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
     const WorkspaceRow first = find_workspace_row<Config::kQueries>(p, plan, first_row);
     if (first.batch < 0) return;  // of no query: tiles begin with one
     const auto* const sums = reinterpret_cast<const float4*>(
-        plan.dq + (head * plan.num_rows + first_row) * Config::kHeadDim + group * 64 * 64);
+        plan.dq_sums + (head * plan.num_rows + first_row) * Config::kHeadDim + group * 64 * 64);
     T* const rows = shared_rows[group] + thread / 32 * 16 * kStride;  // of this warp, which works by itself
     T* const to = rows + lane / 4 * kStride + 2 * (lane % 4);
 #pragma unroll

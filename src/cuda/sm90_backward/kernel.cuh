@@ -1,14 +1,17 @@
 // The gradients of attention on Hopper's tensor cores (sm_90a), by recomputation.
 //
 // A CTA owns a tile of keys of one KV head and walks the tiles of queries that see some of them, of all heads
-// of the group. dK and dV stay in registers; dQ is summed in workspace, in the L2 cache where it is small.
+// of the group. dK and dV stay in registers; dQ is summed in workspace, in the L2 cache where it is small, or
+// has a kernel of its own (query_gradients.cuh).
 //
 // grid: x key tiles over the batch, y KV heads.
 #pragma once
 
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/sm90_backward/consumer.cuh"
+#include "cuda/sm90_backward/key_consumer.cuh"
 #include "cuda/sm90_backward/loader.cuh"
+#include "cuda/sm90_backward/role_consumer.cuh"
 
 namespace octavo::cuda {
 
@@ -41,7 +44,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ptx::raise_registers<Config::kConsumerRegisters>();
         const Sm90BackwardWork<Config> work(p, plan);
         if (work.num_keys == 0) return;
-        Sm90BackwardConsumer<T, Config>(p, plan, work, shared, group - 1).run();
+        using Consumer = std::conditional_t<Config::kRoles, Sm90RoleConsumer<T, Config>,
+                                            std::conditional_t<Config::kDqApart, Sm90KeyConsumer<T, Config>,
+                                                               Sm90BackwardConsumer<T, Config>>>;
+        Consumer(p, plan, work, shared, group - 1).run();
     }
 }
 

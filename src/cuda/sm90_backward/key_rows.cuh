@@ -35,7 +35,7 @@ class Sm90KeyRows {
 
     // The row whose address it gives for a matrix of eight rows.
     __device__ int matrix_row() const { return first_row() + warp() * 16 + lane() % 16; }
-    __device__ int first_row() const { return group_ * 64; }
+    __device__ int first_row() const { return Config::kRoles ? 0 : group_ * 64; }
 
     // Lane 0 arrives for the warp.
     __device__ static void arrive(uint64_t* barrier) {

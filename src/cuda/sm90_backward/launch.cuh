@@ -7,6 +7,7 @@
 #include "cuda/sm90_backward/kernel.cuh"
 #include "cuda/sm90_backward/plan.h"
 #include "cuda/sm90_backward/prepare.cuh"
+#include "cuda/sm90_backward/query_gradients.cuh"
 
 namespace octavo::cuda {
 
@@ -22,9 +23,16 @@ void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPl
     launch<prepare_backward_kernel<T, Config>>(p.op, device, stream, rows, p, arguments);
     const LaunchShape keys{dim3(plan.num_key_tiles, p.num_kv_heads), Config::kThreads, true};
     launch<sm90_backward_kernel<T, Config>, kSharedBytes>(p.op, device, stream, keys, p, arguments);
-    const LaunchShape tiles{dim3(static_cast<unsigned>(plan.num_rows / Config::kQueries), p.num_q_heads),
-                            128 * Config::kConsumers, true};
-    launch<convert_dq_kernel<T, Config>>(p.op, device, stream, tiles, p, arguments);
+    if constexpr (Config::kDqApart) {
+        const LaunchShape queries{dim3(plan.num_query_tiles, p.num_q_heads), 128 * (1 + kSm90GradientGroups),
+                                  true};
+        launch<sm90_query_gradients_kernel<T, Config>, sizeof(Sm90QueryGradientsShared<Config>)>(
+            p.op, device, stream, queries, p, arguments);
+    } else {
+        const LaunchShape tiles{dim3(static_cast<unsigned>(plan.num_rows / Config::kQueries), p.num_q_heads),
+                                128 * Config::kConsumers, true};
+        launch<convert_dq_kernel<T, Config>>(p.op, device, stream, tiles, p, arguments);
+    }
     if (Config::kAlibi && p.dalibi_slopes)
         launch_slope_gradients<true, Config::kKeys, Config::kConsumerWarps>(p, arguments.slopes, stream);
 }

@@ -13,8 +13,9 @@ namespace octavo::cuda {
 // Every array is a tensor of five axes with an edge, as Sm90Launch describes it.
 struct Sm90BackwardLaunch {
     CUtensorMap q, dout, k, v, dk, dv;
+    CUtensorMap dq;  // unset where it is summed
     int32_t q_edge, k_edge;
-    int32_t key_tiles;  // of the longest sequence
+    int32_t key_tiles, query_tiles;  // of the longest sequence
     // Rows of queries in workspace: whole tiles for each sequence.
     int32_t sequence_rows;  // dense: of each sequence
     int64_t num_rows;       // of each head
@@ -23,7 +24,7 @@ struct Sm90BackwardLaunch {
     // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh).
     void* lse;
     void* delta;
-    float* dq;  // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
+    float* dq_sums;  // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
     bool dq_aligned;
     SlopeParts slopes;  // of each tile of keys, one a warp of consumers
 };

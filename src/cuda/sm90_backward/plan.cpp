@@ -24,17 +24,20 @@ const char* to_string(Sm90BackwardFeature feature) {
 }
 
 std::string name_of(DType dtype, const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
-    const bool plain = feature == Sm90BackwardFeature::none;
-    return text_of("sm90_backward<", to_string(dtype), ", head_dim ", tiles.head_dim, plain ? "" : ", ",
-                   plain ? "" : to_string(feature), ">");
+    std::string name = text_of("sm90_backward<", to_string(dtype), ", head_dim ", tiles.head_dim);
+    if (tiles.dq_apart()) name += ", deterministic";
+    if (feature != Sm90BackwardFeature::none) name += text_of(", ", to_string(feature));
+    return name + ">";
 }
 
-int32_t find_tiles(int32_t head_dim) {
-    for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90BackwardTiles)); ++row) {
-        if (kSm90BackwardTiles[row].head_dim >= head_dim) return row;
-    }
-    return -1;
+// The first row that serves; the last serves every call.
+int32_t find_tiles(int32_t head_dim, bool deterministic) {
+    const Sm90BackwardTiles* tiles = kSm90BackwardTiles;
+    while (tiles->head_dim < head_dim || (deterministic && !tiles->dq_apart())) ++tiles;
+    return static_cast<int32_t>(tiles - kSm90BackwardTiles);
 }
+static_assert(std::rbegin(kSm90BackwardTiles)->head_dim == kMaxHeadDim &&
+              std::rbegin(kSm90BackwardTiles)->dq_apart());
 
 }  // namespace
 
@@ -52,6 +55,10 @@ AttentionParams with_gradients(const AttentionBackwardParams& p) {
     with.v_outer_stride = p.dv_strides.batch;
     with.v_token_stride = p.dv_strides.token;
     with.v_head_stride = p.dv_strides.head;
+    with.out = p.dq;
+    with.out_batch_stride = p.dq_strides.batch;
+    with.out_token_stride = p.dq_strides.token;
+    with.out_head_stride = p.dq_strides.head;
     return with;
 }
 
@@ -71,15 +78,23 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                    : softcap ? Sm90BackwardFeature::softcap
                    : alibi   ? Sm90BackwardFeature::alibi
                              : Sm90BackwardFeature::none;
-    plan.row = find_tiles(p.head_dim);
-    if (plan.row < 0) return refuse(why_not, "no instance holds head_dim ", p.head_dim);
+    plan.row = find_tiles(p.head_dim, p.deterministic);
     const Sm90BackwardTiles& tiles = plan.tiles();
-    if (p.deterministic) return refuse(why_not, "dQ is summed in no particular order");
+    if (!has_instance(tiles, plan.feature))
+        return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",
+                      to_string(plan.feature));
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.keys()));
     int64_t num_key_tiles = int64_t{p.batch} * plan.key_tiles;
     if (p.cu_seqlens_k) num_key_tiles = std::min<int64_t>(num_key_tiles, p.total_k / tiles.keys() + p.batch);
+    if (tiles.dq_apart()) {
+        plan.query_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, kSm90GradientQueries));
+        int64_t num_query_tiles = int64_t{p.batch} * plan.query_tiles;
+        if (p.cu_seqlens_q)
+            num_query_tiles = std::min<int64_t>(num_query_tiles, p.total_q / kSm90GradientQueries + p.batch);
+        plan.num_query_tiles = static_cast<int32_t>(num_query_tiles);
+    }
     const int64_t sequence_rows = ceil_divide(p.seqlen_q, tiles.queries) * tiles.queries;
     plan.num_rows =
         p.cu_seqlens_q
@@ -93,10 +108,11 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     plan.sequence_rows = p.cu_seqlens_q ? 0 : static_cast<int32_t>(sequence_rows);
     const Sm90Operands operands(p), gradients(with_gradients(p));
     const std::pair<const char*, const Sm90Operand*> arrays[] = {
-        {"q", &operands.q},     {"k", &operands.k},   {"v", &operands.v},
-        {"dout", &gradients.q}, {"dk", &gradients.k}, {"dv", &gradients.v},
+        {"q", &operands.q},   {"k", &operands.k},   {"v", &operands.v},     {"dout", &gradients.q},
+        {"dk", &gradients.k}, {"dv", &gradients.v}, {"dq", &gradients.out},
     };
     for (const auto& [name, array] : arrays) {
+        if (array == &gradients.out && !tiles.dq_apart()) continue;  // written row by row
         if (!array->is_movable(p.dtype))
             return refuse(why_not, "the copy engine (TMA) cannot move the rows of ", name);
     }
@@ -113,7 +129,8 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     text.kernel = name_of(plan.dtype, tiles, plan.feature);
     text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.keys(), " keys x ",
                            counted(plan.num_kv_heads, "KV head"), ", between prepare_backward_kernel and ",
-                           "convert_dq_kernel", plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "");
+                           tiles.dq_apart() ? "sm90_query_gradients_kernel" : "convert_dq_kernel",
+                           plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "");
     text.file = "src/cuda/sm90_backward/kernel.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},
@@ -128,6 +145,10 @@ Explanation describe(const Sm90BackwardPlan& plan) {
         {"dq_aligned", plan.dq_aligned},
         {"workspace_bytes", plan.workspace_bytes()},
     };
+    if (tiles.dq_apart()) {
+        text.plan.emplace_back("query_tiles", plan.query_tiles);
+        text.plan.emplace_back("num_query_tiles", plan.num_query_tiles);
+    }
     return text;
 }
 
@@ -136,7 +157,7 @@ std::vector<std::string> sm90_backward_instances() {
     for (DType dtype : kAttentionTypes) {
         for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) {
             for (Sm90BackwardFeature feature : kSm90BackwardFeatures) {
-                names.push_back(name_of(dtype, tiles, feature));
+                if (has_instance(tiles, feature)) names.push_back(name_of(dtype, tiles, feature));
             }
         }
     }

@@ -17,16 +17,19 @@ struct Sm90BackwardPlan {
     int32_t row;  // of kSm90BackwardTiles: with dtype and feature, the instance
     Sm90BackwardFeature feature;
     int32_t num_kv_heads, num_q_heads;
-    int32_t key_tiles;      // of the longest sequence
-    int32_t num_key_tiles;  // over the batch; a bound where it is packed
-    int32_t sequence_rows;  // dense: the rows of workspace of each sequence
-    int64_t num_rows;       // of workspace, for each head
+    int32_t key_tiles;                     // of the longest sequence
+    int32_t num_key_tiles;                 // over the batch; a bound where it is packed
+    int32_t query_tiles, num_query_tiles;  // likewise, where dQ has a kernel of its own; else 0
+    int32_t sequence_rows;                 // dense: the rows of workspace of each sequence
+    int64_t num_rows;                      // of workspace, for each head
     bool dq_aligned;
     int64_t slope_bytes;
 
     const Sm90BackwardTiles& tiles() const { return kSm90BackwardTiles[row]; }
     int64_t term_bytes() const { return num_q_heads * num_rows * 16; }  // of the LSE, and as many of delta
-    int64_t dq_bytes() const { return num_q_heads * num_rows * tiles().head_dim * int64_t{sizeof(float)}; }
+    int64_t dq_bytes() const {
+        return tiles().dq_apart() ? 0 : num_q_heads * num_rows * tiles().head_dim * int64_t{sizeof(float)};
+    }
     // Of the gradients of slopes, for each sequence and head.
     int32_t slope_parts() const { return key_tiles * tiles().consumer_warps(); }
     int64_t workspace_bytes() const { return 2 * term_bytes() + dq_bytes() + slope_bytes; }
@@ -43,7 +46,7 @@ inline bool operator==(const Sm90BackwardPlan& a, const Sm90BackwardPlan& b) {
 
 std::vector<std::string> sm90_backward_instances();
 
-// The arrays of keys' gradients, and dout, as operands like those of the forward.
+// dout and the gradients as operands like those of the forward: q is dout, k dK, v dV and out dQ.
 AttentionParams with_gradients(const AttentionBackwardParams& params);
 
 }  // namespace octavo::cuda

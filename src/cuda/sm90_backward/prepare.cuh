@@ -27,6 +27,11 @@ __device__ __forceinline__ BfloatTerms split_in_terms(float x, float factor = 0.
     return row;
 }
 
+__device__ __forceinline__ float sum_of_terms(const BfloatTerms& row) {
+    auto term = [&](int i) { return __uint_as_float(uint32_t{row.terms[i]} << 16); };
+    return term(0) + (term(1) + term(2));
+}
+
 // The query that a row of workspace belongs to; batch -1: none.
 struct WorkspaceRow {
     int32_t batch, query;
@@ -47,9 +52,11 @@ __device__ __forceinline__ WorkspaceRow find_workspace_row(const AttentionBackwa
     return {query < p.cu_seqlens_q[low + 1] - p.cu_seqlens_q[low] ? low : -1, query};
 }
 
-// Rows of workspace that a warp works on at once: kHeadDim / 8 lanes each.
+// Lanes of one row of workspace, eight elements each, and rows that a warp works on at once.
 template <class Config>
-constexpr int kPreparedRows = 32 / (Config::kHeadDim / 8);
+constexpr int kPreparedLanes = Config::kHeadDim > 128 ? 32 : Config::kHeadDim / 8;
+template <class Config>
+constexpr int kPreparedRows = 32 / kPreparedLanes<Config>;
 
 constexpr float kNoWeight = -1e30f;
 
@@ -58,7 +65,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
                                         const __grid_constant__ Sm90BackwardLaunch plan) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    constexpr int kLanes = Config::kHeadDim / 8;
+    constexpr int kLanes = kPreparedLanes<Config>;
     const int lane = threadIdx.x % kLanes, dim = 8 * lane;
     const int64_t i = warp_row() * kPreparedRows<Config> + threadIdx.x % 32 / kLanes;
     // The first heads last: theirs are the sums that are needed first, from the L2 cache.
@@ -67,8 +74,11 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
     const bool exists = head >= 0;
     WorkspaceRow at{-1, 0};
     if (exists) {
-        auto* const dq = reinterpret_cast<float4*>(plan.dq + (head * plan.num_rows + row) * Config::kHeadDim);
-        dq[lane] = dq[kLanes + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if constexpr (!Config::kDqApart) {
+            auto* const dq =
+                reinterpret_cast<float4*>(plan.dq_sums + (head * plan.num_rows + row) * Config::kHeadDim);
+            dq[lane] = dq[kLanes + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
         at = find_workspace_row<Config::kQueries>(p, plan, static_cast<int32_t>(row));
     }
     float lse = -INFINITY, delta = 0.0f;  // of a row of no query

@@ -21,12 +21,18 @@ namespace {
 using Launch = void (*)(const AttentionBackwardParams&, const Sm90BackwardPlan&, const Sm90BackwardLaunch&,
                         cudaStream_t);
 
+template <class T, int kRow, Sm90BackwardFeature kFeature>
+constexpr Launch launch_of() {
+    if constexpr (has_instance(kSm90BackwardTiles[kRow], kFeature))
+        return launch_sm90_backward<T, kRow, kFeature>;
+    return nullptr;
+}
 // Those of a row follow one another.
 template <class T, size_t... kIndices>
 constexpr std::array<Launch, sizeof...(kIndices)> launches(std::index_sequence<kIndices...>) {
     constexpr size_t kFeatures = std::size(kSm90BackwardFeatures);
-    return {launch_sm90_backward<T, static_cast<int>(kIndices / kFeatures),
-                                 kSm90BackwardFeatures[kIndices % kFeatures]>...};
+    return {launch_of<T, static_cast<int>(kIndices / kFeatures),
+                      kSm90BackwardFeatures[kIndices % kFeatures]>()...};
 }
 using Indices = std::make_index_sequence<
     OCTAVO_HAS_SM90_KERNELS ? std::size(kSm90BackwardTiles) * std::size(kSm90BackwardFeatures) : 0>;
@@ -47,13 +53,16 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.q_edge = operands.q.edge;
     arguments.k_edge = operands.k.edge;
     arguments.key_tiles = plan.key_tiles;
+    arguments.query_tiles = plan.query_tiles;
+    if (tiles.dq_apart())
+        arguments.dq = map_of(gradients.out, p.head_dim, 1, kSm90GradientQueries / kSm90GradientGroups);
     arguments.sequence_rows = plan.sequence_rows;
     arguments.num_rows = plan.num_rows;
     arguments.num_tiles = static_cast<int32_t>(plan.num_rows / tiles.queries);
     arguments.scale_log2 = p.softmax_scale * kLog2e;
     arguments.lse = workspace.bytes();
     arguments.delta = workspace.bytes() + plan.term_bytes();
-    arguments.dq = reinterpret_cast<float*>(workspace.bytes() + 2 * plan.term_bytes());
+    arguments.dq_sums = reinterpret_cast<float*>(workspace.bytes() + 2 * plan.term_bytes());
     arguments.dq_aligned = plan.dq_aligned;
     if (plan.slope_bytes > 0) {
         arguments.slopes = {

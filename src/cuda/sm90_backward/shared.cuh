@@ -22,6 +22,9 @@ struct Sm90BackwardShared {
     alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char ds[Config::kDsSlots][Config::kDsTileBytes];
+    // With roles: weights on their way from one warpgroup to the other, as its lanes hold them.
+    alignas(16)
+        uint4 weights[Config::kRoles ? Config::kStages : 1][Config::kRoles ? Config::kQueries / 16 * 128 : 1];
     // Which weights dropout leaves out: of each key a bit for each query.
     alignas(
         16) uint32_t dropped[Config::kDropout ? Config::kStages : 1][Config::kKeys][Config::kQueries / 32];
@@ -33,6 +36,7 @@ struct Sm90BackwardShared {
     // one does. q_empty is that of dout and dropped too.
     uint64_t keys_full, q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dropped_full[Config::kStages];
+    uint64_t weights_full[Config::kStages], weights_empty[Config::kStages];
     uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
 
     __device__ void init() {
@@ -42,6 +46,8 @@ struct Sm90BackwardShared {
             ptx::mbarrier_init(&dout_full[i], 1);
             ptx::mbarrier_init(&q_empty[i], Config::kConsumerWarps);
             ptx::mbarrier_init(&dropped_full[i], Config::kDrawingWarps);
+            ptx::mbarrier_init(&weights_full[i], 4);
+            ptx::mbarrier_init(&weights_empty[i], 4);
         }
         for (int i = 0; i < Config::kDsSlots; ++i) {
             ptx::mbarrier_init(&ds_full[i], Config::kConsumerWarps);

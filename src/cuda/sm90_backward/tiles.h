@@ -19,17 +19,25 @@ struct Sm90BackwardTiles {
     int head_dim;
     int warpgroups;  // of 64 keys each
     int queries;     // of one tile
-    int ds_slots;    // tiles of dS in shared memory, which products for dQ read a step late
-    bool held;       // exponentials stay before the wait for V dO^T
+    // Tiles of dS in shared memory, which products for dQ read a step late; 0: dQ has a kernel of its own,
+    // and bits are the same at every call.
+    int ds_slots;
+    bool held;   // exponentials stay before the wait for V dO^T
     bool turns;  // one warpgroup at a time issues scores and products, so that the others' exponentials run
+    bool roles;  // two warpgroups share 64 keys: one has dV, the other dK
 
-    constexpr int keys() const { return 64 * warpgroups; }
+    constexpr int keys() const { return roles ? 64 : 64 * warpgroups; }
+    constexpr bool dq_apart() const { return ds_slots == 0; }
     constexpr int consumer_warps() const { return 4 * warpgroups; }
 };
 
 constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
-    {64, 2, 128, 2, false, true},  //
-    {128, 2, 64, 3, true, false},  //
+    {64, 2, 128, 2, false, true, false},   //
+    {128, 2, 64, 3, true, false, false},   //
+    {64, 2, 128, 0, false, false, false},  // where bits are to be the same at every call
+    {128, 2, 64, 0, false, false, false},  // likewise
+    {192, 2, 64, 0, false, false, true},   //
+    {256, 2, 64, 0, false, false, true},   //
 };
 
 // What an instance computes beside plain attention; of more than one there is none.
@@ -38,6 +46,11 @@ enum class Sm90BackwardFeature : uint8_t { none, alibi, softcap, dropout };
 constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
     Sm90BackwardFeature::none, Sm90BackwardFeature::alibi, Sm90BackwardFeature::softcap,
     Sm90BackwardFeature::dropout};
+
+// Which instances there are.
+constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
+    return !tiles.dq_apart() || feature == Sm90BackwardFeature::none;
+}
 
 // Where a number of each query lies in a tile of them: those of a lane's columns, 8 i + 2 (lane % 4) and the
 // next, one after the other in pieces of four, and the same pieces of four lanes in different banks.
@@ -56,7 +69,8 @@ struct Sm90BackwardConfig {
     static constexpr int kKeys = kTiles.keys();
     static constexpr int kQueries = kTiles.queries;
     static constexpr int kStages = 2;  // tiles of Q and of dO
-    static constexpr int kDsSlots = kTiles.ds_slots;
+    static constexpr bool kRoles = kTiles.roles, kDqApart = kTiles.dq_apart();
+    static constexpr int kDsSlots = kDqApart ? 1 : kTiles.ds_slots;
     static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns;
     static constexpr bool kAlibi = kFeature == Sm90BackwardFeature::alibi;
     static constexpr bool kSoftcap = kFeature == Sm90BackwardFeature::softcap;
@@ -77,12 +91,16 @@ struct Sm90BackwardConfig {
     static constexpr int kQueryBlockBytes = kQueries * kRowBytes;
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
     static constexpr int kQueryTileBytes = kColumnBlocks * kQueryBlockBytes;
-    static constexpr int kDsTileBytes = kQueries / 64 * kKeyBlockBytes;  // [keys][queries]
+    // [keys][queries]; where dQ has a kernel of its own, nothing lies there.
+    static constexpr int kDsTileBytes = kDqApart ? 16 : kQueries / 64 * kKeyBlockBytes;
     // What setmaxnreg leaves the other warpgroups, and gives the consumers.
     static constexpr int kLoaderRegisters = 24, kDrawingRegisters = 40;
     static constexpr int kConsumerRegisters = kDropout ? 224 : 240;
     // A warpgroup's part of a tile of dQ: 64 x 64.
-    static_assert(kQueries * kHeadDim == 64 * 64 * kConsumers);
+    static_assert(kDqApart || kQueries * kHeadDim == 64 * 64 * kConsumers);
 };
+
+// A CTA of sm90_query_gradients_kernel has two warpgroups of 64 queries each.
+constexpr int kSm90GradientGroups = 2, kSm90GradientQueries = 64 * kSm90GradientGroups;
 
 }  // namespace octavo::cuda

@@ -1,0 +1,88 @@
+// The consumers where dQ has a kernel of its own (query_gradients.cuh): each warpgroup owns 64 keys, whose dK
+// and dV stay in its registers, and needs nothing from the other. Of each step:
+//
+//     S^T = K Q^T and dP^T = V dO^T, with the statistics of queries added by a product      (SS)
+//     P = exp2(S^T), dS = P * dP^T
+//     dV += P dO and dK += dS Q, from registers as they lie                                 (RS)
+#pragma once
+
+#include "cuda/ptx/exp2.h"
+#include "cuda/sm90_backward/key_rows.cuh"
+
+namespace octavo::cuda {
+
+template <class T, class Config>
+class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
+    using Base = Sm90KeyRows<T, Config>;
+    using Base::arrive, Base::add_product, Base::is_masked, Base::mask;
+    using Base::kScores, Base::kPairs, Base::kSums;
+    using Base::p_, Base::work_, Base::shared_, Base::plan_;
+
+  public:
+    using Base::Base;
+
+    __device__ __forceinline__ void run() {
+        float dk[kSums], dv[kSums];
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
+        ptx::mbarrier_wait(&shared_.keys_full, 0);
+        if (work_.num_steps > 0) this->clear_unseen_keys();
+        walk(dk, dv);
+        this->sync_consumers();  // no warpgroup reads K and V any more
+        this->put(shared_.v, dv, p_.out_scale);
+        this->put(shared_.k, dk, p_.softmax_scale * p_.out_scale);
+        this->send();
+    }
+
+  private:
+    __device__ __forceinline__ void walk(float (&dk)[kSums], float (&dv)[kSums]) {
+        Sm90BackwardStep<Config> step(work_);
+#pragma unroll 1
+        for (; step.index < work_.num_steps; step.advance(work_)) {
+            float scores[kScores], products[kScores];
+            ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
+            this->template multiply<true>(scores, shared_.k, shared_.q[step.stage()],
+                                          shared_.lse[step.stage()]);
+            ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
+            this->template multiply<true>(products, shared_.v, shared_.dout[step.stage()],
+                                          shared_.delta[step.stage()]);
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_results(scores);
+#pragma unroll
+            for (int j = 0; j < kScores; ++j) scores[j] = ptx::exp2_approx(scores[j] * plan_.scale_log2);
+            // Before the wait for the products too: ptxas would move the exponentials behind it, but not past
+            // a branch.
+            const bool masked = is_masked(step.tile);
+            if (masked) {
+                mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
+                    scores[2 * j] = sees_even ? scores[2 * j] : 0.0f;
+                    scores[2 * j + 1] = sees_odd ? scores[2 * j + 1] : 0.0f;
+                });
+            }
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_results(products);
+            uint32_t weights[kPairs], gradients[kPairs];
+#pragma unroll
+            for (int j = 0; j < kPairs; ++j) {
+                gradients[j] =
+                    pack<T>(scores[2 * j] * products[2 * j], scores[2 * j + 1] * products[2 * j + 1]);
+                weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
+            }
+            if (masked) {  // products of what is not seen may be anything
+                mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
+                    gradients[j] &= (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
+                });
+            }
+            ptx::wgmma_fence();
+            add_product(dv, weights, shared_.dout[step.stage()]);
+            add_product(dk, gradients, shared_.q[step.stage()]);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_results(dk);
+            ptx::wgmma_results(dv);
+            arrive(&shared_.q_empty[step.stage()]);
+        }
+    }
+};
+
+}  // namespace octavo::cuda
