@@ -247,7 +247,9 @@ static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile&
                                  stride, tile.num_rows, Into::added});
             multiply_transposed({scratch.dscores, kTileKeys, scratch.queries, stride, keys.dk, stride,
                                  its_keys, stride, tile.num_rows, Into::added});
-            if (dq) add_values(mask, scratch.dscores, keys.keys, stride, dq + int64_t{row} * stride);
+            if (dq)
+                add_values(mask, scratch.dscores, MatrixRows{keys.keys, stride}, stride,
+                           dq + int64_t{row} * stride);
         }
     }
     store_key_gradients<T>(p, all_rows, k_begin, num_keys, scratch);
@@ -274,7 +276,7 @@ static void query_gradients_typed(const AttentionBackwardParams& p, const RowTil
         load_key_tile<T>(p, tile, tiles, k_begin, keys);
         const TileMask mask = TileMask::make(tile.sequence.see, positions.q_pos, tile.num_rows, k_begin);
         differentiate(p, tile, keys, mask, terms, scratch, nullptr);
-        add_values(mask, scratch.dscores, keys.keys, stride, dq);
+        add_values(mask, scratch.dscores, MatrixRows{keys.keys, stride}, stride, dq);
     }
 }
 

@@ -1,5 +1,6 @@
 // Attention of one tile of rows over a run of key tiles, in float32 (FlashAttention, Dao et al. 2022). The
-// dtype of the arrays only matters where rows are loaded and stored. Included after key_tile.inl.
+// dtype of the arrays only matters where rows are loaded and stored. Included after key_tile.inl,
+// panel.inl and kMaxStreamedRows, the rows of a KV head that read keys and values in place.
 
 static void scale_row(float* row, int n, float factor) {
     for (int d = 0; d < n; d += kLanes) store(row + d, load(row + d) * factor);
@@ -94,90 +95,182 @@ static float weigh_row(float* row, const ScoreTransform& transform, float slope_
     return factor;
 }
 
-// Over keys and values of these types; the queries are in scratch.
+// Up to kMaxStreamedRows rows of a KV head (decode) read keys and values where they lie, token by token: the
+// rows of a token's heads lie side by side, and the hardware foresees what comes next. More rows are worth a
+// copy of the tile as float32, of keys the transpose. Measured in docs/notebook/cpu.md.
+constexpr int kStreamedKeys = 16;  // values of so many tokens are added up, head after head
+constexpr int kAheadKeys = 16;     // the memory is asked for a row so many tokens before its use
+
+// The rows of the first head, behind which those of the others lie: of a tile, and of the first keys behind
+// it. In place of what no row sees stands a row that some see: the result for it is never used.
+template <class T>
+struct StreamedRows {
+    const T* k[kTileKeys + kAheadKeys];
+    const T* v[kTileKeys + kAheadKeys];
+
+    static StreamedRows make(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles,
+                             int32_t k_begin, int32_t next_k_begin) {
+        const VisibleKeys seen =
+            VisibleKeys::make(k_begin, tiles.prefix_end, tiles.window_begin, tiles.window_end);
+        const int some = seen.prefix_end > 0 ? 0 : seen.window_begin;
+        KeyRows<T, T> here, next;
+        find_keys(p, tile, tiles, k_begin, here);
+        find_keys(p, tile, tiles, next_k_begin, next);
+        StreamedRows rows;
+        for (int j = 0; j < kTileKeys + kAheadKeys; ++j) rows.k[j] = here.k[some], rows.v[j] = here.v[some];
+        seen.for_ranges([&](int begin, int end) {
+            for (int j = begin; j < end; ++j) rows.k[j] = here.k[j], rows.v[j] = here.v[j];
+        });
+        for (int j = 0; j < kAheadKeys; ++j) {
+            rows.k[kTileKeys + j] = next.k[j];
+            rows.v[kTileKeys + j] = next.v[j];
+        }
+        return rows;
+    }
+};
+
+// Attention over keys and values of these types. A tile of keys is done for all heads before the next one:
+// their rows lie side by side, and memory is fast along them.
 template <class K, class V>
-static void attend_typed(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
-                         int32_t last_key_tile, TileScratch& scratch, Partial result) {
-    const int head_dim = p.head_dim, stride = row_stride(head_dim), rows = tile.num_rows;
-    const Visibility& see = tile.sequence.see;
-    const KeyTiles tiles = tile.key_tiles();
-    float softmax_scale = p.softmax_scale;
-    bool scales_keys = false, scales_values = false;
-    if constexpr (kIsCode<K>) {
-        softmax_scale *= static_scale<K>(p.k_scales, tile.kv_head);
-        scales_keys = p.k_scales.data && !are_static<K>(p.k_scales);
-        scales_values = p.v_scales.data && !are_static<V>(p.v_scales);
-    }
-    const ScoreTransform transform = ScoreTransform::make(softmax_scale, p.softcap);
-
-    SoftmaxState states[kTileRows];
-    float slopes_log2[kTileRows];
-    int32_t q_pos[kTileRows];
-    for (int r = 0; r < rows; ++r) {
-        q_pos[r] = tile.q_pos_of(r);
-        slopes_log2[r] = slope_log2_of(p, tile, r);
-    }
-    for (int i = 0; i < rows * stride; ++i) result.out[i] = 0.0f;
-
-    KeyRows<K, V> key_rows[2];  // of tile t: key_rows[t % 2]
-    if (first_key_tile < last_key_tile) {
-        find_keys(p, tile, tiles, tiles.start(first_key_tile), key_rows[first_key_tile % 2]);
-    }
-    for (int32_t t = first_key_tile; t < last_key_tile; ++t) {
-        const int32_t k_begin = tiles.start(t);
-        const int32_t next_t = t + 1 < last_key_tile ? t + 1 : t;
-        const KeyRows<K, V>& here = key_rows[t % 2];
-        KeyRows<K, V>& next = key_rows[next_t % 2];
-        if (next_t != t) find_keys(p, tile, tiles, tiles.start(next_t), next);
-        const TileMask mask = TileMask::make(see, q_pos, rows, k_begin);
-
-        load_keys(here.k, next.k, head_dim, scratch.keys);
+class TileAttention {
+  public:
+    // The queries are in scratch.
+    TileAttention(const AttentionParams& p, const HeadRun& heads, TileScratch& scratch, Partial result)
+        : p_(p), heads_(heads), scratch_(scratch), result_(result) {
+        for (int r = 0; r < heads.tile.num_rows; ++r) q_pos_[r] = heads.tile.q_pos_of(r);
+        for (int i = 0; i < heads.num_rows() * stride_; ++i) result.out[i] = 0.0f;
         if constexpr (kIsCode<K>) {
-            if (scales_keys) {
+            scales_keys_ = p.k_scales.data && !are_static<K>(p.k_scales);
+            scales_values_ = p.v_scales.data && !are_static<V>(p.v_scales);
+        } else if (is_streamed_) {
+            for (int r = 0; r < heads.num_rows(); ++r)
+                arrange(static_cast<const K*>(nullptr), scratch.queries + r * stride_, stride_);
+        }
+    }
+
+    void run(int32_t first_key_tile, int32_t last_key_tile) {
+        for (int32_t t = first_key_tile; t < last_key_tile; ++t) {
+            const int32_t next = t + 1 < last_key_tile ? t + 1 : t;
+            if (is_streamed_)
+                stream(tiles_.start(t), tiles_.start(next));
+            else
+                for (int32_t h = 0; h < heads_.count; ++h) attend(h, tiles_.start(t), tiles_.start(next));
+        }
+        for (int r = 0; r < heads_.num_rows(); ++r) {
+            scale_row(result_.out + r * stride_, stride_, states_[r].inverse_sum());
+            result_.lse[r] = states_[r].lse();
+        }
+    }
+
+  private:
+    // One head and one tile of keys.
+    void attend(int32_t head, int32_t k_begin, int32_t next_k_begin) {
+        const RowTile tile = heads_.tile_of(head);
+        const int32_t first_row = head * tile.num_rows;
+        const float* const queries = scratch_.queries + first_row * stride_;
+        float* const out = result_.out + first_row * stride_;
+        KeyRows<K, V> here, next;
+        find_keys(p_, tile, tiles_, k_begin, here);
+        find_keys(p_, tile, tiles_, next_k_begin, next);
+        const TileMask mask = TileMask::make(tile.sequence.see, q_pos_, tile.num_rows, k_begin);
+
+        load_keys(here.k, next.k, p_.head_dim, scratch_.keys);
+        if constexpr (kIsCode<K>) {
+            if (scales_keys_) {
                 KeyScales scales;
-                find_scales<K>(p, tile, tiles, k_begin, p.k_scales, scales);
-                scale_keys<K>(scales, head_dim, scratch.keys);
+                find_scales<K>(p_, tile, tiles_, k_begin, p_.k_scales, scales);
+                scale_keys<K>(scales, p_.head_dim, scratch_.keys);
             }
         }
-        multiply({scratch.queries, stride, scratch.keys, kTileKeys, scratch.weights, kTileKeys, rows,
-                  kTileKeys, head_dim, Into::replaced});
-
-        for (int r = 0; r < rows; ++r) {
-            float factor = weigh_row(scratch.weights + r * kTileKeys, transform, slopes_log2[r],
-                                     mask.visible_to(r), q_pos[r], k_begin, states[r]);
-            if (factor != 1.0f) scale_row(result.out + r * stride, stride, factor);
-            if (p.dropout.any()) {
-                float* const weights = scratch.weights + r * kTileKeys;
-                for_dropped(p.dropout, p.dropout.head(tile.batch_index, p.num_q_heads, tile.head_of(r)),
-                            tile.token_of(r), k_begin, [=](int j) { weights[j] = 0.0f; });
-            }
-        }
-
-        load_values(here.v, next.v, head_dim, scratch.values);
+        multiply({queries, stride_, scratch_.keys, kTileKeys, scratch_.weights, kTileKeys, tile.num_rows,
+                  kTileKeys, p_.head_dim, Into::replaced});
+        weigh(head, mask, scratch_.weights);
+        load_values(here.v, next.v, p_.head_dim, scratch_.values);
         if constexpr (kIsCode<V>) {
-            if (scales_values) {
+            if (scales_values_) {
                 KeyScales scales;
-                find_scales<V>(p, tile, tiles, k_begin, p.v_scales, scales);
-                scale_values<V>(scales, stride, scratch.values);
+                find_scales<V>(p_, tile, tiles_, k_begin, p_.v_scales, scales);
+                scale_values<V>(scales, stride_, scratch_.values);
             }
         }
-        add_values(mask, scratch.weights, scratch.values, stride, result.out);
+        add_values(mask, scratch_.weights, MatrixRows{scratch_.values, stride_}, stride_, out);
     }
 
-    for (int r = 0; r < rows; ++r) {
-        scale_row(result.out + r * stride, stride, states[r].inverse_sum());
-        result.lse[r] = states[r].lse();
+    // All heads and one tile of keys.
+    void stream(int32_t k_begin, int32_t next_k_begin) {
+        if constexpr (!kIsCode<K>) {
+            const RowTile& tile = heads_.tile;
+            const int num_rows = tile.num_rows;
+            const TileMask mask = TileMask::make(tile.sequence.see, q_pos_, num_rows, k_begin);
+            const auto rows = StreamedRows<K>::make(p_, tile, tiles_, k_begin, next_k_begin);
+            for (int j = 0; j < kTileKeys; j += kPanelRows) {
+                Panel<K> panel;
+                for (int i = 0; i < kPanelRows; ++i) {
+                    panel.rows[i] = rows.k[j + i];
+                    panel.next[i] = rows.k[j + i + kAheadKeys];
+                }
+                for (int32_t h = 0; h < heads_.count; ++h) {
+                    multiply_panel(panel.at(h * p_.k_head_stride), stride_, num_rows,
+                                   scratch_.queries + h * num_rows * stride_, stride_,
+                                   {scratch_.keys, scratch_.weights + h * num_rows * kTileKeys + j, kTileKeys,
+                                    true, true});
+                }
+            }
+            for (int32_t h = 0; h < heads_.count; ++h)
+                weigh(h, mask, scratch_.weights + h * num_rows * kTileKeys);
+            for (int j = 0; j < kTileKeys; j += kStreamedKeys) {
+                for (int32_t h = 0; h < heads_.count; ++h) {
+                    add_values(mask, scratch_.weights + h * num_rows * kTileKeys,
+                               ScatteredRows<V>{rows.v, h * p_.v_head_stride, kAheadKeys}, stride_,
+                               result_.out + h * num_rows * stride_, j, j + kStreamedKeys);
+                }
+            }
+        }
     }
-}
 
-static void attend(const AttentionParams& p, const RowTile& tile, int32_t first_key_tile,
+    // From dot products of one head to softmax weights; the output so far follows the maximum of each row.
+    void weigh(int32_t head, const TileMask& mask, float* weights) {
+        const RowTile tile = heads_.tile_of(head);
+        float softmax_scale = p_.softmax_scale;
+        if constexpr (kIsCode<K>) softmax_scale *= static_scale<K>(p_.k_scales, tile.kv_head);
+        const ScoreTransform transform = ScoreTransform::make(softmax_scale, p_.softcap);
+        for (int r = 0; r < tile.num_rows; ++r, weights += kTileKeys) {
+            const int row = head * tile.num_rows + r;
+            const float factor = weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask.visible_to(r),
+                                           q_pos_[r], mask.k_begin, states_[row]);
+            if (factor != 1.0f) scale_row(result_.out + row * stride_, stride_, factor);
+            if (p_.dropout.any()) {
+                for_dropped(p_.dropout, p_.dropout.head(tile.batch_index, p_.num_q_heads, tile.head_of(r)),
+                            tile.token_of(r), mask.k_begin, [=](int j) { weights[j] = 0.0f; });
+            }
+        }
+    }
+
+    const AttentionParams& p_;
+    const HeadRun& heads_;
+    TileScratch& scratch_;
+    const Partial result_;
+    const int stride_ = row_stride(p_.head_dim);
+    const KeyTiles tiles_ = heads_.tile.key_tiles();
+    const bool is_streamed_ =
+        !kIsCode<K> && heads_.tile.num_rows <= kMaxStreamedRows && p_.head_dim % kStepNumbers<K> == 0;
+    bool scales_keys_ = false, scales_values_ = false;
+    SoftmaxState states_[kTileRows];  // of all heads
+    int32_t q_pos_[kTileRows];        // of one head
+};
+
+static void attend(const AttentionParams& p, const HeadRun& heads, int32_t first_key_tile,
                    int32_t last_key_tile, TileScratch& scratch, Partial result) {
     with_type(p.dtype, [&](auto type) {
-        load_tile_rows(tile, static_cast<const decltype(type)*>(p.q) + tile.sequence.q_begin,
-                       p.q_token_stride, p.q_head_stride, p.head_dim, scratch.queries);
+        for (int32_t h = 0; h < heads.count; ++h) {
+            load_tile_rows(heads.tile_of(h),
+                           static_cast<const decltype(type)*>(p.q) + heads.tile.sequence.q_begin,
+                           p.q_token_stride, p.q_head_stride, p.head_dim,
+                           scratch.queries + h * heads.tile.num_rows * row_stride(p.head_dim));
+        }
     });
     with_cache_types(p.k_dtype, p.v_dtype, [&](auto k, auto v) {
-        attend_typed<decltype(k), decltype(v)>(p, tile, first_key_tile, last_key_tile, scratch, result);
+        TileAttention<decltype(k), decltype(v)>(p, heads, scratch, result).run(first_key_tile, last_key_tile);
     });
 }
 
@@ -188,22 +281,26 @@ static float v_scale_of(const AttentionParams& p, int32_t kv_head) {
 }
 
 template <class T>
-static void store_typed(const AttentionParams& p, const RowTile& tile, Partial result) {
-    const float v_scale = v_scale_of(p, tile.kv_head);
-    for (int r = 0; r < tile.num_rows; ++r) {
-        int64_t token = tile.token_of(r), head = tile.head_of(r);
-        store_row(result.out + r * row_stride(p.head_dim), p.out_scale * v_scale, p.head_dim,
-                  static_cast<T*>(p.out) + tile.sequence.out_begin + token * p.out_token_stride +
-                      head * p.out_head_stride);
-        if (p.lse) {
-            p.lse[tile.sequence.lse_begin + token * p.lse_token_stride + head * p.lse_head_stride] =
-                result.lse[r];
+static void store_typed(const AttentionParams& p, const HeadRun& heads, Partial result) {
+    const float* from = result.out;
+    const float* lse = result.lse;
+    for (int32_t h = 0; h < heads.count; ++h) {
+        const RowTile tile = heads.tile_of(h);
+        const float scale = p.out_scale * v_scale_of(p, tile.kv_head);
+        for (int r = 0; r < tile.num_rows; ++r, from += row_stride(p.head_dim), ++lse) {
+            int64_t token = tile.token_of(r), head = tile.head_of(r);
+            store_row(from, scale, p.head_dim,
+                      static_cast<T*>(p.out) + tile.sequence.out_begin + token * p.out_token_stride +
+                          head * p.out_head_stride);
+            if (p.lse) {
+                p.lse[tile.sequence.lse_begin + token * p.lse_token_stride + head * p.lse_head_stride] = *lse;
+            }
         }
     }
 }
 
-static void store(const AttentionParams& p, const RowTile& tile, Partial result) {
-    with_type(p.dtype, [&](auto type) { store_typed<decltype(type)>(p, tile, result); });
+static void store(const AttentionParams& p, const HeadRun& heads, Partial result) {
+    with_type(p.dtype, [&](auto type) { store_typed<decltype(type)>(p, heads, result); });
 }
 
 constexpr ForwardKernels kForwardKernels = {attend, store};

@@ -1,32 +1,56 @@
 // c [rows, columns] = a [rows, depth] * b [depth, columns], or that is added to c; or with the transpose of
 // a [depth, rows]. Every element is one chain of multiply-adds in the order of depth, however the matrices
 // are cut into blocks.
-// Columns: a multiple of kLanes; b and c are padded to it. Included after simd.inl, kBlockRows,
+// Columns: a multiple of kLanes; b and c are padded to it. Included after rows.inl, kBlockRows,
 // kBlockVectors.
 
 // What c is: replaced; the begin of the chains; or added to their ends, with less rounding where many
 // products add up in it.
 enum class Into { replaced, chained, added };
 
-struct Gemm {
+// What b is: a matrix of float32,
+struct MatrixRows {
+    const float* first;
+    int64_t stride;
+
+    const float* at(int k) const { return first + k * stride; }
+    MatrixRows from(int k) const { return {at(k), stride}; }
+    void prefetch_next(int, int, int) const {}
+};
+
+// or rows of any type that lie anywhere, of which the memory is asked for one `ahead` of that in use.
+template <class T>
+struct ScatteredRows {
+    const T* const* rows;
+    int64_t offset;  // from there
+    int ahead;
+
+    const T* at(int k) const { return rows[k] + offset; }
+    ScatteredRows from(int k) const { return {rows + k, offset, ahead}; }
+    void prefetch_next(int k, int column, int count) const {
+        prefetch_numbers(at(k + ahead) + column, count);
+    }
+};
+
+template <class Rows>
+struct GemmOf {
     const float* a;
     int64_t a_stride;
-    const float* b;
-    int64_t b_stride;
+    Rows b;
     float* c;
     int64_t c_stride;
     int rows, columns, depth;
     Into into;
 };
+using Gemm = GemmOf<MatrixRows>;
 
 enum class A { as_it_is, transposed };
 
 // The block of c that starts at (row, column), held in registers.
-template <A form, int num_rows, int num_vectors>
-static void multiply_block(const Gemm& g, int row, int column) {
+template <A form, int num_rows, int num_vectors, class Rows>
+static void multiply_block(const GemmOf<Rows>& g, int row, int column) {
     constexpr bool kTransposed = form == A::transposed;
     const float* a = g.a + (kTransposed ? row : row * g.a_stride);
-    const float* b = g.b + column;
     float* c = g.c + row * g.c_stride + column;
     Vec sum[num_rows][num_vectors];
 #pragma GCC unroll 8
@@ -36,10 +60,12 @@ static void multiply_block(const Gemm& g, int row, int column) {
             sum[r][v] = g.into == Into::chained ? load(c + r * g.c_stride + v * kLanes) : Vec{};
         }
     }
-    for (int k = 0; k < g.depth; ++k, b += g.b_stride) {
+    for (int k = 0; k < g.depth; ++k) {
+        const auto* b = g.b.at(k) + column;
+        g.b.prefetch_next(k, column, num_vectors * kLanes);
         Vec b_k[num_vectors];
 #pragma GCC unroll 8
-        for (int v = 0; v < num_vectors; ++v) b_k[v] = load(b + v * kLanes);
+        for (int v = 0; v < num_vectors; ++v) b_k[v] = load_lanes(b + v * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; ++r) {
             float a_rk = kTransposed ? a[k * g.a_stride + r] : a[r * g.a_stride + k];
@@ -58,8 +84,8 @@ static void multiply_block(const Gemm& g, int row, int column) {
 }
 
 // The last rows, fewer than a full block.
-template <A form, int num_rows, int num_vectors>
-static void multiply_rest(const Gemm& g, int row, int column) {
+template <A form, int num_rows, int num_vectors, class Rows>
+static void multiply_rest(const GemmOf<Rows>& g, int row, int column) {
     if constexpr (num_rows > 0) {
         if (g.rows - row == num_rows)
             multiply_block<form, num_rows, num_vectors>(g, row, column);
@@ -68,8 +94,8 @@ static void multiply_rest(const Gemm& g, int row, int column) {
     }
 }
 
-template <A form, int num_vectors>
-static void multiply_columns(const Gemm& g, int column) {
+template <A form, int num_vectors, class Rows>
+static void multiply_columns(const GemmOf<Rows>& g, int column) {
     for (; g.columns - column >= num_vectors * kLanes; column += num_vectors * kLanes) {
         int row = 0;
         for (; row + kBlockRows <= g.rows; row += kBlockRows) {
@@ -81,4 +107,8 @@ static void multiply_columns(const Gemm& g, int column) {
 }
 
 static void multiply(const Gemm& g) { multiply_columns<A::as_it_is, kBlockVectors>(g, 0); }
+template <class T>
+static void multiply(const GemmOf<ScatteredRows<T>>& g) {
+    multiply_columns<A::as_it_is, kBlockVectors>(g, 0);
+}
 static void multiply_transposed(const Gemm& g) { multiply_columns<A::transposed, kBlockVectors>(g, 0); }

@@ -96,16 +96,21 @@ struct TileMask {
     }
 };
 
-// out [num_rows, stride] += weights [num_rows, kTileKeys] * values [kTileKeys, stride]. What a row does not
-// see is left out, not multiplied by zero: it may hold NaN.
-static void add_values(const TileMask& mask, const float* weights, const float* values, int stride,
-                       float* out) {
+// out [num_rows, stride] += weights [num_rows, kTileKeys] * values [kTileKeys, stride], of the keys
+// [first_key, last_key). What a row does not see is left out, not multiplied by zero: it may hold NaN.
+template <class Rows>
+static void add_values(const TileMask& mask, const float* weights, const Rows& values, int stride, float* out,
+                       int first_key = 0, int last_key = kTileKeys) {
     for (int r = 0; r < mask.num_rows;) {
         int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
         while (end < mask.num_rows && (mask.all_visible || mask.q_pos[end] == mask.q_pos[r])) ++end;
         mask.visible_to(r).for_ranges([&](int begin, int visible_end) {
-            multiply({weights + r * kTileKeys + begin, kTileKeys, values + begin * stride, stride,
-                      out + r * stride, stride, end - r, stride, visible_end - begin, Into::chained});
+            begin = begin < first_key ? first_key : begin;
+            visible_end = visible_end > last_key ? last_key : visible_end;
+            if (begin >= visible_end) return;
+            multiply(GemmOf<Rows>{weights + r * kTileKeys + begin, kTileKeys, values.from(begin),
+                                  out + r * stride, stride, end - r, stride, visible_end - begin,
+                                  Into::chained});
         });
         r = end;
     }

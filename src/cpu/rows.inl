@@ -68,8 +68,8 @@ static void store_row(const float* from, float scale, int n, T* to) {
 
 // Asks the memory for a row of the next tile. The hardware does not foresee it: pages lie anywhere.
 template <class T>
-static void prefetch_row(const T* row, int head_dim) {
-    const int length = head_dim / kNumbersOf<T>;
+OCTAVO_SIMD void prefetch_numbers(const T* row, int count) {
+    const int length = count / kNumbersOf<T>;
     for (int d = 0; d < length; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
 }
 
@@ -111,7 +111,7 @@ static void load_keys(const T* const* keys, const T* const* next_keys, int head_
     constexpr int kWordElements = sizeof(float) / sizeof(T), kWordDims = kWordElements * kNumbersOf<T>;
     const int num_words = head_dim / kWordDims;
     for (int j = 0; j < kTileKeys; j += kLanes) {
-        for (int i = 0; i < kLanes; ++i) prefetch_row(next_keys[j + i], head_dim);
+        for (int i = 0; i < kLanes; ++i) prefetch_numbers(next_keys[j + i], head_dim);
         for (int word = 0; word < num_words; word += kLanes) {
             Vec block[kLanes];
 #pragma GCC unroll 16
@@ -133,7 +133,7 @@ static void load_keys(const T* const* keys, const T* const* next_keys, int head_
 template <class T>
 static void load_values(const T* const* values, const T* const* next_values, int head_dim, float* to) {
     for (int j = 0; j < kTileKeys; ++j, to += row_stride(head_dim)) {
-        prefetch_row(next_values[j], head_dim);
+        prefetch_numbers(next_values[j], head_dim);
         load_row(values[j], head_dim, to);
     }
 }

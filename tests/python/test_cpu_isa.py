@@ -16,6 +16,7 @@ import pytest
 import octavo
 import test_linear
 import test_merge_states
+import test_rms_norm
 from support import calls, cases, problems
 from support.case import Case
 from support.linear import ACTIVATIONS, Problem
@@ -64,6 +65,9 @@ def check_every_operator() -> None:
             states = test_merge_states.drawn_states(dtype, shape, seed=0)
             test_merge_states.check_merge(target, states, test_merge_states.merge(target, states))
         check_linear(target)
+        for dim in (8, 63, 576, 1001):
+            for weight_dtype in (dtype, "float32"):
+                test_rms_norm.check(target, (3, dim), weight_dtype, with_residual=True)
     check_conversions()
 
 
