@@ -101,6 +101,10 @@ class LinearArgs(Structure):
     _fields_ = fields_of("octavo_linear_args")
 
 
+class RmsNormArgs(Structure):
+    _fields_ = fields_of("octavo_rms_norm_args")
+
+
 class OctavoError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -147,6 +151,9 @@ class Library:
 
     def linear(self, **arguments: Any) -> None:
         self.run("linear", LinearArgs, **arguments)
+
+    def rms_norm(self, **arguments: Any) -> None:
+        self.run("rms_norm", RmsNormArgs, **arguments)
 
 
 class PageAllocator:

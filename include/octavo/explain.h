@@ -4,6 +4,7 @@
 #include <octavo/attention.h>
 #include <octavo/linear.h>
 #include <octavo/paged_attention.h>
+#include <octavo/rms_norm.h>
 
 #include <cstdint>
 #include <string>
@@ -41,6 +42,7 @@ Explanation explain(const CopyPagesArgs& args, const std::string& device = {});
 Explanation explain(const MergeStatesArgs& args, const std::string& device = {});
 Explanation explain(const AttentionBackwardArgs& args, const std::string& device = {});
 Explanation explain(const LinearArgs& args, const std::string& device = {});
+Explanation explain(const RmsNormArgs& args, const std::string& device = {});
 
 // Products ("h100") and architectures ("sm_90"), each of which stands for its first product in this list.
 std::vector<std::string> explainable_gpus();

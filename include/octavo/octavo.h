@@ -1,8 +1,8 @@
 /* Octavo for C, and for what calls C: Rust, Go, Zig, Python's ctypes.
  *
- * The operators of attention.h, paged_attention.h and linear.h and the allocator of page_allocator.h, which
- * say what each argument means. Fill an argument struct with its ..._init function, which sets the defaults,
- * then set what you need. A struct of another version's size is refused.
+ * The operators of attention.h, paged_attention.h, linear.h and rms_norm.h and the allocator of
+ * page_allocator.h, which say what each argument means. Fill an argument struct with its ..._init function,
+ * which sets the defaults, then set what you need. A struct of another version's size is refused.
  *
  * Functions return OCTAVO_OK or what went wrong; octavo_last_error() then has the message. No C++ exception
  * leaves them. Every function may be called from any thread.
@@ -107,10 +107,13 @@ typedef struct octavo_append_kv_args {
     octavo_tensor k_scales, v_scales;           /* optional: of each token and KV head; written */
     /* Optional, for codes: [num_kv_heads, head_dim]; what becomes a code is (k - offset) / scale, rotated. */
     octavo_tensor k_channel_offset, k_channel_scale;
-    int32_t rotate_keys;    /* default: 0 */
-    int32_t kv_dtype;       /* octavo_dtype; default: -1, none */
-    float k_scale, v_scale; /* default: 1, none */
-    void* stream;           /* cudaStream_t; default: null */
+    octavo_tensor rotary_cos, rotary_sin; /* optional: [max_positions, rotary_dim / 2] */
+    octavo_tensor q, q_out;               /* optional: queries to rotate as well, and where they go */
+    int32_t rotary_interleaved;           /* default: 0 */
+    int32_t rotate_keys;                  /* default: 0 */
+    int32_t kv_dtype;                     /* octavo_dtype; default: -1, none */
+    float k_scale, v_scale;               /* default: 1, none */
+    void* stream;                         /* cudaStream_t; default: null */
 } octavo_append_kv_args;
 
 typedef struct octavo_copy_pages_args {
@@ -149,12 +152,21 @@ typedef struct octavo_linear_args {
     void* stream;                 /* cudaStream_t; default: null */
 } octavo_linear_args;
 
+typedef struct octavo_rms_norm_args {
+    size_t struct_size;
+    octavo_tensor x, weight, out;
+    octavo_tensor residual, residual_out; /* optional: both or neither */
+    double eps;                           /* default: 1e-6 */
+    void* stream;                         /* cudaStream_t; default: null */
+} octavo_rms_norm_args;
+
 OCTAVO_API octavo_status octavo_attention_args_init(octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention_args_init(octavo_paged_attention_args* args);
 OCTAVO_API octavo_status octavo_append_kv_args_init(octavo_append_kv_args* args);
 OCTAVO_API octavo_status octavo_copy_pages_args_init(octavo_copy_pages_args* args);
 OCTAVO_API octavo_status octavo_attention_backward_args_init(octavo_attention_backward_args* args);
 OCTAVO_API octavo_status octavo_linear_args_init(octavo_linear_args* args);
+OCTAVO_API octavo_status octavo_rms_norm_args_init(octavo_rms_norm_args* args);
 
 OCTAVO_API octavo_status octavo_attention(const octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention(const octavo_paged_attention_args* args);
@@ -166,6 +178,7 @@ OCTAVO_API octavo_status octavo_merge_states(const octavo_tensor* out_a, const o
                                              void* stream);
 OCTAVO_API octavo_status octavo_attention_backward(const octavo_attention_backward_args* args);
 OCTAVO_API octavo_status octavo_linear(const octavo_linear_args* args);
+OCTAVO_API octavo_status octavo_rms_norm(const octavo_rms_norm_args* args);
 
 typedef struct octavo_page_allocator octavo_page_allocator;
 typedef uint64_t octavo_sequence; /* a handle; one whose sequence was freed is refused */

@@ -73,6 +73,12 @@ void paged_attention(const PagedAttentionArgs& args);
 // seq_lens counts the new tokens. A sequence of length 0 is padding: nothing is written for it. Two tokens of
 // one call must not go to one slot: sequences that share their last page need copy-on-write first. k and v
 // must not overlap the pages in memory, and k_pages and v_pages must have no element in common.
+//
+// With rotary_cos and rotary_sin, [max_positions, rotary_dim / 2], the first rotary_dim numbers of each key
+// are rotated by its position (rotary embedding), in float32, before they are stored or transformed, and so
+// are those of q, whose rotated copy goes to q_out: q itself, with its very strides, or memory apart from it.
+// Queries of padding are copied as they are. A position past the tables is refused on the CPU; on a GPU,
+// where lengths are not looked at, what would be rotated there becomes NaN.
 struct AppendKvArgs {
     TensorView k, v, k_pages, v_pages, page_table, seq_lens;
     std::optional<TensorView> cu_seqlens;
@@ -83,6 +89,9 @@ struct AppendKvArgs {
     std::optional<DType> kv_dtype;                           // what pages of uint8 hold
     std::optional<TensorView> k_channel_offset, k_channel_scale;
     bool rotate_keys = false;
+    std::optional<TensorView> rotary_cos, rotary_sin;  // of the dtype of k, or float32
+    bool rotary_interleaved = false;                   // pairs (2 i, 2 i + 1); else (i, i + rotary_dim / 2)
+    std::optional<TensorView> q, q_out;  // like k with num_q_heads heads: q is read, q_out written
     void* stream = nullptr;
 };
 
@@ -106,10 +115,11 @@ struct CopyPagesArgs {
 
 void copy_pages(const CopyPagesArgs& args);
 
-// Throws ValueError if a length needs more pages than the table has columns, or an entry in use lies
-// outside [0, num_pages). The CPU operators check by themselves; for CUDA arrays this copies the table to
-// the host and waits for it.
+// Throws ValueError if a length needs more pages than the table has columns, or more rows than the tables of
+// a rotary embedding have (max_positions), or an entry in use lies outside [0, num_pages). The CPU operators
+// check by themselves; for CUDA arrays this copies the table to the host and waits for it.
 void check_page_table(const TensorView& page_table, const TensorView& seq_lens, int64_t num_pages,
-                      int64_t page_size, void* stream = nullptr);
+                      int64_t page_size, void* stream = nullptr,
+                      std::optional<int64_t> max_positions = std::nullopt);
 
 }  // namespace octavo

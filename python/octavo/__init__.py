@@ -21,11 +21,19 @@ from octavo._core import (
 )
 from octavo._explain import Explanation, explain
 from octavo._linear import linear
+from octavo._linear_plan import LinearPlan, linear_plan
+from octavo._linear_table import LinearTable, LinearTableRow, LinearTableSource, linear_table
 from octavo._paged_attention import append_kv, check_page_table, copy_pages, paged_attention
+from octavo._rms_norm import rms_norm
+from octavo._tune_linear import tune_linear
 
 __all__ = [
     "Explanation",
     "InvalidSequence",
+    "LinearPlan",
+    "LinearTable",
+    "LinearTableRow",
+    "LinearTableSource",
     "OutOfPages",
     "PageAllocator",
     "PageGroup",
@@ -43,7 +51,11 @@ __all__ = [
     "get_cmake_dir",
     "get_num_threads",
     "linear",
+    "linear_plan",
+    "linear_table",
     "merge_states",
     "paged_attention",
+    "rms_norm",
     "set_num_threads",
+    "tune_linear",
 ]

@@ -12,6 +12,7 @@ from octavo._attention_backward import attention_backward
 from octavo._linear import linear
 from octavo._misuse import refuse_call
 from octavo._paged_attention import append_kv, copy_pages, paged_attention
+from octavo._rms_norm import rms_norm
 
 _OPERATORS = {
     function.__name__: function
@@ -23,6 +24,7 @@ _OPERATORS = {
         merge_states,
         attention_backward,
         linear,
+        rms_norm,
     )
 }
 
@@ -56,7 +58,7 @@ def explain(operator: str, /, *args: object, device: str | None = None, **kwargs
 
     Args:
         operator: "attention", "paged_attention", "append_kv", "copy_pages", "merge_states",
-            "attention_backward" or "linear".
+            "attention_backward", "linear" or "rms_norm".
         *args: the arguments of the call. Strides and addresses of arrays count, since kernels differ in what
             they need of them. An array may also be anything that has a shape and a dtype alone, such as a
             tensor of torch's device meta or a jax.ShapeDtypeStruct: it counts as contiguous, unless it has

@@ -8,6 +8,7 @@ hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -96,10 +97,12 @@ def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
 def fold_append_kv(arrays: Arrays, shared: frozenset[str]) -> Folded:
     folded = {name: array if name in shared else _fold(array) for name, array in arrays.items()}
     folded["page_table"] = _fold_pages(arrays["page_table"], arrays["k_pages"].shape[1])
-    if "cu_seqlens" in arrays:
-        offsets, __, k, v = _fold_packed(arrays["cu_seqlens"], arrays["k"], arrays["v"])
-        folded.update(cu_seqlens=offsets, k=k, v=v)
-    return folded, {}
+    if "cu_seqlens" not in arrays:
+        return folded, {}
+    of_tokens = [name for name in ("k", "v", "q") if name in arrays]
+    offsets, places, *packed = _fold_packed(arrays["cu_seqlens"], *(arrays[name] for name in of_tokens))
+    folded.update(zip(("cu_seqlens", *of_tokens), (offsets, *packed), strict=True))
+    return folded, {"q_out": places}
 
 
 def fold_copy_pages(arrays: Arrays, _: frozenset[str]) -> Folded:
@@ -117,3 +120,11 @@ def fold_linear(arrays: Arrays, shared: frozenset[str]) -> Folded:
         name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items() if name not in shared
     }
     return {**arrays, **folded}, {}
+
+
+def fold_rms_norm(arrays: Arrays, shared: frozenset[str]) -> Folded:
+    """To [rows, dim]."""
+    return {
+        name: x if name in shared else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        for name, x in arrays.items()
+    }, {}

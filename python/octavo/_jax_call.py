@@ -63,7 +63,9 @@ mlir.register_lowering(_refused_on_cuda, _refuse, platform="cuda")
 CACHE = ("k_pages", "v_pages", "k_scales", "v_scales")
 """What a cache is made of; scales only where it has some of each token and head."""
 _OF_ALL_TOKENS = frozenset({"k_scale_array", "v_scale_array", "k_channel_offset", "k_channel_scale"})
-_WEIGHTS = frozenset({"w", "bias"})
+_TABLES = frozenset({"rotary_cos", "rotary_sin"})
+_ONE_A_CALL = _OF_ALL_TOKENS | _TABLES | {"w", "bias", "weight"}
+"""Of which one call has one, whatever it works on."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Operator:
     results: Callable[[_Arrays, Mapping[str, Option], bool], _Results]
     fold: Callable[[_jax_batching.Arrays, frozenset[str]], _jax_batching.Folded]
     shareable: frozenset[str] = frozenset()  # what one call can use for all of a mapped axis
-    # What takes its place on a GPU, where there is no kernel.
+    # What takes its place on a GPU where that is faster, or there is no kernel: a product.
     on_cuda: Callable[[_Arrays, Mapping[str, Option]], tuple[jax.Array, ...]] | None = None
 
 
@@ -86,8 +88,11 @@ def _queries_results(arrays: _Arrays, _: Mapping[str, Option], return_lse: bool)
 
 
 def _cache_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Results:
+    like = {**{name: name for name in CACHE}, "q_out": "q"}
     return {
-        name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in CACHE if name in arrays
+        result: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype)
+        for result, name in like.items()
+        if name in arrays
     }
 
 
@@ -97,6 +102,11 @@ def _merged_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Resu
         "out": jax.ShapeDtypeStruct(out.shape, out.dtype),
         "lse": jax.ShapeDtypeStruct(out.shape[:-1], jnp.float32),
     }
+
+
+def _norm_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Results:
+    like_x = jax.ShapeDtypeStruct(arrays["x"].shape, arrays["x"].dtype)
+    return {"out": like_x, "residual_out": like_x} if "residual" in arrays else {"out": like_x}
 
 
 def _gradients(arrays: _Arrays, _: Mapping[str, Option], return_dalibi: bool) -> _Results:
@@ -125,11 +135,14 @@ PAGED_ATTENTION = Operator(
     _jax_batching.fold_paged_attention,
     frozenset({*CACHE, "alibi_slopes", *_OF_ALL_TOKENS}),
 )
-APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _OF_ALL_TOKENS)
+APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _OF_ALL_TOKENS | _TABLES)
 COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
 ATTENTION_BACKWARD = Operator("attention_backward", _gradients, _jax_batching.fold_attention)
-LINEAR = Operator("linear", _linear_results, _jax_batching.fold_linear, _WEIGHTS, _linear_by_jax)
+LINEAR = Operator(
+    "linear", _linear_results, _jax_batching.fold_linear, frozenset({"w", "bias"}), _linear_by_jax
+)
+RMS_NORM = Operator("rms_norm", _norm_results, _jax_batching.fold_rms_norm, frozenset({"weight"}))
 
 
 def _vary(result: jax.Array, arrays: _Arrays) -> jax.Array:
@@ -161,11 +174,10 @@ def _call_xla(
     for name, x in described.items():
         if not all(isinstance(length, int) for length in x.shape):
             raise TypeError(f"{op.name}: {name} must have a known shape; got {x.shape}")
-    why_not_on_cuda = _core.check_xla_call(
-        op.name, [(name, str(x.dtype), tuple(x.shape)) for name, x in described.items()], dict(options)
-    )
-    if why_not_on_cuda:
-        message = f"{op.name}: {why_not_on_cuda}"
+    arguments = [(name, str(x.dtype), tuple(x.shape)) for name, x in described.items()], dict(options)
+    why_refused_on_cuda = _core.check_xla_call(op.name, *arguments)
+    if why_refused_on_cuda:
+        message = f"{op.name}: {why_refused_on_cuda}"
         first = next(iter(arrays))
         arrays = {**arrays, first: _refused_on_cuda.bind(arrays[first], message=message)}
     names = list(arrays)
@@ -179,10 +191,10 @@ def _call_xla(
     def by_octavo(arrays: _Arrays) -> tuple[jax.Array, ...]:
         return tuple(call(*arrays.values(), arrays=" ".join([*names, *results]), **attributes))
 
-    if op.on_cuda is None:
+    on_cuda = op.on_cuda
+    if on_cuda is None or not _core.jax_multiplies(*arguments):
         outs = by_octavo(arrays)
     else:
-        on_cuda = op.on_cuda
         outs = jax.lax.platform_dependent(arrays, cpu=by_octavo, default=lambda x: on_cuda(x, options))
     return tuple(_vary(out, arrays) for out in outs)
 
@@ -216,9 +228,8 @@ def _function(
         axis_size: int, in_batched: list[dict[str, bool]], arrays: _Arrays
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         is_mapped = in_batched[0]
-        # All have the dropout mask that one would have, and one call has one static scale or transform and
-        # one matrix of weights.
-        if dict(options).get("dropout_p") or any(is_mapped.get(name) for name in _OF_ALL_TOKENS | _WEIGHTS):
+        # All have the dropout mask that one would have.
+        if dict(options).get("dropout_p") or any(is_mapped.get(name) for name in _ONE_A_CALL):
             one_call = _function(op, options, return_lse)
             mapped = {name: x for name, x in arrays.items() if is_mapped[name]}
             results = jax.lax.map(lambda one: one_call({**arrays, **one}), mapped)

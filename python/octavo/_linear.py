@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo._linear_plan import LinearPlan
 from octavo._operators import native
 from octavo._types import Array, Stream, SupportsDLPack
 
@@ -17,6 +18,7 @@ def linear(
     out: Array | None = None,
     static_weight: bool = False,
     batch_invariant: bool = False,
+    plan: LinearPlan | None = None,
     stream: Stream | None = None,
 ) -> Array:
     """A linear layer, ``activation(x @ w.T + bias) + residual``, at the speed of reading its weights.
@@ -24,12 +26,15 @@ def linear(
     Decoding multiplies each weight with a few rows only, so that reading the weights is what takes the time.
     On the CPU Octavo's own threads read them, each a run of rows of ``w``: for up to some six rows of ``x``
     at the memory's speed, with more at that of the arithmetic. They sleep while there is nothing to do, so
-    that products, attention and other programs do not fight over cores. On a GPU there is no kernel of
-    Octavo's yet: the product is handed over to the library of ``x`` (PyTorch, CuPy or JAX), and ``explain``
-    says so.
+    that products, attention and other programs do not fight over cores. On a GPU Octavo's kernels compute
+    float16 and bfloat16 with up to 128 rows of ``x`` on Hopper, 16 elsewhere (the flat GEMM and the heuristic
+    dataflow of FlashDecoding++, https://arxiv.org/abs/2311.01282), or with as many as the tables of what was
+    measured say (``linear_table``). Other products are handed over to the library of ``x`` (PyTorch, CuPy or
+    JAX), which is faster with more rows. ``explain`` and ``linear_plan`` say which it is.
 
-    Sums are float32, and so is everything up to the result, which is rounded once; PyTorch and CuPy round at
-    each step on a GPU. On the CPU ``x`` of float32 may have weights of 16 bits: half the bytes to be read.
+    Sums are float32, and so is everything up to the result, which is rounded once; where PyTorch or CuPy
+    computes, they round at each step. On the CPU ``x`` of float32 may have weights of 16 bits: half the
+    bytes to be read.
 
     Args:
         x: float32, float16 or bfloat16 [..., K], with up to five leading axes. Here and below any strides,
@@ -44,12 +49,16 @@ def linear(
         out: an array like x [..., N], or [..., F], to write the result to; never read. It may be
             ``residual`` itself, with the same address and strides; otherwise its memory must be apart from
             that of all inputs. Default: a new array of the framework of ``x``.
-        static_weight: a promise that no work still under way on the stream writes to ``w``, so that a kernel
-            may read it before what is in front of it has ended. Nothing makes use of it yet.
-            Default: False.
+        static_weight: a promise that no work still under way on the stream writes to ``w``: not the kernel in
+            front of this one, nor those before it that may still be running. The GPU then reads weights while
+            that kernel ends, some 1 to 2 us earlier. No effect on the CPU. Default: False.
         batch_invariant: the bits of a row of the result must not depend on how many other rows there are, or
-            on what they hold. On the CPU they never do, nor on the number of threads; on a GPU, where no
-            library promises that, it is refused. Default: False.
+            on what they hold. On the CPU they never do, nor on the number of threads. On a GPU Octavo then
+            computes for any number of rows, in one order for all, and refuses what it has no kernel for; x
+            and w have to be contiguous there, or to have rows that start on 16 bytes. Default: False.
+        plan: which kernel computes on a GPU, in place of that of ``linear_plan``: one that was found faster
+            here, or ``LinearPlan("library", dtype)``, which hands the product over. It must be for the dtype
+            of ``x``; with batch_invariant it must add up in the same order. Default: that of ``linear_plan``.
         stream: as for ``attention``; of JAX arrays on a GPU it has to be none. Default: the current stream.
 
     Returns:
@@ -57,9 +66,9 @@ def linear(
             sums are 0.
 
     Raises:
-        ValueError: a shape or value that does not fit.
+        ValueError: a shape, value or plan that does not fit.
         TypeError: not an array, a wrong dtype, a JAX array as ``out``, a torch tensor that requires grad,
-            batch_invariant on a GPU.
+            batch_invariant on a GPU where Octavo has no kernel.
         RuntimeError: as for ``attention``.
     """
     raise NotImplementedError  # native() makes the function that runs

@@ -1,7 +1,7 @@
-"""``linear`` on a GPU: the product of the arrays' own library, since Octavo has no CUDA kernel for it yet.
+"""``linear`` on a GPU where the arrays' own library is the faster one, or Octavo has no kernel.
 
-The arguments were checked before, and ``stream`` is an address. PyTorch and CuPy round to the dtype of ``x``
-at every step, JAX at the end.
+src/cuda/linear/plan.cpp decides which calls these are. The arguments were checked before, and ``stream`` is
+an address. PyTorch and CuPy round to the dtype of ``x`` at every step, JAX at the end.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ def linear(
 
 def by_torch(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any = None) -> Any:
     import torch
+
+    with torch.autocast(x.device.type, enabled=False):  # the result has the dtype of x, as Octavo's kernels'
+        return _by_torch(x, w, bias, activation, residual, out)
+
+
+def _by_torch(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any) -> Any:
+    import torch
     from torch.nn import functional
     from torch.utils.dlpack import from_dlpack
 
@@ -68,7 +75,10 @@ def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, ou
     def silu(sums: Any) -> Any:
         return sums / (1 + cupy.exp(-sums))
 
-    result = cupy.matmul(x, own(w).T)
+    if x.dtype.kind == "f":
+        result = cupy.matmul(x, own(w).T)
+    else:  # bfloat16, of which CuPy takes no products
+        result = cupy.matmul(x.astype(cupy.float32), own(w).astype(cupy.float32).T).astype(x.dtype)
     if bias is not None:
         result += own(bias)
     if activation == "silu":

@@ -67,7 +67,9 @@ def with_keywords(
     name, code = declared.__name__, declared.__code__
     positional = code.co_varnames[: code.co_argcount]
     keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    defaults, annotations = {}, {x: declared.__annotations__[x] for x in positional}
+    optional = declared.__defaults__ or ()
+    defaults = dict(zip(positional[len(positional) - len(optional) :], optional, strict=True))
+    annotations = {x: declared.__annotations__[x] for x in positional}
     if options is not None:
         for argument in ARGUMENTS[name][len(positional) :]:
             if "in_place_of" in argument:

@@ -134,7 +134,7 @@ def paged_attention(
     raise NotImplementedError  # native() makes the function that runs
 
 
-@native()
+@overload
 def append_kv(
     k: SupportsDLPack,
     v: SupportsDLPack,
@@ -152,14 +152,77 @@ def append_kv(
     k_channel_offset: SupportsDLPack | None = None,
     k_channel_scale: SupportsDLPack | None = None,
     rotate_keys: bool = False,
+    rotary_cos: SupportsDLPack | None = None,
+    rotary_sin: SupportsDLPack | None = None,
+    rotary_interleaved: bool = False,
+    q: None = None,
+    q_out: None = None,
     stream: Stream | None = None,
-) -> None:
+) -> None: ...
+@overload
+def append_kv(
+    k: Array,
+    v: SupportsDLPack,
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    page_table: SupportsDLPack,
+    seq_lens: SupportsDLPack,
+    *,
+    cu_seqlens: SupportsDLPack | None = None,
+    k_scale: float | SupportsDLPack | None = None,
+    v_scale: float | SupportsDLPack | None = None,
+    k_scales: SupportsDLPack | None = None,
+    v_scales: SupportsDLPack | None = None,
+    kv_dtype: str | None = None,
+    k_channel_offset: SupportsDLPack | None = None,
+    k_channel_scale: SupportsDLPack | None = None,
+    rotate_keys: bool = False,
+    rotary_cos: SupportsDLPack | None = None,
+    rotary_sin: SupportsDLPack | None = None,
+    rotary_interleaved: bool = False,
+    q: SupportsDLPack,
+    q_out: Array | None = None,
+    stream: Stream | None = None,
+) -> Array: ...
+@native()
+def append_kv(
+    k: Array,
+    v: SupportsDLPack,
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    page_table: SupportsDLPack,
+    seq_lens: SupportsDLPack,
+    *,
+    cu_seqlens: SupportsDLPack | None = None,
+    k_scale: float | SupportsDLPack | None = None,
+    v_scale: float | SupportsDLPack | None = None,
+    k_scales: SupportsDLPack | None = None,
+    v_scales: SupportsDLPack | None = None,
+    kv_dtype: str | None = None,
+    k_channel_offset: SupportsDLPack | None = None,
+    k_channel_scale: SupportsDLPack | None = None,
+    rotate_keys: bool = False,
+    rotary_cos: SupportsDLPack | None = None,
+    rotary_sin: SupportsDLPack | None = None,
+    rotary_interleaved: bool = False,
+    q: SupportsDLPack | None = None,
+    q_out: Array | None = None,
+    stream: Stream | None = None,
+) -> Array | None:
     """Write each sequence's newest tokens to the end of its pages.
 
     The n new tokens of sequence b go to its positions from ``seq_lens[b] - n`` up to ``seq_lens[b]``. A
     sequence of length 0 is padding: nothing is written for it. Two tokens of one call must not go to the same
     slot: sequences that share their last page need copy-on-write first, as ``PageAllocator.extend`` plans it.
     On the CPU nothing at all is written if an argument is wrong.
+
+    With ``rotary_cos`` and ``rotary_sin`` keys are rotated by their positions before they are stored, as in
+    FlashAttention's ``flash_attn_with_kvcache`` (RoFormer, Su et al. 2021, arXiv:2104.09864), and so are the
+    queries ``q`` of the same tokens, which are returned: in the cache keys are as attention needs them. The
+    rotation is computed in float32, and its result is rounded once, to the dtype of the pages or, after what
+    ``k_channel_offset``, ``k_channel_scale`` and ``rotate_keys`` make of it, to a code. A position past the
+    end of the tables is an error on the CPU; on a GPU, where nobody looks at the lengths, NaN takes the place
+    of every number that it would rotate (``check_page_table`` finds such lengths).
 
     Args:
         k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
@@ -189,16 +252,30 @@ def append_kv(
         v_scales: likewise for v.
         kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
             of other dtypes.
-        k_channel_offset: for codes: subtracted from k before anything else, which softmax does not see:
-            float32 [num_kv_heads, head_dim], such as the mean of some keys. ``paged_attention`` needs the
-            same. Default: none.
+        k_channel_offset: for codes: subtracted from k, once this is rotated by its position, which softmax
+            does not see: float32 [num_kv_heads, head_dim], such as the mean of some keys. ``paged_attention``
+            needs the same. Default: none.
         k_channel_scale: for codes: what k is divided by then, likewise, greater than 0, such as the largest
             deviations from the mean. Default: none.
         rotate_keys: for codes: rotate k then, by a Hadamard matrix over head_dim divided by the square root
             of its size, so that a channel with large numbers is spread over all. In blocks of the largest
             power of two that divides head_dim. Default: False.
+        rotary_cos: the cosines of the rotary embedding, [max_positions, rotary_dim / 2], of the dtype of k or
+            float32, rows at any stride. Row t is for the token at position t of its sequence. rotary_dim is
+            at most head_dim; the numbers of a head past it stay as they are. Default: no rotation.
+        rotary_sin: like rotary_cos, and given together with it: the sines.
+        rotary_interleaved: whether numbers 2 i and 2 i + 1 of a head are rotated by angle i, as in GPT-J;
+            else numbers i and i + rotary_dim / 2, as in Llama and GPT-NeoX. Default: False.
+        q: queries of the new tokens, to be rotated too: like k, with any number of heads,
+            [batch or total, num_q_heads, head_dim]. Default: none.
+        q_out: an array like q for the rotated queries: q itself, with the very strides, or one whose memory
+            is apart from it; it shares no element with k and v, but may be a view of the same array. Queries
+            of padding are copied as they are. Default: a new array of the framework of k.
         stream: a CUDA stream to work on instead of the current one of the framework of k, as for
             ``attention``.
+
+    Returns:
+        q_out: only with q: like q, the rotated queries; the very object given as ``q_out``, if any.
 
     Raises:
         ValueError: a shape or value that does not fit, a read-only cache; on the CPU, lengths and page
@@ -267,6 +344,7 @@ def check_page_table(
     *,
     num_pages: int,
     page_size: int,
+    max_positions: int | None = None,
     stream: Stream | None = None,
 ) -> None:
     """Check that every sequence fits its row of the page table, and that its pages exist.
@@ -278,11 +356,13 @@ def check_page_table(
         seq_lens: int32 [batch], in tokens.
         num_pages: pages in the cache.
         page_size: tokens in a page.
+        max_positions: rows of the tables of a rotary embedding, which every sequence has to fit as well.
+            Default: none.
         stream: a CUDA stream to work on instead of the current one of the framework of page_table.
 
     Raises:
-        ValueError: a length below 0 or beyond ``max_pages * page_size``, or an entry in use outside
-            [0, num_pages); the message names the first.
+        ValueError: a length below 0 or beyond ``max_pages * page_size`` or max_positions, or an entry in use
+            outside [0, num_pages); the message names the first.
         TypeError: not an array, or a wrong dtype.
         RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
     """

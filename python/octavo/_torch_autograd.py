@@ -67,35 +67,36 @@ def _below_autograd() -> Iterator[None]:
 
 class _Attention(_SingleLevelFunction):
     @staticmethod
-    def forward(ctx: Any, return_lse: bool, *args: Any) -> Any:
+    def forward(ctx: Any, return_lse: bool, deterministic: bool, *args: Any) -> Any:
         with _below_autograd():
             out, lse = torch.ops.octavo.attention.lse(*args)
         ctx.save_for_backward(out, lse, *(x if isinstance(x, Tensor) else None for x in args))
         ctx.others = [None if isinstance(x, Tensor) else x for x in args]
+        ctx.deterministic = deterministic
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        _, *needed = ctx.needs_input_grad
+        _, _, *needed = ctx.needs_input_grad
         gradients: list[Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
-            return None, *gradients
+            return None, None, *gradients
         args = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
         values = dict(zip(_FORWARD, args, strict=True)) | {
             "dout": torch.zeros_like(out) if dout is None else _readable(dout),
             "out": out,
             "lse": lse,
             "dlse": None if dlse is None else _readable(dlse),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "deterministic": ctx.deterministic or torch.are_deterministic_algorithms_enabled(),
         }
         overloads = torch.ops.octavo.attention_backward
         operator = overloads.dalibi if needed[_DIFFERENTIABLE[-1]] else overloads.default
         results = operator(*(values[name] for name in _BACKWARD))
         for place, result in zip(_DIFFERENTIABLE, results, strict=False):
             gradients[place] = result if needed[place] else None
-        return None, *gradients
+        return None, None, *gradients
 
 
 def _readable(gradient: Tensor) -> Tensor:
@@ -122,13 +123,14 @@ def _apply(function: Any, *args: Any) -> Any:
         return function.apply(*args)
 
 
-def _record_attention(return_lse: bool, *args: Any) -> Any:
-    return _apply(_Attention, return_lse, *args, *_DEFAULTS[len(args) :])
+def _record_attention(return_lse: bool, deterministic: bool, *args: Any) -> Any:
+    return _apply(_Attention, return_lse, deterministic, *args, *_DEFAULTS[len(args) :])
 
 
 RECORD: dict[str, Callable[..., Any]] = {
-    "attention": functools.partial(_record_attention, False),
-    "attention.lse": functools.partial(_record_attention, True),
+    "attention": functools.partial(_record_attention, False, False),
+    "attention.lse": functools.partial(_record_attention, True, False),
+    "attention.deterministic": functools.partial(_record_attention, True),
     "attention_backward": functools.partial(_apply, _AttentionBackward, "default"),
     "attention_backward.dalibi": functools.partial(_apply, _AttentionBackward, "dalibi"),
 }

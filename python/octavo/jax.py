@@ -46,6 +46,7 @@ __all__ = [
     "linear",
     "merge_states",
     "paged_attention",
+    "rms_norm",
 ]
 
 
@@ -293,6 +294,10 @@ def append_kv(
     k_channel_offset: ArrayLike | None = None,
     k_channel_scale: ArrayLike | None = None,
     rotate_keys: bool = False,
+    rotary_cos: ArrayLike | None = None,
+    rotary_sin: ArrayLike | None = None,
+    rotary_interleaved: bool = False,
+    q: None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def append_kv(
@@ -312,6 +317,10 @@ def append_kv(
     k_channel_offset: ArrayLike | None = None,
     k_channel_scale: ArrayLike | None = None,
     rotate_keys: bool = False,
+    rotary_cos: ArrayLike | None = None,
+    rotary_sin: ArrayLike | None = None,
+    rotary_interleaved: bool = False,
+    q: ArrayLike | None = None,
 ) -> tuple[jax.Array, ...]: ...
 @like(octavo.append_kv)
 def append_kv(
@@ -331,6 +340,10 @@ def append_kv(
     k_channel_offset: ArrayLike | None = None,
     k_channel_scale: ArrayLike | None = None,
     rotate_keys: bool = False,
+    rotary_cos: ArrayLike | None = None,
+    rotary_sin: ArrayLike | None = None,
+    rotary_interleaved: bool = False,
+    q: ArrayLike | None = None,
 ) -> tuple[jax.Array, ...]:
     """Write each sequence's newest tokens to the end of its pages: ``octavo.append_kv`` in a JAX program.
 
@@ -357,11 +370,17 @@ def append_kv(
         k_channel_offset: as for ``octavo.append_kv``; may be traced. Default: none.
         k_channel_scale: likewise. Default: none.
         rotate_keys: as for ``octavo.append_kv``. Default: False.
+        rotary_cos: as for ``octavo.append_kv``: [max_positions, rotary_dim / 2]; may be traced. Default: no
+            rotation.
+        rotary_sin: like rotary_cos, and given together with it.
+        rotary_interleaved: as for ``octavo.append_kv``. Default: False.
+        q: queries of the new tokens, to be rotated too: like k, with any number of heads. Default: none.
 
     Returns:
         k_pages: the cache of keys with the new tokens; in place of the argument where that was given up.
         v_pages: the cache of values with the new tokens, likewise.
         k_scales, v_scales: those that were given, with the scales of the new tokens, likewise.
+        q_out: only with q: like q, the rotated queries.
 
     Raises:
         ValueError: a shape or number that does not fit.
@@ -384,6 +403,10 @@ def append_kv(
         "k_channel_offset": k_channel_offset,
         "k_channel_scale": k_channel_scale,
         "rotate_keys": rotate_keys,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotary_interleaved": rotary_interleaved,
+        "q": q,
     }
     return _jax_call.run(_jax_call.APPEND_KV, arguments)
 
@@ -491,7 +514,7 @@ def linear(
         activation: "silu", "gelu" or "silu_gate", as for ``octavo.linear``. Default: none.
         residual: like the result: added at the end. Default: none.
         static_weight: as for ``octavo.linear``. Default: False.
-        batch_invariant: as for ``octavo.linear``; no program for a GPU can be made with it. Default: False.
+        batch_invariant: as for ``octavo.linear``. Default: False.
 
     Returns:
         out: [..., N] or [..., F], of the dtype of x.
@@ -510,3 +533,38 @@ def linear(
         "batch_invariant": batch_invariant,
     }
     return _jax_call.run(_jax_call.LINEAR, arguments)[0]
+
+
+@overload
+def rms_norm(x: ArrayLike, weight: ArrayLike, eps: float = 1e-6, residual: None = None) -> jax.Array: ...
+@overload
+def rms_norm(
+    x: ArrayLike, weight: ArrayLike, eps: float = 1e-6, *, residual: ArrayLike
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def rms_norm(
+    x: ArrayLike, weight: ArrayLike, eps: float, residual: ArrayLike
+) -> tuple[jax.Array, jax.Array]: ...
+@like(octavo.rms_norm)
+def rms_norm(
+    x: ArrayLike, weight: ArrayLike, eps: float = 1e-6, residual: ArrayLike | None = None
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Divide each row by its root mean square, and multiply it by the weight: ``octavo.rms_norm``.
+
+    Args:
+        x: float32, float16 or bfloat16 [..., dim], with at most three leading axes.
+        weight: [dim], of the dtype of x or float32.
+        eps: added to the mean of the squares; at least 0. Default: 1e-06.
+        residual: like x: added to it, and the sum normalised. Default: none.
+
+    Returns:
+        out: like x.
+        residual_out: only with residual: like x, ``x + residual``.
+
+    Raises:
+        ValueError: a shape or number that does not fit.
+        TypeError: a wrong dtype, a traced number, differentiation.
+    """
+    arguments = {"x": x, "weight": weight, "eps": eps, "residual": residual}
+    results = _jax_call.run(_jax_call.RMS_NORM, arguments)
+    return results[0] if residual is None else (results[0], results[1])

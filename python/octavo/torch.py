@@ -40,6 +40,7 @@ __all__ = [
     "linear",
     "merge_states",
     "paged_attention",
+    "rms_norm",
 ]
 
 if not hasattr(torch.library, "register_fake"):
@@ -136,8 +137,15 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
+def _fake_attention_lse(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), _lse_like(q)
+
+
 def _define_attention(name: str) -> None:
-    """Define the operator that returns a tensor, the one that writes to `out`, and both with log-sum-exp."""
+    """Define the operator that returns a tensor, the one that writes to `out`, and both with log-sum-exp.
+
+    Of attention there is one more, whose first argument says whether the backward pass is deterministic.
+    """
     core, defaults = getattr(_core, name), _DEFAULTS[name]
     num_arrays = sum(argument["required"] for argument in ARGUMENTS[name])
     dropped = [defaults[given:] for given in range(len(defaults) + 1)]
@@ -159,12 +167,15 @@ def _define_attention(name: str) -> None:
     arrays, options = _arguments(name)
     out = "Tensor(a!) out"
     _define(name, f"({arrays}, {options}) -> Tensor", kernel, lambda q, *_: q.new_empty(q.shape))
-    _define(
-        f"{name}.lse",
-        f"({arrays}, {options}) -> (Tensor, Tensor)",
-        functools.partial(kernel, return_lse=True),
-        lambda q, *_: (q.new_empty(q.shape), _lse_like(q)),
-    )
+    with_lse = functools.partial(kernel, return_lse=True)
+    _define(f"{name}.lse", f"({arrays}, {options}) -> (Tensor, Tensor)", with_lse, _fake_attention_lse)
+    if name == "attention":  # PyTorch 2.13 would abort at exit if overloads had the same arguments
+        _define(
+            f"{name}.deterministic",
+            f"(bool deterministic, {arrays}, {options}) -> (Tensor, Tensor)",
+            lambda _, *args: with_lse(*args),
+            lambda _, *args: _fake_attention_lse(*args),
+        )
     _define(f"{name}.out", f"({arrays}, {out}, {options}) -> ()", kernel_out, _fake_nothing)
     _define(
         f"{name}.out_lse",
@@ -174,13 +185,57 @@ def _define_attention(name: str) -> None:
     )
 
 
-_WRITTEN_BY_APPEND = tuple(i for i, x in enumerate(ARGUMENTS["append_kv"]) if x["access"] == "write")
+def _checks_of(name: str, argument: str, result: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Two checks, for the overloads of an operator that has this result where that argument is given.
+
+    The first returns the argument and raises ValueError if it is not given; the second raises it if it is.
+    """
+    place = next(i for i, described in enumerate(ARGUMENTS[name]) if described["name"] == argument)
+
+    def require(*args: Any) -> Any:
+        if len(args) <= place or args[place] is None:
+            raise ValueError(f"{name}: {result} needs {argument}; got none")
+        return args[place]
+
+    def refuse(*args: Any) -> None:
+        if len(args) > place and args[place] is not None:
+            raise ValueError(f"{name}: {argument} needs an operator with {result}, such as {name}.{argument}")
+
+    return require, refuse
 
 
-def _append_kv(*args: Any) -> None:
-    args += _DEFAULTS["append_kv"][len(args) :]
-    _will_write(*(args[i] for i in _WRITTEN_BY_APPEND))
-    _core.append_kv(*args, _DISPATCHER)
+def _define_append_kv() -> None:
+    """Define the operator without queries, the one that returns them rotated, and the one to q_out."""
+    name = "append_kv"
+    core, described, defaults = _core.append_kv, ARGUMENTS[name], _DEFAULTS[name]
+    written = tuple(i for i, argument in enumerate(described) if argument["access"] == "write")
+    num_arrays = sum(argument["required"] for argument in described)
+    require_q, refuse_q = _checks_of(name, "q", "q_out")
+
+    def kernel(*args: Any, q_out: Tensor | None = None) -> Any:
+        args += defaults[len(args) :]
+        _will_write(*(args[i] for i in written), q_out)
+        return core(*args, q_out, _DISPATCHER)
+
+    def kernel_alone(*args: Any) -> None:
+        refuse_q(*args)
+        kernel(*args)
+
+    def kernel_q(*args: Any) -> Any:
+        require_q(*args)
+        return kernel(*args)
+
+    def fake_q(*args: Any) -> Tensor:
+        q = require_q(*args)
+        return cast("Tensor", q.new_empty(q.shape))
+
+    def kernel_out_q(*args: Any) -> None:
+        kernel(*args[:num_arrays], *args[num_arrays + 1 :], q_out=args[num_arrays])
+
+    arrays, options = _arguments(name)
+    _define(name, f"({arrays}, {options}) -> ()", kernel_alone, refuse_q)
+    _define(f"{name}.q", f"({arrays}, {options}) -> Tensor", kernel_q, fake_q)
+    _define(f"{name}.out_q", f"({arrays}, Tensor(e!) q_out, {options}) -> ()", kernel_out_q, _fake_nothing)
 
 
 def _copy_pages(
@@ -254,7 +309,7 @@ def _define_linear() -> None:
     dropped = [defaults[given:] for given in range(len(defaults) + 1)]
 
     def kernel(*args: Any, out: Tensor | None = None) -> Any:
-        return core(*args, *dropped[len(args)], out, _DISPATCHER)
+        return core(*args, *dropped[len(args)], out, None, _DISPATCHER)  # no plan
 
     def kernel_out(x: Tensor, w: Tensor, out: Tensor, *options: Any) -> None:
         _will_write(out)
@@ -270,6 +325,55 @@ def _define_linear() -> None:
     _define("linear.out", f"({arrays}, Tensor(a!) out, {options}) -> ()", kernel_out, _fake_nothing)
 
 
+def _define_rms_norm() -> None:
+    """Define the operator without a residual and the one with it; and those that write to `out`, likewise."""
+    name = "rms_norm"
+    core, defaults = _core.rms_norm, _DEFAULTS[name]
+    require_residual, refuse_residual = _checks_of(name, "residual", "residual_out")
+
+    def kernel(*args: Any, out: Tensor | None = None, residual_out: Tensor | None = None) -> Any:
+        return core(*args, *defaults[len(args) :], out, residual_out, _DISPATCHER)
+
+    def kernel_norm(*args: Any) -> Any:
+        refuse_residual(*args)
+        return kernel(*args)
+
+    def fake_norm(x: Tensor, *others: Any) -> Tensor:
+        refuse_residual(x, *others)
+        return x.new_empty(x.shape)
+
+    def kernel_residual(*args: Any) -> Any:
+        require_residual(*args)
+        return kernel(*args)
+
+    def fake_residual(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        require_residual(x, *others)
+        return x.new_empty(x.shape), x.new_empty(x.shape)
+
+    def fake_out(x: Tensor, weight: Tensor, _: Tensor, *options: Any) -> None:
+        refuse_residual(x, weight, *options)
+
+    def kernel_out(x: Tensor, weight: Tensor, out: Tensor, *options: Any) -> None:
+        refuse_residual(x, weight, *options)
+        _will_write(out)
+        kernel(x, weight, *options, out=out)
+
+    def kernel_out_residual(
+        x: Tensor, weight: Tensor, out: Tensor, residual_out: Tensor, *options: Any
+    ) -> None:
+        _will_write(out, residual_out)
+        kernel(x, weight, *options, out=out, residual_out=residual_out)
+
+    arrays, options = _arguments(name)
+    out, outs = "Tensor(a!) out", "Tensor(a!) out, Tensor(b!) residual_out"
+    _define(name, f"({arrays}, {options}) -> Tensor", kernel_norm, fake_norm)
+    _define(f"{name}.residual", f"({arrays}, {options}) -> (Tensor, Tensor)", kernel_residual, fake_residual)
+    _define(f"{name}.out", f"({arrays}, {out}, {options}) -> ()", kernel_out, fake_out)
+    _define(
+        f"{name}.out_residual", f"({arrays}, {outs}, {options}) -> ()", kernel_out_residual, _fake_nothing
+    )
+
+
 def _fake_merge_states(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
@@ -282,13 +386,14 @@ for _name in _ATTENTIONS:
     _define_attention(_name)
 _define_attention_backward()
 _define_linear()
+_define_rms_norm()
+_define_append_kv()
 _define(
     "merge_states",
     f"({_arguments('merge_states')[0]}) -> (Tensor, Tensor)",
     lambda *args: _core.merge_states(*args, _DISPATCHER),
     _fake_merge_states,
 )
-_define("append_kv", f"({', '.join(_arguments('append_kv'))}) -> ()", _append_kv, _fake_nothing)
 _define(
     "copy_pages",
     "(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor copies, Tensor(c!)? k_scales=None, "
@@ -355,10 +460,14 @@ def _refuse_stream(name: str) -> None:
 
 _ATTENTION, _ATTENTION_LSE = _operator("attention"), _operator("attention.lse")
 _PAGED_ATTENTION, _PAGED_ATTENTION_LSE = _operator("paged_attention"), _operator("paged_attention.lse")
-_APPEND_KV, _MERGE_STATES = _operator("append_kv"), _operator("merge_states")
+_MERGE_STATES = _operator("merge_states")
+_APPEND_KV, _APPEND_KV_Q = _operator("append_kv"), _operator("append_kv.q")
+_APPEND_KV_OUT_Q = _operator("append_kv.out_q")
 _ATTENTION_BACKWARD = _operator("attention_backward")
 _ATTENTION_BACKWARD_DALIBI = _operator("attention_backward.dalibi")
 _LINEAR, _LINEAR_OUT = _operator("linear"), _operator("linear.out")
+_RMS_NORM, _RMS_NORM_RESIDUAL = _operator("rms_norm"), _operator("rms_norm.residual")
+_RMS_NORM_OUT, _RMS_NORM_OUT_RESIDUAL = _operator("rms_norm.out"), _operator("rms_norm.out_residual")
 _COPY_PAGES, _COPY_PAGES_TO = _operator("copy_pages"), _operator("copy_pages_to")
 _TO_OUT = {name: (_operator(f"{name}.out"), _operator(f"{name}.out_lse")) for name in _ATTENTIONS}
 
@@ -474,13 +583,21 @@ def append_kv(
     page_table: Tensor,
     seq_lens: Tensor,
     *,
+    q: Tensor | None = None,
+    q_out: Tensor | None = None,
     stream: None = None,
     **options: Any,
-) -> None:
+) -> Any:
     if stream is not None:
         _refuse_stream("append_kv")
     try:
-        _APPEND_KV(k, v, k_pages, v_pages, page_table, seq_lens, **_in_place(options))
+        arrays = (k, v, k_pages, v_pages, page_table, seq_lens)
+        if q is None and q_out is None:
+            return _APPEND_KV(*arrays, **_in_place(options))
+        if q_out is None:
+            return _APPEND_KV_Q(*arrays, q=q, **_in_place(options))
+        _APPEND_KV_OUT_Q(*arrays, q_out, q=q, **_in_place(options))
+        return q_out
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, append_kv, (k, v, k_pages, v_pages, page_table, seq_lens), options)
         raise
@@ -516,11 +633,16 @@ def linear(
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    plan: None = None,
     stream: None = None,
     **options: Any,
 ) -> Tensor:
     if stream is not None:
         _refuse_stream("linear")
+    if plan is not None:
+        raise ValueError(
+            "linear: plan must be None in octavo.torch; octavo.linear takes one, outside programs"
+        )
     try:
         if out is None:
             return cast("Tensor", _LINEAR(x, w, bias, **options))
@@ -528,4 +650,40 @@ def linear(
         return out
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, linear, (x, w), {"bias": bias, **options})
+        raise
+
+
+def _new_like(x: Tensor) -> Tensor:
+    """Or what is no tensor itself, which the operator refuses."""
+    return x.new_empty(x.shape) if isinstance(x, Tensor) else x
+
+
+@_like(octavo.rms_norm)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    stream: None = None,
+    **unknown: Any,
+) -> Any:
+    if stream is not None:
+        _refuse_stream("rms_norm")
+    try:
+        if residual is None and residual_out is None:
+            if out is None:
+                return _RMS_NORM(x, weight, eps, **unknown)
+            _RMS_NORM_OUT(x, weight, out, eps, **unknown)
+            return out
+        if out is None and residual_out is None:
+            return _RMS_NORM_RESIDUAL(x, weight, eps, residual, **unknown)
+        out = _new_like(x) if out is None else out
+        residual_out = _new_like(x) if residual_out is None else residual_out
+        _RMS_NORM_OUT_RESIDUAL(x, weight, out, residual_out, eps, residual, **unknown)
+        return out, residual_out
+    except RuntimeError as error:
+        _raise_in_words_of_octavo(error, rms_norm, (x, weight), unknown)
         raise

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/import_array.h"
+#include "bindings/linear_plans.h"
 #include "bindings/results.h"
 #include "bindings/scalars.h"
 #include "common/fail.h"
@@ -84,6 +85,9 @@ class Arguments {
         schema::for_each_argument<Operator>([&](const auto& argument) {
             if (argument.is_result()) add_result(argument);
         });
+        if constexpr (std::is_same_v<Operator, schema::Linear>) {
+            if (is_given("plan")) args.plan = plan_argument(Operator::kName, given_["plan"]);
+        }
     }
 
     // Of the arrays that lend memory: "cuda:0", "cpu"; empty if all are on the CPU, so that their values
@@ -140,6 +144,7 @@ class Arguments {
                 args.*argument.member = import(argument, argument.name, given_[argument.name]);
                 return;
             }
+            if (!asked_by && !bindings::is_given(args.*argument.like)) return;
             TensorView view = shape_of_result(argument, args);
             view.data = reinterpret_cast<void*>((2 + num_results_++) << 56);
             args.*argument.member = view;
@@ -181,7 +186,9 @@ nb::dict explain(const std::string& op, nb::dict given, const std::string& devic
         using Operator = decltype(wanted);
         if (op != Operator::kName) return;
         const Arguments<Operator> arguments(given);
-        explanation = octavo::explain(arguments.args, device.empty() ? arguments.device() : device);
+        const std::string named = device.empty() ? arguments.device() : device;
+        if constexpr (std::is_same_v<Operator, schema::Linear>) load_tuned_of(named);
+        explanation = octavo::explain(arguments.args, named);
     });
     nb::dict plan, why_not, result;
     for (const auto& [name, value] : explanation.plan) plan[name.c_str()] = to_python(value);

@@ -126,6 +126,7 @@ NB_MODULE(_core, m) {
     bind_owned_array(m);
     bind_operators(m);
     bind_explain(m);
+    bind_linear_plans(m);
     bind_xla_operators(m);
     bind_step_arrays(m);
     bind_page_allocator(m);

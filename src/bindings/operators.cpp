@@ -2,12 +2,13 @@
 // results.
 #include "bindings/bindings.h"
 #include "bindings/import_array.h"
+#include "bindings/linear_plans.h"
 #include "bindings/make_array.h"
 #include "bindings/results.h"
 #include "bindings/scalars.h"
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
-#include "operators/linear_on_cuda.h"
+#include "cuda/linear/library.h"
 #include "operators/schema.h"
 
 #include <octavo/paged_attention.h>
@@ -27,20 +28,23 @@ namespace {
 using schema::Access;
 
 // What Python passes to an operator: a value for each argument that is no result, in the order of the
-// description; then, if a result is optional, whether it is asked for; then, but for merge_states, whose
-// results are always new, an array or None for each of the others; then stream.
+// description; then, if a result is optional, whether it is asked for where a keyword does that; then, but
+// for merge_states, whose results are always new, an array or None for each of the others; then, for linear,
+// the plan; then stream.
 template <class Operator>
 constexpr size_t kNumInputs = schema::count<Operator>([](const auto& a) { return !a.is_result(); });
 template <class Operator>
 constexpr size_t kNumResults = schema::count<Operator>([](const auto& a) { return a.is_result(); });
 template <class Operator>
-constexpr bool kHasOptionalResult =
-    schema::count<Operator>([](const auto& a) { return a.is_result() && !a.kIsRequired; }) != 0;
+constexpr bool kHasAskedResult = schema::count<Operator>([](const auto& a) { return a.is_asked(); }) != 0;
 template <class Operator>
 constexpr bool kTakesResults = !std::is_same_v<Operator, schema::MergeStates>;
 template <class Operator>
+constexpr bool kTakesPlan = std::is_same_v<Operator, schema::Linear>;
+template <class Operator>
 using Given =
-    std::array<nb::handle, kNumInputs<Operator> + (kTakesResults<Operator> ? kNumResults<Operator> : 0) + 1>;
+    std::array<nb::handle, kNumInputs<Operator> + (kTakesResults<Operator> ? kNumResults<Operator> : 0) +
+                               (kTakesPlan<Operator> ? 2 : 1)>;
 
 // Whether an array was given for a number, and goes to the argument that takes its place.
 template <class Operator>
@@ -108,34 +112,41 @@ std::vector<ResultArray> make_results(Call& call, const Given<Operator>& given,
     std::vector<ResultArray> results;
     results.reserve(kNumResults<Operator>);
     // Behind what asks for the optional one.
-    const nb::handle* next = given.data() + kNumInputs<Operator> + (kHasOptionalResult<Operator> ? 1 : 0);
+    const nb::handle* next = given.data() + kNumInputs<Operator> + (kHasAskedResult<Operator> ? 1 : 0);
     schema::for_each_argument<Operator>([&](const auto& argument) {
         if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
             if (!argument.is_result()) return;
-            if (argument.asked_by &&
-                !bool_argument(call.op(), argument.asked_by, given[kNumInputs<Operator>]))
-                return;
-            const bool may_be_given = kTakesResults<Operator> && !argument.asked_by;
-            results.emplace_back(call, argument.name, may_be_given ? *next++ : nb::handle(Py_None),
-                                 shape_of_result(argument, args));
+            nb::handle array = Py_None;
+            if (argument.asked_by) {
+                if (!bool_argument(call.op(), argument.asked_by, given[kNumInputs<Operator>])) return;
+            } else {
+                if (kTakesResults<Operator>) array = *next++;
+                if (array.is_none() && !is_given(args.*argument.like)) return;
+            }
+            results.emplace_back(call, argument.name, array, shape_of_result(argument, args));
             args.*argument.member = results.back().view();
         }
     });
     return results;
 }
 
-// Checks a product on a GPU, and hands it over to the library of the arrays.
-nb::object linear_on_cuda(Call& call, const Given<schema::Linear>& given, LinearArgs& args) {
-    const auto& [x, w, bias, activation, residual, static_weight, batch_invariant, out, stream] = given;
+// A product on a GPU that the library of the arrays computes faster, or alone: checks it and hands it over.
+// Nothing where Octavo computes it.
+std::optional<nb::object> hand_over_linear(Call& call, const Given<schema::Linear>& given, LinearArgs args) {
+    const auto& [x, w, bias, activation, residual, static_weight, batch_invariant, out, plan, stream] = given;
     args.out = shape_of_result(
         std::get<schema::kNumArguments<schema::Linear> - 1>(schema::Linear::kArguments), args);
     if (!out.is_none())
         args.out = call.output("out", out);
     else
         args.out.data = reinterpret_cast<void*>(uintptr_t{1} << 56);  // apart from what there is
+    load_tuned_once(args.x.device.index);
     const LinearParams params = check_linear(args);
-    require_kernel(call.op(), params);
-    if (prints_kernels()) print_kernel(cuda::explain(params, cuda::gpu_of(params.device.index)));
+    const std::string why_refused = why_refused_on_cuda(params);
+    if (!why_refused.empty()) fail<TypeError>(call.op(), why_refused);
+    const cuda::Gpu& gpu = cuda::gpu_of(params.device.index);
+    if (cuda::why_library(params, gpu).empty()) return std::nullopt;
+    if (prints_kernels()) print_kernel(cuda::explain(params, gpu));
     nb::object address = nb::none();  // of the caller's stream
     if (!stream.is_none() && !call.is_of_dispatcher())
         address = nb::int_(reinterpret_cast<uintptr_t>(call.stream()));
@@ -148,8 +159,11 @@ nb::object run(const Given<Operator>& given) {
     Call call(Operator::kName, given.back());
     typename Operator::Args args;
     take_inputs<Operator>(call, given, args);
-    if constexpr (std::is_same_v<Operator, schema::Linear>) {
-        if (args.x.device.type == DeviceType::cuda) return linear_on_cuda(call, given, args);
+    if constexpr (kTakesPlan<Operator>) {
+        args.plan = plan_argument(call.op(), given[given.size() - 2]);
+        if (args.x.device.type == DeviceType::cuda) {
+            if (std::optional<nb::object> out = hand_over_linear(call, given, args)) return *out;
+        }
     }
     std::vector<ResultArray> results = make_results<Operator>(call, given, args);
     args.stream = call.stream();
@@ -175,14 +189,15 @@ void define(nb::module_& m, std::index_sequence<I...>) {
 }
 
 void check_page_table(nb::handle page_table, nb::handle seq_lens, nb::handle num_pages, nb::handle page_size,
-                      nb::handle stream) {
+                      nb::handle max_positions, nb::handle stream) {
     constexpr const char* op = "check_page_table";
     Call call(op, stream);
     const TensorView table = call.input("page_table", page_table, Accept::int32);
     const TensorView lengths = call.input("seq_lens", seq_lens, Accept::int32);
     const int64_t pages = int_argument(op, "num_pages", num_pages);
     const int64_t size = int_argument(op, "page_size", page_size);
-    call.run([&] { octavo::check_page_table(table, lengths, pages, size, call.stream()); });
+    const auto positions = scalar_argument<std::optional<int64_t>>(op, "max_positions", max_positions);
+    call.run([&] { octavo::check_page_table(table, lengths, pages, size, call.stream(), positions); });
 }
 
 const char* to_string(Access access) {
@@ -234,15 +249,17 @@ nb::dict operator_arguments() {
 
 }  // namespace
 
-// Names and types are in octavo/_attention.py, octavo/_attention_backward.py and octavo/_paged_attention.py,
-// the keywords and their defaults are added by octavo/_operators.py.
+// Names and types are in octavo/_attention.py, octavo/_attention_backward.py, octavo/_paged_attention.py,
+// octavo/_linear.py and octavo/_rms_norm.py, the keywords and their defaults are added by
+// octavo/_operators.py.
 void bind_operators(nb::module_& m) {
     schema::for_each_operator([&](auto op) {
         using Operator = decltype(op);
         define<Operator>(m, std::make_index_sequence<std::tuple_size_v<Given<Operator>>>());
     });
     m.def("check_page_table", &check_page_table, nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg().none(), nb::arg().none(), nb::sig("def check_page_table(*args: object) -> None"));
+          nb::arg().none(), nb::arg().none(), nb::arg().none(),
+          nb::sig("def check_page_table(*args: object) -> None"));
     m.def("operator_arguments", &operator_arguments,
           nb::sig("def operator_arguments() -> dict[str, list[octavo._types.Argument]]"),
           "The arguments of each operator, in the order of its function here; results come last.");

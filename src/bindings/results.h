@@ -23,6 +23,9 @@ inline TensorView array_or_none(const std::optional<TensorView>& array) {
     return array ? *array : TensorView(nullptr, DType::float32, {0});
 }
 
+inline bool is_given(const TensorView&) { return true; }
+inline bool is_given(const std::optional<TensorView>& array) { return array.has_value(); }
+
 // In C order, without data. `result` is an argument in operators/schema.h.
 template <class Argument, class Args>
 TensorView shape_of_result(const Argument& result, const Args& args) {

@@ -1,9 +1,11 @@
 // The operators for JAX programs, derived from operators/schema.h: handlers that XLA calls, and the check of
 // their arguments at trace time. Who names their arrays and options: python/octavo/_jax_call.py.
 #include "bindings/bindings.h"
+#include "bindings/linear_plans.h"
 #include "bindings/scalars.h"
 #include "bindings/xla_call.h"
 #include "cuda/backend.h"
+#include "cuda/linear/library.h"
 #include "operators/schema.h"
 
 #include <nanobind/stl/string.h>
@@ -104,9 +106,18 @@ std::string check_xla_call(nb::str name, nb::list arrays, nb::dict options) {
         using Operator = decltype(op);
         if (!name.equal(nb::str(Operator::kName))) return;
         const auto params = Operator::kCheck(arguments<Operator>(XlaCall(Operator::kName, arrays, options)));
-        why_not_on_cuda = why_no_cuda_kernel(params);
+        why_not_on_cuda = why_refused_on_cuda(params);
     });
     return why_not_on_cuda;
+}
+
+// Whether a program for CUDA had better multiply by JAX: on the GPU of this process, or on an H100 where
+// there is none.
+bool jax_multiplies(nb::list arrays, nb::dict options) {
+    const LinearParams params = check_linear(arguments<schema::Linear>(XlaCall("linear", arrays, options)));
+    const bool has_gpu = !cuda::gpu_info(nullptr).empty();
+    if (has_gpu) load_tuned_once(0);
+    return !cuda::why_library(params, has_gpu ? cuda::gpu_of(0) : *cuda::find_gpu("h100")).empty();
 }
 
 }  // namespace
@@ -119,8 +130,12 @@ void bind_xla_operators(nb::module_& m) {
         nb::sig("def check_xla_call(op: str, arrays: list[tuple[str, str, tuple[int, ...]]], options: "
                 "dict[str, bool | int | float | str]) -> str"),
         "Raise what the operator's handler would on the CPU, as far as shapes, dtypes and options tell, and "
-        "return why there is no CUDA kernel, or an empty string. The arrays are (name, dtype, shape), the "
+        "return why it is refused on CUDA, or an empty string. The arrays are (name, dtype, shape), the "
         "results among them.");
+    m.def("jax_multiplies", &jax_multiplies, nb::arg("arrays"), nb::arg("options"),
+          nb::sig("def jax_multiplies(arrays: list[tuple[str, str, tuple[int, ...]]], options: "
+                  "dict[str, bool | int | float | str]) -> bool"),
+          "Whether a program for CUDA had better compute this linear() by JAX.");
 }
 
 }  // namespace octavo::bindings

@@ -16,7 +16,7 @@ struct Axis {
 // negative. `sign` is that of the indices.
 void add_axes(const TensorView& t, int sign, std::vector<Axis>& axes) {
     auto add = [&](int64_t stride, int64_t last) {
-        if (last < 1) return;
+        if (last < 1 || stride == 0) return;  // an axis without a stride leads nowhere else
         auto found =
             std::find_if(axes.begin(), axes.end(), [=](const Axis& a) { return a.stride == stride; });
         if (found == axes.end()) found = axes.insert(found, {stride, 0, 0});

@@ -2,6 +2,7 @@
 #include "checks/check.h"
 #include "checks/checks.h"
 #include "checks/key_transform.h"
+#include "checks/rotary.h"
 #include "cuda/backend.h"
 
 #include <cmath>
@@ -171,6 +172,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
         if (args.k_scales) check.apart(name, **array, "k_scales", *args.k_scales);
         if (args.v_scales) check.apart(name, **array, "v_scales", *args.v_scales);
     }
+    check_rotary(check, args, p);
     check.index("page_table", args.page_table, 2, "[batch, max_pages]");
     check.index("seq_lens", args.seq_lens, 1, "[batch]");
     const int64_t batch = args.page_table.shape[0], max_pages = args.page_table.shape[1];
@@ -223,6 +225,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
         check_pages_in_host(op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, p.page_size,
                             args.k_pages.shape[0]);
         check_new_tokens_in_host(op, p.seq_lens, p.cu_seqlens, batch);
+        check_positions_in_host(op, p);
     }
     return p;
 }

@@ -49,6 +49,20 @@ void merge_axes(LinearParams& p, const LinearArgs& args) {
     }
 }
 
+void check_plan(const char* op, const LinearPlan& plan, const LinearParams& p) {
+    if (p.device.type == DeviceType::cpu)
+        fail<ValueError>(op, "plan is for arrays on a GPU; x is on the CPU, where one kernel computes all");
+    if (plan.dtype != p.dtype) {
+        fail<ValueError>(op, "plan must be for the dtype of x (", to_string(p.dtype), "); it is for ",
+                         to_string(plan.dtype));
+    }
+    if (p.batch_invariant && plan.kernel == LinearKernel::library) {
+        fail<ValueError>(op,
+                         "plan must not hand over to the library with batch_invariant, since its order of "
+                         "addition may depend on the number of rows");
+    }
+}
+
 }  // namespace
 
 int64_t linear_width(const LinearArgs& args) {
@@ -109,6 +123,8 @@ LinearParams check_linear(const LinearArgs& args) {
         check.length("the number of rows of x", p.num_rows);
     }
     merge_axes(p, args);
+    if (args.plan) check_plan(op, *args.plan, p);
+    p.plan = args.plan;
     p.x = args.x.data;
     p.w = args.w.data;
     p.out = args.out.data;
@@ -116,12 +132,26 @@ LinearParams check_linear(const LinearArgs& args) {
 }
 
 std::string why_no_cuda_kernel(const LinearParams& p) {
-    if (p.batch_invariant) {
-        return "batch_invariant=True needs a kernel of Octavo's, and there is none for CUDA yet: the arrays' "
-               "own library multiplies, in an order that may depend on the number of rows";
-    }
     if (p.w_dtype != p.dtype)
         return "w must be " + to_string(p.dtype) + " like x on a GPU; got " + to_string(p.w_dtype);
+    if (p.dtype == DType::float32) return "its CUDA kernels multiply float16 and bfloat16; x is float32";
+    if (p.num_axes > 1) {
+        return "its CUDA kernels want the rows of x, of residual and of out one stride apart each; the "
+               "leading "
+               "axes of x do not lie behind one another";
+    }
+    return {};
+}
+
+std::string why_refused_on_cuda(const LinearParams& p) {
+    const std::string why = why_no_cuda_kernel(p);
+    if (why.empty() || p.w_dtype != p.dtype) return why;
+    if (p.batch_invariant) {
+        return "batch_invariant=True needs a kernel of Octavo's, since the arrays' own library may add up in "
+               "an "
+               "order that depends on the number of rows: " +
+               why;
+    }
     return {};
 }
 

@@ -8,10 +8,12 @@
 #include "params/linear_params.h"
 #include "params/merge_states_params.h"
 #include "params/paged_attention_params.h"
+#include "params/rms_norm_params.h"
 
 #include <octavo/attention.h>
 #include <octavo/linear.h>
 #include <octavo/paged_attention.h>
+#include <octavo/rms_norm.h>
 
 #include <string>
 
@@ -25,6 +27,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args);
 MergeStatesParams check_merge_states(const MergeStatesArgs& args);
 AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& args);
 LinearParams check_linear(const LinearArgs& args);
+RmsNormParams check_rms_norm(const RmsNormArgs& args);
 
 // The last axis of the result of linear(); arguments that do not fit are for the check to find.
 int64_t linear_width(const LinearArgs& args);
@@ -33,9 +36,18 @@ int64_t linear_width(const LinearArgs& args);
 std::string why_no_cuda_kernel(const AttentionParams& params);
 std::string why_no_cuda_kernel(const AppendKvParams& params);
 std::string why_no_cuda_kernel(const AttentionBackwardParams& params);
-std::string why_no_cuda_kernel(const LinearParams& params);  // nor a library's product in its place
+std::string why_no_cuda_kernel(const LinearParams& params);
 inline std::string why_no_cuda_kernel(const CopyPagesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const MergeStatesParams&) { return {}; }
+inline std::string why_no_cuda_kernel(const RmsNormParams&) { return {}; }
+
+// Why Python has to refuse it too, which hands over products to the arrays' own library where Octavo has no
+// kernel for them.
+template <class Params>
+std::string why_refused_on_cuda(const Params& params) {
+    return why_no_cuda_kernel(params);
+}
+std::string why_refused_on_cuda(const LinearParams& params);
 
 // Refuses arrays on a GPU for which there is none.
 template <class Params>

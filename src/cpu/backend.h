@@ -7,6 +7,7 @@
 #include "params/linear_params.h"
 #include "params/merge_states_params.h"
 #include "params/paged_attention_params.h"
+#include "params/rms_norm_params.h"
 
 #include <octavo/explain.h>
 
@@ -20,6 +21,7 @@ void copy_pages(const CopyPagesParams& params);
 void merge_states(const MergeStatesParams& params);
 void attention_backward(const AttentionBackwardParams& params);
 void linear(const LinearParams& params);
+void rms_norm(const RmsNormParams& params);
 
 // What each would run.
 Explanation explain(const AttentionParams& params);
@@ -28,5 +30,6 @@ Explanation explain(const CopyPagesParams& params);
 Explanation explain(const MergeStatesParams& params);
 Explanation explain(const AttentionBackwardParams& params);
 Explanation explain(const LinearParams& params);
+Explanation explain(const RmsNormParams& params);
 
 }  // namespace octavo::cpu

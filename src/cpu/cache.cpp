@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace octavo::cpu {
@@ -18,12 +19,55 @@ int64_t grain_for(int64_t item_bytes) {
     return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, item_bytes));
 }
 
-template <class T>
-void store_scaled(const T* from, T* to, int32_t n, float scale) {
-    if (scale == 1.0f) {
+template <class Number, class T>
+void store_scaled(const Number* from, T* to, int32_t n, float scale) {
+    if (std::is_same_v<Number, T> && scale == 1.0f) {
         std::memcpy(to, from, n * sizeof(T));
     } else {
         for (int32_t d = 0; d < n; ++d) from_float(to_float(from[d]) / scale, to[d]);
+    }
+}
+
+// A row as float32, rotated by its position.
+template <class T>
+void apply_rotary(const Rotary& rotary, int64_t position, const T* from, int32_t head_dim, float* to) {
+    for (int32_t d = 0; d < head_dim; ++d) to[d] = to_float(from[d]);
+    with_type(rotary.dtype, [&](auto type) {
+        using Angle = decltype(type);
+        const Angle* const cos = static_cast<const Angle*>(rotary.cos) + position * rotary.cos_stride;
+        const Angle* const sin = static_cast<const Angle*>(rotary.sin) + position * rotary.sin_stride;
+        for (int32_t i = 0; i < rotary.dim / 2; ++i) {
+            float& first = to[rotary.first_of(i)];
+            float& second = to[rotary.first_of(i) + rotary.distance()];
+            const float a = first, b = second, c = to_float(cos[i]), s = to_float(sin[i]);
+            first = rotated_first(a, b, c, s);
+            second = rotated_second(a, b, c, s);
+        }
+    });
+}
+
+// Scratch of this thread.
+float* row_of_floats(int32_t head_dim) {
+    thread_local std::vector<float> row;
+    row.resize(head_dim);
+    return row.data();
+}
+
+// The queries of one token to q_out: rotated, or as they are, for a token of padding.
+template <class T>
+void apply_rotary_to_queries(const AppendKvParams& p, int64_t token, int32_t position) {
+    const bool is_padding = position < 0;
+    if (is_padding && p.q_out == p.q) return;
+    for (int32_t h = 0; h < p.num_q_heads; ++h) {
+        const T* from = static_cast<const T*>(p.q) + token * p.q_token_stride + h * p.q_head_stride;
+        T* to = static_cast<T*>(p.q_out) + token * p.q_out_token_stride + h * p.q_out_head_stride;
+        if (is_padding) {
+            std::memcpy(to, from, p.head_dim * sizeof(T));
+        } else {
+            float* const row = row_of_floats(p.head_dim);
+            apply_rotary(p.rotary, position, from, p.head_dim, row);
+            store_scaled(row, to, p.head_dim, 1.0f);
+        }
     }
 }
 
@@ -62,6 +106,13 @@ void store_row(const T* from, Int4Pair* to, int32_t n, uint32_t& word) {
     store_codes(from, to, n, scale);
 }
 
+// Where a token goes.
+struct Slot {
+    int64_t page;
+    int32_t slot;      // of the page
+    int32_t position;  // in its sequence
+};
+
 // Where the keys, or the values, of new tokens come from and go to.
 template <class T, class Stored>
 struct Rows {
@@ -72,28 +123,39 @@ struct Rows {
     float scale;
     CacheScales static_scales, scales;
     KeyTransform transform;
+    Rotary rotary;
 
-    void append(const AppendKvParams& p, int64_t token, int64_t page, int32_t slot) const {
+    void append(const AppendKvParams& p, int64_t token, const Slot& at) const {
         for (int32_t h = 0; h < p.num_kv_heads; ++h) {
             const T* row = from + token * from_token_stride + h * from_head_stride;
-            Stored* to = pages + page * page_stride + slot * slot_stride + h * head_stride;
-            if constexpr (!kIsCode<Stored>) {
-                store_scaled(row, to, p.head_dim, scale);
-            } else if (transform.is_identity()) {
-                store(row, to, p.head_dim, page, slot, h);
+            if (rotary.dim > 0) {
+                float* const rotated = row_of_floats(p.head_dim);
+                apply_rotary(rotary, at.position, row, p.head_dim, rotated);
+                store(rotated, p.head_dim, at, h);
             } else {
-                thread_local std::vector<float> transformed;
-                transformed.resize(p.head_dim);
-                transform_row(transform, row, p.head_dim, h, KeyTransformSide::key, transformed.data());
-                store(transformed.data(), to, p.head_dim, page, slot, h);
+                store(row, p.head_dim, at, h);
             }
         }
     }
 
   private:
     template <class Number>
-    void store(const Number* row, Stored* to, int32_t n, int64_t page, int32_t slot, int32_t head) const {
-        if (scales.data) return store_row(row, to, n, scales.word(page, slot, head));
+    void store(const Number* row, int32_t n, const Slot& at, int32_t head) const {
+        Stored* to = pages + at.page * page_stride + at.slot * slot_stride + head * head_stride;
+        if constexpr (!kIsCode<Stored>) {
+            store_scaled(row, to, n, scale);
+        } else if (transform.is_identity()) {
+            store_as_codes(row, to, n, at, head);
+        } else {
+            float* const transformed = row_of_floats(n);  // where a rotated row is already
+            transform_row(transform, row, n, head, KeyTransformSide::key, transformed);
+            store_as_codes(transformed, to, n, at, head);
+        }
+    }
+
+    template <class Number>
+    void store_as_codes(const Number* row, Stored* to, int32_t n, const Slot& at, int32_t head) const {
+        if (scales.data) return store_row(row, to, n, scales.word(at.page, at.slot, head));
         const float own = static_scales.data ? float_of_bits(static_scales.word(0, 0, head)) : scale;
         store_codes(row, to, n, CodeScale::of(own));
     }
@@ -111,7 +173,8 @@ void append_typed(const AppendKvParams& p) {
                                 p.k_scale,
                                 p.k_static_scales,
                                 p.k_scales,
-                                p.key_transform};
+                                p.key_transform,
+                                p.rotary};
     const Rows<T, StoredV> values{static_cast<const T*>(p.v),
                                   p.v_token_stride,
                                   p.v_head_stride,
@@ -122,20 +185,22 @@ void append_typed(const AppendKvParams& p) {
                                   p.v_scale,
                                   p.v_static_scales,
                                   p.v_scales,
+                                  {},
                                   {}};
-    auto append_token = [&](int32_t b, int64_t token, int32_t position) {
+    auto append_token = [&](int32_t b, int64_t token, int64_t from_end) {  // 1: the last token
+        const auto position = static_cast<int32_t>(p.seq_lens[b] - from_end);
+        apply_rotary_to_queries<T>(p, token, position);
+        if (position < 0) return;  // padding
         const int64_t page = p.page_table[b * p.page_table_stride + position / p.page_size];
-        const int32_t slot = position % p.page_size;
-        keys.append(p, token, page, slot);
-        values.append(p, token, page, slot);
+        const Slot at{page, position % p.page_size, position};
+        keys.append(p, token, at);
+        values.append(p, token, at);
     };
-    const int64_t token_bytes = 2 * int64_t{p.num_kv_heads} * p.head_dim * static_cast<int64_t>(sizeof(T));
-    const int64_t grain = grain_for(token_bytes);
+    const int64_t heads = 2 * int64_t{p.num_kv_heads} + p.num_q_heads;
+    const int64_t grain = grain_for(heads * p.head_dim * static_cast<int64_t>(sizeof(T)));
     if (!p.cu_seqlens) {
         parallel_for_ranges(p.batch, grain, [&](int64_t begin, int64_t end) {
-            for (auto b = static_cast<int32_t>(begin); b < end; ++b) {
-                if (p.seq_lens[b] > 0) append_token(b, b, p.seq_lens[b] - 1);
-            }
+            for (auto b = static_cast<int32_t>(begin); b < end; ++b) append_token(b, b, 1);
         });
         return;
     }
@@ -146,8 +211,7 @@ void append_typed(const AppendKvParams& p) {
                                       p.cu_seqlens - 1);
         for (; token < end; ++token) {
             while (token >= p.cu_seqlens[b + 1]) ++b;
-            int64_t from_end = p.cu_seqlens[b + 1] - token;
-            if (p.seq_lens[b] > 0) append_token(b, token, static_cast<int32_t>(p.seq_lens[b] - from_end));
+            append_token(b, token, p.cu_seqlens[b + 1] - token);
         }
     });
 }

@@ -41,5 +41,8 @@ Explanation explain(const AttentionBackwardParams& p) {
 Explanation explain(const LinearParams& p) {
     return make("cpu_linear", p.w_dtype, true, "src/cpu/linear.cpp");
 }
+Explanation explain(const RmsNormParams& p) {
+    return make("cpu_rms_norm", p.dtype, true, "src/cpu/rms_norm.cpp");
+}
 
 }  // namespace octavo::cpu

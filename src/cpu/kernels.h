@@ -1,9 +1,11 @@
-// The kernels of attention and of linear layers, in one build for each instruction set (tiles_*.cpp).
+// The kernels of attention, of linear layers and of rms_norm, in one build for each instruction set
+// (tiles_*.cpp).
 #pragma once
 
 #include "cpu/backward_tile.h"
 #include "cpu/forward_tile.h"
 #include "cpu/linear_tile.h"
+#include "cpu/rms_norm.h"
 
 namespace octavo::cpu {
 
@@ -11,6 +13,7 @@ struct Kernels {
     ForwardKernels forward;
     BackwardKernels backward;
     LinearKernels linear;
+    RmsNormKernels rms_norm;
 };
 
 namespace baseline {

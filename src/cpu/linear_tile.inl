@@ -1,47 +1,6 @@
-// Products with weights. Included after rows.inl and kLinearBlockRows, the rows of x whose sums with those of
-// a panel of weights fit in registers.
-//
-// Lane l of an element's sum adds up the products of every kLanes-th number of the rows, in the order of K,
-// and the lanes are added at the end, halves first. Of bfloat16 weights a lane takes two numbers side by
-// side, first the second one, since a vector of pairs becomes two of float32 without a shuffle. So the order
-// follows from K alone: it is the same however rows are cut into tiles, panels, runs and blocks.
+// Products with weights, in the order of addition of panel.inl, after which this is included.
 
-template <class W>
-constexpr int kStepNumbers = kStepBytes / sizeof(W);      // of each row in a step
 constexpr int kXPadding = kStepBytes / sizeof(uint16_t);  // rows of x are padded to whole steps with zeros
-
-// The vectors of a step.
-template <int vector>
-OCTAVO_SIMD Vec load_weights(const float* from) {
-    return load(from + vector * kLanes);
-}
-template <int vector>
-OCTAVO_SIMD Vec load_weights(const Float16* from) {
-    return load_lanes(from + vector * kLanes);
-}
-template <int vector>
-OCTAVO_SIMD Vec load_weights(const BFloat16* from) {
-    const BitsVec pairs = load_as<BitsVec>(from + vector / 2 * 2 * kLanes);
-    return (Vec)(vector % 2 == 0 ? pairs & 0xffff0000u : pairs << 16);
-}
-
-struct OddLanes {
-    static constexpr int lane(int l) { return 2 * l + 1; }
-};
-struct EvenLanes {
-    static constexpr int lane(int l) { return 2 * l; }
-};
-
-// Brings a row of x into the order of the weights' vectors.
-static void arrange(const float*, float*, int64_t) {}
-static void arrange(const Float16*, float*, int64_t) {}
-static void arrange(const BFloat16*, float* x, int64_t padded) {
-    for (int64_t k = 0; k < padded; k += 2 * kLanes) {
-        const Vec a = load(x + k), b = load(x + k + kLanes);
-        store(x + k, shuffle<OddLanes>(a, b));
-        store(x + k + kLanes, shuffle<EvenLanes>(a, b));
-    }
-}
 
 OCTAVO_SIMD int64_t padded(int64_t depth) { return (depth + kXPadding - 1) / kXPadding * kXPadding; }
 
@@ -52,145 +11,6 @@ constexpr int kXGap = kStepBytes / sizeof(float);
 struct Run {
     int64_t begin, length;
 };
-
-// The rows of a panel, and of the one that is read next.
-template <class W>
-struct Panel {
-    const W* rows[kPanelRows];
-    const W* next[kPanelRows];
-
-    Panel at(int64_t k) const {
-        Panel moved = *this;
-        for (int i = 0; i < kPanelRows; ++i) {
-            moved.rows[i] += k;
-            moved.next[i] += k;
-        }
-        return moved;
-    }
-};
-
-// The sums of a block: from zero or from `lanes`, to `lanes` or, at the end of K, to `sums`.
-struct BlockSums {
-    float* lanes;  // [row of x, row of w, lane]
-    float* sums;   // [row of x, row of w], rows kSumsStride apart
-    bool is_first, is_last;
-};
-
-template <int distance>
-struct Exchange {  // of neighbours
-    static constexpr int lane(int l) { return l ^ distance; }
-};
-struct EveryQuarter {  // the first lane of each quarter, over and over
-    static constexpr int lane(int l) { return l % 4 * (kLanes / 4); }
-};
-
-// In every quarter of v: the sum of its lanes, in all of them.
-template <int distance = kLanes / 8>
-OCTAVO_SIMD Vec sum_of_quarters(Vec v) {
-    if constexpr (distance == 0)
-        return v;
-    else
-        return sum_of_quarters<distance / 2>(v + shuffle<Exchange<distance>>(v, v));
-}
-
-// The blocks of `size` lanes of a and of b, added in pairs: those of a and those of b in turn.
-template <int size>
-OCTAVO_SIMD Vec add_blocks(Vec a, Vec b) {
-    return shuffle<UpperBlocks<size>>(a, b) + shuffle<LowerBlocks<size>>(a, b);
-}
-
-// The sums of the lanes of four vectors, side by side.
-OCTAVO_SIMD void store_sums(float* to, const Vec (&v)[kPanelRows]) {
-    static_assert(kPanelRows == 4);
-    constexpr int kHalf = kLanes / 2, kQuarter = kLanes / 4;
-    const Vec of_0_and_2 = add_blocks<kHalf>(v[0], v[2]), of_1_and_3 = add_blocks<kHalf>(v[1], v[3]);
-    const Vec sums = sum_of_quarters(add_blocks<kQuarter>(of_0_and_2, of_1_and_3));
-    const Vec first = shuffle<EveryQuarter>(sums, sums);
-    __builtin_memcpy(to, &first, kPanelRows * sizeof(float));
-}
-
-template <class W, int num_rows, int vector = 0>
-OCTAVO_SIMD void multiply_step(Vec (&sum)[num_rows][kPanelRows], const W* const (&w)[kPanelRows],
-                               const float* x, int64_t x_stride) {
-    Vec w_k[kPanelRows];
-#pragma GCC unroll 4
-    for (int i = 0; i < kPanelRows; ++i) w_k[i] = load_weights<vector>(w[i]);
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; ++r) {
-        const Vec x_k = load(x + r * x_stride + vector * kLanes);
-#pragma GCC unroll 4
-        for (int i = 0; i < kPanelRows; ++i) sum[r][i] += x_k * w_k[i];
-    }
-    if constexpr ((vector + 1) * kLanes < kStepNumbers<W>)
-        multiply_step<W, num_rows, vector + 1>(sum, w, x, x_stride);
-}
-
-template <class W, int num_rows>
-static void multiply_block(const Panel<W>& panel, int64_t length, const float* x, int64_t x_stride,
-                           const BlockSums& block) {
-    Vec sum[num_rows][kPanelRows];
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; ++r) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kPanelRows; ++i)
-            sum[r][i] = block.is_first ? Vec{} : load(block.lanes + (r * kPanelRows + i) * kLanes);
-    }
-    int64_t k = 0;
-    for (; k + kStepNumbers<W> <= length; k += kStepNumbers<W>) {
-        const W* w[kPanelRows];
-#pragma GCC unroll 4
-        for (int i = 0; i < kPanelRows; ++i) {
-            w[i] = panel.rows[i] + k;
-            __builtin_prefetch(panel.next[i] + k, 0, 2);
-        }
-        multiply_step<W, num_rows>(sum, w, x + k, x_stride);
-    }
-    if (k < length) {
-        W rest[kPanelRows][kStepNumbers<W>] = {};
-        const W* w[kPanelRows];
-        for (int i = 0; i < kPanelRows; ++i) {
-            __builtin_memcpy(rest[i], panel.rows[i] + k, (length - k) * sizeof(W));
-            w[i] = rest[i];
-        }
-        multiply_step<W, num_rows>(sum, w, x + k, x_stride);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; ++r) {
-        if (block.is_last) {
-            store_sums(block.sums + r * kSumsStride, sum[r]);
-            continue;
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < kPanelRows; ++i) store(block.lanes + (r * kPanelRows + i) * kLanes, sum[r][i]);
-    }
-}
-
-// Of `num_rows` rows of x, from 1 to kLinearBlockRows.
-template <class W, int most_rows = kLinearBlockRows>
-static void multiply_rows(int num_rows, const Panel<W>& panel, int64_t length, const float* x,
-                          int64_t x_stride, const BlockSums& block) {
-    if constexpr (most_rows > 0) {
-        if (num_rows == most_rows)
-            multiply_block<W, most_rows>(panel, length, x, x_stride, block);
-        else
-            multiply_rows<W, most_rows - 1>(num_rows, panel, length, x, x_stride, block);
-    }
-}
-
-// All rows of the tile, in blocks of nearly equal size. `lanes` and `sums` are those of the panel.
-template <class W>
-static void multiply_panel(const Panel<W>& panel, int64_t length, int num_rows, const float* x,
-                           int64_t x_stride, BlockSums block) {
-    const int num_blocks = (num_rows + kLinearBlockRows - 1) / kLinearBlockRows;
-    Panel<W> reads = panel;
-    for (int b = 0; b < num_blocks; ++b) {
-        const int begin = num_rows * b / num_blocks, end = num_rows * (b + 1) / num_blocks;
-        multiply_rows<W>(end - begin, reads, length, x + begin * x_stride, x_stride,
-                         {block.lanes + begin * kPanelRows * kLanes, block.sums + begin * kSumsStride,
-                          block.is_first, block.is_last});
-        for (int i = 0; i < kPanelRows; ++i) reads.next[i] = panel.rows[i];  // is in the cache already
-    }
-}
 
 // A row of weights of 16 bits as float32, in the order of their vectors, padded with zeros to whole steps.
 template <class W, int vector = 0>
@@ -216,7 +36,7 @@ static void widen_row(const W* from, const W* next, int64_t length, float* to) {
 template <class W>
 static void multiply_run(const Panel<W>& panel, int64_t length, int num_rows, const float* x,
                          int64_t x_stride, BlockSums block, float* widened) {
-    if (num_rows <= kLinearBlockRows) return multiply_panel(panel, length, num_rows, x, x_stride, block);
+    if (num_rows <= kPanelBlockRows) return multiply_panel(panel, length, num_rows, x, x_stride, block);
     const bool run_is_last = block.is_last;
     for (int64_t k = 0; k < length; k += kPanelNumbers) {
         const int64_t part = length - k < kPanelNumbers ? length - k : kPanelNumbers;
@@ -349,7 +169,7 @@ static void compute_typed(const LinearParams& p, const LinearPart& all, LinearSc
                 for (int i = 0; i < strip.num_panels(); ++i) {
                     multiply_run(strip.panel(i).at(begin), run.length, num_rows, scratch.x, x_stride,
                                  {scratch.lanes + int64_t{i} * num_rows * kPanelRows * kLanes,
-                                  scratch.sums + i * kPanelRows, begin == 0, left == run.length},
+                                  scratch.sums + i * kPanelRows, kSumsStride, begin == 0, left == run.length},
                                  scratch.panel);
                 }
             }

@@ -24,7 +24,8 @@ namespace octavo::cpu::avx2 {
 constexpr int kLanes = 8;
 constexpr int kBlockRows = 6;  // 12 of 16 registers hold the block of c
 constexpr int kBlockVectors = 2;
-constexpr int kLinearBlockRows = 3;  // 12 of 16 registers hold sums, 4 weights
+constexpr int kPanelBlockRows = 3;  // 12 of 16 registers hold sums, 4 weights
+constexpr int kMaxStreamedRows = 3 * kPanelBlockRows;
 
 #include "cpu/simd.inl"
 
@@ -34,9 +35,11 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
     return (HalfVec)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+#include "cpu/rows.inl"
+
 #include "cpu/gemm.inl"
 
-#include "cpu/rows.inl"
+#include "cpu/panel.inl"
 
 #include "cpu/key_tile.inl"
 
@@ -46,7 +49,9 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/linear_tile.inl"
 
-const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels};
+#include "cpu/rms_norm.inl"
+
+const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels, kRmsNormKernels};
 
 }  // namespace octavo::cpu::avx2
 

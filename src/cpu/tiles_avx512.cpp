@@ -26,7 +26,8 @@ namespace octavo::cpu::avx512 {
 constexpr int kLanes = 16;
 constexpr int kBlockRows = 6;  // 24 of 32 registers hold the block of c
 constexpr int kBlockVectors = 4;
-constexpr int kLinearBlockRows = 6;  // 24 of 32 registers hold sums, 4 weights
+constexpr int kPanelBlockRows = 6;  // 24 of 32 registers hold sums, 4 weights
+constexpr int kMaxStreamedRows = 3 * kPanelBlockRows;
 
 #include "cpu/simd.inl"
 
@@ -37,9 +38,11 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
     return (HalfVec)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+#include "cpu/rows.inl"
+
 #include "cpu/gemm.inl"
 
-#include "cpu/rows.inl"
+#include "cpu/panel.inl"
 
 #include "cpu/key_tile.inl"
 
@@ -49,7 +52,9 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/linear_tile.inl"
 
-const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels};
+#include "cpu/rms_norm.inl"
+
+const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels, kRmsNormKernels};
 
 }  // namespace octavo::cpu::avx512
 

@@ -16,7 +16,9 @@ namespace octavo::cpu::baseline {
 constexpr int kLanes = 4;
 constexpr int kBlockRows = 6;  // 12 of 16 registers hold the block of c
 constexpr int kBlockVectors = 2;
-constexpr int kLinearBlockRows = 2;  // 8 of 16 registers hold sums, 4 weights; there is no multiply-add
+constexpr int kPanelBlockRows = 2;  // 8 of 16 registers hold sums, 4 weights; there is no multiply-add
+constexpr int kMaxStreamedRows =
+    kPanelBlockRows;  // 16 bits are widened in many steps, which pays off once a key
 
 #include "cpu/simd.inl"
 
@@ -36,9 +38,11 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
     return result;
 }
 
+#include "cpu/rows.inl"
+
 #include "cpu/gemm.inl"
 
-#include "cpu/rows.inl"
+#include "cpu/panel.inl"
 
 #include "cpu/key_tile.inl"
 
@@ -48,6 +52,8 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/linear_tile.inl"
 
-const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels};
+#include "cpu/rms_norm.inl"
+
+const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels, kRmsNormKernels};
 
 }  // namespace octavo::cpu::baseline

@@ -7,8 +7,10 @@
 #include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
+#include "params/linear_params.h"
 #include "params/merge_states_params.h"
 #include "params/paged_attention_params.h"
+#include "params/rms_norm_params.h"
 
 #include <octavo/build_info.h>
 #include <octavo/explain.h>
@@ -26,6 +28,8 @@ void append_kv(const AppendKvParams& params, void* stream);
 void copy_pages(const CopyPagesParams& params, void* stream);
 void merge_states(const MergeStatesParams& params, void* stream);
 void attention_backward(const AttentionBackwardParams& params, void* stream);
+void linear(const LinearParams& params, void* stream);
+void rms_norm(const RmsNormParams& params, void* stream);
 
 // What each would run on a GPU, which need not be one of this machine.
 Explanation explain(const AttentionParams& params, const Gpu& gpu);
@@ -34,6 +38,8 @@ Explanation explain(const AppendKvParams& params, const Gpu& gpu);
 Explanation explain(const CopyPagesParams& params, const Gpu& gpu);
 Explanation explain(const MergeStatesParams& params, const Gpu& gpu);
 Explanation explain(const AttentionBackwardParams& params, const Gpu& gpu);
+Explanation explain(const LinearParams& params, const Gpu& gpu);
+Explanation explain(const RmsNormParams& params, const Gpu& gpu);
 
 // Waits for `stream` and copies `count` rows of `row_bytes` to the host.
 void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,

@@ -40,7 +40,8 @@ struct LaunchShape {
     int32_t threads;
     // The kernel waits for the results of the one before it by itself, so that it may start while that ends.
     bool overlaps_previous = false;
-    int32_t cluster = 1;  // CTAs, along x
+    int32_t cluster = 1;       // CTAs, along x
+    int32_t shared_bytes = 0;  // of a CTA, where it takes fewer than kSharedBytes
 };
 
 // Launches the kernel on a stream of the current device, `device`; `op` is named if that fails.
@@ -51,7 +52,7 @@ void launch(const char* op, int32_t device, cudaStream_t stream, const LaunchSha
     cudaLaunchConfig_t config{};
     config.gridDim = shape.grid;
     config.blockDim = dim3(shape.threads);
-    config.dynamicSmemBytes = kSharedBytes;
+    config.dynamicSmemBytes = shape.shared_bytes > 0 ? shape.shared_bytes : kSharedBytes;
     config.stream = stream;
     config.attrs = attributes;
     if (kSharedBytes > 0 || shape.overlaps_previous) {

@@ -3,10 +3,8 @@
 #include "common/fail.h"
 #include "cpu/backend.h"
 #include "cuda/backend.h"
-#include "operators/linear_on_cuda.h"
+#include "operators/find_device.h"
 #include "operators/schema.h"
-
-#include <algorithm>
 
 namespace octavo {
 namespace {
@@ -27,26 +25,6 @@ void move_to_meta(typename Operator::Args& args) {
             if (!array->data) array->data = reinterpret_cast<void*>(address);
         }
     });
-}
-
-// The GPU that `device` names; null: the CPU.
-const cuda::Gpu* find_device(const char* op, const std::string& device) {
-    if (device == "cpu") return nullptr;
-    if (const cuda::Gpu* gpu = cuda::find_gpu(device)) return gpu;
-    const std::string own = "cuda:", index = device.substr(std::min(own.size(), device.size()));
-    if (device == own + index && !index.empty() && index.size() < 4 &&
-        index.find_first_not_of("0123456789") == std::string::npos) {
-        std::string why_none;
-        const size_t count = cuda::gpu_info(&why_none).size(), ordinal = std::stoul(index);
-        if (count == 0) fail<DeviceError>(op, "there is no ", device, " here: ", why_none);
-        if (ordinal >= count)
-            fail<ValueError>(op, "there is no ", device, " among the ", count, " GPUs here");
-        return &cuda::gpu_of(static_cast<int32_t>(ordinal));
-    }
-    std::string names;
-    for (const std::string& name : cuda::gpu_names()) names += name + ", ";
-    fail<ValueError>(op, "device must be one of cpu, ", names,
-                     "or a GPU of this machine, such as cuda:0; got ", device);
 }
 
 template <class Operator>
@@ -74,7 +52,7 @@ Explanation explain_call(typename Operator::Args args, const std::string& device
     move_to_meta<Operator>(args);
     const auto params = Operator::kCheck(args);
     if (!gpu) return cpu::explain(params);
-    const std::string why_not = why_no_cuda_kernel(params);
+    const std::string why_not = why_refused_on_cuda(params);
     if (!why_not.empty()) fail<TypeError>(Operator::kName, why_not);
     return cuda::explain(params, *gpu);
 }
@@ -101,7 +79,13 @@ Explanation explain(const AttentionBackwardArgs& args, const std::string& device
 }
 
 Explanation explain(const LinearArgs& args, const std::string& device) {
+    if (args.plan && device == "cpu")
+        fail<ValueError>("linear", "plan is for a GPU; device is cpu, where one kernel computes all");
     return explain_call<schema::Linear>(args, device);
+}
+
+Explanation explain(const RmsNormArgs& args, const std::string& device) {
+    return explain_call<schema::RmsNorm>(args, device);
 }
 
 std::vector<std::string> explainable_gpus() { return cuda::gpu_names(); }

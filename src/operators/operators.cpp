@@ -4,7 +4,6 @@
 #include "common/print_kernels.h"
 #include "cpu/backend.h"
 #include "cuda/backend.h"
-#include "operators/linear_on_cuda.h"
 
 #include <vector>
 
@@ -58,11 +57,19 @@ void attention_backward(const AttentionBackwardArgs& args) {
 void linear(const LinearArgs& args) {
     const LinearParams params = check_linear(args);
     require_kernel("linear", params);
+    if (params.plan && params.plan->kernel == LinearKernel::library) {
+        fail<ValueError>("linear", "plan must be one of a kernel of Octavo's, which has no library to hand ",
+                         "over to here; got ", params.plan->to_string());
+    }
     run("linear", params, args.stream, cpu::linear, cuda::linear);
 }
 
+void rms_norm(const RmsNormArgs& args) {
+    run("rms_norm", check_rms_norm(args), args.stream, cpu::rms_norm, cuda::rms_norm);
+}
+
 void check_page_table(const TensorView& page_table, const TensorView& seq_lens, int64_t num_pages,
-                      int64_t page_size, void* stream) {
+                      int64_t page_size, void* stream, std::optional<int64_t> max_positions) {
     constexpr const char* op = "check_page_table";
     const Checker check(op, page_table.device);
     require_values(op, page_table.device);
@@ -92,6 +99,11 @@ void check_page_table(const TensorView& page_table, const TensorView& seq_lens, 
         lengths = host_lengths.data();
     }
     check_pages_in_host(op, table, table_stride, lengths, batch, max_pages, page_size, num_pages);
+    for (int64_t b = 0; max_positions && b < batch; ++b) {
+        if (lengths[b] <= *max_positions) continue;
+        fail<ValueError>(op, "seq_lens[", b, "] (", lengths[b], ") must be at most max_positions (",
+                         *max_positions, ")");
+    }
 }
 
 }  // namespace octavo

@@ -10,6 +10,7 @@
 #include <octavo/linear.h>
 #include <octavo/octavo.h>
 #include <octavo/paged_attention.h>
+#include <octavo/rms_norm.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -45,13 +46,14 @@ struct ArrayArgument {
     Accept accept;
     const char* in_place_of = nullptr;  // the number that Python has one parameter for, together with this
     // Of a result: it has the shape and dtype of `like`, or one float32 for each of its rows. Python returns
-    // it where the keyword `asked_by` says so; null: always.
+    // it where the keyword `asked_by` says so; null: where `like` is given.
     LikeView Args::* like = nullptr;
     bool one_a_row = false;
     const char* asked_by = nullptr;
     int64_t (*width)(const Args&) = nullptr;  // the length of its last axis, if it is not that of `like`
 
     constexpr bool is_result() const { return access == Access::result; }
+    constexpr bool is_asked() const { return asked_by != nullptr; }
 };
 
 template <class T>
@@ -80,6 +82,7 @@ struct ScalarArgument {
     CValue c_none;
 
     constexpr bool is_result() const { return false; }
+    constexpr bool is_asked() const { return false; }
 };
 
 template <Accept accept = Accept::data, class Args, class View, class CArgs = NoCArgs>
@@ -230,7 +233,12 @@ struct AppendKv {
         input_in_place_of<Accept::float32>("v_scale", "v_scale_array", &Args::v_scale_array, &CArgs::v_scale_array),
         input<Accept::float32>("k_channel_offset", &Args::k_channel_offset, &CArgs::k_channel_offset),
         input<Accept::float32>("k_channel_scale", &Args::k_channel_scale, &CArgs::k_channel_scale),
-        scalar("rotate_keys", &Args::rotate_keys, &CArgs::rotate_keys));
+        scalar("rotate_keys", &Args::rotate_keys, &CArgs::rotate_keys),
+        input("rotary_cos", &Args::rotary_cos, &CArgs::rotary_cos),
+        input("rotary_sin", &Args::rotary_sin, &CArgs::rotary_sin),
+        scalar("rotary_interleaved", &Args::rotary_interleaved, &CArgs::rotary_interleaved),
+        input("q", &Args::q, &CArgs::q),
+        result("q_out", &Args::q_out, &Args::q, &CArgs::q_out));
 };
 
 // Writes to the second cache where it is given, and to the first one otherwise.
@@ -318,6 +326,21 @@ struct Linear {
         result_of_width("out", &Args::out, &Args::x, &CArgs::out, &linear_width));
 };
 
+struct RmsNorm {
+    using Args = RmsNormArgs;
+    using CArgs = octavo_rms_norm_args;
+    static constexpr const char* kName = "rms_norm";
+    static constexpr auto kCheck = &check_rms_norm;
+    static constexpr auto kRun = &octavo::rms_norm;
+    static constexpr auto kArguments = std::tuple(
+        input("x", &Args::x, &CArgs::x),
+        input("weight", &Args::weight, &CArgs::weight),
+        scalar("eps", &Args::eps, &CArgs::eps),
+        input("residual", &Args::residual, &CArgs::residual),
+        result("out", &Args::out, &Args::x, &CArgs::out),
+        result("residual_out", &Args::residual_out, &Args::residual, &CArgs::residual_out));
+};
+
 // clang-format on
 
 // Calls visit(Operator{}) with each operator.
@@ -330,6 +353,7 @@ void for_each_operator(const Visit& visit) {
     visit(MergeStates{});
     visit(AttentionBackward{});
     visit(Linear{});
+    visit(RmsNorm{});
 }
 
 // Calls visit(argument) with each argument of an operator.

@@ -4,6 +4,7 @@
 
 #include "params/cache_scales.h"
 #include "params/key_transform.h"
+#include "params/rotary.h"
 
 #include <octavo/tensor.h>
 
@@ -34,6 +35,14 @@ struct AppendKvParams {
     CacheScales k_static_scales, v_static_scales;  // the same in memory
     CacheScales k_scales, v_scales;                // that are written: of each token and KV head, its own
     KeyTransform key_transform;                    // before keys become codes
+    Rotary rotary;                                 // of keys, before all else, and of queries
+    const void* q;                                 // [total, num_q_heads, head_dim]
+    int64_t q_token_stride, q_head_stride;
+    void* q_out;  // like q: where the rotated queries go
+    int64_t q_out_token_stride, q_out_head_stride;
+    int32_t num_q_heads;  // 0 without queries
+
+    OCTAVO_HD bool has_rotary() const { return rotary.dim > 0; }
 };
 
 struct CopyPagesParams {

@@ -20,6 +20,7 @@ struct LinearParams {
     Device device;
     std::optional<Activation> activation;
     bool static_weight, batch_invariant;
+    std::optional<LinearPlan> plan;          // of the caller, for this dtype
     int64_t num_rows;                        // M, over all leading axes of x
     int64_t width;                           // of out: N, or F
     int64_t depth;                           // K

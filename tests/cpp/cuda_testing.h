@@ -1,6 +1,8 @@
 // What the tests of the CUDA operators share: arrays on both devices, random values, and comparisons.
 #pragma once
 
+#include "device_memory.h"
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -44,20 +46,18 @@ inline float from_bits(uint16_t bits, DType dtype) {
 template <class T>
 class Mirror {
   public:
-    explicit Mirror(std::vector<T> values) : host(std::move(values)) {
-        EXPECT_EQ(cudaMalloc(&device_, std::max<size_t>(bytes(), 1)), cudaSuccess);
-        EXPECT_EQ(cudaMemcpy(device_, host.data(), bytes(), cudaMemcpyHostToDevice), cudaSuccess);
+    explicit Mirror(std::vector<T> values, ArrayPlace place = ArrayPlace::anywhere)
+        : host(std::move(values)), device_(bytes(), place) {
+        upload(host);
     }
-    ~Mirror() { cudaFree(device_); }
-    Mirror(const Mirror&) = delete;
 
     std::vector<T> fetch() const {
         std::vector<T> values(host.size());
-        EXPECT_EQ(cudaMemcpy(values.data(), device_, bytes(), cudaMemcpyDeviceToHost), cudaSuccess);
+        EXPECT_EQ(cudaMemcpy(values.data(), device_.data(), bytes(), cudaMemcpyDeviceToHost), cudaSuccess);
         return values;
     }
     void upload(const std::vector<T>& values) const {
-        EXPECT_EQ(cudaMemcpy(device_, values.data(), bytes(), cudaMemcpyHostToDevice), cudaSuccess);
+        EXPECT_EQ(cudaMemcpy(device_.data(), values.data(), bytes(), cudaMemcpyHostToDevice), cudaSuccess);
     }
     // On both.
     void set(const std::vector<T>& values) {
@@ -68,14 +68,14 @@ class Mirror {
         return {host.data(), dtype, shape};
     }
     TensorView on_gpu(DType dtype, std::initializer_list<int64_t> shape) const {
-        return {device_, dtype, shape, kGpu};
+        return {device_.data(), dtype, shape, kGpu};
     }
 
     std::vector<T> host;
 
   private:
     size_t bytes() const { return host.size() * sizeof(T); }
-    T* device_ = nullptr;
+    DeviceMemory device_;
 };
 
 // Which of its two a call is given.

@@ -68,6 +68,13 @@ TEST(Explain, OtherOperators) {
     EXPECT_EQ(field(text, "num_ctas"), "16");
     append.k_scale = 0.5f;
     EXPECT_EQ(field(explain(append, "a100"), "in_chunks"), "false");
+    append.rotary_cos = arrays.make(DType::float32, {500, 64});
+    append.rotary_sin = arrays.make(DType::float32, {500, 64});
+    append.q = append.q_out = arrays.make(DType::bfloat16, {64, 32, 128});
+    text = explain(append, "a100");
+    EXPECT_EQ(text.kernel, "append_rotary_kernel<bfloat16>");
+    EXPECT_EQ(field(text, "num_ctas"), std::to_string(64 * 3));
+    EXPECT_EQ(field(text, "in_chunks"), "true");
     CopyPagesArgs copy;
     copy.k_pages = append.k_pages;
     copy.v_pages = append.v_pages;
@@ -77,6 +84,12 @@ TEST(Explain, OtherOperators) {
     merge.out_a = merge.out_b = merge.out = append.k;
     merge.lse_a = merge.lse_b = merge.lse = arrays.make(DType::float32, {64, 8});
     EXPECT_EQ(explain(merge, "sm_80").kernel, "merge_states_kernel<bfloat16>");
+    RmsNormArgs norm;
+    norm.x = norm.out = arrays.make(DType::bfloat16, {64, 4096});
+    norm.weight = arrays.make(DType::float32, {4096});
+    text = explain(norm, "a100");
+    EXPECT_EQ(text.kernel, "rms_norm_kernel<bfloat16, weight float32>");
+    EXPECT_EQ(field(text, "num_ctas"), "64");
 }
 
 TEST(Explain, Devices) {

@@ -91,11 +91,51 @@ TEST(Linear, Refusals) {
     EXPECT_THROW(linear(args), TypeError);
     args = layer.args;
     for (TensorView* array : {&args.x, &args.w, &args.out}) array->device = {DeviceType::cuda, 0};
-    EXPECT_THROW(linear(args), DeviceError);
+    EXPECT_THROW(linear(args), TypeError);  // no kernel for float32
     args.batch_invariant = true;
     EXPECT_THROW(linear(args), TypeError);
     EXPECT_EQ(explain(layer.args, "h100").kernel, "matmul of the arrays' library<float32>");
     EXPECT_EQ(explain(layer.args).file, "src/cpu/linear.cpp");
+}
+
+// Half-precision arrays that are nowhere, of x [8, 4096] and w [4096, 4096].
+LinearArgs large_call() {
+    LinearArgs args;
+    args.x = TensorView(nullptr, DType::bfloat16, {8, 4096});
+    args.w = TensorView(nullptr, DType::bfloat16, {4096, 4096});
+    args.out = args.x;
+    for (TensorView* array : {&args.x, &args.w, &args.out}) array->device = {DeviceType::meta, 0};
+    return args;
+}
+
+TEST(LinearPlan, OfTheTableAndOfTheCall) {
+    const LinearPlan plan = linear_plan(8, 4096, 4096, DType::bfloat16, "h100");
+    EXPECT_EQ(plan.source, LinearPlanSource::measured);
+    LinearArgs args = large_call();
+    EXPECT_EQ(explain(args, "h100").kernel, "sm90_flat<bfloat16, 16x8>");
+    args.plan = LinearPlan{LinearKernel::sm90_wide, DType::bfloat16, 96, 16, 2, 1};
+    EXPECT_NE(*args.plan, plan);
+    EXPECT_EQ(explain(args, "h100").kernel, "sm90_wide<bfloat16, 96x16>");
+    EXPECT_EQ(args.plan->to_string(), "sm90_wide<bfloat16, 96x16, splits 2, CTAs per SM 1> (estimated)");
+    EXPECT_THROW(explain(args, "a100"), ValueError);
+    EXPECT_THROW(explain(args, "cpu"), ValueError);
+    args.plan->dtype = DType::float16;
+    EXPECT_THROW(explain(args, "h100"), ValueError);
+}
+
+TEST(LinearPlan, Refusals) {
+    EXPECT_THROW(linear_plan(-1, 8, 8, DType::bfloat16, "h100"), ValueError);
+    EXPECT_THROW(linear_plan(1, 8, 8, DType::bfloat16, "cpu"), ValueError);
+    EXPECT_THROW(linear_plan(1, 7, 8, DType::bfloat16, "h100", Activation::silu_gate), ValueError);
+    EXPECT_THROW(linear_plan(1, 8, 8, DType::float32, "h100", {}, true), TypeError);
+    LinearArgs args = large_call();  // C++ has no library to hand over to
+    uintptr_t address = 0;
+    for (TensorView* array : {&args.x, &args.w, &args.out}) {
+        array->data = reinterpret_cast<void*>(address += uintptr_t{1} << 40);
+        array->device = {DeviceType::cuda, 0};
+    }
+    args.plan = LinearPlan{};
+    EXPECT_THROW(linear(args), ValueError);
 }
 
 }  // namespace

@@ -100,6 +100,38 @@ def test_merge_states(library):
         np.testing.assert_array_equal(ours, expected)
 
 
+def test_rotary_append(library):
+    arrays = {"k": normal(3, 2, 16), "v": normal(3, 2, 16) + 1, "q": normal(3, 4, 16)}
+    arrays |= {"rotary_cos": normal(12, 4), "rotary_sin": normal(12, 4) + 1}
+    arrays["page_table"] = np.array([[3, 0, 1], [2, 4, 5]], np.int32)
+    arrays["seq_lens"], arrays["cu_seqlens"] = np.array([9, 2], np.int32), np.array([0, 2, 3], np.int32)
+    for interleaved in (0, 1):
+        ours, theirs = np.zeros((2, 2, 6, 4, 2, 16), np.float32)
+        q_out = np.full_like(arrays["q"], np.nan)
+        options = {"rotary_interleaved": interleaved, "q_out": q_out}
+        library.append_kv(k_pages=ours[0], v_pages=ours[1], **arrays, **options)
+        expected = octavo.append_kv(
+            k_pages=theirs[0], v_pages=theirs[1], rotary_interleaved=bool(interleaved), **arrays
+        )
+        np.testing.assert_array_equal(q_out, expected)
+        np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(OctavoError, match="append_kv: q and q_out must be given together; got only q"):
+        library.append_kv(k_pages=ours[0], v_pages=ours[1], **arrays)
+
+
+def test_rms_norm(library):
+    x, residual, weight = normal(3, 2, 40), normal(3, 2, 40) + 1, normal(40)
+    out, residual_out = np.full_like(x, np.nan), np.full_like(x, np.nan)
+    library.rms_norm(x=x, weight=weight, out=out)
+    np.testing.assert_array_equal(out, octavo.rms_norm(x, weight))
+    library.rms_norm(x=x, weight=weight, residual=residual, out=out, residual_out=residual_out, eps=0.5)
+    expected = octavo.rms_norm(x, weight, 0.5, residual)
+    np.testing.assert_array_equal(out, expected[0])
+    np.testing.assert_array_equal(residual_out, expected[1])
+    with pytest.raises(OctavoError, match="rms_norm: residual and residual_out must be given together"):
+        library.rms_norm(x=x, weight=weight, residual=residual, out=out)
+
+
 def test_attention_backward(library):
     q, k, v = normal(1, 5, 4, 16), normal(1, 9, 2, 16), normal(1, 9, 2, 16) + 1
     dout, slopes = normal(1, 5, 4, 16) - 1, np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -152,9 +184,9 @@ def test_linear(library):
     on_gpu = [Tensor.of(array) for array in (x, w, plain)]
     for tensor in on_gpu:
         tensor.device_type = 1
-    with pytest.raises(OctavoError, match="linear: there is no CUDA kernel for it yet, and C") as error:
+    with pytest.raises(OctavoError, match="linear: its CUDA kernels multiply float16 and bf") as error:
         library.linear(**dict(zip(("x", "w", "out"), on_gpu, strict=True)))
-    assert error.value.status == 3
+    assert error.value.status == 2
 
 
 def test_copies(library):
@@ -310,6 +342,8 @@ def test_null_pointers(library):
         ("attention_backward_args_init", (null,), "attention_backward: args"),
         ("linear", (null,), "linear: args"),
         ("linear_args_init", (null,), "linear: args"),
+        ("rms_norm", (null,), "rms_norm: args"),
+        ("rms_norm_args_init", (null,), "rms_norm: args"),
         ("page_allocator_new", (c_int64(4), c_int64(16), null), "PageAllocator: allocator"),
         ("page_allocator_create", (null, one), "create: allocator"),
         ("page_allocator_create", (allocator._self, null), "create: sequence"),

@@ -55,8 +55,8 @@ class MutableCache:
             cache.k_pages, cache.v_pages = (cache.wide[i][1:, 1:-1, 1:, 1:-2] for i in range(2))
         return cache
 
-    def append(self, case: Case, table: NDArray, k: Any, v: Any, cu_seqlens: Any, **scales: Any) -> None:
-        octavo.append_kv(
+    def append(self, case: Case, table: NDArray, k: Any, v: Any, cu_seqlens: Any, **options: Any) -> Any:
+        return octavo.append_kv(
             k,
             v,
             self.k_pages,
@@ -64,7 +64,7 @@ class MutableCache:
             self.target.int32(table),
             self.target.int32(case.seqlens_k),
             cu_seqlens=None if cu_seqlens is None else self.target.int32(cu_seqlens),
-            **scales,
+            **options,
         )
 
     def check_append(self, case: Case, table: NDArray, k: NDArray, v: NDArray) -> None:

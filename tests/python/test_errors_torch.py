@@ -62,9 +62,59 @@ CASES = [
         "merge_states: lse_b must be a torch.Tensor; got int",
     ),
     (
+        lambda: octavo.torch.rms_norm(q, [1.0]),
+        TypeError,
+        "rms_norm: weight must be a torch.Tensor; got list",
+    ),
+    (
+        lambda: octavo.torch.rms_norm(q.numpy(), q, residual=q, residual_out=q),
+        TypeError,
+        "rms_norm: x must be a torch.Tensor; got ndarray",
+    ),
+    (
+        lambda: octavo.torch.rms_norm(q, q[0, 0, 0], "1", residual=q),
+        TypeError,
+        "rms_norm: eps must be a float; got str",
+    ),
+    (
+        lambda: octavo.torch.rms_norm(q, q[0, 0, 0], residual_out=q.clone()),
+        ValueError,
+        "rms_norm: residual and residual_out must be given together; got only residual_out",
+    ),
+    (
+        lambda: torch.ops.octavo.rms_norm(q, q[0, 0, 0], residual=q),
+        ValueError,
+        "rms_norm: residual needs an operator with residual_out, such as rms_norm.residual",
+    ),
+    (
+        lambda: torch.ops.octavo.rms_norm.out(q, q[0, 0, 0], q.clone(), residual=q),
+        ValueError,
+        "rms_norm: residual needs an operator with residual_out, such as rms_norm.residual",
+    ),
+    (
+        lambda: torch.ops.octavo.rms_norm.residual(q, q[0, 0, 0]),
+        ValueError,
+        "rms_norm: residual_out needs residual; got none",
+    ),
+    (
         lambda: octavo.torch.append_kv(q, q, q, q.numpy(), q, q),
         TypeError,
         "append_kv: v_pages must be a torch.Tensor; got ndarray",
+    ),
+    (
+        lambda: octavo.torch.append_kv(q, q, q, q, q, q, q=[1.0], rotary_cos=q, rotary_sin=q),
+        TypeError,
+        "append_kv: q must be a torch.Tensor; got list",
+    ),
+    (
+        lambda: torch.ops.octavo.append_kv(q, q, q, q, q, q, q=q),
+        ValueError,
+        "append_kv: q needs an operator with q_out, such as append_kv.q",
+    ),
+    (
+        lambda: torch.ops.octavo.append_kv.q(q, q, q, q, q, q),
+        ValueError,
+        "append_kv: q_out needs q; got none",
     ),
     (lambda: octavo.torch.append_kv(q, q, None, q, q, q), TypeError, f"append_kv: k_pages {NO_ARRAY}"),
     (

@@ -57,8 +57,13 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         ("append_kv", Shape((1, 8, 128)), Shape((1, 8, 128)), *SHORT_CACHE, *DECODE[4:]),
         {},
     ),
+    "append_rotary_kernel": (
+        ("append_kv", Shape((1, 8, 128)), Shape((1, 8, 128)), *SHORT_CACHE, *DECODE[4:]),
+        {"rotary_cos": Shape((99, 64)), "rotary_sin": Shape((99, 64)), "q": Shape((1, 32, 128))},
+    ),
     "copy_pages_kernel": (("copy_pages", *SHORT_CACHE, Shape((3, 2), "int32")), {}),
     "merge_states_kernel": (("merge_states", *[Shape((2, 8, 64)), Shape((2, 8), "float32")] * 2), {}),
+    "rms_norm_kernel": (("rms_norm", Shape((2, 64)), Shape((64,))), {"residual": Shape((2, 64))}),
 }
 
 
@@ -90,9 +95,13 @@ def test_the_backward():
     hopper = octavo.explain(*arguments, device="h200")
     assert hopper.kernel == "sm90_backward<bfloat16, head_dim 128>"
     deterministic = octavo.explain(*arguments, deterministic=True, device="h200")
-    assert deterministic.kernel.startswith("sm80_backward<bfloat16, head_dim 128")
-    assert deterministic.why_not == {"sm90_backward": "dQ is summed in no particular order"}
-    for explanation in (hopper, deterministic):
+    assert deterministic.kernel == "sm90_backward<bfloat16, head_dim 128, deterministic>"
+    capped = octavo.explain(*arguments, deterministic=True, softcap=30.0, device="h200")
+    assert capped.kernel.startswith("sm80_backward<bfloat16, head_dim 128")
+    assert capped.why_not == {
+        "sm90_backward": "no deterministic instance, and none of head_dim above 128, has softcap"
+    }
+    for explanation in (hopper, deterministic, capped):
         assert (ROOT / explanation.file).is_file()
 
 

@@ -194,6 +194,59 @@ def test_any_number_of_threads_gives_the_same_bits(target: Target, case: Case) -
         assert_same_bits(result, results[0])
 
 
+# On the CPU a thread reads several KV heads together, as many as one tile of rows holds. Few rows of a head
+# read keys in place where head_dim fills whole lines of the cache; the others copy them.
+HEADS_TOGETHER = (
+    Case("two_runs_of_heads", (1,) * 2, (70, 1300), num_q_heads=120, num_kv_heads=40, head_dim=32),
+    Case("head_dim_80", (1,) * 2, (70, 900), num_q_heads=12, num_kv_heads=4, head_dim=80, window_left=99),
+    Case("group_13", (1,) * 2, (70, 900), num_q_heads=39, num_kv_heads=3, head_dim=64, softcap=20.0),
+    Case("drafts", (3, 2), (90, 1100), num_q_heads=8, num_kv_heads=4, head_dim=64, prefix_lens=(5, 200)),
+    Case("biased", (1,) * 2, (70, 1100), num_q_heads=8, num_kv_heads=4, alibi="head", window_left=500),
+)
+
+
+@cpu_target
+@pytest.mark.parametrize("case", HEADS_TOGETHER, ids=str)
+def test_a_head_does_not_depend_on_its_neighbours(target: Target, case: Case) -> None:
+    """Nor does it matter how many heads a thread takes, which follows from the number of threads."""
+    inputs, cache, reference = problem(case, target.dtype)
+    before = octavo.get_num_threads()
+    try:
+        octavo.set_num_threads(1)
+        together = calls.paged_attention(target, case, inputs, cache)
+        reference.check(*together)
+        for num_threads in (2, 5, 40):
+            octavo.set_num_threads(num_threads)
+            assert_same_bits(calls.paged_attention(target, case, inputs, cache), together)
+    finally:
+        octavo.set_num_threads(before)
+    for h in range(case.num_kv_heads):
+        heads = slice(h * case.group_size, (h + 1) * case.group_size)
+        slopes = inputs.alibi_slopes
+        alone = calls.paged_attention(
+            target,
+            dataclasses.replace(case, num_q_heads=case.group_size, num_kv_heads=1),
+            dataclasses.replace(
+                inputs, q=inputs.q[:, heads], alibi_slopes=slopes if slopes is None else slopes[..., heads]
+            ),
+            dataclasses.replace(
+                cache, k_pages=cache.k_pages[:, :, h : h + 1], v_pages=cache.v_pages[:, :, h : h + 1]
+            ),
+        )
+        assert_same_bits(alone, (together[0][:, heads], together[1][:, heads]))
+
+
+@cpu_target
+def test_what_a_window_leaves_out_may_be_nan(target: Target) -> None:
+    """Of the keys that a tile of the window holds as well."""
+    case = Case("window_nan", (1,), (200,), num_q_heads=8, num_kv_heads=4, head_dim=64, window_left=99)
+    inputs, _, reference = problem(case, target.dtype)
+    k, v = inputs.k.copy(), inputs.v.copy()
+    k[:100] = v[:100] = np.nan
+    cache = problems.make_cache(case, dataclasses.replace(inputs, k=k, v=v))
+    reference.check(*calls.paged_attention(target, case, inputs, cache))
+
+
 @every_target
 @pytest.mark.parametrize(
     "case", cases.named("decode_group_3", "decode_group_5", "decode_group_7", "decode_group_64"), ids=str

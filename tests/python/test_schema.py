@@ -26,7 +26,11 @@ import c_interface  # noqa: E402
 
 OPERATORS = _core.operator_arguments()
 INPUTS = _operators.ARGUMENTS
-CHOICES = ("return_lse", "return_dalibi", "out", "dq", "dk", "dv", "stream")  # of Python alone, if no inputs
+CHOICES = (  # of Python alone, if no inputs
+    *("return_lse", "return_dalibi", "out", "residual_out", "q_out", "dq", "dk", "dv"),
+    *("plan", "stream"),
+)
+POSITIONAL_OPTIONS = (("linear", "bias"), ("rms_norm", "eps"), ("rms_norm", "residual"))
 CPP_STRUCTS = {
     "attention": ("attention.h", "AttentionArgs"),
     "paged_attention": ("paged_attention.h", "PagedAttentionArgs"),
@@ -35,6 +39,7 @@ CPP_STRUCTS = {
     "merge_states": ("attention.h", "MergeStatesArgs"),
     "attention_backward": ("attention.h", "AttentionBackwardArgs"),
     "linear": ("linear.h", "LinearArgs"),
+    "rms_norm": ("rms_norm.h", "RmsNormArgs"),
 }
 C_STRUCTS = {
     "attention": c_interface.AttentionArgs,
@@ -43,6 +48,7 @@ C_STRUCTS = {
     "copy_pages": c_interface.CopyPagesArgs,
     "attention_backward": c_interface.AttentionBackwardArgs,
     "linear": c_interface.LinearArgs,
+    "rms_norm": c_interface.RmsNormArgs,
 }
 SCALARS = [
     pytest.param(operator, argument, id=f"{operator}-{argument['name']}")
@@ -70,7 +76,7 @@ def test_the_description_itself():
     """Some of it by hand: what all other tests rely on."""
     assert list(OPERATORS) == [
         *("attention", "paged_attention", "append_kv", "copy_pages", "merge_states", "attention_backward"),
-        "linear",
+        *("linear", "rms_norm"),
     ]
     described = {argument["name"]: argument for argument in OPERATORS["paged_attention"]}
     assert described["q"] == {
@@ -104,7 +110,8 @@ def test_cpp_structs(operator):
     text = re.sub(r"//.*", "", (ROOT / "include" / "octavo" / header).read_text())
     body = re.search(rf"struct {struct} {{(.*?)\n}};", text, re.DOTALL)[1]
     fields = re.findall(r"(\w+)(?: = [^,;]+)?[,;]", body)
-    assert sorted(fields) == sorted([*names(OPERATORS[operator]), "stream"])
+    own = ["plan", "stream"] if operator == "linear" else ["stream"]
+    assert sorted(fields) == sorted([*names(OPERATORS[operator]), *own])
 
 
 @pytest.mark.parametrize("operator", C_STRUCTS)
@@ -144,9 +151,10 @@ def test_python_signatures(operator):
     assert [p.name for p in parameters] == names(described)
     for parameter, argument in zip(parameters, described, strict=True):
         required = argument["required"]
-        is_positional = required or (operator, argument["name"]) == ("linear", "bias")
-        kind = parameter.POSITIONAL_OR_KEYWORD if is_positional else parameter.KEYWORD_ONLY
-        assert parameter.kind is kind
+        is_positional = required or (operator, parameter.name) in POSITIONAL_OPTIONS
+        assert parameter.kind is (
+            parameter.POSITIONAL_OR_KEYWORD if is_positional else parameter.KEYWORD_ONLY
+        )
         default = parameter.empty if required else argument["default"]
         assert parameter.default == default and type(parameter.default) is type(default)
         kind = argument["type"] + (" | array" if argument["name"] in in_place else "")
@@ -209,6 +217,13 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
         octavo.attention_backward(*results, alibi_slopes=x, return_dalibi=True, deterministic=True),
         tuple[Array, Array, Array, Array],
     )
+    octavo.append_kv(x, x, x, x, i, i, rotary_cos=x, rotary_sin=x, rotary_interleaved=True)
+    assert_type(octavo.append_kv(x, x, x, x, i, i, rotary_cos=x, rotary_sin=x, q=x, q_out=x), Array)
+    octavo.append_kv(x, x, x, x, i, i, q_out=x)  # type: ignore[call-overload]
+    assert_type(octavo.rms_norm(x, x, 1e-5, out=x), Array)
+    assert_type(octavo.rms_norm(x, x, residual=x, out=x, residual_out=x), tuple[Array, Array])
+    assert_type(octavo.rms_norm(x, x, 1e-5, x), tuple[Array, Array])
+    octavo.rms_norm(x, x, residual_out=x)  # type: ignore[call-overload]
     octavo.attention_backward(*results, return_lse=True)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window=3)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window_left=0.5)  # type: ignore[call-overload]
@@ -230,12 +245,13 @@ def test_torch_schemas(operator):
     import octavo.torch
 
     overloads = getattr(octavo.torch.torch.ops.octavo, operator)
+    results = [x["name"] for x in OPERATORS[operator] if x["access"] == "result"]
     for overload in overloads.overloads():
-        # copy_pages_to has those that begin with "to_".
+        # copy_pages_to has those that begin with "to_", and attention.deterministic one of its own.
         described = [x for x in INPUTS[operator] if not x["name"].startswith("to_")]
+        others = [*results, "deterministic"]
         arguments = getattr(overloads, overload)._schema.arguments
-        if "out" not in names(described):
-            arguments = [x for x in arguments if x.name != "out"]
+        arguments = [x for x in arguments if x.name in names(described) or x.name not in others]
         for ours, argument in zip(arguments, described, strict=True):
             optional = not argument["required"] and argument["default"] is None
             kind = argument["type"].replace("array", "Tensor")
@@ -272,6 +288,7 @@ def xla_arrays(operator):
             "lse": (1, 2, 2),
         },
         "linear": {"x": (3, 8), "w": (4, 8), "out": (3, 4)},
+        "rms_norm": {"x": (2, 8), "weight": (8,), "out": (2, 8)},
     }[operator]
     dtypes = {"page_table": "int32", "seq_lens": "int32"}
     return [(name, dtypes.get(name, "float32"), shape) for name, shape in shapes.items()]
@@ -340,8 +357,8 @@ def places_of(word):
     files = [file for folder in folders for file in folder.rglob("*.*")]
     places = []
     for file in files:
-        if file.suffix not in (".h", ".cpp", ".py"):
-            continue
+        if file.suffix not in (".h", ".cpp", ".py") or file.name == "flash_attn.py":
+            continue  # the latter has the arguments of another library
         last = -math.inf
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
             if re.search(rf"\b{word}\b", line):

@@ -45,6 +45,8 @@ def make_calls():
     state = (normal(2, 4, HEAD_DIM), normal(2, 4))
     new = (normal(8, NUM_KV_HEADS, HEAD_DIM), normal(8, NUM_KV_HEADS, HEAD_DIM))
     copies = torch.tensor([[4, 2]], dtype=torch.int32)
+    rotary = {"rotary_cos": normal(60, HEAD_DIM // 4), "rotary_sin": normal(60, HEAD_DIM // 4) + 1}
+    queries = {"cu_seqlens": CU_SEQLENS, "q": normal(8, 4, HEAD_DIM)}
     masked = {"window_left": 7, "softcap": 5.0, "alibi_slopes": slopes, "prefix_lens": prefixes}
     dropout = {"dropout_p": 0.25, "dropout_seed": 2**40, "dropout_offset": 8}
 
@@ -90,8 +92,27 @@ def make_calls():
         "append_kv": [
             ((*(x[:2] for x in new), *make_cache(), PAGE_TABLE, SEQ_LENS), {}),
             ((*new, *make_cache(), PAGE_TABLE, SEQ_LENS), {"cu_seqlens": CU_SEQLENS, "k_scale": 2.0}),
+            ((*new, *make_cache(), PAGE_TABLE, SEQ_LENS), {"cu_seqlens": CU_SEQLENS, **rotary}),
+            ((*new, *make_cache(), PAGE_TABLE, SEQ_LENS), {**rotary, **queries}),
+            (
+                (*new, *make_cache(), PAGE_TABLE, SEQ_LENS),
+                {**rotary, **queries, "rotary_interleaved": True, "q_out": torch.empty(8, 4, HEAD_DIM)},
+            ),
         ],
         "copy_pages": [((*make_cache(), copies), {})],
+        "rms_norm": [
+            ((normal(2, 5, 64), normal(64)), {}),
+            ((normal(2, 5, 64), normal(64)), {"eps": 0.01, "residual": normal(2, 5, 64) + 1}),
+            ((normal(2, 5, 64), normal(64)), {"out": torch.empty(2, 5, 64)}),
+            (
+                (normal(2, 5, 64), normal(64)),
+                {
+                    "residual": normal(2, 5, 64) + 1,
+                    "out": torch.empty(2, 5, 64),
+                    "residual_out": torch.empty(2, 5, 64),
+                },
+            ),
+        ],
         "copy_pages_to": [
             ((*make_cache(), copies), dict(zip(("to_k_pages", "to_v_pages"), make_cache(), strict=True)))
         ],
@@ -114,25 +135,32 @@ def place(device, args, kwargs):
     def move(x):
         if not isinstance(x, torch.Tensor):
             return x
-        is_data = x.dtype == torch.float32 and x.ndim > 2  # no log-sum-exp, no slopes
+        is_statistic = x.ndim <= 2 or x.shape[-1] == 4  # slopes, a log-sum-exp of four heads
+        is_data = x.dtype == torch.float32 and not is_statistic
         return x.to(device, torch.float16 if is_data and device == "cuda" else x.dtype)
 
     return tuple(map(move, args)), {key: move(x) for key, x in kwargs.items()}
 
 
+RESULT_OF_INPUT = {"append_kv": ("q",), "rms_norm": ("residual",)}
+"""The inputs with which an operator has one more result."""
+
+
 def operator_call(name, args, kwargs):
     """The operator that a call of octavo.torch's function ends in, and its arguments."""
     options = dict(kwargs)
-    out = options.pop("out", None)
+    outs = [options.pop(result) for result in ("out", "residual_out", "q_out") if result in options]
     returned = [kind for kind in ("lse", "dalibi") if options.pop(f"return_{kind}", False)]
-    overload = "_".join(["out"] * (out is not None) + returned)
-    args = args if out is None else (*args, out)
+    returned += [given for given in RESULT_OF_INPUT.get(name, ()) if given in options]
+    overload = "_".join(["out"] * bool(outs) + returned)
+    args = (*args, *outs)
     return getattr(getattr(OPERATORS, name), overload or "default"), args, options
 
 
 def test_every_operator_is_called():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("octavo::")]
     called = {operator_call(*call.values)[0]._name for call in CALLS}
+    called.add("octavo::attention.deterministic")  # by test_flash_attn_training.py
     assert sorted(names) == sorted(called)
 
 
@@ -256,6 +284,47 @@ def test_results_are_in_memory_of_torch(name, args, kwargs, device):
     for result in (returned, also):
         for x in result if isinstance(result, tuple) else (result,):
             assert x.untyped_storage().resizable() and x.is_contiguous()
+
+
+def test_compiled_rotary_in_place():
+    """Of queries and keys that are views of one projection."""
+    torch._dynamo.reset()
+    projection, (k_pages, v_pages) = normal(2, 8, HEAD_DIM), make_cache()
+    cos, sin = normal(60, HEAD_DIM // 2), normal(60, HEAD_DIM // 2) + 1
+
+    def step(projection, k_pages, v_pages):
+        q, k, v = (projection * 2).split([4, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
+        arrays = (k, v, k_pages, v_pages, PAGE_TABLE, SEQ_LENS)
+        rotated = octavo.torch.append_kv(*arrays, rotary_cos=cos, rotary_sin=sin, q=q, q_out=q)
+        out = octavo.torch.paged_attention(rotated, k_pages, v_pages, PAGE_TABLE, SEQ_LENS)
+        return out, octavo.torch.append_kv(*arrays, rotary_cos=cos, rotary_sin=sin, q=rotated) * 3
+
+    caches = (k_pages.clone(), v_pages.clone())
+    expected = step(projection, k_pages, v_pages)
+    actual = torch.compile(step, fullgraph=True)(projection, *caches)
+    for ours, theirs in zip((*actual, *caches), (*expected, k_pages, v_pages), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def pre_norm(x, residual, weight):
+    """What a layer does, over its inputs or beside them."""
+    x = x * 2
+    a = octavo.torch.rms_norm(x, weight, 1e-5, residual, out=x, residual_out=residual)
+    b = octavo.torch.rms_norm(a[0] + 1, weight, 1e-5, a[1], residual_out=a[1])
+    c = octavo.torch.rms_norm(b[0] + 1, weight, 1e-5, b[1], out=a[0])
+    return octavo.torch.rms_norm(c[1], weight), *c
+
+
+def test_compiled_norms_in_place():
+    torch._dynamo.reset()
+    weight, (x, residual) = normal(64), normal(2, 5, 64)
+    y, h = residual.clone(), residual.clone()
+    expected, actual = pre_norm(x, y, weight), torch.compile(pre_norm, fullgraph=True)(x, h, weight)
+    assert torch.equal(y, h) and not torch.equal(y, residual)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    sum_of_three = 2 * x + residual
+    torch.testing.assert_close(y, sum_of_three + 1 + octavo.rms_norm(sum_of_three, weight, 1e-5))
 
 
 def test_results_are_contiguous():

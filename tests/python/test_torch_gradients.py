@@ -73,6 +73,11 @@ OTHERS: Functions = {
     "linear": (lambda x: octavo.torch.linear(x, X[0, 0]), "linear: x"),
     "linear bias": (lambda x: octavo.torch.linear(X, X[0, 0], x[0, 0, :, 0].contiguous()), "linear: bias"),
     "append_kv": (append, "append_kv: k"),
+    "rms_norm": (lambda x: octavo.torch.rms_norm(x, X[0, 0, 0]), "rms_norm: x"),
+    "rms_norm residual": (
+        lambda x: octavo.torch.rms_norm(X, X[0, 0, 0], residual=x)[0],
+        "rms_norm: residual",
+    ),
     "copy_pages": (copy, "copy_pages: k_pages"),
     "copy_pages to": (copy_to, "copy_pages: k_pages"),
 }

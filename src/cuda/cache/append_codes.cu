@@ -1,9 +1,11 @@
 // Writes each sequence's newest tokens to the end of its pages as codes.
-// grid: one warp a (token, KV head), K and V one after the other.
+// grid: one warp a (token, KV head), K and V one after the other. With a rotary embedding it is one warp a
+// (token, head), and query heads follow the KV heads.
 #include "cuda/cache/append_codes.h"
 
 #include "common/codes.h"
 #include "cuda/cache/new_token.cuh"
+#include "cuda/cache/rotary.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/row_in_registers.cuh"
@@ -70,18 +72,35 @@ __device__ __forceinline__ float static_scale_of(const CacheScales& scales, floa
     return scales.data ? float_of_bits(scales.word(0, 0, head)) : scale;
 }
 
+// A query of one head, by a warp; that of padding stays as it is.
 template <class T>
+__device__ __forceinline__ void rotate_query(const AppendKvParams& p, const FastDivide& page_size,
+                                             int64_t token, int64_t head) {
+    const T* const from = static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride;
+    T* const to = static_cast<T*>(p.q_out) + token * p.q_out_token_stride + head * p.q_out_head_stride;
+    Row q = load_row(from, p.head_dim);
+    const Place place = find_place(p, page_size, token);
+    if (place.exists) apply_rotary(p.rotary, from, place.position, q);
+    __syncwarp();  // every lane has read its partners, which may be where the result goes
+    q.for_each(p.head_dim, [&](float x, int32_t d) { to[d] = from_float<T>(x); });
+}
+
+template <class T, bool kHasRotary>
 __global__ void append_codes_kernel(const __grid_constant__ AppendKvParams p, FastDivide page_size) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    const int64_t row = warp_row(), token = row / p.num_kv_heads, head = row % p.num_kv_heads;
+    const int32_t heads = kHasRotary ? p.num_kv_heads + p.num_q_heads : p.num_kv_heads;
+    const int64_t row = warp_row(), token = row / heads, head = row % heads;
     if (token >= p.total) return;
-    Row k =
-        load_row(static_cast<const T*>(p.k) + token * p.k_token_stride + head * p.k_head_stride, p.head_dim);
+    if (kHasRotary && head >= p.num_kv_heads)
+        return rotate_query<T>(p, page_size, token, head - p.num_kv_heads);
+    const T* const k_from = static_cast<const T*>(p.k) + token * p.k_token_stride + head * p.k_head_stride;
+    Row k = load_row(k_from, p.head_dim);
     const Row v =
         load_row(static_cast<const T*>(p.v) + token * p.v_token_stride + head * p.v_head_stride, p.head_dim);
     const Place place = find_place(p, page_size, token);
     if (!place.exists) return;
+    if constexpr (kHasRotary) apply_rotary(p.rotary, k_from, place.position, k);
     k.for_each(p.head_dim, [&](float& x, int32_t d) { x = p.key_transform.of_key(x, head, d); });
     if (p.key_transform.rotates) k.rotate(p.head_dim);
     auto* const k_codes = static_cast<uint8_t*>(p.k_pages) + place.page * p.k_page_stride +
@@ -98,11 +117,15 @@ __global__ void append_codes_kernel(const __grid_constant__ AppendKvParams p, Fa
 
 }  // namespace
 
-void append_codes(const AppendKvParams& p, cudaStream_t stream) {
-    const LaunchShape shape{dim3(blocks_for_rows(p.total * p.num_kv_heads)), 32 * kRowsPerBlock, true};
+void append_codes(const AppendKvParams& p, const AppendKvPlan& plan, cudaStream_t stream) {
+    const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock, true};
+    auto run = [&](auto type, auto has_rotary) {
+        launch<append_codes_kernel<decltype(type), decltype(has_rotary)::value>>(
+            "append_kv", p.device.index, stream, shape, p, FastDivide::by(p.page_size));
+    };
     with_type(p.dtype, [&](auto type) {
-        launch<append_codes_kernel<decltype(type)>>("append_kv", p.device.index, stream, shape, p,
-                                                    FastDivide::by(p.page_size));
+        if (plan.has_rotary) return run(type, std::true_type{});
+        run(type, std::false_type{});
     });
 }
 

@@ -1,6 +1,7 @@
 // append_kv where the cache holds codes.
 #pragma once
 
+#include "cuda/cache/plan.h"
 #include "params/cache_params.h"
 
 #include <cuda_runtime.h>
@@ -8,6 +9,6 @@
 namespace octavo::cuda {
 
 // On the current device, that of the parameters.
-void append_codes(const AppendKvParams& params, cudaStream_t stream);
+void append_codes(const AppendKvParams& params, const AppendKvPlan& plan, cudaStream_t stream);
 
 }  // namespace octavo::cuda

@@ -3,6 +3,7 @@
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/cache/append_codes.h"
+#include "cuda/cache/append_rotary.h"
 #include "cuda/cache/new_token.cuh"
 #include "cuda/cache/plan.h"
 #include "cuda/launch.cuh"
@@ -75,7 +76,8 @@ void append_kv(const AppendKvParams& p, void* stream) {
     if (plan.num_rows == 0) return;
     if (prints_kernels()) print_kernel(describe(plan));
     const DeviceGuard guard(p.device.index);
-    if (plan.has_codes()) return append_codes(p, static_cast<cudaStream_t>(stream));
+    if (plan.has_codes()) return append_codes(p, plan, static_cast<cudaStream_t>(stream));
+    if (plan.has_rotary) return append_rotary(p, plan, static_cast<cudaStream_t>(stream));
     const int32_t per_chunk = static_cast<int32_t>(16 / size_of(p.dtype));
     const FastDivide pieces_per_head = FastDivide::by(plan.in_chunks ? p.head_dim / per_chunk : p.head_dim);
     const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock, true};

@@ -25,21 +25,23 @@ __device__ __forceinline__ int32_t find_sequence(const int32_t* cu_seqlens, int3
 struct Place {
     bool exists;  // or the token is padding
     int64_t page, slot;
+    int32_t position;  // in its sequence
 };
 
 __device__ __forceinline__ Place find_place(const AppendKvParams& p, const FastDivide& page_size,
                                             int64_t token) {
+    constexpr Place kNone{false, 0, 0, -1};
     int32_t b = static_cast<int32_t>(token), from_end = 1;  // 1: the last token of the sequence
     if (p.cu_seqlens) {
-        if (token >= p.cu_seqlens[p.batch]) return {false, 0, 0};
+        if (token >= p.cu_seqlens[p.batch]) return kNone;
         b = find_sequence(p.cu_seqlens, p.batch, token);
         from_end = p.cu_seqlens[b + 1] - static_cast<int32_t>(token);
     }
     const int32_t position = p.seq_lens[b] - from_end;
-    if (position < 0) return {false, 0, 0};
+    if (position < 0) return kNone;
     const int32_t page_index = page_size.quotient(position);
     const int64_t page = p.page_table[b * p.page_table_stride + page_index];
-    return {true, page, position - page_index * p.page_size};
+    return {true, page, position - page_index * p.page_size, position};
 }
 
 }  // namespace octavo::cuda

@@ -1,4 +1,4 @@
-// How the kernels that write a cache work: one warp a row of what they move.
+// How the kernels that write a cache work: one warp a row of what they move, but for keys that are rotated.
 #pragma once
 
 #include "cuda/plan.h"
@@ -6,10 +6,15 @@
 
 namespace octavo::cuda {
 
+constexpr int32_t kRotaryThreads = 128;  // of append_rotary_kernel
+
 struct AppendKvPlan {
     DType dtype, k_dtype, v_dtype;  // of new keys and values, and of pages
-    int64_t num_rows;               // tokens; of codes [tokens, num_kv_heads]
-    bool in_chunks;                 // whether rows move in pieces of 16 bytes, bit for bit
+    int64_t num_rows;               // tokens; of codes [tokens, num_kv_heads + num_q_heads]
+    bool in_chunks;                 // whether rows move in pieces of 16 bytes
+    bool has_rotary;                // keys are rotated, and queries if there are any
+    int32_t units_per_row;          // of append_rotary_kernel: two pieces of a row each
+    int32_t ctas_per_token;         // likewise
 
     bool has_codes() const { return is_code(k_dtype); }
 };

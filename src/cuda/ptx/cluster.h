@@ -23,6 +23,18 @@ __device__ __forceinline__ void cluster_barrier_relaxed() {
 #endif
 }
 
+// Its two halves, of which every thread executes both.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank = 0;
 #if __CUDA_ARCH__ >= 900

@@ -30,6 +30,12 @@ __device__ __forceinline__ void cp_async_16_if(bool enabled, uint32_t shared, co
         : "memory");
 }
 
+// Copies the first `bytes`, up to 16, and writes zeros behind them.
+__device__ __forceinline__ void cp_async_16_part(uint32_t shared, const void* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+                 : "memory");
+}
+
 // Copies 4 bytes through L1, or writes zeros.
 __device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool valid) {
     const int bytes = valid ? 4 : 0;

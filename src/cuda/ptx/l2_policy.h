@@ -9,6 +9,8 @@ namespace octavo::cuda::ptx {
 // createpolicy.fractional.L2::evict_first gives for the whole of the data; a constant costs no register.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictNormal = 0x1000000000000000;  // as without a policy
+// For what every CTA reads while data that is read once streams by.
+constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 // Copies 16 bytes past L1, or writes 16 zero bytes if not `valid`; see cp_async_16.
 __device__ __forceinline__ void cp_async_16_evict_first(uint32_t shared, const void* global, bool valid) {

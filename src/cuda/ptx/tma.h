@@ -1,5 +1,7 @@
 // Boxes of a tensor of five axes, between global and shared memory, by the copy engine (sm_90). Coordinates
-// run from the innermost axis; elements outside the tensor are loaded as zeros and never stored.
+// run from the innermost axis; elements outside the tensor are loaded as zeros and never stored. For a box
+// that lies outside altogether, the copy engine reads the tensor's first bytes all the same (seen on an
+// H100).
 #pragma once
 
 #include "cuda/ptx/cp_async.h"

@@ -2,6 +2,7 @@
 #include "common/score.h"
 #include "cuda/alignment.h"
 #include "cuda/attention/run.h"
+#include "cuda/columns.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/rows.cuh"
@@ -11,12 +12,6 @@
 
 namespace octavo::cuda {
 namespace {
-
-// kWide neighbours, loaded or stored at once.
-template <class T, int kWide>
-struct alignas(kWide * sizeof(T)) Columns {
-    T at[kWide];
-};
 
 // Combines what the runs of the prefix give, [num_runs, rows, head_dim] and [num_runs, rows], with the
 // results behind it, those of `behind`, into p's out and lse; these may be the same. grid: one warp a row of

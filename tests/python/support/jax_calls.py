@@ -62,6 +62,7 @@ def make_calls(dtype="float32", seed=0):
     new = {"k": make(8, NUM_KV_HEADS, HEAD_DIM), "v": make(8, NUM_KV_HEADS, HEAD_DIM) + 1}
     one_each = {name: x[:2] for name, x in new.items()}
     many = {**new, **cache(dtype, seed), **tables, "cu_seqlens": index(CU_SEQLENS)}
+    rotary = {name: normal(60, HEAD_DIM // 4, seed=seed) for name in ("rotary_cos", "rotary_sin")}
     state = {"out_a": make(2, 4, HEAD_DIM), "lse_a": normal(2, 4, seed=seed)}
     state |= {"out_b": state["out_a"] + 1, "lse_b": state["lse_a"] - 1}
 
@@ -101,8 +102,16 @@ def make_calls(dtype="float32", seed=0):
         ),
         ("attention_backward", backward({**packed, **batch_slopes}, {}), {"return_dalibi": True}),
         ("attention_backward", backward(packed, dropout), dropout),
+        ("append_kv", {**one_each, **cache(dtype, seed), **tables, **rotary}, {}),
+        (
+            "append_kv",
+            {**many, **rotary, "q": packed["q"]},
+            {"rotary_interleaved": True, "k_scale": 2.0},
+        ),
         ("linear", layer, {}),
         ("linear", whole_layer, {"activation": "silu_gate", "static_weight": True}),
+        ("rms_norm", {"x": make(2, 3, HEAD_DIM), "weight": make(HEAD_DIM)}, {"eps": 0.01}),
+        ("rms_norm", {"x": make(3, 16), "weight": normal(16, seed=seed), "residual": make(3, 16) + 1}, {}),
         (
             "paged_attention",
             {**paged, "page_table": index(SHARING_TABLE)},
@@ -111,7 +120,8 @@ def make_calls(dtype="float32", seed=0):
     ]
 
 
-CALLS = [pytest.param(i, id=f"{name}-{i}") for i, (name, _, _) in enumerate(make_calls())]
+# Of a dtype that a GPU computes too, which may be where JAX makes arrays.
+CALLS = [pytest.param(i, id=f"{name}-{i}") for i, (name, _, _) in enumerate(make_calls("bfloat16"))]
 
 
 def results_of_octavo(name, arrays, options):
@@ -120,8 +130,8 @@ def results_of_octavo(name, arrays, options):
         results = getattr(octavo, name)(**arrays, **options)
         return results if isinstance(results, tuple) else (results,)
     ours = {key: np.array(x) for key, x in arrays.items()}
-    getattr(octavo, name)(**ours, **options)
-    return tuple(ours[key] for key in WRITTEN[name])
+    result = getattr(octavo, name)(**ours, **options)
+    return *(ours[key] for key in WRITTEN[name]), *(() if result is None else (result,))
 
 
 def run(name, arrays, options):

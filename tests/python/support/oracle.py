@@ -398,3 +398,31 @@ def merge_states(
     total = np.where(empty, 1.0, total)
     out = (a / total)[..., None] * out_a + (b / total)[..., None] * out_b
     return out, np.where(empty, -np.inf, highest + np.log(total))
+
+
+def rms_norm(x: NDArray[Any], weight: NDArray[Any], eps: float = 1e-6) -> NDArray[np.float64]:
+    """Each row over its root mean square, times the weight."""
+    x = x.astype(np.float64)
+    mean = np.square(x).sum(axis=-1, keepdims=True) / max(1, x.shape[-1])
+    return x / np.sqrt(mean + eps) * weight
+
+
+def rotate(
+    x: NDArray[Any],
+    positions: NDArray[np.int64],
+    cos: NDArray[Any],
+    sin: NDArray[Any],
+    *,
+    interleaved: bool = False,
+    dtype: type = np.float64,
+) -> NDArray[Any]:
+    """Rotary embedding of packed rows [total, heads, head_dim], each product and sum rounded to `dtype`."""
+    half = cos.shape[1]
+    pairs = np.arange(half)
+    first, second = (2 * pairs, 2 * pairs + 1) if interleaved else (pairs, pairs + half)
+    c, s = (table[positions].astype(dtype)[:, None] for table in (cos, sin))
+    rotated = x.astype(dtype)
+    a, b = rotated[..., first].copy(), rotated[..., second].copy()
+    rotated[..., first] = a * c - b * s
+    rotated[..., second] = b * c + a * s
+    return rotated

@@ -100,6 +100,14 @@ def layer() -> Arguments:
     return {"x": f32(2, 3, 8), "w": f32(5, 8)}
 
 
+def norm() -> Arguments:
+    return {"x": f32(2, 3, 8), "weight": f32(8)}
+
+
+def sum_and_norm() -> Arguments:
+    return {**norm(), "residual": f32(2, 3, 8)}
+
+
 def table() -> Arguments:
     return {"page_table": i32([[2, 1], [0, -1]]), "seq_lens": i32([5, 1]), "num_pages": 3, "page_size": 4}
 
@@ -114,6 +122,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         "merge_states",
         "attention_backward",
         "linear",
+        "rms_norm",
         "check_page_table",
     )
 }
@@ -130,7 +139,7 @@ def read_only(array: NDArray) -> NDArray:
     return array
 
 
-A, P, K, C, B, M, D, L, T = (
+A, P, K, C, B, M, D, L, N, S, T = (
     ("attention", dense),
     ("paged_attention", paged),
     ("append_kv", append),
@@ -139,6 +148,8 @@ A, P, K, C, B, M, D, L, T = (
     ("merge_states", merge),
     ("attention_backward", dense_backward),
     ("linear", layer),
+    ("rms_norm", norm),
+    ("rms_norm", sum_and_norm),
     ("check_page_table", table),
 )
 PACKED = ("attention", packed)

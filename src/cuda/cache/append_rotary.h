@@ -1,0 +1,14 @@
+// append_kv where keys are rotated and the cache holds floats.
+#pragma once
+
+#include "cuda/cache/plan.h"
+#include "params/cache_params.h"
+
+#include <cuda_runtime.h>
+
+namespace octavo::cuda {
+
+// On the current device, that of the parameters.
+void append_rotary(const AppendKvParams& params, const AppendKvPlan& plan, cudaStream_t stream);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,32 @@
+// How rms_norm works: one CTA a row, or one warp where a row is that short.
+#pragma once
+
+#include "cuda/plan.h"
+#include "params/rms_norm_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// Of a row a thread has this many numbers in registers, so that the most threads hold 16384; of a longer row
+// the rest is read twice.
+constexpr int32_t kRmsNormHeld = 16;
+constexpr int32_t kRmsNormMaxThreads = 1024;
+
+struct RmsNormPlan {
+    DType dtype, weight_dtype;
+    int64_t num_rows;
+    int32_t dim;
+    int32_t threads_per_row;  // a multiple of 32; 32: kRowsPerBlock rows to a CTA
+    bool in_chunks;           // whether rows move in pieces of 16 bytes
+
+    bool is_warp_each() const { return threads_per_row == 32; }
+    int64_t num_ctas() const;
+    int32_t threads() const;  // of a CTA
+};
+
+RmsNormPlan plan_rms_norm(const RmsNormParams& params);
+
+Explanation describe(const RmsNormPlan& plan);
+
+}  // namespace octavo::cuda

@@ -1,0 +1,28 @@
+// How sm80_linear would compute a product with weights.
+#pragma once
+
+#include "cuda/plan.h"
+#include "params/linear_params.h"
+
+#include <string>
+#include <vector>
+
+namespace octavo::cuda {
+
+struct Sm80LinearPlan {
+    DType dtype;
+    int32_t x_rows;  // of a tile
+    bool in_pieces;  // rows of w and x are copied 16 bytes at a time; or a number at a time
+    int64_t w_tiles, x_tiles;
+};
+
+// It serves whatever there is a CUDA kernel for (why_no_cuda_kernel). With the rows of x of params.plan, if
+// there is one, which must be of this kernel and is_sm80_plan().
+Sm80LinearPlan plan_sm80_linear(const LinearParams& params);
+
+bool is_sm80_plan(const LinearPlan& plan);
+LinearPlan public_plan(const Sm80LinearPlan& plan);
+Explanation describe(const Sm80LinearPlan& plan);
+std::vector<std::string> sm80_linear_instances();
+
+}  // namespace octavo::cuda

@@ -1,0 +1,97 @@
+// sm90_flat: a few rows of x times weights, by mma.sync with the weights on its side of 16 rows and x on that
+// of 8, so that x is padded to 8 rows alone (the flat GEMM of FlashDecoding++).
+//
+// grid: tiles x splits, a cluster each. A CTA has a tile of rows of w and its part of K, which one thread
+// copies through the ring. Each of eight warps takes an eighth of the columns of every stage; their sums, and
+// those of the cluster, are added at the end, in an order that follows from K, the tile and the splits alone.
+#pragma once
+
+#include "cuda/linear/flat_tile.cuh"
+#include "cuda/ptx/cluster.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90_linear/operand_copy.cuh"
+
+namespace octavo::cuda {
+
+template <int kWRows, int kXRows, int kPanels>
+struct FlatConfig : FlatTileConfig<kWRows, kXRows, kPanels> {
+    static constexpr int kThreads = 32 * kFlatWarps + 32;
+    static constexpr int kMinCtas = flat_fits_twice(kWRows, kXRows) ? 2 : 1;
+};
+
+// Adds up the sums of all warps, and of the CTAs of the cluster, which share the tiles: every splits-th is
+// this CTA's. As splits divides the number of warps, a warp either sends or receives all of its tiles from a
+// certain CTA, so that none waits for one that waits for it.
+template <class T, class Config>
+__device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int32_t tile, int32_t rank,
+                                                  const FlatProducts<T, Config>& products) {
+    constexpr int kTiles = Config::kTiles;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto* const of_warps = reinterpret_cast<float4*>(linear_stages());
+    auto* const landed = reinterpret_cast<float4*>(linear_stages() + p.stages * Config::kStage.bytes());
+    const int32_t shares = (kTiles + p.splits - 1) / p.splits;  // of a CTA, at most
+    auto slot = [&](int32_t from, int32_t to, int i) {
+        return ((from < to ? from : from - 1) * shares + i / p.splits) * 32 + lane;
+    };
+
+    ptx::named_barrier_sync(1, Config::kConsumers);  // all have read the stages
+    share_sums(of_warps, products);
+    ptx::named_barrier_sync(1, Config::kConsumers);
+    if (p.splits > 1) ptx::cluster_wait();  // the others have barriers
+    const int32_t column = p.first_column(tile / p.x_tiles);
+    const int32_t end = min(p.first_column(tile / p.x_tiles + 1), p.output.width);
+    for (int i = warp; i < kTiles; i += kFlatWarps) {
+        float4 sum = sum_of_warps<Config>(of_warps, i);
+        const int32_t owner = i % p.splits;
+        if (owner != rank) {
+            ptx::store_cluster_async(
+                ptx::cluster_address(ptx::shared_address(landed + slot(rank, owner, i)), owner),
+                {__float_as_int(sum.x), __float_as_int(sum.y), __float_as_int(sum.z), __float_as_int(sum.w)},
+                ptx::cluster_address(ptx::shared_address(&linear_barriers().landed), owner));
+            continue;
+        }
+        if (p.splits > 1) {
+            ptx::mbarrier_wait(&linear_barriers().landed, 0);
+            float4 total{};
+            for (int32_t from = 0; from < p.splits; ++from)
+                add(total, from == rank ? sum : landed[slot(from, rank, i)]);
+            sum = total;
+        }
+        write_flat_tile<T, Config>(p.output, tile % p.x_tiles * Config::kXRows, column, end, i, sum);
+    }
+}
+
+template <class T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
+    sm90_flat_kernel(const __grid_constant__ Sm90LinearLaunch p) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const auto rank = static_cast<int32_t>(p.splits > 1 ? ptx::cluster_rank() : 0);
+    const int32_t tile = static_cast<int32_t>(blockIdx.x) / p.splits;
+    const StepRange range(p, rank);
+    if (threadIdx.x == 0) {
+        const int32_t own = (Config::kTiles - rank + p.splits - 1) / p.splits;
+        init_linear_barriers(p, kFlatWarps, max(own, 0) * (p.splits - 1) * 32 * sizeof(float4));
+    }
+    __syncthreads();
+    if (p.splits > 1) ptx::cluster_arrive_relaxed();
+    if (warp == kFlatWarps) {
+        if (ptx::elect_one()) OperandCopy<Config::kWRows, Config::kXRows>(p, range, tile, p.num_tiles).run();
+        __syncwarp();
+        if (p.splits > 1) ptx::cluster_wait();
+        return;
+    }
+    FlatProducts<T, Config> products(warp, threadIdx.x % 32, p.output.is_gated());
+    RingPosition at;
+    for (int32_t step = range.begin; step < range.end; ++step) {
+        ptx::mbarrier_wait(&linear_barriers().full[at.stage], at.parity);
+        products.load(ptx::shared_address(linear_stages() + at.stage * Config::kStage.bytes()));
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&linear_barriers().empty[at.stage]);
+        products.multiply();
+        at.advance(p.stages);
+    }
+    ptx::wait_for_previous_grid();  // it may be what residual comes from
+    finish_flat_tiles<T, Config>(p, tile, rank, products);
+}
+
+}  // namespace octavo::cuda

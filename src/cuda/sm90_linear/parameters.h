@@ -1,0 +1,35 @@
+// What a launch of sm90_linear hands to its kernel.
+#pragma once
+
+#include "cuda/linear/output.h"
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+// w and x are tensors of five axes: the columns of a panel, rows, the two halves of w where there is a gate,
+// panels, and one more. Where K is no multiple of a panel, the innermost axis is all of K, so that what is
+// behind it is zero, and a copy moves one panel alone.
+struct Sm90LinearLaunch {
+    CUtensorMap w, x;
+    bool copies_stages;                   // a whole stage of w, or of x, at once
+    bool static_weight;                   // w may be read before the kernel in front has ended
+    int32_t steps;                        // stages that K takes
+    int32_t splits;                       // of K: the CTAs of a cluster
+    int32_t x_tiles, num_tiles;           // tiles of x; tiles in all, those of x innermost
+    int32_t w_tiles, column_groups;       // tiles of w, which share groups of eight columns of the result
+    int32_t stages, stage_bytes, panels;  // of the ring; bytes and panels of a stage
+    LinearOutput output;
+
+    // Of the result, of a tile of w; also of the one behind the last. Tiles have as many columns as others,
+    // but for eight, so that none of them is nearly empty.
+    OCTAVO_HD int32_t first_column(int32_t w_tile) const {
+        return static_cast<int32_t>(static_cast<uint32_t>(w_tile) * static_cast<uint32_t>(column_groups) /
+                                    static_cast<uint32_t>(w_tiles)) *
+               8;
+    }
+};
+
+}  // namespace octavo::cuda

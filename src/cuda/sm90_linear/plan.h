@@ -1,0 +1,67 @@
+// How sm90_linear would compute a product with weights.
+#pragma once
+
+#include "cuda/gpu.h"
+#include "cuda/linear/table.h"
+#include "cuda/plan.h"
+#include "cuda/sm90_linear/tiles.h"
+#include "params/linear_params.h"
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace octavo::cuda {
+
+enum class Sm90LinearKernel : uint8_t { flat, wide };
+
+// An instance, but for its type, and how it is launched.
+struct Sm90LinearTile {
+    Sm90LinearKernel kernel;
+    int32_t w_rows, x_rows;
+    int32_t splits;       // of K: the CTAs of a cluster, a power of two
+    int32_t ctas_per_sm;  // for which there is room at once, 1 or 2
+};
+
+struct LinearChoice {
+    Sm90LinearTile tile;
+    LinearPlanSource source;
+    bool library_is_faster;
+};
+
+struct Sm90LinearPlan {
+    DType dtype;
+    Sm90LinearTile tile;
+    LinearPlanSource source;  // of the tile
+    bool library_is_faster;   // by the tables, or for so many rows of x
+    int32_t w_tiles, x_tiles;
+    int32_t steps;  // stages that K takes
+    int32_t num_ctas;
+    int32_t stages;  // of the ring
+    int32_t shared_bytes;
+
+    LinearStage stage() const;
+};
+
+// Of the problem that these parameters are.
+LinearProblem linear_problem(const LinearParams& params);
+
+// With the tile of params.plan, if there is one, which must be for it. Nothing where it does not serve:
+// why_not, unless null, then gets the reason.
+std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& params, const Gpu& gpu,
+                                               std::string* why_not = nullptr);
+
+// With this tile. Nothing if there is no instance of it, or no room for its stages.
+std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DType dtype, const Gpu& gpu,
+                                               const Sm90LinearTile& tile);
+
+// The tiles that may be the fastest, and what they ought to take, in microseconds, the fastest first.
+std::vector<std::pair<LinearPlan, double>> sm90_linear_candidates(const LinearProblem& problem, DType dtype,
+                                                                  const Gpu& gpu);
+
+LinearPlan public_plan(const Sm90LinearPlan& plan);
+Explanation describe(const Sm90LinearPlan& plan);
+std::vector<std::string> sm90_linear_instances();
+
+}  // namespace octavo::cuda

@@ -1,0 +1,75 @@
+// linear_plan(), which makes the plan of a call without its arrays.
+#include "checks/checks.h"
+#include "common/fail.h"
+#include "cuda/linear/plan.h"
+#include "operators/find_device.h"
+
+#include <octavo/linear.h>
+
+#include <tuple>
+
+namespace octavo {
+
+std::string to_string(LinearKernel kernel) {
+    switch (kernel) {
+        case LinearKernel::library: return "library";
+        case LinearKernel::sm80_linear: return "sm80_linear";
+        case LinearKernel::sm90_flat: return "sm90_flat";
+        case LinearKernel::sm90_wide: return "sm90_wide";
+    }
+    return "unknown kernel";
+}
+
+std::string to_string(LinearPlanSource source) {
+    switch (source) {
+        case LinearPlanSource::measured: return "measured";
+        case LinearPlanSource::tuned: return "tuned";
+        case LinearPlanSource::estimated: return "estimated";
+    }
+    return "unknown source";
+}
+
+std::string LinearPlan::to_string() const {
+    std::string text = octavo::to_string(kernel) + "<" + octavo::to_string(dtype);
+    if (kernel != LinearKernel::library) {
+        text += ", " + std::to_string(w_rows) + "x" + std::to_string(x_rows) + ", splits " +
+                std::to_string(splits) + ", CTAs per SM " + std::to_string(ctas_per_sm);
+    }
+    return text + "> (" + octavo::to_string(source) + ")";
+}
+
+bool operator==(const LinearPlan& a, const LinearPlan& b) {
+    auto work = [](const LinearPlan& plan) {
+        return std::tie(plan.kernel, plan.dtype, plan.w_rows, plan.x_rows, plan.splits, plan.ctas_per_sm);
+    };
+    return work(a) == work(b);
+}
+
+LinearPlan linear_plan(int64_t num_rows, int64_t w_rows, int64_t depth, DType dtype,
+                       const std::string& device, std::optional<Activation> activation,
+                       bool batch_invariant) {
+    constexpr const char* op = "linear_plan";
+    for (const auto& [name, length] :
+         {std::pair{"M", num_rows}, std::pair{"N", w_rows}, std::pair{"K", depth}}) {
+        if (length < 0) fail<ValueError>(op, name, " must be at least 0; got ", length);
+    }
+    const cuda::Gpu* const gpu = find_device(op, device.empty() ? "cuda:0" : device);
+    if (!gpu) fail<ValueError>(op, "device must be a GPU; on the CPU one kernel computes all products");
+    LinearArgs args;
+    uintptr_t address = 0;
+    auto array = [&](int64_t rows, int64_t columns) {
+        void* const data = reinterpret_cast<void*>(address += uintptr_t{1} << 52);
+        return TensorView(data, dtype, {rows, columns}, {DeviceType::meta, 0});
+    };
+    args.x = array(num_rows, depth);
+    args.w = array(w_rows, depth);
+    args.activation = activation;
+    args.batch_invariant = batch_invariant;
+    args.out = array(num_rows, linear_width(args));
+    const LinearParams params = check_linear(args);
+    const std::string why_not = why_refused_on_cuda(params);
+    if (!why_not.empty()) fail<TypeError>(op, why_not);
+    return cuda::public_plan(params, *gpu);
+}
+
+}  // namespace octavo

@@ -1,0 +1,227 @@
+// linear on a GPU against the CPU: products of every shape and alignment as a caller gets them, and every
+// tile of sm90_linear. What lies between rows is NaN, and stays what it was in the result.
+#include "checks/checks.h"
+#include "cuda/linear/plan.h"
+#include "cuda/linear/run.h"
+#include "cuda_testing.h"
+
+#include <octavo/linear.h>
+
+#include <optional>
+
+namespace octavo {
+namespace {
+
+using cuda::Sm90LinearKernel;
+using cuda::Sm90LinearTile;
+
+constexpr std::optional<Activation> kActivations[] = {std::nullopt, Activation::silu, Activation::gelu,
+                                                      Activation::silu_gate};
+
+// A product on both devices.
+class Product {
+  public:
+    Product(Random& random, DType dtype, int64_t rows, int64_t width, int64_t depth, int64_t gap)
+        : Product(random, dtype, rows, width, depth, gap, random.pick({0, 1, 2, 3}), random.one_in(2),
+                  random.one_in(2)) {}
+
+    Product(Random& random, DType dtype, int64_t rows, int64_t width, int64_t depth, int64_t gap,
+            int activation, bool has_bias, bool has_residual)
+        : dtype_(dtype),
+          rows_(rows),
+          width_(width),
+          depth_(depth),
+          row_(depth + gap),
+          out_row_(width + gap),
+          activation_(kActivations[activation]),
+          has_bias_(has_bias),
+          has_residual_(has_residual),
+          w_rows_(activation_ == Activation::silu_gate ? 2 * width : width),
+          x_(with_gaps(random.normal(rows * depth, dtype), depth, row_)),
+          w_(with_gaps(scaled(random.normal(w_rows_ * depth, dtype)), depth, row_)),
+          bias_(random.normal(w_rows_, dtype)),
+          residual_(with_gaps(random.normal(rows * width, dtype), width, out_row_)),
+          out_(nans(rows * out_row_, dtype)) {
+        LinearArgs on_host = args(kOnHost);
+        linear(on_host);
+    }
+
+    template <class View>
+    LinearArgs args(View view) {
+        auto rows_of = [&](Mirror<uint16_t>& mirror, int64_t count, int64_t length, int64_t row) {
+            TensorView t = view(mirror, dtype_, {count, row});
+            t.shape[1] = length;
+            return t;
+        };
+        LinearArgs args;
+        args.x = rows_of(x_, rows_, depth_, row_);
+        args.w = rows_of(w_, w_rows_, depth_, row_);
+        args.out = rows_of(out_, rows_, width_, out_row_);
+        if (has_bias_) args.bias = view(bias_, dtype_, {w_rows_});
+        if (has_residual_) args.residual = rows_of(residual_, rows_, width_, out_row_);
+        args.activation = activation_;
+        return args;
+    }
+
+    // Of the GPU, against the CPU's, and forgotten.
+    void expect_result() {
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        const std::vector<uint16_t> gpu = out_.fetch();
+        const float spacing = dtype_ == DType::float16 ? 1.0f / 1024 : 1.0f / 128;
+        for (size_t i = 0; i < gpu.size(); ++i) {
+            const float got = from_bits(gpu[i], dtype_), want = from_bits(out_.host[i], dtype_);
+            if (static_cast<int64_t>(i) % out_row_ >= width_) {
+                ASSERT_TRUE(std::isnan(got)) << "the gap at " << i << " was written";
+            } else {  // the order of addition differs, so that a result may be rounded to the next number
+                ASSERT_LE(std::fabs(got - want), spacing * std::fabs(want) + 3e-5f)
+                    << "row " << i / out_row_ << ", column " << i % out_row_;
+            }
+        }
+        out_.upload(nans(gpu.size(), dtype_));
+    }
+
+    std::vector<uint16_t> result() const { return out_.fetch(); }
+    int64_t out_row() const { return out_row_; }
+
+  private:
+    std::vector<uint16_t> scaled(std::vector<uint16_t> values) const {
+        const float scale = 1.0f / std::sqrt(static_cast<float>(std::max<int64_t>(depth_, 1)));
+        for (uint16_t& x : values) x = to_bits(from_bits(x, dtype_) * scale, dtype_);
+        return values;
+    }
+    std::vector<uint16_t> with_gaps(const std::vector<uint16_t>& values, int64_t length, int64_t row) const {
+        std::vector<uint16_t> all = nans(length == 0 ? 0 : values.size() / length * row, dtype_);
+        for (size_t i = 0; i < values.size(); ++i) all[i / length * row + i % length] = values[i];
+        return all;
+    }
+
+    const DType dtype_;
+    const int64_t rows_, width_, depth_, row_, out_row_;
+    const std::optional<Activation> activation_;
+    const bool has_bias_, has_residual_;
+    const int64_t w_rows_;
+    Mirror<uint16_t> x_, w_, bias_, residual_, out_;
+};
+
+class CudaLinearTest : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(CudaLinearTest, AgreesWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const int64_t rows = random.pick({1, 2, 7, 8, 9, 16, 17, 40, 64, 65, 130, 200});
+    const int64_t width = random.pick({1, 5, 8, 33, 64, 130, 576, 1000});
+    const int64_t depth = random.pick({0, 1, 7, 8, 64, 72, 100, 576, 1000, 1536, 4096});
+    Product product(random, dtype, rows, width, depth, random.pick({0, 0, 1, 8, 24}));
+    LinearArgs args = product.args(kOnGpu);
+    args.static_weight = random.one_in(2);
+    args.batch_invariant = random.one_in(3);
+    linear(args);
+    product.expect_result();
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaLinearTest, ::testing::Range(0u, 150u));
+
+// Without hitting a table's entry: the rows and the width follow from the tile.
+class CudaLinearTileTest : public ::testing::TestWithParam<Sm90LinearTile> {};
+
+TEST_P(CudaLinearTileTest, AgreesWithTheCpu) {
+    if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
+    const Sm90LinearTile tile = GetParam();
+    Random random(static_cast<unsigned>(tile.w_rows * 1000 + tile.x_rows));
+    const int64_t width = random.pick({3, 1}) * tile.w_rows + random.pick({0, 8, -5});
+    const int64_t rows = tile.x_rows - random.pick({0, 1, 3}) + random.pick({0, 0, 2}) * tile.x_rows;
+    const int64_t depth = random.pick({64, 576, 1000, 2048});
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    for (int activation : {0, 1, 3}) {
+        Product product(random, dtype, rows, width, depth, 8, activation, activation > 0, activation > 1);
+        for (int32_t splits : {1, 2, 4, 8}) {
+            for (int32_t ctas_per_sm : {1, 2}) {
+                LinearArgs args = product.args(kOnGpu);
+                args.static_weight = ctas_per_sm == 1;
+                const LinearParams params = check_linear(args);
+                Sm90LinearTile launched = tile;
+                launched.splits = splits;
+                launched.ctas_per_sm = ctas_per_sm;
+                const auto plan = cuda::plan_sm90_linear({rows, params.w_rows(), depth}, dtype,
+                                                         *cuda::find_gpu("h100"), launched);
+                if (!plan) continue;
+                SCOPED_TRACE(testing::Message() << cuda::describe(*plan).to_string());
+                cuda::run(params, *plan, nullptr);
+                product.expect_result();
+                if (HasFatalFailure()) return;
+            }
+        }
+    }
+}
+
+std::vector<Sm90LinearTile> all_tiles() {
+    std::vector<Sm90LinearTile> tiles;
+    for (const cuda::FlatTile& tile : cuda::kFlatTiles) {
+        for (int32_t x_rows : cuda::kFlatXRows)
+            if (x_rows <= tile.max_x_rows)
+                tiles.push_back({Sm90LinearKernel::flat, tile.w_rows, x_rows, 1, 1});
+    }
+    for (const cuda::WideTile& tile : cuda::kWideTiles) {
+        for (int32_t x_rows : cuda::kWideXRows)
+            if (x_rows <= tile.max_x_rows)
+                tiles.push_back({Sm90LinearKernel::wide, tile.w_rows, x_rows, 1, 1});
+    }
+    return tiles;
+}
+
+INSTANTIATE_TEST_SUITE_P(Tiles, CudaLinearTileTest, ::testing::ValuesIn(all_tiles()), [](const auto& info) {
+    const Sm90LinearTile& tile = info.param;
+    return std::string(tile.kernel == Sm90LinearKernel::flat ? "Flat" : "Wide") +
+           std::to_string(tile.w_rows) + "x" + std::to_string(tile.x_rows);
+});
+
+TEST(CudaLinear, BitsOfARowDoNotDependOnTheOthers) {
+    Random random(1);
+    for (int64_t width : {40, 576, 1280}) {
+        Product product(random, DType::bfloat16, 150, width, 1000, 0, 1, true, true);
+        LinearArgs args = product.args(kOnGpu);
+        args.batch_invariant = true;
+        linear(args);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        const std::vector<uint16_t> together = product.result();
+        for (int64_t count : {1, 7, 8, 9, 16, 33, 64, 65, 128}) {
+            for (TensorView* view : {&args.x, &args.out, &*args.residual}) view->shape[0] = count;
+            linear(args);
+            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+            ASSERT_EQ(product.result(), together) << count << " of 150 rows, width " << width;
+        }
+    }
+}
+
+// The kernel in front lets the next one start early, and writes what that takes for weights at its end.
+TEST(CudaLinear, ReadsWeightsAfterTheKernelInFront) {
+    Random random(2);
+    Product first(random, DType::bfloat16, 64, 1024, 4096, 0, 0, false, false);
+    Product second(random, DType::bfloat16, 4, 64, 1024, 0, 0, false, false);
+    const LinearArgs writer = first.args(kOnGpu);
+    LinearArgs reader = second.args(kOnGpu);
+    reader.w = writer.out;
+    linear(writer);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    linear(reader);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    const std::vector<uint16_t> expected = second.result();
+    for (int i = 0; i < 200; ++i) {
+        ASSERT_EQ(cudaMemsetAsync(writer.out.data, 0xff, 64 * 1024 * sizeof(uint16_t), nullptr), cudaSuccess);
+        linear(writer);
+        linear(reader);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        ASSERT_EQ(second.result(), expected) << "launch " << i;
+    }
+}
+
+TEST(CudaLinear, RefusesWhatItHasNoKernelFor) {
+    LinearArgs args;
+    args.x = TensorView(reinterpret_cast<void*>(uintptr_t{1} << 20), DType::float32, {2, 8}, kGpu);
+    args.w = TensorView(reinterpret_cast<void*>(uintptr_t{1} << 21), DType::float32, {4, 8}, kGpu);
+    args.out = TensorView(reinterpret_cast<void*>(uintptr_t{1} << 22), DType::float32, {2, 4}, kGpu);
+    EXPECT_THROW(linear(args), TypeError);
+}
+
+}  // namespace
+}  // namespace octavo

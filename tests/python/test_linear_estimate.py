@@ -1,0 +1,86 @@
+"""The table of linear's dataflow is what was measured, and the estimate in place of one picks fast tiles."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import linear_table  # noqa: E402
+
+MEASURED = ROOT / "benchmarks" / "results" / "tiles-h100.jsonl"
+MACHINE, PRODUCTS = linear_table.read_compact(MEASURED)
+
+
+def losses() -> Iterator[tuple[float, linear_table.Measured]]:
+    """By how much the tile with the least estimate is slower than the fastest one, of each product."""
+    for product in PRODUCTS:
+        estimates = linear_table.estimates(*product[:3])
+        assert set(product.tiles) <= set(estimates)
+        picked = min(estimates, key=estimates.__getitem__)
+        assert picked in product.tiles, (product[:3], picked)
+        yield product.tiles[picked].plain / min(us.plain for us in product.tiles.values()) - 1, product
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_table_is_what_was_measured(gpu: str) -> None:
+    measured = linear_table.read_compact(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
+    table = ROOT / "src" / "cuda" / "linear" / "tables" / f"{gpu}.inc"
+    assert linear_table.write_table(gpu.upper(), *measured) + "\n" == table.read_text()
+
+
+@pytest.mark.parametrize(("gpu", "most"), [("h100", 0.041), ("h200", 0.062)])
+def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
+    """What is best in both modes, without static_weight; the library where it is faster."""
+    _, products = linear_table.read_compact(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
+    for product in products:
+        plan = octavo.linear_plan(product.M, product.N, product.K, "bfloat16", gpu)
+        if plan.kernel == "library":
+            us = product.library_us
+        else:
+            tile = linear_table.Tile(plan.kernel[5:], plan.w_rows, plan.splits, plan.ctas_per_sm)
+            us = product.tiles[tile].plain
+        fastest = min(product.library_us, *(us.plain for us in product.tiles.values()))
+        assert us / fastest - 1 < most, product[:3]
+
+
+def test_the_estimate_picks_fast_tiles() -> None:
+    """Of the products that were measured, as if there were no table: what it reaches, not what it should."""
+    found = sorted(losses(), key=lambda loss: -loss[0])
+    of_few = [loss for loss, product in found if product.M <= 128]  # others are the library's without a table
+    assert statistics.mean(of_few) < 0.0115 and max(of_few) < 0.09
+    assert sum(loss > 0.03 for loss in of_few) <= 11
+    assert found[0][0] < 0.11 and found[0][1][:3] == (11008, 4096, 256)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 128])
+def test_estimates_are_times(m: int) -> None:
+    """Roughly those that were measured: within a third, of tiles that are not slow."""
+    for product in PRODUCTS:
+        if m != product.M or product.N * product.K < 1e7:
+            continue
+        estimates = linear_table.estimates(*product[:3])
+        for tile in sorted(estimates, key=estimates.__getitem__)[:3]:
+            if tile in product.tiles:
+                assert estimates[tile] == pytest.approx(product.tiles[tile].plain, rel=0.33)
+
+
+def test_compact() -> None:
+    """Of a tile that was measured twice the last times, and of the libraries cuBLAS."""
+    tile = {"N": 64, "K": 512, "M": 1, "kernel": "flat", "w_rows": 16, "splits": 1, "ctas_per_sm": 2}
+    rows = [{**tile, "static": static, "us": us} for static, us in ((0, 9.0), (1, 8.0), (0, 7.006))]
+    rows += [{**row, "w_rows": 17} for row in rows]  # of which there is no instance
+    peers = [
+        {"N": 64, "K": 512, "M": 1, "lib": lib, "us": us} for lib, us in (("cublas", 5.0), ("cublaslt", 4.0))
+    ]
+    assert linear_table.compact(rows, peers) == [
+        {"N": 64, "K": 512, "M": 1, "library_us": 5.0, "tiles": [["flat", 16, 1, 2, 7.01, 8.0]]}
+    ]
