@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from _linear_report import MODES, RATIOS, TRITON, best_cublas, is_alone, number, summarise
 from _report import OCTAVO, floor_us, geometric_mean
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -217,15 +218,97 @@ def quantised_prefill(results: Path) -> str:
     return format_table(header, rows, numbers=len(header) - 2)
 
 
-# Gradients: docs/kernels/attention_backward.md, and with options docs/results.md
+OCTAVO_STEPS = (OCTAVO, "octavo_static_weight")
+COMPILED_PEERS = {
+    "hf_static": "transformers",
+    "compiled": "PyTorch",
+    "compiled_flex": "FlexAttention",
+    "compiled_whole": "PyTorch, whole step",
+}
+
+
+def rows_of(results: Path, benchmark: str) -> list[tuple[str, Row]]:
+    """The rows of all GPUs, each with the GPU's name."""
+    return [(gpu, row) for gpu in GPUS for row in load(results, benchmark, gpu)]
+
+
+def _cells_of_step(row: Row) -> list[str]:
+    """Tokens/s and ratios of one row."""
+    us = row["us"]
+    octavo = min((us[name] for name in OCTAVO_STEPS if name in us), default=None)
+    compiled = min(us.keys() & COMPILED_PEERS.keys(), key=us.__getitem__, default=None)
+
+    def speed(name: str | None) -> str:
+        return f"{row['tokens_per_s'][name]:.0f}" if name in us else ""
+
+    def ratio(of: float | None, to: float | None) -> str:
+        return f"{of / to:.2f}" if of and to else ""
+
+    return [
+        *map(speed, OCTAVO_STEPS),
+        ratio(octavo, row["floor_us"]),
+        f"{speed(compiled)} {COMPILED_PEERS[compiled]}" if compiled else "",
+        ratio(us.get(compiled), octavo),
+        *map(speed, ("hf_sdpa", "hf_eager")),
+        ratio(us.get("hf_eager"), octavo),
+    ]
+
+
+def generate(results: Path) -> str:
+    """Tokens/s of whole decode steps, and how many times those of compiled and of eager peers."""
+    rows = []
+    for gpu, row in rows_of(results, "generate"):
+        shape = row["shape"]
+        model = f"{shape['model']}, {shape['layers']} layers"
+        rows.append([model, f"{shape['batch']} x {shape['context']}", gpu, *_cells_of_step(row)])
+    header = [
+        *("model", "batch x context", "GPU", "Octavo", "static weights", "time / floor"),
+        *("best compiled peer", "its time / Octavo's"),
+        *("transformers, SDPA", "eager", "its time / Octavo's"),
+    ]
+    return format_table(header, rows, numbers=len(header) - 3)
+
+
+LINEAR_ROWS = (1, 8, 16, 64, 128)  # of x, that the table of shapes has; the files have more
+
+
+def linear(results: Path) -> str:
+    """What all shapes together say, for each number of rows of x."""
+    found = [(gpu, summarise(load(results, "linear", gpu))) for gpu in gpus_with(results, "linear")]
+    rows = [[gpu, str(num_rows), *cells] for gpu, lines in found for num_rows, cells in lines.items()]
+    return format_table(["GPU", "M", *RATIOS.values()], rows, numbers=1 + len(RATIOS))
+
+
+def _times_of_linear(row: Row) -> str:
+    """Octavo in both modes, the fastest of cuBLAS, and Triton where it ran."""
+    us = row["us"]
+    times = [number(time, ".1f") or "-" for time in (*map(us.get, MODES), best_cublas(us))]
+    return " / ".join([*times, f"{us[TRITON]:.1f}"] if TRITON in us else times)
+
+
+def linear_shapes(results: Path) -> str:
+    """Microseconds of each shape, and of the four products of layers."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for gpu, row in rows_of(results, "linear"):
+        lines.setdefault((gpu, row["shape"]["label"]), []).append(row)
+    table = []
+    for (gpu, label), rows in lines.items():
+        times = {row["shape"]["num_rows"]: _times_of_linear(row) for row in rows}
+        shape = label.replace("x", " x ") if is_alone(rows[0]) else label.replace("_", ", ")
+        floor = f"{rows[0]['floor_us']:.1f}"
+        table.append([shape, gpu, floor, *(times.get(num_rows, "") for num_rows in LINEAR_ROWS)])
+    header = ["N x K", "GPU", "floor", *(f"M = {num_rows}" for num_rows in LINEAR_ROWS)]
+    return format_table(header, table, numbers=1 + len(LINEAR_ROWS))
+
+
+# Gradients
 
 BACKWARD_PEERS = ("cudnn", "fa2", "fa3", "fa4")
 
 
 def _backward_rows(results: Path, *groups: str) -> list[tuple[str, Row]]:
     """The GPU of each row of these groups, and the row."""
-    found = [(gpu, row) for gpu in GPUS for row in load(results, "backward", gpu)]
-    return [(gpu, row) for gpu, row in found if row["group"] in groups]
+    return [(gpu, row) for gpu, row in rows_of(results, "backward") if row["group"] in groups]
 
 
 def backward(results: Path) -> str:
@@ -289,13 +372,16 @@ def kv_accuracy(results: Path) -> str:
 TABLES = {
     ROOT / "README.md": {"summary": summary},
     ROOT / "docs" / "results.md": {
+        "generate": generate,
+        "linear": linear,
+        "linear-shapes": linear_shapes,
         "quantised": quantised,
         "quantised-prefill": quantised_prefill,
+        "backward": backward,
         "backward-options": backward_options,
         "calls": calls,
         "jax": jax,
     },
-    ROOT / "docs" / "kernels" / "attention_backward.md": {"backward": backward},
     ROOT / "docs" / "quantised_cache.md": {"kv-accuracy": kv_accuracy},
 }
 

@@ -7,93 +7,18 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
 
-INK, FAINT, PAPER = "#1f2937", "#9ca3af", "#ffffff"
+from _picture import FAINT, INK, PAPER, Picture
+
 EMPTY, RESERVED = "#f3f4f6", "#cbd0d8"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ACCURACY = RESULTS / "kv-accuracy.json"
 TRAINING = sorted(RESULTS.glob("training-*.jsonl"))  # of each device
+GENERATE = sorted(RESULTS.glob("generate-*.jsonl"))  # likewise
+LINEAR = sorted(RESULTS.glob("linear-*.jsonl"))
 COLOURS = {"A": "#4f86c6", "B": "#e08e45", "C": "#5aa469"}
 SHARED = "#8d6fb8"
-
-
-class Picture:
-    """An SVG on paper of its own, so that it can be read on a light page and on a dark one."""
-
-    def __init__(self, width: int, height: int) -> None:
-        self._size = width, height
-        self._parts: list[str] = []
-
-    def box(
-        self, x: float, y: float, w: float, h: float, fill: str = PAPER, stroke: str = INK, r: int = 3
-    ) -> None:
-        self._parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r}" fill="{fill}" '
-            f'stroke="{stroke}"/>'
-        )
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        size: int = 13,
-        fill: str = INK,
-        anchor: str = "middle",
-        weight: int = 400,
-    ) -> None:
-        self._parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
-            f'font-weight="{weight}">{escape(words)}</text>'
-        )
-
-    def code(
-        self, x: float, y: float, words: str, size: int = 13, fill: str = INK, anchor: str = "middle"
-    ) -> None:
-        self._parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
-            f'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace">{escape(words)}</text>'
-        )
-
-    def dot(self, x: float, y: float, fill: str) -> None:
-        self._parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{fill}" stroke="{PAPER}"/>')
-
-    def line(self, x0: float, y0: float, x1: float, y1: float, colour: str = FAINT) -> None:
-        self._parts.append(f'<path d="M{x0:g},{y0:g} L{x1:g},{y1:g}" stroke="{colour}" stroke-width="1"/>')
-
-    def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
-        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._parts.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
-
-    def arrow(self, x0: float, y0: float, x1: float, y1: float, colour: str = INK) -> None:
-        """From left to right, leaving and arriving level."""
-        middle = (x0 + x1) / 2
-        self._parts.append(
-            f'<path d="M{x0:g},{y0:g} C{middle:g},{y0:g} {middle:g},{y1:g} {x1 - 6:g},{y1:g}" fill="none" '
-            f'stroke="{colour}" stroke-width="1.6"/>'
-            f'<path d="M{x1:g},{y1:g} l-8,-4 v8 z" fill="{colour}"/>'
-        )
-
-    def arrow_down(self, x: float, y0: float, y1: float) -> None:
-        """From y0 to y1; upwards where y1 is the smaller."""
-        back = 8 if y1 < y0 else -8
-        self._parts.append(
-            f'<path d="M{x:g},{y0:g} V{y1 + back / 2:g}" stroke="{INK}" stroke-width="1.6"/>'
-            f'<path d="M{x:g},{y1:g} l-4,{back} h8 z" fill="{INK}"/>'
-        )
-
-    def save(self, path: Path) -> None:
-        width, height = self._size
-        path.write_text(
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-            f'height="{height}" font-family="system-ui, Helvetica, DejaVu Sans, sans-serif">\n'
-            f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>\n'
-            + "\n".join(self._parts)
-            + "\n</svg>\n",
-            encoding="utf-8",
-        )
 
 
 SLOT = 22  # the side of a token's cell
@@ -389,6 +314,105 @@ def training(path: Path) -> Picture:
     return picture
 
 
+ENGINES = {
+    "hf_eager": ("transformers, eager", FAINT),
+    "hf_sdpa": ("transformers, SDPA", COLOURS["C"]),
+    "hf_static": ("transformers, compiled", SHARED),
+    "compiled": ("compiled PyTorch", COLOURS["B"]),
+    "compiled_flex": ("compiled, FlexAttention", "#c0504d"),
+    "compiled_whole": ("compiled, whole step", "#7a5c3e"),
+    "octavo": ("Octavo", COLOURS["A"]),
+    "octavo_static_weight": ("Octavo, static weights", INK),
+}
+
+
+def draw_legend(picture: Picture, dots: Sequence[tuple[str, str]]) -> None:
+    """What dots of each colour are, four in a line."""
+    for i, (words, colour) in enumerate(dots):
+        x, y = 30 + i % 4 * 205, 52 + i // 4 * 22
+        picture.dot(x, y - 4, colour)
+        picture.text(x + 10, y, words, 12, anchor="start")
+
+
+def generate(path: Path) -> Picture:
+    """How many times the floor's time each engine takes for a decode step: a line for each row."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    engines = [name for name in ENGINES if any(name in row["us"] for row in rows)]
+    left, right, top, height = 240, 840, 56 + 22 * math.ceil(len(engines) / 4), 26
+    bottom = top + height * len(rows)
+    picture = Picture(860, bottom + 50)
+    largest = max(ratio for row in rows for ratio in row["over_floor"].values())
+    ticks = [x for power in (1, 10, 100, 1000) for x in (power, 2 * power, 5 * power)]
+    end = next(tick for tick in ticks if tick >= largest)
+
+    def x_of(ratio: float) -> float:
+        # Below the floor, which was measured by another kernel, there may be a little.
+        return round(left + (right - left) * math.log(ratio / 0.9) / math.log(end / 0.9), 1)
+
+    picture.text(20, 30, f"Decode steps, {rows[0]['machine']['device']}", 14, anchor="start", weight=600)
+    draw_legend(picture, [ENGINES[name] for name in engines])
+    for tick in (tick for tick in ticks if tick <= end):
+        picture.line(x_of(tick), top, x_of(tick), bottom, INK if tick == 1 else EMPTY)
+        picture.text(x_of(tick), bottom + 18, str(tick), 11)
+    for i, row in enumerate(rows):
+        shape, y = row["shape"], top + height * (i + 0.5)
+        picture.line(left, y, right, y, EMPTY)
+        words = f"{shape['model']}, {shape['layers']} layers, {shape['batch']} x {shape['context']}"
+        picture.text(left - 12, y + 4, words, 12, anchor="end")
+        for name in engines:
+            if name in row["over_floor"]:
+                picture.dot(x_of(row["over_floor"][name]), y, ENGINES[name][1])
+    words = "Time of a step / time to read the weights, keys and values"
+    picture.text((left + right) / 2, bottom + 38, words)
+    return picture
+
+
+OF_PRODUCTS = {
+    "cublas": ("cuBLAS", COLOURS["B"]),
+    "cublaslt_best": ("best of cublasLt", COLOURS["C"]),
+    "octavo": ENGINES["octavo"],
+    "octavo_static_weight": ENGINES["octavo_static_weight"],
+}
+
+
+def linear(path: Path) -> Picture:
+    """How many times the floor's time a product with weights takes, in a part for each number of rows."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if len(row["shape"]["products"]) == 1]
+    shapes = list(dict.fromkeys(row["shape"]["label"] for row in rows))
+    numbers = sorted({row["shape"]["num_rows"] for row in rows} & {1, 8, 16, 64})
+    ratios = [row["over_floor"][name] for row in rows for name in OF_PRODUCTS if name in row["over_floor"]]
+    first, last = math.floor(10 * min(ratios)), math.ceil(10 * max(ratios))  # tenths
+    left, top, height, gap = 120, 96, 22, 20
+    width = (850 - left) / len(numbers) - gap
+    bottom = top + height * len(shapes)
+    picture = Picture(860, bottom + 56)
+    device = rows[0]["machine"]["device"]
+    picture.text(20, 30, f"Products with weights, {device}", 14, anchor="start", weight=600)
+    draw_legend(picture, list(OF_PRODUCTS.values()))
+    for i, shape in enumerate(shapes):
+        picture.text(left - 12, top + height * (i + 0.5) + 4, shape.replace("x", " x "), 12, anchor="end")
+    for part, num_rows in enumerate(numbers):
+        start = left + part * (width + gap)
+
+        def x_of(ratio: float, start: float = start) -> float:
+            return round(start + width * (10 * ratio - first) / (last - first), 1)
+
+        picture.text(start + width / 2, top - 8, f"M = {num_rows}", 12, weight=600)
+        for tenths in range(first, last + 1):
+            x = x_of(tenths / 10)
+            picture.line(x, top, x, bottom, INK if tenths == 10 else EMPTY)
+            if tenths % 5 == 0:
+                picture.text(x, bottom + 18, f"{tenths / 10:g}", 11)
+        for row in (row for row in rows if row["shape"]["num_rows"] == num_rows):
+            y = top + height * (shapes.index(row["shape"]["label"]) + 0.5)
+            for name, (_, colour) in OF_PRODUCTS.items():
+                if name in row["over_floor"]:
+                    picture.dot(x_of(row["over_floor"][name]), y, colour)
+    picture.text((left + 850) / 2, bottom + 42, "Time / (3 us + time to read the weights)")
+    return picture
+
+
 PICTURES = {
     "page_table": page_table,
     "memory": memory,
@@ -400,7 +424,9 @@ PICTURES = {
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     pictures = PICTURES | {
-        path.stem.replace("-", "_"): functools.partial(training, path) for path in TRAINING
+        path.stem.replace("-", "_"): functools.partial(draw_rows, path)
+        for draw_rows, paths in ((training, TRAINING), (generate, GENERATE), (linear, LINEAR))
+        for path in paths
     }
     for name, draw in pictures.items():
         draw().save(folder / f"{name}.svg")
