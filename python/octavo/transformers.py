@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 import octavo.torch
+from octavo._torch_dropout import draw_seed
 
 __all__ = ["register"]
 
@@ -213,10 +214,6 @@ def _describe_mask(
     return _Mask(causal, window_left, _Packing.of(is_query), _Packing.of(is_token))
 
 
-def _draw_seed() -> int:
-    return int(torch.randint(2**63 - 1, (), device="cpu"))
-
-
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -254,7 +251,7 @@ def _attention(
         "window_left": mask.window_left,
     }
     if dropout != 0.0:
-        arguments |= {"dropout_p": dropout, "dropout_seed": _draw_seed()}
+        arguments |= {"dropout_p": dropout, "dropout_seed": draw_seed("octavo.transformers", q.device)}
     if mask.queries is None or mask.keys is None:
         return octavo.torch.attention(q, k, v, **arguments), None
     packed = octavo.torch.attention(

@@ -56,6 +56,11 @@ def test_train_without_its_packages(package: str) -> None:
     assert said.endswith('pip install torch ".[examples]"')
 
 
+def test_llama_decode_without_torch() -> None:
+    said = advice("llama_decode.py", without=("torch",))
+    assert said.startswith("llama_decode.py: ") and said.endswith("; get it with pip install torch")
+
+
 @pytest.mark.parametrize(
     ("arguments", "without", "message"),
     [

@@ -17,6 +17,7 @@ from results_table import (  # noqa: E402
     backward_options,
     calls,
     fill_in,
+    generate,
     jax,
     one_case,
     summary,
@@ -88,6 +89,24 @@ def test_jax_beside_the_best_splits(tmp_path: Path) -> None:
     row = {"case": "8b_b1_s8192", "program": "attention"}
     write(tmp_path, "jax-h200.jsonl", *(row | {"contestant": name, "us": us} for name, us in times.items()))
     assert cells_of(jax(tmp_path))["1 x 8192"] == ["14.5", "29.1", "", ""]
+
+
+def test_whole_decode_steps(tmp_path: Path) -> None:
+    def row(us: dict[str, float], batch: int = 4) -> dict[str, Any]:
+        shape = {"model": "llama-2-7b", "layers": 32, "batch": batch, "context": 1024}
+        speeds = {name: batch / time * 1e6 for name, time in us.items()}
+        return {"shape": shape, "us": us, "tokens_per_s": speeds, "floor_us": 4000.0}
+
+    assert len(generate(tmp_path).splitlines()) == 2  # a header alone
+    both = {"octavo": 5500.0, "octavo_static_weight": 5000.0}
+    peers = {"hf_eager": 40000.0, "hf_sdpa": 20000.0, "hf_static": 6500.0, "compiled": 6000.0}
+    write(tmp_path, "generate-h200.jsonl", row(both | peers), row({"octavo": 8000.0}, batch=64))
+    header, _, first, second = generate(tmp_path).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (first, second)]
+    assert cells[0][:3] == ["llama-2-7b, 32 layers", "4 x 1024", "H200"]
+    assert cells[0][3:] == ["727", "800", "1.25", "667 PyTorch", "1.20", "200", "100", "8.00"]
+    assert cells[1][1:] == ["64 x 1024", "H200", "8000", "", "2.00", "", "", "", "", ""]
+    assert len(header.split("|")) == len(first.split("|"))
 
 
 def backward_row(group: str, case: str, us: dict[str, float], **found: Any) -> dict[str, Any]:
