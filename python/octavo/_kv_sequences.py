@@ -69,13 +69,12 @@ class KVSequences:
             most,
         )
         pages = [num_pages if limit is None else min(num_pages, limit) for limit in most]
-        self.allocator: PageAllocator = PageAllocator.from_groups(
-            [
-                PageGroup(count, page_size, window_left=group.window_left, num_host_pages=num_host_pages)
-                for group, count in zip(self._groups, pages, strict=True)
-            ],
-            prefix_cache=prefix_cache,
-        )
+        self.page_groups: list[PageGroup] = [
+            PageGroup(count, page_size, window_left=group.window_left, num_host_pages=num_host_pages)
+            for group, count in zip(self._groups, pages, strict=True)
+        ]
+        """The layers that share a page table, those without a window first."""
+        self.allocator: PageAllocator = PageAllocator.from_groups(self.page_groups, prefix_cache=prefix_cache)
         """Who holds which page. Use the cache's own calls where it has them, which move keys and values."""
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads

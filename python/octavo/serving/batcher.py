@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo._core import OutOfPages
+from octavo._kv_cache import KVCache, KVCacheStep
 from octavo.serving.group import Group, common_prefix
 from octavo.serving.request import Request
 from octavo.serving.room import Room
@@ -27,7 +28,7 @@ class Batch(NamedTuple):
     """What goes through the model at once."""
 
     shares: list[Share]
-    step: Any  # of the cache
+    step: KVCacheStep
     tokens: NDArray[np.int64]  # [T]
 
 
@@ -37,7 +38,7 @@ class Batcher:
     Of the running ones the cache has handles. A waiting one has some if it was put aside in host memory.
     """
 
-    def __init__(self, cache: Any, max_batch: int, token_budget: int, statistics: Statistics) -> None:
+    def __init__(self, cache: KVCache, max_batch: int, token_budget: int, statistics: Statistics) -> None:
         self.cache = cache
         self.room = Room(cache, token_budget)
         self.waiting: list[Group] = []

@@ -55,7 +55,9 @@ class BeamSearch:
             Of each of the next beams, the one that it continues. None when the search is done.
         """
         request = self._request
-        ending, parents, going_on = [], [], []
+        ending: list[Hypothesis] = []
+        going_on: list[Hypothesis] = []
+        parents: list[int] = []
         for place, (parent, token, logprob) in enumerate(self._candidates(logits)):
             if len(going_on) == request.num_beams:
                 break

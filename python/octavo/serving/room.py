@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from octavo._kv_cache import KVCache
 from octavo.serving.group import Group
 from octavo.serving.request import Request
 
@@ -29,7 +30,7 @@ class PageGroup(NamedTuple):
 class Room:
     """The pages of a cache."""
 
-    def __init__(self, cache: Any, token_budget: int) -> None:
+    def __init__(self, cache: KVCache, token_budget: int) -> None:
         self._cache = cache
         self._groups = [
             PageGroup(group.num_pages, group.page_size, group.window_left, token_budget)

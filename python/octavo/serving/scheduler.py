@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._kv_cache import KVCache, KVCacheStep
 from octavo.serving.batcher import Batch, Batcher
 from octavo.serving.beams import BeamSearch
 from octavo.serving.group import Group
@@ -23,7 +24,7 @@ from octavo.serving.request import FinishReason, Output, Request, at_least, stop
 from octavo.serving.sampling import Sampling, log_softmax, sample
 from octavo.serving.statistics import Statistics
 
-Forward = Callable[[Any, NDArray[np.int64]], Any]
+Forward = Callable[[KVCacheStep, NDArray[np.int64]], Any]
 
 _GREEDY = Sampling()
 
@@ -67,7 +68,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: Any,
+        cache: KVCache,
         forward: Forward,
         *,
         max_batch: int | None = None,
