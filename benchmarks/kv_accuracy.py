@@ -137,13 +137,15 @@ class Reader:
     """A model that reads texts over caches of any kind."""
 
     def __init__(self) -> None:
-        from smollm import arrays, model, tokenizer, weights
+        from smollm import cache
+
+        from octavo.serving.smollm import arrays, model, tokenizer, weights
 
         try:
             checkpoint = weights.Checkpoint(weights.find_gguf())
         except weights.MissingWeightsError as missing:
             raise ImportError(str(missing)) from missing
-        self._smollm = model
+        self._paged = cache
         self._tokenizer = tokenizer.ChatTokenizer(checkpoint)
         self._model = model.Llama(checkpoint, arrays.make_arrays("numpy", "cpu", "float32"))
         # A cache of 16 bits takes queries, keys and values of its own dtype. The weights stay in float32.
@@ -169,7 +171,7 @@ class Reader:
         chunks = []
         for begin in range(0, len(tokens), CHUNK):
             positions = np.arange(begin, min(begin + CHUNK, len(tokens)))
-            batch = self._smollm.Batch(
+            batch = self._paged.Batch(
                 tokens=np.array(tokens[begin : begin + CHUNK]),
                 positions=positions,
                 cu_seqlens=np.array([0, len(positions)], np.int32),
@@ -177,7 +179,7 @@ class Reader:
                 seq_lens=np.array([begin + len(positions)], np.int32),
                 logit_rows=np.arange(len(positions)),
             )
-            chunks.append(model.forward(batch, cache))
+            chunks.append(model.forward(self._paged.BatchStep(batch, cache), batch.tokens))
         return np.concatenate(chunks)
 
     def calibrate(self) -> list[KeysAndValues]:
@@ -209,7 +211,7 @@ class Reader:
 
     def _empty_cache(self, dtype: str) -> Any:
         num_pages = -(-NUM_TOKENS // PAGE_SIZE)
-        return self._smollm.PagedCache(
+        return self._paged.PagedCache(
             self._model.config, self._model.arrays, num_pages, PAGE_SIZE, kv_dtype=dtype
         )
 

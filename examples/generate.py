@@ -17,15 +17,15 @@ import time
 
 try:
     from rich.console import Console
-    from smollm.arrays import make_arrays
     from smollm.display import make_display, summary
-    from smollm.model import Llama
     from smollm.sampling import Sampling
     from smollm.scheduler import Limits, Scheduler
-    from smollm.tokenizer import ChatTokenizer
-    from smollm.weights import Checkpoint, MissingWeightsError, find_gguf
 
     import octavo
+    from octavo.serving.smollm.arrays import make_arrays
+    from octavo.serving.smollm.model import Llama
+    from octavo.serving.smollm.tokenizer import ChatTokenizer
+    from octavo.serving.smollm.weights import Checkpoint, MissingWeightsError, find_gguf
 except ModuleNotFoundError as missing:
     sys.exit(
         f"generate.py: {missing}; in octavo's repository, everything that this example needs comes with\n"

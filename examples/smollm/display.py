@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from .model import PagedCache
+from .cache import PagedCache
 from .scheduler import Sequence, Statistics
 
 LIVE_LINES = 6  # of an unfinished text

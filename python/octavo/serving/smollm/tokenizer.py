@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from .weights import Checkpoint
+from octavo.serving.smollm.weights import Checkpoint
 
 CONTROL = 3  # GGUF's token type of <|im_start|> and the like
 
@@ -39,7 +41,10 @@ class ChatTokenizer:
     def encode_chat(self, prompt: str, system: str | None = None) -> list[int]:
         """The tokens up to where the assistant speaks. Without `system`, the template's own is used."""
         messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": prompt})
+        return self.encode_messages([*messages, {"role": "user", "content": prompt}])
+
+    def encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The tokens of messages, of role and content each, up to where the assistant speaks."""
         return self.encode(self._template.render(messages=messages, add_generation_prompt=True))
 
     def decode(self, tokens: list[int]) -> str:

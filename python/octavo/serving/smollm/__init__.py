@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct on a paged KV cache, with NumPy, PyTorch or CuPy."""
