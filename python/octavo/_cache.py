@@ -113,6 +113,11 @@ def _maker(like: Any) -> tuple[str, Callable[[tuple[int, ...], str], Any]]:
     )
 
 
+def library_of(like: Any) -> str:
+    """Return "numpy", also for None, "torch", "cupy" or "jax"."""
+    return _maker(like)[0]
+
+
 def _name_of(dtype: Any) -> str:
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", str(dtype)))
     return str(name).removeprefix("torch.")

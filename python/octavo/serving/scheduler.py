@@ -1,0 +1,446 @@
+"""Continuous batching over one KV cache.
+
+Sequences join, share prefixes, split into samples or beams, give way when pages run out, and leave, while
+one batch after another runs through the model (Orca: Yu et al. 2022; PagedAttention: Kwon et al. 2023,
+arXiv:2309.06180; prompts in chunks beside decoding sequences: Agrawal et al. 2023, arXiv:2308.16369).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo._kv_cache import KVCache, KVCacheStep
+from octavo.serving.batcher import Batch, Batcher
+from octavo.serving.beams import BeamSearch
+from octavo.serving.group import Group
+from octavo.serving.request import FinishReason, Output, Request, at_least, stop_sequences_of, token_list
+from octavo.serving.sampling import Sampling, log_softmax, sample
+from octavo.serving.statistics import Statistics
+
+Forward = Callable[[KVCacheStep, NDArray[np.int64]], Any]
+
+_GREEDY = Sampling()
+
+
+class Scheduler:
+    """Runs requests through a model, as many at once as the cache has pages for.
+
+    **A step.** The batch has a token of every sequence that is decoding, and what is left of the token
+    budget goes to prompts, which are computed in chunks.
+
+    **Who goes first.** Requests are in one order: a priority higher by one counts as much as having been
+    submitted `priority_steps` steps earlier, and among equals the earlier comes first. Nothing changes that
+    order later, and only finitely many requests can come before a given one, so that none starves. The
+    batch is filled in that order; who comes first takes rows and pages from who comes last.
+
+    **When pages run out,** the last in the order gives way: its pages move to host memory if the cache has
+    any to spare there, or else are freed and computed again later. The first can have all pages of the
+    cache, and a request that does not fit into those is refused by submit().
+
+    **Threads.** One thread at a time calls step() or run(). Any thread may call the other methods, and read
+    requests. A cancelled request gets no token from that moment on; its pages are freed at the end of the
+    step under way, or in the next one.
+
+    If `forward` raises, step() raises the same, every sequence is as it was before, and step() may be
+    called again.
+
+    Args:
+        cache: octavo.KVCache, whose sequences are the scheduler's own from now on.
+        forward: called as forward(step, tokens) with what cache.step() returns, and int64 NumPy [T], the new
+            tokens of all sequences one after the other. It returns logits, float32 [batch, vocabulary], of
+            the rows step.last_rows: anything that numpy.asarray takes.
+        max_batch: sequences in a batch. Default: the cache's.
+        token_budget: tokens in a batch, at least max_batch. Default: the cache's max_tokens.
+        max_length: of a prompt and its new tokens, as the model allows it. Default: no limit but the cache's.
+        stop_tokens: that end every request's samples.
+        priority_steps: how many steps earlier a request of a priority higher by one counts as submitted.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        forward: Forward,
+        *,
+        max_batch: int | None = None,
+        token_budget: int | None = None,
+        max_length: int | None = None,
+        stop_tokens: Iterable[int] = (),
+        priority_steps: int = 1000,
+    ) -> None:
+        self._cache = cache
+        self._forward = forward
+        self._max_batch = cache.max_batch if max_batch is None else max_batch
+        self._token_budget = cache.max_tokens if token_budget is None else token_budget
+        # The last token is never read, and needs no place in the cache.
+        self._max_length = min(cache.max_length + 1, max_length or cache.max_length + 1)
+        if not 1 <= self._max_batch <= cache.max_batch:
+            raise ValueError(
+                f"Scheduler: max_batch ({max_batch}) must be from 1 to the cache's ({cache.max_batch})"
+            )
+        if not self._max_batch <= self._token_budget <= cache.max_tokens:
+            raise ValueError(
+                f"Scheduler: token_budget ({self._token_budget}) must be from max_batch ({self._max_batch}) "
+                f"to the cache's max_tokens ({cache.max_tokens})"
+            )
+        if max_length is not None and max_length < 2:
+            raise ValueError(
+                f"Scheduler: max_length ({max_length}) must be at least 2, of a token and a new one"
+            )
+        if priority_steps < 1:
+            raise ValueError(f"Scheduler: priority_steps ({priority_steps}) must be at least 1")
+        self._stop_tokens = frozenset(token_list("stop_tokens", stop_tokens))
+        self._priority_steps = priority_steps
+        self._statistics = Statistics()
+        self._batcher = Batcher(cache, self._max_batch, self._token_budget, self._statistics)
+        self._stepping = threading.Lock()  # held by step()
+        self._lock = (
+            threading.Lock()
+        )  # of what follows, which any thread changes, and of the requests' answers
+        self._num_requests = 0
+        self._unfinished: set[Request] = set()
+        self._submitted: list[Group] = []  # since the last step began
+        self._cancelled: set[Request] = set()  # whose groups the batcher may still have
+
+    # From any thread
+
+    def submit(
+        self,
+        prompt: Iterable[int],
+        *,
+        max_tokens: int,
+        sampling: Sampling = _GREEDY,
+        num_samples: int = 1,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
+        stop_tokens: Iterable[int] = (),
+        stop_sequences: Iterable[Iterable[int]] = (),
+        priority: int = 0,
+        logprobs: bool = False,
+        namespace: str = "",
+    ) -> Request:
+        """Queue a prompt.
+
+        Args:
+            prompt: tokens, at least one.
+            max_tokens: new tokens of each sample, at most; at least 1.
+            sampling: how tokens are drawn. Default: always the likeliest.
+            num_samples: how many samples of the prompt, which is computed once.
+            num_beams: of beam search; 1: none. Its num_samples best hypotheses come when it is done.
+            length_penalty: of beam search, whose hypotheses are ranked by the sum of their tokens' logprobs
+                over their number of tokens to this power.
+            stop_tokens: that end a sample, besides the scheduler's. They are among its tokens.
+            stop_sequences: likewise, of several tokens: new ones, not those of the prompt.
+            priority: higher ones first, as the class says.
+            logprobs: whether outputs have the logarithms of the tokens' probabilities.
+            namespace: the prefix cache finds only what has the same one.
+
+        Raises:
+            ValueError: a number out of range; an empty prompt; a request that could never run, because it
+                exceeds max_length, max_batch or the pages of the cache; beam search with a temperature.
+            TypeError: a number that is no int.
+        """
+        request = Request(
+            index=-1,
+            prompt=token_list("prompt", prompt),
+            max_tokens=at_least("max_tokens", max_tokens, 1),
+            sampling=sampling,
+            num_samples=at_least("num_samples", num_samples, 1),
+            num_beams=at_least("num_beams", num_beams, 1),
+            length_penalty=float(length_penalty),
+            stop_tokens=self._stop_tokens | set(token_list("stop_tokens", stop_tokens)),
+            stop_sequences=stop_sequences_of(stop_sequences),
+            priority=int(priority),
+            logprobs=bool(logprobs),
+            namespace=namespace,
+            rank=(0, 0),
+        )
+        self._check(request)
+        with self._lock:
+            request.index = self._num_requests
+            self._num_requests += 1
+            request.rank = (
+                self._statistics.num_steps - request.priority * self._priority_steps,
+                request.index,
+            )
+            self._unfinished.add(request)
+            self._submitted.append(
+                Group(
+                    request,
+                    sample=0,
+                    num_samples=1 if request.num_beams > 1 else request.num_samples,
+                    rng=np.random.default_rng(request.seeds(0)),
+                    search=BeamSearch(request) if request.num_beams > 1 else None,
+                )
+            )
+        return request
+
+    def cancel(self, request: Request) -> bool:
+        """End a request; return whether there was anything left of it to end.
+
+        Its unfinished samples keep the tokens that they have, with the finish_reason "cancelled".
+
+        Raises:
+            ValueError: the request is another scheduler's.
+        """
+        with self._lock:
+            if request not in self._unfinished:
+                if not request.finished:
+                    raise ValueError("Scheduler.cancel: the request is another scheduler's")
+                return False
+            for answer in request.answers:
+                answer.finish_reason = answer.finish_reason or "cancelled"
+            self._unfinished.remove(request)
+            self._cancelled.add(request)
+            self._statistics.num_cancelled += 1
+            return True
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether step() has anything left to do, be it to free the pages of a cancelled request."""
+        with self._lock:
+            return bool(self._unfinished or self._cancelled)
+
+    def stats(self) -> Statistics:
+        """Return a copy of the counts."""
+        pages = self._cache.allocator.stats()
+        with self._lock:
+            return dataclasses.replace(
+                self._statistics,
+                num_requests=self._num_requests,
+                num_waiting=sum(group.num_rows for group in (*self._submitted, *self._batcher.waiting)),
+                num_running=sum(group.num_rows for group in self._batcher.running),
+                num_pages=int(pages["num_pages"]),
+                num_used_pages=int(pages["num_used_pages"]),
+                num_shared_pages=int(pages["num_shared_pages"]),
+                waste_percent=float(pages["waste_percent"]),
+            )
+
+    def _check(self, request: Request) -> None:
+        """Raise ValueError if the request could never run."""
+        num_prompt, num_new = len(request.prompt), request.max_tokens
+        if num_prompt == 0:
+            raise ValueError("Scheduler.submit: prompt must hold a token at least")
+        if num_prompt + num_new > self._max_length:
+            raise ValueError(
+                f"Scheduler.submit: a prompt of {num_prompt} tokens and {num_new} new ones exceed max_length "
+                f"({self._max_length})"
+            )
+        for name, rows in (("num_samples", request.num_samples), ("num_beams", request.num_beams)):
+            if rows > self._max_batch:
+                raise ValueError(
+                    f"Scheduler.submit: {name} ({rows}) must be at most max_batch ({self._max_batch})"
+                )
+        if request.num_beams > 1:
+            if request.num_samples > request.num_beams:
+                raise ValueError(
+                    f"Scheduler.submit: num_samples ({request.num_samples}) must be at most num_beams "
+                    f"({request.num_beams}), whose best hypotheses are returned"
+                )
+            if request.sampling.temperature != 0.0:
+                raise ValueError(
+                    "Scheduler.submit: sampling must have temperature 0 with num_beams, which draws nothing; "
+                    f"got {request.sampling.temperature}"
+                )
+        self._batcher.room.check(request)
+
+    # From one thread
+
+    @property
+    def prefill_remaining(self) -> int:
+        """Tokens of prompts, and of sequences that gave way, that are still to be computed."""
+        self._take_over()
+        return self._batcher.prefill_remaining()
+
+    def run(self) -> Iterator[Output]:
+        """Take steps until nothing is left; iterate over the new tokens."""
+        while self.unfinished:
+            yield from self.step()
+
+    def step(self) -> list[Output]:
+        """Run one batch through the model; return the new tokens.
+
+        Raises:
+            RuntimeError: another thread is in step().
+            ValueError: `forward` returned something else than logits.
+            octavo.OutOfPages: sequences that are not the scheduler's hold the pages that it needs.
+        """
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError("Scheduler.step: another thread is in it; one at a time may step")
+        try:
+            return self._step()
+        finally:
+            self._stepping.release()
+
+    def _step(self) -> list[Output]:
+        start = time.perf_counter()
+        self._take_over()
+        self._batcher.admit()
+        batch = self._batcher.begin_batch()
+        if batch is None:
+            return []
+        self._count_pages()
+        try:
+            logits = self._logits(batch)
+        except BaseException:
+            self._batcher.undo(batch)
+            raise
+        outputs: list[Output] = []
+        row = 0
+        with self._lock:
+            for group, _, _ in batch.shares:
+                end = row + len(group.handles)
+                if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
+                    outputs += self._advance(group, logits[row:end])
+                row = end
+            self._count_time(batch, outputs, time.perf_counter() - start)
+        self._take_over()
+        return outputs
+
+    def _take_over(self) -> None:
+        """Let the batcher know what other threads have asked for."""
+        with self._lock:
+            submitted, cancelled = self._submitted, self._cancelled
+            self._submitted, self._cancelled = [], set()
+            for group in submitted:
+                self._batcher.wait(group)
+            if cancelled:
+                self._batcher.drop(cancelled)
+
+    def _logits(self, batch: Batch) -> NDArray[np.float32]:
+        num_rows = sum(len(share.group.handles) for share in batch.shares)
+        logits = np.asarray(self._forward(batch.step, batch.tokens), np.float32)
+        if logits.ndim != 2 or len(logits) != num_rows:
+            raise ValueError(
+                f"Scheduler.step: forward must return logits of shape [{num_rows}, vocabulary]; "
+                f"got {list(logits.shape)}"
+            )
+        wrong = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
+        if len(wrong):
+            raise ValueError(
+                "Scheduler.step: forward must return logits with a finite maximum in each row; "
+                f"got {logits[wrong[0]].max()} in row {wrong[0]}"
+            )
+        return logits
+
+    # The next tokens
+
+    def _advance(self, group: Group, logits: NDArray[np.float32]) -> list[Output]:
+        """Give a group whose tokens are all in the cache its next ones.
+
+        Args:
+            group: of which all wanted tokens are in the cache.
+            logits: float32 [handles, vocabulary].
+        """
+        if not group.is_forked:  # beams that were computed again up to where they part
+            group.handles += self._cache.fork(group.handles[0], len(group.generated) - 1)
+            return []
+        if group.search is not None:
+            return self._advance_beams(group, group.search, logits)
+        return [self._append(member, logits[0]) for member in [group, *self._fork_samples(group)]]
+
+    def _fork_samples(self, group: Group) -> list[Group]:
+        if group.num_samples == 1:
+            return []
+        handles = self._cache.fork(group.handles[0], group.num_samples - 1)
+        group.num_samples = 1
+        samples = [
+            Group(
+                group.request, index, 1, np.random.default_rng(group.request.seeds(index)), handles=[handle]
+            )
+            for index, handle in enumerate(handles, 1)
+        ]
+        for member in samples:
+            self._batcher.run(member)
+        return samples
+
+    def _append(self, group: Group, logits: NDArray[np.float32]) -> Output:
+        request, (generated,) = group.request, group.generated
+        token = sample(logits, request.sampling, group.rng)
+        reason: FinishReason | None = None
+        if request.stops(generated, token):
+            reason = "stop"
+        elif len(generated) + 1 == request.max_tokens:
+            reason = "length"
+        generated.append(token)
+        if reason:
+            self._batcher.finish(group)
+        logprob = float(log_softmax(logits)[token]) if request.logprobs else None
+        return self._output(request, group.sample, token, reason, logprob)
+
+    def _advance_beams(self, group: Group, search: BeamSearch, logits: NDArray[np.float32]) -> list[Output]:
+        parents = search.advance(logits)
+        if search.done:
+            self._batcher.finish(group)
+            return self._hypotheses(group.request, search)
+        handles = group.handles
+        forks = [self._cache.fork(handles[parent])[0] for parent in parents[len(handles) :]]
+        stay = parents[: len(handles)]
+        self._cache.reorder(handles, [*stay, *range(len(stay), len(handles))])
+        for handle in handles[len(parents) :]:
+            self._cache.free(handle)
+        group.handles = handles[: len(parents)] + forks
+        group.generated = [list(beam.tokens) for beam in search.beams]
+        return []
+
+    def _hypotheses(self, request: Request, search: BeamSearch) -> list[Output]:
+        outputs = []
+        best = search.finished[: request.num_samples]
+        del request.answers[len(best) :]  # where max_tokens of a small vocabulary have no more
+        for index, found in enumerate(best):
+            request.answers[index].score = found.score
+            *others, last = zip(found.tokens, found.logprobs, strict=True)
+            for token, logprob in others:
+                outputs.append(self._output(request, index, token, None, logprob))
+            outputs.append(self._output(request, index, last[0], found.finish_reason, last[1]))
+        return outputs
+
+    def _output(
+        self, request: Request, index: int, token: int, reason: FinishReason | None, logprob: float | None
+    ) -> Output:
+        answer = request.answers[index]
+        answer.tokens.append(token)
+        if request.logprobs and logprob is not None:
+            answer.logprobs.append(logprob)
+        answer.finish_reason = reason
+        if request.finished:
+            self._unfinished.remove(request)
+            self._statistics.num_finished += 1
+        return Output(request, index, token, reason, logprob if request.logprobs else None)
+
+    # Counting
+
+    def _count_pages(self) -> None:
+        statistics = self._statistics
+        pages = self._cache.allocator.stats()
+        unshared = sum(
+            self._batcher.room.pages(self._cache.length(handle))
+            for group in self._batcher.running
+            for handle in group.handles
+        )
+        used = int(pages["num_used_pages"])
+        if (used, unshared) > (statistics.peak_used_pages, statistics.peak_unshared_pages):
+            statistics.peak_used_pages = used
+            statistics.peak_unshared_pages = unshared
+            statistics.peak_waste_percent = float(pages["waste_percent"])
+
+    def _count_time(self, batch: Batch, outputs: list[Output], seconds: float) -> None:
+        statistics = self._statistics
+        statistics.num_steps += 1
+        statistics.generated_tokens += len(outputs)
+        prefill = sum(share.num_tokens for share in batch.shares if share.is_prefill)
+        if prefill:
+            statistics.prefill_tokens += prefill
+            statistics.prefill_seconds += seconds
+        else:
+            statistics.decode_tokens += len(batch.tokens)
+            statistics.decode_seconds += seconds
