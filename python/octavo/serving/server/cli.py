@@ -121,6 +121,9 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, int, s
         windows=model.windows,
         prefix_cache=not args.no_prefix_cache,
     )
+    # One answer can have all pages.
+    held = [group.num_pages * group.page_size for group in cache.page_groups if group.window_left < 0]
+    max_length = min([max_length, *held])
     scheduler = Scheduler(cache, model.forward, max_length=max_length, stop_tokens=model.stop_tokens)
     engine = Engine(scheduler, cache, model.tokenizer, max_in_flight=args.max_in_flight)
     pages = f"{cache.allocator.num_pages} pages of {args.page_size} tokens"
