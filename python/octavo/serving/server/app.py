@@ -51,14 +51,12 @@ class Api:
     Args:
         engine: that runs the model.
         model: what it runs.
-        max_length: of a prompt and its answer, in tokens.
         max_body_bytes: of a request.
     """
 
-    def __init__(self, engine: Engine, model: Model, max_length: int, max_body_bytes: int) -> None:
+    def __init__(self, engine: Engine, model: Model, max_body_bytes: int) -> None:
         self._engine = engine
         self._model = model
-        self._max_length = max_length
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
 
@@ -160,16 +158,16 @@ class Api:
                     param="prompt",
                     code="invalid_value",
                 )
-        if len(prompt) + (asked or 1) > self._max_length:
+        if len(prompt) + (asked or 1) > self._engine.max_length:
             answer = f"{asked} for the answer" if asked else "one for the answer"
             raise ApiError(
                 400,
-                f"this server has room for {self._max_length} tokens; the request has {len(prompt)}, "
+                f"this server has room for {self._engine.max_length} tokens; the request has {len(prompt)}, "
                 f"and asks for {answer}",
-                param="prompt" if len(prompt) >= self._max_length else "max_tokens",
+                param="prompt" if len(prompt) >= self._engine.max_length else "max_tokens",
                 code="context_length_exceeded",
             )
-        return asked or self._max_length - len(prompt)
+        return asked or self._engine.max_length - len(prompt)
 
     def _check_model(self, options: Options) -> None:
         if options.model not in (None, self._model.name):
@@ -229,7 +227,7 @@ class Api:
             "object": "model",
             "created": self._created,
             "owned_by": "octavo",
-            "max_model_len": self._max_length,
+            "max_model_len": self._engine.max_length,
         }
 
     async def health(self, _request: Request) -> Response:
@@ -351,7 +349,6 @@ def create_app(
     engine: Engine,
     model: Model,
     *,
-    max_length: int,
     api_key: str | None = None,
     local_only: bool = True,
     max_body_bytes: int = 4 * 2**20,
@@ -361,7 +358,6 @@ def create_app(
     Args:
         engine: that runs the model.
         model: what it runs.
-        max_length: of a prompt and its answer, in tokens.
         api_key: that clients have to send as a bearer token. None: they need none.
         local_only: without a key, refuse requests whose Host header names another machine than this one, as a
             page in a browser can send them once its name leads here.
@@ -391,7 +387,7 @@ def create_app(
     async def disconnected(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # read by nobody, but counted
 
-    routes = Api(engine, model, max_length, max_body_bytes).routes()
+    routes = Api(engine, model, max_body_bytes).routes()
     return Starlette(
         routes=routes,
         lifespan=lifespan,

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     try:
         model = load(args.model, device=args.device, array=args.array, dtype=args.dtype)
-        engine, max_length, what = _make_engine(args, model)
+        engine, what = _make_engine(args, model)
     except (ImportError, ValueError) as error:
         print(f"octavo.serving: {error}", file=sys.stderr)
         return 1
@@ -79,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app = create_app(
         engine,
         model,
-        max_length=max_length,
         api_key=api_key,
         local_only=is_local,
         max_body_bytes=args.max_body,
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if server.started and engine.failure is None and not server.lifespan.should_exit else 1
 
 
-def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, int, str]:
+def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
     max_length = min(model.max_length, args.max_length or model.max_length)
     if args.num_pages is None and args.memory is None and args.memory_fraction is None:
         args.memory = 2**30
@@ -121,13 +120,12 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, int, s
         windows=model.windows,
         prefix_cache=not args.no_prefix_cache,
     )
-    # One answer can have all pages.
-    held = [group.num_pages * group.page_size for group in cache.page_groups if group.window_left < 0]
-    max_length = min([max_length, *held])
     scheduler = Scheduler(cache, model.forward, max_length=max_length, stop_tokens=model.stop_tokens)
-    engine = Engine(scheduler, cache, model.tokenizer, max_in_flight=args.max_in_flight)
+    engine = Engine(
+        scheduler, cache, model.tokenizer, max_length=max_length, max_in_flight=args.max_in_flight
+    )
     pages = f"{cache.allocator.num_pages} pages of {args.page_size} tokens"
-    return engine, max_length, f"{model.name}, {pages},"
+    return engine, f"{model.name}, {pages},"
 
 
 def _parser() -> argparse.ArgumentParser:
