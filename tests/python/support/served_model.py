@@ -20,7 +20,7 @@ class AsciiTokenizer:
         return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
 
     def decode(self, tokens):
-        return "".join(chr(token) for token in tokens if token != STOP)
+        return "".join(map(chr, tokens))
 
     def text_stream(self):
         return AsciiStream()
@@ -31,7 +31,7 @@ class AsciiStream:
         return chr(token)
 
 
-def load(forward=None) -> Model:
+def load(forward=None, stop_tokens=frozenset({STOP})) -> Model:
     exact = ExactModel(VOCABULARY)
     return Model(
         name=NAME,
@@ -42,19 +42,19 @@ def load(forward=None) -> Model:
         head_dim=HEAD_DIM,
         vocab_size=VOCABULARY,
         max_length=4096,
-        stop_tokens=frozenset({STOP}),
+        stop_tokens=stop_tokens,
     )
 
 
 def load_slow() -> Model:
-    """A step takes 10 ms."""
+    """A step takes 10 ms, and nothing stops it but the number of tokens."""
     exact = ExactModel(VOCABULARY)
 
     def forward(step, tokens):
         time.sleep(0.01)
         return exact.forward(step, tokens)
 
-    return load(forward)
+    return load(forward, frozenset())
 
 
 def load_broken() -> Model:
@@ -73,10 +73,10 @@ def not_a_model() -> int:
     return 3
 
 
-def greedy(prompt: str, num_tokens: int) -> tuple[str, str]:
+def greedy(prompt: str, num_tokens: int, stops: bool = True) -> tuple[str, str]:
     """What the model says at temperature 0 after a prompt, and why it stops, without any cache."""
     tokens = ExactModel(VOCABULARY).greedy(prompt.encode("ascii"), num_tokens)
-    if STOP in tokens:
+    if stops and STOP in tokens:
         return "".join(map(chr, tokens[: tokens.index(STOP)])), "stop"
     return "".join(map(chr, tokens)), "length"
 

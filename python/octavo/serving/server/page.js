@@ -49,13 +49,11 @@ function canvasesFor(groups) {
   return [...parent.children].map((section) => [section.firstChild, section.lastChild]);
 }
 
-function row(sequence) {
-  const line = document.createElement("tr");
+function item({ owner, tokens, pages }) {
+  const line = document.createElement("li");
   const patch = document.createElement("i");
-  patch.style.background = colourOf(sequence.owner);
-  for (const content of [patch, sequence.owner, sequence.tokens, sequence.pages]) {
-    line.insertCell().append(content);
-  }
+  patch.style.background = colourOf(owner);
+  line.append(patch, `${tokens} tokens, ${pages} ${pages === 1 ? "page" : "pages"} of its own`);
   return line;
 }
 
@@ -84,7 +82,7 @@ function show(now) {
     canvas.setAttribute("aria-label", `${group.num_used_pages} of ${group.num_pages} pages are used`);
     draw(canvas, group);
   });
-  byId("sequences").replaceChildren(...now.sequences.map(row));
+  byId("sequences").replaceChildren(...now.sequences.map(item));
 }
 
 // EventSource cannot send a key.
