@@ -35,6 +35,7 @@ sys.path.append(str(ROOT / "examples"))
 EVALUATION = ("time_machine", "candle", "earnest", "documentation")
 CALIBRATION = "federalist"
 NUM_TOKENS, CHUNK, PAGE_SIZE = 512, 128, 16
+NUM_PAGES = -(-NUM_TOKENS // PAGE_SIZE)
 LARGEST_CODE = {"int8": 127, "float8_e4m3fn": 448}
 
 STATIC = "one scale a head"
@@ -133,19 +134,36 @@ class KeysAndValues:
     v: np.ndarray
 
 
+class Chunk:
+    """A chunk of a text, as the model takes it: a step over caches that hold what comes before."""
+
+    def __init__(self, begin: int, end: int, layers: Sequence[Any]) -> None:
+        self.positions = np.arange(begin, end)
+        self.last_rows = np.arange(end - begin)  # the logits of all tokens
+        self._layers = layers
+        self._text = {
+            "page_table": np.arange(NUM_PAGES, dtype=np.int32)[None],
+            "seq_lens": np.array([end], np.int32),
+        }
+        self._cu_seqlens = np.array([0, end - begin], np.int32)
+
+    def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Append to the cache of a layer, then attend to what it holds."""
+        cache = {**self._text, **self._layers[layer].arguments}
+        octavo.append_kv(k, v, cu_seqlens=self._cu_seqlens, **cache)
+        return octavo.paged_attention(q, cu_seqlens_q=self._cu_seqlens, max_seqlen_q=len(q), **cache)
+
+
 class Reader:
     """A model that reads texts over caches of any kind."""
 
     def __init__(self) -> None:
-        from smollm import cache
-
         from octavo.serving.smollm import arrays, model, tokenizer, weights
 
         try:
             checkpoint = weights.Checkpoint(weights.find_gguf())
         except weights.MissingWeightsError as missing:
             raise ImportError(str(missing)) from missing
-        self._paged = cache
         self._tokenizer = tokenizer.ChatTokenizer(checkpoint)
         self._model = model.Llama(checkpoint, arrays.make_arrays("numpy", "cpu", "float32"))
         # A cache of 16 bits takes queries, keys and values of its own dtype. The weights stay in float32.
@@ -164,27 +182,17 @@ class Reader:
     def read(self, tokens: Sequence[int], kind: Kind, layers: Sequence[Any] | None = None) -> np.ndarray:
         """Return the logits of all tokens. `layers` are the caches, empty ones of this kind by default."""
         model = self._models.get(kind.dtype, self._model)
-        cache = self._empty_cache(kind.dtype)
-        if layers is not None:
-            cache.layers = list(layers)
-        pages = np.arange(cache.num_pages, dtype=np.int32)[None]
+        if layers is None:
+            layers = self._empty_layers(kind.dtype)
         chunks = []
         for begin in range(0, len(tokens), CHUNK):
-            positions = np.arange(begin, min(begin + CHUNK, len(tokens)))
-            batch = self._paged.Batch(
-                tokens=np.array(tokens[begin : begin + CHUNK]),
-                positions=positions,
-                cu_seqlens=np.array([0, len(positions)], np.int32),
-                page_table=pages,
-                seq_lens=np.array([begin + len(positions)], np.int32),
-                logit_rows=np.arange(len(positions)),
-            )
-            chunks.append(model.forward(self._paged.BatchStep(batch, cache), batch.tokens))
+            of_chunk = np.array(tokens[begin : begin + CHUNK])
+            chunks.append(model.forward(Chunk(begin, begin + len(of_chunk), layers), of_chunk))
         return np.concatenate(chunks)
 
     def calibrate(self) -> list[KeysAndValues]:
         """Return what the layers keep of the calibration text; keys are those after RoPE."""
-        layers = self._empty_cache("float32").layers
+        layers = self._empty_layers("float32")
         self.read(self.tokens_of(CALIBRATION), Kind("float32"), layers)
 
         def rows(pages: np.ndarray) -> np.ndarray:
@@ -194,7 +202,7 @@ class Reader:
 
     def make_layers(self, kind: Kind, calibration: Sequence[KeysAndValues]) -> list[Any]:
         """Return empty caches of a kind, with what the variant knows from the calibration text."""
-        layers = self._empty_cache(kind.dtype).layers
+        layers = self._empty_layers(kind.dtype)
         if kind.variant == STATIC:
             return [
                 StaticScales(
@@ -209,11 +217,10 @@ class Reader:
             for layer, found in zip(layers, calibration, strict=True)
         ]
 
-    def _empty_cache(self, dtype: str) -> Any:
-        num_pages = -(-NUM_TOKENS // PAGE_SIZE)
-        return self._paged.PagedCache(
-            self._model.config, self._model.arrays, num_pages, PAGE_SIZE, kv_dtype=dtype
-        )
+    def _empty_layers(self, dtype: str) -> list[Any]:
+        config = self._model.config
+        shape = (NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        return [octavo.empty_cache(*shape, dtype) for _ in range(config.num_layers)]
 
 
 def static_scale(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -16,12 +16,12 @@ import sys
 import time
 
 try:
+    import numpy as np
     from rich.console import Console
     from smollm.display import make_display, summary
-    from smollm.sampling import Sampling
-    from smollm.scheduler import Limits, Scheduler
 
     import octavo
+    from octavo.serving import Sampling, Scheduler
     from octavo.serving.smollm.arrays import make_arrays
     from octavo.serving.smollm.model import Llama
     from octavo.serving.smollm.tokenizer import ChatTokenizer
@@ -55,22 +55,40 @@ def main() -> None:
     if not prompts:
         prompts, system = DEFAULT_PROMPTS, system or DEFAULT_SYSTEM
     tokenizer, model = load(args)
-    num_pages = args.num_pages or -(-model.config.context_length // args.page_size)
-    scheduler = Scheduler(
-        model,
-        Limits(num_pages, args.page_size, args.max_batch, args.prefill_chunk),
-        Sampling(args.temperature, args.top_p, args.seed),
-        tokenizer.stop_tokens,
-        kv_dtype=args.kv_dtype,
-    )
+    cache = make_cache(args, model)
+    context_length = model.config.context_length
+    scheduler = Scheduler(cache, model.forward, max_length=context_length, stop_tokens=tokenizer.stop_tokens)
+    sampling = Sampling(args.temperature, top_p=args.top_p, seed=args.seed)
     try:
         for prompt in prompts:
-            scheduler.submit(tokenizer.encode_chat(prompt, system), args.max_tokens, args.n)
+            scheduler.submit(
+                tokenizer.encode_chat(prompt, system),
+                max_tokens=args.max_tokens,
+                sampling=sampling,
+                num_samples=args.n,
+            )
     except ValueError as error:
         sys.exit(f"generate.py: {error}")
     with contextlib.suppress(KeyboardInterrupt):  # stops early, with the table all the same
         generate(scheduler, tokenizer, prompts, args.n)
-    Console().print(summary(scheduler.statistics, scheduler.cache))
+    Console().print(summary(scheduler.stats(), cache))
+
+
+def make_cache(args: argparse.Namespace, model: Llama) -> octavo.KVCache:
+    config, arrays = model.config, model.arrays
+    max_batch = max(args.max_batch, args.n)
+    return octavo.KVCache(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        num_pages=args.num_pages or -(-config.context_length // args.page_size),
+        page_size=args.page_size,
+        max_batch=max_batch,
+        max_tokens=max_batch + args.prefill_chunk,
+        dtype=args.kv_dtype or arrays.cache_dtype,
+        like=arrays.asarray(np.empty(0, np.float32)),
+        prefix_cache=True,
+    )
 
 
 def load(args: argparse.Namespace) -> tuple[ChatTokenizer, Llama]:
@@ -94,11 +112,11 @@ def generate(scheduler: Scheduler, tokenizer: ChatTokenizer, prompts: list[str],
     total = scheduler.prefill_remaining
     with make_display(prompts, num_samples, total) as display:
         while scheduler.unfinished:
-            new_tokens = scheduler.step()
+            outputs = scheduler.step()
             display.prefilled(total - scheduler.prefill_remaining)
-            for sequence, token in new_tokens:
-                stream = streams[sequence.prompt_index][sequence.sample_index]
-                display.write(sequence, stream.feed(token))
+            for output in outputs:
+                stream = streams[output.request.index][output.sample]
+                display.write(output, stream.feed(output.token))
 
 
 def read_prompts(prompts: list[str]) -> list[str]:

@@ -30,7 +30,8 @@ try:
     from gpt.training import SIZES, Report, Settings, Trainer, default_settings
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from smollm.sampling import Sampling
+
+    from octavo.serving import Sampling
 except ModuleNotFoundError as missing:
     sys.exit(
         f"train.py: {missing}; in octavo's repository, everything that this example needs comes with\n"

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from smollm.sampling import GREEDY, Sampling, sample
 from torch import Tensor
 
 import octavo
+from octavo.serving import Sampling, sample
 
 from .model import GPT
 from .training import autocast
@@ -77,7 +77,7 @@ def generate(
     max_tokens: int,
     *,
     stop_token: int | None = None,
-    sampling: Sampling = GREEDY,
+    sampling: Sampling = Sampling(seed=0),  # noqa: B008 - frozen
     dtype: str = "float32",
     page_size: int = 16,
 ) -> list[list[int]]:

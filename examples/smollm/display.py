@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from .cache import PagedCache
-from .scheduler import Sequence, Statistics
+import octavo
+from octavo.serving import Output, Statistics
 
 LIVE_LINES = 6  # of an unfinished text
 
@@ -25,7 +25,7 @@ class Display(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def prefilled(self, num_tokens: int) -> None: ...
-    def write(self, sequence: Sequence, text: str) -> None: ...
+    def write(self, output: Output, text: str) -> None: ...
 
 
 def make_display(prompts: list[str], num_samples: int, prefill_total: int) -> Display:
@@ -40,9 +40,9 @@ class Labels:
         self.single = num_prompts == num_samples == 1
         self._num_samples = num_samples
 
-    def of(self, sequence: Sequence) -> str:
-        sample = f".{sequence.sample_index + 1}" if self._num_samples > 1 else ""
-        return f"{sequence.prompt_index + 1}{sample}"
+    def of(self, output: Output) -> str:
+        sample = f".{output.sample + 1}" if self._num_samples > 1 else ""
+        return f"{output.request.index + 1}{sample}"
 
 
 def progress_bar(console: Console, total: int) -> Progress:
@@ -79,12 +79,12 @@ class LineDisplay:
         if self._progress.finished:
             self._progress.stop()
 
-    def write(self, sequence: Sequence, text: str) -> None:
-        end = "\n" if sequence.finished else ""
+    def write(self, output: Output, text: str) -> None:
+        end = "\n" if output.finish_reason else ""
         if self._labels.single:
             print(text, end=end, flush=True)
             return
-        label = self._labels.of(sequence)
+        label = self._labels.of(output)
         *lines, rest = (self._unfinished_lines.get(label, "") + text + end).split("\n")
         self._unfinished_lines[label] = rest
         for line in filter(str.strip, lines):
@@ -97,7 +97,7 @@ class TerminalDisplay:
     def __init__(self, prompts: list[str], num_samples: int, prefill_total: int) -> None:
         self._labels = Labels(len(prompts), num_samples)
         self._prompts = prompts
-        self._texts: dict[Sequence, str] = {}
+        self._texts: dict[str, tuple[Output, str]] = {}  # by label; the last output
         self._console = Console()
         self._progress = progress_bar(self._console, prefill_total)
         self._live = Live(console=self._console, get_renderable=self._render, transient=True)
@@ -114,21 +114,21 @@ class TerminalDisplay:
     def prefilled(self, num_tokens: int) -> None:
         self._progress.update(self._progress.task_ids[0], completed=num_tokens)
 
-    def write(self, sequence: Sequence, text: str) -> None:
-        self._texts[sequence] = self._texts.get(sequence, "") + text
-        if sequence.finished:
-            self._console.print(self._panel(sequence, self._texts.pop(sequence)))
+    def write(self, output: Output, text: str) -> None:
+        label = self._labels.of(output)
+        _, before = self._texts.get(label, (output, ""))
+        self._texts[label] = output, before + text
+        if output.finish_reason:
+            self._console.print(self._panel(*self._texts.pop(label)))
 
     def _render(self) -> RenderableType:
-        running = list(self._texts.items())  # the display's own thread draws while texts are added
-        panels = [
-            self._panel(sequence, last_lines(text, self._console.width - 4)) for sequence, text in running
-        ]
+        running = list(self._texts.values())  # the display's own thread draws while texts are added
+        panels = [self._panel(output, last_lines(text, self._console.width - 4)) for output, text in running]
         return Group(*panels) if self._progress.finished else Group(self._progress, *panels)
 
-    def _panel(self, sequence: Sequence, text: str) -> Panel:
-        prompt = self._prompts[sequence.prompt_index].split("\n")[0]
-        title = Text(prompt if self._labels.single else f"{self._labels.of(sequence)}  {prompt}")
+    def _panel(self, output: Output, text: str) -> Panel:
+        prompt = self._prompts[output.request.index].split("\n")[0]
+        title = Text(prompt if self._labels.single else f"{self._labels.of(output)}  {prompt}")
         title.truncate(self._console.width - 8, overflow="ellipsis")
         return Panel(Text(text), title=title, title_align="left")
 
@@ -137,21 +137,21 @@ def last_lines(text: str, width: int) -> str:
     return "\n".join(text.split("\n")[-LIVE_LINES:])[-LIVE_LINES * width :]
 
 
-def summary(statistics: Statistics, cache: PagedCache) -> Table:
+def summary(statistics: Statistics, cache: octavo.KVCache) -> Table:
     def rate(tokens: int, seconds: float) -> str:
         return f"{tokens / seconds:.0f} tokens/s ({tokens} tokens)" if tokens else "none"
 
-    saved = statistics.unshared_pages - statistics.used_pages
+    used, unshared = statistics.peak_used_pages, statistics.peak_unshared_pages
     table = Table(show_header=False)
     table.add_row("prefill", rate(statistics.prefill_tokens, statistics.prefill_seconds))
     table.add_row("decode", rate(statistics.decode_tokens, statistics.decode_seconds))
-    table.add_row("prompt tokens shared, not computed", f"{statistics.shared_tokens}")
+    table.add_row("prompt tokens shared, not computed", f"{statistics.found_tokens}")
     megabytes = cache.num_pages * cache.page_size * cache.bytes_per_token / 1e6
     table.add_row("memory of the cache", f"{cache.bytes_per_token} bytes a token, {megabytes:.1f} MB in all")
-    table.add_row("pages used at the peak", f"{statistics.used_pages} of {cache.num_pages}")
-    table.add_row("pages saved by sharing", f"{saved} ({statistics.unshared_pages} without it)")
-    table.add_row("waste in used pages", f"{statistics.waste_percent:.1f} %")
-    if statistics.preemptions:
-        times = "once" if statistics.preemptions == 1 else f"{statistics.preemptions} times"
+    table.add_row("pages used at the peak", f"{used} of {cache.num_pages}")
+    table.add_row("pages saved by sharing", f"{unshared - used} ({unshared} without it)")
+    table.add_row("waste in used pages", f"{statistics.peak_waste_percent:.1f} %")
+    if statistics.num_preemptions:
+        times = "once" if statistics.num_preemptions == 1 else f"{statistics.num_preemptions} times"
         table.add_row("gave way for lack of pages", times)
     return table

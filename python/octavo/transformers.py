@@ -32,8 +32,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 import octavo.torch
 from octavo._torch_dropout import draw_seed
+from octavo._transformers_batch import generate_batch, make_scheduler
+from octavo._transformers_layers import Layers, LayerStep
 
-__all__ = ["register"]
+__all__ = ["generate_batch", "make_scheduler", "register"]
 
 _ROWS_AT_ONCE = 256  # of a mask that is compared, to bound memory
 _names: set[str] = set()  # under which Octavo is registered
@@ -234,6 +236,10 @@ def _attention(
     for name in ("s_aux", "sinks", "position_bias", "head_mask", "cache"):
         if options.get(name) is not None:
             _refuse(f"{name} is not supported")
+    step = options.get("octavo_step")
+    if isinstance(step, LayerStep):
+        out = step.attend(module, query, key, value, softmax_scale=scaling, softcap=softcap or 0.0)
+        return out, None
     if isinstance(attention_mask, Tensor):
         _refuse(f"a mask of shape {tuple(attention_mask.shape)} is not supported; pass one [batch, seqlen]")
     mask = attention_mask
@@ -244,6 +250,8 @@ def _attention(
         mask = _Mask(causal, -1 if sliding_window is None else sliding_window - 1)
 
     q, k, v = (array.transpose(1, 2) for array in (query, key, value))
+    if isinstance(step, Layers):
+        step.record(module, q, k, v, mask.window_left, causal=mask.causal)
     arguments: dict[str, Any] = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,

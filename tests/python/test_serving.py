@@ -620,6 +620,16 @@ def test_what_could_never_run_is_refused(plain, options, message):
     assert not scheduler.unfinished
 
 
+def test_what_the_page_tables_have_no_room_for_is_refused(plain):
+    cache = make_cache(plain, max_length=20)
+    scheduler = Scheduler(cache, plain.forward)
+    with pytest.raises(ValueError, match=r"3 tokens and 19 new ones exceed the cache's max_length \(20\)"):
+        scheduler.submit([1, 2, 3], max_tokens=19)
+    request = scheduler.submit([1, 2, 3], max_tokens=18)
+    finish(scheduler, cache)
+    assert request.tokens() == plain.greedy([1, 2, 3], 18)
+
+
 @pytest.mark.parametrize("options", [{"prompt": [0.5]}, {"prompt": ["a"]}, {"max_tokens": 1.5}])
 def test_what_is_no_int_is_refused(plain, options):
     scheduler = Scheduler(make_cache(plain), plain.forward)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from octavo._kv_cache import KVCache
 from octavo.serving.group import Group
-from octavo.serving.request import Request
 
 
 class PageGroup(NamedTuple):
@@ -61,17 +60,11 @@ class Room:
                 needed[index] += group.host_pages[index] if group.host_pages else 0
         return all(need <= free for need, free in zip(needed, self.free_pages(), strict=True))
 
-    def check(self, request: Request) -> None:
-        """Raise ValueError if the request would not fit if it were alone."""
-        num_prompt = len(request.prompt)
-        length = num_prompt + request.max_tokens - 1  # the last token is never read
+    def needed(self, num_prompt: int, length: int, num_beams: int) -> tuple[int, PageGroup]:
+        """Return what beams of this length need that share a prompt, in the group that lacks most."""
+        needed = []
         for layers in self._groups:
-            smallest = layers._replace(max_new_tokens=1)
+            one_at_a_time = layers._replace(max_new_tokens=1)
             common = 0 if layers.window_left >= 0 else num_prompt // layers.page_size
-            needed = common + request.num_beams * (smallest.pages(length) - common)
-            if needed > layers.num_pages:
-                beams = f" in {request.num_beams} beams" if request.num_beams > 1 else ""
-                raise ValueError(
-                    f"Scheduler.submit: a prompt of {num_prompt} tokens and {request.max_tokens} new ones"
-                    f"{beams} need {needed} pages of {layers.page_size}; the cache has {layers.num_pages}"
-                )
+            needed.append((common + num_beams * (one_at_a_time.pages(length) - common), layers))
+        return max(needed, key=lambda item: item[0] - item[1].num_pages)

@@ -81,8 +81,7 @@ class Scheduler:
         self._forward = forward
         self._max_batch = cache.max_batch if max_batch is None else max_batch
         self._token_budget = cache.max_tokens if token_budget is None else token_budget
-        # The last token is never read, and needs no place in the cache.
-        self._max_length = min(cache.max_length + 1, max_length or cache.max_length + 1)
+        self._max_length = max_length
         if not 1 <= self._max_batch <= cache.max_batch:
             raise ValueError(
                 f"Scheduler: max_batch ({max_batch}) must be from 1 to the cache's ({cache.max_batch})"
@@ -245,11 +244,9 @@ class Scheduler:
         num_prompt, num_new = len(request.prompt), request.max_tokens
         if num_prompt == 0:
             raise ValueError("Scheduler.submit: prompt must hold a token at least")
-        if num_prompt + num_new > self._max_length:
-            raise ValueError(
-                f"Scheduler.submit: a prompt of {num_prompt} tokens and {num_new} new ones exceed max_length "
-                f"({self._max_length})"
-            )
+        asked = f"Scheduler.submit: a prompt of {num_prompt} tokens and {num_new} new ones"
+        if self._max_length is not None and num_prompt + num_new > self._max_length:
+            raise ValueError(f"{asked} exceed max_length ({self._max_length})")
         for name, rows in (("num_samples", request.num_samples), ("num_beams", request.num_beams)):
             if rows > self._max_batch:
                 raise ValueError(
@@ -266,7 +263,16 @@ class Scheduler:
                     "Scheduler.submit: sampling must have temperature 0 with num_beams, which draws nothing; "
                     f"got {request.sampling.temperature}"
                 )
-        self._batcher.room.check(request)
+        num_cached = num_prompt + num_new - 1  # the last token is never read
+        num_pages, page_group = self._batcher.room.needed(num_prompt, num_cached, request.num_beams)
+        if num_pages > page_group.num_pages:
+            beams = f" in {request.num_beams} beams" if request.num_beams > 1 else ""
+            raise ValueError(
+                f"{asked}{beams} need {num_pages} pages of {page_group.page_size}; "
+                f"the cache has {page_group.num_pages}"
+            )
+        if num_cached > self._cache.max_length:
+            raise ValueError(f"{asked} exceed the cache's max_length ({self._cache.max_length})")
 
     # From one thread
 

@@ -1,0 +1,307 @@
+"""octavo.transformers.generate_batch: models of transformers, served by octavo.serving."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from octavo._kv_cache import KVCache, KVCacheStep
+from octavo._transformers_layers import BloomSteps, Layers, LayerStep, refuse
+from octavo.serving import Request, Sampling, Scheduler
+
+_GREEDY = Sampling()
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_TRIAL = 7  # tokens of the text by which a model proves that it can be served
+
+
+class ServedModel:
+    """A model of transformers, as octavo.serving.Scheduler calls it: its attention reads the cache's pages.
+
+    From then on the model's attention is Octavo's, as ``set_attn_implementation("octavo")`` makes it, until
+    ``close()``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        _check(model)
+        self._model = model
+        self._bloom = BloomSteps(model) if model.config.model_type == "bloom" else None
+        self._parameters = inspect.signature(model.forward).parameters
+        self._before = model.config._attn_implementation
+        self._was_training = model.training
+        model.eval()
+        if self._bloom is None:
+            from octavo.transformers import register
+
+            register()
+            model.set_attn_implementation("octavo")
+        try:
+            self._expected, self._layers = self._look()
+            self._try()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the model back the attention that it had, and the train mode if it was in it."""
+        if self._bloom is None:
+            self._model.set_attn_implementation(self._before)
+        self._model.train(self._was_training)
+
+    def make_cache(self, **sizes: Any) -> KVCache:
+        """Make the cache that the model needs: its layers, heads, windows, dtype and device."""
+        first, *others = self._layers.all
+        for layer in others:
+            if layer[1:3] != first[1:3] or layer[4:] != first[4:]:
+                refuse(self._model, "its layers differ in their KV heads, head dim, dtype or device")
+        sizes.setdefault("like", torch.empty(0, dtype=first.dtype, device=first.device))
+        return KVCache(
+            len(self._layers.all), first.num_kv_heads, first.head_dim, windows=self.windows, **sizes
+        )
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each layer, as KVCache takes them."""
+        lefts = (layer.window_left for layer in self._layers.all)
+        return [None if left < 0 else left for left in lefts]
+
+    @torch.no_grad()
+    def forward(self, step: KVCacheStep, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the logits [batch, vocabulary] after the last token of each sequence."""
+        input_ids = torch.from_numpy(tokens).to(self._model.device)[None]
+        last_rows = step.last_rows.long()
+        options: dict[str, Any] = {"use_cache": False}
+        if "logits_to_keep" in self._parameters:
+            options["logits_to_keep"] = last_rows
+        of_layers = LayerStep(step, self._layers)
+        if self._bloom is None:
+            # A mask of four axes is passed on as it is; Octavo's attention has the step, and reads none.
+            options["attention_mask"] = torch.empty(1, 1, 1, 1, device=input_ids.device)
+            options["position_ids"] = step.positions.long()[None]
+            logits = self._model(input_ids, octavo_step=of_layers, **options).logits
+        else:
+            with self._bloom.during(of_layers):
+                logits = self._model(input_ids, **options).logits
+        if of_layers.num_calls != len(self._layers.all):
+            refuse(self._model, "it does not pass its keywords on to the attention of every layer")
+        if logits.shape[1] != len(last_rows):
+            logits = logits[:, last_rows]
+        result: NDArray[np.float32] = logits[0].float().cpu().numpy()
+        return result
+
+    @property
+    def _trial_text(self) -> Tensor:
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        text: Tensor = torch.arange(1, _TRIAL + 1, device=self._model.device)[None] % vocabulary
+        return text
+
+    @torch.no_grad()
+    def _look(self) -> tuple[Tensor, Layers]:
+        """Have the model describe its layers, in an ordinary forward pass; return its logits, too."""
+        layers = Layers(self._model)
+        text = self._trial_text
+        if self._bloom is None:
+            logits = self._model(text, use_cache=False, octavo_step=layers).logits[0]
+        else:
+            with self._bloom.during(layers):
+                logits = self._model(text, use_cache=False).logits[0]
+        if not layers.all:
+            refuse(self._model, "it does not pass its keywords on to its attention")
+        return logits, layers
+
+    def _try(self) -> None:
+        """See whether two texts in one batch, in parts, get the logits of the ordinary forward pass.
+
+        A model that mixes tokens outside of its attention, or counts positions by itself, does not.
+        """
+        text = self._trial_text[0].cpu().numpy()
+        cache = self.make_cache(num_pages=2 * _TRIAL, page_size=2, max_batch=2, max_tokens=2 * _TRIAL)
+        seqs = [cache.create(), cache.create()]
+        self.forward(cache.step(seqs, [4, 2]), np.concatenate((text[:4], text[:2])))
+        found = self.forward(cache.step(seqs, [3, 3]), np.concatenate((text[4:7], text[2:5])))
+        expected = self._expected[[6, 4]].float().cpu().numpy()
+        tolerance = 1e-3 if self._expected.dtype == torch.float32 else 0.1
+        error = float(np.abs(found - expected).max() / np.abs(expected).max())
+        if not error <= tolerance:
+            refuse(
+                self._model,
+                f"in a batch of two texts its logits are others than those of each alone (by {error:.0%} of "
+                "the largest): it mixes tokens outside of its attention, or counts positions by itself",
+            )
+
+
+def _check(model: Any) -> None:
+    """Refuse by name what is known not to work, before anything runs."""
+    config = model.config.get_text_config(decoder=True)
+    types = set(getattr(config, "layer_types", None) or _LAYER_TYPES)
+    if model.config.is_encoder_decoder:
+        refuse(model, "it has an encoder")
+    if model.get_output_embeddings() is None:
+        refuse(model, "it has no head that gives logits")
+    if model._is_stateful or not types <= _LAYER_TYPES:
+        others = ", ".join(sorted(types - _LAYER_TYPES)) or "a state"
+        refuse(model, f"its layers have other memory than keys and values ({others})")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        refuse(model, "its attention is in chunks (attention_chunk_size)")
+    if getattr(config, "num_kv_shared_layers", None):
+        refuse(model, "some of its layers share their keys and values (num_kv_shared_layers)")
+    accepts = inspect.signature(model.forward).parameters
+    if model.config.model_type != "bloom" and "position_ids" not in accepts:
+        refuse(model, "it takes no position_ids")
+
+
+def make_scheduler(
+    model: PreTrainedModel,
+    *,
+    stop_tokens: Iterable[int] | None = None,
+    token_budget: int | None = None,
+    prefix_cache: bool | None = None,
+    **sizes: Any,
+) -> Scheduler:
+    """Make a scheduler that serves a model: octavo.serving.Scheduler over an octavo.KVCache of its own.
+
+    The model's attention is Octavo's from then on.
+
+    Args:
+        model: a decoder with a head, such as AutoModelForCausalLM gives.
+        stop_tokens: that end every text. Default: the eos_token_id of the model's generation config.
+        token_budget: tokens in a batch. Default: the cache's max_tokens.
+        prefix_cache: whether prefixes are found again. Default: if a layer without a window allows it.
+        **sizes: as for octavo.KVCache: num_pages, memory or memory_fraction, page_size, max_batch,
+            max_tokens, max_length, num_host_pages, and dtype for a cache of codes.
+
+    Raises:
+        ValueError: the model cannot be served; sizes out of range.
+    """
+    return _scheduler(ServedModel(model), stop_tokens, token_budget, prefix_cache, sizes)
+
+
+def _scheduler(
+    served: ServedModel,
+    stop_tokens: Iterable[int] | None,
+    token_budget: int | None,
+    prefix_cache: bool | None,
+    sizes: dict[str, Any],
+) -> Scheduler:
+    model = served._model
+    if prefix_cache is None:
+        prefix_cache = None in served.windows
+    if stop_tokens is None:
+        config = model.generation_config
+        stop_tokens = _as_list(config.eos_token_id if config is not None else None)
+    return Scheduler(
+        served.make_cache(prefix_cache=prefix_cache, **sizes),
+        served.forward,
+        token_budget=token_budget,
+        max_length=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+        stop_tokens=stop_tokens,
+    )
+
+
+def _as_list(tokens: int | list[int] | None) -> list[int]:
+    if tokens is None:
+        return []
+    return [tokens] if isinstance(tokens, int) else list(tokens)
+
+
+@contextlib.contextmanager
+def _served(model: PreTrainedModel) -> Iterator[ServedModel]:
+    served = ServedModel(model)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    prompts: Iterable[Sequence[int] | Tensor],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = _GREEDY,
+    num_samples: int = 1,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    stop_tokens: Iterable[int] | None = None,
+    stop_sequences: Iterable[Iterable[int]] = (),
+    logprobs: bool = False,
+    token_budget: int | None = None,
+    prefix_cache: bool | None = None,
+    **sizes: Any,
+) -> list[Request]:
+    """Generate text after several prompts, in one continuous batch over pages.
+
+    Prompts of any lengths run together, without padding: octavo.serving.Scheduler with an octavo.KVCache,
+    which reads the model's layers, heads, windows, dtype and device from the model itself. Greedy texts are
+    those of ``model.generate(do_sample=False)``, and those of beams those of its beam search.
+
+    A model is served if its attention goes through transformers' AttentionInterface, is causal, in a sliding
+    window or not, and is all that its tokens see of each other. BLOOM is, too. Before it generates anything
+    the model has to give the logits of a short text through the pages, as it does without them.
+
+    Args:
+        model: a decoder with a head, such as AutoModelForCausalLM gives. Its attention and its train mode
+            are set for the call, and then as before.
+        prompts: tokens of each: lists, or tensors of one axis.
+        max_new_tokens: for each sample, at most.
+        sampling: as for Scheduler.submit(), as are num_samples, num_beams, length_penalty, stop_sequences and
+            logprobs. With a seed, prompt i draws from seed + i.
+        num_samples: of each prompt, which is computed once for all of them.
+        num_beams: of beam search; 1: none.
+        length_penalty: of beam search.
+        stop_tokens: that end a text. Default: the eos_token_id of the model's generation config.
+        stop_sequences: that end a text.
+        logprobs: whether the requests have the logarithms of their tokens' probabilities.
+        token_budget: tokens in a batch. Default: the cache's max_tokens.
+        prefix_cache: whether prompts share what they have in common. Default: if a layer without a window
+            allows it.
+        **sizes: as for octavo.KVCache: num_pages, memory or memory_fraction, page_size, max_batch,
+            max_tokens, max_length, num_host_pages, and dtype for a cache of codes. Default: pages for all
+            prompts, or for max_batch of them if there are more.
+
+    Returns:
+        octavo.serving.Request of each prompt, finished: ``request.tokens(sample)`` are the new tokens.
+
+    Raises:
+        ValueError: the model cannot be served, and which it is; a number out of range; a prompt that the
+            model or the cache has no room for.
+    """
+    texts = [[int(token) for token in prompt] for prompt in prompts]
+    if not {"num_pages", "memory", "memory_fraction"} & sizes.keys() and texts:
+        longest = max(map(len, texts)) + max_new_tokens
+        at_once = min(len(texts) * max(num_samples, num_beams), sizes.get("max_batch", 64))
+        sizes["num_pages"] = max(at_once, num_samples, num_beams) * -(-longest // sizes.get("page_size", 16))
+        sizes.setdefault("max_length", longest)
+    if not texts:
+        return []
+    with _served(model) as served:
+        scheduler = _scheduler(served, stop_tokens, token_budget, prefix_cache, sizes)
+        requests = [
+            scheduler.submit(
+                text,
+                max_tokens=max_new_tokens,
+                sampling=_seeded(sampling, number),
+                num_samples=num_samples,
+                num_beams=num_beams,
+                length_penalty=length_penalty,
+                stop_sequences=stop_sequences,
+                logprobs=logprobs,
+            )
+            for number, text in enumerate(texts)
+        ]
+        for _ in scheduler.run():
+            pass
+    return requests
+
+
+def _seeded(sampling: Sampling, number: int) -> Sampling:
+    if sampling.seed is None:
+        return sampling
+    return Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed + number)
