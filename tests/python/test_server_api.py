@@ -11,9 +11,8 @@ for package in ("starlette", "uvicorn", "httpx2"):
 
 from starlette.testclient import TestClient
 
-import octavo
 from octavo.serving import Scheduler
-from support.served_model import NAME, STOP, greedy, load, make_app
+from support.served_model import NAME, greedy, load, make_app
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 USER = [{"role": "user", "content": "What?"}]
@@ -21,10 +20,7 @@ USER_PROMPT = "user: What?\n"
 
 
 def make_parts(model, num_pages=256, page_size=4, max_batch=8, **options):
-    cache = octavo.KVCache(
-        model.num_layers,
-        model.num_kv_heads,
-        model.head_dim,
+    cache = model.make_cache(
         num_pages=num_pages,
         page_size=page_size,
         max_batch=max_batch,

@@ -228,10 +228,12 @@ def test_other_machines_need_a_key(host):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--model", "gpt-9"), "--model gpt-9: there are"),
         (("--model", "nowhere:load"), "No module named 'nowhere'"),
         (("--model", "support.served_model:nothing"), "has no function 'nothing'"),
-        (("--model", "support.served_model:not_a_model"), "must return an octavo.serving.server.Model; got int"),
+        (
+            ("--model", "support.served_model:not_a_model"),
+            "must return an octavo.serving.server.Model; got int",
+        ),
         (("--model", "support.served_model:load", "--memory", "1K"), "memory"),
         (("--api-key", ""), "the API key must have"),
         (("--port", "70000"), "70000 is no port"),

@@ -330,4 +330,3 @@ def test_rate_counts_the_last_seconds():
 )
 def test_names_of_hosts(host, name):
     assert _without_port(host) == name
-

@@ -93,9 +93,7 @@ class Browser:
 
     def evaluate(self, expression):
         """The value of an expression of JavaScript."""
-        result = self.send(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
+        result = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 

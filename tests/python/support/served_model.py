@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
+import octavo
 from octavo.serving.server import Engine, Model, create_app
 from support.exact_model import HEAD_DIM, ExactModel
 
@@ -37,9 +39,7 @@ def load(forward=None, stop_tokens=frozenset({STOP})) -> Model:
         name=NAME,
         forward=forward or exact.forward,
         tokenizer=AsciiTokenizer(),
-        num_layers=len(exact.windows),
-        num_kv_heads=1,
-        head_dim=HEAD_DIM,
+        make_cache=functools.partial(octavo.KVCache, len(exact.windows), 1, HEAD_DIM),
         vocab_size=VOCABULARY,
         max_length=4096,
         stop_tokens=stop_tokens,

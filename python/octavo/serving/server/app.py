@@ -130,13 +130,11 @@ class Api:
 
     async def _events(self, stream: Stream, form: Format, options: Options) -> AsyncGenerator[bytes, None]:
         num_tokens = 0
-        for chunk in form.first_chunks(stream.job.num_answers):
-            yield event(chunk)
+        yield b"".join(event(chunk) for chunk in form.first_chunks(stream.job.num_answers))
         try:
-            async for delta in stream.deltas():
-                num_tokens += delta.num_tokens
-                for chunk in form.chunks(delta):
-                    yield event(chunk)
+            async for deltas in stream.deltas():
+                num_tokens += sum(delta.num_tokens for delta in deltas)
+                yield b"".join(event(chunk) for delta in deltas for chunk in form.chunks(delta))
         except ApiError as error:
             yield error_event(error)
         else:
@@ -291,7 +289,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with contextlib.aclosing(self._events) as events:
             async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -317,8 +316,9 @@ async def _until_disconnect(receive: Receive, work: Awaitable[_Result]) -> _Resu
 async def _collect(stream: Stream) -> tuple[list[Delta], Usage]:
     """Each answer as one delta."""
     parts: list[list[Delta]] = [[] for _ in range(stream.job.num_answers)]
-    async for delta in stream.deltas():
-        parts[delta.index].append(delta)
+    async for deltas in stream.deltas():
+        for delta in deltas:
+            parts[delta.index].append(delta)
     whole = [
         Delta(
             index,

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import uvicorn
 
-import octavo
 from octavo.serving import Scheduler
 from octavo.serving.server.app import create_app
 from octavo.serving.server.engine import Engine
@@ -104,10 +103,7 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
     max_length = min(model.max_length, args.max_length or model.max_length)
     if args.num_pages is None and args.memory is None and args.memory_fraction is None:
         args.memory = 2**30
-    cache = octavo.KVCache(
-        model.num_layers,
-        model.num_kv_heads,
-        model.head_dim,
+    cache = model.make_cache(
         num_pages=args.num_pages,
         memory=args.memory,
         memory_fraction=args.memory_fraction,
@@ -115,10 +111,8 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
         max_batch=args.max_batch,
         max_tokens=max(args.token_budget, args.max_batch),
         max_length=max_length,
-        dtype=args.kv_dtype or model.dtype,
-        like=model.like,
-        windows=model.windows,
         prefix_cache=not args.no_prefix_cache,
+        **({} if args.kv_dtype is None else {"dtype": args.kv_dtype}),
     )
     scheduler = Scheduler(cache, model.forward, max_length=max_length, stop_tokens=model.stop_tokens)
     engine = Engine(
@@ -131,10 +125,15 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m octavo.serving", description=DESCRIPTION)
     add = parser.add_argument
-    add("--model", default="smollm2", help="smollm2, or module:function that returns a Model (%(default)s)")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="of smollm2 (%(default)s)")
+    add(
+        "--model",
+        default="smollm2",
+        help="smollm2; a name or folder, as from_pretrained of transformers takes it; or module:function, which "
+        "returns an octavo.serving.server.Model (%(default)s)",
+    )
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
     add("--array", choices=["numpy", "torch", "cupy"], help="library of smollm2 (cpu: numpy; cuda: torch)")
-    add("--dtype", choices=["float32", "float16", "bfloat16"], help="of smollm2 (cpu: float32; cuda: float16)")
+    add("--dtype", choices=["float32", "float16", "bfloat16"], help="(the model's; of smollm2 float32)")
     add("--host", default="127.0.0.1", help="(%(default)s: this machine alone)")
     add("--port", type=_port, default=8000, help="0: any that is free (%(default)s)")
     add("--api-key", help="that clients have to send ($OCTAVO_API_KEY, which other users cannot see)")

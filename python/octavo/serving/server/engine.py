@@ -62,15 +62,20 @@ class Stream:
     answers: dict[tuple[Request, int], Answer] = field(default_factory=dict)
     has_begun: bool = False
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """What is new, until each answer is finished; ApiError where they are cut off."""
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What is new at a time, until each answer is finished; ApiError where they are cut off."""
         unfinished = self.job.num_answers
         while unfinished:
-            event = await self.events.get()
-            if isinstance(event, ApiError):
-                raise event
-            unfinished -= event.finish_reason is not None
-            yield event
+            events = [await self.events.get()]
+            while not self.events.empty():
+                events.append(self.events.get_nowait())
+            deltas = [event for event in events if isinstance(event, Delta)]
+            unfinished -= sum(delta.finish_reason is not None for delta in deltas)
+            if deltas:
+                yield deltas
+            for event in events:
+                if isinstance(event, ApiError) and unfinished:
+                    raise event
 
 
 class Engine:
