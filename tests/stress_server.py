@@ -2,11 +2,11 @@
 
     python tests/stress_server.py --clients 200 --seconds 120
 
-Each client sends one request after another, streamed or not: greedy ones, whose text has to be what the model
-says without a cache; others with samples, seeds and stops; wrong ones, which have to be refused; and some that
-it leaves in the middle. The pages of the cache are fewer than these requests would like to have. At the end all
-pages have to be free and the allocator's invariants to hold, and the server has to stop with status 0. Prints a
-report in JSON; the exit status is 1 if anything was wrong. The model is that of tests/python/support.
+Each client sends one request after another, streamed or not: greedy ones, whose text has to be what the
+model says without a cache; others with samples and stops; wrong ones, which have to be refused; and some that
+it leaves in the middle. The pages of the cache are fewer than these requests would like to have. At the end
+all pages have to be free and the allocator's invariants to hold, and the server has to stop with status 0.
+Prints a report in JSON; the exit status is 1 if anything was wrong. The model is tests/python/support's.
 """
 
 from __future__ import annotations

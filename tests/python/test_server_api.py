@@ -6,8 +6,9 @@ import re
 import numpy as np
 import pytest
 
-for package in ("starlette", "uvicorn", "httpx2"):
-    pytest.importorskip(package, reason=f"the server, or its tests, need {package}")
+pytest.importorskip("starlette", reason="the server needs starlette")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn")
+pytest.importorskip("httpx2", reason="Starlette's test client needs httpx2")
 
 from starlette.testclient import TestClient
 
@@ -257,7 +258,7 @@ def test_logprobs_of_a_chat(client):
 
 
 def test_prompts_that_begin_alike_share_pages(served):
-    client, _, engine = served
+    client, _, _ = served
     beginning = "The same beginning of forty characters. "
     assert len(beginning) == 40
     complete(client, prompt=beginning + "one")

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-for package in ("starlette", "uvicorn", "gguf", "jinja2", "tokenizers"):
-    pytest.importorskip(package, reason=f"the server needs {package}")
+pytest.importorskip("starlette", reason="the server needs starlette")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn")
+pytest.importorskip("gguf", reason="the server needs gguf")
+pytest.importorskip("jinja2", reason="the server needs jinja2")
+pytest.importorskip("tokenizers", reason="the server needs tokenizers")
 
 from octavo.serving.server.models import load
 from support.server_process import read_events, serve

@@ -2,8 +2,8 @@
 
 import pytest
 
-for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason=f"the server needs {package}")
+pytest.importorskip("starlette", reason="the server needs starlette")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 
 from support.browser import find_browser, open_browser
 from support.server_process import read_events, serve

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason=f"the server needs {package}")
+pytest.importorskip("starlette", reason="the server needs starlette")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 
 from support.served_model import greedy
 from support.server_process import ServerProcess, environment_with_tests, read_events, serve
@@ -162,7 +162,7 @@ def test_a_stop_in_mid_stream(number):
 
 def test_a_stop_lets_answers_finish():
     server = ServerProcess(*CACHE, model=SLOW)
-    response, events = begin(server, max_tokens=60)
+    _, events = begin(server, max_tokens=60)
     whole = []
     thread = threading.Thread(target=lambda: whole.append(server.post({**ENDLESS, "max_tokens": 50})))
     thread.start()
@@ -232,7 +232,7 @@ def test_other_machines_need_a_key(host):
         (("--model", "support.served_model:nothing"), "has no function 'nothing'"),
         (
             ("--model", "support.served_model:not_a_model"),
-            "must return an octavo.serving.server.Model; got int",
+            "octavo.serving.server.Model; got int",
         ),
         (("--model", "support.served_model:load", "--memory", "1K"), "memory"),
         (("--api-key", ""), "the API key must have"),

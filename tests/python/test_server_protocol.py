@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason=f"the server needs {package}")
+pytest.importorskip("starlette", reason="the server needs starlette")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 
 from octavo.serving.server.errors import ApiError
 from octavo.serving.server.guard import _without_port
@@ -201,8 +201,10 @@ def test_messages_of_errors_name_rule_and_value():
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[1]", b"3", b"null", b'"a"', b"\xff", b'{"a": NaN}', b'{"a": Infinity}', b"{} {}"]
-    + [b"[" * 100_000, b'{"a":' * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b"{'a': 1}"],
+    [
+        *(b"", b"{", b"[1]", b"3", b"null", b'"a"', b"\xff", b'{"a": NaN}', b'{"a": Infinity}', b"{} {}"),
+        *(b"[" * 100_000, b'{"a":' * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b"{'a': 1}"),
+    ],
     ids=lambda body: repr(body[:12]),
 )
 def test_bodies_that_are_no_json_object(body):

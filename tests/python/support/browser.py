@@ -38,9 +38,9 @@ class Browser:
         os.set_blocking(self._read, False)
         arguments = ["--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"]
         arguments += ["--no-first-run", "--disable-dev-shm-usage", "--window-size=1000,900"]
+        arguments += [f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", AS_3_AND_4, str(to_browser), str(from_browser), program, *arguments]
-            + [f"--user-data-dir={profile}", "about:blank"],
+            [sys.executable, "-c", AS_3_AND_4, str(to_browser), str(from_browser), program, *arguments],
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

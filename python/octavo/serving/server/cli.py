@@ -20,8 +20,8 @@ from octavo.serving.server.engine import Engine
 from octavo.serving.server.models import Model, load
 
 DESCRIPTION = """\
-Serve a language model over HTTP, as OpenAI's completions and chat completions, with a page at / that shows the
-pages of its KV cache. Without --model that is SmolLM2-135M-Instruct, on the CPU."""
+Serve a language model over HTTP, as OpenAI's completions and chat completions, with a page at / that shows
+the pages of its KV cache. Without --model that is SmolLM2-135M-Instruct, on the CPU."""
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_local = _is_loopback(args.host)
     if not is_local and api_key is None and not args.no_api_key:
         parser.error(
-            f"--host {args.host} can be reached from other machines: give --api-key, or OCTAVO_API_KEY in the "
-            "environment; or --no-api-key to serve whoever can reach it"
+            f"--host {args.host} can be reached from other machines: give --api-key, or OCTAVO_API_KEY in "
+            "the environment; or --no-api-key to serve whoever can reach it"
         )
     try:
         model = load(args.model, device=args.device, array=args.array, dtype=args.dtype)
@@ -128,8 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--model",
         default="smollm2",
-        help="smollm2; a name or folder, as from_pretrained of transformers takes it; or module:function, which "
-        "returns an octavo.serving.server.Model (%(default)s)",
+        help="smollm2; a name or folder, as from_pretrained of transformers takes it; or module:function, "
+        "which returns an octavo.serving.server.Model (%(default)s)",
     )
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
     add("--array", choices=["numpy", "torch", "cupy"], help="library of smollm2 (cpu: numpy; cuda: torch)")

@@ -325,9 +325,9 @@ class Engine:
         events = []
         for output in outputs:
             stream = self._stream_of.get(output.request)
-            answer = stream and stream.answers[output.request, output.sample]
-            if stream is None or answer is None or answer.finish_reason is not None:
+            if stream is None:  # nobody reads it any more
                 continue
+            answer = stream.answers[output.request, output.sample]
             if not stream.has_begun:
                 stream.has_begun = True
                 self.metrics.first_token.observe(now - stream.submitted)
@@ -337,9 +337,7 @@ class Engine:
             delta = answer.feed(output.token, output.logprob, output.finish_reason)
             if answer.finish_reason is not None:
                 self.metrics.finish(answer.finish_reason, now - stream.submitted)
-                if (
-                    output.finish_reason is None
-                ):  # by a text at which to stop, which the scheduler does not know
+                if output.finish_reason is None:  # a text at which to stop; the scheduler knows only tokens
                     self._scheduler.cancel(output.request, output.sample)
             if delta is not None:
                 events.append((stream, delta))

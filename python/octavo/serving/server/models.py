@@ -22,7 +22,7 @@ class Model:
     Args:
         name: under which clients ask for it.
         forward: as `octavo.serving.Scheduler` calls it.
-        make_cache: called with sizes, such as num_pages and page_size, makes the octavo.KVCache of its layers.
+        make_cache: called with sizes, such as num_pages=, makes the octavo.KVCache of its layers.
         tokenizer: see `octavo.serving.server.Tokenizer`.
         vocab_size: tokens are from 0 to vocab_size - 1.
         max_length: of a prompt and its answer, in tokens.
@@ -42,7 +42,8 @@ def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str
     """The model that `--model` names.
 
     Args:
-        name: smollm2; module:function, whose result is the model; or what from_pretrained of transformers takes.
+        name: smollm2; module:function, whose result is the model; or a name or folder as from_pretrained of
+            transformers takes it.
         device: cpu or cuda.
         array: library of smollm2. Default: numpy on the CPU, else torch.
         dtype: of the model. Default: float32 for smollm2 on the CPU, float16 on a GPU; that of other models.
@@ -57,9 +58,7 @@ def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str
         raise ValueError(f"--array {array}: it is for smollm2 alone")
     if ":" in name:
         if dtype is not None or device != "cpu":
-            raise ValueError(
-                "--device, --dtype: they are for models that the server loads, not for a function"
-            )
+            raise ValueError("--device and --dtype are for models that the server loads, not for a function")
         return _call(name)
     return _load_transformers(name, device, dtype)
 
@@ -131,7 +130,8 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
         ) from missing
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto").to(device)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+        model.to(device)
     except (OSError, RuntimeError) as error:  # no such model; no such device
         raise ValueError(f"--model {name}: {error}") from error
     if not tokenizer.is_fast:
