@@ -4,7 +4,8 @@ On the line before a fence:
 `<!-- test: gpu -->`: the snippet needs a GPU;
 `<!-- test: prints -->`: the snippet prints what the next fence, of the language `text`, holds;
 `<!-- test: raises -->`: the snippet raises the message of the heading above it;
-`<!-- test: raises gpu -->`: both.
+`<!-- test: raises gpu -->`: both;
+`<!-- test: server -->` and `<!-- test: model -->`: test_docs_server.py runs the snippet.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def snippets_in(language: str, *, raises: bool = False) -> list:
         )
         for page in PAGES
         for snippet in find_snippets(page.read_text(encoding="utf-8"))
-        if snippet.language == language and ("raises" in snippet.flags) == raises
+        if snippet.language == language
+        and ("raises" in snippet.flags) == raises
+        and not snippet.flags & {"server", "model"}
     ]
 
 
@@ -176,8 +179,8 @@ def test_every_library_has_a_tutorial_with_a_snippet() -> None:
         languages = {snippet.language for snippet in snippets}
         modules = set().union(*(modules_of(s.code) for s in snippets if s.language == "python"))
         library = Path(path).stem
-        of_torch = ("pytorch", "training", "flash_attn")
-        assert ("torch" if library in of_torch else library) in languages | modules
+        module = dict.fromkeys(("pytorch", "training", "flash_attn"), "torch") | {"server": "octavo"}
+        assert module.get(library, library) in languages | modules
 
 
 def test_find_snippets() -> None:
