@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo._cache import empty_cache
+from octavo._cache import PagedCache, empty_cache
 from octavo._core import PageAllocator, PageGroup
 from octavo._kv_layout import bytes_per_page, group_layers, most_pages_of_window, pages_within
 
@@ -92,7 +92,16 @@ class KVSequences:
         for number, group in enumerate(self._groups):
             for layer in group.layers:
                 self._group_of_layer[layer] = number
-        self._made = [empty_cache(pages[group], *shape, like=like) for group in self._group_of_layer]
+        self._pages_of_group = pages
+        self._shape = shape
+        self.bytes_per_token = page_bytes * num_layers // page_size
+        """In all layers, scales counted."""
+
+    def _make_layers(self, like: Any) -> list[PagedCache]:
+        return [
+            empty_cache(self._pages_of_group[group], *self._shape, like=like)
+            for group in self._group_of_layer
+        ]
 
     @property
     def num_pages(self) -> int:
@@ -103,11 +112,6 @@ class KVSequences:
     def max_pages(self) -> int:
         """Of a sequence: the columns of the page tables."""
         return -(-self.max_length // self.page_size)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """In all layers, scales counted."""
-        return sum(layer.bytes_per_token for layer in self._made)
 
     def create(
         self, tokens: Iterable[int] | SupportsDLPack | None = None, namespace: str | bytes = ""
