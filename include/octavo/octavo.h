@@ -45,7 +45,8 @@ typedef enum octavo_dtype {
     OCTAVO_FLOAT8_E4M3FN = 5,
     OCTAVO_FLOAT8_E5M2 = 6,
     OCTAVO_UINT8 = 7,
-    OCTAVO_INT4 = 8 /* no array's: what pages of uint8 may hold, by kv_dtype */
+    OCTAVO_INT4 = 8, /* no array's: what pages of uint8 may hold, by kv_dtype */
+    OCTAVO_INT64 = 9
 } octavo_dtype;
 
 typedef enum octavo_activation { OCTAVO_SILU = 0, OCTAVO_GELU = 1, OCTAVO_SILU_GATE = 2 } octavo_activation;

@@ -95,7 +95,7 @@ struct Importer {
             }
         };
         require_between("ndim", tensor.ndim, TensorView::kMaxDims);
-        require_between("dtype", tensor.dtype, OCTAVO_UINT8);
+        if (tensor.dtype != OCTAVO_INT64) require_between("dtype", tensor.dtype, OCTAVO_UINT8);
         require_between("device_type", tensor.device_type, OCTAVO_CUDA);
         if (tensor.ndim > 0 && !tensor.shape) refuse(name, "'s shape must not be null");
         TensorView view;

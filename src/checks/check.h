@@ -35,6 +35,8 @@ class Checker {
     void lse(const char* name, const TensorView& t, const char* out_name, const TensorView& out) const;
     // int32 metadata, contiguous along its last axis.
     void index(const char* name, const TensorView& t, int ndim, const char* axes) const;
+    // The same of int32 or int64.
+    void integers(const char* name, const TensorView& t, int ndim, const char* axes) const;
 
     void dtype(const char* name, const TensorView& t, DType wanted, const char* of) const;
     void float_dtype(const char* name, const TensorView& t) const;
