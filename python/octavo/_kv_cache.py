@@ -79,7 +79,7 @@ class KVCache(KVSequences):
         from octavo._kv_memory import memory_of  # here, since these import NumPy
         from octavo._kv_steps import DeviceStep, StepLayout
 
-        library = library_of(like)
+        library = library_of("KVCache", like)
         if library == "jax":
             raise TypeError(
                 "KVCache: like must not be a JAX array, whose pages cannot be written; use octavo.jax.KVCache"

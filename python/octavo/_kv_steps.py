@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from octavo._kv_memory import Memory
+    from octavo._types import SupportsDLPack
 
 _ALIGNMENT = 64  # numbers: arrays begin at multiples of 256 bytes
 
@@ -101,49 +102,35 @@ class HostStep:
         self._layout = layout
         rows = layout.max_batch
         groups = range(layout.num_groups)
-        self._seq_lens = layout.seq_lens(numbers, rows)
-        self._cu_seqlens_q = layout.cu_seqlens_q(numbers, rows)
-        self._last_rows = layout.last_rows(numbers, rows)
-        self._positions = layout.positions(numbers, layout.max_tokens)
         self._arrays = StepArrays(
             [layout.page_table(numbers, group, rows) for group in groups],
-            self._seq_lens,
-            self._cu_seqlens_q,
+            layout.seq_lens(numbers, rows),
+            layout.cu_seqlens_q(numbers, rows),
             [layout.copies(numbers, group, rows) for group in groups],
+            positions=layout.positions(numbers, layout.max_tokens),
+            last_rows=layout.last_rows(numbers, rows),
         )
 
     def write(
         self,
         allocator: PageAllocator,
         seqs: Sequence[int],
-        num_new_tokens: Any,
-        tokens: Any,
+        num_new_tokens: int | Iterable[int] | SupportsDLPack,
+        tokens: Iterable[int] | SupportsDLPack | None,
         pad_batch: int | None,
         pad_tokens: int | None,
     ) -> StepCounts:
         """Extend the sequences, all or nothing: ``KVCache.step`` as far as it is the host's."""
-        counts = _count_of_each(seqs, num_new_tokens)
-        batch, total, longest = len(seqs), int(counts.sum()), int(counts.max(initial=0))
-        most = self._layout.max_tokens
-        if total > most:
-            raise ValueError(f"step: num_new_tokens must add up to at most max_tokens ({most}); got {total}")
+        batch = len(seqs)
+        total, longest = _total_and_longest(num_new_tokens, batch)
         rows = _padded("pad_batch", pad_batch, batch, self._layout.max_batch)
         one_each = longest == 1 and total == batch
-        num_rows_of_tokens = _padded("pad_tokens", pad_tokens, rows if one_each else total, most)
+        num_rows_of_tokens = _padded(
+            "pad_tokens", pad_tokens, rows if one_each else total, self._layout.max_tokens
+        )
         num_copies = allocator.step(seqs, num_new_tokens, self._arrays, tokens)
         assert isinstance(num_copies, tuple)  # since page_table was given as a list
-        self._write_positions(counts, total)
         return StepCounts(batch, total, longest, rows, num_rows_of_tokens, num_copies)
-
-    def _write_positions(self, counts: NDArray[np.int64], total: int) -> None:
-        batch = len(counts)
-        begins = self._cu_seqlens_q[:batch]
-        self._positions[:total] = np.arange(total) + np.repeat(
-            self._seq_lens[:batch] - counts - begins, counts
-        )
-        self._positions[total:] = 0
-        self._last_rows[:batch] = np.where(counts > 0, begins + counts - 1, 0)
-        self._last_rows[batch:] = 0
 
 
 class DeviceStep:
@@ -167,10 +154,12 @@ class DeviceStep:
         return counts
 
 
-def _count_of_each(seqs: Sequence[int], num_new_tokens: int | Iterable[int]) -> NDArray[np.int64]:
+def _total_and_longest(num_new_tokens: Any, batch: int) -> tuple[int, int]:
+    """As far as they are numbers at all, which the allocator sees to."""
     if isinstance(num_new_tokens, int):
-        return np.full(len(seqs), num_new_tokens)
-    return np.asarray(num_new_tokens, np.int64)
+        return num_new_tokens * batch, num_new_tokens if batch else 0
+    counts = np.asarray(num_new_tokens)
+    return int(counts.sum()), int(counts.max(initial=0))
 
 
 def _padded(name: str, padded: int | None, number: int, most: int) -> int:

@@ -106,16 +106,16 @@ class Programs(RuleBasedStateMachine):
         each = [counts] * len(batch) if counts == 1 else counts
         new = [data.draw(st.lists(TOKENS, min_size=n, max_size=n)) for n in each]
         packed = [token for tokens in new for token in tokens]
+        handles = [sequence.handle for sequence in batch]
+        told = packed if self.cache.prefix_cache else None
         free_pages = self.free_pages()
-        try:
-            step = self.cache.step(
-                [sequence.handle for sequence in batch],
-                counts,
-                packed if self.cache.prefix_cache else None,
-            )
-        except octavo.OutOfPages as error:
-            assert error.indices and self.free_pages() == free_pages
+        if not self.cache.fits(handles, counts):
+            with pytest.raises(octavo.OutOfPages) as refused:
+                self.cache.step(handles, counts, told)
+            assert refused.value.indices
+            assert self.free_pages() == free_pages
             return
+        step = self.cache.step(handles, counts, told)
         for sequence, tokens in zip(batch, new, strict=True):
             sequence.tokens += tokens
         self.check_arrays(step, batch, each)
@@ -206,10 +206,13 @@ class Programs(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.active))
         length = data.draw(st.integers(0, len(sequence.tokens)))
+        refused = ""
         try:
             self.cache.truncate(sequence.handle, length)
         except ValueError as error:
-            assert "window" in str(error)  # pages behind it are gone
+            refused = str(error)
+        if refused:
+            assert "the pages before its window were returned" in refused
         else:
             del sequence.tokens[length:]
 
@@ -253,3 +256,12 @@ TestProgramsOfNumPy = Programs.TestCase
 TestProgramsOfNumPy.settings = settings(
     max_examples=3 * settings.default.max_examples, stateful_step_count=60
 )
+
+
+class ProgramsOfTorch(Programs):
+    library_name = "torch"
+
+
+@pytest.mark.usefixtures("torch")
+class TestProgramsOfTorch(ProgramsOfTorch.TestCase):
+    settings = settings(stateful_step_count=60)
