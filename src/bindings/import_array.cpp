@@ -361,7 +361,7 @@ nb::object Call::array_of_list(const char* name, nb::handle list) {
 TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes, bool may_be_on_host) {
     const bool is_list = PyList_Check(array.ptr()) || PyTuple_Check(array.ptr());
     const bool may_be_list = (accept == Accept::int32 || accept == Accept::integer) && !writes;
-    if (is_list && may_be_list && device_ && device_->type == DeviceType::cpu)
+    if (is_list && may_be_list && device_.value_or(Device{}).type == DeviceType::cpu)
         return import(name, array_of_list(name, array), accept, writes, may_be_on_host);
     const ArrayType type = array_type_of(array);
     if (type.framework == Framework::none) {

@@ -83,7 +83,8 @@ Bytes bytes_of(const TensorView& t);
 // Whether both name the same elements in the same order.
 bool same_elements(const TensorView& a, const TensorView& b);
 
-// Checks that cu_seqlens (host memory, [batch + 1]) starts at 0, never falls, and ends at `total`.
+// Checks that cu_seqlens (host memory, [batch + 1]) starts at 0, never falls, and ends at `total` or before:
+// rows past its end are padding.
 void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
                       int64_t total);
 

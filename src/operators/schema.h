@@ -238,6 +238,7 @@ struct AppendKv {
         input("rotary_sin", &Args::rotary_sin, &CArgs::rotary_sin),
         scalar("rotary_interleaved", &Args::rotary_interleaved, &CArgs::rotary_interleaved),
         input("q", &Args::q, &CArgs::q),
+        input<Accept::integer>("slot_mapping", &Args::slot_mapping, &CArgs::slot_mapping),
         result("q_out", &Args::q_out, &Args::q, &CArgs::q_out));
 };
 
