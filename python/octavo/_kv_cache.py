@@ -113,8 +113,8 @@ class KVCache(KVSequences):
         layout = StepLayout(max_batch, max_tokens, self.max_pages, len(self._groups))
         self._numbers = DeviceStep(layout, self._memory)
         self._views: dict[int, _Views] = {}
-        self._attend = [
-            (layer.arguments, group, self._groups[group].window_left)
+        self._of_layer = [
+            (layer.k_pages, layer.v_pages, _others(layer), group, self._groups[group].window_left)
             for layer, group in zip(self.layers, self._group_of_layer, strict=True)
         ]
         self._step: KVCacheStep | None = None
@@ -332,37 +332,43 @@ class KVCacheStep:
             )
         if not 0 <= layer < cache.num_layers:
             raise ValueError(f"attend: layer ({layer}) must be from 0 to {cache.num_layers - 1}")
-        arguments, group, window_left = cache._attend[layer]
-        page_table = self.page_tables[group]
+        k_pages, v_pages, others, group, window_left = cache._of_layer[layer]
+        page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens
         if rotary_cos is None and rotary_sin is None:
-            append_kv(
-                k, v, page_table=page_table, seq_lens=self.seq_lens, cu_seqlens=self._cu_seqlens, **arguments
-            )
+            append_kv(k, v, k_pages, v_pages, page_table, seq_lens, cu_seqlens=cu_seqlens, **others)
         else:
-            q = append_kv(
+            out = q = append_kv(  # rotated, and read for the last time by what writes over them
                 k,
                 v,
-                page_table=page_table,
-                seq_lens=self.seq_lens,
-                cu_seqlens=self._cu_seqlens,
+                k_pages,
+                v_pages,
+                page_table,
+                seq_lens,
+                cu_seqlens=cu_seqlens,
                 rotary_cos=rotary_cos,
                 rotary_sin=rotary_sin,
                 rotary_interleaved=rotary_interleaved,
                 q=q,
                 q_out=out,
-                **arguments,
+                **others,
             )
-            out = q  # rotated, and read for the last time
         return paged_attention(
             q,
-            page_table=page_table,
-            seq_lens=self.seq_lens,
-            cu_seqlens_q=self._cu_seqlens,
+            k_pages,
+            v_pages,
+            page_table,
+            seq_lens,
+            cu_seqlens_q=cu_seqlens,
             max_seqlen_q=self._max_seqlen,
             softmax_scale=softmax_scale,
             window_left=window_left,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             out=out,
-            **arguments,
+            **others,
         )
+
+
+def _others(layer: PagedCache) -> dict[str, Any]:
+    """Those of its arguments that are not pages."""
+    return {name: x for name, x in layer.arguments.items() if name not in ("k_pages", "v_pages")}

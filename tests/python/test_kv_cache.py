@@ -156,6 +156,26 @@ def test_padding_of_the_batch(on_cpu: ArrayLibrary) -> None:
     assert on_cpu.to_numpy(step.positions).tolist() == [5, 5, 0, 0]
 
 
+def test_padding_of_the_tokens(on_cpu: ArrayLibrary) -> None:
+    cache, plain = make_cache(on_cpu), make_cache(on_cpu)
+    seqs, others = ([x.create() for _ in range(2)] for x in (cache, plain))
+    for counts in ([5, 3], [1, 1], [0, 4]):
+        step = cache.step(seqs, counts, pad_batch=4, pad_tokens=16)
+        expected, total = plain.step(others, counts), sum(counts)
+        q, k, v = random_tokens(on_cpu, 16)
+        out = step.attend(0, q, k, v)
+        np.testing.assert_array_equal(
+            on_cpu.to_numpy(out[:total]),
+            on_cpu.to_numpy(expected.attend(0, q[:total], k[:total], v[:total])),
+        )
+        assert not on_cpu.to_numpy(out[total:]).any()
+        assert on_cpu.to_numpy(step.positions).tolist() == [
+            *on_cpu.to_numpy(expected.positions),
+            *[0] * (16 - total),
+        ]
+        assert on_cpu.to_numpy(step.last_rows).tolist() == [*on_cpu.to_numpy(expected.last_rows), 0, 0]
+
+
 def test_arrays_stay_where_they_are(on_cpu: ArrayLibrary) -> None:
     cache = make_cache(on_cpu)
     seqs = [cache.create(), cache.create()]

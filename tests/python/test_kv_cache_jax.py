@@ -78,6 +78,24 @@ def test_padded_batches_share_a_program() -> None:
     assert forward._cache_size() == 1
 
 
+def test_padded_prompts_share_a_program() -> None:
+    ours, other = make_caches()
+    forward = make_program()
+    seqs, others = ([cache.create() for _ in range(3)] for cache in (ours, other))
+    for counts in ([5, 7], [6, 1, 8], [0, 5, 5]):
+        batch, total = len(counts), sum(counts)
+        step = ours.step(seqs[:batch], counts, pad_batch=4, pad_tokens=16)
+        expected = other.step(others[:batch], counts)
+        q, k, v = random_tokens(16)
+        out, ours.pages, _ = forward(ours.pages, step, q, k, v)
+        q, k, v = (x[:total] for x in (q, k, v))
+        for layer in range(2):
+            q = expected.attend(layer, q, k, v)
+        np.testing.assert_allclose(out[:total], q, rtol=1e-5, atol=1e-6)
+        assert not np.asarray(out[total:]).any()
+    assert forward._cache_size() == 1  # the bound of 8 tokens a sequence serves them all
+
+
 def test_the_pages_are_given_up() -> None:
     cache, _ = make_caches()
     before = cache.pages
