@@ -52,7 +52,7 @@ def _fold_pages(ids: Array, num_pages: int) -> Array:
 def _fold_slots(slots: Array, num_slots: int) -> Array:
     """Slots [n, total] of caches that lie one behind the other now; those of no slot become -1."""
     n = slots.shape[0]
-    if n * num_slots - 1 > jnp.iinfo(slots.dtype).max:
+    if n * num_slots > 2 ** (8 * slots.dtype.itemsize - 1):
         raise ValueError(
             f"append_kv: slot_mapping must be int64 to be mapped over {n} caches of {num_slots} slots each; "
             f"it is {slots.dtype}"

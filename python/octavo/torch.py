@@ -599,7 +599,8 @@ def append_kv(
         _APPEND_KV_OUT_Q(*arrays, q_out, *tables, q=q, **_in_place(options))
         return q_out
     except RuntimeError as error:
-        _raise_in_words_of_octavo(error, append_kv, (k, v, k_pages, v_pages, page_table, seq_lens), options)
+        given = {"page_table": page_table, "seq_lens": seq_lens, **options}
+        _raise_in_words_of_octavo(error, append_kv, (k, v, k_pages, v_pages), given)
         raise
 
 
