@@ -70,12 +70,12 @@ class LayerStep:
         self.num_calls = 0
 
     def attend(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **arguments: Any
     ) -> Tensor:
         """Return [1, T, num_q_heads, head_dim] of query, key and value [1, heads, T, head_dim]."""
         self.num_calls += 1
         q, k, v = (array[0].transpose(0, 1) for array in (query, key, value))
-        out: Tensor = self._step.attend(self._layers.number(module), q, k, v, **options)[None]
+        out: Tensor = self._step.attend(self._layers.number(module), q, k, v, **arguments)[None]
         return out
 
 
