@@ -63,9 +63,9 @@ class Batcher:
         self._release(group)
 
     def drop(self, requests: set[Request]) -> None:
-        """Let all groups of these requests go."""
+        """Let the groups of these requests go that nobody waits for."""
         for groups in (self.waiting, self.running):
-            for group in [group for group in groups if group.request in requests]:
+            for group in [group for group in groups if group.request in requests and group.is_over]:
                 groups.remove(group)
                 self._release(group)
 

@@ -45,6 +45,13 @@ class Group:
         return self.request.num_beams if self.search else self.num_samples
 
     @property
+    def is_over(self) -> bool:
+        """Whether nobody waits any more for what it stands for."""
+        if self.search is None and self.num_samples == 1:
+            return self.request.finish_reason(self.sample) is not None
+        return self.request.finished
+
+    @property
     def num_tokens(self) -> int:
         """Of each of its sequences."""
         return len(self.request.prompt) + len(self.generated[0])

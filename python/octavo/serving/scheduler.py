@@ -186,25 +186,40 @@ class Scheduler:
             )
         return request
 
-    def cancel(self, request: Request) -> bool:
-        """End a request; return whether there was anything left of it to end.
+    def cancel(self, request: Request, sample: int | None = None) -> bool:
+        """End a request, or one of its samples; return whether there was anything left to end.
 
-        Its unfinished samples keep the tokens that they have, with the finish_reason "cancelled".
+        What was unfinished keeps the tokens that it has, with the finish_reason "cancelled".
+
+        Args:
+            request: that submit() returned.
+            sample: from 0 to num_samples - 1; not of beam search. Default: all of them.
 
         Raises:
-            ValueError: the request is another scheduler's.
+            ValueError: the request is another scheduler's; sample is out of range, or one of beam search.
         """
+        if sample is not None and (request.num_beams > 1 or not 0 <= sample < request.num_samples):
+            raise ValueError(
+                f"Scheduler.cancel: sample ({sample}) must be None for beam search, else from 0 to "
+                f"{request.num_samples - 1}"
+            )
         with self._lock:
             if request not in self._unfinished:
                 if not request.finished:
                     raise ValueError("Scheduler.cancel: the request is another scheduler's")
                 return False
-            for answer in request.answers:
-                answer.finish_reason = answer.finish_reason or "cancelled"
-            self._unfinished.remove(request)
+            unfinished = [
+                answer
+                for index, answer in enumerate(request.answers)
+                if sample in (None, index) and answer.finish_reason is None
+            ]
+            for answer in unfinished:
+                answer.finish_reason = "cancelled"
             self._cancelled.add(request)
-            self._statistics.num_cancelled += 1
-            return True
+            if request.finished:
+                self._unfinished.remove(request)
+                self._statistics.num_cancelled += 1
+            return bool(unfinished)
 
     @property
     def unfinished(self) -> bool:
@@ -355,7 +370,13 @@ class Scheduler:
             return []
         if group.search is not None:
             return self._advance_beams(group, group.search, logits)
-        return [self._append(member, logits[0]) for member in [group, *self._fork_samples(group)]]
+        outputs = []
+        for member in [group, *self._fork_samples(group)]:
+            if member.is_over:  # cancelled before the fork, or while the model ran
+                self._batcher.finish(member)
+            else:
+                outputs.append(self._append(member, logits[0]))
+        return outputs
 
     def _fork_samples(self, group: Group) -> list[Group]:
         if group.num_samples == 1:

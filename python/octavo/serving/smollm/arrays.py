@@ -44,7 +44,8 @@ class NumPyArrays:
         return x.astype(dtype, copy=False)
 
     def to_host(self, x: Array) -> np.ndarray:
-        return x.astype(np.float32, copy=False)
+        host: np.ndarray = x.astype(np.float32, copy=False)
+        return host
 
 
 class CuPyArrays(NumPyArrays):
@@ -60,7 +61,8 @@ class CuPyArrays(NumPyArrays):
         return self.xp.asarray(host, dtype)
 
     def to_host(self, x: Array) -> np.ndarray:
-        return self.xp.asnumpy(x.astype(np.float32))
+        host: np.ndarray = self.xp.asnumpy(x.astype(np.float32))
+        return host
 
 
 class TorchArrays:
@@ -82,7 +84,8 @@ class TorchArrays:
         return x.to(dtype)
 
     def to_host(self, x: Array) -> np.ndarray:
-        return x.float().cpu().numpy()
+        host: np.ndarray = x.float().cpu().numpy()
+        return host
 
 
 def load(module: str, what: str, packages: str) -> ModuleType:
@@ -96,7 +99,8 @@ def load(module: str, what: str, packages: str) -> ModuleType:
 def numpy_dtype(name: str) -> np.dtype:
     if name == "bfloat16":
         ml_dtypes = load("ml_dtypes", "NumPy's bfloat16", "ml_dtypes")
-        return np.dtype(ml_dtypes.bfloat16)
+        dtype: np.dtype = np.dtype(ml_dtypes.bfloat16)
+        return dtype
     return np.dtype(name)
 
 

