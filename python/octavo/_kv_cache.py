@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo._cache import PagedCache, library_of
 from octavo._kv_sequences import KVSequences
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from octavo._kv_memory import Memory
-    from octavo._kv_steps import PlannedStep
+    from octavo._kv_steps import StepCounts
     from octavo._types import SupportsDLPack
 
 
@@ -77,9 +77,9 @@ class KVCache(KVSequences):
         num_host_pages: int = 0,
     ) -> None:
         from octavo._kv_memory import memory_of  # here, since these import NumPy
-        from octavo._kv_steps import StepBuffer
+        from octavo._kv_steps import DeviceStep, StepLayout
 
-        library = library_of(like)
+        library = library_of("KVCache", like)
         if library == "jax":
             raise TypeError(
                 "KVCache: like must not be a JAX array, whose pages cannot be written; use octavo.jax.KVCache"
@@ -103,12 +103,18 @@ class KVCache(KVSequences):
             num_host_pages=num_host_pages,
             free_bytes=self._memory.free_bytes,
         )
-        self.layers: list[PagedCache] = self._made
+        self.layers: list[PagedCache] = self._make_layers(like)
         """The arrays of each layer."""
-        self._host_layers = [self._memory.host_pages(x, num_host_pages) for x in self.layers]
-        self._buffer = StepBuffer(self._memory, max_batch, max_tokens, self.max_pages, len(self._groups))
-        self._attend = [
-            (layer.arguments, group, self._groups[group].window_left)
+        self._host_layers = (
+            [self._memory.host_pages(x, num_host_pages) for x in self.layers]
+            if num_host_pages
+            else self.layers
+        )
+        layout = StepLayout(max_batch, max_tokens, self.max_pages, len(self._groups))
+        self._numbers = DeviceStep(layout, self._memory)
+        self._views: dict[int, _Views] = {}
+        self._of_layer = [
+            (layer.k_pages, layer.v_pages, _others(layer), group, self._groups[group].window_left)
             for layer, group in zip(self.layers, self._group_of_layer, strict=True)
         ]
         self._step: KVCacheStep | None = None
@@ -118,6 +124,9 @@ class KVCache(KVSequences):
         seqs: Sequence[int],
         num_new_tokens: int | Iterable[int] | SupportsDLPack = 1,
         tokens: Iterable[int] | SupportsDLPack | None = None,
+        *,
+        pad_batch: int | None = None,
+        pad_tokens: int | None = None,
     ) -> KVCacheStep:
         """Begin a step of generation: room for the new tokens of a batch, all or nothing.
 
@@ -130,6 +139,11 @@ class KVCache(KVSequences):
             tokens: the new tokens of all sequences, one after the other, for the prefix cache: their pages
                 are found from the next step on. Without a prefix cache they are not used. Default: none, and
                 these sequences are not found from there on.
+            pad_batch: rows of the step's arrays, at least as many as sequences; those left over are padding,
+                with length 0. A CUDA graph captured so serves every smaller batch. Default: no padding.
+            pad_tokens: rows of queries, keys and values, at least as many as new tokens; those left over are
+                not appended, and their results are nothing to be used. Default: no padding, but that of
+                pad_batch where each sequence has one token.
 
         Returns:
             step: for the layers; until the next step begins.
@@ -143,12 +157,31 @@ class KVCache(KVSequences):
         """
         if not self.prefix_cache:
             tokens = None
-        planned = self._buffer.plan(self.allocator, seqs, num_new_tokens, tokens)
-        for layer, group in zip(self.layers, self._group_of_layer, strict=True):
-            if len(planned.copies[group]):
-                copy_pages(copies=planned.copies[group], **layer.arrays)
-        self._step = step = KVCacheStep(self, planned)
+        counts = self._numbers.write(self.allocator, seqs, num_new_tokens, tokens, pad_batch, pad_tokens)
+        if any(counts.num_copies):
+            self._copy_on_write(counts.num_copies)
+        self._step = step = KVCacheStep(self, counts, self._views_of(counts.rows))
         return step
+
+    def _copy_on_write(self, num_copies: tuple[int, ...]) -> None:
+        layout, numbers = self._numbers.layout, self._numbers.numbers
+        copies = [layout.copies(numbers, group, n) for group, n in enumerate(num_copies)]
+        for layer, group in zip(self.layers, self._group_of_layer, strict=True):
+            if num_copies[group]:
+                copy_pages(copies=copies[group], **layer.arrays)
+
+    def _views_of(self, rows: int) -> _Views:
+        """Made once for each number of rows: to make them takes longer than a step."""
+        views = self._views.get(rows)
+        if views is None:
+            layout, numbers = self._numbers.layout, self._numbers.numbers
+            views = self._views[rows] = _Views(
+                layout.last_rows(numbers, rows),
+                layout.cu_seqlens_q(numbers, rows),
+                layout.seq_lens(numbers, rows),
+                tuple(layout.page_table(numbers, group, rows) for group in range(layout.num_groups)),
+            )
+        return views
 
     def preempt(self, seqs: Iterable[int]) -> None:
         """Move sequences to host memory: their pages are free for others. ``PageAllocator.preempt``.
@@ -197,11 +230,28 @@ class KVCache(KVSequences):
         self.allocator.confirm(transfer)
 
 
-class KVCacheStep:
-    """A step of generation, as ``KVCache.step`` returns it. Its arrays are the cache's, on its device.
+class _Views(NamedTuple):
+    last_rows: Any
+    cu_seqlens_q: Any
+    seq_lens: Any
+    page_tables: tuple[Any, ...]
 
-    They hold the step until the next one begins; then ``attend`` raises RuntimeError.
+
+class KVCacheStep:
+    """A step of generation, as ``KVCache.step`` returns it.
+
+    Its arrays are the cache's own, on its device, at the same addresses in every step. They hold this step
+    until the next one begins; then ``attend`` raises RuntimeError.
     """
+
+    last_rows: Any
+    """int32 [batch]: the row of each sequence's last new token among the T; 0 where it has none."""
+    cu_seqlens_q: Any
+    """int32 [batch + 1]: sequence b has the rows from cu_seqlens_q[b] up to cu_seqlens_q[b + 1]."""
+    seq_lens: Any
+    """int32 [batch]: the length of each sequence, new tokens included; 0 for padding."""
+    page_tables: tuple[Any, ...]
+    """int32 [batch, max_pages], one for each group of layers: those without a window, then the others."""
 
     __slots__ = (
         "_cache",
@@ -217,28 +267,20 @@ class KVCacheStep:
         "seq_lens",
     )
 
-    def __init__(self, cache: KVCache, planned: PlannedStep) -> None:
+    def __init__(self, cache: KVCache, counts: StepCounts, views: _Views) -> None:
         self._cache = cache
-        self.batch: int = planned.batch
+        self.batch: int = counts.batch
         """Sequences in the step."""
-        self.num_tokens: int = planned.num_tokens
-        """New tokens in the step, T."""
-        self.max_seqlen_q: int = planned.max_seqlen_q
+        self.num_tokens: int = counts.num_tokens
+        """New tokens in the step."""
+        self.max_seqlen_q: int = counts.max_seqlen_q
         """The most new tokens of a sequence."""
-        self.positions: Any = planned.positions
-        """int32 [T]: where each new token lies in its sequence."""
-        views = planned.views
-        self.last_rows: Any = views.last_rows
-        """int32 [batch]: the row of each sequence's last new token among the T; 0 where it has none."""
-        self.cu_seqlens_q: Any = views.cu_seqlens_q
-        """int32 [batch + 1]: sequence b has the rows from cu_seqlens_q[b] up to cu_seqlens_q[b + 1]."""
-        self.seq_lens: Any = views.seq_lens
-        """int32 [batch]: the length of each sequence, new tokens included."""
-        self.page_tables: tuple[Any, ...] = views.page_tables
-        """int32 [batch, max_pages], of each group of layers."""
-        one_each = planned.one_token_each
-        self._cu_seqlens = None if one_each else views.cu_seqlens_q
-        self._max_seqlen = None if one_each else planned.max_seqlen_q
+        numbers = cache._numbers
+        self.positions: Any = numbers.layout.positions(numbers.numbers, counts.num_rows_of_tokens)
+        """int32 [T]: where each new token lies in its sequence; 0 for padding."""
+        self.last_rows, self.cu_seqlens_q, self.seq_lens, self.page_tables = views
+        self._cu_seqlens = views.cu_seqlens_q if counts.is_packed else None
+        self._max_seqlen = counts.max_seqlen_q if counts.is_packed else None
 
     def attend(
         self,
@@ -290,37 +332,43 @@ class KVCacheStep:
             )
         if not 0 <= layer < cache.num_layers:
             raise ValueError(f"attend: layer ({layer}) must be from 0 to {cache.num_layers - 1}")
-        arguments, group, window_left = cache._attend[layer]
-        page_table = self.page_tables[group]
+        k_pages, v_pages, others, group, window_left = cache._of_layer[layer]
+        page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens
         if rotary_cos is None and rotary_sin is None:
-            append_kv(
-                k, v, page_table=page_table, seq_lens=self.seq_lens, cu_seqlens=self._cu_seqlens, **arguments
-            )
+            append_kv(k, v, k_pages, v_pages, page_table, seq_lens, cu_seqlens=cu_seqlens, **others)
         else:
-            q = append_kv(
+            out = q = append_kv(  # rotated, and read for the last time by what writes over them
                 k,
                 v,
-                page_table=page_table,
-                seq_lens=self.seq_lens,
-                cu_seqlens=self._cu_seqlens,
+                k_pages,
+                v_pages,
+                page_table,
+                seq_lens,
+                cu_seqlens=cu_seqlens,
                 rotary_cos=rotary_cos,
                 rotary_sin=rotary_sin,
                 rotary_interleaved=rotary_interleaved,
                 q=q,
                 q_out=out,
-                **arguments,
+                **others,
             )
-            out = q  # rotated, and read for the last time
         return paged_attention(
             q,
-            page_table=page_table,
-            seq_lens=self.seq_lens,
-            cu_seqlens_q=self._cu_seqlens,
+            k_pages,
+            v_pages,
+            page_table,
+            seq_lens,
+            cu_seqlens_q=cu_seqlens,
             max_seqlen_q=self._max_seqlen,
             softmax_scale=softmax_scale,
             window_left=window_left,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             out=out,
-            **arguments,
+            **others,
         )
+
+
+def _others(layer: PagedCache) -> dict[str, Any]:
+    """Those of its arguments that are not pages."""
+    return {name: x for name, x in layer.arguments.items() if name not in ("k_pages", "v_pages")}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
-
-from octavo._cache import PagedCache
 
 
 class LayerGroup(NamedTuple):
@@ -47,11 +44,6 @@ def most_pages_of_window(window_left: int, page_size: int, max_batch: int, max_t
     if window_left < 0:
         return None
     return max_batch * (-(-window_left // page_size) + 2) + -(-max_tokens // page_size)
-
-
-def bytes_per_page(cache: PagedCache) -> int:
-    """Of a layer with such a cache."""
-    return sum(prod(x.shape[1:]) * x.dtype.itemsize for x in cache.arrays.values())
 
 
 def pages_within(memory: int, page_bytes: Sequence[int], most: Sequence[int | None]) -> int:

@@ -61,7 +61,7 @@ class NumPyMemory:
         return _like(cache, num_pages, lambda shape, array: np.empty(shape, array.dtype))
 
     def free_bytes(self) -> int:
-        return _free_host_bytes()
+        return free_host_bytes()
 
 
 class TorchMemory:
@@ -108,7 +108,7 @@ class TorchMemory:
 
     def free_bytes(self) -> int:
         if not self._is_cuda:
-            return _free_host_bytes()
+            return free_host_bytes()
         return int(self._torch.cuda.mem_get_info(self._device)[0])
 
 
@@ -174,5 +174,5 @@ def _like(cache: PagedCache, num_pages: int, make: Callable[[tuple[int, ...], An
     return cache._replace(**arrays)
 
 
-def _free_host_bytes() -> int:
+def free_host_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

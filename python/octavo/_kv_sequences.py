@@ -6,9 +6,9 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo._cache import empty_cache
+from octavo._cache import PagedCache, bytes_per_token, empty_cache
 from octavo._core import PageAllocator, PageGroup
-from octavo._kv_layout import bytes_per_page, group_layers, most_pages_of_window, pages_within
+from octavo._kv_layout import group_layers, most_pages_of_window, pages_within
 
 if TYPE_CHECKING:
     from octavo._types import SupportsDLPack
@@ -41,6 +41,8 @@ class KVSequences:
     ) -> None:
         numbers = {
             "num_layers": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
             "page_size": page_size,
             "max_batch": max_batch,
             "max_tokens": max_tokens,
@@ -51,23 +53,19 @@ class KVSequences:
                 raise ValueError(f"KVCache: {name} ({number}) must be at least 1")
         self._groups = group_layers(num_layers, windows)
         if prefix_cache and self._groups[0].window_left >= 0:
-            raise ValueError("KVCache: prefix_cache needs a layer without a window; windows has none")
+            raise ValueError(
+                "KVCache: prefix_cache needs a layer without a window; every entry of windows has one"
+            )
         if dtype is None:
             dtype = "float32" if like is None else like.dtype
-        shape = (page_size, num_kv_heads, head_dim, dtype)
-        page_bytes = bytes_per_page(empty_cache(1, *shape, like=like))
+        self.bytes_per_token = num_layers * bytes_per_token("KVCache", num_kv_heads, head_dim, dtype, True)
+        """In all layers, scales counted."""
         most = [
             most_pages_of_window(group.window_left, page_size, max_batch, max_tokens)
             for group in self._groups
         ]
-        num_pages = _num_pages(
-            num_pages,
-            memory,
-            memory_fraction,
-            free_bytes,
-            [page_bytes * len(x.layers) for x in self._groups],
-            most,
-        )
+        page_bytes = [self.bytes_per_token // num_layers * page_size * len(x.layers) for x in self._groups]
+        num_pages = _num_pages(num_pages, memory, memory_fraction, free_bytes, page_bytes, most)
         pages = [num_pages if limit is None else min(num_pages, limit) for limit in most]
         self.page_groups: list[PageGroup] = [
             PageGroup(count, page_size, window_left=group.window_left, num_host_pages=num_host_pages)
@@ -91,7 +89,13 @@ class KVSequences:
         for number, group in enumerate(self._groups):
             for layer in group.layers:
                 self._group_of_layer[layer] = number
-        self._made = [empty_cache(pages[group], *shape, like=like) for group in self._group_of_layer]
+        self._shape = (page_size, num_kv_heads, head_dim, dtype)
+
+    def _make_layers(self, like: Any) -> list[PagedCache]:
+        return [
+            empty_cache(self.page_groups[group].num_pages, *self._shape, like=like)
+            for group in self._group_of_layer
+        ]
 
     @property
     def num_pages(self) -> int:
@@ -102,11 +106,6 @@ class KVSequences:
     def max_pages(self) -> int:
         """Of a sequence: the columns of the page tables."""
         return -(-self.max_length // self.page_size)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """In all layers, scales counted."""
-        return sum(layer.bytes_per_token for layer in self._made)
 
     def create(
         self, tokens: Iterable[int] | SupportsDLPack | None = None, namespace: str | bytes = ""
@@ -127,12 +126,30 @@ class KVSequences:
         """
         if tokens is None or not self.prefix_cache:
             return self.allocator.create()
-        given: Any = tokens
-        return self.allocator.create(given[:-1], namespace=namespace)
+        return self.allocator.create(tokens, namespace=namespace)
 
     def length(self, seq: int) -> int:
         """The number of tokens of a sequence. Raises octavo.InvalidSequence."""
         return self.allocator.length(seq)
+
+    def needed(
+        self, seqs: Iterable[int], num_new_tokens: int | Iterable[int] | SupportsDLPack = 1, group: int = 0
+    ) -> int:
+        """How many free pages of a group of layers a step would take: ``PageAllocator.needed``."""
+        return self.allocator.needed(seqs, num_new_tokens, group)
+
+    def fits(self, seqs: Iterable[int], num_new_tokens: int | Iterable[int] | SupportsDLPack = 1) -> bool:
+        """Whether every group of layers has the pages that a step would take."""
+        seqs = list(seqs)
+        return all(
+            self.allocator.needed(seqs, num_new_tokens, group) <= self._num_free_pages(group)
+            for group in range(len(self._groups))
+        )
+
+    def _num_free_pages(self, group: int) -> int:
+        if group == 0:
+            return self.allocator.num_free_pages
+        return int(self.allocator.stats(group)["num_free_pages"])  # which counts more, and takes longer
 
     def fork(self, seq: int, n: int = 1, length: int | None = None) -> list[int]:
         """Make n sequences that share every page of this one, or those of its first tokens.

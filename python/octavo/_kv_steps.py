@@ -3,162 +3,170 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo._core import PageAllocator, StepArrays
-from octavo._kv_memory import Memory, Staging
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from octavo._kv_memory import Memory
+    from octavo._types import SupportsDLPack
 
 _ALIGNMENT = 64  # numbers: arrays begin at multiples of 256 bytes
 
 
-class StepViews(NamedTuple):
-    """Arrays of one step: views of the buffer."""
+class StepLayout(NamedTuple):
+    """Where the arrays of a step lie in one array of int32, so that one transfer takes them to the device.
 
-    seq_lens: Any
-    cu_seqlens_q: Any
-    last_rows: Any
-    page_tables: tuple[Any, ...]
-
-
-class PlannedStep(NamedTuple):
-    """What StepBuffer.plan() has written."""
-
-    batch: int
-    num_tokens: int
-    max_seqlen_q: int
-    one_token_each: bool
-    views: StepViews
-    positions: Any
-    copies: list[Any]
-    """(from, to) pages of each group."""
-
-
-class _Host(NamedTuple):
-    """One set of numbers on the host, and the arrays in it."""
-
-    staging: Staging
-    arrays: StepArrays
-    views: StepViews
-    positions: NDArray[np.int32]
-
-
-class StepBuffer:
-    """All arrays of a step in one piece of memory, so that one transfer takes them to the device.
-
-    The page tables come last, one after the other: rows past the batch of the last one stay where they are.
+    The page tables come last, one after the other, so that rows past the batch of the last one need not move.
     """
 
-    def __init__(
-        self, memory: Memory, max_batch: int, max_tokens: int, max_pages: int, num_groups: int
-    ) -> None:
-        self.max_batch = max_batch
-        self.max_tokens = max_tokens
-        self._num_groups = num_groups
-        self._max_pages = max_pages
-        self._table = _aligned(max_batch * max_pages)
-        self._begins: dict[str, int] = {}
-        size = 0
-        for name, length in {
-            "seq_lens": max_batch,
-            "cu_seqlens_q": max_batch + 1,
-            "last_rows": max_batch,
-            "positions": max_tokens,
-            "copies": num_groups * max_batch * 2,
-        }.items():
-            self._begins[name] = size
-            size += _aligned(length)
-        self._tables = size
-        self._memory = memory
-        self._hosts = [self._set_up(x) for x in memory.staging(size + num_groups * self._table)]
-        self._device = self._hosts[0].staging.device
-        self._views: dict[int, StepViews] = {}
-        self._turn = 0
+    max_batch: int
+    max_tokens: int
+    max_pages: int
+    num_groups: int
 
-    def plan(
-        self, allocator: PageAllocator, seqs: Sequence[int], num_new_tokens: Any, tokens: Any
-    ) -> PlannedStep:
-        """Extend the sequences, all or nothing, and send what the operators need to the device.
+    @property
+    def size(self) -> int:
+        return self._begin_of_table(self.num_groups)
 
-        Args:
-            allocator: of the sequences.
-            seqs: handles.
-            num_new_tokens: an int, or one for each sequence.
-            tokens: the new tokens for the prefix cache, or None.
-        """
-        counts = _counts(seqs, num_new_tokens)
-        total = int(counts.sum())
-        if total > self.max_tokens:
-            raise ValueError(
-                f"step: num_new_tokens must add up to at most max_tokens ({self.max_tokens}); got {total}"
-            )
-        self._turn = (self._turn + 1) % len(self._hosts)
-        self._memory.wait(self._turn)
-        host = self._hosts[self._turn]
-        num_copies = allocator.step(seqs, num_new_tokens, host.arrays, tokens)
-        assert isinstance(num_copies, tuple)
-        _write_rows(host, counts, total)
-        rows = len(seqs)
-        host.staging.send(self._tables + (self._num_groups - 1) * self._table + rows * self._max_pages)
-        views = self._views.get(rows)
-        if views is None:
-            views = self._views[rows] = self._view(self._device, rows)
-        longest = int(counts.max(initial=0))
-        return PlannedStep(
-            batch=len(seqs),
-            num_tokens=total,
-            max_seqlen_q=longest,
-            one_token_each=longest == 1 and total == len(seqs),
-            views=views,
-            positions=self._part(self._device, "positions", total),
-            copies=[self._copies(self._device, group)[:n] for group, n in enumerate(num_copies)],
-        )
+    def used(self, rows: int) -> int:
+        """How many of the numbers a step with so many rows needs."""
+        return self._begin_of_table(self.num_groups - 1) + rows * self.max_pages
 
-    def _part(self, numbers: Any, name: str, length: int) -> Any:
-        begin = self._begins[name]
-        return numbers[begin : begin + length]
+    def seq_lens(self, numbers: Any, rows: int) -> Any:
+        return numbers[:rows]
 
-    def _copies(self, numbers: Any, group: int) -> Any:
-        length = 2 * self.max_batch
-        begin = self._begins["copies"] + group * length
-        return numbers[begin : begin + length].reshape(self.max_batch, 2)
+    def last_rows(self, numbers: Any, rows: int) -> Any:
+        begin = self._rows
+        return numbers[begin : begin + rows]
 
-    def _view(self, numbers: Any, rows: int) -> StepViews:
-        begins = [self._tables + group * self._table for group in range(self._num_groups)]
-        return StepViews(
-            self._part(numbers, "seq_lens", rows),
-            self._part(numbers, "cu_seqlens_q", rows + 1),
-            self._part(numbers, "last_rows", rows),
-            tuple(
-                numbers[begin : begin + rows * self._max_pages].reshape(rows, self._max_pages)
-                for begin in begins
-            ),
-        )
+    def cu_seqlens_q(self, numbers: Any, rows: int) -> Any:
+        begin = 2 * self._rows
+        return numbers[begin : begin + rows + 1]
 
-    def _set_up(self, staging: Staging) -> _Host:
-        views = self._view(staging.host, self.max_batch)
-        copies = [self._copies(staging.host, group) for group in range(self._num_groups)]
-        arrays = StepArrays(list(views.page_tables), views.seq_lens, views.cu_seqlens_q, copies)
-        return _Host(staging, arrays, views, self._part(staging.host, "positions", self.max_tokens))
+    def positions(self, numbers: Any, num_tokens: int) -> Any:
+        begin = 3 * self._rows
+        return numbers[begin : begin + num_tokens]
+
+    def copies(self, numbers: Any, group: int, num_copies: int) -> Any:
+        begin = 3 * self._rows + _aligned(self.max_tokens) + group * 2 * self._rows
+        return numbers[begin : begin + 2 * num_copies].reshape(num_copies, 2)
+
+    def page_table(self, numbers: Any, group: int, rows: int) -> Any:
+        begin = self._begin_of_table(group)
+        return numbers[begin : begin + rows * self.max_pages].reshape(rows, self.max_pages)
+
+    @property
+    def _rows(self) -> int:
+        return _aligned(self.max_batch + 1)
+
+    def _begin_of_table(self, group: int) -> int:
+        others = (3 + 2 * self.num_groups) * self._rows + _aligned(self.max_tokens)
+        return others + group * _aligned(self.max_batch * self.max_pages)
 
 
 def _aligned(length: int) -> int:
     return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
-def _counts(seqs: Sequence[int], num_new_tokens: int | Iterable[int]) -> NDArray[np.int64]:
+class StepCounts(NamedTuple):
+    """What is in the numbers of a step, as far as the host has to know."""
+
+    batch: int
+    num_tokens: int
+    max_seqlen_q: int
+    rows: int
+    """Of the arrays: batch, or with padding more."""
+    num_rows_of_tokens: int
+    """Of queries, keys and values: num_tokens, or with padding more."""
+    num_copies: tuple[int, ...]
+    """Of each group."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the operators need cu_seqlens: not where each row of the arrays is a row of tokens."""
+        each_has_one = self.max_seqlen_q == 1 and self.num_tokens == self.batch
+        return not (each_has_one and self.num_rows_of_tokens == self.rows)
+
+
+class HostStep:
+    """The numbers of a step on the host, where the allocator writes them."""
+
+    def __init__(self, layout: StepLayout, numbers: NDArray[np.int32]) -> None:
+        self.numbers = numbers
+        """[layout.size]."""
+        self._layout = layout
+        rows = layout.max_batch
+        groups = range(layout.num_groups)
+        self._arrays = StepArrays(
+            [layout.page_table(numbers, group, rows) for group in groups],
+            layout.seq_lens(numbers, rows),
+            layout.cu_seqlens_q(numbers, rows),
+            [layout.copies(numbers, group, rows) for group in groups],
+            positions=layout.positions(numbers, layout.max_tokens),
+            last_rows=layout.last_rows(numbers, rows),
+        )
+
+    def write(
+        self,
+        allocator: PageAllocator,
+        seqs: Sequence[int],
+        num_new_tokens: int | Iterable[int] | SupportsDLPack,
+        tokens: Iterable[int] | SupportsDLPack | None,
+        pad_batch: int | None,
+        pad_tokens: int | None,
+    ) -> StepCounts:
+        """Extend the sequences, all or nothing: ``KVCache.step`` as far as it is the host's."""
+        batch = len(seqs)
+        total, longest = _total_and_longest(num_new_tokens, batch)
+        rows = _padded("pad_batch", pad_batch, batch, self._layout.max_batch)
+        one_each = longest == 1 and total == batch
+        num_rows_of_tokens = _padded(
+            "pad_tokens", pad_tokens, rows if one_each else total, self._layout.max_tokens
+        )
+        num_copies = allocator.step(seqs, num_new_tokens, self._arrays, tokens)
+        assert isinstance(num_copies, tuple)  # since page_table was given as a list
+        return StepCounts(batch, total, longest, rows, num_rows_of_tokens, num_copies)
+
+
+class DeviceStep:
+    """The same numbers for the operators: on a GPU a copy of them, elsewhere the same memory."""
+
+    def __init__(self, layout: StepLayout, memory: Memory) -> None:
+        self.layout = layout
+        self._memory = memory
+        self._staging = memory.staging(layout.size)
+        self._hosts = [HostStep(layout, x.host) for x in self._staging]
+        self._turn = 0
+        self.numbers = self._staging[0].device
+
+    def write(self, *arguments: Any) -> StepCounts:
+        """Write a step on the host, and queue its transfer."""
+        turn = (self._turn + 1) % len(self._hosts)
+        self._memory.wait(turn)
+        counts = self._hosts[turn].write(*arguments)
+        self._turn = turn
+        self._staging[turn].send(self.layout.used(counts.rows))
+        return counts
+
+
+def _total_and_longest(num_new_tokens: Any, batch: int) -> tuple[int, int]:
+    """As far as they are numbers at all, which the allocator sees to."""
     if isinstance(num_new_tokens, int):
-        return np.full(len(seqs), num_new_tokens)
-    return np.asarray(num_new_tokens, np.int64)
+        return num_new_tokens * batch, num_new_tokens if batch else 0
+    counts = np.asarray(num_new_tokens)
+    return int(counts.sum()), int(counts.max(initial=0))
 
 
-def _write_rows(host: _Host, counts: NDArray[np.int64], total: int) -> None:
-    """Positions of the new tokens, and the rows of the last ones, which the allocator does not write yet."""
-    batch = len(counts)
-    begins = host.views.cu_seqlens_q[:batch]
-    lengths = host.views.seq_lens[:batch]
-    host.positions[:total] = np.arange(total) + np.repeat(lengths - counts - begins, counts)
-    host.views.last_rows[:batch] = np.where(counts > 0, begins + counts - 1, 0)
-    host.views.last_rows[batch:] = 0
+def _padded(name: str, padded: int | None, number: int, most: int) -> int:
+    if padded is None:
+        return number
+    if not number <= padded <= most:
+        raise ValueError(
+            f"step: {name} ({padded}) must be at least the {number} of the step and at most {most}"
+        )
+    return padded

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from octavo._kv_cache import KVCache, KVCacheStep
-from octavo._transformers_layers import BloomSteps, Layers, LayerStep, refuse
+from octavo._transformers_layers import BloomSteps, Layers, LayerStep, refusal
 from octavo.serving import Request, Sampling, Scheduler
 
 _GREEDY = Sampling()
@@ -60,7 +60,7 @@ class ServedModel:
         first, *others = self._layers.all
         for layer in others:
             if layer[1:3] != first[1:3] or layer[4:] != first[4:]:
-                refuse(self._model, "its layers differ in their KV heads, head dim, dtype or device")
+                raise refusal(self._model, "its layers differ in their KV heads, head dim, dtype or device")
         sizes.setdefault("like", torch.empty(0, dtype=first.dtype, device=first.device))
         return KVCache(
             len(self._layers.all), first.num_kv_heads, first.head_dim, windows=self.windows, **sizes
@@ -90,7 +90,7 @@ class ServedModel:
             with self._bloom.during(of_layers):
                 logits = self._model(input_ids, **options).logits
         if of_layers.num_calls != len(self._layers.all):
-            refuse(self._model, "it does not pass its keywords on to the attention of every layer")
+            raise refusal(self._model, "it does not pass its keywords on to the attention of every layer")
         if logits.shape[1] != len(last_rows):
             logits = logits[:, last_rows]
         result: NDArray[np.float32] = logits[0].float().cpu().numpy()
@@ -107,13 +107,16 @@ class ServedModel:
         """Have the model describe its layers, in an ordinary forward pass; return its logits, too."""
         layers = Layers(self._model)
         text = self._trial_text
-        if self._bloom is None:
-            logits = self._model(text, use_cache=False, octavo_step=layers).logits[0]
-        else:
+        if self._bloom is not None:
             with self._bloom.during(layers):
                 logits = self._model(text, use_cache=False).logits[0]
+        else:
+            try:
+                logits = self._model(text, use_cache=False, octavo_step=layers).logits[0]
+            except ValueError as error:  # from Octavo's attention, or from the mask
+                raise refusal(self._model, str(error)) from error
         if not layers.all:
-            refuse(self._model, "it does not pass its keywords on to its attention")
+            raise refusal(self._model, "it does not pass its keywords on to its attention")
         return logits, layers
 
     def _try(self) -> None:
@@ -124,13 +127,16 @@ class ServedModel:
         text = self._trial_text[0].cpu().numpy()
         cache = self.make_cache(num_pages=2 * _TRIAL, page_size=2, max_batch=2, max_tokens=2 * _TRIAL)
         seqs = [cache.create(), cache.create()]
-        self.forward(cache.step(seqs, [4, 2]), np.concatenate((text[:4], text[:2])))
-        found = self.forward(cache.step(seqs, [3, 3]), np.concatenate((text[4:7], text[2:5])))
+        begins = [0, 0]
+        for counts in ([3, 2], [3, 2], [1, 1]):
+            parts = [text[begin : begin + count] for begin, count in zip(begins, counts, strict=True)]
+            found = self.forward(cache.step(seqs, counts), np.concatenate(parts))
+            begins = [begin + count for begin, count in zip(begins, counts, strict=True)]
         expected = self._expected[[6, 4]].float().cpu().numpy()
         tolerance = 1e-3 if self._expected.dtype == torch.float32 else 0.1
         error = float(np.abs(found - expected).max() / np.abs(expected).max())
         if not error <= tolerance:
-            refuse(
+            raise refusal(
                 self._model,
                 f"in a batch of two texts its logits are others than those of each alone (by {error:.0%} of "
                 "the largest): it mixes tokens outside of its attention, or counts positions by itself",
@@ -141,20 +147,20 @@ def _check(model: Any) -> None:
     """Refuse by name what is known not to work, before anything runs."""
     config = model.config.get_text_config(decoder=True)
     types = set(getattr(config, "layer_types", None) or _LAYER_TYPES)
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise refusal(model, "its attention is in chunks (attention_chunk_size)")
     if model.config.is_encoder_decoder:
-        refuse(model, "it has an encoder")
+        raise refusal(model, "it has an encoder")
     if model.get_output_embeddings() is None:
-        refuse(model, "it has no head that gives logits")
+        raise refusal(model, "it has no head that gives logits")
     if model._is_stateful or not types <= _LAYER_TYPES:
         others = ", ".join(sorted(types - _LAYER_TYPES)) or "a state"
-        refuse(model, f"its layers have other memory than keys and values ({others})")
-    if getattr(config, "attention_chunk_size", None) is not None:
-        refuse(model, "its attention is in chunks (attention_chunk_size)")
+        raise refusal(model, f"its layers have other memory than keys and values ({others})")
     if getattr(config, "num_kv_shared_layers", None):
-        refuse(model, "some of its layers share their keys and values (num_kv_shared_layers)")
+        raise refusal(model, "some of its layers share their keys and values (num_kv_shared_layers)")
     accepts = inspect.signature(model.forward).parameters
     if model.config.model_type != "bloom" and "position_ids" not in accepts:
-        refuse(model, "it takes no position_ids")
+        raise refusal(model, "it takes no position_ids")
 
 
 def make_scheduler(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +44,11 @@ class Layers:
     ) -> None:
         """Take down a layer's call: q, k and v are [batch, seqlen, heads, head_dim]."""
         if not causal:
-            refuse(self._model, "its attention is not causal")
+            raise refusal(self._model, "its attention is not causal")
         if module in self._numbers:
-            refuse(self._model, f"{type(module).__name__} attends twice in a forward pass")
+            raise refusal(self._model, f"{type(module).__name__} attends twice in a forward pass")
         if k.shape != v.shape:
-            refuse(
+            raise refusal(
                 self._model, f"its values have another head dim ({v.shape[-1]}) than its keys ({k.shape[-1]})"
             )
         self._numbers[module] = len(self.all)
@@ -57,7 +57,7 @@ class Layers:
     def number(self, module: torch.nn.Module) -> int:
         """Return which layer of the cache a module has."""
         if module not in self._numbers:
-            refuse(self._model, f"{type(module).__name__} attends in some forward passes only")
+            raise refusal(self._model, f"{type(module).__name__} attends in some forward passes only")
         return self._numbers[module]
 
 
@@ -70,18 +70,18 @@ class LayerStep:
         self.num_calls = 0
 
     def attend(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **arguments: Any
     ) -> Tensor:
         """Return [1, T, num_q_heads, head_dim] of query, key and value [1, heads, T, head_dim]."""
         self.num_calls += 1
         q, k, v = (array[0].transpose(0, 1) for array in (query, key, value))
-        out: Tensor = self._step.attend(self._layers.number(module), q, k, v, **options)[None]
+        out: Tensor = self._step.attend(self._layers.number(module), q, k, v, **arguments)[None]
         return out
 
 
-def refuse(model: PreTrainedModel, why: str) -> NoReturn:
-    """Say that a model cannot be served."""
-    raise ValueError(f"octavo.transformers: generate_batch cannot serve {type(model).__name__}: {why}")
+def refusal(model: PreTrainedModel, why: str) -> ValueError:
+    """What says that a model cannot be served."""
+    return ValueError(f"octavo.transformers: generate_batch cannot serve {type(model).__name__}: {why}")
 
 
 # BLOOM, whose attention is its own

@@ -179,7 +179,8 @@ def test_every_library_has_a_tutorial_with_a_snippet() -> None:
         languages = {snippet.language for snippet in snippets}
         modules = set().union(*(modules_of(s.code) for s in snippets if s.language == "python"))
         library = Path(path).stem
-        module = dict.fromkeys(("pytorch", "training", "flash_attn"), "torch") | {"server": "octavo"}
+        module = dict.fromkeys(("pytorch", "training", "flash_attn"), "torch")
+        module |= dict.fromkeys(("serving", "server"), "octavo")
         assert module.get(library, library) in languages | modules
 
 

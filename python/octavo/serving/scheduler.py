@@ -66,6 +66,9 @@ class Scheduler:
         ValueError: a number out of range.
     """
 
+    cache: KVCache
+    """As given."""
+
     def __init__(
         self,
         cache: KVCache,
@@ -77,7 +80,7 @@ class Scheduler:
         stop_tokens: Iterable[int] = (),
         priority_steps: int = 1000,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
         self._forward = forward
         self._max_batch = cache.max_batch if max_batch is None else max_batch
         self._token_budget = cache.max_tokens if token_budget is None else token_budget
@@ -226,7 +229,7 @@ class Scheduler:
 
     def stats(self) -> Statistics:
         """Return a copy of the counts."""
-        pages = self._cache.allocator.stats()
+        pages = self.cache.allocator.stats()
         with self._lock:
             return dataclasses.replace(
                 self._statistics,
@@ -271,8 +274,8 @@ class Scheduler:
                 f"{asked}{beams} need {num_pages} pages of {page_group.page_size}; "
                 f"the cache has {page_group.num_pages}"
             )
-        if num_cached > self._cache.max_length:
-            raise ValueError(f"{asked} exceed the cache's max_length ({self._cache.max_length})")
+        if num_cached > self.cache.max_length:
+            raise ValueError(f"{asked} exceed the cache's max_length ({self.cache.max_length})")
 
     # From one thread
 
@@ -363,7 +366,7 @@ class Scheduler:
             logits: float32 [handles, vocabulary].
         """
         if not group.is_forked:  # beams that were computed again up to where they part
-            group.handles += self._cache.fork(group.handles[0], len(group.generated) - 1)
+            group.handles += self.cache.fork(group.handles[0], len(group.generated) - 1)
             return []
         if group.search is not None:
             return self._advance_beams(group, group.search, logits)
@@ -378,7 +381,7 @@ class Scheduler:
     def _fork_samples(self, group: Group) -> list[Group]:
         if group.num_samples == 1:
             return []
-        handles = self._cache.fork(group.handles[0], group.num_samples - 1)
+        handles = self.cache.fork(group.handles[0], group.num_samples - 1)
         group.num_samples = 1
         samples = [
             Group(
@@ -410,11 +413,11 @@ class Scheduler:
             self._batcher.finish(group)
             return self._hypotheses(group.request, search)
         handles = group.handles
-        forks = [self._cache.fork(handles[parent])[0] for parent in parents[len(handles) :]]
+        forks = [self.cache.fork(handles[parent])[0] for parent in parents[len(handles) :]]
         stay = parents[: len(handles)]
-        self._cache.reorder(handles, [*stay, *range(len(stay), len(handles))])
+        self.cache.reorder(handles, [*stay, *range(len(stay), len(handles))])
         for handle in handles[len(parents) :]:
-            self._cache.free(handle)
+            self.cache.free(handle)
         group.handles = handles[: len(parents)] + forks
         group.generated = [list(beam.tokens) for beam in search.beams]
         return []
@@ -448,9 +451,9 @@ class Scheduler:
 
     def _count_pages(self) -> None:
         statistics = self._statistics
-        pages = self._cache.allocator.stats()
+        pages = self.cache.allocator.stats()
         unshared = sum(
-            self._batcher.room.pages(self._cache.length(handle))
+            self._batcher.room.pages(self.cache.length(handle))
             for group in self._batcher.running
             for handle in group.handles
         )

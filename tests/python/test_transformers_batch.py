@@ -1,0 +1,321 @@
+"""octavo.transformers.generate_batch: models served from pages, against their own generate()."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from octavo.serving import Sampling  # noqa: E402
+from octavo.transformers import generate_batch, make_scheduler  # noqa: E402
+
+WINDOW = 6
+TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+SIZES = {
+    **TOKENS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=9
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES, sliding_window=WINDOW, layer_types=[SLIDING, FULL, SLIDING]
+    ),
+    "gpt2": lambda: transformers.GPT2Config(**TOKENS, n_embd=64, n_layer=3, n_head=4, n_positions=128),
+    "bloom": lambda: transformers.BloomConfig(**TOKENS, hidden_size=64, n_layer=3, n_head=4),
+}
+WINDOWS = {
+    "qwen2": [None, 5, 5],
+    "mistral": [5, 5, 5],
+    "gemma2": [5, None, 5],
+    "gemma3": [5, None, 5],
+}
+
+
+def make_model(name, **options):
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    config.initializer_range = 0.3  # attention that looks at some tokens more than at others
+    config.tie_word_embeddings = False  # or the likeliest token is often the last one again
+    return transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The operators are many and small: threads of several libraries would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 61, (length,), generator=generator).tolist() for length in (3, 21, 1, 12, 30)]
+
+
+def generated(model, prompt, number, **options):
+    ids = torch.tensor([prompt])
+    text = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False, **options
+    )
+    return text[:, len(prompt) :].tolist()
+
+
+def test_greedy_text_is_that_of_generate(model, prompts):
+    """On transformers' default implementation, sdpa or eager."""
+    before = model.config._attn_implementation
+    requests = generate_batch(model, prompts, max_new_tokens=16, page_size=4, max_batch=3, token_budget=16)
+    assert model.config._attn_implementation == before != "octavo"
+    texts = [request.tokens() for request in requests]
+    assert texts == [generated(model, prompt, 16)[0] for prompt in prompts]
+    assert len({token for text in texts for token in text}) > 12
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_windows_are_those_of_the_config(name):
+    scheduler = make_scheduler(make_model(name), num_pages=8)
+    windows = [None if group.window_left < 0 else group.window_left for group in scheduler.cache.page_groups]
+    assert sorted(set(WINDOWS.get(name, [None])), key=str) == sorted(windows, key=str)
+    assert scheduler.cache.num_layers == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
+def test_too_few_pages_change_nothing(name, prompts):
+    model = make_model(name)
+    requests = generate_batch(model, prompts, max_new_tokens=12, page_size=4, num_pages=11, num_host_pages=4)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert [request.tokens()] == generated(model, prompt, 12)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_beams_are_those_of_generate(name, prompts, length_penalty):
+    model = make_model(name)
+    requests = generate_batch(
+        model,
+        prompts[:3],
+        max_new_tokens=10,
+        num_beams=4,
+        num_samples=3,
+        stop_tokens=[7, 9],
+        length_penalty=length_penalty,
+    )
+    for prompt, request in zip(prompts, requests, strict=False):
+        expected = generated(
+            model,
+            prompt,
+            10,
+            num_beams=4,
+            num_return_sequences=3,
+            eos_token_id=[7, 9],
+            length_penalty=length_penalty,
+        )
+        assert len(expected) == 3
+        for index, text in enumerate(expected):
+            end = next((i + 1 for i, token in enumerate(text) if token in (7, 9)), 10)
+            assert request.tokens(index) == text[:end]  # what follows is padding
+
+
+def test_samples(llama, prompts):
+    sampling = Sampling(1.0, top_p=0.9, seed=3)
+    options = {"max_new_tokens": 6, "num_samples": 3, "sampling": sampling, "logprobs": True}
+    together = generate_batch(llama, prompts, **options)
+    alone = [generate_batch(llama, [prompts[0]], **options)[0], together[0]]
+    for index in range(3):
+        assert alone[0].tokens(index) == alone[1].tokens(index)
+        text = [*prompts[0], *together[0].tokens(index)]
+        with torch.no_grad():
+            logprobs = llama(torch.tensor([text])).logits[0].log_softmax(-1)
+        expected = [logprobs[i - 1, text[i]].item() for i in range(len(prompts[0]), len(text))]
+        assert together[0].token_logprobs(index) == pytest.approx(expected, abs=1e-4)
+    assert together[0].tokens(0) != together[0].tokens(1)
+
+
+def test_eos_of_the_model_ends_a_text(llama, prompts):
+    text = generated(llama, prompts[0], 12)[0]
+    llama.generation_config.eos_token_id = [text[4], 60]
+    try:
+        (request,) = generate_batch(llama, prompts[:1], max_new_tokens=12)
+    finally:
+        llama.generation_config.eos_token_id = None
+    assert request.tokens() == text[: text.index(text[4]) + 1]
+    assert request.finish_reason() == "stop"
+
+
+def test_prompts_share_what_they_begin_with(llama, prompts):
+    scheduler = make_scheduler(llama, num_pages=64, page_size=4)
+    for last in (5, 6):
+        scheduler.submit([*prompts[4], last], max_tokens=4)
+    assert len(list(scheduler.run())) == 8
+    assert scheduler.stats().found_tokens == 28
+
+
+def test_a_cache_of_codes(llama, prompts):
+    requests = generate_batch(llama, prompts, max_new_tokens=4, dtype="int8")
+    first = [request.tokens()[0] for request in requests]
+    assert first == [generated(llama, prompt, 1)[0][0] for prompt in prompts]
+
+
+def test_bfloat16(prompts):
+    model = make_model("llama", dtype=torch.bfloat16)
+    scheduler = make_scheduler(model, num_pages=8)
+    assert scheduler.cache.layers[0].k_pages.dtype == torch.bfloat16
+    requests = generate_batch(model, prompts, max_new_tokens=4)
+    assert all(len(request.tokens()) == 4 for request in requests)
+
+
+def test_only_the_rows_wanted_go_through_the_head(llama, prompts):
+    """No logits of a prompt but the last."""
+    rows = []
+    handle = llama.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[:2]))
+    scheduler = make_scheduler(llama, num_pages=64)
+    rows.clear()
+    for prompt in prompts:
+        scheduler.submit(prompt, max_tokens=2)
+    list(scheduler.run())
+    handle.remove()
+    assert rows == [(1, 5), (1, 5)]
+
+
+def test_the_model_is_as_before(prompts):
+    model = make_model("llama", attn_implementation="eager").train()
+    generate_batch(model, prompts[:1], max_new_tokens=1)
+    assert model.training
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="max_tokens"):
+        generate_batch(model, prompts[:1], max_new_tokens=0)
+    assert model.training
+    assert model.config._attn_implementation == "eager"
+
+
+def test_no_prompts(llama):
+    assert generate_batch(llama, [], max_new_tokens=3) == []
+
+
+def test_tensors_are_prompts(llama, prompts):
+    (request,) = generate_batch(llama, [torch.tensor(prompts[1])], max_new_tokens=3)
+    assert [request.tokens()] == generated(llama, prompts[1], 3)
+
+
+def test_a_text_longer_than_the_model_has_positions_for_is_refused(llama):
+    with pytest.raises(ValueError, match=r"4 tokens and 125 new ones exceed max_length \(128\)"):
+        generate_batch(llama, [[1, 2, 3, 4]], max_new_tokens=125)
+
+
+# What cannot be served
+
+
+def causal(config):
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def mamba():
+    return causal(transformers.MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, state_size=4))
+
+
+def t5():
+    sizes = {"vocab_size": 61, "d_model": 32, "num_layers": 1, "num_heads": 2, "d_kv": 16, "d_ff": 32}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
+
+
+def mpt():
+    return causal(transformers.MptConfig(vocab_size=61, d_model=32, n_layers=1, n_heads=2, max_seq_len=32))
+
+
+def headless():
+    return transformers.LlamaModel(CONFIGS["llama"]()).eval()
+
+
+def bidirectional():
+    config = CONFIGS["gemma3"]()
+    config.use_bidirectional_attention = True
+    return causal(config)
+
+
+def gpt_oss():
+    sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return causal(transformers.GptOssConfig(**sizes))
+
+
+def llama4():
+    sizes = {**SIZES, "intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 8}
+    return causal(transformers.Llama4TextConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (mamba, r"MambaForCausalLM: its layers have other memory than keys and values"),
+        (t5, r"T5ForConditionalGeneration: it has an encoder"),
+        (mpt, "MptForCausalLM: it takes no position_ids"),
+        (headless, r"LlamaModel: it has no head that gives logits"),
+        (bidirectional, r"Gemma3ForCausalLM: .* this mask is neither causal"),
+        (gpt_oss, r"GptOssForCausalLM: .* s_aux is not supported"),
+        (llama4, r"Llama4ForCausalLM: its attention is in chunks"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(make, message):
+    model = make()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        generate_batch(model, [[1, 2, 3]], max_new_tokens=2)
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_that_mixes_tokens_outside_of_its_attention_is_refused():
+    model = make_model("llama")
+
+    class Shift(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden + hidden.roll(1, dims=1)
+
+    model.model.norm = Shift()
+    with pytest.raises(ValueError, match="LlamaForCausalLM: in a batch of two texts its logits are others"):
+        generate_batch(model, [[1, 2, 3]], max_new_tokens=2)
+
+
+def test_a_model_that_keeps_its_keywords_is_refused():
+    model = make_model("llama")
+    forward = model.model.forward
+    model.model.forward = lambda *args, octavo_step=None, **options: forward(*args, **options)
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM: it does not pass its keywords on to its attention"
+    ):
+        generate_batch(model, [[1, 2, 3]], max_new_tokens=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
+def test_on_a_gpu(name, prompts):
+    model = make_model(name, dtype=torch.bfloat16).cuda()
+    requests = generate_batch(model, prompts, max_new_tokens=4)
+    for prompt, request in zip(prompts, requests, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt], device="cuda")).logits[0, -1].float()
+        # The first token is the model's own, or as likely as rounding can tell.
+        assert logits.max() - logits[request.tokens()[0]] < 0.05 * logits.abs().max()
