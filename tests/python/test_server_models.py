@@ -84,7 +84,10 @@ def test_smollm2_refuses_what_is_too_long(smollm2):
 # transformers
 
 TEXTS = ["The cat sat on the mat.", "What is a page table? A table of pages.", "Ünïcödé 🙂 and 日本語."]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +156,13 @@ def test_a_model_of_transformers_says_what_generate_says(of_transformers, folder
         assert len(expected) - len(actual) <= 4
         ended = tokens[-1] == tokenizer.eos_token_id
         assert choice["finish_reason"] == ("stop" if ended else "length")
+
+
+def test_messages_that_the_template_refuses(of_transformers):
+    body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
+    status, answer = of_transformers.post(body, "/v1/chat/completions")
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "no system" in answer["error"]["message"]
 
 
 def test_a_chat_without_a_template_is_refused(folder, tmp_path):

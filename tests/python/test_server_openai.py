@@ -4,7 +4,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="the server needs starlette")
 pytest.importorskip("uvicorn", reason="the server needs uvicorn")
-openai = pytest.importorskip("openai", reason="this tests OpenAI's client")
+pytest.importorskip("openai", reason="this tests OpenAI's client")
+
+import openai
 
 from support.served_model import NAME, greedy
 from support.server_process import serve
@@ -16,7 +18,8 @@ TEXT, REASON = greedy("user: What?\n", 24)
 @pytest.fixture(scope="module")
 def client():
     with serve("--num-pages", "256", "--page-size", "4", "--api-key", "secret") as server:
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="secret") as client:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        with openai.OpenAI(base_url=url, api_key="secret") as client:
             yield client
 
 

@@ -192,6 +192,16 @@ def test_nobody_is_let_in_during_a_stop():
     leave(response)
 
 
+def test_a_second_ctrl_c_does_not_wait():
+    server = ServerProcess(*CACHE, "--grace", "60", model=SLOW)
+    _, _ = first = begin(server)
+    server.process.send_signal(signal.SIGINT)
+    assert "Shutting down" in server.process.stdout.readline() + server.process.stdout.readline()
+    status, _ = server.stop(signal.SIGINT, timeout=10)
+    assert status == 1
+    leave(first[0])
+
+
 def test_a_step_that_fails_ends_the_server():
     """What was lost is said, to clients and by the exit status; nothing goes on as if nothing had been."""
     server = ServerProcess(*CACHE, model="support.served_model:load_broken")

@@ -39,6 +39,12 @@ from octavo.serving.server.text import Delta
 
 _Result = TypeVar("_Result")
 _PACKAGE = "octavo.serving.server"
+_PAGE = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 _EVENTS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 BODY_SECONDS = 30.0  # that a client may take to send a body
@@ -81,6 +87,7 @@ class Api:
         """POST /v1/completions."""
         asked = parse_completion(await self._body(request))
         self._check_model(asked.options)
+        self._engine.check_room(asked.options.n * len(asked.prompts))
         prompts = [
             await asyncio.to_thread(self._model.tokenizer.encode, prompt)
             if isinstance(prompt, str)
@@ -94,6 +101,7 @@ class Api:
         """POST /v1/chat/completions."""
         asked = parse_chat(await self._body(request))
         self._check_model(asked.options)
+        self._engine.check_room(asked.options.n)
         prompt = await asyncio.to_thread(self._encode_messages, asked.messages)
         form = ChatFormat(self._model.name, asked.options.include_usage)
         return await self._generate(request, asked.options, [prompt], form)
@@ -180,7 +188,8 @@ class Api:
         )
 
     async def _body(self, request: Request) -> dict[str, object]:
-        """A browser sends JSON to another site only if that site allows it, which this one does not."""
+        self._engine.check_room(1)  # before much is read
+        # A browser sends JSON to another site only if that site allows it, which this one does not.
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(
@@ -340,7 +349,7 @@ def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]
     content = (resources.files(_PACKAGE) / name).read_bytes()
 
     async def serve(_request: Request) -> Response:
-        return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
+        return Response(content, media_type=media_type, headers=_PAGE)
 
     return serve
 

@@ -49,9 +49,12 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops: what runs gets the grace period; then it is told that the server stops."""
-        draining = asyncio.ensure_future(self._engine.drain(0 if self.force_exit else self._grace_seconds))
+        draining = asyncio.ensure_future(self._engine.drain(self._grace_seconds))
         await super().shutdown(sockets)
-        await draining
+        if self.force_exit:  # a second Ctrl-C
+            draining.cancel()
+        else:
+            await draining
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     server.run()
-    return 0 if server.started and engine.failure is None and not server.lifespan.should_exit else 1
+    was_clean = server.started and not server.force_exit and not server.lifespan.should_exit
+    return 0 if was_clean and engine.failure is None else 1
 
 
 def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:

@@ -148,7 +148,7 @@ class Engine:
         """
         if self.stopping.is_set():
             raise stopping()
-        self._check_room(job.num_answers)
+        self.check_room(job.num_answers)
         stream = Stream(job)
         self._streams.add(stream)
         self.in_flight += job.num_answers
@@ -162,7 +162,8 @@ class Engine:
             raise
         return stream
 
-    def _check_room(self, num_answers: int) -> None:
+    def check_room(self, num_answers: int) -> None:
+        """Refuses a job by its size: ApiError, 400 if so many answers never fit, 429 if not now."""
         if num_answers > self.max_in_flight:
             raise ApiError(
                 400,
@@ -270,13 +271,14 @@ class Engine:
             self._check_pages()
 
     def _take_commands(self) -> bool:
-        """Waits for a command where there is nothing else to do; False: it is the last."""
-        while True:
-            has_work = self.failure is None and self._scheduler.unfinished
-            try:
-                command = self._commands.get(block=not has_work)
-            except queue.Empty:
-                return True
+        """Carries out those that there are, after waiting for one if there is nothing else to do.
+
+        Returns:
+            Whether more may come.
+        """
+        has_work = self.failure is None and self._scheduler.unfinished
+        for _ in range(max(self._commands.qsize(), 0 if has_work else 1)):
+            command = self._commands.get()  # of which this thread is the only taker
             if command is None:
                 return False
             function, future = command
@@ -288,6 +290,7 @@ class Engine:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
+        return True
 
     def _submit(self, stream: Stream) -> None:
         job = stream.job

@@ -154,16 +154,28 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
 class _TransformersTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        # Calls of the tokenizer itself may change it, which other threads must not see.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokens: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return tokens
 
     def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer(text).input_ids
-        return tokens
+        return self._encode(text, add_special_tokens=True)
 
     def encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        tokens: list[int] = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False
-        )
-        return tokens
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:  # such as of a role that the template does not know
+            raise ValueError(f"the model's chat template refuses the messages: {error}") from error
+        return self._encode(text, add_special_tokens=False)  # which the template has written
 
     def decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -172,4 +184,4 @@ class _TransformersTokenizer:
     def text_stream(self) -> TextStream:
         from octavo.serving.smollm.tokenizer import TextStream as Stream
 
-        return Stream(self._tokenizer.backend_tokenizer)
+        return Stream(self._backend)
