@@ -630,7 +630,9 @@ def test_what_the_page_tables_have_no_room_for_is_refused(plain):
     assert request.tokens() == plain.greedy([1, 2, 3], 18)
 
 
-@pytest.mark.parametrize("options", [{"prompt": [0.5]}, {"prompt": ["a"]}, {"max_tokens": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"prompt": [0.5]}, {"prompt": ["a"]}, {"max_tokens": 1.5}, {"priority": 0.5}]
+)
 def test_what_is_no_int_is_refused(plain, options):
     scheduler = Scheduler(make_cache(plain), plain.forward)
     with pytest.raises(TypeError):

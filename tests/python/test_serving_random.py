@@ -138,6 +138,15 @@ class Requests(RuleBasedStateMachine):
         assert self.scheduler.cancel(request) is unfinished
         assert request.finished
 
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 99), sample=st.integers(0, 2))
+    def cancel_one(self, number, sample):
+        request = self.requests[number % len(self.requests)]
+        if request.num_beams == 1 and sample < request.num_samples:
+            unfinished = request.finish_reason(sample) is None
+            assert self.scheduler.cancel(request, sample) is unfinished
+            assert request.finish_reason(sample) is not None
+
     @rule()
     def fail(self):
         """The model raises, and everything is as it was."""

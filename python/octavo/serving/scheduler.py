@@ -8,6 +8,7 @@ arXiv:2309.06180; prompts in chunks beside decoding sequences: Agrawal et al. 20
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,9 +45,9 @@ class Scheduler:
     any to spare there, or else are freed and computed again later. The first can have all pages of the
     cache, and a request that does not fit into those is refused by submit().
 
-    **Threads.** One thread at a time calls step() or run(). Any thread may call the other methods, and read
-    requests. A cancelled request gets no token from that moment on; its pages are freed at the end of the
-    step under way, or in the next one.
+    **Threads.** One thread at a time calls step(), run() and prefill_remaining. Any thread may call the other
+    methods, and read requests. A cancelled request gets no token from that moment on; its pages are freed at
+    the end of the step under way, or in the next one.
 
     If `forward` raises, step() raises the same, every sequence is as it was before, and step() may be
     called again.
@@ -105,9 +106,7 @@ class Scheduler:
         self._statistics = Statistics()
         self._batcher = Batcher(cache, self._max_batch, self._token_budget, self._statistics)
         self._stepping = threading.Lock()  # held by step()
-        self._lock = (
-            threading.Lock()
-        )  # of what follows, which any thread changes, and of the requests' answers
+        self._lock = threading.Lock()  # of the requests' answers, and of what follows: any thread's
         self._num_requests = 0
         self._unfinished: set[Request] = set()
         self._submitted: list[Group] = []  # since the last step began
@@ -161,7 +160,7 @@ class Scheduler:
             length_penalty=float(length_penalty),
             stop_tokens=self._stop_tokens | set(token_list("stop_tokens", stop_tokens)),
             stop_sequences=stop_sequences_of(stop_sequences),
-            priority=int(priority),
+            priority=operator.index(priority),
             logprobs=bool(logprobs),
             namespace=namespace,
             rank=(0, 0),
@@ -312,8 +311,8 @@ class Scheduler:
         batch = self._batcher.begin_batch()
         if batch is None:
             return []
-        self._count_pages()
         try:
+            self._count_pages()
             logits = self._logits(batch)
         except BaseException:
             self._batcher.undo(batch)
