@@ -85,6 +85,7 @@ def test_file() -> None:
     libraries = [name for name in names if ".so" in name]
     assert len(libraries) == 1 and libraries[0].startswith("octavo/_core.")  # nothing was bundled
     assert {"octavo/_core.pyi", "octavo/py.typed", "octavo/lib/liboctavo.a"} <= set(names)
+    assert {f"octavo/serving/server/page.{kind}" for kind in ("css", "html", "js")} <= set(names)
 
 
 class Environment:
