@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -57,3 +58,17 @@ def test_model(tmp_path: Path) -> None:
                 "completion_tokens": 20,
                 "total_tokens": len(text.encode()) + 20,
             }
+
+
+def test_memory_and_the_dtype_of_the_cache(tmp_path: Path) -> None:
+    """Of a token the model has 128 keys and 128 values of four bytes; or of one, and eight scales."""
+    (snippet,) = [s for s in SNIPPETS if "model" in s.flags]
+    (tmp_path / "my_model.py").write_text(snippet.code, encoding="utf-8")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    for dtype, bytes_per_token in (("float32", 1024), ("int8", 256 + 2 * 4 * 4)):
+        arguments = ("--memory", "1M", "--kv-dtype", dtype)
+        with serve(*arguments, model="my_model:load", PYTHONPATH=path) as server:
+            pages = re.search(r"bytes, (\d+) pages of 16 tokens", "".join(server.output))
+            assert int(pages[1]) == 2**20 // (16 * bytes_per_token)
+            status, answer = server.post({"prompt": "Hello", "temperature": 0, "max_tokens": 20})
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 20)

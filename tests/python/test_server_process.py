@@ -245,6 +245,7 @@ def test_other_machines_need_a_key(host):
             "octavo.serving.server.Model; got int",
         ),
         (("--model", "support.served_model:load", "--memory", "1K"), "memory"),
+        (("--model", "support.served_model:load", "--token-budget", "63"), "token_budget (63) must be from"),
         (("--api-key", ""), "the API key must have"),
         (("--port", "70000"), "70000 is no port"),
         (("--num-pages", "0"), "0 is no positive integer"),

@@ -113,7 +113,7 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
         memory_fraction=args.memory_fraction,
         page_size=args.page_size,
         max_batch=args.max_batch,
-        max_tokens=max(args.token_budget, args.max_batch),
+        max_tokens=args.token_budget,
         max_length=max_length,
         prefix_cache=not args.no_prefix_cache,
         **({} if args.kv_dtype is None else {"dtype": args.kv_dtype}),

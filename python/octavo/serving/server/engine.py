@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from octavo import KVCache
 from octavo.serving import Output, Request, Sampling, Scheduler
 from octavo.serving.server.errors import ApiError, stopping
 from octavo.serving.server.metrics import Metrics
@@ -95,7 +96,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        cache: Any,
+        cache: KVCache,
         tokenizer: Tokenizer,
         *,
         max_length: int,
@@ -215,6 +216,8 @@ class Engine:
     async def drain(self, grace_seconds: float) -> None:
         """Accepts no more jobs, and waits for the others; those that take longer are cut off."""
         self.stopping.set()
+        if self._idle.is_set():
+            return
         try:
             await asyncio.wait_for(self._idle.wait(), grace_seconds)
         except asyncio.TimeoutError:

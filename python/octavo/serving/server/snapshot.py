@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo import KVCache
 from octavo.serving import Scheduler
 
 FREE, CACHED, SHARED, RESERVED = -1, -2, -3, -4  # as PageAllocator.page_map()
@@ -36,7 +37,7 @@ class Snapshot:
 class Snapshots:
     """Takes snapshots, in the thread that steps the scheduler."""
 
-    def __init__(self, scheduler: Scheduler, cache: Any) -> None:
+    def __init__(self, scheduler: Scheduler, cache: KVCache) -> None:
         self._scheduler = scheduler
         self._allocator = cache.allocator
         self._owners: dict[int, int] = {}  # numbers by handle
