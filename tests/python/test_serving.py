@@ -7,6 +7,7 @@ import pytest
 
 import octavo
 from octavo.serving import Sampling, Scheduler
+from octavo.serving.group import common_prefix
 from support.exact_model import ExactModel
 from support.serving import check, logprobs
 
@@ -111,16 +112,42 @@ def test_a_request_may_take_all_pages_there_are(plain):
 
 
 def test_all_pages_with_a_prefix_found_in_part_of_one(plain):
-    """The page that is found in part is held until it is copied: one too many."""
+    """The page that is found in part is held until it is copied, and the copy takes one too many."""
     cache = make_cache(plain, num_pages=4, prefix_cache=True)
     scheduler = Scheduler(cache, plain.forward)
     first = scheduler.submit(range(1, 10), max_tokens=8)
     finish(scheduler, cache)
-    prompt = [*range(1, 10), *first.tokens()[:3]][:11]
-    assert cache.allocator.num_cached_tokens(prompt[:-1]) % 4 != 0
-    second = scheduler.submit(prompt, max_tokens=6)
+    prompt = [*range(1, 10), *first.tokens()][:15]
+    assert cache.allocator.num_cached_tokens(prompt[:-1]) == 14
+    second = scheduler.submit(prompt, max_tokens=2)
     finish(scheduler, cache)
-    assert second.tokens() == plain.greedy(prompt, 6)
+    assert second.tokens() == plain.greedy(prompt, 2)
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_what_others_that_were_put_aside_share_is_let_go(plain):
+    """Pages that several share stay on the device while they are in host memory, all of them."""
+    cache = make_cache(plain, num_pages=8, num_host_pages=100)
+    scheduler = Scheduler(cache, plain.forward)
+    samples = scheduler.submit(range(11), max_tokens=9, num_samples=3)
+    scheduler.step()
+    scheduler.step()
+    high = scheduler.submit([3] * 20, max_tokens=13, priority=1)
+    scheduler.step()
+    assert scheduler.stats().num_moves_to_host == 3
+    finish(scheduler, cache)
+    check(plain, samples)
+    check(plain, high)
+
+
+def test_a_prompt_in_chunks_that_the_window_has_pages_for():
+    model = ExactModel(windows=(3, 3))
+    cache = make_cache(model, num_pages=3, max_length=64)
+    scheduler = Scheduler(cache, model.forward)
+    request = scheduler.submit([1, 2, 3, 4, 5] * 10, max_tokens=4)
+    finish(scheduler, cache)
+    check(model, request)
+    assert scheduler.stats().num_steps > 7
 
 
 def test_pages_of_others_are_an_error_and_nothing_is_lost(plain):
@@ -300,6 +327,16 @@ def test_without_a_prefix_cache_everything_is_computed(plain):
     finish(scheduler, cache)
     assert scheduler.stats().prefill_tokens == 22
     assert scheduler.stats().hit_rate == 0.0
+
+
+def test_common_prefix():
+    assert common_prefix([[1, 2, 3]]) == 3
+    assert common_prefix([[1, 2, 3], [1, 2, 3]]) == 3
+    assert common_prefix([[1, 2, 3, 4, 5], [1, 2, 3, 9], [1, 2, 7, 4]]) == 2
+    assert common_prefix([[1], [2]]) == common_prefix([[], [2]]) == 0
+    long = list(range(1000))
+    for length in (0, 1, 499, 500, 998, 999):
+        assert common_prefix([long, [*long[:length], -1, *long[length + 1 :]]]) == length
 
 
 # Order
