@@ -34,7 +34,8 @@ class ServedModel:
         self._model = model
         self._bloom = BloomSteps(model) if model.config.model_type == "bloom" else None
         self._parameters = inspect.signature(model.forward).parameters
-        self._before = model.config._attn_implementation
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        self._before = [(part.config, part.config._attn_implementation) for part in parts]
         self._was_training = model.training
         model.eval()
         if self._bloom is None:
@@ -51,8 +52,8 @@ class ServedModel:
 
     def close(self) -> None:
         """Give the model back the attention that it had, and the train mode if it was in it."""
-        if self._bloom is None:
-            self._model.set_attn_implementation(self._before)
+        for config, implementation in self._before:
+            config._attn_implementation = implementation
         self._model.train(self._was_training)
 
     def make_cache(self, **sizes: Any) -> KVCache:

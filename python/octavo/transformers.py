@@ -9,6 +9,8 @@ copies its keys and values). What else a model asks for is refused with a ValueE
 static caches, other masks, attention sinks, position biases, attention weights. So are models whose attention
 is their own, outside of transformers' AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones.
 
+``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come.
+
 Models train, too. In train mode each call draws a seed for its dropout from torch's generator of the CPU:
 torch.manual_seed makes a run repeatable, and a checkpointed layer drops the same weights when it runs again.
 

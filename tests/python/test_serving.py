@@ -7,9 +7,9 @@ import pytest
 
 import octavo
 from octavo.serving import Sampling, Scheduler
-from octavo.serving.request import Request
-from octavo.serving.sampling import log_softmax, sample
+from octavo.serving.group import common_prefix
 from support.exact_model import ExactModel
+from support.serving import check, logprobs
 
 WINDOWS = {"full": (None, None), "window": (None, 5), "windows": (3, 9)}
 
@@ -112,16 +112,42 @@ def test_a_request_may_take_all_pages_there_are(plain):
 
 
 def test_all_pages_with_a_prefix_found_in_part_of_one(plain):
-    """The page that is found in part is held until it is copied: one too many."""
+    """The page that is found in part is held until it is copied, and the copy takes one too many."""
     cache = make_cache(plain, num_pages=4, prefix_cache=True)
     scheduler = Scheduler(cache, plain.forward)
     first = scheduler.submit(range(1, 10), max_tokens=8)
     finish(scheduler, cache)
-    prompt = [*range(1, 10), *first.tokens()[:3]][:11]
-    assert cache.allocator.num_cached_tokens(prompt[:-1]) % 4 != 0
-    second = scheduler.submit(prompt, max_tokens=6)
+    prompt = [*range(1, 10), *first.tokens()][:15]
+    assert cache.allocator.num_cached_tokens(prompt[:-1]) == 14
+    second = scheduler.submit(prompt, max_tokens=2)
     finish(scheduler, cache)
-    assert second.tokens() == plain.greedy(prompt, 6)
+    assert second.tokens() == plain.greedy(prompt, 2)
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_what_others_that_were_put_aside_share_is_let_go(plain):
+    """Pages that several share stay on the device while they are in host memory, all of them."""
+    cache = make_cache(plain, num_pages=8, num_host_pages=100)
+    scheduler = Scheduler(cache, plain.forward)
+    samples = scheduler.submit(range(11), max_tokens=9, num_samples=3)
+    scheduler.step()
+    scheduler.step()
+    high = scheduler.submit([3] * 20, max_tokens=13, priority=1)
+    scheduler.step()
+    assert scheduler.stats().num_moves_to_host == 3
+    finish(scheduler, cache)
+    check(plain, samples)
+    check(plain, high)
+
+
+def test_a_prompt_in_chunks_that_the_window_has_pages_for():
+    model = ExactModel(windows=(3, 3))
+    cache = make_cache(model, num_pages=3, max_length=64)
+    scheduler = Scheduler(cache, model.forward)
+    request = scheduler.submit([1, 2, 3, 4, 5] * 10, max_tokens=4)
+    finish(scheduler, cache)
+    check(model, request)
+    assert scheduler.stats().num_steps > 7
 
 
 def test_pages_of_others_are_an_error_and_nothing_is_lost(plain):
@@ -141,17 +167,6 @@ def test_pages_of_others_are_an_error_and_nothing_is_lost(plain):
 # Samples
 
 
-def expected_samples(model, request):
-    texts = []
-    for index in range(request.num_samples):
-        rng = np.random.default_rng([request.sampling.seed, index])
-        tokens = list(request.prompt)
-        for _ in range(request.max_tokens):
-            tokens.append(sample(model.logits(tokens)[-1], request.sampling, rng))
-        texts.append(tokens[len(request.prompt) :])
-    return texts
-
-
 @pytest.mark.parametrize("num_host_pages", [0, 100])
 @pytest.mark.parametrize("num_pages", [10, 64])
 def test_samples_depend_on_the_seed_alone(model, num_pages, num_host_pages):
@@ -168,9 +183,9 @@ def test_samples_depend_on_the_seed_alone(model, num_pages, num_host_pages):
     ]
     finish(scheduler, cache)
     for request in requests:
-        texts = expected_samples(model, request)
-        assert [request.tokens(index) for index in range(request.num_samples)] == texts
-        assert len(set(map(tuple, texts))) == request.num_samples
+        check(model, request)
+        texts = {tuple(request.tokens(index)) for index in range(request.num_samples)}
+        assert len(texts) == request.num_samples
 
 
 def test_a_prompt_is_computed_once_for_all_its_samples(plain):
@@ -197,29 +212,6 @@ def test_seeds_of_their_own_where_none_is_given(plain):
 # Beams
 
 
-def beam_text(model, prompt, **options):
-    """The hypotheses, by the search alone."""
-    from octavo.serving.beams import BeamSearch
-
-    given = {"max_tokens": 6, "num_beams": 1, "num_samples": 1, "length_penalty": 1.0, **options}
-    request = Request(
-        index=0,
-        prompt=list(prompt),
-        sampling=Sampling(),
-        stop_tokens=frozenset(given.pop("stop_tokens", ())),
-        stop_sequences=(),
-        priority=0,
-        logprobs=False,
-        namespace="",
-        rank=(0, 0),
-        **given,
-    )
-    search = BeamSearch(request)
-    while not search.done:
-        search.advance(np.stack([model.logits([*prompt, *beam.tokens])[-1] for beam in search.beams]))
-    return search.finished
-
-
 @pytest.mark.parametrize("num_host_pages", [0, 100])
 @pytest.mark.parametrize("num_pages", [20, 64])
 @CACHED
@@ -236,19 +228,13 @@ def test_beams_share_and_part(windows, prefix_cache, num_pages, num_host_pages):
     outputs = finish(scheduler, cache)
     if num_pages == 20 and None in model.windows:
         assert scheduler.stats().num_preemptions > 0
-    for request, given in zip(requests, options, strict=True):
-        if request.num_beams == 1:
-            assert request.score() is None
-            continue
-        found = beam_text(model, request.prompt, **given)
-        assert len(found) == request.num_beams
-        for index, hypothesis in enumerate(found):
-            assert request.tokens(index) == list(hypothesis.tokens)
-            assert request.score(index) == pytest.approx(hypothesis.score)
-            assert request.finish_reason(index) == hypothesis.finish_reason
-            assert request.token_logprobs(index) == pytest.approx(hypothesis.logprobs)
+    for request in requests:
+        check(model, request)
+        assert len(request.answers) == request.num_beams
+        for index in range(request.num_beams):
             ours = [output for output in outputs if output.request is request and output.sample == index]
-            assert [output.token for output in ours] == list(hypothesis.tokens)
+            assert [output.token for output in ours] == request.tokens(index)
+            assert [output.logprob for output in ours] == request.token_logprobs(index)
             assert [output.finish_reason for output in ours[:-1]] == [None] * (len(ours) - 1)
 
 
@@ -304,10 +290,7 @@ def test_logprobs_are_those_of_all_tokens_at_temperature_1(plain):
     request = scheduler.submit([1, 2], max_tokens=9, sampling=Sampling(3.0, top_k=4, seed=0), logprobs=True)
     without = scheduler.submit([1, 2], max_tokens=3)
     outputs = finish(scheduler, cache)
-    expected = []
-    for length, token in enumerate(request.tokens()):
-        expected.append(log_softmax(plain.logits([1, 2, *request.tokens()[:length]])[-1])[token])
-    np.testing.assert_allclose(request.token_logprobs(), expected)
+    np.testing.assert_allclose(request.token_logprobs(), logprobs(plain, [1, 2], request.tokens()))
     assert [output.logprob for output in outputs if output.request is request] == request.token_logprobs()
     assert without.token_logprobs() == []
     assert {output.logprob for output in outputs if output.request is without} == {None}
@@ -344,6 +327,16 @@ def test_without_a_prefix_cache_everything_is_computed(plain):
     finish(scheduler, cache)
     assert scheduler.stats().prefill_tokens == 22
     assert scheduler.stats().hit_rate == 0.0
+
+
+def test_common_prefix():
+    assert common_prefix([[1, 2, 3]]) == 3
+    assert common_prefix([[1, 2, 3], [1, 2, 3]]) == 3
+    assert common_prefix([[1, 2, 3, 4, 5], [1, 2, 3, 9], [1, 2, 7, 4]]) == 2
+    assert common_prefix([[1], [2]]) == common_prefix([[], [2]]) == 0
+    long = list(range(1000))
+    for length in (0, 1, 499, 500, 998, 999):
+        assert common_prefix([long, [*long[:length], -1, *long[length + 1 :]]]) == length
 
 
 # Order
@@ -560,13 +553,8 @@ def test_a_model_that_fails_can_be_called_again(model, failing):
         list(scheduler.run())
     cache.allocator.check_invariants()
     finish(scheduler, cache)
-    for request in requests[:-1]:
-        assert request.tokens() == model.greedy(request.prompt, 5)
-    assert request_text(requests[-1]) == list(beam_text(model, [1] * 9, max_tokens=5, num_beams=2)[0].tokens)
-
-
-def request_text(request):
-    return request.tokens(0)
+    for request in requests:
+        check(model, request)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ class Requests(RuleBasedStateMachine):
             windows=windows,
             prefix_cache=prefix_cache and None in windows,
             num_host_pages=num_host_pages,
+            max_length=60,
         )
         self.scheduler = Scheduler(self.cache, self.forward, stop_tokens=[0], priority_steps=priority_steps)
         self.requests = []

@@ -162,6 +162,7 @@ class Batcher:
     def begin_batch(self) -> Batch | None:
         """Take pages for the next batch; None if there is nothing to run."""
         chunk = self._token_budget
+        behind_windows = any(group.window_left >= 0 for group in self.cache.page_groups)
         while self.running:
             shares = self._plan(chunk)
             handles = [handle for share in shares for handle in share.group.handles]
@@ -170,7 +171,10 @@ class Batcher:
             try:
                 step = self.cache.step(handles, counts, tokens)
             except OutOfPages as error:
-                if not self._make_room():
+                if behind_windows:  # pages are still held there, which a step of no tokens returns
+                    self.cache.step([handle for group in self.running for handle in group.handles], 0)
+                    behind_windows = False
+                elif not self._make_room():
                     chunk = max(counts) // 2
                     if chunk == 0:
                         raise OutOfPages(

@@ -51,6 +51,7 @@ def check(model, request):
     else:
         assert len(reasons) == request.num_samples
         for index, reason in enumerate(reasons):
+            assert request.score(index) is None
             tokens, expected = text(model, request, index)
             given = request.tokens(index)
             if reason == "cancelled":
