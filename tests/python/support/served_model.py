@@ -83,7 +83,5 @@ def greedy(prompt: str, num_tokens: int, stops: bool = True) -> tuple[str, str]:
 
 def make_app(cache, scheduler, model, *, max_in_flight=64, **options):
     """The application, and its engine."""
-    engine = Engine(
-        scheduler, cache, model.tokenizer, max_length=model.max_length, max_in_flight=max_in_flight
-    )
+    engine = Engine(scheduler, cache, model.tokenizer, max_in_flight=max_in_flight)
     return create_app(engine, model, **options), engine

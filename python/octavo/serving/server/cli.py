@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
-    max_length = min(model.max_length, args.max_length or model.max_length)
+    limits = [limit for limit in (model.max_length, args.max_length) if limit is not None]
     if args.num_pages is None and args.memory is None and args.memory_fraction is None:
         args.memory = 2**30
     cache = model.make_cache(
@@ -114,14 +114,12 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
         page_size=args.page_size,
         max_batch=args.max_batch,
         max_tokens=args.token_budget,
-        max_length=max_length,
+        max_length=min(limits, default=None),
         prefix_cache=not args.no_prefix_cache,
         **({} if args.kv_dtype is None else {"dtype": args.kv_dtype}),
     )
-    scheduler = Scheduler(cache, model.forward, max_length=max_length, stop_tokens=model.stop_tokens)
-    engine = Engine(
-        scheduler, cache, model.tokenizer, max_length=max_length, max_in_flight=args.max_in_flight
-    )
+    scheduler = Scheduler(cache, model.forward, stop_tokens=model.stop_tokens)
+    engine = Engine(scheduler, cache, model.tokenizer, max_in_flight=args.max_in_flight)
     pages = f"{cache.allocator.num_pages} pages of {args.page_size} tokens"
     return engine, f"{model.name}, {pages},"
 

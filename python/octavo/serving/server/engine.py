@@ -86,7 +86,6 @@ class Engine:
         scheduler: the engine's own from now on.
         cache: the scheduler's.
         tokenizer: of the model.
-        max_length: of a prompt and an answer, in tokens; or as many as the pages hold, if that is less.
         max_in_flight: answers that run or wait; a job that would exceed them is refused with status 429.
         on_failure: called in the event loop when a step failed. Nothing is served from then on.
 
@@ -99,7 +98,6 @@ class Engine:
         cache: KVCache,
         tokenizer: Tokenizer,
         *,
-        max_length: int,
         max_in_flight: int = 256,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
@@ -107,9 +105,9 @@ class Engine:
             raise ValueError(f"Engine: max_in_flight ({max_in_flight}) must be at least 1")
         self.metrics = Metrics()
         self.max_in_flight = max_in_flight
-        # One answer can have all pages.
+        # Of a prompt and an answer, in tokens. One answer can have all pages.
         held = [group.num_pages * group.page_size for group in cache.page_groups if group.window_left < 0]
-        self.max_length = min([max_length, *held])
+        self.max_length = min([cache.max_length, *held])
         self.in_flight = 0  # answers that run or wait
         self.failure: BaseException | None = None
         self.on_failure = on_failure

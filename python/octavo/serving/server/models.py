@@ -25,7 +25,7 @@ class Model:
         make_cache: called with sizes, such as num_pages=, makes the octavo.KVCache of its layers.
         tokenizer: see `octavo.serving.server.Tokenizer`.
         vocab_size: tokens are from 0 to vocab_size - 1.
-        max_length: of a prompt and its answer, in tokens.
+        max_length: of a prompt and its answer, in tokens. None: as many as the cache holds.
         stop_tokens: that end an answer.
     """
 
@@ -34,7 +34,7 @@ class Model:
     make_cache: Callable[..., KVCache]
     tokenizer: Tokenizer
     vocab_size: int
-    max_length: int
+    max_length: int | None = None
     stop_tokens: frozenset[int] = frozenset()
 
 
@@ -146,7 +146,7 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
         make_cache=served.make_cache,
         tokenizer=_TransformersTokenizer(tokenizer),
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        max_length=config.max_position_embeddings,
+        max_length=getattr(config, "max_position_embeddings", None),  # BLOOM has no limit
         stop_tokens=frozenset(stop_tokens | {tokenizer.eos_token_id} - {None}),
     )
 
