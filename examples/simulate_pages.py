@@ -123,7 +123,7 @@ def replay_paged(
             request = requests[number]
             answer = np.random.default_rng([3, number]).integers(0, 50000, generated[number])
             tokens = np.concatenate([request.prompt(number), answer]).astype(np.int32)
-            seq = alloc.create(tokens[:-1]) if prefix_cache else alloc.create()
+            seq = alloc.create(tokens) if prefix_cache else alloc.create()
             new = tokens[alloc.length(seq) :]
             try:
                 alloc.step([seq], len(new), arrays, new if prefix_cache else None)

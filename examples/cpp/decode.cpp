@@ -142,8 +142,8 @@ std::vector<Half> decode(octavo::DeviceType device) {
     attend.q = halves(kBatch, kNumQHeads, 5);
     attend.k_pages = k_pages;
     attend.v_pages = v_pages;
-    attend.page_table = append.page_table;
-    attend.seq_lens = append.seq_lens;
+    attend.page_table = *append.page_table;
+    attend.seq_lens = *append.seq_lens;
     attend.out = halves(kBatch, kNumQHeads, 6);  // overwritten
     octavo::paged_attention(attend);
     return memory.read(attend.out);

@@ -45,7 +45,8 @@ typedef enum octavo_dtype {
     OCTAVO_FLOAT8_E4M3FN = 5,
     OCTAVO_FLOAT8_E5M2 = 6,
     OCTAVO_UINT8 = 7,
-    OCTAVO_INT4 = 8 /* no array's: what pages of uint8 may hold, by kv_dtype */
+    OCTAVO_INT4 = 8, /* no array's: what pages of uint8 may hold, by kv_dtype */
+    OCTAVO_INT64 = 9
 } octavo_dtype;
 
 typedef enum octavo_activation { OCTAVO_SILU = 0, OCTAVO_GELU = 1, OCTAVO_SILU_GATE = 2 } octavo_activation;
@@ -101,7 +102,8 @@ typedef struct octavo_paged_attention_args {
 
 typedef struct octavo_append_kv_args {
     size_t struct_size;
-    octavo_tensor k, v, k_pages, v_pages, page_table, seq_lens;
+    octavo_tensor k, v, k_pages, v_pages;
+    octavo_tensor page_table, seq_lens;         /* both, or slot_mapping */
     octavo_tensor cu_seqlens;                   /* optional */
     octavo_tensor k_scale_array, v_scale_array; /* optional: instead of k_scale, v_scale */
     octavo_tensor k_scales, v_scales;           /* optional: of each token and KV head; written */
@@ -109,6 +111,7 @@ typedef struct octavo_append_kv_args {
     octavo_tensor k_channel_offset, k_channel_scale;
     octavo_tensor rotary_cos, rotary_sin; /* optional: [max_positions, rotary_dim / 2] */
     octavo_tensor q, q_out;               /* optional: queries to rotate as well, and where they go */
+    octavo_tensor slot_mapping;           /* instead of page_table and seq_lens: [total], -1 skips */
     int32_t rotary_interleaved;           /* default: 0 */
     int32_t rotate_keys;                  /* default: 0 */
     int32_t kv_dtype;                     /* octavo_dtype; default: -1, none */

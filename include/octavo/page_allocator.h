@@ -85,6 +85,30 @@ struct PageAllocatorStats {
     double waste_percent;       // 100 * (used slots without a token) / (used slots); 0 when none is used
 };
 
+// An array of integers of the caller's, of either kind; or none.
+struct IntegerArray {
+    int32_t* int32 = nullptr;
+    int64_t* int64 = nullptr;
+
+    IntegerArray() = default;
+    IntegerArray(int32_t* data) : int32(data) {}
+    IntegerArray(int64_t* data) : int64(data) {}
+    bool has_data() const { return int32 || int64; }
+};
+
+// Where step() writes what it knows of each new token, in the order of the packed tokens. Rows past the last
+// new token are padding.
+struct TokenArrays {
+    int64_t max_tokens = 0;
+    IntegerArray positions;  // [max_tokens]: in its sequence; 0 for padding
+    // [max_batch]: the row of each sequence's last new token; 0 for a sequence without new ones and for
+    // padding.
+    IntegerArray last_rows;
+    // [max_tokens], one for each group or no array at all: page * page_size + slot of the page; -1 for
+    // padding.
+    std::vector<IntegerArray> slot_mapping;
+};
+
 // Where step() writes one group's share: arrays of the caller's.
 struct PageTableArrays {
     int32_t* page_table;  // [max_batch, max_pages]
@@ -101,7 +125,7 @@ class StepArrays {
   public:
     // seq_lens [max_batch], cu_seqlens_q [max_batch + 1] or null; one table for each group of the allocator.
     StepArrays(int64_t max_batch, const std::vector<PageTableArrays>& tables, int32_t* seq_lens,
-               int32_t* cu_seqlens_q = nullptr);
+               int32_t* cu_seqlens_q = nullptr, const TokenArrays& tokens = {});
     ~StepArrays();
     StepArrays(StepArrays&&) noexcept;
     StepArrays& operator=(StepArrays&&) noexcept;
@@ -133,9 +157,11 @@ class PageAllocator {
 
     Sequence create();
 
-    // A sequence of as many of these tokens as the cache has: length() says how many. Only what was stored
-    // under the same namespace is found. A page found in part is shared, and copied when the sequence grows.
+    // A sequence of as many of these tokens as the cache has: length() says how many. The last one is always
+    // left to be computed, as its query is wanted. Only what was stored under the same namespace is found. A
+    // page found in part is shared, and copied when the sequence grows.
     Sequence create(const int32_t* tokens, int64_t count, const std::string& cache_namespace = "");
+    // How many of these tokens, from the first one on, the cache has, be it all of them.
     int64_t num_cached_tokens(const int32_t* tokens, int64_t count,
                               const std::string& cache_namespace = "") const;
 
@@ -152,6 +178,12 @@ class PageAllocator {
     // its own, to be made by copy_pages from take_copies().
     void extend(Sequence sequence, int64_t n);  // throws OutOfPages
     bool try_extend(Sequence sequence, int64_t n);
+
+    // The free pages that step() or extend() would take for num_new_tokens[i] more tokens (null: one) of
+    // sequences[i], those of copy-on-write included. A step fits if they are at most num_free_pages() in
+    // every group. What it returns (pages behind a window, pages that the cache has already) does not count.
+    int64_t needed(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count,
+                   int64_t group = 0) const;
 
     // A step of generation in one call: num_new_tokens[i] more tokens (null: one) for sequences[i], all or
     // nothing, and row i of the arrays shows the sequence as it is then. The rows that are left are padding:

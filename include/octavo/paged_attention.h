@@ -31,10 +31,11 @@
 namespace octavo {
 
 // q [batch, num_q_heads, head_dim]: one token a sequence; or packed [total_q, num_q_heads, head_dim] with
-// cu_seqlens_q int32 [batch + 1]: any mix of decode, chunked prefill and speculative tokens.
-// seq_lens counts the new tokens too: append first, then attend. A length is at least the number of queries,
-// or 0 for padding; the CPU checks that. Masks and positions as in AttentionArgs. On a GPU lengths must stay
-// as they are until the call is complete: its CTAs agree by them on who waits for whom.
+// cu_seqlens_q int32 [batch + 1]: any mix of decode, chunked prefill and speculative tokens. Rows of q past
+// the last of them, cu_seqlens_q[batch], are padding: nothing is computed for them, and out and lse stay as
+// they are. seq_lens counts the new tokens too: append first, then attend. A length is at least the number of
+// queries, or 0 for padding; the CPU checks that. Masks and positions as in AttentionArgs. On a GPU lengths
+// must stay as they are until the call is complete: its CTAs agree by them on who waits for whom.
 struct PagedAttentionArgs {
     TensorView q, k_pages, v_pages, page_table, seq_lens;
     TensorView out;                 // like q; see AttentionArgs
@@ -72,7 +73,12 @@ void paged_attention(const PagedAttentionArgs& args);
 // token a sequence; or packed [total, num_kv_heads, head_dim] with cu_seqlens int32 [batch + 1].
 // seq_lens counts the new tokens. A sequence of length 0 is padding: nothing is written for it. Two tokens of
 // one call must not go to one slot: sequences that share their last page need copy-on-write first. k and v
-// must not overlap the pages in memory, and k_pages and v_pages must have no element in common.
+// must not overlap the pages in memory, and k_pages and v_pages must have no element in common. Packed rows
+// past the last new token, cu_seqlens[batch], are padding, too.
+//
+// slot_mapping, int32 or int64 [total], says where each row of k and v goes instead of page_table, seq_lens
+// and cu_seqlens: page * page_size + slot of the page, or a negative number for one that goes nowhere. It
+// does not say positions, so that it does not go with rotary_cos.
 //
 // With rotary_cos and rotary_sin, [max_positions, rotary_dim / 2], the first rotary_dim numbers of each key
 // are rotated by its position (rotary embedding), in float32, before they are stored or transformed, and so
@@ -80,7 +86,8 @@ void paged_attention(const PagedAttentionArgs& args);
 // Queries of padding are copied as they are. A position past the tables is refused on the CPU; on a GPU,
 // where lengths are not looked at, what would be rotated there becomes NaN.
 struct AppendKvArgs {
-    TensorView k, v, k_pages, v_pages, page_table, seq_lens;
+    TensorView k, v, k_pages, v_pages;
+    std::optional<TensorView> page_table, seq_lens;  // both, or slot_mapping
     std::optional<TensorView> cu_seqlens;
     std::optional<float> k_scale;  // what is stored is the value divided by it
     std::optional<float> v_scale;
@@ -92,6 +99,7 @@ struct AppendKvArgs {
     std::optional<TensorView> rotary_cos, rotary_sin;  // of the dtype of k, or float32
     bool rotary_interleaved = false;                   // pairs (2 i, 2 i + 1); else (i, i + rotary_dim / 2)
     std::optional<TensorView> q, q_out;  // like k with num_q_heads heads: q is read, q_out written
+    std::optional<TensorView> slot_mapping;
     void* stream = nullptr;
 };
 

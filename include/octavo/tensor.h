@@ -10,8 +10,8 @@
 
 namespace octavo {
 
-// Those from int8 on are of codes, which a cache may hold (paged_attention.h): uint8 in an array of bytes,
-// and int4 as what such bytes hold, two numbers in each, that of the even index in the lower half.
+// Those from int8 to int4 are of codes, which a cache may hold (paged_attention.h): uint8 in an array of
+// bytes, and int4 as what such bytes hold, two numbers in each, that of the even index in the lower half.
 enum class DType : uint8_t {
     float32,
     float16,
@@ -21,12 +21,14 @@ enum class DType : uint8_t {
     float8_e4m3fn,
     float8_e5m2,
     uint8,
-    int4
+    int4,
+    int64
 };
 
 // Every dtype that an array may have.
-constexpr DType kDTypes[] = {DType::float32, DType::float16,       DType::bfloat16,    DType::int32,
-                             DType::int8,    DType::float8_e4m3fn, DType::float8_e5m2, DType::uint8};
+constexpr DType kDTypes[] = {DType::float32,     DType::float16, DType::bfloat16,
+                             DType::int32,       DType::int8,    DType::float8_e4m3fn,
+                             DType::float8_e5m2, DType::uint8,   DType::int64};
 
 // meta: shapes, strides and, where they have any, addresses, but no values. Operators refuse such arrays;
 // explain() takes them.
@@ -53,6 +55,7 @@ constexpr int64_t size_of(DType dtype) {
         case DType::float8_e5m2: return 1;
         case DType::uint8: return 1;
         case DType::int4: return 1;
+        case DType::int64: return 8;
     }
     throw TypeError("size_of: no dtype has the number " + std::to_string(static_cast<int>(dtype)));
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, overload
 
 from octavo._operators import native
-from octavo._types import Array, AttentionOptions, Stream, SupportsDLPack
+from octavo._types import Array, AttentionOptions, Integers, Stream, SupportsDLPack  # noqa: F401 (of options)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,7 +66,8 @@ def attention(
             num_kv_heads divides num_q_heads.
         v: like k.
         cu_seqlens_q: int32 [batch + 1], for packed arrays: sequence b has the queries from cu_seqlens_q[b] up
-            to cu_seqlens_q[b + 1]. Default: dense arrays.
+            to cu_seqlens_q[b + 1]. On the CPU rows past cu_seqlens_q[batch] are padding: they keep what
+            ``out`` has there, or become 0, with a log-sum-exp of -inf. Default: dense arrays.
         cu_seqlens_k: int32 [batch + 1], the same for keys and values; given together with cu_seqlens_q.
         max_seqlen_q: the most queries of one sequence, for packed arrays; a tight bound starts less work.
             Default: total_q.

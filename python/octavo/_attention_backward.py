@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, overload
 
 from octavo._operators import native
-from octavo._types import Array, AttentionBackwardOptions, Stream, SupportsDLPack
+from octavo._types import Array, AttentionBackwardOptions, Integers, Stream, SupportsDLPack  # noqa: F401 (of options)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,7 +83,8 @@ def attention_backward(
         out: like q: the output of ``attention``, with dropout where there was some.
         lse: float32, the shape of q without its last axis: its log-sum-exp.
         dlse: like lse: the gradient of the loss with respect to it. Default: none, for zeros.
-        cu_seqlens_q: int32 [batch + 1], for packed arrays. Default: dense arrays.
+        cu_seqlens_q: int32 [batch + 1], for packed arrays; on the CPU rows past cu_seqlens_q[batch] are
+            padding, and their gradients 0. Default: dense arrays.
         cu_seqlens_k: int32 [batch + 1], given together with cu_seqlens_q.
         max_seqlen_q: the most queries of one sequence, for packed arrays. Default: total_q.
         max_seqlen_k: the most keys of one sequence, for packed arrays. Default: total_k.

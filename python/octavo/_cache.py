@@ -14,6 +14,17 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _KINDS = {**{x: (x, x) for x in (*_FLOATS, "int8", *_FLOAT8, "int4")}, "int8_int4": ("int8", "int4")}
 
 
+# Bytes of a number, and of the scales of a token and KV head.
+_NUMBER_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int8": 1,
+    **dict.fromkeys(_FLOAT8, 1),
+    "int4": 0.5,
+}
+_SCALE_BYTES = 4
+
 _ARRAYS_OF_PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
@@ -118,6 +129,26 @@ def _name_of(dtype: Any) -> str:
     return str(name).removeprefix("torch.")
 
 
+def _kind_of(call: str, dtype: Any, head_dim: int, token_scales: bool) -> str:
+    """The name of a cache's dtype; refuses what there is no cache of."""
+    kind = _name_of(dtype)
+    if kind not in _KINDS:
+        raise ValueError(f"{call}: dtype must be one of {', '.join(_KINDS)}; got {kind}")
+    has_int4 = "int4" in _KINDS[kind]
+    if has_int4 and head_dim % 2 != 0:
+        raise ValueError(f"{call}: head_dim ({head_dim}) must be even for int4, two numbers in a byte")
+    if has_int4 and not token_scales:
+        raise ValueError(f"{call}: token_scales must be True for int4, whose scales are those of tokens")
+    return kind
+
+
+def bytes_per_token(call: str, num_kv_heads: int, head_dim: int, dtype: Any, token_scales: bool) -> int:
+    """What a token takes in a cache of empty_cache (PagedCache.bytes_per_token), without making one."""
+    kind = _kind_of(call, dtype, head_dim, token_scales)
+    scale_bytes = _SCALE_BYTES if token_scales and kind not in _FLOATS else 0
+    return sum(num_kv_heads * (int(head_dim * _NUMBER_BYTES[x]) + scale_bytes) for x in _KINDS[kind])
+
+
 def empty_cache(
     num_pages: int,
     page_size: int,
@@ -173,14 +204,7 @@ def empty_cache(
         least = 0 if name == "num_pages" else 1
         if operator.index(number) < least:
             raise ValueError(f"empty_cache: {name} ({number}) must be at least {least}")
-    kind = _name_of(dtype)
-    if kind not in _KINDS:
-        raise ValueError(f"empty_cache: dtype must be one of {', '.join(_KINDS)}; got {kind}")
-    has_int4 = "int4" in _KINDS[kind]
-    if has_int4 and head_dim % 2 != 0:
-        raise ValueError(f"empty_cache: head_dim ({head_dim}) must be even for int4, two numbers in a byte")
-    if has_int4 and not token_scales:
-        raise ValueError("empty_cache: token_scales must be True for int4, whose scales are those of tokens")
+    kind = _kind_of("empty_cache", dtype, head_dim, token_scales)
     transform: dict[str, Any] = {
         "k_channel_offset": k_channel_offset,
         "k_channel_scale": k_channel_scale,
@@ -197,7 +221,7 @@ def empty_cache(
         array = make((num_pages, num_kv_heads, page_size, *row), dtype)
         return array.transpose(1, 2) if library == "torch" else array.swapaxes(1, 2)
 
-    kv_dtype = "int4" if has_int4 else None
+    kv_dtype = "int4" if "int4" in _KINDS[kind] else None
     pages = []
     for stored in _KINDS[kind]:
         element = "uint8" if stored == "int4" else stored

@@ -49,6 +49,18 @@ def _fold_pages(ids: Array, num_pages: int) -> Array:
     return _fold(jnp.where((ids >= 0) & (ids < num_pages), ids + first, -1))
 
 
+def _fold_slots(slots: Array, num_slots: int) -> Array:
+    """Slots [n, total] of caches that lie one behind the other now; those of no slot become -1."""
+    n = slots.shape[0]
+    if n * num_slots > 2 ** (8 * slots.dtype.itemsize - 1):
+        raise ValueError(
+            f"append_kv: slot_mapping must be int64 to be mapped over {n} caches of {num_slots} slots each; "
+            f"it is {slots.dtype}"
+        )
+    first = num_slots * jnp.arange(n, dtype=slots.dtype)[:, None]
+    return _fold(jnp.where((slots >= 0) & (slots < num_slots), slots + first, -1))
+
+
 def _fold_slopes(slopes: Array, is_shared: bool, n: int, batch: int) -> Array:
     """To [n * batch, num_q_heads]; what all share may stay [num_q_heads]."""
     if is_shared:
@@ -96,7 +108,11 @@ def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
 
 def fold_append_kv(arrays: Arrays, shared: frozenset[str]) -> Folded:
     folded = {name: array if name in shared else _fold(array) for name, array in arrays.items()}
-    folded["page_table"] = _fold_pages(arrays["page_table"], arrays["k_pages"].shape[1])
+    num_pages, page_size = arrays["k_pages"].shape[1:3]
+    if "slot_mapping" in arrays:
+        folded["slot_mapping"] = _fold_slots(arrays["slot_mapping"], num_pages * page_size)
+    if "page_table" in arrays:
+        folded["page_table"] = _fold_pages(arrays["page_table"], num_pages)
     if "cu_seqlens" not in arrays:
         return folded, {}
     of_tokens = [name for name in ("k", "v", "q") if name in arrays]

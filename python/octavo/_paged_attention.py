@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, overload
 
 from octavo._operators import native
-from octavo._types import Array, PagedAttentionOptions, Stream, SupportsDLPack
+from octavo._types import Array, Integers, PagedAttentionOptions, Stream, SupportsDLPack
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -16,8 +16,8 @@ def paged_attention(
     q: Array,
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
-    page_table: SupportsDLPack,
-    seq_lens: SupportsDLPack,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: Literal[False] = False,
     out: Array | None = None,
@@ -29,8 +29,8 @@ def paged_attention(
     q: Array,
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
-    page_table: SupportsDLPack,
-    seq_lens: SupportsDLPack,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: Literal[True],
     out: Array | None = None,
@@ -42,8 +42,8 @@ def paged_attention(
     q: Array,
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
-    page_table: SupportsDLPack,
-    seq_lens: SupportsDLPack,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: bool = False,
     out: Array | None = None,
@@ -77,7 +77,9 @@ def paged_attention(
             of its queries, or 0 for padding. Any other length is an error on the CPU. On a GPU it goes
             unseen: queries before position 0 see what the masks leave, if causal nothing.
         cu_seqlens_q: int32 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
-            cu_seqlens_q[b + 1], the last of its tokens. Default: one query a sequence.
+            cu_seqlens_q[b + 1], the last of its tokens. On the CPU rows past cu_seqlens_q[batch] are padding:
+            they keep what ``out`` has there, or become 0, with a log-sum-exp of -inf. Default: one query a
+            sequence.
         max_seqlen_q: the most queries of one sequence, for packed q; a tight bound starts less work.
             Default: total_q.
         softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
@@ -140,10 +142,10 @@ def append_kv(
     v: SupportsDLPack,
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
-    page_table: SupportsDLPack,
-    seq_lens: SupportsDLPack,
+    page_table: Integers | None = None,
+    seq_lens: Integers | None = None,
     *,
-    cu_seqlens: SupportsDLPack | None = None,
+    cu_seqlens: Integers | None = None,
     k_scale: float | SupportsDLPack | None = None,
     v_scale: float | SupportsDLPack | None = None,
     k_scales: SupportsDLPack | None = None,
@@ -156,6 +158,7 @@ def append_kv(
     rotary_sin: SupportsDLPack | None = None,
     rotary_interleaved: bool = False,
     q: None = None,
+    slot_mapping: Integers | None = None,
     q_out: None = None,
     stream: Stream | None = None,
 ) -> None: ...
@@ -165,10 +168,10 @@ def append_kv(
     v: SupportsDLPack,
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
-    page_table: SupportsDLPack,
-    seq_lens: SupportsDLPack,
+    page_table: Integers | None = None,
+    seq_lens: Integers | None = None,
     *,
-    cu_seqlens: SupportsDLPack | None = None,
+    cu_seqlens: Integers | None = None,
     k_scale: float | SupportsDLPack | None = None,
     v_scale: float | SupportsDLPack | None = None,
     k_scales: SupportsDLPack | None = None,
@@ -181,6 +184,7 @@ def append_kv(
     rotary_sin: SupportsDLPack | None = None,
     rotary_interleaved: bool = False,
     q: SupportsDLPack,
+    slot_mapping: None = None,
     q_out: Array | None = None,
     stream: Stream | None = None,
 ) -> Array: ...
@@ -190,10 +194,10 @@ def append_kv(
     v: SupportsDLPack,
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
-    page_table: SupportsDLPack,
-    seq_lens: SupportsDLPack,
+    page_table: Integers | None = None,
+    seq_lens: Integers | None = None,
     *,
-    cu_seqlens: SupportsDLPack | None = None,
+    cu_seqlens: Integers | None = None,
     k_scale: float | SupportsDLPack | None = None,
     v_scale: float | SupportsDLPack | None = None,
     k_scales: SupportsDLPack | None = None,
@@ -206,6 +210,7 @@ def append_kv(
     rotary_sin: SupportsDLPack | None = None,
     rotary_interleaved: bool = False,
     q: SupportsDLPack | None = None,
+    slot_mapping: Integers | None = None,
     q_out: Array | None = None,
     stream: Stream | None = None,
 ) -> Array | None:
@@ -235,11 +240,12 @@ def append_kv(
             of its byte.
         v_pages: like k_pages: the cache of values; written. int4 also where k_pages is int8. Both may be
             views of one array, as of ``cache.unbind()``, but have no element in common.
-        page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
-        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included: at least their
-            number, or 0 for padding.
-        cu_seqlens: int32 [batch + 1]: sequence b has the tokens of k and v from cu_seqlens[b] up to
-            cu_seqlens[b + 1]. Default: one token a sequence.
+        page_table: int32 [batch, max_pages], on the CPU also int64 or a list; entries past a sequence's last
+            page are never used.
+        seq_lens: int32 [batch], likewise: the length of each sequence in tokens, new ones included: at least
+            their number, or 0 for padding.
+        cu_seqlens: int32 [batch + 1], likewise: sequence b has the tokens of k and v from cu_seqlens[b] up to
+            cu_seqlens[b + 1]; rows past cu_seqlens[batch] are padding. Default: one token a sequence.
         k_scale: what is stored is k divided by it: a float, or for codes of 8 bits also a float32 array [1]
             or [num_kv_heads], which is read when the work runs. int8 needs it, or k_scales. Not for int4.
             Default: 1.
@@ -268,6 +274,10 @@ def append_kv(
             else numbers i and i + rotary_dim / 2, as in Llama and GPT-NeoX. Default: False.
         q: queries of the new tokens, to be rotated too: like k, with any number of heads,
             [batch or total, num_q_heads, head_dim]. Default: none.
+        slot_mapping: int32 or int64 [total], instead of page_table, seq_lens and cu_seqlens, as
+            ``StepArrays`` or vLLM have it: where each row of k and v goes, page * page_size + slot of the
+            page; a row with a negative number goes nowhere. It says no positions: not with rotary_cos.
+            Default: none.
         q_out: an array like q for the rotated queries: q itself, with the very strides, or one whose memory
             is apart from it; it shares no element with k and v, but may be a view of the same array. Queries
             of padding are copied as they are. Default: a new array of the framework of k.
@@ -290,7 +300,7 @@ def append_kv(
 def copy_pages(
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
-    copies: SupportsDLPack,
+    copies: Integers,
     *,
     to_k_pages: SupportsDLPack | None = None,
     to_v_pages: SupportsDLPack | None = None,
@@ -339,8 +349,8 @@ def copy_pages(
 
 @native()
 def check_page_table(
-    page_table: SupportsDLPack,
-    seq_lens: SupportsDLPack,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     num_pages: int,
     page_size: int,

@@ -23,6 +23,9 @@ class SupportsDLPack(Protocol):
 Array = TypeVar("Array", bound=SupportsDLPack)
 """The framework of the call's first array, which is that of its results."""
 
+Integers: TypeAlias = SupportsDLPack | list[int] | list[list[int]]
+"""Page numbers, lengths or offsets. A list only with arrays on the CPU, as int64 is."""
+
 
 class SupportsCudaStream(Protocol):
     """A stream of cuda.core, or of whatever else follows its protocol."""
@@ -66,10 +69,10 @@ class AttentionScalars(TypedDict, total=False):
 class AttentionOptions(AttentionScalars, total=False):
     """What ``octavo.attention`` takes by keyword, whatever it returns."""
 
-    cu_seqlens_q: SupportsDLPack | None
-    cu_seqlens_k: SupportsDLPack | None
+    cu_seqlens_q: Integers | None
+    cu_seqlens_k: Integers | None
     alibi_slopes: SupportsDLPack | None
-    prefix_lens: SupportsDLPack | None
+    prefix_lens: Integers | None
 
 
 class AttentionBackwardScalars(AttentionScalars, total=False):
@@ -103,9 +106,9 @@ class PagedAttentionScalars(TypedDict, total=False):
 class PagedAttentionOptions(PagedAttentionScalars, total=False):
     """What ``octavo.paged_attention`` takes by keyword, whatever it returns."""
 
-    cu_seqlens_q: SupportsDLPack | None
+    cu_seqlens_q: Integers | None
     alibi_slopes: SupportsDLPack | None
-    prefix_lens: SupportsDLPack | None
+    prefix_lens: Integers | None
     k_scale: float | SupportsDLPack | None
     v_scale: float | SupportsDLPack | None
     k_scales: SupportsDLPack | None

@@ -282,8 +282,8 @@ def append_kv(
     v: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: ArrayLike | None = None,
+    seq_lens: ArrayLike | None = None,
     *,
     cu_seqlens: ArrayLike | None = None,
     k_scale: float | ArrayLike | None = None,
@@ -298,6 +298,7 @@ def append_kv(
     rotary_sin: ArrayLike | None = None,
     rotary_interleaved: bool = False,
     q: None = None,
+    slot_mapping: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def append_kv(
@@ -305,8 +306,8 @@ def append_kv(
     v: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: ArrayLike | None = None,
+    seq_lens: ArrayLike | None = None,
     *,
     cu_seqlens: ArrayLike | None = None,
     k_scale: float | ArrayLike | None = None,
@@ -321,6 +322,7 @@ def append_kv(
     rotary_sin: ArrayLike | None = None,
     rotary_interleaved: bool = False,
     q: ArrayLike | None = None,
+    slot_mapping: ArrayLike | None = None,
 ) -> tuple[jax.Array, ...]: ...
 @like(octavo.append_kv)
 def append_kv(
@@ -328,8 +330,8 @@ def append_kv(
     v: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: ArrayLike | None = None,
+    seq_lens: ArrayLike | None = None,
     *,
     cu_seqlens: ArrayLike | None = None,
     k_scale: float | ArrayLike | None = None,
@@ -344,6 +346,7 @@ def append_kv(
     rotary_sin: ArrayLike | None = None,
     rotary_interleaved: bool = False,
     q: ArrayLike | None = None,
+    slot_mapping: ArrayLike | None = None,
 ) -> tuple[jax.Array, ...]:
     """Write each sequence's newest tokens to the end of its pages: ``octavo.append_kv`` in a JAX program.
 
@@ -375,6 +378,8 @@ def append_kv(
         rotary_sin: like rotary_cos, and given together with it.
         rotary_interleaved: as for ``octavo.append_kv``. Default: False.
         q: queries of the new tokens, to be rotated too: like k, with any number of heads. Default: none.
+        slot_mapping: as for ``octavo.append_kv``: [total], instead of page_table, seq_lens and cu_seqlens.
+            Default: none.
 
     Returns:
         k_pages: the cache of keys with the new tokens; in place of the argument where that was given up.
@@ -407,6 +412,7 @@ def append_kv(
         "rotary_sin": rotary_sin,
         "rotary_interleaved": rotary_interleaved,
         "q": q,
+        "slot_mapping": slot_mapping,
     }
     return _jax_call.run(_jax_call.APPEND_KV, arguments)
 

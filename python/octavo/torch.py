@@ -580,8 +580,8 @@ def append_kv(
     v: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
+    page_table: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     *,
     q: Tensor | None = None,
     q_out: Tensor | None = None,
@@ -591,15 +591,16 @@ def append_kv(
     if stream is not None:
         _refuse_stream("append_kv")
     try:
-        arrays = (k, v, k_pages, v_pages, page_table, seq_lens)
+        arrays, tables = (k, v, k_pages, v_pages), (page_table, seq_lens)
         if q is None and q_out is None:
-            return _APPEND_KV(*arrays, **_in_place(options))
+            return _APPEND_KV(*arrays, *tables, **_in_place(options))
         if q_out is None:
-            return _APPEND_KV_Q(*arrays, q=q, **_in_place(options))
-        _APPEND_KV_OUT_Q(*arrays, q_out, q=q, **_in_place(options))
+            return _APPEND_KV_Q(*arrays, *tables, q=q, **_in_place(options))
+        _APPEND_KV_OUT_Q(*arrays, q_out, *tables, q=q, **_in_place(options))
         return q_out
     except RuntimeError as error:
-        _raise_in_words_of_octavo(error, append_kv, (k, v, k_pages, v_pages, page_table, seq_lens), options)
+        given = {"page_table": page_table, "seq_lens": seq_lens, **options}
+        _raise_in_words_of_octavo(error, append_kv, (k, v, k_pages, v_pages), given)
         raise
 
 

@@ -53,7 +53,7 @@ TensorView view_of_shape(const char* op, const char* name, nb::handle array, sch
     for (DType known : kDTypes) {
         if (wanted == to_string(known)) dtype = known;
     }
-    if (!dtype) refuse_dtype(op, name, accept, wanted);
+    if (!dtype || !may_be(*dtype, accept)) refuse_dtype(op, name, accept, wanted);
     TensorView view;
     view.dtype = *dtype;
     view.device = {DeviceType::meta, 0};

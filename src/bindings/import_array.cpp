@@ -254,6 +254,7 @@ dlpack::DataType to_dlpack(DType dtype) {
         case DType::float8_e4m3fn: return {dlpack::kFloat8E4m3fn, 8, 1};
         case DType::float8_e5m2: return {dlpack::kFloat8E5m2, 8, 1};
         case DType::uint8: return {dlpack::kUInt, 8, 1};
+        case DType::int64: return {dlpack::kInt, 64, 1};
         case DType::int4: break;  // no array's
     }
     return {};
@@ -268,6 +269,7 @@ void refuse_dtype(const char* op, std::string_view name, Accept accept, const st
     const char* hint = "";
     switch (accept) {
         case Accept::int32: wanted = "int32"; break;
+        case Accept::integer: wanted = "int32 or int64"; break;
         case Accept::float32: wanted = "float32"; break;
         case Accept::scales: wanted = "float32 or float16"; break;
         case Accept::cache:
@@ -340,6 +342,10 @@ TensorView Call::output_or_host(const char* name, nb::handle array, Accept accep
 }
 
 TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes, bool may_be_on_host) {
+    const bool is_list = PyList_Check(array.ptr()) || PyTuple_Check(array.ptr());
+    const bool may_be_list = (accept == Accept::int32 || accept == Accept::integer) && !writes;
+    if (is_list && may_be_list && device_.value_or(Device{}).type == DeviceType::cpu)
+        return import(name, array_of_list(name, array), accept, writes, may_be_on_host);
     const ArrayType type = array_type_of(array);
     if (type.framework == Framework::none) {
         fail<TypeError>(op_, name,
@@ -395,12 +401,18 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         if (loans_.empty()) loans_.reserve(kMostArrays);
         loans_.push_back(std::move(loan));
     }
-    if (type.framework == Framework::torch && view.dtype != DType::int32) {
+    const bool has_integers = view.dtype == DType::int32 || view.dtype == DType::int64;
+    if (type.framework == Framework::torch && !has_integers) {
         refuse_gradient(op_, name, array);
         if (!has_tangents_) has_tangents_ = has_tangents();
         if (*has_tangents_) refuse_tangent(op_, name, array);
     }
     if (type.framework == Framework::torch && may_be_part(view)) refuse_negative_bit(op_, name, array);
+    if (!may_be(view.dtype, accept)) {
+        if (accept != Accept::int32 || writes || view.device.type != DeviceType::cpu)
+            refuse_dtype(op_, name, accept, to_string(view.dtype));
+        view = narrow(name, view);
+    }
     if (!first_array_.is_valid()) {
         first_array_ = array;
         first_type_ = type;

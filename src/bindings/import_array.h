@@ -9,6 +9,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -19,6 +20,11 @@ namespace octavo::bindings {
 namespace nb = nanobind;
 
 using schema::Accept;
+
+// int64 is for arguments that say so; what else is of the wrong kind the checks refuse.
+constexpr bool may_be(DType dtype, Accept accept) {
+    return dtype != DType::int64 || accept == Accept::integer;
+}
 
 // Refuses a dtype: "k must be float32, float16 or bfloat16; got int32".
 [[noreturn]] void refuse_dtype(const char* op, std::string_view name, Accept accept, const std::string& got);
@@ -93,6 +99,8 @@ class Call {
   private:
     TensorView import(const char* name, nb::handle array, Accept accept, bool writes,
                       bool may_be_on_host = false);
+    TensorView narrow(const char* name, const TensorView& wide);
+    nb::object array_of_list(const char* name, nb::handle list);
     [[noreturn]] void refuse_device(const char* name, Device device) const;
     std::optional<int64_t> enter_device(const char* name, const ArrayType& type, Device device,
                                         bool may_be_on_host);
@@ -114,6 +122,8 @@ class Call {
     bool wait_for_work_ = false;
     std::optional<bool> has_tangents_;  // any of torch's tensors; unknown before the first
     std::vector<Loan> loans_;
+    std::vector<nb::object> lists_;                     // as arrays
+    std::vector<std::unique_ptr<int32_t[]>> narrowed_;  // copies of arrays of int64
 };
 
 }  // namespace octavo::bindings

@@ -151,6 +151,7 @@ ResultArray::ResultArray(Call& call, const char* name, nb::handle given, const T
     if (!given.is_none()) {
         array_ = nb::borrow(given);
         view_ = call.output(name, array_);
+        is_new_ = false;
         return;
     }
     const ArrayType& type = call.first_type();

@@ -30,6 +30,7 @@ class ResultArray {
     ResultArray(Call& call, const char* name, nb::handle given, const TensorView& wanted);
 
     const TensorView& view() const { return view_; }
+    bool is_new() const { return is_new_; }
     nb::object finish();  // when the work is launched
 
   private:
@@ -38,6 +39,7 @@ class ResultArray {
     void make_owned(Call& call, const char* name);
 
     TensorView view_;
+    bool is_new_ = true;
     nb::object array_;        // the result, or an OwnedArray that
     nb::object from_dlpack_;  // this function of the caller's framework will take over
 };

@@ -167,7 +167,14 @@ nb::object run(const Given<Operator>& given) {
     }
     std::vector<ResultArray> results = make_results<Operator>(call, given, args);
     args.stream = call.stream();
-    call.run([&] { Operator::kRun(args); });
+    call.run([&] {
+        Operator::kRun(args);
+        if constexpr (kLeavesPadding<Operator>) {
+            for (const ResultArray& result : results) {
+                if (result.is_new()) clear_padding(args, result.view());
+            }
+        }
+    });
     if (results.empty()) return nb::none();
     if (results.size() == 1) return results.front().finish();
     nb::object all = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(results.size())));

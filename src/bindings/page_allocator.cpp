@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 #include "bindings/bindings.h"
 #include "bindings/page_allocator_docs.h"
+#include "bindings/pages_in_memory.h"
 #include "bindings/scalars.h"
 #include "bindings/sequence_arguments.h"
 #include "bindings/step_arrays.h"
@@ -13,7 +14,6 @@
 #include <array>
 #include <cstring>
 #include <initializer_list>
-#include <limits>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -59,23 +59,8 @@ nb::object step(PageAllocator& allocator, nb::handle seqs, nb::handle num_new_to
     auto& arrays = nb::cast<StepArraysObject&>(given_arrays);
     const std::vector<Sequence> sequences = sequences_argument("step", seqs);
     const auto count = static_cast<int64_t>(sequences.size());
-    std::vector<int32_t> same;
-    std::optional<Int32Batch> each;
-    if (PyLong_Check(num_new_tokens.ptr())) {
-        const int64_t n = int_argument("step", "num_new_tokens", num_new_tokens);
-        if (n < 0 || n > std::numeric_limits<int32_t>::max()) {
-            fail<ValueError>("step", "num_new_tokens (", n, ") must be between 0 and ",
-                             std::numeric_limits<int32_t>::max());
-        }
-        same.assign(sequences.size(), static_cast<int32_t>(n));
-    } else {
-        each.emplace("step", "num_new_tokens", num_new_tokens);
-        if (each->size() != count) {
-            fail<ValueError>("step", "num_new_tokens must have one number for each of the ", count,
-                             " sequences; got ", each->size());
-        }
-    }
-    const int32_t* const n = each ? each->data() : same.data();
+    const NewTokens num_new("step", num_new_tokens, count);
+    const int32_t* const n = num_new.data();
     std::optional<Int32Batch> new_tokens;
     if (!tokens.is_none()) {
         new_tokens.emplace("step", "tokens", tokens);
@@ -87,6 +72,13 @@ nb::object step(PageAllocator& allocator, nb::handle seqs, nb::handle num_new_to
     }
     allocator.step(sequences.data(), n, count, arrays.arrays(), new_tokens ? new_tokens->data() : nullptr);
     return arrays.num_copies();
+}
+
+int64_t needed(const PageAllocator& allocator, nb::handle seqs, nb::handle num_new_tokens, nb::handle group) {
+    const std::vector<Sequence> sequences = sequences_argument("needed", seqs);
+    const auto count = static_cast<int64_t>(sequences.size());
+    const NewTokens n("needed", num_new_tokens, count);
+    return allocator.needed(sequences.data(), n.data(), count, int_argument("needed", "group", group));
 }
 
 nb::int_ create(PageAllocator& allocator, nb::handle tokens, nb::handle cache_namespace) {
@@ -241,6 +233,30 @@ void bind_page_allocator(nb::module_& m) {
                     "num_host_pages: int = 0, prefix_cache: bool = False, hash_key: bytes | None = None, "
                     "hash_bits: int = 128, event_capacity: int = 0) -> None"))
         .def_static(
+            "from_memory",
+            [](nb::handle num_bytes, nb::handle page_size, nb::handle num_layers, nb::handle num_kv_heads,
+               nb::handle head_dim, nb::handle dtype, nb::handle token_scales, nb::handle window_left,
+               nb::handle num_host_pages, nb::handle prefix_cache, nb::handle hash_key, nb::handle hash_bits,
+               nb::handle event_capacity) {
+                nb::module_::import_("numpy");
+                const nb::int_ num_pages(pages_in_memory(num_bytes, page_size, num_layers, num_kv_heads,
+                                                         head_dim, dtype, token_scales));
+                return PageAllocator(
+                    {page_group(kAllocator, num_pages, page_size, window_left, num_host_pages)},
+                    prefix_cache_options(prefix_cache, hash_key, hash_bits, event_capacity));
+            },
+            nb::arg("num_bytes").none(), nb::kw_only(), nb::arg("page_size").none(),
+            nb::arg("num_layers").none(), nb::arg("num_kv_heads").none(), nb::arg("head_dim").none(),
+            nb::arg("dtype").none(), nb::arg("token_scales").none() = true,
+            nb::arg("window_left").none() = -1, nb::arg("num_host_pages").none() = 0,
+            nb::arg("prefix_cache").none() = false, nb::arg("hash_key").none() = nb::none(),
+            nb::arg("hash_bits").none() = 128, nb::arg("event_capacity").none() = 0,
+            nb::sig("def from_memory(num_bytes: int, *, page_size: int, num_layers: int, num_kv_heads: int, "
+                    "head_dim: int, dtype: typing.Any, token_scales: bool = True, window_left: int = -1, "
+                    "num_host_pages: int = 0, prefix_cache: bool = False, hash_key: bytes | None = None, "
+                    "hash_bits: int = 128, event_capacity: int = 0) -> PageAllocator"),
+            kFromMemoryDoc)
+        .def_static(
             "from_groups",
             [](nb::handle groups, nb::handle prefix_cache, nb::handle hash_key, nb::handle hash_bits,
                nb::handle event_capacity) {
@@ -276,7 +292,9 @@ void bind_page_allocator(nb::module_& m) {
             nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = "",
             nb::sig("def num_cached_tokens(self, tokens: collections.abc.Iterable[int] | "
                     "octavo._types.SupportsDLPack, *, namespace: str | bytes = '') -> int"),
-            "How many of these tokens create() would find now. Arguments and errors as create().")
+            "How many of these tokens, from the first one on, the cache has now, be it all of them. "
+            "Arguments and "
+            "errors as create().")
         .def(
             "pin",
             [](PageAllocator& self, nb::handle tokens, nb::handle cache_namespace) {
@@ -315,6 +333,11 @@ void bind_page_allocator(nb::module_& m) {
                  "collections.abc.Iterable[int] | octavo._types.SupportsDLPack | None = None) -> "
                  "int | tuple[int, ...]"),
              kStepDoc)
+        .def("needed", &needed, nb::arg("seqs").none(), nb::arg("num_new_tokens").none() = 1, group,
+             nb::sig(
+                 "def needed(self, seqs: collections.abc.Iterable[int], num_new_tokens: int | "
+                 "collections.abc.Iterable[int] | octavo._types.SupportsDLPack = 1, group: int = 0) -> int"),
+             kNeededDoc)
         .def(
             "fork",
             [](PageAllocator& self, nb::handle seq, nb::handle n, nb::handle length) {

@@ -44,9 +44,9 @@ Raises:
 constexpr const char* kCreateDoc =
     R"(Makes a sequence: empty, or of as many of these tokens as the prefix cache has.
 
-length() says how many those are; step() takes the others. Leave out the last token of a prompt, since its
-query has still to be computed. Where the last page is found in part only, it is shared and copied when the
-sequence grows.
+length() says how many those are, at most all but the last one, whose query has to be computed in any case;
+step() takes the others. Where the last page is found in part only, it is shared and copied when the sequence
+grows.
 
 Args:
     tokens: ints of 32 bits: a list, or an int32 array in CPU memory.
@@ -142,6 +142,24 @@ Raises:
     TypeError, ValueError: a bad argument; a table or `copies` with too little room.
 
 In each case the allocator and the arrays are as before.)";
+
+constexpr const char* kNeededDoc =
+    R"(The free pages that a step would take, those of copy-on-write included.
+
+step() and extend() succeed if this is at most num_free_pages, and raise octavo.OutOfPages otherwise; with several
+groups, if it is so in each of them (stats(group)["num_free_pages"]). What they return does not count: pages that
+a window has left behind, and pages that the prefix cache turns out to have already.
+
+Args:
+    seqs: handles; none may come twice.
+    num_new_tokens: as for step(). Default: 1.
+    group: of layers.
+
+Returns:
+    The number of pages.
+
+Raises:
+    octavo.InvalidSequence, TypeError, ValueError: as step().)";
 
 constexpr const char* kForkDoc = R"(Makes n sequences that share every page of this one.
 
@@ -239,6 +257,29 @@ Raises:
     ValueError: one that is not preempted, or whose transfer to the host is not confirmed.
 
 In each case everything is as before.)";
+
+constexpr const char* kFromMemoryDoc =
+    R"(Makes an allocator of as many pages as some memory holds.
+
+Of caches as octavo.empty_cache makes them, one for each layer; num_pages says how many pages those need.
+
+Args:
+    num_bytes: of the memory, for all layers together.
+    page_size: as for PageAllocator.
+    num_layers: that have a cache each.
+    num_kv_heads: as for octavo.empty_cache.
+    head_dim: as for octavo.empty_cache.
+    dtype: as for octavo.empty_cache.
+    token_scales: as for octavo.empty_cache.
+    window_left: as for PageAllocator.
+    num_host_pages: as for PageAllocator; not of this memory.
+    prefix_cache: as for PageAllocator.
+    hash_key: as for PageAllocator.
+    hash_bits: as for PageAllocator.
+    event_capacity: as for PageAllocator.
+
+Raises:
+    TypeError, ValueError: an argument of another kind or out of range, or too few bytes for one page.)";
 
 constexpr const char* kPageGroupDoc = R"(Layers that share a page table, for PageAllocator.from_groups().
 

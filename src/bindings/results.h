@@ -1,10 +1,15 @@
 // What the results of an operator look like, from the arguments that they are like.
 #pragma once
 
+#include "operators/schema.h"
+
 #include <octavo/tensor.h>
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 #include <optional>
+#include <type_traits>
 
 namespace octavo::bindings {
 
@@ -40,6 +45,29 @@ TensorView shape_of_result(const Argument& result, const Args& args) {
     if (result.width && view.ndim > 0) view.shape[view.ndim - 1] = result.width(args);
     set_c_order(view);
     return view;
+}
+
+// Whether rows of the results may be padding that the operator does not write.
+template <class Operator>
+constexpr bool kLeavesPadding =
+    std::is_same_v<Operator, schema::Attention> || std::is_same_v<Operator, schema::PagedAttention>;
+
+// Of attention, where the operator leaves the rows past the last packed query as they are: in a result that
+// nobody else has written to they become zeros, and -inf in the log-sum-exp. On the CPU, after the operator;
+// in C order.
+template <class Args>
+void clear_padding(const Args& args, const TensorView& result) {
+    if (!args.cu_seqlens_q || result.device.type != DeviceType::cpu || result.size() == 0) return;
+    const TensorView& cu_seqlens = *args.cu_seqlens_q;
+    const int64_t num_queries = static_cast<const int32_t*>(cu_seqlens.data)[cu_seqlens.shape[0] - 1];
+    const int64_t row_size = result.size() / result.shape[0], begin = num_queries * row_size;
+    if (args.lse && result.data == args.lse->data) {
+        float* const lse = static_cast<float*>(result.data);
+        std::fill(lse + begin, lse + result.size(), -std::numeric_limits<float>::infinity());
+    } else {
+        const int64_t bytes = size_of(result.dtype);
+        std::memset(static_cast<char*>(result.data) + begin * bytes, 0, (result.size() - begin) * bytes);
+    }
 }
 
 }  // namespace octavo::bindings

@@ -91,6 +91,23 @@ Int32Batch::Int32Batch(const char* call, const char* name, nb::handle values) {
     });
 }
 
+NewTokens::NewTokens(const char* call, nb::handle given, int64_t count) {
+    if (PyLong_Check(given.ptr())) {
+        const int64_t n = int_argument(call, "num_new_tokens", given);
+        if (n < 0 || n > std::numeric_limits<int32_t>::max()) {
+            fail<ValueError>(call, "num_new_tokens (", n, ") must be between 0 and ",
+                             std::numeric_limits<int32_t>::max());
+        }
+        same_.assign(static_cast<size_t>(count), static_cast<int32_t>(n));
+        return;
+    }
+    each_.emplace(call, "num_new_tokens", given);
+    if (each_->size() != count) {
+        fail<ValueError>(call, "num_new_tokens must have one number for each of the ", count,
+                         " sequences; got ", each_->size());
+    }
+}
+
 std::string namespace_argument(const char* call, nb::handle name) {
     nb::object bytes = nb::borrow(name);
     if (PyUnicode_Check(name.ptr())) {

@@ -33,6 +33,17 @@ class Int32Batch {
     std::vector<int32_t> values_;
 };
 
+// num_new_tokens: an int for every one of `count` sequences, or one for each.
+class NewTokens {
+  public:
+    NewTokens(const char* call, nb::handle given, int64_t count);
+    const int32_t* data() const { return each_ ? each_->data() : same_.data(); }
+
+  private:
+    std::vector<int32_t> same_;
+    std::optional<Int32Batch> each_;
+};
+
 std::string namespace_argument(const char* call, nb::handle name);  // str or bytes
 
 }  // namespace octavo::bindings

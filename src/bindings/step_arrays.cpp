@@ -14,8 +14,9 @@ constexpr const char* kOp = "StepArrays";
 
 constexpr const char* kClassDoc = R"(The arrays that PageAllocator.step() writes, kept from step to step.
 
-int32 arrays in CPU memory, pinned or not, of any library that lends its memory through DLPack. They are set
-up here: page_table -1, the others 0. From then on step() writes them and the caller only reads them; a row
+int32 arrays in CPU memory, pinned or not, of any library that lends its memory through DLPack; positions,
+last_rows and slot_mapping may be int64 instead. They are set up here: page_table and slot_mapping -1, the others
+0. From then on step() writes them and the caller only reads them; a row
 whose sequence has the same pages as before is not written again. For steps in flight at once, while pinned
 arrays are still being copied to a GPU, say, use several StepArrays in turn.
 
@@ -26,6 +27,12 @@ Args:
     cu_seqlens_q: [max_batch + 1], or None.
     copies: [max_copies, 2] in C order, or a list of one for each group; or None: copies stay pending until
         take_copies(). A step has at most one copy a sequence.
+    positions: [max_tokens], or None: the position of each new token in its sequence, in the order of the packed
+        tokens, for a rotary embedding. 0 in the rows past the last new token.
+    last_rows: [max_batch], or None: the row of each sequence's last new token among the packed ones, whose logits
+        are wanted. 0 for a sequence without new tokens, and for padding.
+    slot_mapping: [max_tokens], or a list of one for each group; or None: where each new token goes, its page *
+        page_size + its slot in the page, as append_kv() takes it. -1 in the rows past the last new token.
 
 Raises:
     TypeError, ValueError, RuntimeError: an array of another dtype, shape, layout or device, one that cannot
@@ -44,28 +51,37 @@ std::vector<nb::object> items_of(nb::handle object) {
     return items;
 }
 
-// An array of int32 in CPU memory that may be written.
-TensorView import(Call& call, const std::string& name, nb::handle array, int ndim, const char* axes) {
-    const TensorView view = call.output(name.c_str(), array, Accept::int32);
+// An array of int32, or integers, in CPU memory that may be written.
+TensorView import(Call& call, const std::string& name, nb::handle array, int ndim, const char* axes,
+                  Accept accept) {
+    const TensorView view = call.output(name.c_str(), array, accept);
     if (view.device.type != DeviceType::cpu) {
         fail<DeviceError>(kOp, name, " must be in CPU memory; it is on ", to_string(view.device));
     }
     const Checker check(kOp, view.device);
-    check.index(name.c_str(), view, ndim, axes);
+    accept == Accept::int32 ? check.index(name.c_str(), view, ndim, axes)
+                            : check.integers(name.c_str(), view, ndim, axes);
     check.writable(name.c_str(), view);
     return view;
 }
 
 int32_t* data_of(const TensorView& view) { return static_cast<int32_t*>(view.data); }
 
+IntegerArray integers_of(const TensorView& view) {
+    if (view.dtype == DType::int32) return data_of(view);
+    return static_cast<int64_t*>(view.data);
+}
+
 }  // namespace
 
 StepArraysObject::StepArraysObject(nb::handle page_table, nb::handle seq_lens, nb::handle cu_seqlens_q,
-                                   nb::handle copies)
+                                   nb::handle copies, nb::handle positions, nb::handle last_rows,
+                                   nb::handle slot_mapping)
     : call_(kOp, nb::none()), is_grouped_(is_list(page_table)) {
     std::vector<std::pair<std::string, TensorView>> views;
-    auto add = [&](std::string name, nb::handle array, int ndim, const char* axes) {
-        const TensorView view = import(call_, name, array, ndim, axes);
+    auto add = [&](std::string name, nb::handle array, int ndim, const char* axes,
+                   Accept accept = Accept::int32) {
+        const TensorView view = import(call_, name, array, ndim, axes, accept);
         arrays_kept_.append(array);
         for (const auto& [other_name, other] : views) {
             Checker(kOp, {}).apart(name.c_str(), view, other_name.c_str(), other);
@@ -85,12 +101,39 @@ StepArraysObject::StepArraysObject(nb::handle page_table, nb::handle seq_lens, n
         cu_seqlens = data_of(view);
     }
     const std::vector<nb::object> tables = items_of(page_table);
-    const bool has_copies = !copies.is_none();
-    const std::vector<nb::object> copy_arrays = has_copies ? items_of(copies) : std::vector<nb::object>{};
-    if (has_copies && (is_list(copies) != is_grouped_ || copy_arrays.size() != tables.size())) {
-        fail<ValueError>(kOp, "copies must be as page_table, one array or a list of ", tables.size(),
-                         "; got ",
-                         is_list(copies) ? "a list of " + std::to_string(copy_arrays.size()) : "one array");
+    auto one_a_group = [&](const char* name, nb::handle given) {
+        std::vector<nb::object> arrays;
+        if (given.is_none()) return arrays;
+        arrays = items_of(given);
+        if (is_list(given) != is_grouped_ || arrays.size() != tables.size()) {
+            fail<ValueError>(kOp, name, " must be as page_table, one array or a list of ", tables.size(),
+                             "; got ",
+                             is_list(given) ? "a list of " + std::to_string(arrays.size()) : "one array");
+        }
+        return arrays;
+    };
+    const std::vector<nb::object> copy_arrays = one_a_group("copies", copies);
+    const std::vector<nb::object> slot_arrays = one_a_group("slot_mapping", slot_mapping);
+    TokenArrays tokens;
+    const char* first_of_tokens = nullptr;  // the array that says max_tokens
+    auto add_tokens = [&](const std::string& name, nb::handle array) {
+        const TensorView view = add(name, array, 1, "[max_tokens]", Accept::integer);
+        if (!first_of_tokens) tokens.max_tokens = view.shape[0];
+        if (view.shape[0] != tokens.max_tokens) {
+            fail<ValueError>(kOp, name, " must have max_tokens (", tokens.max_tokens, ") entries, as ",
+                             first_of_tokens, "; got ", view.shape_string());
+        }
+        if (!first_of_tokens) first_of_tokens = positions.is_none() ? "slot_mapping" : "positions";
+        return integers_of(view);
+    };
+    if (!positions.is_none()) tokens.positions = add_tokens("positions", positions);
+    if (!last_rows.is_none()) {
+        const TensorView view = add("last_rows", last_rows, 1, "[max_batch]", Accept::integer);
+        if (view.shape[0] != max_batch) {
+            fail<ValueError>(kOp, "last_rows must have max_batch (", max_batch,
+                             ") entries, as seq_lens; got ", view.shape_string());
+        }
+        tokens.last_rows = integers_of(view);
     }
     std::vector<PageTableArrays> groups;
     for (size_t g = 0; g < tables.size(); ++g) {
@@ -101,7 +144,7 @@ StepArraysObject::StepArraysObject(nb::handle page_table, nb::handle seq_lens, n
                              ") rows, as seq_lens; got ", table.shape_string());
         }
         PageTableArrays group{data_of(table), table.shape[1], table.strides[0]};
-        if (has_copies) {
+        if (!copy_arrays.empty()) {
             const TensorView view = add("copies" + suffix, copy_arrays[g], 2, "[max_copies, 2]");
             if (view.shape[1] != 2) {
                 fail<ValueError>(kOp, "copies", suffix, " must have shape [max_copies, 2]; got ",
@@ -115,9 +158,11 @@ StepArraysObject::StepArraysObject(nb::handle page_table, nb::handle seq_lens, n
             group.max_copies = view.shape[0];
         }
         groups.push_back(group);
+        if (!slot_arrays.empty())
+            tokens.slot_mapping.push_back(add_tokens("slot_mapping" + suffix, slot_arrays[g]));
     }
     num_groups_ = static_cast<int64_t>(groups.size());
-    arrays_.emplace(max_batch, groups, data_of(lens), cu_seqlens);
+    arrays_.emplace(max_batch, groups, data_of(lens), cu_seqlens, tokens);
 }
 
 nb::object StepArraysObject::num_copies() const {
@@ -129,14 +174,20 @@ nb::object StepArraysObject::num_copies() const {
 
 void bind_step_arrays(nb::module_& m) {
     nb::class_<StepArraysObject>(m, "StepArrays", kClassDoc)
-        .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle>(), nb::arg("page_table").none(),
-             nb::arg("seq_lens").none(), nb::arg("cu_seqlens_q").none() = nb::none(),
-             nb::arg("copies").none() = nb::none(),
+        .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle>(),
+             nb::arg("page_table").none(), nb::arg("seq_lens").none(),
+             nb::arg("cu_seqlens_q").none() = nb::none(), nb::arg("copies").none() = nb::none(),
+             nb::kw_only(), nb::arg("positions").none() = nb::none(),
+             nb::arg("last_rows").none() = nb::none(), nb::arg("slot_mapping").none() = nb::none(),
              nb::sig("def __init__(self, page_table: octavo._types.SupportsDLPack | "
                      "collections.abc.Sequence[octavo._types.SupportsDLPack], seq_lens: "
                      "octavo._types.SupportsDLPack, "
                      "cu_seqlens_q: octavo._types.SupportsDLPack | None = None, copies: "
                      "octavo._types.SupportsDLPack | "
+                     "collections.abc.Sequence[octavo._types.SupportsDLPack] | None = None, *, "
+                     "positions: octavo._types.SupportsDLPack | None = None, "
+                     "last_rows: octavo._types.SupportsDLPack | None = None, "
+                     "slot_mapping: octavo._types.SupportsDLPack | "
                      "collections.abc.Sequence[octavo._types.SupportsDLPack] | None = None) -> None"))
         .def_prop_ro(
             "max_batch", [](StepArraysObject& self) { return self.arrays().max_batch(); },

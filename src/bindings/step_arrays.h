@@ -13,7 +13,8 @@ namespace octavo::bindings {
 
 class StepArraysObject {
   public:
-    StepArraysObject(nb::handle page_table, nb::handle seq_lens, nb::handle cu_seqlens_q, nb::handle copies);
+    StepArraysObject(nb::handle page_table, nb::handle seq_lens, nb::handle cu_seqlens_q, nb::handle copies,
+                     nb::handle positions, nb::handle last_rows, nb::handle slot_mapping);
 
     StepArrays& arrays() { return *arrays_; }
     nb::object num_copies() const;  // an int, or a tuple where page_table was given as one

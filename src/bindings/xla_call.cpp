@@ -16,6 +16,7 @@ std::string dtype_name(int32_t dtype) {
         case xla::kF16: return to_string(DType::float16);
         case xla::kBf16: return to_string(DType::bfloat16);
         case xla::kS32: return to_string(DType::int32);
+        case xla::kS64: return to_string(DType::int64);
         case xla::kU8: return to_string(DType::uint8);
         case xla::kS8: return to_string(DType::int8);
         case xla::kF8E4m3fn: return to_string(DType::float8_e4m3fn);
@@ -103,7 +104,7 @@ XlaCall::XlaCall(const char* op, nb::handle arrays, nb::dict options) : op_(op) 
         array.view.data = reinterpret_cast<void*>(address);
         array.view.device = {DeviceType::meta, 0};
         set_shape(op_, array.name, array.view, shape.data(), static_cast<int64_t>(shape.size()));
-        address += 4 * array.view.size() + 256;
+        address += 8 * array.view.size() + 256;
         add(std::move(array), false);
     }
     for (auto [key, value] : options) {
@@ -138,9 +139,8 @@ const XlaCall::Array* XlaCall::find(std::string_view name) const {
 std::optional<TensorView> XlaCall::optional_array(const char* name, Accept accept) const {
     const Array* array = find(name);
     if (!array) return std::nullopt;
-    if (!to_dtype(array->dtype)) {
-        refuse_dtype(op_, name, accept, array->dtype);
-    }
+    const std::optional<DType> dtype = to_dtype(array->dtype);
+    if (!dtype || !may_be(*dtype, accept)) refuse_dtype(op_, name, accept, array->dtype);
     return array->view;
 }
 

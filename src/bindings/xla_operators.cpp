@@ -2,6 +2,7 @@
 // their arguments at trace time. Who names their arrays and options: python/octavo/_jax_call.py.
 #include "bindings/bindings.h"
 #include "bindings/linear_plans.h"
+#include "bindings/results.h"
 #include "bindings/scalars.h"
 #include "bindings/xla_call.h"
 #include "cuda/backend.h"
@@ -75,6 +76,10 @@ xla::Error* handle(xla::CallFrame* frame) {
         auto args = arguments<Operator>(XlaCall(Operator::kName, *frame, device));
         args.stream = stream;
         Operator::kRun(args);
+        if constexpr (kLeavesPadding<Operator>) {
+            clear_padding(args, args.out);
+            if (args.lse) clear_padding(args, *args.lse);
+        }
         return nullptr;
     } catch (const DeviceError& error) {
         return make_error(*frame, xla::kInternal, error.what());

@@ -95,7 +95,9 @@ struct Importer {
             }
         };
         require_between("ndim", tensor.ndim, TensorView::kMaxDims);
-        require_between("dtype", tensor.dtype, OCTAVO_UINT8);
+        require_between("dtype", tensor.dtype, OCTAVO_INT64);
+        if (tensor.dtype == OCTAVO_INT4)
+            refuse(name, "'s dtype must be that of an array; OCTAVO_INT4 is for kv_dtype alone");
         require_between("device_type", tensor.device_type, OCTAVO_CUDA);
         if (tensor.ndim > 0 && !tensor.shape) refuse(name, "'s shape must not be null");
         TensorView view;

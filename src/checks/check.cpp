@@ -120,6 +120,13 @@ void Checker::index(const char* name, const TensorView& t, int ndim, const char*
     data(name, t, ndim, axes);
 }
 
+void Checker::integers(const char* name, const TensorView& t, int ndim, const char* axes) const {
+    if (t.dtype != DType::int32 && t.dtype != DType::int64) {
+        fail<TypeError>(op_, name, " must be int32 or int64; got ", to_string(t.dtype));
+    }
+    data(name, t, ndim, axes);
+}
+
 void Checker::dtype(const char* name, const TensorView& t, DType wanted, const char* of) const {
     if (t.dtype != wanted) {
         fail<TypeError>(op_, name, " must be ", to_string(wanted), of, "; got ", to_string(t.dtype));
@@ -136,7 +143,8 @@ void Checker::float_dtype(const char* name, const TensorView& t) const {
         case DType::float8_e4m3fn:
         case DType::float8_e5m2:
         case DType::uint8:
-        case DType::int4: break;
+        case DType::int4:
+        case DType::int64: break;
     }
     fail<TypeError>(op_, name, " must be float32, float16 or bfloat16; got ", to_string(t.dtype));
 }
@@ -232,9 +240,9 @@ void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlen
                              " after ", cu_seqlens[b]);
         }
     }
-    if (cu_seqlens[batch] != total) {
-        fail<ValueError>(op, name, "[", batch, "] must equal the number of packed tokens (", total, "); got ",
-                         cu_seqlens[batch]);
+    if (cu_seqlens[batch] > total) {
+        fail<ValueError>(op, name, "[", batch, "] must be at most the number of packed rows (", total,
+                         "); got ", cu_seqlens[batch]);
     }
 }
 

@@ -35,6 +35,8 @@ class Checker {
     void lse(const char* name, const TensorView& t, const char* out_name, const TensorView& out) const;
     // int32 metadata, contiguous along its last axis.
     void index(const char* name, const TensorView& t, int ndim, const char* axes) const;
+    // The same of int32 or int64.
+    void integers(const char* name, const TensorView& t, int ndim, const char* axes) const;
 
     void dtype(const char* name, const TensorView& t, DType wanted, const char* of) const;
     void float_dtype(const char* name, const TensorView& t) const;
@@ -81,7 +83,8 @@ Bytes bytes_of(const TensorView& t);
 // Whether both name the same elements in the same order.
 bool same_elements(const TensorView& a, const TensorView& b);
 
-// Checks that cu_seqlens (host memory, [batch + 1]) starts at 0, never falls, and ends at `total`.
+// Checks that cu_seqlens (host memory, [batch + 1]) starts at 0, never falls, and ends at `total` or before:
+// rows past its end are padding.
 void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
                       int64_t total);
 

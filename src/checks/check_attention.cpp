@@ -181,6 +181,7 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
         }
         p.cu_seqlens_q = set_cu_seqlens(check, "cu_seqlens_q", *args.cu_seqlens_q, batch, p.total_q,
                                         "max_seqlen_q", p.seqlen_q);
+        if (p.device.type == DeviceType::cpu) p.total_q = p.cu_seqlens_q[batch];  // without padding
     } else {
         if (args.max_seqlen_q) {
             fail<ValueError>(p.op, "max_seqlen_q belongs to packed queries; give cu_seqlens_q too");

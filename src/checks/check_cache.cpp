@@ -126,6 +126,76 @@ std::string why_no_cuda_kernel(const AppendKvParams& p) {
            std::to_string(kMaxHeadDim);
 }
 
+namespace {
+
+// Where each row goes, instead of tables and lengths.
+void check_slot_mapping(const Checker& check, const AppendKvArgs& args, AppendKvParams& p) {
+    const char* op = check.op();
+    auto refuse_with = [op](const char* name, bool is_given) {
+        if (is_given) {
+            fail<ValueError>(op,
+                             "slot_mapping says where tokens go instead of page_table, seq_lens and "
+                             "cu_seqlens, and cannot go with ",
+                             name);
+        }
+    };
+    refuse_with("page_table", args.page_table.has_value());
+    refuse_with("seq_lens", args.seq_lens.has_value());
+    refuse_with("cu_seqlens", args.cu_seqlens.has_value());
+    if (args.rotary_cos) {
+        fail<ValueError>(op,
+                         "slot_mapping cannot go with rotary_cos and rotary_sin, as it does not say "
+                         "positions; give page_table and seq_lens");
+    }
+    const TensorView& slots = *args.slot_mapping;
+    check.integers("slot_mapping", slots, 1, "[total]");
+    check.equal("total", "slot_mapping", slots.shape[0], "k", args.k.shape[0]);
+    check.apart("slot_mapping", slots, "k_pages", args.k_pages);
+    check.apart("slot_mapping", slots, "v_pages", args.v_pages);
+    p.slot_mapping = slots.data;
+    p.has_wide_slots = slots.dtype == DType::int64;
+}
+
+void check_slots_in_host(const char* op, const AppendKvParams& p, int64_t num_pages) {
+    for (int64_t token = 0; token < p.total; ++token) {
+        const int64_t slot = p.mapped_slot(token);
+        if (slot < num_pages * p.page_size) continue;
+        fail<ValueError>(op, "slot_mapping[", token, "] must be below num_pages * page_size (",
+                         num_pages * p.page_size, "); got ", slot);
+    }
+}
+
+// Tables, lengths and where the tokens of each sequence begin.
+void check_tables(const Checker& check, const AppendKvArgs& args, AppendKvParams& p) {
+    const char* op = check.op();
+    if (!args.page_table || !args.seq_lens) {
+        fail<TypeError>(op, args.page_table ? "seq_lens" : "page_table",
+                        " must be given, or slot_mapping instead of page_table and seq_lens");
+    }
+    check.index("page_table", *args.page_table, 2, "[batch, max_pages]");
+    check.index("seq_lens", *args.seq_lens, 1, "[batch]");
+    const int64_t batch = args.page_table->shape[0], max_pages = args.page_table->shape[1];
+    check.equal("batch", "seq_lens", args.seq_lens->shape[0], "page_table", batch);
+    check.length("batch", batch);
+    check.length("max_pages", max_pages);
+    p.page_table = static_cast<const int32_t*>(args.page_table->data);
+    p.page_table_stride = stride_of(*args.page_table, 0);
+    p.seq_lens = static_cast<const int32_t*>(args.seq_lens->data);
+    p.batch = static_cast<int32_t>(batch);
+    if (args.cu_seqlens) {
+        check.index("cu_seqlens", *args.cu_seqlens, 1, "[batch + 1]");
+        if (args.cu_seqlens->shape[0] != batch + 1) {
+            fail<ValueError>(op, "cu_seqlens must have batch + 1 = ", batch + 1, " entries; got ",
+                             args.cu_seqlens->shape[0]);
+        }
+        p.cu_seqlens = static_cast<const int32_t*>(args.cu_seqlens->data);
+    } else {
+        check.equal("batch", "k", p.total, "page_table", batch);
+    }
+}
+
+}  // namespace
+
 AppendKvParams check_append_kv(const AppendKvArgs& args) {
     constexpr const char* op = "append_kv";
     AppendKvParams p{};
@@ -134,8 +204,8 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     p.dtype = has_codes ? args.k.dtype : args.k_pages.dtype;
     const Checker check(op, p.device);
     const CacheArrays cache{"k_pages", args.k_pages, "v_pages", args.v_pages};
-    const char* axes =
-        args.cu_seqlens ? "[total, num_kv_heads, head_dim]" : "[batch, num_kv_heads, head_dim]";
+    const char* axes = args.cu_seqlens || args.slot_mapping ? "[total, num_kv_heads, head_dim]"
+                                                            : "[batch, num_kv_heads, head_dim]";
     check.data("k", args.k, 3, axes);
     check.data("v", args.v, 3, axes);
     const StoredDtypes stored = stored_dtypes(check, cache, args.kv_dtype);
@@ -173,13 +243,9 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
         if (args.v_scales) check.apart(name, **array, "v_scales", *args.v_scales);
     }
     check_rotary(check, args, p);
-    check.index("page_table", args.page_table, 2, "[batch, max_pages]");
-    check.index("seq_lens", args.seq_lens, 1, "[batch]");
-    const int64_t batch = args.page_table.shape[0], max_pages = args.page_table.shape[1];
-    check.equal("batch", "seq_lens", args.seq_lens.shape[0], "page_table", batch);
-    check.length("batch", batch);
-    check.length("max_pages", max_pages);
-    check.length("total", args.k.shape[0]);
+    p.total = args.k.shape[0];
+    args.slot_mapping ? check_slot_mapping(check, args, p) : check_tables(check, args, p);
+    check.length("total", p.total);
 
     p.k = args.k.data;
     p.k_token_stride = stride_of(args.k, 0);
@@ -195,11 +261,6 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     p.v_page_stride = stride_of(args.v_pages, 0);
     p.v_slot_stride = stride_of(args.v_pages, 1);
     p.v_pages_head_stride = stride_of(args.v_pages, 2);
-    p.page_table = static_cast<const int32_t*>(args.page_table.data);
-    p.page_table_stride = stride_of(args.page_table, 0);
-    p.seq_lens = static_cast<const int32_t*>(args.seq_lens.data);
-    p.total = args.k.shape[0];
-    p.batch = static_cast<int32_t>(batch);
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k.shape[1]);
     p.head_dim = static_cast<int32_t>(args.k.shape[2]);
@@ -209,22 +270,15 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     p.v_static_scales = v_scales.in_memory;
     p.k_scales = k_scales.of_each_token;
     p.v_scales = v_scales.of_each_token;
-    if (args.cu_seqlens) {
-        check.index("cu_seqlens", *args.cu_seqlens, 1, "[batch + 1]");
-        if (args.cu_seqlens->shape[0] != batch + 1) {
-            fail<ValueError>(op, "cu_seqlens must have batch + 1 = ", batch + 1, " entries; got ",
-                             args.cu_seqlens->shape[0]);
-        }
-        p.cu_seqlens = static_cast<const int32_t*>(args.cu_seqlens->data);
-    } else {
-        check.equal("batch", "k", p.total, "page_table", batch);
-    }
     require_kernel(op, p);
-    if (p.device.type == DeviceType::cpu) {
-        if (p.cu_seqlens) check_cu_seqlens(op, "cu_seqlens", p.cu_seqlens, batch, p.total);
-        check_pages_in_host(op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, p.page_size,
-                            args.k_pages.shape[0]);
-        check_new_tokens_in_host(op, p.seq_lens, p.cu_seqlens, batch);
+    if (p.device.type != DeviceType::cpu) return p;
+    if (p.slot_mapping) {
+        check_slots_in_host(op, p, args.k_pages.shape[0]);
+    } else {
+        if (p.cu_seqlens) check_cu_seqlens(op, "cu_seqlens", p.cu_seqlens, p.batch, p.total);
+        check_pages_in_host(op, p.page_table, p.page_table_stride, p.seq_lens, p.batch,
+                            args.page_table->shape[1], p.page_size, args.k_pages.shape[0]);
+        check_new_tokens_in_host(op, p.seq_lens, p.cu_seqlens, p.batch);
         check_positions_in_host(op, p);
     }
     return p;

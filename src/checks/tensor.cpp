@@ -25,6 +25,7 @@ std::string to_string(DType dtype) {
         case DType::float8_e5m2: return "float8_e5m2";
         case DType::uint8: return "uint8";
         case DType::int4: return "int4";
+        case DType::int64: return "int64";
     }
     return "unknown dtype";
 }

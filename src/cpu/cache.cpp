@@ -110,7 +110,7 @@ void store_row(const T* from, Int4Pair* to, int32_t n, uint32_t& word) {
 struct Slot {
     int64_t page;
     int32_t slot;      // of the page
-    int32_t position;  // in its sequence
+    int32_t position;  // in its sequence, where that is known
 };
 
 // Where the keys, or the values, of new tokens come from and go to.
@@ -198,6 +198,18 @@ void append_typed(const AppendKvParams& p) {
     };
     const int64_t heads = 2 * int64_t{p.num_kv_heads} + p.num_q_heads;
     const int64_t grain = grain_for(heads * p.head_dim * static_cast<int64_t>(sizeof(T)));
+    if (p.slot_mapping) {
+        parallel_for_ranges(p.total, grain, [&](int64_t begin, int64_t end) {
+            for (int64_t token = begin; token < end; ++token) {
+                const int64_t slot = p.mapped_slot(token);
+                if (slot < 0) continue;
+                const Slot at{slot / p.page_size, static_cast<int32_t>(slot % p.page_size), 0};
+                keys.append(p, token, at);
+                values.append(p, token, at);
+            }
+        });
+        return;
+    }
     if (!p.cu_seqlens) {
         parallel_for_ranges(p.batch, grain, [&](int64_t begin, int64_t end) {
             for (auto b = static_cast<int32_t>(begin); b < end; ++b) append_token(b, b, 1);
@@ -205,8 +217,11 @@ void append_typed(const AppendKvParams& p) {
         return;
     }
     parallel_for_ranges(p.total, grain, [&](int64_t begin, int64_t end) {
+        const int64_t num_new = p.cu_seqlens[p.batch];
+        for (int64_t token = std::max(begin, num_new); token < end; ++token)
+            apply_rotary_to_queries<T>(p, token, -1);
         int64_t token = std::max<int64_t>(begin, p.cu_seqlens[0]);
-        end = std::min<int64_t>(end, p.cu_seqlens[p.batch]);
+        end = std::min(end, num_new);
         auto b = static_cast<int32_t>(std::upper_bound(p.cu_seqlens, p.cu_seqlens + p.batch + 1, token) -
                                       p.cu_seqlens - 1);
         for (; token < end; ++token) {

@@ -21,7 +21,8 @@ void with_type(DType dtype, Body body) {
         case DType::float8_e4m3fn:
         case DType::float8_e5m2:
         case DType::uint8:
-        case DType::int4: break;
+        case DType::int4:
+        case DType::int64: break;
     }
     throw TypeError("octavo: the CPU does not compute in " + to_string(dtype));
 }
@@ -38,7 +39,8 @@ void with_cache_type(DType dtype, Body body) {
         case DType::float16:
         case DType::bfloat16:
         case DType::int32:
-        case DType::uint8: break;
+        case DType::uint8:
+        case DType::int64: break;
     }
     with_type(dtype, body);
 }

@@ -22,8 +22,8 @@
 namespace octavo::schema {
 
 // The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits,
-// scales is float32 or float16. The checks go further.
-enum class Accept : uint8_t { data, cache, scales, int32, float32 };
+// scales is float32 or float16, integer is int32 or int64. The checks go further.
+enum class Accept : uint8_t { data, cache, scales, int32, float32, integer };
 
 // What the operator does to an array: reads it, writes to it in place, or writes a result to it.
 enum class Access : uint8_t { read, write, result };
@@ -238,6 +238,7 @@ struct AppendKv {
         input("rotary_sin", &Args::rotary_sin, &CArgs::rotary_sin),
         scalar("rotary_interleaved", &Args::rotary_interleaved, &CArgs::rotary_interleaved),
         input("q", &Args::q, &CArgs::q),
+        input<Accept::integer>("slot_mapping", &Args::slot_mapping, &CArgs::slot_mapping),
         result("q_out", &Args::q_out, &Args::q, &CArgs::q_out));
 };
 

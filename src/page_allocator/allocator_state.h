@@ -41,8 +41,10 @@ struct PageAllocator::State {
     int64_t max_pages(const Sequence* handles, int64_t count, int64_t group);  // of page_table
 
     // Checks that the sequences can grow by n[i] tokens (null: one), and makes the room that commit needs.
-    // Fills plans and unfit; changes nothing that can be seen.
-    void plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count);
+    // Fills plans and unfit; changes nothing that can be seen. As a question it only counts: every sequence
+    // gets its pages, so that a plan's num_free may fall below zero, and nothing can be committed.
+    void plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count,
+              bool is_question = false);
     // What was planned last, when all fit. `tokens` [sum of n] or null: for the prefix cache.
     void commit(const int32_t* n, const int32_t* tokens) noexcept;
 
@@ -71,11 +73,12 @@ struct PageAllocator::State {
     void shorten(SequenceEntry& entry, int32_t length) noexcept;            // all but its pages
 
     PrefixCache& cache_for(const char* call);  // throws ValueError where there is none
+    enum class Wanted : uint8_t { full_pages, tokens, all_but_the_last };
     // How many of the tokens the cache has; `found` are their pages of group 0.
     int64_t find_prefix(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
-                        bool partly);
+                        Wanted wanted);
     Sequence create_cached(const char* call, const int32_t* tokens, int64_t count, const std::string& name,
-                           bool partly);
+                           Wanted wanted);
     // The sequence has the pages of its new tokens, and still its old length.
     void append_tokens(size_t index, int32_t num_new, const int32_t* tokens) noexcept;
     // Stores the full pages whose tokens are known; returns whether these are all. Done when the next call

@@ -7,7 +7,8 @@
 
 namespace octavo {
 
-void PageAllocator::State::plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count) {
+void PageAllocator::State::plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count,
+                                bool is_question) {
     const size_t num_groups = groups.size();
     ++num_plans;
     planned.clear();
@@ -44,6 +45,7 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
         for (size_t g = 0; g < num_groups; ++g) {
             fits = fits && groups[g].plan(index, length, num_new).num_pages() <= plans[g].num_free;
         }
+        fits = fits || is_question;
         if (!fits) unfit.push_back(i);
         for (size_t g = 0; g < num_groups; ++g) {
             PageLists& lists = groups[g];
@@ -66,7 +68,7 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
         }
     }
     for (auto [g, page] : left_pages) groups[g].pool.hold(page);
-    if (!unfit.empty()) return;
+    if (!unfit.empty() || is_question) return;
     for (NewPages grown : growing) groups[grown.group].reserve(grown.entry, grown.num_pages);
     for (size_t g = 0; g < num_groups; ++g) groups[g].pool.reserve_copies(plans[g].num_copies);
 }
@@ -130,6 +132,16 @@ bool PageAllocator::try_extend(Sequence sequence, int64_t n) {
     return state_->grow_one("try_extend", sequence, n);
 }
 
+int64_t PageAllocator::needed(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count,
+                              int64_t group) const {
+    constexpr const char* call = "needed";
+    std::lock_guard lock(state_->mutex);
+    const int64_t num_free = state_->group_at(call, group).pool.num_free();
+    check_not_negative(call, "count", count);
+    state_->plan(call, sequences, num_new_tokens, count, true);
+    return num_free - state_->plans[group].num_free;
+}
+
 void PageAllocator::State::throw_unfit(const char* call, int64_t count) const {
     constexpr size_t kMaxListed = 8;
     std::ostringstream text;
@@ -180,6 +192,18 @@ void PageAllocator::step(const Sequence* sequences, const int32_t* num_new_token
         fail<ValueError>(call, "num_new_tokens adds up to ", num_tokens, "; it may be at most ", kMaxInt32);
     }
 
+    if (out.has_token_rows() && num_tokens > out.tokens.max_tokens) {
+        fail<ValueError>(call, "there are ", num_tokens, " new tokens, but the arrays have max_tokens (",
+                         out.tokens.max_tokens, ") rows for them");
+    }
+    for (size_t g = 0; g < out.tokens.slot_mapping.size(); ++g) {
+        const int64_t num_slots = int64_t{groups[g].pool.num_pages()} * groups[g].page_size();
+        if (out.tokens.slot_mapping[g].int32 && num_slots - 1 > kMaxInt32) {
+            fail<ValueError>(call, "slot_mapping must be int64 for ", num_slots, " slots",
+                             state_->in_group(g), "; it is int32");
+        }
+    }
+
     state_->commit(num_new_tokens, tokens);
     if (out.allocator != state_->id) out.clear();
     out.allocator = state_->id;
@@ -197,16 +221,24 @@ void PageAllocator::step(const Sequence* sequences, const int32_t* num_new_token
     }
     for (int64_t i = 0; i < count; ++i) out.seq_lens[i] = state_->sequences[state_->planned[i]].length;
     std::fill(out.seq_lens + count, out.seq_lens + std::max(count, out.num_rows), 0);
-    if (out.cu_seqlens_q) {
-        int32_t total = 0;
-        out.cu_seqlens_q[0] = 0;
-        for (int64_t i = 0; i < count; ++i) {
-            total += num_new_tokens ? num_new_tokens[i] : 1;
-            out.cu_seqlens_q[i + 1] = total;
-        }
-        std::fill(out.cu_seqlens_q + count + 1, out.cu_seqlens_q + out.max_batch + 1, total);
+    int32_t total = 0;
+    if (out.cu_seqlens_q) out.cu_seqlens_q[0] = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const size_t index = state_->planned[i];
+        const int32_t num_new = num_new_tokens ? num_new_tokens[i] : 1;
+        const int32_t length = state_->sequences[index].length;
+        out.write_tokens(i, total, num_new, length);
+        for (size_t g = 0; g < out.tokens.slot_mapping.size(); ++g)
+            out.write_slots(g, total, num_new, length, groups[g].page_size(), groups[g][index]);
+        total += num_new;
+        if (out.cu_seqlens_q) out.cu_seqlens_q[i + 1] = total;
     }
+    if (out.cu_seqlens_q)
+        std::fill(out.cu_seqlens_q + count + 1, out.cu_seqlens_q + out.max_batch + 1, total);
+    out.clear_last_rows(count, out.num_rows);
+    out.clear_tokens(total, out.num_tokens);
     out.num_rows = count;
+    out.num_tokens = total;
 }
 
 }  // namespace octavo

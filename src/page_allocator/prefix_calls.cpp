@@ -131,15 +131,16 @@ PrefixCache& PageAllocator::State::cache_for(const char* call) {
 }
 
 int64_t PageAllocator::State::find_prefix(const char* call, const int32_t* tokens, int64_t count,
-                                          const std::string& name, bool partly) {
+                                          const std::string& name, Wanted wanted) {
     const PrefixCache& prefixes = cache_for(call);
     check_not_negative(call, "count", count);
     if (count > kMaxInt32) fail<ValueError>(call, "count (", count, ") must be at most ", kMaxInt32);
+    if (wanted == Wanted::all_but_the_last) count = std::max<int64_t>(count - 1, 0);
     store_waiting();
     found.clear();
     const int32_t space = prefixes.find_namespace(name);
     if (space == PrefixCache::kNone) return 0;
-    int64_t length = prefixes.match(space, tokens, count, partly, &found);
+    int64_t length = prefixes.match(space, tokens, count, wanted != Wanted::full_pages, &found);
     // Further groups need what their layers see from there on; one that has not all of it shortens all.
     for (bool is_shorter = groups.size() > 1; is_shorter;) {
         is_shorter = false;
@@ -157,10 +158,10 @@ int64_t PageAllocator::State::find_prefix(const char* call, const int32_t* token
 }
 
 Sequence PageAllocator::State::create_cached(const char* call, const int32_t* tokens, int64_t count,
-                                             const std::string& name, bool partly) {
+                                             const std::string& name, Wanted wanted) {
     PrefixCache& prefixes = cache_for(call);
     const size_t index = reserve_sequences(call, 1)[0];
-    const int64_t length = find_prefix(call, tokens, count, name, partly);
+    const int64_t length = find_prefix(call, tokens, count, name, wanted);
     for (PageLists& lists : groups) lists.reserve(index, found.size());
     const int32_t space = prefixes.use_namespace(name);
 
@@ -182,7 +183,8 @@ Sequence PageAllocator::State::create_cached(const char* call, const int32_t* to
 
 Sequence PageAllocator::create(const int32_t* tokens, int64_t count, const std::string& cache_namespace) {
     std::lock_guard lock(state_->mutex);
-    const Sequence sequence = state_->create_cached("create", tokens, count, cache_namespace, true);
+    const Sequence sequence =
+        state_->create_cached("create", tokens, count, cache_namespace, State::Wanted::all_but_the_last);
     state_->num_queried_tokens += count;
     state_->num_hit_tokens += state_->sequences.find("create", sequence).length;
     return sequence;
@@ -190,7 +192,7 @@ Sequence PageAllocator::create(const int32_t* tokens, int64_t count, const std::
 
 Sequence PageAllocator::pin(const int32_t* tokens, int64_t count, const std::string& cache_namespace) {
     std::lock_guard lock(state_->mutex);
-    return state_->create_cached("pin", tokens, count, cache_namespace, false);
+    return state_->create_cached("pin", tokens, count, cache_namespace, State::Wanted::full_pages);
 }
 
 void PageAllocator::unpin(Sequence pin) {
@@ -201,7 +203,7 @@ void PageAllocator::unpin(Sequence pin) {
 int64_t PageAllocator::num_cached_tokens(const int32_t* tokens, int64_t count,
                                          const std::string& cache_namespace) const {
     std::lock_guard lock(state_->mutex);
-    return state_->find_prefix("num_cached_tokens", tokens, count, cache_namespace, true);
+    return state_->find_prefix("num_cached_tokens", tokens, count, cache_namespace, State::Wanted::tokens);
 }
 
 std::vector<CacheEvent> PageAllocator::take_events(int64_t* num_lost) {

@@ -2,12 +2,29 @@
 #include "page_allocator/step_rows.h"
 
 #include <algorithm>
+#include <numeric>
+#include <type_traits>
 
 namespace octavo {
+namespace {
+
+// Calls write(data) with the array's data, if there is any.
+template <class Write>
+void with_data(const IntegerArray& array, const Write& write) {
+    if (array.int32) write(array.int32);
+    if (array.int64) write(array.int64);
+}
+
+template <class Integer>
+void count_from(Integer* to, int64_t count, int64_t first) {
+    std::iota(to, to + count, static_cast<Integer>(first));
+}
+
+}  // namespace
 
 StepArrays::State::State(int64_t max_batch, const std::vector<PageTableArrays>& tables, int32_t* seq_lens,
-                         int32_t* cu_seqlens_q)
-    : max_batch(max_batch), seq_lens(seq_lens), cu_seqlens_q(cu_seqlens_q) {
+                         int32_t* cu_seqlens_q, const TokenArrays& tokens)
+    : max_batch(max_batch), seq_lens(seq_lens), cu_seqlens_q(cu_seqlens_q), tokens(tokens) {
     for (const PageTableArrays& arrays : tables) {
         this->tables.push_back({arrays, std::vector<Row>(static_cast<size_t>(max_batch))});
     }
@@ -24,7 +41,42 @@ void StepArrays::State::clear() noexcept {
     }
     std::fill_n(seq_lens, max_batch, 0);
     if (cu_seqlens_q) std::fill_n(cu_seqlens_q, max_batch + 1, 0);
-    num_rows = 0;
+    clear_last_rows(0, max_batch);
+    clear_tokens(0, tokens.max_tokens);
+    num_rows = num_tokens = 0;
+}
+
+void StepArrays::State::write_tokens(int64_t row, int64_t begin, int32_t num_new, int32_t length) noexcept {
+    with_data(tokens.positions, [=](auto* to) { count_from(to + begin, num_new, length - num_new); });
+    with_data(tokens.last_rows, [=](auto* to) {
+        using Integer = std::remove_pointer_t<decltype(to)>;
+        to[row] = num_new > 0 ? static_cast<Integer>(begin + num_new - 1) : 0;
+    });
+}
+
+void StepArrays::State::write_slots(size_t group, int64_t begin, int32_t num_new, int32_t length,
+                                    int32_t page_size, const PageList& list) noexcept {
+    with_data(tokens.slot_mapping[group], [&](auto* to) {
+        to += begin;
+        for (int32_t position = length - num_new; position < length;) {  // a page at a time
+            const int32_t slot = position % page_size, count = std::min(page_size - slot, length - position);
+            count_from(to, count, int64_t{list.pages[position / page_size]} * page_size + slot);
+            to += count;
+            position += count;
+        }
+    });
+}
+
+void StepArrays::State::clear_tokens(int64_t begin, int64_t end) noexcept {
+    if (begin >= end) return;
+    with_data(tokens.positions, [=](auto* to) { std::fill(to + begin, to + end, 0); });
+    for (const IntegerArray& slots : tokens.slot_mapping)
+        with_data(slots, [=](auto* to) { std::fill(to + begin, to + end, -1); });
+}
+
+void StepArrays::State::clear_last_rows(int64_t begin, int64_t end) noexcept {
+    if (begin >= end) return;
+    with_data(tokens.last_rows, [=](auto* to) { std::fill(to + begin, to + end, 0); });
 }
 
 void StepArrays::State::write_row(Table& table, int64_t row, int32_t sequence,
@@ -46,14 +98,20 @@ void StepArrays::State::clear_row(Table& table, int64_t row) noexcept {
 }
 
 StepArrays::StepArrays(int64_t max_batch, const std::vector<PageTableArrays>& tables, int32_t* seq_lens,
-                       int32_t* cu_seqlens_q) {
+                       int32_t* cu_seqlens_q, const TokenArrays& tokens) {
     if (max_batch < 0) fail<ValueError>("StepArrays", "max_batch (", max_batch, ") must be at least 0");
     for (const PageTableArrays& arrays : tables) {
         if (arrays.max_pages < 0) {
             fail<ValueError>("StepArrays", "max_pages (", arrays.max_pages, ") must be at least 0");
         }
     }
-    state_ = std::make_unique<State>(max_batch, tables, seq_lens, cu_seqlens_q);
+    if (tokens.max_tokens < 0)
+        fail<ValueError>("StepArrays", "max_tokens (", tokens.max_tokens, ") must be at least 0");
+    if (!tokens.slot_mapping.empty() && tokens.slot_mapping.size() != tables.size()) {
+        fail<ValueError>("StepArrays", "slot_mapping must have an array for each of the ", tables.size(),
+                         " page tables; got ", tokens.slot_mapping.size());
+    }
+    state_ = std::make_unique<State>(max_batch, tables, seq_lens, cu_seqlens_q, tokens);
 }
 
 StepArrays::~StepArrays() = default;

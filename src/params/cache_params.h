@@ -25,11 +25,13 @@ struct AppendKvParams {
     int64_t k_page_stride, k_slot_stride, k_pages_head_stride;
     void* v_pages;
     int64_t v_page_stride, v_slot_stride, v_pages_head_stride;
-    const int32_t* page_table;  // [batch, max_pages]
+    const int32_t* page_table;  // [batch, max_pages]; null with slot_mapping
     int64_t page_table_stride;
     const int32_t* seq_lens;    // [batch], new tokens included
     const int32_t* cu_seqlens;  // [batch + 1]; null: one token a sequence
-    int64_t total;              // new tokens over all sequences
+    const void* slot_mapping;   // [total], int64 or int32: page * page_size + slot, negative: none; or null
+    bool has_wide_slots;        // slot_mapping is of int64
+    int64_t total;              // rows of k and v: the new tokens over all sequences, and padding
     int32_t batch, num_kv_heads, head_dim, page_size;
     float k_scale, v_scale;                        // what is stored is the value divided by its scale
     CacheScales k_static_scales, v_static_scales;  // the same in memory
@@ -43,6 +45,10 @@ struct AppendKvParams {
     int32_t num_q_heads;  // 0 without queries
 
     OCTAVO_HD bool has_rotary() const { return rotary.dim > 0; }
+    OCTAVO_HD int64_t mapped_slot(int64_t token) const {
+        return has_wide_slots ? static_cast<const int64_t*>(slot_mapping)[token]
+                              : static_cast<const int32_t*>(slot_mapping)[token];
+    }
 };
 
 struct CopyPagesParams {

@@ -145,7 +145,16 @@ class HybridSimulation {
     void step() {
         ModelSequence& s = any();
         const int64_t n = below(3) ? 1 : below(10);
-        if (s.is_away || !allocator_.try_extend(s.handle, n)) return;
+        if (s.is_away) return;
+        bool fits = true;
+        for (size_t g = 0; g < kGroups.size(); ++g) {
+            const auto group = static_cast<int64_t>(g);
+            const auto num_new = static_cast<int32_t>(n);
+            fits =
+                fits && allocator_.needed(&s.handle, &num_new, 1, group) <= allocator_.num_free_pages(group);
+        }
+        ASSERT_EQ(allocator_.try_extend(s.handle, n), fits);
+        if (!fits) return;
         const auto length = static_cast<int64_t>(s.tokens.size());
         for (int64_t i = 0; i < n; ++i) s.tokens.push_back(next_token_++);
         for (size_t g = 0; g < kGroups.size(); ++g) {

@@ -169,7 +169,8 @@ class Simulation {
           copies_(static_cast<size_t>(2 * sizes.num_pages)),
           arrays_(kMaxBatch,
                   {{page_table_.data(), sizes.num_pages, sizes.num_pages, copies_.data(), sizes.num_pages}},
-                  seq_lens_.data(), cu_seqlens_q_.data()) {}
+                  seq_lens_.data(), cu_seqlens_q_.data(),
+                  {kMaxTokens, positions_.data(), last_rows_.data(), {slot_mapping_.data()}}) {}
 
     void call(bool is_checked) {
         size_t count = model_.sequences.size();
@@ -208,7 +209,7 @@ class Simulation {
     }
 
   private:
-    static constexpr int64_t kMaxBatch = 12;
+    static constexpr int64_t kMaxBatch = 12, kMaxTokens = 3 * 16 * kMaxBatch;
 
     int64_t below(int64_t bound) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(bound)); }
     ModelSequence& any() { return model_.sequences[below(static_cast<int64_t>(model_.sequences.size()))]; }
@@ -268,6 +269,11 @@ class Simulation {
         }
     }
 
+    auto seen() const {
+        return std::make_tuple(page_table_, seq_lens_, cu_seqlens_q_, copies_, positions_, last_rows_,
+                               slot_mapping_);
+    }
+
     // PageAllocator::step over some of the sequences, in some order.
     void step_batch() {
         std::vector<size_t> chosen(model_.sequences.size());
@@ -292,9 +298,19 @@ class Simulation {
                 unfit.push_back(static_cast<int64_t>(i));
             }
         }
+        Model trial = model_.clone();  // with as many pages as it takes
+        int64_t num_needed = 0;
+        for (size_t i = 0; i < chosen.size(); ++i) {
+            ModelSequence& s = trial.sequences[chosen[i]];
+            num_needed += trial.num_new_pages(s, n[i]) + trial.copies_tail(s, n[i]);
+            trial.extend(s, n[i]);
+        }
+        ASSERT_EQ(allocator_.needed(batch.data(), n.data(), count), num_needed);
+        ASSERT_EQ(unfit.empty(), num_needed <= allocator_.num_free_pages());
+        if (unfit.empty()) ASSERT_EQ(model_.num_free() - num_needed, grown.num_free());
         if (!unfit.empty()) {
             const std::string before = dump(allocator_, handles());
-            const auto arrays = std::make_tuple(page_table_, seq_lens_, cu_seqlens_q_, copies_);
+            const auto arrays = seen();
             try {
                 allocator_.step(batch.data(), n.data(), count, arrays_);
                 FAIL() << "nothing was thrown";
@@ -302,7 +318,7 @@ class Simulation {
                 ASSERT_EQ(error.indices, unfit);
             }
             ASSERT_EQ(dump(allocator_, handles()), before);
-            ASSERT_EQ(std::make_tuple(page_table_, seq_lens_, cu_seqlens_q_, copies_), arrays);
+            ASSERT_EQ(seen(), arrays);
             return;
         }
         model_ = std::move(grown);
@@ -315,11 +331,31 @@ class Simulation {
         for (int64_t i = 0; i < kMaxBatch; ++i) {
             ASSERT_EQ(cu_seqlens_q_[i + 1] - cu_seqlens_q_[i], i < count ? n[i] : 0);
         }
+        check_tokens(batch, n);
         std::vector<PageCopy> copies;
         for (int64_t i = 0; i < arrays_.num_copies(); ++i) {
             copies.push_back({copies_[2 * i], copies_[2 * i + 1]});
         }
         write_cache(std::move(copies));
+    }
+
+    // Positions, slots and last rows of a step, token by token.
+    void check_tokens(const std::vector<Sequence>& batch, const std::vector<int32_t>& n) {
+        std::vector<int32_t> positions(kMaxTokens, 0);
+        std::vector<int64_t> last_rows(kMaxBatch, 0), slots(kMaxTokens, -1);
+        size_t row = 0;
+        for (size_t i = 0; i < batch.size(); ++i) {
+            const std::vector<int32_t> pages = allocator_.pages(batch[i]);
+            const int64_t length = allocator_.length(batch[i]);
+            for (int64_t position = length - n[i]; position < length; ++position, ++row) {
+                positions[row] = static_cast<int32_t>(position);
+                slots[row] = int64_t{pages[position / page_size_]} * page_size_ + position % page_size_;
+                last_rows[i] = static_cast<int64_t>(row);
+            }
+        }
+        ASSERT_EQ(positions_, positions);
+        ASSERT_EQ(last_rows_, last_rows);
+        ASSERT_EQ(slot_mapping_, slots);
     }
 
     // What a step of generation does: the copies, in any order, then the tokens that were not yet written.
@@ -368,6 +404,9 @@ class Simulation {
     std::vector<int32_t> page_table_, copies_;
     std::array<int32_t, kMaxBatch> seq_lens_;
     std::array<int32_t, kMaxBatch + 1> cu_seqlens_q_;
+    std::vector<int32_t> positions_ = std::vector<int32_t>(kMaxTokens, 77);
+    std::vector<int64_t> last_rows_ = std::vector<int64_t>(kMaxBatch, 77);
+    std::vector<int64_t> slot_mapping_ = std::vector<int64_t>(kMaxTokens, 77);
     StepArrays arrays_;
     std::vector<Sequence> freed_;
 };

@@ -137,7 +137,11 @@ class CachedSimulation {
         const Ints tokens = prompt();
         const auto count = static_cast<int64_t>(tokens.size());
         const std::string space = this->space();
-        const int64_t expected = allocator_.num_cached_tokens(tokens.data(), count, space);
+        const int64_t most = std::max<int64_t>(count - 1, 0);  // the last one is left to be computed
+        const int64_t expected = allocator_.num_cached_tokens(tokens.data(), most, space);
+        if (groups_.size() == 1) {  // with windows more tokens may need what is not there
+            ASSERT_LE(expected, allocator_.num_cached_tokens(tokens.data(), count, space));
+        }
         const Sequence handle = allocator_.create(tokens.data(), count, space);
         const int64_t length = allocator_.length(handle);
         ASSERT_EQ(length, expected);
@@ -145,7 +149,7 @@ class CachedSimulation {
             if (s.space != space || has_unmade_copies_ || !flights_.empty() || groups_.size() > 1) continue;
             const auto common = std::mismatch(tokens.begin(), tokens.end(), s.tokens.begin(),
                                               s.tokens.begin() + s.num_written);
-            ASSERT_GE(length, (common.first - tokens.begin()) / page_size_ * page_size_);
+            ASSERT_GE(length, std::min((common.first - tokens.begin()) / page_size_ * page_size_, most));
         }
         sequences_.push_back({handle, space, Ints(tokens.begin(), tokens.begin() + length), length});
     }
@@ -163,9 +167,17 @@ class CachedSimulation {
         }
         const auto count = static_cast<int64_t>(batch.size());
         const std::string before = dump(allocator_, handles());
+        bool fits = true;
+        for (int64_t g = 0; g < allocator_.num_groups(); ++g) {
+            fits =
+                fits && allocator_.needed(batch.data(), n.data(), count, g) <= allocator_.num_free_pages(g);
+        }
+        ASSERT_EQ(dump(allocator_, handles()), before);
         try {
             allocator_.step(batch.data(), n.data(), count, *arrays_, tokens.data());
+            ASSERT_TRUE(fits);
         } catch (const OutOfPages& error) {
+            ASSERT_FALSE(fits);
             ASSERT_EQ(dump(allocator_, handles()), before);
             ASSERT_FALSE(error.indices.empty());
             free();

@@ -156,6 +156,84 @@ TEST(Step, WritesOneTableForEachGroup) {
     allocator.check_invariants();
 }
 
+TEST(Step, SaysWhereEachNewTokenIs) {
+    PageAllocator allocator({{8, 4}, {9, 2}});
+    Ints wide(8), narrow(16), seq_lens(2), positions(6, 77), slots(6, 77);
+    std::vector<int64_t> last_rows(2, 77), more_slots(6, 77);
+    StepArrays arrays(2, {{wide.data(), 4, 4}, {narrow.data(), 8, 8}}, seq_lens.data(), nullptr,
+                      {6, positions.data(), last_rows.data(), {slots.data(), more_slots.data()}});
+    EXPECT_EQ(positions, Ints(6, 0));
+    EXPECT_EQ(slots, Ints(6, -1));
+    EXPECT_EQ(last_rows, std::vector<int64_t>(2, 0));
+    Sequence a = allocator.create(), b = allocator.create();
+    allocator.extend(b, 1);  // page 0 of both groups
+    std::vector<Sequence> both = {a, b};
+    Ints n = {5, 1};
+    allocator.step(both.data(), n.data(), 2, arrays);
+    EXPECT_EQ(positions, Ints({0, 1, 2, 3, 4, 1}));
+    EXPECT_EQ(last_rows, std::vector<int64_t>({4, 5}));
+    EXPECT_EQ(slots, Ints({4, 5, 6, 7, 8, 1}));
+    EXPECT_EQ(more_slots, std::vector<int64_t>({2, 3, 4, 5, 6, 1}));
+    n = {0, 2};
+    allocator.step(both.data(), n.data(), 2, arrays);
+    EXPECT_EQ(positions, Ints({2, 3, 0, 0, 0, 0}));
+    EXPECT_EQ(last_rows, std::vector<int64_t>({0, 1}));
+    EXPECT_EQ(slots, Ints({2, 3, -1, -1, -1, -1}));
+    allocator.step(&a, nullptr, 1, arrays);  // fewer rows
+    EXPECT_EQ(positions, Ints({5, 0, 0, 0, 0, 0}));
+    EXPECT_EQ(last_rows, std::vector<int64_t>({0, 0}));
+    const Ints before = {seq_lens[0], slots[0]};
+    n = {6, 1};
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.step(both.data(), n.data(), 2, arrays); }),
+              "step: there are 7 new tokens, but the arrays have max_tokens (6) rows for them");
+    EXPECT_EQ(Ints({seq_lens[0], slots[0]}), before);
+    EXPECT_EQ(message_of<ValueError>([&] {
+                  StepArrays(2, {{wide.data(), 4, 4}}, seq_lens.data(), nullptr,
+                             {6, {}, {}, {slots.data(), more_slots.data()}});
+              }),
+              "StepArrays: slot_mapping must have an array for each of the 1 page tables; got 2");
+}
+
+TEST(Step, RefusesSlotsThatDoNotFitInTheirKindOfIntegers) {
+    PageAllocator allocator(3, kMaxInt32);
+    Ints page_table(3), seq_lens(1), narrow(4);
+    std::vector<int64_t> wide(4);
+    StepArrays refused(1, {{page_table.data(), 3, 3}}, seq_lens.data(), nullptr,
+                       {4, {}, {}, {narrow.data()}});
+    StepArrays taken(1, {{page_table.data(), 3, 3}}, seq_lens.data(), nullptr, {4, {}, {}, {wide.data()}});
+    Sequence first = allocator.create(), second = allocator.create();
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.step(&second, nullptr, 1, refused); }),
+              "step: slot_mapping must be int64 for 6442450941 slots; it is int32");
+    EXPECT_EQ(allocator.length(second), 0);
+    allocator.extend(first, kMaxInt32 - 1);
+    allocator.step(&second, nullptr, 1, taken);
+    EXPECT_EQ(wide, std::vector<int64_t>({kMaxInt32, -1, -1, -1}));
+}
+
+TEST(Needed, CountsWhatAStepTakes) {
+    PageAllocator allocator(4, 4);
+    Sequence a = allocator.create();
+    allocator.extend(a, 6);
+    std::vector<Sequence> all = allocator.fork(a, 2);
+    all.push_back(a);
+    EXPECT_EQ(allocator.needed(all.data(), nullptr, 3), 2);  // the last one keeps the page
+    EXPECT_EQ(allocator.needed(all.data(), nullptr, 1), 1);
+    Ints n = {0, 0, 2};
+    EXPECT_EQ(allocator.needed(all.data(), n.data(), 3), 1);
+    n = {100, 1, kMaxInt32 - 6};  // far more than there are, and nothing is set aside for them
+    EXPECT_EQ(allocator.needed(all.data(), n.data(), 3), 26 + 1 + (kMaxInt32 / 4 + 1 - 2));
+    EXPECT_EQ(allocator.needed(nullptr, nullptr, 0), 0);
+    EXPECT_EQ(allocator.num_free_pages(), 2);
+    EXPECT_TRUE(allocator.take_copies().empty());
+    allocator.check_invariants();
+    all.push_back(a);
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.needed(all.data(), nullptr, 4); }),
+              "needed: sequence " + std::to_string(static_cast<uint64_t>(a)) +
+                  " is given twice (the second time as seqs[3])");
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.needed(all.data(), nullptr, 1, 1); }),
+              "needed: group (1) must be one of the 1 groups");
+}
+
 TEST(Step, SaysWhichDoNotFit) {
     PageAllocator allocator(4, 4);
     Caller caller;

@@ -44,7 +44,7 @@ class Engine {
         Ints prompt(static_cast<size_t>(1 + below(30)));
         for (int32_t& token : prompt) token = below(8) == 0;
         const auto count = static_cast<int64_t>(prompt.size());
-        const Sequence sequence = allocator_.create(prompt.data(), count - 1, below(2) ? "a" : "b");
+        const Sequence sequence = allocator_.create(prompt.data(), count, below(2) ? "a" : "b");
         sequences_.push_back(sequence);
         const int64_t num_found = allocator_.length(sequence);
         const auto num_new = static_cast<int32_t>(count - num_found);

@@ -78,8 +78,9 @@ TEST(Rotary, RotatesKeysAndQueries) {
         EXPECT_TRUE(std::isnan(k_pages[0]) && std::isnan(k_pages[3 * kHeadDim]));
         seq_lens[0] = 8;  // whose last position is past the tables
         EXPECT_THROW(append_kv(args), ValueError);
-        EXPECT_NO_THROW(check_page_table(args.page_table, args.seq_lens, 3, 4));
-        EXPECT_THROW(check_page_table(args.page_table, args.seq_lens, 3, 4, nullptr, kPositions), ValueError);
+        EXPECT_NO_THROW(check_page_table(*args.page_table, *args.seq_lens, 3, 4));
+        EXPECT_THROW(check_page_table(*args.page_table, *args.seq_lens, 3, 4, nullptr, kPositions),
+                     ValueError);
     }
 }
 

@@ -311,8 +311,8 @@ def test_errors(library):
     assert error.value.status == 2
     with pytest.raises(OctavoError, match="attention: out must have data"):
         library.attention(q=q, k=q, v=q, out=Tensor(shape=Tensor.of(q).shape, ndim=4))
-    with pytest.raises(OctavoError, match="attention: k's dtype must be from 0 to 7; got 9"):
-        library.attention(q=q, k=Tensor(data=1, shape=Tensor.of(q).shape, ndim=4, dtype=9), v=q, out=out)
+    with pytest.raises(OctavoError, match="attention: k's dtype must be from 0 to 9; got 10"):
+        library.attention(q=q, k=Tensor(data=1, shape=Tensor.of(q).shape, ndim=4, dtype=10), v=q, out=out)
     with pytest.raises(OctavoError, match=r"attention: dropout_p \(0.5\) needs a dropout_seed; got none"):
         library.attention(q=q, k=q, v=q, out=out, dropout_p=0.5)
     with pytest.raises(OctavoError, match=r"args->struct_size \(8\) must be \d+, as the struct's init"):

@@ -43,11 +43,11 @@ CASES = [
     case(*A, TypeError, f"k {NO_ARRAY}; got NoneType", k=None),
     case(*A, TypeError, f"v {NO_ARRAY}; got numpy.float32", v=np.float32(1)),
     case(*A, TypeError, f"out {NO_ARRAY}; got str", out="out"),
-    case(*P, TypeError, f"page_table {NO_ARRAY}; got list", page_table=[[2, 1], [0, -1]]),
+    case(*P, TypeError, f"page_table {NO_ARRAY}; got dict", page_table={0: [2, 1]}),
     case(*K, TypeError, f"k_pages {NO_ARRAY}; got dict", k_pages={}),
-    case(*C, TypeError, f"copies {NO_ARRAY}; got list", copies=[[0, 1]]),
+    case(*C, TypeError, f"copies {NO_ARRAY}; got set", copies={0, 1}),
     case(*M, TypeError, f"lse_b {NO_ARRAY}; got float", lse_b=1.0),
-    case(*T, TypeError, f"seq_lens {NO_ARRAY}; got tuple", seq_lens=(5, 1)),
+    case(*T, TypeError, f"seq_lens {NO_ARRAY}; got range", seq_lens=range(2)),
     case(*A, TypeError, f"q {FLOATS}; got float64", q=np.ones((2, 3, 4, 8))),
     case(*A, TypeError, f"q {FLOATS}; got uint8", q=np.ones((2, 3, 4, 8), np.uint8)),
     case(*A, TypeError, f"q {FLOATS}; got bool", q=np.ones((2, 3, 4, 8), bool)),
@@ -56,14 +56,16 @@ CASES = [
     case(*A, TypeError, f"q {FLOATS}; got float32x2", q=Producer(f32(2, 3, 4, 8), lanes=2)),
     case(*A, TypeError, f"q {FLOATS}; got float8_e5m2", q=Producer(f32(2), code=12, bits=8)),
     case(*A, TypeError, f"q {FLOATS}; got DLPack type 99", q=Producer(f32(2), code=99)),
-    case(*PACKED, TypeError, "cu_seqlens_q must be int32; got int64", cu_seqlens_q=np.array([0, 1, 3])),
+    case(
+        *PACKED, TypeError, "cu_seqlens_q must be int32; got int8", cu_seqlens_q=np.array([0, 1, 3], np.int8)
+    ),
     case(*PACKED, TypeError, "cu_seqlens_k must be int32; got float32", cu_seqlens_k=f32(3)),
-    case(*A, TypeError, "prefix_lens must be int32; got int64", prefix_lens=np.array([0, 1])),
+    case(*A, TypeError, "prefix_lens must be int32; got int16", prefix_lens=np.array([0, 1], np.int16)),
     case(*A, TypeError, "alibi_slopes must be float32; got float64", alibi_slopes=np.ones(4)),
     case(*A, TypeError, "alibi_slopes must be float32; got float16", alibi_slopes=np.ones(4, np.float16)),
-    case(*P, TypeError, "page_table must be int32; got int64", page_table=np.zeros((2, 2), np.int64)),
+    case(*P, TypeError, "page_table must be int32; got uint32", page_table=np.zeros((2, 2), np.uint32)),
     case(*P, TypeError, "seq_lens must be int32; got uint32", seq_lens=np.ones(2, np.uint32)),
-    case(*C, TypeError, "copies must be int32; got int64", copies=np.array([[0, 1]])),
+    case(*C, TypeError, "copies must be int32; got uint64", copies=np.array([[0, 1]], np.uint64)),
     case(*M, TypeError, "lse_a must be float32; got float64", lse_a=np.ones((3, 4))),
     case(
         *A,
@@ -262,8 +264,9 @@ class TestTorch:
         self.refused(
             "q must be float32, float16 or bfloat16; got complex64$", q=torch.ones(2, dtype=torch.complex64)
         )
-        lens = torch.tensor([1, 2])
-        self.refused("prefix_lens must be int32; got int64$", prefix_lens=lens)
+        lens = torch.tensor([1, 2], dtype=torch.int16)
+        self.refused("prefix_lens must be int32; got int16$", prefix_lens=lens)
+        self.refused("q must be float32, float16 or bfloat16; got int64$", q=torch.ones(2, 3, 4, 8).long())
 
 
 class TestJax:

@@ -179,8 +179,8 @@ CASES = [
     case(
         *PACKED,
         ValueError,
-        "cu_seqlens_q[2] must equal the number of packed tokens (3); got 2",
-        cu_seqlens_q=i32([0, 1, 2]),
+        "cu_seqlens_q[2] must be at most the number of packed rows (3); got 4",
+        cu_seqlens_q=i32([0, 1, 4]),
     ),
     case(
         *PACKED,

@@ -29,6 +29,7 @@ HANDLE_CALLS = {
     "pages": lambda alloc, seq: alloc.pages(seq),
     "page_table": lambda alloc, seq: alloc.page_table([seq]),
     "shared_prefix_len": lambda alloc, seq: alloc.shared_prefix_len([seq]),
+    "needed": lambda alloc, seq: alloc.needed([seq]),
     "step": lambda alloc, seq: alloc.step(
         [seq], 0, octavo.StepArrays(np.empty((1, 8), np.int32), np.empty(1, np.int32))
     ),

@@ -71,7 +71,7 @@ CASES = [
     case(
         *P,
         ValueError,
-        "cu_seqlens_q[2] must equal the number of packed tokens (2); got 3",
+        "cu_seqlens_q[2] must be at most the number of packed rows (2); got 3",
         cu_seqlens_q=i32([0, 1, 3]),
     ),
     case(*P, ValueError, "shared_prefix_len (-4) must be at least 0", shared_prefix_len=-4),

@@ -56,7 +56,7 @@ MEANT = [
     *(("paged_attention", *pair) for pair in PAGED_ATTENTION.items()),
     ("append_kv", "key", "k"),
     ("append_kv", "value_cache", "v_pages"),
-    ("append_kv", "slot_mapping", "page_table"),
+    ("paged_attention", "slot_mapping", "page_table"),
     ("append_kv", "cu_seqlens_q", "cu_seqlens"),
     ("append_kv", "query", "q"),
     ("append_kv", "cos_cache", "rotary_cos"),

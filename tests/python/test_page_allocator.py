@@ -62,6 +62,7 @@ class CacheOfTokens(RuleBasedStateMachine):
         num_new = -(-(length + n) // self.alloc.page_size) - len(pages)
         num_free = self.alloc.num_free_pages
         fits = num_new + copies_tail <= num_free
+        assert self.alloc.needed([seq], n) == num_new + copies_tail
         before = dump(self.alloc, self.sequences)
         if try_it:
             assert self.alloc.try_extend(seq, n) is fits
@@ -375,6 +376,61 @@ def test_only_last_pages_waste():
     assert stats["num_tokens"] == stats["num_stored_tokens"] == sum(range(1, 60))
     assert slots - stats["num_stored_tokens"] <= 59 * 15
     assert stats["waste_percent"] == pytest.approx(100 * (slots - stats["num_stored_tokens"]) / slots)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "float8_e4m3fn", "int4", "int8_int4"])
+@pytest.mark.parametrize("token_scales", [True, False])
+def test_as_many_pages_as_some_memory_holds(kind, token_scales):
+    if "int4" in kind and not token_scales:
+        pytest.skip("int4 always has them")
+    if kind in ("bfloat16", "float8_e4m3fn"):
+        pytest.importorskip("ml_dtypes")
+    model = {"num_kv_heads": 3, "head_dim": 40, "dtype": kind, "token_scales": token_scales}
+    cache = octavo.empty_cache(7, 16, **model)
+    page_bytes = sum(array.nbytes for array in cache.arrays.values()) // 7 * 5  # in five layers
+    for num_bytes, num_pages in ((page_bytes, 1), (7 * page_bytes - 1, 6), (7 * page_bytes, 7)):
+        alloc = octavo.PageAllocator.from_memory(num_bytes, page_size=16, num_layers=5, **model)
+        assert (alloc.num_pages, alloc.page_size) == (num_pages, 16)
+    with pytest.raises(
+        ValueError, match=rf"^from_memory: num_bytes \({page_bytes - 1}\) hold no page: one of 16 "
+    ):
+        octavo.PageAllocator.from_memory(page_bytes - 1, page_size=16, num_layers=5, **model)
+
+
+def test_options_of_an_allocator_from_memory():
+    model = {"page_size": 4, "num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": np.float16}
+    alloc = octavo.PageAllocator.from_memory(2**16, **model, prefix_cache=True, num_host_pages=3)
+    assert (alloc.num_pages, alloc.num_host_pages) == (2**16 // (4 * 2 * 2 * 8 * 2), 3)
+    assert alloc.cache_stats()["num_stored_pages"] == 0
+    for change, error, message in (
+        ({"num_layers": 0}, ValueError, "num_layers (0) must be at least 1"),
+        (
+            {"head_dim": 7, "dtype": "int4"},
+            ValueError,
+            "head_dim (7) must be even for int4, two numbers in a byte",
+        ),
+        ({"dtype": "float64"}, ValueError, "dtype must be one of "),
+        ({"page_size": 4.0}, TypeError, "page_size must be an int; got float"),
+    ):
+        with pytest.raises(error, match=f"^from_memory: {re.escape(message)}"):
+            octavo.PageAllocator.from_memory(2**16, **{**model, **change})
+
+
+def test_what_a_step_of_forks_needs(alloc):
+    seq = alloc.create()
+    alloc.extend(seq, 6)
+    seqs = [*alloc.fork(seq, 2), seq]
+    assert alloc.needed(seqs) == 2
+    assert alloc.needed(seqs, [0, 0, 3]) == 2
+    assert alloc.needed(seqs, np.array([1, 1, 100], np.int32)) == 2 + 25
+    assert alloc.needed([], 5) == 0
+    groups = octavo.PageAllocator.from_groups([octavo.PageGroup(9, 4), octavo.PageGroup(9, 2)])
+    seq = groups.create()
+    assert (groups.needed([seq], 7), groups.needed([seq], 7, group=1)) == (2, 4)
+    with pytest.raises(
+        ValueError, match=r"^needed: num_new_tokens must have one number for each of the 3 sequ"
+    ):
+        alloc.needed(seqs, [1])
 
 
 def test_out_of_pages_leaves_everything_as_it_was():

@@ -21,10 +21,10 @@ def step_arrays():
 
 
 def test_a_second_prompt_shares_the_first_ones_pages(alloc, step_arrays):
-    first = alloc.create(PROMPT[:-1])
+    first = alloc.create(PROMPT)
     assert alloc.length(first) == 0
     alloc.step([first], len(PROMPT), step_arrays, tokens=PROMPT)
-    second = alloc.create(np.array(PROMPT[:-1], np.int32))
+    second = alloc.create(np.array(PROMPT, np.int32))
     assert alloc.length(second) == 8
     assert alloc.pages(second).tolist() == alloc.pages(first)[:2].tolist()
     alloc.step([second, first], [2, 1], step_arrays, np.array([*PROMPT[8:], 7]))
@@ -33,7 +33,7 @@ def test_a_second_prompt_shares_the_first_ones_pages(alloc, step_arrays):
         "num_stored_pages": 2,
         "num_idle_pages": 0,
         "num_evicted_pages": 0,
-        "num_queried_tokens": 18,
+        "num_queried_tokens": 20,
         "num_hit_tokens": 8,
     }
     alloc.free(first)
@@ -42,6 +42,26 @@ def test_a_second_prompt_shares_the_first_ones_pages(alloc, step_arrays):
     assert alloc.cache_stats()["num_idle_pages"] == 2
     assert alloc.num_cached_tokens(PROMPT) == 8
     assert alloc.num_cached_tokens(PROMPT[:6]) == 6
+    alloc.check_invariants()
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_the_last_token_is_always_left_to_be_computed(alloc, step_arrays, count):
+    first = alloc.create()
+    alloc.step([first], 10, step_arrays, tokens=PROMPT)
+    alloc.free(first)
+    assert alloc.num_cached_tokens(PROMPT[:count]) == count
+    seq = alloc.create(PROMPT[:count])
+    found = alloc.length(seq)
+    assert found == max(count - 1, 0)
+    free = alloc.num_free_pages
+    if count:
+        needed = alloc.needed([seq])
+        alloc.step([seq], 1, step_arrays, tokens=PROMPT[found:count])
+        # A page found in part is copied; the whole page, once known, is exchanged for the one that is there.
+        assert (needed, alloc.num_free_pages) == (1, free - 1)
+        alloc.take_copies()
+    assert alloc.num_cached_tokens(PROMPT) == 8
     alloc.check_invariants()
 
 

@@ -30,7 +30,10 @@ CHOICES = (  # of Python alone, if no inputs
     *("return_lse", "return_dalibi", "out", "residual_out", "q_out", "dq", "dk", "dv"),
     *("plan", "stream"),
 )
-POSITIONAL_OPTIONS = (("linear", "bias"), ("rms_norm", "eps"), ("rms_norm", "residual"))
+POSITIONAL_OPTIONS = (
+    *(("linear", "bias"), ("rms_norm", "eps"), ("rms_norm", "residual")),
+    *(("append_kv", "page_table"), ("append_kv", "seq_lens")),
+)
 CPP_STRUCTS = {
     "attention": ("attention.h", "AttentionArgs"),
     "paged_attention": ("paged_attention.h", "PagedAttentionArgs"),
@@ -163,6 +166,7 @@ def test_python_signatures(operator):
             kind,
             kind.replace("array", "SupportsDLPack"),
             kind.replace("array", "Array"),
+            kind.replace("array", "Integers"),
         )
     choices = [p.name for p in signature.parameters.values() if p not in parameters]
     assert choices == [name for name in CHOICES if name in choices] and choices[-1] == "stream"

@@ -5,6 +5,8 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import octavo
 
@@ -44,6 +46,94 @@ def test_a_few_steps(alloc, library):
     assert page_table[:3, :2].tolist() == want_table.tolist()
     assert seq_lens[:3].tolist() == want_lens.tolist() == [7, 2, 7]
     assert cu_seqlens_q.tolist() == [0, 1, 2, 3, 3]
+
+
+BATCHES = st.lists(
+    st.lists(st.integers(0, 9) | st.none(), min_size=MAX_BATCH, max_size=MAX_BATCH), min_size=1, max_size=6
+)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@given(BATCHES, st.lists(st.tuples(st.integers(1, 5), st.none() | st.integers(0, 7)), min_size=1, max_size=3))
+def test_positions_slots_and_last_rows(dtype, steps, sizes):
+    """Against NumPy, for batches with sequences left out (None) and without new tokens (0)."""
+    max_tokens, num_pages = 9 * MAX_BATCH, 300
+    groups = [
+        octavo.PageGroup(num_pages, size, window_left=-1 if window is None else window)
+        for size, window in sizes
+    ]
+    alloc = octavo.PageAllocator.from_groups(groups)
+    tables = [np.empty((MAX_BATCH, 60), np.int32) for _ in groups]
+    seq_lens, cu_seqlens_q = np.empty(MAX_BATCH, np.int32), np.empty(MAX_BATCH + 1, np.int32)
+    positions, last_rows = np.full(max_tokens, 77, dtype), np.full(MAX_BATCH, 77, dtype)
+    slots = [np.full(max_tokens, 77, dtype) for _ in groups]
+    arrays = octavo.StepArrays(
+        tables, seq_lens, cu_seqlens_q, positions=positions, last_rows=last_rows, slot_mapping=slots
+    )
+    assert (positions == 0).all() and (last_rows == 0).all() and all((slot == -1).all() for slot in slots)
+    seqs = [alloc.create() for _ in range(MAX_BATCH)]
+    for counts in steps:
+        batch = [seq for seq, n in zip(seqs, counts, strict=True) if n is not None]
+        n = np.array([n for n in counts if n is not None], np.int32)
+        alloc.step(batch, n, arrays)
+        total = n.sum()
+        assert cu_seqlens_q[-1] == total
+        ends = np.array([alloc.length(seq) for seq in batch], int)
+        rows = np.repeat(np.arange(len(batch)), n)
+        want = np.arange(total) - np.repeat(np.cumsum(n) - n, n) + np.repeat(ends - n, n)
+        assert positions[:total].tolist() == want.tolist()
+        assert (positions[total:] == 0).all()
+        last = np.where(n > 0, np.cumsum(n) - 1, 0)
+        assert last_rows.tolist() == last.tolist() + [0] * (MAX_BATCH - len(batch))
+        for group, (table, slot, (size, _)) in enumerate(zip(tables, slots, sizes, strict=True)):
+            assert slot[:total].tolist() == (table[rows, want // size] * size + want % size).tolist()
+            assert (slot[total:] == -1).all()
+            held = [set(alloc.pages(seq, group).tolist()) for seq in batch]
+            assert all(page in held[row] for row, page in zip(rows, slot[:total] // size, strict=True))
+
+
+def test_token_arrays_that_do_not_fit(alloc):
+    page_table, seq_lens, _, _ = make_arrays()
+    fitting = {"positions": np.empty(5, np.int64), "slot_mapping": np.empty(5, np.int32)}
+    for change, error, message in (
+        ({"positions": np.empty(5, np.float32)}, TypeError, "positions must be int32 or int64; got float32"),
+        (
+            {"last_rows": np.empty(5, np.int32)},
+            ValueError,
+            "last_rows must have max_batch (4) entries, as seq_lens",
+        ),
+        (
+            {"slot_mapping": np.empty(6, np.int32)},
+            ValueError,
+            "slot_mapping must have max_tokens (5) entries, as positions; got [6]",
+        ),
+        (
+            {"slot_mapping": [np.empty(5, np.int32)]},
+            ValueError,
+            "slot_mapping must be as page_table, one array or",
+        ),
+        (
+            {"positions": fitting["slot_mapping"]},
+            ValueError,
+            "slot_mapping must not overlap positions in memory",
+        ),
+        (
+            {"positions": np.empty(10, np.int32)[::2]},
+            ValueError,
+            "positions must have a unit stride along its last",
+        ),
+    ):
+        with pytest.raises(error, match=f"^StepArrays: {re.escape(message)}"):
+            octavo.StepArrays(page_table, seq_lens, **{**fitting, **change})
+    arrays = octavo.StepArrays(page_table, seq_lens, **fitting)
+    seq = alloc.create()
+    with pytest.raises(
+        ValueError, match=r"^step: there are 6 new tokens, but the arrays have max_tokens \(5\) rows"
+    ):
+        alloc.step([seq], 6, arrays)
+    assert alloc.length(seq) == 0
+    alloc.step([seq], 5, arrays)
+    assert fitting["positions"].tolist() == fitting["slot_mapping"].tolist() == list(range(5))
 
 
 HANDLES = (list, tuple, iter, np.array, lambda seqs: [np.int64(seq) for seq in seqs])

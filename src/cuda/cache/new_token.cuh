@@ -25,12 +25,16 @@ __device__ __forceinline__ int32_t find_sequence(const int32_t* cu_seqlens, int3
 struct Place {
     bool exists;  // or the token is padding
     int64_t page, slot;
-    int32_t position;  // in its sequence
+    int32_t position;  // in its sequence, where that is known
 };
 
 __device__ __forceinline__ Place find_place(const AppendKvParams& p, const FastDivide& page_size,
                                             int64_t token) {
     constexpr Place kNone{false, 0, 0, -1};
+    if (p.slot_mapping) {
+        const int64_t mapped = p.mapped_slot(token), page = mapped / p.page_size;
+        return mapped < 0 ? kNone : Place{true, page, mapped - page * p.page_size, 0};
+    }
     int32_t b = static_cast<int32_t>(token), from_end = 1;  // 1: the last token of the sequence
     if (p.cu_seqlens) {
         if (token >= p.cu_seqlens[p.batch]) return kNone;
