@@ -18,6 +18,7 @@ import _quantised_prefill
 import _shared_prefix
 import _sm80_attention
 import _sm90_attention
+import _speeds
 from _picture import COLOURS, EMPTY, FAINT, INK, PAPER, RESERVED, SHARED, Picture
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -432,6 +433,7 @@ PICTURES = {
     "quantised_prefill": _quantised_prefill.draw,
     "attention_backward": _attention_backward.draw,
     "linear": _linear.draw,
+    "speeds": _speeds.draw,
 }
 
 if __name__ == "__main__":
