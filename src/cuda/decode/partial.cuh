@@ -74,10 +74,10 @@ struct PartialRows {
 
     __device__ PartialRow<Config> row(int32_t i) const { return {words + i * stride_words}; }
 
-    // Waits for partial results `first`, first + step and so on, kAtOnce of them: their states, and four
-    // columns, unless not `has_column`. In the place of one that is not there, the last one is waited for and
-    // left out: of loads that depend on a condition each, not all would be under way at once. All lanes of
-    // the warp together.
+    // Waits for kAtOnce partial results, `first`, first + step and so on: for their states, and for four
+    // columns unless not `has_column`. All lanes of the warp call this together. Past the end, the last
+    // partial result is loaded in their place and left out: if each load depended on a condition, they would
+    // not all be under way at once.
     template <int kAtOnce>
     __device__ __forceinline__ void wait(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce], int column,
                                          bool has_column, int32_t first, int32_t step) const {

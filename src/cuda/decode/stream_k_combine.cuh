@@ -51,8 +51,8 @@ class StreamKCombine {
                               const StreamKShared<Config>& shared, int32_t cta)
         : writer_(writer), launch_(launch), shared_(shared), cta_(cta) {}
 
-    // The partial results of a CTA whose run of blocks is [begin, end). A warp does so for its share of the
-    // rows.
+    // Combines the partial results of a CTA whose run of blocks is [begin, end). Each warp does this for its
+    // share of the rows.
     __device__ void combine(int32_t begin, int32_t end) const {
         // Lane l looks at partial result l. Those of one item follow each other.
         const int lane = threadIdx.x % 32;

@@ -48,7 +48,7 @@ struct QueryScales {
 template <class Config>
 struct QueryScales<Config, true> {
     uint64_t loaded[Config::kQSlots][Config::kConsumers];  // completes where q_full would elsewhere
-    // What dot products, and results, lack.
+    // What dot products, and what results, have yet to be multiplied by.
     float2 scales[Config::kQSlots][Config::kConsumers];
 
     __device__ void init() {
