@@ -81,7 +81,10 @@ def one_warp(picture: Picture, y: float) -> None:
         picture,
         20,
         y + 20,
-        ["Its own ring of tiles in shared memory, filled by cp.async: no barrier in the loop."],
+        [
+            "It has its own ring in shared memory, filled by cp.async (in stream-K, K and V of a block together):"
+            " no barrier in its loop."
+        ],
     )
     cell = 58
     names = ("V 7", "K 4", "V 4", "K 5", "V 5", "K 6", "V 6")

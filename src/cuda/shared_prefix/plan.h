@@ -24,11 +24,11 @@ struct SharedPrefixPlan {
     int64_t workspace_bytes() const { return out_bytes + lse_bytes; }
 };
 
-// Nothing where the plain call takes no longer, which reads the prefix once for each sequence: why_not,
+// Returns nothing if the plain call, which reads the prefix once for each sequence, takes no longer. why_not,
 // unless null, then gets the reason.
 std::optional<SharedPrefixPlan> plan_shared_prefix(const AttentionParams& params, const Gpu& gpu,
                                                    std::string* why_not = nullptr);
-// The same whether it pays or not, for a shared_prefix_len above 0.
+// The same whether it pays or not. shared_prefix_len must be above 0.
 SharedPrefixPlan make_shared_prefix_plan(const AttentionParams& params, const Gpu& gpu);
 
 Explanation describe(const SharedPrefixPlan& plan);
