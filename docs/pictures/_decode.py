@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from _picture import COLOURS, FAINT, INK, Picture
-from _schedule import KINDS, block, heading, legend, lines
+from _schedule import KINDS, block, heading, legend, lines, paragraph
 
 SPLITS, WARPS, BLOCKS = 2, 3, 12
 ITEMS = (46, 16, 40, 18)  # blocks of each item
@@ -72,25 +72,22 @@ def stream_k(picture: Picture, y: float) -> None:
     x = left + RUNS[2] * unit
     picture.line(x, y + 98, x, y + 118, COLOURS["C"])
     picture.text(x, y + 168, "a run that would end close to an item's end ends there", 12, COLOURS["C"])
-    picture.line(x, y + 152, x, y + 156, COLOURS["C"])
 
 
 def one_warp(picture: Picture, y: float) -> None:
     heading(picture, 20, y, "What one warp does, in both")
-    lines(
+    paragraph(
         picture,
         20,
         y + 20,
-        [
-            "It has its own ring in shared memory, filled by cp.async (in stream-K, K and V of a block together):"
-            " no barrier in its loop."
-        ],
+        "It has its own ring in shared memory, filled by cp.async (in stream-K, K and V of a block "
+        "together): no barrier in its loop.",
     )
     cell = 58
-    names = ("V 7", "K 4", "V 4", "K 5", "V 5", "K 6", "V 6")
+    names = ("K 7", "K 4", "V 4", "K 5", "V 5", "K 6", "V 6")
     for i, name in enumerate(names):
         kind = "product" if i == 1 else "copy"
-        block(picture, 20 + i * cell, y + 34, cell, 28, name if i else "K 7", kind)
+        block(picture, 20 + i * cell, y + 34, cell, 28, name, kind)
     picture.text(20 + 1.5 * cell, y + 78, "in use", 11)
     picture.text(20 + 4.5 * cell, y + 78, "on their way", 11)
     picture.text(20 + 0.5 * cell, y + 78, "next copy", 11)
