@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             }
             own.end = min(fixed.end, all_blocks);
         } else {
-            num_splits = max(1, min(all_blocks, launch.num_splits));  // of no blocks, one CTA tells
+            num_splits = max(1, min(all_blocks, launch.num_splits));  // one CTA writes the result of no keys
             own.end = all_blocks;
         }
         num_blocks = all_blocks;

@@ -35,7 +35,7 @@ struct SplitKvShared {
     };
     Warp warps[Config::kWarps];
     alignas(128) uint4 queries[Config::kQueryChunks];
-    VisibleBlocks visible[Config::kWarps];  // each warp's own; of use where there is a window
+    VisibleBlocks visible[Config::kWarps];  // each warp's own; used where there is a window
     struct {
         void* out;
         float* lse;

@@ -99,7 +99,7 @@ class StreamKCombine {
     __device__ __forceinline__ void combine_row(const Item& item, uint32_t partials, int row) const {
         const int lane = threadIdx.x % 32;
         const bool has_partial = partials >> lane & 1;
-        const int some = __ffs(partials) - 1;  // in the place of those that are not there, for a weight of 0
+        const int some = __ffs(partials) - 1;  // read where there is none, with a weight of 0
         const WarpPartial<Config>& own = shared_.partial(has_partial ? lane : some);
         const float max = has_partial ? own.max[row] : -INFINITY, sum = has_partial ? own.sum[row] : 0.0f;
         const float row_max = warp_max(max);

@@ -13,7 +13,7 @@ constexpr int32_t kMaxPrefixRuns = 32;  // a lane of combine_prefix_kernel each
 
 struct SharedPrefixPlan {
     DType dtype;
-    int32_t run_len;  // keys: the prefix is worked through in runs of so many, side by side
+    int32_t run_len;  // keys in each of the runs that the prefix is cut into
     int32_t num_runs;
     int64_t out_bytes, lse_bytes;  // of workspace: results over each run, and behind the prefix
     KernelPlan over_prefix, behind_prefix;

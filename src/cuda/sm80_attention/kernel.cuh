@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             has_alibi ? p.alibi_slopes + row_tile.batch * p.alibi_batch_stride : nullptr;
         shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f};
     }
-    if (tile_begin >= tile_end) __syncthreads();  // for the rows; else the loop has one
+    if (tile_begin >= tile_end) __syncthreads();  // for the rows; otherwise the loop has a barrier
     for (int32_t tile = tile_begin; tile < tile_end; ++tile) {
         const int32_t first_key = tiles.start(tile);
         const bool more = tile + 1 < tile_end;

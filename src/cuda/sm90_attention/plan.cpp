@@ -44,7 +44,8 @@ bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t
            (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim, has_codes));
 }
 
-// Row tiles of so many blocks of 64 rows, over the batch and all heads; of a packed batch a bound.
+// The number of row tiles, each of `row_blocks` blocks of 64 rows, over the batch and all heads; for a packed
+// batch a bound.
 int64_t count_row_tiles(const AttentionParams& p, int32_t row_blocks, int32_t heads) {
     const int64_t tile_tokens = int64_t{row_blocks} * (kGroupRows / heads);
     int64_t row_tiles = p.batch * ceil_divide(p.seqlen_q, tile_tokens);

@@ -53,7 +53,7 @@ struct Sm90Rows {
     float slope[2] = {};  // in units of scores
     float row_bias[2] = {};
     int32_t row_end[2];   // keys from here on are hidden,
-    uint32_t row_gap[2];  // and so many behind the prefix
+    uint32_t row_gap[2];  // and this many behind the prefix
 
     template <class Places>
     __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,

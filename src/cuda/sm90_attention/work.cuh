@@ -44,7 +44,7 @@ struct alignas(16) Sm90Work {
     }
 };
 
-// Whether a row tile of so many rows is worked through as few_rows.cuh says.
+// Whether a row tile with this number of rows is worked through as few_rows.cuh says.
 template <class Config>
 __device__ __forceinline__ bool is_few_rows(int32_t rows) {
     return Config::kFewRowTiles > 0 && rows <= 8 * Config::kFewRowTiles;
@@ -71,7 +71,7 @@ class Sm90Scheduler {
         if (kFew && p.cu_seqlens_q) count_row_tiles();
     }
 
-    // The row tile at hand.
+    // The current row tile.
     __device__ Sm90Work work() {
         Sm90Work w{};
         int32_t row_tile = index_;
@@ -118,7 +118,7 @@ class Sm90Scheduler {
         return w;
     }
 
-    // Asks for another row tile, which `advance` makes the one at hand.
+    // Asks for another row tile, which `advance` makes the current one.
     __device__ void request() {
         if (threadIdx.x % 32 == 0) drawn_ = atomicAdd(plan_.counter, 1);
     }

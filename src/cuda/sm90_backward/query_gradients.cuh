@@ -48,7 +48,7 @@ struct Sm90QueryGradientsShared {
     }
 };
 
-// The slot of the i-th tile in a ring of so many, and the parity of the phase that fills it.
+// The slot of the i-th tile in a ring of kSlots, and the parity of the phase that fills it.
 template <int kSlots>
 struct RingSlot {
     uint32_t index, parity;

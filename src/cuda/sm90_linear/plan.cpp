@@ -10,7 +10,7 @@ namespace octavo::cuda {
 namespace {
 
 constexpr int32_t kBarrierBytes = 1024;                                  // LinearBarriers
-constexpr int32_t kSharedOfOne = 227 * 1024, kSharedOfTwo = 113 * 1024;  // of a CTA, where an SM has so many
+constexpr int32_t kSharedOfOne = 227 * 1024, kSharedOfTwo = 113 * 1024;  // of a CTA, with one or two on an SM
 constexpr int32_t kFewStages = 4;  // of two panels; sm90_wide takes stages of one if no more fit
 
 template <class Tile, size_t kCount>
