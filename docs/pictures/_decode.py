@@ -17,7 +17,7 @@ def split_kv(picture: Picture, y: float) -> None:
     lines(picture, 20, y + 20, ["An item is one KV head of one sequence, cut into blocks of 16 keys."])
     cell = 34
     for i in range(BLOCKS):
-        kind = "one" if i % SPLITS == 0 else "other"
+        kind = "grey" if i % SPLITS == 0 else "plain"
         block(picture, 20 + i * cell, y + 32, cell, 26, str(i), kind)
         picture.text(20 + (i + 0.5) * cell, y + 74, f"{i % SPLITS}.{i // SPLITS % WARPS}", 11)
     lines(
@@ -28,7 +28,7 @@ def split_kv(picture: Picture, y: float) -> None:
     )
     for split in range(SPLITS):
         top = y + 92 + split * 62
-        picture.box(20, top, 300, 52, *KINDS["one" if split == 0 else "other"])
+        picture.box(20, top, 300, 52, *KINDS["grey" if split == 0 else "plain"])
         picture.text(30, top + 31, f"CTA of split {split}", 12, anchor="start")
         for warp in range(WARPS):
             own = [i for i in range(BLOCKS) if i % SPLITS == split and i // SPLITS % WARPS == warp]
@@ -59,7 +59,7 @@ def stream_k(picture: Picture, y: float) -> None:
         block(picture, left + begin * unit, y + 34, length * unit, 26, f"item {i}", "none")
         begin += length
     for cta, (first, end) in enumerate(itertools.pairwise(RUNS)):
-        kind = "one" if cta % 2 == 0 else "other"
+        kind = "grey" if cta % 2 == 0 else "plain"
         block(picture, left + first * unit, y + 70, (end - first) * unit, 26, f"CTA {cta}", kind)
         for warp in range(1, 8):  # equal shares of the CTA's run
             x = left + (first + (end - first) * warp / 8) * unit

@@ -59,7 +59,7 @@ def flat(picture: Picture, y: float) -> None:
             46,
             40,
             ["warp", str(warp)],
-            "one" if warp % 2 == 0 else "other",
+            "grey" if warp % 2 == 0 else "plain",
             11,
         )
     lines(
@@ -91,7 +91,9 @@ def splits(picture: Picture, y: float) -> None:
     heading(picture, 20, y, "K in four splits: the CTAs of a cluster")
     for i in range(4):
         x = 20 + i * 170
-        block(picture, x, y + 16, 150, 34, f"CTA {i}: quarter {i} of K", "one" if i % 2 == 0 else "other", 11)
+        block(
+            picture, x, y + 16, 150, 34, f"CTA {i}: quarter {i} of K", "grey" if i % 2 == 0 else "plain", 11
+        )
         block(picture, x, y + 86, 150, 34, f"adds tiles {i}, {i + 4}, ...", "combine", 11)
         for j in range(4):
             picture.line(x + 75, y + 50, 95 + j * 170, y + 86, FAINT if i == j else KINDS["combine"][1])

@@ -14,8 +14,7 @@ KINDS = {  # the fill and the outline of what is done
     "combine": ("#e4daf0", SHARED),
     "plain": (PAPER, INK),
     "none": (EMPTY, FAINT),
-    "one": ("#e2e5ea", INK),  # of two that are told apart, and mean nothing else
-    "other": (PAPER, INK),
+    "grey": ("#e2e5ea", INK),  # by turns with plain ones, to tell neighbours apart
 }
 MEANINGS = {
     "copy": "copies",
@@ -39,7 +38,7 @@ def lines(
 
 
 def paragraph(picture: Picture, x: float, y: float, text: str, columns: int = 118) -> None:
-    """Text in lines of so many characters at most."""
+    """Text in lines of this many characters at most."""
     lines(picture, x, y, textwrap.wrap(text, columns))
 
 

@@ -16,7 +16,7 @@ def partition(picture: Picture) -> None:
         picture.text(200 + (i + 0.5) * cell, 66, f"keys {64 * i}", 11)
     for warp in range(4):
         y = top + warp * 30
-        block(picture, 20, y, 160, 30, f"warp {warp}: 32 rows", "one" if warp % 2 == 0 else "other")
+        block(picture, 20, y, 160, 30, f"warp {warp}: 32 rows", "grey" if warp % 2 == 0 else "plain")
         for i in range(8):
             seen = i < 5 + warp // 2
             partly = i == 4 + warp // 2
@@ -92,7 +92,7 @@ def splits(picture: Picture, y: float) -> None:
             104,
             40,
             [f"CTA of split {i}", "a run of keys"],
-            "one" if i % 2 == 0 else "other",
+            "grey" if i % 2 == 0 else "plain",
             11,
         )
     picture.arrow(348, y + 36, 396, y + 36)
