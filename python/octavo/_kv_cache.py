@@ -56,6 +56,7 @@ class KVCache(KVSequences):
         ValueError: a number out of range, none or several of num_pages, memory and memory_fraction, memory
             for less than a page, windows that do not fit.
         TypeError: `like` is not an array of these libraries.
+        RuntimeError: `like` is a tensor of a device that is neither the CPU nor a CUDA GPU.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class KVCacheStep:
         self.batch: int = counts.batch
         """Sequences in the step."""
         self.num_tokens: int = counts.num_tokens
-        """New tokens in the step."""
+        """New tokens in the step: T, where nothing is padded."""
         self.max_seqlen_q: int = counts.max_seqlen_q
         """The most new tokens of a sequence."""
         numbers = cache._numbers

@@ -365,6 +365,12 @@ def test_sequences_longer_than_the_tables_are_refused() -> None:
     assert cache.length(seq) == 0
 
 
+def test_other_devices_are_refused(torch: Any) -> None:
+    message = r"^KVCache: like must be on the CPU or on a CUDA device; it is on meta$"
+    with pytest.raises(RuntimeError, match=message):
+        kv_cache(like=torch.zeros(1, device="meta"))
+
+
 def test_a_jax_array_is_for_the_cache_of_octavo_jax() -> None:
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"use octavo\.jax\.KVCache$"):
