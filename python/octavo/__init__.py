@@ -20,6 +20,7 @@ from octavo._core import (
     set_num_threads,
 )
 from octavo._explain import Explanation, explain
+from octavo._kv_cache import KVCache, KVCacheStep
 from octavo._linear import linear
 from octavo._linear_plan import LinearPlan, linear_plan
 from octavo._linear_table import LinearTable, LinearTableRow, LinearTableSource, linear_table
@@ -30,6 +31,8 @@ from octavo._tune_linear import tune_linear
 __all__ = [
     "Explanation",
     "InvalidSequence",
+    "KVCache",
+    "KVCacheStep",
     "LinearPlan",
     "LinearTable",
     "LinearTableRow",

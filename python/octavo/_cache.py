@@ -85,7 +85,7 @@ def _numpy_dtype(name: str) -> Any:
     return np.dtype(name)
 
 
-def _maker(like: Any) -> tuple[str, Callable[[tuple[int, ...], str], Any]]:
+def _maker(call: str, like: Any) -> tuple[str, Callable[[tuple[int, ...], str], Any]]:
     """The library of an array, and what makes its arrays, in C order, on the same device."""
 
     def is_of(module: str, name: str) -> bool:
@@ -119,9 +119,13 @@ def _maker(like: Any) -> tuple[str, Callable[[tuple[int, ...], str], Any]]:
 
         return "jax", zeros
     raise TypeError(
-        "empty_cache: like must be an array of NumPy, PyTorch, CuPy or JAX, or None; got "
-        + type(like).__name__
+        f"{call}: like must be an array of NumPy, PyTorch, CuPy or JAX, or None; got {type(like).__name__}"
     )
+
+
+def library_of(call: str, like: Any) -> str:
+    """Return "numpy", also for None, "torch", "cupy" or "jax"."""
+    return _maker(call, like)[0]
 
 
 def _name_of(dtype: Any) -> str:
@@ -213,7 +217,7 @@ def empty_cache(
     for name, value in transform.items():
         if kind in _FLOATS and value is not None and value is not False:
             raise ValueError(f"empty_cache: {name} belongs to codes of 8 or 4 bits; dtype is {kind}")
-    library, make = _maker(like)
+    library, make = _maker("empty_cache", like)
 
     def make_views(row: tuple[int, ...], dtype: str) -> Any:
         if library == "jax":

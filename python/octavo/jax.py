@@ -33,12 +33,15 @@ from jax.typing import ArrayLike
 import octavo
 from octavo import _jax_call
 from octavo._jax_call import like
+from octavo._jax_kv_cache import KVCache, KVCacheStep
 from octavo._types import AttentionBackwardScalars, AttentionScalars, PagedAttentionScalars
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
+    "KVCache",
+    "KVCacheStep",
     "append_kv",
     "attention",
     "attention_backward",

@@ -1,0 +1,69 @@
+"""Which layers of a KVCache share a page table, and how many pages its memory holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class LayerGroup(NamedTuple):
+    """Layers with one window, which have one page table."""
+
+    window_left: int
+    """-1: none."""
+    layers: tuple[int, ...]
+
+
+def group_layers(num_layers: int, windows: Sequence[int | None] | None) -> list[LayerGroup]:
+    """Those without a window first, since prefixes are found by the pages of group 0."""
+    lefts = [-1] * num_layers
+    if windows is not None:
+        if len(windows) != num_layers:
+            raise ValueError(
+                f"KVCache: windows must have an entry for each of the {num_layers} layers; got {len(windows)}"
+            )
+        for layer, window in enumerate(windows):
+            if window is None:
+                continue
+            lefts[layer] = operator.index(window)
+            if window < 0:
+                raise ValueError(f"KVCache: windows[{layer}] ({window}) must be at least 0, or None")
+    return [
+        LayerGroup(left, tuple(layer for layer, x in enumerate(lefts) if x == left))
+        for left in sorted(set(lefts))
+    ]
+
+
+def most_pages_of_window(window_left: int, page_size: int, max_batch: int, max_tokens: int) -> int | None:
+    """What max_batch sequences need at most in layers with that window, all in every step; None without one.
+
+    A sequence holds the window before its newest tokens, and these; when it grows, pages are returned only
+    after the new ones are taken. So the new tokens of two steps count. All that begins and ends anywhere in a
+    page, which makes two pages more for each sequence.
+    """
+    if window_left < 0:
+        return None
+    return max_batch * (-(-window_left // page_size) + 2) + 2 * -(-max_tokens // page_size)
+
+
+def pages_within(memory: int, page_bytes: Sequence[int], most: Sequence[int | None]) -> int:
+    """The most pages that a group without a limit may have, all groups together taking ``memory`` bytes.
+
+    Args:
+        memory: in bytes.
+        page_bytes: of a page of each group, in all its layers.
+        most: of each group, how many pages it has at most; None: as many as there are.
+    """
+
+    def size(num_pages: int) -> int:
+        return sum(
+            each * (num_pages if limit is None else min(num_pages, limit))
+            for each, limit in zip(page_bytes, most, strict=True)
+        )
+
+    low, high = 0, memory // min(page_bytes) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if size(middle) <= memory else (low, middle)
+    return low

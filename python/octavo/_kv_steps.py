@@ -1,0 +1,172 @@
+"""The numbers of a step of generation: written by the allocator, read by the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from octavo._core import PageAllocator, StepArrays
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from octavo._kv_memory import Memory
+    from octavo._types import SupportsDLPack
+
+_ALIGNMENT = 64  # numbers: arrays begin at multiples of 256 bytes
+
+
+class StepLayout(NamedTuple):
+    """Where the arrays of a step lie in one array of int32, so that one transfer takes them to the device.
+
+    The page tables come last, one after the other, so that rows past the batch of the last one need not move.
+    """
+
+    max_batch: int
+    max_tokens: int
+    max_pages: int
+    num_groups: int
+
+    @property
+    def size(self) -> int:
+        return self._begin_of_table(self.num_groups)
+
+    def used(self, rows: int) -> int:
+        """How many of the numbers a step with so many rows needs."""
+        return self._begin_of_table(self.num_groups - 1) + rows * self.max_pages
+
+    def seq_lens(self, numbers: Any, rows: int) -> Any:
+        return numbers[:rows]
+
+    def last_rows(self, numbers: Any, rows: int) -> Any:
+        begin = self._rows
+        return numbers[begin : begin + rows]
+
+    def cu_seqlens_q(self, numbers: Any, rows: int) -> Any:
+        begin = 2 * self._rows
+        return numbers[begin : begin + rows + 1]
+
+    def positions(self, numbers: Any, num_tokens: int) -> Any:
+        begin = 3 * self._rows
+        return numbers[begin : begin + num_tokens]
+
+    def copies(self, numbers: Any, group: int, num_copies: int) -> Any:
+        begin = 3 * self._rows + _aligned(self.max_tokens) + group * 2 * self._rows
+        return numbers[begin : begin + 2 * num_copies].reshape(num_copies, 2)
+
+    def page_table(self, numbers: Any, group: int, rows: int) -> Any:
+        begin = self._begin_of_table(group)
+        return numbers[begin : begin + rows * self.max_pages].reshape(rows, self.max_pages)
+
+    @property
+    def _rows(self) -> int:
+        return _aligned(self.max_batch + 1)
+
+    def _begin_of_table(self, group: int) -> int:
+        others = (3 + 2 * self.num_groups) * self._rows + _aligned(self.max_tokens)
+        return others + group * _aligned(self.max_batch * self.max_pages)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+class StepCounts(NamedTuple):
+    """What is in the numbers of a step, as far as the host has to know."""
+
+    batch: int
+    num_tokens: int
+    max_seqlen_q: int
+    rows: int
+    """Of the arrays: batch, or with padding more."""
+    num_rows_of_tokens: int
+    """Of queries, keys and values: num_tokens, or with padding more."""
+    num_copies: tuple[int, ...]
+    """Of each group."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the operators need cu_seqlens: not where each row of the arrays is a row of tokens."""
+        each_has_one = self.max_seqlen_q == 1 and self.num_tokens == self.batch
+        return not (each_has_one and self.num_rows_of_tokens == self.rows)
+
+
+class HostStep:
+    """The numbers of a step on the host, where the allocator writes them."""
+
+    def __init__(self, layout: StepLayout, numbers: NDArray[np.int32]) -> None:
+        self.numbers = numbers
+        """[layout.size]."""
+        self._layout = layout
+        rows = layout.max_batch
+        groups = range(layout.num_groups)
+        self._arrays = StepArrays(
+            [layout.page_table(numbers, group, rows) for group in groups],
+            layout.seq_lens(numbers, rows),
+            layout.cu_seqlens_q(numbers, rows),
+            [layout.copies(numbers, group, rows) for group in groups],
+            positions=layout.positions(numbers, layout.max_tokens),
+            last_rows=layout.last_rows(numbers, rows),
+        )
+
+    def write(
+        self,
+        allocator: PageAllocator,
+        seqs: Sequence[int],
+        num_new_tokens: int | Iterable[int] | SupportsDLPack,
+        tokens: Iterable[int] | SupportsDLPack | None,
+        pad_batch: int | None,
+        pad_tokens: int | None,
+    ) -> StepCounts:
+        """Extend the sequences, all or nothing: ``KVCache.step`` as far as it is the host's."""
+        batch = len(seqs)
+        total, longest = _total_and_longest(num_new_tokens, batch)
+        rows = _padded("pad_batch", pad_batch, batch, self._layout.max_batch)
+        one_each = longest == 1 and total == batch
+        num_rows_of_tokens = _padded(
+            "pad_tokens", pad_tokens, rows if one_each else total, self._layout.max_tokens
+        )
+        num_copies = allocator.step(seqs, num_new_tokens, self._arrays, tokens)
+        assert isinstance(num_copies, tuple)  # since page_table was given as a list
+        return StepCounts(batch, total, longest, rows, num_rows_of_tokens, num_copies)
+
+
+class DeviceStep:
+    """The same numbers for the operators: on a GPU a copy of them, elsewhere the same memory."""
+
+    def __init__(self, layout: StepLayout, memory: Memory) -> None:
+        self.layout = layout
+        self._memory = memory
+        self._staging = memory.staging(layout.size)
+        self._hosts = [HostStep(layout, x.host) for x in self._staging]
+        self._turn = 0
+        self.numbers = self._staging[0].device
+
+    def write(self, *arguments: Any) -> StepCounts:
+        """Write a step on the host, and queue its transfer."""
+        turn = (self._turn + 1) % len(self._hosts)
+        self._memory.wait(turn)
+        counts = self._hosts[turn].write(*arguments)
+        self._turn = turn
+        self._staging[turn].send(self.layout.used(counts.rows))
+        return counts
+
+
+def _total_and_longest(num_new_tokens: Any, batch: int) -> tuple[int, int]:
+    """As far as they are numbers at all, which the allocator sees to."""
+    if isinstance(num_new_tokens, int):
+        return num_new_tokens * batch, num_new_tokens if batch else 0
+    counts = np.asarray(num_new_tokens)
+    return int(counts.sum()), int(counts.max(initial=0))
+
+
+def _padded(name: str, padded: int | None, number: int, most: int) -> int:
+    if padded is None:
+        return number
+    if not number <= padded <= most:
+        raise ValueError(
+            f"step: {name} ({padded}) must be at least the {number} of the step and at most {most}"
+        )
+    return padded

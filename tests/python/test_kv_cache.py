@@ -1,0 +1,377 @@
+"""octavo.KVCache, behaviour by behaviour, on NumPy's and PyTorch's arrays on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import octavo
+from support import oracle
+from support.libraries import ArrayLibrary, get_library
+
+NUM_LAYERS, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 16
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def on_cpu(request: pytest.FixtureRequest) -> ArrayLibrary:
+    pytest.importorskip(request.param)
+    return get_library(request.param, "cpu")
+
+
+def make_cache(library: ArrayLibrary | None = None, **options: Any) -> octavo.KVCache:
+    arguments: dict[str, Any] = {"page_size": 4, "max_batch": 4, "max_tokens": 64}
+    if not {"memory", "memory_fraction"} & set(options):
+        arguments["num_pages"] = 32
+    if library is not None:
+        arguments["like"] = library.float32([])
+    return octavo.KVCache(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, **{**arguments, **options})
+
+
+def random_tokens(library: ArrayLibrary, total: int) -> list[Any]:
+    rng = np.random.default_rng(total)
+    heads = (NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    return [library.float32(rng.standard_normal((total, n, HEAD_DIM), np.float32)) for n in heads]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn", "int4", "int8_int4"])
+def test_a_step_is_that_of_the_operators(on_cpu: ArrayLibrary, dtype: str) -> None:
+    cache = make_cache(on_cpu, dtype=dtype)
+    other = [
+        octavo.empty_cache(32, 4, NUM_KV_HEADS, HEAD_DIM, dtype, like=on_cpu.float32([])) for _ in range(2)
+    ]
+    compute = "bfloat16" if dtype == "bfloat16" else "float32"
+    a, b = cache.create(), cache.create()
+    for counts in ([5, 9], [1, 1], [3, 0], [0, 2]):
+        step = cache.step([a, b], counts)
+        page_table, seq_lens = (on_cpu.int32(x) for x in cache.allocator.page_table([a, b]))
+        cu_seqlens = on_cpu.int32([0, counts[0], sum(counts)])
+        q, k, v = (on_cpu.array(on_cpu.to_numpy(x), compute) for x in random_tokens(on_cpu, sum(counts)))
+        for layer in range(NUM_LAYERS):
+            out = step.attend(layer, q, k, v, softcap=2.0)
+            of_batch = {"page_table": page_table, "seq_lens": seq_lens, **other[layer].arguments}
+            octavo.append_kv(k, v, cu_seqlens=cu_seqlens, **of_batch)
+            expected = octavo.paged_attention(q, cu_seqlens_q=cu_seqlens, softcap=2.0, **of_batch)
+            assert type(out) is on_cpu.array_type
+            np.testing.assert_array_equal(on_cpu.to_float64(out), on_cpu.to_float64(expected))
+    assert cache.length(a) == 9
+    assert cache.length(b) == 12
+
+
+def test_scale_slopes_and_result_are_those_of_the_operator(on_cpu: ArrayLibrary) -> None:
+    cache = make_cache(on_cpu)
+    step = cache.step([cache.create()], 7)
+    q, k, v = random_tokens(on_cpu, 7)
+    slopes = on_cpu.float32([0.5, 0.25, 0.125, 0.0625])
+    given = on_cpu.float32(np.full((7, NUM_Q_HEADS, HEAD_DIM), np.nan))
+    out = step.attend(0, q, k, v, softmax_scale=0.3, alibi_slopes=slopes, out=given)
+    assert out is given
+    oracle.attention(
+        *(on_cpu.to_numpy(x) for x in (q, k, v)),
+        [7],
+        [7],
+        dtype="float32",
+        causal=True,
+        softmax_scale=0.3,
+        alibi_slopes=on_cpu.to_numpy(slopes),
+    ).check_out(on_cpu.to_numpy(out))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("has_out", [False, True])
+def test_rotary_embedding(on_cpu: ArrayLibrary, interleaved: bool, has_out: bool) -> None:
+    cache = make_cache(on_cpu)
+    angles = np.arange(32)[:, None] / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    seq = cache.create()
+    rotated: list[Any] = []
+    for count in (5, 1):
+        step = cache.step([seq], count)
+        q, k, v = random_tokens(on_cpu, count)
+        before = on_cpu.to_numpy(q)
+        out = step.attend(
+            0,
+            q,
+            k,
+            v,
+            rotary_cos=on_cpu.float32(cos),
+            rotary_sin=on_cpu.float32(sin),
+            rotary_interleaved=interleaved,
+            out=on_cpu.float32(np.zeros_like(before)) if has_out else None,
+        )
+        np.testing.assert_array_equal(on_cpu.to_numpy(q), before)
+        positions = on_cpu.to_numpy(step.positions)
+        turned = [
+            oracle.rotate(on_cpu.to_numpy(x), positions, cos, sin, interleaved=interleaved) for x in (q, k)
+        ]
+        rotated.append((turned[1], on_cpu.to_numpy(v)))
+    keys, values = (np.concatenate(x) for x in zip(*rotated, strict=True))
+    expected = oracle.attention(turned[0], keys, values, [1], [6], dtype="float32", causal=True)
+    np.testing.assert_allclose(on_cpu.to_numpy(out), expected.out, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_is_found_again(on_cpu: ArrayLibrary) -> None:
+    cache = make_cache(on_cpu, prefix_cache=True)
+    prompt = list(range(11))
+    first = cache.create(prompt)
+    assert cache.length(first) == 0
+    q, k, v = random_tokens(on_cpu, 11)
+    step = cache.step([first], 11, prompt)
+    out = step.attend(0, q, k, v)
+    cache.free(first)
+    again = cache.create(prompt)
+    assert cache.length(again) == 8  # two full pages
+    assert cache.length(cache.create(prompt[:8])) == 7  # one token is left to compute
+    assert cache.length(cache.create(prompt, namespace="another")) == 0
+    step = cache.step([again], 3, prompt[8:])
+    tail = step.attend(0, q[8:], k[8:], v[8:])
+    np.testing.assert_allclose(on_cpu.to_numpy(tail), on_cpu.to_numpy(out)[8:], rtol=1e-4, atol=1e-6)
+    assert cache.stats()["num_hit_tokens"] == 15
+
+
+def test_tokens_need_no_prefix_cache() -> None:
+    cache = make_cache()
+    seq = cache.create([1, 2, 3], namespace="tenant")
+    assert cache.length(seq) == 0
+    assert cache.step([seq], 3, [1, 2, 3]).num_tokens == 3
+
+
+def test_padding_of_the_batch(on_cpu: ArrayLibrary) -> None:
+    cache, plain = make_cache(on_cpu), make_cache(on_cpu)
+    seqs, others = ([x.create() for _ in range(2)] for x in (cache, plain))
+    for _ in range(6):
+        step, expected = cache.step(seqs, pad_batch=4), plain.step(others)
+        q, k, v = random_tokens(on_cpu, 4)
+        out = step.attend(0, q, k, v)
+        np.testing.assert_array_equal(
+            on_cpu.to_numpy(out[:2]), on_cpu.to_numpy(expected.attend(0, q[:2], k[:2], v[:2]))
+        )
+        assert not on_cpu.to_numpy(out[2:]).any()
+    assert (step.batch, step.num_tokens) == (2, 2)
+    assert on_cpu.to_numpy(step.seq_lens).tolist() == [6, 6, 0, 0]
+    assert on_cpu.to_numpy(step.positions).tolist() == [5, 5, 0, 0]
+
+
+def test_padding_of_the_tokens(on_cpu: ArrayLibrary) -> None:
+    cache, plain = make_cache(on_cpu), make_cache(on_cpu)
+    seqs, others = ([x.create() for _ in range(2)] for x in (cache, plain))
+    for counts in ([5, 3], [1, 1], [0, 4]):
+        step = cache.step(seqs, counts, pad_batch=4, pad_tokens=16)
+        expected, total = plain.step(others, counts), sum(counts)
+        q, k, v = random_tokens(on_cpu, 16)
+        out = step.attend(0, q, k, v)
+        np.testing.assert_array_equal(
+            on_cpu.to_numpy(out[:total]),
+            on_cpu.to_numpy(expected.attend(0, q[:total], k[:total], v[:total])),
+        )
+        assert not on_cpu.to_numpy(out[total:]).any()
+        assert on_cpu.to_numpy(step.positions).tolist() == [
+            *on_cpu.to_numpy(expected.positions),
+            *[0] * (16 - total),
+        ]
+        assert on_cpu.to_numpy(step.last_rows).tolist() == [*on_cpu.to_numpy(expected.last_rows), 0, 0]
+
+
+def test_arrays_stay_where_they_are(on_cpu: ArrayLibrary) -> None:
+    cache = make_cache(on_cpu)
+    seqs = [cache.create(), cache.create()]
+
+    def addresses() -> list[int]:
+        step = cache.step(seqs, [3, 1])
+        arrays = (step.seq_lens, step.cu_seqlens_q, step.positions, step.last_rows, *step.page_tables)
+        return [on_cpu.to_numpy(x).size and np.from_dlpack(x).ctypes.data for x in arrays]
+
+    assert addresses() == addresses()
+
+
+def test_a_step_that_does_not_fit_changes_nothing(on_cpu: ArrayLibrary) -> None:
+    cache = make_cache(on_cpu, num_pages=4)
+    a, b = cache.create(), cache.create()
+    step = cache.step([a, b], [4, 3])
+    q, k, v = random_tokens(on_cpu, 7)
+    out = on_cpu.to_numpy(step.attend(0, q, k, v))
+    assert (cache.needed([a, b], [1, 9]), cache.needed([a, b])) == (3, 1)
+    assert cache.fits([a, b])
+    assert not cache.fits([a, b], [1, 9])
+    with pytest.raises(octavo.OutOfPages) as refused:
+        cache.step([a, b], [1, 9])
+    assert refused.value.indices == (1,)
+    assert (cache.length(a), cache.length(b), cache.allocator.num_free_pages) == (4, 3, 2)
+    np.testing.assert_array_equal(on_cpu.to_numpy(step.seq_lens), [4, 3])
+    np.testing.assert_array_equal(on_cpu.to_numpy(step.attend(0, q, k, v)), out)
+
+
+def test_a_step_is_over_when_the_next_one_begins() -> None:
+    cache = make_cache()
+    seq = cache.create()
+    step = cache.step([seq])
+    cache.step([seq])
+    with pytest.raises(RuntimeError, match=r"^attend: this step is over, since another one has begun"):
+        step.attend(0, *random_tokens(get_library("numpy", "cpu"), 1))
+
+
+def test_layers_with_a_window_have_pages_of_their_own() -> None:
+    cache = make_cache(num_pages=1000, windows=[7, None], max_tokens=16)
+    # Of each of four sequences the window, which begins and ends inside of a page, and 16 tokens twice.
+    assert [layer.k_pages.shape[0] for layer in cache.layers] == [4 * 4 + 2 * 4, 1000]
+    seqs = [cache.create() for _ in range(4)]
+    for _ in range(40):
+        cache.step(seqs, 4)
+    assert cache.stats()["num_used_pages"] == 160
+    assert cache.allocator.stats(1)["num_used_pages"] <= 16
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("window", [0, 1, 7, 8])
+def test_a_window_has_the_pages_that_a_full_batch_needs(window: int, page_size: int) -> None:
+    cache = make_cache(num_pages=2000, windows=[None, window], max_tokens=24, page_size=page_size)
+    seqs = [cache.create() for _ in range(4)]
+    rng = np.random.default_rng(window)
+    for i in range(60):
+        counts = [21 if j == i % 4 else 1 for j in range(4)] if i % 2 else rng.multinomial(24, [0.25] * 4)
+        cache.step(seqs, list(map(int, counts)))
+
+
+def test_memory_is_used_up_to_a_page() -> None:
+    page_bytes = NUM_LAYERS * 4 * NUM_KV_HEADS * HEAD_DIM * 4 * 2
+    assert make_cache(memory=10 * page_bytes).num_pages == 10
+    assert make_cache(memory=11 * page_bytes - 1).num_pages == 10
+    cache = make_cache(memory=200 * page_bytes, windows=[3, None], max_tokens=4)
+    window_pages = cache.layers[0].k_pages.shape[0]
+    assert window_pages == 4 * 3 + 2
+    assert cache.num_pages == 2 * 200 - window_pages
+    for cache in (make_cache(), make_cache(dtype="int4")):
+        held = sum(x.nbytes for layer in cache.layers for x in layer.arrays.values())
+        assert held == cache.bytes_per_token * cache.num_pages * cache.page_size
+
+
+def test_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    cache = make_cache(memory_fraction=0.5)
+    assert cache.num_pages == 500 * 4096 // (cache.bytes_per_token * cache.page_size)
+
+
+def test_defaults_follow_like(on_cpu: ArrayLibrary) -> None:
+    cache = octavo.KVCache(1, 2, 8, num_pages=2000, like=on_cpu.array([], "float16"))
+    assert str(cache.layers[0].k_pages.dtype).endswith("float16")
+    assert cache.max_length == 8192
+    assert octavo.KVCache(1, 2, 8, num_pages=3).max_length == 48
+
+
+def kv_cache(**changes: Any) -> octavo.KVCache:
+    arguments: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "num_pages": 4}
+    arguments |= changes
+    return octavo.KVCache(**arguments)
+
+
+def of_a_step(**changes: Any) -> octavo.KVCacheStep:
+    cache = kv_cache(max_batch=2, max_tokens=8, max_length=16)
+    seqs = [cache.create() for _ in range(changes.pop("num_seqs", 1))]
+    return cache.step(seqs, **changes)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no size": (
+        lambda: kv_cache(num_pages=None),
+        ValueError,
+        "KVCache: exactly one of num_pages, memory and memory_fraction must be given; got none",
+    ),
+    "two sizes": (
+        lambda: kv_cache(memory=5, memory_fraction=0.5),
+        ValueError,
+        "KVCache: exactly one of num_pages, memory and memory_fraction must be given; "
+        "got num_pages and memory and memory_fraction",
+    ),
+    "no page": (
+        lambda: kv_cache(num_pages=None, memory=4095),
+        ValueError,
+        "KVCache: memory (4095 bytes) must hold a page of every layer, 4096 bytes",
+    ),
+    "fraction": (
+        lambda: kv_cache(num_pages=None, memory_fraction=1.5),
+        ValueError,
+        "KVCache: memory_fraction (1.5) must be above 0 and at most 1",
+    ),
+    "layers": (lambda: kv_cache(num_layers=0), ValueError, "KVCache: num_layers (0) must be at least 1"),
+    "heads": (lambda: kv_cache(num_kv_heads=0), ValueError, "KVCache: num_kv_heads (0) must be at least 1"),
+    "batch": (lambda: kv_cache(max_batch=0), ValueError, "KVCache: max_batch (0) must be at least 1"),
+    "length": (lambda: kv_cache(max_length=0), ValueError, "KVCache: max_length (0) must be at least 1"),
+    "dtype": (
+        lambda: kv_cache(dtype="float64"),
+        ValueError,
+        "KVCache: dtype must be one of float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2, int4, "
+        "int8_int4; got float64",
+    ),
+    "windows": (
+        lambda: kv_cache(windows=[3]),
+        ValueError,
+        "KVCache: windows must have an entry for each of the 2 layers; got 1",
+    ),
+    "window": (
+        lambda: kv_cache(windows=[None, -1]),
+        ValueError,
+        "KVCache: windows[1] (-1) must be at least 0, or None",
+    ),
+    "prefix cache": (
+        lambda: kv_cache(windows=[3, 4], prefix_cache=True),
+        ValueError,
+        "KVCache: prefix_cache needs a layer without a window; every entry of windows has one",
+    ),
+    "like": (
+        lambda: kv_cache(like=[1.0]),
+        TypeError,
+        "KVCache: like must be an array of NumPy, PyTorch, CuPy or JAX, or None; got list",
+    ),
+    "layer": (
+        lambda: of_a_step().attend(-1, *[np.zeros((1, 2, 8), np.float32)] * 3),
+        ValueError,
+        "attend: layer (-1) must be from 0 to 1",
+    ),
+    "too many tokens": (
+        lambda: of_a_step(num_new_tokens=9),
+        ValueError,
+        "step: there are 9 new tokens, but the arrays have max_tokens (8) rows for them",
+    ),
+    "pad_batch": (
+        lambda: of_a_step(num_seqs=2, pad_batch=1),
+        ValueError,
+        "step: pad_batch (1) must be at least the 2 of the step and at most 2",
+    ),
+    "pad_tokens": (
+        lambda: of_a_step(num_new_tokens=3, pad_tokens=9),
+        ValueError,
+        "step: pad_tokens (9) must be at least the 3 of the step and at most 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        call()
+
+
+def test_sequences_longer_than_the_tables_are_refused() -> None:
+    cache = kv_cache(max_length=16, page_size=4, num_pages=64)
+    seq = cache.create()
+    with pytest.raises(ValueError, match=r"^step: page_table.*"):
+        cache.step([seq], 17)
+    assert cache.length(seq) == 0
+
+
+def test_other_devices_are_refused(torch: Any) -> None:
+    message = r"^KVCache: like must be on the CPU or on a CUDA device; it is on meta$"
+    with pytest.raises(RuntimeError, match=message):
+        kv_cache(like=torch.zeros(1, device="meta"))
+
+
+def test_a_jax_array_is_for_the_cache_of_octavo_jax() -> None:
+    jax = pytest.importorskip("jax")
+    with pytest.raises(TypeError, match=r"use octavo\.jax\.KVCache$"):
+        kv_cache(like=jax.numpy.zeros(1))
