@@ -80,7 +80,8 @@ def one_warp(picture: Picture, y: float) -> None:
         picture,
         20,
         y + 20,
-        "Its own ring in shared memory is filled by cp.async (in stream-K K and V of a block at once): no barrier.",
+        "Its own ring in shared memory is filled by cp.async "
+        "(in stream-K K and V of a block at once): no barrier.",
     )
     cell = 58
     names = ("K 7", "K 4", "V 4", "K 5", "V 5", "K 6", "V 6")
