@@ -1,33 +1,38 @@
-"""The times of linear's tiles and of cuBLAS, and the table of src/cuda/linear/tables that follows from them.
+"""Measure linear's tiles beside cuBLAS, and write the table of src/cuda/linear/tables that follows.
 
-    python benchmarks/linear_table.py compact --gpu "NVIDIA H100 80GB HBM3" --driver 580.159.04 \
-        --date 2026-11-23 --memory-gb-per-s 3352 --tiles sweep.jsonl --peers peers.jsonl \
-        > benchmarks/results/tiles-h100.jsonl
-    python benchmarks/linear_table.py table H100 benchmarks/results/tiles-h100.jsonl \
-        > src/cuda/linear/tables/h100.inc
+    python benchmarks/linear_table.py sweep build/tiles-h100.jsonl
+    python benchmarks/linear_table.py table H100 build/tiles-h100.jsonl > src/cuda/linear/tables/h100.inc
 
-A row of the tiles is the time of one tile: N, K, M, kernel ("flat", "wide"), w_rows, splits, ctas_per_sm,
-static (whether with static_weight) and us. A row of the peers is the same product by a library (lib): N, K,
-M and us. All are microseconds of a call in a CUDA graph whose weights rotate over more than twice the L2
-cache, in bfloat16.
-
-The compact form has the machine in its first line, and then a line for each N, K and M: `library_us`, and the
-`tiles`, each [kernel, w_rows, splits, ctas_per_sm, us, us with static_weight].
+The sweep needs a GPU and PyTorch. It writes the machine in the first line, and then a line for each product
+of x [M, K] with w [N, K] in bfloat16: `library_us`, of torch.mm, and the `tiles`, each [kernel, w_rows,
+splits, ctas_per_sm, us, us with static_weight]. All are microseconds of a call in a CUDA graph whose weights
+rotate over more than twice the L2 cache. A sweep that was cut off goes on with the products that its file
+lacks.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections import defaultdict
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo import _core
-from octavo._tune_linear import LIBRARY_LEAD, Times, fastest
+from octavo import LinearPlan, _core, _linear_cache
+from octavo._tune_linear import LIBRARY_LEAD, Measure, Problem, Times, driver_version, fastest
 
-LIBRARY = "cublas"  # torch.mm, to which octavo.linear hands over
+DTYPE = "bfloat16"
+# Of Llama-2-7B, Llama-3-8B and -70B on one GPU of eight, SmolLM2 and others: [N, K].
+SHAPES = [
+    *((576, 576), (576, 1536), (1280, 8192), (1536, 576), (4096, 4096), (4096, 11008), (4096, 14336)),
+    *((5120, 5120), (6144, 4096), (7168, 8192), (8192, 1024), (8192, 3584), (11008, 4096), (12288, 4096)),
+    *((22016, 4096), (28672, 4096), (128256, 4096)),
+]
+ROWS = (1, 8, 16, 32, 64, 128, 256)
+ROUNDS = 5  # graphs of which the median counts
+MOST_OVER_ESTIMATE = 2.0  # tiles that are estimated to take longer than that times the least are left out
 
 
 class Tile(NamedTuple):
@@ -47,41 +52,65 @@ class Measured(NamedTuple):
     tiles: dict[Tile, Times]
 
 
-def read_json_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-
-
 def estimates(n: int, k: int, m: int) -> dict[Tile, float]:
     """Microseconds of all tiles that there are on an H100."""
     return {
         Tile(fields["kernel"].removeprefix("sm90_"), *(fields[x] for x in Tile._fields[1:])): us
-        for fields, us in _core.linear_candidates(m, n, k, "bfloat16", "h100")
+        for fields, us in _core.linear_candidates(m, n, k, DTYPE, "h100")
     }
 
 
-def compact(tiles: Iterable[Mapping[str, Any]], peers: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Its lines; of a tile that was measured twice the last times, and none of a tile without an instance."""
-    modes: dict[tuple[int, int, int], dict[Tile, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in tiles:
-        tile = Tile(row["kernel"], row["w_rows"], row["splits"], row["ctas_per_sm"])
-        modes[row["N"], row["K"], row["M"]][tile][int(row["static"])] = round(row["us"], 2)
-    for (n, k, m), of_tiles in modes.items():
-        for tile in set(of_tiles) - set(estimates(n, k, m)):
-            del of_tiles[tile]
-    library = {(row["N"], row["K"], row["M"]): round(row["us"], 2) for row in peers if row["lib"] == LIBRARY}
-    return [
-        {
-            **dict(zip("NKM", problem, strict=True)),
-            "library_us": library[problem],
-            "tiles": [[*tile, us[0], us[1]] for tile, us in sorted(modes[problem].items())],
+def measure_product(problem: Problem, device: str, measure: Measure) -> dict[str, Any]:
+    """The line of a product."""
+    candidates = _core.linear_candidates(problem.M, problem.N, problem.K, problem.dtype, device)
+    most_us = MOST_OVER_ESTIMATE * candidates[0][1]
+    plans = [LinearPlan(**fields) for fields, us in candidates if us <= most_us]
+    times = measure(problem, (*plans, LinearPlan("library", problem.dtype)), ROUNDS)
+    *of_plans, library = times
+    tiles = sorted(
+        [
+            plan.kernel.removeprefix("sm90_"),
+            plan.w_rows,
+            plan.splits,
+            plan.ctas_per_sm,
+            *(round(us, 2) for us in times),
+        ]
+        for plan, times in zip(plans, of_plans, strict=True)
+    )
+    return {
+        "N": problem.N,
+        "K": problem.K,
+        "M": problem.M,
+        "library_us": round(library.plain, 2),
+        "tiles": tiles,
+    }
+
+
+def sweep(path: Path, problems: Iterable[Problem], device: str, measure: Measure) -> None:
+    """Writes the lines that the file lacks, each as soon as it is measured; then they are in order."""
+    if not path.exists():
+        machine = {
+            "gpu": _linear_cache.gpu_name(device),
+            "driver": driver_version(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "memory_gb_per_s": _core.memory_gb_per_s(device),
         }
-        for problem in sorted(modes)
-    ]
+        path.write_text(json.dumps(machine) + "\n")
+    done = {(product.N, product.K, product.M) for product in read_sweep(path)[1]}
+    with path.open("a") as file:
+        for problem in problems:
+            if problem[:3] not in done:
+                line = json.dumps(measure_product(problem, device, measure), separators=(",", ":"))
+                print(line, file=file, flush=True)
+                print(problem, flush=True)
+    machine_line, *lines = path.read_text().splitlines()
+    lines.sort(key=lambda line: [json.loads(line)[key] for key in "NKM"])
+    path.write_text("".join(f"{line}\n" for line in (machine_line, *lines)))
 
 
-def read_compact(path: Path) -> tuple[dict[str, Any], list[Measured]]:
+def read_sweep(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     """The machine, and what was measured there."""
-    machine, *rows = read_json_lines([path])
+    machine, *rows = map(json.loads, path.read_text().splitlines())
     return machine, [
         Measured(
             *(row[key] for key in ("N", "K", "M", "library_us")),
@@ -120,23 +149,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, dest="command")
-    to_compact = commands.add_parser("compact")
-    for option in ("gpu", "driver", "date"):
-        to_compact.add_argument(f"--{option}", required=True)
-    to_compact.add_argument("--memory-gb-per-s", type=int, required=True, help="by its clock and width")
-    to_compact.add_argument("--tiles", type=Path, nargs="+", required=True)
-    to_compact.add_argument("--peers", type=Path, nargs="+", required=True)
-    to_table = commands.add_parser("table")
+    to_sweep = commands.add_parser("sweep", help="measure on this machine")
+    to_sweep.add_argument("measured", type=Path, help="the file to write, or to complete")
+    to_table = commands.add_parser("table", help="print the table in C++")
     to_table.add_argument("name", help="in C++, such as H100")
     to_table.add_argument("measured", type=Path)
     arguments = parser.parse_args()
-    if arguments.command == "compact":
-        machine = ("gpu", "driver", "date", "memory_gb_per_s")
-        print(json.dumps({key: getattr(arguments, key) for key in machine}))
-        for row in compact(read_json_lines(arguments.tiles), read_json_lines(arguments.peers)):
-            print(json.dumps(row, separators=(",", ":")))
+    if arguments.command == "sweep":
+        from octavo import _tune_by_torch
+
+        problems = (Problem(n, k, m, DTYPE) for (n, k), m in itertools.product(SHAPES, ROWS))
+        sweep(arguments.measured, problems, "cuda:0", _tune_by_torch.Measure(0))
     else:
-        print(write_table(arguments.name, *read_compact(arguments.measured)))
+        print(write_table(arguments.name, *read_sweep(arguments.measured)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ from html import escape
 from pathlib import Path
 
 INK, FAINT, PAPER = "#1f2937", "#9ca3af", "#ffffff"
+EMPTY, RESERVED = "#f3f4f6", "#cbd0d8"
+COLOURS = {"A": "#4f86c6", "B": "#e08e45", "C": "#5aa469"}
+SHARED = "#8d6fb8"
 
 
 class Picture:

@@ -9,18 +9,23 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from _picture import FAINT, INK, PAPER, Picture
+import _attention_backward
+import _decode
+import _how_a_call_runs
+import _linear
+import _quantised_decode
+import _quantised_prefill
+import _shared_prefix
+import _sm80_attention
+import _sm90_attention
+import _speeds
+from _picture import COLOURS, EMPTY, FAINT, INK, PAPER, RESERVED, SHARED, Picture
 
-EMPTY, RESERVED = "#f3f4f6", "#cbd0d8"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ACCURACY = RESULTS / "kv-accuracy.json"
 TRAINING = sorted(RESULTS.glob("training-*.jsonl"))  # of each device
 GENERATE = sorted(RESULTS.glob("generate-*.jsonl"))  # likewise
 LINEAR = sorted(RESULTS.glob("linear-*.jsonl"))
-COLOURS = {"A": "#4f86c6", "B": "#e08e45", "C": "#5aa469"}
-SHARED = "#8d6fb8"
-
-
 SLOT = 22  # the side of a token's cell
 PAGE_SIZE = 4
 
@@ -419,6 +424,16 @@ PICTURES = {
     "fork": fork,
     "step": step,
     "kv_accuracy": kv_accuracy,
+    "how_a_call_runs": _how_a_call_runs.draw,
+    "decode": _decode.draw,
+    "sm90_attention": _sm90_attention.draw,
+    "sm80_attention": _sm80_attention.draw,
+    "shared_prefix": _shared_prefix.draw,
+    "quantised_decode": _quantised_decode.draw,
+    "quantised_prefill": _quantised_prefill.draw,
+    "attention_backward": _attention_backward.draw,
+    "linear": _linear.draw,
+    "speeds": _speeds.draw,
 }
 
 if __name__ == "__main__":

@@ -133,8 +133,8 @@ class KVCache(KVSequences):
             now = jax.device_put(copies[begin : begin + count].copy(), self._device)
             of_group = _copy_pages(of_group, now)
             begin += count
-        for layer, pages in zip(layers, of_group, strict=True):
-            self.pages[layer] = pages
+        changed = dict(zip(layers, of_group, strict=True))
+        self.pages = [changed.get(layer, pages) for layer, pages in enumerate(self.pages)]
 
     def _free_bytes(self) -> int:
         stats = self._device.memory_stats()  # None on the CPU

@@ -27,13 +27,14 @@ class KVCache(KVSequences):
 
     On a GPU its work is queued on the library's current stream, on which the layers have to run as well.
     Nothing waits for it, but a step waits until the numbers of the step before the last one are on the GPU.
+    One thread at a time may call a cache and its steps.
 
     Args:
         num_layers: layers with a cache.
         num_kv_heads: heads of keys and values.
         head_dim: of a head.
         num_pages: pages of each layer. Give this, memory or memory_fraction. A layer with a window gets no
-            more than max_batch sequences hold of it.
+            more than max_batch sequences need that are all in every step.
         memory: bytes for the pages of all layers, of which as many are made as fit.
         memory_fraction: likewise, as a share of the memory that is free now, above 0 and at most 1: of the
             GPU, or of the host. What PyTorch or CuPy keeps for later use does not count as free.
@@ -55,6 +56,7 @@ class KVCache(KVSequences):
         ValueError: a number out of range, none or several of num_pages, memory and memory_fraction, memory
             for less than a page, windows that do not fit.
         TypeError: `like` is not an array of these libraries.
+        RuntimeError: `like` is a tensor of a device that is neither the CPU nor a CUDA GPU.
     """
 
     def __init__(
@@ -105,11 +107,9 @@ class KVCache(KVSequences):
         )
         self.layers: list[PagedCache] = self._make_layers(like)
         """The arrays of each layer."""
-        self._host_layers = (
-            [self._memory.host_pages(x, num_host_pages) for x in self.layers]
-            if num_host_pages
-            else self.layers
-        )
+        self._host_layers = [
+            self._memory.host_pages(x, num_host_pages) for x in self.layers if num_host_pages
+        ]
         layout = StepLayout(max_batch, max_tokens, self.max_pages, len(self._groups))
         self._numbers = DeviceStep(layout, self._memory)
         self._views: dict[int, _Views] = {}
@@ -166,9 +166,9 @@ class KVCache(KVSequences):
     def _copy_on_write(self, num_copies: tuple[int, ...]) -> None:
         layout, numbers = self._numbers.layout, self._numbers.numbers
         copies = [layout.copies(numbers, group, n) for group, n in enumerate(num_copies)]
-        for layer, group in zip(self.layers, self._group_of_layer, strict=True):
+        for pages, group in zip(self.layers, self._group_of_layer, strict=True):
             if num_copies[group]:
-                copy_pages(copies=copies[group], **layer.arrays)
+                copy_pages(copies=copies[group], **pages.arrays)
 
     def _views_of(self, rows: int) -> _Views:
         """Made once for each number of rows: to make them takes longer than a step."""
@@ -222,10 +222,11 @@ class KVCache(KVSequences):
         target: Sequence[PagedCache],
     ) -> None:
         of_groups = copies if isinstance(copies, list) else [copies]
-        on_device = [self._memory.to_device(x) for x in of_groups]
-        for of_layer, to_layer, group in zip(source, target, self._group_of_layer, strict=True):
-            if len(of_groups[group]):
-                copy_pages(copies=on_device[group], **of_layer.arrays, **to_layer.to_arrays)
+        for group, of_group in enumerate(of_groups):
+            if len(of_group):
+                on_device = self._memory.to_device(of_group)
+                for layer in self._groups[group].layers:
+                    copy_pages(copies=on_device, **source[layer].arrays, **target[layer].to_arrays)
         # Whatever takes these pages from here on is queued behind the copies.
         self.allocator.confirm(transfer)
 
@@ -272,7 +273,7 @@ class KVCacheStep:
         self.batch: int = counts.batch
         """Sequences in the step."""
         self.num_tokens: int = counts.num_tokens
-        """New tokens in the step."""
+        """New tokens in the step: T, where nothing is padded."""
         self.max_seqlen_q: int = counts.max_seqlen_q
         """The most new tokens of a sequence."""
         numbers = cache._numbers

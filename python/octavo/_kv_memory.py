@@ -47,6 +47,8 @@ class Memory(Protocol):
 
 
 class NumPyMemory:
+    """Of the CPU alone."""
+
     def staging(self, size: int) -> list[Staging]:
         numbers = np.zeros(size, np.int32)
         return [Staging(numbers, self.to_device(numbers), None)]
@@ -65,9 +67,13 @@ class NumPyMemory:
 
 
 class TorchMemory:
+    """Of the CPU, or of a GPU with pinned memory beside it."""
+
     def __init__(self, device: Any) -> None:
         import torch
 
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"KVCache: like must be on the CPU or on a CUDA device; it is on {device}")
         self._torch = torch
         self._device = device
         self._is_cuda = device.type == "cuda"
@@ -113,6 +119,8 @@ class TorchMemory:
 
 
 class CuPyMemory:
+    """Of a GPU, with pinned memory beside it."""
+
     def __init__(self, device: Any) -> None:
         self._cupy: Any = importlib.import_module("cupy")
         self._cupyx: Any = importlib.import_module("cupyx")

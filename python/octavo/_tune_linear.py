@@ -122,7 +122,7 @@ def tune(problems: Sequence[Problem], device: str, measure: Measure, *, save: bo
     before = _linear_cache.in_force(device)
     today = time.strftime("%Y-%m-%d", time.gmtime())
     most = max(round(read_gb_per_s), before.read_gb_per_s if before else 0)
-    tuned = Tuned(gpu, _driver(), today, most, before.rows if before else {})
+    tuned = Tuned(gpu, driver_version(), today, most, before.rows if before else {})
     for dtype, rows in best.items():
         tuned = tuned.with_rows(dtype, rows)
     _linear_cache.put_in_force(device, tuned)
@@ -187,7 +187,7 @@ def _tune_one(problem: Problem, device: str, measure: Measure) -> tuple[Row, flo
     return row, library_us if is_slower else us
 
 
-def _driver() -> str:
+def driver_version() -> str:
     """The version of the NVIDIA driver, as its kernel module says."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text().split()

@@ -1,13 +1,25 @@
-"""What this build of Octavo holds, and what the machine offers it: ``python -m octavo.info``."""
+"""What this build of Octavo holds, and what the machine offers it: ``python -m octavo.info``.
+
+``python -m octavo.info --kernels`` lists the CUDA kernels that it holds, by the names of ``octavo.explain``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import textwrap
+from collections import Counter
 
 from octavo import _core
 
 _LABEL_WIDTH = 16
 _WIDTH = 100
+
+
+def _count_kernels(instances: list[str]) -> str:
+    """Say how many instances there are of each kernel."""
+    counts = Counter(name.split("<")[0] for name in instances)
+    each = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{len(instances)} (--kernels lists them): {each}"
 
 
 def _rows() -> list[tuple[str, str]]:
@@ -21,7 +33,7 @@ def _rows() -> list[tuple[str, str]]:
     if build["cuda_version"]:
         rows += [
             ("architectures", " ".join(build["architectures"])),
-            ("kernels", " ".join(name.replace(" ", "") for name in build["instances"])),
+            ("kernels", _count_kernels(build["instances"])),
         ]
     rows += [
         ("CPU kernels", cpu["isa"]),
@@ -49,5 +61,20 @@ def report() -> str:
     return "\n".join(lines)
 
 
+def kernels() -> str:
+    """Return what ``python -m octavo.info --kernels`` prints: a line for each instance of a CUDA kernel."""
+    build = _core.build_info()
+    return "\n".join(build["instances"]) or f"none: {build['why_cpu_only']}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m octavo.info",
+        description="What this build of Octavo holds, and what the machine offers it.",
+    )
+    parser.add_argument("--kernels", action="store_true", help="list the CUDA kernels that the build holds")
+    print(kernels() if parser.parse_args(arguments).kernels else report())
+
+
 if __name__ == "__main__":
-    print(report())
+    main()

@@ -209,6 +209,11 @@ void bind_linear_plans(nb::module_& m) {
         nb::arg("device"), nb::sig("def linear_most_rows(device: str) -> int"),
         "The most rows of x for which a kernel of Octavo is the faster one where no table says which it is.");
     m.def(
+        "memory_gb_per_s",
+        [](const std::string& device) { return gpu_argument("linear_table", device).memory_gb_per_s; },
+        nb::arg("device"), nb::sig("def memory_gb_per_s(device: str) -> int"),
+        "What the memory of a GPU could transfer by its clock and width, in GB/s.");
+    m.def(
         "set_tuned_linear", &set_tuned_linear, nb::arg("device"), nb::arg("dtype"), nb::arg("rows"),
         nb::sig("def set_tuned_linear(device: str, dtype: str, rows: list[tuple[typing.Any, ...]]) -> None"),
         "Have these rows, like those of a shipped table, in place of what was tuned before.");

@@ -15,8 +15,8 @@ struct KernelTraits {
     bool has_grid_dependency;
 };
 
-// Lets the kernel take so much shared memory of a block, on the current device. kLeavesRoom: CTAs of another
-// kernel are to find room for theirs beside it, for which L1 gives up what it can.
+// Lets the kernel take this much shared memory for a block, on the current device. kLeavesRoom: CTAs of
+// another kernel are to find room for theirs beside it, for which L1 gives up what it can.
 template <auto kKernel, size_t kSharedBytes, bool kLeavesRoom>
 const KernelTraits& prepare_kernel(int32_t device) {
     static PerDevice<KernelTraits> traits;

@@ -104,8 +104,8 @@ class Owners {
         return memory_.count(owner) > 0;
     }
 
-    // Whether `owner` has as much as it wants, after taking over what is free. If not, `wanted` grows to what
-    // it has, so that the next memory serves all its calls.
+    // Whether `owner` has as much as it wants, after it has taken over what is free. If not, `wanted` grows
+    // to at least what it has, so that the next memory serves all of its calls.
     bool find(const Owner& owner, Size& wanted, PersistentWorkspace& found) {
         const std::lock_guard<std::mutex> lock(mutex_);
         std::vector<Memory>& own = memory_[owner];
@@ -176,8 +176,8 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
         if (!owners.contains(owner)) remove_with(graph, owner);
     } else {
         owner.capture = 0;
-        // The handle of the per-thread default stream names many streams, and CUDA reuses handles; but a
-        // stream that is being captured does not tell its id.
+        // Streams are told apart by their id: the handle of the per-thread default stream names many streams,
+        // and CUDA reuses handles. A stream that is being captured does not tell its id.
         check(cudaStreamGetId(stream, &owner.stream), "cudaStreamGetId");
     }
     // Sizes double, since a stream keeps what it has outgrown.
@@ -189,8 +189,8 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
 
 namespace {
 
-// Octavo's own pool: it keeps so much of what was freed, where the device's would give it back whenever the
-// host waits, and take longer to get it again than many a kernel takes.
+// Octavo has a memory pool of its own, which keeps this much of what was freed. The pool of the device would
+// give memory back whenever the host waits, and then take longer to get it again than many a kernel takes.
 cudaMemPool_t pool_of(int32_t device) {
     static PerDevice<cudaMemPool_t> pools;
     return pools.get(device, [](int32_t device) {

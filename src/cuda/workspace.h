@@ -15,15 +15,16 @@ struct PersistentWorkspace {
     uint32_t* counters;
 };
 
-// Every user has memory of its own: attention with a shared prefix keeps what it has while kernels that it
-// launches use theirs, and so do transformed queries; the kernel behind the prefix may run beside the one
-// over it.
+// Every user has memory of its own, because they use it at the same time: attention with a shared prefix
+// keeps its results while the kernels that it launches use theirs, and so do transformed queries; the kernel
+// behind the prefix may run beside the one over it.
 enum class WorkspaceUser { kernel, shared_prefix, behind_prefix, tickets, transformed_queries };
 
-// At least so many bytes and counters, for launches on `stream` of the current device only: launches on one
-// stream never overlap. While the stream is being captured, for that capture only, since its graph may run on
-// any stream; when the graph and all copies of it are gone, other captures take it over. Two executables of
-// one captured graph share it and must not run at once. Safe under capture; no part of the graph.
+// Returns at least this many bytes and counters, for launches on `stream` of the current device only:
+// launches on one stream never overlap. While the stream is being captured, the memory is for that capture
+// only, since its graph may run on any stream; when the graph and all copies of it are gone, other captures
+// take it over. Two executables of one captured graph share it and must not run at once. Safe under capture;
+// no part of the graph.
 PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
                                          size_t num_counters, WorkspaceUser user = WorkspaceUser::kernel);
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import octavo
+from octavo import info
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +56,25 @@ def test_info_command():
     assert {"CUDA", "CPU kernels", "CPU features", "CPU threads"} <= rows.keys()
     assert rows.get("GPU", "").startswith("none: ") or "GPU 0" in rows
     assert all(len(line) <= 100 for line in result.stdout.splitlines())
+
+
+def test_info_lists_kernels_when_asked(monkeypatch, capsys):
+    instances = ["one<float16, 1 row>", "one<float16, 2 rows>", "other<bfloat16>"]
+    build = octavo.build_info() | {"cuda_version": "13.0", "architectures": ["sm_80"], "instances": instances}
+    monkeypatch.setattr(info._core, "build_info", lambda: build)
+    info.main([])
+    report = capsys.readouterr().out
+    assert re.search(r"^kernels +3 \(--kernels lists them\): 2 one, 1 other$", report, re.MULTILINE)
+    assert "float16" not in report
+    info.main(["--kernels"])
+    assert capsys.readouterr().out.splitlines() == instances
+
+
+def test_info_lists_the_kernels_of_this_build():
+    result = python("-m", "octavo.info", "--kernels")
+    assert result.returncode == 0, result.stderr
+    build = octavo.build_info()
+    assert result.stdout.splitlines() == (build["instances"] or [f"none: {build['why_cpu_only']}"])
 
 
 def test_package_is_typed():

@@ -164,6 +164,54 @@ def test_pictures(tmp_path: Path) -> None:
     assert drawn == kept != {}
 
 
+CUDA_KERNEL = re.compile(r"__global__[^;{]*?(\w+_kernel)\(")
+
+
+def test_find_cuda_kernels() -> None:
+    text = """\
+        __global__ void first_kernel(int x) {
+        __global__ void __launch_bounds__(128 * (1 + kGroups), 2)
+            second_kernel(int x) {
+        __global__ void __maxnreg__(kRegisters) third_kernel() {
+        void launch_no_kernel() {
+        """
+    assert CUDA_KERNEL.findall(text) == ["first_kernel", "second_kernel", "third_kernel"]
+
+
+def test_the_table_of_kernels_names_those_that_exist() -> None:
+    sources = [path for path in (ROOT / "src" / "cuda").rglob("*.cu*") if path.is_file()]
+    folder_of = {}
+    for path in sources:
+        text = path.read_text(encoding="utf-8")
+        kernels = CUDA_KERNEL.findall(text)
+        assert len(kernels) == len(re.findall(r"__global__", text)), path
+        for kernel in kernels:
+            assert folder_of.setdefault(kernel, path.parent.name) == path.parent.name
+    text = (DOCS / "how_a_call_runs.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| \[?`(\w+)`", text, re.MULTILINE)
+    assert len(rows) == len(dict(rows))
+    assert dict(rows) == folder_of != {}
+
+
+HEADINGS = (
+    "What it must do",
+    "The schedule",
+    "What a CTA and a warp do",
+    "How partial results are combined",
+    "Results beside the peers",
+    "Known limits",
+)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "kernels").iterdir()), ids=lambda page: page.stem)
+def test_pages_of_kernels_have_one_order(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 100
+    assert tuple(re.findall(r"^## (.*)$", text, re.MULTILINE)) == HEADINGS
+    schedule = text.split("## The schedule")[1].split("## ")[0]
+    assert f"](../pictures/{page.stem}.svg)" in schedule
+
+
 def test_readme_is_short_and_shows_what_its_example_prints() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120

@@ -128,11 +128,6 @@ def test_plan_and_reasons():
     )
 
 
-def test_the_docs_show_what_is_printed():
-    text = (ROOT / "docs" / "developing.md").read_text(encoding="utf-8")
-    assert textwrap.indent(str(octavo.explain(*DECODE, device="h200")), "    ") in text
-
-
 def maker(name: str) -> Any:
     """What makes arrays of zeros, or of shapes alone."""
     if name == "numpy":

@@ -216,13 +216,24 @@ def test_a_step_is_over_when_the_next_one_begins() -> None:
 
 def test_layers_with_a_window_have_pages_of_their_own() -> None:
     cache = make_cache(num_pages=1000, windows=[7, None], max_tokens=16)
-    # Four sequences with four pages each, where a window begins and ends inside of one, and 16 tokens.
-    assert [layer.k_pages.shape[0] for layer in cache.layers] == [4 * 4 + 4, 1000]
+    # Of each of four sequences the window, which begins and ends inside of a page, and 16 tokens twice.
+    assert [layer.k_pages.shape[0] for layer in cache.layers] == [4 * 4 + 2 * 4, 1000]
     seqs = [cache.create() for _ in range(4)]
     for _ in range(40):
         cache.step(seqs, 4)
     assert cache.stats()["num_used_pages"] == 160
     assert cache.allocator.stats(1)["num_used_pages"] <= 16
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("window", [0, 1, 7, 8])
+def test_a_window_has_the_pages_that_a_full_batch_needs(window: int, page_size: int) -> None:
+    cache = make_cache(num_pages=2000, windows=[None, window], max_tokens=24, page_size=page_size)
+    seqs = [cache.create() for _ in range(4)]
+    rng = np.random.default_rng(window)
+    for i in range(60):
+        counts = [21 if j == i % 4 else 1 for j in range(4)] if i % 2 else rng.multinomial(24, [0.25] * 4)
+        cache.step(seqs, list(map(int, counts)))
 
 
 def test_memory_is_used_up_to_a_page() -> None:
@@ -231,7 +242,7 @@ def test_memory_is_used_up_to_a_page() -> None:
     assert make_cache(memory=11 * page_bytes - 1).num_pages == 10
     cache = make_cache(memory=200 * page_bytes, windows=[3, None], max_tokens=4)
     window_pages = cache.layers[0].k_pages.shape[0]
-    assert window_pages == 4 * 3 + 1
+    assert window_pages == 4 * 3 + 2
     assert cache.num_pages == 2 * 200 - window_pages
     for cache in (make_cache(), make_cache(dtype="int4")):
         held = sum(x.nbytes for layer in cache.layers for x in layer.arrays.values())
@@ -352,6 +363,12 @@ def test_sequences_longer_than_the_tables_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^step: page_table.*"):
         cache.step([seq], 17)
     assert cache.length(seq) == 0
+
+
+def test_other_devices_are_refused(torch: Any) -> None:
+    message = r"^KVCache: like must be on the CPU or on a CUDA device; it is on meta$"
+    with pytest.raises(RuntimeError, match=message):
+        kv_cache(like=torch.zeros(1, device="meta"))
 
 
 def test_a_jax_array_is_for_the_cache_of_octavo_jax() -> None:

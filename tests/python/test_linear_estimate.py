@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import octavo
+from octavo._tune_linear import Problem, Times
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import linear_table  # noqa: E402
 
 MEASURED = ROOT / "benchmarks" / "results" / "tiles-h100.jsonl"
-MACHINE, PRODUCTS = linear_table.read_compact(MEASURED)
+MACHINE, PRODUCTS = linear_table.read_sweep(MEASURED)
 
 
 def losses() -> Iterator[tuple[float, linear_table.Measured]]:
@@ -32,7 +33,7 @@ def losses() -> Iterator[tuple[float, linear_table.Measured]]:
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_the_table_is_what_was_measured(gpu: str) -> None:
-    measured = linear_table.read_compact(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
+    measured = linear_table.read_sweep(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
     table = ROOT / "src" / "cuda" / "linear" / "tables" / f"{gpu}.inc"
     assert linear_table.write_table(gpu.upper(), *measured) + "\n" == table.read_text()
 
@@ -40,7 +41,7 @@ def test_the_table_is_what_was_measured(gpu: str) -> None:
 @pytest.mark.parametrize(("gpu", "most"), [("h100", 0.041), ("h200", 0.062)])
 def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
     """What is best in both modes, without static_weight; the library where it is faster."""
-    _, products = linear_table.read_compact(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
+    _, products = linear_table.read_sweep(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
     for product in products:
         plan = octavo.linear_plan(product.M, product.N, product.K, "bfloat16", gpu)
         if plan.kernel == "library":
@@ -73,14 +74,28 @@ def test_estimates_are_times(m: int) -> None:
                 assert estimates[tile] == pytest.approx(product.tiles[tile].plain, rel=0.33)
 
 
-def test_compact() -> None:
-    """Of a tile that was measured twice the last times, and of the libraries cuBLAS."""
-    tile = {"N": 64, "K": 512, "M": 1, "kernel": "flat", "w_rows": 16, "splits": 1, "ctas_per_sm": 2}
-    rows = [{**tile, "static": static, "us": us} for static, us in ((0, 9.0), (1, 8.0), (0, 7.006))]
-    rows += [{**row, "w_rows": 17} for row in rows]  # of which there is no instance
-    peers = [
-        {"N": 64, "K": 512, "M": 1, "lib": lib, "us": us} for lib, us in (("cublas", 5.0), ("cublaslt", 4.0))
-    ]
-    assert linear_table.compact(rows, peers) == [
-        {"N": 64, "K": 512, "M": 1, "library_us": 5.0, "tiles": [["flat", 16, 1, 2, 7.01, 8.0]]}
-    ]
+def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    """With invented times, of a GPU that need not be here; the lines are those that tables are made of."""
+    asked: list[Problem] = []
+
+    def measure(problem: Problem, plans: Sequence[octavo.LinearPlan], rounds: int) -> list[Times]:
+        asked.append(problem)
+        assert rounds > 1 and plans[-1].kernel == "library"
+        return [Times(problem.M + i, 0.5) for i in range(len(plans))]
+
+    problems = [Problem(64, 512, m, "bfloat16") for m in (8, 1)]
+    path = tmp_path / "tiles.jsonl"
+    linear_table.sweep(path, problems[:1], "h200", measure)
+    linear_table.sweep(path, problems, "h200", measure)
+    assert asked == problems
+    machine, products = linear_table.read_sweep(path)
+    assert machine["gpu"] == "h200" and machine["memory_gb_per_s"] > 4000
+    assert [product.M for product in products] == [1, 8]
+    for product in products:
+        plans = octavo._core.linear_candidates(product.M, 64, 512, "bfloat16", "h200")
+        fastest = linear_table.Tile(
+            plans[0][0]["kernel"][5:], *(plans[0][0][x] for x in ("w_rows", "splits", "ctas_per_sm"))
+        )
+        assert product.tiles[fastest] == (product.M, 0.5)
+        assert product.library_us == product.M + len(product.tiles)
+    assert "LinearTable kH200{" in linear_table.write_table("H200", machine, products)

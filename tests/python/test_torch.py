@@ -153,8 +153,12 @@ def operator_call(name, args, kwargs):
     returned = [kind for kind in ("lse", "dalibi") if options.pop(f"return_{kind}", False)]
     returned += [given for given in RESULT_OF_INPUT.get(name, ()) if given in options]
     overload = "_".join(["out"] * bool(outs) + returned)
-    args = (*args, *outs)
-    return getattr(getattr(OPERATORS, name), overload or "default"), args, options
+    operator = getattr(getattr(OPERATORS, name), overload or "default")
+    if outs:
+        names = [argument.name for argument in operator._schema.arguments]
+        position = min(names.index(result) for result in ("out", "q_out") if result in names)
+        args = (*args[:position], *outs, *args[position:])
+    return operator, args, options
 
 
 def test_every_operator_is_called():

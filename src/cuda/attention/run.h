@@ -12,8 +12,8 @@
 
 namespace octavo::cuda {
 
-// overlaps_prefix: the kernel before on the stream is that over a shared prefix. It lets this one start early
-// and may still run; this one is complete no sooner than it.
+// overlaps_prefix: the previous kernel on the stream works on the shared prefix. It lets this one start early
+// and may still be running, but this one will not be complete before it.
 void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream,
          bool overlaps_prefix = false);
 void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);

@@ -54,8 +54,8 @@ class FixedSplits {
   public:
     // Long items have so many splits that one sequence fills the device, if its heads allow.
     static constexpr int kMaxSplits = 32, kMaxSplitsOfSequence = 128;
-    // Items of up to kShortBlocks have one split. Of a few splits each has as many at least, of more splits
-    // twice as many.
+    // Items of up to kShortBlocks have one split. While an item has few splits, each has at least this many
+    // blocks; beyond that, each has at least twice as many.
     static constexpr int kShortLog2 = 4, kShortBlocks = 1 << kShortLog2, kLongLog2 = kShortLog2 + 1;
 
     // The most splits of an item, as a power of two, for a number of KV heads.
@@ -83,10 +83,12 @@ class FixedSplits {
 
   private:
     static constexpr int kWarpsLog2 = FixedSplitCut<Config>::kWarpsLog2;
-    // Blocks of a warp's share, at least: its partial result is to be small beside its keys and values.
+    // The least number of blocks in a warp's share, so that its partial result is small beside its keys and
+    // values.
     static constexpr int kMinShareLog2 = Config::kWarps == 8 ? 0 : 2, kMinShare = 1 << kMinShareLog2;
     static constexpr int kMinBlocks = Config::kWarps * kMinShare;
-    // Splits that may be as short as a short item. With more dims, adding them up costs more than it saves.
+    // How many splits, as a power of two, may be as short as a short item. With more dims, adding them up
+    // costs more than it saves.
     static constexpr int kFewLog2 = Config::kHeadDim <= 128 ? 2 : 0;
 
     OCTAVO_HD int32_t splits_log2(int32_t blocks, int32_t blocks_log2) const {

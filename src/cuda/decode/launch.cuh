@@ -47,11 +47,12 @@ void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& pl
                                                                     shape, params, arguments);
 }
 
-// Behind a shared prefix a grid has to be complete no sooner than the kernel over the prefix, for which the
-// CTAs of the last sequence are enough: the first of them works, whatever the lengths are, unless items are
-// shared out by length. The others leave their places to CTAs that have not started. But where CTAs have much
-// to read, more of them beside that kernel would keep it back. (64 sequences of 1024 keys behind 1024, on an
-// H200: 78 us where the last ones wait and 72 where all do; of 256 behind 4096, 32 and 35.)
+// Behind a shared prefix, a grid must not be complete before the kernel over the prefix is. It is enough that
+// the CTAs of the last sequence wait for that: the first of them has work whatever the lengths are, unless
+// items are shared out by length. The other CTAs leave their places to CTAs that have not started. But where
+// CTAs have much to read, more of them beside that kernel would keep it back, and all wait. (64 sequences of
+// 1024 keys behind 1024, on an H200: 78 us where the last ones wait and 72 where all do; of 256 behind 4096,
+// 32 and 35.)
 inline uint32_t first_that_waits(const SplitKvPlan& plan, int64_t block_bytes) {
     constexpr int64_t kMuch = 512 * 1024;
     return plan.max_visible_blocks * block_bytes < kMuch * plan.num_splits ? plan.num_sequences - 1 : 0;

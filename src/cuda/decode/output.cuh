@@ -10,7 +10,7 @@
 
 namespace octavo::cuda {
 
-// Writes results, four columns at a time. `Sequences` tells of the batch's sequences: slice(i).
+// Writes results, four columns at a time. `Sequences` knows the batch's sequences: slice(i).
 template <class T, class Sequences>
 class OutputWriter {
   public:

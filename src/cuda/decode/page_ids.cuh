@@ -43,9 +43,9 @@ class PageIds {
         pin_in_register(head_offset_);
     }
 
-    // Where block `block` lies, the next one, as BlockCopier takes it. In the place of keys outside of
-    // `keys`, others are taken: only pages of keys that some query sees need be there. Where new ids come
-    // into use, calls ask_for_more(first): there, ask_from() asks for those that follow.
+    // Where block `block`, the next one, lies, as BlockCopier takes it. Keys outside of `keys` are replaced
+    // by others, since only pages of keys that some query sees need to exist. Calls ask_for_more(first) when
+    // the next page ids come into use; it is to ask for those that follow, by ask_from().
     template <class AskForMore>
     __device__ Place next(int32_t block, const KeyRange& keys, const VisibleBlocks& visible,
                           AskForMore ask_for_more) {
@@ -65,7 +65,8 @@ class PageIds {
     }
 
   private:
-    // Where lane l finds a page id of its own: of 32 >> log2 blocks from `first` on, 1 << log2 pages each.
+    // Where lane l finds its page id. The lanes together hold those of 32 >> log2 blocks from `first` on, 1
+    // << log2 pages each.
     __device__ const int32_t* entry(int32_t first, const VisibleBlocks& visible) const {
         const int lane = threadIdx.x % 32, log2 = pages_.pages_per_block_log2;
         int32_t block = first + (lane >> log2) * stride_;

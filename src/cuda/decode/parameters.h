@@ -93,9 +93,9 @@ struct SplitKvLaunch {
     // [batch, num_kv_heads, num_splits, rows of an item] rows; by length [num_kv_heads, num_slots, ...].
     PartialWorkspace partial;
     int32_t partial_words;  // of all rows of an item
-    CodeLayout codes;       // of use where there are codes
+    CodeLayout codes;       // used where there are codes
 
-    // Of an item of so many blocks, where the CTAs of the launch are not shared out by length.
+    // How many splits an item of `blocks` blocks has, where CTAs are not shared out by length.
     OCTAVO_HD int32_t num_splits_of(int32_t blocks) const {
         const int32_t most =
             policy == SplitPolicy::sized ? blocks_per_split.quotient(blocks - 1) + 1 : blocks;
@@ -108,7 +108,7 @@ struct StreamKLaunch {
     PageLayout pages;
     PartialWorkspace partial;  // [CTAs, rows of an item] rows
     int32_t partial_words;     // of all rows of an item
-    CodeLayout codes;          // of use where there are codes
+    CodeLayout codes;          // used where there are codes
 };
 
 }  // namespace octavo::cuda

@@ -2,8 +2,8 @@
 //
 // A CTA pushes the rows of its partial result to a workspace, and the CTA that combines them waits for them
 // there, as soon as it has nothing else to do. There is no fence and no counter: the workspace is zero
-// between launches and what is pushed never is, so that every 16 bytes tell by themselves whether they have
-// come. Who has read a row sets it to zero again.
+// between launches and what is pushed never is, so that every 16 bytes show by themselves whether they have
+// come. Whoever has read a row sets it to zero again.
 //
 // Waiting relies on one assumption: the GPU starts the CTAs of a grid in the order of their index, so that a
 // CTA which waits for lower ones never holds the place of one that it waits for. This holds on every GPU
@@ -50,7 +50,7 @@ struct PartialRow {
         ptx::store_relaxed_8(words + state_at(reader),
                              make_uint2(NonZero::encode(state.max), NonZero::encode(state.sum)));
     }
-    // Four columns: 16 bytes, which are written at once, so that one word tells of all.
+    // Four columns: 16 bytes, which are written at once, so that one word shows whether all have come.
     __device__ void push(int column, float4 out) const {
         ptx::store_relaxed_16(words + column, make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
                                                          __float_as_uint(out.z), NonZero::encode(out.w)));
@@ -74,10 +74,10 @@ struct PartialRows {
 
     __device__ PartialRow<Config> row(int32_t i) const { return {words + i * stride_words}; }
 
-    // Waits for partial results `first`, first + step and so on, kAtOnce of them: their states, and four
-    // columns, unless not `has_column`. In the place of one that is not there, the last one is waited for and
-    // left out: of loads that depend on a condition each, not all would be under way at once. All lanes of
-    // the warp together.
+    // Waits for kAtOnce partial results, `first`, first + step and so on: for their states, and for four
+    // columns unless not `has_column`. All lanes of the warp call this together. Past the end, the last
+    // partial result is loaded in their place and left out: if each load depended on a condition, they would
+    // not all be under way at once.
     template <int kAtOnce>
     __device__ __forceinline__ void wait(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce], int column,
                                          bool has_column, int32_t first, int32_t step) const {
@@ -85,7 +85,7 @@ struct PartialRows {
         const int state_at = PartialRow<Config>::state_at(reader);
         uint2 loaded_states[kAtOnce];
         uint4 loaded_outs[kAtOnce];
-        uint32_t least;  // of the words that tell
+        uint32_t least;  // zero while some are still to come
         do {
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {

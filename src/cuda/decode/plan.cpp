@@ -209,8 +209,9 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
     choose_combiners(plan, shape, problem.rows());
 }
 
-// As many splits as SMs allow; of what is soon read, as three SMs in seven do, so that the next launch starts
-// on others meanwhile. (One sequence of 4096 keys, 8 heads: 7.6 us on 56 CTAs of 132, 9.1 on 64, 8.0 on 136.)
+// As many splits as there are SMs. If a CTA would be done soon, only as many as fill three SMs in seven, so
+// that the next launch starts on the others meanwhile. (One sequence of 4096 keys, 8 heads: 7.6 us on 56 CTAs
+// of 132, 9.1 on 64, 8.0 on 136.)
 void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const SplitKvShape& shape) {
     constexpr int64_t kSoonRead = 384 * 1024;  // bytes, by a CTA
     const int32_t sms = problem.gpu.num_sms, heads = problem.p.num_kv_heads, few = sms * 3 / 7;
@@ -252,7 +253,8 @@ SplitKvPlan with_items(SplitKvPlan plan, const SplitKvProblem& problem, SplitKvI
     return plan;
 }
 
-// One sequence, or short items: equally many CTAs each share out the work well whatever the lengths are.
+// One sequence, or short items: the same number of CTAs for each item shares out the work well, whatever the
+// lengths are.
 SplitKvPlan plan_even_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
     plan.policy = SplitPolicy::even;
     choose_splits(plan, problem, problem.shape.long_items);
@@ -278,16 +280,16 @@ int64_t sized_splits(const SplitKvProblem& problem) {
     return (problem.item_bytes() + split_bytes / 2) / split_bytes;
 }
 
-// To each item as many CTAs as its own length asks for: SMs that have a short one take more of them. Nothing
-// where so many of the CTAs may have nothing to do that they would take longer than the others.
+// Gives each item as many CTAs as its own length asks for; SMs with short CTAs then take more of them.
+// Returns nothing if so many CTAs might find no work that they would take longer than the others.
 std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProblem& problem,
                                              std::string* why_not) {
     constexpr int64_t kMostOnSm = 16;
     const int64_t items = problem.items(), sms = problem.gpu.num_sms, item_bytes = problem.item_bytes();
     int64_t splits = sized_splits(problem);
     if (problem.has_codes()) {
-        // CTAs take longer than their reading: as many as are at work at a time, or so many that it does not
-        // matter which SMs have one more.
+        // CTAs take longer to compute than to read. So there are either as many as run at a time, or so many
+        // that it does not matter which SMs have one more.
         const int64_t at_a_time = sms * problem.shape.short_items.ctas;
         if (items * splits < 2 * at_a_time)
             splits = std::max<int64_t>(std::min(at_a_time / items, item_bytes / (64 * 1024)), 1);
@@ -317,7 +319,8 @@ std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProb
     return with_items(plan, problem, SplitKvItems::short_items);
 }
 
-// A CTA for each split that there is room for in page_table, of as many sequences as are worth a launch.
+// A CTA for each split that page_table has room for. The batch is cut so that a launch has as many sequences
+// as are worth one.
 SplitKvPlan plan_fixed_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
     constexpr int64_t kMostOnSm = 64;
     const DecodeShape& shape = problem.shape;

@@ -9,9 +9,9 @@
 
 namespace octavo::cuda {
 
-// Brings parameters into the constant cache: each warp waits for one line, not all warps for each. The
-// addresses are constants, since indexed reads go through another cache. The scales at the end are left out
-// where there are none.
+// Brings the parameters into the constant cache. Each warp waits for one cache line, instead of all warps for
+// each line. The addresses are constants, since indexed reads go through another cache. The scales at the end
+// are left out where there are none.
 template <class Config>
 __device__ __forceinline__ void prefetch_params(const AttentionParams& p) {
     constexpr int kLineWords = 16;

@@ -25,7 +25,8 @@ class QueryRowCopier {
         pin_in_register(place_);
     }
 
-    // The queries of an item and the slopes of their heads, zeros in rows that it does not have.
+    // Copies the queries of an item and the slopes of their heads. Rows that the item does not have become
+    // zeros.
     __device__ void copy_queries(QueryRows<Config> q, const SequenceSlice& seq, const FastDivide& group_size,
                                  int32_t sequence, int32_t kv_head) const {
         // Lane l knows row l.
@@ -48,7 +49,7 @@ class QueryRowCopier {
         return static_cast<uint32_t>((row.token * p_.q_token_stride + row.head * p_.q_head_stride) /
                                      kPerChunk);
     }
-    // Where this lane's row is among those of one copy.
+    // The place of this lane's row among those that one copy moves.
     __device__ int lane_row() const { return lane_row_; }
     // One row or several, `row` and on, this lane's from `offset`; zeros if not `valid`.
     __device__ void copy_query_rows(QueryRows<Config> q, int row, uint32_t offset, bool valid) const {
@@ -59,7 +60,8 @@ class QueryRowCopier {
                              valid);
         }
     }
-    // Lane l knows row l. A load into registers would wait behind the copies.
+    // Lane l copies the slope of row l to shared memory, since a load into registers would wait behind the
+    // copies.
     __device__ void copy_slopes(QueryRows<Config> q, const DecodeRow& own, int32_t sequence) const {
         if (threadIdx.x % 32 >= Config::kRows) return;
         const float* const slopes = p_.alibi_slopes + sequence * p_.alibi_batch_stride;

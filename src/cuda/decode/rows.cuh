@@ -18,16 +18,16 @@ struct Rows {
     __device__ static int exchange(int row) {
         return kChunks == 2 ? row / 4 % 2 : (kChunks == 4 ? row / 2 % 4 : row % 8);
     }
-    // Where lanes read from: the start of the rows, and a row and a chunk below eight for each lane.
+    // Where lanes read from: each adds a row, and a chunk below eight, to the start of the rows.
     __device__ static uint32_t offset(int row, int chunk) {
         return 16 * (row * kChunks + (chunk ^ exchange(row)));
     }
-    // From there `chunks` further, a multiple of the power of two above the lanes' chunks.
+    // The place `chunks` further; `chunks` is a multiple of the power of two above the lanes' chunks.
     __device__ static uint32_t advance(uint32_t address, int chunks) {
         return (address ^ (16 * (chunks % 8))) + 16 * (chunks / 8 * 8);
     }
-    // From the place of a chunk of row r to the same chunk `rows` further, a multiple of the power of two
-    // above r.
+    // From the place of a chunk of row r to the same chunk `rows` further; `rows` is a multiple of the power
+    // of two above r.
     __device__ static uint32_t advance_rows(uint32_t place, int rows) {
         return (place ^ (16 * exchange(rows))) + 16 * rows * kChunks;
     }

@@ -9,15 +9,15 @@
 
 namespace octavo::cuda {
 
-// Whether scales come from memory, as those of int4 always do; otherwise softmax_scale and out_scale have
-// them.
+// Whether scales come from memory, as those of int4 always do. Otherwise they are part of softmax_scale and
+// out_scale.
 template <class Config>
 __device__ __forceinline__ bool has_scales(const CodeLayout& layout) {
     return Config::kValueBits == 4 || layout.has_scales;
 }
 
-// The words of kStepKeys keys and values, so that 16 bytes are those that one lane needs: of keys g and
-// g + 8, then of their values.
+// How the words of kStepKeys keys and values lie: 16 bytes hold those that one lane needs, of keys g and g +
+// 8 and of their values.
 struct StepScales {
     uint32_t keys[2], values[2];
 

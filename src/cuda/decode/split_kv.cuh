@@ -36,7 +36,7 @@ namespace octavo::cuda {
 struct SplitKvSequence {
     SequenceSlice seq{};
 
-    // All but the length.
+    // Everything except the length.
     __device__ static SplitKvSequence make(const AttentionParams& p, int32_t sequence) {
         SequenceSlice seq = SequenceSlice::make(p, sequence, 0);
         seq.see.prefix_len = 0;
@@ -44,7 +44,7 @@ struct SplitKvSequence {
     }
     __device__ const SequenceSlice& slice(int32_t) const { return seq; }
 
-    // The keys that are there for this launch, by what seq_lens says.
+    // The keys that this launch has to read, according to seq_lens.
     __device__ static int32_t seqlen_k(const AttentionParams& p, int32_t length) {
         return max(min(length - p.num_skipped_keys, p.seqlen_k), 0);
     }
@@ -77,14 +77,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     KeyRange keys{0, 0};                         // that some query sees
     const bool has_window = p.window_left >= 0;  // and so length_first
     SplitKvSequence seq;
-    // Once the length is known: the blocks that the queries see.
+    // The blocks that the queries see. To be called when the length is known.
     auto visible_blocks = [&] {
         if (!has_window) return VisibleBlocks::all<Config::kBlockKeys>(SplitKvSequence::seqlen_k(p, length));
         seq = SplitKvSequence::make(p, sequence);
         seq.set_length(p, sequence, length);
         return VisibleBlocks::of<Config::kBlockKeys>(seq.seq);
     };
-    // Once they are shared out: to where they lie.
+    // Translates shares of the visible blocks into places in the sequence. To be called when the blocks are
+    // shared out.
     auto place_blocks = [&](const VisibleBlocks& blocks) {
         keys = blocks.keys(SplitKvSequence::seqlen_k(p, length));
         if (!has_window) return;
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             }
             own.end = min(fixed.end, all_blocks);
         } else {
-            num_splits = max(1, min(all_blocks, launch.num_splits));  // of no blocks, one CTA tells
+            num_splits = max(1, min(all_blocks, launch.num_splits));  // one CTA writes the result of no keys
             own.end = all_blocks;
         }
         num_blocks = all_blocks;
@@ -189,8 +190,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     }
     if (split >= num_splits) return ptx::cp_async_wait<0>();  // another CTA may get this shared memory
 
-    // A warp's tiles, keys and values in turn, a group of copies each. A tile is copied to the place of the
-    // one before that in use: `place`, the tile in use follows it.
+    // A warp copies tiles of keys and of values in turn, each in a cp.async group of its own. A tile is
+    // copied to the place of the tile that was used last: `place` is that place, and the tile in use follows
+    // it.
     constexpr int kAhead = Config::kTiles - 1;
     auto keys_at = [&](int place) { return KeyRows<Config>{tiles + place * 16 * Config::kTileChunks}; };
     auto values_at = [&](int place) { return ValueRows<Config>{tiles + place * 16 * Config::kTileChunks}; };

@@ -35,7 +35,7 @@ struct SplitKvShared {
     };
     Warp warps[Config::kWarps];
     alignas(128) uint4 queries[Config::kQueryChunks];
-    VisibleBlocks visible[Config::kWarps];  // each warp's own; of use where there is a window
+    VisibleBlocks visible[Config::kWarps];  // each warp's own; used where there is a window
     struct {
         void* out;
         float* lse;
@@ -72,7 +72,8 @@ class SplitKvCombine {
           item_(item),
           partials_(launch.partial.words + first_partial * launch.partial_words) {}
 
-    // Works out where the results of this warp's rows go: not at the end, where all would wait for it.
+    // Works out where the results of this warp's rows go. This is done early: at the end, all would wait for
+    // it.
     __device__ void prepare() const {
         for (int row = threadIdx.x / 32; row < writer_.num_rows(); row += Config::kWarps) {
             const auto target = writer_.target(item_, row);
@@ -132,8 +133,8 @@ class SplitKvCombine {
     // Of the item's first partial result.
     __device__ uint32_t* row_words(int row) const { return partials_ + row * Config::kPartialRow; }
 
-    // Warps of the row take columns in turn. Within a warp, as many groups of lanes take partial results in
-    // turn, or, in order, kAtOnce that follow each other.
+    // The warps of a row share its columns. Within a warp, as many groups of lanes share the partial results:
+    // in turns, or, where they are added in order, kAtOnce that follow each other.
     __device__ void combine_row(int row, int32_t num_splits, int32_t splits_of_subtotal) const {
         const int log2 = launch_.warps_per_row_log2, lane = threadIdx.x % 32;
         const int groups = 1 << log2, group = lane >> (5 - log2), lanes = 32 >> log2;
@@ -198,7 +199,7 @@ class SplitKvCombine {
         return __all_sync(~0u, same);
     }
 
-    // Adds up the partial results of all groups, of which this one has `count`: at first those of each
+    // Adds up the partial results of all groups, of which this group has `count`. First come those of each
     // subtotal, which are in one group, then the subtotals.
     template <bool kSameMax>
     __device__ static void add_all_in_order(SoftmaxState& state, float4& out, SoftmaxState (&states)[kAtOnce],

@@ -30,8 +30,9 @@ struct FixedShare {
     }
 };
 
-// By length (SplitPolicy::by_length): the slots of a KV head, each a CTA, go to the sequences. Each has one,
-// and as many more as its length deserves of those that are left. Every warp works this out.
+// By length (SplitPolicy::by_length): a KV head has a number of slots, each of them a CTA. Every sequence
+// gets one slot, and of those that are left as many as its length deserves. Every warp works this out by
+// itself.
 struct LengthShare {
     int32_t sequence, length;   // as seq_lens has it
     int32_t first, num_splits;  // of its slots

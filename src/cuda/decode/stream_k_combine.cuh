@@ -51,8 +51,8 @@ class StreamKCombine {
                               const StreamKShared<Config>& shared, int32_t cta)
         : writer_(writer), launch_(launch), shared_(shared), cta_(cta) {}
 
-    // The partial results of a CTA whose run of blocks is [begin, end). A warp does so for its share of the
-    // rows.
+    // Combines the partial results of a CTA whose run of blocks is [begin, end). Each warp does this for its
+    // share of the rows.
     __device__ void combine(int32_t begin, int32_t end) const {
         // Lane l looks at partial result l. Those of one item follow each other.
         const int lane = threadIdx.x % 32;
@@ -99,7 +99,7 @@ class StreamKCombine {
     __device__ __forceinline__ void combine_row(const Item& item, uint32_t partials, int row) const {
         const int lane = threadIdx.x % 32;
         const bool has_partial = partials >> lane & 1;
-        const int some = __ffs(partials) - 1;  // in the place of those that are not there, for a weight of 0
+        const int some = __ffs(partials) - 1;  // read where there is none, with a weight of 0
         const WarpPartial<Config>& own = shared_.partial(has_partial ? lane : some);
         const float max = has_partial ? own.max[row] : -INFINITY, sum = has_partial ? own.sum[row] : 0.0f;
         const float row_max = warp_max(max);

@@ -52,7 +52,7 @@ class StreamKCopier {
         enter();
     }
 
-    // Starts the copies of block `block`, the next one; tells whether it is the first of its item here.
+    // Starts the copies of block `block`, the next one. Returns whether it is the first of its item here.
     __device__ bool copy(KeyRows<Config> k, ValueRows<Config> v, uint32_t scales, int32_t block) {
         const bool enters = block == item_.end;
         if (enters) enter();
@@ -72,7 +72,7 @@ class StreamKCopier {
         return enters;
     }
 
-    // The queries of the item at hand.
+    // Copies the queries of the current item.
     __device__ void copy_queries(QueryRows<Config> q) const {
         rows_.copy_queries(q, schedule_->slice(item_.sequence), group_size_, item_.sequence, item_.kv_head);
     }
@@ -109,7 +109,7 @@ class StreamKCopier {
     const BlockCopier<T, Config>& rows_;
     PageIds<T, Config, true> page_ids_;
     VisibleBlocks* visible_;
-    int which_ = 0;  // of the two, for the item at hand
+    int which_ = 0;  // which of the two is that of the current item
     const Batch* schedule_ = nullptr;
     Item item_{0, 0, 0, -1}, next_item_{};
     KeyRange keys_{0, 0};  // of the item, that some query sees

@@ -51,9 +51,9 @@ struct DecodeConfig {
     static constexpr int kThreads = 32 * kWarps;
     // What a warp copies at once, and works on. Codes need twice as many keys for as many bytes.
     static constexpr int kBlockKeys = kHasCodes ? 2 * kStepKeys : kStepKeys;
-    // 16-byte chunks of a row's place in shared memory, of keys, values and queries (of 16 bits: whole 128
-    // bytes, for the swizzle); of a block's keys and values; of an item's queries with the slopes of their
-    // heads.
+    // In chunks of 16 bytes: the place of a row of keys, values or queries in shared memory (16-bit rows take
+    // whole 128 bytes, for the swizzle); a block's keys and values; an item's queries with the slopes of
+    // their heads.
     static constexpr int kRowChunks = (kHeadDim + 63) / 64 * 8;
     static constexpr int kKeyBits = bits_of_keys(kCodes), kValueBits = bits_of_values(kCodes);
     static constexpr int kKeyChunks = kHasCodes ? kHeadDim * kKeyBits / 128 : kRowChunks;
@@ -70,15 +70,15 @@ struct DecodeConfig {
     static constexpr int kPartialRow = kHeadDim + 2 * kWarps;
 };
 
-// Of the kernel whose CTAs share out the work themselves, one CTA an SM. Two tiles of rows take a warp so
+// The configuration of the stream-K kernel, with one CTA on each SM. With two tiles of rows a warp takes so
 // long that four of them do not draw an SM's share of the bandwidth.
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 struct StreamKConfig
     : DecodeConfig<kHeadDim, kRowTiles, kRowTiles == 2 ? 6 : decode_warps(kHeadDim, kRowTiles), kCodes> {
     using Base =
         DecodeConfig<kHeadDim, kRowTiles, kRowTiles == 2 ? 6 : decode_warps(kHeadDim, kRowTiles), kCodes>;
-    // Blocks that a warp has on their way: up to 144 KB an SM, three times what HBM's latency asks for, and
-    // what fits beside the queries of as many items and a partial result.
+    // Blocks that a warp has on their way: up to 144 KB an SM, which is three times what HBM's latency asks
+    // for, and no more than fits beside the queries of as many items and a partial result.
     static constexpr int kWarpPartialBytes = Base::kRows * (Base::kWarpPartialRow + 2) * 4;
     // (Of codes, a warp's share begins on 512 bytes, which takes up to 3 KB of six warps.)
     static constexpr int kStages =
@@ -121,8 +121,8 @@ struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
     static constexpr int kScaleTiles = (kTiles + 1) / 2;
     // Items of up to this many keys are short: two blocks a warp.
     static constexpr int kShortKeys = 2 * kWarps * Base::kBlockKeys;
-    // Blocks of a split, at least: a warp has one, and all have 64 KB or little less. Twice as many take less
-    // time than to combine two splits.
+    // The least number of blocks in a split: one for each warp, and 64 KB or little less in all. Up to twice
+    // as many take less time in one split than two splits take to be combined.
     static constexpr int kMinBlocks = std::max(64 * 1024 / Base::kBlockBytes, kWarps);
     OCTAVO_HD static int32_t splits_of(int32_t blocks) {
         return blocks <= 2 * kMinBlocks ? 1 : (blocks + kMinBlocks - 1) / kMinBlocks;
@@ -153,8 +153,8 @@ using ManyItems =
                        SplitKvConfig<kHeadDim, kRowTiles, many_items_ctas(kHeadDim, kRowTiles), 4, kCodes>,
                        ShortItems<kHeadDim, kRowTiles, kCodes>>;
 
-// Whether short items have a configuration of their own, unless their splits are fixed; otherwise that of
-// many items serves them, which has as many warps.
+// Whether short items have a configuration of their own, unless their splits are fixed. If not, the
+// configuration of many items has as many warps and serves them.
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 constexpr bool has_short_items() {
     return ManyItems<kHeadDim, kRowTiles, kCodes>::kWarps != ShortItems<kHeadDim, kRowTiles, kCodes>::kWarps;
@@ -164,8 +164,8 @@ constexpr bool has_short_items() {
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 using ByLength = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, 1), kCodes>;
 
-// Of fixed splits: kCtas of an SM, one or two by how many CTAs there are, which must not show in the bits, so
-// that both have as many warps, a power of two. Codes have one instance for both.
+// The configuration for fixed splits. kCtas is 1 or 2 for each SM, by the number of CTAs. This must not show
+// in the bits, so both have the same number of warps, a power of two. Codes have one instance for both.
 template <int kHeadDim, int kRowTiles, int kCtas, Codes kCodes>
 using FixedItems =
     std::conditional_t<kCodes == Codes::none,

@@ -42,12 +42,12 @@ struct VisibleBlocks {
     }
     // Where block `block` of those shared out lies.
     __device__ int32_t place(int32_t block) const { return block < gap_begin ? block : block + gap_blocks; }
-    // `block`, which was reached in steps from `from`, or moved across the gap between them.
+    // Moves `block`, which was reached in steps from `from`, across the gap if that lies between them.
     __device__ int32_t past_gap(int32_t from, int32_t block) const {
         return from < gap_begin && block >= gap_begin ? block + gap_blocks : block;
     }
-    // In the place of a key that no query sees, one of its block that some query sees. Only pages of keys
-    // that some query sees are there.
+    // Replaces a key that no query sees by one of its block that some query sees: pages of other keys need
+    // not exist.
     __device__ int32_t visible_key(int32_t key, int32_t block) const {
         if (key < prefix_len || key >= window_begin) return key;
         return block < gap_begin ? prefix_len - 1 : window_begin;

@@ -23,7 +23,7 @@ struct WarpPartial {
     float sum[Config::kRows];  // of the weights
 };
 
-// `Sequences` tells of the batch's sequences: slice(i). kFromZero: see TransposedSoftmax.
+// `Sequences` knows the batch's sequences: slice(i). kFromZero: see TransposedSoftmax.
 template <class T, class Config, class Sequences, bool kFromZero = false>
 class WarpAttention {
     static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;

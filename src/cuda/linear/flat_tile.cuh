@@ -106,8 +106,8 @@ __device__ __forceinline__ float4 sum_of_warps(const float4* of_warps, int i) {
     return sum;
 }
 
-// Of two rows of w that neighbouring lanes have, at two rows of x: this lane gets both rows of w at one row
-// of x, the first if its own row of w is the even one.
+// Exchanges sums between two neighbouring lanes, which have two rows of w at two rows of x. Afterwards this
+// lane has both rows of w at one row of x: the first one if its own row of w is even.
 __device__ __forceinline__ float2 pair_of_columns(float first, float second, bool is_odd) {
     const float other = __shfl_xor_sync(~0u, is_odd ? first : second, 4);
     return is_odd ? float2{other, second} : float2{first, other};

@@ -29,7 +29,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_cluster(uint32_t barrier,
                  : "memory");
 }
 
-// Arrives, and keeps the phase open until so many bytes have come.
+// Arrives, and keeps the phase open until this number of bytes has come.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                  "r"(bytes)

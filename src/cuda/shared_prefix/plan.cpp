@@ -10,7 +10,8 @@
 namespace octavo::cuda {
 namespace {
 
-// The keys of one run, whole pages: as many runs as give the SMs a tile of rows each, of some length.
+// The keys of one run, in whole pages. There are as many runs as it takes to give each SM a tile of rows, if
+// the runs do not become too short.
 int32_t choose_run_len(const AttentionParams& p, const Gpu& gpu) {
     constexpr int64_t kTileRows = 128, kMinKeys = 256;
     const int64_t tiles = ceil_divide(p.total_q * p.group_size(), kTileRows) * p.num_kv_heads;

@@ -13,7 +13,7 @@ constexpr int32_t kMaxPrefixRuns = 32;  // a lane of combine_prefix_kernel each
 
 struct SharedPrefixPlan {
     DType dtype;
-    int32_t run_len;  // keys: the prefix is worked through in runs of so many, side by side
+    int32_t run_len;  // keys in each of the runs that the prefix is cut into
     int32_t num_runs;
     int64_t out_bytes, lse_bytes;  // of workspace: results over each run, and behind the prefix
     KernelPlan over_prefix, behind_prefix;
@@ -24,11 +24,11 @@ struct SharedPrefixPlan {
     int64_t workspace_bytes() const { return out_bytes + lse_bytes; }
 };
 
-// Nothing where the plain call takes no longer, which reads the prefix once for each sequence: why_not,
+// Returns nothing if the plain call, which reads the prefix once for each sequence, takes no longer. why_not,
 // unless null, then gets the reason.
 std::optional<SharedPrefixPlan> plan_shared_prefix(const AttentionParams& params, const Gpu& gpu,
                                                    std::string* why_not = nullptr);
-// The same whether it pays or not, for a shared_prefix_len above 0.
+// The same whether it pays or not. shared_prefix_len must be above 0.
 SharedPrefixPlan make_shared_prefix_plan(const AttentionParams& params, const Gpu& gpu);
 
 Explanation describe(const SharedPrefixPlan& plan);

@@ -153,7 +153,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                         seq.q_pos(token_of(max(warp_row + num_warp_rows - 1, 0))));
     const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
     const bool has_alibi = p.alibi_slopes != nullptr;
-    // Where nothing comes between, the scale is part of the exponential; its maximum wants it positive.
+    // If nothing comes between product and exponential, the scale is part of the exponential. The maximum is
+    // then taken before scaling, so the scale has to be positive.
     const bool plain = !transform.has_softcap && !has_alibi && transform.inner > 0.0f;
     RowSoftmax<Config::kRowTiles> softmax(plain ? transform.inner : 1.0f);
     float out[Config::kRowTiles][Config::kHeadDim / 8][4] = {};
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             has_alibi ? p.alibi_slopes + row_tile.batch * p.alibi_batch_stride : nullptr;
         shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f};
     }
-    if (tile_begin >= tile_end) __syncthreads();  // for the rows; else the loop has one
+    if (tile_begin >= tile_end) __syncthreads();  // for the rows; otherwise the loop has a barrier
     for (int32_t tile = tile_begin; tile < tile_end; ++tile) {
         const int32_t first_key = tiles.start(tile);
         const bool more = tile + 1 < tile_end;

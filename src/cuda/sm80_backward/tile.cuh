@@ -129,9 +129,10 @@ struct ScoreGradients {
     const uint32_t* kept;  // of draw_kept(), of all rows and columns
     int32_t warp_row;      // the warp's first among those
 
-    // `scores` becomes weights, `products` the gradients of q . k without softmax_scale. Of this lane's
-    // element (t, i, j), row and column count from those given, the first of the warp and of the tile;
-    // statistics(t, i, j) are those of its query. Returns the gradient of the slope, over the lane.
+    // Turns `scores` into weights, and `products` into the gradients of q . k without softmax_scale. Rows and
+    // columns of this lane's element (t, i, j) are counted from the given ones, the first of the warp and of
+    // the tile; statistics(t, i, j) are those of its query. Returns the lane's part of the gradient of the
+    // slope.
     template <int kRowTiles, int kTiles, class Statistics>
     __device__ __forceinline__ float run(float (&scores)[kRowTiles][kTiles][4],
                                          float (&products)[kRowTiles][kTiles][4], int32_t first_row,

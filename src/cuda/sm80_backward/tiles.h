@@ -18,8 +18,8 @@ struct Sm80BackwardSide {
     constexpr int rows() const { return 16 * row_tiles * warps; }
 };
 
-// One row of the table: two for some head dims, of which the second needs more shared memory than every GPU
-// has.
+// One row of the table. Some head dims have two rows, of which the second needs more shared memory than every
+// GPU has.
 struct Sm80BackwardTiles {
     int head_dim;
     int dim_splits;  // CTAs that share out the columns of dK and of dV, whose sums need registers

@@ -19,7 +19,8 @@
 
 namespace octavo::cuda {
 
-// Named barriers: 1 + w gives warpgroup w its turn at the tensor cores, kConsumers further holds it together.
+// Named barriers: number 1 + w gives warpgroup w its turn at the tensor cores, and number 1 + kConsumers + w
+// makes its own threads wait for one another.
 template <class Config>
 __device__ __forceinline__ void wait_for_turn(int group) {
     ptx::named_barrier_sync(1 + group, 256);
@@ -93,8 +94,9 @@ class Sm90Consumer {
             pack_weights(scores, kept, weights);
             --tile;
 
-            // Scores of one tile, together with the product of the weights before with V. Past the first tile
-            // of keys, that goes on with the last one of the next row tile.
+            // The scores of one tile are computed together with the product of V and the weights of the tile
+            // before. Behind the first tile of keys, this loop goes on with the last tile of the next row
+            // tile.
             float out_scale[2];
             Sm90Work next;
             while (true) {
@@ -130,8 +132,9 @@ class Sm90Consumer {
                 score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
                 const bool rescale =
                     apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
-                // The exponentials run under the product with V: ptxas would move the wait before them, were
-                // it not behind a branch (3 to 5 % slower on an H200).
+                // The exponentials are to run under the product with V. ptxas would move the wait for that
+                // product in front of them, if the wait were not behind a branch (3 to 5 % slower on an
+                // H200).
                 ptx::wgmma_results(softmax.sum);
                 if (boundary) {
                     end_p_v(out);
@@ -186,13 +189,13 @@ class Sm90Consumer {
         }
     }
 
-    // Over codes, takes in what products with the queries of a warpgroup, and results, lack.
+    // Over codes: takes in the factors that scores and results of a warpgroup have yet to be multiplied by.
     __device__ __forceinline__ void set_scales(ScoreTransform& transform, float& scale,
                                                const Ring<Config::kQSlots>& ring, int group) {
         if constexpr (std::is_same_v<T, AnyFloat16>) {
             ptx::mbarrier_wait(&shared_.q_full[ring.slot][group], ring.parity);
             const float2 scales = shared_.query_scales.scales[ring.slot][group];
-            // Not zero, for queries or scales that are: the softmax and ALiBi divide by it.
+            // Never zero, even if queries or scales are: the softmax and ALiBi divide by it.
             constexpr float kLeast = 0x1p-100f;
             const float inner = ScoreTransform::make(p_.softmax_scale, p_.softcap).inner * scales.x;
             transform.inner = inner < kLeast ? kLeast : inner;
@@ -214,7 +217,8 @@ class Sm90Consumer {
         release_slot<Config>(shared_.v_empty, v_ring_);
     }
 
-    // The rows' part of that product: nothing if there is a softcap, which the bias comes behind.
+    // The operand that holds the slopes of the rows. Zeros if there is a softcap, since the bias is added
+    // behind that.
     __device__ __forceinline__ void lay_out_slopes(const Sm90Work& work, float scale) {
         const int32_t row = threadIdx.x % 128;
         if (row < Config::kGroupRows) {
@@ -229,7 +233,7 @@ class Sm90Consumer {
         ptx::named_barrier_sync(1 + Config::kConsumers + group_, 128);
     }
 
-    // scores = Q K^T, under way; with the product of PrefillAlibi where there is one.
+    // Starts scores = Q K^T, behind the product of PrefillAlibi where there is one.
     __device__ __forceinline__ void multiply_q_k(float (&scores)[kScores], int q_slot) {
         const uint64_t q = ptx::wgmma_descriptor(ptx::shared_address(shared_.q[q_slot][group_]), 0);
         const uint64_t k = ptx::wgmma_descriptor(ptx::shared_address(shared_.k[k_ring_.slot]), 0);
@@ -249,7 +253,7 @@ class Sm90Consumer {
         ptx::wgmma_commit();
     }
 
-    // out += P V, under way.
+    // Starts out += P V.
     __device__ __forceinline__ void multiply_p_v(const uint32_t (&weights)[kWeights], float (&out)[kOut]) {
         const uint64_t v =
             ptx::wgmma_descriptor(ptx::shared_address(shared_.v[v_ring_.slot]), Config::kKeyBlockBytes);
@@ -287,8 +291,9 @@ class Sm90Consumer {
         }
     }
 
-    // Once all weights are known: writes the LSE, and gives the factor that the result lacks. Of a split:
-    // puts the state where all of the row tile's find it.
+    // Once all weights are known: writes the LSE, and returns the factor by which the result has yet to be
+    // multiplied. For a split, it writes the state of the rows to where the warpgroup that adds up the splits
+    // finds it.
     __device__ __forceinline__ void finish(const Sm90Work& work, const Rows& rows, const Sm90Softmax& softmax,
                                            float (&out_scale)[2]) {
         if constexpr (Config::kShortEnds) {  // both rows side by side
@@ -334,7 +339,8 @@ class Sm90Consumer {
         const int32_t tokens = work.seqlen_q - work.first_token - block_ * plan_.tokens;
         return {plan_, work, group_, plan_.heads * min(tokens, plan_.tokens)};
     }
-    // Of a split: the last of its row tile to come adds up all. Notes whether the result is one.
+    // For a split: the warpgroup that finishes last among those of its row tile adds up all of them. Notes
+    // whether the slot then holds a result.
     __device__ __forceinline__ void add_up(const Sm90Work& work, float (&out)[kOut], float (&out_scale)[2]) {
         uint32_t* const complete = &shared_.complete[q_ring_.slot][group_];
         if (work.split() < 0) {
@@ -348,8 +354,9 @@ class Sm90Consumer {
         for (int half = 0; half < 2; ++half) finish_row(work, half, states[half], 0.0f, out_scale);
     }
 
-    // Puts the result into the slot of its queries, from where the storing warp sends it. Also what is not
-    // complete: with a branch around this, ptxas keeps the rings out of the uniform registers.
+    // Puts the result into the slot of its queries, from where the storing warp sends it. A split that is not
+    // the last one puts its part there too, in vain: with a branch around this, ptxas keeps the rings out of
+    // the uniform registers.
     __device__ __forceinline__ void store(const Sm90Work& work, float (&out)[kOut], float (&out_scale)[2]) {
         if constexpr (Config::kSplits) add_up(work, out, out_scale);
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;

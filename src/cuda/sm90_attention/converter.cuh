@@ -153,9 +153,9 @@ class CodeTile {
   private:
     using Numbers = CodeNumbers<kType, Config::kTokenScales>;
 
-    // A lane takes a chunk of 16 bytes of codes at a time, and a warp kPassKeys rows of kBlocks blocks of
-    // columns, neighbouring lanes neighbouring chunks of a row of a block: eight lanes then write to eight
-    // different places of the 128 bytes that the banks are wide.
+    // A lane takes one chunk of 16 bytes of codes at a time, and a warp takes kPassKeys rows of kBlocks
+    // blocks of columns. Neighbouring lanes take neighbouring chunks of one row of a block, so that eight
+    // lanes write to eight different places of the 128 bytes that the banks are wide.
     static constexpr int kChunks = Config::kBlockColumns * bits_of(kType) / 128;  // of a block
     static constexpr int kChunkColumns = 128 / bits_of(kType);
     static constexpr int kTileRowBytes = Config::kHeadDim * bits_of(kType) / 8;
@@ -202,8 +202,8 @@ class CodeTile {
     uint32_t word_;  // the scale of this lane's key
 };
 
-// Converts a tile into the next slot of a ring, and hands it on. The fence also waits for the loads under
-// way: left to the consumers, who have none, it took as long in their turns at the tensor cores.
+// Converts a tile into the next slot of a ring, and hands it on. The fence also waits for the loads that are
+// under way. Consumers have none; but in their turns at the tensor cores the fence took as long.
 template <class Config, DType kType, int kStages>
 __device__ __forceinline__ void convert_tile(const CodeTile<Config, kType>& codes,
                                              unsigned char (&slots)[kStages][Config::kKeyTileBytes],

@@ -7,7 +7,7 @@
 
 namespace octavo::cuda {
 
-// Whether the copy engine can step over an axis of such a stride, in elements.
+// Whether the copy engine can step over an axis of this stride, in elements.
 bool is_movable_stride(int64_t stride, DType dtype);
 
 // One array: [outer, token, head, column]. Strides count elements.

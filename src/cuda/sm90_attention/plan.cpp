@@ -20,9 +20,9 @@ int64_t row_groups(const AttentionParams& p, int32_t heads) {
     return p.num_q_heads / heads * ceil_divide(p.seqlen_q, kGroupRows / heads);
 }
 
-// The largest divisor of the group size that wastes few rows: heads side by side share K and V and see the
-// same keys. Of a packed batch only the bound of the lengths is known here, and one row in 16 may be wasted.
-// (Nor is the mean used: a sequence's bits do not depend on its neighbours.)
+// The largest divisor of the group size that wastes few rows: heads that lie side by side share K and V and
+// see the same keys. For a packed batch only the bound of the lengths is known here, and one row in 16 may be
+// wasted. (The mean of the lengths is not used, so that a sequence's bits do not depend on its neighbours.)
 int32_t choose_heads(const AttentionParams& p) {
     int32_t best = 1;
     const int32_t group_size = p.group_size();
@@ -35,8 +35,8 @@ int32_t choose_heads(const AttentionParams& p) {
     return best;
 }
 
-// Whether a packed batch may hold row tiles of few rows. One without gives the same bits in either kernel, as
-// the sequences of one with them do that have none.
+// Whether a packed batch may hold row tiles of few rows. Which of the two kernels a batch takes changes no
+// bits of sequences that have none: both compute full row tiles in the same way.
 bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t heads, bool has_codes) {
     if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any()) return false;
     const int32_t rest = p.seqlen_q % (tiles.row_blocks() * (kGroupRows / heads));
@@ -44,7 +44,8 @@ bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t
            (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim, has_codes));
 }
 
-// Row tiles of so many blocks of 64 rows, over the batch and all heads; of a packed batch a bound.
+// The number of row tiles, each of `row_blocks` blocks of 64 rows, over the batch and all heads; for a packed
+// batch a bound.
 int64_t count_row_tiles(const AttentionParams& p, int32_t row_blocks, int32_t heads) {
     const int64_t tile_tokens = int64_t{row_blocks} * (kGroupRows / heads);
     int64_t row_tiles = p.batch * ceil_divide(p.seqlen_q, tile_tokens);
@@ -52,8 +53,9 @@ int64_t count_row_tiles(const AttentionParams& p, int32_t row_blocks, int32_t he
     return row_tiles * (p.num_q_heads / heads);
 }
 
-// Units in a section. Few, so that row tiles that share K and V meet in time and in the L2 cache; but enough
-// row tiles that the SMs end together, although under a causal mask the first take longest.
+// How many units make a section. Few, so that row tiles that share K and V run at the same time and find them
+// in the L2 cache; but with enough row tiles that the SMs end together, although the first row tiles take
+// longest under a causal mask.
 int32_t choose_section(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& plan, int64_t clusters) {
     // Two warpgroups read K and V again so often that it pays to have all row tiles of a short unit at work
     // at a time (32 sequences of 512 keys, causal, head dim 128, on an H100: 107 us, and 114 with more
@@ -69,9 +71,9 @@ int32_t choose_section(const AttentionParams& p, const Gpu& gpu, const Sm90Plan&
     return static_cast<int32_t>(std::clamp<int64_t>(std::min(units, most), 1, plan.num_units));
 }
 
-// Blocks of 64 rows that an instance works through, those wasted included, for a comparison of instances.
-// Dense and packed arrays, and where bits must not depend on the batch: over one sequence of the given
-// length. Paged otherwise: how long the SMs take in rounds of one row tile each.
+// Blocks of 64 rows that an instance works through, wasted ones included, to compare instances by. For dense
+// and packed arrays, and where bits must not depend on the batch, this counts one sequence of the given
+// length. For paged arrays otherwise, it is the time that the SMs take, in rounds of one row tile each.
 int64_t padded_blocks(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& tiles, int32_t heads) {
     const int32_t blocks = tiles.row_blocks();
     if (!p.paged() || p.batch_invariant)
@@ -133,8 +135,9 @@ bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
     return p.paged() && has_splits(tiles.ctas) && !p.alibi_slopes && !p.dropout.any() && !p.batch_invariant;
 }
 
-// Shares out the keys of row tiles behind the last whole round of the SMs, where what is left takes less long
-// so. Row tiles of few rows among others have a kernel that does not, for more row tiles than SMs.
+// Shares out the keys of the row tiles behind the last whole round of the SMs, where they then take less
+// time. If some row tiles have few rows, a batch of more row tiles than SMs takes the kernel for those
+// instead, which has no splits.
 void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     const int64_t sms = gpu.num_sms, rest = plan.num_row_tiles % sms;
@@ -305,7 +308,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         return refuse(why_not, "no instance of head_dim ", p.head_dim, " leaves room on its SM");
     const Sm90Tiles& tiles = plan.tiles();
     plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
-    // Where keys cannot be shared out so that half of the SMs have work, sm80_attention does it.
+    // If keys cannot be shared out so that half of the SMs have work, sm80_attention serves the call.
     const int32_t most_splits = may_split(p, tiles) ? kMaxSm90Splits : 1;
     if (p.paged() && !p.batch_invariant && 2 * plan.num_row_tiles * most_splits <= gpu.num_sms) {
         return refuse(why_not, "it would leave most of the ", gpu.num_sms,

@@ -37,7 +37,7 @@ class KeyLoader {
                       ? ptx::kEvictFirst
                       : ptx::kEvictNormal) {}
 
-    // The page of box `lane` of the tile; what the other functions take. Unused unless paged.
+    // The page of box `lane` of the tile, as load() takes it. Not used unless the arrays are paged.
     __device__ int32_t find_pages(int32_t first_key) const {
         const int32_t key = first_key + threadIdx.x % 32 * plan_.box_keys;
         if (!p_.paged() || key >= min(work_.seqlen_k, first_key + Config::kKeys)) return 0;
@@ -92,7 +92,7 @@ class KeyLoader {
     }
 
   private:
-    // Of a tile: whole boxes with at least one key.
+    // Rows of a tile that are loaded: whole boxes that hold at least one key.
     __device__ int32_t loaded_rows(int32_t first_key) const {
         if (first_key + Config::kKeys <= work_.seqlen_k || (Config::kCtas == 1 && !p_.paged())) {
             return Config::kKeys;

@@ -11,8 +11,8 @@
 
 namespace octavo::cuda {
 
-// One warp: makes the queries of one warpgroup ready, in their slots, and tells what products and results
-// lack.
+// One warp makes the queries of one warpgroup ready in their slots, and leaves the factors that scores and
+// results have yet to be multiplied by.
 template <class Config>
 class QueryConverter {
   public:
@@ -43,7 +43,7 @@ class QueryConverter {
     }
 
   private:
-    // What products with the numbers of codes lack.
+    // The factor that products with the numbers of codes have yet to be multiplied by.
     __device__ static float scale_of(const CacheScales& scales, DType codes, int32_t kv_head) {
         if (Config::kTokenScales) return unlift(codes);
         return scales.data ? float_of_bits(scales.word(0, 0, kv_head)) : 1.0f;

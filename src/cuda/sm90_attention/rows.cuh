@@ -11,8 +11,9 @@ __device__ __forceinline__ int32_t sm90_row(int half) {
     return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
 }
 
-// The token and head of each, counted from the warpgroup's first. kKept: divided once a kernel, for between
-// two row tiles nothing hides a division; otherwise at every use, where there is no register to keep them in.
+// The token and head of each row, counted from the warpgroup's first. kKept: they are worked out once a
+// kernel, since nothing hides a division between two row tiles. Otherwise they are worked out at every use,
+// where there are no registers to keep them in.
 template <bool kKept>
 class Sm90RowPlaces {
   public:
@@ -46,13 +47,13 @@ struct Sm90Rows {
     // A tile of keys inside [0, prefix_len) or [full_begin, full_end) is visible to every row.
     int32_t full_begin, full_end;
     int32_t begin, end;  // the keys that some row sees lie in [0, prefix_len) and [begin, end)
-    // ALiBi, but for a term that is the same along a row, and so does not change its weights: the bias counts
-    // from the warpgroup's first query, and `row_bias` (in units of log2(e)) is missing from the LSE.
+    // ALiBi, without a term that is the same along a row and so does not change its weights: the bias counts
+    // from the first query of the warpgroup. The LSE has to be corrected by `row_bias` (in units of log2(e)).
     int32_t anchor;
     float slope[2] = {};  // in units of scores
     float row_bias[2] = {};
     int32_t row_end[2];   // keys from here on are hidden,
-    uint32_t row_gap[2];  // and so many behind the prefix
+    uint32_t row_gap[2];  // and this many behind the prefix
 
     template <class Places>
     __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,

@@ -48,7 +48,7 @@ struct QueryScales {
 template <class Config>
 struct QueryScales<Config, true> {
     uint64_t loaded[Config::kQSlots][Config::kConsumers];  // completes where q_full would elsewhere
-    // What dot products, and results, lack.
+    // What dot products, and what results, have yet to be multiplied by.
     float2 scales[Config::kQSlots][Config::kConsumers];
 
     __device__ void init() {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
     }
 }
 
-// A consumer's warp is done with the slot at hand: told to every CTA that fills it.
+// Tells every CTA that fills the current slot that this warp of a consumer is done with it.
 template <class Config, int kSize>
 __device__ __forceinline__ void release_slot(uint64_t* empty, Ring<kSize>& ring) {
     const uint32_t lane = threadIdx.x % 32;

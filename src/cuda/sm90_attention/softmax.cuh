@@ -21,8 +21,8 @@ struct Sm90Softmax {
 
     __device__ float max_log2(int half) const { return max[half] == -INFINITY ? 0.0f : max[half] * scale; }
 
-    // From scores to weights. Returns whether what was gathered before must be multiplied by `factor`. The
-    // scores of this thread lack `shift`, which the maximum here lacks too.
+    // Turns scores into weights. Returns whether the sums so far must be multiplied by `factor`. `shift` has
+    // not been added to the scores of this thread, nor to the maximum that is kept here.
     template <bool kShifted, int kCount>
     __device__ __forceinline__ bool apply(float (&scores)[kCount], const float (&shift)[2],
                                           float (&factor)[2]) {

@@ -33,9 +33,10 @@ class Sm90Split {
             __stcg(states(split_) + row, make_float2(state.sum > 0.0f ? state.max : -INFINITY, state.sum));
     }
 
-    // Once the states are put: puts the result too. Whether this part is the last to come: then `out` and
-    // `state` (of this thread's two rows) become the sum of all. The warpgroup calls this together, with a
-    // barrier and a word in shared memory of its own.
+    // Call it once the states are put: it puts the result too, and returns whether this part is the last one
+    // to arrive. In that case `out` and `state` (of this thread's two rows) become the sum of all parts. All
+    // threads of the warpgroup call this together, with a barrier and a word in shared memory that nobody
+    // else uses.
     __device__ __forceinline__ bool add_up(float (&out)[kOut], const int32_t (&rows)[2],
                                            SoftmaxState (&state)[2], int barrier, uint32_t* is_last) const {
         if (!any_) return false;

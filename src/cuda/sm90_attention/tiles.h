@@ -7,8 +7,8 @@ namespace octavo::cuda {
 
 constexpr int kSm90BlockColumns = 64;
 constexpr int kSm90GroupRows = 64;  // of a warpgroup; a row is one query token of one query head
-// Row tiles of so many rows at most are worked through as few_rows.cuh says. With 32, mma.sync took longer
-// than the wgmma of one warpgroup; above head dim 128, and beside converters, 16 spill.
+// Row tiles of at most this many rows are worked through as few_rows.cuh says. With 32 rows, mma.sync took
+// longer than the wgmma of one warpgroup. Above head dim 128, and beside converters, 16 rows spill registers.
 constexpr int max_few_rows(int head_dim, bool has_codes) { return head_dim <= 128 && !has_codes ? 16 : 8; }
 constexpr int kMaxSm90Splits = 16;  // of a row tile's keys
 
@@ -22,8 +22,8 @@ struct Sm90Tiles {
     int v_stages;  // and of V, which stay longer
     int q_slots;   // tiles of Q; the result leaves through the slot that its queries came in
     bool chained;  // whether the first scores of a row tile go with the last product of the one before
-    // The keys that a query sees in the mean from which this row serves better than those of its head dim
-    // before it.
+    // This row is preferred to those of its head dim before it if a query sees at least this many keys in the
+    // mean.
     int from_keys;
 
     constexpr int row_blocks() const { return ctas * warpgroups; }  // of 64 rows, in a row tile
@@ -66,8 +66,9 @@ constexpr Sm90Tiles sm90_code_tiles(int head_dim) {
     return {};
 }
 
-// Whether there is a kernel for batches that mix row tiles of few rows with others (three warpgroups have no
-// registers to spare, and at head dim 64 four gain nothing), and one that shares out the keys of row tiles.
+// Whether there is a kernel for batches that mix row tiles of few rows with others, and one that shares out
+// the keys of row tiles. (For few rows, three warpgroups have no registers to spare, and four gain nothing at
+// head dim 64.)
 constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
 constexpr bool has_splits(int ctas) { return ctas == 1; }
 constexpr bool has_beside(int head_dim, int warpgroups, int ctas) {

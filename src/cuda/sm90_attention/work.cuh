@@ -28,8 +28,8 @@ struct alignas(16) Sm90Work {
         return {get(batch),    get(first_head), get(first_token), get(seqlen_q),
                 get(seqlen_k), get(prefix_len), get(q_begin),     get(k_begin)};
     }
-    // Of the splits of the launch, the one that this is; -1: all keys of a row tile. Only paged arrays have
-    // splits, and only packed ones a first key.
+    // Which of the launch's splits this is; -1 if it is a row tile with all of its keys. Paged arrays alone
+    // have splits, and packed ones alone a first key, so that both share a field.
     __device__ int32_t split() const { return k_begin - 1; }
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
     // In p.lse, the place of a query of the sequence and a head counted from `first_head`.
@@ -44,7 +44,7 @@ struct alignas(16) Sm90Work {
     }
 };
 
-// Whether a row tile of so many rows is worked through as few_rows.cuh says.
+// Whether a row tile with this number of rows is worked through as few_rows.cuh says.
 template <class Config>
 __device__ __forceinline__ bool is_few_rows(int32_t rows) {
     return Config::kFewRowTiles > 0 && rows <= 8 * Config::kFewRowTiles;
@@ -71,7 +71,7 @@ class Sm90Scheduler {
         if (kFew && p.cu_seqlens_q) count_row_tiles();
     }
 
-    // The row tile at hand.
+    // The current row tile.
     __device__ Sm90Work work() {
         Sm90Work w{};
         int32_t row_tile = index_;
@@ -118,14 +118,14 @@ class Sm90Scheduler {
         return w;
     }
 
-    // Asks for another row tile, which `advance` makes the one at hand.
+    // Asks for another row tile, which `advance` makes the current one.
     __device__ void request() {
         if (threadIdx.x % 32 == 0) drawn_ = atomicAdd(plan_.counter, 1);
     }
     __device__ void advance() { index_ = num_clusters() + __shfl_sync(~0u, drawn_, 0); }
 
-    // Once there is no more work: every cluster that had any draws one number past the end, so that as many
-    // are drawn as there are row tiles; the last to draw puts the counter back.
+    // When there is no more work. Every cluster that had any draws one number past the end, so that as many
+    // numbers are drawn as there are row tiles. The last cluster to draw sets the counter back.
     __device__ void finish() {
         const int32_t drawn = index_ - num_clusters();
         int32_t end = end_;
@@ -159,15 +159,16 @@ class Sm90Scheduler {
         const int32_t early = max(few - kLateRounds * num_clusters(), 0);
         few_rate_ = max(static_cast<int32_t>(65536.0f * early / max(num_many_ + early, 1)) - 1, 0);
     }
-    // Row tiles of few rows, which wait for memory, are handed out among those of many rows, which wait for
-    // the tensor cores, but for some that fill the end, since they take less long. How many are among the
-    // first `index`:
+    // Row tiles of few rows wait for memory, and those of many rows for the tensor cores. So the former are
+    // handed out among the latter, except for some that fill the end, since they take less time. This is how
+    // many of them are among the first `index` row tiles:
     __device__ int32_t num_few_before(int32_t index) const {
         return max(static_cast<int32_t>(int64_t{index} * few_rate_ >> 16), index - num_many_);
     }
 
-    // Moves on to the sequence that holds row tile `index` of those of few rows, or of many; -1 past the
-    // last. Lane 1 knows where we are among those of few rows, lane 0 among those of many.
+    // Moves on to the sequence that holds row tile `index`, counted among those of few rows or among those of
+    // many; -1 past the last one. Lane 1 keeps the place among those of few rows, lane 0 the place among
+    // those of many.
     __device__ void find_sequence(bool few, int32_t index) {
         int32_t batch = __shfl_sync(~0u, batch_, few);
         int32_t before = __shfl_sync(~0u, before_, few);
@@ -205,8 +206,8 @@ class Sm90Scheduler {
     int32_t index_;
     int32_t drawn_ = 0;
     int32_t end_ = 0;  // row tiles in all, once known
-    // Packed queries: of the row tiles, those of many rows, and how many of 2^16 are of few. Of the lane's
-    // kind: the sequence at hand, its row tiles over all heads, and those before it.
+    // For packed queries: how many row tiles have many rows, and how many of 2^16 have few. For this lane's
+    // kind of row tiles: the current sequence, its row tiles over all heads, and the row tiles before it.
     int32_t num_many_ = 0, few_rate_ = 0;
     int32_t batch_ = -1, sequence_tiles_ = 0, before_ = 0;
 };

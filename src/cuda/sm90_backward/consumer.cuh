@@ -139,8 +139,9 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             ptx::fence_proxy_async();
             arrive(&shared_.ds_full[at.slot]);
 
-            // dQ a step late, so that no warpgroup waits for another's dS. Of the first step, the product of
-            // whatever lies there is dropped: behind a branch, products would run one after the other.
+            // dQ is computed a step late, so that no warpgroup waits for another's dS. In the first step, the
+            // product of whatever lies there is dropped. It is not left out: behind a branch, the products
+            // would run one after the other.
             const DsSlot before = at.before();
             float dq[32];
             if (!is_first) ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);

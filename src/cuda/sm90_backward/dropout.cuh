@@ -59,8 +59,8 @@ __device__ __forceinline__ void draw_dropped(const AttentionBackwardParams& p,
     }
 }
 
-// What a lane of the consumers does with them. Until their gradients are known, weights that are dropped are
-// negative, which no weight is; and weights have 16 bits, since there are no registers for more.
+// What a lane of the consumers does with them. Weights that are dropped are stored as negative numbers, which
+// no weight is, until their gradients are known. Weights have 16 bits, since there are no registers for more.
 template <class T, class Config>
 class DroppedWeights {
     static constexpr int kPairs = Config::kQueries / 4;
@@ -109,8 +109,8 @@ class DroppedWeights {
         }
     }
 
-    // The gradients of scores, where those of dropped weights are what delta leaves to them, and the weights
-    // that are kept.
+    // Computes the gradients of scores, and leaves the weights that are kept. For a dropped weight, the
+    // gradient of its score is the weight times -delta.
     __device__ __forceinline__ void drop(uint32_t (&gradients)[kPairs], uint32_t (&weights)[kPairs],
                                          const float (&products)[2 * kPairs]) const {
 #pragma unroll

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    // Each finds its work by itself: what all held would take registers from each.
+    // Each warpgroup finds its work by itself: if all shared the result, it would take registers from each.
     if (group == 0) {
         ptx::lower_registers<Config::kLoaderRegisters>();
         const Sm90BackwardWork<Config> work(p, plan);

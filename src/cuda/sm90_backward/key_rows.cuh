@@ -33,7 +33,7 @@ class Sm90KeyRows {
     __device__ static int lane() { return threadIdx.x % 32; }
     __device__ static int warp() { return threadIdx.x % 128 / 32; }
 
-    // The row whose address it gives for a matrix of eight rows.
+    // The row whose address this lane gives when a matrix of eight rows is loaded or stored.
     __device__ int matrix_row() const { return first_row() + warp() * 16 + lane() % 16; }
     __device__ int first_row() const { return Config::kRoles ? 0 : group_ * 64; }
 
@@ -82,8 +82,8 @@ class Sm90KeyRows {
     __device__ bool is_masked(int32_t tile) const {
         return tile < work_.whole_begin || tile >= work_.whole_end;
     }
-    // Tells `apply`, for each pair of elements of this lane, which of both see their key. Queries behind the
-    // last have no weight anyway.
+    // Calls `apply` for each pair of elements of this lane, with which of the two see their key. Queries
+    // behind the last have no weight anyway.
     template <class Apply>
     __device__ __forceinline__ void mask(int32_t tile, Apply apply) const {
         const Visibility see = shared_.see;

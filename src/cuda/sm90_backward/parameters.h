@@ -29,8 +29,8 @@ struct Sm90BackwardLaunch {
     SlopeParts slopes;  // of each tile of keys, one a warp of consumers
 };
 
-// Of the first query of a sequence in workspace. Packed sequences need no scan: there is a tile to spare for
-// each of those before.
+// The row in workspace of a sequence's first query. Packed sequences need no prefix sum, since there is a
+// tile to spare for each sequence before.
 template <int kQueries>
 OCTAVO_HD int32_t first_workspace_row(const Sm90BackwardLaunch& plan, const int32_t* cu_seqlens_q,
                                       int32_t batch) {

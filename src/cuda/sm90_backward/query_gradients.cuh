@@ -48,7 +48,7 @@ struct Sm90QueryGradientsShared {
     }
 };
 
-// The slot of the i-th tile in a ring of so many, and the parity of the phase that fills it.
+// The slot of the i-th tile in a ring of kSlots, and the parity of the phase that fills it.
 template <int kSlots>
 struct RingSlot {
     uint32_t index, parity;
@@ -255,7 +255,7 @@ class Sm90QueryConsumer {
                                       tile_.seq.q_pos(tile_.first_query + tile_.num_queries - 1), first_key,
                                       Config::kKeys);
     }
-    // Tells `apply`, for each pair of elements of this lane, which of both keys its query sees.
+    // Calls `apply` for each pair of elements of this lane, with which of the two keys its query sees.
     template <class Apply>
     __device__ __forceinline__ void mask(int32_t first_key, Apply apply) const {
         const Visibility& see = tile_.seq.see;

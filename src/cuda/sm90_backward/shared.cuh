@@ -28,8 +28,8 @@ struct Sm90BackwardShared {
     // Which weights dropout leaves out: of each key a bit for each query.
     alignas(
         16) uint32_t dropped[Config::kDropout ? Config::kStages : 1][Config::kKeys][Config::kQueries / 32];
-    // Of the sequence, from the loader, before the keys are there; for consumers, who have no registers for
-    // it.
+    // Facts about the sequence, written by the loader before the keys arrive. Consumers read them here, since
+    // they have no registers to keep them in.
     Visibility see;
     int32_t first_q_pos, first_key;
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`

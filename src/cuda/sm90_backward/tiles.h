@@ -8,8 +8,9 @@
 
 namespace octavo::cuda {
 
-// A number as a sum of three of bfloat16, exact to 24 bits: a row of an operand of wgmma, whose product with
-// ones adds the number to a column of scores. Three more may be those of a factor, and zeros follow.
+// A number as a sum of three bfloat16 numbers, exact to 24 bits. They are a row of a wgmma operand, whose
+// product with ones adds the number to a column of scores. Three more may hold a factor in the same way;
+// zeros follow.
 struct alignas(16) BfloatTerms {
     uint16_t terms[8];
 };
@@ -52,8 +53,9 @@ constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature 
     return !tiles.dq_apart() || feature == Sm90BackwardFeature::none;
 }
 
-// Where a number of each query lies in a tile of them: those of a lane's columns, 8 i + 2 (lane % 4) and the
-// next, one after the other in pieces of four, and the same pieces of four lanes in different banks.
+// Where the number of a query lies among those of a tile. A lane needs the numbers of its columns, 8 i + 2
+// (lane % 4) and the next one. They follow one another in pieces of four, and the same piece of four lanes
+// lies in different banks.
 template <int kQueries>
 OCTAVO_HD constexpr int statistic_place(int query) {
     const int pair = query % 8 / 2, piece = (query / 16) ^ pair;

@@ -45,11 +45,11 @@ Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const G
     return best;
 }
 
-// The estimate's constants, in microseconds: to launch and end; for a product of 8 rows of w with 16 columns
-// of K, and for each 16 columns that a CTA works through; for each number that a CTA gets from another of its
-// cluster; for a CTA's leaving room for a second one. Fitted to the times of
-// benchmarks/results/tiles-h100.jsonl such that the tile with the least estimate is a fast one:
-// estimates themselves are off by more.
+// Constants of the estimate, in microseconds: to launch and end; for a product of 8 rows of w with 16 columns
+// of K; for each 16 columns that a CTA works through; for each number that a CTA gets from another one of its
+// cluster; for a CTA that leaves room for a second one. They were fitted to the times of
+// benchmarks/results/tiles-h100.jsonl so that the tile with the least estimate is a fast one. The estimates
+// themselves are off by more.
 struct Costs {
     double launch, product, depth, exchange, second_cta;
 };
@@ -57,15 +57,15 @@ constexpr Costs kFlatCosts{1.394, 1.803e-3, 15.63e-3, 0.457e-3, 0.811};
 constexpr Costs kWideCosts{2.920, 2.140e-3, 28.11e-3, 0.034e-3, 2.620};
 constexpr double kSplitCost = 0.436;
 constexpr double kWideResult = 0.370e-3;  // for each number that a CTA of sm90_wide writes
-// For each further CTA that has to wait for a place on an SM, where there is room for one and for two;
-// sm90_wide has no such.
+// For each further CTA that has to wait for a place on an SM, where there is room for one CTA and for two.
+// sm90_wide does not need it.
 constexpr double kFlatWave[] = {1.342, 0.329};
-// What reading reaches of the memory's bandwidth with all SMs at work, and the powers by which it falls with
-// the share of them that are: where none has more than one CTA, and on the average of several.
+// The share of the memory's bandwidth that is reached with all SMs at work, and the powers by which it falls
+// with the share of SMs that are: where none has more than one CTA, and on the average of several.
 constexpr double kShareOfBandwidth = 0.959;
 constexpr double kOneFalls = 0.483, kFlatFalls = 0.134, kWideFalls = 0.046;
 
-// SMs that clusters of so many CTAs can have at once: some of a GPC's are left over.
+// How many SMs clusters of this size can occupy at once: some SMs of a GPC are left over.
 double num_usable_sms(const Gpu& gpu, int32_t splits) {
     if (splits == 8) return gpu.num_sms * (112.0 / 132);
     return splits == 4 ? gpu.num_sms * (120.0 / 132) : gpu.num_sms;
@@ -84,9 +84,9 @@ LinearChoice choose(const LinearProblem& problem, DType dtype, const Gpu& gpu) {
     return choice;
 }
 
-// The same for any number of rows of x but for the rows of x in a tile, so that bits do not depend on it:
-// that of sm90_flat whose order of addition, which follows from the panels of a stage and the splits, serves
-// few rows best.
+// One tile, but for its rows of x, for any number of rows of x, so that bits do not depend on that number. It
+// is the tile of sm90_flat that serves few rows best; its order of addition follows from the panels of a
+// stage and the splits.
 LinearChoice choose_invariant(const LinearProblem& problem, DType dtype, const Gpu& gpu) {
     const LinearProblem few{kFlatXRows[0], problem.w_rows, problem.depth};
     const int32_t most_x_rows = *(std::end(kFlatXRows) - 1);

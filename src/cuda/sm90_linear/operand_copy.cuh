@@ -67,8 +67,8 @@ class OperandCopy {
         begin(tile);
     }
 
-    // Executed by one thread. The first weights are asked for before the kernel in front has ended, if the
-    // caller has promised that they are there.
+    // Runs in one thread. The first weights are requested before the kernel in front has ended, if the caller
+    // has promised that nothing still writes them.
     __device__ __forceinline__ void run() {
         if (range_.begin == range_.end) return;
         if (p_.static_weight) {

@@ -23,8 +23,8 @@ struct Sm90LinearLaunch {
     int32_t stages, stage_bytes, panels;  // of the ring; bytes and panels of a stage
     LinearOutput output;
 
-    // Of the result, of a tile of w; also of the one behind the last. Tiles have as many columns as others,
-    // but for eight, so that none of them is nearly empty.
+    // The first column of the result that belongs to a tile of w; also for the tile behind the last. All
+    // tiles have the same number of columns, give or take eight, so that none is nearly empty.
     OCTAVO_HD int32_t first_column(int32_t w_tile) const {
         return static_cast<int32_t>(static_cast<uint32_t>(w_tile) * static_cast<uint32_t>(column_groups) /
                                     static_cast<uint32_t>(w_tiles)) *

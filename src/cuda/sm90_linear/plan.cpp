@@ -10,7 +10,7 @@ namespace octavo::cuda {
 namespace {
 
 constexpr int32_t kBarrierBytes = 1024;                                  // LinearBarriers
-constexpr int32_t kSharedOfOne = 227 * 1024, kSharedOfTwo = 113 * 1024;  // of a CTA, where an SM has so many
+constexpr int32_t kSharedOfOne = 227 * 1024, kSharedOfTwo = 113 * 1024;  // of a CTA, with one or two on an SM
 constexpr int32_t kFewStages = 4;  // of two panels; sm90_wide takes stages of one if no more fit
 
 template <class Tile, size_t kCount>
@@ -69,7 +69,7 @@ std::string instance(DType dtype, Sm90LinearKernel kernel, int32_t w_rows, int32
 
 }  // namespace
 
-// Of nothing there is a plan like that of one row, which is not executed.
+// A product of nothing has the plan of one row; it is not executed.
 LinearProblem linear_problem(const LinearParams& p) {
     return {std::max<int64_t>(p.num_rows, 1), std::max<int64_t>(p.w_rows(), 1), p.depth};
 }
@@ -125,7 +125,7 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& p, const Gpu&
     const int64_t x_stride = p.x_rows.strides[0];
     if (!aligned(p.w, 16, {p.w_stride}, p.dtype) || !aligned(p.x, 16, {x_stride}, p.dtype))
         return refuse(why_not, "rows of x and w must start on 16 bytes");
-    // A single row always does: the same kernel is to serve it and all of them.
+    // A single row always starts on 16 bytes. The same kernel has to serve it and all of them.
     if (p.batch_invariant && p.depth % 8 != 0)
         return refuse(why_not, "rows of x and w must start on 16 bytes");
     if (p.w_stride < 0 || x_stride < 0) return refuse(why_not, "strides of x and w must not be negative");

@@ -34,7 +34,7 @@ struct Sm90LinearPlan {
     DType dtype;
     Sm90LinearTile tile;
     LinearPlanSource source;  // of the tile
-    bool library_is_faster;   // by the tables, or for so many rows of x
+    bool library_is_faster;   // by the tables, or for this many rows of x
     int32_t w_tiles, x_tiles;
     int32_t steps;  // stages that K takes
     int32_t num_ctas;

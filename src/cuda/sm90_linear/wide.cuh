@@ -20,8 +20,8 @@ struct WideConfig {
     static constexpr int kMinCtas = wide_fits_twice(kWRows, kXRows) ? 2 : 1;
     static constexpr int kWarpgroups = wide_warpgroups(kXRows);
     static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 32;
-    // A thread has the sums of groups of eight rows of w. Each is sent or kept together with the one half a
-    // tile behind it, which with a gate belongs to it.
+    // A thread has the sums of groups of eight rows of w. Each group is sent or kept together with the group
+    // half a tile behind it; with a gate, those two belong together.
     static constexpr int kGroups = kWRows / 8, kPairs = kGroups / 2;
 };
 
@@ -103,7 +103,8 @@ class WideProducts {
         const int lane = threadIdx.x % 32;
         const int32_t first_column = p.first_column(tile / p.x_tiles), column = first_column + lane % 4 * 2;
         const int32_t end = min(p.first_column(tile / p.x_tiles + 1), p.output.width);
-        // Where the sums are the result, in whole groups: so many of them, which are there for all threads.
+        // If the sums are the result as they are, and in whole groups: how many groups there are for all
+        // threads.
         const int32_t plain_groups =
             p.output.is_plain() && p.output.width % 8 == 0 ? (end - first_column) / 8 : 0;
 #pragma unroll

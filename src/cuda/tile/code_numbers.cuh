@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t bits_of_pair(__half2 pair) {
     return bits;
 }
 
-// What numbers of scaled codes have to be multiplied by.
+// The factor that numbers of scaled codes have to be multiplied by.
 __device__ __forceinline__ float unlift(DType codes) { return codes == DType::float8_e4m3fn ? 0.125f : 1.0f; }
 
 // What turns the codes of one token and head into numbers. `word`: of CacheScales; with kScaled false, the

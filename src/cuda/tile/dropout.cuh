@@ -18,8 +18,9 @@ struct DropoutRow {
 template <int kRows, int kTiles>
 class DropoutMask {
   public:
-    // From first_key on, a multiple of 8 * kTiles. `row(r)` is the DropoutRow of the lane's r-th row. Needs
-    // few registers, for it goes row after row, but best has them before a tile's scores do.
+    // Draws the mask of the tile of keys that begins with first_key, a multiple of 8 * kTiles. `row(r)` is
+    // the DropoutRow of this lane's r-th row. It works row after row, so that it needs few registers; but it
+    // is best called before the scores of the tile take theirs.
     template <class Row>
     __device__ __forceinline__ void draw(const Dropout& dropout, int32_t first_key, Row row) {
 #pragma unroll 1
@@ -29,7 +30,7 @@ class DropoutMask {
             Philox random;
 #pragma unroll
             for (int i = 0; i < kTiles; i += 2) {
-                // What is drawn at once serves four column groups, of which a tile may begin with the third.
+                // One draw serves four column groups; a tile may begin with the third of them.
                 const int32_t place = kTiles % 4 == 0 ? i % 4 * 8 : (first_key + 8 * i) % 32;
                 if (place == 0 || i == 0)
                     random = dropout.bits(at.head, at.query, (first_key + 8 * i) / 32, threadIdx.x % 4);
@@ -40,14 +41,16 @@ class DropoutMask {
                     bits |= dropout.drops_odd(word) ? 0 : 2u << 2 * (i + next);
                 }
             }
-            // In place after the last turn: an index would not be a constant.
+            // Rotated, so that after the last turn of the loop each row's bits are in their place: an index
+            // that the loop counts would not be a constant.
 #pragma unroll
             for (int other = 1; other < kRows; ++other) bits_[other - 1] = bits_[other];
             bits_[kRows - 1] = bits;
         }
     }
 
-    // What remains of a pair of 16-bit weights of row r in column group i, the even column in the low bits.
+    // Applies the mask to a pair of 16-bit weights of row r in column group i, the even column in the low
+    // bits.
     __device__ __forceinline__ uint32_t apply(uint32_t pair, int r, int i) const {
         auto mask = [&](int bit) { return static_cast<int32_t>(bits_[r] << (31 - bit)) >> 31; };
         return pair & ((mask(2 * i) & 0x0000ffff) | (mask(2 * i + 1) & 0xffff0000));

@@ -18,17 +18,18 @@ struct TileCopy {
     static_assert(kCount * kRowsAtOnce == kWarpRows);
     static constexpr int kChunk = 16 / sizeof(T), kStep = kChunk * Config::kLanesPerRow;
 
-    // A lane's first row and column; its next rows are kRowsAtOnce further, its next columns kStep.
+    // The first row and column of this lane. Its next rows are kRowsAtOnce further, its next columns kStep
+    // further.
     __device__ static int row() {
         return threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / Config::kLanesPerRow;
     }
     __device__ static int column() { return threadIdx.x % Config::kLanesPerRow * kChunk; }
 
-    // Copies this lane's parts of its rows, in pieces of this thread's current cp.async group where rows are
-    // `aligned`, else at once. `target` is the address of its first row and column in shared memory. Row i
-    // comes from source[i], which points to the lane's first column; with kAll false only if bit i of `valid`
-    // is set, else it becomes zeros, and source[i] is any mapped address. Columns from head_dim on are left
-    // alone.
+    // Copies this lane's parts of its rows: by this thread's current cp.async group where rows are `aligned`,
+    // and otherwise at once. `target` is the address of the lane's first row and column in shared memory. Row
+    // i comes from source[i], which points to the lane's first column. With kAll false, a row whose bit in
+    // `valid` is not set becomes zeros, and its source is any mapped address. Columns from head_dim on are
+    // left alone.
     template <bool kAll>
     __device__ static void run(uint32_t target, const T* const (&source)[kCount], uint32_t valid, int column,
                                int32_t head_dim, bool aligned) {

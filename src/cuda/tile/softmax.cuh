@@ -17,8 +17,8 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Of this lane's two rows of each row tile. The maximum is raised only when a score passes it by 2^8 (in
-// weights), so that what was gathered is seldom rescaled.
+// The state of this lane's two rows in each row tile. The maximum is raised only when a score passes it by
+// 2^8 (in weights), so that the sums so far are seldom rescaled.
 template <int kRowTiles>
 class RowSoftmax {
   public:
@@ -34,7 +34,8 @@ class RowSoftmax {
         }
     }
 
-    // Raises the maxima for the scores of one tile; multiplies what `out` has gathered where one rises.
+    // Raises the maxima for the scores of one tile. Where one rises, what has been added up in `out` is
+    // rescaled.
     template <int kTiles, int kOutTiles>
     __device__ __forceinline__ void raise(const float (&scores)[kRowTiles][kTiles][4],
                                           float (&out)[kRowTiles][kOutTiles][4]) {
@@ -93,7 +94,7 @@ class RowSoftmax {
     }
 
   private:
-    // Finite while nothing was seen, so that exp2 never meets inf - inf.
+    // Finite while no key has been seen, so that exp2 never gets inf - inf.
     __device__ float max_log2(int t, int half) const {
         return max_[t][half] == -INFINITY ? 0.0f : max_[t][half] * scale_;
     }

@@ -71,10 +71,10 @@ struct TransposedSoftmax {
         for_each_out([](float& out, int, int, int) { out = 0.0f; });
     }
 
-    // From a block's scores to its weights, rounded to T: operand b of the second product. kFromZero: where
-    // the first block allows, the maximum is zero at first, so that most sums over some keys add up as they
-    // are (the unified maximum of FlashDecoding++, Hong et al. 2024). add(weight, rounded, step, r, e) adds a
-    // weight, and what it is when rounded to T, to the sums.
+    // Turns the scores of a block into weights, rounded to T: operand b of the second product. kFromZero:
+    // where the first block allows it, the maximum is zero at first, so that most sums over parts of the keys
+    // add up as they are (the unified maximum of FlashDecoding++, Hong et al. 2024). add(weight, rounded,
+    // step, r, e) is to add a weight to the sums; `rounded` is the weight after rounding to T.
     template <class T, bool kFromZero = false, class Add>
     __device__ __forceinline__ void weigh(uint32_t (&weights)[kSteps][kRowTiles][2],
                                           float (&scores)[kSteps][kRowTiles][4], Add add) {
@@ -134,8 +134,8 @@ struct TransposedSoftmax {
     // Below, weights of fp16 would lose bits of keys that count.
     static constexpr float kSlackBelowZeroLog2 = 2.0f;
 
-    // Before the first block: whether each row's maximum is so near to zero that zero may stand for it, as it
-    // then does.
+    // Before the first block: whether the maximum of each row is so near to zero that zero can take its
+    // place. If so, it does.
     __device__ bool starts_from_zero(const float (&scores)[kSteps][kRowTiles][4]) {
         bool within = true;
         for_each_row([&](int r, int i) {

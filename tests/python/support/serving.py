@@ -1,9 +1,10 @@
-"""What octavo.serving should answer, from the ExactModel alone: no cache, no batch."""
+"""Caches for the ExactModel, and what octavo.serving should answer: by the model alone, without a cache."""
 
 from __future__ import annotations
 
 import numpy as np
 
+import octavo
 from octavo.serving import sample
 from octavo.serving.beams import BeamSearch
 from octavo.serving.sampling import log_softmax
@@ -61,3 +62,38 @@ def check(model, request):
     for index in range(len(reasons)):
         expected = logprobs(model, request.prompt, request.tokens(index)) if request.logprobs else []
         np.testing.assert_allclose(request.token_logprobs(index), expected)
+
+
+def make_cache(model, num_pages=64, page_size=4, max_batch=8, max_tokens=64, **options):
+    return octavo.KVCache(
+        len(model.windows),
+        1,
+        8,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
+        windows=model.windows,
+        **options,
+    )
+
+
+def prompts(number, longest=30, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 11, rng.integers(1, longest + 1)).tolist() for _ in range(number)]
+
+
+def finish(scheduler, cache):
+    """Run to the end, with a look at the books after each step; return the outputs."""
+    outputs = []
+    while scheduler.unfinished:
+        outputs += scheduler.step()
+        cache.allocator.check_invariants()
+    for group in range(cache.allocator.num_groups):
+        stats = cache.allocator.stats(group)
+        assert stats["num_sequences"] == 0
+        assert stats["num_free_pages"] == stats["num_pages"]
+    assert cache.allocator.num_free_host_pages == cache.allocator.num_host_pages
+    assert scheduler.step() == []
+    assert scheduler.prefill_remaining == 0
+    return outputs

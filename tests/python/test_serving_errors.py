@@ -1,0 +1,130 @@
+"""octavo.serving.Scheduler: models that fail, and requests that are refused."""
+
+import numpy as np
+import pytest
+
+from octavo.serving import Sampling, Scheduler
+from support.exact_model import ExactModel
+from support.serving import check, finish, make_cache, prompts
+
+WINDOWS = {"full": (None, None), "window": (None, 5), "windows": (3, 9)}
+
+
+@pytest.fixture(params=WINDOWS)
+def model(request):
+    return ExactModel(windows=WINDOWS[request.param])
+
+
+@pytest.fixture
+def plain():
+    return ExactModel()
+
+
+@pytest.mark.parametrize("failing", range(6))
+def test_a_model_that_fails_can_be_called_again(model, failing):
+    cache = make_cache(model, num_pages=24, prefix_cache=None in model.windows)
+
+    def forward(step, tokens):
+        if model.calls == failing:
+            model.calls += 1
+            raise KeyboardInterrupt
+        return model.forward(step, tokens)
+
+    scheduler = Scheduler(cache, forward, token_budget=10)
+    requests = [scheduler.submit(prompt, max_tokens=5) for prompt in prompts(5)]
+    requests.append(scheduler.submit([1] * 9, max_tokens=5, num_beams=2))
+    with pytest.raises(KeyboardInterrupt):
+        list(scheduler.run())
+    cache.allocator.check_invariants()
+    finish(scheduler, cache)
+    for request in requests:
+        check(model, request)
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (np.zeros(11, np.float32), r"shape \[1, vocabulary\]; got \[11\]"),
+        (np.zeros((2, 11), np.float32), r"shape \[1, vocabulary\]; got \[2, 11\]"),
+        (np.full((1, 11), np.nan, np.float32), "a finite maximum in each row; got nan in row 0"),
+        (np.full((1, 11), -np.inf, np.float32), "a finite maximum in each row; got -inf in row 0"),
+    ],
+)
+def test_logits_that_are_none(plain, logits, message):
+    cache = make_cache(plain)
+    wrong = [logits]
+    scheduler = Scheduler(cache, lambda step, tokens: wrong[0] if wrong else plain.forward(step, tokens))
+    request = scheduler.submit([1, 2], max_tokens=3)
+    with pytest.raises(
+        ValueError, match=rf"^Scheduler\.step: forward must return logits (of|with) {message}"
+    ):
+        scheduler.step()
+    wrong.clear()
+    finish(scheduler, cache)
+    assert request.tokens() == plain.greedy([1, 2], 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "prompt must hold a token at least"),
+        ({"prompt": [-1]}, r"prompt must hold tokens from 0 to 2\*\*31 - 1; got -1"),
+        ({"prompt": [2**31]}, "prompt must hold tokens from 0"),
+        ({"max_tokens": 0}, r"max_tokens \(0\) must be at least 1"),
+        ({"num_samples": 0}, r"num_samples \(0\) must be at least 1"),
+        ({"num_beams": 0}, r"num_beams \(0\) must be at least 1"),
+        ({"num_samples": 9}, r"num_samples \(9\) must be at most max_batch \(8\)"),
+        ({"num_beams": 9}, r"num_beams \(9\) must be at most max_batch \(8\)"),
+        ({"num_beams": 2, "num_samples": 3}, r"num_samples \(3\) must be at most num_beams \(2\)"),
+        ({"num_beams": 2, "sampling": Sampling(0.5)}, "must have temperature 0 with num_beams"),
+        ({"max_tokens": 99}, r"a prompt of 3 tokens and 99 new ones exceed max_length \(100\)"),
+        ({"max_tokens": 40}, "new ones need 11 pages of 4; the cache has 10"),
+        ({"max_tokens": 20, "num_beams": 3}, "new ones in 3 beams need 18 pages of 4; the cache has 10"),
+        ({"stop_sequences": [[]]}, "stop_sequences must not hold an empty one"),
+        ({"stop_tokens": [-1]}, "stop_tokens must hold tokens from 0"),
+    ],
+)
+def test_what_could_never_run_is_refused(plain, options, message):
+    cache = make_cache(plain, num_pages=10, max_length=200)
+    scheduler = Scheduler(cache, plain.forward, max_length=100)
+    with pytest.raises(ValueError, match=rf"^Scheduler\.submit: .*{message}"):
+        scheduler.submit(**{"prompt": [1, 2, 3], "max_tokens": 4, **options})
+    assert not scheduler.unfinished
+
+
+def test_what_the_page_tables_have_no_room_for_is_refused(plain):
+    cache = make_cache(plain, max_length=20)
+    scheduler = Scheduler(cache, plain.forward)
+    with pytest.raises(ValueError, match=r"3 tokens and 19 new ones exceed the cache's max_length \(20\)"):
+        scheduler.submit([1, 2, 3], max_tokens=19)
+    request = scheduler.submit([1, 2, 3], max_tokens=18)
+    finish(scheduler, cache)
+    assert request.tokens() == plain.greedy([1, 2, 3], 18)
+
+
+@pytest.mark.parametrize(
+    "options", [{"prompt": [0.5]}, {"prompt": ["a"]}, {"max_tokens": 1.5}, {"priority": 0.5}]
+)
+def test_what_is_no_int_is_refused(plain, options):
+    scheduler = Scheduler(make_cache(plain), plain.forward)
+    with pytest.raises(TypeError):
+        scheduler.submit(**{"prompt": [1, 2, 3], "max_tokens": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, r"max_batch \(0\) must be from 1 to the cache's \(8\)"),
+        ({"max_batch": 9}, r"max_batch \(9\) must be from 1 to the cache's \(8\)"),
+        (
+            {"token_budget": 7},
+            r"token_budget \(7\) must be from max_batch \(8\) to the cache's max_tokens \(64\)",
+        ),
+        ({"token_budget": 65}, r"token_budget \(65\) must be from max_batch \(8\)"),
+        ({"max_length": 1}, r"max_length \(1\) must be at least 2"),
+        ({"priority_steps": 0}, r"priority_steps \(0\) must be at least 1"),
+    ],
+)
+def test_limits_out_of_range_are_refused(plain, options, message):
+    with pytest.raises(ValueError, match=f"^Scheduler: {message}"):
+        Scheduler(make_cache(plain), plain.forward, **options)
