@@ -59,6 +59,20 @@ def test_smollm2_says_what_the_example_says(smollm2, question):
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("--array", "torch"), pytest.param(("--device", "cuda"), marks=pytest.mark.gpu)],
+    ids=["torch", "cuda"],
+)
+def test_smollm2_on_torch(smollm2, arguments):
+    pytest.importorskip("torch")
+    question = "What is the capital of France?"
+    with serve("--num-pages", "256", *arguments, model="smollm2") as server:
+        text = say(server, chat(question, max_tokens=8))["message"]["content"]
+    assert text == say(smollm2, chat(question, max_tokens=8))["message"]["content"]
+    assert "Paris" in text
+
+
 def test_smollm2_stops_where_it_ends_its_turn(smollm2):
     answer = say(smollm2, chat("Say yes.", max_tokens=400))
     assert answer["finish_reason"] == "stop"
