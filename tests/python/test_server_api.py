@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("starlette", reason="the server needs starlette")
 pytest.importorskip("uvicorn", reason="the server needs uvicorn")
@@ -349,6 +351,52 @@ def test_bad_bodies(client, content, content_type, status):
     response = client.post("/v1/completions", content=content, headers={"Content-Type": content_type})
     assert response.status_code == status
     assert response.json()["error"]["message"]
+
+
+def test_half_of_a_surrogate_pair(client):
+    """JSON can hold it, and an answer cannot."""
+    for body, param in (
+        ('{"prompt": "Hi", "\\ud800": 1}', '"\\ud800"'),
+        ('{"prompt": "\\ud800"}', "prompt"),
+        ('{"prompt": "Hi", "model": "\\ud800"}', "model"),
+        ('{"prompt": "Hi", "stop": ["\\udfff"]}', "stop"),
+    ):
+        headers = {"Content-Type": "application/json"}
+        response = client.post("/v1/completions", content=body.encode(), headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+
+
+NAMES = ["n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "logprobs", "model"]
+NAMES += ["stream_options", "messages", "echo", "suffix", "logit_bias", "tools", "max_completion_tokens"]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "include_usage"]), inner)
+    ),
+    max_leaves=6,
+)
+
+
+def test_no_request_is_the_servers_fault(client):
+    """The test's client raises what the server did not expect."""
+    statuses = set()
+
+    @given(
+        st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+        st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
+        st.sampled_from([{"prompt": "Hi", "max_tokens": 2}, {"messages": USER, "max_tokens": 2}]),
+        st.none() | VALUES,
+    )
+    def ask(path, fields, known, prompt):
+        body = {**known, **fields} | ({} if prompt is None else {"prompt": prompt})
+        response = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert response.status_code in (200, 400, 404), response.text
+        statuses.add(response.status_code)
+
+    settings(max_examples=200)(ask)()
+    assert {200, 400} <= statuses
 
 
 def test_no_such_place(client):

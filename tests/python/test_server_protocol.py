@@ -212,6 +212,13 @@ def test_bodies_that_are_no_json_object(body):
         parse_json(body)
 
 
+def test_depths_around_the_limit_of_recursion():
+    for depth in range(900, 1010):
+        body = b'{"prompt": "Hi", "stop": ' + b"[" * depth + b"]" * depth + b"}"
+        with pytest.raises(ApiError):
+            parse_completion(parse_json(body))
+
+
 def test_body():
     assert parse_json('{"a": "ä"}'.encode()) == {"a": "ä"}
 

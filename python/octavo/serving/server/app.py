@@ -38,6 +38,7 @@ from octavo.serving.server.responses import (
 from octavo.serving.server.text import Delta
 
 _Result = TypeVar("_Result")
+_Text = TypeVar("_Text")
 _PACKAGE = "octavo.serving.server"
 _PAGE = {
     "Cache-Control": "no-cache",
@@ -88,10 +89,9 @@ class Api:
         asked = parse_completion(await self._body(request))
         self._check_model(asked.options)
         self._engine.check_room(asked.options.n * len(asked.prompts))
+        tokenizer = self._model.tokenizer
         prompts = [
-            await asyncio.to_thread(self._model.tokenizer.encode, prompt)
-            if isinstance(prompt, str)
-            else list(prompt)
+            await _encode("prompt", tokenizer.encode, prompt) if isinstance(prompt, str) else list(prompt)
             for prompt in asked.prompts
         ]
         form = CompletionFormat(self._model.name, asked.options.include_usage)
@@ -102,17 +102,9 @@ class Api:
         asked = parse_chat(await self._body(request))
         self._check_model(asked.options)
         self._engine.check_room(asked.options.n)
-        prompt = await asyncio.to_thread(self._encode_messages, asked.messages)
+        prompt = await _encode("messages", self._model.tokenizer.encode_messages, asked.messages)
         form = ChatFormat(self._model.name, asked.options.include_usage)
         return await self._generate(request, asked.options, [prompt], form)
-
-    def _encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        try:
-            return self._model.tokenizer.encode_messages(messages)
-        except ValueError as error:
-            raise ApiError(
-                400, f"chat completions: {error}", param="messages", code="invalid_value"
-            ) from error
 
     async def _generate(
         self, request: Request, options: Options, prompts: Sequence[Sequence[int]], form: Format
@@ -301,6 +293,14 @@ class EventStream(Response):
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _encode(param: str, encode: Callable[[_Text], list[int]], text: _Text) -> list[int]:
+    """Tokens, made in another thread; a ValueError of the tokenizer is the client's."""
+    try:
+        return await asyncio.to_thread(encode, text)
+    except ValueError as error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
 
 
 async def _until_disconnect(receive: Receive, work: Awaitable[_Result]) -> _Result:

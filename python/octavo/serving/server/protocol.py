@@ -214,7 +214,7 @@ class _Fields:
         for name in self._body:
             if name in self._taken or (self._body[name] is None and name in neutral):
                 continue
-            full_name = self._prefix + _shorten(name)
+            full_name = self._prefix + (_shorten(name) if _is_text(name) else _show(name))
             if name not in neutral:
                 raise ApiError(
                     400,
@@ -289,7 +289,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _show(value: object) -> str:
-    return _shorten(json.dumps(value))
+    try:
+        return _shorten(json.dumps(value))
+    except RecursionError:  # of what could just be read
+        return "a value that is nested too deeply"
 
 
 def _shorten(text: str, most: int = 80) -> str:

@@ -16,7 +16,10 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What the server needs of a tokenizer. Several threads call encode and encode_messages."""
+    """What the server needs of a tokenizer.
+
+    Several threads call encode and encode_messages; a ValueError of theirs tells the client what is wrong.
+    """
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
