@@ -37,13 +37,13 @@ class ServedModel:
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         self._before = [(part.config, part.config._attn_implementation) for part in parts]
         self._was_training = model.training
-        model.eval()
-        if self._bloom is None:
-            from octavo.transformers import register
-
-            register()
-            model.set_attn_implementation("octavo")
         try:
+            model.eval()
+            if self._bloom is None:
+                from octavo.transformers import register
+
+                register()
+                model.set_attn_implementation("octavo")
             self._expected, self._layers = self._look()
             self._try()
         except BaseException:
@@ -84,7 +84,7 @@ class ServedModel:
         of_layers = LayerStep(step, self._layers)
         if self._bloom is None:
             # A mask of four axes is passed on as it is; Octavo's attention has the step, and reads none.
-            options["attention_mask"] = torch.empty(1, 1, 1, 1, device=input_ids.device)
+            options["attention_mask"] = torch.zeros(1, 1, 1, 1, device=input_ids.device)
             options["position_ids"] = step.positions.long()[None]
             logits = self._model(input_ids, octavo_step=of_layers, **options).logits
         else:

@@ -112,6 +112,15 @@ def test_list_needs_no_gpu() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_vllm_list_needs_neither_vllm_nor_a_gpu() -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench_vllm.py"), "--list", "--rows", "^8b_b(1|64)_"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert shown.splitlines() == [
+        "8b_b1_s8192: 1 sequences, 1 new tokens",
+        "8b_b64_s4096: 64 sequences, 64 new tokens",
+    ]
+
+
 def test_list_selects_rows() -> None:
     command = [sys.executable, str(BENCHMARKS / "bench_decode.py"), "--list", "--rows", "^seed_batch(8|32)$"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -344,3 +346,10 @@ def test_exported_exceptions() -> None:
     with pytest.raises(octavo.InvalidSequence) as caught:
         allocator.length(sequence)
     assert type(caught.value).__module__ == "octavo"
+
+
+def test_octavo_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "octavo.vllm", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"octavo\.vllm needs vLLM: pip install octavo\[vllm\]"):
+        importlib.import_module("octavo.vllm")

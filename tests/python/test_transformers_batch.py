@@ -247,6 +247,11 @@ def mpt():
     return causal(transformers.MptConfig(vocab_size=61, d_model=32, n_layers=1, n_heads=2, max_seq_len=32))
 
 
+def falcon():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return causal(transformers.FalconConfig(**sizes))
+
+
 def headless():
     return transformers.LlamaModel(CONFIGS["llama"]()).eval()
 
@@ -273,6 +278,7 @@ def llama4():
         (mamba, r"MambaForCausalLM: its layers have other memory than keys and values"),
         (t5, r"T5ForConditionalGeneration: it has an encoder"),
         (mpt, "MptForCausalLM: it takes no position_ids"),
+        (falcon, "FalconForCausalLM does not call transformers' AttentionInterface"),
         (headless, r"LlamaModel: it has no head that gives logits"),
         (bidirectional, r"Gemma3ForCausalLM: .* this mask is neither causal"),
         (gpt_oss, r"GptOssForCausalLM: .* s_aux is not supported"),
@@ -280,11 +286,12 @@ def llama4():
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(make, message):
-    model = make()
+    model = make().train()
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message):
         generate_batch(model, [[1, 2, 3]], max_new_tokens=2)
     assert model.config._attn_implementation == before
+    assert model.training
 
 
 def test_a_model_that_mixes_tokens_outside_of_its_attention_is_refused():

@@ -1,0 +1,297 @@
+"""The classes of vLLM's attention backend OCTAVO, which vLLM imports once the backend was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from octavo import append_kv, build_info, paged_attention
+
+# What vLLM's caches of uint8 hold, by the name of the cache's dtype.
+_KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+class OctavoBackend(AttentionBackend):
+    """What vLLM asks of a backend before it takes it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_KV_DTYPES]
+    forward_includes_kv_cache_update = False
+    supports_kv_cache_update_bypass = True  # forward() does not look at keys and values
+
+    @staticmethod
+    def get_name() -> str:
+        return "OCTAVO"
+
+    @staticmethod
+    def get_impl_cls() -> type[OctavoImpl]:
+        return OctavoImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[OctavoMetadataBuilder]:
+        return OctavoMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(8)]  # others work, too, but the kernel for prompts is slower there
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        others = [layout for layout in KVCacheLayout if layout != KVCacheLayout.LBHNC]
+        return (KVCacheLayout.LBHNC, *others)  # heads before slots is what kernels read fastest
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and 0 < head_size <= 256
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+        return capability is None or capability >= DeviceCapability(8, 0)  # None: the CPU
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def validate_configuration(cls, **asked: Any) -> list[str]:
+        reasons: list[str] = super().validate_configuration(**asked)
+        if asked.get("has_sliding_window") and asked.get("use_non_causal"):
+            reasons.append("non-causal attention with a sliding window not supported")
+        stored = getattr(torch, str(asked["kv_cache_dtype"]), asked["dtype"])  # of "auto" and codes: any
+        if stored != asked["dtype"]:
+            reasons.append(f"kv_cache_dtype {stored} beside dtype {asked['dtype']} not supported")
+        if asked["device_capability"] is not None:
+            if asked["dtype"] == torch.float32:
+                reasons.append("float32 not supported on a GPU")
+            if build_info()["why_cpu_only"]:
+                reasons.append(build_info()["why_cpu_only"])
+        return reasons
+
+
+@dataclass(slots=True)
+class OctavoMetadata(AttentionMetadata):
+    """A batch, under vLLM's names: tensors of vLLM's own, which it fills anew for every step."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor  # int32 [batch + 1]
+    seq_lens: Tensor  # int32 [batch]
+    block_table: Tensor  # int32 [batch, max_blocks]
+    slot_mapping: Tensor  # int64 [tokens]
+    causal: bool
+    is_causal: Tensor | None  # bool [batch], instead of `causal`
+    prefix_lens: Tensor | None  # int32 [batch]: what sequences see that are not causal, where some are
+    common_prefix_len: int
+
+
+class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
+    """There is nothing to plan: operators read lengths and blocks on the device."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        # Which kernel runs, and so the bits of a result, follows from the most queries of a sequence.
+        self._max_query_len = self._max_tokens if envs.VLLM_BATCH_INVARIANT else None
+        self._prefix_lens: Tensor | None = None  # at one address, for CUDA graphs
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> OctavoMetadata:
+        batch = common_attn_metadata
+        is_causal = batch.causal if isinstance(batch.causal, Tensor) else None
+        metadata = OctavoMetadata(
+            num_actual_tokens=batch.num_actual_tokens,
+            max_query_len=self._max_query_len or batch.max_query_len,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping,
+            causal=True if is_causal is not None else batch.causal,
+            is_causal=is_causal,
+            prefix_lens=None,
+            common_prefix_len=common_prefix_len,
+        )
+        if is_causal is not None:
+            if self._prefix_lens is None:
+                self._prefix_lens = torch.empty(self._max_tokens, dtype=torch.int32, device=self.device)
+            metadata.prefix_lens = self._prefix_lens[: len(is_causal)]
+            self.update_draft_decode_metadata(metadata)
+        return metadata
+
+    def update_block_table(
+        self, metadata: OctavoMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> OctavoMetadata:
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: OctavoMetadata) -> None:
+        if metadata.is_causal is not None:  # all other tensors are vLLM's
+            torch.mul(metadata.seq_lens, ~metadata.is_causal, out=metadata.prefix_lens)
+
+
+class OctavoImpl(AttentionImpl[OctavoMetadata]):
+    """The attention of a layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ):
+        config = get_current_vllm_config_or_none()
+        model = None if config is None else config.model_config
+        reasons = OctavoBackend.validate_configuration(  # which the CPU's platform does not call
+            head_size=head_size,
+            dtype=torch.get_default_dtype(),
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=None,
+            use_mla=False,
+            has_sink=sinks is not None,
+            use_sparse=False,
+            use_mm_prefix=model is not None and model.is_mm_prefix_lm,
+            use_per_head_quant_scales=False,
+            device_capability=None,
+            attn_type=attn_type,
+            has_sliding_window=sliding_window is not None,
+            use_non_causal=config is not None and config.attention_config.use_non_causal,
+            use_rswa=model is not None and model.rswa_window is not None,
+        )
+        if reasons:
+            raise ValueError(f"octavo.vllm: {', '.join(reasons)}")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._kv_dtype = _KV_DTYPES.get(kv_cache_dtype)
+        self._window_left = -1 if sliding_window is None else sliding_window - 1
+        self._softcap = logits_soft_cap or 0.0
+        self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self._batch_invariant = envs.VLLM_BATCH_INVARIANT
+        self._may_share_prefix = sliding_window is None and alibi_slopes is None and not self._batch_invariant
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new keys and values; vLLM does not call it for a layer that has the cache of another one.
+
+        Args:
+            layer: vLLM's layer, which has the scales of fp8.
+            key: [tokens or more, num_kv_heads, head_size].
+            value: like key.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], in any layout.
+            slot_mapping: int64 [tokens]: ``block * block_size + slot`` of each token, or -1 to leave it out.
+        """
+        num_tokens = len(slot_mapping)
+        if len(key) != num_tokens:
+            key, value = key[:num_tokens], value[:num_tokens]
+        k_pages, v_pages = kv_cache.transpose(1, 2).chunk(2, -1)
+        append_kv(key, value, k_pages, v_pages, slot_mapping=slot_mapping, **self._codes(layer))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: OctavoMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the cache, which has the batch's own keys and values already.
+
+        Args:
+            layer: vLLM's layer, which has the scales of fp8.
+            query: [tokens or more, num_heads, head_size].
+            key: not looked at, as value.
+            value: likewise.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], in any layout.
+            attn_metadata: of the batch; None while vLLM measures memory, and then the output is 0.
+            output: like query, written; rows past the batch's tokens are left as they are.
+            output_scale: None: there is no output of codes.
+            output_block_scale: likewise.
+
+        Returns:
+            output.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("octavo.vllm: output of codes is not supported")
+        if attn_metadata is None:
+            return output.fill_(0)
+        batch = attn_metadata
+        if self._window_left >= 0 and not (batch.causal and batch.prefix_lens is None):
+            raise NotImplementedError("octavo.vllm: non-causal attention with a sliding window not supported")
+        num_tokens = batch.num_actual_tokens
+        out = output
+        if len(query) != num_tokens:
+            query, out = query[:num_tokens], output[:num_tokens]
+        k_pages, v_pages = kv_cache.transpose(1, 2).chunk(2, -1)
+        paged_attention(
+            query,
+            k_pages,
+            v_pages,
+            batch.block_table,
+            batch.seq_lens,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            softmax_scale=self.scale,
+            causal=batch.causal,
+            window_left=self._window_left,
+            softcap=self._softcap,
+            alibi_slopes=self._slopes,
+            prefix_lens=batch.prefix_lens,
+            batch_invariant=self._batch_invariant,
+            shared_prefix_len=batch.common_prefix_len if self._may_share_prefix else 0,
+            out=out,
+            **self._codes(layer),
+        )
+        return output
+
+    def _codes(self, layer: Any) -> dict[str, Any]:
+        """What a cache of codes needs besides; the scales are read on the device, at a graph's replay too."""
+        if self._kv_dtype is None:
+            return {}
+        return {
+            "kv_dtype": self._kv_dtype,
+            "k_scale": layer._k_scale.view(1),
+            "v_scale": layer._v_scale.view(1),
+        }
