@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from _linear_report import MODES, RATIOS, TRITON, best_cublas, is_alone, number, summarise
-from _report import OCTAVO, floor_us, geometric_mean
+from _report import OCTAVO, floor_us, geometric_mean, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -99,6 +99,36 @@ def all_cases(benchmark: str) -> Cells:
     return cells
 
 
+def product(case: str) -> Cells:
+    """A row of a benchmark of products with weights, beside the best of cuBLAS."""
+
+    def cells(results: Path, gpu: str) -> tuple[str, str]:
+        for line, row in enumerate(load(results, "linear", gpu), start=1):
+            if row["case"] == case:
+                octavo, theirs = f"{row['us'][OCTAVO]:.1f}", f"{best_cublas(row['us']):.1f} cuBLAS"
+                return link(octavo, "linear", gpu, line), theirs
+        return "", ""
+
+    return cells
+
+
+def whole_step(case: str) -> Cells:
+    """Tokens/s of a model's decode steps, beside the best compiled peer."""
+
+    def cells(results: Path, gpu: str) -> tuple[str, str]:
+        for line, row in enumerate(load(results, "generate", gpu), start=1):
+            if row["case"] == case:
+                speeds = row["tokens_per_s"]
+                peer = max(speeds.keys() & COMPILED_PEERS.keys(), key=speeds.__getitem__)
+                octavo = max(speeds[name] for name in OCTAVO_STEPS if name in speeds)
+                return link(
+                    f"{octavo:.0f}", "generate", gpu, line
+                ), f"{speeds[peer]:.0f} {COMPILED_PEERS[peer]}, compiled"
+        return "", ""
+
+    return cells
+
+
 def cost_of_a_call(results: Path, gpu: str) -> tuple[str, str]:
     rows = load(results, "call", gpu)
     us = {row["contestant"]: row["best_us"] for row in rows if row["device"] == "cuda"}
@@ -112,12 +142,13 @@ def cost_of_a_call(results: Path, gpu: str) -> tuple[str, str]:
 SUMMARY: tuple[tuple[str, str, Cells], ...] = (
     ("Decode, 1 sequence of 8192 tokens", "microseconds", one_case("decode", "8b_b1_s8192")),
     ("Decode, 64 sequences of 4096 tokens", "microseconds", one_case("decode", "8b_b64_s4096")),
-    ("Decode, 64 sequences of 309 to 8613 tokens", "microseconds", one_case("decode", "8b_ragged64")),
     ("Decode, speed in all rows (mean)", "best peer = 1", all_cases("decode")),
     ("Prefill, 8 x 2048 tokens", "TFLOP/s", one_case("prefill", "d128_causal_8x2048")),
-    ("Prefill, 1 x 16384 tokens", "TFLOP/s", one_case("prefill", "d128_causal_1x16384")),
     ("Prefill, 4 chunks of 512 and 60 decoding", "TFLOP/s", one_case("prefill", "mixed")),
     ("Prefill, speed in all rows (mean)", "best peer = 1", all_cases("prefill")),
+    ("Gradients, 8 x 2048 tokens", "TFLOP/s", one_case("backward", "d128_causal_8x2048")),
+    ("One row times weights [4096, 4096]", "microseconds", product("4096x4096_m1")),
+    ("Llama-2-7B, 1 sequence at 1024 tokens", "tokens/s", whole_step("7b_b1_s1024")),
     ("Cost of a decode call on the host", "microseconds", cost_of_a_call),
 )
 
@@ -346,6 +377,42 @@ TEXTS = {
 }
 
 
+CACHES = {"contiguous": "contiguous", "unshared": "pages, prompts not shared", "pages": "pages"}
+REQUESTS = {
+    "one": "one text each",
+    "samples2": "2 samples",
+    "samples4": "4 samples",
+    "beams2": "2 beams",
+    "beams4": "4 beams",
+}
+
+
+def serving(results: Path) -> str:
+    """Requests per second with pages, and in contiguous memory."""
+    header = [
+        *("model", "requests", "cache", "requests/s", "to contiguous", "texts at once"),
+        *("waste, mean", "most"),
+    ]
+    rows = []
+    for path in sorted(results.glob("serving-*.jsonl")):
+        contiguous: dict[str, float] = {}
+        for row in read_rows(path):
+            base = contiguous.setdefault(row["case"], row["requests_per_s"])
+            rows.append(
+                [
+                    f"{row['model']}, {row['device']}",
+                    REQUESTS[row["case"]],
+                    CACHES[row["way"]],
+                    f"{row['requests_per_s']:.2f}",
+                    f"{row['requests_per_s'] / base:.2f}",
+                    f"{row['sequences_at_once']:.1f}",
+                    f"{row['waste_percent']:.1f} %",
+                    f"{row['most_waste_percent']:.1f} %",
+                ]
+            )
+    return format_table(header, rows, numbers=len(header) - 3)
+
+
 def two_digits(x: float) -> str:
     """Write a number below 1 with two digits that count, and no exponent."""
     return f"{x:.{1 - math.floor(math.log10(x))}f}"
@@ -381,6 +448,7 @@ TABLES = {
         "backward-options": backward_options,
         "calls": calls,
         "jax": jax,
+        "serving": serving,
     },
     ROOT / "docs" / "quantised_cache.md": {"kv-accuracy": kv_accuracy},
 }

@@ -245,10 +245,10 @@ def test_type_checkers(tmp_path):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_torch_schemas(operator):
-    pytest.importorskip("torch")
-    import octavo.torch
+    torch = pytest.importorskip("torch")
+    import octavo.torch  # noqa: F401
 
-    overloads = getattr(octavo.torch.torch.ops.octavo, operator)
+    overloads = getattr(torch.ops.octavo, operator)
     results = [x["name"] for x in OPERATORS[operator] if x["access"] == "result"]
     for overload in overloads.overloads():
         # copy_pages_to has those that begin with "to_", and attention.deterministic one of its own.
