@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -104,7 +105,7 @@ class OctavoMetadata(AttentionMetadata):
     block_table: Tensor  # int32 [batch, max_blocks]
     slot_mapping: Tensor  # int64 [tokens]
     causal: bool
-    is_causal: Tensor | None  # bool [batch], instead of `causal`
+    is_causal: Tensor | None  # int32 or bool [batch], instead of `causal`
     prefix_lens: Tensor | None  # int32 [batch]: what sequences see that are not causal, where some are
     common_prefix_len: int
 
@@ -150,11 +151,13 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
     def update_block_table(
         self, metadata: OctavoMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> OctavoMetadata:
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        other = copy.copy(metadata)  # of a subclass of vLLM's, maybe, with more fields
+        other.block_table, other.slot_mapping = blk_table, slot_mapping
+        return other
 
     def update_draft_decode_metadata(self, metadata: OctavoMetadata) -> None:
         if metadata.is_causal is not None:  # all other tensors are vLLM's
-            torch.mul(metadata.seq_lens, ~metadata.is_causal, out=metadata.prefix_lens)
+            torch.mul(metadata.seq_lens, metadata.is_causal == 0, out=metadata.prefix_lens)
 
 
 class OctavoImpl(AttentionImpl[OctavoMetadata]):
@@ -189,7 +192,9 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             device_capability=None,
             attn_type=attn_type,
             has_sliding_window=sliding_window is not None,
-            use_non_causal=config is not None and config.attention_config.use_non_causal,
+            # vLLM sets use_non_causal for a diffusion model only where no backend is named.
+            use_non_causal=(config is not None and config.attention_config.use_non_causal)
+            or getattr(model, "is_diffusion", False),
             use_rswa=model is not None and model.rswa_window is not None,
         )
         if reasons:

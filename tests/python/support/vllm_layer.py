@@ -91,7 +91,7 @@ class Layer:
         self.query_start_loc, self.seq_lens = buffer(MAX_BATCH + 1), buffer(MAX_BATCH)
         self.block_table = buffer(MAX_BATCH, MAX_BLOCKS + 2)
         self.slot_mapping = buffer(MAX_TOKENS, dtype=torch.int64)
-        self.is_causal = buffer(MAX_BATCH, dtype=torch.bool)
+        self.is_causal = buffer(MAX_BATCH)  # int32, as vLLM's own
 
     def length(self, sequence: int) -> int:
         return len(self.stored[sequence][0])
@@ -136,7 +136,7 @@ class Layer:
         self.query_start_loc.copy_(torch.from_numpy(all_starts))
         self.output.fill_(torch.nan)
         if not isinstance(causal, bool):
-            self.is_causal[: len(causal)] = torch.tensor(causal, device=self.device)
+            self.is_causal[: len(causal)] = torch.tensor(causal, dtype=torch.int32, device=self.device)
         return Batch(
             query=self.query[:num_tokens],
             key=self.key[:num_tokens],
