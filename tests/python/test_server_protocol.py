@@ -232,8 +232,11 @@ class Characters:
     def decode(self, tokens):
         return "".join(chr(token) for token in tokens if token)
 
-    def text_stream(self):
+    def text_stream(self, prompt=()):
         return self
+
+    def flush(self):
+        return ""
 
     def feed(self, token):
         return self.decode([token])
@@ -284,6 +287,35 @@ def test_answer_sends_what_it_held_back_at_its_end():
     answer = Answer(3, Characters(), ["END"], logprobs=False)
     (first, last) = feed(answer, "aEN", "length")
     assert (first.text, last.text, last.finish_reason, last.index) == ("a", "EN", "length", 3)
+
+
+class Late(Characters):
+    """Returns all text at the end."""
+
+    def text_stream(self, prompt=()):
+        self.text = ""
+        return self
+
+    def feed(self, token):
+        self.text += self.decode([token])
+        return ""
+
+    def flush(self):
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "expected"),
+    [
+        ("some text", "length", ("some text", "length")),
+        ("some END text", "length", ("some ", "stop")),
+        ("some EN\0", "stop", ("some EN", "stop")),
+    ],
+)
+def test_text_that_the_tokenizer_held_back_comes_at_the_end(text, reason, expected):
+    (delta,) = feed(Answer(0, Late(), ["END"], logprobs=False), text, reason)
+    assert (delta.text, delta.finish_reason) == expected
+    assert delta.num_tokens == len(text)
 
 
 def test_stop_token_has_no_text():

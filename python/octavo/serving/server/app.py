@@ -95,7 +95,7 @@ class Api:
             for prompt in asked.prompts
         ]
         form = CompletionFormat(self._model.name, asked.options.include_usage)
-        return await self._generate(request, asked.options, prompts, form)
+        return await self._generate(request, asked.options, prompts, form, continues=True)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -104,10 +104,16 @@ class Api:
         self._engine.check_room(asked.options.n)
         prompt = await _encode("messages", self._model.tokenizer.encode_messages, asked.messages)
         form = ChatFormat(self._model.name, asked.options.include_usage)
-        return await self._generate(request, asked.options, [prompt], form)
+        return await self._generate(request, asked.options, [prompt], form, continues=False)
 
     async def _generate(
-        self, request: Request, options: Options, prompts: Sequence[Sequence[int]], form: Format
+        self,
+        request: Request,
+        options: Options,
+        prompts: Sequence[Sequence[int]],
+        form: Format,
+        *,
+        continues: bool,
     ) -> Response:
         job = Job(
             prompts=prompts,
@@ -118,6 +124,7 @@ class Api:
             ),
             stops=options.stop,
             logprobs=options.logprobs,
+            continues=continues,
         )
         stream = await self._engine.submit(job)
         if options.stream:

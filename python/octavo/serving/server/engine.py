@@ -44,6 +44,7 @@ class Job:
     sampling: Sampling
     stops: tuple[str, ...] = ()
     logprobs: bool = False
+    continues: bool = False  # the answers' texts go on where those of the prompts end
 
     @property
     def num_answers(self) -> int:
@@ -243,9 +244,9 @@ class Engine:
         for stream in self._streams:
             stream.events.put_nowait(error)
 
-    def _publish(self, events: list[tuple[Stream, Delta]]) -> None:
-        for stream, delta in events:
-            stream.events.put_nowait(delta)
+    def _publish(self, events: list[tuple[Stream, Delta | ApiError]]) -> None:
+        for stream, event in events:
+            stream.events.put_nowait(event)
 
     def _fail(self) -> None:
         self._cut_off(self._failed())
@@ -308,7 +309,8 @@ class Engine:
                 self._stream_of[request] = stream
                 for sample in range(job.num_samples):
                     index = number * job.num_samples + sample
-                    answer = Answer(index, self._tokenizer, job.stops, job.logprobs)
+                    continued = prompt if job.continues else ()
+                    answer = Answer(index, self._tokenizer, job.stops, job.logprobs, continued)
                     stream.answers[request, sample] = answer
         except BaseException:
             stream.answers = {}
@@ -326,7 +328,7 @@ class Engine:
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
         now = time.monotonic()
-        events = []
+        events: list[tuple[Stream, Delta | ApiError]] = []
         for output in outputs:
             stream = self._stream_of.get(output.request)
             if stream is None:  # nobody reads it any more
@@ -338,7 +340,14 @@ class Engine:
             elif answer.last_token is not None:
                 self.metrics.next_token.observe(now - answer.last_token)
             answer.last_token = now
-            delta = answer.feed(output.token, output.logprob, output.finish_reason)
+            try:
+                delta = answer.feed(output.token, output.logprob, output.finish_reason)
+            except Exception:  # of the tokenizer: nothing that concerns others
+                _log.exception("the text of an answer cannot be made; its request is cancelled")
+                failed = ApiError(500, "the text of the answer cannot be made", code="text_failed")
+                events.append((stream, failed))
+                self._drop(stream)
+                continue
             if answer.finish_reason is not None:
                 self.metrics.finish(answer.finish_reason, now - stream.submitted)
                 if output.finish_reason is None:  # a text at which to stop; the scheduler knows only tokens

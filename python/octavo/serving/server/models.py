@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import KVCache
-from octavo.serving.server.text import TextStream, Tokenizer
+from octavo.serving.detokenizer import Detokenizer, byte_tokens
+from octavo.serving.server.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class _TransformersTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._byte_tokens = byte_tokens(self._backend.token_to_id)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokens: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -181,7 +183,5 @@ class _TransformersTokenizer:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
-    def text_stream(self) -> TextStream:
-        from octavo.serving.smollm.tokenizer import TextStream as Stream
-
-        return Stream(self._backend)
+    def text_stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        return Detokenizer(self._backend.decode, self._byte_tokens, prompt)
