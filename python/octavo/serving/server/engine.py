@@ -254,7 +254,8 @@ class Engine:
             self.on_failure()
 
     def _failed(self) -> ApiError:
-        return ApiError(500, f"the engine has failed: {self.failure!r}", code="engine_failed")
+        # Why is in the log, and may be nothing for clients.
+        return ApiError(500, "the engine has failed", code="engine_failed")
 
     # Of the engine's thread
 
