@@ -11,6 +11,7 @@ pytest.importorskip("httpx2", reason="Starlette's test client needs httpx2")
 
 from starlette.testclient import TestClient
 
+from octavo.serving.server.models import max_token_bytes
 from support.served_model import AsciiTokenizer, greedy, load, make_parts
 
 PATH = "/v1/completions"
@@ -65,3 +66,36 @@ def test_a_text_that_cannot_be_made_ends_its_request_alone():
         answer = client.post("/v1/chat/completions", json={"messages": messages, **GREEDY}).json()
         assert answer["choices"][0]["message"]["content"] == greedy("!", 24)[0]
     assert cache.allocator.num_free_pages == cache.allocator.num_pages
+
+
+class CountedTokenizer(AsciiTokenizer):
+    """Tokens of up to three letters."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def encode(self, text):
+        self.num_calls += 1
+        return super().encode(text)[::3]
+
+
+def test_texts_that_are_too_long_are_not_encoded():
+    """Of 256 tokens of three bytes each, one of which is for the answer."""
+    tokenizer = CountedTokenizer()
+    model = dataclasses.replace(load(), tokenizer=tokenizer, max_token_bytes=3)
+    _, (app, _) = make_parts(model, num_pages=64)
+    with TestClient(app, base_url="http://localhost") as client:
+        for text in ("x" * 766, "x" * 2**20, "\u00fc" * 400):
+            error = error_of(client.post(PATH, json={"prompt": ["Hi", text], "max_tokens": 1}), 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+            assert f"room for 256 tokens; the request has {len(text.encode())} bytes" in error["message"]
+        messages = [{"role": "user", "content": "x" * 400}] * 2
+        error = error_of(client.post("/v1/chat/completions", json={"messages": messages}), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        assert tokenizer.num_calls == 0
+        answer = client.post(PATH, json={"prompt": "x" * 765, "max_tokens": 1})
+        assert answer.json()["usage"]["prompt_tokens"] == 255
+
+
+def test_longest_token():
+    assert max_token_bytes(["a", "\u2581b", "ccc"]) == 4

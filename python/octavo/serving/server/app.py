@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.serving import Sampling
 from octavo.serving.server.engine import Engine, Job, Stream
-from octavo.serving.server.errors import ApiError
+from octavo.serving.server.errors import ApiError, too_long
 from octavo.serving.server.guard import CountRequests, Guard
 from octavo.serving.server.metrics import render
 from octavo.serving.server.models import Model
@@ -90,6 +90,8 @@ class Api:
         self._check_model(asked.options)
         self._engine.check_room(asked.options.n * len(asked.prompts))
         tokenizer = self._model.tokenizer
+        for prompt in asked.prompts:
+            self._check_size("prompt", prompt if isinstance(prompt, str) else "")
         prompts = [
             await _encode("prompt", tokenizer.encode, prompt) if isinstance(prompt, str) else list(prompt)
             for prompt in asked.prompts
@@ -102,6 +104,7 @@ class Api:
         asked = parse_chat(await self._body(request))
         self._check_model(asked.options)
         self._engine.check_room(asked.options.n)
+        self._check_size("messages", *(message["content"] for message in asked.messages))
         prompt = await _encode("messages", self._model.tokenizer.encode_messages, asked.messages)
         form = ChatFormat(self._model.name, asked.options.include_usage)
         return await self._generate(request, asked.options, [prompt], form, continues=False)
@@ -165,14 +168,23 @@ class Api:
                 )
         if len(prompt) + (asked or 1) > self._engine.max_length:
             answer = f"{asked} for the answer" if asked else "one for the answer"
-            raise ApiError(
-                400,
-                f"this server has room for {self._engine.max_length} tokens; the request has {len(prompt)}, "
-                f"and asks for {answer}",
-                param="prompt" if len(prompt) >= self._engine.max_length else "max_tokens",
-                code="context_length_exceeded",
+            raise too_long(
+                self._engine.max_length,
+                f"the request has {len(prompt)}, and asks for {answer}",
+                "prompt" if len(prompt) >= self._engine.max_length else "max_tokens",
             )
         return asked or self._engine.max_length - len(prompt)
+
+    def _check_size(self, param: str, *texts: str) -> None:
+        """Refuses what has too many tokens, however it is encoded: tokenizers stop all threads meanwhile."""
+        if self._model.max_token_bytes is None:
+            return
+        num_bytes = sum(len(text.encode()) for text in texts)
+        least = -(-num_bytes // self._model.max_token_bytes)
+        if least >= self._engine.max_length:
+            raise too_long(
+                self._engine.max_length, f"the request has {num_bytes} bytes, {least} tokens or more", param
+            )
 
     def _check_model(self, options: Options) -> None:
         if options.model not in (None, self._model.name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class Model:
         vocab_size: tokens are from 0 to vocab_size - 1.
         max_length: of a prompt and its answer, in tokens. None: as many as the cache holds.
         stop_tokens: that end an answer.
+        max_token_bytes: of the text of a token, in UTF-8, or more. Texts that have more bytes than max_length
+            such tokens are refused before they are encoded, which would take long. None: no text is.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Model:
     vocab_size: int
     max_length: int | None = None
     stop_tokens: frozenset[int] = frozenset()
+    max_token_bytes: int | None = None
 
 
 def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str | None = None) -> Model:
@@ -116,7 +119,13 @@ def _load_smollm2(device: str, array: str | None, dtype: str | None) -> Model:
         vocab_size=tokenizer.vocab_size,
         max_length=config.context_length,
         stop_tokens=tokenizer.stop_tokens,
+        max_token_bytes=max_token_bytes(tokenizer.vocabulary),
     )
+
+
+def max_token_bytes(vocabulary: Collection[str]) -> int:
+    """Of any token: the marks that vocabularies have for spaces and bytes are longer than what they mark."""
+    return max(len(token.encode()) for token in vocabulary)
 
 
 def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
@@ -149,6 +158,7 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
         vocab_size=model.get_input_embeddings().weight.shape[0],
         max_length=getattr(config, "max_position_embeddings", None),  # BLOOM has no limit
         stop_tokens=frozenset(stop_tokens | {tokenizer.eos_token_id} - {None}),
+        max_token_bytes=max_token_bytes(tokenizer.get_vocab()),
     )
 
 

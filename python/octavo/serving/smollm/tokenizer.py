@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,6 +39,11 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         """Tokens are from 0 to vocab_size - 1."""
         return self._tokenizer.get_vocab_size()
+
+    @property
+    def vocabulary(self) -> Collection[str]:
+        """The tokens, in the letters that stand for bytes."""
+        return self._tokenizer.get_vocab().keys()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
