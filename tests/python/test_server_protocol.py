@@ -223,6 +223,17 @@ def test_body():
     assert parse_json('{"a": "ä"}'.encode()) == {"a": "ä"}
 
 
+@pytest.mark.parametrize("prompt", [[1, "x"] * 500, [[1], [None] * 1000], ["Hi", [-1] * 1001]])
+def test_prompts_of_too_many_tokens_are_not_read(prompt):
+    with pytest.raises(ApiError, match=r"^this server has room for 1000 tokens; the prompt has 100"):
+        parse_completion({"prompt": prompt}, 1000)
+
+
+@pytest.mark.parametrize("prompt", [[1] * 999, ["x"] * 1000, "x" * 1000, [[1] * 999] * 2])
+def test_prompts_that_may_fit_are_read(prompt):
+    parse_completion({"prompt": prompt}, 1000)
+
+
 # Texts
 
 

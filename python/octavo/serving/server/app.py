@@ -86,7 +86,7 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        asked = parse_completion(await self._body(request))
+        asked = parse_completion(await self._body(request), self._engine.max_length)
         self._check_model(asked.options)
         self._engine.check_room(asked.options.n * len(asked.prompts))
         tokenizer = self._model.tokenizer
@@ -158,6 +158,13 @@ class Api:
             raise ApiError(
                 400, "the prompt must have at least one token", param="prompt", code="invalid_value"
             )
+        if len(prompt) + (asked or 1) > self._engine.max_length:
+            answer = f"{asked} for the answer" if asked else "one for the answer"
+            raise too_long(
+                self._engine.max_length,
+                f"the request has {len(prompt)}, and asks for {answer}",
+                "prompt" if len(prompt) >= self._engine.max_length else "max_tokens",
+            )
         for token in prompt:
             if not 0 <= token < self._model.vocab_size:
                 raise ApiError(
@@ -166,13 +173,6 @@ class Api:
                     param="prompt",
                     code="invalid_value",
                 )
-        if len(prompt) + (asked or 1) > self._engine.max_length:
-            answer = f"{asked} for the answer" if asked else "one for the answer"
-            raise too_long(
-                self._engine.max_length,
-                f"the request has {len(prompt)}, and asks for {answer}",
-                "prompt" if len(prompt) >= self._engine.max_length else "max_tokens",
-            )
         return asked or self._engine.max_length - len(prompt)
 
     def _check_size(self, param: str, *texts: str) -> None:
