@@ -1,11 +1,13 @@
 """`python -m octavo.serving`: clients that leave, too many of them, signals, wrong requests and arguments."""
 
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -200,6 +202,26 @@ def test_a_second_ctrl_c_does_not_wait():
     status, _ = server.stop(signal.SIGINT, timeout=10)
     assert status == 1
     leave(first[0])
+
+
+def test_bodies_that_do_not_come_count_as_in_flight():
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with serve(*CACHE, "--max-in-flight", "2") as server:
+        with contextlib.ExitStack() as connections:
+            for _ in range(2):
+                address = ("127.0.0.1", server.port)
+                connection = connections.enter_context(socket.create_connection(address))
+                connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt": ')
+            wait_for_status(server, 429)
+        wait_for_status(server, 200)
+        status, answer = server.post({"prompt": ["a", "b"], **GREEDY})
+        assert status == 200 and len(answer["choices"]) == 2  # all the room is there again
+
+
+def wait_for_status(server, wanted):
+    end = time.monotonic() + 10
+    while (status := server.post({"prompt": "Hello", **GREEDY})[0]) != wanted:
+        assert time.monotonic() < end, status
 
 
 def test_a_step_that_fails_ends_the_server():

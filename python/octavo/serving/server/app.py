@@ -86,26 +86,28 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        asked = parse_completion(await self._body(request), self._engine.max_length)
-        self._check_model(asked.options)
-        self._engine.check_room(asked.options.n * len(asked.prompts))
         tokenizer = self._model.tokenizer
-        for prompt in asked.prompts:
-            self._check_size("prompt", prompt if isinstance(prompt, str) else "")
-        prompts = [
-            await _encode("prompt", tokenizer.encode, prompt) if isinstance(prompt, str) else list(prompt)
-            for prompt in asked.prompts
-        ]
+        with self._engine.arrival():
+            asked = parse_completion(await self._body(request), self._engine.max_length)
+            self._check_model(asked.options)
+            self._engine.check_room(asked.options.n * len(asked.prompts), num_arrived=1)
+            for prompt in asked.prompts:
+                self._check_size("prompt", prompt if isinstance(prompt, str) else "")
+            prompts = [
+                await _encode("prompt", tokenizer.encode, prompt) if isinstance(prompt, str) else list(prompt)
+                for prompt in asked.prompts
+            ]
         form = CompletionFormat(self._model.name, asked.options.include_usage)
         return await self._generate(request, asked.options, prompts, form, continues=True)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked = parse_chat(await self._body(request))
-        self._check_model(asked.options)
-        self._engine.check_room(asked.options.n)
-        self._check_size("messages", *(message["content"] for message in asked.messages))
-        prompt = await _encode("messages", self._model.tokenizer.encode_messages, asked.messages)
+        with self._engine.arrival():
+            asked = parse_chat(await self._body(request))
+            self._check_model(asked.options)
+            self._engine.check_room(asked.options.n, num_arrived=1)
+            self._check_size("messages", *(message["content"] for message in asked.messages))
+            prompt = await _encode("messages", self._model.tokenizer.encode_messages, asked.messages)
         form = ChatFormat(self._model.name, asked.options.include_usage)
         return await self._generate(request, asked.options, [prompt], form, continues=False)
 
@@ -199,7 +201,6 @@ class Api:
         )
 
     async def _body(self, request: Request) -> dict[str, object]:
-        self._engine.check_room(1)  # before much is read
         # A browser sends JSON to another site only if that site allows it, which this one does not.
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":

@@ -7,13 +7,14 @@ the event loop at once, in one call for all handlers. Nothing else touches the s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -87,7 +88,8 @@ class Engine:
         scheduler: the engine's own from now on.
         cache: the scheduler's.
         tokenizer: of the model.
-        max_in_flight: answers that run or wait; a job that would exceed them is refused with status 429.
+        max_in_flight: answers that run or wait, and requests that are still read; what would exceed them is
+            refused with status 429.
         on_failure: called in the event loop when a step failed. Nothing is served from then on.
 
     Methods are for the thread of the event loop in which start() was called.
@@ -110,6 +112,7 @@ class Engine:
         held = [group.num_pages * group.page_size for group in cache.page_groups if group.window_left < 0]
         self.max_length = min([cache.max_length, *held])
         self.in_flight = 0  # answers that run or wait
+        self._num_arriving = 0  # requests that are read and encoded
         self.failure: BaseException | None = None
         self.on_failure = on_failure
         self._scheduler = scheduler
@@ -162,18 +165,32 @@ class Engine:
             raise
         return stream
 
-    def check_room(self, num_answers: int) -> None:
-        """Refuses a job by its size: ApiError, 400 if so many answers never fit, 429 if not now."""
+    @contextlib.contextmanager
+    def arrival(self) -> Iterator[None]:
+        """While a request is read and encoded, it counts as one answer in flight; ApiError (429) beyond."""
+        self.check_room(1)
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
+
+    def check_room(self, num_answers: int, num_arrived: int = 0) -> None:
+        """Refuses a job by its size: ApiError, 400 if so many answers never fit, 429 if not now.
+
+        num_arrived: of these answers that count already, since the request arrives.
+        """
         if num_answers > self.max_in_flight:
             raise ApiError(
                 400,
                 f"the request asks for {num_answers} answers; this server has {self.max_in_flight} at most",
                 code="too_many_answers",
             )
-        if self.in_flight + num_answers > self.max_in_flight:
+        others = self.in_flight + self._num_arriving - num_arrived
+        if others + num_answers > self.max_in_flight:
             raise ApiError(
                 429,
-                f"the server is full: {self.in_flight} answers of at most {self.max_in_flight} are in flight",
+                f"the server is full: {others} answers of at most {self.max_in_flight} are in flight",
                 code="server_full",
                 headers={"Retry-After": str(self._retry_after())},
             )
