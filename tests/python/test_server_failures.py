@@ -99,3 +99,12 @@ def test_texts_that_are_too_long_are_not_encoded():
 
 def test_longest_token():
     assert max_token_bytes(["a", "\u2581b", "ccc"]) == 4
+
+
+def test_head_of_the_events_ends():
+    _, (app, _) = make_parts(load())
+    with TestClient(app, base_url="http://localhost") as client:
+        response = client.head("/events")
+        assert response.status_code == 200 and response.content == b""
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["cache-control"] == "no-store"

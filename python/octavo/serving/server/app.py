@@ -261,8 +261,12 @@ class Api:
         text = render(self._engine.metrics, await self._engine.snapshot(), self._engine.in_flight)
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def events(self, _request: Request) -> Response:
+    async def events(self, request: Request) -> Response:
         """GET /events: snapshots, as server-sent events."""
+        if request.method == "HEAD":
+            head = Response(headers=_EVENTS, media_type=EventStream.media_type)
+            del head.headers["content-length"]
+            return head
         return EventStream(self._snapshots(), lambda: None)
 
     async def _snapshots(self) -> AsyncGenerator[bytes, None]:
