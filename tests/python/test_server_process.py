@@ -1,6 +1,7 @@
 """`python -m octavo.serving`: clients that leave, too many of them, signals, wrong requests and arguments."""
 
 import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -269,6 +270,8 @@ def test_other_machines_need_a_key(host):
         (("--model", "support.served_model:load", "--memory", "1K"), "memory"),
         (("--model", "support.served_model:load", "--token-budget", "63"), "token_budget (63) must be from"),
         (("--api-key", ""), "the API key must have"),
+        (("--api-key", " secret"), "--api-key: the API key must not begin or end with a space"),
+        (("--api-key", "secret "), "--api-key: the API key must not begin or end with a space"),
         (("--port", "70000"), "70000 is no port"),
         (("--num-pages", "0"), "0 is no positive integer"),
         (("--num-pages", "1", "--memory", "1G"), "not allowed with"),
@@ -284,6 +287,22 @@ def test_a_port_that_is_taken(server):
     status, said = command("--model", "support.served_model:load", "--port", str(server.port))
     assert status != 0
     assert "address already in use" in said
+
+
+def test_spaces_around_the_key_of_the_environment():
+    status, message = command(OCTAVO_API_KEY="secret ")
+    assert status == 2
+    assert "OCTAVO_API_KEY: the API key must not begin or end with a space" in message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have 127.0.0.1 alone")
+def test_another_address_of_this_machine():
+    with serve("--host", "127.0.0.2", "--num-pages", "64") as server:
+        for name, expected in (("127.0.0.2", 200), ("localhost", 200), ("evil.example", 403)):
+            connection = http.client.HTTPConnection("127.0.0.2", server.port, timeout=10)
+            connection.request("GET", "/v1/models", headers={"Host": f"{name}:{server.port}"})
+            assert connection.getresponse().status == expected
+            connection.close()
 
 
 def test_the_key_of_the_environment():

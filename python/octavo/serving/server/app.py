@@ -384,6 +384,7 @@ def create_app(
     *,
     api_key: str | None = None,
     local_only: bool = True,
+    host: str | None = None,
     max_body_bytes: int = 4 * 2**20,
 ) -> Starlette:
     """The ASGI application, which starts the engine and stops it.
@@ -394,6 +395,7 @@ def create_app(
         api_key: that clients have to send as a bearer token. None: they need none.
         local_only: without a key, refuse requests whose Host header names another machine than this one, as a
             page in a browser can send them once its name leads here.
+        host: where the server listens, which names this machine as localhost, 127.0.0.1 and [::1] do.
         max_body_bytes: of a request.
     """
 
@@ -426,7 +428,7 @@ def create_app(
         lifespan=lifespan,
         middleware=[
             Middleware(CountRequests, counts=engine.metrics.http, paths=[route.path for route in routes]),
-            Middleware(Guard, api_key=api_key, local_only=local_only),
+            Middleware(Guard, api_key=api_key, local_only=local_only, host=host),
         ],
         exception_handlers={
             ApiError: api_error,
