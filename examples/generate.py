@@ -116,7 +116,8 @@ def generate(scheduler: Scheduler, tokenizer: ChatTokenizer, prompts: list[str],
             display.prefilled(total - scheduler.prefill_remaining)
             for output in outputs:
                 stream = streams[output.request.index][output.sample]
-                display.write(output, stream.feed(output.token))
+                text = stream.feed(output.token)
+                display.write(output, text if output.finish_reason is None else text + stream.flush())
 
 
 def read_prompts(prompts: list[str]) -> list[str]:

@@ -278,7 +278,7 @@ def test_tokenizer(tokenizer):
         " days",
     ]
     stream = tokenizer.text_stream()
-    pieces = [stream.feed(token) for token in tokens]
+    pieces = [*map(stream.feed, tokens), stream.flush()]
     assert "".join(pieces) == text.removesuffix("<|im_end|>")
     assert "" in pieces[:-1]  # 🙂 takes more than one token
 

@@ -15,25 +15,11 @@ pytest.importorskip("httpx2", reason="Starlette's test client needs httpx2")
 
 from starlette.testclient import TestClient
 
-from octavo.serving import Scheduler
-from support.served_model import NAME, greedy, load, make_app
+from support.served_model import NAME, greedy, load, make_parts
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 USER = [{"role": "user", "content": "What?"}]
 USER_PROMPT = "user: What?\n"
-
-
-def make_parts(model, num_pages=256, page_size=4, max_batch=8, **options):
-    cache = model.make_cache(
-        num_pages=num_pages,
-        page_size=page_size,
-        max_batch=max_batch,
-        max_tokens=64,
-        max_length=min(model.max_length, num_pages * page_size),
-        prefix_cache=True,
-    )
-    scheduler = Scheduler(cache, model.forward, stop_tokens=model.stop_tokens)
-    return cache, make_app(cache, scheduler, model, **options)
 
 
 @pytest.fixture

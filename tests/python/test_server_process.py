@@ -1,11 +1,14 @@
 """`python -m octavo.serving`: clients that leave, too many of them, signals, wrong requests and arguments."""
 
+import contextlib
+import http.client
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -202,12 +205,32 @@ def test_a_second_ctrl_c_does_not_wait():
     leave(first[0])
 
 
+def test_bodies_that_do_not_come_count_as_in_flight():
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with serve(*CACHE, "--max-in-flight", "2") as server:
+        with contextlib.ExitStack() as connections:
+            for _ in range(2):
+                address = ("127.0.0.1", server.port)
+                connection = connections.enter_context(socket.create_connection(address))
+                connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt": ')
+            wait_for_status(server, 429)
+        wait_for_status(server, 200)
+        status, answer = server.post({"prompt": ["a", "b"], **GREEDY})
+        assert status == 200 and len(answer["choices"]) == 2  # all the room is there again
+
+
+def wait_for_status(server, wanted):
+    end = time.monotonic() + 10
+    while (status := server.post({"prompt": "Hello", **GREEDY})[0]) != wanted:
+        assert time.monotonic() < end, status
+
+
 def test_a_step_that_fails_ends_the_server():
-    """What was lost is said, to clients and by the exit status; nothing goes on as if nothing had been."""
+    """Clients learn that, and the log why; nothing goes on as if nothing had been."""
     server = ServerProcess(*CACHE, model="support.served_model:load_broken")
     status, answer = server.post({**ENDLESS})
     assert (status, answer["error"]["code"]) == (500, "engine_failed")
-    assert "the tenth step" in answer["error"]["message"]
+    assert answer["error"]["message"] == "the engine has failed"
     status, output = server.wait()
     assert status == 1
     assert "ArithmeticError: the tenth step" in output
@@ -247,6 +270,8 @@ def test_other_machines_need_a_key(host):
         (("--model", "support.served_model:load", "--memory", "1K"), "memory"),
         (("--model", "support.served_model:load", "--token-budget", "63"), "token_budget (63) must be from"),
         (("--api-key", ""), "the API key must have"),
+        (("--api-key", " secret"), "--api-key: the API key must not begin or end with a space"),
+        (("--api-key", "secret "), "--api-key: the API key must not begin or end with a space"),
         (("--port", "70000"), "70000 is no port"),
         (("--num-pages", "0"), "0 is no positive integer"),
         (("--num-pages", "1", "--memory", "1G"), "not allowed with"),
@@ -262,6 +287,22 @@ def test_a_port_that_is_taken(server):
     status, said = command("--model", "support.served_model:load", "--port", str(server.port))
     assert status != 0
     assert "address already in use" in said
+
+
+def test_spaces_around_the_key_of_the_environment():
+    status, message = command(OCTAVO_API_KEY="secret ")
+    assert status == 2
+    assert "OCTAVO_API_KEY: the API key must not begin or end with a space" in message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have 127.0.0.1 alone")
+def test_another_address_of_this_machine():
+    with serve("--host", "127.0.0.2", "--num-pages", "64") as server:
+        for name, expected in (("127.0.0.2", 200), ("localhost", 200), ("evil.example", 403)):
+            connection = http.client.HTTPConnection("127.0.0.2", server.port, timeout=10)
+            connection.request("GET", "/v1/models", headers={"Host": f"{name}:{server.port}"})
+            assert connection.getresponse().status == expected
+            connection.close()
 
 
 def test_the_key_of_the_environment():

@@ -223,6 +223,17 @@ def test_body():
     assert parse_json('{"a": "ä"}'.encode()) == {"a": "ä"}
 
 
+@pytest.mark.parametrize("prompt", [[1, "x"] * 500, [[1], [None] * 1000], ["Hi", [-1] * 1001]])
+def test_prompts_of_too_many_tokens_are_not_read(prompt):
+    with pytest.raises(ApiError, match=r"^this server has room for 1000 tokens; the prompt has 100"):
+        parse_completion({"prompt": prompt}, 1000)
+
+
+@pytest.mark.parametrize("prompt", [[1] * 999, ["x"] * 1000, "x" * 1000, [[1] * 999] * 2])
+def test_prompts_that_may_fit_are_read(prompt):
+    parse_completion({"prompt": prompt}, 1000)
+
+
 # Texts
 
 
@@ -232,8 +243,11 @@ class Characters:
     def decode(self, tokens):
         return "".join(chr(token) for token in tokens if token)
 
-    def text_stream(self):
+    def text_stream(self, prompt=()):
         return self
+
+    def flush(self):
+        return ""
 
     def feed(self, token):
         return self.decode([token])
@@ -284,6 +298,35 @@ def test_answer_sends_what_it_held_back_at_its_end():
     answer = Answer(3, Characters(), ["END"], logprobs=False)
     (first, last) = feed(answer, "aEN", "length")
     assert (first.text, last.text, last.finish_reason, last.index) == ("a", "EN", "length", 3)
+
+
+class Late(Characters):
+    """Returns all text at the end."""
+
+    def text_stream(self, prompt=()):
+        self.text = ""
+        return self
+
+    def feed(self, token):
+        self.text += self.decode([token])
+        return ""
+
+    def flush(self):
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "expected"),
+    [
+        ("some text", "length", ("some text", "length")),
+        ("some END text", "length", ("some ", "stop")),
+        ("some EN\0", "stop", ("some EN", "stop")),
+    ],
+)
+def test_text_that_the_tokenizer_held_back_comes_at_the_end(text, reason, expected):
+    (delta,) = feed(Answer(0, Late(), ["END"], logprobs=False), text, reason)
+    assert (delta.text, delta.finish_reason) == expected
+    assert delta.num_tokens == len(text)
 
 
 def test_stop_token_has_no_text():

@@ -6,6 +6,7 @@ import functools
 import time
 
 import octavo
+from octavo.serving import Scheduler
 from octavo.serving.server import Engine, Model, create_app
 from support.exact_model import HEAD_DIM, ExactModel
 
@@ -24,13 +25,16 @@ class AsciiTokenizer:
     def decode(self, tokens):
         return "".join(map(chr, tokens))
 
-    def text_stream(self):
+    def text_stream(self, prompt=()):
         return AsciiStream()
 
 
 class AsciiStream:
     def feed(self, token):
         return chr(token)
+
+    def flush(self):
+        return ""
 
 
 def load(forward=None, stop_tokens=frozenset({STOP})) -> Model:
@@ -85,3 +89,17 @@ def make_app(cache, scheduler, model, *, max_in_flight=64, **options):
     """The application, and its engine."""
     engine = Engine(scheduler, cache, model.tokenizer, max_in_flight=max_in_flight)
     return create_app(engine, model, **options), engine
+
+
+def make_parts(model, num_pages=256, page_size=4, max_batch=8, **options):
+    """A cache, and the application and its engine."""
+    cache = model.make_cache(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_batch=max_batch,
+        max_tokens=64,
+        max_length=min(model.max_length, num_pages * page_size),
+        prefix_cache=True,
+    )
+    scheduler = Scheduler(cache, model.forward, stop_tokens=model.stop_tokens)
+    return cache, make_app(cache, scheduler, model, **options)

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.serving import Sampling
 from octavo.serving.server.engine import Engine, Job, Stream
-from octavo.serving.server.errors import ApiError
+from octavo.serving.server.errors import ApiError, too_long
 from octavo.serving.server.guard import CountRequests, Guard
 from octavo.serving.server.metrics import render
 from octavo.serving.server.models import Model
@@ -86,28 +86,39 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        asked = parse_completion(await self._body(request))
-        self._check_model(asked.options)
-        self._engine.check_room(asked.options.n * len(asked.prompts))
         tokenizer = self._model.tokenizer
-        prompts = [
-            await _encode("prompt", tokenizer.encode, prompt) if isinstance(prompt, str) else list(prompt)
-            for prompt in asked.prompts
-        ]
+        with self._engine.arrival():
+            asked = parse_completion(await self._body(request), self._engine.max_length)
+            self._check_model(asked.options)
+            self._engine.check_room(asked.options.n * len(asked.prompts), num_arrived=1)
+            for prompt in asked.prompts:
+                self._check_size("prompt", prompt if isinstance(prompt, str) else "")
+            prompts = [
+                await _encode("prompt", tokenizer.encode, prompt) if isinstance(prompt, str) else list(prompt)
+                for prompt in asked.prompts
+            ]
         form = CompletionFormat(self._model.name, asked.options.include_usage)
-        return await self._generate(request, asked.options, prompts, form)
+        return await self._generate(request, asked.options, prompts, form, continues=True)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked = parse_chat(await self._body(request))
-        self._check_model(asked.options)
-        self._engine.check_room(asked.options.n)
-        prompt = await _encode("messages", self._model.tokenizer.encode_messages, asked.messages)
+        with self._engine.arrival():
+            asked = parse_chat(await self._body(request))
+            self._check_model(asked.options)
+            self._engine.check_room(asked.options.n, num_arrived=1)
+            self._check_size("messages", *(message["content"] for message in asked.messages))
+            prompt = await _encode("messages", self._model.tokenizer.encode_messages, asked.messages)
         form = ChatFormat(self._model.name, asked.options.include_usage)
-        return await self._generate(request, asked.options, [prompt], form)
+        return await self._generate(request, asked.options, [prompt], form, continues=False)
 
     async def _generate(
-        self, request: Request, options: Options, prompts: Sequence[Sequence[int]], form: Format
+        self,
+        request: Request,
+        options: Options,
+        prompts: Sequence[Sequence[int]],
+        form: Format,
+        *,
+        continues: bool,
     ) -> Response:
         job = Job(
             prompts=prompts,
@@ -118,6 +129,7 @@ class Api:
             ),
             stops=options.stop,
             logprobs=options.logprobs,
+            continues=continues,
         )
         stream = await self._engine.submit(job)
         if options.stream:
@@ -148,6 +160,13 @@ class Api:
             raise ApiError(
                 400, "the prompt must have at least one token", param="prompt", code="invalid_value"
             )
+        if len(prompt) + (asked or 1) > self._engine.max_length:
+            answer = f"{asked} for the answer" if asked else "one for the answer"
+            raise too_long(
+                self._engine.max_length,
+                f"the request has {len(prompt)}, and asks for {answer}",
+                "prompt" if len(prompt) >= self._engine.max_length else "max_tokens",
+            )
         for token in prompt:
             if not 0 <= token < self._model.vocab_size:
                 raise ApiError(
@@ -156,16 +175,18 @@ class Api:
                     param="prompt",
                     code="invalid_value",
                 )
-        if len(prompt) + (asked or 1) > self._engine.max_length:
-            answer = f"{asked} for the answer" if asked else "one for the answer"
-            raise ApiError(
-                400,
-                f"this server has room for {self._engine.max_length} tokens; the request has {len(prompt)}, "
-                f"and asks for {answer}",
-                param="prompt" if len(prompt) >= self._engine.max_length else "max_tokens",
-                code="context_length_exceeded",
-            )
         return asked or self._engine.max_length - len(prompt)
+
+    def _check_size(self, param: str, *texts: str) -> None:
+        """Refuses what has too many tokens, however it is encoded: tokenizers stop all threads meanwhile."""
+        if self._model.max_token_bytes is None:
+            return
+        num_bytes = sum(len(text.encode()) for text in texts)
+        least = -(-num_bytes // self._model.max_token_bytes)
+        if least >= self._engine.max_length:
+            raise too_long(
+                self._engine.max_length, f"the request has {num_bytes} bytes, {least} tokens or more", param
+            )
 
     def _check_model(self, options: Options) -> None:
         if options.model not in (None, self._model.name):
@@ -180,7 +201,6 @@ class Api:
         )
 
     async def _body(self, request: Request) -> dict[str, object]:
-        self._engine.check_room(1)  # before much is read
         # A browser sends JSON to another site only if that site allows it, which this one does not.
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
@@ -241,8 +261,12 @@ class Api:
         text = render(self._engine.metrics, await self._engine.snapshot(), self._engine.in_flight)
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def events(self, _request: Request) -> Response:
+    async def events(self, request: Request) -> Response:
         """GET /events: snapshots, as server-sent events."""
+        if request.method == "HEAD":
+            head = Response(headers=_EVENTS, media_type=EventStream.media_type)
+            del head.headers["content-length"]
+            return head
         return EventStream(self._snapshots(), lambda: None)
 
     async def _snapshots(self) -> AsyncGenerator[bytes, None]:
@@ -360,6 +384,7 @@ def create_app(
     *,
     api_key: str | None = None,
     local_only: bool = True,
+    host: str | None = None,
     max_body_bytes: int = 4 * 2**20,
 ) -> Starlette:
     """The ASGI application, which starts the engine and stops it.
@@ -370,6 +395,7 @@ def create_app(
         api_key: that clients have to send as a bearer token. None: they need none.
         local_only: without a key, refuse requests whose Host header names another machine than this one, as a
             page in a browser can send them once its name leads here.
+        host: where the server listens, which names this machine as localhost, 127.0.0.1 and [::1] do.
         max_body_bytes: of a request.
     """
 
@@ -402,7 +428,7 @@ def create_app(
         lifespan=lifespan,
         middleware=[
             Middleware(CountRequests, counts=engine.metrics.http, paths=[route.path for route in routes]),
-            Middleware(Guard, api_key=api_key, local_only=local_only),
+            Middleware(Guard, api_key=api_key, local_only=local_only, host=host),
         ],
         exception_handlers={
             ApiError: api_error,

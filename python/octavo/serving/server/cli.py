@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     api_key = os.environ.get("OCTAVO_API_KEY") if args.api_key is None else args.api_key
     if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable()):
         parser.error("the API key must have printable ASCII characters, one or more")
+    if api_key is not None and api_key != api_key.strip():  # of headers nobody keeps those spaces
+        name = "OCTAVO_API_KEY" if args.api_key is None else "--api-key"
+        parser.error(f"{name}: the API key must not begin or end with a space")
     is_local = _is_loopback(args.host)
     if not is_local and api_key is None and not args.no_api_key:
         parser.error(
@@ -83,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model,
         api_key=api_key,
         local_only=is_local,
+        host=args.host,
         max_body_bytes=args.max_body,
     )
     config = uvicorn.Config(

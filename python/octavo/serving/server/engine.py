@@ -7,13 +7,14 @@ the event loop at once, in one call for all handlers. Nothing else touches the s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ class Job:
     sampling: Sampling
     stops: tuple[str, ...] = ()
     logprobs: bool = False
+    continues: bool = False  # the answers' texts go on where those of the prompts end
 
     @property
     def num_answers(self) -> int:
@@ -86,7 +88,8 @@ class Engine:
         scheduler: the engine's own from now on.
         cache: the scheduler's.
         tokenizer: of the model.
-        max_in_flight: answers that run or wait; a job that would exceed them is refused with status 429.
+        max_in_flight: answers that run or wait, and requests that are still read; what would exceed them is
+            refused with status 429.
         on_failure: called in the event loop when a step failed. Nothing is served from then on.
 
     Methods are for the thread of the event loop in which start() was called.
@@ -109,6 +112,7 @@ class Engine:
         held = [group.num_pages * group.page_size for group in cache.page_groups if group.window_left < 0]
         self.max_length = min([cache.max_length, *held])
         self.in_flight = 0  # answers that run or wait
+        self._num_arriving = 0  # requests that are read and encoded
         self.failure: BaseException | None = None
         self.on_failure = on_failure
         self._scheduler = scheduler
@@ -161,18 +165,32 @@ class Engine:
             raise
         return stream
 
-    def check_room(self, num_answers: int) -> None:
-        """Refuses a job by its size: ApiError, 400 if so many answers never fit, 429 if not now."""
+    @contextlib.contextmanager
+    def arrival(self) -> Iterator[None]:
+        """While a request is read and encoded, it counts as one answer in flight; ApiError (429) beyond."""
+        self.check_room(1)
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
+
+    def check_room(self, num_answers: int, num_arrived: int = 0) -> None:
+        """Refuses a job by its size: ApiError, 400 if so many answers never fit, 429 if not now.
+
+        num_arrived: of these answers that count already, since the request arrives.
+        """
         if num_answers > self.max_in_flight:
             raise ApiError(
                 400,
                 f"the request asks for {num_answers} answers; this server has {self.max_in_flight} at most",
                 code="too_many_answers",
             )
-        if self.in_flight + num_answers > self.max_in_flight:
+        others = self.in_flight + self._num_arriving - num_arrived
+        if others + num_answers > self.max_in_flight:
             raise ApiError(
                 429,
-                f"the server is full: {self.in_flight} answers of at most {self.max_in_flight} are in flight",
+                f"the server is full: {others} answers of at most {self.max_in_flight} are in flight",
                 code="server_full",
                 headers={"Retry-After": str(self._retry_after())},
             )
@@ -243,9 +261,9 @@ class Engine:
         for stream in self._streams:
             stream.events.put_nowait(error)
 
-    def _publish(self, events: list[tuple[Stream, Delta]]) -> None:
-        for stream, delta in events:
-            stream.events.put_nowait(delta)
+    def _publish(self, events: list[tuple[Stream, Delta | ApiError]]) -> None:
+        for stream, event in events:
+            stream.events.put_nowait(event)
 
     def _fail(self) -> None:
         self._cut_off(self._failed())
@@ -253,7 +271,8 @@ class Engine:
             self.on_failure()
 
     def _failed(self) -> ApiError:
-        return ApiError(500, f"the engine has failed: {self.failure!r}", code="engine_failed")
+        # Why is in the log, and may be nothing for clients.
+        return ApiError(500, "the engine has failed", code="engine_failed")
 
     # Of the engine's thread
 
@@ -308,7 +327,8 @@ class Engine:
                 self._stream_of[request] = stream
                 for sample in range(job.num_samples):
                     index = number * job.num_samples + sample
-                    answer = Answer(index, self._tokenizer, job.stops, job.logprobs)
+                    continued = prompt if job.continues else ()
+                    answer = Answer(index, self._tokenizer, job.stops, job.logprobs, continued)
                     stream.answers[request, sample] = answer
         except BaseException:
             stream.answers = {}
@@ -326,7 +346,7 @@ class Engine:
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
         now = time.monotonic()
-        events = []
+        events: list[tuple[Stream, Delta | ApiError]] = []
         for output in outputs:
             stream = self._stream_of.get(output.request)
             if stream is None:  # nobody reads it any more
@@ -338,7 +358,14 @@ class Engine:
             elif answer.last_token is not None:
                 self.metrics.next_token.observe(now - answer.last_token)
             answer.last_token = now
-            delta = answer.feed(output.token, output.logprob, output.finish_reason)
+            try:
+                delta = answer.feed(output.token, output.logprob, output.finish_reason)
+            except Exception:  # of the tokenizer: nothing that concerns others
+                _log.exception("the text of an answer cannot be made; its request is cancelled")
+                failed = ApiError(500, "the text of the answer cannot be made", code="text_failed")
+                events.append((stream, failed))
+                self._drop(stream)
+                continue
             if answer.finish_reason is not None:
                 self.metrics.finish(answer.finish_reason, now - stream.submitted)
                 if output.finish_reason is None:  # a text at which to stop; the scheduler knows only tokens

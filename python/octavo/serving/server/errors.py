@@ -53,6 +53,16 @@ _TYPES = {
 }
 
 
+def too_long(max_length: int, what: str, param: str) -> ApiError:
+    """For requests that need more tokens than there is room for. what: says how many they have."""
+    return ApiError(
+        400,
+        f"this server has room for {max_length} tokens; {what}",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def stopping() -> ApiError:
     """For requests that come, or are cut off, while the server stops."""
     return ApiError(503, "the server is stopping", code="server_stopping")

@@ -19,12 +19,18 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class Guard:
-    """Asks for the key; without one, for a local name in the Host header where only those are served."""
+    """Asks for the key; without one, for a local name in the Host header where only those are served.
 
-    def __init__(self, app: ASGIApp, api_key: str | None, local_only: bool) -> None:
+    host: an address that is served, too.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, local_only: bool, host: str | None = None) -> None:
         self._app = app
         self._digest = None if api_key is None else _digest(api_key)
         self._local_only = local_only
+        self._local_names = LOCAL_NAMES
+        if host is not None:
+            self._local_names |= {f"[{host}]".lower() if ":" in host else host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
@@ -46,10 +52,10 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         host = headers.get("host", "")
-        if self._local_only and _without_port(host) not in LOCAL_NAMES:
+        if self._local_only and _without_port(host) not in self._local_names:
             return ApiError(
                 403,
-                f"without an API key this server answers only to {', '.join(sorted(LOCAL_NAMES))}; "
+                f"without an API key this server answers only to {', '.join(sorted(self._local_names))}; "
                 f"the header Host says {host[:80]!r}",
                 code="host_refused",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import KVCache
-from octavo.serving.server.text import TextStream, Tokenizer
+from octavo.serving.detokenizer import Detokenizer, byte_tokens
+from octavo.serving.server.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Model:
         vocab_size: tokens are from 0 to vocab_size - 1.
         max_length: of a prompt and its answer, in tokens. None: as many as the cache holds.
         stop_tokens: that end an answer.
+        max_token_bytes: of the text of a token, in UTF-8, or more. Texts that have more bytes than max_length
+            such tokens are refused before they are encoded, which would take long. None: no text is.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Model:
     vocab_size: int
     max_length: int | None = None
     stop_tokens: frozenset[int] = frozenset()
+    max_token_bytes: int | None = None
 
 
 def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str | None = None) -> Model:
@@ -115,7 +119,13 @@ def _load_smollm2(device: str, array: str | None, dtype: str | None) -> Model:
         vocab_size=tokenizer.vocab_size,
         max_length=config.context_length,
         stop_tokens=tokenizer.stop_tokens,
+        max_token_bytes=max_token_bytes(tokenizer.vocabulary),
     )
+
+
+def max_token_bytes(vocabulary: Collection[str]) -> int:
+    """Of any token: the marks that vocabularies have for spaces and bytes are longer than what they mark."""
+    return max(len(token.encode()) for token in vocabulary)
 
 
 def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
@@ -148,6 +158,7 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
         vocab_size=model.get_input_embeddings().weight.shape[0],
         max_length=getattr(config, "max_position_embeddings", None),  # BLOOM has no limit
         stop_tokens=frozenset(stop_tokens | {tokenizer.eos_token_id} - {None}),
+        max_token_bytes=max_token_bytes(tokenizer.get_vocab()),
     )
 
 
@@ -158,6 +169,7 @@ class _TransformersTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._byte_tokens = byte_tokens(self._backend.token_to_id)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokens: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -181,7 +193,5 @@ class _TransformersTokenizer:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
-    def text_stream(self) -> TextStream:
-        from octavo.serving.smollm.tokenizer import TextStream as Stream
-
-        return Stream(self._backend)
+    def text_stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        return Detokenizer(self._backend.decode, self._byte_tokens, prompt)

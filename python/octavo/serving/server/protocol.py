@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from octavo.serving.server.errors import ApiError
+from octavo.serving.server.errors import ApiError, too_long
 
 MAX_SAMPLES = 128
 MAX_STOPS = 4
@@ -79,12 +79,15 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
-    """Checks a request to /v1/completions; ApiError (400) names the field that is wrong."""
+def parse_completion(body: Mapping[str, Any], max_length: int | None = None) -> CompletionRequest:
+    """Checks a request to /v1/completions; ApiError (400) names the field that is wrong.
+
+    max_length: of a prompt and an answer, in tokens. The tokens of longer prompts are not looked at.
+    """
     fields = _Fields("completions", body)
     logprobs = fields.integer("logprobs", None, 0, 0, "the chosen token alone has one")
     options = _options(fields, "max_tokens", logprobs is not None, default_max_tokens=16)
-    prompts = _prompts(fields)
+    prompts = _prompts(fields, max_length)
     fields.refuse_others()
     return CompletionRequest(options, prompts)
 
@@ -151,8 +154,12 @@ def _include_usage(fields: _Fields, stream: bool) -> bool:
     return include_usage
 
 
-def _prompts(fields: _Fields) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(fields: _Fields, max_length: int | None) -> tuple[str | tuple[int, ...], ...]:
     prompt = fields.take("prompt")
+    if max_length is not None and isinstance(prompt, list):
+        for tokens in [prompt] if prompt and _is_token(prompt[0]) else prompt:
+            if isinstance(tokens, list) and len(tokens) >= max_length:
+                raise too_long(max_length, f"the prompt has {len(tokens)}", "prompt")
     several = prompt if isinstance(prompt, list) and not all(map(_is_token, prompt)) else [prompt]
     if prompt == [] or not all(_is_text(p) or _is_tokens(p) for p in several):
         fields.refuse(
@@ -273,7 +280,13 @@ class _Fields:
 
 def _is_text(value: object) -> bool:
     """Half of a surrogate pair, which JSON can hold, is none."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_token(value: object) -> bool:

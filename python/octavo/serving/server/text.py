@@ -14,6 +14,10 @@ class TextStream(Protocol):
         """The text that this token completes; "" while a character still lacks bytes."""
         ...
 
+    def flush(self) -> str:
+        """The rest, once there are no more tokens."""
+        ...
+
 
 class Tokenizer(Protocol):
     """What the server needs of a tokenizer.
@@ -33,8 +37,8 @@ class Tokenizer(Protocol):
         """The text of tokens; control tokens have none."""
         ...
 
-    def text_stream(self) -> TextStream:
-        """For the tokens of one answer."""
+    def text_stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        """For the tokens of one answer. prompt: tokens whose text it continues; none where it starts anew."""
         ...
 
 
@@ -66,14 +70,22 @@ class Answer:
         tokenizer: of the model.
         stops: texts that end the answer, and are no part of it.
         logprobs: whether the client wants them.
+        prompt: tokens whose text the answer continues.
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stops: Sequence[str], logprobs: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        logprobs: bool,
+        prompt: Sequence[int] = (),
+    ) -> None:
         self.index = index
         self.finish_reason: str | None = None
         self.last_token: float | None = None  # when it came
         self._tokenizer = tokenizer
-        self._stream = tokenizer.text_stream()
+        self._stream = tokenizer.text_stream(prompt)
         self._stops = StopTexts(stops)
         self._wants_logprobs = logprobs
         self._pending: list[TokenLogprob] = []
@@ -92,6 +104,8 @@ class Answer:
         self._num_pending += 1
         self._length += len(text)
         ready = self._stops.feed(text)
+        if finish_reason is not None and not self._stops.found:
+            ready += self._stops.feed(self._stream.flush())
         if self._stops.found:
             finish_reason = "stop"
         elif finish_reason is not None:

