@@ -77,6 +77,9 @@ def test_logits_that_are_none(plain, logits, message):
         ({"num_beams": 9}, r"num_beams \(9\) must be at most max_batch \(8\)"),
         ({"num_beams": 2, "num_samples": 3}, r"num_samples \(3\) must be at most num_beams \(2\)"),
         ({"num_beams": 2, "sampling": Sampling(0.5)}, "must have temperature 0 with num_beams"),
+        ({"length_penalty": 10.5}, r"length_penalty \(10.5\) must be from -10 to 10"),
+        ({"length_penalty": -1000}, r"length_penalty \(-1000.0\) must be"),
+        ({"length_penalty": float("nan")}, r"length_penalty \(nan\) must be"),
         ({"max_tokens": 99}, r"a prompt of 3 tokens and 99 new ones exceed max_length \(100\)"),
         ({"max_tokens": 40}, "new ones need 11 pages of 4; the cache has 10"),
         ({"max_tokens": 20, "num_beams": 3}, "new ones in 3 beams need 18 pages of 4; the cache has 10"),
@@ -90,6 +93,17 @@ def test_what_could_never_run_is_refused(plain, options, message):
     with pytest.raises(ValueError, match=rf"^Scheduler\.submit: .*{message}"):
         scheduler.submit(**{"prompt": [1, 2, 3], "max_tokens": 4, **options})
     assert not scheduler.unfinished
+
+
+@pytest.mark.parametrize("length_penalty", [-10.0, 10.0])
+def test_the_largest_length_penalties_do_not_overflow(plain, length_penalty):
+    cache = make_cache(plain)
+    scheduler = Scheduler(cache, plain.forward)
+    request = scheduler.submit([1, 2, 3], max_tokens=40, num_beams=2, length_penalty=length_penalty)
+    finish(scheduler, cache)
+    assert np.isfinite(request.score())
+    assert (2**31 - 1) ** length_penalty > 0.0
+    check(plain, request)
 
 
 def test_what_the_page_tables_have_no_room_for_is_refused(plain):

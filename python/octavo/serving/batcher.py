@@ -165,6 +165,8 @@ class Batcher:
         behind_windows = any(group.window_left >= 0 for group in self.cache.page_groups)
         while self.running:
             shares = self._plan(chunk)
+            if not shares:
+                return None
             handles = [handle for share in shares for handle in share.group.handles]
             counts = [share.num_tokens for share in shares for _ in share.group.handles]
             tokens = self._new_tokens(shares)

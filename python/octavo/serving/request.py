@@ -125,3 +125,11 @@ def at_least(what: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"Scheduler.submit: {what} ({number}) must be at least {least}")
     return number
+
+
+def length_penalty_of(value: Any) -> float:
+    """Return an exponent with which no number of tokens overflows."""
+    number = float(value)
+    if not abs(number) <= 10.0:  # nor is it NaN
+        raise ValueError(f"Scheduler.submit: length_penalty ({number}) must be from -10 to 10")
+    return number

@@ -21,7 +21,15 @@ from octavo._kv_cache import KVCache, KVCacheStep
 from octavo.serving.batcher import Batch, Batcher
 from octavo.serving.beams import BeamSearch
 from octavo.serving.group import Group
-from octavo.serving.request import FinishReason, Output, Request, at_least, stop_sequences_of, token_list
+from octavo.serving.request import (
+    FinishReason,
+    Output,
+    Request,
+    at_least,
+    length_penalty_of,
+    stop_sequences_of,
+    token_list,
+)
 from octavo.serving.sampling import Sampling, log_softmax, sample
 from octavo.serving.statistics import Statistics
 
@@ -138,7 +146,7 @@ class Scheduler:
             num_samples: how many samples of the prompt, which is computed once.
             num_beams: of beam search; 1: none. Its num_samples best hypotheses come when it is done.
             length_penalty: of beam search, whose hypotheses are ranked by the sum of their tokens' logprobs
-                over their number of tokens to this power.
+                over their number of tokens to this power; from -10 to 10.
             stop_tokens: that end a sample, besides the scheduler's. They are among its tokens.
             stop_sequences: likewise, of several tokens: new ones, not those of the prompt.
             priority: higher ones first, as the class says.
@@ -157,7 +165,7 @@ class Scheduler:
             sampling=sampling,
             num_samples=at_least("num_samples", num_samples, 1),
             num_beams=at_least("num_beams", num_beams, 1),
-            length_penalty=float(length_penalty),
+            length_penalty=length_penalty_of(length_penalty),
             stop_tokens=self._stop_tokens | set(token_list("stop_tokens", stop_tokens)),
             stop_sequences=stop_sequences_of(stop_sequences),
             priority=operator.index(priority),
