@@ -300,3 +300,40 @@ def test_common_prefix():
     long = list(range(1000))
     for length in (0, 1, 499, 500, 998, 999):
         assert common_prefix([long, [*long[:length], -1, *long[length + 1 :]]]) == length
+
+
+def test_prefill_remaining_counts_while_the_model_runs():
+    model = ExactModel()
+    cache = make_cache(model)
+    remaining = []
+
+    def forward(step, tokens):
+        logits = model.forward(step, tokens)
+        if model.calls == 3:
+            scheduler.cancel(first)
+            late.append(scheduler.submit([1] * 5, max_tokens=2))
+        remaining.append(scheduler.prefill_remaining)
+        return logits
+
+    late = []
+    scheduler = Scheduler(cache, forward)
+    first = scheduler.submit([1, 2, 3], max_tokens=8)
+    second = scheduler.submit([4, 5], max_tokens=8)
+    assert scheduler.prefill_remaining == 5
+    finish(scheduler, cache)
+    assert remaining[:4] == [0, 0, 5, 0]
+    for request in (first, second, *late):
+        check(model, request)
+    assert len(second.tokens()) == 8 and first.finish_reason() == "cancelled"
+
+
+def test_prefill_remaining_does_not_count_what_was_cancelled():
+    model = ExactModel()
+    scheduler = Scheduler(make_cache(model), model.forward, token_budget=8)
+    begun, waiting = (scheduler.submit([1] * 20, max_tokens=2) for _ in range(2))
+    scheduler.step()
+    assert scheduler.prefill_remaining == 12 + 20
+    scheduler.cancel(waiting)
+    assert scheduler.prefill_remaining == 12
+    scheduler.cancel(begun)
+    assert scheduler.prefill_remaining == 0

@@ -22,6 +22,7 @@ class Share(NamedTuple):
     group: Group
     num_tokens: int  # of each of its sequences
     is_prefill: bool
+    num_rows: int  # of the batch: its sequences
 
 
 class Batch(NamedTuple):
@@ -86,9 +87,10 @@ class Batcher:
 
     def prefill_remaining(self) -> int:
         """Return the tokens that are to be computed before all groups decode."""
-        running = sum(self.num_missing(group) for group in self.running if self.is_prefilling(group))
-        return running + sum(
-            self.num_missing(group) if group.handles else group.num_tokens for group in self.waiting
+        running = [group for group in self.running if not group.is_over and self.is_prefilling(group)]
+        waiting = [group for group in self.waiting if not group.is_over]
+        return sum(map(self.num_missing, running)) + sum(
+            self.num_missing(group) if group.handles else group.num_tokens for group in waiting
         )
 
     # Joining
@@ -197,13 +199,13 @@ class Batcher:
                     num_sequences = len(group.handles)
                     num_tokens = min(self.num_missing(group), chunk, budget // num_sequences)
                     if num_tokens:
-                        shares.append(Share(group, num_tokens, of_prefill))
+                        shares.append(Share(group, num_tokens, of_prefill, num_sequences))
                         budget -= num_tokens * num_sequences
         return shares
 
     def _new_tokens(self, shares: list[Share]) -> NDArray[np.int64]:
         tokens: list[int] = []
-        for group, num_tokens, _ in shares:
+        for group, num_tokens, *_ in shares:
             for index, handle in enumerate(group.handles):
                 begin = self.cache.length(handle)
                 tokens += group.tokens(index, begin, begin + num_tokens)
@@ -211,7 +213,7 @@ class Batcher:
 
     def undo(self, batch: Batch) -> None:
         """Forget a batch whose keys and values were never written."""
-        for group, num_tokens, _ in batch.shares:
+        for group, num_tokens, *_ in batch.shares:
             for handle in group.handles:
                 self.cache.truncate(handle, self.cache.length(handle) - num_tokens)
 

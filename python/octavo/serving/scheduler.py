@@ -289,8 +289,9 @@ class Scheduler:
     @property
     def prefill_remaining(self) -> int:
         """Tokens of prompts, and of sequences that gave way, that are still to be computed."""
-        self._take_over()
-        return self._batcher.prefill_remaining()
+        with self._lock:
+            submitted = sum(group.num_tokens for group in self._submitted if not group.is_over)
+            return submitted + self._batcher.prefill_remaining()
 
     def run(self) -> Iterator[Output]:
         """Take steps until nothing is left; iterate over the new tokens."""
@@ -328,8 +329,8 @@ class Scheduler:
         outputs: list[Output] = []
         row = 0
         with self._lock:
-            for group, _, _ in batch.shares:
-                end = row + len(group.handles)
+            for group, _, _, num_rows in batch.shares:
+                end = row + num_rows
                 if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
                     outputs += self._advance(group, logits[row:end])
                 row = end
@@ -348,7 +349,7 @@ class Scheduler:
                 self._batcher.drop(cancelled)
 
     def _logits(self, batch: Batch) -> NDArray[np.float32]:
-        num_rows = sum(len(share.group.handles) for share in batch.shares)
+        num_rows = sum(share.num_rows for share in batch.shares)
         logits = np.asarray(self._forward(batch.step, batch.tokens), np.float32)
         if logits.ndim != 2 or len(logits) != num_rows:
             raise ValueError(
