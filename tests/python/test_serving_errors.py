@@ -126,6 +126,22 @@ def test_what_is_no_int_is_refused(plain, options):
 
 
 @pytest.mark.parametrize(
+    ("namespace", "error", "message"),
+    [
+        (None, TypeError, "must be a str; got NoneType"),
+        (5, TypeError, "must be a str; got int"),
+        (b"x", TypeError, "must be a str; got bytes"),
+        ("\ud800", ValueError, r"\('\\ud800'\) must be valid Unicode"),
+    ],
+)
+def test_a_namespace_that_the_prefix_cache_cannot_take_is_refused(plain, namespace, error, message):
+    scheduler = Scheduler(make_cache(plain, prefix_cache=True), plain.forward)
+    with pytest.raises(error, match=f"^Scheduler.submit: namespace {message}"):
+        scheduler.submit([1, 2, 3], max_tokens=4, namespace=namespace)
+    assert not scheduler.unfinished
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_batch": 0}, r"max_batch \(0\) must be from 1 to the cache's \(8\)"),

@@ -133,3 +133,12 @@ def length_penalty_of(value: Any) -> float:
     if not abs(number) <= 10.0:  # nor is it NaN
         raise ValueError(f"Scheduler.submit: length_penalty ({number}) must be from -10 to 10")
     return number
+
+
+def namespace_of(value: Any) -> str:
+    """Return a name that the prefix cache can take."""
+    if not isinstance(value, str):
+        raise TypeError(f"Scheduler.submit: namespace must be a str; got {type(value).__name__}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"Scheduler.submit: namespace ({value!a}) must be valid Unicode, without surrogates")
+    return value

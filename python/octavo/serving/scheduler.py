@@ -27,6 +27,7 @@ from octavo.serving.request import (
     Request,
     at_least,
     length_penalty_of,
+    namespace_of,
     stop_sequences_of,
     token_list,
 )
@@ -156,7 +157,7 @@ class Scheduler:
         Raises:
             ValueError: a number out of range; an empty prompt; a request that could never run, because it
                 exceeds max_length, max_batch or the pages of the cache; beam search with a temperature.
-            TypeError: a number that is no int.
+            TypeError: a number that is no int; a namespace that is no str.
         """
         request = Request(
             index=-1,
@@ -170,7 +171,7 @@ class Scheduler:
             stop_sequences=stop_sequences_of(stop_sequences),
             priority=operator.index(priority),
             logprobs=bool(logprobs),
-            namespace=namespace,
+            namespace=namespace_of(namespace),
             rank=(0, 0),
         )
         self._check(request)
