@@ -106,6 +106,17 @@ def test_the_largest_length_penalties_do_not_overflow(plain, length_penalty):
     check(plain, request)
 
 
+def test_a_token_that_the_model_does_not_know_is_refused(plain):
+    cache = make_cache(plain)
+    scheduler = Scheduler(cache, plain.forward, vocab_size=11, stop_tokens=[50])
+    with pytest.raises(ValueError, match=r"^Scheduler\.submit: prompt .* below vocab_size \(11\); got 11$"):
+        scheduler.submit([1, 11, 3], max_tokens=4)
+    assert not scheduler.unfinished
+    request = scheduler.submit([1, 10], max_tokens=4, stop_tokens=[60], stop_sequences=[[70, 1]])
+    finish(scheduler, cache)
+    assert request.tokens() == plain.greedy([1, 10], 4)
+
+
 def test_what_the_page_tables_have_no_room_for_is_refused(plain):
     cache = make_cache(plain, max_length=20)
     scheduler = Scheduler(cache, plain.forward)
@@ -152,6 +163,7 @@ def test_a_namespace_that_the_prefix_cache_cannot_take_is_refused(plain, namespa
         ),
         ({"token_budget": 65}, r"token_budget \(65\) must be from max_batch \(8\)"),
         ({"max_length": 1}, r"max_length \(1\) must be at least 2"),
+        ({"vocab_size": 0}, r"vocab_size \(0\) must be at least 1"),
         ({"priority_steps": 0}, r"priority_steps \(0\) must be at least 1"),
     ],
 )

@@ -69,6 +69,8 @@ class Scheduler:
         max_batch: sequences in a batch. Default: the cache's.
         token_budget: tokens in a batch, at least max_batch. Default: the cache's max_tokens.
         max_length: of a prompt and its new tokens, as the model allows it. Default: no limit but the cache's.
+        vocab_size: tokens that the model knows, from 0; submit() refuses others in a prompt. Default: it is
+            `forward` that raises.
         stop_tokens: that end every request's samples.
         priority_steps: how many steps earlier a request of a priority higher by one counts as submitted.
 
@@ -87,6 +89,7 @@ class Scheduler:
         max_batch: int | None = None,
         token_budget: int | None = None,
         max_length: int | None = None,
+        vocab_size: int | None = None,
         stop_tokens: Iterable[int] = (),
         priority_steps: int = 1000,
     ) -> None:
@@ -95,6 +98,7 @@ class Scheduler:
         self._max_batch = cache.max_batch if max_batch is None else max_batch
         self._token_budget = cache.max_tokens if token_budget is None else token_budget
         self._max_length = max_length
+        self._vocab_size = vocab_size
         if not 1 <= self._max_batch <= cache.max_batch:
             raise ValueError(
                 f"Scheduler: max_batch ({max_batch}) must be from 1 to the cache's ({cache.max_batch})"
@@ -108,6 +112,8 @@ class Scheduler:
             raise ValueError(
                 f"Scheduler: max_length ({max_length}) must be at least 2, of a token and a new one"
             )
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"Scheduler: vocab_size ({vocab_size}) must be at least 1")
         if priority_steps < 1:
             raise ValueError(f"Scheduler: priority_steps ({priority_steps}) must be at least 1")
         self._stop_tokens = frozenset(token_list("stop_tokens", stop_tokens))
@@ -155,8 +161,9 @@ class Scheduler:
             namespace: the prefix cache finds only what has the same one.
 
         Raises:
-            ValueError: a number out of range; an empty prompt; a request that could never run, because it
-                exceeds max_length, max_batch or the pages of the cache; beam search with a temperature.
+            ValueError: a number out of range; an empty prompt, or one with a token beyond vocab_size; a request
+                that could never run, because it exceeds max_length, max_batch or the pages of the cache;
+                beam search with a temperature.
             TypeError: a number that is no int; a namespace that is no str.
         """
         request = Request(
@@ -255,6 +262,11 @@ class Scheduler:
         num_prompt, num_new = len(request.prompt), request.max_tokens
         if num_prompt == 0:
             raise ValueError("Scheduler.submit: prompt must hold a token at least")
+        if self._vocab_size is not None and max(request.prompt) >= self._vocab_size:
+            raise ValueError(
+                f"Scheduler.submit: prompt must hold tokens below vocab_size ({self._vocab_size}); "
+                f"got {max(request.prompt)}"
+            )
         asked = f"Scheduler.submit: a prompt of {num_prompt} tokens and {num_new} new ones"
         if self._max_length is not None and num_prompt + num_new > self._max_length:
             raise ValueError(f"{asked} exceed max_length ({self._max_length})")
