@@ -63,6 +63,12 @@ class Batcher:
         self.running.remove(group)
         self._release(group)
 
+    def put_back(self, group: Group) -> None:
+        """Let a running group wait, and its pages go: all its tokens are computed again."""
+        self.running.remove(group)
+        self._release(group)
+        self.wait(group)
+
     def drop(self, requests: set[Request]) -> None:
         """Let the groups of these requests go that nobody waits for."""
         for groups in (self.waiting, self.running):
@@ -71,9 +77,9 @@ class Batcher:
                 self._release(group)
 
     def _release(self, group: Group) -> None:
-        for handle in group.handles:
-            self.cache.free(handle)
-        group.handles, group.host_pages = [], []
+        while group.handles:
+            self.cache.free(group.handles.pop())
+        group.host_pages = []
 
     # Counting
 
@@ -217,6 +223,15 @@ class Batcher:
             for handle in group.handles:
                 self.cache.truncate(handle, self.cache.length(handle) - num_tokens)
 
+    def step_back(self) -> None:
+        """After an exception: let groups that have not got their next tokens compute their last ones again."""
+        for group in self.running[:]:
+            if group.is_over:
+                self.finish(group)
+            elif self.num_missing(group) == 0:
+                for handle in group.handles:
+                    self.cache.truncate(handle, self.cache.length(handle) - 1)
+
     # Giving way
 
     def _make_room(self) -> bool:
@@ -256,3 +271,30 @@ class Batcher:
         after = self.room.free_pages()
         group.host_pages = [new - old for new, old in zip(after, before, strict=True)]
         return True
+
+    # Statistics
+
+    def count_pages(self) -> None:
+        """Keep what is used now, if it is the most so far."""
+        statistics = self._statistics
+        pages = self.cache.allocator.stats()
+        unshared = sum(
+            self.room.pages(self.cache.length(handle)) for group in self.running for handle in group.handles
+        )
+        used = int(pages["num_used_pages"])
+        if (used, unshared) > (statistics.peak_used_pages, statistics.peak_unshared_pages):
+            statistics.peak_used_pages = used
+            statistics.peak_unshared_pages = unshared
+            statistics.peak_waste_percent = float(pages["waste_percent"])
+
+    def count_time(self, batch: Batch, seconds: float) -> None:
+        """Count a step."""
+        statistics = self._statistics
+        statistics.num_steps += 1
+        prefill = sum(share.num_tokens for share in batch.shares if share.is_prefill)
+        if prefill:
+            statistics.prefill_tokens += prefill
+            statistics.prefill_seconds += seconds
+        else:
+            statistics.decode_tokens += len(batch.tokens)
+            statistics.decode_seconds += seconds

@@ -59,7 +59,8 @@ class Scheduler:
     the end of the step under way, or in the next one.
 
     If `forward` raises, step() raises the same, every sequence is as it was before, and step() may be
-    called again.
+    called again. After an exception that comes later, such as KeyboardInterrupt, it may as well: it returns
+    the tokens that had been drawn, and computes those of the other sequences again.
 
     Args:
         cache: octavo.KVCache, whose sequences are the scheduler's own from now on.
@@ -125,6 +126,7 @@ class Scheduler:
         self._num_requests = 0
         self._unfinished: set[Request] = set()
         self._submitted: list[Group] = []  # since the last step began
+        self._outputs: list[Output] = []  # that step() has not returned yet
         self._cancelled: set[Request] = set()  # whose groups the batcher may still have
 
     # From any thread
@@ -240,7 +242,7 @@ class Scheduler:
     def unfinished(self) -> bool:
         """Whether step() has anything left to do, be it to free the pages of a cancelled request."""
         with self._lock:
-            return bool(self._unfinished or self._cancelled)
+            return bool(self._unfinished or self._cancelled or self._outputs)
 
     def stats(self) -> Statistics:
         """Return a copy of the counts."""
@@ -332,23 +334,33 @@ class Scheduler:
         self._batcher.admit()
         batch = self._batcher.begin_batch()
         if batch is None:
-            return []
+            return self._take_outputs()
         try:
-            self._count_pages()
+            self._batcher.count_pages()
             logits = self._logits(batch)
         except BaseException:
             self._batcher.undo(batch)
             raise
-        outputs: list[Output] = []
         row = 0
         with self._lock:
-            for group, _, _, num_rows in batch.shares:
-                end = row + num_rows
-                if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
-                    outputs += self._advance(group, logits[row:end])
-                row = end
-            self._count_time(batch, outputs, time.perf_counter() - start)
+            try:
+                for group, _, _, num_rows in batch.shares:
+                    end = row + num_rows
+                    if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
+                        self._advance(group, logits[row:end])
+                    row = end
+            except BaseException:
+                self._batcher.step_back()
+                raise
+            finally:
+                self._batcher.count_time(batch, time.perf_counter() - start)
         self._take_over()
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[Output]:
+        with self._lock:
+            outputs, self._outputs = self._outputs, []
+            self._statistics.generated_tokens += len(outputs)
         return outputs
 
     def _take_over(self) -> None:
@@ -379,7 +391,7 @@ class Scheduler:
 
     # The next tokens
 
-    def _advance(self, group: Group, logits: NDArray[np.float32]) -> list[Output]:
+    def _advance(self, group: Group, logits: NDArray[np.float32]) -> None:
         """Give a group whose tokens are all in the cache its next ones.
 
         Args:
@@ -388,110 +400,95 @@ class Scheduler:
         """
         if not group.is_forked:  # beams that were computed again up to where they part
             group.handles += self.cache.fork(group.handles[0], len(group.generated) - 1)
-            return []
-        if group.search is not None:
-            return self._advance_beams(group, group.search, logits)
-        outputs = []
-        for member in [group, *self._fork_samples(group)]:
-            if member.is_over:  # cancelled before the fork, or while the model ran
-                self._batcher.finish(member)
-            else:
-                outputs.append(self._append(member, logits[0]))
-        return outputs
+        elif group.search is not None:
+            self._advance_beams(group, group.search, logits)
+        else:
+            for member in [group, *self._fork_samples(group)]:
+                if member.is_over:  # cancelled before the fork, or while the model ran
+                    self._batcher.finish(member)
+                else:
+                    self._append(member, logits[0])
 
     def _fork_samples(self, group: Group) -> list[Group]:
         if group.num_samples == 1:
             return []
-        handles = self.cache.fork(group.handles[0], group.num_samples - 1)
-        group.num_samples = 1
+        request = group.request
         samples = [
-            Group(
-                group.request, index, 1, np.random.default_rng(group.request.seeds(index)), handles=[handle]
-            )
-            for index, handle in enumerate(handles, 1)
+            Group(request, index, 1, np.random.default_rng(request.seeds(index)))
+            for index in range(1, group.num_samples)
         ]
-        for member in samples:
+        handles = self.cache.fork(group.handles[0], len(samples))
+        group.num_samples = 1
+        for member, handle in zip(samples, handles, strict=True):
+            member.handles = [handle]
             self._batcher.run(member)
         return samples
 
-    def _append(self, group: Group, logits: NDArray[np.float32]) -> Output:
+    def _append(self, group: Group, logits: NDArray[np.float32]) -> None:
         request, (generated,) = group.request, group.generated
-        token = sample(logits, request.sampling, group.rng)
+        state = group.rng.bit_generator.state if request.sampling.temperature else None
+        try:
+            token = sample(logits, request.sampling, group.rng)
+            logprob = float(log_softmax(logits)[token]) if request.logprobs else None
+        except BaseException:
+            if state is not None:  # for the same token next time
+                group.rng.bit_generator.state = state
+            raise
         reason: FinishReason | None = None
         if request.stops(generated, token):
             reason = "stop"
         elif len(generated) + 1 == request.max_tokens:
             reason = "length"
         generated.append(token)
+        self._output(request, group.sample, token, reason, logprob)
         if reason:
             self._batcher.finish(group)
-        logprob = float(log_softmax(logits)[token]) if request.logprobs else None
-        return self._output(request, group.sample, token, reason, logprob)
 
-    def _advance_beams(self, group: Group, search: BeamSearch, logits: NDArray[np.float32]) -> list[Output]:
-        parents = search.advance(logits)
-        if search.done:
-            self._batcher.finish(group)
-            return self._hypotheses(group.request, search)
-        handles = group.handles
-        forks = [self.cache.fork(handles[parent])[0] for parent in parents[len(handles) :]]
-        stay = parents[: len(handles)]
-        self.cache.reorder(handles, [*stay, *range(len(stay), len(handles))])
-        for handle in handles[len(parents) :]:
-            self.cache.free(handle)
-        group.handles = handles[: len(parents)] + forks
-        group.generated = [list(beam.tokens) for beam in search.beams]
-        return []
+    def _advance_beams(self, group: Group, search: BeamSearch, logits: NDArray[np.float32]) -> None:
+        before = search.beams, search.finished
+        try:
+            parents = search.advance(logits)
+            if not search.done:
+                self._follow(group, parents)
+                group.generated = [list(beam.tokens) for beam in search.beams]
+                return
+        except BaseException:
+            search.beams, search.finished = before
+            self._batcher.put_back(group)
+            raise
+        self._hypotheses(group.request, search)
+        self._batcher.finish(group)
 
-    def _hypotheses(self, request: Request, search: BeamSearch) -> list[Output]:
-        outputs = []
+    def _follow(self, group: Group, parents: list[int]) -> None:
+        """Let a group's handles continue the beams of these ones."""
+        num_handles = len(group.handles)
+        for parent in parents[num_handles:]:
+            group.handles += self.cache.fork(group.handles[parent])
+        stay = parents[:num_handles]
+        order = [*stay, *range(len(stay), num_handles)]
+        self.cache.reorder(group.handles[:num_handles], order)
+        while len(group.handles) > len(parents):
+            self.cache.free(group.handles.pop())
+
+    def _hypotheses(self, request: Request, search: BeamSearch) -> None:
         best = search.finished[: request.num_samples]
         del request.answers[len(best) :]  # where max_tokens of a small vocabulary have no more
         for index, found in enumerate(best):
             request.answers[index].score = found.score
             *others, last = zip(found.tokens, found.logprobs, strict=True)
             for token, logprob in others:
-                outputs.append(self._output(request, index, token, None, logprob))
-            outputs.append(self._output(request, index, last[0], found.finish_reason, last[1]))
-        return outputs
+                self._output(request, index, token, None, logprob)
+            self._output(request, index, last[0], found.finish_reason, last[1])
 
     def _output(
         self, request: Request, index: int, token: int, reason: FinishReason | None, logprob: float | None
-    ) -> Output:
+    ) -> None:
         answer = request.answers[index]
         answer.tokens.append(token)
         if request.logprobs and logprob is not None:
             answer.logprobs.append(logprob)
         answer.finish_reason = reason
+        self._outputs.append(Output(request, index, token, reason, logprob if request.logprobs else None))
         if request.finished:
             self._unfinished.remove(request)
             self._statistics.num_finished += 1
-        return Output(request, index, token, reason, logprob if request.logprobs else None)
-
-    # Counting
-
-    def _count_pages(self) -> None:
-        statistics = self._statistics
-        pages = self.cache.allocator.stats()
-        unshared = sum(
-            self._batcher.room.pages(self.cache.length(handle))
-            for group in self._batcher.running
-            for handle in group.handles
-        )
-        used = int(pages["num_used_pages"])
-        if (used, unshared) > (statistics.peak_used_pages, statistics.peak_unshared_pages):
-            statistics.peak_used_pages = used
-            statistics.peak_unshared_pages = unshared
-            statistics.peak_waste_percent = float(pages["waste_percent"])
-
-    def _count_time(self, batch: Batch, outputs: list[Output], seconds: float) -> None:
-        statistics = self._statistics
-        statistics.num_steps += 1
-        statistics.generated_tokens += len(outputs)
-        prefill = sum(share.num_tokens for share in batch.shares if share.is_prefill)
-        if prefill:
-            statistics.prefill_tokens += prefill
-            statistics.prefill_seconds += seconds
-        else:
-            statistics.decode_tokens += len(batch.tokens)
-            statistics.decode_seconds += seconds
