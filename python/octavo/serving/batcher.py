@@ -162,6 +162,9 @@ class Batcher:
             # What it shares keeps others that were put aside from leaving pages to it.
             self._release(group)
             return self._place(group)
+        except BaseException:  # on the way: it is computed again
+            self._release(group)
+            raise
         group.host_pages = []
         return True
 
@@ -178,6 +181,7 @@ class Batcher:
             handles = [handle for share in shares for handle in share.group.handles]
             counts = [share.num_tokens for share in shares for _ in share.group.handles]
             tokens = self._new_tokens(shares)
+            lengths = [self.cache.length(handle) for handle in handles]
             try:
                 step = self.cache.step(handles, counts, tokens)
             except OutOfPages as error:
@@ -192,6 +196,9 @@ class Batcher:
                             "alone; are there sequences in it that are not the scheduler's?"
                         ) from error
                 continue
+            except BaseException:
+                self._undo_step(shares, lengths)
+                raise
             return Batch(shares, step, tokens)
         return None
 
@@ -223,8 +230,25 @@ class Batcher:
             for handle in group.handles:
                 self.cache.truncate(handle, self.cache.length(handle) - num_tokens)
 
+    def _undo_step(self, shares: list[Share], lengths: list[int]) -> None:
+        """After an exception in cache.step: forget new tokens, and let those wait who had got them.
+
+        Pages may have changed hands without having been copied, so that these are computed again.
+        """
+        handles = [handle for share in shares for handle in share.group.handles]
+        longer = {
+            handle: length
+            for handle, length in zip(handles, lengths, strict=True)
+            if self.cache.length(handle) > length
+        }
+        for handle, length in longer.items():  # first of all, so that the prefix cache forgets them
+            self.cache.truncate(handle, length)
+        for group, *_ in shares:
+            if not longer.keys().isdisjoint(group.handles):
+                self.put_back(group)
+
     def step_back(self) -> None:
-        """After an exception: let groups that have not got their next tokens compute their last ones again."""
+        """After an exception: groups that have not got their next tokens compute their last ones again."""
         for group in self.running[:]:
             if group.is_over:
                 self.finish(group)
@@ -252,13 +276,18 @@ class Batcher:
         return False
 
     def _preempt(self, group: Group) -> None:
-        self.running.remove(group)
+        try:
+            moved = self._moves_to_host(group)
+        except BaseException:  # on the way: it is computed again
+            self.put_back(group)
+            raise
         self._statistics.num_preemptions += 1
-        if self._moves_to_host(group):
+        if moved:
             self._statistics.num_moves_to_host += 1
+            self.running.remove(group)
+            self.wait(group)
         else:
-            self._release(group)
-        self.wait(group)
+            self.put_back(group)
 
     def _moves_to_host(self, group: Group) -> bool:
         if not self.cache.allocator.num_host_pages or self.cache.length(group.handles[0]) == 0:

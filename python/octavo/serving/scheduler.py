@@ -163,9 +163,9 @@ class Scheduler:
             namespace: the prefix cache finds only what has the same one.
 
         Raises:
-            ValueError: a number out of range; an empty prompt, or one with a token beyond vocab_size; a request
-                that could never run, because it exceeds max_length, max_batch or the pages of the cache;
-                beam search with a temperature.
+            ValueError: a number out of range; an empty prompt, or one with a token beyond vocab_size; a
+                request that could never run, because it exceeds max_length, max_batch or the pages of the
+                cache; beam search with a temperature.
             TypeError: a number that is no int; a namespace that is no str.
         """
         request = Request(
