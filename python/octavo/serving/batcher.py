@@ -69,6 +69,33 @@ class Batcher:
         self._release(group)
         self.wait(group)
 
+    def fork_samples(self, group: Group) -> list[Group]:
+        """Let the other samples run whose prompt this one has computed; return them."""
+        if group.num_samples == 1:
+            return []
+        request = group.request
+        samples = [
+            Group(request, index, 1, np.random.default_rng(request.seeds(index)))
+            for index in range(1, group.num_samples)
+        ]
+        handles = self.cache.fork(group.handles[0], len(samples))
+        group.num_samples = 1
+        for member, handle in zip(samples, handles, strict=True):
+            member.handles = [handle]
+            self.run(member)
+        return samples
+
+    def follow(self, group: Group, parents: list[int]) -> None:
+        """Let a group's handles continue the beams of these ones."""
+        num_handles = len(group.handles)
+        for parent in parents[num_handles:]:
+            group.handles += self.cache.fork(group.handles[parent])
+        stay = parents[:num_handles]
+        order = [*stay, *range(len(stay), num_handles)]
+        self.cache.reorder(group.handles[:num_handles], order)
+        while len(group.handles) > len(parents):
+            self.cache.free(group.handles.pop())
+
     def drop(self, requests: set[Request]) -> None:
         """Let the groups of these requests go that nobody waits for."""
         for groups in (self.waiting, self.running):
@@ -327,3 +354,18 @@ class Batcher:
         else:
             statistics.decode_tokens += len(batch.tokens)
             statistics.decode_seconds += seconds
+
+
+def check_logits(logits: NDArray[np.float32], num_rows: int) -> None:
+    """Raise ValueError if these are no logits of a batch."""
+    if logits.ndim != 2 or len(logits) != num_rows:
+        raise ValueError(
+            f"Scheduler.step: forward must return logits of shape [{num_rows}, vocabulary]; "
+            f"got {list(logits.shape)}"
+        )
+    wrong = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
+    if len(wrong):
+        raise ValueError(
+            "Scheduler.step: forward must return logits with a finite maximum in each row; "
+            f"got {logits[wrong[0]].max()} in row {wrong[0]}"
+        )

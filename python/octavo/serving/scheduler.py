@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo._kv_cache import KVCache, KVCacheStep
-from octavo.serving.batcher import Batch, Batcher
+from octavo.serving.batcher import Batch, Batcher, check_logits
 from octavo.serving.beams import BeamSearch
 from octavo.serving.group import Group
 from octavo.serving.request import (
@@ -54,9 +54,9 @@ class Scheduler:
     any to spare there, or else are freed and computed again later. The first can have all pages of the
     cache, and a request that does not fit into those is refused by submit().
 
-    **Threads.** One thread at a time calls step(), run() and prefill_remaining. Any thread may call the other
-    methods, and read requests. A cancelled request gets no token from that moment on; its pages are freed at
-    the end of the step under way, or in the next one.
+    **Threads.** One thread at a time calls step(), run(), close() and prefill_remaining. Any thread may call
+    the other methods, and read requests. A cancelled request gets no token from that moment on; its pages are
+    freed at the end of the step under way, or in the next one.
 
     If `forward` raises, step() raises the same, every sequence is as it was before, and step() may be
     called again. After an exception that comes later, such as KeyboardInterrupt, it may as well: it returns
@@ -123,6 +123,7 @@ class Scheduler:
         self._batcher = Batcher(cache, self._max_batch, self._token_budget, self._statistics)
         self._stepping = threading.Lock()  # held by step()
         self._lock = threading.Lock()  # of the requests' answers, and of what follows: any thread's
+        self._closed = False
         self._num_requests = 0
         self._unfinished: set[Request] = set()
         self._submitted: list[Group] = []  # since the last step began
@@ -166,6 +167,7 @@ class Scheduler:
             ValueError: a number out of range; an empty prompt, or one with a token beyond vocab_size; a
                 request that could never run, because it exceeds max_length, max_batch or the pages of the
                 cache; beam search with a temperature.
+            RuntimeError: the scheduler is closed.
             TypeError: a number that is no int; a namespace that is no str.
         """
         request = Request(
@@ -185,6 +187,7 @@ class Scheduler:
         )
         self._check(request)
         with self._lock:
+            self._check_open("submit")
             request.index = self._num_requests
             self._num_requests += 1
             request.rank = (
@@ -317,16 +320,49 @@ class Scheduler:
         """Run one batch through the model; return the new tokens.
 
         Raises:
-            RuntimeError: another thread is in step().
+            RuntimeError: another thread is in step(); the scheduler is closed.
             ValueError: `forward` returned something else than logits.
             octavo.OutOfPages: sequences that are not the scheduler's hold the pages that it needs.
         """
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("Scheduler.step: another thread is in it; one at a time may step")
         try:
+            self._check_open("step")
             return self._step()
         finally:
             self._stepping.release()
+
+    def close(self) -> None:
+        """Cancel all requests and free their pages, so that the cache can be used for something else.
+
+        Afterwards submit() and step() raise RuntimeError; to close again does nothing. A scheduler is a
+        context manager that closes itself. One that is only dropped leaves its sequences in the cache.
+
+        Raises:
+            RuntimeError: another thread is in step().
+        """
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError("Scheduler.close: step() is under way; close the scheduler after it")
+        try:
+            with self._lock:
+                self._closed = True
+                self._outputs.clear()
+                unfinished = list(self._unfinished)
+            for request in unfinished:
+                self.cancel(request)
+            self._take_over()
+        finally:
+            self._stepping.release()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self, method: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"Scheduler.{method}: the scheduler is closed")
 
     def _step(self) -> list[Output]:
         start = time.perf_counter()
@@ -376,17 +412,7 @@ class Scheduler:
     def _logits(self, batch: Batch) -> NDArray[np.float32]:
         num_rows = sum(share.num_rows for share in batch.shares)
         logits = np.asarray(self._forward(batch.step, batch.tokens), np.float32)
-        if logits.ndim != 2 or len(logits) != num_rows:
-            raise ValueError(
-                f"Scheduler.step: forward must return logits of shape [{num_rows}, vocabulary]; "
-                f"got {list(logits.shape)}"
-            )
-        wrong = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
-        if len(wrong):
-            raise ValueError(
-                "Scheduler.step: forward must return logits with a finite maximum in each row; "
-                f"got {logits[wrong[0]].max()} in row {wrong[0]}"
-            )
+        check_logits(logits, num_rows)
         return logits
 
     # The next tokens
@@ -403,26 +429,11 @@ class Scheduler:
         elif group.search is not None:
             self._advance_beams(group, group.search, logits)
         else:
-            for member in [group, *self._fork_samples(group)]:
+            for member in [group, *self._batcher.fork_samples(group)]:
                 if member.is_over:  # cancelled before the fork, or while the model ran
                     self._batcher.finish(member)
                 else:
                     self._append(member, logits[0])
-
-    def _fork_samples(self, group: Group) -> list[Group]:
-        if group.num_samples == 1:
-            return []
-        request = group.request
-        samples = [
-            Group(request, index, 1, np.random.default_rng(request.seeds(index)))
-            for index in range(1, group.num_samples)
-        ]
-        handles = self.cache.fork(group.handles[0], len(samples))
-        group.num_samples = 1
-        for member, handle in zip(samples, handles, strict=True):
-            member.handles = [handle]
-            self._batcher.run(member)
-        return samples
 
     def _append(self, group: Group, logits: NDArray[np.float32]) -> None:
         request, (generated,) = group.request, group.generated
@@ -449,7 +460,7 @@ class Scheduler:
         try:
             parents = search.advance(logits)
             if not search.done:
-                self._follow(group, parents)
+                self._batcher.follow(group, parents)
                 group.generated = [list(beam.tokens) for beam in search.beams]
                 return
         except BaseException:
@@ -458,17 +469,6 @@ class Scheduler:
             raise
         self._hypotheses(group.request, search)
         self._batcher.finish(group)
-
-    def _follow(self, group: Group, parents: list[int]) -> None:
-        """Let a group's handles continue the beams of these ones."""
-        num_handles = len(group.handles)
-        for parent in parents[num_handles:]:
-            group.handles += self.cache.fork(group.handles[parent])
-        stay = parents[:num_handles]
-        order = [*stay, *range(len(stay), num_handles)]
-        self.cache.reorder(group.handles[:num_handles], order)
-        while len(group.handles) > len(parents):
-            self.cache.free(group.handles.pop())
 
     def _hypotheses(self, request: Request, search: BeamSearch) -> None:
         best = search.finished[: request.num_samples]
