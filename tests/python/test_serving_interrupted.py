@@ -65,6 +65,7 @@ def submit_all(steps):
         *(("sample", call, after) for call in (1, 2, 5, 8, 11) for after in (False, True)),
         *(("advance", call, True) for call in (1, 2, 5)),
         *(("fork", call, False) for call in (1, 2, 3)),
+        *(("_output", call, False) for call in (1, 5, 9, 12, 22, 26, 27, 30, 33)),
         *(("reorder", call, True) for call in (1, 2, 3)),
     ],
 )
@@ -73,7 +74,7 @@ def test_an_exception_between_tokens(monkeypatch, windows, name, call, after):
     cache = make_cache(model, num_pages=40, prefix_cache=None in windows)
     steps = Scheduler(cache, model.forward)
     requests = submit_all(steps)
-    owner = {"sample": scheduler, "advance": beams.BeamSearch}.get(name, cache)
+    owner = {"sample": scheduler, "advance": beams.BeamSearch, "_output": steps}.get(name, cache)
     interrupt = Interrupt(getattr(owner, name), call, after)
     monkeypatch.setattr(owner, name, lambda *args: interrupt(*args))
     outputs = run(steps, cache)

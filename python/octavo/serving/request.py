@@ -101,6 +101,12 @@ class Request:
                 return True
         return False
 
+    def reason_to_end(self, generated: Sequence[int], token: int) -> FinishReason | None:
+        """Why a sample ends with this token after the generated ones; None if it goes on."""
+        if self.stops(generated, token):
+            return "stop"
+        return "length" if len(generated) + 1 == self.max_tokens else None
+
 
 def token_list(what: str, tokens: Any) -> list[int]:
     """Return tokens as ints, each of them at least 0 and below 2**31."""

@@ -22,6 +22,7 @@ from octavo.serving.batcher import Batch, Batcher, check_logits
 from octavo.serving.beams import BeamSearch
 from octavo.serving.group import Group
 from octavo.serving.request import (
+    Answer,
     FinishReason,
     Output,
     Request,
@@ -437,38 +438,42 @@ class Scheduler:
 
     def _append(self, group: Group, logits: NDArray[np.float32]) -> None:
         request, (generated,) = group.request, group.generated
+        num_generated = len(generated)
         state = group.rng.bit_generator.state if request.sampling.temperature else None
         try:
             token = sample(logits, request.sampling, group.rng)
             logprob = float(log_softmax(logits)[token]) if request.logprobs else None
+            reason = request.reason_to_end(generated, token)
+            generated.append(token)
+            self._output(request, group.sample, token, reason, logprob)
         except BaseException:
-            if state is not None:  # for the same token next time
-                group.rng.bit_generator.state = state
+            if len(request.answers[group.sample].tokens) == num_generated:  # draw the same token next time
+                del generated[num_generated:]
+                if state is not None:
+                    group.rng.bit_generator.state = state
             raise
-        reason: FinishReason | None = None
-        if request.stops(generated, token):
-            reason = "stop"
-        elif len(generated) + 1 == request.max_tokens:
-            reason = "length"
-        generated.append(token)
-        self._output(request, group.sample, token, reason, logprob)
         if reason:
             self._batcher.finish(group)
 
     def _advance_beams(self, group: Group, search: BeamSearch, logits: NDArray[np.float32]) -> None:
         before = search.beams, search.finished
+        num_outputs = len(self._outputs)
         try:
             parents = search.advance(logits)
-            if not search.done:
+            if search.done:
+                self._hypotheses(group.request, search)
+            else:
                 self._batcher.follow(group, parents)
                 group.generated = [list(beam.tokens) for beam in search.beams]
-                return
         except BaseException:
-            search.beams, search.finished = before
-            self._batcher.put_back(group)
+            if not group.is_over:
+                search.beams, search.finished = before
+                del self._outputs[num_outputs:]
+                group.request.answers[:] = [Answer() for _ in range(group.request.num_samples)]
+                self._batcher.put_back(group)
             raise
-        self._hypotheses(group.request, search)
-        self._batcher.finish(group)
+        if search.done:
+            self._batcher.finish(group)
 
     def _hypotheses(self, request: Request, search: BeamSearch) -> None:
         best = search.finished[: request.num_samples]
