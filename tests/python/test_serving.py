@@ -300,3 +300,86 @@ def test_common_prefix():
     long = list(range(1000))
     for length in (0, 1, 499, 500, 998, 999):
         assert common_prefix([long, [*long[:length], -1, *long[length + 1 :]]]) == length
+
+
+def test_prefill_remaining_counts_while_the_model_runs():
+    model = ExactModel()
+    cache = make_cache(model)
+    remaining = []
+
+    def forward(step, tokens):
+        logits = model.forward(step, tokens)
+        if model.calls == 3:
+            scheduler.cancel(first)
+            late.append(scheduler.submit([1] * 5, max_tokens=2))
+        remaining.append(scheduler.prefill_remaining)
+        return logits
+
+    late = []
+    scheduler = Scheduler(cache, forward)
+    first = scheduler.submit([1, 2, 3], max_tokens=8)
+    second = scheduler.submit([4, 5], max_tokens=8)
+    assert scheduler.prefill_remaining == 5
+    finish(scheduler, cache)
+    assert remaining[:4] == [0, 0, 5, 0]
+    for request in (first, second, *late):
+        check(model, request)
+    assert len(second.tokens()) == 8 and first.finish_reason() == "cancelled"
+
+
+def test_prefill_remaining_does_not_count_what_was_cancelled():
+    model = ExactModel()
+    scheduler = Scheduler(make_cache(model), model.forward, token_budget=8)
+    begun, waiting = (scheduler.submit([1] * 20, max_tokens=2) for _ in range(2))
+    scheduler.step()
+    assert scheduler.prefill_remaining == 12 + 20
+    scheduler.cancel(waiting)
+    assert scheduler.prefill_remaining == 12
+    scheduler.cancel(begun)
+    assert scheduler.prefill_remaining == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
+def test_close_cancels_everything_and_frees_all_pages(model, num_steps):
+    cache = make_cache(model, num_pages=24, num_host_pages=8)
+    scheduler = Scheduler(cache, model.forward, token_budget=12)
+    requests = [scheduler.submit(prompt, max_tokens=12, num_samples=2) for prompt in prompts(5)]
+    requests.append(scheduler.submit([1] * 9, max_tokens=12, num_beams=2))
+    for _ in range(num_steps):
+        scheduler.step()
+    assert scheduler.unfinished
+    for _ in range(2):
+        scheduler.close()
+        assert not scheduler.unfinished and list(scheduler.run()) == []
+        for group in range(cache.allocator.num_groups):
+            stats = cache.allocator.stats(group)
+            assert stats["num_sequences"] == 0 and stats["num_free_pages"] == stats["num_pages"]
+        assert cache.allocator.num_free_host_pages == cache.allocator.num_host_pages
+    assert {request.finish_reason() for request in requests} <= {"cancelled", "length"}
+    for request in requests:
+        check(model, request)
+    with pytest.raises(RuntimeError, match=r"^Scheduler\.submit: the scheduler is closed$"):
+        scheduler.submit([1], max_tokens=1)
+    with pytest.raises(RuntimeError, match=r"^Scheduler\.step: the scheduler is closed$"):
+        scheduler.step()
+    other = Scheduler(cache, model.forward)
+    request = other.submit([1] * 20, max_tokens=5)
+    finish(other, cache)
+    check(model, request)
+
+
+def test_a_scheduler_is_a_context_manager():
+    model = ExactModel()
+    cache = make_cache(model)
+
+    def forward(step, tokens):
+        with pytest.raises(RuntimeError, match=r"^Scheduler\.close: step\(\) is under way"):
+            scheduler.close()
+        return model.forward(step, tokens)
+
+    with Scheduler(cache, forward) as scheduler:
+        request = scheduler.submit([1] * 20, max_tokens=5)
+        scheduler.step()
+        assert cache.allocator.num_free_pages < 64
+    assert request.finish_reason() == "cancelled" and len(request.tokens()) == 1
+    assert cache.allocator.num_free_pages == 64

@@ -77,6 +77,9 @@ def test_logits_that_are_none(plain, logits, message):
         ({"num_beams": 9}, r"num_beams \(9\) must be at most max_batch \(8\)"),
         ({"num_beams": 2, "num_samples": 3}, r"num_samples \(3\) must be at most num_beams \(2\)"),
         ({"num_beams": 2, "sampling": Sampling(0.5)}, "must have temperature 0 with num_beams"),
+        ({"length_penalty": 10.5}, r"length_penalty \(10.5\) must be from -10 to 10"),
+        ({"length_penalty": -1000}, r"length_penalty \(-1000.0\) must be"),
+        ({"length_penalty": float("nan")}, r"length_penalty \(nan\) must be"),
         ({"max_tokens": 99}, r"a prompt of 3 tokens and 99 new ones exceed max_length \(100\)"),
         ({"max_tokens": 40}, "new ones need 11 pages of 4; the cache has 10"),
         ({"max_tokens": 20, "num_beams": 3}, "new ones in 3 beams need 18 pages of 4; the cache has 10"),
@@ -90,6 +93,28 @@ def test_what_could_never_run_is_refused(plain, options, message):
     with pytest.raises(ValueError, match=rf"^Scheduler\.submit: .*{message}"):
         scheduler.submit(**{"prompt": [1, 2, 3], "max_tokens": 4, **options})
     assert not scheduler.unfinished
+
+
+@pytest.mark.parametrize("length_penalty", [-10.0, 10.0])
+def test_the_largest_length_penalties_do_not_overflow(plain, length_penalty):
+    cache = make_cache(plain)
+    scheduler = Scheduler(cache, plain.forward)
+    request = scheduler.submit([1, 2, 3], max_tokens=40, num_beams=2, length_penalty=length_penalty)
+    finish(scheduler, cache)
+    assert np.isfinite(request.score())
+    assert (2**31 - 1) ** length_penalty > 0.0
+    check(plain, request)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(plain):
+    cache = make_cache(plain)
+    scheduler = Scheduler(cache, plain.forward, vocab_size=11, stop_tokens=[50])
+    with pytest.raises(ValueError, match=r"^Scheduler\.submit: prompt .* below vocab_size \(11\); got 11$"):
+        scheduler.submit([1, 11, 3], max_tokens=4)
+    assert not scheduler.unfinished
+    request = scheduler.submit([1, 10], max_tokens=4, stop_tokens=[60], stop_sequences=[[70, 1]])
+    finish(scheduler, cache)
+    assert request.tokens() == plain.greedy([1, 10], 4)
 
 
 def test_what_the_page_tables_have_no_room_for_is_refused(plain):
@@ -112,6 +137,22 @@ def test_what_is_no_int_is_refused(plain, options):
 
 
 @pytest.mark.parametrize(
+    ("namespace", "error", "message"),
+    [
+        (None, TypeError, "must be a str; got NoneType"),
+        (5, TypeError, "must be a str; got int"),
+        (b"x", TypeError, "must be a str; got bytes"),
+        ("\ud800", ValueError, r"\('\\ud800'\) must be valid Unicode"),
+    ],
+)
+def test_a_namespace_that_the_prefix_cache_cannot_take_is_refused(plain, namespace, error, message):
+    scheduler = Scheduler(make_cache(plain, prefix_cache=True), plain.forward)
+    with pytest.raises(error, match=f"^Scheduler.submit: namespace {message}"):
+        scheduler.submit([1, 2, 3], max_tokens=4, namespace=namespace)
+    assert not scheduler.unfinished
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_batch": 0}, r"max_batch \(0\) must be from 1 to the cache's \(8\)"),
@@ -122,6 +163,7 @@ def test_what_is_no_int_is_refused(plain, options):
         ),
         ({"token_budget": 65}, r"token_budget \(65\) must be from max_batch \(8\)"),
         ({"max_length": 1}, r"max_length \(1\) must be at least 2"),
+        ({"vocab_size": 0}, r"vocab_size \(0\) must be at least 1"),
         ({"priority_steps": 0}, r"priority_steps \(0\) must be at least 1"),
     ],
 )

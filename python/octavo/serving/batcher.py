@@ -22,6 +22,7 @@ class Share(NamedTuple):
     group: Group
     num_tokens: int  # of each of its sequences
     is_prefill: bool
+    num_rows: int  # of the batch: its sequences
 
 
 class Batch(NamedTuple):
@@ -62,6 +63,39 @@ class Batcher:
         self.running.remove(group)
         self._release(group)
 
+    def put_back(self, group: Group) -> None:
+        """Let a running group wait, and its pages go: all its tokens are computed again."""
+        self.running.remove(group)
+        self._release(group)
+        self.wait(group)
+
+    def fork_samples(self, group: Group) -> list[Group]:
+        """Let the other samples run whose prompt this one has computed; return them."""
+        if group.num_samples == 1:
+            return []
+        request = group.request
+        samples = [
+            Group(request, index, 1, np.random.default_rng(request.seeds(index)))
+            for index in range(1, group.num_samples)
+        ]
+        handles = self.cache.fork(group.handles[0], len(samples))
+        group.num_samples = 1
+        for member, handle in zip(samples, handles, strict=True):
+            member.handles = [handle]
+            self.run(member)
+        return samples
+
+    def follow(self, group: Group, parents: list[int]) -> None:
+        """Let a group's handles continue the beams of these ones."""
+        num_handles = len(group.handles)
+        for parent in parents[num_handles:]:
+            group.handles += self.cache.fork(group.handles[parent])
+        stay = parents[:num_handles]
+        order = [*stay, *range(len(stay), num_handles)]
+        self.cache.reorder(group.handles[:num_handles], order)
+        while len(group.handles) > len(parents):
+            self.cache.free(group.handles.pop())
+
     def drop(self, requests: set[Request]) -> None:
         """Let the groups of these requests go that nobody waits for."""
         for groups in (self.waiting, self.running):
@@ -70,9 +104,9 @@ class Batcher:
                 self._release(group)
 
     def _release(self, group: Group) -> None:
-        for handle in group.handles:
-            self.cache.free(handle)
-        group.handles, group.host_pages = [], []
+        while group.handles:
+            self.cache.free(group.handles.pop())
+        group.host_pages = []
 
     # Counting
 
@@ -86,9 +120,10 @@ class Batcher:
 
     def prefill_remaining(self) -> int:
         """Return the tokens that are to be computed before all groups decode."""
-        running = sum(self.num_missing(group) for group in self.running if self.is_prefilling(group))
-        return running + sum(
-            self.num_missing(group) if group.handles else group.num_tokens for group in self.waiting
+        running = [group for group in self.running if not group.is_over and self.is_prefilling(group)]
+        waiting = [group for group in self.waiting if not group.is_over]
+        return sum(map(self.num_missing, running)) + sum(
+            self.num_missing(group) if group.handles else group.num_tokens for group in waiting
         )
 
     # Joining
@@ -154,6 +189,9 @@ class Batcher:
             # What it shares keeps others that were put aside from leaving pages to it.
             self._release(group)
             return self._place(group)
+        except BaseException:  # on the way: it is computed again
+            self._release(group)
+            raise
         group.host_pages = []
         return True
 
@@ -165,9 +203,12 @@ class Batcher:
         behind_windows = any(group.window_left >= 0 for group in self.cache.page_groups)
         while self.running:
             shares = self._plan(chunk)
+            if not shares:
+                return None
             handles = [handle for share in shares for handle in share.group.handles]
             counts = [share.num_tokens for share in shares for _ in share.group.handles]
             tokens = self._new_tokens(shares)
+            lengths = [self.cache.length(handle) for handle in handles]
             try:
                 step = self.cache.step(handles, counts, tokens)
             except OutOfPages as error:
@@ -182,6 +223,9 @@ class Batcher:
                             "alone; are there sequences in it that are not the scheduler's?"
                         ) from error
                 continue
+            except BaseException:
+                self._undo_step(shares, lengths)
+                raise
             return Batch(shares, step, tokens)
         return None
 
@@ -195,13 +239,13 @@ class Batcher:
                     num_sequences = len(group.handles)
                     num_tokens = min(self.num_missing(group), chunk, budget // num_sequences)
                     if num_tokens:
-                        shares.append(Share(group, num_tokens, of_prefill))
+                        shares.append(Share(group, num_tokens, of_prefill, num_sequences))
                         budget -= num_tokens * num_sequences
         return shares
 
     def _new_tokens(self, shares: list[Share]) -> NDArray[np.int64]:
         tokens: list[int] = []
-        for group, num_tokens, _ in shares:
+        for group, num_tokens, *_ in shares:
             for index, handle in enumerate(group.handles):
                 begin = self.cache.length(handle)
                 tokens += group.tokens(index, begin, begin + num_tokens)
@@ -209,9 +253,35 @@ class Batcher:
 
     def undo(self, batch: Batch) -> None:
         """Forget a batch whose keys and values were never written."""
-        for group, num_tokens, _ in batch.shares:
+        for group, num_tokens, *_ in batch.shares:
             for handle in group.handles:
                 self.cache.truncate(handle, self.cache.length(handle) - num_tokens)
+
+    def _undo_step(self, shares: list[Share], lengths: list[int]) -> None:
+        """After an exception in cache.step: forget new tokens, and let those wait who had got them.
+
+        Pages may have changed hands without having been copied, so that these are computed again.
+        """
+        handles = [handle for share in shares for handle in share.group.handles]
+        longer = {
+            handle: length
+            for handle, length in zip(handles, lengths, strict=True)
+            if self.cache.length(handle) > length
+        }
+        for handle, length in longer.items():  # first of all, so that the prefix cache forgets them
+            self.cache.truncate(handle, length)
+        for group, *_ in shares:
+            if not longer.keys().isdisjoint(group.handles):
+                self.put_back(group)
+
+    def step_back(self) -> None:
+        """After an exception: groups that have not got their next tokens compute their last ones again."""
+        for group in self.running[:]:
+            if group.is_over:
+                self.finish(group)
+            elif self.num_missing(group) == 0:
+                for handle in group.handles:
+                    self.cache.truncate(handle, self.cache.length(handle) - 1)
 
     # Giving way
 
@@ -233,13 +303,18 @@ class Batcher:
         return False
 
     def _preempt(self, group: Group) -> None:
-        self.running.remove(group)
+        try:
+            moved = self._moves_to_host(group)
+        except BaseException:  # on the way: it is computed again
+            self.put_back(group)
+            raise
         self._statistics.num_preemptions += 1
-        if self._moves_to_host(group):
+        if moved:
             self._statistics.num_moves_to_host += 1
+            self.running.remove(group)
+            self.wait(group)
         else:
-            self._release(group)
-        self.wait(group)
+            self.put_back(group)
 
     def _moves_to_host(self, group: Group) -> bool:
         if not self.cache.allocator.num_host_pages or self.cache.length(group.handles[0]) == 0:
@@ -252,3 +327,45 @@ class Batcher:
         after = self.room.free_pages()
         group.host_pages = [new - old for new, old in zip(after, before, strict=True)]
         return True
+
+    # Statistics
+
+    def count_pages(self) -> None:
+        """Keep what is used now, if it is the most so far."""
+        statistics = self._statistics
+        pages = self.cache.allocator.stats()
+        unshared = sum(
+            self.room.pages(self.cache.length(handle)) for group in self.running for handle in group.handles
+        )
+        used = int(pages["num_used_pages"])
+        if (used, unshared) > (statistics.peak_used_pages, statistics.peak_unshared_pages):
+            statistics.peak_used_pages = used
+            statistics.peak_unshared_pages = unshared
+            statistics.peak_waste_percent = float(pages["waste_percent"])
+
+    def count_time(self, batch: Batch, seconds: float) -> None:
+        """Count a step."""
+        statistics = self._statistics
+        statistics.num_steps += 1
+        prefill = sum(share.num_tokens for share in batch.shares if share.is_prefill)
+        if prefill:
+            statistics.prefill_tokens += prefill
+            statistics.prefill_seconds += seconds
+        else:
+            statistics.decode_tokens += len(batch.tokens)
+            statistics.decode_seconds += seconds
+
+
+def check_logits(logits: NDArray[np.float32], num_rows: int) -> None:
+    """Raise ValueError if these are no logits of a batch."""
+    if logits.ndim != 2 or len(logits) != num_rows:
+        raise ValueError(
+            f"Scheduler.step: forward must return logits of shape [{num_rows}, vocabulary]; "
+            f"got {list(logits.shape)}"
+        )
+    wrong = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
+    if len(wrong):
+        raise ValueError(
+            "Scheduler.step: forward must return logits with a finite maximum in each row; "
+            f"got {logits[wrong[0]].max()} in row {wrong[0]}"
+        )

@@ -93,16 +93,11 @@ class BeamSearch:
 
     def _extend(self, beam: Hypothesis, token: int, logprob: float) -> Hypothesis:
         request = self._request
-        reason: FinishReason | None = None
-        if request.stops(beam.tokens, token):
-            reason = "stop"
-        elif len(beam.tokens) + 1 == request.max_tokens:
-            reason = "length"
         sum_logprobs = beam.sum_logprobs + logprob
         return Hypothesis(
             (*beam.tokens, token),
             (*beam.logprobs, logprob),
             sum_logprobs,
             sum_logprobs / (len(beam.tokens) + 1) ** request.length_penalty,
-            reason,
+            request.reason_to_end(beam.tokens, token),
         )

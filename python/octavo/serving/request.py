@@ -101,6 +101,12 @@ class Request:
                 return True
         return False
 
+    def reason_to_end(self, generated: Sequence[int], token: int) -> FinishReason | None:
+        """Why a sample ends with this token after the generated ones; None if it goes on."""
+        if self.stops(generated, token):
+            return "stop"
+        return "length" if len(generated) + 1 == self.max_tokens else None
+
 
 def token_list(what: str, tokens: Any) -> list[int]:
     """Return tokens as ints, each of them at least 0 and below 2**31."""
@@ -125,3 +131,20 @@ def at_least(what: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"Scheduler.submit: {what} ({number}) must be at least {least}")
     return number
+
+
+def length_penalty_of(value: Any) -> float:
+    """Return an exponent with which no number of tokens overflows."""
+    number = float(value)
+    if not abs(number) <= 10.0:  # nor is it NaN
+        raise ValueError(f"Scheduler.submit: length_penalty ({number}) must be from -10 to 10")
+    return number
+
+
+def namespace_of(value: Any) -> str:
+    """Return a name that the prefix cache can take."""
+    if not isinstance(value, str):
+        raise TypeError(f"Scheduler.submit: namespace must be a str; got {type(value).__name__}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"Scheduler.submit: namespace ({value!a}) must be valid Unicode, without surrogates")
+    return value

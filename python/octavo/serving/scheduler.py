@@ -18,10 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo._kv_cache import KVCache, KVCacheStep
-from octavo.serving.batcher import Batch, Batcher
+from octavo.serving.batcher import Batch, Batcher, check_logits
 from octavo.serving.beams import BeamSearch
 from octavo.serving.group import Group
-from octavo.serving.request import FinishReason, Output, Request, at_least, stop_sequences_of, token_list
+from octavo.serving.request import (
+    Answer,
+    FinishReason,
+    Output,
+    Request,
+    at_least,
+    length_penalty_of,
+    namespace_of,
+    stop_sequences_of,
+    token_list,
+)
 from octavo.serving.sampling import Sampling, log_softmax, sample
 from octavo.serving.statistics import Statistics
 
@@ -45,12 +55,13 @@ class Scheduler:
     any to spare there, or else are freed and computed again later. The first can have all pages of the
     cache, and a request that does not fit into those is refused by submit().
 
-    **Threads.** One thread at a time calls step(), run() and prefill_remaining. Any thread may call the other
-    methods, and read requests. A cancelled request gets no token from that moment on; its pages are freed at
-    the end of the step under way, or in the next one.
+    **Threads.** One thread at a time calls step(), run(), close() and prefill_remaining. Any thread may call
+    the other methods, and read requests. A cancelled request gets no token from that moment on; its pages are
+    freed at the end of the step under way, or in the next one.
 
     If `forward` raises, step() raises the same, every sequence is as it was before, and step() may be
-    called again.
+    called again. After an exception that comes later, such as KeyboardInterrupt, it may as well: it returns
+    the tokens that had been drawn, and computes those of the other sequences again.
 
     Args:
         cache: octavo.KVCache, whose sequences are the scheduler's own from now on.
@@ -60,6 +71,8 @@ class Scheduler:
         max_batch: sequences in a batch. Default: the cache's.
         token_budget: tokens in a batch, at least max_batch. Default: the cache's max_tokens.
         max_length: of a prompt and its new tokens, as the model allows it. Default: no limit but the cache's.
+        vocab_size: tokens that the model knows, from 0; submit() refuses others in a prompt. Default: it is
+            `forward` that raises.
         stop_tokens: that end every request's samples.
         priority_steps: how many steps earlier a request of a priority higher by one counts as submitted.
 
@@ -78,6 +91,7 @@ class Scheduler:
         max_batch: int | None = None,
         token_budget: int | None = None,
         max_length: int | None = None,
+        vocab_size: int | None = None,
         stop_tokens: Iterable[int] = (),
         priority_steps: int = 1000,
     ) -> None:
@@ -86,6 +100,7 @@ class Scheduler:
         self._max_batch = cache.max_batch if max_batch is None else max_batch
         self._token_budget = cache.max_tokens if token_budget is None else token_budget
         self._max_length = max_length
+        self._vocab_size = vocab_size
         if not 1 <= self._max_batch <= cache.max_batch:
             raise ValueError(
                 f"Scheduler: max_batch ({max_batch}) must be from 1 to the cache's ({cache.max_batch})"
@@ -99,6 +114,8 @@ class Scheduler:
             raise ValueError(
                 f"Scheduler: max_length ({max_length}) must be at least 2, of a token and a new one"
             )
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"Scheduler: vocab_size ({vocab_size}) must be at least 1")
         if priority_steps < 1:
             raise ValueError(f"Scheduler: priority_steps ({priority_steps}) must be at least 1")
         self._stop_tokens = frozenset(token_list("stop_tokens", stop_tokens))
@@ -107,9 +124,11 @@ class Scheduler:
         self._batcher = Batcher(cache, self._max_batch, self._token_budget, self._statistics)
         self._stepping = threading.Lock()  # held by step()
         self._lock = threading.Lock()  # of the requests' answers, and of what follows: any thread's
+        self._closed = False
         self._num_requests = 0
         self._unfinished: set[Request] = set()
         self._submitted: list[Group] = []  # since the last step began
+        self._outputs: list[Output] = []  # that step() has not returned yet
         self._cancelled: set[Request] = set()  # whose groups the batcher may still have
 
     # From any thread
@@ -138,7 +157,7 @@ class Scheduler:
             num_samples: how many samples of the prompt, which is computed once.
             num_beams: of beam search; 1: none. Its num_samples best hypotheses come when it is done.
             length_penalty: of beam search, whose hypotheses are ranked by the sum of their tokens' logprobs
-                over their number of tokens to this power.
+                over their number of tokens to this power; from -10 to 10.
             stop_tokens: that end a sample, besides the scheduler's. They are among its tokens.
             stop_sequences: likewise, of several tokens: new ones, not those of the prompt.
             priority: higher ones first, as the class says.
@@ -146,9 +165,11 @@ class Scheduler:
             namespace: the prefix cache finds only what has the same one.
 
         Raises:
-            ValueError: a number out of range; an empty prompt; a request that could never run, because it
-                exceeds max_length, max_batch or the pages of the cache; beam search with a temperature.
-            TypeError: a number that is no int.
+            ValueError: a number out of range; an empty prompt, or one with a token beyond vocab_size; a
+                request that could never run, because it exceeds max_length, max_batch or the pages of the
+                cache; beam search with a temperature.
+            RuntimeError: the scheduler is closed.
+            TypeError: a number that is no int; a namespace that is no str.
         """
         request = Request(
             index=-1,
@@ -157,16 +178,17 @@ class Scheduler:
             sampling=sampling,
             num_samples=at_least("num_samples", num_samples, 1),
             num_beams=at_least("num_beams", num_beams, 1),
-            length_penalty=float(length_penalty),
+            length_penalty=length_penalty_of(length_penalty),
             stop_tokens=self._stop_tokens | set(token_list("stop_tokens", stop_tokens)),
             stop_sequences=stop_sequences_of(stop_sequences),
             priority=operator.index(priority),
             logprobs=bool(logprobs),
-            namespace=namespace,
+            namespace=namespace_of(namespace),
             rank=(0, 0),
         )
         self._check(request)
         with self._lock:
+            self._check_open("submit")
             request.index = self._num_requests
             self._num_requests += 1
             request.rank = (
@@ -224,7 +246,7 @@ class Scheduler:
     def unfinished(self) -> bool:
         """Whether step() has anything left to do, be it to free the pages of a cancelled request."""
         with self._lock:
-            return bool(self._unfinished or self._cancelled)
+            return bool(self._unfinished or self._cancelled or self._outputs)
 
     def stats(self) -> Statistics:
         """Return a copy of the counts."""
@@ -246,6 +268,11 @@ class Scheduler:
         num_prompt, num_new = len(request.prompt), request.max_tokens
         if num_prompt == 0:
             raise ValueError("Scheduler.submit: prompt must hold a token at least")
+        if self._vocab_size is not None and max(request.prompt) >= self._vocab_size:
+            raise ValueError(
+                f"Scheduler.submit: prompt must hold tokens below vocab_size ({self._vocab_size}); "
+                f"got {max(request.prompt)}"
+            )
         asked = f"Scheduler.submit: a prompt of {num_prompt} tokens and {num_new} new ones"
         if self._max_length is not None and num_prompt + num_new > self._max_length:
             raise ValueError(f"{asked} exceed max_length ({self._max_length})")
@@ -281,8 +308,9 @@ class Scheduler:
     @property
     def prefill_remaining(self) -> int:
         """Tokens of prompts, and of sequences that gave way, that are still to be computed."""
-        self._take_over()
-        return self._batcher.prefill_remaining()
+        with self._lock:
+            submitted = sum(group.num_tokens for group in self._submitted if not group.is_over)
+            return submitted + self._batcher.prefill_remaining()
 
     def run(self) -> Iterator[Output]:
         """Take steps until nothing is left; iterate over the new tokens."""
@@ -293,16 +321,49 @@ class Scheduler:
         """Run one batch through the model; return the new tokens.
 
         Raises:
-            RuntimeError: another thread is in step().
+            RuntimeError: another thread is in step(); the scheduler is closed.
             ValueError: `forward` returned something else than logits.
             octavo.OutOfPages: sequences that are not the scheduler's hold the pages that it needs.
         """
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("Scheduler.step: another thread is in it; one at a time may step")
         try:
+            self._check_open("step")
             return self._step()
         finally:
             self._stepping.release()
+
+    def close(self) -> None:
+        """Cancel all requests and free their pages, so that the cache can be used for something else.
+
+        Afterwards submit() and step() raise RuntimeError; to close again does nothing. A scheduler is a
+        context manager that closes itself. One that is only dropped leaves its sequences in the cache.
+
+        Raises:
+            RuntimeError: another thread is in step().
+        """
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError("Scheduler.close: step() is under way; close the scheduler after it")
+        try:
+            with self._lock:
+                self._closed = True
+                self._outputs.clear()
+                unfinished = list(self._unfinished)
+            for request in unfinished:
+                self.cancel(request)
+            self._take_over()
+        finally:
+            self._stepping.release()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self, method: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"Scheduler.{method}: the scheduler is closed")
 
     def _step(self) -> list[Output]:
         start = time.perf_counter()
@@ -310,23 +371,33 @@ class Scheduler:
         self._batcher.admit()
         batch = self._batcher.begin_batch()
         if batch is None:
-            return []
+            return self._take_outputs()
         try:
-            self._count_pages()
+            self._batcher.count_pages()
             logits = self._logits(batch)
         except BaseException:
             self._batcher.undo(batch)
             raise
-        outputs: list[Output] = []
         row = 0
         with self._lock:
-            for group, _, _ in batch.shares:
-                end = row + len(group.handles)
-                if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
-                    outputs += self._advance(group, logits[row:end])
-                row = end
-            self._count_time(batch, outputs, time.perf_counter() - start)
+            try:
+                for group, _, _, num_rows in batch.shares:
+                    end = row + num_rows
+                    if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
+                        self._advance(group, logits[row:end])
+                    row = end
+            except BaseException:
+                self._batcher.step_back()
+                raise
+            finally:
+                self._batcher.count_time(batch, time.perf_counter() - start)
         self._take_over()
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[Output]:
+        with self._lock:
+            outputs, self._outputs = self._outputs, []
+            self._statistics.generated_tokens += len(outputs)
         return outputs
 
     def _take_over(self) -> None:
@@ -340,24 +411,14 @@ class Scheduler:
                 self._batcher.drop(cancelled)
 
     def _logits(self, batch: Batch) -> NDArray[np.float32]:
-        num_rows = sum(len(share.group.handles) for share in batch.shares)
+        num_rows = sum(share.num_rows for share in batch.shares)
         logits = np.asarray(self._forward(batch.step, batch.tokens), np.float32)
-        if logits.ndim != 2 or len(logits) != num_rows:
-            raise ValueError(
-                f"Scheduler.step: forward must return logits of shape [{num_rows}, vocabulary]; "
-                f"got {list(logits.shape)}"
-            )
-        wrong = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
-        if len(wrong):
-            raise ValueError(
-                "Scheduler.step: forward must return logits with a finite maximum in each row; "
-                f"got {logits[wrong[0]].max()} in row {wrong[0]}"
-            )
+        check_logits(logits, num_rows)
         return logits
 
     # The next tokens
 
-    def _advance(self, group: Group, logits: NDArray[np.float32]) -> list[Output]:
+    def _advance(self, group: Group, logits: NDArray[np.float32]) -> None:
         """Give a group whose tokens are all in the cache its next ones.
 
         Args:
@@ -366,110 +427,73 @@ class Scheduler:
         """
         if not group.is_forked:  # beams that were computed again up to where they part
             group.handles += self.cache.fork(group.handles[0], len(group.generated) - 1)
-            return []
-        if group.search is not None:
-            return self._advance_beams(group, group.search, logits)
-        outputs = []
-        for member in [group, *self._fork_samples(group)]:
-            if member.is_over:  # cancelled before the fork, or while the model ran
-                self._batcher.finish(member)
-            else:
-                outputs.append(self._append(member, logits[0]))
-        return outputs
+        elif group.search is not None:
+            self._advance_beams(group, group.search, logits)
+        else:
+            for member in [group, *self._batcher.fork_samples(group)]:
+                if member.is_over:  # cancelled before the fork, or while the model ran
+                    self._batcher.finish(member)
+                else:
+                    self._append(member, logits[0])
 
-    def _fork_samples(self, group: Group) -> list[Group]:
-        if group.num_samples == 1:
-            return []
-        handles = self.cache.fork(group.handles[0], group.num_samples - 1)
-        group.num_samples = 1
-        samples = [
-            Group(
-                group.request, index, 1, np.random.default_rng(group.request.seeds(index)), handles=[handle]
-            )
-            for index, handle in enumerate(handles, 1)
-        ]
-        for member in samples:
-            self._batcher.run(member)
-        return samples
-
-    def _append(self, group: Group, logits: NDArray[np.float32]) -> Output:
+    def _append(self, group: Group, logits: NDArray[np.float32]) -> None:
         request, (generated,) = group.request, group.generated
-        token = sample(logits, request.sampling, group.rng)
-        reason: FinishReason | None = None
-        if request.stops(generated, token):
-            reason = "stop"
-        elif len(generated) + 1 == request.max_tokens:
-            reason = "length"
-        generated.append(token)
+        num_generated = len(generated)
+        state = group.rng.bit_generator.state if request.sampling.temperature else None
+        try:
+            token = sample(logits, request.sampling, group.rng)
+            logprob = float(log_softmax(logits)[token]) if request.logprobs else None
+            reason = request.reason_to_end(generated, token)
+            generated.append(token)
+            self._output(request, group.sample, token, reason, logprob)
+        except BaseException:
+            if len(request.answers[group.sample].tokens) == num_generated:  # draw the same token next time
+                del generated[num_generated:]
+                if state is not None:
+                    group.rng.bit_generator.state = state
+            raise
         if reason:
             self._batcher.finish(group)
-        logprob = float(log_softmax(logits)[token]) if request.logprobs else None
-        return self._output(request, group.sample, token, reason, logprob)
 
-    def _advance_beams(self, group: Group, search: BeamSearch, logits: NDArray[np.float32]) -> list[Output]:
-        parents = search.advance(logits)
+    def _advance_beams(self, group: Group, search: BeamSearch, logits: NDArray[np.float32]) -> None:
+        before = search.beams, search.finished
+        num_outputs = len(self._outputs)
+        try:
+            parents = search.advance(logits)
+            if search.done:
+                self._hypotheses(group.request, search)
+            else:
+                self._batcher.follow(group, parents)
+                group.generated = [list(beam.tokens) for beam in search.beams]
+        except BaseException:
+            if not group.is_over:
+                search.beams, search.finished = before
+                del self._outputs[num_outputs:]
+                group.request.answers[:] = [Answer() for _ in range(group.request.num_samples)]
+                self._batcher.put_back(group)
+            raise
         if search.done:
             self._batcher.finish(group)
-            return self._hypotheses(group.request, search)
-        handles = group.handles
-        forks = [self.cache.fork(handles[parent])[0] for parent in parents[len(handles) :]]
-        stay = parents[: len(handles)]
-        self.cache.reorder(handles, [*stay, *range(len(stay), len(handles))])
-        for handle in handles[len(parents) :]:
-            self.cache.free(handle)
-        group.handles = handles[: len(parents)] + forks
-        group.generated = [list(beam.tokens) for beam in search.beams]
-        return []
 
-    def _hypotheses(self, request: Request, search: BeamSearch) -> list[Output]:
-        outputs = []
+    def _hypotheses(self, request: Request, search: BeamSearch) -> None:
         best = search.finished[: request.num_samples]
         del request.answers[len(best) :]  # where max_tokens of a small vocabulary have no more
         for index, found in enumerate(best):
             request.answers[index].score = found.score
             *others, last = zip(found.tokens, found.logprobs, strict=True)
             for token, logprob in others:
-                outputs.append(self._output(request, index, token, None, logprob))
-            outputs.append(self._output(request, index, last[0], found.finish_reason, last[1]))
-        return outputs
+                self._output(request, index, token, None, logprob)
+            self._output(request, index, last[0], found.finish_reason, last[1])
 
     def _output(
         self, request: Request, index: int, token: int, reason: FinishReason | None, logprob: float | None
-    ) -> Output:
+    ) -> None:
         answer = request.answers[index]
         answer.tokens.append(token)
         if request.logprobs and logprob is not None:
             answer.logprobs.append(logprob)
         answer.finish_reason = reason
+        self._outputs.append(Output(request, index, token, reason, logprob if request.logprobs else None))
         if request.finished:
             self._unfinished.remove(request)
             self._statistics.num_finished += 1
-        return Output(request, index, token, reason, logprob if request.logprobs else None)
-
-    # Counting
-
-    def _count_pages(self) -> None:
-        statistics = self._statistics
-        pages = self.cache.allocator.stats()
-        unshared = sum(
-            self._batcher.room.pages(self.cache.length(handle))
-            for group in self._batcher.running
-            for handle in group.handles
-        )
-        used = int(pages["num_used_pages"])
-        if (used, unshared) > (statistics.peak_used_pages, statistics.peak_unshared_pages):
-            statistics.peak_used_pages = used
-            statistics.peak_unshared_pages = unshared
-            statistics.peak_waste_percent = float(pages["waste_percent"])
-
-    def _count_time(self, batch: Batch, outputs: list[Output], seconds: float) -> None:
-        statistics = self._statistics
-        statistics.num_steps += 1
-        statistics.generated_tokens += len(outputs)
-        prefill = sum(share.num_tokens for share in batch.shares if share.is_prefill)
-        if prefill:
-            statistics.prefill_tokens += prefill
-            statistics.prefill_seconds += seconds
-        else:
-            statistics.decode_tokens += len(batch.tokens)
-            statistics.decode_seconds += seconds
