@@ -19,6 +19,8 @@ from octavo.serving import Request, Sampling, Scheduler
 
 _GREEDY = Sampling()
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# transformers chooses their frequencies by the largest position of a forward pass, for all of its texts.
+_ROPE_TYPES_OF_THE_LONGEST = {"dynamic", "longrope"}
 _TRIAL = 7  # tokens of the text by which a model proves that it can be served
 
 
@@ -36,7 +38,7 @@ class ServedModel:
         self._parameters = inspect.signature(model.forward).parameters
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         self._before = [(part.config, part.config._attn_implementation) for part in parts]
-        self._was_training = model.training
+        self._modes = [(module, module.training) for module in model.modules()]
         try:
             model.eval()
             if self._bloom is None:
@@ -51,10 +53,11 @@ class ServedModel:
             raise
 
     def close(self) -> None:
-        """Give the model back the attention that it had, and the train mode if it was in it."""
+        """Give the model back the attention that it had, and each of its modules its train or eval mode."""
         for config, implementation in self._before:
             config._attn_implementation = implementation
-        self._model.train(self._was_training)
+        for module, training in self._modes:
+            module.training = training
 
     def make_cache(self, **sizes: Any) -> KVCache:
         """Make the cache that the model needs: its layers, heads, windows, dtype and device."""
@@ -157,11 +160,25 @@ def _check(model: Any) -> None:
     if model._is_stateful or not types <= _LAYER_TYPES:
         others = ", ".join(sorted(types - _LAYER_TYPES)) or "a state"
         raise refusal(model, f"its layers have other memory than keys and values ({others})")
+    of_longest = sorted(_rope_types(config) & _ROPE_TYPES_OF_THE_LONGEST)
+    if of_longest:
+        raise refusal(
+            model,
+            "its rotary embedding depends on the longest text of a batch, which changes the others "
+            f"(rope_type {of_longest[0]!r})",
+        )
     if getattr(config, "num_kv_shared_layers", None):
         raise refusal(model, "some of its layers share their keys and values (num_kv_shared_layers)")
     accepts = inspect.signature(model.forward).parameters
     if model.config.model_type != "bloom" and "position_ids" not in accepts:
         raise refusal(model, "it takes no position_ids")
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers: a config has parameters of one rotary embedding, or of one for each layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]
+    return {str(kind["rope_type"]) for kind in kinds if "rope_type" in kind}
 
 
 def make_scheduler(
@@ -174,7 +191,7 @@ def make_scheduler(
 ) -> Scheduler:
     """Make a scheduler that serves a model: octavo.serving.Scheduler over an octavo.KVCache of its own.
 
-    The model's attention is Octavo's from then on.
+    The model's attention is Octavo's from then on, and the model is in eval mode.
 
     Args:
         model: a decoder with a head, such as AutoModelForCausalLM gives.
@@ -185,9 +202,14 @@ def make_scheduler(
             max_tokens, max_length, num_host_pages, and dtype for a cache of codes.
 
     Raises:
-        ValueError: the model cannot be served; sizes out of range.
+        ValueError: the model cannot be served; sizes out of range. The model is then as before.
     """
-    return _scheduler(ServedModel(model), stop_tokens, token_budget, prefix_cache, sizes)
+    served = ServedModel(model)
+    try:
+        return _scheduler(served, stop_tokens, token_budget, prefix_cache, sizes)
+    except BaseException:
+        served.close()
+        raise
 
 
 def _scheduler(
@@ -250,12 +272,13 @@ def generate_batch(
     those of ``model.generate(do_sample=False)``, and those of beams those of its beam search.
 
     A model is served if its attention goes through transformers' AttentionInterface, is causal, in a sliding
-    window or not, and is all that its tokens see of each other. BLOOM is, too. Before it generates anything
-    the model has to give the logits of a short text through the pages, as it does without them.
+    window or not, and is all that its tokens see of each other. BLOOM is, too; models whose rotary embedding
+    depends on the longest text of a batch (rope_type "longrope" or "dynamic") are not. Before it generates
+    anything the model has to give the logits of a short text through the pages, as it does without them.
 
     Args:
-        model: a decoder with a head, such as AutoModelForCausalLM gives. Its attention and its train mode
-            are set for the call, and then as before.
+        model: a decoder with a head, such as AutoModelForCausalLM gives. Its attention and the mode of
+            its modules, train or eval, are set for the call, and then as before.
         prompts: tokens of each: lists, or tensors of one axis.
         max_new_tokens: for each sample, at most.
         sampling: as for Scheduler.submit(), as are num_samples, num_beams, length_penalty, stop_sequences and

@@ -213,6 +213,24 @@ def test_the_model_is_as_before(prompts):
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_each_module_is_in_its_mode_again(training):
+    model = make_model("llama").train(training)
+    model.model.layers[1].train(not training)
+    before = {name: module.training for name, module in model.named_modules()}
+    generate_batch(model, [[1, 2, 3]], max_new_tokens=1)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_pages": 8, "token_budget": 10**6}, {"num_pages": 8, "rows": 1}])
+def test_a_scheduler_that_cannot_be_made_leaves_the_model_as_it_was(sizes):
+    model = make_model("llama", attn_implementation="eager").train()
+    with pytest.raises((ValueError, TypeError), match=r"num_pages|token_budget|rows"):
+        make_scheduler(model, **sizes)
+    assert model.config._attn_implementation == "eager"
+    assert all(module.training for module in model.modules())
+
+
 def test_no_prompts(llama):
     assert generate_batch(llama, [], max_new_tokens=3) == []
 
@@ -272,6 +290,34 @@ def llama4():
     return causal(transformers.Llama4TextConfig(**sizes))
 
 
+def phi3():
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
+    }
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    return causal(transformers.Phi3Config(**sizes, rope_parameters=rope))
+
+
+def dynamic():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return causal(transformers.LlamaConfig(**SIZES, rope_parameters=rope))
+
+
+def dynamic_of_a_layer_type():
+    rope = {
+        FULL: {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return causal(
+        transformers.Gemma3TextConfig(**SIZES, layer_types=[SLIDING, FULL, SLIDING], rope_parameters=rope)
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -282,6 +328,9 @@ def llama4():
         (headless, r"LlamaModel: it has no head that gives logits"),
         (bidirectional, r"Gemma3ForCausalLM: .* this mask is neither causal"),
         (gpt_oss, r"GptOssForCausalLM: .* s_aux is not supported"),
+        (phi3, r"Phi3ForCausalLM: its rotary embedding depends .* \(rope_type 'longrope'\)"),
+        (dynamic, r"LlamaForCausalLM: its rotary embedding depends .* \(rope_type 'dynamic'\)"),
+        (dynamic_of_a_layer_type, r"Gemma3ForCausalLM: its rotary embedding .* \(rope_type 'dynamic'\)"),
         (llama4, r"Llama4ForCausalLM: its attention is in chunks"),
     ],
 )
