@@ -21,6 +21,7 @@ _GREEDY = Sampling()
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # transformers chooses their frequencies by the largest position of a forward pass, for all of its texts.
 _ROPE_TYPES_OF_THE_LONGEST = {"dynamic", "longrope"}
+_MAX_BATCH = 64  # unless a batch has fewer tokens
 _TRIAL = 7  # tokens of the text by which a model proves that it can be served
 
 
@@ -199,7 +200,8 @@ def make_scheduler(
         token_budget: tokens in a batch. Default: the cache's max_tokens.
         prefix_cache: whether prefixes are found again. Default: if a layer without a window allows it.
         **sizes: as for octavo.KVCache: num_pages, memory or memory_fraction, page_size, max_batch,
-            max_tokens, max_length, num_host_pages, and dtype for a cache of codes.
+            max_tokens, max_length, num_host_pages, and dtype for a cache of codes. Default of max_batch: 64,
+            or the tokens in a batch if these are fewer.
 
     Raises:
         ValueError: the model cannot be served; sizes out of range. The model is then as before.
@@ -222,6 +224,7 @@ def _scheduler(
     model = served._model
     if prefix_cache is None:
         prefix_cache = None in served.windows
+    sizes = {"max_batch": _default_batch(sizes, token_budget), **sizes}
     if stop_tokens is None:
         config = model.generation_config
         stop_tokens = _as_list(config.eos_token_id if config is not None else None)
@@ -232,6 +235,12 @@ def _scheduler(
         max_length=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
         stop_tokens=stop_tokens,
     )
+
+
+def _default_batch(sizes: dict[str, Any], token_budget: int | None) -> int:
+    """The cache's default, or as many sequences as have a token each in a batch."""
+    numbers = (sizes.get("max_tokens"), token_budget)
+    return min([_MAX_BATCH, *(max(1, x) for x in numbers if x is not None)])
 
 
 def _as_list(tokens: int | list[int] | None) -> list[int]:
@@ -294,7 +303,7 @@ def generate_batch(
             allows it.
         **sizes: as for octavo.KVCache: num_pages, memory or memory_fraction, page_size, max_batch,
             max_tokens, max_length, num_host_pages, and dtype for a cache of codes. Default: pages for all
-            prompts, or for max_batch of them if there are more.
+            prompts, or for max_batch of them if there are more; max_batch as for make_scheduler.
 
     Returns:
         octavo.serving.Request of each prompt, finished: ``request.tokens(sample)`` are the new tokens.
@@ -306,7 +315,8 @@ def generate_batch(
     texts = [[int(token) for token in prompt] for prompt in prompts]
     if not {"num_pages", "memory", "memory_fraction"} & sizes.keys() and texts:
         longest = max(map(len, texts)) + max_new_tokens
-        at_once = min(len(texts) * max(num_samples, num_beams), sizes.get("max_batch", 64))
+        sizes.setdefault("max_batch", _default_batch(sizes, token_budget))
+        at_once = min(len(texts) * max(num_samples, num_beams), sizes["max_batch"])
         sizes["num_pages"] = max(at_once, num_samples, num_beams) * -(-longest // sizes.get("page_size", 16))
         sizes.setdefault("max_length", longest)
     if not texts:

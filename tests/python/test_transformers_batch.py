@@ -231,6 +231,14 @@ def test_a_scheduler_that_cannot_be_made_leaves_the_model_as_it_was(sizes):
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("sizes", [{"max_tokens": 5}, {"token_budget": 5}])
+def test_a_batch_has_no_more_sequences_than_tokens(llama, prompts, sizes):
+    assert make_scheduler(llama, num_pages=8, **sizes).cache.max_batch == 5
+    requests = generate_batch(llama, [prompts[0]] * 7, max_new_tokens=3, **sizes)
+    assert [request.tokens() for request in requests] == generated(llama, prompts[0], 3) * 7
+    assert make_scheduler(llama, num_pages=8).cache.max_batch == 64
+
+
 def test_no_prompts(llama):
     assert generate_batch(llama, [], max_new_tokens=3) == []
 
