@@ -59,7 +59,7 @@ class KVCache(KVSequences):
         prefix_cache: bool = False,
     ) -> None:
         if like is None:
-            like = jax.numpy.zeros(())
+            like = jax.numpy.zeros((), jax.numpy.float32)  # with jax_enable_x64 the default is float64
         if not isinstance(like, jax.Array) or isinstance(like, jax.core.Tracer):
             raise TypeError(
                 f"KVCache: like must be a JAX array outside of a program; got {type(like).__name__}"

@@ -119,6 +119,15 @@ def test_free_memory_of_the_cpu() -> None:
     assert 0 < cache.num_pages * cache.page_size * cache.bytes_per_token < 1e-3 * 2**40
 
 
+def test_the_default_dtype_is_float32_with_x64_too() -> None:
+    jax.config.update("jax_enable_x64", True)
+    try:
+        cache = octavo_jax.KVCache(1, 1, 8, num_pages=4)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert cache.pages[0].k_pages.dtype == np.float32
+
+
 @pytest.mark.parametrize("like", [np.zeros(1), 3.0])
 def test_like_must_be_of_jax(like: Any) -> None:
     with pytest.raises(TypeError, match=r"^KVCache: like must be a JAX array outside of a program; got "):
