@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from octavo._cache import PagedCache
+from octavo._kv_layout import check_rows
 from octavo._kv_memory import free_host_bytes
 from octavo._kv_sequences import KVSequences
 from octavo._kv_steps import HostStep, StepCounts, StepLayout
@@ -241,7 +242,7 @@ class KVCacheStep:
 
         Raises:
             ValueError, TypeError: as ``append_kv`` and ``paged_attention`` of octavo.jax; a layer out of
-                range, or the pages of another number of layers.
+                range, more rows than the step has, or the pages of another number of layers.
         """
         from octavo.jax import append_kv, paged_attention  # here, since octavo.jax imports this file
 
@@ -251,6 +252,8 @@ class KVCacheStep:
             raise ValueError(f"attend: pages must be those of the {num_layers} layers; got {len(pages)}")
         if not 0 <= layer < num_layers:
             raise ValueError(f"attend: layer ({layer}) must be from 0 to {num_layers - 1}")
+        if shapes.max_seqlen_q is not None:
+            check_rows(q, shapes.num_rows_of_tokens)
         group, window_left = shapes.groups_of_layers[layer]
         page_table = shapes.layout.page_table(self._numbers, group, shapes.rows)
         seq_lens = self.seq_lens

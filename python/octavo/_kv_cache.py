@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo._cache import PagedCache, library_of
+from octavo._kv_layout import check_rows
 from octavo._kv_sequences import KVSequences
 from octavo._paged_attention import append_kv, copy_pages, paged_attention
 
@@ -41,8 +42,8 @@ class KVCache(KVSequences):
         page_size: tokens in a page. Default: 16.
         max_batch: the most sequences in a step. Default: 64.
         max_tokens: the most new tokens in a step, of all sequences together. Default: 2048.
-        max_length: of a sequence, in tokens. The page tables have room for it, and go to the GPU at each
-            step. Default: what the pages hold, at most 8192.
+        max_length: of a sequence, in tokens. The page tables have room for it in whole pages, and go to the
+            GPU at each step. Default: what the pages hold, at most 8192.
         dtype: of the pages, as for ``empty_cache``, codes of 8 and 4 bits included, which get scales of each
             token. Default: that of `like`, or float32.
         like: an array of the library and device wanted, of NumPy, PyTorch or CuPy. Default: NumPy.
@@ -151,7 +152,8 @@ class KVCache(KVSequences):
         Raises:
             octavo.OutOfPages: too few free pages; ``indices`` of the error says which sequences did not fit.
             octavo.InvalidSequence: one of seqs is no live sequence.
-            TypeError, ValueError: a bad argument, too many tokens, a sequence longer than max_length.
+            TypeError, ValueError: a bad argument, too many tokens, a sequence longer than max_length, which
+                counts in whole pages.
 
         In each case the cache is as before, and the last step can still be used.
         """
@@ -258,6 +260,7 @@ class KVCacheStep:
         "_cache",
         "_cu_seqlens",
         "_max_seqlen",
+        "_num_rows",
         "batch",
         "cu_seqlens_q",
         "last_rows",
@@ -276,6 +279,7 @@ class KVCacheStep:
         """New tokens in the step: T, where nothing is padded."""
         self.max_seqlen_q: int = counts.max_seqlen_q
         """The most new tokens of a sequence."""
+        self._num_rows = counts.num_rows_of_tokens
         numbers = cache._numbers
         self.positions: Any = numbers.layout.positions(numbers.numbers, counts.num_rows_of_tokens)
         """int32 [T]: where each new token lies in its sequence; 0 for padding."""
@@ -323,6 +327,7 @@ class KVCacheStep:
 
         Raises:
             RuntimeError: another step of the cache has begun.
+            ValueError: q has more rows than the step.
             ValueError, TypeError, RuntimeError: as ``append_kv`` and ``paged_attention``; nothing is written
                 where it is append_kv that refuses.
         """
@@ -334,6 +339,8 @@ class KVCacheStep:
         if not 0 <= layer < cache.num_layers:
             raise ValueError(f"attend: layer ({layer}) must be from 0 to {cache.num_layers - 1}")
         k_pages, v_pages, others, group, window_left = cache._of_layer[layer]
+        if self._cu_seqlens is not None:
+            check_rows(q, self._num_rows)
         page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens
         if rotary_cos is None and rotary_sin is None:
             append_kv(k, v, k_pages, v_pages, page_table, seq_lens, cu_seqlens=cu_seqlens, **others)

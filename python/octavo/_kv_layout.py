@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class LayerGroup(NamedTuple):
@@ -67,3 +67,10 @@ def pages_within(memory: int, page_bytes: Sequence[int], most: Sequence[int | No
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= memory else (low, middle)
     return low
+
+
+def check_rows(q: Any, num_rows: int) -> None:
+    """The operators take more rows than there are new tokens for padding, with results of no meaning."""
+    shape = getattr(q, "shape", None)
+    if shape and shape[0] > num_rows:
+        raise ValueError(f"attend: q must have the {num_rows} rows of the step at most; got {shape[0]}")

@@ -136,11 +136,12 @@ class KVSequences:
         self, seqs: Iterable[int], num_new_tokens: int | Iterable[int] | SupportsDLPack = 1, group: int = 0
     ) -> int:
         """How many free pages of a group of layers a step would take: ``PageAllocator.needed``."""
-        return self.allocator.needed(seqs, num_new_tokens, group)
+        return self.allocator.needed(seqs, listed(num_new_tokens), group)
 
     def fits(self, seqs: Iterable[int], num_new_tokens: int | Iterable[int] | SupportsDLPack = 1) -> bool:
         """Whether every group of layers has the pages that a step would take."""
         seqs = list(seqs)
+        num_new_tokens = listed(num_new_tokens)
         return all(
             self.allocator.needed(seqs, num_new_tokens, group) <= self._num_free_pages(group)
             for group in range(len(self._groups))
@@ -177,6 +178,13 @@ class KVSequences:
         """
         counts = self.allocator.stats()
         return counts | self.allocator.cache_stats() if self.prefix_cache else counts
+
+
+def listed(numbers: Any) -> Any:
+    """A list of what can be read only once, such as a generator; anything else as it is."""
+    if isinstance(numbers, (int, list, tuple)) or hasattr(numbers, "__dlpack__"):
+        return numbers
+    return list(numbers) if isinstance(numbers, Iterable) else numbers
 
 
 def _num_pages(

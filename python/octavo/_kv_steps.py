@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from octavo._core import PageAllocator, StepArrays
+from octavo._kv_sequences import listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -121,6 +122,7 @@ class HostStep:
         pad_tokens: int | None,
     ) -> StepCounts:
         """Extend the sequences, all or nothing: ``KVCache.step`` as far as it is the host's."""
+        num_new_tokens = listed(num_new_tokens)
         batch = len(seqs)
         total, longest = _total_and_longest(num_new_tokens, batch)
         rows = _padded("pad_batch", pad_batch, batch, self._layout.max_batch)

@@ -357,6 +357,30 @@ def test_what_is_refused(name: str) -> None:
         call()
 
 
+def test_numbers_of_tokens_may_be_iterators() -> None:
+    cache = make_cache(windows=[None, 3])
+    seqs = [cache.create(), cache.create()]
+    assert cache.fits(iter(seqs), iter([60, 68]))
+    assert not cache.fits(iter(seqs), (n for n in [60, 69]))
+    assert cache.needed(seqs, map(int, "59")) == 5
+    step = cache.step(seqs, (n for n in [5, 9]))
+    assert (step.num_tokens, step.max_seqlen_q) == (14, 9)
+    np.testing.assert_array_equal(step.seq_lens, [5, 9])
+
+
+def test_more_rows_than_the_step_has_are_refused(on_cpu: ArrayLibrary) -> None:
+    cache = make_cache(on_cpu)
+    seqs = [cache.create(), cache.create()]
+    step = cache.step(seqs, [3, 2])
+    with pytest.raises(ValueError, match=r"^attend: q must have the 5 rows of the step at most; got 6$"):
+        step.attend(0, *random_tokens(on_cpu, 6))
+    step.attend(0, *random_tokens(on_cpu, 5))
+    step = cache.step(seqs, [3, 2], pad_tokens=8)
+    assert step.attend(0, *random_tokens(on_cpu, 8)).shape[0] == 8
+    with pytest.raises(ValueError, match=r"^attend: q must have the 8 rows of the step at most; got 9$"):
+        step.attend(0, *random_tokens(on_cpu, 9))
+
+
 def test_sequences_longer_than_the_tables_are_refused() -> None:
     cache = kv_cache(max_length=16, page_size=4, num_pages=64)
     seq = cache.create()

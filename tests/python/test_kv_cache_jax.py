@@ -141,3 +141,6 @@ def test_what_attend_refuses() -> None:
         step.attend(cache.pages, 2, *random_tokens(1))
     with pytest.raises(ValueError, match=r"^attend: pages must be those of the 2 layers; got 1$"):
         step.attend(cache.pages[:1], 0, *random_tokens(1))
+    step = cache.step([cache.create()], 3)
+    with pytest.raises(ValueError, match=r"^attend: q must have the 3 rows of the step at most; got 4$"):
+        step.attend(cache.pages, 0, *random_tokens(4))
