@@ -30,7 +30,8 @@ class KVCache(KVSequences):
         @functools.partial(jax.jit, donate_argnames="pages")
         def forward(pages, step, x): ...  # in each layer: out, pages = step.attend(pages, layer, q, k, v)
 
-        logits, cache.pages = forward(cache.pages, cache.step(seqs, pad_batch=8), x)
+        step = cache.step(seqs, pad_batch=8)  # first, since it may replace the pages
+        logits, cache.pages = forward(cache.pages, step, x)
 
     A step is a pytree as well, whose arrays go to the device in one transfer. A program is compiled anew for
     other shapes: pad_batch and pad_tokens make them the same. There is no host memory for preempted
@@ -91,6 +92,7 @@ class KVCache(KVSequences):
         """Of each layer. Assign what a program returns."""
         self._layout = StepLayout(max_batch, max_tokens, self.max_pages, len(self._groups))
         self._host = HostStep(self._layout, np.zeros(self._layout.size, np.int32))
+        self._late_copies: list[Any] = []  # of a step that raised
         self._groups_of_layers = tuple(
             (group, self._groups[group].window_left) for group in self._group_of_layer
         )
@@ -110,12 +112,22 @@ class KVCache(KVSequences):
         """
         if not self.prefix_cache:
             tokens = None
+        self._make_copies(self._late_copies)
+        self._late_copies = []
         counts = self._host.write(self.allocator, seqs, num_new_tokens, tokens, pad_batch, pad_tokens)
-        for group, num_copies in enumerate(counts.num_copies):
-            if num_copies:
-                self._copy_on_write(group, self._layout.copies(self._host.numbers, group, num_copies))
+        try:
+            return self._make_step(counts)
+        except BaseException:
+            self._late_copies = self._host.undo(self.allocator, seqs, counts)
+            raise
+
+    def _make_step(self, counts: StepCounts) -> KVCacheStep:
+        numbers = self._host.numbers
+        self._make_copies(
+            [self._layout.copies(numbers, group, n) for group, n in enumerate(counts.num_copies)]
+        )
         # A copy, since JAX may read it at any time, and the next step writes to the original.
-        numbers = jax.device_put(self._host.numbers[: self._layout.used(counts.rows)].copy(), self._device)
+        numbers = jax.device_put(numbers[: self._layout.used(counts.rows)].copy(), self._device)
         shapes = _Shapes(
             self._layout,
             self._groups_of_layers,
@@ -124,6 +136,11 @@ class KVCache(KVSequences):
             _max_seqlen(counts) if counts.is_packed else None,
         )
         return KVCacheStep(numbers, counts.batch, counts.num_tokens, counts.max_seqlen_q, shapes)
+
+    def _make_copies(self, copies: Sequence[Any]) -> None:
+        for group, of_group in enumerate(copies):
+            if len(of_group):
+                self._copy_on_write(group, of_group)
 
     def _copy_on_write(self, group: int, copies: Any) -> None:
         layers = self._groups[group].layers

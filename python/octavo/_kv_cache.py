@@ -119,6 +119,7 @@ class KVCache(KVSequences):
             for layer, group in zip(self.layers, self._group_of_layer, strict=True)
         ]
         self._step: KVCacheStep | None = None
+        self._late_copies: list[NDArray[np.int32]] = []
 
     def step(
         self,
@@ -155,22 +156,38 @@ class KVCache(KVSequences):
             TypeError, ValueError: a bad argument, too many tokens, a sequence longer than max_length, which
                 counts in whole pages.
 
-        In each case the cache is as before, and the last step can still be used.
+        In each case the cache is as before, and the last step can still be used. Any other exception, such as
+        one of the array library or KeyboardInterrupt, ends the last step; the sequences have their lengths of
+        before.
         """
         if not self.prefix_cache:
             tokens = None
+        if self._late_copies:
+            self._make_late_copies()
         counts = self._numbers.write(self.allocator, seqs, num_new_tokens, tokens, pad_batch, pad_tokens)
-        if any(counts.num_copies):
-            self._copy_on_write(counts.num_copies)
-        self._step = step = KVCacheStep(self, counts, self._views_of(counts.rows))
+        try:
+            self._numbers.send(counts)
+            if any(counts.num_copies):
+                layout, numbers = self._numbers.layout, self._numbers.numbers
+                self._copy([layout.copies(numbers, group, n) for group, n in enumerate(counts.num_copies)])
+            self._step = step = KVCacheStep(self, counts, self._views_of(counts.rows))
+        except BaseException:
+            self._step = None  # its numbers may be overwritten
+            self._late_copies = self._numbers.undo(self.allocator, seqs, counts)
+            raise
         return step
 
-    def _copy_on_write(self, num_copies: tuple[int, ...]) -> None:
-        layout, numbers = self._numbers.layout, self._numbers.numbers
-        copies = [layout.copies(numbers, group, n) for group, n in enumerate(num_copies)]
+    def _copy(self, copies: Sequence[Any]) -> None:
+        """Copy-on-write, in all layers."""
         for pages, group in zip(self.layers, self._group_of_layer, strict=True):
-            if num_copies[group]:
+            if len(copies[group]):
                 copy_pages(copies=copies[group], **pages.arrays)
+
+    def _make_late_copies(self) -> None:
+        """Those of a step that raised: before anything else can take or write the pages that they read."""
+        if self._late_copies:
+            self._copy([self._memory.to_device(copies) for copies in self._late_copies])
+            self._late_copies = []
 
     def _views_of(self, rows: int) -> _Views:
         """Made once for each number of rows: to make them takes longer than a step."""
@@ -196,10 +213,12 @@ class KVCache(KVSequences):
             octavo.InvalidSequence: one of seqs is no live sequence.
             ValueError: one that is preempted already.
 
-        In each case everything is as before.
+        In each case everything is as before. Where the copies themselves raise, the sequences are freed.
         """
+        seqs = list(seqs)
+        self._make_late_copies()
         transfer, copies = self.allocator.preempt(seqs)
-        self._transfer(transfer, copies, self.layers, self._host_layers)
+        self._transfer(seqs, transfer, copies, self.layers, self._host_layers)
 
     def resume(self, seqs: Iterable[int]) -> None:
         """Bring preempted sequences back: ``PageAllocator.resume``.
@@ -211,24 +230,35 @@ class KVCache(KVSequences):
             octavo.InvalidSequence: one of seqs is no live sequence.
             ValueError: one that is not preempted.
 
-        In each case everything is as before.
+        In each case everything is as before. Where the copies themselves raise, the sequences are freed.
         """
+        seqs = list(seqs)
+        self._make_late_copies()
         transfer, copies = self.allocator.resume(seqs)
-        self._transfer(transfer, copies, self._host_layers, self.layers)
+        self._transfer(seqs, transfer, copies, self._host_layers, self.layers)
 
     def _transfer(
         self,
+        seqs: list[int],
         transfer: int,
         copies: NDArray[np.int32] | list[NDArray[np.int32]],
         source: Sequence[PagedCache],
         target: Sequence[PagedCache],
     ) -> None:
-        of_groups = copies if isinstance(copies, list) else [copies]
-        for group, of_group in enumerate(of_groups):
-            if len(of_group):
-                on_device = self._memory.to_device(of_group)
-                for layer in self._groups[group].layers:
-                    copy_pages(copies=on_device, **source[layer].arrays, **target[layer].to_arrays)
+        try:
+            of_groups = copies if isinstance(copies, list) else [copies]
+            for group, of_group in enumerate(of_groups):
+                if len(of_group):
+                    on_device = self._memory.to_device(of_group)
+                    for layer in self._groups[group].layers:
+                        copy_pages(copies=on_device, **source[layer].arrays, **target[layer].to_arrays)
+        except BaseException:
+            self.allocator.confirm(transfer)
+            for seq in set(seqs):
+                if target is self.layers:
+                    self.allocator.truncate(seq, 0)  # or the prefix cache would find what was not copied
+                self.allocator.free(seq)
+            raise
         # Whatever takes these pages from here on is queued behind the copies.
         self.allocator.confirm(transfer)
 

@@ -134,6 +134,24 @@ class HostStep:
         assert isinstance(num_copies, tuple)  # since page_table was given as a list
         return StepCounts(batch, total, longest, rows, num_rows_of_tokens, num_copies)
 
+    def undo(
+        self, allocator: PageAllocator, seqs: Sequence[int], counts: StepCounts
+    ) -> list[NDArray[np.int32]]:
+        """Take the new tokens of a step back; return its copies, for each group or none at all.
+
+        They have to be made later: the allocator counts them as made, and a sequence keeps the page that was
+        to be its own.
+        """
+        new = np.diff(self._layout.cu_seqlens_q(self.numbers, counts.batch))
+        before = self._layout.seq_lens(self.numbers, counts.batch) - new
+        for seq, length in zip(seqs, before.tolist(), strict=True):
+            allocator.truncate(seq, length)
+        if not any(counts.num_copies):
+            return []
+        return [
+            self._layout.copies(self.numbers, group, n).copy() for group, n in enumerate(counts.num_copies)
+        ]
+
 
 class DeviceStep:
     """The same numbers for the operators: on a GPU a copy of them, elsewhere the same memory."""
@@ -147,13 +165,22 @@ class DeviceStep:
         self.numbers = self._staging[0].device
 
     def write(self, *arguments: Any) -> StepCounts:
-        """Write a step on the host, and queue its transfer."""
+        """Write a step on the host."""
         turn = (self._turn + 1) % len(self._hosts)
         self._memory.wait(turn)
         counts = self._hosts[turn].write(*arguments)
         self._turn = turn
-        self._staging[turn].send(self.layout.used(counts.rows))
         return counts
+
+    def send(self, counts: StepCounts) -> None:
+        """Queue the transfer of the step that was written last."""
+        self._staging[self._turn].send(self.layout.used(counts.rows))
+
+    def undo(
+        self, allocator: PageAllocator, seqs: Sequence[int], counts: StepCounts
+    ) -> list[NDArray[np.int32]]:
+        """``HostStep.undo`` of the step that was written last."""
+        return self._hosts[self._turn].undo(allocator, seqs, counts)
 
 
 def _total_and_longest(num_new_tokens: Any, batch: int) -> tuple[int, int]:

@@ -114,6 +114,30 @@ def test_a_prompt_is_found_again() -> None:
     assert cache.length(cache.create(prompt)) == 8
 
 
+@pytest.mark.parametrize("where", ["_copy_pages", "_Shapes"])
+def test_a_step_that_raises_is_taken_back(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    ours, other = make_caches()
+    forward = make_program()
+    seqs, others = ([cache.create()] for cache in (ours, other))
+    for counts in ([6], [5, 6], [1, 1]):
+        if counts == [5, 6]:
+            seqs, others = (x + cache.fork(x[0]) for x, cache in ((seqs, ours), (others, other)))
+            with monkeypatch.context() as patch:
+                patch.setattr(octavo._jax_kv_cache, where, fail)
+                with pytest.raises(KeyboardInterrupt):
+                    ours.step(seqs, counts)
+            assert [ours.length(seq) for seq in seqs] == [6, 6]
+        q, k, v = random_tokens(sum(counts))
+        step, expected = ours.step(seqs, counts), other.step(others, counts)
+        out, ours.pages, _ = forward(ours.pages, step, q, k, v)
+        for layer in range(2):
+            q = expected.attend(layer, q, k, v)
+        np.testing.assert_array_equal(out, q)
+
+
 def test_free_memory_of_the_cpu() -> None:
     cache = octavo_jax.KVCache(2, 2, 16, memory_fraction=1e-4)
     assert 0 < cache.num_pages * cache.page_size * cache.bytes_per_token < 1e-3 * 2**40

@@ -1,0 +1,124 @@
+"""octavo.KVCache after exceptions in the midst of a call: of memory that is short, or KeyboardInterrupt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import octavo
+from octavo import _kv_cache, _kv_memory
+
+NUM_LAYERS = 3
+ERRORS = [MemoryError, KeyboardInterrupt]
+
+
+def make_cache(**options: Any) -> octavo.KVCache:
+    arguments: dict[str, Any] = {"num_pages": 32, "page_size": 4, "max_batch": 4, "max_tokens": 64}
+    return octavo.KVCache(NUM_LAYERS, 2, 8, **{**arguments, **options})
+
+
+def attend(cache: octavo.KVCache, step: octavo.KVCacheStep) -> np.ndarray:
+    rng = np.random.default_rng(step.num_tokens)
+    rows = [rng.standard_normal((step.num_tokens, heads, 8), np.float32) for heads in (4, 2, 2)]
+    return np.stack([step.attend(layer, *rows) for layer in range(NUM_LAYERS)])
+
+
+def fail_at(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, error: type[BaseException]
+) -> None:
+    """Have a function raise at one of its calls, from 0, and work at all others."""
+    function: Callable[..., Any] = getattr(owner, name)
+    num_calls = 0
+
+    def wrapper(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == call + 1:
+            raise error
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, wrapper)
+
+
+def forked(**options: Any) -> tuple[octavo.KVCache, list[int]]:
+    cache = make_cache(**options)
+    seq = cache.create()
+    attend(cache, cache.step([seq], 6))
+    return cache, [seq, *cache.fork(seq)]
+
+
+FAILURES = [(_kv_cache, "copy_pages", 0), (_kv_cache, "copy_pages", 2), (_kv_memory.Staging, "send", 0)]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("owner", "name", "call"), FAILURES)
+@pytest.mark.parametrize("options", [{}, {"windows": [None, 2, 2]}, {"prefix_cache": True}])
+@pytest.mark.parametrize("retries", ["as before", "parent freed", "preempted"])
+def test_a_step_that_raises_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    owner: Any,
+    name: str,
+    call: int,
+    options: dict[str, Any],
+    retries: str,
+) -> None:
+    options = {**options, "num_host_pages": 8}
+    cache, seqs = forked(**options)
+    other, others = forked(**options)
+    last = cache.step(seqs, 0)
+    fail_at(monkeypatch, owner, name, call, error)
+    with pytest.raises(error):
+        cache.step(seqs, [5, 6], range(11))
+    assert [cache.length(seq) for seq in seqs] == [6, 6]
+    with pytest.raises(RuntimeError, match="this step is over"):
+        attend(cache, last)
+    if retries == "parent freed":
+        for each, those in ((cache, seqs), (other, others)):
+            each.free(those.pop(0))
+            those.append(each.create())
+    elif retries == "preempted":
+        cache.preempt(seqs)
+        cache.resume(seqs)
+    for counts in ([5, 6], [1, 1]):
+        out = attend(cache, cache.step(seqs, counts))
+        np.testing.assert_array_equal(out, attend(other, other.step(others, counts)))
+
+
+def num_free(cache: octavo.KVCache) -> tuple[int, int]:
+    return cache.allocator.num_free_pages, cache.allocator.num_free_host_pages
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("call", [0, 2])
+@pytest.mark.parametrize("which", ["preempt", "resume"])
+def test_sequences_whose_transfer_raises_are_freed(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], call: int, which: str
+) -> None:
+    cache = make_cache(num_host_pages=8, prefix_cache=True)
+    before = num_free(cache)
+    prompt = list(range(11))
+    seq = cache.create(prompt)
+    attend(cache, cache.step([seq], 11, prompt))
+    if which == "resume":
+        cache.preempt([seq])
+        filler = cache.create()
+        cache.step([filler], 32 * 4 - 64)
+        cache.step([filler], 64)  # takes the pages that the prefix cache still had
+        cache.free(filler)
+    fail_at(monkeypatch, _kv_cache, "copy_pages", call, error)
+    with pytest.raises(error):
+        getattr(cache, which)(iter([seq]))
+    with pytest.raises(octavo.InvalidSequence):
+        cache.length(seq)
+    assert num_free(cache) == before
+    # What was written before preempt() is right; what resume() did not copy must not be found.
+    assert cache.length(cache.create(prompt)) == (8 if which == "preempt" else 0)
+    other = cache.create()
+    cache.step([other], 5)
+    cache.preempt([other])
+    cache.resume([other])
+    assert cache.length(other) == 5
