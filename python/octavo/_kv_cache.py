@@ -27,7 +27,7 @@ class KVCache(KVSequences):
     transfer from pinned memory. A step of generation is ``step``, and ``step.attend`` in each layer.
 
     On a GPU its work is queued on the library's current stream, on which the layers have to run as well.
-    Nothing waits for it, but a step waits until the numbers of the step before the last one are on the GPU.
+    A step waits only until the numbers of the step before the last one are on the GPU.
     One thread at a time may call a cache and its steps.
 
     Args:
@@ -132,7 +132,10 @@ class KVCache(KVSequences):
     ) -> KVCacheStep:
         """Begin a step of generation: room for the new tokens of a batch, all or nothing.
 
-        Pages that are written and shared are copied in all layers (copy-on-write).
+        Pages that are written and shared are copied in all layers (copy-on-write). With a prefix cache, where
+        a layer of the step fails so that keys and values of `tokens` are not written, ``truncate`` the
+        sequences before the next ``step``, ``free``, ``fork`` or ``stats``: or pages are found that were
+        never written.
 
         Args:
             seqs: handles, at most max_batch; none may come twice.
@@ -206,7 +209,8 @@ class KVCache(KVSequences):
         """Move sequences to host memory: their pages are free for others. ``PageAllocator.preempt``.
 
         Until ``resume`` they can only be freed, or asked their length. On a GPU the copies are queued on the
-        current stream, and the pages are written again by later work on it.
+        current stream, and the pages are written again by later work on it. Which pages these are goes to the
+        GPU from pageable memory, for which PyTorch waits until the stream is that far; so in ``resume``.
 
         Raises:
             octavo.OutOfPages: too few free host pages.

@@ -168,7 +168,11 @@ class KVSequences:
         self.allocator.truncate(seq, length)
 
     def free(self, seq: int) -> None:
-        """End a sequence: ``PageAllocator.free``."""
+        """End a sequence: ``PageAllocator.free``.
+
+        With a prefix cache its pages can still be found. Where keys and values of the last step were not
+        written, since a layer failed, ``truncate`` the sequence first.
+        """
         self.allocator.free(seq)
 
     def stats(self) -> dict[str, Any]:
