@@ -234,6 +234,7 @@ def _scheduler(
         token_budget=token_budget,
         max_length=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
         stop_tokens=stop_tokens,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
     )
 
 

@@ -101,6 +101,20 @@ def test_an_exception_on_the_way_to_host_memory_or_back(monkeypatch, name, after
     check_outputs(requests, outputs)
 
 
+@pytest.mark.parametrize("call", range(1, 7))
+def test_an_exception_while_pages_go_to_host_memory_or_back(monkeypatch, call):
+    model = ExactModel()
+    cache = make_cache(model, num_pages=8, num_host_pages=16)
+    steps = Scheduler(cache, model.forward)
+    requests = [steps.submit([token] * 10, max_tokens=15) for token in (1, 2, 3)]
+    copy_pages = Interrupt(_kv_cache.copy_pages, call)
+    monkeypatch.setattr(_kv_cache, "copy_pages", lambda **arrays: copy_pages(**arrays))
+    outputs = run(steps, cache)
+    for request in requests:
+        check(model, request)
+    check_outputs(requests, outputs)
+
+
 @pytest.mark.parametrize("windows", [(None, None), (None, 5)])
 @pytest.mark.parametrize("call", range(1, 7))
 def test_an_exception_after_a_step_took_its_pages(monkeypatch, windows, call):

@@ -104,6 +104,14 @@ def test_windows_are_those_of_the_config(name):
     assert scheduler.cache.num_layers == 3
 
 
+def test_a_token_beyond_the_vocabulary_is_refused(llama):
+    scheduler = make_scheduler(llama, num_pages=8)
+    size = llama.config.vocab_size
+    scheduler.submit([size - 1], max_tokens=1)
+    with pytest.raises(ValueError, match=f"vocab_size.*{size}"):
+        scheduler.submit([1, size], max_tokens=1)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
 def test_too_few_pages_change_nothing(name, prompts):
     model = make_model(name)

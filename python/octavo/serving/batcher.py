@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo._core import OutOfPages
+from octavo._core import InvalidSequence, OutOfPages
 from octavo._kv_cache import KVCache, KVCacheStep
 from octavo.serving.group import Group, common_prefix
 from octavo.serving.request import Request
@@ -108,6 +109,13 @@ class Batcher:
             self.cache.free(group.handles.pop())
         group.host_pages = []
 
+    def _forget(self, group: Group) -> None:
+        """Release a group whose transfer failed: the cache has freed its sequences, if it had begun."""
+        while group.handles:
+            with contextlib.suppress(InvalidSequence):
+                self.cache.free(group.handles.pop())
+        group.host_pages = []
+
     # Counting
 
     def num_missing(self, group: Group) -> int:
@@ -190,7 +198,7 @@ class Batcher:
             self._release(group)
             return self._place(group)
         except BaseException:  # on the way: it is computed again
-            self._release(group)
+            self._forget(group)
             raise
         group.host_pages = []
         return True
@@ -306,6 +314,7 @@ class Batcher:
         try:
             moved = self._moves_to_host(group)
         except BaseException:  # on the way: it is computed again
+            self._forget(group)
             self.put_back(group)
             raise
         self._statistics.num_preemptions += 1
