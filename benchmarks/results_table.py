@@ -391,7 +391,7 @@ def serving(results: Path) -> str:
     """Requests per second with pages, and in contiguous memory."""
     header = [
         *("model", "requests", "cache", "requests/s", "to contiguous", "texts at once"),
-        *("waste, mean", "most"),
+        *("waste, mean", "most, half full"),
     ]
     rows = []
     for path in sorted(results.glob("serving-*.jsonl")):
@@ -407,7 +407,7 @@ def serving(results: Path) -> str:
                     f"{row['requests_per_s'] / base:.2f}",
                     f"{row['sequences_at_once']:.1f}",
                     f"{row['waste_percent']:.1f} %",
-                    f"{row['most_waste_percent']:.1f} %",
+                    f"{row['most_waste_percent']:.1f} %" if row["most_waste_percent"] else "",
                 ]
             )
     return format_table(header, rows, numbers=len(header) - 3)
