@@ -14,13 +14,11 @@ import jax.numpy as jnp  # noqa: E402
 
 import octavo  # noqa: E402
 import octavo.jax  # noqa: E402
-from support.jax_calls import CALLS, HEAD_DIM, assert_same, make_calls, normal, run  # noqa: E402
+from support.jax_calls import CALLS, HEAD_DIM, NAMES, assert_same, make_calls, normal, run  # noqa: E402
 from support.programs import run as run_program  # noqa: E402
 
-ATTENTION_CALLS = [
-    pytest.param(i, id=str(i)) for i, (name, _, _) in enumerate(make_calls()) if name == "attention"
-]
-OTHER_CALLS = [call for call in CALLS if make_calls()[call.values[0]][0] != "attention"]
+ATTENTION_CALLS = [pytest.param(i, id=str(i)) for i, name in enumerate(NAMES) if name == "attention"]
+OTHER_CALLS = [call for call in CALLS if NAMES[call.values[0]] != "attention"]
 DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes")
 SLOPES = jnp.array([0.5, 0.25, 0.125, 0.0625], jnp.float32)
 

@@ -50,6 +50,8 @@ def make_model(name, **options):
     config = CONFIGS[name]()
     config.initializer_range = 0.3  # attention that looks at some tokens more than at others
     config.tie_word_embeddings = False  # or the likeliest token is often the last one again
+    if name == "gemma2":  # whose softcap sdpa leaves out, the default of some versions of transformers
+        options.setdefault("attn_implementation", "eager")
     return transformers.AutoModelForCausalLM.from_config(config, **options).eval()
 
 

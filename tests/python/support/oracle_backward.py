@@ -138,15 +138,19 @@ class Reference:
     plain: Gradients
     spreads: Gradients
     largest_lse: float  # in magnitude, and at least 1
+    largest_operand: float  # in magnitude, of q, k and dout
 
     def tolerances(self) -> list[Array]:
         """At most twice the plain error plus an epsilon, relative to the largest element and to the spread.
 
         Row by row for the 16-bit dtypes. A float32 row's error is a few roundings of one sum and owes much to
         luck: there the plain error is that of all rows. So it is for the gradients of slopes, which are few.
-        The epsilon is at least float32's times the largest LSE, with which the weights are found again.
+        The epsilon is at least float32's times the largest LSE, with which the weights are found again. Where
+        float16 has subnormal numbers only, the result and the weights that the operands are multiplied by are
+        off by half of the least one, however small they are.
         """
         tolerances = []
+        least = 2.0**-24 if self.dtype == "float16" else 0.0
         relative = max(EPSILON_OUT[self.dtype], EPSILON_OUT["float32"] * self.largest_lse)
         for true, plain, spread in zip(self.true, self.plain, self.spreads, strict=True):
             is_rows = true.ndim == 3
@@ -155,7 +159,8 @@ class Reference:
             epsilon = np.abs(true).max(axis=axes, initial=0.0) + spread.max(axis=axes, initial=0.0)
             if self.dtype == "float32" or not is_rows:
                 plain_error = plain_error.max(initial=0.0)
-            tolerances.append(np.asarray(2.0 * plain_error + relative * epsilon))
+            of_subnormals = least * (1.0 + self.largest_operand)
+            tolerances.append(np.asarray(2.0 * plain_error + relative * epsilon + of_subnormals))
         return tolerances
 
     def check(self, dq: NDArray[Any], dk: NDArray[Any], dv: NDArray[Any], *dslopes: NDArray[Any]) -> None:
@@ -218,4 +223,5 @@ def attention_backward(
             mine += one.dslopes
     plain = Gradients(*(round_to(x, dtype) for x in (plain.dq, plain.dk, plain.dv)), plain.dslopes)
     largest_lse = float(np.abs(lse).max(initial=1.0, where=np.isfinite(lse)))
-    return Reference(dtype, slopes is not None, true, plain, spreads, largest_lse)
+    largest_operand = max(float(np.abs(x).max(initial=0.0)) for x in (q, k, dout))
+    return Reference(dtype, slopes is not None, true, plain, spreads, largest_lse, largest_operand)
