@@ -16,20 +16,14 @@ import argparse
 import hashlib
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from _machine_code import demangle, read_instructions, read_usages
+
 Report = dict[str, Any]
-
-
-def demangle(names: list[str]) -> list[str]:
-    text = subprocess.run(
-        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
-    ).stdout
-    return text.splitlines()
 
 
 def normalize(lines: list[str]) -> str:
@@ -45,38 +39,16 @@ def normalize(lines: list[str]) -> str:
 
 def read_code(library: Path) -> Report:
     """Disassemble every kernel of a library."""
-    usage_text = subprocess.run(
-        ["cuobjdump", "--dump-resource-usage", library], capture_output=True, text=True, check=True
-    ).stdout
-    sass = subprocess.run(["cuobjdump", "--dump-sass", library], capture_output=True, text=True, check=True)
-    usages = {}
-    architecture = ""
-    for line in usage_text.splitlines():
-        if match := re.search(r"arch = (\w+)", line):
-            architecture = match[1]
-        elif match := re.match(r"\s*Function (\S+):", line):
-            name = match[1]
-        elif "REG:" in line:
-            usages[architecture, name] = {
-                key.lower(): int(value) for key, value in re.findall(r"(\w+):(\d+)", line)
-            }
-    kernels: dict[tuple[str, str], list[str]] = {}
-    for line in sass.stdout.splitlines():
-        if match := re.search(r"arch = (\w+)", line):
-            architecture = match[1]
-        elif match := re.match(r"\s*Function : (\S+)", line):
-            kernels[architecture, match[1]] = body = []
-        elif "/*" in line:
-            body.append(line)
-    names = demangle([name for _, name in kernels])
+    usages, kernels = read_usages(library), read_instructions(library)
+    names = demangle([function.name for function in kernels])
     rows = []
-    for ((architecture, mangled), lines), name in zip(kernels.items(), names, strict=True):
+    for (function, lines), name in zip(kernels.items(), names, strict=True):
         code = normalize(lines)
-        usage = usages[architecture, mangled]
+        usage = usages[function]
         rows.append(
             {
                 "name": name,
-                "architecture": architecture,
+                "architecture": function.architecture,
                 "sha256": hashlib.sha256(code.encode()).hexdigest(),
                 "registers": usage["reg"],
                 "stack_bytes": usage["stack"],
