@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # NumPy itself is imported by the first call
 
 _OPERATOR = "calibrate_softmax_phi"
 _LEAST_WIDTH = 1e-3  # of a row's interval, so that that of a single key has one
+_ROUNDING = 1e-9  # of shares of rows
 
 
 def _share_below(
@@ -40,7 +41,7 @@ def _best_shifts(
     ends = np.concatenate([low, high])
     shifts = np.sort(np.concatenate([ends - above, ends + below]))
     held = _share_below(shifts + above, low, high) - _share_below(shifts - below, low, high)
-    is_best = held >= held.max() - 1e-9
+    is_best = held >= held.max() - _ROUNDING
     # Between two breakpoints `held` is linear: a run of best ones holds what lies between them.
     starts = np.flatnonzero(is_best & ~np.concatenate([[False], is_best[:-1]]))
     stops = np.flatnonzero(is_best & ~np.concatenate([is_best[1:], [False]]))
@@ -114,7 +115,8 @@ def calibrate_softmax_phi(
         lowest, highest = _best_shifts(low, high, below, above)
         wanted = sum(_best_shifts(low, high, below, unraised)) / 2.0
         phi[head] = min(max(wanted, lowest), highest)
-        window = np.array([phi[head] - below, phi[head] + above], np.float64)
-        outside_below, up_to_above = _share_below(window, low, high)
-        share[head] = min(max(1.0 - (up_to_above - outside_below), 0.0), 1.0)
+        window = float(phi[head]) + np.array([-below, above])
+        below_it, not_above_it = _share_below(window, low, high)
+        outside = 1.0 - (not_above_it - below_it)
+        share[head] = outside if outside > _ROUNDING else 0.0
     return phi, share
