@@ -32,10 +32,8 @@ def _share_below(
     return np.interp(x, ends, at_ends / len(low))
 
 
-def _best_shifts(
-    low: NDArray[np.float64], high: NDArray[np.float64], below: float, above: float
-) -> tuple[float, float]:
-    """The longest run of shifts phi for which [phi - below, phi + above] holds most of the intervals."""
+def _best_shift(low: NDArray[np.float64], high: NDArray[np.float64], below: float, above: float) -> float:
+    """Where [phi - below, phi + above] holds most of the intervals: the middle of the longest run of such phi."""
     import numpy as np
 
     ends = np.concatenate([low, high])
@@ -46,7 +44,7 @@ def _best_shifts(
     starts = np.flatnonzero(is_best & ~np.concatenate([[False], is_best[:-1]]))
     stops = np.flatnonzero(is_best & ~np.concatenate([is_best[1:], [False]]))
     longest = int(np.argmax(shifts[stops] - shifts[starts]))
-    return float(shifts[starts[longest]]), float(shifts[stops[longest]])
+    return float(shifts[starts[longest]] + shifts[stops[longest]]) / 2.0
 
 
 def calibrate_softmax_phi(
@@ -55,9 +53,9 @@ def calibrate_softmax_phi(
     """Find ``softmax_phi`` for each query head, from ordinary calls of ``attention`` or ``paged_attention``.
 
     The unified maximum of FlashDecoding++ (Hong et al. 2024, arXiv:2311.01282) stands for a row's own where
-    that lies in a window around it: of weights in float16 from 2 below to 8 above, in units of log2(e), of
-    bfloat16 and float32 60 to either side. A row's maximum is not known, but lies between ``lse - log(n)``
-    and ``lse``, where n is the number of its keys; it is taken to lie anywhere there alike.
+    that lies in a window around it: in units of log2(e), from 2 below in float16, or 60 below in bfloat16 and
+    float32, to 8 above. A row's maximum is not known, but lies between ``lse - log(n)`` and ``lse``, where n
+    is the number of its keys; it is taken to lie anywhere there alike.
 
     Args:
         lse: float [..., num_q_heads]: the log-sum-exps of rows, as ``return_lse=True`` gives them; those of
@@ -101,9 +99,6 @@ def calibrate_softmax_phi(
         raise ValueError(f"{_OPERATOR}: seq_lens must be at least 1 where lse is finite; got {lengths.min()}")
 
     below, above = (math.log(2.0) * x for x in _core.softmax_phi_window(name == "float16"))
-    # Kernels raise a maximum that a score passes by as much as float16 allows, whatever the dtype: back to
-    # phi, at the price of looking. So phi is as high as costs no row its place.
-    unraised = math.log(2.0) * _core.softmax_phi_window(True)[1]
     phi = np.zeros(values.shape[1], np.float32)
     share = np.zeros(values.shape[1])
     for head, column in enumerate(values.T):
@@ -112,9 +107,7 @@ def calibrate_softmax_phi(
             continue
         high = column[seen]
         low = high - np.maximum(np.log(lengths[seen]), _LEAST_WIDTH)
-        lowest, highest = _best_shifts(low, high, below, above)
-        wanted = sum(_best_shifts(low, high, below, unraised)) / 2.0
-        phi[head] = min(max(wanted, lowest), highest)
+        phi[head] = _best_shift(low, high, below, above)
         window = float(phi[head]) + np.array([-below, above])
         below_it, not_above_it = _share_below(window, low, high)
         outside = 1.0 - (not_above_it - below_it)

@@ -39,11 +39,12 @@ struct SoftmaxState {
 struct UnifiedMax {
     float phi, below, above;
 
-    // The window is as wide as weights of the type allow: of float16 they keep their bits down to 2^-14,
-    // where keys 2^-12 below the maximum still count, and stay below 2^15; of others, with the exponents of
-    // float32, any sum of theirs stays far from both ends.
+    // The window ends above where kernels raise a maximum that a score passes, 2^8: else they would look
+    // again at every such score. Below, weights of float16 keep their bits down to 2^-14, where keys 2^-12
+    // below the maximum still count. Others have the exponents of float32, so that sums stay far from its
+    // end.
     OCTAVO_HD static UnifiedMax of_float16(float phi) { return {phi * kLog2e, 2.0f, 8.0f}; }
-    OCTAVO_HD static UnifiedMax of_wide(float phi) { return {phi * kLog2e, 60.0f, 60.0f}; }
+    OCTAVO_HD static UnifiedMax of_wide(float phi) { return {phi * kLog2e, 60.0f, 8.0f}; }
 
     // For the maximum of the scores seen so far. What is not a finite number stands for no maximum.
     OCTAVO_HD float operator()(float max) const {

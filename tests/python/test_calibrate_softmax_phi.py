@@ -16,7 +16,7 @@ import octavo
 from octavo import _core
 
 LOG2 = math.log(2.0)
-WINDOWS = {"float16": (2.0, 8.0), "bfloat16": (60.0, 60.0), "float32": (60.0, 60.0)}
+WINDOWS = {"float16": (2.0, 8.0), "bfloat16": (60.0, 8.0), "float32": (60.0, 8.0)}
 every_dtype = pytest.mark.parametrize("dtype", WINDOWS)
 
 
@@ -45,7 +45,6 @@ def test_rows_alike(dtype: str) -> None:
     assert (share == 0.0).all()
     below, above = (LOG2 * x for x in WINDOWS[dtype])
     assert (lse[0] - math.log(100) >= phi - below).all() and (lse[0] <= phi + above).all()
-    assert (lse[0] <= phi + 8 * LOG2).all()  # no kernel has to look at a maximum twice
 
 
 def test_a_few_outliers_do_not_move_it() -> None:

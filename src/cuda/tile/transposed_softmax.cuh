@@ -12,7 +12,7 @@ namespace octavo::cuda {
 
 // For weigh(): each row has a maximum of its own.
 struct NoUnifiedMax {
-    static constexpr bool given() { return false; }
+    __device__ static constexpr bool given() { return false; }
     __device__ float operator()(float max, int, int) const { return max; }
 };
 
