@@ -33,7 +33,7 @@ def _share_below(
 
 
 def _best_shift(low: NDArray[np.float64], high: NDArray[np.float64], below: float, above: float) -> float:
-    """Where [phi - below, phi + above] holds most of the intervals: the middle of the longest run of such phi."""
+    """The phi for which [phi - below, phi + above] holds most of the intervals; the middle of several."""
     import numpy as np
 
     ends = np.concatenate([low, high])
