@@ -42,7 +42,13 @@ struct AttentionArgs {
     double dropout_p = 0.0;               // 0 <= dropout_p < 1
     std::optional<int64_t> dropout_seed;  // needed if dropout_p > 0
     int64_t dropout_offset = 0;
-    void* stream = nullptr;  // cudaStream_t; ignored on the CPU
+    // The unified maximum of FlashDecoding++ (Hong et al. 2024, arXiv:2311.01282), in units of scaled scores,
+    // after softcap and biases: finite, of all heads, or float32 [num_q_heads]. Where the maximum of a row
+    // lies near it, it takes that maximum's place; any other row is computed as without it. The result is the
+    // same, but for rounding.
+    std::optional<double> softmax_phi;
+    std::optional<TensorView> softmax_phi_array;  // instead; read
+    void* stream = nullptr;                       // cudaStream_t; ignored on the CPU
 };
 
 void attention(const AttentionArgs& args);

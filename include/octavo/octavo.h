@@ -68,6 +68,7 @@ typedef struct octavo_attention_args {
     size_t struct_size; /* set by octavo_attention_args_init */
     octavo_tensor q, k, v, out;
     octavo_tensor lse, cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes; /* optional */
+    octavo_tensor softmax_phi_array;                                          /* instead of softmax_phi */
     int64_t max_seqlen_q, max_seqlen_k;                                       /* default: -1, chosen */
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                    /* default: 0, none */
@@ -75,6 +76,7 @@ typedef struct octavo_attention_args {
     double dropout_p;                  /* default: 0, none */
     int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
     int64_t dropout_offset;            /* default: 0 */
+    double softmax_phi;                /* default: NaN, none */
     int32_t causal;                    /* default: 0 */
     void* stream;                      /* cudaStream_t; default: null */
 } octavo_attention_args;
@@ -86,12 +88,14 @@ typedef struct octavo_paged_attention_args {
     octavo_tensor k_scale_array, v_scale_array;                 /* optional: instead of k_scale, v_scale */
     octavo_tensor k_scales, v_scales;                           /* optional: of each token and KV head */
     octavo_tensor k_channel_offset, k_channel_scale;            /* optional: as for append_kv */
+    octavo_tensor softmax_phi_array;                            /* optional: instead of softmax_phi */
     int64_t max_seqlen_q;                                       /* default: -1, chosen */
     double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                                             /* default: 0, none */
     int64_t window_left;                                        /* default: -1, unbounded */
     int64_t num_splits;                                         /* default: -1, chosen */
     int64_t shared_prefix_len;                                  /* default: 0 */
+    double softmax_phi;                                         /* default: NaN, none */
     int32_t causal;                                             /* default: 1 */
     int32_t batch_invariant;                                    /* default: 0 */
     int32_t rotate_keys;                                        /* default: 0 */

@@ -26,6 +26,7 @@ from octavo._linear_plan import LinearPlan, linear_plan
 from octavo._linear_table import LinearTable, LinearTableRow, LinearTableSource, linear_table
 from octavo._paged_attention import append_kv, check_page_table, copy_pages, paged_attention
 from octavo._rms_norm import rms_norm
+from octavo._softmax_phi import calibrate_softmax_phi
 from octavo._tune_linear import tune_linear
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "build_info",
+    "calibrate_softmax_phi",
     "check_page_table",
     "copy_pages",
     "empty_cache",

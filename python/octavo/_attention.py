@@ -91,6 +91,13 @@ def attention(
         dropout_offset: from 0 to 2**63 - 1. Head h of sequence b takes the mask number
             ``dropout_offset + b * num_q_heads + h`` of the seed's: the next call is to start
             batch * num_q_heads further. Default: 0.
+        softmax_phi: a number that softmax weights are relative to in place of their row's maximum, where that
+            lies near it: the unified maximum of FlashDecoding++ (Hong et al. 2024, arXiv:2311.01282). Any
+            other row keeps its own, by itself, so that the result is the same, but for rounding. In units of
+            scores, scaled, capped and biased; a finite float, or float32 [num_q_heads], which is read when
+            the work runs (a number there that is not finite is an error on the CPU, and counts as none on a
+            GPU). ``calibrate_softmax_phi`` finds it. On a GPU it changes nothing here: the kernels of
+            ``paged_attention`` for decoding alone use it. Default: none.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of k and v.

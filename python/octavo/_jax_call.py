@@ -64,7 +64,8 @@ CACHE = ("k_pages", "v_pages", "k_scales", "v_scales")
 """What a cache is made of; scales only where it has some of each token and head."""
 _OF_ALL_TOKENS = frozenset({"k_scale_array", "v_scale_array", "k_channel_offset", "k_channel_scale"})
 _TABLES = frozenset({"rotary_cos", "rotary_sin"})
-_ONE_A_CALL = _OF_ALL_TOKENS | _TABLES | {"w", "bias", "weight"}
+_OF_HEADS = frozenset({"softmax_phi_array"})
+_ONE_A_CALL = _OF_ALL_TOKENS | _TABLES | _OF_HEADS | {"w", "bias", "weight"}
 """Of which one call has one, whatever it works on."""
 
 
@@ -128,12 +129,14 @@ def _linear_by_jax(arrays: _Arrays, options: Mapping[str, Option]) -> tuple[jax.
     return (_linear_on_cuda.by_jax(*arguments),)
 
 
-ATTENTION = Operator("attention", _queries_results, _jax_batching.fold_attention, frozenset({"alibi_slopes"}))
+ATTENTION = Operator(
+    "attention", _queries_results, _jax_batching.fold_attention, frozenset({"alibi_slopes", *_OF_HEADS})
+)
 PAGED_ATTENTION = Operator(
     "paged_attention",
     _queries_results,
     _jax_batching.fold_paged_attention,
-    frozenset({*CACHE, "alibi_slopes", *_OF_ALL_TOKENS}),
+    frozenset({*CACHE, "alibi_slopes", *_OF_ALL_TOKENS, *_OF_HEADS}),
 )
 APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _OF_ALL_TOKENS | _TABLES)
 COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
@@ -282,6 +285,9 @@ def _without_gradients(op: Operator, call: _Function) -> _Function:
     return cast("_Function", refused)
 
 
+_OF_BACKWARD = frozenset(argument["name"] for argument in ARGUMENTS["attention_backward"])
+
+
 def _with_gradients(
     op: Operator, call: _Function, options: _Options, return_lse: bool, gradients: Gradients
 ) -> _Function:
@@ -296,7 +302,9 @@ def _with_gradients(
     ) -> tuple[dict[str, jax.Array | None]]:
         arrays, results = kept
         given = {**dict(zip(("dout", "dlse"), of_results, strict=False)), **arrays, **results}
-        with_deterministic = (*options, ("deterministic", gradients.deterministic))
+        given = {name: x for name, x in given.items() if name in _OF_BACKWARD}
+        of_backward = tuple(option for option in options if option[0] in _OF_BACKWARD)
+        with_deterministic = (*of_backward, ("deterministic", gradients.deterministic))
         computed = _function(ATTENTION_BACKWARD, with_deterministic, gradients.of_slopes)(given)
         of_arrays = dict(zip(("q", "k", "v", "alibi_slopes"), computed, strict=False))
         return ({name: of_arrays.get(name) for name in arrays},)  # None: no numbers, or zeros

@@ -117,6 +117,9 @@ def paged_attention(
             [num_kv_heads, head_dim]. Not with softcap. Default: none.
         k_channel_scale: what it has divided them by, likewise. Queries are multiplied by it. Default: none.
         rotate_keys: whether it has rotated them. Queries are rotated as well. Default: False.
+        softmax_phi: a number that softmax weights are relative to in place of their row's maximum, where that
+            lies near it: a finite float, or float32 [num_q_heads], as for ``attention``. On a GPU the kernels
+            for decoding use it. Default: none.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.

@@ -66,13 +66,19 @@ class AttentionScalars(TypedDict, total=False):
     dropout_offset: int
 
 
-class AttentionOptions(AttentionScalars, total=False):
-    """What ``octavo.attention`` takes by keyword, whatever it returns."""
+class _AttentionArrays(AttentionScalars, total=False):
+    """The same with arrays, as ``attention_backward`` takes them too."""
 
     cu_seqlens_q: Integers | None
     cu_seqlens_k: Integers | None
     alibi_slopes: SupportsDLPack | None
     prefix_lens: Integers | None
+
+
+class AttentionOptions(_AttentionArrays, total=False):
+    """What ``octavo.attention`` takes by keyword, whatever it returns."""
+
+    softmax_phi: float | SupportsDLPack | None
 
 
 class AttentionBackwardScalars(AttentionScalars, total=False):
@@ -81,7 +87,7 @@ class AttentionBackwardScalars(AttentionScalars, total=False):
     deterministic: bool
 
 
-class AttentionBackwardOptions(AttentionOptions, total=False):
+class AttentionBackwardOptions(_AttentionArrays, total=False):
     """What ``octavo.attention_backward`` takes by keyword, whatever it returns."""
 
     dlse: SupportsDLPack | None
@@ -115,6 +121,7 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     v_scales: SupportsDLPack | None
     k_channel_offset: SupportsDLPack | None
     k_channel_scale: SupportsDLPack | None
+    softmax_phi: float | SupportsDLPack | None
 
 
 class Argument(TypedDict):

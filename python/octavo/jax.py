@@ -73,6 +73,7 @@ class _AttentionOptions(AttentionScalars, total=False):
     cu_seqlens_k: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    softmax_phi: float | ArrayLike | None
 
 
 class _AttentionBackwardOptions(AttentionBackwardScalars, total=False):
@@ -93,6 +94,7 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     v_scales: ArrayLike | None
     k_channel_offset: ArrayLike | None
     k_channel_scale: ArrayLike | None
+    softmax_phi: float | ArrayLike | None
 
 
 @overload

@@ -78,7 +78,7 @@ def _raise_in_words_of_octavo(
 
 def _in_place(options: dict[str, Any]) -> dict[str, Any]:
     """The options, with tensors in place of numbers under the names that the operators have for them."""
-    for name in ("k_scale", "v_scale"):
+    for name in ("k_scale", "v_scale", "softmax_phi"):
         if isinstance(options.get(name), Tensor):
             options = {**options, name: None, f"{name}_array": options[name]}
     return options
@@ -131,8 +131,8 @@ def attention(
         _refuse_stream("attention")
     try:
         if out is None:
-            return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **options)
-        return _write("attention", (q, k, v), out, return_lse, options)
+            return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **_in_place(options))
+        return _write("attention", (q, k, v), out, return_lse, _in_place(options))
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, attention, (q, k, v), options)
         raise

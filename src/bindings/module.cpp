@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/scalars.h"
+#include "common/online_softmax.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -112,6 +113,15 @@ void bind_info(nb::module_& m) {
         nb::arg("num_threads"), nb::sig("def set_num_threads(num_threads: int) -> None"),
         "Use this many threads, at least 1, in the CPU operators. The default is the environment variable "
         "OCTAVO_NUM_THREADS, else the number of cores that the process may run on.");
+    m.def(
+        "softmax_phi_window",
+        [](bool is_float16) {
+            const UnifiedMax window = is_float16 ? UnifiedMax::of_float16(0.0f) : UnifiedMax::of_wide(0.0f);
+            return nb::make_tuple(window.below, window.above);
+        },
+        nb::arg("is_float16"), nb::sig("def softmax_phi_window(is_float16: bool) -> tuple[float, float]"),
+        "How far below softmax_phi and how far above it the maximum of a row may lie, in units of log2(e), "
+        "by the type of softmax weights.");
     m.def("get_num_threads", &get_num_threads, "The number of threads that the CPU operators use.");
 }
 

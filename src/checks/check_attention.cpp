@@ -39,6 +39,31 @@ void set_queries(const Checker& check, AttentionParams& p, const Args& args, con
     set_strides(lse, p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride);
 }
 
+// A device's array is not looked at: no maximum lies near what is not finite, so that it stands for none.
+template <class Args>
+void set_softmax_phi(const Checker& check, AttentionParams& p, const Args& args) {
+    if (args.softmax_phi) {
+        if (args.softmax_phi_array)
+            fail<ValueError>(p.op, "softmax_phi must be a number or an array (softmax_phi_array), not both");
+        p.softmax_phi = static_cast<float>(*args.softmax_phi);
+        if (!std::isfinite(p.softmax_phi))
+            fail<ValueError>(p.op, "softmax_phi must be finite in float32; got ", *args.softmax_phi);
+        p.has_softmax_phi = 1;
+    }
+    if (!args.softmax_phi_array) return;
+    const TensorView& phi = *args.softmax_phi_array;
+    check.dtype("softmax_phi", phi, DType::float32, "");
+    check.data("softmax_phi", phi, 1, "[num_q_heads]");
+    check.equal("num_q_heads", "softmax_phi", phi.shape[0], "q", p.num_q_heads);
+    p.has_softmax_phi = 1;
+    p.softmax_phi_of_heads = static_cast<const float*>(phi.data);
+    if (p.device.type != DeviceType::cpu) return;
+    for (int32_t h = 0; h < p.num_q_heads; ++h) {
+        if (std::isfinite(p.softmax_phi_of_heads[h])) continue;
+        fail<ValueError>(p.op, "softmax_phi[", h, "] must be finite; got ", p.softmax_phi_of_heads[h]);
+    }
+}
+
 // Results may not lie where other threads still read. Only the queries that a row's result replaces have all
 // been read by then.
 template <class Args>
@@ -112,6 +137,7 @@ AttentionParams check_attention(const AttentionArgs& args) {
     set_dense_or_packed(check, p, args);
     set_queries(check, p, args, dense_or_packed_q(args.cu_seqlens_q.has_value()));
     set_masks(check, p, args);
+    set_softmax_phi(check, p, args);
     check_results_apart(check, args, "k", args.k, "v", args.v);
     set_window_right_and_dropout(check, p, args);
     require_kernel(p.op, p);
@@ -191,6 +217,8 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     }
     set_queries(check, p, args, q_layout);
     set_masks(check, p, args);
+    set_softmax_phi(check, p, args);
+    p.has_head_numbers = p.alibi_slopes || p.softmax_phi_of_heads;
     check_results_apart(check, args, "k_pages", args.k_pages, "v_pages", args.v_pages);
     for (const ScaleArguments* given : {&k_given, &v_given}) {
         for (const auto& [name, array] :

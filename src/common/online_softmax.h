@@ -33,6 +33,25 @@ struct SoftmaxState {
     OCTAVO_HD float lse() const { return sum == 0.0f ? -INFINITY : (max + log2f(sum)) * kLn2; }
 };
 
+// What may stand for the maximum of a row, in units of log2(e), so that partial results of the row have one
+// in common: the unified maximum of FlashDecoding++ (Hong et al. 2024). It does where the maximum lies in a
+// window around it; any other row keeps its own.
+struct UnifiedMax {
+    float phi, below, above;
+
+    // The window ends above where kernels raise a maximum that a score passes, 2^8: else they would look
+    // again at every such score. Below, weights of float16 keep their bits down to 2^-14, where keys 2^-12
+    // below the maximum still count. Others have the exponents of float32, so that sums stay far from its
+    // end.
+    OCTAVO_HD static UnifiedMax of_float16(float phi) { return {phi * kLog2e, 2.0f, 8.0f}; }
+    OCTAVO_HD static UnifiedMax of_wide(float phi) { return {phi * kLog2e, 60.0f, 8.0f}; }
+
+    // For the maximum of the scores seen so far. What is not a finite number stands for no maximum.
+    OCTAVO_HD float operator()(float max) const {
+        return max >= phi - below && max <= phi + above ? phi : max;
+    }
+};
+
 // How two normalised partial results combine: out = weight_a * out_a + weight_b * out_b.
 struct MergeWeights {
     float a, b, lse;

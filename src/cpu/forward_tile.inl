@@ -73,7 +73,7 @@ static float static_scale(const CacheScales& scales, int32_t kv_head) {
 // Turns one row of dot products into softmax weights, and adds them to the state. Returns what the output
 // so far has to be multiplied by.
 static float weigh_row(float* row, const ScoreTransform& transform, float slope_log2, const VisibleKeys& see,
-                       int32_t q_pos, int32_t k_begin, SoftmaxState& state) {
+                       int32_t q_pos, int32_t k_begin, const UnifiedMax* unified, SoftmaxState& state) {
     transform_row(row, transform);
     add_alibi(row, slope_log2, q_pos, k_begin);
     for (int j = see.prefix_end; j < see.window_begin; ++j) row[j] = -INFINITY;
@@ -84,7 +84,8 @@ static float weigh_row(float* row, const ScoreTransform& transform, float slope_
         Vec score = load(row + j);
         max = score > max ? score : max;
     }
-    float factor = state.raise(max_of_lanes(max));
+    const float row_max = max_of_lanes(max);
+    const float factor = state.raise(unified ? (*unified)(row_max) : row_max);
     Vec sum{};
     for (int j = 0; j < kTileKeys; j += kLanes) {
         Vec weight = exp2(load(row + j) - state.safe_max());
@@ -236,8 +237,10 @@ class TileAttention {
         const ScoreTransform transform = ScoreTransform::make(softmax_scale, p_.softcap);
         for (int r = 0; r < tile.num_rows; ++r, weights += kTileKeys) {
             const int row = head * tile.num_rows + r;
-            const float factor = weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask.visible_to(r),
-                                           q_pos_[r], mask.k_begin, states_[row]);
+            const UnifiedMax unified = UnifiedMax::of_wide(p_.softmax_phi_of(tile.head_of(r)));
+            const float factor =
+                weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask.visible_to(r), q_pos_[r],
+                          mask.k_begin, p_.has_softmax_phi ? &unified : nullptr, states_[row]);
             if (factor != 1.0f) scale_row(result_.out + row * stride_, stride_, factor);
             if (p_.dropout.any()) {
                 for_dropped(p_.dropout, p_.dropout.head(tile.batch_index, p_.num_q_heads, tile.head_of(r)),

@@ -169,6 +169,8 @@ struct Attention {
         scalar("dropout_p", &Args::dropout_p, &CArgs::dropout_p),
         scalar("dropout_seed", &Args::dropout_seed, &CArgs::dropout_seed, -1),
         scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
+        scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
+        input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -206,6 +208,8 @@ struct PagedAttention {
         input<Accept::float32>("k_channel_offset", &Args::k_channel_offset, &CArgs::k_channel_offset),
         input<Accept::float32>("k_channel_scale", &Args::k_channel_scale, &CArgs::k_channel_scale),
         scalar("rotate_keys", &Args::rotate_keys, &CArgs::rotate_keys),
+        scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
+        input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };

@@ -61,14 +61,22 @@ struct AttentionParams {
     int32_t window_left, window_right;  // -1: unbounded; causal: window_right = 0
     float softmax_scale;                // k_scale included
     float softcap;                      // 0: none
+    int32_t has_softmax_phi;            // see the end
+    int32_t has_head_numbers;           // alibi_slopes or softmax_phi_of_heads
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
     Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
     bool batch_invariant;               // by the sequence alone; without splits always so
     CacheScales k_scales, v_scales;     // beside softmax_scale and out_scale
+    // The unified maximum, in units of scores. Last, since most calls have none: see prefetch_params.
+    const float* softmax_phi_of_heads;  // [num_q_heads]; null: softmax_phi for all
+    float softmax_phi;
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return page_table != nullptr; }
+    OCTAVO_HD float softmax_phi_of(int32_t head) const {
+        return softmax_phi_of_heads ? softmax_phi_of_heads[head] : softmax_phi;
+    }
 };
 
 // What one sequence of the batch is made of.

@@ -73,6 +73,39 @@ TEST(Attention, DenseCausalIsBottomRightAligned) {
     }
 }
 
+// Rows around the unified maximum and far from it.
+TEST(Attention, UnifiedMaximum) {
+    constexpr int64_t kSeqlenK = 200;
+    std::mt19937 random(3);
+    Floats q = random_floats(random, kQSize);
+    Floats k = random_floats(random, kSeqlenK * kKvSize), v = random_floats(random, kSeqlenK * kKvSize);
+    Floats phi_of_heads = {0.5f, 40.0f, 50.0f, -40.0f, -50.0f, 1e30f};
+    AttentionArgs args;
+    args.q = view(q, {1, 1, kNumQHeads, kHeadDim});
+    args.k = view(k, {1, kSeqlenK, kNumKvHeads, kHeadDim});
+    args.v = view(v, {1, kSeqlenK, kNumKvHeads, kHeadDim});
+    for (const double phi : {0.0, 1.5, 45.0, -45.0, 1e4, -1e4}) {
+        for (const bool is_array : {false, true}) {
+            Floats out(q.size(), NAN), lse(kNumQHeads, NAN);
+            args.out = view(out, {1, 1, kNumQHeads, kHeadDim});
+            args.lse = view(lse, {1, 1, kNumQHeads});
+            args.softmax_phi.reset();
+            args.softmax_phi_array.reset();
+            if (is_array) {
+                phi_of_heads[0] = static_cast<float>(phi);
+                args.softmax_phi_array = view(phi_of_heads, {kNumQHeads});
+            } else {
+                args.softmax_phi = phi;
+            }
+            attention(args);
+            expect_attention(q.data(), k.data(), v.data(), kSeqlenK, out.data(), lse.data());
+        }
+    }
+    args.softmax_phi = 0.0;
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: softmax_phi must be a number or an array (softmax_phi_array), not both");
+}
+
 TEST(Attention, MergesStatesOfDisjointKeys) {
     constexpr int64_t kSeqlenK = 29, kFirst = 11;
     std::mt19937 random(2);

@@ -200,6 +200,7 @@ struct PagedCall {
         if (packed) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
         if (prefix_lens) args.prefix_lens = view(*prefix_lens, DType::int32, {batch});
         if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        if (phi_of_heads) args.softmax_phi_array = view(*phi_of_heads, DType::float32, {num_q_heads});
         return args;
     }
     PagedAttentionArgs on_gpu() { return arguments(kOnGpu); }
@@ -331,6 +332,8 @@ struct PagedCall {
         if (options.batch_invariant) text += ", batch_invariant";
         if (prefix_lens) text += ", prefix_lens";
         if (with_alibi) text += ", ALiBi";
+        if (options.softmax_phi) text += ", softmax_phi " + std::to_string(*options.softmax_phi);
+        if (phi_of_heads) text += ", softmax_phi of each head";
         return text + ", " + to_string(dtype);
     }
 
@@ -345,6 +348,7 @@ struct PagedCall {
     Mirror<uint16_t> q, k, v, out;
     Mirror<float> lse, slopes;
     std::optional<Mirror<int32_t>> prefix_lens;
+    std::optional<Mirror<float>> phi_of_heads;
 };
 
 // The ways to decode: what would be chosen, the other kernel, and fixed splits.

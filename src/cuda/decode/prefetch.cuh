@@ -11,11 +11,12 @@ namespace octavo::cuda {
 
 // Brings the parameters into the constant cache. Each warp waits for one cache line, instead of all warps for
 // each line. The addresses are constants, since indexed reads go through another cache. The scales at the end
-// are left out where there are none.
+// are left out where there are none, softmax_phi behind them always.
 template <class Config>
 __device__ __forceinline__ void prefetch_params(const AttentionParams& p) {
     constexpr int kLineWords = 16;
-    constexpr size_t kBytes = Config::kHasCodes ? sizeof(p) : offsetof(AttentionParams, k_scales);
+    constexpr size_t kBytes = Config::kHasCodes ? offsetof(AttentionParams, softmax_phi_of_heads)
+                                                : offsetof(AttentionParams, k_scales);
     const int32_t* const words = reinterpret_cast<const int32_t*>(&p);
 #pragma unroll
     for (int line = 0; line < static_cast<int>(kBytes / sizeof(int32_t)) / kLineWords; ++line) {

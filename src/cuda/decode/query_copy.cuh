@@ -25,7 +25,7 @@ class QueryRowCopier {
         pin_in_register(place_);
     }
 
-    // Copies the queries of an item and the slopes of their heads. Rows that the item does not have become
+    // Copies the queries of an item and the numbers of their heads. Rows that the item does not have become
     // zeros.
     __device__ void copy_queries(QueryRows<Config> q, const SequenceSlice& seq, const FastDivide& group_size,
                                  int32_t sequence, int32_t kv_head) const {
@@ -38,7 +38,7 @@ class QueryRowCopier {
             const int row = first + lane_row_;
             copy_query_rows(q, first, __shfl_sync(~0u, own_offset, row), rows >> row & 1);
         }
-        if (p_.alibi_slopes != nullptr) copy_slopes(q, own, sequence);
+        if (p_.has_head_numbers) copy_head_numbers(q, own, sequence);
     }
 
     // In units of 16 bytes: of a sequence's queries, and of a row from there.
@@ -60,13 +60,18 @@ class QueryRowCopier {
                              valid);
         }
     }
-    // Lane l copies the slope of row l to shared memory, since a load into registers would wait behind the
-    // copies.
-    __device__ void copy_slopes(QueryRows<Config> q, const DecodeRow& own, int32_t sequence) const {
-        if (threadIdx.x % 32 >= Config::kRows) return;
-        const float* const slopes = p_.alibi_slopes + sequence * p_.alibi_batch_stride;
-        ptx::cp_async_4(slope_address<Config>(q, threadIdx.x % 32), slopes + (own.valid ? own.head : 0),
-                        own.valid);
+    // Lane l copies the slope and the softmax_phi of row l to shared memory, since loads into registers would
+    // wait behind the copies.
+    __device__ void copy_head_numbers(QueryRows<Config> q, const DecodeRow& own, int32_t sequence) const {
+        const int lane = threadIdx.x % 32;
+        if (lane >= Config::kRows) return;
+        const int head = own.valid ? own.head : 0;
+        if (p_.alibi_slopes) {
+            const float* const slopes = p_.alibi_slopes + sequence * p_.alibi_batch_stride;
+            ptx::cp_async_4(slope_address<Config>(q, lane), slopes + head, own.valid);
+        }
+        if (p_.softmax_phi_of_heads)
+            ptx::cp_async_4(phi_address<Config>(q, lane), p_.softmax_phi_of_heads + head, own.valid);
     }
 
     // `offset` chunks from there.
@@ -106,8 +111,8 @@ class QueryCopier {
             rows_.copy_query_rows(q, first(i), rows_.query_begin(seq) + offsets_[i],
                                   tokens_[i] < seq.seqlen_q);
         }
-        if (OCTAVO_RARE(p_.alibi_slopes != nullptr) && warp_ == Config::kWarps - 1) {
-            rows_.copy_slopes(q, DecodeRow(seq, group_size_, kv_head_, threadIdx.x % 32), sequence);
+        if (OCTAVO_RARE(p_.has_head_numbers) && warp_ == Config::kWarps - 1) {
+            rows_.copy_head_numbers(q, DecodeRow(seq, group_size_, kv_head_, threadIdx.x % 32), sequence);
         }
     }
 

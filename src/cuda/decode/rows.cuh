@@ -40,10 +40,15 @@ using KeyRows = Rows<Config::kKeyChunks>;
 template <class Config>
 using ValueRows = Rows<Config::kValueChunks>;
 
-// The slope of row `row`, behind the rows of an item's queries.
+// The slope of row `row`, behind the rows of an item's queries, and its softmax_phi, behind all slopes.
 template <class Config>
 __device__ __forceinline__ uint32_t slope_address(QueryRows<Config> queries, int row) {
     return queries.address + 16 * Config::kRows * Config::kRowChunks + static_cast<int>(sizeof(float)) * row;
+}
+template <class Config>
+__device__ __forceinline__ uint32_t phi_address(QueryRows<Config> queries, int row) {
+    static_assert(2 * sizeof(float) * Config::kRows <= 16 * Config::kHeadNumberChunks);
+    return slope_address<Config>(queries, Config::kRows + row);
 }
 
 }  // namespace octavo::cuda

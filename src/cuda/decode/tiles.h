@@ -52,14 +52,15 @@ struct DecodeConfig {
     // What a warp copies at once, and works on. Codes need twice as many keys for as many bytes.
     static constexpr int kBlockKeys = kHasCodes ? 2 * kStepKeys : kStepKeys;
     // In chunks of 16 bytes: the place of a row of keys, values or queries in shared memory (16-bit rows take
-    // whole 128 bytes, for the swizzle); a block's keys and values; an item's queries with the slopes of
-    // their heads.
+    // whole 128 bytes, for the swizzle); a block's keys and values; an item's queries with the slopes
+    // and softmax_phi of their heads.
     static constexpr int kRowChunks = (kHeadDim + 63) / 64 * 8;
     static constexpr int kKeyBits = bits_of_keys(kCodes), kValueBits = bits_of_values(kCodes);
     static constexpr int kKeyChunks = kHasCodes ? kHeadDim * kKeyBits / 128 : kRowChunks;
     static constexpr int kValueChunks = kHasCodes ? kHeadDim * kValueBits / 128 : kRowChunks;
     static constexpr int kBlockChunks = kBlockKeys * (kKeyChunks + kValueChunks);
-    static constexpr int kQueryChunks = kRows * kRowChunks + 8;
+    static constexpr int kHeadNumberChunks = 8;
+    static constexpr int kQueryChunks = kRows * kRowChunks + kHeadNumberChunks;
     static constexpr int kBlockBytes = 16 * kBlockChunks;
     // Of a block's scales: a word for each key, and one for each value.
     static constexpr int kScaleChunks = kHasCodes ? kBlockKeys / 2 : 0;

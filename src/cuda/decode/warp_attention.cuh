@@ -82,18 +82,21 @@ class WarpAttention {
             products_.transform(scores, transform_, terms);
             see(scores, first_key);
             softmax_.template weigh<Weight, kFromZero>(
-                weights, scores, [&](float weight, float rounded, int step, int r, int e) {
+                weights, scores,
+                [&](float weight, float rounded, int step, int r, int e) {
                     float& sum = softmax_.sum[r][e % 2];
                     sum = fmaf(weight, terms[step].inverse_scale[e / 2], sum);
                     Products::add_offset(softmax_, rounded, terms[step], r, e);
-                });
+                },
+                Unified{*this});
         } else {
             products_.multiply_q_k(scores[0], q_, k, 0);
             products_.transform(scores[0], transform_);
             see(scores, first_key);
             softmax_.template weigh<Weight, kFromZero>(
                 weights, scores,
-                [&](float weight, float, int, int r, int e) { softmax_.sum[r][e % 2] += weight; });
+                [&](float weight, float, int, int r, int e) { softmax_.sum[r][e % 2] += weight; },
+                Unified{*this});
         }
     }
     __device__ void add_values(const BlockWeights& weights, ValueRows<Config> v) {
@@ -171,6 +174,20 @@ class WarpAttention {
     }
 
   private:
+    // softmax_phi, looked at when a maximum has to be raised, as at the first block.
+    struct Unified {
+        const WarpAttention& own;
+
+        __device__ bool given() const { return own.p_.has_softmax_phi; }
+        __device__ float operator()(float max, int r, int i) const {
+            const float phi = own.p_.softmax_phi_of_heads
+                                  ? ptx::load_shared_float(phi_address<Config>(own.q_, row_of(r, i)))
+                                  : own.p_.softmax_phi;
+            constexpr bool kWide = std::is_same_v<typename Products::Weight, bfloat16>;
+            return (kWide ? UnifiedMax::of_wide(phi) : UnifiedMax::of_float16(phi))(max);
+        }
+    };
+
     __device__ static int row_of(int r, int i) { return Softmax::row_of(threadIdx.x % 32, r, i); }
     __device__ static int key_of(int e) { return Softmax::key_of(threadIdx.x % 32, e); }
 

@@ -3,11 +3,18 @@
 // 8 x 8 transposition turns the accumulators of S^T into operand b of the second product.
 #pragma once
 
+#include "common/macros.h"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/movmatrix.h"
 #include "cuda/types.h"
 
 namespace octavo::cuda {
+
+// For weigh(): each row has a maximum of its own.
+struct NoUnifiedMax {
+    __device__ static constexpr bool given() { return false; }
+    __device__ float operator()(float max, int, int) const { return max; }
+};
 
 // Over blocks of kSteps times 16 keys. A lane has rows row_of(lane, r, 0) and row_of(lane, r, 1) of each tile
 // r, and keys lane / 4 and eight further: scores[r][e] is row row_of(lane, r, e % 2), key key_of(lane, e).
@@ -73,11 +80,13 @@ struct TransposedSoftmax {
 
     // Turns the scores of a block into weights, rounded to T: operand b of the second product. kFromZero:
     // where the first block allows it, the maximum is zero at first, so that most sums over parts of the keys
-    // add up as they are (the unified maximum of FlashDecoding++, Hong et al. 2024). add(weight, rounded,
-    // step, r, e) is to add a weight to the sums; `rounded` is the weight after rounding to T.
-    template <class T, bool kFromZero = false, class Add>
+    // add up as they are (the unified maximum of FlashDecoding++, Hong et al. 2024). unified.given(): the
+    // caller has a unified maximum, and unified(max, r, i) says what takes the place of a row's. add(weight,
+    // rounded, step, r, e) is to add a weight to the sums; `rounded` is the weight after rounding to T.
+    template <class T, bool kFromZero = false, class Add, class Unified = NoUnifiedMax>
     __device__ __forceinline__ void weigh(uint32_t (&weights)[kSteps][kRowTiles][2],
-                                          float (&scores)[kSteps][kRowTiles][4], Add add) {
+                                          float (&scores)[kSteps][kRowTiles][4], Add add,
+                                          Unified unified = {}) {
         // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
         bool raise = false;
 #pragma unroll
@@ -86,11 +95,17 @@ struct TransposedSoftmax {
                 raise = raise || score > max[r][e % 2] + kSlackLog2;
             });
         }
-        if (__any_sync(~0u, raise) && !(kFromZero && starts_from_zero(scores))) {
+        if (__any_sync(~0u, raise) && !(kFromZero && !unified.given() && starts_from_zero(scores))) {
+            float raised[kRowTiles][2];
             for_each_row([&](int r, int i) {
-                const float raised = fmaxf(max[r][i], max_over_keys(max_of_lane(scores, r, i)));
-                const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(max[r][i] - raised);
-                max[r][i] = raised;
+                raised[r][i] = fmaxf(max[r][i], max_over_keys(max_of_lane(scores, r, i)));
+            });
+            if (OCTAVO_RARE(unified.given()))
+                for_each_row([&](int r, int i) { raised[r][i] = unified(raised[r][i], r, i); });
+            for_each_row([&](int r, int i) {
+                const float factor =
+                    raised[r][i] == -INFINITY ? 1.0f : ptx::exp2_approx(max[r][i] - raised[r][i]);
+                max[r][i] = raised[r][i];
                 sum[r][i] *= factor;
                 if (kHasOffset) offset[r][i] *= factor;
                 for_each_out_of(r, i, [&](float& out, int) { out *= factor; });
