@@ -26,8 +26,17 @@ from octavo._operators import ARGUMENTS
 _FORWARD = [argument["name"] for argument in ARGUMENTS["attention"]]
 _BACKWARD = [argument["name"] for argument in ARGUMENTS["attention_backward"]]
 _DEFAULTS = [argument["default"] for argument in ARGUMENTS["attention"]]
-# The places of what has a gradient, in the order of the results of attention_backward.
-_DIFFERENTIABLE = [_FORWARD.index(name) for name in ("q", "k", "v", "alibi_slopes")]
+
+ASKED_GRADIENTS = (("alibi_slopes", "return_dalibi"), ("sinks", "return_dsinks"))
+"""What has a gradient besides q, k and v, and the keywords that ask for it, in the order of the results."""
+
+BACKWARD_OVERLOADS = {
+    (): "",
+    ("alibi_slopes",): "dalibi",
+    ("sinks",): "dsinks",
+    ("alibi_slopes", "sinks"): "dalibi_dsinks",
+}
+"""The overloads of attention_backward, by the gradients that they return besides those of q, k and v."""
 
 
 def wants_gradients(args: tuple[Any, ...]) -> bool:
@@ -92,9 +101,11 @@ class _Attention(_SingleLevelFunction):
             "deterministic": ctx.deterministic or torch.are_deterministic_algorithms_enabled(),
         }
         overloads = torch.ops.octavo.attention_backward
-        operator = overloads.dalibi if needed[_DIFFERENTIABLE[-1]] else overloads.default
+        asked = tuple(name for name, _ in ASKED_GRADIENTS if needed[_FORWARD.index(name)])
+        operator = getattr(overloads, BACKWARD_OVERLOADS[asked] or "default")
         results = operator(*(values[name] for name in _BACKWARD))
-        for place, result in zip(_DIFFERENTIABLE, results, strict=False):
+        for name, result in zip(("q", "k", "v", *asked), results, strict=True):
+            place = _FORWARD.index(name)
             gradients[place] = result if needed[place] else None
         return None, None, *gradients
 
@@ -131,7 +142,11 @@ RECORD: dict[str, Callable[..., Any]] = {
     "attention": functools.partial(_record_attention, False, False),
     "attention.lse": functools.partial(_record_attention, True, False),
     "attention.deterministic": functools.partial(_record_attention, True),
-    "attention_backward": functools.partial(_apply, _AttentionBackward, "default"),
-    "attention_backward.dalibi": functools.partial(_apply, _AttentionBackward, "dalibi"),
+    **{
+        f"attention_backward.{name}" if name else "attention_backward": functools.partial(
+            _apply, _AttentionBackward, name or "default"
+        )
+        for name in BACKWARD_OVERLOADS.values()
+    },
 }
 """How to call an operator so that autograd can go back through it: a function of the same arguments."""

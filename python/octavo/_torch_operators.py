@@ -11,7 +11,14 @@ from torch import Tensor
 
 from octavo import _core
 from octavo._operators import ARGUMENTS
-from octavo._torch_autograd import RECORD, refuse_gradients, refuse_tangents, wants_gradients
+from octavo._torch_autograd import (
+    ASKED_GRADIENTS,
+    BACKWARD_OVERLOADS,
+    RECORD,
+    refuse_gradients,
+    refuse_tangents,
+    wants_gradients,
+)
 
 if not hasattr(torch.library, "register_fake"):
     raise ImportError(f"octavo.torch needs PyTorch 2.4 or newer; this is {torch.__version__}")
@@ -246,31 +253,35 @@ def _copy_pages_to(
 
 
 def _define_attention_backward() -> None:
-    """Define the operator that returns the gradients of q, k and v, and the one with that of the slopes."""
+    """Define the operator that returns the gradients of q, k and v, and those with more of them."""
     name = "attention_backward"
     core, defaults = _core.attention_backward, _DEFAULTS[name]
     dropped = [defaults[given:] for given in range(len(defaults) + 1)]
-    slopes = next(i for i, argument in enumerate(ARGUMENTS[name]) if argument["name"] == "alibi_slopes")
+    places = {argument["name"]: place for place, argument in enumerate(ARGUMENTS[name])}
 
-    def kernel(*args: Any, return_dalibi: bool = False) -> Any:
-        return core(*args, *dropped[len(args)], return_dalibi, None, None, None, _DISPATCHER)
+    def kernel(asked: tuple[str, ...], *args: Any) -> Any:
+        asks = (of in asked for of, _ in ASKED_GRADIENTS)
+        return core(*args, *dropped[len(args)], *asks, None, None, None, _DISPATCHER)
 
-    def fake(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-    def fake_dalibi(*args: Any) -> tuple[Tensor, ...]:
-        if len(args) <= slopes or args[slopes] is None:
-            raise ValueError(f"{name}: dalibi_slopes (return_dalibi) needs alibi_slopes; got none")
-        return (*fake(*args), args[slopes].new_empty(args[slopes].shape))
+    def fake(asked: tuple[str, ...], *args: Any) -> tuple[Tensor, ...]:
+        differentiated = list(args[1:4])
+        for of, keyword in ASKED_GRADIENTS:
+            if of not in asked:
+                continue
+            if len(args) <= places[of] or args[places[of]] is None:
+                raise ValueError(f"{name}: d{of} ({keyword}) needs {of}; got none")
+            differentiated.append(args[places[of]])
+        return tuple(x.new_empty(x.shape) for x in differentiated)
 
     arguments = ", ".join(_arguments(name))
-    _define(name, f"({arguments}) -> (Tensor, Tensor, Tensor)", kernel, fake)
-    _define(
-        f"{name}.dalibi",
-        f"({arguments}) -> (Tensor, Tensor, Tensor, Tensor)",
-        functools.partial(kernel, return_dalibi=True),
-        fake_dalibi,
-    )
+    for asked, overload in BACKWARD_OVERLOADS.items():
+        results = ", ".join(["Tensor"] * (3 + len(asked)))
+        _define(
+            f"{name}.{overload}" if overload else name,
+            f"({arguments}) -> ({results})",
+            functools.partial(kernel, asked),
+            functools.partial(fake, asked),
+        )
 
 
 def _define_linear() -> None:

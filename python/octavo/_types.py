@@ -73,6 +73,7 @@ class AttentionOptions(AttentionScalars, total=False):
     cu_seqlens_k: Integers | None
     alibi_slopes: SupportsDLPack | None
     prefix_lens: Integers | None
+    sinks: SupportsDLPack | None
 
 
 class AttentionBackwardScalars(AttentionScalars, total=False):
@@ -115,6 +116,7 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     v_scales: SupportsDLPack | None
     k_channel_offset: SupportsDLPack | None
     k_channel_scale: SupportsDLPack | None
+    sinks: SupportsDLPack | None
 
 
 class Argument(TypedDict):

@@ -9,7 +9,7 @@ A compiled function may write to views of a tensor, as of ``k_pages, v_pages = c
 tensor's sizes static (``torch._dynamo.mark_static(cache)``) under ``dynamic=True``, where Inductor of PyTorch
 2.13 loses the offset of a view that any custom operator writes to.
 
-``attention`` is differentiable with respect to q, k, v and alibi_slopes, through its log-sum-exp too, and
+``attention`` is differentiable with respect to q, k, v, alibi_slopes and sinks, through its log-sum-exp too, and
 once: ``attention_backward``, which computes the gradients, has none. torch.use_deterministic_algorithms makes
 them deterministic. All other operators, and ``attention`` with ``out``, refuse tensors that require grad
 unless gradients are off (``torch.no_grad``). Nothing has forward-mode derivatives (``torch.func.jvp``).
@@ -96,8 +96,12 @@ _PAGED_ATTENTION, _PAGED_ATTENTION_LSE = (
 _MERGE_STATES = operator_named("merge_states")
 _APPEND_KV, _APPEND_KV_Q = operator_named("append_kv"), operator_named("append_kv.q")
 _APPEND_KV_OUT_Q = operator_named("append_kv.out_q")
-_ATTENTION_BACKWARD = operator_named("attention_backward")
-_ATTENTION_BACKWARD_DALIBI = operator_named("attention_backward.dalibi")
+_ATTENTION_BACKWARD = {  # by return_dalibi and return_dsinks
+    (False, False): operator_named("attention_backward"),
+    (True, False): operator_named("attention_backward.dalibi"),
+    (False, True): operator_named("attention_backward.dsinks"),
+    (True, True): operator_named("attention_backward.dalibi_dsinks"),
+}
 _LINEAR, _LINEAR_OUT = operator_named("linear"), operator_named("linear.out")
 _RMS_NORM, _RMS_NORM_RESIDUAL = operator_named("rms_norm"), operator_named("rms_norm.residual")
 _RMS_NORM_OUT, _RMS_NORM_OUT_RESIDUAL = (
@@ -148,6 +152,7 @@ def attention_backward(
     lse: Tensor,
     *,
     return_dalibi: bool = False,
+    return_dsinks: bool = False,
     dq: None = None,
     dk: None = None,
     dv: None = None,
@@ -162,7 +167,7 @@ def attention_backward(
                 f"attention_backward: {name} must be None in octavo.torch, which returns new tensors"
             )
     try:
-        operator = _ATTENTION_BACKWARD_DALIBI if return_dalibi else _ATTENTION_BACKWARD
+        operator = _ATTENTION_BACKWARD[bool(return_dalibi), bool(return_dsinks)]
         return operator(dout, q, k, v, out, lse, **options)
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, attention_backward, (dout, q, k, v, out, lse), options)
