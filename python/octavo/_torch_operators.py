@@ -11,14 +11,7 @@ from torch import Tensor
 
 from octavo import _core
 from octavo._operators import ARGUMENTS
-from octavo._torch_autograd import (
-    ASKED_GRADIENTS,
-    BACKWARD_OVERLOADS,
-    RECORD,
-    refuse_gradients,
-    refuse_tangents,
-    wants_gradients,
-)
+from octavo._torch_autograd import RECORD, refuse_gradients, refuse_tangents, wants_gradients
 
 if not hasattr(torch.library, "register_fake"):
     raise ImportError(f"octavo.torch needs PyTorch 2.4 or newer; this is {torch.__version__}")
@@ -253,35 +246,54 @@ def _copy_pages_to(
 
 
 def _define_attention_backward() -> None:
-    """Define the operator that returns the gradients of q, k and v, and those with more of them."""
+    """Define the operator that returns the gradients of q, k and v, and those with that of slopes or sinks.
+
+    The one with that of sinks is told whether that of slopes is wanted, too; otherwise it is empty. PyTorch
+    2.13 would abort at exit if overloads had the same arguments and as many results.
+    """
     name = "attention_backward"
     core, defaults = _core.attention_backward, _DEFAULTS[name]
     dropped = [defaults[given:] for given in range(len(defaults) + 1)]
-    places = {argument["name"]: place for place, argument in enumerate(ARGUMENTS[name])}
+    place_of = {argument["name"]: place for place, argument in enumerate(ARGUMENTS[name])}
 
-    def kernel(asked: tuple[str, ...], *args: Any) -> Any:
-        asks = (of in asked for of, _ in ASKED_GRADIENTS)
+    def kernel(*args: Any, return_dalibi: bool = False, return_dsinks: bool = False) -> Any:
+        asks = return_dalibi, return_dsinks
         return core(*args, *dropped[len(args)], *asks, None, None, None, _DISPATCHER)
 
-    def fake(asked: tuple[str, ...], *args: Any) -> tuple[Tensor, ...]:
-        differentiated = list(args[1:4])
-        for of, keyword in ASKED_GRADIENTS:
-            if of not in asked:
-                continue
-            if len(args) <= places[of] or args[places[of]] is None:
-                raise ValueError(f"{name}: d{of} ({keyword}) needs {of}; got none")
-            differentiated.append(args[places[of]])
-        return tuple(x.new_empty(x.shape) for x in differentiated)
+    def kernel_dsinks(of_slopes: bool, *args: Any) -> Any:
+        *results, dsinks = kernel(*args, return_dalibi=of_slopes, return_dsinks=True)
+        return (*results, *([] if of_slopes else [dsinks.new_empty(0)]), dsinks)
+
+    def fake(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+    def fake_of(of: str, keyword: str, args: tuple[Any, ...]) -> Tensor:
+        array = args[place_of[of]] if len(args) > place_of[of] else None
+        if array is None:
+            raise ValueError(f"{name}: d{of} ({keyword}) needs {of}; got none")
+        return cast("Tensor", array.new_empty(array.shape))
+
+    def fake_dalibi(*args: Any) -> tuple[Tensor, ...]:
+        return (*fake(*args), fake_of("alibi_slopes", "return_dalibi", args))
+
+    def fake_dsinks(of_slopes: bool, *args: Any) -> tuple[Tensor, ...]:
+        dsinks = fake_of("sinks", "return_dsinks", args)
+        return (*(fake_dalibi(*args) if of_slopes else (*fake(*args), dsinks.new_empty(0))), dsinks)
 
     arguments = ", ".join(_arguments(name))
-    for asked, overload in BACKWARD_OVERLOADS.items():
-        results = ", ".join(["Tensor"] * (3 + len(asked)))
-        _define(
-            f"{name}.{overload}" if overload else name,
-            f"({arguments}) -> ({results})",
-            functools.partial(kernel, asked),
-            functools.partial(fake, asked),
-        )
+    _define(name, f"({arguments}) -> (Tensor, Tensor, Tensor)", kernel, fake)
+    _define(
+        f"{name}.dalibi",
+        f"({arguments}) -> (Tensor, Tensor, Tensor, Tensor)",
+        functools.partial(kernel, return_dalibi=True),
+        fake_dalibi,
+    )
+    _define(
+        f"{name}.dsinks",
+        f"(bool of_slopes, {arguments}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        kernel_dsinks,
+        fake_dsinks,
+    )
 
 
 def _define_linear() -> None:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 import octavo
+from octavo import _torch_autograd
 from octavo._misuse import MISSING, refuse_call
 from octavo._torch_operators import ATTENTIONS, operator_named, python_name
 
@@ -96,12 +97,6 @@ _PAGED_ATTENTION, _PAGED_ATTENTION_LSE = (
 _MERGE_STATES = operator_named("merge_states")
 _APPEND_KV, _APPEND_KV_Q = operator_named("append_kv"), operator_named("append_kv.q")
 _APPEND_KV_OUT_Q = operator_named("append_kv.out_q")
-_ATTENTION_BACKWARD = {  # by return_dalibi and return_dsinks
-    (False, False): operator_named("attention_backward"),
-    (True, False): operator_named("attention_backward.dalibi"),
-    (False, True): operator_named("attention_backward.dsinks"),
-    (True, True): operator_named("attention_backward.dalibi_dsinks"),
-}
 _LINEAR, _LINEAR_OUT = operator_named("linear"), operator_named("linear.out")
 _RMS_NORM, _RMS_NORM_RESIDUAL = operator_named("rms_norm"), operator_named("rms_norm.residual")
 _RMS_NORM_OUT, _RMS_NORM_OUT_RESIDUAL = (
@@ -167,8 +162,9 @@ def attention_backward(
                 f"attention_backward: {name} must be None in octavo.torch, which returns new tensors"
             )
     try:
-        operator = _ATTENTION_BACKWARD[bool(return_dalibi), bool(return_dsinks)]
-        return operator(dout, q, k, v, out, lse, **options)
+        return _torch_autograd.attention_backward(
+            bool(return_dalibi), bool(return_dsinks), dout, q, k, v, out, lse, **options
+        )
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, attention_backward, (dout, q, k, v, out, lse), options)
         raise

@@ -233,6 +233,9 @@ CASES = [
     ),
     case(*A, ValueError, "num_q_heads of alibi_slopes (2) must equal that of q (4)", alibi_slopes=f32(2)),
     case(*A, ValueError, "batch of alibi_slopes (3) must equal that of q (2)", alibi_slopes=f32(3, 4)),
+    case(*A, ValueError, "sinks must have shape [num_q_heads]; got [2, 4]", sinks=f32(2, 4)),
+    case(*A, ValueError, "num_q_heads of sinks (2) must equal that of q (4)", sinks=f32(2)),
+    case(*A, TypeError, "sinks must be float32; got float64", sinks=np.ones(4)),
     case(*A, ValueError, "out must be writable; it is read-only", out=read_only(f32(2, 3, 4, 8))),
     case(
         *A,
