@@ -53,9 +53,9 @@ struct AttentionArgs {
 void attention(const AttentionArgs& args);
 
 // The gradients of a scalar with respect to q, k, v, alibi_slopes and sinks of attention(), from those with
-// respect to its results. The softmax weights are computed again from the log-sum-exp (FlashAttention, Dao et al.
-// 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691), so that memory grows with the lengths, not with their
-// product.
+// respect to its results. The softmax weights are computed again from the log-sum-exp (FlashAttention, Dao et
+// al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691), so that memory grows with the lengths, not with
+// their product.
 //
 // What attention() takes as well is as in its call, dropout included, and means the same; `out` and `lse` are
 // its results. A query that sees no key gets a gradient of 0 and adds nothing to others, and so does a key

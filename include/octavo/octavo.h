@@ -135,7 +135,7 @@ typedef struct octavo_attention_backward_args {
     octavo_tensor dout, q, k, v, out, lse, dq, dk, dv;
     octavo_tensor dlse, dalibi_slopes, dsinks;                                  /* optional */
     octavo_tensor cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes, sinks; /* optional */
-    int64_t max_seqlen_q, max_seqlen_k;                                  /* default: -1, chosen */
+    int64_t max_seqlen_q, max_seqlen_k;                                         /* default: -1, chosen */
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                    /* default: 0, none */
     int64_t window_left, window_right; /* default: -1, unbounded */

@@ -221,7 +221,7 @@ class Gradients:
 
     @classmethod
     def of_call(cls, options: Mapping[str, Any], deterministic: Any) -> Gradients:
-        """Slopes or sinks that are not traced are constants: nobody can differentiate with respect to them."""
+        """Slopes and sinks that are not traced are constants, of which nobody can ask the gradient."""
 
         def is_traced(array: Any) -> bool:
             return any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(array))

@@ -9,10 +9,10 @@ A compiled function may write to views of a tensor, as of ``k_pages, v_pages = c
 tensor's sizes static (``torch._dynamo.mark_static(cache)``) under ``dynamic=True``, where Inductor of PyTorch
 2.13 loses the offset of a view that any custom operator writes to.
 
-``attention`` is differentiable with respect to q, k, v, alibi_slopes and sinks, through its log-sum-exp too, and
-once: ``attention_backward``, which computes the gradients, has none. torch.use_deterministic_algorithms makes
-them deterministic. All other operators, and ``attention`` with ``out``, refuse tensors that require grad
-unless gradients are off (``torch.no_grad``). Nothing has forward-mode derivatives (``torch.func.jvp``).
+``attention`` is differentiable with respect to q, k, v, alibi_slopes and sinks, through its log-sum-exp too,
+and once: ``attention_backward``, which computes the gradients, has none. torch.use_deterministic_algorithms
+makes them deterministic. All other operators, and ``attention`` with ``out``, refuse tensors that require
+grad unless gradients are off (``torch.no_grad``). Nothing has forward-mode derivatives (``torch.func.jvp``).
 """
 
 from __future__ import annotations

@@ -43,14 +43,14 @@ struct SoftmaxState {
     OCTAVO_HD float lse() const { return sum == 0.0f ? -INFINITY : (max + log2f(sum)) * kLn2; }
 };
 
-// What a query adds to the gradient of its head's sink: the sink's weight times minus `delta`, the dot product of
-// the gradient of the output with the output, less the gradient of the LSE.
+// What a query adds to the gradient of its head's sink: the sink's weight times minus `delta`, the dot
+// product of the gradient of the output with the output, less the gradient of the LSE.
 OCTAVO_HD float sink_gradient(float sink, float lse, float delta) {
     return sink == -INFINITY ? 0.0f : -expf(sink - lse) * delta;
 }
 
-// How two normalised partial results combine: out = weight_a * out_a + weight_b * out_b. An attention sink is one
-// whose LSE is the sink, and whose output is 0.
+// How two normalised partial results combine: out = weight_a * out_a + weight_b * out_b. An attention sink is
+// one whose LSE is the sink, and whose output is 0.
 struct MergeWeights {
     float a, b, lse;
 

@@ -47,8 +47,7 @@ static void prepare_typed(const AttentionBackwardParams& p, const RowTile& tile,
             delta = dot(out + token * p.out_token_stride + head * p.out_head_stride,
                         dout + token * p.dout_strides.token + head * p.dout_strides.head, p.head_dim);
         }
-        if (p.dlse)
-            delta -= p.dlse[dlse_begin + token * p.dlse_strides.token + head * p.dlse_strides.head];
+        if (p.dlse) delta -= p.dlse[dlse_begin + token * p.dlse_strides.token + head * p.dlse_strides.head];
         terms.lse_log2[r] = is_empty ? INFINITY : lse * kLog2e;
         terms.delta[r] = is_empty ? 0.0f : delta;
         if (terms.dsink) terms.dsink[r] = sink_gradient(p.sinks[head], lse, delta);

@@ -49,7 +49,8 @@ void paged_attention(const PagedAttentionParams& p) {
     if (!shifts) return;
     for (int64_t i = 0; i < num_rows; ++i) {
         const int64_t token = i / p.num_q_heads, head = i % p.num_q_heads;
-        float& lse = transformed.lse[token * transformed.lse_token_stride + head * transformed.lse_head_stride];
+        float& lse =
+            transformed.lse[token * transformed.lse_token_stride + head * transformed.lse_head_stride];
         lse += shifts[i];
         if (!p.sinks) continue;
         const MergeWeights weights = MergeWeights::make(lse, p.sinks[head]);
@@ -57,7 +58,8 @@ void paged_attention(const PagedAttentionParams& p) {
         with_type(p.dtype, [&](auto type) {
             auto* const row =
                 static_cast<decltype(type)*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-            for (int32_t d = 0; d < p.head_dim; ++d) from_float(weights.merge(to_float(row[d]), 0.0f), row[d]);
+            for (int32_t d = 0; d < p.head_dim; ++d)
+                from_float(weights.merge(to_float(row[d]), 0.0f), row[d]);
         });
     }
 }

@@ -15,8 +15,8 @@ struct PagedAttentionParams : AttentionParams {
     bool shifts_lse() const { return key_transform.offset && (lse || sinks); }
     bool adds_sinks() const { return key_transform.offset && sinks; }
 
-    // The call over `transformed` queries, [total_q, num_q_heads, head_dim] in C order. Where sinks join behind
-    // it, `own_lse` in C order is used if the call asks for no log-sum-exp.
+    // The call over `transformed` queries, [total_q, num_q_heads, head_dim] in C order. Where sinks join
+    // behind it, `own_lse` in C order is used if the call asks for no log-sum-exp.
     AttentionParams with_queries(const void* transformed, float* own_lse) const {
         AttentionParams p = *this;
         p.q = transformed;

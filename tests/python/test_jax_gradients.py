@@ -293,7 +293,8 @@ def test_sinks(axes):
     arrays = [*dense()[:3], jnp.array([0.5, -1.0, 2.0, 0.0], jnp.float32)]
     if axes is not None:
         arrays = [
-            x if axis is None else jnp.stack([x, 0.5 * x, x - 1]) for x, axis in zip(arrays, axes, strict=True)
+            x if axis is None else jnp.stack([x, 0.5 * x, x - 1])
+            for x, axis in zip(arrays, axes, strict=True)
         ]
 
     def mapped(function):

@@ -47,7 +47,9 @@ def test_vmap(call, which):
         "all": names,
         "first": names[:1],
         "tables": [n for n in names if n in ("page_table", "seq_lens", "copies", "prefix_lens", "lse_a")],
-        "values": [n for n in names if n in ("k", "v", "k_pages", "v_pages", "alibi_slopes", "sinks", "out_b")],
+        "values": [
+            n for n in names if n in ("k", "v", "k_pages", "v_pages", "alibi_slopes", "sinks", "out_b")
+        ],
     }[which]
     if not mapped:
         pytest.skip("the operator has none of these arrays")

@@ -201,7 +201,16 @@ HEADS_TOGETHER = (
     Case("head_dim_80", (1,) * 2, (70, 900), num_q_heads=12, num_kv_heads=4, head_dim=80, window_left=99),
     Case("group_13", (1,) * 2, (70, 900), num_q_heads=39, num_kv_heads=3, head_dim=64, softcap=20.0),
     Case("drafts", (3, 2), (90, 1100), num_q_heads=8, num_kv_heads=4, head_dim=64, prefix_lens=(5, 200)),
-    Case("biased", (1,) * 2, (70, 1100), num_q_heads=8, num_kv_heads=4, alibi="head", window_left=500, sinks="normal"),
+    Case(
+        "biased",
+        (1,) * 2,
+        (70, 1100),
+        num_q_heads=8,
+        num_kv_heads=4,
+        alibi="head",
+        window_left=500,
+        sinks="normal",
+    ),
 )
 
 

@@ -27,8 +27,16 @@ CASES = (
     (Case("decode_long_prefix", (1,) * 9, tuple(range(2051, 2060)), num_q_heads=8, num_kv_heads=2), 2048),
     (Case("decode_batch_90", (1,) * 90, tuple(range(321, 411)), num_q_heads=4, num_kv_heads=1), 320),
     (Case("decode_padding", (1,) * 4, (0, 49, 0, 177), num_kv_heads=2), 48),
-    (Case("decode_sinks", (1,) * 4, (0, 1049, 1025, 1177), num_q_heads=8, num_kv_heads=1, sinks="normal"), 1024),
-    (Case("decode_sinks_extreme", (1,) * 4, (0, 49, 0, 177), num_q_heads=5, sinks="extreme", num_kv_heads=1), 48),
+    (
+        Case("decode_sinks", (1,) * 4, (0, 1049, 1025, 1177), num_q_heads=8, num_kv_heads=1, sinks="normal"),
+        1024,
+    ),
+    (
+        Case(
+            "decode_sinks_extreme", (1,) * 4, (0, 49, 0, 177), num_q_heads=5, sinks="extreme", num_kv_heads=1
+        ),
+        48,
+    ),
     (Case("decode_all_padding", (1,) * 2, (0, 0)), 16),
     (Case("decode_not_causal", (1,) * 3, (33, 40, 300), causal=False), 32),
     (Case("decode_softcap", (1,) * 3, (129, 140, 300), softcap=8.0, q_gain=4.0, num_kv_heads=2), 128),

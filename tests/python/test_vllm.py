@@ -66,7 +66,10 @@ OPTIONS = {
     "softcap": {"logits_soft_cap": 2.0},
     "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
     "sinks": {"sinks": torch.tensor([2.0, -1.0, 0.5, 4.0])},
-    "window and sinks": {"sliding_window": 5, "sinks": torch.tensor([2.0, -1.0, 0.5, 4.0], dtype=torch.bfloat16)},
+    "window and sinks": {
+        "sliding_window": 5,
+        "sinks": torch.tensor([2.0, -1.0, 0.5, 4.0], dtype=torch.bfloat16),
+    },
     "window and softcap": {"sliding_window": 12, "logits_soft_cap": 3.0},
 }
 

@@ -38,7 +38,8 @@ inline void launch_sink_gradients(const AttentionBackwardParams& p, const SinkTe
 }
 
 // Whether a query sees no key though it has a log-sum-exp, that of its sink.
-__device__ __forceinline__ bool has_sink_alone(const AttentionBackwardParams& p, int32_t batch, int32_t query) {
+__device__ __forceinline__ bool has_sink_alone(const AttentionBackwardParams& p, int32_t batch,
+                                               int32_t query) {
     if (!p.sinks) return false;
     const SequenceSlice seq = SequenceSlice::make(p, batch);
     return !seq.see.sees_any(seq.q_pos(query));

@@ -44,14 +44,15 @@ class OutputWriter {
                           float4 out) const {
         store(target(item, row), item, row, column, state, out);
     }
-    // The head's sink is loaded here and not with the target, where it would take registers from calls without
-    // sinks (133 for 128 where a CTA has long items).
+    // The head's sink is loaded here and not with the target, where it would take registers from calls
+    // without sinks (133 for 128 where a CTA has long items).
     __device__ void store(const Target& target, const Item& item, int row, int column, SoftmaxState state,
                           float4 out) const {
         if (!target.out || column >= p_.head_dim) return;
         float factor = p_.out_scale;
         if (OCTAVO_RARE(p_.sinks != nullptr)) {
-            const int32_t head = DecodeRow(sequences_.slice(item.sequence), group_size_, item.kv_head, row).head;
+            const int32_t head =
+                DecodeRow(sequences_.slice(item.sequence), group_size_, item.kv_head, row).head;
             factor *= state.add_sink(p_.sinks[head] * kLog2e);
         }
         const float scale = state.inverse_sum() * factor;

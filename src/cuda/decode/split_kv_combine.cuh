@@ -102,8 +102,8 @@ class SplitKvCombine {
                 });
                 if (is_only_split) {
                     const auto& result = shared_.targets[row];
-                    writer_.store({static_cast<T*>(result.out), result.lse}, item_, row, column, combined.state,
-                                  combined(outs));
+                    writer_.store({static_cast<T*>(result.out), result.lse}, item_, row, column,
+                                  combined.state, combined(outs));
                 } else {
                     target.push(column, combined(outs));
                 }

@@ -92,9 +92,9 @@ void paged_attention(const PagedAttentionParams& p, void* stream) {
     if (plan.adds_sinks) {
         return with_type(p.dtype, [&](auto type) {
             const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock, true};
-            launch<add_sinks_kernel<decltype(type)>>(p.op, p.device.index, cuda_stream, shape, p,
-                                                     static_cast<const float*>(shifts), transformed.lse,
-                                                     transformed.lse_token_stride, transformed.lse_head_stride);
+            launch<add_sinks_kernel<decltype(type)>>(
+                p.op, p.device.index, cuda_stream, shape, p, static_cast<const float*>(shifts),
+                transformed.lse, transformed.lse_token_stride, transformed.lse_head_stride);
         });
     }
     const LaunchShape shape{dim3(static_cast<unsigned>(ceil_divide(plan.num_rows, kShiftThreads))),

@@ -38,7 +38,8 @@ void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStr
                             plan.query_tiles};
     if (p.dsinks) {
         arguments.sinks = {
-            reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes + plan.slope_bytes), p.total_q};
+            reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes + plan.slope_bytes),
+            p.total_q};
     }
     arguments.query_tiles = plan.query_tiles;
     arguments.key_tiles = plan.key_tiles;

@@ -71,7 +71,8 @@ class Layer:
                 self.num_kv_heads,
                 kv_cache_dtype=self.kv_cache_dtype,
                 **{
-                    name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in self.options.items()
+                    name: x.to(self.device) if isinstance(x, Tensor) else x
+                    for name, x in self.options.items()
                 },
             )
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS))
