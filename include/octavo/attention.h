@@ -42,6 +42,11 @@ struct AttentionArgs {
     double dropout_p = 0.0;               // 0 <= dropout_p < 1
     std::optional<int64_t> dropout_seed;  // needed if dropout_p > 0
     int64_t dropout_offset = 0;
+    // Attention sinks (Xiao et al. 2023, arXiv:2309.17453), learned as in gpt-oss (OpenAI 2025,
+    // arXiv:2508.10925): float32 [num_q_heads], a logit for each head that joins the sum of exponentials of
+    // each of its queries and weighs no value. It is not scaled, capped or masked, and the LSE includes it: a
+    // query that sees no key has output 0 and LSE sinks[head]. -inf is none; of NaN and inf come NaNs.
+    std::optional<TensorView> sinks;
     // The unified maximum of FlashDecoding++ (Hong et al. 2024, arXiv:2311.01282), in units of scaled scores,
     // after softcap and biases: finite, of all heads, or float32 [num_q_heads]. Where the maximum of a row
     // lies near it, it takes that maximum's place; any other row is computed as without it. The result is the
@@ -53,10 +58,10 @@ struct AttentionArgs {
 
 void attention(const AttentionArgs& args);
 
-// The gradients of a scalar with respect to q, k, v and alibi_slopes of attention(), from those with respect
-// to its results. The softmax weights are computed again from the log-sum-exp (FlashAttention, Dao et al.
-// 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691), so that memory grows with the lengths, not with their
-// product.
+// The gradients of a scalar with respect to q, k, v, alibi_slopes and sinks of attention(), from those with
+// respect to its results. The softmax weights are computed again from the log-sum-exp (FlashAttention, Dao et
+// al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691), so that memory grows with the lengths, not with
+// their product.
 //
 // What attention() takes as well is as in its call, dropout included, and means the same; `out` and `lse` are
 // its results. A query that sees no key gets a gradient of 0 and adds nothing to others, and so does a key
@@ -69,6 +74,7 @@ struct AttentionBackwardArgs {
     TensorView dq, dk, dv;
     std::optional<TensorView> dlse;           // like lse: the gradient with respect to it; none: zeros
     std::optional<TensorView> dalibi_slopes;  // like alibi_slopes, in C order; written
+    std::optional<TensorView> dsinks;         // like sinks; written
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> cu_seqlens_k;
     std::optional<TensorView> prefix_lens;
@@ -84,13 +90,15 @@ struct AttentionBackwardArgs {
     std::optional<int64_t> dropout_seed;
     int64_t dropout_offset = 0;
     bool deterministic = false;  // the same bits at every call; on the CPU they always are
-    void* stream = nullptr;      // cudaStream_t; ignored on the CPU
+    std::optional<TensorView> sinks;
+    void* stream = nullptr;  // cudaStream_t; ignored on the CPU
 };
 
 void attention_backward(const AttentionBackwardArgs& args);
 
 // The exact result over two disjoint sets of keys from the results over each (FlashAttention's
-// log-sum-exp merge). out_* [..., head_dim], lse_* float32 [...]. The result may be one of the inputs.
+// log-sum-exp merge). out_* [..., head_dim], lse_* float32 [...]. The result may be one of the inputs. Sinks
+// must have joined one of the results only.
 struct MergeStatesArgs {
     TensorView out_a, lse_a, out_b, lse_b;
     TensorView out, lse;

@@ -68,6 +68,7 @@ typedef struct octavo_attention_args {
     size_t struct_size; /* set by octavo_attention_args_init */
     octavo_tensor q, k, v, out;
     octavo_tensor lse, cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes; /* optional */
+    octavo_tensor sinks;                                                      /* optional: [num_q_heads] */
     octavo_tensor softmax_phi_array;                                          /* instead of softmax_phi */
     int64_t max_seqlen_q, max_seqlen_k;                                       /* default: -1, chosen */
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
@@ -85,6 +86,7 @@ typedef struct octavo_paged_attention_args {
     size_t struct_size;
     octavo_tensor q, k_pages, v_pages, page_table, seq_lens, out;
     octavo_tensor lse, cu_seqlens_q, prefix_lens, alibi_slopes; /* optional */
+    octavo_tensor sinks;                                        /* optional: [num_q_heads] */
     octavo_tensor k_scale_array, v_scale_array;                 /* optional: instead of k_scale, v_scale */
     octavo_tensor k_scales, v_scales;                           /* optional: of each token and KV head */
     octavo_tensor k_channel_offset, k_channel_scale;            /* optional: as for append_kv */
@@ -135,9 +137,9 @@ typedef struct octavo_copy_pages_args {
 typedef struct octavo_attention_backward_args {
     size_t struct_size;
     octavo_tensor dout, q, k, v, out, lse, dq, dk, dv;
-    octavo_tensor dlse, dalibi_slopes;                                   /* optional */
-    octavo_tensor cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes; /* optional */
-    int64_t max_seqlen_q, max_seqlen_k;                                  /* default: -1, chosen */
+    octavo_tensor dlse, dalibi_slopes, dsinks;                                  /* optional */
+    octavo_tensor cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes, sinks; /* optional */
+    int64_t max_seqlen_q, max_seqlen_k;                                         /* default: -1, chosen */
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                    /* default: 0, none */
     int64_t window_left, window_right; /* default: -1, unbounded */

@@ -52,7 +52,8 @@ def attention(
 
     Query i of n sits at position ``seqlen_k - n + i`` (bottom-right aligned). Key j is visible to the query
     at position p if ``p - window_left <= j <= p + window_right``, or if ``j < prefix_lens[b]``. Keys that no
-    query of a sequence sees are never read. A query that sees no key gets output 0 and log-sum-exp ``-inf``.
+    query of a sequence sees are never read. A query that sees no key gets output 0 and log-sum-exp ``-inf``,
+    or that of its sink.
 
     Work runs on the current stream of the framework of ``q``. Arrays of several frameworks may be mixed, as
     long as they are on one device; the current stream of each then waits for the work. With JAX arrays on a
@@ -91,6 +92,10 @@ def attention(
         dropout_offset: from 0 to 2**63 - 1. Head h of sequence b takes the mask number
             ``dropout_offset + b * num_q_heads + h`` of the seed's: the next call is to start
             batch * num_q_heads further. Default: 0.
+        sinks: float32 [num_q_heads]: attention sinks, as gpt-oss (OpenAI 2025, arXiv:2508.10925) learns them
+            (StreamingLLM, Xiao et al. 2024, arXiv:2309.17453). The number of a head joins the sum of
+            exponentials of each of its queries and weighs no value; it is neither scaled, capped nor masked.
+            The log-sum-exp includes it. -inf is none; of NaN and inf come NaNs. Default: none.
         softmax_phi: a number that softmax weights are relative to in place of their row's maximum, where that
             lies near it: the unified maximum of FlashDecoding++ (Hong et al. 2024, arXiv:2311.01282). Any
             other row keeps its own, by itself, so that the result is the same, but for rounding. In units of
@@ -110,7 +115,7 @@ def attention(
     Returns:
         out: like q; the very object given as ``out``, if any.
         lse: only with return_lse: float32, the shape of q without its last axis; the natural logarithm of the
-            sum of ``exp(score)``, every bias included.
+            sum of ``exp(score)``, every bias and the sink included.
 
     Raises:
         ValueError: a shape or value that does not fit; on the CPU, lengths too.
@@ -133,7 +138,8 @@ def merge_states(
     """Merge the attention of the same queries over two disjoint sets of keys into that over both.
 
     The result is exact, up to rounding (Flash-Decoding's combine step; FlashAttention, arXiv:2205.14135). A
-    part that saw no key has log-sum-exp ``-inf`` and counts for nothing.
+    part that saw no key has log-sum-exp ``-inf`` and counts for nothing. Sinks have to be given to one of the
+    parts only.
 
     Args:
         out_a: float32, float16 or bfloat16 [..., head_dim], with one to three leading axes: attention over

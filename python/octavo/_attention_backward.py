@@ -21,6 +21,7 @@ def attention_backward(
     lse: SupportsDLPack,
     *,
     return_dalibi: Literal[False] = False,
+    return_dsinks: Literal[False] = False,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
@@ -37,12 +38,47 @@ def attention_backward(
     lse: SupportsDLPack,
     *,
     return_dalibi: Literal[True],
+    return_dsinks: Literal[False] = False,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
     stream: Stream | None = None,
     **options: Unpack[AttentionBackwardOptions],
 ) -> tuple[Array, Array, Array, Array]: ...
+@overload
+def attention_backward(
+    dout: Array,
+    q: SupportsDLPack,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    out: SupportsDLPack,
+    lse: SupportsDLPack,
+    *,
+    return_dalibi: Literal[False] = False,
+    return_dsinks: Literal[True],
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[AttentionBackwardOptions],
+) -> tuple[Array, Array, Array, Array]: ...
+@overload
+def attention_backward(
+    dout: Array,
+    q: SupportsDLPack,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    out: SupportsDLPack,
+    lse: SupportsDLPack,
+    *,
+    return_dalibi: Literal[True],
+    return_dsinks: Literal[True],
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[AttentionBackwardOptions],
+) -> tuple[Array, Array, Array, Array, Array]: ...
 @native(AttentionBackwardOptions)
 def attention_backward(
     dout: Array,
@@ -53,13 +89,14 @@ def attention_backward(
     lse: SupportsDLPack,
     *,
     return_dalibi: bool = False,
+    return_dsinks: bool = False,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
     stream: Stream | None = None,
     **options: Unpack[AttentionBackwardOptions],
-) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, Array]:
-    """The gradients of ``attention`` with respect to q, k, v and the slopes of ALiBi.
+) -> tuple[Array, ...]:
+    """The gradients of ``attention`` with respect to q, k, v, the slopes of ALiBi and sinks.
 
     From a loss's gradient with respect to the output comes that with respect to the inputs. The softmax
     weights are computed again from the log-sum-exp, tile by tile, so that memory grows with the lengths and
@@ -101,7 +138,9 @@ def attention_backward(
         dropout_offset: from 0 to 2**63 - 1. Default: 0.
         deterministic: the same bits at every call. The CPU gives them always, whatever the number of threads;
             on a Hopper GPU it takes longer. Default: False.
+        sinks: float32 [num_q_heads], with which ``attention`` computed out and lse. Default: none.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
+        return_dsinks: return the gradient of sinks, which have to be given, too. Default: False.
         dq: an array like q to write the gradient to; never read. dq, dk and dv may be views of one array, but
             share no element, and their memory must be apart from that of the inputs. Default: a new array of
             the framework of ``dout``.
@@ -115,6 +154,7 @@ def attention_backward(
         dv: like v; likewise.
         dalibi_slopes: only with return_dalibi: float32, like alibi_slopes; over the batch it is summed where
             the batch shares its slopes.
+        dsinks: only with return_dsinks: float32, like sinks; summed in one order, whatever ``deterministic``.
 
     Raises:
         ValueError: a shape or value that does not fit; on the CPU, lengths too.

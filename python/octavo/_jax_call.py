@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
@@ -36,6 +36,7 @@ Option: TypeAlias = bool | int | float | str
 _Arrays: TypeAlias = dict[str, jax.Array]
 _Results: TypeAlias = dict[str, jax.ShapeDtypeStruct]
 _Options: TypeAlias = tuple[tuple[str, Option], ...]
+_Asked: TypeAlias = frozenset[str]
 _Function: TypeAlias = Callable[[_Arrays], tuple[jax.Array, ...]]
 _Wrapped = TypeVar("_Wrapped", bound=Callable[..., Any])
 
@@ -64,7 +65,7 @@ CACHE = ("k_pages", "v_pages", "k_scales", "v_scales")
 """What a cache is made of; scales only where it has some of each token and head."""
 _OF_ALL_TOKENS = frozenset({"k_scale_array", "v_scale_array", "k_channel_offset", "k_channel_scale"})
 _TABLES = frozenset({"rotary_cos", "rotary_sin"})
-_OF_HEADS = frozenset({"softmax_phi_array"})
+_OF_HEADS = frozenset({"softmax_phi_array", "sinks"})
 _ONE_A_CALL = _OF_ALL_TOKENS | _TABLES | _OF_HEADS | {"w", "bias", "weight"}
 """Of which one call has one, whatever it works on."""
 
@@ -72,23 +73,23 @@ _ONE_A_CALL = _OF_ALL_TOKENS | _TABLES | _OF_HEADS | {"w", "bias", "weight"}
 @dataclass(frozen=True)
 class Operator:
     name: str
-    # With the optional one, or without.
-    results: Callable[[_Arrays, Mapping[str, Option], bool], _Results]
+    # With those among the optional ones that are asked for.
+    results: Callable[[_Arrays, Mapping[str, Option], _Asked], _Results]
     fold: Callable[[_jax_batching.Arrays, frozenset[str]], _jax_batching.Folded]
     shareable: frozenset[str] = frozenset()  # what one call can use for all of a mapped axis
     # What takes its place on a GPU where that is faster, or there is no kernel: a product.
     on_cuda: Callable[[_Arrays, Mapping[str, Option]], tuple[jax.Array, ...]] | None = None
 
 
-def _queries_results(arrays: _Arrays, _: Mapping[str, Option], return_lse: bool) -> _Results:
+def _queries_results(arrays: _Arrays, _: Mapping[str, Option], asked: _Asked) -> _Results:
     q = arrays["q"]
     results = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    if return_lse:
+    if "lse" in asked:
         results["lse"] = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)
     return results
 
 
-def _cache_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Results:
+def _cache_results(arrays: _Arrays, _: Mapping[str, Option], __: _Asked) -> _Results:
     like = {**{name: name for name in CACHE}, "q_out": "q"}
     return {
         result: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype)
@@ -97,7 +98,7 @@ def _cache_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Resul
     }
 
 
-def _merged_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Results:
+def _merged_results(arrays: _Arrays, _: Mapping[str, Option], __: _Asked) -> _Results:
     out = arrays["out_a"]
     return {
         "out": jax.ShapeDtypeStruct(out.shape, out.dtype),
@@ -105,19 +106,27 @@ def _merged_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Resu
     }
 
 
-def _norm_results(arrays: _Arrays, _: Mapping[str, Option], __: bool) -> _Results:
+def _norm_results(arrays: _Arrays, _: Mapping[str, Option], __: _Asked) -> _Results:
     like_x = jax.ShapeDtypeStruct(arrays["x"].shape, arrays["x"].dtype)
     return {"out": like_x, "residual_out": like_x} if "residual" in arrays else {"out": like_x}
 
 
-def _gradients(arrays: _Arrays, _: Mapping[str, Option], return_dalibi: bool) -> _Results:
-    if return_dalibi and "alibi_slopes" not in arrays:
-        raise ValueError("attention_backward: dalibi_slopes (return_dalibi) needs alibi_slopes; got none")
-    names = ("q", "k", "v", *(["alibi_slopes"] if return_dalibi else []))
+_ASKED_GRADIENTS = {"alibi_slopes": "return_dalibi", "sinks": "return_dsinks"}
+"""What has a gradient besides q, k and v, and the keywords that ask for it, in the order of the results."""
+
+
+def _gradients(arrays: _Arrays, _: Mapping[str, Option], asked: _Asked) -> _Results:
+    names = ["q", "k", "v"]
+    for name, keyword in _ASKED_GRADIENTS.items():
+        if f"d{name}" not in asked:
+            continue
+        if name not in arrays:
+            raise ValueError(f"attention_backward: d{name} ({keyword}) needs {name}; got none")
+        names.append(name)
     return {f"d{name}": jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in names}
 
 
-def _linear_results(arrays: _Arrays, options: Mapping[str, Option], _: bool) -> _Results:
+def _linear_results(arrays: _Arrays, options: Mapping[str, Option], _: _Asked) -> _Results:
     x, w = arrays["x"], arrays["w"]
     width = w.shape[0] // (2 if options.get("activation") == "silu_gate" else 1) if w.ndim else 0
     return {"out": jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)}
@@ -141,7 +150,9 @@ PAGED_ATTENTION = Operator(
 APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _OF_ALL_TOKENS | _TABLES)
 COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
-ATTENTION_BACKWARD = Operator("attention_backward", _gradients, _jax_batching.fold_attention)
+ATTENTION_BACKWARD = Operator(
+    "attention_backward", _gradients, _jax_batching.fold_attention, frozenset({"sinks"})
+)
 LINEAR = Operator(
     "linear", _linear_results, _jax_batching.fold_linear, frozenset({"w", "bias"}), _linear_by_jax
 )
@@ -170,9 +181,9 @@ def _vary(result: jax.Array, arrays: _Arrays) -> jax.Array:
 
 
 def _call_xla(
-    op: Operator, arrays: _Arrays, options: Mapping[str, Option], return_lse: bool
+    op: Operator, arrays: _Arrays, options: Mapping[str, Option], asked: _Asked
 ) -> tuple[jax.Array, ...]:
-    results = op.results(arrays, options, return_lse)
+    results = op.results(arrays, options, asked)
     described: dict[str, jax.Array | jax.ShapeDtypeStruct] = {**arrays, **results}
     for name, x in described.items():
         if not all(isinstance(length, int) for length in x.shape):
@@ -207,33 +218,38 @@ class Gradients:
     """How those of ``attention`` are computed."""
 
     deterministic: bool
-    of_slopes: bool
+    asked: _Asked
 
     @classmethod
-    def of_call(cls, alibi_slopes: Any, deterministic: Any) -> Gradients:
-        """Slopes that are not traced are constants, with respect to which nobody can differentiate."""
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(alibi_slopes))
-        return cls(bool(_option("attention", "deterministic_backward", bool, deterministic)), is_traced)
+    def of_call(cls, options: Mapping[str, Any], deterministic: Any) -> Gradients:
+        """Slopes and sinks that are not traced are constants, of which nobody can ask the gradient."""
+
+        def is_traced(array: Any) -> bool:
+            return any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(array))
+
+        asked = frozenset(f"d{name}" for name in _ASKED_GRADIENTS if is_traced(options.get(name)))
+        return cls(bool(_option("attention", "deterministic_backward", bool, deterministic)), asked)
 
 
 @functools.cache
 def _function(
-    op: Operator, options: _Options, return_lse: bool, gradients: Gradients | None = None
+    op: Operator, options: _Options, asked: _Asked = frozenset(), gradients: Gradients | None = None
 ) -> _Function:
     """The operator with these options, as JAX transforms it."""
 
     @jax.custom_batching.custom_vmap
     def call(arrays: _Arrays) -> tuple[jax.Array, ...]:
-        return _call_xla(op, arrays, dict(options), return_lse)
+        return _call_xla(op, arrays, dict(options), asked)
 
     @call.def_vmap
     def _vmap(
         axis_size: int, in_batched: list[dict[str, bool]], arrays: _Arrays
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         is_mapped = in_batched[0]
-        # All have the dropout mask that one would have.
-        if dict(options).get("dropout_p") or any(is_mapped.get(name) for name in _ONE_A_CALL):
-            one_call = _function(op, options, return_lse)
+        # All have the dropout mask that one would have, and gradients of the sinks of their own.
+        by_turns = bool(dict(options).get("dropout_p")) or "dsinks" in asked
+        if by_turns or any(is_mapped.get(name) for name in _ONE_A_CALL):
+            one_call = _function(op, options, asked)
             mapped = {name: x for name, x in arrays.items() if is_mapped[name]}
             results = jax.lax.map(lambda one: one_call({**arrays, **one}), mapped)
             return results, tuple(True for _ in results)
@@ -252,9 +268,9 @@ def _function(
         kept = dict(options)
         if is_mapped.get("page_table", False) or "k_pages" not in shared:
             kept.pop("shared_prefix_len", None)  # each element of the axis has a prefix of its own
-        outs = _function(op, tuple({**bounds, **kept}.items()), return_lse)(folded)
+        outs = _function(op, tuple({**bounds, **kept}.items()), asked)(folded)
         one = {name: jax.ShapeDtypeStruct(x.shape[is_mapped[name] :], x.dtype) for name, x in arrays.items()}
-        wanted = op.results(cast("_Arrays", one), dict(options), return_lse)
+        wanted = op.results(cast("_Arrays", one), dict(options), asked)
         results = []
         for (result, kind), out in zip(wanted.items(), outs, strict=True):
             placed = out[places[result]] if result in places else out
@@ -266,7 +282,7 @@ def _function(
 
     if gradients is None:
         return jax.jit(_without_gradients(op, call), inline=True)
-    differentiable = _with_gradients(op, call, options, return_lse, gradients)
+    differentiable = _with_gradients(op, call, options, asked, gradients)
     # A gradient varies from device to device as the results do. Of an array that does not, the sum is wanted,
     # which is what JAX makes of the gradient where it is made to vary.
     return jax.jit(
@@ -289,13 +305,13 @@ _OF_BACKWARD = frozenset(argument["name"] for argument in ARGUMENTS["attention_b
 
 
 def _with_gradients(
-    op: Operator, call: _Function, options: _Options, return_lse: bool, gradients: Gradients
+    op: Operator, call: _Function, options: _Options, asked: _Asked, gradients: Gradients
 ) -> _Function:
     differentiable = jax.custom_vjp(call)
 
     def forward(arrays: _Arrays) -> tuple[tuple[jax.Array, ...], tuple[_Arrays, ...]]:
-        out, lse = _function(op, options, True, gradients)(arrays)
-        return (out, lse) if return_lse else (out,), (arrays, {"out": out, "lse": lse})
+        out, lse = _function(op, options, frozenset({"lse"}), gradients)(arrays)
+        return (out, lse) if "lse" in asked else (out,), (arrays, {"out": out, "lse": lse})
 
     def backward(
         kept: tuple[_Arrays, ...], of_results: tuple[jax.Array, ...]
@@ -305,8 +321,9 @@ def _with_gradients(
         given = {name: x for name, x in given.items() if name in _OF_BACKWARD}
         of_backward = tuple(option for option in options if option[0] in _OF_BACKWARD)
         with_deterministic = (*of_backward, ("deterministic", gradients.deterministic))
-        computed = _function(ATTENTION_BACKWARD, with_deterministic, gradients.of_slopes)(given)
-        of_arrays = dict(zip(("q", "k", "v", "alibi_slopes"), computed, strict=False))
+        computed = _function(ATTENTION_BACKWARD, with_deterministic, gradients.asked)(given)
+        others = (name for name in _ASKED_GRADIENTS if f"d{name}" in gradients.asked)
+        of_arrays = dict(zip(("q", "k", "v", *others), computed, strict=True))
         return ({name: of_arrays.get(name) for name in arrays},)  # None: no numbers, or zeros
 
     differentiable.defvjp(forward, backward)
@@ -332,12 +349,12 @@ def _option(op: str, name: str, kind: type[Option], value: Any) -> Option:
 def run(
     op: Operator,
     arguments: Mapping[str, Any],
-    return_lse: bool = False,
+    asked: Iterable[str] = (),
     gradients: Gradients | None = None,
 ) -> tuple[jax.Array, ...]:
     """Call an operator; `arguments` has all of them that there are in JAX programs.
 
-    Without `gradients` it refuses to be differentiated.
+    `asked` names the optional results that are wanted. Without `gradients` it refuses to be differentiated.
     """
     arrays: _Arrays = {}
     options: dict[str, Option] = {}
@@ -355,7 +372,7 @@ def run(
             arrays[name] = jnp.asarray(value)
         else:
             options[name] = _option(op.name, name, _OPTION_TYPES[argument["type"]], value)
-    return _function(op, tuple(options.items()), return_lse, gradients)(arrays)
+    return _function(op, tuple(options.items()), frozenset(asked), gradients)(arrays)
 
 
 _ARGS_SECTION = re.compile(r"^Args:\n(.*?)\n\n", re.MULTILINE | re.DOTALL)

@@ -331,6 +331,7 @@ class KVCacheStep:
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         alibi_slopes: Any = None,
+        sinks: Any = None,
         rotary_cos: Any = None,
         rotary_sin: Any = None,
         rotary_interleaved: bool = False,
@@ -346,9 +347,10 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are softcap and alibi_slopes.
+            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes and sinks.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
+            sinks: Default: none.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions; q itself stays as it is, unless it is `out`. Default: no
                 rotation.
@@ -406,6 +408,7 @@ class KVCacheStep:
             window_left=window_left,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
             out=out,
             **others,
         )

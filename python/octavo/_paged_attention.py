@@ -117,6 +117,7 @@ def paged_attention(
             [num_kv_heads, head_dim]. Not with softcap. Default: none.
         k_channel_scale: what it has divided them by, likewise. Queries are multiplied by it. Default: none.
         rotate_keys: whether it has rotated them. Queries are rotated as well. Default: False.
+        sinks: float32 [num_q_heads]: attention sinks, as for ``attention``. Default: none.
         softmax_phi: a number that softmax weights are relative to in place of their row's maximum, where that
             lies near it: a finite float, or float32 [num_q_heads], as for ``attention``. On a GPU the kernels
             for decoding use it. Default: none.
@@ -129,7 +130,7 @@ def paged_attention(
     Returns:
         out: like q; the very object given as ``out``, if any.
         lse: only with return_lse: float32, the shape of q without its last axis; the natural logarithm of the
-            sum of ``exp(score)``, every bias included.
+            sum of ``exp(score)``, every bias and the sink included.
 
     Raises:
         ValueError: a shape or value that does not fit; on the CPU, lengths and page numbers too.

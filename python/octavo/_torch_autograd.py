@@ -27,7 +27,18 @@ _FORWARD = [argument["name"] for argument in ARGUMENTS["attention"]]
 _BACKWARD = [argument["name"] for argument in ARGUMENTS["attention_backward"]]
 _DEFAULTS = [argument["default"] for argument in ARGUMENTS["attention"]]
 # The places of what has a gradient, in the order of the results of attention_backward.
-_DIFFERENTIABLE = [_FORWARD.index(name) for name in ("q", "k", "v", "alibi_slopes")]
+_DIFFERENTIABLE = [_FORWARD.index(name) for name in ("q", "k", "v", "alibi_slopes", "sinks")]
+
+
+def attention_backward(of_slopes: bool, of_sinks: bool, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v, and then those of slopes and of sinks, as they are asked for."""
+    overloads = torch.ops.octavo.attention_backward
+    results: tuple[Tensor, ...]
+    if not of_sinks:
+        results = (overloads.dalibi if of_slopes else overloads.default)(*args, **options)
+        return results
+    *results, dslopes, dsinks = overloads.dsinks(of_slopes, *args, **options)
+    return (*results, *([dslopes] if of_slopes else []), dsinks)
 
 
 def wants_gradients(args: tuple[Any, ...]) -> bool:
@@ -91,10 +102,10 @@ class _Attention(_SingleLevelFunction):
             "dlse": None if dlse is None else _readable(dlse),
             "deterministic": ctx.deterministic or torch.are_deterministic_algorithms_enabled(),
         }
-        overloads = torch.ops.octavo.attention_backward
-        operator = overloads.dalibi if needed[_DIFFERENTIABLE[-1]] else overloads.default
-        results = operator(*(values[name] for name in _BACKWARD))
-        for place, result in zip(_DIFFERENTIABLE, results, strict=False):
+        *qkv, slopes, sinks = _DIFFERENTIABLE
+        results = attention_backward(needed[slopes], needed[sinks], *(values[name] for name in _BACKWARD))
+        asked = (place for place in (slopes, sinks) if needed[place])
+        for place, result in zip((*qkv, *asked), results, strict=True):
             gradients[place] = result if needed[place] else None
         return None, None, *gradients
 
@@ -133,5 +144,6 @@ RECORD: dict[str, Callable[..., Any]] = {
     "attention.deterministic": functools.partial(_record_attention, True),
     "attention_backward": functools.partial(_apply, _AttentionBackward, "default"),
     "attention_backward.dalibi": functools.partial(_apply, _AttentionBackward, "dalibi"),
+    "attention_backward.dsinks": functools.partial(_apply, _AttentionBackward, "dsinks"),
 }
 """How to call an operator so that autograd can go back through it: a function of the same arguments."""

@@ -246,22 +246,39 @@ def _copy_pages_to(
 
 
 def _define_attention_backward() -> None:
-    """Define the operator that returns the gradients of q, k and v, and the one with that of the slopes."""
+    """Define the operator that returns the gradients of q, k and v, and those with that of slopes or sinks.
+
+    The one with that of sinks is told whether that of slopes is wanted, too; otherwise it is empty. PyTorch
+    2.13 would abort at exit if overloads had the same arguments and as many results.
+    """
     name = "attention_backward"
     core, defaults = _core.attention_backward, _DEFAULTS[name]
     dropped = [defaults[given:] for given in range(len(defaults) + 1)]
-    slopes = next(i for i, argument in enumerate(ARGUMENTS[name]) if argument["name"] == "alibi_slopes")
+    place_of = {argument["name"]: place for place, argument in enumerate(ARGUMENTS[name])}
 
-    def kernel(*args: Any, return_dalibi: bool = False) -> Any:
-        return core(*args, *dropped[len(args)], return_dalibi, None, None, None, _DISPATCHER)
+    def kernel(*args: Any, return_dalibi: bool = False, return_dsinks: bool = False) -> Any:
+        asks = return_dalibi, return_dsinks
+        return core(*args, *dropped[len(args)], *asks, None, None, None, _DISPATCHER)
+
+    def kernel_dsinks(of_slopes: bool, *args: Any) -> Any:
+        *results, dsinks = kernel(*args, return_dalibi=of_slopes, return_dsinks=True)
+        return (*results, *([] if of_slopes else [dsinks.new_empty(0)]), dsinks)
 
     def fake(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
         return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
+    def fake_of(of: str, keyword: str, args: tuple[Any, ...]) -> Tensor:
+        array = args[place_of[of]] if len(args) > place_of[of] else None
+        if array is None:
+            raise ValueError(f"{name}: d{of} ({keyword}) needs {of}; got none")
+        return cast("Tensor", array.new_empty(array.shape))
+
     def fake_dalibi(*args: Any) -> tuple[Tensor, ...]:
-        if len(args) <= slopes or args[slopes] is None:
-            raise ValueError(f"{name}: dalibi_slopes (return_dalibi) needs alibi_slopes; got none")
-        return (*fake(*args), args[slopes].new_empty(args[slopes].shape))
+        return (*fake(*args), fake_of("alibi_slopes", "return_dalibi", args))
+
+    def fake_dsinks(of_slopes: bool, *args: Any) -> tuple[Tensor, ...]:
+        dsinks = fake_of("sinks", "return_dsinks", args)
+        return (*(fake_dalibi(*args) if of_slopes else (*fake(*args), dsinks.new_empty(0))), dsinks)
 
     arguments = ", ".join(_arguments(name))
     _define(name, f"({arguments}) -> (Tensor, Tensor, Tensor)", kernel, fake)
@@ -270,6 +287,12 @@ def _define_attention_backward() -> None:
         f"({arguments}) -> (Tensor, Tensor, Tensor, Tensor)",
         functools.partial(kernel, return_dalibi=True),
         fake_dalibi,
+    )
+    _define(
+        f"{name}.dsinks",
+        f"(bool of_slopes, {arguments}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        kernel_dsinks,
+        fake_dsinks,
     )
 
 

@@ -73,6 +73,7 @@ class _AttentionArrays(AttentionScalars, total=False):
     cu_seqlens_k: Integers | None
     alibi_slopes: SupportsDLPack | None
     prefix_lens: Integers | None
+    sinks: SupportsDLPack | None
 
 
 class AttentionOptions(_AttentionArrays, total=False):
@@ -121,6 +122,7 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     v_scales: SupportsDLPack | None
     k_channel_offset: SupportsDLPack | None
     k_channel_scale: SupportsDLPack | None
+    sinks: SupportsDLPack | None
     softmax_phi: float | SupportsDLPack | None
 
 

@@ -71,6 +71,10 @@ class OctavoBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 
@@ -209,8 +213,15 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
         self._window_left = -1 if sliding_window is None else sliding_window - 1
         self._softcap = logits_soft_cap or 0.0
         self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self._given_sinks = sinks  # whose numbers are loaded later
+        self._sinks = None if sinks is None else sinks.detach().to(torch.float32)
         self._batch_invariant = envs.VLLM_BATCH_INVARIANT
         self._may_share_prefix = sliding_window is None and alibi_slopes is None and not self._batch_invariant
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take over the sinks; in place, since CUDA graphs have their address."""
+        if self._sinks is not None and self._given_sinks is not None:
+            self._sinks.copy_(self._given_sinks.detach())
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -283,6 +294,7 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             window_left=self._window_left,
             softcap=self._softcap,
             alibi_slopes=self._slopes,
+            sinks=self._sinks,
             prefix_lens=batch.prefix_lens,
             batch_invariant=self._batch_invariant,
             shared_prefix_len=batch.common_prefix_len if self._may_share_prefix else 0,

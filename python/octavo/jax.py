@@ -73,6 +73,7 @@ class _AttentionOptions(AttentionScalars, total=False):
     cu_seqlens_k: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
 
 
@@ -82,6 +83,7 @@ class _AttentionBackwardOptions(AttentionBackwardScalars, total=False):
     cu_seqlens_k: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    sinks: ArrayLike | None
 
 
 class _PagedAttentionOptions(PagedAttentionScalars, total=False):
@@ -94,6 +96,7 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     v_scales: ArrayLike | None
     k_channel_offset: ArrayLike | None
     k_channel_scale: ArrayLike | None
+    sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
 
 
@@ -129,8 +132,8 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over dense or packed arrays: ``octavo.attention`` in a JAX program.
 
-    Its options are those of ``octavo.attention``. It is differentiable with respect to q, k, v and
-    alibi_slopes, in reverse mode and once.
+    Its options are those of ``octavo.attention``. It is differentiable with respect to q, k, v,
+    alibi_slopes and sinks, in reverse mode and once.
 
     Args:
         q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
@@ -151,8 +154,9 @@ def attention(
             dtype or head_dim without a kernel.
     """
     arrays = {"q": q, "k": k, "v": v}
-    gradients = _jax_call.Gradients.of_call(options.get("alibi_slopes"), deterministic_backward)
-    results = _jax_call.run(_jax_call.ATTENTION, {**arrays, **options}, return_lse, gradients)
+    gradients = _jax_call.Gradients.of_call(options, deterministic_backward)
+    asked = ["lse"] if return_lse else []
+    results = _jax_call.run(_jax_call.ATTENTION, {**arrays, **options}, asked, gradients)
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -166,6 +170,7 @@ def attention_backward(
     lse: ArrayLike,
     *,
     return_dalibi: Literal[False] = False,
+    return_dsinks: Literal[False] = False,
     **options: Unpack[_AttentionBackwardOptions],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -178,8 +183,35 @@ def attention_backward(
     lse: ArrayLike,
     *,
     return_dalibi: Literal[True],
+    return_dsinks: Literal[False] = False,
     **options: Unpack[_AttentionBackwardOptions],
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    return_dalibi: Literal[False] = False,
+    return_dsinks: Literal[True],
+    **options: Unpack[_AttentionBackwardOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    return_dalibi: Literal[True],
+    return_dsinks: Literal[True],
+    **options: Unpack[_AttentionBackwardOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @like(octavo.attention_backward, _AttentionBackwardOptions)
 def attention_backward(
     dout: ArrayLike,
@@ -190,6 +222,7 @@ def attention_backward(
     lse: ArrayLike,
     *,
     return_dalibi: bool = False,
+    return_dsinks: bool = False,
     **options: Unpack[_AttentionBackwardOptions],
 ) -> tuple[jax.Array, ...]:
     """The gradients of ``attention``: ``octavo.attention_backward`` in a JAX program.
@@ -204,12 +237,14 @@ def attention_backward(
         out: like q: the output of ``attention``.
         lse: float32, the shape of q without its last axis: its log-sum-exp.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
+        return_dsinks: return the gradient of sinks, which have to be given, too. Default: False.
 
     Returns:
         dq: like q.
         dk: like k.
         dv: like v.
         dalibi_slopes: only with return_dalibi: float32, like alibi_slopes.
+        dsinks: only with return_dsinks: float32, like sinks.
 
     Raises:
         ValueError: a shape or number that does not fit.
@@ -217,7 +252,9 @@ def attention_backward(
         JaxRuntimeError, ValueError: when the program runs: on the CPU lengths that do not fit.
     """
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    return _jax_call.run(_jax_call.ATTENTION_BACKWARD, {**arrays, **options}, return_dalibi)
+    asks = {"dalibi_slopes": return_dalibi, "dsinks": return_dsinks}
+    asked = [name for name, is_asked in asks.items() if is_asked]
+    return _jax_call.run(_jax_call.ATTENTION_BACKWARD, {**arrays, **options}, asked)
 
 
 @overload
@@ -277,7 +314,8 @@ def paged_attention(
             a GPU a dtype or head_dim without a kernel.
     """
     arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table, "seq_lens": seq_lens}
-    results = _jax_call.run(_jax_call.PAGED_ATTENTION, {**arrays, **options}, return_lse)
+    asked = ["lse"] if return_lse else []
+    results = _jax_call.run(_jax_call.PAGED_ATTENTION, {**arrays, **options}, asked)
     return (results[0], results[1]) if return_lse else results[0]
 
 

@@ -9,10 +9,10 @@ A compiled function may write to views of a tensor, as of ``k_pages, v_pages = c
 tensor's sizes static (``torch._dynamo.mark_static(cache)``) under ``dynamic=True``, where Inductor of PyTorch
 2.13 loses the offset of a view that any custom operator writes to.
 
-``attention`` is differentiable with respect to q, k, v and alibi_slopes, through its log-sum-exp too, and
-once: ``attention_backward``, which computes the gradients, has none. torch.use_deterministic_algorithms makes
-them deterministic. All other operators, and ``attention`` with ``out``, refuse tensors that require grad
-unless gradients are off (``torch.no_grad``). Nothing has forward-mode derivatives (``torch.func.jvp``).
+``attention`` is differentiable with respect to q, k, v, alibi_slopes and sinks, through its log-sum-exp too,
+and once: ``attention_backward``, which computes the gradients, has none. torch.use_deterministic_algorithms
+makes them deterministic. All other operators, and ``attention`` with ``out``, refuse tensors that require
+grad unless gradients are off (``torch.no_grad``). Nothing has forward-mode derivatives (``torch.func.jvp``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 import octavo
+from octavo import _torch_autograd
 from octavo._misuse import MISSING, refuse_call
 from octavo._torch_operators import ATTENTIONS, operator_named, python_name
 
@@ -96,8 +97,6 @@ _PAGED_ATTENTION, _PAGED_ATTENTION_LSE = (
 _MERGE_STATES = operator_named("merge_states")
 _APPEND_KV, _APPEND_KV_Q = operator_named("append_kv"), operator_named("append_kv.q")
 _APPEND_KV_OUT_Q = operator_named("append_kv.out_q")
-_ATTENTION_BACKWARD = operator_named("attention_backward")
-_ATTENTION_BACKWARD_DALIBI = operator_named("attention_backward.dalibi")
 _LINEAR, _LINEAR_OUT = operator_named("linear"), operator_named("linear.out")
 _RMS_NORM, _RMS_NORM_RESIDUAL = operator_named("rms_norm"), operator_named("rms_norm.residual")
 _RMS_NORM_OUT, _RMS_NORM_OUT_RESIDUAL = (
@@ -148,6 +147,7 @@ def attention_backward(
     lse: Tensor,
     *,
     return_dalibi: bool = False,
+    return_dsinks: bool = False,
     dq: None = None,
     dk: None = None,
     dv: None = None,
@@ -162,8 +162,9 @@ def attention_backward(
                 f"attention_backward: {name} must be None in octavo.torch, which returns new tensors"
             )
     try:
-        operator = _ATTENTION_BACKWARD_DALIBI if return_dalibi else _ATTENTION_BACKWARD
-        return operator(dout, q, k, v, out, lse, **options)
+        return _torch_autograd.attention_backward(
+            bool(return_dalibi), bool(return_dsinks), dout, q, k, v, out, lse, **options
+        )
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, attention_backward, (dout, q, k, v, out, lse), options)
         raise

@@ -4,10 +4,11 @@
 ``model.set_attn_implementation("octavo")`` run a model's attention on Octavo, on the CPU and on GPUs.
 
 What maps exactly is served: grouped heads, softcap, causal masks, causal sliding windows and full attention,
-with or without a growing cache, and padding masks [batch, seqlen] (a padded batch is packed first, which
-copies its keys and values). What else a model asks for is refused with a ValueError, never approximated:
-static caches, other masks, attention sinks, position biases, attention weights. So are models whose attention
-is their own, outside of transformers' AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones.
+attention sinks (gpt-oss), with or without a growing cache, and padding masks [batch, seqlen] (a padded batch
+is packed first, which copies its keys and values). What else a model asks for is refused with a ValueError,
+never approximated: static caches, other masks, position biases, attention weights. So are models whose
+attention is their own, outside of transformers' AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early
+ones.
 
 ``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come.
 
@@ -230,18 +231,21 @@ def _attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query, key and value are [batch, heads, seqlen, head_dim]."""
     if options.get("output_attentions"):
         _refuse("attention weights are never held, and cannot be returned")
-    for name in ("s_aux", "sinks", "position_bias", "head_mask", "cache"):
+    for name in ("sinks", "position_bias", "head_mask", "cache"):
         if options.get(name) is not None:
             _refuse(f"{name} is not supported")
+    scores: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+    if s_aux is not None:  # gpt-oss: a sink for each head
+        scores["sinks"] = s_aux.to(torch.float32)
     step = options.get("octavo_step")
     if isinstance(step, LayerStep):
-        out = step.attend(module, query, key, value, softmax_scale=scaling, softcap=softcap or 0.0)
-        return out, None
+        return step.attend(module, query, key, value, **scores), None
     if isinstance(attention_mask, Tensor):
         _refuse(f"a mask of shape {tuple(attention_mask.shape)} is not supported; pass one [batch, seqlen]")
     mask = attention_mask
@@ -254,12 +258,7 @@ def _attention(
     q, k, v = (array.transpose(1, 2) for array in (query, key, value))
     if isinstance(step, Layers):
         step.record(module, q, k, v, mask.window_left, causal=mask.causal)
-    arguments: dict[str, Any] = {
-        "softmax_scale": scaling,
-        "softcap": softcap or 0.0,
-        "causal": mask.causal,
-        "window_left": mask.window_left,
-    }
+    arguments = {**scores, "causal": mask.causal, "window_left": mask.window_left}
     if dropout != 0.0:
         arguments |= {"dropout_p": dropout, "dropout_seed": draw_seed("octavo.transformers", q.device)}
     if mask.queries is None or mask.keys is None:

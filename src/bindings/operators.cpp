@@ -36,7 +36,7 @@ constexpr size_t kNumInputs = schema::count<Operator>([](const auto& a) { return
 template <class Operator>
 constexpr size_t kNumResults = schema::count<Operator>([](const auto& a) { return a.is_result(); });
 template <class Operator>
-constexpr bool kHasAskedResult = schema::count<Operator>([](const auto& a) { return a.is_asked(); }) != 0;
+constexpr size_t kNumAsked = schema::count<Operator>([](const auto& a) { return a.is_asked(); });
 template <class Operator>
 constexpr bool kTakesResults = !std::is_same_v<Operator, schema::MergeStates>;
 template <class Operator>
@@ -111,14 +111,14 @@ std::vector<ResultArray> make_results(Call& call, const Given<Operator>& given,
                                       typename Operator::Args& args) {
     std::vector<ResultArray> results;
     results.reserve(kNumResults<Operator>);
-    // Behind what asks for the optional one.
-    const nb::handle* next = given.data() + kNumInputs<Operator> + (kHasAskedResult<Operator> ? 1 : 0);
+    const nb::handle* asks = given.data() + kNumInputs<Operator>;
+    const nb::handle* next = asks + kNumAsked<Operator>;
     schema::for_each_argument<Operator>([&](const auto& argument) {
         if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
             if (!argument.is_result()) return;
             nb::handle array = Py_None;
             if (argument.asked_by) {
-                if (!bool_argument(call.op(), argument.asked_by, given[kNumInputs<Operator>])) return;
+                if (!bool_argument(call.op(), argument.asked_by, *asks++)) return;
             } else {
                 if (kTakesResults<Operator>) array = *next++;
                 if (array.is_none() && !is_given(args.*argument.like)) return;

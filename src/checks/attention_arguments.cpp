@@ -195,6 +195,12 @@ void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
         p.alibi_slopes = static_cast<const float*>(slopes.data);
         p.alibi_batch_stride = per_batch ? stride_of(slopes, 0) : 0;
     }
+    if (args.sinks) {
+        check.dtype("sinks", *args.sinks, DType::float32, "");
+        check.data("sinks", *args.sinks, 1, "[num_q_heads]");
+        check.equal("num_q_heads", "sinks", args.sinks->shape[0], "q", p.num_q_heads);
+        p.sinks = static_cast<const float*>(args.sinks->data);
+    }
 
     const double scale = args.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
     if (!std::isfinite(scale)) fail<ValueError>(op, "softmax_scale must be finite; got ", scale);

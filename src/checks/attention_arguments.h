@@ -42,7 +42,7 @@ int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<i
 const int32_t* set_cu_seqlens(const Checker& check, const char* name, const TensorView& cu_seqlens,
                               int64_t batch, int64_t total, const char* max_name, int64_t max_seqlen);
 
-// Prefixes, slopes, scale, softcap and the left window; the right one as far as `causal` says.
+// Prefixes, slopes, sinks, scale, softcap and the left window; the right one as far as `causal` says.
 template <class Args>
 void set_masks(const Checker& check, AttentionParams& p, const Args& args);
 

@@ -70,13 +70,26 @@ void set_gradient_of_slopes(const Checker& check, AttentionBackwardParams& p,
     p.dalibi_batch_stride = per_batch ? p.num_q_heads : 0;
 }
 
+void set_gradient_of_sinks(const Checker& check, AttentionBackwardParams& p,
+                           const AttentionBackwardArgs& args) {
+    if (!args.dsinks) return;
+    if (!args.sinks) fail<ValueError>(p.op, "dsinks (return_dsinks) needs sinks; got none");
+    check.dtype("dsinks", *args.dsinks, DType::float32, "");
+    check.output("dsinks", *args.dsinks, 1, "[num_q_heads]");
+    check.same_shape("dsinks", *args.dsinks, "sinks", *args.sinks);
+    p.dsinks = static_cast<float*>(args.dsinks->data);
+}
+
 // A gradient may not lie where other threads still read or write: not in an input, nor in another gradient.
 // Gradients may be views of one array, such as that of q, k and v in one.
 void check_gradients_apart(const Checker& check, const AttentionBackwardArgs& args) {
     using Named = std::pair<const char*, const TensorView*>;
     auto given = [](const std::optional<TensorView>& array) { return array ? &*array : nullptr; };
-    const Named gradients[] = {
-        {"dq", &args.dq}, {"dk", &args.dk}, {"dv", &args.dv}, {"dalibi_slopes", given(args.dalibi_slopes)}};
+    const Named gradients[] = {{"dq", &args.dq},
+                               {"dk", &args.dk},
+                               {"dv", &args.dv},
+                               {"dalibi_slopes", given(args.dalibi_slopes)},
+                               {"dsinks", given(args.dsinks)}};
     const Named inputs[] = {{"dout", &args.dout},
                             {"q", &args.q},
                             {"k", &args.k},
@@ -87,7 +100,8 @@ void check_gradients_apart(const Checker& check, const AttentionBackwardArgs& ar
                             {"cu_seqlens_q", given(args.cu_seqlens_q)},
                             {"cu_seqlens_k", given(args.cu_seqlens_k)},
                             {"prefix_lens", given(args.prefix_lens)},
-                            {"alibi_slopes", given(args.alibi_slopes)}};
+                            {"alibi_slopes", given(args.alibi_slopes)},
+                            {"sinks", given(args.sinks)}};
     for (const auto& [name, gradient] : gradients) {
         if (!gradient) continue;
         for (const auto& [input_name, input] : inputs) {
@@ -123,6 +137,7 @@ AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& ar
     set_gradient(check, "dk", args.dk, "k", args.k, k_layout, p.dk, p.dk_strides);
     set_gradient(check, "dv", args.dv, "v", args.v, k_layout, p.dv, p.dv_strides);
     set_gradient_of_slopes(check, p, args);
+    set_gradient_of_sinks(check, p, args);
     check_gradients_apart(check, args);
     set_window_right_and_dropout(check, p, args);
     require_kernel(p.op, p);

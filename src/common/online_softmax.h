@@ -23,6 +23,16 @@ struct SoftmaxState {
         return factor;
     }
 
+    // Once all scores were seen: an attention sink, one more score that weighs no value. Returns what the
+    // output's sums must be multiplied by. A sink of -inf is none.
+    OCTAVO_HD float add_sink(float sink_log2) {
+        if (sink_log2 == -INFINITY) return 1.0f;
+        if (sum == 0.0f) max = -INFINITY;  // where nothing was seen, kernels may hold another one
+        const float factor = raise(sink_log2);
+        sum += exp2f(sink_log2 - max);
+        return factor;
+    }
+
     // The maximum to subtract: any finite number while nothing was seen, so that exp2 never meets inf - inf.
     OCTAVO_HD float safe_max() const { return max == -INFINITY ? 0.0f : max; }
 
@@ -52,7 +62,14 @@ struct UnifiedMax {
     }
 };
 
-// How two normalised partial results combine: out = weight_a * out_a + weight_b * out_b.
+// What a query adds to the gradient of its head's sink: the sink's weight times minus `delta`, the dot
+// product of the gradient of the output with the output, less the gradient of the LSE.
+OCTAVO_HD float sink_gradient(float sink, float lse, float delta) {
+    return sink == -INFINITY ? 0.0f : -expf(sink - lse) * delta;
+}
+
+// How two normalised partial results combine: out = weight_a * out_a + weight_b * out_b. An attention sink is
+// one whose LSE is the sink, and whose output is 0.
 struct MergeWeights {
     float a, b, lse;
 

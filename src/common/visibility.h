@@ -26,6 +26,9 @@ struct Visibility {
     OCTAVO_HD bool visible(int32_t q_pos, int32_t k_pos) const {
         return k_pos < prefix_len || (k_pos >= window_begin(q_pos) && k_pos < window_end(q_pos));
     }
+    OCTAVO_HD bool sees_any(int32_t q_pos) const {
+        return prefix_len > 0 || window_begin(q_pos) < window_end(q_pos);
+    }
 };
 
 // The keys that some query of a run sees: [0, prefix_end) and [window_begin, window_end), which may touch

@@ -70,7 +70,7 @@ class Backward {
             num_rows_ += int64_t{rows.num_rows} * p_.num_kv_heads;
             num_blocks += sequence.num_key_blocks;
         }
-        terms_.reset(new float[2 * num_rows_]);
+        terms_.reset(new float[(p_.dsinks ? 3 : 2) * num_rows_]);
         if (p_.dalibi_slopes) dslopes_.resize(num_blocks * p_.num_q_heads);
     }
 
@@ -93,6 +93,7 @@ class Backward {
                       });
         }
         if (p_.dalibi_slopes) add_up_slopes();
+        if (p_.dsinks) add_up_sinks();
         if (!p_.cu_seqlens_q) return;
         clear_rows(p_.dq, p_.dq_strides, p_.num_q_heads, p_.cu_seqlens_q[p_.batch], p_.total_q);
         clear_rows(p_.dk, p_.dk_strides, p_.num_kv_heads, p_.cu_seqlens_k[p_.batch], p_.total_k);
@@ -145,7 +146,8 @@ class Backward {
     }
 
     RowTerms terms_of(const Sequence& s, const RowTile& tile) const {
-        const RowTerms all{terms_.get(), terms_.get() + num_rows_};
+        const RowTerms all{terms_.get(), terms_.get() + num_rows_,
+                           p_.dsinks ? terms_.get() + 2 * num_rows_ : nullptr};
         return all.from(s.first_row + int64_t{tile.kv_head} * s.rows.num_rows + tile.first_row);
     }
 
@@ -185,12 +187,26 @@ class Backward {
         }
     }
 
+    void add_up_sinks() const {
+        parallel_for(p_.num_q_heads, [this](int64_t head) {
+            const auto kv_head = static_cast<int32_t>(head / p_.group_size());
+            double sum = 0.0;
+            for (const Sequence& s : sequences_) {
+                const RowTerms terms = terms_of(s, s.rows_of(kv_head));
+                for (auto row = static_cast<int32_t>(head % p_.group_size()); row < s.rows.num_rows;
+                     row += p_.group_size())
+                    sum += terms.dsink[row];
+            }
+            p_.dsinks[head] = static_cast<float>(sum);
+        });
+    }
+
     const AttentionBackwardParams& p_;
     const BackwardKernels& kernels_ = kernels().backward;
     const int32_t block_keys_ = tiles_per_block(p_.head_dim) * kTileKeys;
     std::vector<Sequence> sequences_;
     int64_t num_rows_ = 0;
-    std::unique_ptr<float[]> terms_;  // [2, num_rows_]: RowTerms
+    std::unique_ptr<float[]> terms_;  // [2 or 3, num_rows_]: RowTerms
     std::vector<double> dslopes_;     // [blocks of keys, num_q_heads]; empty unless asked for
 };
 

@@ -10,9 +10,10 @@ namespace octavo::cpu {
 // What is known of each row before any product.
 struct RowTerms {
     float* lse_log2;  // the log-sum-exp in units of log2(e); inf, which makes every weight 0, for empty rows
-    float* delta;     // the dot product of dout and out, less dlse
+    float* delta;     // the dot product of dout and out, less dlse; 0 for empty rows
+    float* dsink;     // what the row adds to the gradient of its head's sink; null unless asked for
 
-    RowTerms from(int64_t row) const { return {lse_log2 + row, delta + row}; }
+    RowTerms from(int64_t row) const { return {lse_log2 + row, delta + row, dsink ? dsink + row : nullptr}; }
 };
 
 // Tiles of keys that share each load of rows: as many as scratch holds beside rows that fit in a core's

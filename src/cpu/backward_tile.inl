@@ -4,6 +4,7 @@
 //     dV = (M P)^T dO     dP = M (dO V^T)     dS = P (dP - delta)     delta = rowsum(dO O) - dLSE
 //     dQ = scale dS' K    dK = scale dS'^T Q  with dS' = dS (1 - tanh^2) under a softcap, and dS without
 //     dslope = sum of dS (k_pos - q_pos)
+//     dsink = -sum of exp(sink - LSE) delta
 //
 // Included after key_tile.inl.
 
@@ -38,14 +39,18 @@ static void prepare_typed(const AttentionBackwardParams& p, const RowTile& tile,
         const int64_t token = tile.token_of(r), head = tile.head_of(r);
         const float lse =
             p.lse[tile.sequence.lse_begin + token * p.lse_token_stride + head * p.lse_head_stride];
-        const bool is_empty = std::fabs(lse) == INFINITY;  // its dout may be anything
+        // Its dout may be anything. With a sink, it has an LSE.
+        const bool is_empty =
+            std::fabs(lse) == INFINITY || (p.sinks && !tile.sequence.see.sees_any(tile.q_pos_of(r)));
+        float delta = 0.0f;
+        if (!is_empty) {
+            delta = dot(out + token * p.out_token_stride + head * p.out_head_stride,
+                        dout + token * p.dout_strides.token + head * p.dout_strides.head, p.head_dim);
+        }
+        if (p.dlse) delta -= p.dlse[dlse_begin + token * p.dlse_strides.token + head * p.dlse_strides.head];
         terms.lse_log2[r] = is_empty ? INFINITY : lse * kLog2e;
-        terms.delta[r] = 0.0f;
-        if (is_empty) continue;
-        terms.delta[r] = dot(out + token * p.out_token_stride + head * p.out_head_stride,
-                             dout + token * p.dout_strides.token + head * p.dout_strides.head, p.head_dim);
-        if (!p.dlse) continue;
-        terms.delta[r] -= p.dlse[dlse_begin + token * p.dlse_strides.token + head * p.dlse_strides.head];
+        terms.delta[r] = is_empty ? 0.0f : delta;
+        if (terms.dsink) terms.dsink[r] = sink_gradient(p.sinks[head], lse, delta);
     }
 }
 

@@ -292,11 +292,14 @@ static void store_typed(const AttentionParams& p, const HeadRun& heads, Partial 
         const float scale = p.out_scale * v_scale_of(p, tile.kv_head);
         for (int r = 0; r < tile.num_rows; ++r, from += row_stride(p.head_dim), ++lse) {
             int64_t token = tile.token_of(r), head = tile.head_of(r);
-            store_row(from, scale, p.head_dim,
+            MergeWeights weights{1.0f, 0.0f, *lse};
+            if (p.sinks) weights = MergeWeights::make(*lse, p.sinks[head]);
+            store_row(from, weights.a * scale, p.head_dim,
                       static_cast<T*>(p.out) + tile.sequence.out_begin + token * p.out_token_stride +
                           head * p.out_head_stride);
             if (p.lse) {
-                p.lse[tile.sequence.lse_begin + token * p.lse_token_stride + head * p.lse_head_stride] = *lse;
+                p.lse[tile.sequence.lse_begin + token * p.lse_token_stride + head * p.lse_head_stride] =
+                    weights.lse;
             }
         }
     }

@@ -1,7 +1,8 @@
 // paged_attention over keys that were transformed before they became codes: the queries are transformed as
-// well, and the log-sum-exp gets what all scores of a query lack.
+// well, and the log-sum-exp gets what all scores of a query lack, before sinks join it.
 #include "cpu/key_transform.h"
 
+#include "common/online_softmax.h"
 #include "cpu/backend.h"
 #include "cpu/thread_pool.h"
 #include "cpu/with_type.h"
@@ -21,6 +22,7 @@ void paged_attention(const PagedAttentionParams& p) {
     const int64_t num_rows = p.total_q * p.num_q_heads;
     const std::unique_ptr<char[]> queries(new char[num_rows * p.head_dim * size_of(p.dtype)]);
     const std::unique_ptr<float[]> shifts(p.shifts_lse() ? new float[num_rows] : nullptr);  // of the LSE
+    const std::unique_ptr<float[]> own_lse(p.adds_sinks() && !p.lse ? new float[num_rows] : nullptr);
     with_type(p.dtype, [&](auto type) {
         using T = decltype(type);
         parallel_for_ranges(num_rows, kGrainRows, [&](int64_t begin, int64_t end) {
@@ -42,10 +44,24 @@ void paged_attention(const PagedAttentionParams& p) {
             }
         });
     });
-    attention(p.with_queries(queries.get()));
+    const AttentionParams transformed = p.with_queries(queries.get(), own_lse.get());
+    attention(transformed);
     if (!shifts) return;
-    for (int64_t i = 0; i < num_rows; ++i)
-        p.lse[i / p.num_q_heads * p.lse_token_stride + i % p.num_q_heads * p.lse_head_stride] += shifts[i];
+    for (int64_t i = 0; i < num_rows; ++i) {
+        const int64_t token = i / p.num_q_heads, head = i % p.num_q_heads;
+        float& lse =
+            transformed.lse[token * transformed.lse_token_stride + head * transformed.lse_head_stride];
+        lse += shifts[i];
+        if (!p.sinks) continue;
+        const MergeWeights weights = MergeWeights::make(lse, p.sinks[head]);
+        lse = weights.lse;
+        with_type(p.dtype, [&](auto type) {
+            auto* const row =
+                static_cast<decltype(type)*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+            for (int32_t d = 0; d < p.head_dim; ++d)
+                from_float(weights.merge(to_float(row[d]), 0.0f), row[d]);
+        });
+    }
 }
 
 }  // namespace octavo::cpu

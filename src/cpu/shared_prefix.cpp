@@ -3,6 +3,7 @@
 #include "cpu/backend.h"
 
 #include <cmath>
+#include <cstring>
 #include <memory>
 
 namespace octavo::cpu {
@@ -11,8 +12,8 @@ void shared_prefix_attention(const AttentionParams& p) {
     const int64_t rows = p.total_q * p.num_q_heads;
     const std::unique_ptr<char[]> prefix_out(new char[rows * p.head_dim * size_of(p.dtype)]);
     const std::unique_ptr<float[]> prefix_lse(new float[rows]), lse(new float[rows]);
-    const AttentionParams prefix =
-        over_shared_prefix(p, p.shared_prefix_len, prefix_out.get(), prefix_lse.get());
+    AttentionParams prefix = over_shared_prefix(p, p.shared_prefix_len, prefix_out.get(), prefix_lse.get());
+    prefix.sinks = p.sinks;
     const AttentionParams rest = after_shared_prefix(p, lse.get());
     attention(prefix);  // first: `out` may be q
     attention(rest);
@@ -20,7 +21,10 @@ void shared_prefix_attention(const AttentionParams& p) {
     for (int64_t token = 0; token < p.total_q; ++token) {
         for (int32_t head = 0; head < p.num_q_heads; ++head) {
             const float rest_lse = rest.lse[token * rest.lse_token_stride + head * rest.lse_head_stride];
-            if (rest_lse == -INFINITY) prefix_lse[token * p.num_q_heads + head] = -INFINITY;
+            if (rest_lse != -INFINITY) continue;  // else of a sequence of length 0: there is no prefix either
+            const int64_t row = token * p.num_q_heads + head, row_bytes = p.head_dim * size_of(p.dtype);
+            prefix_lse[row] = p.sinks ? p.sinks[head] : -INFINITY;
+            std::memset(&prefix_out[row * row_bytes], 0, row_bytes);
         }
     }
     MergeStatesParams merge{};

@@ -169,6 +169,7 @@ struct Attention {
         scalar("dropout_p", &Args::dropout_p, &CArgs::dropout_p),
         scalar("dropout_seed", &Args::dropout_seed, &CArgs::dropout_seed, -1),
         scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
+        input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
         scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
         input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
         result("out", &Args::out, &Args::q, &CArgs::out),
@@ -208,6 +209,7 @@ struct PagedAttention {
         input<Accept::float32>("k_channel_offset", &Args::k_channel_offset, &CArgs::k_channel_offset),
         input<Accept::float32>("k_channel_scale", &Args::k_channel_scale, &CArgs::k_channel_scale),
         scalar("rotate_keys", &Args::rotate_keys, &CArgs::rotate_keys),
+        input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
         scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
         input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
         result("out", &Args::out, &Args::q, &CArgs::out),
@@ -308,10 +310,12 @@ struct AttentionBackward {
         scalar("dropout_seed", &Args::dropout_seed, &CArgs::dropout_seed, -1),
         scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
         scalar("deterministic", &Args::deterministic, &CArgs::deterministic),
+        input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
         result("dq", &Args::dq, &Args::q, &CArgs::dq),
         result("dk", &Args::dk, &Args::k, &CArgs::dk),
         result("dv", &Args::dv, &Args::v, &CArgs::dv),
-        result<Accept::float32>("dalibi_slopes", &Args::dalibi_slopes, &Args::alibi_slopes, &CArgs::dalibi_slopes, "return_dalibi"));
+        result<Accept::float32>("dalibi_slopes", &Args::dalibi_slopes, &Args::alibi_slopes, &CArgs::dalibi_slopes, "return_dalibi"),
+        result<Accept::float32>("dsinks", &Args::dsinks, &Args::sinks, &CArgs::dsinks, "return_dsinks"));
 };
 
 struct Linear {

@@ -26,6 +26,7 @@ struct AttentionBackwardParams : AttentionParams {
     void* dv;  // like v; written
     GradientStrides dv_strides;
     float* dalibi_slopes;         // like alibi_slopes, in C order; written; may be null
+    float* dsinks;                // like sinks; written; may be null
     bool deterministic;           // the same bits every time
     int64_t dalibi_batch_stride;  // num_q_heads; 0: the batch shares its slopes, whose gradients are summed
 };

@@ -44,6 +44,7 @@ struct AttentionParams {
     const int32_t* prefix_lens;  // [batch]; may be null
     const float* alibi_slopes;   // [num_q_heads], or [batch, num_q_heads]; may be null
     int64_t alibi_batch_stride;  // 0 when shared by the batch
+    const float* sinks;          // [num_q_heads]; may be null
 
     int64_t num_pages;  // 0 unless paged
 

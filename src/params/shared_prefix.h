@@ -1,6 +1,6 @@
 // Attention over sequences that begin with the same pages, in two passes whose results are merged by their
 // LSE: cascade inference (Ye et al. 2025 (FlashInfer), arXiv:2501.01005; Juravsky et al. 2024 (Hydragen),
-// arXiv:2402.05099).
+// arXiv:2402.05099). Sinks join the whole.
 #pragma once
 
 #include "params/attention_params.h"
@@ -21,6 +21,7 @@ inline AttentionParams over_shared_prefix(AttentionParams p, int32_t run_len, vo
     p.total_k = p.shared_prefix_len;
     p.page_table_stride = run_len / p.page_size;
     p.prefix_lens = nullptr;
+    p.sinks = nullptr;
     p.window_right = -1;
     p.shared_prefix_len = 0;
     p.out = out;
@@ -47,6 +48,7 @@ inline AttentionParams after_shared_prefix(AttentionParams p, float* lse) {
     p.num_skipped_keys = p.shared_prefix_len;
     p.seqlen_k -= p.shared_prefix_len;
     p.shared_prefix_len = 0;
+    p.sinks = nullptr;
     return p;
 }
 

@@ -138,6 +138,60 @@ TEST(AttentionBackward, GradientsAreThoseOfDifferences) {
     }
 }
 
+// The sink takes its part of every query's weights, and nothing else is said of it.
+TEST(AttentionBackward, GradientsOfSinksAreThoseOfDifferences) {
+    Floats q(3 * 2 * 8), k(5 * 8), v(5 * 8), out(q.size()), lse(3 * 2), dout(q.size()), dlse(lse.size());
+    Floats dq(q.size()), dk(k.size()), dv(v.size()), sinks{0.75f, -1.0f}, dsinks(2, NAN);
+    std::mt19937 random(1);
+    for (Floats* values : {&q, &k, &v, &dout, &dlse}) *values = random_floats(random, values->size());
+    auto of_queries = [](Floats& x) { return view(x, {1, 3, 2, 8}); };
+    auto of_keys = [](Floats& x) { return view(x, {1, 5, 1, 8}); };
+    auto set = [&](auto& args) {
+        args.q = of_queries(q);
+        args.k = of_keys(k);
+        args.v = of_keys(v);
+        args.out = of_queries(out);
+        args.lse = view(lse, {1, 3, 2});
+        args.sinks = view(sinks, {2});
+    };
+    auto loss = [&] {
+        AttentionArgs args;
+        set(args);
+        attention(args);
+        double sum = 0.0;
+        for (size_t i = 0; i < out.size(); ++i) sum += double{out[i]} * dout[i];
+        for (size_t i = 0; i < lse.size(); ++i) sum += double{lse[i]} * dlse[i];
+        return sum;
+    };
+    loss();
+    AttentionBackwardArgs args;
+    set(args);
+    args.dout = of_queries(dout);
+    args.dlse = view(dlse, {1, 3, 2});
+    args.dq = of_queries(dq);
+    args.dk = of_keys(dk);
+    args.dv = of_keys(dv);
+    args.dsinks = view(dsinks, {2});
+    attention_backward(args);
+    for (size_t h = 0; h < sinks.size(); ++h) {
+        constexpr float kStep = 1.0f / 64;
+        const float sink = sinks[h];
+        sinks[h] = sink + kStep;
+        const double above = loss();
+        sinks[h] = sink - kStep;
+        const double below = loss();
+        sinks[h] = sink;
+        EXPECT_NEAR(dsinks[h], (above - below) / (2 * kStep), 2e-4);
+    }
+    args.sinks.reset();
+    try {
+        attention_backward(args);
+        FAIL() << "took no sinks for their gradient";
+    } catch (const ValueError& error) {
+        EXPECT_STREQ(error.what(), "attention_backward: dsinks (return_dsinks) needs sinks; got none");
+    }
+}
+
 TEST(AttentionBackward, GradientsMayBeViewsOfOneArray) {
     Problem problem;
     Call call(problem);

@@ -106,6 +106,33 @@ TEST(Attention, UnifiedMaximum) {
               "attention: softmax_phi must be a number or an array (softmax_phi_array), not both");
 }
 
+TEST(Attention, ASinkIsAScoreOfAValueOfZero) {
+    constexpr int64_t kSeqlenQ = 3, kSeqlenK = 37;
+    std::mt19937 random(1);
+    Floats q = random_floats(random, kSeqlenQ * kQSize), k = random_floats(random, kSeqlenK * kKvSize);
+    Floats v = random_floats(random, kSeqlenK * kKvSize);
+    Floats outs[2], lses[2], sinks{2.0f, -1.0f, 50.0f, -50.0f, 0.0f, -INFINITY};
+    AttentionArgs args;
+    args.q = view(q, {1, kSeqlenQ, kNumQHeads, kHeadDim});
+    args.k = view(k, {1, kSeqlenK, kNumKvHeads, kHeadDim});
+    args.v = view(v, {1, kSeqlenK, kNumKvHeads, kHeadDim});
+    for (int i : {0, 1}) {
+        outs[i].assign(q.size(), NAN);
+        lses[i].assign(kSeqlenQ * kNumQHeads, NAN);
+        args.out = view(outs[i], {1, kSeqlenQ, kNumQHeads, kHeadDim});
+        args.lse = view(lses[i], {1, kSeqlenQ, kNumQHeads});
+        if (i == 1) args.sinks = view(sinks, {kNumQHeads});
+        attention(args);
+    }
+    for (size_t row = 0; row < lses[0].size(); ++row) {
+        const double lse = lses[0][row], sink = sinks[row % kNumQHeads];
+        const double weight = 1.0 / (1.0 + std::exp(sink - lse));
+        ASSERT_NEAR(lses[1][row], lse - std::log(weight), 1e-5);
+        for (int64_t d = 0; d < kHeadDim; ++d)
+            ASSERT_NEAR(outs[1][row * kHeadDim + d], weight * outs[0][row * kHeadDim + d], kTolerance);
+    }
+}
+
 TEST(Attention, MergesStatesOfDisjointKeys) {
     constexpr int64_t kSeqlenK = 29, kFirst = 11;
     std::mt19937 random(2);

@@ -9,7 +9,7 @@
 namespace octavo {
 namespace {
 
-enum class Kind { full, causal, window, prefix, softcap, alibi, dropout, deterministic };
+enum class Kind { full, causal, window, prefix, softcap, alibi, dropout, deterministic, sinks };
 
 class CudaBackwardTest : public ::testing::TestWithParam<std::tuple<int64_t, bool, Kind>> {};
 
@@ -43,6 +43,7 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
     Mirror<uint16_t> dk(nans(k_size, dtype), place), dv(nans(k_size, dtype), place);
     Mirror<float> lse(std::vector<float>(total_q * kHeads * kGroup, NAN));
     Mirror<float> slopes(slopes_for(kHeads * kGroup)), dalibi(std::vector<float>(kHeads * kGroup, NAN));
+    Mirror<float> sinks(sinks_for(kHeads * kGroup)), dsinks(std::vector<float>(kHeads * kGroup, NAN));
     Mirror<int32_t> cu_q(cumulative(lengths_q)), cu_k(cumulative(lengths_k)), prefix({20, 5, 60});
 
     auto run = [&](auto on) {
@@ -68,6 +69,7 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
             if (kind == Kind::prefix) args.prefix_lens = on(prefix, DType::int32, {kBatch});
             if (kind == Kind::softcap) args.softcap = 3.0;
             if (kind == Kind::alibi) args.alibi_slopes = on(slopes, DType::float32, {kHeads * kGroup});
+            if (kind == Kind::sinks) args.sinks = on(sinks, DType::float32, {kHeads * kGroup});
             if (kind == Kind::dropout) args.dropout_p = 0.3, args.dropout_seed = 5;
         };
         AttentionArgs forward;
@@ -81,6 +83,7 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
         backward.dk = rows(dk, 140, kHeads);
         backward.dv = rows(dv, 140, kHeads);
         if (kind == Kind::alibi) backward.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
+        if (kind == Kind::sinks) backward.dsinks = on(dsinks, DType::float32, {kHeads * kGroup});
         attention_backward(backward);
     };
     run(kOnHost);
@@ -88,11 +91,12 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
     expect_near(dq.fetch(), dq.host, dtype, "dq");
     expect_near(dk.fetch(), dk.host, dtype, "dk");
     expect_near(dv.fetch(), dv.host, dtype, "dv");
-    if (kind != Kind::alibi) return;
-    const std::vector<float> on_gpu = dalibi.fetch();
+    if (kind != Kind::alibi && kind != Kind::sinks) return;
+    const Mirror<float>& of_heads = kind == Kind::alibi ? dalibi : dsinks;
+    const std::vector<float> on_gpu = of_heads.fetch();
     float largest = 0.0f;
-    for (float x : dalibi.host) largest = std::max(largest, std::fabs(x));
-    for (size_t i = 0; i < on_gpu.size(); ++i) EXPECT_NEAR(on_gpu[i], dalibi.host[i], 0.02f * largest) << i;
+    for (float x : of_heads.host) largest = std::max(largest, std::fabs(x));
+    for (size_t i = 0; i < on_gpu.size(); ++i) EXPECT_NEAR(on_gpu[i], of_heads.host[i], 0.02f * largest) << i;
 }
 
 TEST_P(CudaBackwardTest, AgainstTheCpu) {
@@ -109,11 +113,11 @@ TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, CudaBackwardTest,
-                         ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
-                                            ::testing::Values(Kind::full, Kind::causal, Kind::window,
-                                                              Kind::prefix, Kind::softcap, Kind::alibi,
-                                                              Kind::dropout, Kind::deterministic)));
+INSTANTIATE_TEST_SUITE_P(
+    All, CudaBackwardTest,
+    ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
+                       ::testing::Values(Kind::full, Kind::causal, Kind::window, Kind::prefix, Kind::softcap,
+                                         Kind::alibi, Kind::dropout, Kind::deterministic, Kind::sinks)));
 
 }  // namespace
 }  // namespace octavo

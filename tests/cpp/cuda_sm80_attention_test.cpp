@@ -39,6 +39,8 @@ TEST_P(CudaForwardTest, DenseAndPackedAgreeWithTheCpu) {
     Mirror<uint16_t> k(random.normal(total_k * num_kv_heads * row, dtype));
     Mirror<uint16_t> v(random.normal(k.host.size(), dtype)), out(nans(q.host.size(), dtype));
     Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
+    Mirror<float> sinks(sinks_for(num_q_heads));
+    const bool with_sinks = q.host[0] % 3 == 0;
     std::vector<int32_t> prefixes(batch);
     for (int32_t& prefix : prefixes) prefix = random.pick({0, 3, 140});
     Mirror<int32_t> prefix_lens(prefixes);
@@ -71,6 +73,7 @@ TEST_P(CudaForwardTest, DenseAndPackedAgreeWithTheCpu) {
             a.cu_seqlens_k = view(cu_seqlens_k, DType::int32, {batch + 1});
         }
         if (with_alibi) a.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        if (with_sinks) a.sinks = view(sinks, DType::float32, {num_q_heads});
         if (with_prefix) a.prefix_lens = view(prefix_lens, DType::int32, {batch});
     };
     set(args, kOnHost);

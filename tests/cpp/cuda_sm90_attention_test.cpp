@@ -58,6 +58,7 @@ TEST_P(CudaPrefillBitsTest, DoNotDependOnNeighbours) {
     other.q.upload(q);
     other.options = call_.options;
     other.with_alibi = call_.with_alibi;
+    other.with_sinks = call_.with_sinks;
     call_.run_on_gpu();
     other.run_on_gpu();
     const PagedCall::Results results = call_.fetch(), others = other.fetch();

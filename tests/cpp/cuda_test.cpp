@@ -66,6 +66,8 @@ TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
     }
     Mirror<uint16_t> k(values[0]), v(values[1]), out(nans(q.host.size(), dtype));
     Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), slopes(slopes_for(num_q_heads));
+    Mirror<float> sinks(sinks_for(num_q_heads));
+    const bool with_sinks = q.host[0] % 3 == 0;
     std::vector<int32_t> prefixes(batch);
     for (int32_t& prefix : prefixes) prefix = random.pick({0, 3, 140});
     Mirror<int32_t> prefix_lens(prefixes);
@@ -94,6 +96,7 @@ TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
             args.cu_seqlens_k = view(cu_seqlens_k, DType::int32, {batch + 1});
         }
         if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        if (with_sinks) args.sinks = view(sinks, DType::float32, {num_q_heads});
         if (with_prefix) args.prefix_lens = view(prefix_lens, DType::int32, {batch});
         attention(args);
     };

@@ -153,6 +153,13 @@ inline std::vector<float> slopes_for(int64_t num_heads) {
     return slopes;
 }
 
+inline std::vector<float> sinks_for(int64_t num_heads) {
+    std::vector<float> sinks(num_heads);
+    for (int64_t h = 0; h < num_heads; ++h)
+        sinks[h] = h % 5 == 4 ? -INFINITY : 6.0f * static_cast<float>(h % 4) / 3.0f - 2.0f;
+    return sinks;
+}
+
 // Masks and biases at random, for either operator.
 template <class Args>
 void pick_masks(Random& random, Args& args) {

@@ -171,7 +171,10 @@ struct PagedCall {
           v(cache.v),
           out(nans(q.host.size(), dtype)),
           lse(std::vector<float>(total_q() * num_q_heads, NAN)),
-          slopes(slopes_for(num_q_heads)) {}
+          slopes(slopes_for(num_q_heads)),
+          sinks(sinks_for(num_q_heads)) {
+        with_sinks = !q.host.empty() && q.host[0] % 4 == 0;  // at random, too
+    }
 
     // Of as many queries for each sequence: packed if they are more than one, and the bound is given.
     PagedCall(Random& random, const Cache& cache, int32_t seqlen_q, int64_t num_q_heads, DType dtype)
@@ -200,6 +203,7 @@ struct PagedCall {
         if (packed) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
         if (prefix_lens) args.prefix_lens = view(*prefix_lens, DType::int32, {batch});
         if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        if (with_sinks) args.sinks = view(sinks, DType::float32, {num_q_heads});
         if (phi_of_heads) args.softmax_phi_array = view(*phi_of_heads, DType::float32, {num_q_heads});
         return args;
     }
@@ -332,13 +336,14 @@ struct PagedCall {
         if (options.batch_invariant) text += ", batch_invariant";
         if (prefix_lens) text += ", prefix_lens";
         if (with_alibi) text += ", ALiBi";
+        if (with_sinks) text += ", sinks";
         if (options.softmax_phi) text += ", softmax_phi " + std::to_string(*options.softmax_phi);
         if (phi_of_heads) text += ", softmax_phi of each head";
         return text + ", " + to_string(dtype);
     }
 
     PagedAttentionArgs options;  // without arrays
-    bool packed = true, with_alibi = false, with_lse = true;
+    bool packed = true, with_alibi = false, with_sinks = false, with_lse = true;
     const DType dtype;
     const int64_t batch, num_q_heads, head_dim;
     const std::vector<int32_t> begins;  // of each sequence's queries
@@ -346,7 +351,7 @@ struct PagedCall {
     const int64_t max_pages;
     Mirror<int32_t> cu_seqlens_q, table, lengths;
     Mirror<uint16_t> q, k, v, out;
-    Mirror<float> lse, slopes;
+    Mirror<float> lse, slopes, sinks;
     std::optional<Mirror<int32_t>> prefix_lens;
     std::optional<Mirror<float>> phi_of_heads;
 };

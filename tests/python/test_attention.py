@@ -210,6 +210,7 @@ def sequence_of(case: Case, inputs: Inputs, b: int) -> tuple[Case, Inputs]:
         problems.cumulative(one.seqlens_q),
         problems.cumulative(one.seqlens_k),
         prefix_lens[b : b + 1] if prefix_lens is not None else None,
+        inputs.sinks,
     )
 
 

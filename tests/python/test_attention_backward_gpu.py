@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 # Of the error's norm to that of a gradient: rounding of results, of weights and of gradients of scores.
 TOLERANCE = {"float16": 1.2e-3, "bfloat16": 8e-3}
 SLOPES = [0.5 ** (i + 1) for i in range(4)]
+SINKS = [3.0, -2.0, 0.5, 8.0]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"causal": True},
@@ -26,11 +27,14 @@ OPTIONS: list[dict[str, Any]] = [
     {"dropout_p": 0.2, "dropout_seed": 7, "dropout_offset": 3},
     {"causal": True, "dropout_p": 0.5, "dropout_seed": 1, "alibi_slopes": SLOPES},
     {"softmax_scale": 0.3},
+    {"causal": True, "sinks": SINKS},
+    {"causal": True, "sinks": SINKS, "window_left": 60, "softcap": 5.0},
+    {"sinks": SINKS, "alibi_slopes": SLOPES, "window_right": 31, "dropout_p": 0.2, "dropout_seed": 7},
 ]
 
 
 def arrays_of(torch: Any, options: dict[str, Any], device: str) -> dict[str, Any]:
-    dtypes = {"alibi_slopes": torch.float32, "prefix_lens": torch.int32}
+    dtypes = {"alibi_slopes": torch.float32, "prefix_lens": torch.int32, "sinks": torch.float32}
     return {
         name: torch.tensor(x, dtype=dtypes[name], device=device) if name in dtypes else x
         for name, x in options.items()
@@ -38,7 +42,7 @@ def arrays_of(torch: Any, options: dict[str, Any], device: str) -> dict[str, Any
 
 
 def gradients(torch: Any, tensors: list[Any], options: dict[str, Any], dlse: Any = None) -> list[Any]:
-    """Of q, k, v, and of slopes where there are some, from a forward on the same device."""
+    """Of q, k, v, and of slopes and sinks where there are some, from a forward on the same device."""
     q, k, v, dout = tensors
     device = q.device.type
     given = {
@@ -47,15 +51,15 @@ def gradients(torch: Any, tensors: list[Any], options: dict[str, Any], dlse: Any
     }
     out, lse = octavo.attention(q, k, v, return_lse=True, **given)
     lse_gradient = {} if dlse is None else {"dlse": dlse.to(device)}
-    with_slopes = {"return_dalibi": True} if "alibi_slopes" in given else {}
-    return list(octavo.attention_backward(dout, q, k, v, out, lse, **given, **lse_gradient, **with_slopes))
+    asked = {"return_dalibi": "alibi_slopes" in given, "return_dsinks": "sinks" in given}
+    return list(octavo.attention_backward(dout, q, k, v, out, lse, **given, **lse_gradient, **asked))
 
 
 def check(torch: Any, found: list[Any], expected: list[Any], dtype: str) -> None:
-    for name, x, wanted in zip(("dq", "dk", "dv", "dalibi"), found, expected, strict=False):
+    for name, x, wanted in zip(("dq", "dk", "dv", "other", "other"), found, expected, strict=False):
         error = (x.float().cpu() - wanted).norm().item()
-        # Those of slopes are weighted by distances, and large ones cancel.
-        tolerance = (3 if name == "dalibi" else 1) * TOLERANCE[dtype]
+        # Those of slopes are weighted by distances, and of theirs and those of sinks large ones cancel.
+        tolerance = (3 if name == "other" else 1) * TOLERANCE[dtype]
         assert error <= tolerance * wanted.norm().item() + 1e-7, name
     assert len(found) == len(expected)
 
@@ -222,6 +226,41 @@ def test_graph(torch: Any, head_dim: int) -> None:
             torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 192])
+def test_sinks_of_packed_sequences(torch: Any, head_dim: int, deterministic: bool) -> None:
+    """Some without keys, whose queries have their sinks alone: they add to the gradients of these, and of
+    nothing else; the gradients of sinks have the same bits every time."""
+    lengths_q, lengths_k = [129, 0, 64, 1, 300, 7], [129, 5, 13, 70, 200, 0]
+    like_q, like_k = (sum(lengths_q), 6, head_dim), (sum(lengths_k), 2, head_dim)
+    tensors = random(torch, "bfloat16", like_q, like_k, like_k, like_q)
+    dlse = random(torch, "float32", (sum(lengths_q), 6))[0]
+
+    def run(device: str, tensors: list[Any]) -> list[Any]:
+        options: dict[str, Any] = {
+            f"cu_seqlens_{which}": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
+            for which, lengths in (("q", lengths_q), ("k", lengths_k))
+        }
+        sinks = torch.linspace(-3.0, 4.0, 6, device=device)
+        options |= {"causal": True, "window_left": 80, "sinks": sinks}
+        q, k, v, dout = (x.to(device) for x in tensors)
+        out, lse = octavo.attention(q, k, v, return_lse=True, **options)
+        found = [
+            octavo.attention_backward(
+                *(dout, q, k, v, out, lse),
+                dlse=dlse.to(device),
+                deterministic=deterministic,
+                return_dsinks=True,
+                **options,
+            )
+            for _ in range(2)
+        ]
+        assert torch.equal(found[0][3], found[1][3])
+        return list(found[0])
+
+    check(torch, run("cuda", tensors), run("cpu", [x.float() for x in tensors]), "bfloat16")
+
+
 def test_no_queries_or_keys(torch: Any) -> None:
     for seqlen_q, seqlen_k in ((0, 5), (5, 0), (0, 0)):
         q = torch.ones(1, seqlen_q, 2, 64, dtype=torch.bfloat16, device="cuda")
@@ -230,3 +269,11 @@ def test_no_queries_or_keys(torch: Any) -> None:
         found = octavo.attention_backward(q, q, k, k, out, lse)
         assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
         assert all((x == 0).all() for x in found)
+        sinks, dlse = torch.ones(2, device="cuda"), torch.ones(1, seqlen_q, 2, device="cuda")
+        out, lse = octavo.attention(q, k, k, return_lse=True, sinks=sinks)
+        assert (out == 0).all() and (lse == 1).all()
+        *found, dsinks = octavo.attention_backward(
+            *(q, q, k, k, out, lse), dlse=dlse, sinks=sinks, return_dsinks=True
+        )
+        assert all((x == 0).all() for x in found)
+        torch.testing.assert_close(dsinks, torch.full_like(sinks, seqlen_q))

@@ -58,7 +58,7 @@ def test_attention_takes_every_argument(library):
     cu_seqlens = np.array([0, 3, 8], np.int32)
     out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32)
     arrays = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    arrays |= {"alibi_slopes": slopes, "prefix_lens": prefixes}
+    arrays |= {"alibi_slopes": slopes, "prefix_lens": prefixes, "sinks": 2 * slopes}
     scalars = {"max_seqlen_q": 5, "max_seqlen_k": 5, "softmax_scale": 0.3, "softcap": 4.0, "window_left": 2}
     library.attention(q=q, k=k, v=v, out=out, lse=lse, window_right=1, causal=0, **arrays, **scalars)
     expected = octavo.attention(q, k, v, window_right=1, return_lse=True, **arrays, **scalars)
@@ -135,12 +135,12 @@ def test_rms_norm(library):
 def test_attention_backward(library):
     q, k, v = normal(1, 5, 4, 16), normal(1, 9, 2, 16), normal(1, 9, 2, 16) + 1
     dout, slopes = normal(1, 5, 4, 16) - 1, np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
-    options = {"softcap": 5.0, "window_left": 6, "dropout_p": 0.25, "dropout_seed": 3}
+    options = {"softcap": 5.0, "window_left": 6, "dropout_p": 0.25, "dropout_seed": 3, "sinks": 2 * slopes}
     out, lse = octavo.attention(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True, **options)
-    results = [np.full_like(x, np.nan) for x in (q, k, v, slopes)]
+    results = [np.full_like(x, np.nan) for x in (q, k, v, slopes, slopes)]
     library.attention_backward(
         **dict(zip(("dout", "q", "k", "v", "out", "lse"), (dout, q, k, v, out, lse), strict=True)),
-        **dict(zip(("dq", "dk", "dv", "dalibi_slopes"), results, strict=True)),
+        **dict(zip(("dq", "dk", "dv", "dalibi_slopes", "dsinks"), results, strict=True)),
         dlse=lse,
         causal=1,
         alibi_slopes=slopes,
@@ -152,6 +152,7 @@ def test_attention_backward(library):
         causal=True,
         alibi_slopes=slopes,
         return_dalibi=True,
+        return_dsinks=True,
         **options,
     )
     for ours, theirs in zip(results, expected, strict=True):

@@ -30,6 +30,7 @@ CASES = [
         "head_dim_256",
         "window_both",
         "everything",
+        "everything_sinks",
         "ragged",
         "chunked_prefill",
         "everything_packed",

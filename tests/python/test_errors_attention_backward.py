@@ -107,6 +107,9 @@ CASES = [
     case(*D, TypeError, "deterministic must be a bool; got int", deterministic=1),
     case(*D, TypeError, "return_dalibi must be a bool; got NoneType", return_dalibi=None),
     case(*D, ValueError, "dalibi_slopes (return_dalibi) needs alibi_slopes; got none", return_dalibi=True),
+    case(*D, ValueError, "num_q_heads of sinks (2) must equal that of q (4)", sinks=f32(2)),
+    case(*D, TypeError, "return_dsinks must be a bool; got NoneType", return_dsinks=None),
+    case(*D, ValueError, "dsinks (return_dsinks) needs sinks; got none", return_dsinks=True),
     # Gradients.
     case(*D, ValueError, "dq must be writable; it is read-only", dq=read_only(f32(2, 3, 4, 8))),
     case(*D, TypeError, "dq must be float32 like q; got float16", dq=F16),
@@ -137,6 +140,7 @@ CASES = [
             ("dk", "v", {"dk": memory(0, 2, 5, 2, 8), "v": memory(159, 2, 5, 2, 8)}),
             ("dv", "dlse", {"dv": memory(0, 2, 5, 2, 8), "dlse": memory(100, 2, 3, 4)}),
             ("dv", "alibi_slopes", {"dv": memory(0, 2, 5, 2, 8), "alibi_slopes": memory(159, 4)}),
+            ("dv", "sinks", {"dv": memory(0, 2, 5, 2, 8), "sinks": memory(159, 4)}),
         )
     ),
     *(
@@ -173,6 +177,8 @@ def test_octavo_torch_returns_new_tensors() -> None:
         octavo.torch.attention_backward(**arrays, dk=arrays["k"].clone())
     with pytest.raises(ValueError, match=r"dalibi_slopes \(return_dalibi\) needs alibi_slopes; got none"):
         octavo.torch.attention_backward(**arrays, return_dalibi=True)
+    with pytest.raises(ValueError, match=r"dsinks \(return_dsinks\) needs sinks; got none"):
+        octavo.torch.attention_backward(**arrays, return_dsinks=True)
 
 
 def test_gradients_of_jax_arrays_are_new() -> None:

@@ -29,6 +29,7 @@ ATTENTION = {
     "return_attn_probs": "return_lse",
     "dropout": "dropout_p",
     "alibi_slope": "alibi_slopes",
+    "s_aux": "sinks",
     "windowleft": "window_left",
     "deterministic": None,
     "enable_gqa": None,

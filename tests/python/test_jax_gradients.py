@@ -19,7 +19,7 @@ from support.programs import run as run_program  # noqa: E402
 
 ATTENTION_CALLS = [pytest.param(i, id=str(i)) for i, name in enumerate(NAMES) if name == "attention"]
 OTHER_CALLS = [call for call in CALLS if NAMES[call.values[0]] != "attention"]
-DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes")
+DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "sinks")
 SLOPES = jnp.array([0.5, 0.25, 0.125, 0.0625], jnp.float32)
 
 
@@ -61,6 +61,7 @@ def gradients_of_octavo(arrays, options):
         *results,
         dlse=dlse if return_lse else None,
         return_dalibi="alibi_slopes" in arrays,
+        return_dsinks="sinks" in arrays,
         **{key: x for key, x in arrays.items() if key not in ("q", "k", "v")},
         **options,
     )
@@ -269,6 +270,51 @@ def test_through_the_log_sum_exp():
         return lambda q, k: (function(q, k) ** 2).sum()
 
     assert_close(jax.grad(loss(lse_of), (0, 1))(q, k), jax.grad(loss(expected), (0, 1))(q, k))
+
+
+def reference_with_sinks(q, k, v, sinks):
+    """Of dense arrays, without masks, in JAX's own operators: out and lse."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
+    column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+    lse = jax.nn.logsumexp(jnp.concatenate([scores, column], -1), axis=-1, keepdims=True)
+    return jnp.einsum("bhij,bjhd->bihd", jnp.exp(scores - lse), v), lse[..., 0].swapaxes(1, 2)
+
+
+def attend_with_sinks(q, k, v, sinks):
+    return octavo.jax.attention(q, k, v, sinks=sinks, return_lse=True)
+
+
+@pytest.mark.parametrize("axes", [None, (0, 0, 0, 0), (0, None, None, None), (None, None, None, 0)])
+def test_sinks(axes):
+    """Their gradient, alone, mapped, and of what is mapped."""
+    arrays = [*dense()[:3], jnp.array([0.5, -1.0, 2.0, 0.0], jnp.float32)]
+    if axes is not None:
+        arrays = [
+            x if axis is None else jnp.stack([x, 0.5 * x, x - 1])
+            for x, axis in zip(arrays, axes, strict=True)
+        ]
+
+    def mapped(function):
+        return function if axes is None else jax.vmap(function, axes)
+
+    def loss(attention):
+        return lambda *arrays: weighted_sum(attention(*arrays))
+
+    for outer in (
+        lambda attention: jax.grad(loss(mapped(attention)), ALL),
+        lambda attention: mapped(jax.grad(loss(attention), ALL)),
+    ):
+        actual, expected = (jax.jit(outer(f))(*arrays) for f in (attend_with_sinks, reference_with_sinks))
+        assert_close(actual, expected)
+
+
+def test_sinks_that_are_constants():
+    q, k, v, sinks = dense()
+    traced = jax.make_jaxpr(jax.grad(lambda *x: attend_with_sinks(*x)[0].sum()))(q, k, v, sinks)
+    assert "dsinks" in str(traced)
+    closed_over = jax.make_jaxpr(jax.grad(lambda q: attend_with_sinks(q, k, v, np.array(sinks))[0].sum()))(q)
+    assert "octavo_attention_backward" in str(closed_over) and "dsinks" not in str(closed_over)
 
 
 def test_slopes_that_are_constants():

@@ -47,7 +47,9 @@ def test_vmap(call, which):
         "all": names,
         "first": names[:1],
         "tables": [n for n in names if n in ("page_table", "seq_lens", "copies", "prefix_lens", "lse_a")],
-        "values": [n for n in names if n in ("k", "v", "k_pages", "v_pages", "alibi_slopes", "out_b")],
+        "values": [
+            n for n in names if n in ("k", "v", "k_pages", "v_pages", "alibi_slopes", "sinks", "out_b")
+        ],
     }[which]
     if not mapped:
         pytest.skip("the operator has none of these arrays")
@@ -75,7 +77,8 @@ def test_vmap_of_different_tables():
 
 def test_vmap_of_different_prefixes():
     """Every element has a prefix of its own, which the sequences of another do not share."""
-    _, paged, options = make_calls()[-1]
+    (call,) = (call for call in make_calls() if "shared_prefix_len" in call[2])
+    _, paged, options = call
     tables = np.stack([SHARING_TABLE, np.where(SHARING_TABLE == 4, 2, SHARING_TABLE)])
     both = jax.vmap(lambda table: octavo.jax.paged_attention(**{**paged, "page_table": table}, **options))
     for i, table in enumerate(tables):

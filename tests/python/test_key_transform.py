@@ -167,6 +167,23 @@ def test_every_option(options: dict[str, Any]) -> None:
     check_against_oracle(cache, q, table, lengths, arguments, **options)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_sinks_without_an_lse_and_with_a_shared_prefix(dtype: str) -> None:
+    """Sinks join behind the offset, whose log-sum-exp is then needed though nobody asked for it."""
+    arguments = transform_of("offset+rotated", 2, 64)
+    cache, table, lengths = filled("int8", [200], arguments, 64)
+    q = np.random.default_rng(6).standard_normal((3, 8, 64)).astype(dtype)
+    table, lengths = np.repeat(table, 3, 0), np.array([200, 170, 0], np.int32)
+    sinks = np.linspace(-3.0, 9.0, 8, dtype=np.float32)
+    given = {"page_table": table, "seq_lens": lengths, **cache.arguments, **arguments, "sinks": sinks}
+    out, lse = octavo.paged_attention(q, return_lse=True, **given)
+    np.testing.assert_array_equal(octavo.paged_attention(q, **given), out)
+    np.testing.assert_array_equal(lse[2], sinks)
+    assert not out[2].any()
+    check_against_oracle(cache, q[:2], table[:2], lengths[:2], arguments, sinks=sinks)
+    check_against_oracle(cache, q[:2], table[:2], lengths[:2], arguments, sinks=sinks, shared_prefix_len=160)
+
+
 def test_softcap_without_an_offset() -> None:
     arguments = transform_of("scale+rotated", 2, 64)
     cache, table, lengths = filled("int8", [190, 140], arguments, 64)
@@ -369,13 +386,22 @@ def on_gpu(torch: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     ("kind", "head_dim"), [("int8", 64), ("int4", 128), ("int8_int4", 96), ("int8", 256)]
 )
 @pytest.mark.parametrize("cu_seqlens_q", [None, [0, 1, 2, 203]])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_attention_on_a_gpu(
-    torch: Any, kind: str, head_dim: int, transform: str, dtype: str, cu_seqlens_q: list[int] | None
+    torch: Any,
+    kind: str,
+    head_dim: int,
+    transform: str,
+    dtype: str,
+    cu_seqlens_q: list[int] | None,
+    with_sinks: bool,
 ) -> None:
     """Against the CPU; in a captured graph the bits are those of the call, and follow the arrays."""
     arguments = transform_of(transform, 2, head_dim, size=1.0)
     cache, table, lengths = filled(kind, [70, 1, 333], arguments, head_dim)
     packed = {} if cu_seqlens_q is None else {"cu_seqlens_q": np.array(cu_seqlens_q, np.int32)}
+    if with_sinks:
+        packed["sinks"] = np.linspace(-3.0, 4.0, 8, dtype=np.float32)
     num_queries = 3 if cu_seqlens_q is None else cu_seqlens_q[-1]
     q = np.random.default_rng(3).standard_normal((num_queries, 8, head_dim))
     q = q.astype(oracle.NUMPY_DTYPES[dtype])
@@ -385,6 +411,7 @@ def test_attention_on_a_gpu(
     if "kv_dtype" in given:
         gpu["kv_dtype"] = given["kv_dtype"]
     out, lse = octavo.paged_attention(return_lse=True, **gpu)
+    assert torch.equal(octavo.paged_attention(**gpu), out)
     tolerance = 4e-3 if dtype == "float16" else 3e-2
     np.testing.assert_allclose(out.float().cpu().numpy(), expected, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(lse.cpu().numpy(), expected_lse, rtol=tolerance, atol=tolerance)

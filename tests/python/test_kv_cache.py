@@ -62,13 +62,14 @@ def test_a_step_is_that_of_the_operators(on_cpu: ArrayLibrary, dtype: str) -> No
     assert cache.length(b) == 12
 
 
-def test_scale_slopes_and_result_are_those_of_the_operator(on_cpu: ArrayLibrary) -> None:
+def test_scale_slopes_sinks_and_result_are_those_of_the_operator(on_cpu: ArrayLibrary) -> None:
     cache = make_cache(on_cpu)
     step = cache.step([cache.create()], 7)
     q, k, v = random_tokens(on_cpu, 7)
     slopes = on_cpu.float32([0.5, 0.25, 0.125, 0.0625])
     given = on_cpu.float32(np.full((7, NUM_Q_HEADS, HEAD_DIM), np.nan))
-    out = step.attend(0, q, k, v, softmax_scale=0.3, alibi_slopes=slopes, out=given)
+    sinks = on_cpu.float32([2.0, -1.0, 0.5, 4.0])
+    out = step.attend(0, q, k, v, softmax_scale=0.3, alibi_slopes=slopes, sinks=sinks, out=given)
     assert out is given
     oracle.attention(
         *(on_cpu.to_numpy(x) for x in (q, k, v)),
@@ -78,6 +79,7 @@ def test_scale_slopes_and_result_are_those_of_the_operator(on_cpu: ArrayLibrary)
         causal=True,
         softmax_scale=0.3,
         alibi_slopes=on_cpu.to_numpy(slopes),
+        sinks=on_cpu.to_numpy(sinks),
     ).check_out(on_cpu.to_numpy(out))
 
 

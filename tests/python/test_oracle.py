@@ -18,6 +18,8 @@ BRUTE_FORCE = (
     Case("small_prefix", (4, 3), (9, 0), window_left=1, prefix_lens=(3, 1), head_dim=8),
     Case("small_biases", (4, 6), (9, 3), softcap=2.0, alibi="batch", softmax_scale=0.7, head_dim=8),
     Case("small_alibi", (4,), (9,), alibi="head", causal=False, head_dim=8),
+    Case("small_sinks", (4, 6), (9, 3), sinks="normal", softcap=2.0, head_dim=8),
+    Case("small_extreme_sinks", (4, 6), (9, 3), sinks="extreme", num_q_heads=5, num_kv_heads=1, head_dim=8),
     Case("small_scales", (4,), (9,), k_scale=0.5, v_scale=3.0, head_dim=8),
 )
 
@@ -48,6 +50,9 @@ def brute_force(case: Case, inputs: problems.Inputs, b: int, i: int, h: int) -> 
             score -= float(slope) * (q_pos - j)
         scores.append(score)
         values.append(inputs.v[inputs.cu_seqlens_k[b] + j, kv_head] * (case.v_scale or 1.0))
+    if inputs.sinks is not None and inputs.sinks[h] > -math.inf:
+        scores.append(float(inputs.sinks[h]))
+        values.append(np.zeros(case.head_dim))
     if not scores:
         return np.zeros(case.head_dim), -math.inf
     lse = math.log(math.fsum(math.exp(s) for s in scores))
@@ -120,6 +125,7 @@ def test_yardstick_rejects_wrong_results(dtype: str) -> None:
         {"window_left": 200},
         {"prefix_lens": (2,)},
         {"alibi_slopes": np.full(case.num_q_heads, 0.01)},
+        {"sinks": np.full(case.num_q_heads, 3.0)},
     ):
         arguments = {**case.masks, **wrong}
         other = oracle.attention(
@@ -192,6 +198,7 @@ def test_some_queries_alone(case: Case) -> None:
         window_right=case.window_right,
         prefix_lens=case.prefix_lens,
         alibi_slopes=inputs.alibi_slopes,
+        sinks=inputs.sinks,
         q_pos=q_pos,
         **case.masks,
     )

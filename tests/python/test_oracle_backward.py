@@ -21,12 +21,14 @@ CASES = (
     Case("diff_prefix", (6, 3), (9, 11), window_left=1, prefix_lens=(4, 2), head_dim=8),
     Case("diff_softcap", (6, 3), (9, 11), softcap=1.5, q_gain=2.0, head_dim=8),
     Case("diff_alibi", (6, 3), (9, 11), alibi="head", num_kv_heads=1, head_dim=8),
+    Case("diff_sinks", (6, 9), (9, 4), sinks="normal", window_left=3, num_kv_heads=2, head_dim=8),
     Case(
         "diff_all",
         (6, 3, 4),
         (9, 11, 0),
         softcap=2.0,
         alibi="batch",
+        sinks="normal",
         num_kv_heads=2,
         softmax_scale=0.7,
         head_dim=8,
@@ -37,7 +39,7 @@ CASES = (
 def loss(
     case: Case, inputs: problems.Inputs, gradients: problems.OutputGradients, dropout: Dropout | None
 ) -> float:
-    """<out, dout> + <lse, dlse>, over the queries that see a key."""
+    """<out, dout> + <lse, dlse>, over the queries that see a key or have a sink."""
     reference = problems.make_reference(case, inputs, "float32", dropout=dropout)
     lse = np.where(np.isneginf(reference.lse), 0.0, reference.lse)
     return float((reference.out * gradients.dout).sum() + (lse * gradients.dlse).sum())
@@ -49,10 +51,12 @@ def test_equals_central_differences(case: Case, dropout: Dropout | None) -> None
     inputs = problems.make_inputs(case, "float32")
     if inputs.alibi_slopes is not None:  # float64, for differences; nothing here needs more
         inputs = dataclasses.replace(inputs, alibi_slopes=inputs.alibi_slopes.astype(np.float64))
+    if inputs.sinks is not None:
+        inputs = dataclasses.replace(inputs, sinks=inputs.sinks.astype(np.float64))
     gradients = problems.make_output_gradients(case, "float32")
     true = problems.make_backward_reference(case, inputs, gradients, "float32", dropout=dropout).true
     random = np.random.default_rng(0)
-    found = {"q": true.dq, "k": true.dk, "v": true.dv, "alibi_slopes": true.dslopes}
+    found = {"q": true.dq, "k": true.dk, "v": true.dv, "alibi_slopes": true.dslopes, "sinks": true.dsinks}
     for name, gradient in found.items():
         array: NDArray | None = getattr(inputs, name)
         if array is None:
@@ -86,25 +90,25 @@ def test_plain_error_is_of_the_dtype(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", oracle.NUMPY_DTYPES)
 def test_yardstick_rejects_wrong_results(dtype: str) -> None:
     """Each gradient by itself, and small faults too, such as one key more."""
-    case = dataclasses.replace(cases.named("everything")[0], q_gain=4.0)
+    case = dataclasses.replace(cases.named("everything")[0], q_gain=4.0, sinks="normal")
     inputs, gradients = problems.make_inputs(case, dtype), problems.make_output_gradients(case, dtype)
     reference = problems.make_backward_reference(case, inputs, gradients, dtype)
     reference.check(*reference.plain)
     without_lse = dataclasses.replace(gradients, dlse=np.zeros_like(gradients.dlse))
     wrong = [
-        (problems.make_backward_reference(case, inputs, without_lse, dtype), "dq dk dslopes"),
+        (problems.make_backward_reference(case, inputs, without_lse, dtype), "dq dk dslopes dsinks"),
         *(
             (
                 problems.make_backward_reference(
                     dataclasses.replace(case, **change), inputs, gradients, dtype
                 ),
-                "dq dk dv dslopes",
+                f"dq dk dv dslopes{more}",
             )
-            for change in (
-                {"window_left": 51},
-                {"prefix_lens": (34, 7)},
-                {"softcap": 0.0},
-                {"softmax_scale": 0.13},
+            for change, more in (
+                ({"window_left": 51}, ""),
+                ({"prefix_lens": (34, 7)}, ""),
+                ({"softcap": 0.0}, " dsinks"),
+                ({"softmax_scale": 0.13}, " dsinks"),
             )
         ),
     ]

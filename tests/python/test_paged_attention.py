@@ -201,7 +201,16 @@ HEADS_TOGETHER = (
     Case("head_dim_80", (1,) * 2, (70, 900), num_q_heads=12, num_kv_heads=4, head_dim=80, window_left=99),
     Case("group_13", (1,) * 2, (70, 900), num_q_heads=39, num_kv_heads=3, head_dim=64, softcap=20.0),
     Case("drafts", (3, 2), (90, 1100), num_q_heads=8, num_kv_heads=4, head_dim=64, prefix_lens=(5, 200)),
-    Case("biased", (1,) * 2, (70, 1100), num_q_heads=8, num_kv_heads=4, alibi="head", window_left=500),
+    Case(
+        "biased",
+        (1,) * 2,
+        (70, 1100),
+        num_q_heads=8,
+        num_kv_heads=4,
+        alibi="head",
+        window_left=500,
+        sinks="normal",
+    ),
 )
 
 
@@ -222,12 +231,15 @@ def test_a_head_does_not_depend_on_its_neighbours(target: Target, case: Case) ->
         octavo.set_num_threads(before)
     for h in range(case.num_kv_heads):
         heads = slice(h * case.group_size, (h + 1) * case.group_size)
-        slopes = inputs.alibi_slopes
+        slopes, sinks = inputs.alibi_slopes, inputs.sinks
         alone = calls.paged_attention(
             target,
             dataclasses.replace(case, num_q_heads=case.group_size, num_kv_heads=1),
             dataclasses.replace(
-                inputs, q=inputs.q[:, heads], alibi_slopes=slopes if slopes is None else slopes[..., heads]
+                inputs,
+                q=inputs.q[:, heads],
+                alibi_slopes=slopes if slopes is None else slopes[..., heads],
+                sinks=sinks if sinks is None else sinks[heads],
             ),
             dataclasses.replace(
                 cache, k_pages=cache.k_pages[:, :, h : h + 1], v_pages=cache.v_pages[:, :, h : h + 1]

@@ -147,6 +147,8 @@ def kernel_of(q: Any, **arguments: Any) -> str:
         {"softmax_scale": 0.3, "softcap": 3.0},
         {"alibi_slopes": np.linspace(0.01, 0.3, 8, dtype=np.float32)},
         {"window_left": 100, "prefix_lens": np.array([0, 60, 1300], np.int32)},
+        {"window_left": 127, "sinks": np.linspace(-3.0, 6.0, 8, dtype=np.float32)},
+        {"sinks": np.ones(8, np.float32), "alibi_slopes": np.linspace(0.01, 0.3, 8, dtype=np.float32)},
         {"causal": False},
     ],
     ids=lambda options: "+".join(options) or "plain",
@@ -278,6 +280,8 @@ def test_shared_prefix(torch: Any, kind: str) -> None:
     lengths[3:7] = 0, 2049, 2100, 2060
     q = queries(64, 32, 128, "float16")
     check_attention(torch, cache, q, table, lengths, shared_prefix_len=2048)
+    sinks = np.linspace(-3.0, 9.0, 32, dtype=np.float32)
+    check_attention(torch, cache, q, table, lengths, shared_prefix_len=2048, sinks=sinks)
     if is_hopper(torch):
         arrays = {name: to_gpu(torch, x) for name, x in {"page_table": table, "seq_lens": lengths}.items()}
         kernel = kernel_of(to_gpu(torch, q), shared_prefix_len=2048, **arrays, **on_gpu(torch, cache))

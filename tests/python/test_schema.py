@@ -27,7 +27,7 @@ import c_interface  # noqa: E402
 OPERATORS = _core.operator_arguments()
 INPUTS = _operators.ARGUMENTS
 CHOICES = (  # of Python alone, if no inputs
-    *("return_lse", "return_dalibi", "out", "residual_out", "q_out", "dq", "dk", "dv"),
+    *("return_lse", "return_dalibi", "return_dsinks", "out", "residual_out", "q_out", "dq", "dk", "dv"),
     *("plan", "stream"),
 )
 POSITIONAL_OPTIONS = (
@@ -221,6 +221,13 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
         octavo.attention_backward(*results, alibi_slopes=x, return_dalibi=True, deterministic=True),
         tuple[Array, Array, Array, Array],
     )
+    assert_type(
+        octavo.attention_backward(*results, sinks=x, return_dsinks=True), tuple[Array, Array, Array, Array]
+    )
+    assert_type(
+        octavo.attention_backward(*results, alibi_slopes=x, return_dalibi=True, sinks=x, return_dsinks=True),
+        tuple[Array, Array, Array, Array, Array],
+    )
     octavo.append_kv(x, x, x, x, i, i, rotary_cos=x, rotary_sin=x, rotary_interleaved=True)
     assert_type(octavo.append_kv(x, x, x, x, i, i, rotary_cos=x, rotary_sin=x, q=x, q_out=x), Array)
     octavo.append_kv(x, x, x, x, i, i, q_out=x)  # type: ignore[call-overload]
@@ -251,9 +258,9 @@ def test_torch_schemas(operator):
     overloads = getattr(torch.ops.octavo, operator)
     results = [x["name"] for x in OPERATORS[operator] if x["access"] == "result"]
     for overload in overloads.overloads():
-        # copy_pages_to has those that begin with "to_", and attention.deterministic one of its own.
+        # copy_pages_to has those that begin with "to_", and two overloads have one of their own.
         described = [x for x in INPUTS[operator] if not x["name"].startswith("to_")]
-        others = [*results, "deterministic"]
+        others = [*results, "deterministic", "of_slopes"]
         arguments = getattr(overloads, overload)._schema.arguments
         arguments = [x for x in arguments if x.name in names(described) or x.name not in others]
         for ours, argument in zip(arguments, described, strict=True):

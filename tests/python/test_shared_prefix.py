@@ -27,6 +27,16 @@ CASES = (
     (Case("decode_long_prefix", (1,) * 9, tuple(range(2051, 2060)), num_q_heads=8, num_kv_heads=2), 2048),
     (Case("decode_batch_90", (1,) * 90, tuple(range(321, 411)), num_q_heads=4, num_kv_heads=1), 320),
     (Case("decode_padding", (1,) * 4, (0, 49, 0, 177), num_kv_heads=2), 48),
+    (
+        Case("decode_sinks", (1,) * 4, (0, 1049, 1025, 1177), num_q_heads=8, num_kv_heads=1, sinks="normal"),
+        1024,
+    ),
+    (
+        Case(
+            "decode_sinks_extreme", (1,) * 4, (0, 49, 0, 177), num_q_heads=5, sinks="extreme", num_kv_heads=1
+        ),
+        48,
+    ),
     (Case("decode_all_padding", (1,) * 2, (0, 0)), 16),
     (Case("decode_not_causal", (1,) * 3, (33, 40, 300), causal=False), 32),
     (Case("decode_softcap", (1,) * 3, (129, 140, 300), softcap=8.0, q_gain=4.0, num_kv_heads=2), 128),
@@ -44,6 +54,7 @@ CASES = (
     (Case("decode_group_64", (1,) * 2, (66, 311), num_q_heads=64, num_kv_heads=1), 64),
     (Case("chunks", (64, 1, 1, 37, 5), (640, 577, 600, 1009, 600), num_q_heads=8, num_kv_heads=2), 512),
     (Case("chunks_with_padding", (0, 33, 7, 1), (600, 640, 0, 300), num_kv_heads=2, head_dim=96), 256),
+    (Case("chunks_sinks", (0, 33, 7, 1), (600, 640, 0, 300), num_kv_heads=2, sinks="normal"), 256),
     (Case("chunks_not_causal", (33, 0, 1, 70), (181, 65, 333, 134), num_kv_heads=1, causal=False), 64),
     (Case("speculative", (4, 4, 3, 1), (260, 77, 71, 700), num_q_heads=8, num_kv_heads=1, head_dim=128), 64),
     (Case("first_chunk", (50, 20), (82, 52), num_q_heads=6, num_kv_heads=2), 32),

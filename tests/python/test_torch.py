@@ -63,6 +63,7 @@ def make_calls():
             (dense, {"out": torch.empty_like(dense[0])}),
             (dense, {"out": torch.empty_like(dense[0]), "return_lse": True}),
             (dense, dropout),
+            (dense, {"causal": True, "window_left": 3, "sinks": slopes + 1, "return_lse": True}),
         ],
         "attention_backward": [
             (backward(dense, {}), {}),
@@ -71,6 +72,17 @@ def make_calls():
                 {"dlse": normal(2, 5, 4), "causal": True, "return_dalibi": True, **masked},
             ),
             (backward(packed, {**lengths, **dropout}), {"deterministic": True, **lengths, **dropout}),
+            (backward(dense, {"sinks": slopes}), {"sinks": slopes, "return_dsinks": True}),
+            (
+                backward(packed, {**lengths, "alibi_slopes": slopes, "sinks": 2 * slopes}),
+                {
+                    "alibi_slopes": slopes,
+                    "sinks": 2 * slopes,
+                    "return_dalibi": True,
+                    "return_dsinks": True,
+                    **lengths,
+                },
+            ),
         ],
         "paged_attention": [
             (one_each, {}),
@@ -79,6 +91,7 @@ def make_calls():
             (one_each, {"out": torch.empty_like(one_each[0])}),
             (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),
             (sharing, {"shared_prefix_len": PAGE_SIZE, "return_lse": True}),
+            (one_each, {"window_left": 7, "sinks": slopes + 1, "return_lse": True}),
         ],
         "merge_states": [((*state, state[0] + 1, state[1] - 1), {})],
         "linear": [
@@ -150,8 +163,10 @@ def operator_call(name, args, kwargs):
     """The operator that a call of octavo.torch's function ends in, and its arguments."""
     options = dict(kwargs)
     outs = [options.pop(result) for result in ("out", "residual_out", "q_out") if result in options]
-    returned = [kind for kind in ("lse", "dalibi") if options.pop(f"return_{kind}", False)]
+    returned = [kind for kind in ("lse", "dalibi", "dsinks") if options.pop(f"return_{kind}", False)]
     returned += [given for given in RESULT_OF_INPUT.get(name, ()) if given in options]
+    if "dsinks" in returned:  # whose operator is told whether slopes have a gradient, too
+        args, returned = ("dalibi" in returned, *args), ["dsinks"]
     overload = "_".join(["out"] * bool(outs) + returned)
     operator = getattr(getattr(OPERATORS, name), overload or "default")
     if outs:

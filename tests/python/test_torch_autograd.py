@@ -24,6 +24,7 @@ from support import eager  # noqa: E402
 HEAD_DIM = 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 CU_SEQLENS_Q = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 CU_SEQLENS_K = torch.tensor([0, 2, 5, 9], dtype=torch.int32)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prefix": {"prefix_lens": torch.tensor([4, 0], dtype=torch.int32), "causal": True, "softcap": 2.0},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 2**40, "dropout_offset": 24},
     "packed": {"cu_seqlens_q": CU_SEQLENS_Q, "cu_seqlens_k": CU_SEQLENS_K, "max_seqlen_q": 5},
+    "sinks": {"sinks": SINKS, "causal": True, "window_left": 3},
     "packed everything": {
         "cu_seqlens_q": CU_SEQLENS_Q,
         "cu_seqlens_k": CU_SEQLENS_K,
@@ -43,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "softcap": 3.0,
         "dropout_p": 0.5,
         "dropout_seed": 7,
+        "sinks": SINKS,
     },
 }
 
@@ -73,15 +76,16 @@ def assert_close(actual: Any, expected: Any, dtype: Any = None) -> None:
 
 
 def differentiated(arrays: list[Any], options: dict[str, Any]) -> list[Any]:
-    return [*arrays, *([options["alibi_slopes"]] if "alibi_slopes" in options else [])]
+    return [*arrays, *(options[name] for name in ("alibi_slopes", "sinks") if name in options)]
 
 
 def gradients(function: Any, arrays: list[Any], options: dict[str, Any], return_lse: bool) -> list[Any]:
-    """Of a sum of results with random weights, with respect to q, k, v and slopes, if any."""
+    """Of a sum of results with random weights, with respect to q, k, v, slopes and sinks, if any."""
     arrays = [x.clone().requires_grad_() for x in arrays]
     options = dict(options)
-    if "alibi_slopes" in options:
-        options["alibi_slopes"] = options["alibi_slopes"].clone().requires_grad_()
+    for name in ("alibi_slopes", "sinks"):
+        if name in options:
+            options[name] = options[name].clone().requires_grad_()
     out, *lse = (
         function(*arrays, **options, return_lse=True) if return_lse else (function(*arrays, **options),)
     )
@@ -126,7 +130,7 @@ def test_compiled(name: str, backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overload", ["default", "lse"])
-@pytest.mark.parametrize("name", ["slopes", "dropout", "packed"])
+@pytest.mark.parametrize("name", ["slopes", "dropout", "packed", "sinks"])
 def test_opcheck(name: str, overload: str, device: str) -> None:
     arrays, options = place(device, OPTIONS[name])
     for x in differentiated(arrays, options):
@@ -183,6 +187,11 @@ def test_only_what_is_needed() -> None:
     slopes.requires_grad_()
     call = backward_call(octavo.torch.attention(q, k, v.detach(), alibi_slopes=slopes).sum())
     assert call["overload"] == "dalibi" and slopes.grad is not None
+    sinks = SINKS.clone().requires_grad_()
+    call = backward_call(octavo.torch.attention(q, k, v.detach(), alibi_slopes=SLOPES, sinks=sinks).sum())
+    assert (call["overload"], call["of_slopes"]) == ("dsinks", False) and sinks.grad is not None
+    call = backward_call(octavo.torch.attention(q, k, v.detach(), alibi_slopes=slopes, sinks=sinks).sum())
+    assert (call["overload"], call["of_slopes"]) == ("dsinks", True)
     for off in (torch.no_grad(), torch.inference_mode()):
         with off:
             assert not octavo.torch.attention(q, k, v).requires_grad

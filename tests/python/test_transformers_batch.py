@@ -34,6 +34,9 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SIZES, sliding_window=WINDOW, layer_types=[SLIDING, FULL, SLIDING]
     ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=WINDOW
+    ),
     "gpt2": lambda: transformers.GPT2Config(**TOKENS, n_embd=64, n_layer=3, n_head=4, n_positions=128),
     "bloom": lambda: transformers.BloomConfig(**TOKENS, hidden_size=64, n_layer=3, n_head=4),
 }
@@ -42,6 +45,7 @@ WINDOWS = {
     "mistral": [5, 5, 5],
     "gemma2": [5, None, 5],
     "gemma3": [5, None, 5],
+    "gpt_oss": [5, None, 5],
 }
 
 
@@ -298,11 +302,6 @@ def bidirectional():
     return causal(config)
 
 
-def gpt_oss():
-    sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1}
-    return causal(transformers.GptOssConfig(**sizes))
-
-
 def llama4():
     sizes = {**SIZES, "intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 8}
     return causal(transformers.Llama4TextConfig(**sizes))
@@ -345,7 +344,6 @@ def dynamic_of_a_layer_type():
         (falcon, "FalconForCausalLM does not call transformers' AttentionInterface"),
         (headless, r"LlamaModel: it has no head that gives logits"),
         (bidirectional, r"Gemma3ForCausalLM: .* this mask is neither causal"),
-        (gpt_oss, r"GptOssForCausalLM: .* s_aux is not supported"),
         (phi3, r"Phi3ForCausalLM: its rotary embedding depends .* \(rope_type 'longrope'\)"),
         (dynamic, r"LlamaForCausalLM: its rotary embedding depends .* \(rope_type 'dynamic'\)"),
         (dynamic_of_a_layer_type, r"Gemma3ForCausalLM: its rotary embedding .* \(rope_type 'dynamic'\)"),
@@ -384,7 +382,7 @@ def test_a_model_that_keeps_its_keywords_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom"])
 def test_on_a_gpu(name, prompts):
     model = make_model(name, dtype=torch.bfloat16).cuda()
     requests = generate_batch(model, prompts, max_new_tokens=4)

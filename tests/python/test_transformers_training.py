@@ -28,6 +28,9 @@ CONFIGS = {
         **SIZES, sliding_window=6, attn_logit_softcapping=2.0, query_pre_attn_scalar=9
     ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2_SIZES, **NO_DROPOUT),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=2, sliding_window=6
+    ),
 }
 
 
@@ -82,6 +85,8 @@ def test_gradients_equal_eager(name, padding):
     actual = gradients(model, mask)
     model.set_attn_implementation("eager")
     torch.testing.assert_close(actual, gradients(model, mask), rtol=2e-3, atol=2e-5)
+    sinks = [gradient for parameter, gradient in actual.items() if parameter.endswith("sinks")]
+    assert len(sinks) == 2 * (name == "gpt_oss") and all(bool((x != 0).all()) for x in sinks)
 
 
 @pytest.mark.gpu

@@ -65,6 +65,11 @@ OPTIONS = {
     "window": {"sliding_window": 5},
     "softcap": {"logits_soft_cap": 2.0},
     "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
+    "sinks": {"sinks": torch.tensor([2.0, -1.0, 0.5, 4.0])},
+    "window and sinks": {
+        "sliding_window": 5,
+        "sinks": torch.tensor([2.0, -1.0, 0.5, 4.0], dtype=torch.bfloat16),
+    },
     "window and softcap": {"sliding_window": 12, "logits_soft_cap": 3.0},
 }
 
@@ -286,6 +291,7 @@ SERVED = [
     {"block_size": 8},
     {"block_size": None},
     {"has_sliding_window": True},
+    {"has_sink": True},
     {"use_non_causal": True},
     {"use_batch_invariant": True},
     {"use_kv_connector": True},
@@ -303,7 +309,6 @@ REFUSED = {
     "kv_cache_dtype torch.float16 beside dtype torch.bfloat16": {"kv_cache_dtype": "float16"},
     "block_size": {"block_size": 12},
     "MLA": {"use_mla": True},
-    "sinks": {"has_sink": True},
     "sparse": {"use_sparse": True},
     "multimodal": {"use_mm_prefix": True},
     "per-head quant scales": {"use_per_head_quant_scales": True},
@@ -343,7 +348,6 @@ def test_a_build_without_cuda_refuses_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
-        ({"sinks": torch.ones(4)}, "sinks"),
         ({"attn_type": "encoder_only"}, "encoder_only"),
         ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
         ({"head_size": 260}, "head_size"),
@@ -354,6 +358,17 @@ def test_layers_refuse_too(refused, reason):
     """vLLM for CPUs asks no flags."""
     with pytest.raises(ValueError, match=f"octavo.vllm: .*{reason}"):
         OctavoImpl(**{"num_heads": 4, "head_size": 64, "scale": 1.0} | refused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_are_loaded_after_the_layer_was_made(dtype):
+    sinks = torch.nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+    layer = Layer("cpu", "float32", options={"sinks": sinks})
+    address = layer.impl._sinks.data_ptr()
+    sinks.data.copy_(torch.tensor([2.0, -1.0, 0.5, 4.0]))
+    layer.impl.process_weights_after_loading(torch.bfloat16)
+    assert layer.impl._sinks.tolist() == [2.0, -1.0, 0.5, 4.0] and layer.impl._sinks.data_ptr() == address
+    run_steps(layer)
 
 
 def test_another_vllm_gets_no_backend(monkeypatch, caplog):

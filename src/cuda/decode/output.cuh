@@ -42,11 +42,20 @@ class OutputWriter {
     // Four columns of a row's result.
     __device__ void store(const Item& item, int row, int column, const SoftmaxState& state,
                           float4 out) const {
-        store(target(item, row), column, state, out);
+        store(target(item, row), item, row, column, state, out);
     }
-    __device__ void store(const Target& target, int column, const SoftmaxState& state, float4 out) const {
+    // The head's sink is loaded here and not with the target, where it would take registers from calls
+    // without sinks (133 for 128 where a CTA has long items).
+    __device__ void store(const Target& target, const Item& item, int row, int column, SoftmaxState state,
+                          float4 out) const {
         if (!target.out || column >= p_.head_dim) return;
-        const float scale = state.inverse_sum() * p_.out_scale;
+        float factor = p_.out_scale;
+        if (OCTAVO_RARE(p_.sinks != nullptr)) {
+            const int32_t head =
+                DecodeRow(sequences_.slice(item.sequence), group_size_, item.kv_head, row).head;
+            factor *= state.add_sink(p_.sinks[head] * kLog2e);
+        }
+        const float scale = state.inverse_sum() * factor;
         *reinterpret_cast<uint2*>(target.out + column) =
             make_uint2(pack_output<T>(p_.dtype, out.x * scale, out.y * scale),
                        pack_output<T>(p_.dtype, out.z * scale, out.w * scale));

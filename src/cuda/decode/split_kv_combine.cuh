@@ -102,8 +102,8 @@ class SplitKvCombine {
                 });
                 if (is_only_split) {
                     const auto& result = shared_.targets[row];
-                    writer_.store({static_cast<T*>(result.out), result.lse}, column, combined.state,
-                                  combined(outs));
+                    writer_.store({static_cast<T*>(result.out), result.lse}, item_, row, column,
+                                  combined.state, combined(outs));
                 } else {
                     target.push(column, combined(outs));
                 }
@@ -180,7 +180,7 @@ class SplitKvCombine {
                     out = Rescale::add(state, other)(out, other_out);
                 }
             }
-            if (group == 0 && has_column) writer_.store(target, column, state, out);
+            if (group == 0 && has_column) writer_.store(target, item_, row, column, state, out);
 #pragma unroll 1
             for (int32_t i = 0; i < own_splits; ++i) {
                 const PartialRow<Config> used = partials.row(first + i * step);

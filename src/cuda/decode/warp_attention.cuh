@@ -117,9 +117,11 @@ class WarpAttention {
         const SequenceSlice seq = sequences_.slice(item_.sequence);  // not kept in registers all along
         const int lane = threadIdx.x % 32;
         Softmax::for_each_row([&](int r, int i) {
-            const SoftmaxState state{softmax_.max[r][i], softmax_.sum[r][i]};
-            softmax_.sum[r][i] = state.inverse_sum() * p_.out_scale;
+            SoftmaxState state{softmax_.max[r][i], softmax_.sum[r][i]};
             const DecodeRow row(seq, group_size_, item_.kv_head, row_of(r, i));
+            float factor = p_.out_scale;
+            if (OCTAVO_RARE(p_.sinks != nullptr)) factor *= state.add_sink(p_.sinks[row.head] * kLog2e);
+            softmax_.sum[r][i] = state.inverse_sum() * factor;
             if (p_.lse && lane / 4 == 0 && row.valid) {
                 p_.lse[seq.lse_begin + row.token * p_.lse_token_stride + row.head * p_.lse_head_stride] =
                     state.lse();

@@ -1,5 +1,7 @@
 // paged_attention over keys that were transformed before they became codes: transforms the queries as well,
-// and adds to the log-sum-exp what all scores of a query lack. grid: one warp a (token, query head).
+// and adds to the log-sum-exp what all scores of a query lack, before sinks join it. grid: one warp a (token,
+// query head).
+#include "common/online_softmax.h"
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/key_transform/plan.h"
@@ -48,6 +50,23 @@ __global__ void shift_lse_kernel(const __grid_constant__ PagedAttentionParams p,
     p.lse[token * p.lse_token_stride + head * p.lse_head_stride] += shifts[i];
 }
 
+// Instead of that where there are sinks. `lse`: that of the attention, with these strides.
+template <class T>
+__global__ void add_sinks_kernel(const __grid_constant__ PagedAttentionParams p, const float* shifts,
+                                 float* lse, int64_t lse_token_stride, int64_t lse_head_stride) {
+    ptx::launch_dependents();
+    ptx::wait_for_previous_grid();
+    const int64_t i = warp_row(), token = i / p.num_q_heads, head = i % p.num_q_heads;
+    if (token >= (p.cu_seqlens_q ? p.cu_seqlens_q[p.batch] : p.total_q)) return;
+    float& row_lse = lse[token * lse_token_stride + head * lse_head_stride];
+    const MergeWeights weights = MergeWeights::make(row_lse + shifts[i], p.sinks[head]);
+    __syncwarp();  // all lanes have read it
+    if (threadIdx.x % 32 == 0) row_lse = weights.lse;
+    T* const out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+    for (int32_t d = threadIdx.x % 32; d < p.head_dim; d += 32)
+        out[d] = from_float<T>(weights.merge(to_float(out[d]), 0.0f));
+}
+
 }  // namespace
 
 void paged_attention(const PagedAttentionParams& p, void* stream) {
@@ -66,8 +85,18 @@ void paged_attention(const PagedAttentionParams& p, void* stream) {
         launch<transform_queries_kernel<T>>(p.op, p.device.index, cuda_stream, shape, p,
                                             reinterpret_cast<T*>(workspace.bytes()), shifts);
     });
-    attention(p.with_queries(workspace.bytes()), stream);
+    auto* const own_lse = reinterpret_cast<float*>(workspace.bytes() + plan.query_bytes + plan.shift_bytes);
+    const AttentionParams transformed = p.with_queries(workspace.bytes(), own_lse);
+    attention(transformed, stream);
     if (!shifts) return;
+    if (plan.adds_sinks) {
+        return with_type(p.dtype, [&](auto type) {
+            const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock, true};
+            launch<add_sinks_kernel<decltype(type)>>(
+                p.op, p.device.index, cuda_stream, shape, p, static_cast<const float*>(shifts),
+                transformed.lse, transformed.lse_token_stride, transformed.lse_head_stride);
+        });
+    }
     const LaunchShape shape{dim3(static_cast<unsigned>(ceil_divide(plan.num_rows, kShiftThreads))),
                             kShiftThreads, true};
     launch<shift_lse_kernel>(p.op, p.device.index, cuda_stream, shape, p, static_cast<const float*>(shifts));

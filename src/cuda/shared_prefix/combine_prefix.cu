@@ -31,9 +31,11 @@ __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
         kLog2e * behind.lse[token * behind.lse_token_stride + head * behind.lse_head_stride];
     const bool empty = rest_lse_log2 == -INFINITY;  // of a sequence of length 0
     const float lse_log2 = lane < num_runs && !empty ? prefix_lse[lane * num_rows + row] * kLog2e : -INFINITY;
-    const float max = empty ? 0.0f : warp_max(fmaxf(rest_lse_log2, lse_log2));
+    const float sink_log2 = p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
+    const float highest = warp_max(fmaxf(fmaxf(rest_lse_log2, lse_log2), sink_log2));
+    const float max = highest == -INFINITY ? 0.0f : highest;
     float rest_weight = exp2f(rest_lse_log2 - max), weight = exp2f(lse_log2 - max);
-    const float sum = warp_sum(weight) + rest_weight;
+    const float sum = warp_sum(weight) + rest_weight + exp2f(sink_log2 - max);
     rest_weight = empty ? 0.0f : rest_weight / sum;
     weight = empty ? 0.0f : weight / sum;
 

@@ -44,9 +44,11 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80L
     const int64_t first_token = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : int64_t{batch} * p.seqlen_q;
     __syncwarp();  // every lane has read the queries
     for_each_row<Config::kRowTiles>(rows, [&](const TileRow& row, int r) {
-        const SoftmaxState state = softmax.state(r / 2, r % 2);
+        SoftmaxState state = softmax.state(r / 2, r % 2);
         const int row_index = 8 * r + lane / 4;
-        const float scale = state.inverse_sum() * (partial ? 1.0f : p.out_scale);
+        float factor = partial ? 1.0f : p.out_scale;
+        if (p.sinks && !partial && row_index < num_rows) factor *= state.add_sink(p.sinks[row.head] * kLog2e);
+        const float scale = state.inverse_sum() * factor;
         auto pair = [&](int i) {
             const float (&from)[4] = out[r / 2][i];
             return float2{from[2 * (r % 2)] * scale, from[2 * (r % 2) + 1] * scale};

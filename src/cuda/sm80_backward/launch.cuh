@@ -38,8 +38,10 @@ void launch_sm80_backward(const AttentionBackwardParams& p, const Sm80BackwardPl
     const int64_t num_rows = p.total_q * p.num_q_heads;
     if (num_rows > 0) {
         const LaunchShape shape{dim3(blocks_for_rows(num_rows)), 32 * kRowsPerBlock, true};
-        launch<query_statistics_kernel<T>>(p.op, p.device.index, stream, shape, p, arguments.statistics);
+        launch<query_statistics_kernel<T>>(p.op, p.device.index, stream, shape, p, arguments.statistics,
+                                           arguments.sinks);
     }
+    if (p.dsinks) launch_sink_gradients(p, arguments.sinks, stream);
     if (plan.has_dropout) {
         launch_sm80_gradients<T, kRow, true>(p, plan, arguments, stream);
     } else {

@@ -1,6 +1,7 @@
 // What the launches of sm80_backward hand to their kernels.
 #pragma once
 
+#include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 #include "params/attention_backward_params.h"
 
@@ -17,6 +18,7 @@ struct QueryStatistics {
 struct Sm80BackwardLaunch {
     QueryStatistics* statistics;     // [num_q_heads, total_q]
     SlopeParts slopes;               // one for each tile of queries
+    SinkTerms sinks;                 // of all total_q queries
     int32_t query_tiles, key_tiles;  // of the longest sequence
     // Whether every row starts on 16 bytes, so that it can move in such pieces.
     bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;

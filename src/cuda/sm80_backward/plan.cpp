@@ -2,6 +2,7 @@
 
 #include "common/fail.h"
 #include "cuda/alignment.h"
+#include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 
 #include <algorithm>
@@ -77,6 +78,7 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     const int64_t statistics = 2 * p.total_q * p.num_q_heads * int64_t{sizeof(float)};
     plan.statistics_bytes = ceil_divide(statistics, kAlignment) * kAlignment;
     plan.slope_bytes = SlopeParts::bytes(p, plan.query_tiles);
+    plan.sink_bytes = SinkTerms::bytes(p, p.total_q);
     return plan;
 }
 
@@ -91,6 +93,7 @@ Explanation describe(const Sm80BackwardPlan& plan) {
                 "; query_gradients_kernel over ", counted(plan.num_query_tiles, "tile"), " of ",
                 tiles.queries.rows(), " queries x ", counted(plan.num_q_heads, "query head"));
     if (plan.slope_bytes > 0) text.summary += "; slope_gradients_kernel";
+    if (plan.sink_bytes > 0) text.summary += "; sink_gradients_kernel";
     text.file = "src/cuda/sm80_backward/key_gradients.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},

@@ -19,10 +19,10 @@ struct Sm80BackwardPlan {
     int32_t key_tiles, query_tiles;          // of the longest sequence
     int32_t num_key_tiles, num_query_tiles;  // over the batch; bounds where it is packed
     bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
-    int64_t statistics_bytes, slope_bytes;  // of workspace
+    int64_t statistics_bytes, slope_bytes, sink_bytes;  // of workspace
 
     const Sm80BackwardTiles& tiles() const { return kSm80BackwardTiles[row]; }
-    int64_t workspace_bytes() const { return statistics_bytes + slope_bytes; }
+    int64_t workspace_bytes() const { return statistics_bytes + slope_bytes + sink_bytes; }
 };
 
 // Serves every problem. Throws ValueError where a grid would be too large.

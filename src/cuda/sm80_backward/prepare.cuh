@@ -1,7 +1,9 @@
 // Before the gradients: the statistics of all queries, as rows of each head. grid: one warp a (token, head).
 #pragma once
 
+#include "common/online_softmax.h"
 #include "common/score.h"
+#include "cuda/attention_backward/sink_gradients.cuh"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/rows.cuh"
 #include "cuda/sm80_backward/parameters.h"
@@ -12,9 +14,23 @@
 
 namespace octavo::cuda {
 
+// Of a query of packed sequences, counted over the batch; a query of padding: the batch.
+__device__ __forceinline__ int32_t sequence_of(const AttentionBackwardParams& p, int64_t row) {
+    int32_t low = 0, high = p.batch;  // the first sequence that ends behind it
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2;
+        if (p.cu_seqlens_q[middle + 1] <= row)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 template <class T>
 __global__ void query_statistics_kernel(const __grid_constant__ AttentionBackwardParams p,
-                                        QueryStatistics* statistics) {
+                                        QueryStatistics* statistics,
+                                        const __grid_constant__ SinkTerms sinks) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
     const int64_t i = warp_row(), row = i / p.num_q_heads, head = i % p.num_q_heads;
@@ -32,9 +48,19 @@ __global__ void query_statistics_kernel(const __grid_constant__ AttentionBackwar
     for (int32_t d = threadIdx.x % 32; d < p.head_dim; d += 32) delta += to_float(out[d]) * to_float(dout[d]);
     delta = warp_sum(delta);
     if (threadIdx.x % 32 != 0) return;
-    if (p.dlse) delta -= p.dlse[offset(p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head)];
     const float lse = p.lse[offset(p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride)];
-    statistics[head * p.total_q + row] = {lse == -INFINITY ? INFINITY : lse * kLog2e, delta};
+    bool sees_nothing = lse == -INFINITY, exists = true;
+    if (p.sinks) {
+        const int32_t sequence = p.cu_seqlens_q ? sequence_of(p, row) : static_cast<int32_t>(batch);
+        exists = sequence < p.batch;
+        const int64_t query = exists && p.cu_seqlens_q ? row - p.cu_seqlens_q[sequence] : token;
+        sees_nothing = sees_nothing || !exists || has_sink_alone(p, sequence, static_cast<int32_t>(query));
+        if (sees_nothing) delta = 0.0f;  // its dout may be anything
+    }
+    if (p.dlse) delta -= p.dlse[offset(p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head)];
+    statistics[head * p.total_q + row] = {sees_nothing ? INFINITY : lse * kLog2e, delta};
+    if (sinks.terms)
+        sinks.terms[head * p.total_q + row] = exists ? sink_gradient(p.sinks[head], lse, delta) : 0.0f;
 }
 
 }  // namespace octavo::cuda

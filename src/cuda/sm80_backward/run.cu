@@ -36,6 +36,11 @@ void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStr
     if (plan.slope_bytes > 0)
         arguments.slopes = {reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes),
                             plan.query_tiles};
+    if (p.dsinks) {
+        arguments.sinks = {
+            reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes + plan.slope_bytes),
+            p.total_q};
+    }
     arguments.query_tiles = plan.query_tiles;
     arguments.key_tiles = plan.key_tiles;
     arguments.q_aligned = plan.q_aligned;

@@ -306,6 +306,12 @@ class Sm90Consumer {
                 const float sum = states[half].sum;  // at least about 1, unless the row sees nothing
                 out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * result_scale();
             }
+            if (OCTAVO_RARE(p_.sinks != nullptr)) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    finish_row(work, half, states[half], rows.row_bias[half], out_scale);
+                return;
+            }
             if (!writes_lse()) return;
 #pragma unroll
             for (int half = 0; half < 2; ++half) write_lse(work, half, states[half], rows.row_bias[half]);
@@ -322,9 +328,15 @@ class Sm90Consumer {
             }
         }
     }
-    __device__ __forceinline__ void finish_row(const Sm90Work& work, int half, const SoftmaxState& state,
+    // `row_bias`: what the scores lack, in units of log2(e).
+    __device__ __forceinline__ void finish_row(const Sm90Work& work, int half, SoftmaxState state,
                                                float row_bias, float (&out_scale)[2]) {
-        out_scale[half] = state.inverse_sum() * result_scale();
+        float factor = result_scale();
+        if (OCTAVO_RARE(p_.sinks != nullptr)) {
+            const float sink = p_.sinks[work.first_head + places_.head(half)];
+            factor *= state.add_sink(fmaf(sink, kLog2e, -row_bias));
+        }
+        out_scale[half] = state.inverse_sum() * factor;
         if (writes_lse()) write_lse(work, half, state, row_bias);
     }
     __device__ __forceinline__ bool writes_lse() const { return p_.lse && threadIdx.x % 4 == 0; }

@@ -21,6 +21,7 @@ void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPl
     const int64_t warps = ceil_divide(plan.num_rows * p.num_q_heads, kPreparedRows<Config>);
     const LaunchShape rows{dim3(blocks_for_rows(warps)), 32 * kRowsPerBlock, true};
     launch<prepare_backward_kernel<T, Config>>(p.op, device, stream, rows, p, arguments);
+    if (p.dsinks) launch_sink_gradients(p, arguments.sinks, stream);
     const LaunchShape keys{dim3(plan.num_key_tiles, p.num_kv_heads), Config::kThreads, true};
     launch<sm90_backward_kernel<T, Config>, kSharedBytes>(p.op, device, stream, keys, p, arguments);
     if constexpr (Config::kDqApart) {

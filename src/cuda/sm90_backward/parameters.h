@@ -1,6 +1,7 @@
 // What a launch of sm90_backward hands to its kernels.
 #pragma once
 
+#include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 #include "params/attention_backward_params.h"
 
@@ -27,6 +28,7 @@ struct Sm90BackwardLaunch {
     float* dq_sums;  // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
     bool dq_aligned;
     SlopeParts slopes;  // of each tile of keys, one a warp of consumers
+    SinkTerms sinks;    // of num_rows rows
 };
 
 // The row in workspace of a sequence's first query. Packed sequences need no prefix sum, since there is a

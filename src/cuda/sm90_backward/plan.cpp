@@ -1,6 +1,7 @@
 #include "cuda/sm90_backward/plan.h"
 
 #include "cuda/alignment.h"
+#include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 #include "cuda/sm90_attention/operands.h"
 
@@ -120,6 +121,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
         return refuse(why_not, "rows of out do not start on 16 bytes");
     plan.dq_aligned = aligned(p.dq, 16, {p.dq_strides.batch, p.dq_strides.token, p.dq_strides.head}, p.dtype);
     plan.slope_bytes = SlopeParts::bytes(p, plan.slope_parts());
+    plan.sink_bytes = SinkTerms::bytes(p, plan.num_rows);
     return plan;
 }
 
@@ -130,7 +132,8 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.keys(), " keys x ",
                            counted(plan.num_kv_heads, "KV head"), ", between prepare_backward_kernel and ",
                            tiles.dq_apart() ? "sm90_query_gradients_kernel" : "convert_dq_kernel",
-                           plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "");
+                           plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "",
+                           plan.sink_bytes > 0 ? "; sink_gradients_kernel" : "");
     text.file = "src/cuda/sm90_backward/kernel.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},

@@ -23,7 +23,7 @@ struct Sm90BackwardPlan {
     int32_t sequence_rows;                 // dense: the rows of workspace of each sequence
     int64_t num_rows;                      // of workspace, for each head
     bool dq_aligned;
-    int64_t slope_bytes;
+    int64_t slope_bytes, sink_bytes;
 
     const Sm90BackwardTiles& tiles() const { return kSm90BackwardTiles[row]; }
     int64_t term_bytes() const { return num_q_heads * num_rows * 16; }  // of the LSE, and as many of delta
@@ -32,7 +32,7 @@ struct Sm90BackwardPlan {
     }
     // Of the gradients of slopes, for each sequence and head.
     int32_t slope_parts() const { return key_tiles * tiles().consumer_warps(); }
-    int64_t workspace_bytes() const { return 2 * term_bytes() + dq_bytes() + slope_bytes; }
+    int64_t workspace_bytes() const { return 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes; }
 };
 
 // Nothing where it does not serve: why_not, unless null, then gets the reason.

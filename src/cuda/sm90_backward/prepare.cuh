@@ -3,7 +3,9 @@
 // grid: kPreparedRows (query head, row of workspace) a warp.
 #pragma once
 
+#include "common/online_softmax.h"
 #include "common/score.h"
+#include "cuda/attention_backward/sink_gradients.cuh"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/rows.cuh"
 #include "cuda/sm90_backward/parameters.h"
@@ -82,6 +84,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
         at = find_workspace_row<Config::kQueries>(p, plan, static_cast<int32_t>(row));
     }
     float lse = -INFINITY, delta = 0.0f;  // of a row of no query
+    bool sees_nothing = true;
     if (at.batch >= 0) {
         auto offset = [&](int64_t batch_stride, int64_t token_stride, int64_t head_stride) {
             const int64_t begin =
@@ -105,6 +108,8 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
             add(a.w, b.w);
         }
         lse = p.lse[offset(p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride)];
+        sees_nothing = lse == -INFINITY || has_sink_alone(p, at.batch, at.query);
+        if (p.sinks && sees_nothing) delta = 0.0f;  // its dout may be anything
         if (p.dlse && lane == 0)
             delta -= p.dlse[offset(p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head)];
     }
@@ -115,7 +120,6 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
     [[maybe_unused]] const int64_t number_place =
         place - row % Config::kQueries + statistic_place<Config::kQueries>(row % Config::kQueries);
     // A query that sees nothing has no weight, whatever its scores.
-    const bool sees_nothing = lse == -INFINITY;
     auto* const lse_to = static_cast<typename Config::Lse*>(plan.lse);
     if constexpr (Config::kSoftcap) {
         lse_to[number_place] = sees_nothing ? INFINITY : lse * kLog2e;
@@ -130,6 +134,8 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
     } else {
         lse_to[place] = split_in_terms(sees_nothing ? kNoWeight : -lse / p.softmax_scale);
     }
+    if (plan.sinks.terms)
+        plan.sinks.terms[place] = at.batch >= 0 ? sink_gradient(p.sinks[head], lse, delta) : 0.0f;
     auto* const delta_to = static_cast<typename Config::Delta*>(plan.delta);
     if constexpr (Config::kDropout) {
         delta_to[number_place] = delta / p.out_scale;  // gradients are scaled at the end

@@ -69,6 +69,10 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
             reinterpret_cast<float*>(workspace.bytes() + 2 * plan.term_bytes() + plan.dq_bytes()),
             plan.slope_parts()};
     }
+    if (p.dsinks) {
+        char* const behind = workspace.bytes() + 2 * plan.term_bytes() + plan.dq_bytes() + plan.slope_bytes;
+        arguments.sinks = {reinterpret_cast<float*>(behind), plan.num_rows};
+    }
     static constexpr auto kFloat16 = launches<float16>(Indices{});
     static constexpr auto kBfloat16 = launches<bfloat16>(Indices{});
     const size_t index = plan.row * std::size(kSm90BackwardFeatures) + static_cast<size_t>(plan.feature);

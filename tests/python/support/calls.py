@@ -23,6 +23,7 @@ def optional_arrays(target: Target, inputs: Inputs) -> dict[str, Any]:
     return {
         "alibi_slopes": None if slopes is None else target.library.float32(slopes),
         "prefix_lens": None if prefix_lens is None else target.int32(prefix_lens),
+        "sinks": None if inputs.sinks is None else target.library.float32(inputs.sinks),
     }
 
 
@@ -85,7 +86,7 @@ def attention_backward(
     packed: bool = False,
     **overrides: Any,
 ) -> tuple[NDArray[np.float64], ...]:
-    """The forward, poisoned where no query looks, and its backward: dq, dk, dv, and with slopes theirs."""
+    """The forward, poisoned where no query looks, and its backward: dq, dk, dv, those of slopes and sinks."""
     k, v = problems.poisoned(case, inputs)
     optional = optional_arrays(target, inputs)
     arguments = {**case.masks, "window_right": case.window_right, **optional, **overrides}
@@ -103,6 +104,7 @@ def attention_backward(
         *arrays,
         *forward,
         return_dalibi=arguments.get("alibi_slopes") is not None,
+        return_dsinks=arguments.get("sinks") is not None,
         **{"dlse": target.library.float32(shape(gradients.dlse)), **options_of_backward},
         **arguments,
     )

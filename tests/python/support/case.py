@@ -31,6 +31,7 @@ class Case:
     prefix_lens: tuple[int, ...] | None = None
     softcap: float = 0.0
     alibi: str = ""  # "", "head": slopes [num_q_heads], "batch": slopes [batch, num_q_heads]
+    sinks: str = ""  # "", "normal", "extreme": among them -inf, and such as leave keys no weight or all of it
     softmax_scale: float | None = None
     k_scale: float | None = None
     v_scale: float | None = None

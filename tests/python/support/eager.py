@@ -23,9 +23,13 @@ def attention(
     dropout_offset: int = 0,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Any = None,
     **masks: Any,
 ) -> tuple[Any, Any]:
-    """out and lse of ``octavo.attention``, on the CPU; a query that sees nothing has an lse below -1e20."""
+    """out and lse of ``octavo.attention``, on the CPU.
+
+    A query that sees nothing and has no sink has an lse below -1e20.
+    """
     if cu_seqlens_q is None:
         sequences = list(zip(q, k, v, strict=True))
     else:
@@ -49,7 +53,11 @@ def attention(
         prefix_len = 0 if prefix_lens is None else int(prefix_lens[b])
         see = torch.from_numpy(oracle.visible(positions, m, prefix_len=prefix_len, **masks))
         scores = scores.masked_fill(~see, -1e30)
-        lse = scores.logsumexp(-1, keepdim=True)
+        joined = scores
+        if sinks is not None:
+            column = sinks.cpu().double()[:, None, None].expand(num_q_heads, n, 1)
+            joined = torch.cat([scores, column], dim=-1)
+        lse = joined.logsumexp(-1, keepdim=True)
         kept = torch.from_numpy(dropout.keep(b, num_q_heads, n, m)) / (1.0 - dropout_p)
         outs.append(torch.einsum("hij,jhd->ihd", (scores - lse).exp() * see * kept, one_v))
         lses.append(lse.squeeze(-1).T)

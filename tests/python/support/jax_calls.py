@@ -43,6 +43,7 @@ def make_calls(dtype="float32", seed=0):
         "alibi_slopes": jnp.array([0.5, 0.25, 0.125, 0.0625], jnp.float32),
         "prefix_lens": index([2, 0]),
     }
+    sinks = {"sinks": normal(4, seed=seed)}
     scores = {"window_left": 7, "softcap": 5.0, "softmax_scale": 0.3, "return_lse": True}
     dense = {
         "q": make(2, 5, 4, HEAD_DIM),
@@ -116,6 +117,16 @@ def make_calls(dtype="float32", seed=0):
             "paged_attention",
             {**paged, "page_table": index(SHARING_TABLE)},
             {"shared_prefix_len": PAGE_SIZE, "return_lse": True},
+        ),
+        ("attention", {**dense, **sinks}, {"causal": True, "window_left": 3, "return_lse": True}),
+        ("attention", {**packed, **sinks, **masks}, {}),
+        ("paged_attention", {**paged, **sinks}, {"window_left": 7, "return_lse": True}),
+        ("attention_backward", backward({**dense, **sinks}, masked), {**masked, "return_dsinks": True}),
+        ("attention_backward", backward({**packed, **sinks}, {}), {}),
+        (
+            "attention_backward",
+            backward({**dense, **sinks, **masks}, {}, dlse=normal(2, 5, 4, seed=seed)),
+            {"return_dalibi": True, "return_dsinks": True},
         ),
     ]
 

@@ -119,6 +119,7 @@ def attend(
     softcap: float,
     bias: NDArray[Any] | None,
     kept: NDArray[Any] | None = None,
+    sinks: NDArray[Any] | None = None,
 ) -> Result:
     """One sequence in float64: out [n, num_q_heads, head_dim] and lse [n, num_q_heads].
 
@@ -131,6 +132,7 @@ def attend(
         softcap: 0 for none.
         bias: [num_q_heads, n, m], added to the scores.
         kept: [num_q_heads, n, m], what dropout multiplies the weights by.
+        sinks: [num_q_heads], a score more of each query, whose value is 0.
     """
     (n, num_q_heads, _), (m, num_kv_heads, _) = q.shape, k.shape
     q, k, v = (_by_kv_head(x, num_kv_heads) for x in (q, k, v))
@@ -140,9 +142,11 @@ def attend(
     if bias is not None:
         scores = scores + bias
     scores = np.where(see, scores, -np.inf)
-    highest = scores.max(axis=2, keepdims=True, initial=-np.inf)
-    weights = np.exp(scores - np.where(np.isneginf(highest), 0.0, highest))
-    total = weights.sum(axis=2, keepdims=True)
+    sink = -np.inf if sinks is None else sinks[:, None, None]
+    highest = np.maximum(scores.max(axis=2, keepdims=True, initial=-np.inf), sink)
+    finite = np.where(np.isneginf(highest), 0.0, highest)
+    weights = np.exp(scores - finite)
+    total = weights.sum(axis=2, keepdims=True) + np.exp(sink - finite)
     empty = total == 0.0
     weights = weights / np.where(empty, 1.0, total) * (1.0 if kept is None else kept)
     out = (weights.reshape(*q.shape[:2], m) @ v).reshape(num_q_heads, n, v.shape[2])
@@ -159,6 +163,7 @@ def plain(
     softcap: float,
     bias: NDArray[Any] | None,
     kept: NDArray[Any] | None,
+    sinks: NDArray[Any] | None,
     dtype: str,
 ) -> Result:
     """The same sequence as a plain implementation computes it: its error is the yardstick for the operators'.
@@ -178,9 +183,11 @@ def plain(
     if bias is not None:
         scores = rounded(scores + bias.astype(np.float32))
     scores = np.where(see, scores, np.float32(-np.inf))
-    highest = scores.max(axis=2, keepdims=True, initial=-np.inf)
-    weights = np.exp(scores - np.where(np.isneginf(highest), np.float32(0), highest))
-    total = weights.sum(axis=2, keepdims=True)
+    sink = np.float32(-np.inf) if sinks is None else sinks[:, None, None].astype(np.float32)
+    highest = np.maximum(scores.max(axis=2, keepdims=True, initial=-np.inf), sink)
+    finite = np.where(np.isneginf(highest), np.float32(0), highest)
+    weights = np.exp(scores - finite)
+    total = weights.sum(axis=2, keepdims=True) + np.exp(sink - finite)
     empty = total == 0.0
     total_or_one = np.where(empty, np.float32(1), total)
     probabilities = weights / total_or_one
@@ -277,6 +284,7 @@ class PackedSequence:
     distance: NDArray[np.int64]  # [n, m]: how far each key lies before each query
     slopes: NDArray[np.float64] | None  # [num_q_heads]
     kept: NDArray[np.float64] | None  # [num_q_heads, n, m], what dropout multiplies the weights by
+    sinks: NDArray[np.float64] | None  # [num_q_heads]
 
     @property
     def bias(self) -> NDArray[np.float64] | None:
@@ -295,6 +303,7 @@ def sequences(
     prefix_lens: Sequence[int] | None = None,
     alibi_slopes: NDArray[Any] | None = None,
     dropout: Dropout | None = None,
+    sinks: NDArray[Any] | None = None,
     q_pos: Sequence[NDArray[np.int64]] | None = None,
 ) -> Iterator[PackedSequence]:
     """Each in turn. `q_pos` is for some of the queries alone: where those that are given sit."""
@@ -320,6 +329,7 @@ def sequences(
             _distances(q_pos[b], m),
             None if slopes is None else slopes.astype(np.float64),
             dropout.keep(b, num_q_heads, n, m) / (1.0 - dropout.p) if dropout else None,
+            None if sinks is None else sinks.astype(np.float64),
         )
         q_begin, k_begin = q_begin + n, k_begin + m
 
@@ -349,7 +359,7 @@ def attention(
     lses = [np.empty(q.shape[:2], np.float64) for _ in range(2)]
     for each in sequences(q.shape[1], seqlens_q, seqlens_k, **masks):
         rows, keys = each.rows, each.keys
-        arguments = (q[rows], k[keys], v[keys], each.see, scale, softcap, each.bias, each.kept)
+        arguments = (q[rows], k[keys], v[keys], each.see, scale, softcap, each.bias, each.kept, each.sinks)
         true, same_precision = attend(*arguments), plain(*arguments, dtype)
         outs[0][rows], lses[0][rows] = true[0] * out_scale, true[1]
         outs[1][rows], lses[1][rows] = round_to(same_precision[0] * out_scale, dtype), same_precision[1]

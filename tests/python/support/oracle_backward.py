@@ -26,9 +26,10 @@ class Gradients:
     dk: Array  # [total_k, num_kv_heads, head_dim]
     dv: Array
     dslopes: Array  # [num_q_heads] or [batch, num_q_heads]
+    dsinks: Array  # [num_q_heads]
 
     def __iter__(self) -> Iterator[Array]:
-        return iter((self.dq, self.dk, self.dv, self.dslopes))
+        return iter((self.dq, self.dk, self.dv, self.dslopes, self.dsinks))
 
 
 class Backward:
@@ -81,10 +82,13 @@ class Backward:
         if sequence.bias is not None:
             scores = rounded(scores + sequence.bias.astype(work))
         scores = np.where(sequence.see, scores, work(-np.inf))
-        highest = scores.max(axis=2, keepdims=True, initial=-np.inf)
-        weights = np.exp(scores - np.where(np.isneginf(highest), work(0), highest))
-        total = weights.sum(axis=2, keepdims=True)
+        sink = work(-np.inf) if sequence.sinks is None else sequence.sinks[:, None, None].astype(work)
+        highest = np.maximum(scores.max(axis=2, keepdims=True, initial=-np.inf), sink)
+        finite = np.where(np.isneginf(highest), work(0), highest)
+        weights, of_sink = np.exp(scores - finite), np.exp(sink - finite)
+        total = weights.sum(axis=2, keepdims=True) + of_sink
         self.weights = rounded(weights / np.where(total == 0.0, work(1), total))
+        self.sink_weights = rounded(of_sink / np.where(total == 0.0, work(1), total))  # [num_q_heads, n, 1]
 
         kept = work(1.0) if sequence.kept is None else sequence.kept.astype(work)
         self.dropped = rounded(self.weights * kept)
@@ -107,6 +111,7 @@ class Backward:
             self._of_keys(self.dproducts.transpose(0, 2, 1) @ self.q),
             self._of_keys(self.dropped.transpose(0, 2, 1) @ self.dout),
             -(self.dscores * self.distance).sum(axis=(1, 2)).astype(np.float64),
+            -(self.sink_weights * self.delta).sum(axis=(1, 2)).astype(np.float64),
         )
 
     def spreads(self) -> Gradients:
@@ -125,6 +130,7 @@ class Backward:
             np.sqrt(self._of_keys((parts + of_out * slopes**2).transpose(0, 2, 1) @ self.q**2)),
             np.sqrt(self._of_keys(self.dropped.transpose(0, 2, 1) ** 2 @ self.dout**2)),
             np.sqrt((of_out[:, :, 0] * distances**2).sum(axis=1)),
+            np.sqrt((self.sink_weights**2 * (self.delta**2 + of_out)).sum(axis=(1, 2))),
         )
 
 
@@ -133,7 +139,7 @@ class Reference:
     """The true gradients, the plain ones, and the tolerance that they give."""
 
     dtype: str
-    has_slopes: bool
+    names: tuple[str, ...]  # of the gradients that there are
     true: Gradients
     plain: Gradients
     spreads: Gradients
@@ -163,11 +169,10 @@ class Reference:
             tolerances.append(np.asarray(2.0 * plain_error + relative * epsilon + of_subnormals))
         return tolerances
 
-    def check(self, dq: NDArray[Any], dk: NDArray[Any], dv: NDArray[Any], *dslopes: NDArray[Any]) -> None:
-        assert len(dslopes) == self.has_slopes
-        found = dict(zip(("dq", "dk", "dv", "dslopes"), (dq, dk, dv, *dslopes), strict=False))
-        expected = zip(self.true, self.tolerances(), strict=True)
-        for (name, gradient), (true, tolerance) in zip(found.items(), expected, strict=False):
+    def check(self, *gradients: NDArray[Any]) -> None:
+        tolerances = Gradients(*self.tolerances())
+        for name, gradient in zip(self.names, gradients, strict=True):
+            true, tolerance = getattr(self.true, name), getattr(tolerances, name)
             gradient = np.asarray(gradient, np.float64).reshape(true.shape)
             assert np.isfinite(gradient).all(), f"{name} has {np.count_nonzero(~np.isfinite(gradient))} NaNs"
             if gradient.size == 0:
@@ -206,7 +211,9 @@ def attention_backward(
     slopes = masks.get("alibi_slopes")
     slopes_shape = (q.shape[1],) if slopes is None else slopes.shape
     true, plain, spreads = (
-        Gradients(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros(slopes_shape))
+        Gradients(
+            np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros(slopes_shape), np.zeros(q.shape[1])
+        )
         for _ in range(3)
     )
     for each in sequences(q.shape[1], seqlens_q, seqlens_k, **masks):
@@ -221,7 +228,11 @@ def attention_backward(
             total.dq[rows], total.dk[keys], total.dv[keys] = one.dq, one.dk, one.dv
             mine = total.dslopes[each.index] if total.dslopes.ndim == 2 else total.dslopes
             mine += one.dslopes
-    plain = Gradients(*(round_to(x, dtype) for x in (plain.dq, plain.dk, plain.dv)), plain.dslopes)
+            total.dsinks[:] += one.dsinks
+    rounded = (round_to(x, dtype) for x in (plain.dq, plain.dk, plain.dv))
+    plain = Gradients(*rounded, plain.dslopes, plain.dsinks)
     largest_lse = float(np.abs(lse).max(initial=1.0, where=np.isfinite(lse)))
     largest_operand = max(float(np.abs(x).max(initial=0.0)) for x in (q, k, dout))
-    return Reference(dtype, slopes is not None, true, plain, spreads, largest_lse, largest_operand)
+    given = {"dslopes": slopes, "dsinks": masks.get("sinks")}
+    names = ("dq", "dk", "dv", *(name for name, array in given.items() if array is not None))
+    return Reference(dtype, names, true, plain, spreads, largest_lse, largest_operand)

@@ -27,6 +27,7 @@ class Inputs:
     cu_seqlens_q: NDArray[np.int32]  # [batch + 1]
     cu_seqlens_k: NDArray[np.int32]
     prefix_lens: NDArray[np.int32] | None  # [batch]
+    sinks: NDArray[np.float32] | None = None  # [num_q_heads]
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,16 @@ def make_inputs(case: Case, dtype: str) -> Inputs:
         cumulative(case.seqlens_q),
         cumulative(case.seqlens_k),
         np.array(case.prefix_lens, np.int32) if case.prefix_lens else None,
+        _make_sinks(case),
     )
+
+
+def _make_sinks(case: Case) -> NDArray[np.float32] | None:
+    if not case.sinks:
+        return None
+    if case.sinks == "extreme":
+        return np.resize(np.array([60.0, 2.0, -np.inf, -80.0, 5.0], np.float32), case.num_q_heads)
+    return (2.0 * _generator(case, "sinks").standard_normal(case.num_q_heads)).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,7 @@ def make_reference(
         window_right=case.window_right,
         prefix_lens=case.prefix_lens,
         alibi_slopes=inputs.alibi_slopes,
+        sinks=inputs.sinks,
         k_scale=case.k_scale if paged else None,
         v_scale=case.v_scale if paged else None,
         dropout=dropout,
@@ -176,6 +187,7 @@ def make_backward_reference(
         "window_right": case.window_right,
         "prefix_lens": case.prefix_lens,
         "alibi_slopes": inputs.alibi_slopes,
+        "sinks": inputs.sinks,
         "dropout": dropout,
     }
     arrays = inputs.q, inputs.k, inputs.v

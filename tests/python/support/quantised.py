@@ -132,6 +132,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"window_left": 5, "prefix_lens": np.array([3, 9, 20, 0], np.int32)},
     {"softcap": 5.0},
     {"alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
+    {"sinks": np.linspace(-3.0, 4.0, 8, dtype=np.float32)},
+    {"sinks": np.linspace(-3.0, 4.0, 8, dtype=np.float32), "window_left": 33, "num_splits": 3},
     {"batch_invariant": True},
     {"num_splits": 7},
     {"softmax_scale": 0.5},

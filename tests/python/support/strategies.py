@@ -52,6 +52,7 @@ def drawn_cases(
         prefix_lens=draw(st.one_of(st.none(), st.lists(prefix, min_size=batch, max_size=batch).map(tuple))),
         softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
         alibi=draw(st.sampled_from(("", "", "head", "batch"))),
+        sinks=draw(st.sampled_from(("", "", "normal", "extreme"))),
         softmax_scale=draw(st.one_of(st.none(), st.floats(0.01, 0.5))),
         k_scale=draw(st.sampled_from((None, 0.5, 1.25))) if paged else None,
         v_scale=draw(st.sampled_from((None, 0.5, 1.25))) if paged else None,

@@ -70,7 +70,10 @@ class Layer:
                 self.head_size**-0.5,
                 self.num_kv_heads,
                 kv_cache_dtype=self.kv_cache_dtype,
-                **self.options,
+                **{
+                    name: x.to(self.device) if isinstance(x, Tensor) else x
+                    for name, x in self.options.items()
+                },
             )
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS))
         self.builder = OctavoBackend.get_builder_cls()(None, ["layer"], config, torch.device(self.device))
@@ -175,6 +178,8 @@ class Layer:
         scores = {"softcap": self.options.get("logits_soft_cap") or 0.0}
         if self.options.get("alibi_slopes"):
             scores["alibi_slopes"] = np.array(self.options["alibi_slopes"], np.float32)
+        if self.options.get("sinks") is not None:
+            scores["sinks"] = self.options["sinks"].detach().double().cpu().numpy()
         reference = oracle.attention(
             batch.query[: sum(counts)].double().cpu().numpy(),
             keys,

@@ -1,0 +1,19 @@
+// Where the kernels before the gradients leave what queries add to the gradients of sinks.
+#pragma once
+
+#include "params/attention_backward_params.h"
+
+#include <cstdint>
+
+namespace octavo::cuda {
+
+struct SinkTerms {
+    float* terms;      // [num_q_heads, num_rows]; null where no gradients of sinks are asked for
+    int64_t num_rows;  // those of no query are 0
+
+    static int64_t bytes(const AttentionBackwardParams& p, int64_t num_rows) {
+        return p.dsinks ? p.num_q_heads * num_rows * int64_t{sizeof(float)} : 0;
+    }
+};
+
+}  // namespace octavo::cuda
