@@ -2,6 +2,7 @@
 #pragma once
 
 #include "operators/schema.h"
+#include "params/index_array.h"
 
 #include <octavo/tensor.h>
 
@@ -59,7 +60,7 @@ template <class Args>
 void clear_padding(const Args& args, const TensorView& result) {
     if (!args.cu_seqlens_q || result.device.type != DeviceType::cpu || result.size() == 0) return;
     const TensorView& cu_seqlens = *args.cu_seqlens_q;
-    const int64_t num_queries = static_cast<const int32_t*>(cu_seqlens.data)[cu_seqlens.shape[0] - 1];
+    const int64_t num_queries = IndexArray::of(cu_seqlens)[cu_seqlens.shape[0] - 1];
     const int64_t row_size = result.size() / result.shape[0], begin = num_queries * row_size;
     if (args.lse && result.data == args.lse->data) {
         float* const lse = static_cast<float*>(result.data);
