@@ -170,9 +170,11 @@ nb::object run(const Given<Operator>& given) {
     call.run([&] {
         Operator::kRun(args);
         if constexpr (kLeavesPadding<Operator>) {
+            Padding padding;
             for (const ResultArray& result : results) {
-                if (result.is_new()) clear_padding(args, result.view());
+                if (result.is_new()) add_padding(args, result.view(), padding);
             }
+            clear_padding(padding, args.q.device, args.stream);
         }
     });
     if (results.empty()) return nb::none();
