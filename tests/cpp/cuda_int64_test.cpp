@@ -8,7 +8,6 @@
 namespace octavo {
 namespace {
 
-// On the GPU alone. Above each number lies what nobody reads: the kernels take the lower halves.
 Mirror<int64_t> wide(const Mirror<int32_t>& narrow) {
     std::vector<int64_t> values;
     for (int32_t x : narrow.host) values.push_back(x);
@@ -24,7 +23,7 @@ void expect_the_same_of_int64(PagedCall& call, Run run) {
     const PagedCall::Results narrow = call.fetch();
     const Mirror<int64_t> table = wide(call.table), lengths = wide(call.lengths);
     const Mirror<int64_t> begins = wide(call.cu_seqlens_q);
-    const Mirror<int64_t> prefixes = wide(call.prefix_lens.value_or(call.lengths));
+    const Mirror<int64_t> prefixes = wide(call.prefix_lens ? *call.prefix_lens : call.lengths);
     for (unsigned which : {1u, 2u, 4u, 8u, 15u}) {
         SCOPED_TRACE(which);
         call.run_on_gpu([&](PagedAttentionArgs args) {
@@ -52,46 +51,54 @@ class CudaInt64Test : public ::testing::TestWithParam<unsigned> {
     const DType dtype_ = random_.pick({DType::float16, DType::bfloat16});
     const int64_t head_dim_ = random_.pick({64, 128});
 
-    PagedCall call(const std::vector<int32_t>& lengths_q, int64_t page_size, int64_t group_size) {
-        const std::vector<int32_t> lengths = longer(random_, lengths_q);
-        Cache cache(random_, lengths, page_size, 2, head_dim_, dtype_);
+    // `set(call)` makes of packed queries what is wanted.
+    template <class Set, class Run>
+    void expect_the_same(const std::vector<int32_t>& lengths_q, int64_t page_size, int64_t group_size,
+                         Set set, Run run) {
+        const Cache cache(random_, longer(random_, lengths_q), page_size, 2, head_dim_, dtype_);
         PagedCall call(random_, cache, lengths_q, 2 * group_size, dtype_);
         call.packed = true;
         call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
-        return call;
+        set(call);
+        expect_the_same_of_int64(call, run);
+    }
+    void with_prefix_or_without(PagedCall& call) {
+        if (random_.one_in(2)) call.pick_prefix_lens(random_);
     }
 };
 
 TEST_P(CudaInt64Test, SplitKv) {
-    PagedCall few = call({1, 2, 0, 1}, random_.pick({5, 16}), 4);
-    if (random_.one_in(2)) few.options.window_left = 100;
-    if (random_.one_in(2)) few.options.batch_invariant = true;
-    expect_the_same_of_int64(few, [](const PagedAttentionArgs& args) { run_by(cuda::plan_split_kv, args); });
+    const auto set = [this](PagedCall& call) {
+        if (random_.one_in(2)) call.options.window_left = 100;
+        if (random_.one_in(2)) call.options.batch_invariant = true;
+    };
+    expect_the_same({1, 2, 0, 1}, random_.pick({5, 16}), 4, set,
+                    [](const PagedAttentionArgs& args) { run_by(cuda::plan_split_kv, args); });
 }
 
 TEST_P(CudaInt64Test, StreamK) {
-    PagedCall many = call(std::vector<int32_t>(random_.pick({3, 50}), 1), random_.pick({5, 16}), 4);
-    if (random_.one_in(2)) many.pick_prefix_lens(random_);
-    expect_the_same_of_int64(many, [](const PagedAttentionArgs& args) { run_by(cuda::plan_stream_k, args); });
+    expect_the_same(
+        std::vector<int32_t>(random_.pick({3, 50}), 1), random_.pick({5, 16}), 4,
+        [this](PagedCall& call) { with_prefix_or_without(call); },
+        [](const PagedAttentionArgs& args) { run_by(cuda::plan_stream_k, args); });
 }
 
 TEST_P(CudaInt64Test, Sm90Attention) {
     if (!is_hopper()) return;  // there is no such kernel
-    PagedCall mixed = call(mixed_lengths_q(random_), 16, random_.pick({1, 4}));
-    if (random_.one_in(2)) mixed.pick_prefix_lens(random_);
-    expect_the_same_of_int64(mixed,
-                             [](const PagedAttentionArgs& args) { run_by(cuda::plan_sm90_attention, args); });
+    expect_the_same(
+        mixed_lengths_q(random_), 16, random_.pick({1, 4}),
+        [this](PagedCall& call) { with_prefix_or_without(call); },
+        [](const PagedAttentionArgs& args) { run_by(cuda::plan_sm90_attention, args); });
 }
 
 TEST_P(CudaInt64Test, Sm80Attention) {
-    PagedCall mixed =
-        call(random_.pick<std::vector<int32_t>>({{130, 1, 0, 70}, {33}}), random_.pick({3, 16}), 3);
-    if (random_.one_in(2)) mixed.pick_prefix_lens(random_);
-    expect_the_same_of_int64(mixed, [](const PagedAttentionArgs& args) {
-        const AttentionParams params = check_paged_attention(args);
-        cuda::run(params, cuda::plan_sm80_attention(params, cuda::gpu_of(0)),
-                  static_cast<cudaStream_t>(args.stream));
-    });
+    expect_the_same(
+        random_.pick<std::vector<int32_t>>({{130, 1, 0, 70}, {33}}), random_.pick({3, 16}), 3,
+        [this](PagedCall& call) { with_prefix_or_without(call); },
+        [](const PagedAttentionArgs& args) {
+            const AttentionParams params = check_paged_attention(args);
+            cuda::run(params, cuda::plan_sm80_attention(params, cuda::gpu_of(0)), nullptr);
+        });
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaInt64Test, ::testing::Range(0u, 6u));
