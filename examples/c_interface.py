@@ -31,7 +31,7 @@ import numpy as np
 
 import octavo
 
-DTYPES = {"float32": 0, "float16": 1, "int32": 3, "int8": 4, "uint8": 7}
+DTYPES = {"float32": 0, "float16": 1, "int32": 3, "int8": 4, "uint8": 7, "int64": 9}
 INT4 = 8  # what kv_dtype says of pages of uint8
 
 

@@ -14,7 +14,9 @@ namespace octavo {
 //
 // Dense:  q [batch, seqlen_q, num_q_heads, head_dim], k and v [batch, seqlen_k, num_kv_heads, head_dim].
 // Packed: q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], with
-//         cu_seqlens_q and cu_seqlens_k, int32 [batch + 1]: where each sequence starts.
+//         cu_seqlens_q and cu_seqlens_k, int32 or int64 [batch + 1]: where each sequence starts. Rows
+//         past the last token, cu_seqlens_q[batch], are padding: nothing is computed for them, out and lse
+//         stay as they are there, and gradients are 0.
 //
 // Positions are absolute and bottom-right aligned: query i of n sits at seqlen_k - n + i. Key j is visible
 // to the query at position p if p - window_left <= j <= p + window_right (-1: unbounded; causal:
@@ -25,7 +27,7 @@ struct AttentionArgs {
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis; natural logarithm
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> cu_seqlens_k;
-    std::optional<TensorView> prefix_lens;   // int32 [batch]: the first tokens, visible to every query
+    std::optional<TensorView> prefix_lens;   // int32, int64 [batch]: first tokens, visible to every query
     std::optional<TensorView> alibi_slopes;  // float32 [num_q_heads] or [batch, num_q_heads]
     std::optional<int64_t> max_seqlen_q;     // bounds for packed arrays; a tighter bound starts fewer blocks
     std::optional<int64_t> max_seqlen_k;

@@ -2,8 +2,8 @@
 // arXiv:2309.06180).
 //
 // k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], any strides with a unit last one.
-// page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
-// seq_lens: int32 [batch]; slots past a sequence's length are never used, whatever they hold.
+// page_table: int32 or int64 [batch, max_pages]; entries past a sequence's last page are never used.
+// seq_lens: int32 or int64 [batch]; slots past a sequence's length are never used, whatever they hold.
 // Pages have the dtype of the queries and new tokens, or hold codes of 8 or 4 bits, both pages the same, or
 // k_pages int8 and v_pages int4:
 //   int8, float8_e4m3fn, float8_e5m2: value = scale x code. Either with static scales, k_scale and v_scale
@@ -31,17 +31,17 @@
 namespace octavo {
 
 // q [batch, num_q_heads, head_dim]: one token a sequence; or packed [total_q, num_q_heads, head_dim] with
-// cu_seqlens_q int32 [batch + 1]: any mix of decode, chunked prefill and speculative tokens. Rows of q past
-// the last of them, cu_seqlens_q[batch], are padding: nothing is computed for them, and out and lse stay as
-// they are. seq_lens counts the new tokens too: append first, then attend. A length is at least the number of
-// queries, or 0 for padding; the CPU checks that. Masks and positions as in AttentionArgs. On a GPU lengths
-// must stay as they are until the call is complete: its CTAs agree by them on who waits for whom.
+// cu_seqlens_q int32 or int64 [batch + 1]: any mix of decode, chunked prefill and speculative tokens. Rows of
+// q past the last of them, cu_seqlens_q[batch], are padding: nothing is computed for them, and out and lse
+// stay as they are. seq_lens counts the new tokens too: append first, then attend. A length is at least the
+// number of queries, or 0 for padding; the CPU checks that. Masks and positions as in AttentionArgs. On a GPU
+// lengths must stay as they are until the call is complete: its CTAs agree by them on who waits for whom.
 struct PagedAttentionArgs {
     TensorView q, k_pages, v_pages, page_table, seq_lens;
     TensorView out;                 // like q; see AttentionArgs
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis
     std::optional<TensorView> cu_seqlens_q;
-    std::optional<TensorView> prefix_lens;   // int32 [batch]
+    std::optional<TensorView> prefix_lens;   // int32 or int64 [batch]
     std::optional<TensorView> alibi_slopes;  // float32 [num_q_heads] or [batch, num_q_heads]
     std::optional<int64_t> max_seqlen_q;
     std::optional<double> softmax_scale;
@@ -73,7 +73,7 @@ struct PagedAttentionArgs {
 void paged_attention(const PagedAttentionArgs& args);
 
 // Writes each sequence's newest tokens to the end of its pages. k, v [batch, num_kv_heads, head_dim]: one
-// token a sequence; or packed [total, num_kv_heads, head_dim] with cu_seqlens int32 [batch + 1].
+// token a sequence; or packed [total, num_kv_heads, head_dim] with cu_seqlens int32 or int64 [batch + 1].
 // seq_lens counts the new tokens. A sequence of length 0 is padding: nothing is written for it. Two tokens of
 // one call must not go to one slot: sequences that share their last page need copy-on-write first. k and v
 // must not overlap the pages in memory, and k_pages and v_pages must have no element in common. Packed rows
@@ -108,8 +108,8 @@ struct AppendKvArgs {
 
 void append_kv(const AppendKvArgs& args);
 
-// Copies whole pages inside the cache, or from it to another one. copies: int32 [n, 2], (from, to), rows at
-// any stride; no page is both read and written, and none is written twice.
+// Copies whole pages inside the cache, or from it to another one. copies: int32 or int64 [n, 2], (from, to),
+// rows at any stride; no page is both read and written, and none is written twice.
 //
 // Caches may differ in their number of pages, and one of them may be in host memory while the other is on a
 // GPU: then the GPU copies, the host memory must be pinned (cudaHostAlloc, cudaHostRegister), and the host

@@ -66,10 +66,12 @@ def attention(
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
             num_kv_heads divides num_q_heads.
         v: like k.
-        cu_seqlens_q: int32 [batch + 1], for packed arrays: sequence b has the queries from cu_seqlens_q[b] up
-            to cu_seqlens_q[b + 1]. On the CPU rows past cu_seqlens_q[batch] are padding: they keep what
-            ``out`` has there, or become 0, with a log-sum-exp of -inf. Default: dense arrays.
-        cu_seqlens_k: int32 [batch + 1], the same for keys and values; given together with cu_seqlens_q.
+        cu_seqlens_q: int32 or int64 [batch + 1], for packed arrays: sequence b has the queries from
+            cu_seqlens_q[b] up to cu_seqlens_q[b + 1]. Rows past cu_seqlens_q[batch] are padding: they keep
+            what ``out`` has there, or become 0, with a log-sum-exp of -inf. On the CPU also a list, like the
+            integers below; of int64 a GPU reads the lower 32 bits. Default: dense arrays.
+        cu_seqlens_k: int32 or int64 [batch + 1], the same for keys and values; given together with
+            cu_seqlens_q.
         max_seqlen_q: the most queries of one sequence, for packed arrays; a tight bound starts less work.
             Default: total_q.
         max_seqlen_k: the most keys of one sequence, for packed arrays. Default: total_k.
@@ -81,8 +83,8 @@ def attention(
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]; adds
             ``-slope * (query position - key position)`` after the cap (ALiBi, Press et al. 2022,
             arXiv:2108.12409). Default: none.
-        prefix_lens: int32 [batch]: the number of first keys that all queries of the sequence see, whatever
-            the masks say (prefix-LM). Default: none.
+        prefix_lens: int32 or int64 [batch]: the number of first keys that all queries of the sequence see,
+            whatever the masks say (prefix-LM). Default: none.
         dropout_p: in [0, 1). Each softmax weight is dropped with this probability (kept to within 2**-17) and
             multiplied by ``1 / (1 - dropout_p)`` otherwise; the log-sum-exp is that without dropout.
             Default: 0.0, no dropout.

@@ -120,9 +120,9 @@ def attention_backward(
         out: like q: the output of ``attention``, with dropout where there was some.
         lse: float32, the shape of q without its last axis: its log-sum-exp.
         dlse: like lse: the gradient of the loss with respect to it. Default: none, for zeros.
-        cu_seqlens_q: int32 [batch + 1], for packed arrays; on the CPU rows past cu_seqlens_q[batch] are
+        cu_seqlens_q: int32 or int64 [batch + 1], for packed arrays; rows past cu_seqlens_q[batch] are
             padding, and their gradients 0. Default: dense arrays.
-        cu_seqlens_k: int32 [batch + 1], given together with cu_seqlens_q.
+        cu_seqlens_k: int32 or int64 [batch + 1], given together with cu_seqlens_q.
         max_seqlen_q: the most queries of one sequence, for packed arrays. Default: total_q.
         max_seqlen_k: the most keys of one sequence, for packed arrays. Default: total_k.
         softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
@@ -131,7 +131,7 @@ def attention_backward(
         window_right: keys past its own that a query sees; ignored if causal. Default: -1, unbounded.
         softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
-        prefix_lens: int32 [batch]: the number of first keys that all queries of the sequence see.
+        prefix_lens: int32 or int64 [batch]: the number of first keys that all queries of the sequence see.
             Default: none.
         dropout_p: in [0, 1). Default: 0.0, no dropout.
         dropout_seed: from 0 to 2**63 - 1. Default: none; needed if dropout_p > 0.

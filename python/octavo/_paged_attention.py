@@ -71,15 +71,15 @@ def paged_attention(
             what it holds. int4 has two numbers in a byte: the last axis is head_dim / 2, and the even dim in
             the lower half.
         v_pages: like k_pages: the cache of values; int4 also where k_pages is int8.
-        page_table: int32 [batch, max_pages]: page_table[b, i] holds the tokens of sequence b from
-            ``i * page_size`` on.
-        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included: at least the number
-            of its queries, or 0 for padding. Any other length is an error on the CPU. On a GPU it goes
-            unseen: queries before position 0 see what the masks leave, if causal nothing.
-        cu_seqlens_q: int32 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
-            cu_seqlens_q[b + 1], the last of its tokens. On the CPU rows past cu_seqlens_q[batch] are padding:
-            they keep what ``out`` has there, or become 0, with a log-sum-exp of -inf. Default: one query a
-            sequence.
+        page_table: int32 or int64 [batch, max_pages]: page_table[b, i] holds the tokens of sequence b from
+            ``i * page_size`` on. Like the lengths and offsets below on the CPU also a list. Of int64 a GPU
+            reads the lower 32 bits.
+        seq_lens: int32 or int64 [batch]: the length of each sequence in tokens, new ones included: at least
+            the number of its queries, or 0 for padding. Any other length is an error on the CPU. On a GPU it
+            goes unseen: queries before position 0 see what the masks leave, if causal nothing.
+        cu_seqlens_q: int32 or int64 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
+            cu_seqlens_q[b + 1], the last of its tokens. Rows past cu_seqlens_q[batch] are padding: they keep
+            what ``out`` has there, or become 0, with a log-sum-exp of -inf. Default: one query a sequence.
         max_seqlen_q: the most queries of one sequence, for packed q; a tight bound starts less work.
             Default: total_q.
         softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
@@ -88,8 +88,8 @@ def paged_attention(
         softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]; adds
             ``-slope * (query position - key position)`` after the cap. Default: none.
-        prefix_lens: int32 [batch]: the number of first keys that all queries of the sequence see, whatever
-            the masks say (prefix-LM). Default: none.
+        prefix_lens: int32 or int64 [batch]: the number of first keys that all queries of the sequence see,
+            whatever the masks say (prefix-LM). Default: none.
         k_scale: multiplies what k_pages holds: a float, or for codes of 8 bits also a float32 array [1] or
             [num_kv_heads], which is read when the work runs. int8 needs it, or k_scales. Not for int4.
             Default: 1.
@@ -244,12 +244,13 @@ def append_kv(
             of its byte.
         v_pages: like k_pages: the cache of values; written. int4 also where k_pages is int8. Both may be
             views of one array, as of ``cache.unbind()``, but have no element in common.
-        page_table: int32 [batch, max_pages], on the CPU also int64 or a list; entries past a sequence's last
-            page are never used.
-        seq_lens: int32 [batch], likewise: the length of each sequence in tokens, new ones included: at least
-            their number, or 0 for padding.
-        cu_seqlens: int32 [batch + 1], likewise: sequence b has the tokens of k and v from cu_seqlens[b] up to
-            cu_seqlens[b + 1]; rows past cu_seqlens[batch] are padding. Default: one token a sequence.
+        page_table: int32 or int64 [batch, max_pages], on the CPU also a list; entries past a sequence's last
+            page are never used. Of int64 a GPU reads the lower 32 bits, here and below.
+        seq_lens: int32 or int64 [batch], likewise: the length of each sequence in tokens, new ones included:
+            at least their number, or 0 for padding.
+        cu_seqlens: int32 or int64 [batch + 1], likewise: sequence b has the tokens of k and v from
+            cu_seqlens[b] up to cu_seqlens[b + 1]; rows past cu_seqlens[batch] are padding. Default: one token
+            a sequence.
         k_scale: what is stored is k divided by it: a float, or for codes of 8 bits also a float32 array [1]
             or [num_kv_heads], which is read when the work runs. int8 needs it, or k_scales. Not for int4.
             Default: 1.
@@ -327,9 +328,9 @@ def copy_pages(
             [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written, unless another one
             is. Any strides, with a unit last one.
         v_pages: like k_pages: the cache of values.
-        copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; rows at any
-            stride. No page is both read and written, and none is written twice. On the GPU if either cache
-            is.
+        copies: int32 or int64 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; rows
+            at any stride. No page is both read and written, and none is written twice. On the GPU if either
+            cache is, and of int64 the lower 32 bits then.
         to_k_pages: the other cache of keys, [any number of pages, page_size, num_kv_heads, head_dim], of the
             dtype of k_pages, apart from both in memory; written. Default: k_pages.
         to_v_pages: like to_k_pages, and given together with it: the other cache of values.
@@ -366,8 +367,9 @@ def check_page_table(
     The CPU operators do this by themselves. For CUDA arrays it copies both to the host and waits for them.
 
     Args:
-        page_table: int32 [batch, max_pages]; entries past a sequence's last page are not looked at.
-        seq_lens: int32 [batch], in tokens.
+        page_table: int32 or int64 [batch, max_pages]; entries past a sequence's last page are not looked at.
+            Numbers beyond 32 bits are found, which operators on a GPU do not see.
+        seq_lens: int32 or int64 [batch], in tokens.
         num_pages: pages in the cache.
         page_size: tokens in a page.
         max_positions: rows of the tables of a rotary embedding, which every sequence has to fit as well.

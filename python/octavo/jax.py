@@ -299,8 +299,9 @@ def paged_attention(
             [total_q, num_q_heads, head_dim].
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys.
         v_pages: like k_pages: the cache of values.
-        page_table: int32 [batch, max_pages]; entries past a sequence's last page are never used.
-        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included.
+        page_table: int32, or int64 in JAX's x64 mode, [batch, max_pages]; entries past a sequence's last page
+            are never used.
+        seq_lens: likewise [batch]: the length of each sequence in tokens, new ones included.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:
@@ -399,10 +400,10 @@ def append_kv(
         v: like k.
         k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys.
         v_pages: like k_pages: the cache of values.
-        page_table: int32 [batch, max_pages].
-        seq_lens: int32 [batch]: the length of each sequence in tokens, new ones included; 0: padding.
-        cu_seqlens: int32 [batch + 1], for packed k and v: sequence b has the tokens from cu_seqlens[b] up to
-            cu_seqlens[b + 1]. Default: one token a sequence.
+        page_table: int32, or int64 in JAX's x64 mode, [batch, max_pages].
+        seq_lens: likewise [batch]: the length of each sequence in tokens, new ones included; 0: padding.
+        cu_seqlens: likewise [batch + 1], for packed k and v: sequence b has the tokens from cu_seqlens[b] up
+            to cu_seqlens[b + 1]. Default: one token a sequence.
         k_scale: what is stored is k divided by it: a Python float, or for codes of 8 bits also a float32
             array [1] or [num_kv_heads], which may be traced. int8 needs it, or k_scales. Not for int4.
             Default: 1.
@@ -488,8 +489,8 @@ def copy_pages(
         k_pages: float32, float16 or bfloat16, or codes of 8 bits [num_pages, page_size, num_kv_heads,
             head_dim]: the cache of keys.
         v_pages: like k_pages: the cache of values.
-        copies: int32 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them. No page is both
-            read and written, and none is written twice.
+        copies: int32 or int64 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them. No
+            page is both read and written, and none is written twice.
         k_scales: the scales of each token and KV head that belong to k_pages, as for ``append_kv``, which are
             copied with the pages. Default: none.
         v_scales: likewise for v_pages.

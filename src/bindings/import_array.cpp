@@ -343,7 +343,7 @@ TensorView Call::output_or_host(const char* name, nb::handle array, Accept accep
 
 TensorView Call::import(const char* name, nb::handle array, Accept accept, bool writes, bool may_be_on_host) {
     const bool is_list = PyList_Check(array.ptr()) || PyTuple_Check(array.ptr());
-    const bool may_be_list = (accept == Accept::int32 || accept == Accept::integer) && !writes;
+    const bool may_be_list = accept == Accept::integer && !writes;
     if (is_list && may_be_list && device_.value_or(Device{}).type == DeviceType::cpu)
         return import(name, array_of_list(name, array), accept, writes, may_be_on_host);
     const ArrayType type = array_type_of(array);
@@ -408,11 +408,9 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         if (*has_tangents_) refuse_tangent(op_, name, array);
     }
     if (type.framework == Framework::torch && may_be_part(view)) refuse_negative_bit(op_, name, array);
-    if (!may_be(view.dtype, accept)) {
-        if (accept != Accept::int32 || writes || view.device.type != DeviceType::cpu)
-            refuse_dtype(op_, name, accept, to_string(view.dtype));
-        view = narrow(name, view);
-    }
+    if (!may_be(view.dtype, accept)) refuse_dtype(op_, name, accept, to_string(view.dtype));
+    if (view.dtype == DType::int64 && !writes && view.device.type == DeviceType::cpu)
+        view = with_unit_stride(name, view);
     if (!first_array_.is_valid()) {
         first_array_ = array;
         first_type_ = type;

@@ -99,7 +99,7 @@ class Call {
   private:
     TensorView import(const char* name, nb::handle array, Accept accept, bool writes,
                       bool may_be_on_host = false);
-    TensorView narrow(const char* name, const TensorView& wide);
+    TensorView with_unit_stride(const char* name, const TensorView& wide);
     nb::object array_of_list(const char* name, nb::handle list);
     [[noreturn]] void refuse_device(const char* name, Device device) const;
     std::optional<int64_t> enter_device(const char* name, const ArrayType& type, Device device,
@@ -122,8 +122,8 @@ class Call {
     bool wait_for_work_ = false;
     std::optional<bool> has_tangents_;  // any of torch's tensors; unknown before the first
     std::vector<Loan> loans_;
-    std::vector<nb::object> lists_;                     // as arrays
-    std::vector<std::unique_ptr<int32_t[]>> narrowed_;  // copies of arrays of int64
+    std::vector<nb::object> lists_;                   // as arrays
+    std::vector<std::unique_ptr<int64_t[]>> copied_;  // integers that lay apart
 };
 
 }  // namespace octavo::bindings

@@ -1,10 +1,9 @@
-// Page numbers, lengths and offsets that are no arrays of int32, on the CPU.
+// Page numbers, lengths and offsets on the CPU: lists of them, and arrays with gaps between.
 #include "bindings/import_array.h"
 
 #include "common/fail.h"
 
-#include <algorithm>
-#include <limits>
+#include <memory>
 
 namespace octavo::bindings {
 
@@ -24,29 +23,23 @@ nb::object Call::array_of_list(const char* name, nb::handle list) {
     return array;
 }
 
-// A copy of int32, in C order. What does not fit becomes the nearest number that does, out of every range
-// that an index or a length may lie in: where it is used it is refused, and where it is not it may be
-// anything.
-TensorView Call::narrow(const char* name, const TensorView& wide) {
-    if (wide.ndim < 1 || wide.ndim > 2) {
+// Arrays of int64 in host memory may have any strides: a copy in C order where that of the last axis is
+// not 1.
+TensorView Call::with_unit_stride(const char* name, const TensorView& wide) {
+    if (wide.ndim < 1 || wide.ndim > 2)
         fail<ValueError>(op_, name, " must have one axis or two; got ", wide.shape_string());
-    }
-    using Limits = std::numeric_limits<int32_t>;
     const int64_t columns = wide.shape[wide.ndim - 1], column_stride = wide.strides[wide.ndim - 1];
+    if (columns < 2 || column_stride == 1) return wide;
     const int64_t rows = wide.ndim == 2 ? wide.shape[0] : 1,
                   row_stride = wide.ndim == 2 ? wide.strides[0] : 0;
-    narrowed_.push_back(std::make_unique<int32_t[]>(static_cast<size_t>(wide.size())));
-    int32_t* to = narrowed_.back().get();
+    copied_.push_back(std::make_unique<int64_t[]>(static_cast<size_t>(wide.size())));
+    int64_t* to = copied_.back().get();
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t* from = static_cast<const int64_t*>(wide.data) + row * row_stride;
-        for (int64_t i = 0; i < columns; ++i) {
-            *to++ = static_cast<int32_t>(
-                std::clamp<int64_t>(from[i * column_stride], Limits::min(), Limits::max()));
-        }
+        for (int64_t i = 0; i < columns; ++i) *to++ = from[i * column_stride];
     }
     TensorView view = wide;
-    view.data = narrowed_.back().get();
-    view.dtype = DType::int32;
+    view.data = copied_.back().get();
     view.strides[wide.ndim - 1] = 1;
     if (wide.ndim == 2) view.strides[0] = columns;
     return view;

@@ -102,7 +102,7 @@ void take_inputs<schema::CopyPages>(Call& call, const Given<schema::CopyPages>& 
     if (!v_scales.is_none()) args.v_scales = from("v_scales", v_scales, Accept::scales);
     to("to_k_scales", to_k_scales, Accept::scales, args.to_k_scales);
     to("to_v_scales", to_v_scales, Accept::scales, args.to_v_scales);
-    args.copies = call.input("copies", copies, Accept::int32);
+    args.copies = call.input("copies", copies, Accept::integer);
 }
 
 // The arrays that the operator writes its results to: those of the caller, or new ones.
@@ -170,9 +170,11 @@ nb::object run(const Given<Operator>& given) {
     call.run([&] {
         Operator::kRun(args);
         if constexpr (kLeavesPadding<Operator>) {
+            Padding padding;
             for (const ResultArray& result : results) {
-                if (result.is_new()) clear_padding(args, result.view());
+                if (result.is_new()) add_padding(args, result.view(), padding);
             }
+            clear_padding(padding, args.q.device, args.stream);
         }
     });
     if (results.empty()) return nb::none();
@@ -199,8 +201,8 @@ void check_page_table(nb::handle page_table, nb::handle seq_lens, nb::handle num
                       nb::handle max_positions, nb::handle stream) {
     constexpr const char* op = "check_page_table";
     Call call(op, stream);
-    const TensorView table = call.input("page_table", page_table, Accept::int32);
-    const TensorView lengths = call.input("seq_lens", seq_lens, Accept::int32);
+    const TensorView table = call.input("page_table", page_table, Accept::integer);
+    const TensorView lengths = call.input("seq_lens", seq_lens, Accept::integer);
     const int64_t pages = int_argument(op, "num_pages", num_pages);
     const int64_t size = int_argument(op, "page_size", page_size);
     const auto positions = scalar_argument<std::optional<int64_t>>(op, "max_positions", max_positions);

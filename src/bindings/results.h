@@ -1,13 +1,16 @@
 // What the results of an operator look like, from the arguments that they are like.
 #pragma once
 
+#include "cpu/backend.h"
+#include "cuda/backend.h"
 #include "operators/schema.h"
+#include "params/index_array.h"
+#include "params/padding.h"
 
 #include <octavo/tensor.h>
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
+#include <cstdint>
 #include <optional>
 #include <type_traits>
 
@@ -52,22 +55,34 @@ template <class Operator>
 constexpr bool kLeavesPadding =
     std::is_same_v<Operator, schema::Attention> || std::is_same_v<Operator, schema::PagedAttention>;
 
-// Of attention, where the operator leaves the rows past the last packed query as they are: in a result that
-// nobody else has written to they become zeros, and -inf in the log-sum-exp. On the CPU, after the operator;
-// in C order.
+// Of attention, which leaves the rows past the last packed query as they are: in a result that nobody else
+// has written to they become zeros, and -inf in the log-sum-exp. `result`, in C order, is args.out or
+// args.lse.
 template <class Args>
-void clear_padding(const Args& args, const TensorView& result) {
-    if (!args.cu_seqlens_q || result.device.type != DeviceType::cpu || result.size() == 0) return;
-    const TensorView& cu_seqlens = *args.cu_seqlens_q;
-    const int64_t num_queries = static_cast<const int32_t*>(cu_seqlens.data)[cu_seqlens.shape[0] - 1];
-    const int64_t row_size = result.size() / result.shape[0], begin = num_queries * row_size;
-    if (args.lse && result.data == args.lse->data) {
-        float* const lse = static_cast<float*>(result.data);
-        std::fill(lse + begin, lse + result.size(), -std::numeric_limits<float>::infinity());
-    } else {
-        const int64_t bytes = size_of(result.dtype);
-        std::memset(static_cast<char*>(result.data) + begin * bytes, 0, (result.size() - begin) * bytes);
-    }
+void add_padding(const Args& args, const TensorView& result, Padding& padding) {
+    if (!args.cu_seqlens_q || result.size() == 0) return;
+    const bool is_lse = args.lse && result.data == args.lse->data;
+    const int64_t row_bytes = result.size() / result.shape[0] * size_of(result.dtype);
+    constexpr uint32_t kMinusInfinity = 0xff800000;
+    PaddedArray array{};
+    array.data = result.data;
+    array.total = result.shape[0];
+    array.num_heads = static_cast<int32_t>(result.shape[1]);
+    array.token_stride = row_bytes;
+    array.head_stride = row_bytes / array.num_heads;
+    array.head_bytes = static_cast<int32_t>(array.head_stride);
+    array.word = is_lse ? kMinusInfinity : 0;
+    array.cu_seqlens = IndexArray::of(*args.cu_seqlens_q);
+    array.batch = static_cast<int32_t>(args.cu_seqlens_q->shape[0] - 1);
+    padding.add(array);
+}
+
+// On a GPU a launch behind those of the operator, unless there is nothing to clear.
+inline void clear_padding(const Padding& padding, Device device, void* stream) {
+    if (device.type == DeviceType::cpu)
+        cpu::clear_padding(padding);
+    else
+        cuda::clear_padding(padding, device.index, stream);
 }
 
 }  // namespace octavo::bindings

@@ -59,8 +59,8 @@ TensorView import(Call& call, const std::string& name, nb::handle array, int ndi
         fail<DeviceError>(kOp, name, " must be in CPU memory; it is on ", to_string(view.device));
     }
     const Checker check(kOp, view.device);
-    accept == Accept::int32 ? check.index(name.c_str(), view, ndim, axes)
-                            : check.integers(name.c_str(), view, ndim, axes);
+    if (accept == Accept::int32) check.dtype(name.c_str(), view, DType::int32, "");
+    check.index(name.c_str(), view, ndim, axes);
     check.writable(name.c_str(), view);
     return view;
 }

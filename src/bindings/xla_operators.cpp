@@ -77,8 +77,10 @@ xla::Error* handle(xla::CallFrame* frame) {
         args.stream = stream;
         Operator::kRun(args);
         if constexpr (kLeavesPadding<Operator>) {
-            clear_padding(args, args.out);
-            if (args.lse) clear_padding(args, *args.lse);
+            Padding padding;
+            add_padding(args, args.out, padding);
+            if (args.lse) add_padding(args, *args.lse, padding);
+            clear_padding(padding, device, stream);
         }
         return nullptr;
     } catch (const DeviceError& error) {

@@ -92,14 +92,13 @@ int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<i
     return static_cast<int32_t>(*bound < total ? *bound : total);
 }
 
-const int32_t* set_cu_seqlens(const Checker& check, const char* name, const TensorView& cu_seqlens,
-                              int64_t batch, int64_t total, const char* max_name, int64_t max_seqlen) {
-    check.index(name, cu_seqlens, 1, "[batch + 1]");
+IndexArray set_cu_seqlens(const Checker& check, const char* name, const TensorView& cu_seqlens, int64_t batch,
+                          int64_t total, const char* max_name, int64_t max_seqlen) {
+    const IndexArray values = check.index(name, cu_seqlens, 1, "[batch + 1]");
     if (cu_seqlens.shape[0] != batch + 1) {
         fail<ValueError>(check.op(), name, " must have batch + 1 = ", batch + 1, " entries; got ",
                          cu_seqlens.shape[0]);
     }
-    const auto* values = static_cast<const int32_t*>(cu_seqlens.data);
     if (cu_seqlens.device.type == DeviceType::cpu) {
         check_cu_seqlens(check.op(), name, values, batch, total);
         for (int64_t b = 0; b < batch; ++b) {
@@ -174,14 +173,14 @@ template <class Args>
 void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
     const char* op = check.op();
     if (args.prefix_lens) {
-        check.index("prefix_lens", *args.prefix_lens, 1, "[batch]");
+        p.prefix_lens = check.index("prefix_lens", *args.prefix_lens, 1, "[batch]");
         check.equal("batch", "prefix_lens", args.prefix_lens->shape[0], "q", p.batch);
-        p.prefix_lens = static_cast<const int32_t*>(args.prefix_lens->data);
         if (p.device.type == DeviceType::cpu) {
             for (int32_t b = 0; b < p.batch; ++b) {
-                if (p.prefix_lens[b] < 0) {
-                    fail<ValueError>(op, "prefix_lens[", b, "] must be at least 0; got ", p.prefix_lens[b]);
-                }
+                const int64_t length = p.prefix_lens.whole(b);
+                if (length < 0) fail<ValueError>(op, "prefix_lens[", b, "] must be at least 0; got ", length);
+                if (length > INT32_MAX)
+                    fail<ValueError>(op, "prefix_lens[", b, "] must be below 2^31; got ", length);
             }
         }
     }

@@ -39,8 +39,8 @@ void set_dense_or_packed(const Checker& check, AttentionParams& p, const Args& a
 int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<int64_t> bound, int64_t total);
 
 // cu_seqlens [batch + 1] over `total` tokens; on the CPU its values too, and that none exceeds `max_seqlen`.
-const int32_t* set_cu_seqlens(const Checker& check, const char* name, const TensorView& cu_seqlens,
-                              int64_t batch, int64_t total, const char* max_name, int64_t max_seqlen);
+IndexArray set_cu_seqlens(const Checker& check, const char* name, const TensorView& cu_seqlens, int64_t batch,
+                          int64_t total, const char* max_name, int64_t max_seqlen);
 
 // Prefixes, slopes, sinks, scale, softcap and the left window; the right one as far as `causal` says.
 template <class Args>

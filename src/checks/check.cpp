@@ -113,18 +113,12 @@ void Checker::lse(const char* name, const TensorView& t, const char* out_name, c
     }
 }
 
-void Checker::index(const char* name, const TensorView& t, int ndim, const char* axes) const {
-    if (t.dtype != DType::int32) {
-        fail<TypeError>(op_, name, " must be int32; got ", to_string(t.dtype));
-    }
-    data(name, t, ndim, axes);
-}
-
-void Checker::integers(const char* name, const TensorView& t, int ndim, const char* axes) const {
+IndexArray Checker::index(const char* name, const TensorView& t, int ndim, const char* axes) const {
     if (t.dtype != DType::int32 && t.dtype != DType::int64) {
         fail<TypeError>(op_, name, " must be int32 or int64; got ", to_string(t.dtype));
     }
     data(name, t, ndim, axes);
+    return IndexArray::of(t);
 }
 
 void Checker::dtype(const char* name, const TensorView& t, DType wanted, const char* of) const {
@@ -231,26 +225,27 @@ bool same_elements(const TensorView& a, const TensorView& b) {
     return true;
 }
 
-void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
+void check_cu_seqlens(const char* op, const char* name, const IndexArray& cu_seqlens, int64_t batch,
                       int64_t total) {
-    if (cu_seqlens[0] != 0) fail<ValueError>(op, name, "[0] must be 0; got ", cu_seqlens[0]);
+    if (cu_seqlens.whole(0) != 0) fail<ValueError>(op, name, "[0] must be 0; got ", cu_seqlens.whole(0));
     for (int64_t b = 0; b < batch; ++b) {
-        if (cu_seqlens[b + 1] < cu_seqlens[b]) {
-            fail<ValueError>(op, name, " must not decrease; ", name, "[", b + 1, "] is ", cu_seqlens[b + 1],
-                             " after ", cu_seqlens[b]);
+        const int64_t begin = cu_seqlens.whole(b), end = cu_seqlens.whole(b + 1);
+        if (end < begin) {
+            fail<ValueError>(op, name, " must not decrease; ", name, "[", b + 1, "] is ", end, " after ",
+                             begin);
         }
     }
-    if (cu_seqlens[batch] > total) {
+    if (cu_seqlens.whole(batch) > total) {
         fail<ValueError>(op, name, "[", batch, "] must be at most the number of packed rows (", total,
-                         "); got ", cu_seqlens[batch]);
+                         "); got ", cu_seqlens.whole(batch));
     }
 }
 
-void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page_table_stride,
-                         const int32_t* seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
+void check_pages_in_host(const char* op, const IndexArray& page_table, int64_t page_table_stride,
+                         const IndexArray& seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
                          int64_t num_pages) {
     for (int64_t b = 0; b < batch; ++b) {
-        const int64_t seq_len = seq_lens[b];
+        const int64_t seq_len = seq_lens.whole(b);
         if (seq_len < 0 || seq_len > max_pages * page_size) {
             fail<ValueError>(op, "seq_lens[", b,
                              "] must lie in [0, max_pages * page_size = ", max_pages * page_size, "]; got ",
@@ -260,7 +255,7 @@ void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page
             fail<ValueError>(op, "seq_lens[", b, "] must be at most ", kMaxLength, "; got ", seq_len);
         const int64_t used = (seq_len + page_size - 1) / page_size;
         for (int64_t i = 0; i < used; ++i) {
-            const int32_t page = page_table[b * page_table_stride + i];
+            const int64_t page = page_table.whole(b * page_table_stride + i);
             if (page < 0 || page >= num_pages) {
                 fail<ValueError>(op, "page_table[", b, ", ", i, "] must lie in [0, num_pages = ", num_pages,
                                  "); got ", page);
@@ -269,7 +264,7 @@ void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page
     }
 }
 
-void check_new_tokens_in_host(const char* op, const int32_t* seq_lens, const int32_t* cu_seqlens,
+void check_new_tokens_in_host(const char* op, const IndexArray& seq_lens, const IndexArray& cu_seqlens,
                               int64_t batch) {
     for (int64_t b = 0; b < batch; ++b) {
         const int32_t count = cu_seqlens ? cu_seqlens[b + 1] - cu_seqlens[b] : 1;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/fail.h"
+#include "params/index_array.h"
 
 #include <octavo/tensor.h>
 
@@ -33,10 +34,8 @@ class Checker {
     void output(const char* name, const TensorView& t, int ndim, const char* axes) const;
     // The log-sum-exp that belongs to `out`.
     void lse(const char* name, const TensorView& t, const char* out_name, const TensorView& out) const;
-    // int32 metadata, contiguous along its last axis.
-    void index(const char* name, const TensorView& t, int ndim, const char* axes) const;
-    // The same of int32 or int64.
-    void integers(const char* name, const TensorView& t, int ndim, const char* axes) const;
+    // int32 or int64 metadata, contiguous along its last axis.
+    IndexArray index(const char* name, const TensorView& t, int ndim, const char* axes) const;
 
     void dtype(const char* name, const TensorView& t, DType wanted, const char* of) const;
     void float_dtype(const char* name, const TensorView& t) const;
@@ -85,18 +84,18 @@ bool same_elements(const TensorView& a, const TensorView& b);
 
 // Checks that cu_seqlens (host memory, [batch + 1]) starts at 0, never falls, and ends at `total` or before:
 // rows past its end are padding.
-void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int64_t batch,
+void check_cu_seqlens(const char* op, const char* name, const IndexArray& cu_seqlens, int64_t batch,
                       int64_t total);
 
 // Checks in host memory that sequence b, of seq_lens[b] tokens, fits the table's columns and that its
 // entries in use lie in [0, num_pages).
-void check_pages_in_host(const char* op, const int32_t* page_table, int64_t page_table_stride,
-                         const int32_t* seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
+void check_pages_in_host(const char* op, const IndexArray& page_table, int64_t page_table_stride,
+                         const IndexArray& seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
                          int64_t num_pages);
 
 // Checks in host memory that sequence b is not shorter than its new tokens: cu_seqlens[b + 1] - cu_seqlens[b]
 // of them, or one if that is null. A sequence of length 0 is padding.
-void check_new_tokens_in_host(const char* op, const int32_t* seq_lens, const int32_t* cu_seqlens,
+void check_new_tokens_in_host(const char* op, const IndexArray& seq_lens, const IndexArray& cu_seqlens,
                               int64_t batch);
 
 }  // namespace octavo

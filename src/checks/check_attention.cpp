@@ -99,7 +99,7 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
     p.shared_prefix_len = static_cast<int32_t>(length);
     if (p.device.type != DeviceType::cpu || p.batch == 0) return;
 
-    check_pages_in_host(p.op, p.page_table, p.page_table_stride, &p.shared_prefix_len, 1, max_pages,
+    check_pages_in_host(p.op, p.page_table, p.page_table_stride, {&p.shared_prefix_len}, 1, max_pages,
                         p.page_size, p.num_pages);
     for (int32_t b = 0; b < p.batch; ++b) {
         const int32_t num_queries = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : 1;
@@ -169,8 +169,8 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
                                  args.v_scale_array, "v_scales", args.v_scales};
     const CheckedScales k_scales = check_scales(check, k_given, stored.k, args.k_pages);
     const CheckedScales v_scales = check_scales(check, v_given, stored.v, args.v_pages);
-    check.index("page_table", args.page_table, 2, "[batch, max_pages]");
-    check.index("seq_lens", args.seq_lens, 1, "[batch]");
+    p.page_table = check.index("page_table", args.page_table, 2, "[batch, max_pages]");
+    p.seq_lens = check.index("seq_lens", args.seq_lens, 1, "[batch]");
 
     const int64_t num_pages = args.k_pages.shape[0], page_size = args.k_pages.shape[1];
     const int64_t batch = args.page_table.shape[0], max_pages = args.page_table.shape[1];
@@ -192,9 +192,7 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     p.v_token_stride = stride_of(args.v_pages, 1);
     p.k_head_stride = stride_of(args.k_pages, 2);
     p.v_head_stride = stride_of(args.v_pages, 2);
-    p.page_table = static_cast<const int32_t*>(args.page_table.data);
     p.page_table_stride = stride_of(args.page_table, 0);
-    p.seq_lens = static_cast<const int32_t*>(args.seq_lens.data);
 
     p.total_q = args.q.shape[0];
     check.length("total_q", p.total_q);

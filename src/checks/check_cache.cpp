@@ -95,7 +95,7 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
     enum : uint8_t { kRead = 1, kWritten = 2 };
     std::vector<uint8_t> use(p.num_copies > 0 ? num_to : 0);  // of the pages of the cache that is written
     auto check_page = [&](int64_t i, int column) {
-        const int32_t page = p.copies[i * p.copies_stride + column];
+        const int64_t page = p.copies.whole(i * p.copies_stride + column);
         const int64_t num_pages = column == 0 ? num_from : num_to;
         if (page < 0 || page >= num_pages) {
             fail<ValueError>(op, "copies[", i, ", ", column, "] must lie in [0, num_pages = ", num_pages,
@@ -104,11 +104,11 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
         return page;
     };
     for (int64_t i = 0; i < p.num_copies; ++i) {
-        const int32_t from = check_page(i, 0);
+        const int64_t from = check_page(i, 0);
         if (is_within) use[from] = kRead;
     }
     for (int64_t i = 0; i < p.num_copies; ++i) {
-        const int32_t to = check_page(i, 1);
+        const int64_t to = check_page(i, 1);
         if (use[to]) {
             fail<ValueError>(op, "copies[", i, ", 1] (", to, ") is also ",
                              use[to] & kRead ? "copied from" : "copied to by another row",
@@ -148,7 +148,7 @@ void check_slot_mapping(const Checker& check, const AppendKvArgs& args, AppendKv
                          "positions; give page_table and seq_lens");
     }
     const TensorView& slots = *args.slot_mapping;
-    check.integers("slot_mapping", slots, 1, "[total]");
+    check.index("slot_mapping", slots, 1, "[total]");
     check.equal("total", "slot_mapping", slots.shape[0], "k", args.k.shape[0]);
     check.apart("slot_mapping", slots, "k_pages", args.k_pages);
     check.apart("slot_mapping", slots, "v_pages", args.v_pages);
@@ -172,23 +172,20 @@ void check_tables(const Checker& check, const AppendKvArgs& args, AppendKvParams
         fail<TypeError>(op, args.page_table ? "seq_lens" : "page_table",
                         " must be given, or slot_mapping instead of page_table and seq_lens");
     }
-    check.index("page_table", *args.page_table, 2, "[batch, max_pages]");
-    check.index("seq_lens", *args.seq_lens, 1, "[batch]");
+    p.page_table = check.index("page_table", *args.page_table, 2, "[batch, max_pages]");
+    p.seq_lens = check.index("seq_lens", *args.seq_lens, 1, "[batch]");
     const int64_t batch = args.page_table->shape[0], max_pages = args.page_table->shape[1];
     check.equal("batch", "seq_lens", args.seq_lens->shape[0], "page_table", batch);
     check.length("batch", batch);
     check.length("max_pages", max_pages);
-    p.page_table = static_cast<const int32_t*>(args.page_table->data);
     p.page_table_stride = stride_of(*args.page_table, 0);
-    p.seq_lens = static_cast<const int32_t*>(args.seq_lens->data);
     p.batch = static_cast<int32_t>(batch);
     if (args.cu_seqlens) {
-        check.index("cu_seqlens", *args.cu_seqlens, 1, "[batch + 1]");
+        p.cu_seqlens = check.index("cu_seqlens", *args.cu_seqlens, 1, "[batch + 1]");
         if (args.cu_seqlens->shape[0] != batch + 1) {
             fail<ValueError>(op, "cu_seqlens must have batch + 1 = ", batch + 1, " entries; got ",
                              args.cu_seqlens->shape[0]);
         }
-        p.cu_seqlens = static_cast<const int32_t*>(args.cu_seqlens->data);
     } else {
         check.equal("batch", "k", p.total, "page_table", batch);
     }
@@ -334,7 +331,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
         fail<DeviceError>(op, "copies must be on the device that copies, ", to_string(p.device),
                           "; it is on ", to_string(args.copies.device));
     }
-    Checker(op, p.device).index("copies", args.copies, 2, "[num_copies, 2]");
+    p.copies = Checker(op, p.device).index("copies", args.copies, 2, "[num_copies, 2]");
     if (args.copies.shape[1] != 2) {
         fail<ValueError>(op, "copies must have shape [num_copies, 2]; got ", args.copies.shape_string());
     }
@@ -391,7 +388,6 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     p.from_v = pages(from.v_name, from.v_pages);
     p.to_k = pages(to.k_name, to.k_pages);
     p.to_v = pages(to.v_name, to.v_pages);
-    p.copies = static_cast<const int32_t*>(args.copies.data);
     p.copies_stride = stride_of(args.copies, 0);
     p.num_copies = args.copies.shape[0];
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);

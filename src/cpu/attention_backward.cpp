@@ -94,26 +94,10 @@ class Backward {
         }
         if (p_.dalibi_slopes) add_up_slopes();
         if (p_.dsinks) add_up_sinks();
-        if (!p_.cu_seqlens_q) return;
-        clear_rows(p_.dq, p_.dq_strides, p_.num_q_heads, p_.cu_seqlens_q[p_.batch], p_.total_q);
-        clear_rows(p_.dk, p_.dk_strides, p_.num_kv_heads, p_.cu_seqlens_k[p_.batch], p_.total_k);
-        clear_rows(p_.dv, p_.dv_strides, p_.num_kv_heads, p_.cu_seqlens_k[p_.batch], p_.total_k);
+        clear_padding(padding_of(p_));
     }
 
   private:
-    // The gradients of packed rows that no sequence has are zero.
-    void clear_rows(void* data, const GradientStrides& strides, int32_t num_heads, int64_t begin,
-                    int64_t end) const {
-        const int64_t number_bytes = size_of(p_.dtype);
-        for (int64_t token = begin; token < end; ++token) {
-            for (int32_t head = 0; head < num_heads; ++head) {
-                char* const row =
-                    static_cast<char*>(data) + (token * strides.token + head * strides.head) * number_bytes;
-                std::memset(row, 0, p_.head_dim * number_bytes);
-            }
-        }
-    }
-
     // Calls body(sequence, kv_head, i) for each i below count(sequence), in parallel. Heads vary fastest.
     template <class Count, class Body>
     void for_items(const Count& count, const Body& body) const {

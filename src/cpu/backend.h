@@ -6,6 +6,7 @@
 #include "params/cache_params.h"
 #include "params/linear_params.h"
 #include "params/merge_states_params.h"
+#include "params/padding.h"
 #include "params/paged_attention_params.h"
 #include "params/rms_norm_params.h"
 
@@ -22,6 +23,7 @@ void merge_states(const MergeStatesParams& params);
 void attention_backward(const AttentionBackwardParams& params);
 void linear(const LinearParams& params);
 void rms_norm(const RmsNormParams& params);
+void clear_padding(const Padding& padding);
 
 // What each would run.
 Explanation explain(const AttentionParams& params);

@@ -222,8 +222,11 @@ void append_typed(const AppendKvParams& p) {
             apply_rotary_to_queries<T>(p, token, -1);
         int64_t token = std::max<int64_t>(begin, p.cu_seqlens[0]);
         end = std::min(end, num_new);
-        auto b = static_cast<int32_t>(std::upper_bound(p.cu_seqlens, p.cu_seqlens + p.batch + 1, token) -
-                                      p.cu_seqlens - 1);
+        int32_t b = 0;  // the last sequence that starts at `token` or before
+        for (int32_t end = p.batch; end - b > 1;) {
+            const int32_t middle = b + (end - b) / 2;
+            (p.cu_seqlens[middle] <= token ? b : end) = middle;
+        }
         for (; token < end; ++token) {
             while (token >= p.cu_seqlens[b + 1]) ++b;
             append_token(b, token, p.cu_seqlens[b + 1] - token);
@@ -262,7 +265,7 @@ void copy_pages(const CopyPagesParams& p) {
     const int64_t token_bytes = p.num_kv_heads * (int64_t{p.k_row_bytes} + p.v_row_bytes);
     parallel_for_ranges(p.num_copies, grain_for(p.page_size * token_bytes), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-            const int32_t* pages = p.copies + i * p.copies_stride;
+            const IndexArray pages = p.copies.from(i * p.copies_stride);
             copy(p.k_row_bytes, p.from_k, p.from_k_scales, pages[0], p.to_k, p.to_k_scales, pages[1]);
             copy(p.v_row_bytes, p.from_v, p.from_v_scales, pages[0], p.to_v, p.to_v_scales, pages[1]);
         }

@@ -29,7 +29,8 @@ struct VisibleKeys {
 template <class Body>
 OCTAVO_SIMD void for_pages(const AttentionParams& p, const RowTile& tile, const VisibleKeys& needed,
                            int32_t k_begin, const Body& body) {
-    const int32_t* pages = p.paged() ? p.page_table + tile.batch_index * p.page_table_stride : nullptr;
+    const IndexArray pages =
+        p.paged() ? p.page_table.from(tile.batch_index * p.page_table_stride) : IndexArray{};
     const int32_t page_size = p.paged() ? p.page_size : INT32_MAX;
     needed.for_ranges([&](int begin, int end) {
         for (int j = begin; j < end;) {

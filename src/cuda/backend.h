@@ -9,6 +9,7 @@
 #include "params/cache_params.h"
 #include "params/linear_params.h"
 #include "params/merge_states_params.h"
+#include "params/padding.h"
 #include "params/paged_attention_params.h"
 #include "params/rms_norm_params.h"
 
@@ -30,6 +31,7 @@ void merge_states(const MergeStatesParams& params, void* stream);
 void attention_backward(const AttentionBackwardParams& params, void* stream);
 void linear(const LinearParams& params, void* stream);
 void rms_norm(const RmsNormParams& params, void* stream);
+void clear_padding(const Padding& padding, int32_t device, void* stream);
 
 // What each would run on a GPU, which need not be one of this machine.
 Explanation explain(const AttentionParams& params, const Gpu& gpu);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/warp.cuh"
+#include "params/index_array.h"
 
 #include <cstdint>
 
@@ -16,7 +17,7 @@ struct SequenceTile {
 // The tile `index` over a batch. `tiles`: of each sequence, where they are of one length. Every lane of a
 // warp gets the answer.
 template <int kRows>
-__device__ __forceinline__ SequenceTile find_sequence_tile(const int32_t* cu_seqlens, int32_t batch,
+__device__ __forceinline__ SequenceTile find_sequence_tile(const IndexArray& cu_seqlens, int32_t batch,
                                                            int32_t tiles, int32_t index) {
     if (!cu_seqlens) return {index / tiles, index % tiles};
     int32_t before = 0;  // tiles of the sequences passed

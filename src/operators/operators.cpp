@@ -73,8 +73,8 @@ void check_page_table(const TensorView& page_table, const TensorView& seq_lens, 
     constexpr const char* op = "check_page_table";
     const Checker check(op, page_table.device);
     require_values(op, page_table.device);
-    check.index("page_table", page_table, 2, "[batch, max_pages]");
-    check.index("seq_lens", seq_lens, 1, "[batch]");
+    IndexArray table = check.index("page_table", page_table, 2, "[batch, max_pages]");
+    IndexArray lengths = check.index("seq_lens", seq_lens, 1, "[batch]");
     const int64_t batch = page_table.shape[0], max_pages = page_table.shape[1];
     check.equal("batch", "seq_lens", seq_lens.shape[0], "page_table", batch);
     if (page_size < 1) fail<ValueError>(op, "page_size (", page_size, ") must be at least 1");
@@ -82,26 +82,25 @@ void check_page_table(const TensorView& page_table, const TensorView& seq_lens, 
     check.length("max_pages", max_pages);
     if (num_pages < 0) fail<ValueError>(op, "num_pages (", num_pages, ") must be at least 0");
 
-    const auto* table = static_cast<const int32_t*>(page_table.data);
-    const auto* lengths = static_cast<const int32_t*>(seq_lens.data);
     int64_t table_stride = stride_of(page_table, 0);
-    std::vector<int32_t> host_table, host_lengths;
+    std::vector<int64_t> host_table, host_lengths;  // room for either type
     if (page_table.device.type == DeviceType::cuda && batch > 0) {
         host_table.resize(batch * max_pages);
         host_lengths.resize(batch);
-        const size_t row_bytes = max_pages * sizeof(int32_t);
-        cuda::copy_to_host(host_table.data(), table, batch > 1 ? table_stride * sizeof(int32_t) : row_bytes,
-                           row_bytes, batch, page_table.device.index, stream);
-        cuda::copy_to_host(host_lengths.data(), lengths, batch * sizeof(int32_t), batch * sizeof(int32_t), 1,
-                           page_table.device.index, stream);
-        table = host_table.data();
+        const auto copy = [&](std::vector<int64_t>& to, IndexArray& from, int64_t stride, int64_t columns,
+                              int64_t rows) {
+            cuda::copy_to_host(to.data(), from.data, stride * from.stride_bytes, columns * from.stride_bytes,
+                               rows, page_table.device.index, stream);
+            from.data = reinterpret_cast<const int32_t*>(to.data());
+        };
+        copy(host_table, table, batch > 1 ? table_stride : max_pages, max_pages, batch);
+        copy(host_lengths, lengths, batch, batch, 1);
         table_stride = max_pages;
-        lengths = host_lengths.data();
     }
     check_pages_in_host(op, table, table_stride, lengths, batch, max_pages, page_size, num_pages);
     for (int64_t b = 0; max_positions && b < batch; ++b) {
-        if (lengths[b] <= *max_positions) continue;
-        fail<ValueError>(op, "seq_lens[", b, "] (", lengths[b], ") must be at most max_positions (",
+        if (lengths.whole(b) <= *max_positions) continue;
+        fail<ValueError>(op, "seq_lens[", b, "] (", lengths.whole(b), ") must be at most max_positions (",
                          *max_positions, ")");
     }
 }

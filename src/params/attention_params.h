@@ -6,6 +6,7 @@
 #include "common/macros.h"
 #include "common/visibility.h"
 #include "params/cache_scales.h"
+#include "params/index_array.h"
 
 #include <octavo/tensor.h>
 
@@ -36,12 +37,12 @@ struct AttentionParams {
     const void* v;
     int64_t v_outer_stride, v_token_stride, v_head_stride;
 
-    const int32_t* cu_seqlens_q;  // [batch + 1]; null: every sequence has seqlen_q queries
-    const int32_t* cu_seqlens_k;  // [batch + 1]; null unless packed
-    const int32_t* page_table;    // [batch, max_pages]; null unless paged
+    IndexArray cu_seqlens_q;  // [batch + 1]; null: every sequence has seqlen_q queries
+    IndexArray cu_seqlens_k;  // [batch + 1]; null unless packed
+    IndexArray page_table;    // [batch, max_pages]; null unless paged
     int64_t page_table_stride;
-    const int32_t* seq_lens;     // [batch]; null unless paged; paged and null: seqlen_k of total_k keys each
-    const int32_t* prefix_lens;  // [batch]; may be null
+    IndexArray seq_lens;         // [batch]; null unless paged; paged and null: seqlen_k of total_k keys each
+    IndexArray prefix_lens;      // [batch]; may be null
     const float* alibi_slopes;   // [num_q_heads], or [batch, num_q_heads]; may be null
     int64_t alibi_batch_stride;  // 0 when shared by the batch
     const float* sinks;          // [num_q_heads]; may be null
@@ -74,7 +75,7 @@ struct AttentionParams {
     float softmax_phi;
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
-    OCTAVO_HD bool paged() const { return page_table != nullptr; }
+    OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }
     OCTAVO_HD float softmax_phi_of(int32_t head) const {
         return softmax_phi_of_heads ? softmax_phi_of_heads[head] : softmax_phi;
     }
@@ -102,7 +103,7 @@ struct SequenceSlice {
 
     // The keys that every query sees, of a sequence of seqlen_k keys.
     OCTAVO_HD static int32_t prefix_len(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
-        if (!OCTAVO_RARE(p.prefix_lens != nullptr)) return 0;
+        if (!OCTAVO_RARE(p.prefix_lens)) return 0;
         const int32_t prefix_len = behind_skipped(p, p.prefix_lens[b]);
         return prefix_len < seqlen_k ? prefix_len : seqlen_k;
     }
@@ -114,7 +115,7 @@ struct SequenceSlice {
     // The same where seqlen_k(p, b) is known.
     OCTAVO_HD static SequenceSlice make(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
         SequenceSlice s{};
-        if (OCTAVO_RARE(p.cu_seqlens_q != nullptr)) {
+        if (OCTAVO_RARE(p.cu_seqlens_q)) {
             int64_t first = p.cu_seqlens_q[b];
             s.q_begin = first * p.q_token_stride;
             s.out_begin = first * p.out_token_stride;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "params/cache_scales.h"
+#include "params/index_array.h"
 #include "params/key_transform.h"
 #include "params/rotary.h"
 
@@ -25,13 +26,13 @@ struct AppendKvParams {
     int64_t k_page_stride, k_slot_stride, k_pages_head_stride;
     void* v_pages;
     int64_t v_page_stride, v_slot_stride, v_pages_head_stride;
-    const int32_t* page_table;  // [batch, max_pages]; null with slot_mapping
+    IndexArray page_table;  // [batch, max_pages]; null with slot_mapping
     int64_t page_table_stride;
-    const int32_t* seq_lens;    // [batch], new tokens included
-    const int32_t* cu_seqlens;  // [batch + 1]; null: one token a sequence
-    const void* slot_mapping;   // [total], int64 or int32: page * page_size + slot, negative: none; or null
-    bool has_wide_slots;        // slot_mapping is of int64
-    int64_t total;              // rows of k and v: the new tokens over all sequences, and padding
+    IndexArray seq_lens;       // [batch], new tokens included
+    IndexArray cu_seqlens;     // [batch + 1]; null: one token a sequence
+    const void* slot_mapping;  // [total], int64 or int32: page * page_size + slot, negative: none; or null
+    bool has_wide_slots;       // slot_mapping is of int64
+    int64_t total;             // rows of k and v: the new tokens over all sequences, and padding
     int32_t batch, num_kv_heads, head_dim, page_size;
     float k_scale, v_scale;                        // what is stored is the value divided by its scale
     CacheScales k_static_scales, v_static_scales;  // the same in memory
@@ -60,7 +61,7 @@ struct CopyPagesParams {
     Device device;  // that copies
     Pages from_k, from_v, to_k, to_v;
     CacheScales from_k_scales, from_v_scales, to_k_scales, to_v_scales;  // where the device sees them
-    const int32_t* copies;                                               // [num_copies, 2]: (from, to)
+    IndexArray copies;                                                   // [num_copies, 2]: (from, to)
     int64_t copies_stride;
     int64_t num_copies;
     int32_t page_size, num_kv_heads;

@@ -12,15 +12,15 @@ namespace octavo {
 // `lse`.
 inline AttentionParams over_shared_prefix(AttentionParams p, int32_t run_len, void* out, float* lse) {
     p.batch = (p.shared_prefix_len + run_len - 1) / run_len;
-    p.cu_seqlens_q = nullptr;
+    p.cu_seqlens_q = {};
     p.seqlen_q = static_cast<int32_t>(p.total_q);
     p.total_q *= p.batch;
     p.q_batch_stride = 0;
-    p.seq_lens = nullptr;
+    p.seq_lens = {};
     p.seqlen_k = run_len;
     p.total_k = p.shared_prefix_len;
     p.page_table_stride = run_len / p.page_size;
-    p.prefix_lens = nullptr;
+    p.prefix_lens = {};
     p.sinks = nullptr;
     p.window_right = -1;
     p.shared_prefix_len = 0;
@@ -44,7 +44,7 @@ inline AttentionParams after_shared_prefix(AttentionParams p, float* lse) {
         p.lse_head_stride = 1;
         p.lse_batch_stride = p.lse_token_stride = p.num_q_heads;
     }
-    p.page_table += p.shared_prefix_len / p.page_size;
+    p.page_table = p.page_table.from(p.shared_prefix_len / p.page_size);
     p.num_skipped_keys = p.shared_prefix_len;
     p.seqlen_k -= p.shared_prefix_len;
     p.shared_prefix_len = 0;

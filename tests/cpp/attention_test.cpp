@@ -188,8 +188,9 @@ TEST(Attention, RefusesWhatItCannotTake) {
               "attention: lse of shape [1, 1, 2] must have data; its pointer is null");
 }
 
-// A paged cache as a serving loop keeps it, and beside it each sequence's keys and values in order.
-class PagedCache : public testing::Test {
+// A paged cache as a serving loop keeps it, and beside it each sequence's keys and values in order. The
+// operators get tables, lengths and offsets of int32, or of int64.
+class PagedCache : public testing::TestWithParam<DType> {
   protected:
     static constexpr int64_t kNumPages = 24, kPageSize = 4;
 
@@ -233,7 +234,7 @@ class PagedCache : public testing::Test {
         args.v_pages = pages_view(v_pages_);
         args.page_table = page_table_view();
         args.seq_lens = seq_lens_view();
-        args.cu_seqlens = view(cu_seqlens_, {static_cast<int64_t>(cu_seqlens_.size())});
+        args.cu_seqlens = integers(cu_seqlens_, wide_cu_seqlens_, 1);
         append_kv(args);
     }
 
@@ -269,19 +270,30 @@ class PagedCache : public testing::Test {
     }
 
     TensorView page_table_view() {
-        int64_t count = static_cast<int64_t>(seq_lens_.size());
-        return view(page_table_, {count, static_cast<int64_t>(page_table_.size()) / count});
+        return integers(page_table_, wide_page_table_, static_cast<int64_t>(seq_lens_.size()));
     }
-    TensorView seq_lens_view() { return view(seq_lens_, {static_cast<int64_t>(seq_lens_.size())}); }
+    TensorView seq_lens_view() { return integers(seq_lens_, wide_seq_lens_, 1); }
+    TensorView integers(std::vector<int32_t>& values, std::vector<int64_t>& wide, int64_t rows) {
+        wide.assign(values.begin(), values.end());
+        const int64_t columns = static_cast<int64_t>(values.size()) / rows;
+        TensorView array = view(values, {rows, columns});
+        if (GetParam() == DType::int64) array = TensorView(wide.data(), DType::int64, {rows, columns});
+        if (rows > 1 || &values == &page_table_) return array;
+        array.ndim = 1;
+        array.shape[0] = columns;
+        array.strides[0] = 1;
+        return array;
+    }
 
     std::mt19937 random_{3};
     PageAllocator allocator_{kNumPages, kPageSize};
     Floats k_pages_ = poisoned(), v_pages_ = poisoned();
     std::vector<int32_t> page_table_, seq_lens_, cu_seqlens_;
+    std::vector<int64_t> wide_page_table_, wide_seq_lens_, wide_cu_seqlens_;
     size_t num_copies_ = 0;
 };
 
-TEST_F(PagedCache, DecodesForkedTruncatedAndFreedSequences) {
+TEST_P(PagedCache, DecodesForkedTruncatedAndFreedSequences) {
     Written a{allocator_.create(), {}, {}}, b{allocator_.create(), {}, {}};
     append({&a, &b}, 10);
     expect_decode({&a, &b});
@@ -303,6 +315,38 @@ TEST_F(PagedCache, DecodesForkedTruncatedAndFreedSequences) {
     expect_decode({&a, &c, &d});
     EXPECT_EQ(num_copies_, 3u);
     allocator_.check_invariants();
+}
+
+INSTANTIATE_TEST_SUITE_P(Integers, PagedCache, testing::Values(DType::int32, DType::int64));
+
+TEST(Int64, WhatIsUsedIsCheckedWhole) {
+    Floats q(2 * kQSize), pages(3 * 4 * kKvSize), out(q.size());
+    constexpr int64_t kHuge = int64_t{1} << 32;  // whose lower half is 0
+    int64_t table[] = {0, kHuge, 1, kHuge}, lengths[] = {3, 4}, begins[] = {0, 1, 2};
+    PagedAttentionArgs args;
+    args.q = view(q, {2, kNumQHeads, kHeadDim});
+    args.out = view(out, {2, kNumQHeads, kHeadDim});
+    args.k_pages = args.v_pages = view(pages, {3, 4, kNumKvHeads, kHeadDim});
+    args.page_table = TensorView(table, DType::int64, {2, 2});
+    args.seq_lens = TensorView(lengths, DType::int64, {2});
+    args.cu_seqlens_q = TensorView(begins, DType::int64, {3});
+    auto refused = [&] { return message_of<ValueError>([&] { paged_attention(args); }); };
+    EXPECT_NO_THROW(paged_attention(args));  // nobody reads what is huge
+    lengths[1] = 5;
+    EXPECT_EQ(refused(), "paged_attention: page_table[1, 1] must lie in [0, num_pages = 3); got 4294967296");
+    EXPECT_THROW(check_page_table(args.page_table, args.seq_lens, 3, 4), ValueError);
+    lengths[1] = kHuge + 4;
+    EXPECT_EQ(refused(),
+              "paged_attention: seq_lens[1] must lie in [0, max_pages * page_size = 8]; got 4294967300");
+    lengths[1] = 4;
+    begins[2] = kHuge + 2;
+    EXPECT_EQ(
+        refused(),
+        "paged_attention: cu_seqlens_q[2] must be at most the number of packed rows (2); got 4294967298");
+    begins[2] = 2;
+    int64_t prefixes[] = {0, kHuge};
+    args.prefix_lens = TensorView(prefixes, DType::int64, {2});
+    EXPECT_EQ(refused(), "paged_attention: prefix_lens[1] must be below 2^31; got 4294967296");
 }
 
 TEST(ScoreTransform, TanhOfSmallNumbersIsTanh) {

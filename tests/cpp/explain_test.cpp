@@ -113,6 +113,20 @@ TEST(Explain, NullAddressesWillDo) {
     EXPECT_EQ(explain(args, "h100").to_string(), text.to_string());
 }
 
+TEST(Explain, Int64ChangesNoPlan) {
+    for (unsigned seed = 0; seed < 200; ++seed) {
+        Random random(seed);
+        PagedAttentionArgs args = random_paged(random, random.one_in(3));
+        const Explanation text = explain(args, "h100");
+        args.page_table.dtype = args.seq_lens.dtype = DType::int64;
+        if (args.cu_seqlens_q) args.cu_seqlens_q->dtype = DType::int64;
+        if (args.prefix_lens) args.prefix_lens->dtype = DType::int64;
+        EXPECT_EQ(explain(args, "h100").to_string(), text.to_string());
+        args.seq_lens.dtype = DType::uint8;
+        EXPECT_THROW(explain(args, "h100"), TypeError);
+    }
+}
+
 TEST(Explain, RefusesWhatTheCallRefuses) {
     PagedAttentionArgs args = paged({});
     args.num_splits = 0;

@@ -92,6 +92,26 @@ def test_shared_prefix(library):
         allocator.shared_prefix_len(sequences, num_queries=-1)
 
 
+def test_integers_of_64_bits(library):
+    q, pages = normal(5, 4, 32), normal(2, 6, 4, 2, 32)
+    tables = {"page_table": [[3, 0, 2**40], [5, 1, 2]], "seq_lens": [8, 12], "cu_seqlens_q": [0, 2, 5]}
+    tables = {name: np.array(x) for name, x in tables.items()}
+    out = np.full_like(q, np.nan)
+    library.paged_attention(q=q, k_pages=pages[0], v_pages=pages[1], out=out, **tables)
+    np.testing.assert_array_equal(out, octavo.paged_attention(q, *pages, **tables))
+    rows = {name: tables[name] for name in ("page_table", "seq_lens")}
+    k, v = normal(2, 2, 32), normal(2, 2, 32)
+    library.append_kv(k=k, v=v, k_pages=pages[0], v_pages=pages[1], **rows)
+    np.testing.assert_array_equal(pages[0, [0, 2], 3], k)
+    copies = np.array([[0, 4]])
+    library.copy_pages(k_pages=pages[0], v_pages=pages[1], copies=copies)
+    np.testing.assert_array_equal(pages[:, 4], pages[:, 0])
+    with pytest.raises(OctavoError, match=r"page_table\[0, 2\] must lie in .* got 1099511627776"):
+        library.paged_attention(
+            q=q, k_pages=pages[0], v_pages=pages[1], out=out, **{**tables, "seq_lens": tables["seq_lens"] + 1}
+        )
+
+
 def test_merge_states(library):
     states = normal(3, 2, 8), normal(3, 2), normal(3, 2, 8) + 1, normal(3, 2) - 1
     results = np.empty_like(states[0]), np.empty_like(states[1])
@@ -264,6 +284,27 @@ def test_attention_on_a_gpu(library):
     stream = torch.cuda.current_stream().cuda_stream
     library.attention(q=lent(q), k=lent(k), v=lent(v), out=lent(out), causal=1, stream=stream)
     assert torch.equal(out, octavo.attention(q, k, v, causal=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_paged_attention_on_a_gpu(library, kind):
+    torch = pytest.importorskip("torch")
+
+    def lent(array):
+        shape = (c_interface.c_int64 * array.ndim)(*array.shape)
+        number = c_interface.DTYPES[str(array.dtype).removeprefix("torch.")]
+        return Tensor(array.data_ptr(), shape, None, array.ndim, number, 1, 0)
+
+    q, pages = (torch.randn(*n, dtype=torch.float16, device="cuda") for n in ((5, 4, 64), (2, 6, 4, 2, 64)))
+    tables = {"page_table": [[3, 0, 0], [5, 1, 2]], "seq_lens": [8, 12], "cu_seqlens_q": [0, 2, 5]}
+    tables = {name: torch.tensor(x, dtype=getattr(torch, kind), device="cuda") for name, x in tables.items()}
+    out = torch.full_like(q, torch.nan)
+    given = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "out": out, **tables}
+    stream = torch.cuda.current_stream().cuda_stream
+    library.paged_attention(**{name: lent(x) for name, x in given.items()}, stream=stream)
+    tables = {name: x.int() for name, x in tables.items()}
+    assert torch.equal(out, octavo.paged_attention(q, pages[0], pages[1], **tables))
 
 
 def test_dtypes_of_gpus_are_known_without_one(library):

@@ -59,15 +59,18 @@ CASES = [
     case(*A, TypeError, f"q {FLOATS}; got float8_e5m2", q=Producer(f32(2), code=12, bits=8)),
     case(*A, TypeError, f"q {FLOATS}; got DLPack type 99", q=Producer(f32(2), code=99)),
     case(
-        *PACKED, TypeError, "cu_seqlens_q must be int32; got int8", cu_seqlens_q=np.array([0, 1, 3], np.int8)
+        *PACKED,
+        TypeError,
+        "cu_seqlens_q must be int32 or int64; got int8",
+        cu_seqlens_q=np.array([0, 1, 3], np.int8),
     ),
-    case(*PACKED, TypeError, "cu_seqlens_k must be int32; got float32", cu_seqlens_k=f32(3)),
-    case(*A, TypeError, "prefix_lens must be int32; got int16", prefix_lens=np.array([0, 1], np.int16)),
+    case(*PACKED, TypeError, "cu_seqlens_k must be int32 or int64; got float32", cu_seqlens_k=f32(3)),
+    case(*A, TypeError, "prefix_lens must be int32 or int64; got int16", prefix_lens=np.zeros(2, "i2")),
     case(*A, TypeError, "alibi_slopes must be float32; got float64", alibi_slopes=np.ones(4)),
     case(*A, TypeError, "alibi_slopes must be float32; got float16", alibi_slopes=np.ones(4, np.float16)),
-    case(*P, TypeError, "page_table must be int32; got uint32", page_table=np.zeros((2, 2), np.uint32)),
-    case(*P, TypeError, "seq_lens must be int32; got uint32", seq_lens=np.ones(2, np.uint32)),
-    case(*C, TypeError, "copies must be int32; got uint64", copies=np.array([[0, 1]], np.uint64)),
+    case(*P, TypeError, "page_table must be int32 or int64; got uint32", page_table=np.ones((2, 2), "u4")),
+    case(*P, TypeError, "seq_lens must be int32 or int64; got uint32", seq_lens=np.ones(2, np.uint32)),
+    case(*C, TypeError, "copies must be int32 or int64; got uint64", copies=np.array([[0, 1]], np.uint64)),
     case(*M, TypeError, "lse_a must be float32; got float64", lse_a=np.ones((3, 4))),
     case(
         *A,
@@ -267,7 +270,7 @@ class TestTorch:
             "q must be float32, float16 or bfloat16; got complex64$", q=torch.ones(2, dtype=torch.complex64)
         )
         lens = torch.tensor([1, 2], dtype=torch.int16)
-        self.refused("prefix_lens must be int32; got int16$", prefix_lens=lens)
+        self.refused("prefix_lens must be int32 or int64; got int16$", prefix_lens=lens)
         self.refused("q must be float32, float16 or bfloat16; got int64$", q=torch.ones(2, 3, 4, 8).long())
 
 

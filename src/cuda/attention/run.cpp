@@ -16,20 +16,20 @@ namespace {
 AttentionParams behind(AttentionParams p, int32_t count) {
     p.batch -= count;
     if (p.cu_seqlens_q) {
-        p.cu_seqlens_q += count;
+        p.cu_seqlens_q = p.cu_seqlens_q.from(count);
     } else {
         const int64_t size = size_of(p.dtype);
         p.q = static_cast<const char*>(p.q) + count * p.q_batch_stride * size;
         p.out = static_cast<char*>(p.out) + count * p.out_batch_stride * size;
         if (p.lse) p.lse += count * p.lse_batch_stride;
     }
-    p.page_table += count * p.page_table_stride;
+    p.page_table = p.page_table.from(count * p.page_table_stride);
     if (p.seq_lens) {
-        p.seq_lens += count;
+        p.seq_lens = p.seq_lens.from(count);
     } else {
         p.total_k -= count * p.seqlen_k;
     }
-    if (p.prefix_lens) p.prefix_lens += count;
+    if (p.prefix_lens) p.prefix_lens = p.prefix_lens.from(count);
     if (p.alibi_slopes) p.alibi_slopes += count * p.alibi_batch_stride;
     return p;
 }

@@ -16,6 +16,7 @@ void attention_backward(const AttentionBackwardParams& p, void* stream) {
             run(p, plan, static_cast<cudaStream_t>(stream));
         },
         plan);
+    clear_padding(padding_of(p), p.device.index, stream);
 }
 
 }  // namespace octavo::cuda

@@ -18,7 +18,7 @@ __global__ void copy_pages_kernel(const __grid_constant__ CopyPagesParams p, boo
     const int64_t slot = row / p.num_kv_heads % p.page_size;
     const int64_t copy = row / p.num_kv_heads / p.page_size;
     if (copy >= p.num_copies) return;
-    const int32_t* const pages = p.copies + copy * p.copies_stride;
+    const IndexArray pages = p.copies.from(copy * p.copies_stride);
     auto at = [slot, head](const Pages& cache, int64_t page) {
         return static_cast<T*>(cache.data) + page * cache.page_stride + slot * cache.slot_stride +
                head * cache.head_stride;

@@ -10,7 +10,7 @@ namespace octavo::cuda {
 
 // The sequence that packed token `token` belongs to: the last one that starts at or before it. A warp looks
 // at 32 of the starts at a time.
-__device__ __forceinline__ int32_t find_sequence(const int32_t* cu_seqlens, int32_t batch, int64_t token) {
+__device__ __forceinline__ int32_t find_sequence(const IndexArray& cu_seqlens, int32_t batch, int64_t token) {
     int32_t low = 0, count = batch;  // among the `count` sequences from `low` on
     while (count > 1) {
         const int32_t step = (count + 31) / 32, own = step * static_cast<int32_t>(threadIdx.x % 32);

@@ -28,7 +28,7 @@ class PageIds {
 
     // Works out where the first page ids are, of blocks `stride` apart from `first` on, before ask().
     __device__ void start(int32_t sequence, int32_t first, int32_t stride, const VisibleBlocks& visible) {
-        table_ = p_.page_table + sequence * p_.page_table_stride;
+        table_ = p_.page_table.at(sequence * p_.page_table_stride);
         stride_ = stride;
         asked_ = first;
         first_entry_ = entry(first, visible);
@@ -74,7 +74,7 @@ class PageIds {
         block = min(block, (p_.seqlen_k - 1) / Config::kBlockKeys);
         const int32_t page =
             pages_.page_size.quotient(block * Config::kBlockKeys) + (lane & ((1 << log2) - 1));
-        return table_ + min(page, pages_.max_pages - 1);
+        return IndexArray{table_, p_.page_table.stride_bytes}.at(min(page, pages_.max_pages - 1));
     }
 
     __device__ Place place_of(int32_t block, const KeyRange& keys, const VisibleBlocks& visible) const {

@@ -29,7 +29,7 @@ __device__ __forceinline__ void prefetch_page_table(const AttentionParams& p, co
     constexpr int64_t kLineEntries = 32, kMaxEntries = 256 * 1024;
     const int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLineEntries;
     const int64_t end = (p.batch - 1) * p.page_table_stride + page_size.quotient(p.seqlen_k);
-    if (entry < min(end, kMaxEntries)) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table + entry));
+    if (entry < min(end, kMaxEntries)) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table.at(entry)));
 }
 
 }  // namespace octavo::cuda

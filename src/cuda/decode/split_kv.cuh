@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         VisibleBlocks blocks = VisibleBlocks::all<Config::kBlockKeys>(p.seqlen_k);  // a guess
         if (launch.length_first) {
             if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
-            length = ptx::load_relaxed(p.seq_lens + sequence);
+            length = ptx::load_relaxed(p.seq_lens.at(sequence));
             blocks = visible_blocks();
         }
         num_blocks = blocks.count;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
 
     if (!launch.length_first) {
-        length = ptx::load_relaxed(p.seq_lens + sequence);  // looked at after page ids are asked for
+        length = ptx::load_relaxed(p.seq_lens.at(sequence));  // looked at after page ids are asked for
     } else if (!kFixed) {
         if (launch.policy == SplitPolicy::by_length) {
             prefetch_page_table(p, launch.pages.page_size);
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             num_splits = share.num_splits;
             first_partial = kv_head * launch.num_slots + share.first;
         } else {
-            length = ptx::load_relaxed(p.seq_lens + sequence);
+            length = ptx::load_relaxed(p.seq_lens.at(sequence));
         }
         const VisibleBlocks blocks = visible_blocks();
         num_blocks = blocks.count;

@@ -54,7 +54,7 @@ struct LengthShare {
     __device__ static LengthShare of_lane(const AttentionParams& p, const SplitKvLaunch& launch) {
         const int32_t lane = threadIdx.x % 32;
         const bool has_sequence = lane < p.batch;
-        const int32_t length = has_sequence ? ptx::load_relaxed(p.seq_lens + lane) : 0;
+        const int32_t length = has_sequence ? ptx::load_relaxed(p.seq_lens.at(lane)) : 0;
         const int32_t seqlen_k = max(min(length - p.num_skipped_keys, p.seqlen_k), 0);
         const uint32_t all_blocks =
             (static_cast<uint32_t>(seqlen_k) + (Config::kBlockKeys - 1)) / Config::kBlockKeys;

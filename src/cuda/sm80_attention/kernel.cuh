@@ -144,8 +144,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const T* const q = static_cast<const T*>(p.q);
     const auto k = key_array<T, kFeature>(p, plan, seq, kv_head);
     const auto v = value_array<T, kFeature>(p, plan, seq, kv_head);
-    KeyRows<T, Config> keys(tiles, p.paged() ? p.page_table + row_tile.batch * p.page_table_stride : nullptr,
-                            plan.page_size, shared.pages, q, p.head_dim);
+    KeyRows<T, Config> keys(
+        tiles, p.paged() ? p.page_table.from(row_tile.batch * p.page_table_stride) : IndexArray{},
+        plan.page_size, shared.pages, q, p.head_dim);
 
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows it to be the same
     const int warp_row = warp * Config::kWarpRows;           // the warp's first

@@ -26,7 +26,7 @@ class KeyRows {
   public:
     // `pages` is the sequence's row of the page table, or null; `found` is room for a tile's in shared
     // memory, where each warp keeps those of the rows that it copies; `mapped` is any mapped address.
-    __device__ KeyRows(const KeyTiles& tiles, const int32_t* pages, FastDivide page_size, int32_t* found,
+    __device__ KeyRows(const KeyTiles& tiles, const IndexArray& pages, FastDivide page_size, int32_t* found,
                        const T* mapped, int32_t head_dim)
         : tiles_(tiles),
           pages_(pages),
@@ -49,7 +49,7 @@ class KeyRows {
         for (int i = 0; i < Copy::kCount; ++i) {
             const int32_t key = tiles_.start(tile) + row_ + i * Copy::kRowsAtOnce;
             const bool needed = tiles_.needed(key);
-            ptx::cp_async_4(found_ + i * Copy::kRowsAtOnce, pages_ + (needed ? page_size_.quotient(key) : 0),
+            ptx::cp_async_4(found_ + i * Copy::kRowsAtOnce, pages_.at(needed ? page_size_.quotient(key) : 0),
                             needed);
         }
     }
@@ -113,7 +113,7 @@ class KeyRows {
     using Copy = TileCopy<T, Config, Config::kKeys>;
 
     const KeyTiles& tiles_;
-    const int32_t* const pages_;
+    const IndexArray pages_;
     const FastDivide page_size_;
     const T* const mapped_;
     const int32_t head_dim_;

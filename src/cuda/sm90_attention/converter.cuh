@@ -30,7 +30,7 @@ class KeyTileWalk {
             tiles_ = key_tiles<Config>(p_, plan_, work);
             tile_ = tiles_.count - 1;
             kv_head_ = work.first_head / p_.group_size();
-            page_ids_ = p_.page_table + work.batch * p_.page_table_stride;
+            page_ids_ = p_.page_table.from(work.batch * p_.page_table_stride);
         }
         return true;
     }
@@ -60,7 +60,7 @@ class KeyTileWalk {
     Ring<kSm90WorkSlots> work_ring_;
     PrefillKeyTiles<Config::kSplits> tiles_;
     int32_t tile_ = 0, kv_head_ = 0;
-    const int32_t* page_ids_ = nullptr;
+    IndexArray page_ids_;
 };
 
 // The keys or the values of the cache.

@@ -34,7 +34,7 @@ struct Sm90BackwardLaunch {
 // The row in workspace of a sequence's first query. Packed sequences need no prefix sum, since there is a
 // tile to spare for each sequence before.
 template <int kQueries>
-OCTAVO_HD int32_t first_workspace_row(const Sm90BackwardLaunch& plan, const int32_t* cu_seqlens_q,
+OCTAVO_HD int32_t first_workspace_row(const Sm90BackwardLaunch& plan, const IndexArray& cu_seqlens_q,
                                       int32_t batch) {
     if (!cu_seqlens_q) return batch * plan.sequence_rows;
     return (cu_seqlens_q[batch] + batch * kQueries) / kQueries * kQueries;

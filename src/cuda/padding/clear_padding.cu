@@ -1,0 +1,49 @@
+// Clears the rows of packed results that no sequence has. grid: y an array, x a part of its padding. Where
+// there is none, as in most calls, a CTA reads one number and ends.
+#include "cuda/backend.h"
+#include "cuda/launch.cuh"
+#include "cuda/ptx/grid_dependency.h"
+#include "params/padding.h"
+
+namespace octavo::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kCtas = 64;  // of an array: enough to write as fast as memory is
+
+// `Word`: as many bytes as every row allows at a time.
+template <class Word>
+__device__ void clear(const PaddedArray& array, Word word) {
+    const int64_t begin = array.cu_seqlens[array.batch];
+    const int64_t words = array.head_bytes / static_cast<int32_t>(sizeof(Word));  // of a head
+    const int64_t token_words = words * array.num_heads, end = (array.total - begin) * token_words;
+    for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end; i += kCtas * kThreads) {
+        const int64_t token = i / token_words, in_token = i - token * token_words, head = in_token / words;
+        char* const row =
+            static_cast<char*>(array.data) + (begin + token) * array.token_stride + head * array.head_stride;
+        reinterpret_cast<Word*>(row)[in_token - head * words] = word;
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) clear_padding_kernel(const __grid_constant__ Padding padding) {
+    // The next kernel is let go by the end of this one: its CTAs would pile up around these.
+    ptx::wait_for_previous_grid();
+    const PaddedArray& array = padding.arrays[blockIdx.y];
+    const uint32_t word = array.word;
+    const int64_t bits =
+        reinterpret_cast<intptr_t>(array.data) | array.token_stride | array.head_stride | array.head_bytes;
+    if (bits % 16 == 0) return clear(array, make_uint4(word, word, word, word));
+    if (bits % 4 == 0) return clear(array, word);
+    clear(array, static_cast<uint16_t>(word));
+}
+
+}  // namespace
+
+void clear_padding(const Padding& padding, int32_t device, void* stream) {
+    if (padding.count == 0) return;
+    const DeviceGuard guard(device);
+    const LaunchShape shape{dim3(kCtas, padding.count), kThreads, true};
+    launch<clear_padding_kernel>("clear_padding", device, static_cast<cudaStream_t>(stream), shape, padding);
+}
+
+}  // namespace octavo::cuda
