@@ -68,17 +68,17 @@ typedef struct octavo_attention_args {
     size_t struct_size; /* set by octavo_attention_args_init */
     octavo_tensor q, k, v, out;
     octavo_tensor lse, cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes; /* optional */
-    octavo_tensor softmax_phi_array;                                          /* instead of softmax_phi */
-    int64_t max_seqlen_q, max_seqlen_k;                                       /* default: -1, chosen */
-    double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
-    double softcap;                    /* default: 0, none */
-    int64_t window_left, window_right; /* default: -1, unbounded */
-    double dropout_p;                  /* default: 0, none */
-    int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
-    int64_t dropout_offset;            /* default: 0 */
-    double softmax_phi;                /* default: NaN, none */
-    int32_t causal;                    /* default: 0 */
-    void* stream;                      /* cudaStream_t; default: null */
+    octavo_tensor softmax_phi_array;    /* optional: instead of softmax_phi */
+    int64_t max_seqlen_q, max_seqlen_k; /* default: -1, chosen */
+    double softmax_scale;               /* default: NaN, 1 / sqrt(head_dim) */
+    double softcap;                     /* default: 0, none */
+    int64_t window_left, window_right;  /* default: -1, unbounded */
+    double dropout_p;                   /* default: 0, none */
+    int64_t dropout_seed;               /* default: -1, none; needed if dropout_p > 0 */
+    int64_t dropout_offset;             /* default: 0 */
+    double softmax_phi;                 /* default: NaN, none */
+    int32_t causal;                     /* default: 0 */
+    void* stream;                       /* cudaStream_t; default: null */
 } octavo_attention_args;
 
 typedef struct octavo_paged_attention_args {
