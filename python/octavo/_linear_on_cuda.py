@@ -48,22 +48,43 @@ def _by_torch(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, 
     from torch.utils.dlpack import from_dlpack
 
     def own(array: Any) -> Any:
-        return array if isinstance(array, torch.Tensor) else from_dlpack(array)
+        return array if array is None or isinstance(array, torch.Tensor) else from_dlpack(array)
 
-    result = functional.linear(x, own(w), None if bias is None else own(bias))
+    w, bias, residual, result = own(w), own(bias), own(residual), own(out)
+    # The last operator writes to out, where it can: a copy would take as long as a small product.
+    rows = _rows(result) if activation is None and (bias is None or residual is None) else None
+    if rows is not None:
+        x = x.reshape(-1, x.shape[-1])
+        if bias is None and residual is None:
+            torch.mm(x, w.T, out=rows)
+        else:
+            torch.addmm(bias if residual is None else residual.reshape(rows.shape), x, w.T, out=rows)
+        return out
+    sums = functional.linear(x, w, bias)
     if activation == "silu":
-        result = functional.silu(result)
+        sums = functional.silu(sums)
     elif activation == "gelu":
-        result = functional.gelu(result)
+        sums = functional.gelu(sums)
     elif activation == "silu_gate":
-        gate, up = result.chunk(2, dim=-1)
-        result = functional.silu(gate) * up
+        gate, up = sums.chunk(2, dim=-1)
+        sums = torch.mul(functional.silu(gate), up, out=result if residual is None else None)
     if residual is not None:
-        result = result + own(residual)
+        sums = torch.add(sums, residual, out=result)
     if out is None:
-        return result
-    own(out).copy_(result)
+        return sums
+    if sums is not result:
+        result.copy_(sums)
     return out
+
+
+def _rows(array: Any) -> Any:
+    """The same memory as [rows, columns]; None where there is none, or no strides express that."""
+    if array is None:
+        return None
+    try:
+        return array.view(-1, array.shape[-1])
+    except RuntimeError:
+        return None
 
 
 def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any = None) -> Any:

@@ -276,6 +276,30 @@ def test_what_libraries_compute_on_a_gpu(library: str, activation: str | None) -
             _linear_on_cuda.linear(x, w, bias, activation, residual, None, 1)
 
 
+@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_torch_writes_to_out(
+    activation: str | None, has_residual: bool, has_bias: bool, is_strided: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    problem = Problem.drawn(
+        "float32", (3, 4), 20, 50, activation, has_bias=has_bias, has_residual=has_residual
+    )
+    arrays = (problem.x, problem.w, problem.bias, problem.residual)
+    x, w, bias, residual = (
+        None if values is None else torch.from_numpy(problem.numpy(values)) for values in arrays
+    )
+    shape = (3, 4, 20)
+    out = torch.full((4, 3, 20), torch.nan).transpose(0, 1) if is_strided else torch.full(shape, torch.nan)
+    assert _linear_on_cuda.by_torch(x, w, bias, activation, residual, out) is out
+    problem.check(out.double().numpy())
+    if has_residual:  # which may be out itself
+        assert _linear_on_cuda.by_torch(x, w, bias, activation, residual, residual) is residual
+        np.testing.assert_array_equal(residual, out)
+
+
 def test_autocast_changes_no_dtype() -> None:
     torch = pytest.importorskip("torch")
     x, w = torch.ones(3, 8), torch.ones(5, 8)

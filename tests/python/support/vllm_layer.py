@@ -121,7 +121,7 @@ class Layer:
             new = [x[rows].double().cpu() for x in (self.key, self.value)]
             if self.kv_cache_dtype in FP8:
                 code = FP8[self.kv_cache_dtype]
-                new = [(x.float() / s).to(code).double() * s for x, s in zip(new, SCALES, strict=True)]
+                new = [(x.float() * (1 / s)).to(code).double() * s for x, s in zip(new, SCALES, strict=True)]
             before = self.length(sequence)
             self.stored[sequence] = tuple(
                 np.concatenate([old, x.numpy()]) for old, x in zip(self.stored[sequence], new, strict=True)
