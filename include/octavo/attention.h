@@ -47,7 +47,8 @@ struct AttentionArgs {
     // Attention sinks (Xiao et al. 2023, arXiv:2309.17453), learned as in gpt-oss (OpenAI 2025,
     // arXiv:2508.10925): float32 [num_q_heads], a logit for each head that joins the sum of exponentials of
     // each of its queries and weighs no value. It is not scaled, capped or masked, and the LSE includes it: a
-    // query that sees no key has output 0 and LSE sinks[head]. -inf is none; of NaN and inf come NaNs.
+    // query that sees no key has output 0 and LSE sinks[head]. -inf is none; NaN and inf spoil the results of
+    // their head.
     std::optional<TensorView> sinks;
     // The unified maximum of FlashDecoding++ (Hong et al. 2024, arXiv:2311.01282), in units of scaled scores,
     // after softcap and biases: finite, of all heads, or float32 [num_q_heads]. Where the maximum of a row

@@ -97,7 +97,8 @@ def attention(
         sinks: float32 [num_q_heads]: attention sinks, as gpt-oss (OpenAI 2025, arXiv:2508.10925) learns them
             (StreamingLLM, Xiao et al. 2024, arXiv:2309.17453). The number of a head joins the sum of
             exponentials of each of its queries and weighs no value; it is neither scaled, capped nor masked.
-            The log-sum-exp includes it. -inf is none; of NaN and inf come NaNs. Default: none.
+            The log-sum-exp includes it. -inf is none; NaN and inf spoil the results of their head. Default:
+            none.
         softmax_phi: a number that softmax weights are relative to in place of their row's maximum, where that
             lies near it: the unified maximum of FlashDecoding++ (Hong et al. 2024, arXiv:2311.01282). Any
             other row keeps its own, by itself, so that the result is the same, but for rounding. In units of

@@ -18,7 +18,8 @@ as JAX's own error with Octavo's message. Nothing is written then, but what was 
 
 Over several devices, use ``jax.shard_map`` (before JAX 0.6 with ``check_rep=False``): left to itself, XLA
 gathers whole arrays around a function that it does not know. ``jax.vmap`` maps the arrays into the axes that
-the operators have; with dropout it calls them one by one, since the results are those of single calls.
+the operators have; with dropout it calls them one by one, since the results are those of single calls, and
+so it does for mapped sinks and for gradients of sinks.
 ``attention`` is differentiable in reverse mode (``jax.grad``), and once; ``attention_backward`` computes its
 gradients. All other derivatives raise TypeError. There is no copy between two caches.
 """

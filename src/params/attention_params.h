@@ -17,9 +17,8 @@ namespace octavo {
 constexpr int32_t kMaxHeadDim = 256;
 
 struct AttentionParams {
-    const char* op;  // "attention" or "paged_attention", for messages
-    DType dtype;     // of q and out
-    DType k_dtype;   // of k, and of v: that of q, or of codes, which only pages hold
+    DType dtype;    // of q and out
+    DType k_dtype;  // of k, and of v: that of q, or of codes, which only pages hold
     DType v_dtype;
     Device device;
 
@@ -67,12 +66,13 @@ struct AttentionParams {
     int32_t has_head_numbers;           // alibi_slopes or softmax_phi_of_heads
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
-    Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
     bool batch_invariant;               // by the sequence alone; without splits always so
     CacheScales k_scales, v_scales;     // beside softmax_scale and out_scale
-    // The unified maximum, in units of scores. Last, since most calls have none: see prefetch_params.
+    // What decoding has never or rarely comes last: see prefetch_params.
     const float* softmax_phi_of_heads;  // [num_q_heads]; null: softmax_phi for all
-    float softmax_phi;
+    float softmax_phi;                  // the unified maximum, in units of scores
+    Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
+    const char* op;                     // "attention" or "paged_attention", for messages
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }

@@ -1,6 +1,7 @@
 // The execution of the plans of attention_backward.
 #pragma once
 
+#include "cuda/attention_backward/sink_terms.h"
 #include "cuda/sm80_backward/plan.h"
 #include "cuda/sm90_backward/plan.h"
 #include "params/attention_backward_params.h"
@@ -12,5 +13,9 @@ namespace octavo::cuda {
 // On the current device, that of the parameters.
 void run(const AttentionBackwardParams& params, const Sm80BackwardPlan& plan, cudaStream_t stream);
 void run(const AttentionBackwardParams& params, const Sm90BackwardPlan& plan, cudaStream_t stream);
+
+// The gradients of sinks, right behind the kernel that leaves what they are the sums of.
+void launch_sink_gradients(const AttentionBackwardParams& params, const SinkTerms& sinks,
+                           cudaStream_t stream);
 
 }  // namespace octavo::cuda

@@ -1,6 +1,7 @@
 // The instances of one row of kSm80BackwardTiles, launched.
 #pragma once
 
+#include "cuda/attention_backward/run.h"
 #include "cuda/attention_backward/slope_gradients.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/sm80_backward/key_gradients.cuh"

@@ -3,7 +3,7 @@
 
 #include "common/online_softmax.h"
 #include "common/score.h"
-#include "cuda/attention_backward/sink_gradients.cuh"
+#include "cuda/attention_backward/sink_terms.h"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/rows.cuh"
 #include "cuda/sm80_backward/parameters.h"

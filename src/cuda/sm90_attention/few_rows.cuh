@@ -94,10 +94,10 @@ class PrefillFewRows {
 #pragma unroll
             for (int other = 0; other < kWarps; ++other)
                 all.sum += parts[other].sum * ptx::exp2_approx(parts[other].max - max);
-            float factor = out_scale_ * ptx::exp2_approx(softmax_.max[r][i] - max);
+            float own = ptx::exp2_approx(softmax_.max[r][i] - max);
             if (OCTAVO_RARE(p_.sinks != nullptr))
-                factor *= all.add_sink(p_.sinks[work_.first_head + row % plan_.heads] * kLog2e);
-            factor *= all.inverse_sum();
+                own *= all.add_sink(p_.sinks[work_.first_head + row % plan_.heads] * kLog2e);
+            const float factor = all.inverse_sum() * out_scale_ * own;
             softmax_.for_each_out_of(r, i, [&](float& out, int) { out *= factor; });
             if (p_.lse && lane() / 4 == 0 && warp_ == 0) store_lse(row, all);
         });

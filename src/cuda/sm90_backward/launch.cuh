@@ -1,6 +1,7 @@
 // The instances of one row of kSm90BackwardTiles, launched.
 #pragma once
 
+#include "cuda/attention_backward/run.h"
 #include "cuda/attention_backward/slope_gradients.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/sm90_backward/convert.cuh"
