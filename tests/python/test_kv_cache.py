@@ -216,8 +216,8 @@ def test_a_step_is_over_when_the_next_one_begins() -> None:
 
 def test_layers_with_a_window_have_pages_of_their_own() -> None:
     cache = make_cache(num_pages=1000, windows=[7, None], max_tokens=16)
-    # Of each of four sequences the window, which begins and ends inside of a page, and 16 tokens twice.
-    assert [layer.k_pages.shape[0] for layer in cache.layers] == [4 * 4 + 2 * 4, 1000]
+    # Of each of four sequences the window, which begins and ends inside of a page, and 16 tokens.
+    assert [layer.k_pages.shape[0] for layer in cache.layers] == [4 * 4 + 4, 1000]
     seqs = [cache.create() for _ in range(4)]
     for _ in range(40):
         cache.step(seqs, 4)
@@ -242,7 +242,7 @@ def test_memory_is_used_up_to_a_page() -> None:
     assert make_cache(memory=11 * page_bytes - 1).num_pages == 10
     cache = make_cache(memory=200 * page_bytes, windows=[3, None], max_tokens=4)
     window_pages = cache.layers[0].k_pages.shape[0]
-    assert window_pages == 4 * 3 + 2
+    assert window_pages == 4 * 3 + 1
     assert cache.num_pages == 2 * 200 - window_pages
     for cache in (make_cache(), make_cache(dtype="int4")):
         held = sum(x.nbytes for layer in cache.layers for x in layer.arrays.values())
@@ -360,8 +360,8 @@ def test_what_is_refused(name: str) -> None:
 def test_numbers_of_tokens_may_be_iterators() -> None:
     cache = make_cache(windows=[None, 3])
     seqs = [cache.create(), cache.create()]
-    assert cache.fits(iter(seqs), iter([60, 68]))
-    assert not cache.fits(iter(seqs), (n for n in [60, 69]))
+    assert cache.fits(iter(seqs), iter([24, 40]))
+    assert not cache.fits(iter(seqs), (n for n in [24, 101]))
     assert cache.needed(seqs, map(int, "59")) == 5
     step = cache.step(seqs, (n for n in [5, 9]))
     assert (step.num_tokens, step.max_seqlen_q) == (14, 9)
