@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import octavo
+from octavo._kv_memory import free_host_bytes
 from support import oracle
 from support.libraries import ArrayLibrary, get_library
 
@@ -250,10 +252,22 @@ def test_memory_is_used_up_to_a_page() -> None:
 
 
 def test_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr("octavo._kv_memory.free_host_bytes", lambda: 1000 * 4096)
     cache = make_cache(memory_fraction=0.5)
     assert cache.num_pages == 500 * 4096 // (cache.bytes_per_token * cache.page_size)
+
+
+def test_free_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the page cache would give back, where the system says so."""
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}.__getitem__)
+    meminfo = tmp_path / "meminfo"
+    assert free_host_bytes(meminfo) == 10 * 4096
+    meminfo.write_text(
+        "MemTotal: 4000 kB\nMemFree: 40 kB\nMemAvailable: 3000 kB\nCached: 2960 kB\n"
+    )
+    assert free_host_bytes(meminfo) == 3000 * 1024
+    meminfo.write_text("MemTotal:       4000 kB\n")  # before Linux 3.14
+    assert free_host_bytes(meminfo) == 10 * 4096
 
 
 def test_defaults_follow_like(on_cpu: ArrayLibrary) -> None:

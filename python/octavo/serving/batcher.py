@@ -104,17 +104,15 @@ class Batcher:
                 groups.remove(group)
                 self._release(group)
 
-    def _release(self, group: Group) -> None:
+    def _release(self, group: Group, *gone: type[InvalidSequence]) -> None:
         while group.handles:
-            self.cache.free(group.handles.pop())
+            with contextlib.suppress(*gone):
+                self.cache.free(group.handles.pop())
         group.host_pages = []
 
     def _forget(self, group: Group) -> None:
         """Release a group whose transfer failed: the cache has freed its sequences, if it had begun."""
-        while group.handles:
-            with contextlib.suppress(InvalidSequence):
-                self.cache.free(group.handles.pop())
-        group.host_pages = []
+        self._release(group, InvalidSequence)
 
     # Counting
 
