@@ -262,9 +262,7 @@ def test_free_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}.__getitem__)
     meminfo = tmp_path / "meminfo"
     assert free_host_bytes(meminfo) == 10 * 4096
-    meminfo.write_text(
-        "MemTotal: 4000 kB\nMemFree: 40 kB\nMemAvailable: 3000 kB\nCached: 2960 kB\n"
-    )
+    meminfo.write_text("MemTotal: 4000 kB\nMemFree: 40 kB\nMemAvailable: 3000 kB\nCached: 2960 kB\n")
     assert free_host_bytes(meminfo) == 3000 * 1024
     meminfo.write_text("MemTotal:       4000 kB\n")  # before Linux 3.14
     assert free_host_bytes(meminfo) == 10 * 4096
