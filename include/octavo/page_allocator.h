@@ -180,8 +180,9 @@ class PageAllocator {
     bool try_extend(Sequence sequence, int64_t n);
 
     // The free pages that step() or extend() would take for num_new_tokens[i] more tokens (null: one) of
-    // sequences[i], those of copy-on-write included. A step fits if they are at most num_free_pages() in
-    // every group. What it returns (pages behind a window, pages that the cache has already) does not count.
+    // sequences[i], those of copy-on-write included, less those behind windows, which are returned before
+    // others are taken; at least 0. A step fits if they are at most num_free_pages() in every group. Pages
+    // that the cache has already, and that are returned for that, do not count.
     int64_t needed(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count,
                    int64_t group = 0) const;
 
@@ -193,8 +194,8 @@ class PageAllocator {
     //
     // `tokens` are the new tokens, packed, for the prefix cache; their keys and values are to be in the pages
     // before the next step() or free(). A full page whose tokens are all known is stored in the cache at the
-    // next call that could find or lose it; if the cache has the same page already, the sequence takes that
-    // one and gives its own back.
+    // next call that could find or lose it, but not by one that only looks (cache_stats, take_events); if the
+    // cache has the same page already, the sequence takes that one and gives its own back.
     void step(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count, StepArrays& arrays,
               const int32_t* tokens = nullptr);
 

@@ -38,13 +38,13 @@ def group_layers(num_layers: int, windows: Sequence[int | None] | None) -> list[
 def most_pages_of_window(window_left: int, page_size: int, max_batch: int, max_tokens: int) -> int | None:
     """What max_batch sequences need at most in layers with that window, all in every step; None without one.
 
-    A sequence holds the window before its newest tokens, and these; when it grows, pages are returned only
-    after the new ones are taken. So the new tokens of two steps count. All that begins and ends anywhere in a
-    page, which makes two pages more for each sequence.
+    A sequence holds the window before its newest tokens, and these: when it grows, pages behind the window
+    are returned before new ones are taken. All that begins and ends anywhere in a page, which makes two pages
+    more for each sequence.
     """
     if window_left < 0:
         return None
-    return max_batch * (-(-window_left // page_size) + 2) + 2 * -(-max_tokens // page_size)
+    return max_batch * (-(-window_left // page_size) + 2) + -(-max_tokens // page_size)
 
 
 def pages_within(memory: int, page_bytes: Sequence[int], most: Sequence[int | None]) -> int:

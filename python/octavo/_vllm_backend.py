@@ -276,12 +276,8 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
         batch = attn_metadata
         if self._window_left >= 0 and not (batch.causal and batch.prefix_lens is None):
             raise NotImplementedError("octavo.vllm: non-causal attention with a sliding window not supported")
-        num_tokens = batch.num_actual_tokens
-        out = output
-        if len(query) != num_tokens:
-            query, out = query[:num_tokens], output[:num_tokens]
         k_pages, v_pages = kv_cache.transpose(1, 2).chunk(2, -1)
-        paged_attention(
+        paged_attention(  # which leaves rows past query_start_loc[-1] alone
             query,
             k_pages,
             v_pages,
@@ -298,7 +294,7 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             prefix_lens=batch.prefix_lens,
             batch_invariant=self._batch_invariant,
             shared_prefix_len=batch.common_prefix_len if self._may_share_prefix else 0,
-            out=out,
+            out=output,
             **self._codes(layer),
         )
         return output

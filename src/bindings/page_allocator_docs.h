@@ -74,6 +74,10 @@ Raises:
 constexpr const char* kTakeEventsDoc =
     R"(Hands over what has been stored in the prefix cache and evicted since the last call, oldest first.
 
+Stores nothing itself, so that it may be called while a step is computed: the pages that the last step filled
+are among the events once another step has begun (of no sequences, if need be), or a call that could find or
+lose them has come.
+
 Returns:
     events: a list of dicts of
         kind: "stored" or "evicted".
@@ -147,8 +151,9 @@ constexpr const char* kNeededDoc =
     R"(The free pages that a step would take, those of copy-on-write included.
 
 step() and extend() succeed if this is at most num_free_pages, and raise octavo.OutOfPages otherwise; with several
-groups, if it is so in each of them (stats(group)["num_free_pages"]). What they return does not count: pages that
-a window has left behind, and pages that the prefix cache turns out to have already.
+groups, if it is so in each of them (stats(group)["num_free_pages"]). Less what a window has left behind, which is
+returned before other pages are taken, but at least 0. Pages that the prefix cache turns out to have already do not
+count.
 
 Args:
     seqs: handles; none may come twice.
@@ -380,7 +385,7 @@ constexpr const char* kCacheStatsDoc = R"(Counts of the prefix cache.
 
 Returns:
     A dict of
-    num_stored_pages: that create(tokens) finds.
+    num_stored_pages: that create(tokens) finds; without those that the last step filled, which may be under way.
     num_idle_pages: of these, held by nobody: they count as free, and are found until they are evicted.
     num_evicted_pages: so far.
     num_queried_tokens, num_hit_tokens: asked of create(tokens) so far, and found.

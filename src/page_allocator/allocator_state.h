@@ -30,6 +30,7 @@ struct PageAllocator::State {
     // What growing some sequences takes of one group.
     struct GroupPlan {
         int64_t num_free;     // pages left when those that fit have got theirs
+        int64_t num_behind;   // of those, what windows return first
         int64_t num_missing;  // pages that those that do not fit need
         int64_t num_copies;
         int64_t max_pages;  // of the longest, grown
@@ -45,6 +46,11 @@ struct PageAllocator::State {
     // gets its pages, so that a plan's num_free may fall below zero, and nothing can be committed.
     void plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count,
               bool is_question = false);
+    // Of planned sequence i, what lies behind the group's window when it grows.
+    PageLists::Behind pages_behind(size_t group, size_t i, const int32_t* n) const;
+    // How many pages all of these free. From then on pages that others hold too have a holder less, until the
+    // plan is made: left_pages. Needs room there, in last_holders and in dropped_copies.
+    int64_t plan_returns(size_t group, const int32_t* n) noexcept;
     // What was planned last, when all fit. `tokens` [sum of n] or null: for the prefix cache.
     void commit(const int32_t* n, const int32_t* tokens) noexcept;
 
@@ -83,7 +89,8 @@ struct PageAllocator::State {
     void append_tokens(size_t index, int32_t num_new, const int32_t* tokens) noexcept;
     // Stores the full pages whose tokens are known; returns whether these are all. Done when the next call
     // could find or lose them, not when the tokens come: by then their keys and values are in the caller's
-    // arrays, and the page may be exchanged for an equal one.
+    // arrays, and the page may be exchanged for an equal one. Calls that only look store nothing, since they
+    // may come while a step is computed, which may yet fail.
     bool store_pages(size_t index) noexcept;
     void store_beside(size_t g, size_t index, int32_t position) noexcept;
     void wait_to_store(size_t index) noexcept;
@@ -128,8 +135,9 @@ struct PageAllocator::State {
         size_t group, entry, num_pages;
     };
     std::vector<NewPages> growing;  // entries that will hold more pages
-    // (group, page) that a sequence leaves by copy-on-write.
+    // (group, page) that a sequence leaves by copy-on-write, or behind its window though others hold it.
     std::vector<std::pair<size_t, int32_t>> left_pages;
+    std::vector<int32_t> last_holders, dropped_copies;  // of plan_returns
 };
 
 }  // namespace octavo

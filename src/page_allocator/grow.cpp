@@ -18,7 +18,6 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     planned.reserve(static_cast<size_t>(count));
     unfit.reserve(static_cast<size_t>(count));
     growing.reserve(static_cast<size_t>(count) * num_groups);
-    left_pages.reserve(static_cast<size_t>(count) * num_groups);
 
     for (int64_t i = 0; i < count; ++i) {
         SequenceEntry& entry = find_on_device(call, handles[i]);
@@ -36,7 +35,20 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
         planned.push_back(sequences.index_of(entry));
     }
 
-    for (size_t g = 0; g < num_groups; ++g) plans[g] = {groups[g].pool.num_free(), 0, 0, 0};
+    size_t num_returns = 0;
+    for (size_t g = 0; g < num_groups; ++g) {
+        for (size_t i = 0; i < planned.size(); ++i) {
+            const PageLists::Behind behind = pages_behind(g, i, n);
+            num_returns += behind.end - behind.begin;
+        }
+    }
+    left_pages.reserve(static_cast<size_t>(count) * num_groups + num_returns);
+    last_holders.reserve(num_returns);
+    dropped_copies.reserve(num_returns);
+    for (size_t g = 0; g < num_groups; ++g) {
+        const int64_t num_behind = num_returns > 0 ? plan_returns(g, n) : 0;
+        plans[g] = {groups[g].pool.num_free() + num_behind, num_behind, 0, 0, 0};
+    }
     for (int64_t i = 0; i < count; ++i) {
         const size_t index = planned[i];
         const int32_t length = sequences.entries()[index].length;
@@ -73,8 +85,53 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     for (size_t g = 0; g < num_groups; ++g) groups[g].pool.reserve_copies(plans[g].num_copies);
 }
 
+PageLists::Behind PageAllocator::State::pages_behind(size_t group, size_t i, const int32_t* n) const {
+    const PageLists& lists = groups[group];
+    const int32_t length = sequences.entries()[planned[i]].length;
+    return lists.behind(planned[i], length, lists.plan(planned[i], length, n ? n[i] : 1).num_new_pages);
+}
+
+int64_t PageAllocator::State::plan_returns(size_t group, const int32_t* n) noexcept {
+    PageLists& lists = groups[group];
+    PagePool& pool = lists.pool;
+    int64_t num_freed = 0;
+    last_holders.clear();
+    dropped_copies.clear();
+    for (size_t i = 0; i < planned.size(); ++i) {
+        const PageLists::Behind behind = pages_behind(group, i, n);
+        for (size_t position = behind.begin; position < behind.end; ++position) {
+            const int32_t page = lists[planned[i]].pages[position];
+            if (pool.is_shared(page)) {
+                pool.leave(page);
+                left_pages.emplace_back(group, page);
+            } else if (pool.num_readers(page) > 0) {
+                last_holders.push_back(page);
+            } else {
+                ++num_freed;
+                if (const int32_t source = pool.source_of(page); source >= 0)
+                    dropped_copies.push_back(source);
+            }
+        }
+    }
+    // A page that nobody holds any more is free when the last pending copy that reads it is dropped.
+    std::sort(dropped_copies.begin(), dropped_copies.end());
+    for (size_t i = 0, end = 0; i < dropped_copies.size(); i = end) {
+        const int32_t source = dropped_copies[i];
+        while (end < dropped_copies.size() && dropped_copies[end] == source) ++end;
+        const bool is_held =
+            pool.num_holders(source) > 0 &&
+            std::find(last_holders.begin(), last_holders.end(), source) == last_holders.end();
+        num_freed += !is_held && pool.num_readers(source) == static_cast<int32_t>(end - i);
+    }
+    return num_freed;
+}
+
 void PageAllocator::State::commit(const int32_t* n, const int32_t* tokens) noexcept {
     if (cache) store_waiting();
+    // First of all, as others may take these pages. Queries see from the first new token's window on.
+    for (size_t g = 0; g < groups.size(); ++g) {
+        for (size_t i = 0; i < planned.size(); ++i) groups[g].return_pages(planned[i], pages_behind(g, i, n));
+    }
     for (size_t i = 0; i < planned.size(); ++i) {
         const size_t index = planned[i];
         SequenceEntry& entry = sequences[index];
@@ -92,8 +149,6 @@ void PageAllocator::State::commit(const int32_t* n, const int32_t* tokens) noexc
             append_tokens(index, num_new, tokens);
             tokens += num_new;
         }
-        // Their queries see from the first new token's window on.
-        for (PageLists& lists : groups) lists.return_behind(index, entry.length);
         entry.length += num_new;
     }
 }
@@ -120,9 +175,10 @@ void PageAllocator::extend(Sequence sequence, int64_t n) {
         const PageLists& lists = state_->groups[g];
         const PageLists::Growth growth =
             lists.plan(state_->sequences.index_of(entry), entry.length, static_cast<int32_t>(n));
-        if (growth.num_pages() <= lists.pool.num_free()) continue;
+        const int64_t num_free = lists.pool.num_free() + state_->plans[g].num_behind;
+        if (growth.num_pages() <= num_free) continue;
         fail<OutOfPages>("extend", "needs ", growth.num_pages(), " pages (", growth.num_new_pages, " new, ",
-                         int{growth.copies_tail}, " copy-on-write), ", lists.pool.num_free(), " free",
+                         int{growth.copies_tail}, " copy-on-write), ", num_free, " free",
                          state_->in_group(g));
     }
 }
@@ -139,7 +195,7 @@ int64_t PageAllocator::needed(const Sequence* sequences, const int32_t* num_new_
     const int64_t num_free = state_->group_at(call, group).pool.num_free();
     check_not_negative(call, "count", count);
     state_->plan(call, sequences, num_new_tokens, count, true);
-    return num_free - state_->plans[group].num_free;
+    return std::max<int64_t>(num_free - state_->plans[group].num_free, 0);
 }
 
 void PageAllocator::State::throw_unfit(const char* call, int64_t count) const {
@@ -150,7 +206,8 @@ void PageAllocator::State::throw_unfit(const char* call, int64_t count) const {
     text << (unfit.size() > kMaxListed ? ", ...]" : "]");
     for (size_t g = 0; g < groups.size(); ++g) {
         text << (g > 0 ? "; they need " : " need ") << plans[g].num_missing << " pages, " << plans[g].num_free
-             << " of " << groups[g].pool.num_free() << " free ones are left" << in_group(g);
+             << " of " << groups[g].pool.num_free() + plans[g].num_behind << " free ones are left"
+             << in_group(g);
     }
     throw OutOfPages(text.str(), unfit);
 }

@@ -69,10 +69,18 @@ class PageLists {
         if (window_left_ < 0 || length <= window_left_ || num_pages == 0) return 0;
         return std::min(static_cast<size_t>((length - window_left_) / page_size_), num_pages - 1);
     }
-    // Returns those.
-    void return_behind(size_t index, int32_t length) noexcept {
-        const size_t num_behind = this->num_behind(length, lists_[index].pages.size());
-        if (num_behind > static_cast<size_t>(lists_[index].num_returned)) return_before(index, num_behind);
+    // Of a sequence that will grow from this length by so many pages: those that are returned before.
+    struct Behind {
+        size_t begin, end;
+    };
+    Behind behind(size_t index, int32_t length, int32_t num_new_pages) const {
+        const PageList& list = lists_[index];
+        const auto begin = static_cast<size_t>(list.num_returned);
+        const size_t num_grown = list.pages.size() + static_cast<size_t>(num_new_pages);
+        return {begin, std::max(begin, num_behind(length, num_grown))};
+    }
+    void return_pages(size_t index, Behind behind) noexcept {
+        if (behind.begin < behind.end) return_before(index, behind.end);
     }
     // The lengths from which a sequence can go on, with the pages that it still has: 0, and from this one.
     int64_t min_length(size_t index) const {

@@ -34,6 +34,12 @@ class PagePool {
     // Of a page that somebody holds: another sequence does too, or may find it in the cache.
     bool must_copy(int32_t page) const { return pages_[page].holders > 1; }
     bool has_pending_copy(int32_t page) const { return pages_[page].link != 0; }
+    // How many pending copies read the page and transfers reserve it.
+    int32_t num_readers(int32_t page) const { return pages_[page].link > 0 ? pages_[page].link : 0; }
+    // What the pending copy reads that will write the page; -1 if there is none.
+    int32_t source_of(int32_t page) const {
+        return pages_[page].link < 0 ? pending_copies_[~pages_[page].link].from : kNone;
+    }
 
     void store(int32_t page) noexcept {
         pages_[page].holders |= kStored;

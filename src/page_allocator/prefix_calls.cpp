@@ -209,7 +209,6 @@ int64_t PageAllocator::num_cached_tokens(const int32_t* tokens, int64_t count,
 std::vector<CacheEvent> PageAllocator::take_events(int64_t* num_lost) {
     std::lock_guard lock(state_->mutex);
     PrefixCache& prefixes = state_->cache_for("take_events");
-    state_->store_waiting();
     int64_t lost = 0;
     std::vector<CacheEvent> events = prefixes.take_events(&lost);
     if (num_lost) *num_lost = lost;
@@ -219,7 +218,6 @@ std::vector<CacheEvent> PageAllocator::take_events(int64_t* num_lost) {
 PrefixCacheStats PageAllocator::cache_stats() const {
     std::lock_guard lock(state_->mutex);
     const PrefixCache& prefixes = state_->cache_for("cache_stats");
-    state_->store_waiting();
     return {prefixes.num_stored(), prefixes.num_idle(), prefixes.num_evicted(), state_->num_queried_tokens,
             state_->num_hit_tokens};
 }

@@ -10,7 +10,7 @@
 namespace octavo {
 
 // Numbers that lie one behind the other. Those of int64 are read as int32 too: their lower half, which comes
-// first in memory. The stride is a parameter in either case, so that this costs a kernel no instruction.
+// first in memory. The stride is a parameter in either case, so that one instance of a kernel reads both.
 struct IndexArray {
     const int32_t* data = nullptr;
     int32_t stride_bytes = sizeof(int32_t);

@@ -87,9 +87,52 @@ TEST(PageGroups, AllOfThemOrNone) {
               "stats: group (2) must be one of the 2 groups");
 }
 
+TEST(PageGroups, AStepReturnsBeforeItTakes) {
+    PageAllocator allocator({{16, 4}, {3, 4, 4}});
+    Sequence a = allocator.create();
+    allocator.extend(a, 12);
+    EXPECT_EQ(allocator.num_free_pages(1), 0);
+    int32_t n = 9;
+    EXPECT_EQ(allocator.needed(&a, &n, 1, 1), 1);  // three new ones for two behind the window of token 12
+    EXPECT_EQ(message_of<OutOfPages>([&] { allocator.extend(a, 9); }),
+              "extend: needs 3 pages (3 new, 0 copy-on-write), 2 free in group 1");
+    EXPECT_EQ(allocator.pages(a, 1), Pages({0, 1, 2}));
+    n = 5;
+    EXPECT_EQ(allocator.needed(&a, &n, 1, 1), 0);
+    EXPECT_EQ(allocator.needed(&a, &n, 1, 0), 2);
+    allocator.extend(a, 5);
+    EXPECT_EQ(allocator.pages(a, 1), Pages({-1, -1, 2, 0, 1}));
+    allocator.check_invariants();
+
+    // What two hold is free when both have returned it; one alone finds too little.
+    PageAllocator shared({{16, 4}, {4, 4, 4}});
+    Sequence b = shared.create();
+    shared.extend(b, 12);
+    const std::vector<Sequence> both = {b, shared.fork(b)[0]};
+    Pages tables[2] = {Pages(2 * 8), Pages(2 * 8)}, seq_lens(2);
+    StepArrays arrays(2, {{tables[0].data(), 8, 8}, {tables[1].data(), 8, 8}}, seq_lens.data());
+    const int32_t counts[] = {4, 8};
+    EXPECT_EQ(shared.needed(both.data(), counts, 1, 1), 1);
+    EXPECT_EQ(shared.needed(&both[1], &counts[1], 1, 1), 2);
+    EXPECT_FALSE(shared.try_extend(both[1], 8));
+    EXPECT_EQ(shared.needed(both.data(), counts, 2, 1), 1);
+    shared.step(both.data(), counts, 2, arrays);
+    EXPECT_EQ(shared.num_free_pages(1), 0);
+    shared.check_invariants();
+    const int32_t more[] = {20, 1};
+    EXPECT_EQ(message_of<OutOfPages>([&] { shared.step(both.data(), more, 2, arrays); }),
+              "step: 1 of 2 sequences do not fit: seqs[0] need 5 pages, 9 of 10 free ones are left in group "
+              "0; they need 5 pages, 1 of 2 free ones are left in group 1");
+}
+
 class HybridSimulation {
   public:
-    explicit HybridSimulation(uint32_t seed) : random_(seed), allocator_(kGroups) {
+    explicit HybridSimulation(uint32_t seed)
+        : random_(seed),
+          allocator_(kGroups),
+          tables_(kGroups.size(), Pages(kMaxBatch * kMaxPages)),
+          seq_lens_(kMaxBatch),
+          arrays_(kMaxBatch, table_arrays(), seq_lens_.data()) {
         for (const PageGroup& group : kGroups) {
             slots_.emplace_back(group.num_pages * group.page_size, -1);
             host_slots_.emplace_back(group.num_host_pages * group.page_size, -1);
@@ -100,8 +143,10 @@ class HybridSimulation {
         const int64_t action = below(100);
         if (sequences_.empty() || (action < 10 && sequences_.size() < 6)) {
             sequences_.push_back({allocator_.create(), {}});
-        } else if (action < 60) {
+        } else if (action < 40) {
             step();
+        } else if (action < 60) {
+            step_batch();
         } else if (action < 70) {
             ModelSequence& s = any();
             if (s.is_away) return;
@@ -133,6 +178,14 @@ class HybridSimulation {
     inline static const std::vector<PageGroup> kGroups = {
         {30, 4, -1, 20}, {40, 2, 5, 20}, {16, 8, 3, 20}, {12, 3, 0, 20}};
 
+    static constexpr int64_t kMaxBatch = 6, kMaxPages = 256;
+
+    std::vector<PageTableArrays> table_arrays() {
+        std::vector<PageTableArrays> arrays;
+        for (Pages& table : tables_) arrays.push_back({table.data(), kMaxPages, kMaxPages});
+        return arrays;
+    }
+
     struct ModelSequence {
         Sequence handle;
         std::vector<int> tokens;  // no two alike
@@ -155,14 +208,61 @@ class HybridSimulation {
         }
         ASSERT_EQ(allocator_.try_extend(s.handle, n), fits);
         if (!fits) return;
+        make_copies();
+        write(s, n);
+    }
+
+    // One call for some of the sequences. Of each group it takes what needed() says, no more and no less.
+    void step_batch() {
+        std::vector<Sequence> batch;
+        std::vector<ModelSequence*> chosen;
+        std::vector<int32_t> n;
+        for (ModelSequence& s : sequences_) {
+            if (s.is_away || below(3) == 0) continue;
+            batch.push_back(s.handle);
+            chosen.push_back(&s);
+            n.push_back(static_cast<int32_t>(below(3) ? below(2) : below(12)));
+        }
+        const auto count = static_cast<int64_t>(batch.size());
+        std::vector<int64_t> needed, num_free;
+        bool fits = true;
+        for (int64_t g = 0; g < allocator_.num_groups(); ++g) {
+            needed.push_back(allocator_.needed(batch.data(), n.data(), count, g));
+            num_free.push_back(allocator_.num_free_pages(g));
+            fits = fits && needed.back() <= num_free.back();
+        }
+        try {
+            allocator_.step(batch.data(), n.data(), count, arrays_);
+            ASSERT_TRUE(fits);
+        } catch (const OutOfPages&) {
+            ASSERT_FALSE(fits);
+            for (int64_t g = 0; g < allocator_.num_groups(); ++g)
+                ASSERT_EQ(allocator_.num_free_pages(g), num_free[g]);
+            return;
+        }
+        for (int64_t g = 0; g < allocator_.num_groups(); ++g)
+            ASSERT_EQ(needed[g], std::max<int64_t>(num_free[g] - allocator_.num_free_pages(g), 0));
+        make_copies();
+        for (size_t i = 0; i < chosen.size(); ++i) write(*chosen[i], n[i]);
+    }
+
+    void make_copies() {
+        for (size_t g = 0; g < kGroups.size(); ++g) {
+            const int64_t page_size = kGroups[g].page_size;
+            const std::vector<PageCopy> copies = allocator_.take_copies(static_cast<int64_t>(g));
+            check_copies(copies);
+            for (PageCopy copy : copies)
+                std::copy_n(&slots_[g][copy.from * page_size], page_size, &slots_[g][copy.to * page_size]);
+        }
+    }
+
+    // The sequence has grown by n tokens: writes them, and looks at all that their queries see.
+    void write(ModelSequence& s, int64_t n) {
         const auto length = static_cast<int64_t>(s.tokens.size());
         for (int64_t i = 0; i < n; ++i) s.tokens.push_back(next_token_++);
         for (size_t g = 0; g < kGroups.size(); ++g) {
             const int64_t page_size = kGroups[g].page_size;
             const auto group = static_cast<int64_t>(g);
-            for (PageCopy copy : allocator_.take_copies(group)) {
-                std::copy_n(&slots_[g][copy.from * page_size], page_size, &slots_[g][copy.to * page_size]);
-            }
             const Pages pages = allocator_.pages(s.handle, group);
             Pages row(pages.size()), seq_lens(1);
             allocator_.write_page_table(&s.handle, 1, row.data(), static_cast<int64_t>(row.size()),
@@ -208,6 +308,9 @@ class HybridSimulation {
 
     std::mt19937_64 random_;
     PageAllocator allocator_;
+    std::vector<Pages> tables_;
+    Pages seq_lens_;
+    StepArrays arrays_;
     std::vector<std::vector<int>> slots_, host_slots_;  // one a group
     std::vector<ModelSequence> sequences_;
     int next_token_ = 0;

@@ -198,6 +198,8 @@ TEST(PrefixCache, LogsWhatARouterNeeds) {
     twin.prompt(counting(12));
     EXPECT_EQ(twin.cached(counting(12)), 12);
     int64_t num_lost = -1;
+    EXPECT_TRUE(engine.allocator.take_events().empty());  // the step may still be computed
+    EXPECT_EQ(engine.cached({}), 0);                      // as it has been now
     std::vector<CacheEvent> events = engine.allocator.take_events(&num_lost);
     EXPECT_EQ(num_lost, 0);
     ASSERT_EQ(events.size(), 2u);
@@ -211,6 +213,27 @@ TEST(PrefixCache, LogsWhatARouterNeeds) {
     EXPECT_EQ(of_twin[0].key, events[1].key);
     EXPECT_TRUE(engine.allocator.take_events().empty());
     engine.allocator.free(a);
+}
+
+TEST(PrefixCache, WhoLooksWhileAStepIsComputedStoresNothing) {
+    PrefixCacheOptions options;
+    options.event_capacity = 8;
+    Engine engine(8, 4, options);
+    Sequence a = engine.prompt(counting(4));
+    engine.append(a, counting(5, 4));
+    for (int i = 0; i < 2; ++i) {
+        EXPECT_EQ(engine.allocator.cache_stats().num_stored_pages, 1);  // of the step before
+        EXPECT_EQ(engine.allocator.take_events().size(), i == 0 ? 1u : 0u);
+        engine.allocator.stats();
+        engine.allocator.check_invariants();
+    }
+    engine.allocator.truncate(a, 4);  // the step has failed
+    EXPECT_EQ(engine.cached(counting(9)), 4);
+    engine.append(a, counting(5, 4));
+    engine.allocator.step(nullptr, nullptr, 0, engine.arrays);  // a later step, of nothing
+    EXPECT_EQ(engine.allocator.cache_stats().num_stored_pages, 2);
+    EXPECT_EQ(engine.allocator.take_events().size(), 1u);
+    EXPECT_EQ(engine.cached(counting(9)), 8);
 }
 
 TEST(PrefixCache, TokensThatNobodyKnowsAreNotFound) {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers", reason="these are tests of its decoders")
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.serving.detokenizer import Detokenizer, byte_tokens
 
@@ -87,6 +87,50 @@ def test_the_server_streams_a_tokenizer_of_transformers_with_byte_fallback():
     tokens = [3, *of_bytes(b"\n\xf0\x9f"), 2, *of_bytes("🙂".encode()), 4]
     assert "".join(pieces(tokenizer.text_stream(), tokens)) == "Paris\ufffd\ufffd\ufffd The🙂is"
     assert pieces(tokenizer.text_stream([0, 2]), [3]) == [" Paris", ""]
+
+
+def make_byte_level():
+    """A tokenizer whose tokens are the 256 bytes, in their order, pairs of bytes, and a control token."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as themselves; others from 256 on (GPT-2)
+    others = iter(range(256, 512))
+    letters = [chr(byte if byte in plain else next(others)) for byte in range(256)]
+    assert set(letters) == set(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *map("".join, itertools.product(letters[128:], letters[128:])), "<s>"]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+BYTE_LEVEL = make_byte_level()
+CONTROL = BYTE_LEVEL.token_to_id("<s>")
+
+
+@given(
+    st.lists(st.sampled_from([CONTROL, *range(256)]) | st.integers(0, CONTROL), max_size=80),
+    st.lists(st.integers(0, CONTROL), max_size=6),
+)
+def test_bytes_of_any_kind(tokens, prompt):
+    assert "".join(pieces(Detokenizer(BYTE_LEVEL.decode), tokens)) == BYTE_LEVEL.decode(tokens)
+    texts = pieces(Detokenizer(BYTE_LEVEL.decode, prompt=prompt), tokens)
+    after, before = BYTE_LEVEL.decode([*prompt, *tokens]), BYTE_LEVEL.decode(prompt)
+    if before in ("", after[: len(before)]):
+        assert "".join(texts) == after[len(before) :]
+
+
+@pytest.mark.parametrize("tokens", [[0x80] * 3000, [0xF0, 0x9F] * 1500, [CONTROL, 0xE2, 0x82] * 1000])
+def test_broken_characters_alone_do_not_pile_up(tokens):
+    num_decoded = 0
+
+    def decode(some):
+        nonlocal num_decoded
+        num_decoded += len(some)
+        return BYTE_LEVEL.decode(some)
+
+    texts = pieces(Detokenizer(decode), tokens)
+    assert "".join(texts) == BYTE_LEVEL.decode(tokens)
+    assert num_decoded < 100 * len(tokens)
+    assert max(map(len, texts)) < 100
 
 
 @pytest.fixture(scope="module")

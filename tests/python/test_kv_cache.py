@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import octavo
+from octavo._kv_memory import free_host_bytes
 from support import oracle
 from support.libraries import ArrayLibrary, get_library
 
@@ -218,8 +220,8 @@ def test_a_step_is_over_when_the_next_one_begins() -> None:
 
 def test_layers_with_a_window_have_pages_of_their_own() -> None:
     cache = make_cache(num_pages=1000, windows=[7, None], max_tokens=16)
-    # Of each of four sequences the window, which begins and ends inside of a page, and 16 tokens twice.
-    assert [layer.k_pages.shape[0] for layer in cache.layers] == [4 * 4 + 2 * 4, 1000]
+    # Of each of four sequences the window, which begins and ends inside of a page, and 16 tokens.
+    assert [layer.k_pages.shape[0] for layer in cache.layers] == [4 * 4 + 4, 1000]
     seqs = [cache.create() for _ in range(4)]
     for _ in range(40):
         cache.step(seqs, 4)
@@ -244,7 +246,7 @@ def test_memory_is_used_up_to_a_page() -> None:
     assert make_cache(memory=11 * page_bytes - 1).num_pages == 10
     cache = make_cache(memory=200 * page_bytes, windows=[3, None], max_tokens=4)
     window_pages = cache.layers[0].k_pages.shape[0]
-    assert window_pages == 4 * 3 + 2
+    assert window_pages == 4 * 3 + 1
     assert cache.num_pages == 2 * 200 - window_pages
     for cache in (make_cache(), make_cache(dtype="int4")):
         held = sum(x.nbytes for layer in cache.layers for x in layer.arrays.values())
@@ -252,10 +254,20 @@ def test_memory_is_used_up_to_a_page() -> None:
 
 
 def test_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr("octavo._kv_memory.free_host_bytes", lambda: 1000 * 4096)
     cache = make_cache(memory_fraction=0.5)
     assert cache.num_pages == 500 * 4096 // (cache.bytes_per_token * cache.page_size)
+
+
+def test_free_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the page cache would give back, where the system says so."""
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}.__getitem__)
+    meminfo = tmp_path / "meminfo"
+    assert free_host_bytes(meminfo) == 10 * 4096
+    meminfo.write_text("MemTotal: 4000 kB\nMemFree: 40 kB\nMemAvailable: 3000 kB\nCached: 2960 kB\n")
+    assert free_host_bytes(meminfo) == 3000 * 1024
+    meminfo.write_text("MemTotal:       4000 kB\n")  # before Linux 3.14
+    assert free_host_bytes(meminfo) == 10 * 4096
 
 
 def test_defaults_follow_like(on_cpu: ArrayLibrary) -> None:
@@ -362,8 +374,8 @@ def test_what_is_refused(name: str) -> None:
 def test_numbers_of_tokens_may_be_iterators() -> None:
     cache = make_cache(windows=[None, 3])
     seqs = [cache.create(), cache.create()]
-    assert cache.fits(iter(seqs), iter([60, 68]))
-    assert not cache.fits(iter(seqs), (n for n in [60, 69]))
+    assert cache.fits(iter(seqs), iter([24, 40]))
+    assert not cache.fits(iter(seqs), (n for n in [24, 101]))
     assert cache.needed(seqs, map(int, "59")) == 5
     step = cache.step(seqs, (n for n in [5, 9]))
     assert (step.num_tokens, step.max_seqlen_q) == (14, 9)

@@ -4,6 +4,8 @@ import re
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import octavo
 
@@ -46,6 +48,41 @@ def test_a_window_returns_pages():
     assert seq_lens.tolist() == [100]
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.integers(1, 8),
+)
+def test_a_step_takes_what_it_returned(
+    steps: list[tuple[int, bool]], page_size: int, window_left: int, num_pages: int
+) -> None:
+    """It fits if the pages that its queries see do, those of its new tokens among them."""
+    alloc = octavo.PageAllocator(num_pages, page_size, window_left=window_left)
+    arrays = octavo.StepArrays(np.empty((1, 400), np.int32), np.empty(1, np.int32))
+    seq, length = alloc.create(), 0
+    for n, by_step in steps:
+        pages = -(-(length + n) // page_size)
+        behind = max(min((length - window_left) // page_size, pages - 1), 0)
+        fits = pages - behind <= num_pages
+        free = alloc.num_free_pages
+        assert (alloc.needed([seq], n) <= free) is fits
+        needed = alloc.needed([seq], n)
+        try:
+            if by_step:
+                alloc.step([seq], n, arrays)
+            else:
+                alloc.extend(seq, n)
+        except octavo.OutOfPages:
+            assert not fits and alloc.num_free_pages == free
+        else:
+            assert fits and needed == max(free - alloc.num_free_pages, 0)
+            assert alloc.num_free_pages == num_pages - (pages - behind)
+            length += n
+        assert alloc.length(seq) == length
+        alloc.check_invariants()
+
+
 @pytest.mark.parametrize("window_left", [0, 3, 6, 50])
 def test_attention_agrees_with_pages_returned_and_kept(window_left):
     rng = np.random.default_rng(0)
@@ -79,12 +116,15 @@ def test_groups():
     assert alloc.step([seq], 5, step_arrays) == (0, 0)
     both = [seq, *alloc.fork(seq)]
     assert alloc.step(both, 1, step_arrays) == step_arrays.num_copies == (1, 1)
-    assert [table[0, :3].tolist() for table in arrays] == [[0, 2, -1], [1, 1, 3]]
+    assert [table[0, :3].tolist() for table in arrays] == [
+        [0, 2, -1],
+        [1, 1, 0],
+    ]  # returned by both, and taken again
     for group in range(2):
         table, _ = alloc.page_table(both, group)
         assert (arrays[group][:, : table.shape[1]] == table).all()
         assert alloc.take_copies(group).shape == (0, 2)
-    assert alloc.pages(seq, group=1).tolist() == [-1, 1, 3]
+    assert alloc.pages(seq, group=1).tolist() == [-1, 1, 0]
     assert alloc.stats(group=1)["page_size"] == 2
     with pytest.raises(octavo.OutOfPages, match=re.escape("preempt: needs 1 host pages, 0 free in group 0")):
         alloc.preempt([seq])

@@ -3,6 +3,8 @@
 import importlib.util
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,33 @@ def folder(tmp_path_factory):
     )
     transformers.LlamaForCausalLM(config).save_pretrained(path)
     return path
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(folder):
+    import transformers
+
+    from octavo.serving.server.models import _TransformersTokenizer
+
+    tokenizer = _TransformersTokenizer(transformers.AutoTokenizer.from_pretrained(folder))
+    text = "There is no such text 1234567890. " * 10000
+    stop, times = threading.Event(), []
+
+    def count():
+        while not stop.wait(0.005):
+            times.append(time.perf_counter())
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        begin = time.perf_counter()
+        tokens = tokenizer.encode(text)
+        end = time.perf_counter()
+    finally:
+        stop.set()
+        thread.join()
+    assert tokenizer.decode(tokens) == text
+    assert end - begin > 0.05, "too short a text"
+    assert sum(begin < moment < end for moment in times) >= 3
 
 
 @pytest.fixture(scope="module")

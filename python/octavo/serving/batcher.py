@@ -104,17 +104,15 @@ class Batcher:
                 groups.remove(group)
                 self._release(group)
 
-    def _release(self, group: Group) -> None:
+    def _release(self, group: Group, *gone: type[InvalidSequence]) -> None:
         while group.handles:
-            self.cache.free(group.handles.pop())
+            with contextlib.suppress(*gone):
+                self.cache.free(group.handles.pop())
         group.host_pages = []
 
     def _forget(self, group: Group) -> None:
         """Release a group whose transfer failed: the cache has freed its sequences, if it had begun."""
-        while group.handles:
-            with contextlib.suppress(InvalidSequence):
-                self.cache.free(group.handles.pop())
-        group.host_pages = []
+        self._release(group, InvalidSequence)
 
     # Counting
 
@@ -208,7 +206,7 @@ class Batcher:
     def begin_batch(self) -> Batch | None:
         """Take pages for the next batch; None if there is nothing to run."""
         chunk = self._token_budget
-        behind_windows = any(group.window_left >= 0 for group in self.cache.page_groups)
+        has_windows = any(group.window_left >= 0 for group in self.cache.page_groups)
         while self.running:
             shares = self._plan(chunk)
             if not shares:
@@ -220,9 +218,11 @@ class Batcher:
             try:
                 step = self.cache.step(handles, counts, tokens)
             except OutOfPages as error:
-                if behind_windows:  # pages are still held there, which a step of no tokens returns
-                    self.cache.step([handle for group in self.running for handle in group.handles], 0)
-                    behind_windows = False
+                resting = [handle for group in self.running for handle in group.handles]
+                resting = [handle for handle in resting if handle not in handles]
+                if has_windows and resting:  # what these hold behind a window a step of no tokens returns
+                    self.cache.step(resting, 0)
+                    has_windows = False
                 elif not self._make_room():
                     chunk = max(counts) // 2
                     if chunk == 0:

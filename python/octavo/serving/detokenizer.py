@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 
 UNFINISHED = "\ufffd"  # what decoders make of bytes that are no whole character
 _SEED = 4  # tokens of a prompt, to which those of an answer are added
+_MOST_UNREAD = 16  # tokens that wait for the rest of a character, before it is looked what is sure already
+_MOST_BROKEN = 3  # bytes at the end of a text that may still become a character
 
 
 class Detokenizer:
@@ -44,8 +46,11 @@ class Detokenizer:
         if token in self._byte_tokens or not self._decode([token]):
             return ""
         text = self._decode(self._tokens)
-        if len(text) <= len(self._text) or text.endswith(UNFINISHED):
+        if len(text) <= len(self._text):
             return ""
+        if text.endswith(UNFINISHED):
+            is_long = len(self._tokens) - self._num_read >= _MOST_UNREAD
+            return self._read_part(text) if is_long else ""
         return self._read(text)
 
     def flush(self) -> str:
@@ -54,12 +59,32 @@ class Detokenizer:
             return ""
         return self._read(self._decode(self._tokens))
 
-    def _read(self, text: str) -> str:
+    def _read(self, text: str, num_tokens: int | None = None) -> str:
+        """What these tokens (default: all) add to what was returned; `text` is that of all of these."""
         new = text[len(self._text) :]
-        self._tokens = self._tokens[self._num_read :]
-        self._num_read = len(self._tokens)
-        self._text = self._decode(self._tokens)
+        end = len(self._tokens) if num_tokens is None else num_tokens
+        self._tokens, self._num_read = self._tokens[self._num_read :], end - self._num_read
+        self._text = self._decode(self._tokens[: self._num_read])
         return new
+
+    def _read_part(self, text: str) -> str:
+        """What is sure of a text that ends in broken characters, if all of it does: the last bytes wait.
+
+        So the tokens do not pile up, all of which every step decodes. They are parted where that changes
+        nothing, neither of the text that they have now nor of what they make of tokens to come.
+        """
+        kept = self._tokens[self._num_read :]
+        kept_text = self._decode(kept)
+        last = len(self._tokens) - 1
+        for end in range(last, max(last - _MOST_UNREAD // 2, self._num_read), -1):
+            if self._tokens[end - 1] in self._byte_tokens and self._tokens[end] in self._byte_tokens:
+                continue  # within a run
+            head = self._decode(self._tokens[:end])
+            kept_head = self._decode(kept[: end - self._num_read])
+            rest = text[len(head) :]
+            if len(rest) >= _MOST_BROKEN and head + rest == text and kept_head + rest == kept_text:
+                return self._read(head, end)
+        return ""
 
 
 def byte_tokens(token_to_id: Callable[[str], int | None]) -> frozenset[int]:

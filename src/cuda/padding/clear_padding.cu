@@ -1,9 +1,12 @@
 // Clears the rows of packed results that no sequence has. grid: y an array, x a part of its padding. Where
 // there is none, as in most calls, a CTA reads one number and ends.
+#include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"
 #include "params/padding.h"
+
+#include <string>
 
 namespace octavo::cuda {
 namespace {
@@ -41,6 +44,15 @@ __global__ void __launch_bounds__(kThreads) clear_padding_kernel(const __grid_co
 
 void clear_padding(const Padding& padding, int32_t device, void* stream) {
     if (padding.count == 0) return;
+    if (prints_kernels()) {
+        Explanation text;
+        text.kernel = "clear_padding_kernel";
+        text.summary = std::to_string(kCtas) + " CTAs of " + std::to_string(kThreads) +
+                       " threads for the rows past the last token of each of " +
+                       std::to_string(padding.count) + " arrays";
+        text.file = "src/cuda/padding/clear_padding.cu";
+        print_kernel(text);
+    }
     const DeviceGuard guard(device);
     const LaunchShape shape{dim3(kCtas, padding.count), kThreads, true};
     launch<clear_padding_kernel>("clear_padding", device, static_cast<cudaStream_t>(stream), shape, padding);

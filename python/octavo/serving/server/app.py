@@ -178,7 +178,7 @@ class Api:
         return asked or self._engine.max_length - len(prompt)
 
     def _check_size(self, param: str, *texts: str) -> None:
-        """Refuses what has too many tokens, however it is encoded: tokenizers stop all threads meanwhile."""
+        """Refuses what has too many tokens, however it is encoded: to encode it would take long."""
         if self._model.max_token_bytes is None:
             return
         num_bytes = sum(len(text.encode()) for text in texts)

@@ -172,7 +172,9 @@ class _TransformersTokenizer:
         self._byte_tokens = byte_tokens(self._backend.token_to_id)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        tokens: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike encode, without Python's lock, so that long texts do not stop the server.
+        (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        tokens: list[int] = encoded.ids
         return tokens
 
     def encode(self, text: str) -> list[int]:
