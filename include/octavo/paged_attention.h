@@ -64,7 +64,7 @@ struct PagedAttentionArgs {
     // any other call. Every query lies behind them, but a sequence may have length 0: padding. Not with
     // window_left, alibi_slopes or batch_invariant.
     int64_t shared_prefix_len = 0;
-    std::optional<TensorView> sinks;  // float32 [num_q_heads]; see AttentionArgs
+    std::optional<TensorView> sinks;              // float32 [num_q_heads]; see AttentionArgs
     std::optional<double> softmax_phi;            // the unified maximum: see AttentionArgs
     std::optional<TensorView> softmax_phi_array;  // float32 [num_q_heads]
     void* stream = nullptr;
