@@ -413,6 +413,40 @@ def serving(results: Path) -> str:
     return format_table(header, rows, numbers=len(header) - 3)
 
 
+WAYS = {
+    "octavo": "`octavo.transformers.generate_batch`",
+    "transformers_octavo": "`model.generate_batch`, Octavo",
+    "transformers_sdpa": "`model.generate_batch`, sdpa",
+    "padded_sdpa": "`model.generate`, sdpa, padded",
+}
+
+
+def transformers(results: Path) -> str:
+    """Tokens per second and memory of models of transformers."""
+    header = [
+        *("model", "way", "tokens/s", "to padded", "tokens per second of CPU time"),
+        *("MiB besides the model", "texts as padded"),
+    ]
+    rows = []
+    for path in sorted(results.glob("transformers-*.jsonl")):
+        found = read_rows(path)
+        base = {row["model"]: row for row in found if row["contestant"] == "padded_sdpa"}
+        for row in found:
+            ratio = row["tokens_per_s"] / base[row["model"]]["tokens_per_s"]
+            rows.append(
+                [
+                    f"{row['model']}, {row['device']}",
+                    WAYS[row["contestant"]],
+                    f"{row['tokens_per_s']:.1f}",
+                    f"{ratio:.2f}",
+                    f"{row['tokens_per_cpu_s']:.1f}" if row["device"] == "cpu" else "",
+                    f"{row['peak_mib'] - row['loaded_mib']:.0f}",
+                    f"{row['equal_texts']} of {row['num_requests']}",
+                ]
+            )
+    return format_table(header, rows, numbers=len(header) - 2)
+
+
 def two_digits(x: float) -> str:
     """Write a number below 1 with two digits that count, and no exponent."""
     return f"{x:.{1 - math.floor(math.log10(x))}f}"
@@ -449,6 +483,7 @@ TABLES = {
         "calls": calls,
         "jax": jax,
         "serving": serving,
+        "transformers": transformers,
     },
     ROOT / "docs" / "quantised_cache.md": {"kv-accuracy": kv_accuracy},
 }

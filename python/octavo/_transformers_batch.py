@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from octavo._kv_cache import KVCache, KVCacheStep
-from octavo._transformers_layers import BloomSteps, Layers, LayerStep, refusal
+from octavo._transformers_layers import BloomSteps, Layers, LayerStep, look_at_layers, refusal
 from octavo.serving import Request, Sampling, Scheduler
 
 _GREEDY = Sampling()
@@ -110,19 +110,11 @@ class ServedModel:
     @torch.no_grad()
     def _look(self) -> tuple[Tensor, Layers]:
         """Have the model describe its layers, in an ordinary forward pass; return its logits, too."""
+        if self._bloom is None:
+            return look_at_layers(self._model, self._trial_text)
         layers = Layers(self._model)
-        text = self._trial_text
-        if self._bloom is not None:
-            with self._bloom.during(layers):
-                logits = self._model(text, use_cache=False).logits[0]
-        else:
-            try:
-                logits = self._model(text, use_cache=False, octavo_step=layers).logits[0]
-            except ValueError as error:  # from Octavo's attention, or from the mask
-                raise refusal(self._model, str(error)) from error
-        if not layers.all:
-            raise refusal(self._model, "it does not pass its keywords on to its attention")
-        return logits, layers
+        with self._bloom.during(layers):
+            return self._model(self._trial_text, use_cache=False).logits[0], layers
 
     def _try(self) -> None:
         """See whether two texts in one batch, in parts, get the logits of the ordinary forward pass.

@@ -30,7 +30,7 @@ class Layers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._numbers: dict[torch.nn.Module, int] = {}
+        self.numbers: dict[torch.nn.Module, int] = {}
         self.all: list[Layer] = []
 
     def record(
@@ -45,20 +45,20 @@ class Layers:
         """Take down a layer's call: q, k and v are [batch, seqlen, heads, head_dim]."""
         if not causal:
             raise refusal(self._model, "its attention is not causal")
-        if module in self._numbers:
+        if module in self.numbers:
             raise refusal(self._model, f"{type(module).__name__} attends twice in a forward pass")
         if k.shape != v.shape:
             raise refusal(
                 self._model, f"its values have another head dim ({v.shape[-1]}) than its keys ({k.shape[-1]})"
             )
-        self._numbers[module] = len(self.all)
+        self.numbers[module] = len(self.all)
         self.all.append(Layer(q.shape[2], k.shape[2], k.shape[3], window_left, k.dtype, k.device))
 
     def number(self, module: torch.nn.Module) -> int:
         """Return which layer of the cache a module has."""
-        if module not in self._numbers:
+        if module not in self.numbers:
             raise refusal(self._model, f"{type(module).__name__} attends in some forward passes only")
-        return self._numbers[module]
+        return self.numbers[module]
 
 
 class LayerStep:
@@ -77,6 +77,26 @@ class LayerStep:
         q, k, v = (array[0].transpose(0, 1) for array in (query, key, value))
         out: Tensor = self._step.attend(self._layers.number(module), q, k, v, **arguments)[None]
         return out
+
+
+def look_at_layers(model: Any, text: Tensor) -> tuple[Tensor, Layers]:
+    """Have a model describe its layers, in an ordinary forward pass of a text; return its logits, too.
+
+    Args:
+        model: whose attention is Octavo's.
+        text: int64 [1, seqlen].
+
+    Raises:
+        ValueError: the model cannot be served, and why.
+    """
+    layers = Layers(model)
+    try:
+        logits: Tensor = model(text, use_cache=False, octavo_step=layers).logits[0]
+    except ValueError as error:  # from Octavo's attention, or from the mask
+        raise refusal(model, str(error)) from error
+    if not layers.all:
+        raise refusal(model, "it does not pass its keywords on to its attention")
+    return logits, layers
 
 
 def refusal(model: PreTrainedModel, why: str) -> ValueError:

@@ -4,19 +4,20 @@
 ``model.set_attn_implementation("octavo")`` run a model's attention on Octavo, on the CPU and on GPUs.
 
 What maps exactly is served: grouped heads, softcap, causal masks, causal sliding windows and full attention,
-attention sinks (gpt-oss), with or without a growing cache, and padding masks [batch, seqlen] (a padded batch
-is packed first, which copies its keys and values). What else a model asks for is refused with a ValueError,
-never approximated: static caches, other masks, position biases, attention weights. So are models whose
-attention is their own, outside of transformers' AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early
-ones.
+attention sinks (gpt-oss), with or without a growing or static cache, and padding masks [batch, seqlen] (a
+padded batch is packed first, which copies its keys and values). What else a model asks for is refused with a
+ValueError, never approximated: other masks, position biases, attention weights. So are models whose attention
+is their own, outside of transformers' AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones.
 
-``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come.
+``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come. The
+models' own ``model.generate_batch`` runs on Octavo, too, over the pages of transformers.
 
 Models train, too. In train mode each call draws a seed for its dropout from torch's generator of the CPU:
 torch.manual_seed makes a run repeatable, and a checkpointed layer drops the same weights when it runs again.
 
 Under ``torch.compile(fullgraph=True)`` give a cache, no padding mask, and no dropout. The values of
-a mask, which transformers makes otherwise, and of a seed have to be read, which breaks the graph.
+a mask, which transformers makes otherwise, and of a seed have to be read, which breaks the graph. The lengths
+of a static cache stay on the device, so that one graph serves all of them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, NoReturn, cast
 
 import torch
 import transformers
@@ -34,6 +36,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 import octavo.torch
+from octavo import _transformers_paged
+from octavo._flash_attn_cache import packing, page_table_of
 from octavo._torch_dropout import draw_seed
 from octavo._transformers_batch import generate_batch, make_scheduler
 from octavo._transformers_layers import Layers, LayerStep
@@ -41,6 +45,7 @@ from octavo._transformers_layers import Layers, LayerStep
 __all__ = ["generate_batch", "make_scheduler", "register"]
 
 _ROWS_AT_ONCE = 256  # of a mask that is compared, to bound memory
+_OTHER_MASK = "this mask is neither causal, nor a causal sliding window, nor full"
 _names: set[str] = set()  # under which Octavo is registered
 
 
@@ -56,10 +61,11 @@ def register(name: str = "octavo") -> None:
             f"octavo.transformers cannot serve transformers {transformers.__version__}: too old"
         )
     AttentionInterface.register(name, _attention)
-    AttentionMaskInterface.register(name, _describe_mask)
+    AttentionMaskInterface.register(name, _make_mask)
     if not _names:
         _let_models_refuse()
     _names.add(name)
+    _transformers_paged.register(name)
 
 
 def _let_models_refuse() -> None:
@@ -127,10 +133,9 @@ class _Mask:
     window_left: int = -1
     queries: _Packing | None = None
     keys: _Packing | None = None
-
-    def contiguous(self) -> NoReturn:
-        """Only generate() asks for it, of a mask that it makes for a static cache."""
-        _refuse("static caches are not supported")
+    num_keys: int | None = None  # in front, of a static cache that holds slots without tokens behind them
+    seq_lens: Tensor | None = None  # int32 [batch], likewise, where they are known on the device alone
+    first_keys: Tensor | None = None  # int64 [batch]: slots before them hold padding
 
 
 def _refuse(what: str, instead: str = "sdpa") -> NoReturn:
@@ -165,8 +170,25 @@ def _require_causal(
             use_vmap=use_vmap,
             device=device,
         )
-        if theirs is None or not torch.equal(theirs, ours.expand_as(theirs)):
-            _refuse("this mask is neither causal, nor a causal sliding window, nor full")
+        if len(queries) == 1 and torch.compiler.is_compiling():  # a step: its graph holds the comparison
+            torch._assert_async(cast(Tensor, theirs == ours).all(), f"octavo.transformers: {_OTHER_MASK}")
+        elif theirs is None or not torch.equal(theirs, ours.expand_as(theirs)):
+            _refuse(_OTHER_MASK)
+
+
+def _make_mask(*, device: torch.device, **description: Any) -> Tensor | _Mask:
+    """Return a tensor that has the mask as its octavo_mask.
+
+    For a static cache generate() asks for masks and gives them to the model, which passes a tensor of four
+    axes on to its layers as it is. Where that cannot be, in a graph or where gradients are computed, layers
+    take the mask itself: a checkpointed one would get a copy of the tensor.
+    """
+    mask = _describe_mask(device=device, **description)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return mask
+    carrier: Any = torch.empty(1, 1, 1, 1, device=device)
+    carrier.octavo_mask = mask
+    return cast(Tensor, carrier)
 
 
 def _describe_mask(
@@ -190,33 +212,110 @@ def _describe_mask(
     # functions of the caller's. What is left is causal, in windows or in chunks.
     nothing_added = allow_is_causal_skip and not use_vmap
     is_window = (
-        nothing_added
-        and local_size is not None
+        local_size is not None
         and getattr(config, "sliding_window", None) == local_size
         and getattr(config, "attention_chunk_size", None) is None
+        and (nothing_added or _is_plain_window(mask_function, local_size))
     )
     causal = mask_function is not masking_utils.bidirectional_mask_function
     window_left = -1 if local_size is None else local_size - 1
+    end = q_offset + q_length - kv_offset  # of the keys that the last query sees
     if causal:
-        if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
-            _refuse("the last query must be at the last key, and in static caches it is not")
+        if not isinstance(end, Tensor) and end > kv_length:
+            _refuse(f"the last query sees {end} keys, and there are {kv_length}")
         is_plain = mask_function is masking_utils.causal_mask_function and local_size is None
         if not (is_plain or is_window):
-            queries, keys = range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length)
+            begin = int(q_offset)
+            queries, keys = range(begin, begin + q_length), range(kv_offset, kv_offset + kv_length)
             _require_causal(batch_size, queries, keys, mask_function, local_size, use_vmap, device)
     elif local_size is not None:
         _refuse("a sliding window is supported in causal attention only")
 
     is_token = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if is_token is not None:
+        is_token = is_token[:, kv_offset : kv_offset + kv_length]
+        if causal:  # in a static cache there are no tokens yet in slots behind the last query's
+            behind = torch.arange(kv_length, device=device) >= end
+            is_padded = ~(is_token | behind).all()
+            is_token = is_token & ~behind
+        else:
+            is_padded = ~is_token.all()
+        if not bool(is_padded):
+            is_token = None
+    if causal and (q_length == 1 or is_token is None) and (isinstance(end, Tensor) or end < kv_length):
+        return _describe_static_mask(batch_size, q_length, end, is_token, window_left, device)
+    num_keys = int(end) if causal else kv_length
+    mask = _Mask(causal, window_left, num_keys=None if num_keys == kv_length else num_keys)
     if is_token is None:
-        return _Mask(causal, window_left)
-    is_token = is_token[:, kv_offset : kv_offset + kv_length]
-    if bool(is_token.all()):
-        return _Mask(causal, window_left)
+        return mask
+    is_token = is_token[:, :num_keys]
     if window_left >= 0 and bool((is_token.diff(dim=1).sum(1) > 2 - is_token[:, 0].int()).any()):
         _refuse("under a sliding window, padding must be before or after a sequence's tokens")
     is_query = is_token[:, -q_length:] if causal else is_token.new_ones(batch_size, q_length)
-    return _Mask(causal, window_left, _Packing.of(is_query), _Packing.of(is_token))
+    return replace(mask, queries=_Packing.of(is_query), keys=_Packing.of(is_token))
+
+
+def _is_plain_window(function: Callable[..., Any], window: int) -> bool:
+    """Whether it is the function that transformers makes for a causal sliding window, and nothing else."""
+    if torch.compiler.is_compiling():  # where functions cannot be looked at
+        return False
+    return _are_same(function, masking_utils.sliding_window_causal_mask_function(window))
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    """Whether two functions have the same code, and are closed over equal values."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_are_same, a, b))
+    if not (isinstance(a, FunctionType) and isinstance(b, FunctionType)):
+        return type(a) is type(b) and isinstance(a, int) and a == b
+    cells, others = ([cell.cell_contents for cell in x.__closure__ or ()] for x in (a, b))
+    return a.__code__ is b.__code__ and _are_same(tuple(cells), tuple(others))
+
+
+def _describe_static_mask(
+    batch_size: int,
+    q_length: int,
+    end: int | Tensor,
+    is_token: Tensor | None,
+    window_left: int,
+    device: torch.device,
+) -> _Mask:
+    """Return a mask over a static cache whose keys up to `end` are of tokens, or of padding before them.
+
+    A prompt that fills the front of an empty cache has its number of keys in Python. Everything else has
+    lengths on the device, so that a compiled step, or a captured one, serves all lengths.
+    """
+    if q_length > 1 and not isinstance(end, Tensor):
+        return _Mask(True, window_left, num_keys=end)
+    seq_lens = torch.as_tensor(end, device=device).to(torch.int32).expand(batch_size)
+    if is_token is None:
+        return _Mask(True, window_left, seq_lens=seq_lens.contiguous())
+    first = is_token.int().argmax(1)
+    slots = torch.arange(is_token.shape[1], device=device)
+    if bool((is_token != ((slots >= first[:, None]) & (slots < end))).any()):
+        _refuse("in a static cache, padding must be before a sequence's tokens")
+    return _Mask(True, window_left, seq_lens=(seq_lens - first).to(torch.int32), first_keys=first)
+
+
+def _over_static_cache(q: Tensor, k: Tensor, v: Tensor, mask: _Mask, **arguments: Any) -> Tensor:
+    """Attention to the front of a static cache, each row of which is a page: arrays [batch, seqlen, ...]."""
+    batch, seqlen = q.shape[:2]
+    if mask.first_keys is not None:
+        slots = mask.first_keys[:, None] + torch.arange(k.shape[1], device=k.device)
+        at = slots.clamp(max=k.shape[1] - 1)[:, :, None, None]
+        k, v = (x.gather(1, at.expand(x.shape)) for x in (k, v))
+    out = octavo.torch.paged_attention(
+        q.flatten(0, 1),
+        k,
+        v,
+        page_table_of(batch, k, None, None),
+        cast(Tensor, mask.seq_lens),
+        cu_seqlens_q=packing(batch, seqlen, q.device),
+        max_seqlen_q=None if seqlen == 1 else seqlen,
+        window_left=mask.window_left,
+        **arguments,
+    )
+    return cast(Tensor, out).view(q.shape)
 
 
 def _attention(
@@ -246,6 +345,8 @@ def _attention(
     step = options.get("octavo_step")
     if isinstance(step, LayerStep):
         return step.attend(module, query, key, value, **scores), None
+    if isinstance(attention_mask, Tensor) and hasattr(attention_mask, "octavo_mask"):
+        attention_mask = cast(_Mask, attention_mask.octavo_mask)
     if isinstance(attention_mask, Tensor):
         _refuse(f"a mask of shape {tuple(attention_mask.shape)} is not supported; pass one [batch, seqlen]")
     mask = attention_mask
@@ -258,6 +359,11 @@ def _attention(
     q, k, v = (array.transpose(1, 2) for array in (query, key, value))
     if isinstance(step, Layers):
         step.record(module, q, k, v, mask.window_left, causal=mask.causal)
+    if mask.seq_lens is not None:
+        if dropout != 0.0:
+            _refuse("dropout is not supported with a static cache")
+        return _over_static_cache(q, k, v, mask, **scores), None
+    k, v = k[:, : mask.num_keys], v[:, : mask.num_keys]
     arguments = {**scores, "causal": mask.causal, "window_left": mask.window_left}
     if dropout != 0.0:
         arguments |= {"dropout_p": dropout, "dropout_seed": draw_seed("octavo.transformers", q.device)}

@@ -238,19 +238,6 @@ def test_what_cannot_be_mapped_is_refused():
         model(ids, attention_mask=torch.zeros(1, 1, 8, 8))
     with pytest.raises(ValueError, match="this mask is neither causal"):  # two sequences in one row
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
-    with pytest.raises(ValueError, match="in static caches it is not"):
-        model.generate(ids, max_new_tokens=2, cache_implementation="static", disable_compile=True)
-    mistral = transformers.AutoModelForCausalLM.from_config(
-        CONFIGS["mistral"](), attn_implementation="octavo"
-    ).eval()
-    for length, message in (
-        (WINDOW + 2, "static caches are not supported"),
-        (3, "in static caches it is not"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mistral.generate(
-                tokens(1, length), max_new_tokens=2, cache_implementation="static", disable_compile=True
-            )
 
 
 @pytest.fixture

@@ -7,39 +7,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from octavo.serving import Sampling  # noqa: E402
 from octavo.transformers import generate_batch, make_scheduler  # noqa: E402
+from support.tiny_models import CONFIGS, FULL, SIZES, SLIDING, make_model  # noqa: E402
 
-WINDOW = 6
-TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-SIZES = {
-    **TOKENS,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
-FULL, SLIDING = "full_attention", "sliding_attention"
-CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "qwen2": lambda: transformers.Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=9
-    ),
-    "gemma3": lambda: transformers.Gemma3TextConfig(
-        **SIZES, sliding_window=WINDOW, layer_types=[SLIDING, FULL, SLIDING]
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=WINDOW
-    ),
-    "gpt2": lambda: transformers.GPT2Config(**TOKENS, n_embd=64, n_layer=3, n_head=4, n_positions=128),
-    "bloom": lambda: transformers.BloomConfig(**TOKENS, hidden_size=64, n_layer=3, n_head=4),
-}
 WINDOWS = {
     "qwen2": [None, 5, 5],
     "mistral": [5, 5, 5],
@@ -47,16 +16,6 @@ WINDOWS = {
     "gemma3": [5, None, 5],
     "gpt_oss": [5, None, 5],
 }
-
-
-def make_model(name, **options):
-    torch.manual_seed(0)
-    config = CONFIGS[name]()
-    config.initializer_range = 0.3  # attention that looks at some tokens more than at others
-    config.tie_word_embeddings = False  # or the likeliest token is often the last one again
-    if name == "gemma2":  # whose softcap sdpa leaves out, the default of some versions of transformers
-        options.setdefault("attn_implementation", "eager")
-    return transformers.AutoModelForCausalLM.from_config(config, **options).eval()
 
 
 @pytest.fixture(autouse=True, scope="module")

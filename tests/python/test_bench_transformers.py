@@ -1,0 +1,107 @@
+"""benchmarks/bench_transformers.py with a tiny model."""
+
+import dataclasses
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+
+import octavo
+from octavo import _transformers_paged
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_transformers
+from _report import read_rows
+from _transformers_contestants import CONTESTANTS, Memory, Setting, largest_gap, load_model
+from results_table import transformers as transformers_table
+
+
+class ThreadForProcess(threading.Thread):
+    """Which need not import torch and transformers once more."""
+
+    def __init__(self, target, args, daemon):
+        pipe, *others = args
+        super().__init__(target=target, args=(Connection(os.dup(pipe.fileno())), *others), daemon=daemon)
+
+
+@pytest.mark.skipif(not _transformers_paged.IS_KNOWN, reason="the cache of this transformers is not known")
+def test_rows_and_their_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_transformers, "Process", ThreadForProcess)
+    num_threads = torch.get_num_threads(), octavo.get_num_threads()
+    path = tmp_path / "transformers-cpu.jsonl"
+    options = ["--model", "tiny", "--requests", "3", "--rounds", "1", "--new-tokens", "4", "--threads", "1"]
+    assert bench_transformers.main([*options, "--prompt-tokens", "9", "--json", str(path)]) == 0
+    assert "less likely" not in capsys.readouterr().out
+    torch.set_num_threads(num_threads[0])
+    octavo.set_num_threads(num_threads[1])
+    rows = {row["contestant"]: row for row in read_rows(path)}
+    assert list(rows) == list(CONTESTANTS)
+    assert len({row["generated_tokens"] for row in rows.values()}) == 1
+    for row in rows.values():
+        assert row["equal_texts"] == row["num_requests"] == 3
+        assert row["largest_gap"] <= 1e-3
+        assert row["tokens_per_s"] == pytest.approx(row["generated_tokens"] / row["seconds"], rel=0.05)
+        assert row["peak_mib"] >= row["loaded_mib"] > 0
+    ratio = rows["octavo"]["tokens_per_s"] / rows["padded_sdpa"]["tokens_per_s"]
+    assert f"| {ratio:.2f} |" in transformers_table(tmp_path)
+    assert "| tiny, cpu | `model.generate_batch`, sdpa |" in transformers_table(tmp_path)
+
+
+def test_other_texts_are_noticed(monkeypatch, capsys):
+    """A text that is not greedy, and one that ends early."""
+    setting = Setting("tiny", "cpu", 1, 16, 64, 32, 0)
+    model = load_model(setting)
+    prompts = [([1, 2, 3], 5)]
+    (text,) = CONTESTANTS["padded_sdpa"](model, setting)(prompts)
+    assert largest_gap(model, setting, prompts, [text]) == 0
+    other = [*text[:3], (text[3] + 1) % 96, text[4]]
+    assert largest_gap(model, setting, prompts, [other]) > 1e-3
+    assert largest_gap(model, setting, prompts, [text[:4]]) == float("inf")
+
+    row = bench_transformers.Row(*(["octavo", "tiny", "cpu"] + [1] * 12), largest_gap=0.5)
+    assert len(dataclasses.fields(row)) == 16
+
+    class Fake:
+        loaded_mib, texts = 0.0, [[1]]
+
+        def __init__(self, name, setting):
+            self.name = name
+
+        def generate(self, prompts, *, counts=True):
+            pass
+
+        def largest_gap(self, prompts, texts):
+            return 0.5
+
+        def row(self, args, prompts, equal_texts, gap):
+            return dataclasses.replace(row, contestant=self.name, largest_gap=gap)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(bench_transformers, "Contestant", Fake)
+    assert bench_transformers.main(["--model", "tiny", "--rounds", "1"]) == 1
+    assert "octavo: a token is less likely than the likeliest by 5.0e-01" in capsys.readouterr().out
+
+
+def test_peak_of_memory():
+    memory = Memory("cpu")
+    memory.reset()
+    before = memory.peak()
+    block = bytearray(64 << 20)
+    block[:: 1 << 12] = b"1" * len(block[:: 1 << 12])
+    grown = memory.peak()
+    assert grown - before > 60
+    del block
+    assert memory.peak() > grown - 2
+    memory.reset()
+    assert memory.peak() < grown - 60
