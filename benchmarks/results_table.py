@@ -400,7 +400,7 @@ def serving(results: Path) -> str:
             base = contiguous.setdefault(row["case"], row["requests_per_s"])
             rows.append(
                 [
-                    f"{row['model']}, {row['device']}",
+                    f"{row['model']}, {path.stem.removeprefix('serving-').upper()}",
                     REQUESTS[row["case"]],
                     CACHES[row["way"]],
                     f"{row['requests_per_s']:.2f}",
@@ -411,6 +411,26 @@ def serving(results: Path) -> str:
                 ]
             )
     return format_table(header, rows, numbers=len(header) - 3)
+
+
+def vllm(results: Path) -> str:
+    """The attention of one layer in vLLM, and of a step as the host sees it."""
+    header = ["batch", "GPU", "Octavo, us a layer", "FLASH_ATTN", "ratio", "Octavo, us a step", "FLASH_ATTN"]
+    rows = []
+    for gpu, row in rows_of(results, "vllm"):
+        octavo, stock = row["us"][OCTAVO], row["us"]["FLASH_ATTN"]
+        rows.append(
+            [
+                row["case"],
+                gpu,
+                f"{octavo['layer']:.1f}",
+                f"{stock['layer']:.1f}",
+                f"{stock['layer'] / octavo['layer']:.2f}",
+                f"{octavo['step']:.0f}",
+                f"{stock['step']:.0f}",
+            ]
+        )
+    return format_table(header, rows, numbers=len(header) - 2)
 
 
 WAYS = {
@@ -485,6 +505,7 @@ TABLES = {
         "serving": serving,
         "transformers": transformers,
     },
+    ROOT / "docs" / "tutorials" / "vllm.md": {"vllm": vllm},
     ROOT / "docs" / "quantised_cache.md": {"kv-accuracy": kv_accuracy},
 }
 
