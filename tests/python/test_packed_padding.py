@@ -215,7 +215,8 @@ def test_gradients(target: Target, surplus: tuple[int, int], deterministic: bool
     for found, want, n in zip(results[1], results[0], (surplus[0], surplus[1], surplus[1]), strict=True):
         np.testing.assert_array_equal(found[len(want) :], 0.0)
         assert len(found) == len(want) + n
-        tolerance = 0.0 if deterministic or target.on_cpu else 0.02 * np.abs(want).max()  # sums in any order
+        # On a GPU sums are of other parts where there is more room, and without deterministic in any order.
+        tolerance = 0.0 if target.on_cpu else 0.02 * np.abs(want).max()
         np.testing.assert_allclose(found[: len(want)], want, rtol=0, atol=tolerance)
 
 

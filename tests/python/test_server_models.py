@@ -167,6 +167,18 @@ def test_other_threads_run_while_a_long_text_is_encoded(folder):
     assert sum(begin < moment < end for moment in times) >= 3
 
 
+@pytest.mark.gpu
+def test_transformers_on_a_gpu(folder):
+    request = {"prompt": TEXTS[1], "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    with serve("--num-pages", "128", "--device", "cuda", model=str(folder)) as server:
+        (status, answer), (_, again) = server.post(request), server.post(request)
+    assert status == 200, answer
+    [choice] = answer["choices"]
+    assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"])
+    assert choice["finish_reason"] in ("length", "stop")
+    assert choice["text"] == again["choices"][0]["text"]
+
+
 @pytest.fixture(scope="module")
 def of_transformers(folder):
     with serve("--num-pages", "128", "--page-size", "4", model=str(folder)) as server:

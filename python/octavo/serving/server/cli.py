@@ -139,7 +139,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
     add("--array", choices=["numpy", "torch", "cupy"], help="library of smollm2 (cpu: numpy; cuda: torch)")
-    add("--dtype", choices=["float32", "float16", "bfloat16"], help="(the model's; of smollm2 float32)")
+    add(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16"],
+        help="(the model's; of smollm2 float32; on a GPU 16 bits)",
+    )
     add("--host", default="127.0.0.1", help="(%(default)s: this machine alone)")
     add("--port", type=_port, default=8000, help="0: any that is free (%(default)s)")
     add("--api-key", help="that clients have to send ($OCTAVO_API_KEY, which other users cannot see)")

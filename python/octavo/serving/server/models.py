@@ -50,12 +50,15 @@ def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str
             transformers takes it.
         device: cpu or cuda.
         array: library of smollm2. Default: numpy on the CPU, else torch.
-        dtype: of the model. Default: float32 for smollm2 on the CPU, float16 on a GPU; that of other models.
+        dtype: of the model. Default: float32 for smollm2 on the CPU, float16 on a GPU; that of other models,
+            but bfloat16 for float32 on a GPU.
 
     Raises:
         ImportError: a package is missing; the message says what to install.
         ValueError: there is no such model, or it cannot be served; or the arguments do not go together.
     """
+    if device != "cpu" and dtype == "float32":
+        raise ValueError("--dtype float32: on a GPU models are served in float16 or bfloat16")
     if name == "smollm2":
         return _load_smollm2(device, array, dtype)
     if array is not None:
@@ -141,6 +144,8 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+        if dtype is None and device != "cpu" and model.dtype.itemsize == 4:  # for which there are no kernels
+            model.bfloat16()
         model.to(device)
     except (OSError, RuntimeError) as error:  # no such model; no such device
         raise ValueError(f"--model {name}: {error}") from error
