@@ -40,14 +40,15 @@ Profile steps(const std::string& name, std::vector<float> levels) {
             }};
 }
 
-std::vector<Profile> profiles() {
+// `far`: of scores that no window holds. Scores of 1e4 are off by 1e-3 in float32, which few keys show.
+std::vector<Profile> profiles(float far = 1e3f) {
     std::vector<Profile> all;
-    for (const float offset : {7.9f, 8.1f, 59.9f, 60.1f, kFar}) {
+    for (const float offset : {7.9f, 8.1f, 59.9f, 60.1f, far}) {
         for (const int32_t place : {0, 2, 3, 4}) all.push_back(one_key(offset, place, 4));
     }
-    for (const float offset : {-1.9f, -2.1f, -50.0f, -59.9f, -60.1f, -kFar, kFar})
+    for (const float offset : {-1.9f, -2.1f, -50.0f, -59.9f, -60.1f, -far, far})
         all.push_back(all_keys(offset));
-    all.push_back(steps("rising", {-kFar, -100, -50, -5, 0, 9, 30, 61, 70, 300}));
+    all.push_back(steps("rising", {-far, -100, -50, -5, 0, 9, 30, 61, 70, 300}));
     all.push_back(steps("falling", {300, 61, 9, 0, -5, -100}));
     all.push_back(steps("in and out", {-100, 5, -100, 20, 0}));
     return all;
@@ -197,7 +198,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, CudaSoftmaxPhiTest, ::testing::Range(size_t{0},
 // A number and an array of it have the same bits, and other kernels than those for decoding take both.
 TEST(CudaSoftmaxPhi, OfPrefillAndAsAnArray) {
     unsigned seed = 7000;
-    for (const Profile& profile : profiles()) {
+    for (const Profile& profile : profiles(kFar)) {
         for (const int32_t seqlen_q : {1, 2, 40, 130}) {
             const Shape shape{2, 8, 128, 16, seqlen_q};
             Problem problem(seed++, shape, {600, 150, 0, 277}, profile, 2.0f);
