@@ -15,7 +15,7 @@ if not _transformers_paged.IS_KNOWN:
 
 from transformers.generation.continuous_batching import initialization, model_runner  # noqa: E402
 
-SERVED = [name for name in CONFIGS if name != "bloom"]
+SERVED = [name for name in CONFIGS if name not in ("bloom", "gpt_oss")]
 NEW = 14
 NUM_LAYERS = SIZES["num_hidden_layers"]
 

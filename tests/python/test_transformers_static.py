@@ -12,7 +12,7 @@ import octavo.transformers  # noqa: E402
 from support.tiny_models import CONFIGS, SIZES, WINDOW, disadvantages, make_model  # noqa: E402
 
 SERVED = [name for name in CONFIGS if name != "bloom"]
-NUM_WINDOWS = {"qwen2": 2, "mistral": 3, "gemma2": 2, "gemma3": 2}
+NUM_WINDOWS = {"qwen2": 2, "mistral": 3, "gemma2": 2, "gemma3": 2, "gpt_oss": 2}
 NUM_LAYERS = SIZES["num_hidden_layers"]
 NEW = 12
 
