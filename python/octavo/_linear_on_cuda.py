@@ -1,7 +1,8 @@
 """``linear`` on a GPU where the arrays' own library is the faster one, or Octavo has no kernel.
 
 src/cuda/linear/plan.cpp decides which calls these are. The arguments were checked before, and ``stream`` is
-an address. PyTorch and CuPy round to the dtype of ``x`` at every step, JAX at the end.
+an address. PyTorch and CuPy round to the dtype of ``x`` at every step, JAX at the end; where PyTorch can
+write to ``out``, it adds a residual alone in one step with the product.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _by_torch(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, 
     # The last operator writes to out, where it can: a copy would take as long as a small product.
     rows = _rows(result) if activation is None and (bias is None or residual is None) else None
     if rows is not None:
-        x = x.reshape(-1, x.shape[-1])
+        x = x.reshape(len(rows), x.shape[-1])
         if bias is None and residual is None:
             torch.mm(x, w.T, out=rows)
         else:

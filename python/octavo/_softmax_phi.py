@@ -59,8 +59,8 @@ def calibrate_softmax_phi(
 
     Args:
         lse: float [..., num_q_heads]: the log-sum-exps of rows, as ``return_lse=True`` gives them; those of
-            several calls stacked or concatenated. Anything that NumPy reads. Rows of -inf, which saw no key,
-            are left out.
+            several calls stacked or concatenated, made without ``sinks``, which a log-sum-exp includes.
+            Anything that NumPy reads. Rows of -inf, which saw no key, are left out.
         seq_lens: int [...]: the number of keys that each row saw, in the shape of lse without its last axis,
             or in one that broadcasts to it.
         dtype: that of the queries: "float16", "bfloat16", "float32", or the dtype itself; "float16" for
@@ -82,8 +82,8 @@ def calibrate_softmax_phi(
     if name not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"{_OPERATOR}: dtype must be float16, bfloat16 or float32; got {name}")
     values = np.asarray(lse, np.float64)
-    if values.ndim < 1:
-        raise ValueError(f"{_OPERATOR}: lse must have shape [..., num_q_heads]; got []")
+    if values.ndim < 1 or values.shape[-1] == 0:
+        raise ValueError(f"{_OPERATOR}: lse must have shape [..., num_q_heads]; got {list(values.shape)}")
     lengths = np.asarray(seq_lens)
     try:
         lengths = np.broadcast_to(lengths, values.shape[:-1])
@@ -95,8 +95,9 @@ def calibrate_softmax_phi(
     values, lengths = values.reshape(-1, values.shape[-1]), lengths.reshape(-1)
     if np.isnan(values).any() or np.isposinf(values).any():
         raise ValueError(f"{_OPERATOR}: lse must be finite or -inf; got {values[~(values < np.inf)][0]}")
-    if (np.isfinite(values).any(axis=1) & (lengths < 1)).any():
-        raise ValueError(f"{_OPERATOR}: seq_lens must be at least 1 where lse is finite; got {lengths.min()}")
+    too_short = lengths[np.isfinite(values).any(axis=1) & (lengths < 1)]
+    if too_short.size:
+        raise ValueError(f"{_OPERATOR}: seq_lens must be at least 1 where lse is finite; got {too_short[0]}")
 
     below, above = (math.log(2.0) * x for x in _core.softmax_phi_window(name == "float16"))
     phi = np.zeros(values.shape[1], np.float32)

@@ -176,6 +176,15 @@ def _require_causal(
             _refuse(_OTHER_MASK)
 
 
+class _Carrier(Tensor):
+    """A tensor with a mask; accelerate sends the keywords of layers to their devices, and would drop it."""
+
+    octavo_mask: _Mask
+
+    def to(self, *_: Any, **__: Any) -> _Carrier:
+        return self
+
+
 def _make_mask(*, device: torch.device, **description: Any) -> Tensor | _Mask:
     """Return a tensor that has the mask as its octavo_mask.
 
@@ -186,9 +195,9 @@ def _make_mask(*, device: torch.device, **description: Any) -> Tensor | _Mask:
     mask = _describe_mask(device=device, **description)
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return mask
-    carrier: Any = torch.empty(1, 1, 1, 1, device=device)
+    carrier = torch.empty(1, 1, 1, 1, device=device).as_subclass(_Carrier)
     carrier.octavo_mask = mask
-    return cast(Tensor, carrier)
+    return carrier
 
 
 def _describe_mask(
@@ -345,8 +354,8 @@ def _attention(
     step = options.get("octavo_step")
     if isinstance(step, LayerStep):
         return step.attend(module, query, key, value, **scores), None
-    if isinstance(attention_mask, Tensor) and hasattr(attention_mask, "octavo_mask"):
-        attention_mask = cast(_Mask, attention_mask.octavo_mask)
+    if isinstance(attention_mask, _Carrier):
+        attention_mask = attention_mask.octavo_mask
     if isinstance(attention_mask, Tensor):
         _refuse(f"a mask of shape {tuple(attention_mask.shape)} is not supported; pass one [batch, seqlen]")
     mask = attention_mask

@@ -58,9 +58,9 @@ def test_rows_and_their_table(tiny, tmp_path, capsys):
     for row in rows.values():
         assert row["requests_per_s"] == pytest.approx(row["num_requests"] / row["seconds"], rel=0.05)
     table = serving_table(tmp_path)
-    assert "| smollm2, cpu | 4 samples | pages, prompts not shared |" in table
+    assert "| smollm2, CPU | 4 samples | pages, prompts not shared |" in table
     ratio = pages["requests_per_s"] / one["requests_per_s"]
-    assert f"| smollm2, cpu | one text each | pages | {pages['requests_per_s']:.2f} | {ratio:.2f} |" in table
+    assert f"| smollm2, CPU | one text each | pages | {pages['requests_per_s']:.2f} | {ratio:.2f} |" in table
 
 
 def test_other_text_is_noticed(tiny, monkeypatch, capsys):

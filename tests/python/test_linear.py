@@ -300,6 +300,13 @@ def test_torch_writes_to_out(
         np.testing.assert_array_equal(residual, out)
 
 
+def test_torch_writes_zeros_to_out_where_there_is_nothing_to_add_up() -> None:
+    torch = pytest.importorskip("torch")
+    out = torch.full((3, 5), torch.nan)
+    _linear_on_cuda.by_torch(torch.empty(3, 0), torch.empty(5, 0), None, None, None, out)
+    assert (out == 0).all()
+
+
 def test_autocast_changes_no_dtype() -> None:
     torch = pytest.importorskip("torch")
     x, w = torch.ones(3, 8), torch.ones(5, 8)

@@ -126,11 +126,13 @@ class Sm90Split {
         }
     }
 
-    // Those past the last part are empty.
+    // Those past the last part are empty. Of an array of arrays nvcc 13.0 gives the default values of
+    // SoftmaxState to the first element only, and zeros to the others.
     __device__ __forceinline__ void load_states(SoftmaxState (&state)[2], int part,
                                                 const int32_t (&rows)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            state[half] = {-INFINITY, 0.0f};
             if (part >= plan_.num_splits) continue;
             const float2 loaded = __ldcg(states(first_ + part) + rows[half]);
             state[half] = {loaded.x, loaded.y};

@@ -145,7 +145,8 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
         if dtype is None and device != "cpu" and model.dtype.itemsize == 4:  # for which there are no kernels
-            model.bfloat16()
+            # Not model.bfloat16(), which rounds the frequencies of rotary embeddings too.
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")
         model.to(device)
     except (OSError, RuntimeError) as error:  # no such model; no such device
         raise ValueError(f"--model {name}: {error}") from error
