@@ -243,7 +243,6 @@ def _attention(
     cu_seq_lens_k: dict[str, Tensor] | None = None,
     max_length_q: int = 0,
     max_length_k: dict[str, int] | None = None,
-    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer over new tokens of several sequences: arrays [1, heads, T, head_dim]."""
@@ -252,7 +251,7 @@ def _attention(
         _refuse(f"{name!r} is for continuous batching only; use {min(_names)!r}")
     if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_k is None:
         _refuse("continuous batching says nothing of the sequences' lengths")
-    for name in ("sinks", "position_bias", "head_mask"):
+    for name in ("s_aux", "sinks", "position_bias", "head_mask"):
         if options.get(name) is not None:
             _refuse(f"{name} is not supported")
     number = int(module.layer_idx)
@@ -272,8 +271,6 @@ def _attention(
     q, k, v = (array[0].transpose(0, 1) for array in (query, key, value))
     k_pages, v_pages = layer.pages
     scores: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
-    if s_aux is not None:  # a sink for each head
-        scores["sinks"] = s_aux.to(torch.float32)
     if group.slots is None:
         octavo.append_kv(k, v, k_pages, v_pages, group.page_table, group.seq_lens)
     elif group.page_table is not None:

@@ -59,6 +59,15 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
+@pytest.fixture(scope="module")
+def one_thread(torch: Any) -> Generator[None]:
+    """Of many small operators, threads of two libraries would wait for each other on few cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def seeded_torch(torch: Any) -> None:
     """The same random tensors whichever tests ran before."""

@@ -58,6 +58,13 @@ def submit_all(steps):
     return requests
 
 
+def check_all(model, requests, outputs):
+    """Every request has the tokens that it would have alone, and they were all handed out."""
+    for request in requests:
+        check(model, request)
+    check_outputs(requests, outputs)
+
+
 @pytest.mark.parametrize("windows", [(None, None), (None, 5), (3, 9)])
 @pytest.mark.parametrize(
     ("name", "call", "after"),
@@ -79,9 +86,7 @@ def test_an_exception_between_tokens(monkeypatch, windows, name, call, after):
     monkeypatch.setattr(owner, name, lambda *args: interrupt(*args))
     outputs = run(steps, cache)
     monkeypatch.undo()  # check() samples as well
-    for request in requests:
-        check(model, request)
-    check_outputs(requests, outputs)
+    check_all(model, requests, outputs)
     assert steps.stats().generated_tokens == len(outputs)
     assert steps.stats().num_finished == len(requests)
 
@@ -96,9 +101,7 @@ def test_an_exception_on_the_way_to_host_memory_or_back(monkeypatch, name, after
     requests = [steps.submit([token] * 10, max_tokens=15) for token in (1, 2, 3)]
     monkeypatch.setattr(cache, name, Interrupt(getattr(cache, name), call, after))
     outputs = run(steps, cache)
-    for request in requests:
-        check(model, request)
-    check_outputs(requests, outputs)
+    check_all(model, requests, outputs)
 
 
 @pytest.mark.parametrize("call", range(1, 7))
@@ -110,9 +113,7 @@ def test_an_exception_while_pages_go_to_host_memory_or_back(monkeypatch, call):
     copy_pages = Interrupt(_kv_cache.copy_pages, call)
     monkeypatch.setattr(_kv_cache, "copy_pages", lambda **arrays: copy_pages(**arrays))
     outputs = run(steps, cache)
-    for request in requests:
-        check(model, request)
-    check_outputs(requests, outputs)
+    check_all(model, requests, outputs)
 
 
 @pytest.mark.parametrize("windows", [(None, None), (None, 5)])
@@ -124,9 +125,7 @@ def test_an_exception_after_a_step_took_its_pages(monkeypatch, windows, call):
     requests = submit_all(steps)
     monkeypatch.setattr(cache, "step", Interrupt(cache.step, call, after=True))
     outputs = run(steps, cache)
-    for request in requests:
-        check(model, request)
-    check_outputs(requests, outputs)
+    check_all(model, requests, outputs)
 
 
 @pytest.mark.parametrize("call", range(1, 5))
@@ -142,6 +141,4 @@ def test_an_exception_while_pages_are_copied(monkeypatch, call):
     prompt = [1, 2, 3, 4, 5, 6, *[3] * 13]
     requests.append(steps.submit(prompt, max_tokens=6, num_samples=2, sampling=Sampling(1.0, seed=3)))
     outputs += run(steps, cache)
-    for request in requests:
-        check(model, request)
-    check_outputs(requests, outputs)
+    check_all(model, requests, outputs)

@@ -240,15 +240,6 @@ def test_what_cannot_be_mapped_is_refused():
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
 
 
-@pytest.fixture
-def one_thread():
-    """As in test_generate.py: many small operators, and two libraries' threads on few cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 # On a GPU nothing may be skipped: without gguf there is no such test.
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from octavo.serving import Sampling  # noqa: E402
 from octavo.transformers import generate_batch, make_scheduler  # noqa: E402
 from support.tiny_models import CONFIGS, FULL, SIZES, SLIDING, make_model  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WINDOWS = {
     "qwen2": [None, 5, 5],
     "mistral": [5, 5, 5],
@@ -16,15 +18,6 @@ WINDOWS = {
     "gemma3": [5, None, 5],
     "gpt_oss": [5, None, 5],
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The operators are many and small: threads of several libraries would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=CONFIGS)

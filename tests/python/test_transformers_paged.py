@@ -15,18 +15,16 @@ if not _transformers_paged.IS_KNOWN:
 
 from transformers.generation.continuous_batching import initialization, model_runner  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SERVED = [name for name in CONFIGS if name not in ("bloom", "gpt_oss")]
 NEW = 14
 NUM_LAYERS = SIZES["num_hidden_layers"]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def registered():
     octavo.transformers.register()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

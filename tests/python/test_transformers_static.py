@@ -11,6 +11,8 @@ import octavo.torch  # noqa: E402
 import octavo.transformers  # noqa: E402
 from support.tiny_models import CONFIGS, SIZES, WINDOW, disadvantages, make_model  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SERVED = [name for name in CONFIGS if name != "bloom"]
 NUM_WINDOWS = {"qwen2": 2, "mistral": 3, "gemma2": 2, "gemma3": 2, "gpt_oss": 2}
 NUM_LAYERS = SIZES["num_hidden_layers"]
@@ -18,12 +20,8 @@ NEW = 12
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def registered():
     octavo.transformers.register()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import octavo.torch  # noqa: E402
 import octavo.transformers  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 64,
@@ -37,15 +39,6 @@ CONFIGS = {
 @pytest.fixture(autouse=True, scope="module")
 def registered():
     octavo.transformers.register()
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Many small operators, and two libraries' threads on few cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make(config, attention="octavo"):

@@ -13,6 +13,20 @@ import numpy as np
 
 from support.case import Case
 
+EVERYTHING = Case(
+    "everything",
+    (101, 101),
+    (303, 303),
+    num_q_heads=10,
+    num_kv_heads=2,
+    head_dim=80,
+    window_left=50,
+    prefix_lens=(33, 7),
+    softcap=20.0,
+    alibi="batch",
+    softmax_scale=0.15,
+)
+
 # Sequences of equal lengths: for dense arrays, and as well for packed and paged ones.
 DENSE = (
     Case("square", (33, 33), (33, 33)),
@@ -71,33 +85,8 @@ DENSE = (
     Case("prefix_past_the_end", (19, 19), (31, 31), prefix_lens=(500, 31)),
     Case("prefix_and_window", (131,), (257,), prefix_lens=(40,), window_left=16, num_kv_heads=2),
     Case("prefix_inside_window", (60,), (90,), prefix_lens=(45,), window_left=70),
-    Case(
-        "everything",
-        (101, 101),
-        (303, 303),
-        num_q_heads=10,
-        num_kv_heads=2,
-        head_dim=80,
-        window_left=50,
-        prefix_lens=(33, 7),
-        softcap=20.0,
-        alibi="batch",
-        softmax_scale=0.15,
-    ),
-    Case(
-        "everything_sinks",
-        (101, 101),
-        (303, 303),
-        num_q_heads=10,
-        num_kv_heads=2,
-        head_dim=80,
-        window_left=50,
-        prefix_lens=(33, 7),
-        softcap=20.0,
-        alibi="batch",
-        sinks="normal",
-        softmax_scale=0.15,
-    ),
+    EVERYTHING,
+    replace(EVERYTHING, name="everything_sinks", sinks="normal"),
 )
 
 # Sequences of any lengths.
