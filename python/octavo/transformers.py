@@ -26,7 +26,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, NoReturn, cast
 
@@ -120,6 +120,9 @@ class _Packing:
         cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         return cls(is_token.flatten().nonzero().flatten(), cu_seqlens, int(lengths.max()))
 
+    def on(self, device: torch.device) -> _Packing:
+        return _Packing(self.tokens.to(device), self.cu_seqlens.to(device), self.max_seqlen)
+
     def pack(self, array: Tensor) -> Tensor:
         """[batch, seqlen, heads, head_dim] to [total, heads, head_dim]."""
         return array.flatten(0, 1)[self.tokens]
@@ -136,6 +139,25 @@ class _Mask:
     num_keys: int | None = None  # in front, of a static cache that holds slots without tokens behind them
     seq_lens: Tensor | None = None  # int32 [batch], likewise, where they are known on the device alone
     first_keys: Tensor | None = None  # int64 [batch]: slots before them hold padding
+
+    _elsewhere: dict[torch.device, _Mask] = field(default_factory=dict, compare=False, repr=False)
+
+    def on(self, device: torch.device) -> _Mask:
+        """The same for a layer on this device, where a model lies on several. They share what is moved."""
+        array = self.seq_lens if self.keys is None else self.keys.tokens
+        if array is None or array.device == device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = _Mask(
+                self.causal,
+                self.window_left,
+                None if self.queries is None else self.queries.on(device),
+                None if self.keys is None else self.keys.on(device),
+                self.num_keys,
+                None if self.seq_lens is None else self.seq_lens.to(device),
+                None if self.first_keys is None else self.first_keys.to(device),
+            )
+        return self._elsewhere[device]
 
 
 def _refuse(what: str, instead: str = "sdpa") -> NoReturn:
@@ -364,6 +386,7 @@ def _attention(
         if sliding_window is not None and not causal:
             _refuse("a sliding window is supported in causal attention only")
         mask = _Mask(causal, -1 if sliding_window is None else sliding_window - 1)
+    mask = mask.on(query.device)
 
     q, k, v = (array.transpose(1, 2) for array in (query, key, value))
     if isinstance(step, Layers):

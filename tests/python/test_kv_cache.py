@@ -85,6 +85,21 @@ def test_scale_slopes_sinks_and_result_are_those_of_the_operator(on_cpu: ArrayLi
     ).check_out(on_cpu.to_numpy(out))
 
 
+def test_softmax_phi_is_that_of_the_operator(on_cpu: ArrayLibrary) -> None:
+    """It changes no result but for rounding: the last bits tell."""
+    cache = make_cache(on_cpu)
+    step = cache.step([cache.create()], 9)
+    q, k, v = random_tokens(on_cpu, 9)
+    plain = on_cpu.to_numpy(step.attend(0, q, k, v))
+    of_batch = {"page_table": step.page_tables[0], "seq_lens": step.seq_lens, **cache.layers[0].arguments}
+    for phi in (3.0, on_cpu.float32([4.0, 3.0, 2.0, 1.0])):
+        out = on_cpu.to_numpy(step.attend(0, q, k, v, softmax_phi=phi))
+        expected = octavo.paged_attention(q, cu_seqlens_q=step.cu_seqlens_q, softmax_phi=phi, **of_batch)
+        np.testing.assert_array_equal(out, on_cpu.to_numpy(expected))
+        np.testing.assert_allclose(out, plain, atol=1e-6)
+        assert (out != plain).any()
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_rotary_embedding(on_cpu: ArrayLibrary, interleaved: bool, has_out: bool) -> None:

@@ -62,6 +62,22 @@ def test_programs_are_those_of_numpy(dtype: str, rotates: bool) -> None:
         np.testing.assert_array_equal(step.page_tables[1], expected.page_tables[1])
 
 
+@pytest.mark.parametrize("phi", [3.0, np.float32([4.0, 3.0, 2.0, 1.0])], ids=["number", "array"])
+def test_sinks_and_softmax_phi_are_those_of_numpy(phi: Any) -> None:
+    """softmax_phi changes no result but for rounding: the last bits tell."""
+    ours, other = make_caches()
+    options = {"sinks": np.float32([2.0, -1.0, 0.5, 4.0]), "softmax_phi": phi}
+    q, k, v = random_tokens(9)
+    seq, step = ours.create(), other.step([other.create()], 9)
+    out, ours.pages, _ = make_program(**options)(ours.pages, ours.step([seq], 9), q, k, v)
+    expected = without = q
+    for layer in range(2):
+        without = step.attend(layer, without, k, v, sinks=options["sinks"])
+        expected = step.attend(layer, expected, k, v, **options)
+    np.testing.assert_array_equal(out, expected)
+    assert (expected != without).any()
+
+
 def test_padded_batches_share_a_program() -> None:
     ours, other = make_caches()
     forward = make_program()

@@ -96,6 +96,40 @@ def test_greedy_texts_equal_sdpa(name, calls):
     assert calls["paged_attention"]
 
 
+@pytest.mark.parametrize("kind", ["static", "dynamic", "training"])
+def test_masks_follow_the_layers_to_other_devices(kind, monkeypatch):
+    """The last layer is on PyTorch's meta device, to which accelerate takes its arguments, but for masks."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    model = make_model("llama", attn_implementation="octavo")
+    for part in (model.model.layers[-1], model.model.norm, model.lm_head):
+        hook = hooks.AlignDevicesHook(execution_device=torch.device("meta"))
+        hooks.add_hook_to_module(part.to("meta"), hook)
+    devices = {"attention": [], "paged_attention": []}
+
+    def record(name, operator):
+        def call(*args, **options):
+            arrays = [x for x in (*args, *options.values()) if isinstance(x, torch.Tensor)]
+            devices[name].append({x.device.type for x in arrays})
+            return operator(*args, **options)
+
+        return call
+
+    for name in devices:
+        monkeypatch.setattr(octavo.torch, name, record(name, getattr(octavo.torch, name)))
+    ids, mask = padded(3, 9, (0, 2, 5))
+    if kind == "training":  # layers get the mask itself
+        model(ids, attention_mask=mask, use_cache=False)
+    else:
+        static = transformers.StaticCache(config=model.config, max_cache_len=12)
+        cache = static if kind == "static" else transformers.DynamicCache()
+        with torch.no_grad():
+            for begin, end in ((0, 8), (8, 9)):
+                model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+    of_a_pass = [{"cpu"}] * (NUM_LAYERS - 1) + [{"meta"}]
+    assert devices["attention"] == of_a_pass * (2 if kind == "dynamic" else 1)
+    assert devices["paged_attention"] == of_a_pass * (kind == "static")
+
+
 @pytest.mark.parametrize("name", SERVED)
 @torch.no_grad()
 def test_slots_without_tokens_are_not_read(name, calls):
