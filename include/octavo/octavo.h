@@ -94,7 +94,7 @@ typedef struct octavo_paged_attention_args {
     int64_t max_seqlen_q;                                       /* default: -1, chosen */
     double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                                             /* default: 0, none */
-    int64_t window_left;                                        /* default: -1, unbounded */
+    int64_t window_left, window_right;                          /* default: -1, unbounded */
     int64_t num_splits;                                         /* default: -1, chosen */
     int64_t shared_prefix_len;                                  /* default: 0 */
     double softmax_phi;                                         /* default: NaN, none */

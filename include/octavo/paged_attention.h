@@ -47,6 +47,7 @@ struct PagedAttentionArgs {
     std::optional<double> softmax_scale;
     bool causal = true;
     int64_t window_left = -1;
+    int64_t window_right = -1;
     double softcap = 0.0;
     std::optional<float> k_scale;  // multiplies what is stored, per tensor
     std::optional<float> v_scale;

@@ -330,6 +330,8 @@ class KVCacheStep:
         v: Any,
         *,
         softmax_scale: float | None = None,
+        causal: bool = True,
+        window_right: int = -1,
         softcap: float = 0.0,
         alibi_slopes: Any = None,
         sinks: Any = None,
@@ -340,7 +342,7 @@ class KVCacheStep:
     ) -> Any:
         """Append the new keys and values to a layer's pages, and attend over them.
 
-        ``append_kv``, then causal ``paged_attention`` with the layer's window. Once for each layer in a step;
+        ``append_kv``, then ``paged_attention`` with the layer's window. Once for each layer in a step;
         a second time would write the same slots again.
 
         Args:
@@ -348,7 +350,10 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes and sinks.
+            softmax_scale: as for ``paged_attention``, as are causal and the following up to sinks.
+            causal: Default: True.
+            window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
+                -1, unbounded.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
             sinks: Default: none.
@@ -406,7 +411,9 @@ class KVCacheStep:
             cu_seqlens_q=cu_seqlens,
             max_seqlen_q=self._max_seqlen,
             softmax_scale=softmax_scale,
+            causal=causal,
             window_left=window_left,
+            window_right=window_right,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,

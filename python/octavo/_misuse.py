@@ -117,7 +117,6 @@ _OTHER_NAMES = {
     "variance_epsilon": ("eps",),
     "weight": ("w",),
     "window": ("window_left", "window_right"),
-    "window_right": ("causal",),
     "window_size": ("window_left", "window_right"),
 }
 _OWN_NAMES = {x["name"] for arguments in _core.operator_arguments().values() for x in arguments}

@@ -83,8 +83,9 @@ def paged_attention(
         max_seqlen_q: the most queries of one sequence, for packed q; a tight bound starts less work.
             Default: total_q.
         softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
-        causal: a query sees no key past its own position. Default: True.
+        causal: a query sees no key past its own position; the same as window_right=0. Default: True.
         window_left: keys before its own that a query sees. Default: -1, unbounded.
+        window_right: keys past its own that a query sees; ignored if causal. Default: -1, unbounded.
         softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]; adds
             ``-slope * (query position - key position)`` after the cap. Default: none.

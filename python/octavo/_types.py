@@ -102,6 +102,7 @@ class PagedAttentionScalars(TypedDict, total=False):
     softmax_scale: float | None
     causal: bool
     window_left: int
+    window_right: int
     softcap: float
     kv_dtype: str | None
     rotate_keys: bool

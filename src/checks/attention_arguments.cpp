@@ -209,7 +209,8 @@ void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
     p.softmax_scale = static_cast<float>(scale);
     p.softcap = static_cast<float>(args.softcap);
     p.window_left = check_window(op, "window_left", args.window_left);
-    p.window_right = args.causal ? 0 : -1;
+    const int32_t window_right = check_window(op, "window_right", args.window_right);
+    p.window_right = args.causal ? 0 : window_right;
     p.out_scale = 1.0f;
 }
 
@@ -223,9 +224,7 @@ void check_score(const AttentionParams& p, const char* scale_name, double softca
 }
 
 template <class Args>
-void set_window_right_and_dropout(const Checker& check, AttentionParams& p, const Args& args) {
-    const int32_t window_right = check_window(check.op(), "window_right", args.window_right);
-    if (!args.causal) p.window_right = window_right;
+void set_score_and_dropout(AttentionParams& p, const Args& args) {
     check_score(p, "softmax_scale", args.softcap);
     set_dropout(p, args);
 }
@@ -235,7 +234,7 @@ template void set_dense_or_packed(const Checker&, AttentionParams&, const Attent
 template void set_masks(const Checker&, AttentionParams&, const AttentionArgs&);
 template void set_masks(const Checker&, AttentionParams&, const PagedAttentionArgs&);
 template void set_masks(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
-template void set_window_right_and_dropout(const Checker&, AttentionParams&, const AttentionArgs&);
-template void set_window_right_and_dropout(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
+template void set_score_and_dropout(AttentionParams&, const AttentionArgs&);
+template void set_score_and_dropout(AttentionParams&, const AttentionBackwardArgs&);
 
 }  // namespace octavo

@@ -139,7 +139,7 @@ AttentionParams check_attention(const AttentionArgs& args) {
     set_masks(check, p, args);
     set_softmax_phi(check, p, args);
     check_results_apart(check, args, "k", args.k, "v", args.v);
-    set_window_right_and_dropout(check, p, args);
+    set_score_and_dropout(p, args);
     require_kernel(p.op, p);
     return p;
 }

@@ -193,6 +193,7 @@ struct PagedAttention {
         scalar("softmax_scale", &Args::softmax_scale, &CArgs::softmax_scale, kNan),
         scalar("causal", &Args::causal, &CArgs::causal),
         scalar("window_left", &Args::window_left, &CArgs::window_left),
+        scalar("window_right", &Args::window_right, &CArgs::window_right),
         scalar("softcap", &Args::softcap, &CArgs::softcap),
         input<Accept::float32>("alibi_slopes", &Args::alibi_slopes, &CArgs::alibi_slopes),
         input<Accept::integer>("prefix_lens", &Args::prefix_lens, &CArgs::prefix_lens),

@@ -75,6 +75,10 @@ void CudaDecodeTest::for_each_call(Body body) {
         if (c.window_left >= 0) call.options.window_left = c.window_left;
         if (random.one_in(4)) call.options.softcap = 20.0;
         call.with_alibi = random.one_in(3);
+        if (c.seqlen_q > 1 && random.one_in(2)) {
+            call.options.causal = false;
+            call.options.window_right = random.pick({0, 1, 2});
+        }
         body(random, call);
         if (HasFatalFailure()) return;
     }

@@ -31,6 +31,7 @@ struct Problem {
         call.options.causal = !random.one_in(4);
         if (random.one_in(4)) call.options.softcap = 20.0;
         call.with_alibi = random.one_in(3);
+        if (!call.options.causal && random.one_in(2)) call.options.window_right = random.pick({0, 1, 2});
     }
     static Cache widened(Cache cache, int64_t spare_pages) {
         cache.widen(cache.max_pages + spare_pages);

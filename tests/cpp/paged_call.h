@@ -333,6 +333,7 @@ struct PagedCall {
         add("columns", max_pages);
         add("causal", options.causal);
         add("window_left", options.window_left);
+        add("window_right", options.window_right);
         if (options.batch_invariant) text += ", batch_invariant";
         if (prefix_lens) text += ", prefix_lens";
         if (with_alibi) text += ", ALiBi";

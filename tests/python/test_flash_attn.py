@@ -308,7 +308,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 PAGED_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.5}, "dropout_p must be 0 with block_table; got 0.5"),
-    "window": ({"window_size": (1, 2)}, r"window_size\[1\] \(2\) must be -1 or 0 over a cache"),
     "alibi": ({"alibi_slopes": SLOPES}, "alibi_slopes needs causal=True"),
 }
 

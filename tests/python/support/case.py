@@ -82,6 +82,7 @@ class Case:
             "softmax_scale": self.softmax_scale,
             "causal": self.causal,
             "window_left": self.window_left,
+            "window_right": self.window_right,
             "softcap": self.softcap,
         }
 

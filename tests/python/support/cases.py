@@ -101,6 +101,27 @@ PACKED = (
     Case("group_64_packed", (3, 1, 11), (41, 97, 11), num_q_heads=64, num_kv_heads=1, head_dim=80),
     Case("more_queries_than_keys_packed", (20, 9), (7, 0), prefix_lens=(2, 0)),
     Case("window_packed", (50, 1, 33), (250, 90, 33), window_left=31, num_kv_heads=1),
+    Case("window_right_packed", (50, 1, 33), (250, 90, 33), window_right=9, causal=False, num_kv_heads=1),
+    Case(
+        "window_both_packed",
+        (50, 1, 3, 130, 33),
+        (250, 90, 700, 130, 33),
+        window_left=31,
+        window_right=70,
+        causal=False,
+        num_q_heads=8,
+        num_kv_heads=2,
+    ),
+    Case(
+        "window_both_prefix_packed",
+        (50, 4, 130),
+        (250, 999, 430),
+        window_left=31,
+        window_right=2,
+        prefix_lens=(5, 100, 0),
+        causal=False,
+        num_kv_heads=2,
+    ),
     Case("alibi_packed", (50, 1, 33), (250, 90, 33), alibi="batch", num_kv_heads=2),
     Case("sinks_packed", (50, 1, 33, 7), (250, 90, 33, 0), sinks="normal", num_q_heads=8, num_kv_heads=2),
     Case(
@@ -164,7 +185,7 @@ def _backward() -> tuple[Case, ...]:
 
 BACKWARD = _backward()
 
-# Only where keys lie in pages: page sizes, many pages, scales, a right window that packed queries lack.
+# Only where keys lie in pages: page sizes, many pages, scales.
 PAGED = (
     Case("page_size_1", (5, 1, 17), (67, 130, 17), page_size=1, num_kv_heads=2),
     Case("page_size_17", (5, 1, 17), (67, 530, 17), page_size=17, num_kv_heads=2),
@@ -197,6 +218,7 @@ DECODE = (
     Case("decode_head_dim_192", (1,) * 2, (41, 200), head_dim=192, num_kv_heads=2),
     Case("decode_window", (1,) * 3, (20, 211, 1500), window_left=100, num_kv_heads=2),
     Case("decode_window_0", (1,) * 2, (20, 211), window_left=0),
+    Case("decode_window_both", (1,) * 2, (20, 211), window_left=50, window_right=3, causal=False),
     Case("decode_window_prefix", (1,) * 3, (20, 211, 1500), window_left=100, prefix_lens=(4, 4, 130)),
     Case("decode_softcap", (1,) * 2, (41, 500), softcap=8.0, q_gain=4.0),
     Case("decode_alibi", (1,) * 2, (41, 500), alibi="head", num_kv_heads=2),

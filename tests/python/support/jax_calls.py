@@ -87,7 +87,7 @@ def make_calls(dtype="float32", seed=0):
         (
             "paged_attention",
             {**paged, **batch_slopes, "q": packed["q"], "cu_seqlens_q": index(CU_SEQLENS)},
-            {"max_seqlen_q": 5, "causal": False, "return_lse": True},
+            {"max_seqlen_q": 5, "causal": False, "window_right": 1, "return_lse": True},
         ),
         ("append_kv", {**one_each, **cache(dtype, seed), **tables}, {}),
         ("append_kv", many, {"k_scale": 2.0, "v_scale": 0.5}),

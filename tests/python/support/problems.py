@@ -163,7 +163,6 @@ def make_reference(
         case.seqlens_q,
         case.seqlens_k,
         dtype=dtype,
-        window_right=case.window_right,
         prefix_lens=case.prefix_lens,
         alibi_slopes=inputs.alibi_slopes,
         sinks=inputs.sinks,
@@ -184,7 +183,6 @@ def make_backward_reference(
 ) -> oracle_backward.Reference:
     masks = {
         **case.masks,
-        "window_right": case.window_right,
         "prefix_lens": case.prefix_lens,
         "alibi_slopes": inputs.alibi_slopes,
         "sinks": inputs.sinks,

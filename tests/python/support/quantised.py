@@ -130,6 +130,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"causal": False},
     {"window_left": 33},
     {"window_left": 5, "prefix_lens": np.array([3, 9, 20, 0], np.int32)},
+    {"causal": False, "window_left": 33, "window_right": 4},
     {"softcap": 5.0},
     {"alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
     {"sinks": np.linspace(-3.0, 4.0, 8, dtype=np.float32)},

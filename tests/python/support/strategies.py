@@ -48,7 +48,7 @@ def drawn_cases(
         page_size=draw(st.sampled_from(PAGE_SIZES)) if paged else 16,
         causal=draw(st.booleans()),
         window_left=draw(window),
-        window_right=-1 if paged else draw(window),
+        window_right=draw(window),
         prefix_lens=draw(st.one_of(st.none(), st.lists(prefix, min_size=batch, max_size=batch).map(tuple))),
         softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
         alibi=draw(st.sampled_from(("", "", "head", "batch"))),
