@@ -332,6 +332,7 @@ class KVCacheStep:
         softmax_scale: float | None = None,
         causal: bool = True,
         window_right: int = -1,
+        attention_chunk: int = 0,
         softcap: float = 0.0,
         alibi_slopes: Any = None,
         sinks: Any = None,
@@ -354,6 +355,8 @@ class KVCacheStep:
             causal: Default: True.
             window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
                 -1, unbounded.
+            attention_chunk: with ``windows`` of one less for this layer, pages of past chunks are used again.
+                Default: 0, none.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
             sinks: Default: none.
@@ -414,6 +417,7 @@ class KVCacheStep:
             causal=causal,
             window_left=window_left,
             window_right=window_right,
+            attention_chunk=attention_chunk,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,

@@ -91,6 +91,7 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
     if (length % p.page_size != 0) refuse("must be a multiple of page_size (", p.page_size, ")");
     if (num_shared > max_pages)
         refuse("must be at most max_pages * page_size (", max_pages * p.page_size, ")");
+    if (p.attention_chunk.divisor > 0) refuse("cannot go with attention_chunk");
     if (p.window_left >= 0) refuse("needs window_left -1 (unbounded); got ", p.window_left);
     if (p.alibi_slopes) refuse("cannot go with alibi_slopes");
     if (p.batch_invariant) refuse("cannot go with batch_invariant, as all queries share its work");

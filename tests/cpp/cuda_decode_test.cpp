@@ -101,6 +101,13 @@ TEST_P(CudaDecodeTest, AgreesWithTheCpu) {
         call.pick_prefix_lens(random);
         call.options.window_left = random.pick({-1, 0, 10, 90, 300});
         expect_every_decode_right(call);
+        if (HasFatalFailure() || call.packed) return;
+        call.options.window_left = random.pick({-1, -1, 40});
+        call.options.attention_chunk = random.pick({1, 7, 64, 500});
+        expect_every_decode_right(call);
+        if (HasFatalFailure()) return;
+        call.prefix_lens.reset();
+        expect_every_decode_right(call);
     });
 }
 

@@ -21,6 +21,7 @@ ATTENTION = {
     "window_size": "window_left or window_right",
     "sliding_window": "window_left",
     "local_window_size": "window_left or window_right",
+    "attention_chunk_size": "attention_chunk",
     "logits_soft_cap": "softcap",
     "attn_mask": "causal or window_left or prefix_lens",
     "cu_seqlens": "cu_seqlens_q or cu_seqlens_k",

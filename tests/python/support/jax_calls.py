@@ -121,8 +121,15 @@ def make_calls(dtype="float32", seed=0):
         ("attention", {**dense, **sinks}, {"causal": True, "window_left": 3, "return_lse": True}),
         ("attention", {**packed, **sinks, **masks}, {}),
         ("paged_attention", {**paged, **sinks}, {"window_left": 7, "return_lse": True}),
+        ("paged_attention", paged, {"attention_chunk": 4, "return_lse": True}),
+        ("attention", packed, {"causal": True, "attention_chunk": 2, "return_lse": True}),
         ("attention_backward", backward({**dense, **sinks}, masked), {**masked, "return_dsinks": True}),
         ("attention_backward", backward({**packed, **sinks}, {}), {}),
+        (
+            "attention_backward",
+            backward(dense, {"causal": True, "attention_chunk": 4}),
+            {"causal": True, "attention_chunk": 4},
+        ),
         (
             "attention_backward",
             backward({**dense, **sinks, **masks}, {}, dlse=normal(2, 5, 4, seed=seed)),

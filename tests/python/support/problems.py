@@ -49,6 +49,7 @@ def visible(case: Case, b: int) -> NDArray[np.bool_]:
         causal=case.causal,
         window_left=case.window_left,
         window_right=case.window_right,
+        attention_chunk=case.attention_chunk,
         prefix_len=case.prefix_lens[b] if case.prefix_lens else 0,
     )
 

@@ -131,6 +131,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"window_left": 33},
     {"window_left": 5, "prefix_lens": np.array([3, 9, 20, 0], np.int32)},
     {"causal": False, "window_left": 33, "window_right": 4},
+    {"attention_chunk": 20},
+    {"attention_chunk": 30, "cu_seqlens_q": np.array([0, 1, 1, 41, 44], np.int32)},
     {"softcap": 5.0},
     {"alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
     {"sinks": np.linspace(-3.0, 4.0, 8, dtype=np.float32)},
