@@ -74,6 +74,7 @@ typedef struct octavo_attention_args {
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                    /* default: 0, none */
     int64_t window_left, window_right; /* default: -1, unbounded */
+    int64_t attention_chunk;           /* default: 0, none */
     double dropout_p;                  /* default: 0, none */
     int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
     int64_t dropout_offset;            /* default: 0 */
@@ -94,7 +95,8 @@ typedef struct octavo_paged_attention_args {
     int64_t max_seqlen_q;                                       /* default: -1, chosen */
     double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                                             /* default: 0, none */
-    int64_t window_left;                                        /* default: -1, unbounded */
+    int64_t window_left, window_right;                          /* default: -1, unbounded */
+    int64_t attention_chunk;                                    /* default: 0, none */
     int64_t num_splits;                                         /* default: -1, chosen */
     int64_t shared_prefix_len;                                  /* default: 0 */
     double softmax_phi;                                         /* default: NaN, none */
@@ -143,6 +145,7 @@ typedef struct octavo_attention_backward_args {
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                    /* default: 0, none */
     int64_t window_left, window_right; /* default: -1, unbounded */
+    int64_t attention_chunk;           /* default: 0, none */
     double dropout_p;                  /* default: 0, none */
     int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
     int64_t dropout_offset;            /* default: 0 */

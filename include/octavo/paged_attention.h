@@ -47,6 +47,8 @@ struct PagedAttentionArgs {
     std::optional<double> softmax_scale;
     bool causal = true;
     int64_t window_left = -1;
+    int64_t window_right = -1;
+    int64_t attention_chunk = 0;
     double softcap = 0.0;
     std::optional<float> k_scale;  // multiplies what is stored, per tensor
     std::optional<float> v_scale;
@@ -62,7 +64,7 @@ struct PagedAttentionArgs {
     // The first so many tokens of every sequence, whole pages, lie in the same pages, which are then read
     // once for all of them: those that the first row of page_table names. A promise: the result is that of
     // any other call. Every query lies behind them, but a sequence may have length 0: padding. Not with
-    // window_left, alibi_slopes or batch_invariant.
+    // window_left, attention_chunk, alibi_slopes or batch_invariant.
     int64_t shared_prefix_len = 0;
     std::optional<TensorView> sinks;              // float32 [num_q_heads]; see AttentionArgs
     std::optional<double> softmax_phi;            // the unified maximum: see AttentionArgs

@@ -106,6 +106,8 @@ def attention(
             the work runs (a number there that is not finite is an error on the CPU, and counts as none on a
             GPU). ``calibrate_softmax_phi`` finds it. On a GPU it changes nothing here: the kernels of
             ``paged_attention`` for decoding alone use it. Default: none.
+        attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
+            its own, as in Llama 4. Needs causal. Default: 0, none.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of k and v.

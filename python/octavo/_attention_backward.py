@@ -139,6 +139,8 @@ def attention_backward(
         deterministic: the same bits at every call. The CPU gives them always, whatever the number of threads;
             on a Hopper GPU it takes longer. Default: False.
         sinks: float32 [num_q_heads], with which ``attention`` computed out and lse. Default: none.
+        attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
+            its own. Needs causal. Default: 0, none.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
         return_dsinks: return the gradient of sinks, which have to be given, too. Default: False.
         dq: an array like q to write the gradient to; never read. dq, dk and dv may be views of one array, but

@@ -229,6 +229,9 @@ class KVCacheStep:
         v: ArrayLike,
         *,
         softmax_scale: float | None = None,
+        causal: bool = True,
+        window_right: int = -1,
+        attention_chunk: int = 0,
         softcap: float = 0.0,
         alibi_slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
@@ -247,7 +250,12 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes, sinks and softmax_phi.
+            softmax_scale: as for ``paged_attention``, as are causal and the following up to softmax_phi.
+            causal: Default: True.
+            window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
+                -1, unbounded.
+            attention_chunk: with ``windows`` of one less for this layer, pages of past chunks are used again.
+                Default: 0, none.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
             sinks: Default: none.
@@ -303,7 +311,10 @@ class KVCacheStep:
             cu_seqlens_q=cu_seqlens,
             max_seqlen_q=shapes.max_seqlen_q,
             softmax_scale=softmax_scale,
+            causal=causal,
             window_left=window_left,
+            window_right=window_right,
+            attention_chunk=attention_chunk,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,

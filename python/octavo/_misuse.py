@@ -22,6 +22,7 @@ _OTHER_NAMES = {
     "append_value": ("v",),
     "attn_bias": ("causal", "window_left", "prefix_lens", "alibi_slopes"),
     "attn_logits_soft_cap": ("softcap",),
+    "attention_chunk_size": ("attention_chunk",),
     "attention_sinks": ("sinks",),
     "attn_mask": ("causal", "window_left", "prefix_lens"),
     "bias": ("causal", "window_left", "prefix_lens", "alibi_slopes"),
@@ -30,6 +31,7 @@ _OTHER_NAMES = {
     "block_table": ("page_table",),
     "block_tables": ("page_table",),
     "cache_seqlens": ("seq_lens",),
+    "chunk_size": ("attention_chunk",),
     "context_lens": ("seq_lens",),
     "cos": ("rotary_cos",),
     "cos_cache": ("rotary_cos",),
@@ -117,7 +119,6 @@ _OTHER_NAMES = {
     "variance_epsilon": ("eps",),
     "weight": ("w",),
     "window": ("window_left", "window_right"),
-    "window_right": ("causal",),
     "window_size": ("window_left", "window_right"),
 }
 _OWN_NAMES = {x["name"] for arguments in _core.operator_arguments().values() for x in arguments}

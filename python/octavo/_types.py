@@ -60,6 +60,7 @@ class AttentionScalars(TypedDict, total=False):
     causal: bool
     window_left: int
     window_right: int
+    attention_chunk: int
     softcap: float
     dropout_p: float
     dropout_seed: int | None
@@ -102,6 +103,8 @@ class PagedAttentionScalars(TypedDict, total=False):
     softmax_scale: float | None
     causal: bool
     window_left: int
+    window_right: int
+    attention_chunk: int
     softcap: float
     kv_dtype: str | None
     rotate_keys: bool

@@ -91,6 +91,7 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
     if (length % p.page_size != 0) refuse("must be a multiple of page_size (", p.page_size, ")");
     if (num_shared > max_pages)
         refuse("must be at most max_pages * page_size (", max_pages * p.page_size, ")");
+    if (p.attention_chunk.divisor > 0) refuse("cannot go with attention_chunk");
     if (p.window_left >= 0) refuse("needs window_left -1 (unbounded); got ", p.window_left);
     if (p.alibi_slopes) refuse("cannot go with alibi_slopes");
     if (p.batch_invariant) refuse("cannot go with batch_invariant, as all queries share its work");
@@ -139,7 +140,7 @@ AttentionParams check_attention(const AttentionArgs& args) {
     set_masks(check, p, args);
     set_softmax_phi(check, p, args);
     check_results_apart(check, args, "k", args.k, "v", args.v);
-    set_window_right_and_dropout(check, p, args);
+    set_score_and_dropout(p, args);
     require_kernel(p.op, p);
     return p;
 }

@@ -172,6 +172,7 @@ struct Attention {
         input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
         scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
         input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
+        scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -212,6 +213,8 @@ struct PagedAttention {
         input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
         scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
         input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
+        scalar("window_right", &Args::window_right, &CArgs::window_right),
+        scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -311,6 +314,7 @@ struct AttentionBackward {
         scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
         scalar("deterministic", &Args::deterministic, &CArgs::deterministic),
         input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
+        scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         result("dq", &Args::dq, &Args::q, &CArgs::dq),
         result("dk", &Args::dk, &Args::k, &CArgs::dk),
         result("dv", &Args::dv, &Args::v, &CArgs::dv),

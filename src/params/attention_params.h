@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/dropout.h"
+#include "common/fast_divide.h"
 #include "common/macros.h"
 #include "common/visibility.h"
 #include "params/cache_scales.h"
@@ -67,6 +68,7 @@ struct AttentionParams {
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
     bool batch_invariant;               // by the sequence alone; without splits always so
+    FastDivide attention_chunk;         // see Visibility
     CacheScales k_scales, v_scales;     // beside softmax_scale and out_scale
     // What decoding has never or rarely comes last: see prefetch_params.
     const float* softmax_phi_of_heads;  // [num_q_heads]; null: softmax_phi for all
@@ -135,7 +137,7 @@ struct SequenceSlice {
             s.k_begin = b * p.k_outer_stride;
             s.v_begin = b * p.v_outer_stride;
         }
-        s.see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right};
+        s.see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right, p.attention_chunk};
         return s;
     }
 

@@ -166,6 +166,8 @@ void pick_masks(Random& random, Args& args) {
     args.causal = !random.one_in(3);
     if (random.one_in(3)) args.window_left = random.pick({0, 10, 90, 300});
     if (random.one_in(4)) args.softcap = 20.0;
+    if (!args.causal && random.one_in(2)) args.window_right = random.pick({0, 2, 60});
+    if (args.causal && random.one_in(4)) args.attention_chunk = random.pick({1, 50, 100, 300, 1 << 20});
 }
 
 }  // namespace octavo

@@ -333,6 +333,8 @@ struct PagedCall {
         add("columns", max_pages);
         add("causal", options.causal);
         add("window_left", options.window_left);
+        add("window_right", options.window_right);
+        if (options.attention_chunk > 0) add("attention_chunk", options.attention_chunk);
         if (options.batch_invariant) text += ", batch_invariant";
         if (prefix_lens) text += ", prefix_lens";
         if (with_alibi) text += ", ALiBi";
@@ -382,7 +384,8 @@ inline std::string decode_policy(PagedCall& call) {
 
 // In every way of decoding what the CPU gives.
 inline void expect_every_decode_right(PagedCall& call) {
-    if (call.prefix_lens && call.options.window_left >= 0) {
+    const bool has_window = call.options.window_left >= 0 || call.options.attention_chunk > 0;
+    if (call.prefix_lens && has_window) {
         EXPECT_EQ(decode_policy(call), "stream_k") << call.name();
     }
     call.options.batch_invariant = true;

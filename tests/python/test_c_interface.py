@@ -99,6 +99,9 @@ def test_integers_of_64_bits(library):
     out = np.full_like(q, np.nan)
     library.paged_attention(q=q, k_pages=pages[0], v_pages=pages[1], out=out, **tables)
     np.testing.assert_array_equal(out, octavo.paged_attention(q, *pages, **tables))
+    for window in ({"causal": False, "window_left": 3, "window_right": 1}, {"attention_chunk": 3}):
+        library.paged_attention(q=q, k_pages=pages[0], v_pages=pages[1], out=out, **tables, **window)
+        np.testing.assert_array_equal(out, octavo.paged_attention(q, *pages, **tables, **window))
     rows = {name: tables[name] for name in ("page_table", "seq_lens")}
     k, v = normal(2, 2, 32), normal(2, 2, 32)
     library.append_kv(k=k, v=v, k_pages=pages[0], v_pages=pages[1], **rows)

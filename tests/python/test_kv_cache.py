@@ -100,6 +100,37 @@ def test_softmax_phi_is_that_of_the_operator(on_cpu: ArrayLibrary) -> None:
         assert (out != plain).any()
 
 
+def test_layers_that_are_not_causal(on_cpu: ArrayLibrary) -> None:
+    """New tokens see each other: all of them, or as far as a window reaches."""
+    cache = make_cache(on_cpu, windows=[None, 4])
+    seqs = [cache.create(), cache.create()]
+    old = random_tokens(on_cpu, 7)
+    step = cache.step(seqs, [3, 4])
+    for layer in range(2):
+        step.attend(layer, *old)
+    new = [x + 1 for x in random_tokens(on_cpu, 11)]
+    step = cache.step(seqs, [6, 5])
+    keys, values = (
+        np.concatenate([on_cpu.to_numpy(x)[part] for part, x in parts])
+        for parts in (
+            [(slice(3), old[i]), (slice(6), new[i]), (slice(3, 7), old[i]), (slice(6, 11), new[i])]
+            for i in (1, 2)
+        )
+    )
+    for layer, window_left, window_right in ((0, -1, -1), (1, 4, 2)):
+        out = step.attend(layer, *new, causal=False, window_right=window_right)
+        oracle.attention(
+            on_cpu.to_numpy(new[0]),
+            keys,
+            values,
+            [6, 5],
+            [9, 9],
+            dtype="float32",
+            window_left=window_left,
+            window_right=window_right,
+        ).check_out(on_cpu.to_numpy(out))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_rotary_embedding(on_cpu: ArrayLibrary, interleaved: bool, has_out: bool) -> None:

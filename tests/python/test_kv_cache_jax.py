@@ -37,6 +37,20 @@ def random_tokens(total: int) -> list[np.ndarray]:
     return [rng.standard_normal((total, heads, 16), np.float32) for heads in (4, 2, 2)]
 
 
+def test_layers_that_are_not_causal() -> None:
+    ours, other = make_caches()
+    options = {"causal": False, "window_right": 2}
+    forward = make_program(**options)
+    seqs, others = ([cache.create() for _ in range(2)] for cache in (ours, other))
+    for counts in ([5, 9], [6, 3]):
+        q, k, v = random_tokens(sum(counts))
+        step, expected = ours.step(seqs, counts), other.step(others, counts)
+        out, ours.pages, _ = forward(ours.pages, step, q, k, v)
+        for layer in range(2):
+            q = expected.attend(layer, q, k, v, **options)
+        np.testing.assert_array_equal(out, q)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_programs_are_those_of_numpy(dtype: str, rotates: bool) -> None:

@@ -88,6 +88,8 @@ def make_calls():
             (one_each, {}),
             (one_each, {"return_lse": True, "num_splits": 2, "k_scale": 0.5, "v_scale": 2.0, **masked}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "causal": False, "return_lse": True}),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "causal": False, "window_left": 3, "window_right": 1}),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "attention_chunk": 4}),
             (one_each, {"out": torch.empty_like(one_each[0])}),
             (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),
             (sharing, {"shared_prefix_len": PAGE_SIZE, "return_lse": True}),

@@ -13,7 +13,7 @@ from support.tiny_models import CONFIGS, SIZES, WINDOW, disadvantages, make_mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SERVED = [name for name in CONFIGS if name != "bloom"]
+SERVED = [name for name in CONFIGS if name not in ("bloom", "llama4")]
 NUM_WINDOWS = {"qwen2": 2, "mistral": 3, "gemma2": 2, "gemma3": 2, "gpt_oss": 2}
 NUM_LAYERS = SIZES["num_hidden_layers"]
 NEW = 12
@@ -238,6 +238,12 @@ def test_what_cannot_be_mapped_is_refused():
     gpt2(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="dropout is not supported with a static cache"):
         gpt2(ids[:, :1], past_key_values=cache)
+    llama4 = make_model("llama4", attn_implementation="octavo")
+    cache = transformers.StaticCache(config=llama4.config, max_cache_len=14)
+    with pytest.raises(
+        ValueError, match="this mask is neither causal, nor a causal sliding window, nor full"
+    ):
+        llama4(ids, past_key_values=cache)
 
 
 @pytest.mark.gpu

@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         const int32_t token = token_of(threadIdx.x), head = head_of(threadIdx.x, token);
         const float* const slopes =
             has_alibi ? p.alibi_slopes + row_tile.batch * p.alibi_batch_stride : nullptr;
-        shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f};
+        shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f,
+                                    seq.see.window_begin(seq.q_pos(token))};
     }
     if (tile_begin >= tile_end) __syncthreads();  // for the rows; otherwise the loop has a barrier
     for (int32_t tile = tile_begin; tile < tile_end; ++tile) {

@@ -13,6 +13,7 @@ struct TileRow {
     int32_t token;  // in its sequence
     int32_t head;
     float slope_log2;
+    int32_t window_begin;  // see Visibility: not worked out where scores take the registers
 };
 
 // What the rows of one warp see: the same for all its lanes.
@@ -99,7 +100,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kTiles][4
     for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
         // Hidden between the prefix and the window.
         const int32_t begin = see.prefix_len - first_column;
-        const uint32_t count = max(see.window_begin(first_q_pos + row.token) - see.prefix_len, 0);
+        const uint32_t count = max(row.window_begin - see.prefix_len, 0);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll

@@ -13,8 +13,8 @@ namespace octavo::cuda {
 
 struct Sm80BackwardPlan {
     DType dtype;
-    int32_t row;  // of kSm80BackwardTiles: with dtype and has_dropout, the instance
-    bool has_dropout;
+    int32_t row;       // of kSm80BackwardTiles: with dtype and has_dropout, the instance
+    bool has_dropout;  // or chunks, which the same instances serve
     int32_t num_q_heads, num_kv_heads;
     int32_t key_tiles, query_tiles;          // of the longest sequence
     int32_t num_key_tiles, num_query_tiles;  // over the batch; bounds where it is packed

@@ -87,7 +87,7 @@ def make_calls(dtype="float32", seed=0):
         (
             "paged_attention",
             {**paged, **batch_slopes, "q": packed["q"], "cu_seqlens_q": index(CU_SEQLENS)},
-            {"max_seqlen_q": 5, "causal": False, "return_lse": True},
+            {"max_seqlen_q": 5, "causal": False, "window_right": 1, "return_lse": True},
         ),
         ("append_kv", {**one_each, **cache(dtype, seed), **tables}, {}),
         ("append_kv", many, {"k_scale": 2.0, "v_scale": 0.5}),
@@ -121,8 +121,15 @@ def make_calls(dtype="float32", seed=0):
         ("attention", {**dense, **sinks}, {"causal": True, "window_left": 3, "return_lse": True}),
         ("attention", {**packed, **sinks, **masks}, {}),
         ("paged_attention", {**paged, **sinks}, {"window_left": 7, "return_lse": True}),
+        ("paged_attention", paged, {"attention_chunk": 4, "return_lse": True}),
+        ("attention", packed, {"causal": True, "attention_chunk": 2, "return_lse": True}),
         ("attention_backward", backward({**dense, **sinks}, masked), {**masked, "return_dsinks": True}),
         ("attention_backward", backward({**packed, **sinks}, {}), {}),
+        (
+            "attention_backward",
+            backward(dense, {"causal": True, "attention_chunk": 4}),
+            {"causal": True, "attention_chunk": 4},
+        ),
         (
             "attention_backward",
             backward({**dense, **sinks, **masks}, {}, dlse=normal(2, 5, 4, seed=seed)),

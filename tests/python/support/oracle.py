@@ -51,6 +51,7 @@ def visible(
     causal: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     prefix_len: int = 0,
 ) -> NDArray[np.bool_]:
     """[len(q_pos), seqlen_k]: which keys the queries at these positions see."""
@@ -62,6 +63,8 @@ def visible(
         see &= distance <= window_left
     if window_right >= 0:
         see &= distance >= -window_right
+    if attention_chunk > 0:
+        see &= q_pos[:, None] // attention_chunk <= np.arange(seqlen_k) // attention_chunk
     see[:, :prefix_len] = True
     return see
 
@@ -300,6 +303,7 @@ def sequences(
     causal: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     prefix_lens: Sequence[int] | None = None,
     alibi_slopes: NDArray[Any] | None = None,
     dropout: Dropout | None = None,
@@ -318,6 +322,7 @@ def sequences(
             causal=causal,
             window_left=window_left,
             window_right=window_right,
+            attention_chunk=attention_chunk,
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
         )
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes

@@ -49,6 +49,7 @@ def visible(case: Case, b: int) -> NDArray[np.bool_]:
         causal=case.causal,
         window_left=case.window_left,
         window_right=case.window_right,
+        attention_chunk=case.attention_chunk,
         prefix_len=case.prefix_lens[b] if case.prefix_lens else 0,
     )
 
@@ -163,7 +164,6 @@ def make_reference(
         case.seqlens_q,
         case.seqlens_k,
         dtype=dtype,
-        window_right=case.window_right,
         prefix_lens=case.prefix_lens,
         alibi_slopes=inputs.alibi_slopes,
         sinks=inputs.sinks,
@@ -184,7 +184,6 @@ def make_backward_reference(
 ) -> oracle_backward.Reference:
     masks = {
         **case.masks,
-        "window_right": case.window_right,
         "prefix_lens": case.prefix_lens,
         "alibi_slopes": inputs.alibi_slopes,
         "sinks": inputs.sinks,
