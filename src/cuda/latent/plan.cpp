@@ -28,7 +28,7 @@ int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_
 
 std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
     return text_of("latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ", ",
-                   tiles.keys, " keys>");
+                   tiles.keys, " keys, ", tiles.stages, " stages>");
 }
 
 }  // namespace
@@ -37,12 +37,9 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
     LatentPlan plan{};
     plan.dtype = p.dtype;
     plan.kv_dtype = p.kv_dtype;
-    plan.tiles = *std::rbegin(kLatentTiles);
-    for (const LatentTiles& tiles : kLatentTiles) {
-        if (tiles.shared_bytes(plan.is_fp8()) > gpu.shared_bytes_per_block) continue;
-        plan.tiles = tiles;
-        break;
-    }
+    while (plan.row + 1 < static_cast<int32_t>(std::size(kLatentTiles)) &&
+           plan.tiles().shared_bytes(plan.is_fp8()) > gpu.shared_bytes_per_block)
+        ++plan.row;
     plan.num_sequences = p.total_q == 0 ? 0 : p.batch;
     plan.num_q_heads = p.num_q_heads;
     plan.total_rows = p.total_q * p.num_q_heads;
@@ -53,10 +50,10 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
         fail<ValueError>("latent_attention", "the batch has ", plan.total_rows, " rows in ",
                          plan.num_row_tiles(), " tiles; one launch takes at most ", kMaxGridX, " of either");
     }
-    plan.num_splits =
-        p.num_splits > 0
-            ? p.num_splits
-            : choose_num_splits(plan.num_row_tiles(), ceil_divide(p.seqlen_k, plan.tiles.keys), gpu.num_sms);
+    plan.num_splits = p.num_splits > 0
+                          ? p.num_splits
+                          : choose_num_splits(plan.num_row_tiles(),
+                                              ceil_divide(p.seqlen_k, plan.tiles().keys), gpu.num_sms);
     plan.q_aligned = aligned(p.q, 16, {p.q_token_stride, p.q_head_stride}, p.dtype);
     plan.kv_aligned = aligned(p.kv, 16, {p.kv_page_stride, p.kv_slot_stride}, p.kv_dtype);
     return plan;
@@ -65,7 +62,7 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
 Explanation describe(const LatentPlan& plan) {
     Explanation text;
     text.file = "src/cuda/latent/kernel.cuh";
-    text.kernel = name_of(plan.dtype, plan.is_fp8(), plan.tiles);
+    text.kernel = name_of(plan.dtype, plan.is_fp8(), plan.tiles());
     text.summary = text_of(counted(plan.num_row_tiles(), "tile"), " of ", kLatentRows, " rows x ",
                            counted(plan.num_splits, "split"), ": ", counted(plan.grid().size(), "CTA"),
                            " of ", kLatentThreads, " threads");
@@ -73,8 +70,8 @@ Explanation describe(const LatentPlan& plan) {
     text.plan = {
         {"dtype", to_string(plan.dtype)},
         {"kv_dtype", to_string(plan.kv_dtype)},
-        {"keys", int64_t{plan.tiles.keys}},
-        {"stages", int64_t{plan.tiles.stages}},
+        {"keys", int64_t{plan.tiles().keys}},
+        {"stages", int64_t{plan.tiles().stages}},
         {"num_sequences", int64_t{plan.num_sequences}},
         {"num_q_heads", int64_t{plan.num_q_heads}},
         {"num_row_tiles", plan.num_row_tiles()},
@@ -83,7 +80,7 @@ Explanation describe(const LatentPlan& plan) {
         {"kv_aligned", plan.kv_aligned},
         {"num_ctas", plan.grid().size()},
         {"threads", int64_t{kLatentThreads}},
-        {"shared_bytes", plan.tiles.shared_bytes(plan.is_fp8())},
+        {"shared_bytes", plan.tiles().shared_bytes(plan.is_fp8())},
         {"workspace_bytes", plan.workspace_bytes()},
     };
     return text;
@@ -98,8 +95,7 @@ std::vector<std::string> latent_attention_instances() {
     for (DType dtype : kAttentionTypes) {
         for (bool is_fp8 : {false, true}) {
             for (const LatentTiles& tiles : kLatentTiles) {
-                const std::string name = name_of(dtype, is_fp8, tiles);
-                if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+                names.push_back(name_of(dtype, is_fp8, tiles));
             }
         }
     }

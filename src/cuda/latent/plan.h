@@ -39,7 +39,7 @@ constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 
 struct LatentPlan {
     DType dtype, kv_dtype;
-    LatentTiles tiles;
+    int32_t row;  // of kLatentTiles
     int32_t num_sequences, num_q_heads;
     int32_t tiles_per_sequence;  // of rows; the bound, for packed queries
     int32_t num_splits;
@@ -47,6 +47,7 @@ struct LatentPlan {
     bool q_aligned, kv_aligned;  // on 16 bytes
 
     bool is_fp8() const { return kv_dtype != dtype; }
+    const LatentTiles& tiles() const { return kLatentTiles[row]; }
     int64_t num_row_tiles() const { return int64_t{num_sequences} * tiles_per_sequence; }
     Grid grid() const { return {num_row_tiles(), num_splits}; }
     int64_t num_partial_rows() const { return num_splits > 1 ? num_splits * total_rows : 0; }
