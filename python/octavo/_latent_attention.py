@@ -93,8 +93,8 @@ def latent_attention(
 
     Raises:
         ValueError: a shape or value that does not fit; on the CPU, lengths and page numbers too.
-        TypeError: not an array, a wrong dtype, no softmax_scale, on a GPU what there is no kernel for, a torch
-            tensor that requires grad, a JAX array as ``out``.
+        TypeError: not an array, a wrong dtype, no softmax_scale, on a GPU what there is no kernel for, a
+            torch tensor that requires grad, a JAX array as ``out``.
         RuntimeError: arrays on several devices, or a CUDA array where CUDA cannot be used.
     """
     raise NotImplementedError  # native() makes the function that runs

@@ -10,6 +10,7 @@
 // 16-bit numbers in shared memory, exactly.
 #pragma once
 
+#include "common/float8.h"
 #include "common/online_softmax.h"
 #include "cuda/latent/load.cuh"
 #include "cuda/ptx/exp2.h"
@@ -51,10 +52,30 @@ struct LatentShared {
     float lse[kLatentRows];
 };
 
-// A tile of fp8 codes as 16-bit numbers, of which both types have all.
+// Four codes of fp8 as two pairs of 16-bit numbers; both types have all of these numbers.
+template <class T>
+__device__ __forceinline__ void convert_word(uint32_t codes, uint32_t* pairs) {
+#if __CUDA_ARCH__ >= 890
+    CodeNumbers<DType::float8_e4m3fn, false>(0).convert(codes, pairs);
+    if constexpr (std::is_same_v<T, bfloat16>) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 both = unpack<float16>(pairs[i]);
+            pairs[i] = pack<bfloat16>(both.x, both.y);
+        }
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        pairs[i] = pack<T>(float8_to_float<E4m3>(static_cast<uint8_t>(codes >> (16 * i))),
+                           float8_to_float<E4m3>(static_cast<uint8_t>(codes >> (16 * i + 8))));
+    }
+#endif
+}
+
+// A tile of codes, as numbers.
 template <class Config>
 __device__ __forceinline__ void convert_codes(const char* codes, char* numbers) {
-    using T = typename Config::Type;
     constexpr int kRowChunks = kLatentQkDim / 16;
     for (int i = threadIdx.x; i < Config::kKeys * kRowChunks; i += kLatentThreads) {
         const int key = i / kRowChunks, chunk = i % kRowChunks;
@@ -62,16 +83,8 @@ __device__ __forceinline__ void convert_codes(const char* codes, char* numbers) 
             codes + key * KeyCopy<uint8_t, Config::kKeys>::kRowStride + 16 * chunk);
         const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
         uint32_t pairs[8];
-        const CodeNumbers<DType::float8_e4m3fn, false> converter(0);
 #pragma unroll
-        for (int w = 0; w < 4; ++w) converter.convert(words[w], pairs + 2 * w);
-        if constexpr (std::is_same_v<T, bfloat16>) {
-#pragma unroll
-            for (uint32_t& pair : pairs) {
-                const float2 both = unpack<float16>(pair);
-                pair = pack<bfloat16>(both.x, both.y);
-            }
-        }
+        for (int w = 0; w < 4; ++w) convert_word<typename Config::Type>(words[w], pairs + 2 * w);
         auto* const to = reinterpret_cast<uint4*>(numbers + key * Config::kRowStride + 32 * chunk);
         to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         to[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
