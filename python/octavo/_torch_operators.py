@@ -111,7 +111,7 @@ def _out_like(name: str) -> Callable[..., Tensor]:
         return lambda q, *_: q.new_empty(q.shape)
 
     def of_width(q: Tensor, *others: Any) -> Tensor:
-        v_dim = others[place - 1] if len(others) >= place else described[place]["default"]
+        v_dim: Any = others[place - 1] if len(others) >= place else described[place]["default"]
         return q.new_empty((*q.shape[:-1], v_dim))
 
     return of_width
