@@ -21,6 +21,7 @@ from octavo._core import (
 )
 from octavo._explain import Explanation, explain
 from octavo._kv_cache import KVCache, KVCacheStep
+from octavo._latent_attention import latent_attention
 from octavo._linear import linear
 from octavo._linear_plan import LinearPlan, linear_plan
 from octavo._linear_table import LinearTable, LinearTableRow, LinearTableSource, linear_table
@@ -55,6 +56,7 @@ __all__ = [
     "explain",
     "get_cmake_dir",
     "get_num_threads",
+    "latent_attention",
     "linear",
     "linear_plan",
     "linear_table",

@@ -106,6 +106,17 @@ def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
     return {**arrays, **folded}, places
 
 
+def fold_latent_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
+    folded = {name: array if name in shared else _fold(array) for name, array in arrays.items()}
+    places = {}
+    if "cu_seqlens_q" in arrays:
+        folded["cu_seqlens_q"], of_queries, folded["q"] = _fold_packed(arrays["cu_seqlens_q"], arrays["q"])
+        places = {"out": of_queries, "lse": of_queries}
+    if "kv_pages" not in shared:
+        folded["page_table"] = _fold_pages(arrays["page_table"], arrays["kv_pages"].shape[1])
+    return folded, places
+
+
 def fold_append_kv(arrays: Arrays, shared: frozenset[str]) -> Folded:
     folded = {name: array if name in shared else _fold(array) for name, array in arrays.items()}
     num_pages, page_size = arrays["k_pages"].shape[1:3]

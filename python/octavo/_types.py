@@ -129,6 +129,23 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     softmax_phi: float | SupportsDLPack | None
 
 
+class LatentAttentionScalars(TypedDict, total=False):
+    """What ``latent_attention`` takes by keyword, but for arrays; in ``octavo`` and in ``octavo.jax``."""
+
+    v_dim: int
+    max_seqlen_q: int | None
+    softmax_scale: float | None
+    causal: bool
+    kv_scale: float | None
+    num_splits: int | None
+
+
+class LatentAttentionOptions(LatentAttentionScalars, total=False):
+    """What ``octavo.latent_attention`` takes by keyword, whatever it returns."""
+
+    cu_seqlens_q: Integers | None
+
+
 class Argument(TypedDict):
     """One argument in the description of an operator (src/operators/schema.h)."""
 

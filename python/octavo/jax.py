@@ -35,6 +35,7 @@ import octavo
 from octavo import _jax_call
 from octavo._jax_call import like
 from octavo._jax_kv_cache import KVCache, KVCacheStep
+from octavo._jax_latent_attention import latent_attention
 from octavo._types import AttentionBackwardScalars, AttentionScalars, PagedAttentionScalars
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "copy_pages",
+    "latent_attention",
     "linear",
     "merge_states",
     "paged_attention",

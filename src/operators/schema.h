@@ -7,6 +7,7 @@
 #include "checks/checks.h"
 
 #include <octavo/attention.h>
+#include <octavo/latent_attention.h>
 #include <octavo/linear.h>
 #include <octavo/octavo.h>
 #include <octavo/paged_attention.h>
@@ -354,6 +355,28 @@ struct RmsNorm {
         result("residual_out", &Args::residual_out, &Args::residual, &CArgs::residual_out));
 };
 
+struct LatentAttention {
+    using Args = LatentAttentionArgs;
+    using CArgs = octavo_latent_attention_args;
+    static constexpr const char* kName = "latent_attention";
+    static constexpr auto kCheck = &check_latent_attention;
+    static constexpr auto kRun = &octavo::latent_attention;
+    static constexpr auto kArguments = std::tuple(
+        input("q", &Args::q, &CArgs::q),
+        input<Accept::cache>("kv_pages", &Args::kv_pages, &CArgs::kv_pages),
+        input<Accept::integer>("page_table", &Args::page_table, &CArgs::page_table),
+        input<Accept::integer>("seq_lens", &Args::seq_lens, &CArgs::seq_lens),
+        scalar("v_dim", &Args::v_dim, &CArgs::v_dim),
+        input<Accept::integer>("cu_seqlens_q", &Args::cu_seqlens_q, &CArgs::cu_seqlens_q),
+        scalar("max_seqlen_q", &Args::max_seqlen_q, &CArgs::max_seqlen_q, -1),
+        scalar("softmax_scale", &Args::softmax_scale, &CArgs::softmax_scale, kNan),
+        scalar("causal", &Args::causal, &CArgs::causal),
+        scalar("kv_scale", &Args::kv_scale, &CArgs::kv_scale, 1),
+        scalar("num_splits", &Args::num_splits, &CArgs::num_splits, -1),
+        result_of_width("out", &Args::out, &Args::q, &CArgs::out, &latent_attention_width),
+        row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
+};
+
 // clang-format on
 
 // Calls visit(Operator{}) with each operator.
@@ -367,6 +390,7 @@ void for_each_operator(const Visit& visit) {
     visit(AttentionBackward{});
     visit(Linear{});
     visit(RmsNorm{});
+    visit(LatentAttention{});
 }
 
 // Calls visit(argument) with each argument of an operator.

@@ -142,6 +142,21 @@ def test_rotary_append(library):
         library.append_kv(k_pages=ours[0], v_pages=ours[1], **arrays)
 
 
+def test_latent_attention(library):
+    q, kv_pages = normal(2, 3, 40), normal(5, 4, 40)
+    table, lengths = np.array([[1, 3], [0, 0]], np.int32), np.array([7, 2], np.int32)
+    out, lse = np.empty((2, 3, 24), np.float32), np.empty((2, 3), np.float32)
+    arrays = {"q": q, "kv_pages": kv_pages, "page_table": table, "seq_lens": lengths, "out": out}
+    library.latent_attention(**arrays, lse=lse, v_dim=24, softmax_scale=0.25, kv_scale=0.5)
+    expected = octavo.latent_attention(
+        q, kv_pages, table, lengths, v_dim=24, softmax_scale=0.25, kv_scale=0.5, return_lse=True
+    )
+    np.testing.assert_array_equal(out, expected[0])
+    np.testing.assert_array_equal(lse, expected[1])
+    with pytest.raises(OctavoError, match="latent_attention: softmax_scale must be given"):
+        library.latent_attention(**arrays, v_dim=24)
+
+
 def test_rms_norm(library):
     x, residual, weight = normal(3, 2, 40), normal(3, 2, 40) + 1, normal(40)
     out, residual_out = np.full_like(x, np.nan), np.full_like(x, np.nan)
@@ -388,6 +403,8 @@ def test_null_pointers(library):
         ("linear", (null,), "linear: args"),
         ("linear_args_init", (null,), "linear: args"),
         ("rms_norm", (null,), "rms_norm: args"),
+        ("latent_attention", (null,), "latent_attention: args"),
+        ("latent_attention_args_init", (null,), "latent_attention: args"),
         ("rms_norm_args_init", (null,), "rms_norm: args"),
         ("page_allocator_new", (c_int64(4), c_int64(16), null), "PageAllocator: allocator"),
         ("page_allocator_create", (null, one), "create: allocator"),

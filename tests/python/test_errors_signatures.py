@@ -79,6 +79,11 @@ MEANT = [
     ("rms_norm", "epsilon", "eps"),
     ("rms_norm", "gamma", "weight"),
     ("rms_norm", "scale", None),
+    ("latent_attention", "block_table", "page_table"),
+    ("latent_attention", "scale", "softmax_scale"),
+    ("latent_attention", "k_scale", "kv_scale"),
+    ("latent_attention", "head_dim_v", "v_dim"),
+    ("latent_attention", "softcap", None),
     ("check_page_table", "block_table", "page_table"),
     ("check_page_table", "num_blocks", "num_pages"),
 ]

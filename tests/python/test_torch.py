@@ -55,6 +55,7 @@ def make_calls():
         results = octavo.attention(*arrays, return_lse=True, **options)
         return normal(*arrays[0].shape) - 1, *arrays, *results
 
+    latent = (normal(2, 4, 576), normal(6, PAGE_SIZE, 576), PAGE_TABLE, SEQ_LENS)
     return {
         "attention": [
             (dense, {}),
@@ -115,6 +116,12 @@ def make_calls():
             ),
         ],
         "copy_pages": [((*make_cache(), copies), {})],
+        "latent_attention": [
+            (latent, {"softmax_scale": 0.1}),
+            (latent, {"softmax_scale": 0.1, "num_splits": 2, "return_lse": True}),
+            (latent, {"softmax_scale": 0.1, "out": torch.empty(2, 4, 512)}),
+            (latent, {"softmax_scale": 0.1, "out": torch.empty(2, 4, 512), "return_lse": True}),
+        ],
         "rms_norm": [
             ((normal(2, 5, 64), normal(64)), {}),
             ((normal(2, 5, 64), normal(64)), {"eps": 0.01, "residual": normal(2, 5, 64) + 1}),
@@ -454,10 +461,10 @@ def test_errors_are_those_of_octavo():
 @pytest.mark.parametrize("name", octavo.torch.__all__)
 def test_octavos_own_functions_under_a_compiler(name):
     """They break the graph; where it must not break, the error names what does not."""
-    args, _ = make_calls()[name][0]
+    args, options = make_calls()[name][0]
 
     def run(*args):
-        return getattr(octavo, name)(*args)
+        return getattr(octavo, name)(*args, **options)
 
     torch._dynamo.reset()
     torch.compile(run, backend="eager")(*args)

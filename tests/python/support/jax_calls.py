@@ -112,6 +112,17 @@ def make_calls(dtype="float32", seed=0):
         ("linear", layer, {}),
         ("linear", whole_layer, {"activation": "silu_gate", "static_weight": True}),
         ("rms_norm", {"x": make(2, 3, HEAD_DIM), "weight": make(HEAD_DIM)}, {"eps": 0.01}),
+        (
+            "latent_attention",
+            {"q": make(2, 4, 576), "kv_pages": make(6, PAGE_SIZE, 576), **tables},
+            {"softmax_scale": 0.1},
+        ),
+        (
+            "latent_attention",
+            {"q": make(8, 4, 576), "kv_pages": make(6, PAGE_SIZE, 576), **tables}
+            | {"cu_seqlens_q": index(CU_SEQLENS)},
+            {"softmax_scale": 0.1, "max_seqlen_q": 5, "return_lse": True, "kv_scale": 0.5},
+        ),
         ("rms_norm", {"x": make(3, 16), "weight": normal(16, seed=seed), "residual": make(3, 16) + 1}, {}),
         (
             "paged_attention",

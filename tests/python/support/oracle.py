@@ -441,3 +441,34 @@ def rotate(
     rotated[..., first] = a * c - b * s
     rotated[..., second] = b * c + a * s
     return rotated
+
+
+def latent_attention(
+    q: NDArray[Any],
+    keys: list[NDArray[Any]],
+    cu_seqlens_q: Sequence[int],
+    softmax_scale: float,
+    v_dim: int,
+    *,
+    causal: bool = True,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Of packed queries [total_q, num_q_heads, qk_dim] over keys [length, qk_dim] of each sequence.
+
+    Returns out, lse, and the sums of weights times the sizes of values, which rounding errors grow with.
+    """
+    out, lse = np.zeros((*q.shape[:2], v_dim)), np.full(q.shape[:2], -np.inf)
+    sizes = np.zeros_like(out)
+    for b, of_sequence in enumerate(keys):
+        first, last = cu_seqlens_q[b], cu_seqlens_q[b + 1]
+        for i, position in enumerate(positions(last - first, len(of_sequence))):
+            seen = of_sequence[: position + 1] if causal else of_sequence
+            if position < 0 or len(seen) == 0:
+                continue
+            scores = q[first + i].astype(np.float64) @ seen.T * softmax_scale
+            highest = scores.max(axis=-1, keepdims=True)
+            weights = np.exp(scores - highest)
+            total = weights.sum(axis=-1, keepdims=True)
+            out[first + i] = weights / total @ seen[:, :v_dim]
+            sizes[first + i] = weights / total @ np.abs(seen[:, :v_dim])
+            lse[first + i] = (highest + np.log(total))[:, 0]
+    return out, lse, sizes
