@@ -232,6 +232,7 @@ class KVCacheStep:
         softcap: float = 0.0,
         alibi_slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
+        tree_mask: ArrayLike | None = None,
         rotary_cos: ArrayLike | None = None,
         rotary_sin: ArrayLike | None = None,
         rotary_interleaved: bool = False,
@@ -246,10 +247,12 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes and sinks.
+            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes, sinks and
+                tree_mask.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
             sinks: Default: none.
+            tree_mask: one word for each row of q. Default: none.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions. Default: no rotation.
             rotary_sin: given together with rotary_cos.
@@ -305,6 +308,7 @@ class KVCacheStep:
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            tree_mask=tree_mask,
             **cache.arguments,
         )
         return out, [cache if i == layer else x for i, x in enumerate(pages)]

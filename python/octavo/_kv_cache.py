@@ -333,6 +333,7 @@ class KVCacheStep:
         softcap: float = 0.0,
         alibi_slopes: Any = None,
         sinks: Any = None,
+        tree_mask: Any = None,
         rotary_cos: Any = None,
         rotary_sin: Any = None,
         rotary_interleaved: bool = False,
@@ -348,10 +349,12 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes and sinks.
+            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes, sinks and
+                tree_mask.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
             sinks: Default: none.
+            tree_mask: one word for each row of q. Default: none.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions; q itself stays as it is, unless it is `out`. Default: no
                 rotation.
@@ -410,6 +413,7 @@ class KVCacheStep:
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            tree_mask=tree_mask,
             out=out,
             **others,
         )
