@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from octavo._cache import library_of
@@ -42,13 +43,23 @@ def _arange(library: str, xp: Any, length: int, like: Any, dtype: Any = None) ->
     return xp.arange(length, dtype=dtype, **on_device)
 
 
-def _check_axes(call: str, name: str, axes: str, shape: tuple[int, ...], least: int) -> None:
-    if len(shape) < least:
-        raise ValueError(f"{call}: {name} must be {axes}; got shape {list(shape)}")
+def _check_axes(call: str, name: str, shape: tuple[int, ...]) -> None:
+    if not shape:
+        raise ValueError(f"{call}: {name} must have one axis or more; got shape []")
     if shape[-1] > _MAX_TOKENS:
         raise ValueError(
             f"{call}: {name} must speak of at most {_MAX_TOKENS} tokens of a sequence, the bits of a word; "
             f"got {shape[-1]}"
+        )
+
+
+def _check_parents(parents: Any, index: Any) -> None:
+    wrong = (parents < -1) | (parents >= index)
+    if wrong.any():
+        row, token = (int(x[0]) for x in wrong.nonzero())
+        raise ValueError(
+            f"tree_mask: parents must be -1 or less than their child's index; got {int(parents[row, token])} "
+            f"for token {token}"
         )
 
 
@@ -65,16 +76,17 @@ def pack_tree_mask(mask: Any) -> Any:
             [rows, 2], lower halves first, since it has 64 bits only where asked to.
 
     Raises:
-        ValueError: more than 64 columns, or no axis.
+        ValueError: more than 64 columns, or no axis at all.
         TypeError: not bool, or of another library.
     """
     mask = _as_array(mask)
     library, xp = _namespace("pack_tree_mask", mask)
     if "bool" not in str(mask.dtype):
         raise TypeError(f"pack_tree_mask: mask must be of bool; got {mask.dtype}")
-    _check_axes("pack_tree_mask", "mask", "[..., n]", tuple(mask.shape), 1)
-    columns = mask.shape[-1]
-    rows = mask.reshape(-1, columns) if columns else mask.reshape(0, 0)
+    shape = tuple(mask.shape)
+    _check_axes("pack_tree_mask", "mask", shape)
+    columns = shape[-1]
+    rows = mask.reshape(math.prod(shape[:-1]), columns)
     if library == "jax":
         padded = xp.pad(rows, ((0, 0), (0, _MAX_TOKENS - columns))).reshape(-1, 2, 32)
         bits = padded.astype(xp.uint32) << xp.arange(32, dtype=xp.uint32)
@@ -106,29 +118,21 @@ def tree_mask(parents: Any) -> Any:
     library, xp = _namespace("tree_mask", parents)
     if "int" not in str(parents.dtype):
         raise TypeError(f"tree_mask: parents must be of integers; got {parents.dtype}")
-    _check_axes("tree_mask", "parents", "[..., n]", tuple(parents.shape), 1)
-    n = parents.shape[-1]
-    rows = parents.reshape(-1, n) if n else parents.reshape(0, 0)
-    index = _arange(library, xp, n, parents)
-    if library == "numpy" or (library == "torch" and parents.device.type == "cpu"):
-        wrong = (rows < -1) | (rows >= index)
-        if wrong.any():
-            row, i = (
-                int(x[0]) for x in (wrong.nonzero(as_tuple=True) if library == "torch" else wrong.nonzero())
-            )
-            raise ValueError(
-                f"tree_mask: parents must be -1 or less than their child's index; got {int(rows[row, i])} "
-                f"for token {i}"
-            )
-    sees = (index[:, None] == index[None, :])[None] & (rows >= -1)[:, :, None]
+    shape = tuple(parents.shape)
+    _check_axes("tree_mask", "parents", shape)
+    count, n = math.prod(shape[:-1]), shape[-1]
+    rows = parents.reshape(count, n)
+    if library == "torch":
+        rows = rows.long()
+        if rows.device.type == "cpu":
+            _check_parents(rows.numpy(), range(n))
+    elif library == "numpy":
+        _check_parents(rows, range(n))
+    index = _arange(library, xp, n, rows, rows.dtype)
+    sees = xp.broadcast_to(index[:, None] == index, (count, n, n))
     # In each round a token sees what its ancestor twice as far up sees.
-    up = (
-        xp.where(rows < 0, index, rows)
-        if library != "torch"
-        else xp.where(rows < 0, index.to(rows.dtype), rows)
-    )
-    sequence = _arange(library, xp, rows.shape[0], parents)[:, None]
+    up, sequence = xp.where(rows < 0, index, rows), _arange(library, xp, count, rows)[:, None]
     for _ in range(max(n - 1, 1).bit_length()):
         sees = sees | sees[sequence, up]
         up = up[sequence, up]
-    return pack_tree_mask(sees.reshape(-1, n))
+    return pack_tree_mask(sees)

@@ -67,7 +67,7 @@ def visible(
 
 
 def hidden_by_tree(words: Sequence[int], seqlen_k: int, prefix_len: int) -> NDArray[np.bool_]:
-    """[n, seqlen_k]: which keys the words of a sequence's n queries hide: bit j is of the j-th of its n newest."""
+    """[n, seqlen_k]: which keys the words of n queries hide; bit j is of the j-th of the n newest."""
     n = len(words)
     hidden = np.zeros((n, seqlen_k), bool)
     for i, word in enumerate(words if n <= 64 else ()):
