@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from octavo._cache import library_of
@@ -22,9 +23,7 @@ def _namespace(call: str, array: Any) -> tuple[str, Any]:
 
         return library, jax.numpy
     if library == "cupy":
-        import cupy
-
-        return library, cupy
+        return library, sys.modules["cupy"]
     import numpy as np
 
     return library, np

@@ -1,5 +1,5 @@
-// Tree masks: which of the newest keys of its sequence, those that came with its queries, a query sees of those
-// that the other masks leave it (EAGLE, Li et al. 2024, arXiv:2401.15077; Medusa, Cai et al. 2024,
+// Tree masks: which of the newest keys of its sequence, those that came with its queries, a query sees of
+// those that the other masks leave it (EAGLE, Li et al. 2024, arXiv:2401.15077; Medusa, Cai et al. 2024,
 // arXiv:2401.10774).
 #pragma once
 

@@ -253,9 +253,8 @@ class TileAttention {
         for (int r = 0; r < tile.num_rows; ++r, weights += kTileKeys) {
             const int row = head * tile.num_rows + r;
             const UnifiedMax unified = UnifiedMax::of_wide(p_.softmax_phi_of(tile.head_of(r)));
-            const float factor =
-                weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask, r,
-                          p_.has_softmax_phi ? &unified : nullptr, states_[row]);
+            const float factor = weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask, r,
+                                           p_.has_softmax_phi ? &unified : nullptr, states_[row]);
             if (factor != 1.0f) scale_row(result_.out + row * stride_, stride_, factor);
             if (p_.dropout.any()) {
                 for_dropped(p_.dropout, p_.dropout.head(tile.batch_index, p_.num_q_heads, tile.head_of(r)),

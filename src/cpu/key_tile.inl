@@ -91,9 +91,13 @@ struct TileMask {
                          const uint64_t* tree_words = nullptr, int32_t tree_begin = 0) {
         static_assert(kTileKeys <= kMaxTreeTokens, "a tile's keys have a bit each");
         if (k_begin + kTileKeys <= tree_begin) tree_words = nullptr;
-        return {see, q_pos, num_rows, k_begin, tree_words, tree_begin,
-                !tree_words &&
-                    KeyTiles::all_visible(see, q_pos[0], q_pos[num_rows - 1], k_begin, kTileKeys)};
+        return {see,
+                q_pos,
+                num_rows,
+                k_begin,
+                tree_words,
+                tree_begin,
+                !tree_words && KeyTiles::all_visible(see, q_pos[0], q_pos[num_rows - 1], k_begin, kTileKeys)};
     }
 
     // Those that the tree mask hides from row r, a bit each.

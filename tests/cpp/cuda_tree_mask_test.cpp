@@ -50,7 +50,8 @@ class CudaTreeMaskTest : public ::testing::TestWithParam<unsigned> {};
 TEST_P(CudaTreeMaskTest, DecodeKernels) {
     Random random(GetParam());
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
-    const int64_t head_dim = random.pick({64, 80, 96, 128, 128, 192, 256}), most_rows = head_dim > 128 ? 8 : 16;
+    const int64_t head_dim = random.pick({64, 80, 96, 128, 128, 192, 256}),
+                  most_rows = head_dim > 128 ? 8 : 16;
     const int64_t group_size = random.pick({1, 2, 3, 4, 8}), num_kv_heads = random.pick({1, 2, 8});
     const auto seqlen_q = static_cast<int32_t>(most_rows / group_size);
     std::vector<int32_t> lengths_q, lengths_k;

@@ -179,8 +179,7 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     }
     if (random.one_in(12)) args.num_splits = random.up_to(40);
     if (random.one_in(2)) set_random_codes(random, args);
-    if (args.causal && random.one_in(4))
-        args.tree_mask = Arrays().make(DType::int64, {args.q.shape[0]});
+    if (args.causal && random.one_in(4)) args.tree_mask = Arrays().make(DType::int64, {args.q.shape[0]});
     return args;
 }
 

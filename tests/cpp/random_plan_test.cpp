@@ -261,9 +261,8 @@ std::set<std::string> all_kernels() {
         for (size_t row = 0; row < std::size(cuda::kSm90CodeTiles); ++row) {
             cuda::Sm90Plan plan{};
             plan.codes = cuda::Codes::int8;  // one instance for all
-            for (auto feature :
-                 {cuda::Sm90Feature::alibi, cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits,
-                  cuda::Sm90Feature::tree}) {
+            for (auto feature : {cuda::Sm90Feature::alibi, cuda::Sm90Feature::few_rows,
+                                 cuda::Sm90Feature::splits, cuda::Sm90Feature::tree}) {
                 plan.feature = feature;
                 add(plan, dtype, row);
             }

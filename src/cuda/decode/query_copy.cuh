@@ -60,8 +60,8 @@ class QueryRowCopier {
                              valid);
         }
     }
-    // Lane l copies the slope and the softmax_phi of row l to shared memory, or the word of its tree mask, since
-    // loads into registers would wait behind the copies.
+    // Lane l copies the slope and the softmax_phi of row l to shared memory, or the word of its tree mask,
+    // since loads into registers would wait behind the copies.
     __device__ void copy_head_numbers(QueryRows<Config> q, const DecodeRow& own, int32_t sequence) const {
         const int lane = threadIdx.x % 32;
         if (lane >= Config::kRows) return;

@@ -278,7 +278,8 @@ class Sm90Consumer {
     // -inf where the tree mask hides the key.
     __device__ __forceinline__ void hide_by_tree(float (&scores)[kScores], const Rows& rows,
                                                  const Sm90Work& work, int32_t first_key) const {
-        if (first_key + Config::kKeys <= work.tree_begin(p_) || rows.see_all(first_key, Config::kKeys)) return;
+        if (first_key + Config::kKeys <= work.tree_begin(p_) || rows.see_all(first_key, Config::kKeys))
+            return;
         const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
         const int32_t first_token = work.first_token + block_ * plan_.tokens;
 #pragma unroll
