@@ -69,6 +69,13 @@ struct PagedAttentionArgs {
     std::optional<TensorView> sinks;              // float32 [num_q_heads]; see AttentionArgs
     std::optional<double> softmax_phi;            // the unified maximum: see AttentionArgs
     std::optional<TensorView> softmax_phi_array;  // float32 [num_q_heads]
+    // A word of 64 bits for each row of q: int64 [total_q], or int32 [total_q, 2], the lower half first. Its
+    // bit j says whether the query sees the j-th of its sequence's newest keys, those that came with its
+    // queries, of what causal, which it needs, and window_left leave it; earlier keys and those before
+    // prefix_lens are not hidden. A sequence of more than 64 queries is plainly causal: its words are not
+    // looked at. Positions, also those of alibi_slopes and window_left, stay places in the sequence. On a GPU
+    // hidden keys and values have to be finite.
+    std::optional<TensorView> tree_mask;
     void* stream = nullptr;
 };
 

@@ -28,6 +28,7 @@ from octavo._linear_table import LinearTable, LinearTableRow, LinearTableSource,
 from octavo._paged_attention import append_kv, check_page_table, copy_pages, paged_attention
 from octavo._rms_norm import rms_norm
 from octavo._softmax_phi import calibrate_softmax_phi
+from octavo._tree_mask import pack_tree_mask, tree_mask
 from octavo._tune_linear import tune_linear
 
 __all__ = [
@@ -61,8 +62,10 @@ __all__ = [
     "linear_plan",
     "linear_table",
     "merge_states",
+    "pack_tree_mask",
     "paged_attention",
     "rms_norm",
     "set_num_threads",
+    "tree_mask",
     "tune_linear",
 ]

@@ -236,6 +236,7 @@ class KVCacheStep:
         alibi_slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
         softmax_phi: float | ArrayLike | None = None,
+        tree_mask: ArrayLike | None = None,
         rotary_cos: ArrayLike | None = None,
         rotary_sin: ArrayLike | None = None,
         rotary_interleaved: bool = False,
@@ -250,7 +251,7 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are causal and the following up to softmax_phi.
+            softmax_scale: as for ``paged_attention``, as are causal and the following up to tree_mask.
             causal: Default: True.
             window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
                 -1, unbounded.
@@ -260,6 +261,7 @@ class KVCacheStep:
             alibi_slopes: Default: none.
             sinks: Default: none.
             softmax_phi: Default: none.
+            tree_mask: one word for each row of q. Default: none.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions. Default: no rotation.
             rotary_sin: given together with rotary_cos.
@@ -319,6 +321,7 @@ class KVCacheStep:
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             softmax_phi=softmax_phi,
+            tree_mask=tree_mask,
             **cache.arguments,
         )
         return out, [cache if i == layer else x for i, x in enumerate(pages)]

@@ -337,6 +337,7 @@ class KVCacheStep:
         alibi_slopes: Any = None,
         sinks: Any = None,
         softmax_phi: Any = None,
+        tree_mask: Any = None,
         rotary_cos: Any = None,
         rotary_sin: Any = None,
         rotary_interleaved: bool = False,
@@ -352,7 +353,7 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are causal and the following up to softmax_phi.
+            softmax_scale: as for ``paged_attention``, as are causal and the following up to tree_mask.
             causal: Default: True.
             window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
                 -1, unbounded.
@@ -362,6 +363,7 @@ class KVCacheStep:
             alibi_slopes: Default: none.
             sinks: Default: none.
             softmax_phi: Default: none.
+            tree_mask: one word for each row of q. Default: none.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions; q itself stays as it is, unless it is `out`. Default: no
                 rotation.
@@ -424,6 +426,7 @@ class KVCacheStep:
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             softmax_phi=softmax_phi,
+            tree_mask=tree_mask,
             out=out,
             **others,
         )

@@ -124,6 +124,14 @@ def paged_attention(
         window_right: keys past its own that a query sees; ignored if causal. Default: -1, unbounded.
         attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
             its own, as in Llama 4. Needs causal. Default: 0, none.
+        tree_mask: a word of 64 bits for each row of q, as ``octavo.tree_mask`` makes them: int64 or uint64
+            [total_q], or pairs of int32 or uint32 [total_q, 2], the lower half first, all in C order. Of the
+            keys that came with a sequence's queries, its newest, bit j says whether the query sees the j-th;
+            its own and those of its ancestors in a tree of drafts. It hides keys alone: causal, which it
+            needs, and window_left hold as ever, earlier keys and those before prefix_lens are not hidden, and
+            positions, those of alibi_slopes too, stay places in the sequence. A sequence of more than 64
+            queries is plainly causal, its words are not looked at; -1 is plainly causal, too. On a GPU the
+            keys and values that it hides have to be finite. Default: none.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.

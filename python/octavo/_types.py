@@ -127,6 +127,7 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     k_channel_scale: SupportsDLPack | None
     sinks: SupportsDLPack | None
     softmax_phi: float | SupportsDLPack | None
+    tree_mask: SupportsDLPack | None
 
 
 class LatentAttentionScalars(TypedDict, total=False):

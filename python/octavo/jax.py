@@ -101,6 +101,7 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     k_channel_scale: ArrayLike | None
     sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
+    tree_mask: ArrayLike | None
 
 
 @overload

@@ -51,7 +51,7 @@ TensorView view_of_shape(const char* op, const char* name, nb::handle array, sch
     const std::string wanted = dtype_name(array.attr("dtype"));
     std::optional<DType> dtype;
     for (DType known : kDTypes) {
-        if (wanted == to_string(known)) dtype = known;
+        if (read_as(wanted, accept) == to_string(known)) dtype = known;
     }
     if (!dtype || !may_be(*dtype, accept)) refuse_dtype(op, name, accept, wanted);
     TensorView view;

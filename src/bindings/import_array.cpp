@@ -49,7 +49,9 @@ Device to_device(const char* op, const char* name, dlpack::Device device) {
 }
 
 TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor, Accept accept) {
-    const std::optional<DType> dtype = to_dtype(tensor.dtype);
+    dlpack::DataType own = tensor.dtype;
+    if (accept == Accept::words && own.code == dlpack::kUInt && own.bits >= 32) own.code = dlpack::kInt;
+    const std::optional<DType> dtype = to_dtype(own);
     if (!dtype || (is_code(*dtype) && accept != Accept::cache)) {
         refuse_dtype(op, name, accept, dtype_name(tensor.dtype));
     }
@@ -270,6 +272,7 @@ void refuse_dtype(const char* op, std::string_view name, Accept accept, const st
     switch (accept) {
         case Accept::int32: wanted = "int32"; break;
         case Accept::integer: wanted = "int32 or int64"; break;
+        case Accept::words: wanted = "int64 or uint64, or pairs of int32 or uint32"; break;
         case Accept::float32: wanted = "float32"; break;
         case Accept::scales: wanted = "float32 or float16"; break;
         case Accept::cache:

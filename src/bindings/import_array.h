@@ -23,7 +23,13 @@ using schema::Accept;
 
 // int64 is for arguments that say so; what else is of the wrong kind the checks refuse.
 constexpr bool may_be(DType dtype, Accept accept) {
-    return dtype != DType::int64 || accept == Accept::integer;
+    return dtype != DType::int64 || accept == Accept::integer || accept == Accept::words;
+}
+
+// The name of the dtype that an argument is read as, where it has the name `dtype`: words have no sign.
+inline std::string_view read_as(std::string_view dtype, Accept accept) {
+    const bool is_unsigned = dtype == "uint64" || dtype == "uint32";
+    return accept == Accept::words && is_unsigned ? dtype.substr(1) : dtype;
 }
 
 // Refuses a dtype: "k must be float32, float16 or bfloat16; got int32".

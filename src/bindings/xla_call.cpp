@@ -17,6 +17,8 @@ std::string dtype_name(int32_t dtype) {
         case xla::kBf16: return to_string(DType::bfloat16);
         case xla::kS32: return to_string(DType::int32);
         case xla::kS64: return to_string(DType::int64);
+        case xla::kU32: return "uint32";
+        case xla::kU64: return "uint64";
         case xla::kU8: return to_string(DType::uint8);
         case xla::kS8: return to_string(DType::int8);
         case xla::kF8E4m3fn: return to_string(DType::float8_e4m3fn);
@@ -139,9 +141,11 @@ const XlaCall::Array* XlaCall::find(std::string_view name) const {
 std::optional<TensorView> XlaCall::optional_array(const char* name, Accept accept) const {
     const Array* array = find(name);
     if (!array) return std::nullopt;
-    const std::optional<DType> dtype = to_dtype(array->dtype);
+    const std::optional<DType> dtype = to_dtype(read_as(array->dtype, accept));
     if (!dtype || !may_be(*dtype, accept)) refuse_dtype(op_, name, accept, array->dtype);
-    return array->view;
+    TensorView view = array->view;
+    view.dtype = *dtype;
+    return view;
 }
 
 TensorView XlaCall::array(const char* name, Accept accept) const {

@@ -83,17 +83,50 @@ struct TileMask {
     const int32_t* q_pos;  // [num_rows]
     int32_t num_rows;
     int32_t k_begin;
+    const uint64_t* tree_words;  // [num_rows], of the keys from tree_begin on; null where they hide none here
+    int32_t tree_begin;
     bool all_visible;  // to every row
 
-    static TileMask make(const Visibility& see, const int32_t* q_pos, int32_t num_rows, int32_t k_begin) {
-        return {see, q_pos, num_rows, k_begin,
-                KeyTiles::all_visible(see, q_pos[0], q_pos[num_rows - 1], k_begin, kTileKeys)};
+    static TileMask make(const Visibility& see, const int32_t* q_pos, int32_t num_rows, int32_t k_begin,
+                         const uint64_t* tree_words = nullptr, int32_t tree_begin = 0) {
+        static_assert(kTileKeys <= kMaxTreeTokens, "a tile's keys have a bit each");
+        if (k_begin + kTileKeys <= tree_begin) tree_words = nullptr;
+        return {see,
+                q_pos,
+                num_rows,
+                k_begin,
+                tree_words,
+                tree_begin,
+                !tree_words && KeyTiles::all_visible(see, q_pos[0], q_pos[num_rows - 1], k_begin, kTileKeys)};
+    }
+
+    // Those that the tree mask hides from row r, a bit each.
+    uint64_t hidden_from(int32_t r) const {
+        return tree_words ? hidden_by_tree(tree_words[r], tree_begin, see.prefix_len, k_begin) : 0;
     }
 
     VisibleKeys visible_to(int32_t r) const {
         if (all_visible) return VisibleKeys::all();
         return VisibleKeys::make(k_begin, see.prefix_len, see.window_begin(q_pos[r]),
                                  see.window_end(q_pos[r]));
+    }
+
+    // Calls body(begin, end) for the runs of keys that row r sees.
+    template <class Body>
+    void for_ranges(int32_t r, const Body& body) const {
+        const uint64_t hidden = hidden_from(r);
+        visible_to(r).for_ranges([&](int begin, int end) {
+            if (hidden == 0) return body(begin, end);
+            for (int j = begin; j < end;) {
+                if (hidden >> j & 1) {
+                    ++j;
+                    continue;
+                }
+                const int first = j;
+                while (j < end && !(hidden >> j & 1)) ++j;
+                body(first, j);
+            }
+        });
     }
 };
 
@@ -105,7 +138,7 @@ static void add_values(const TileMask& mask, const float* weights, const Rows& v
     for (int r = 0; r < mask.num_rows;) {
         int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
         while (end < mask.num_rows && (mask.all_visible || mask.q_pos[end] == mask.q_pos[r])) ++end;
-        mask.visible_to(r).for_ranges([&](int begin, int visible_end) {
+        mask.for_ranges(r, [&](int begin, int visible_end) {
             begin = begin < first_key ? first_key : begin;
             visible_end = visible_end > last_key ? last_key : visible_end;
             if (begin >= visible_end) return;

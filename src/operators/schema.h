@@ -23,8 +23,9 @@
 namespace octavo::schema {
 
 // The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits,
-// scales is float32 or float16, integer is int32 or int64. The checks go further.
-enum class Accept : uint8_t { data, cache, scales, int32, float32, integer };
+// scales is float32 or float16, integer is int32 or int64, words have 64 bits: int64 or uint64, or pairs of
+// int32 or uint32. The checks go further.
+enum class Accept : uint8_t { data, cache, scales, int32, float32, integer, words };
 
 // What the operator does to an array: reads it, writes to it in place, or writes a result to it.
 enum class Access : uint8_t { read, write, result };
@@ -216,6 +217,7 @@ struct PagedAttention {
         input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
         scalar("window_right", &Args::window_right, &CArgs::window_right),
         scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
+        input<Accept::words>("tree_mask", &Args::tree_mask, &CArgs::tree_mask),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };

@@ -94,6 +94,7 @@ class Random {
         return choices.begin()[engine_() % choices.size()];
     }
     bool one_in(unsigned n) { return engine_() % n == 0; }
+    int64_t up_to(int64_t n) { return 1 + static_cast<int64_t>(engine_() % n); }
     std::vector<uint16_t> normal(size_t count, DType dtype) {
         std::normal_distribution<float> normal;
         std::vector<uint16_t> bits(count);

@@ -182,6 +182,7 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     if (args.causal && args.shared_prefix_len == 0 && random.one_in(16))
         args.attention_chunk = random.pick({1, 100, 8192});
     if (random.one_in(2)) set_random_codes(random, args);
+    if (args.causal && random.one_in(4)) args.tree_mask = Arrays().make(DType::int64, {args.q.shape[0]});
     return args;
 }
 

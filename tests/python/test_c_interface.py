@@ -92,6 +92,17 @@ def test_shared_prefix(library):
         allocator.shared_prefix_len(sequences, num_queries=-1)
 
 
+def test_tree_mask(library):
+    arrays = {"k_pages": normal(6, 4, 2, 32), "v_pages": normal(6, 4, 2, 32) + 1, "q": normal(5, 4, 32)}
+    arrays["page_table"] = np.array([[3, 0, 1], [3, 0, 5]], np.int32)
+    arrays["seq_lens"], arrays["cu_seqlens_q"] = np.array([9, 12], np.int32), np.array([0, 2, 5], np.int32)
+    tree = np.concatenate([octavo.tree_mask([-1, -1]), octavo.tree_mask([-1, 0, 0])])
+    out = np.full_like(arrays["q"], np.nan)
+    library.paged_attention(out=out, tree_mask=tree, **arrays)
+    np.testing.assert_array_equal(out, octavo.paged_attention(**arrays, tree_mask=tree))
+    assert not np.array_equal(out, octavo.paged_attention(**arrays))
+
+
 def test_integers_of_64_bits(library):
     q, pages = normal(5, 4, 32), normal(2, 6, 4, 2, 32)
     tables = {"page_table": [[3, 0, 2**40], [5, 1, 2]], "seq_lens": [8, 12], "cu_seqlens_q": [0, 2, 5]}

@@ -35,6 +35,7 @@ def make_calls():
     """Every operator, with the arguments that change what it takes and returns."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     prefixes = torch.tensor([2, 0], dtype=torch.int32)
+    tree = octavo.tree_mask(torch.tensor([-1, 0, 0, -1, 0, 1, 1, -1]))
     dense = (normal(2, 5, 4, HEAD_DIM), *(normal(2, 9, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)))
     packed = (normal(8, 4, HEAD_DIM), *(normal(8, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)))
     lengths = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS, "max_seqlen_q": 5, "max_seqlen_k": 5}
@@ -95,6 +96,10 @@ def make_calls():
             (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),
             (sharing, {"shared_prefix_len": PAGE_SIZE, "return_lse": True}),
             (one_each, {"window_left": 7, "sinks": slopes + 1, "return_lse": True}),
+            (
+                many_each,
+                {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "tree_mask": tree, "return_lse": True},
+            ),
         ],
         "merge_states": [((*state, state[0] + 1, state[1] - 1), {})],
         "linear": [

@@ -49,6 +49,8 @@ class WarpAttention {
         // Without a window, a prefix and the keys that all queries see follow each other.
         all_visible_end_ = p_.window_left >= 0 ? -chunk_begin()
                                                : max(seq_.see.window_end(seq_.q_pos(0)), seq_.see.prefix_len);
+        if (p_.is_tree(seq_.seqlen_q))
+            all_visible_end_ = min(all_visible_end_, max(seq_.q_pos(0), seq_.see.prefix_len));
         Softmax::for_each_row([&](int r, int i) {
             const DecodeRow row(seq_, group_size_, item.kv_head, row_of(r, i));
             q_pos_[r][i] = seq_.q_pos(row.token);
@@ -229,6 +231,7 @@ class WarpAttention {
         }
         if (OCTAVO_RARE(first_key + Config::kBlockKeys > all_visible_end_)) {
             const int32_t first_q_pos = seq_.q_pos(0), last_q_pos = seq_.see.seqlen_k - 1;
+            if (p_.is_tree(seq_.seqlen_q)) see_tree(scores, first_key);
             const bool in_chunk = first_key + all_visible_end_ >= 0;
             if (in_chunk &&
                 KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, Config::kBlockKeys))
@@ -238,6 +241,14 @@ class WarpAttention {
                 if (before_chunk || !seq_.see.visible(q_pos_[r][e % 2], key)) score = -INFINITY;
             });
         }
+    }
+    // -inf where the tree mask hides the key.
+    __device__ __forceinline__ void see_tree(float (&scores)[kSteps][kRowTiles][4], int32_t first_key) const {
+        const int32_t begin = seq_.q_pos(0), first = max(begin, seq_.see.prefix_len);
+        for_each_score(scores, first_key, [&](float& score, int r, int e, int32_t key) {
+            const uint32_t word = ptx::load_shared_4(tree_word_address<Config>(q_, row_of(r, e % 2)));
+            if (key >= first && !(word >> static_cast<uint32_t>(key - begin) % 32 & 1)) score = -INFINITY;
+        });
     }
     // Calls body(score, r, e, key).
     template <class Body>

@@ -134,6 +134,16 @@ def make_calls(dtype="float32", seed=0):
         ("paged_attention", {**paged, **sinks}, {"window_left": 7, "return_lse": True}),
         ("paged_attention", paged, {"attention_chunk": 4, "return_lse": True}),
         ("attention", packed, {"causal": True, "attention_chunk": 2, "return_lse": True}),
+        (
+            "paged_attention",
+            {
+                **paged,
+                "q": packed["q"],
+                "cu_seqlens_q": index(CU_SEQLENS),
+                "tree_mask": octavo.tree_mask(jnp.array([-1, 0, 0, -1, 0, 1, 1, -1])),
+            },
+            {"max_seqlen_q": 5, "return_lse": True},
+        ),
         ("attention_backward", backward({**dense, **sinks}, masked), {**masked, "return_dsinks": True}),
         ("attention_backward", backward({**packed, **sinks}, {}), {}),
         (

@@ -69,6 +69,18 @@ def visible(
     return see
 
 
+def hidden_by_tree(words: Sequence[int], seqlen_k: int, prefix_len: int) -> NDArray[np.bool_]:
+    """[n, seqlen_k]: which keys the words of n queries hide; bit j is of the j-th of the n newest."""
+    n = len(words)
+    hidden = np.zeros((n, seqlen_k), bool)
+    for i, word in enumerate(words if n <= 64 else ()):
+        for j in range(n):
+            key = seqlen_k - n + j
+            if key >= prefix_len:
+                hidden[i, key] = not int(word) >> j & 1
+    return hidden
+
+
 def _distances(q_pos: NDArray[np.int64], seqlen_k: int) -> NDArray[np.int64]:
     """[len(q_pos), seqlen_k]: how far each key lies before each query."""
     return q_pos[:, None] - np.arange(seqlen_k)
@@ -308,6 +320,7 @@ def sequences(
     alibi_slopes: NDArray[Any] | None = None,
     dropout: Dropout | None = None,
     sinks: NDArray[Any] | None = None,
+    tree_mask: Sequence[int] | None = None,
     q_pos: Sequence[NDArray[np.int64]] | None = None,
 ) -> Iterator[PackedSequence]:
     """Each in turn. `q_pos` is for some of the queries alone: where those that are given sit."""
@@ -325,6 +338,9 @@ def sequences(
             attention_chunk=attention_chunk,
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
         )
+        if tree_mask is not None and m:
+            prefix_len = prefix_lens[b] if prefix_lens is not None else 0
+            see &= ~hidden_by_tree(tree_mask[q_begin : q_begin + n], m, prefix_len)
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
         yield PackedSequence(
             b,
