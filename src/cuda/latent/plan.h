@@ -37,9 +37,14 @@ struct LatentTiles {
 // From the best on, of which the first that there is room for is taken.
 constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 
+// sm90_latent.
+constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64;
+constexpr int32_t kSm90LatentThreads = 384;
+
 struct LatentPlan {
     DType dtype, kv_dtype;
-    int32_t row;  // of kLatentTiles
+    bool is_sm90;  // runs sm90_latent, or else the kernel for all GPUs
+    int32_t row;   // of kLatentTiles
     int32_t num_sequences, num_q_heads;
     int32_t tiles_per_sequence;  // of rows; the bound, for packed queries
     int32_t num_splits;
@@ -48,6 +53,9 @@ struct LatentPlan {
 
     bool is_fp8() const { return kv_dtype != dtype; }
     const LatentTiles& tiles() const { return kLatentTiles[row]; }
+    int32_t rows() const { return is_sm90 ? kSm90LatentRows : kLatentRows; }
+    int32_t keys() const { return is_sm90 ? kSm90LatentKeys : tiles().keys; }
+    int32_t threads() const { return is_sm90 ? kSm90LatentThreads : kLatentThreads; }
     int64_t num_row_tiles() const { return int64_t{num_sequences} * tiles_per_sequence; }
     Grid grid() const { return {num_row_tiles(), num_splits}; }
     int64_t num_partial_rows() const { return num_splits > 1 ? num_splits * total_rows : 0; }

@@ -2,8 +2,10 @@
 #include "cuda/backend.h"
 #include "cuda/latent/combine.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/tma/tensor_map.h"
 #include "cuda/workspace.h"
 
+#include <algorithm>
 #include <array>
 #include <iterator>
 #include <utility>
@@ -14,7 +16,19 @@ namespace octavo::cuda {
 template <class T, bool kIsFp8, int kRow>
 void launch_latent(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&, cudaStream_t);
 
+// Compiled from sm90_latent/instance.cu.in.
+template <class T>
+void launch_sm90_latent(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&,
+                        const CUtensorMap&, cudaStream_t);
+
 namespace {
+
+// Pages as sm90_latent copies them: 64 numbers of as many keys as a page has, or 64.
+CUtensorMap map_of_pages(const LatentAttentionParams& p) {
+    return make_tensor_map(p.kv, {{kLatentQkDim, p.page_size, p.num_pages, 1, 1},
+                                  {p.kv_slot_stride, p.kv_page_stride, 8, 8},
+                                  {64, std::min(p.page_size, kSm90LatentKeys), 1, 1, 1}});
+}
 
 using Launch = void (*)(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&, cudaStream_t);
 
@@ -28,7 +42,11 @@ constexpr auto kLaunches = launches<T, kIsFp8>(std::make_index_sequence<std::siz
 template <class T>
 void run(const LatentAttentionParams& p, const LatentPlan& plan, const LatentLaunch& arguments,
          cudaStream_t stream) {
-    (plan.is_fp8() ? kLaunches<T, true> : kLaunches<T, false>)[plan.row](p, plan, arguments, stream);
+    if constexpr (OCTAVO_HAS_SM90_KERNELS) {
+        if (plan.is_sm90) launch_sm90_latent<T>(p, plan, arguments, map_of_pages(p), stream);
+    }
+    if (!plan.is_sm90)
+        (plan.is_fp8() ? kLaunches<T, true> : kLaunches<T, false>)[plan.row](p, plan, arguments, stream);
     if (plan.num_splits == 1) return;
     const LaunchShape shape{dim3(static_cast<unsigned>(plan.total_rows)), kCombineLatentThreads, true};
     launch<combine_latent_kernel<T>>("latent_attention", p.device.index, stream, shape, p, arguments);
