@@ -31,7 +31,9 @@ from support.cases import named
 NUM_LAYERS = 4
 BLOCK_SIZE = 32  # which all of vLLM's backends take
 CASES = {
-    "cuda": named("8b_b1_s8192", "8b_b8_s4096", "8b_b32_s2048", "8b_b64_s4096", "8b_ragged64", "mixed", "chunk512_ctx8k"),
+    "cuda": named(
+        "8b_b1_s8192", "8b_b8_s4096", "8b_b32_s2048", "8b_b64_s4096", "8b_ragged64", "mixed", "chunk512_ctx8k"
+    ),
     "cpu": [
         Case("tiny", (1,) * 4, (40,) * 4, num_q_heads=4, head_dim=32, dtype="float32"),
         Case("decode", (1,) * 8, (1024,) * 8, num_q_heads=8, num_kv_heads=2, dtype="float32"),
