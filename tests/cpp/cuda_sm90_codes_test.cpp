@@ -25,6 +25,7 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
         PagedCall call(random, cache, lengths_q, num_kv_heads * group_size, dtype);
         pick_masks(random, call.options);
         if (splits && call.options.window_left >= 0) call.options.window_left += 1200;
+        if (splits && call.options.attention_chunk > 0) call.options.attention_chunk += 1200;
         call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
         call.with_alibi = !splits && random.one_in(4);
         if (random.one_in(4)) call.pick_prefix_lens(random);

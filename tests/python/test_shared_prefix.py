@@ -130,7 +130,8 @@ def drawn_problems(draw: st.DrawFn) -> tuple[Case, int]:
     lengths = [
         0 if b in padded else prefix + max(case.seqlens_q[b], case.seqlens_k[b]) for b in range(case.batch)
     ]
-    return dataclasses.replace(case, seqlens_k=tuple(lengths), window_left=-1, alibi=""), prefix
+    case = dataclasses.replace(case, seqlens_k=tuple(lengths), window_left=-1, attention_chunk=0, alibi="")
+    return case, prefix
 
 
 @every_target

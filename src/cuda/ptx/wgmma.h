@@ -103,11 +103,12 @@ struct Wgmma;
         }                                                                                                   \
         /* Both in shared memory, K-major and N-major. */                                                   \
         __device__ static __forceinline__ void ss_values(float (&d)[N / 2], uint64_t a, uint64_t b) {       \
-            asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N  \
-                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 1;\n}"                                         \
-                         : OCTAVO_F_##N(d)                                                                  \
-                         : "l"(a), "l"(b));                                                                 \
+            asm volatile(                                                                                   \
+                "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                  \
+                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N           \
+                "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 1;\n}"                                                  \
+                : OCTAVO_F_##N(d)                                                                           \
+                : "l"(a), "l"(b));                                                                          \
         }                                                                                                   \
         /* Both in shared memory, M-major and N-major. */                                                   \
         __device__ static __forceinline__ void ss_transposed(float (&d)[N / 2], uint64_t a, uint64_t b,     \
