@@ -105,8 +105,8 @@ def attention_backward(
 
     ``out`` and ``lse`` are what ``attention`` returned for these q, k and v with ``return_lse=True``, and the
     options have to be those of that call: dropout is drawn again. A query that sees no key gets a gradient of
-    0 and adds nothing to others, whatever its dout; a key that no query sees gets 0. prefix_lens and
-    cu_seqlens have no gradient.
+    0 and adds nothing to others, whatever its dout; a key that no query sees gets 0. prefix_lens,
+    block_mask and cu_seqlens have no gradient.
 
     Sums are float32, and results are rounded to the dtype of q once. float16 overflows beyond 65504: scale
     the loss.
@@ -133,6 +133,9 @@ def attention_backward(
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
         prefix_lens: int32 or int64 [batch]: the number of first keys that all queries of the sequence see.
             Default: none.
+        block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis.
+            Default: none, every block is kept.
+        block_size: 64 or 128. Default: 128.
         dropout_p: in [0, 1). Default: 0.0, no dropout.
         dropout_seed: from 0 to 2**63 - 1. Default: none; needed if dropout_p > 0.
         dropout_offset: from 0 to 2**63 - 1. Default: 0.

@@ -49,8 +49,11 @@ Device to_device(const char* op, const char* name, dlpack::Device device) {
 }
 
 TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor, Accept accept) {
-    const std::optional<DType> dtype = to_dtype(tensor.dtype);
-    if (!dtype || (is_code(*dtype) && accept != Accept::cache)) {
+    const bool is_bool = tensor.dtype == dlpack::DataType{dlpack::kBool, 8, 1};
+    const std::optional<DType> dtype =
+        accept == Accept::mask && is_bool ? DType::uint8 : to_dtype(tensor.dtype);
+    const bool may_be_code = accept == Accept::cache || (accept == Accept::mask && dtype == DType::uint8);
+    if (!dtype || (is_code(*dtype) && !may_be_code)) {
         refuse_dtype(op, name, accept, dtype_name(tensor.dtype));
     }
     if (tensor.ndim > TensorView::kMaxDims) {
@@ -264,6 +267,14 @@ dlpack::Device to_dlpack(Device device) {
     return {device.type == DeviceType::cpu ? dlpack::kCpu : dlpack::kCuda, device.index};
 }
 
+std::optional<DType> dtype_named(std::string_view name, Accept accept) {
+    if (accept == Accept::mask && name == "bool") return DType::uint8;
+    for (DType dtype : kDTypes) {
+        if (name == to_string(dtype)) return dtype;
+    }
+    return std::nullopt;
+}
+
 void refuse_dtype(const char* op, std::string_view name, Accept accept, const std::string& got) {
     const char* wanted = "float32, float16 or bfloat16";
     const char* hint = "";
@@ -272,6 +283,7 @@ void refuse_dtype(const char* op, std::string_view name, Accept accept, const st
         case Accept::integer: wanted = "int32 or int64"; break;
         case Accept::float32: wanted = "float32"; break;
         case Accept::scales: wanted = "float32 or float16"; break;
+        case Accept::mask: wanted = "bool or uint8"; break;
         case Accept::cache:
             wanted = "float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 or uint8";
             if (is_name_of_int4(got)) {

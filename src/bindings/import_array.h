@@ -26,6 +26,9 @@ constexpr bool may_be(DType dtype, Accept accept) {
     return dtype != DType::int64 || accept == Accept::integer;
 }
 
+// What an array whose dtype has this name counts as; nothing if Octavo has none such.
+std::optional<DType> dtype_named(std::string_view name, Accept accept);
+
 // Refuses a dtype: "k must be float32, float16 or bfloat16; got int32".
 [[noreturn]] void refuse_dtype(const char* op, std::string_view name, Accept accept, const std::string& got);
 dlpack::DataType to_dlpack(DType dtype);

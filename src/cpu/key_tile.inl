@@ -7,6 +7,7 @@ struct VisibleKeys {
     int prefix_end, window_begin, window_end;
 
     static VisibleKeys all() { return {0, 0, kTileKeys}; }
+    static VisibleKeys none() { return {0, 0, 0}; }
 
     static VisibleKeys make(int32_t k_begin, int32_t prefix_len, int32_t window_begin, int32_t window_end) {
         auto within = [](int32_t low, int32_t x) { return x < low ? low : (x > kTileKeys ? kTileKeys : x); };
@@ -83,14 +84,32 @@ struct TileMask {
     const int32_t* q_pos;  // [num_rows]
     int32_t num_rows;
     int32_t k_begin;
-    bool all_visible;  // to every row
+    bool all_visible;        // to every row, but for those that are hidden
+    bool has_hidden;         // whether block_mask hides all of the tile from some row
+    bool hidden[kTileRows];  // from which; unset without any
 
-    static TileMask make(const Visibility& see, const int32_t* q_pos, int32_t num_rows, int32_t k_begin) {
-        return {see, q_pos, num_rows, k_begin,
-                KeyTiles::all_visible(see, q_pos[0], q_pos[num_rows - 1], k_begin, kTileKeys)};
+    static TileMask make(const AttentionParams& p, const RowTile& tile, const int32_t* q_pos,
+                         int32_t k_begin) {
+        const Visibility& see = tile.sequence.see;
+        TileMask mask{see, q_pos, tile.num_rows, k_begin,
+                      KeyTiles::all_visible(see, q_pos[0], q_pos[tile.num_rows - 1], k_begin, kTileKeys)};
+        if (!p.block_mask) return mask;
+        for (int32_t r = 0; r < tile.num_rows; ++r) {
+            mask.hidden[r] = !keeps_block(p, tile, r, k_begin);
+            mask.has_hidden |= mask.hidden[r];
+        }
+        return mask;
+    }
+
+    bool hides_from(int32_t r) const { return has_hidden && hidden[r]; }
+    // Whether both rows see the same keys.
+    bool alike(int32_t r, int32_t other) const {
+        if (has_hidden && hidden[r] != hidden[other]) return false;
+        return all_visible || q_pos[r] == q_pos[other];
     }
 
     VisibleKeys visible_to(int32_t r) const {
+        if (hides_from(r)) return VisibleKeys::none();
         if (all_visible) return VisibleKeys::all();
         return VisibleKeys::make(k_begin, see.prefix_len, see.window_begin(q_pos[r]),
                                  see.window_end(q_pos[r]));
@@ -104,7 +123,7 @@ static void add_values(const TileMask& mask, const float* weights, const Rows& v
                        int first_key = 0, int last_key = kTileKeys) {
     for (int r = 0; r < mask.num_rows;) {
         int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
-        while (end < mask.num_rows && (mask.all_visible || mask.q_pos[end] == mask.q_pos[r])) ++end;
+        while (end < mask.num_rows && mask.alike(r, end)) ++end;
         mask.visible_to(r).for_ranges([&](int begin, int visible_end) {
             begin = begin < first_key ? first_key : begin;
             visible_end = visible_end > last_key ? last_key : visible_end;

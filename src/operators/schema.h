@@ -22,8 +22,9 @@
 namespace octavo::schema {
 
 // The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits,
-// scales is float32 or float16, integer is int32 or int64. The checks go further.
-enum class Accept : uint8_t { data, cache, scales, int32, float32, integer };
+// scales is float32 or float16, integer is int32 or int64, mask is bool or uint8, which the operators get as
+// uint8. The checks go further.
+enum class Accept : uint8_t { data, cache, scales, int32, float32, integer, mask };
 
 // What the operator does to an array: reads it, writes to it in place, or writes a result to it.
 enum class Access : uint8_t { read, write, result };
@@ -166,6 +167,8 @@ struct Attention {
         scalar("softcap", &Args::softcap, &CArgs::softcap),
         input<Accept::float32>("alibi_slopes", &Args::alibi_slopes, &CArgs::alibi_slopes),
         input<Accept::integer>("prefix_lens", &Args::prefix_lens, &CArgs::prefix_lens),
+        input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
+        scalar("block_size", &Args::block_size, &CArgs::block_size),
         scalar("dropout_p", &Args::dropout_p, &CArgs::dropout_p),
         scalar("dropout_seed", &Args::dropout_seed, &CArgs::dropout_seed, -1),
         scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
@@ -306,6 +309,8 @@ struct AttentionBackward {
         scalar("softcap", &Args::softcap, &CArgs::softcap),
         input<Accept::float32>("alibi_slopes", &Args::alibi_slopes, &CArgs::alibi_slopes),
         input<Accept::integer>("prefix_lens", &Args::prefix_lens, &CArgs::prefix_lens),
+        input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
+        scalar("block_size", &Args::block_size, &CArgs::block_size),
         scalar("dropout_p", &Args::dropout_p, &CArgs::dropout_p),
         scalar("dropout_seed", &Args::dropout_seed, &CArgs::dropout_seed, -1),
         scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),

@@ -66,6 +66,12 @@ def visible(
     return see
 
 
+def expand_blocks(block_mask: NDArray[Any], block_size: int, n: int, m: int) -> NDArray[np.bool_]:
+    """[heads, query blocks, key blocks] to [heads, n, m], counted from the first query and the first key."""
+    blocks = block_mask != 0
+    return blocks[:, np.arange(n)[:, None] // block_size, np.arange(m) // block_size]
+
+
 def _distances(q_pos: NDArray[np.int64], seqlen_k: int) -> NDArray[np.int64]:
     """[len(q_pos), seqlen_k]: how far each key lies before each query."""
     return q_pos[:, None] - np.arange(seqlen_k)
@@ -280,7 +286,7 @@ class PackedSequence:
     index: int
     rows: slice  # of the queries
     keys: slice
-    see: NDArray[np.bool_]  # [n, m]
+    see: NDArray[np.bool_]  # [n, m], or [num_q_heads or 1, n, m]
     distance: NDArray[np.int64]  # [n, m]: how far each key lies before each query
     slopes: NDArray[np.float64] | None  # [num_q_heads]
     kept: NDArray[np.float64] | None  # [num_q_heads, n, m], what dropout multiplies the weights by
@@ -301,6 +307,8 @@ def sequences(
     window_left: int = -1,
     window_right: int = -1,
     prefix_lens: Sequence[int] | None = None,
+    block_mask: NDArray[Any] | None = None,
+    block_size: int = 128,
     alibi_slopes: NDArray[Any] | None = None,
     dropout: Dropout | None = None,
     sinks: NDArray[Any] | None = None,
@@ -320,6 +328,9 @@ def sequences(
             window_right=window_right,
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
         )
+        if block_mask is not None:
+            assert len(q_pos[b]) == n, "blocks count all queries"
+            see = see & expand_blocks(block_mask[b] if block_mask.ndim == 4 else block_mask, block_size, n, m)
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
         yield PackedSequence(
             b,
