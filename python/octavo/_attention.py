@@ -85,13 +85,6 @@ def attention(
             arXiv:2108.12409). Default: none.
         prefix_lens: int32 or int64 [batch]: the number of first keys that all queries of the sequence see,
             whatever the masks say (prefix-LM). Default: none.
-        block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis:
-            0 where the queries of a block do not look at the keys of one, whatever else says that they may
-            (block-sparse attention, FlashAttention, section 3.3). Time goes with the blocks that are kept.
-            Blocks are counted from the first query and the first key of each sequence, so that there are
-            ``ceil(seqlen / block_size)`` of them; packed sequences each use the first rows and columns of
-            as many as max_seqlen_q and max_seqlen_k have. Default: none, every block is kept.
-        block_size: queries and keys of a block: 64 or 128. Default: 128.
         dropout_p: in [0, 1). Each softmax weight is dropped with this probability (kept to within 2**-17) and
             multiplied by ``1 / (1 - dropout_p)`` otherwise; the log-sum-exp is that without dropout.
             Default: 0.0, no dropout.
@@ -113,6 +106,13 @@ def attention(
             the work runs (a number there that is not finite is an error on the CPU, and counts as none on a
             GPU). ``calibrate_softmax_phi`` finds it. On a GPU it changes nothing here: the kernels of
             ``paged_attention`` for decoding alone use it. Default: none.
+        block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis:
+            0 where the queries of a block do not look at the keys of one, whatever else says that they may
+            (block-sparse attention, FlashAttention, section 3.3). Time goes with the blocks that are kept.
+            Blocks are counted from the first query and the first key of each sequence, so that there are
+            ``ceil(seqlen / block_size)`` of them; packed sequences each use the first rows and columns of
+            as many as max_seqlen_q and max_seqlen_k have. Default: none, every block is kept.
+        block_size: queries and keys of a block: 64 or 128. Default: 128.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of k and v.

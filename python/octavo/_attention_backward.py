@@ -133,15 +133,15 @@ def attention_backward(
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
         prefix_lens: int32 or int64 [batch]: the number of first keys that all queries of the sequence see.
             Default: none.
-        block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis.
-            Default: none, every block is kept.
-        block_size: 64 or 128. Default: 128.
         dropout_p: in [0, 1). Default: 0.0, no dropout.
         dropout_seed: from 0 to 2**63 - 1. Default: none; needed if dropout_p > 0.
         dropout_offset: from 0 to 2**63 - 1. Default: 0.
         deterministic: the same bits at every call. The CPU gives them always, whatever the number of threads;
             on a Hopper GPU it takes longer. Default: False.
         sinks: float32 [num_q_heads], with which ``attention`` computed out and lse. Default: none.
+        block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis.
+            Default: none, every block is kept.
+        block_size: 64 or 128. Default: 128.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
         return_dsinks: return the gradient of sinks, which have to be given, too. Default: False.
         dq: an array like q to write the gradient to; never read. dq, dk and dv may be views of one array, but

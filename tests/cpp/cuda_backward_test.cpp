@@ -120,11 +120,12 @@ TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, CudaBackwardTest,
-    ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
-                       ::testing::Values(Kind::full, Kind::causal, Kind::window, Kind::prefix, Kind::softcap,
-                                         Kind::alibi, Kind::dropout, Kind::deterministic, Kind::sinks, Kind::blocks)));
+INSTANTIATE_TEST_SUITE_P(All, CudaBackwardTest,
+                         ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
+                                            ::testing::Values(Kind::full, Kind::causal, Kind::window,
+                                                              Kind::prefix, Kind::softcap, Kind::alibi,
+                                                              Kind::dropout, Kind::deterministic, Kind::sinks,
+                                                              Kind::blocks)));
 
 }  // namespace
 }  // namespace octavo

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import octavo
-from support import calls, cases, problems
+from support import calls, problems
 from support.calls import assert_same_bits
 from support.case import Case
 from support.oracle import Dropout
@@ -18,6 +18,39 @@ from support.targets import Target, cpu_target, every_target
 
 DROPOUT = Dropout(0.3, 2**35 + 11, 2**32 - 5)
 OF_DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**35 + 11, "dropout_offset": 2**32 - 5}
+
+# Hopper's own kernel serves head dims up to 128 without ALiBi, sm80_attention the others.
+BLOCKS = [
+    Case("blocks", (300,), (300,), block_size=128),
+    Case("blocks_full", (300, 300), (420, 420), causal=False, block_size=64, block_masks="batch"),
+    Case("blocks_group", (200, 200), (333, 333), block_size=64, num_q_heads=6, num_kv_heads=2, head_dim=128),
+    Case(
+        "blocks_for_all_heads",
+        (513,),
+        (513,),
+        block_size=128,
+        block_masks="all",
+        num_kv_heads=1,
+        head_dim=128,
+    ),
+    Case("blocks_long", (700,), (1200,), block_size=128, num_q_heads=2, num_kv_heads=2, head_dim=128),
+    Case("blocks_long_64", (700,), (1200,), block_size=64, num_q_heads=2, num_kv_heads=2, causal=False),
+    Case("blocks_few", (513,), (1025,), block_size=64, blocks_kept=0.05, sinks="normal", head_dim=128),
+    Case("blocks_window", (400,), (500,), block_size=64, window_left=100, head_dim=40),
+    Case(
+        "blocks_both_windows", (257,), (191,), block_size=128, window_left=90, window_right=20, causal=False
+    ),
+    Case("blocks_prefix", (260, 260), (260, 260), block_size=64, prefix_lens=(130, 0), num_kv_heads=2),
+    Case("blocks_alibi_cap", (200,), (260,), block_size=64, alibi="head", softcap=20.0, num_kv_heads=2),
+    Case("blocks_wide", (200,), (300,), block_size=64, head_dim=256, num_q_heads=4, num_kv_heads=2),
+    Case("blocks_96", (200,), (300,), block_size=128, head_dim=96, num_q_heads=4, num_kv_heads=2),
+    Case("blocks_one_query", (1, 1), (700, 700), block_size=64, block_masks="batch", num_kv_heads=2),
+]
+BLOCKS_PACKED = [
+    Case("blocks_packed", (300, 1, 0, 129), (300, 260, 5, 129), block_size=128, head_dim=128),
+    Case("blocks_packed_64", (65, 190, 7), (300, 190, 65), block_size=64, num_q_heads=8, num_kv_heads=2),
+    Case("blocks_packed_batch", (150, 260), (290, 70), block_size=64, block_masks="batch", sinks="extreme"),
+]
 
 
 @functools.lru_cache(maxsize=4)
@@ -32,7 +65,7 @@ def bounds(case: Case) -> dict[str, int]:
 
 
 @every_target
-@pytest.mark.parametrize("case", cases.BLOCKS, ids=str)
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
 def test_dense(target: Target, case: Case) -> None:
     """With NaN in every key that no query of its heads sees."""
     inputs = problems.make_inputs(case, target.dtype)
@@ -40,7 +73,7 @@ def test_dense(target: Target, case: Case) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("case", [*cases.BLOCKS_PACKED, *(c for c in cases.BLOCKS if c.batch > 1)], ids=str)
+@pytest.mark.parametrize("case", [*BLOCKS_PACKED, *(c for c in BLOCKS if c.batch > 1)], ids=str)
 def test_packed(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     found = calls.packed_attention(target, case, inputs, **bounds(case))
@@ -48,7 +81,7 @@ def test_packed(target: Target, case: Case) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("case", [cases.BLOCKS[0], cases.BLOCKS[2]], ids=str)
+@pytest.mark.parametrize("case", [BLOCKS[0], BLOCKS[2]], ids=str)
 def test_dropout(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype, dropout=DROPOUT)
@@ -56,23 +89,21 @@ def test_dropout(target: Target, case: Case) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("case", cases.BLOCKS, ids=str)
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
 def test_gradients(target: Target, case: Case) -> None:
     inputs, gradients, reference = backward_problem(case, target.dtype)
     reference.check(*calls.attention_backward(target, case, inputs, gradients))
 
 
 @every_target
-@pytest.mark.parametrize("case", cases.BLOCKS_PACKED, ids=str)
+@pytest.mark.parametrize("case", BLOCKS_PACKED, ids=str)
 def test_gradients_packed(target: Target, case: Case) -> None:
     inputs, gradients, reference = backward_problem(case, target.dtype)
-    reference.check(
-        *calls.attention_backward(target, case, inputs, gradients, packed=True, **bounds(case))
-    )
+    reference.check(*calls.attention_backward(target, case, inputs, gradients, packed=True, **bounds(case)))
 
 
 @every_target
-@pytest.mark.parametrize("case", [cases.BLOCKS[0], cases.BLOCKS[2]], ids=str)
+@pytest.mark.parametrize("case", [BLOCKS[0], BLOCKS[2]], ids=str)
 def test_gradients_with_dropout(target: Target, case: Case) -> None:
     inputs, gradients, reference = backward_problem(case, target.dtype, DROPOUT)
     reference.check(*calls.attention_backward(target, case, inputs, gradients, **OF_DROPOUT))
@@ -110,7 +141,7 @@ def test_a_mask_of_zeros(target: Target) -> None:
 @cpu_target
 def test_strides_and_bytes(target: Target) -> None:
     """A mask of uint8 in which every number but 0 keeps, as a view of a larger one."""
-    case = cases.BLOCKS[2]
+    case = BLOCKS[2]
     inputs = problems.make_inputs(case, target.dtype)
     assert inputs.block_mask is not None
     heads, rows, columns = inputs.block_mask.shape
@@ -124,7 +155,7 @@ def test_strides_and_bytes(target: Target) -> None:
 @cpu_target
 @pytest.mark.parametrize("num_threads", [1, 7])
 def test_threads_change_no_bit(target: Target, num_threads: int) -> None:
-    case = dataclasses.replace(cases.BLOCKS[4], name="threads")
+    case = dataclasses.replace(BLOCKS[4], name="threads")
     inputs, gradients, _ = backward_problem(case, target.dtype)
     expected = calls.attention_backward(target, case, inputs, gradients)
     before = octavo.get_num_threads()
@@ -146,7 +177,12 @@ K = np.zeros((2, 300, 2, 16), np.float32)
     [
         (np.ones((1, 2, 3), bool), 32, ValueError, "block_size must be 64 or 128; got 32"),
         (np.ones((1, 2, 3), np.int32), 128, TypeError, "block_mask must be bool or uint8; got int32"),
-        (np.ones((2, 3), bool), 128, ValueError, "block_mask must have shape .heads, query blocks, key blocks"),
+        (
+            np.ones((2, 3), bool),
+            128,
+            ValueError,
+            "block_mask must have shape .heads, query blocks",
+        ),
         (np.ones((2, 2, 3), bool), 128, ValueError, r"must have 1 or num_q_heads \(4\) heads; got 2"),
         (np.ones((3, 1, 2, 3), bool), 128, ValueError, "batch of block_mask"),
         (
@@ -210,8 +246,6 @@ def test_explain_says_which_kernel(dtype: str) -> None:
         assert explained.kernel.startswith(kernel)
         assert explained.plan["feature"] == "blocks"
     lse = Shape((1, 4096, 8), "float32")
-    backward = octavo.explain(
-        *("attention_backward", q, q, q, q, q, lse), block_mask=mask, device="sm_90"
-    )
+    backward = octavo.explain(*("attention_backward", q, q, q, q, q, lse), block_mask=mask, device="sm_90")
     assert backward.kernel.startswith("sm80_backward")
     assert "block_mask" in backward.why_not["sm90_backward"]

@@ -323,7 +323,7 @@ def test_xla_attributes(operator, argument):
             _core.check_xla_call(operator, arrays, {name: "int4"})
     elif not name.startswith("max_seqlen"):  # those are for packed arrays
         seed = {"dropout_seed": 1} if name == "dropout_p" else {}
-        value = 1 if name == "num_splits" else fitting[argument["type"]]
+        value = {"num_splits": 1, "block_size": 64}.get(name, fitting[argument["type"]])
         _core.check_xla_call(operator, arrays, {**seed, name: value})
 
 

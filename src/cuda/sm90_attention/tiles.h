@@ -55,8 +55,8 @@ constexpr int kSm90RegistersBeside = 112;
 // The tiles of the kernels for a block mask (Sm90Feature::blocks, and small_blocks for blocks of 64). A tile
 // of keys lies in one block, a warpgroup's rows too, and for blocks of 128 all of a row tile.
 constexpr Sm90Tiles kSm90BlockTiles[] = {
-    {64, 2, 1, 128, 4, 4, 2, false, 0},
-    {64, 2, 1, 64, 8, 8, 2, false, 0},
+    {64, 2, 1, 128, 4, 4, 2, true, 0},
+    {64, 2, 1, 64, 8, 8, 2, true, 0},
     {128, 2, 1, 128, 2, 3, 2, true, 0},
     {128, 2, 1, 64, 4, 6, 2, true, 0},
 };

@@ -34,7 +34,7 @@ class Case:
     sinks: str = ""  # "", "normal", "extreme": among them -inf, and such as leave keys no weight or all of it
     block_size: int = 0  # 0: no block mask
     blocks_kept: float = 0.3  # of a random mask
-    block_masks: str = "heads"  # "all": one for all, "heads": one each, "batch": one for each sequence and head
+    block_masks: str = "heads"  # "all": one for all heads, "heads": one each, "batch": those of each sequence
     softmax_scale: float | None = None
     k_scale: float | None = None
     v_scale: float | None = None

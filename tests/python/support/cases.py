@@ -469,28 +469,3 @@ _BY_NAME = {case.name: case for case in ALL}
 
 def named(*names: str) -> list[Case]:
     return [_BY_NAME[name] for name in names]
-
-
-# Block-sparse attention, dense and packed. Without groups of heads Hopper's own kernel serves those of head
-# dims up to 128.
-BLOCKS = [
-    Case("blocks", (300,), (300,), block_size=128),
-    Case("blocks_full", (300, 300), (420, 420), causal=False, block_size=64, block_masks="batch"),
-    Case("blocks_group", (200, 200), (333, 333), block_size=64, num_q_heads=6, num_kv_heads=2, head_dim=128),
-    Case("blocks_for_all_heads", (513,), (513,), block_size=128, block_masks="all", num_kv_heads=1, head_dim=128),
-    Case("blocks_long", (700,), (1200,), block_size=128, num_q_heads=2, num_kv_heads=2, head_dim=128),
-    Case("blocks_long_64", (700,), (1200,), block_size=64, num_q_heads=2, num_kv_heads=2, causal=False),
-    Case("blocks_few", (513,), (1025,), block_size=64, blocks_kept=0.05, sinks="normal", head_dim=128),
-    Case("blocks_window", (400,), (500,), block_size=64, window_left=100, head_dim=40),
-    Case("blocks_both_windows", (257,), (191,), block_size=128, window_left=90, window_right=20, causal=False),
-    Case("blocks_prefix", (260, 260), (260, 260), block_size=64, prefix_lens=(130, 0), num_kv_heads=2),
-    Case("blocks_alibi_cap", (200,), (260,), block_size=64, alibi="head", softcap=20.0, num_kv_heads=2),
-    Case("blocks_wide", (200,), (300,), block_size=64, head_dim=256, num_q_heads=4, num_kv_heads=2),
-    Case("blocks_96", (200,), (300,), block_size=128, head_dim=96, num_q_heads=4, num_kv_heads=2),
-    Case("blocks_one_query", (1, 1), (700, 700), block_size=64, block_masks="batch", num_kv_heads=2),
-]
-BLOCKS_PACKED = [
-    Case("blocks_packed", (300, 1, 0, 129), (300, 260, 5, 129), block_size=128, head_dim=128),
-    Case("blocks_packed_64", (65, 190, 7), (300, 190, 65), block_size=64, num_q_heads=8, num_kv_heads=2),
-    Case("blocks_packed_batch", (150, 260), (290, 70), block_size=64, block_masks="batch", sinks="extreme"),
-]
