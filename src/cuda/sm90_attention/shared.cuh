@@ -178,10 +178,10 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
     __device__ int32_t last() { return find(count - 1); }
     __device__ int32_t before(int32_t i) { return find(i - 1); }
 
-    // Whether the first or the last block of queries, which a row tile has no others between, looks at a
-    // tile.
+    // Whether the first or the last block of queries, between which a row tile has no others, looks at the
+    // tile that was found last.
     __device__ bool is_kept_by(bool last_block, int32_t i) const {
-        return (last_block ? last_row_ : first_row_)[start(i) / tile_size] != 0;
+        return (last_block ? of_last_ : of_first_) >> (i % 32) & 1;
     }
 
   private:
@@ -190,7 +190,7 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
         while (i >= 0) {
             const int32_t chunk = i / 32;
             if (chunk != chunk_) load(chunk);
-            const uint32_t left = kept_ & (~0u >> (31 - i % 32));
+            const uint32_t left = (of_first_ | of_last_) & (~0u >> (31 - i % 32));
             if (left != 0) return 32 * chunk + 31 - __clz(left);
             i = 32 * chunk - 1;
         }
@@ -198,16 +198,17 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
     }
     __device__ void load(int32_t chunk) {
         const int32_t i = 32 * chunk + static_cast<int32_t>(threadIdx.x % 32);
-        bool kept = false;
-        if (i < count) kept = is_kept_by(false, i) || (kSmallBlocks && is_kept_by(true, i));
-        kept_ = __ballot_sync(~0u, kept);
+        const int32_t column = i < count ? start(i) / tile_size : 0;
+        of_first_ = __ballot_sync(~0u, i < count && first_row_[column] != 0);
+        if (kSmallBlocks) of_last_ = __ballot_sync(~0u, i < count && last_row_[column] != 0);
         chunk_ = chunk;
     }
 
     const uint8_t* first_row_;  // [key blocks]
     const uint8_t* last_row_;
     int32_t chunk_ = -1;
-    uint32_t kept_ = 0;  // of the tiles from 32 chunk_ on
+    // Which of the tiles from 32 chunk_ on the blocks keep; of_last_ with small blocks alone.
+    uint32_t of_first_ = 0, of_last_ = 0;
 };
 
 template <class Config>
