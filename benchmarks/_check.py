@@ -65,7 +65,6 @@ class Sample:
             [len(chosen) for chosen in queries],
             [case.seqlens_k[b] for b, _ in self._pairs],
             dtype=case.dtype,
-            window_right=case.window_right,
             alibi_slopes=slopes,
             q_pos=[
                 oracle.positions(case.seqlens_q[b], case.seqlens_k[b])[chosen]

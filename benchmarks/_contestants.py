@@ -75,7 +75,6 @@ class Octavo(Contestant):
         arrays, out = [inputs.q, inputs.k, inputs.v], inputs.out
         options = {
             **case.masks,
-            "window_right": case.window_right,
             "alibi_slopes": inputs.alibi_slopes,
             "return_lse": case.return_lse,
         }

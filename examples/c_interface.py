@@ -105,6 +105,10 @@ class RmsNormArgs(Structure):
     _fields_ = fields_of("octavo_rms_norm_args")
 
 
+class LatentAttentionArgs(Structure):
+    _fields_ = fields_of("octavo_latent_attention_args")
+
+
 class OctavoError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -154,6 +158,9 @@ class Library:
 
     def rms_norm(self, **arguments: Any) -> None:
         self.run("rms_norm", RmsNormArgs, **arguments)
+
+    def latent_attention(self, **arguments: Any) -> None:
+        self.run("latent_attention", LatentAttentionArgs, **arguments)
 
 
 class PageAllocator:

@@ -20,7 +20,9 @@ namespace octavo {
 //
 // Positions are absolute and bottom-right aligned: query i of n sits at seqlen_k - n + i. Key j is visible
 // to the query at position p if p - window_left <= j <= p + window_right (-1: unbounded; causal:
-// window_right is 0), or if j < prefix_lens[batch]. Keys visible to no query of a sequence are never read.
+// window_right is 0), or if j < prefix_lens[batch]. With attention_chunk = n > 0, which needs causal, windows
+// begin no earlier than the chunk of n positions that p is in, p / n * n, as in Llama 4. Keys visible to no
+// query of a sequence are never read.
 struct AttentionArgs {
     TensorView q, k, v;
     TensorView out;  // like q; q itself, with its very strides, or nowhere in the memory of q, k and v
@@ -42,6 +44,7 @@ struct AttentionArgs {
     bool causal = false;
     int64_t window_left = -1;
     int64_t window_right = -1;
+    int64_t attention_chunk = 0;
     double softcap = 0.0;  // 0: none; else softcap * tanh(score / softcap)
     // Dropout: each softmax weight becomes 0 with probability dropout_p (kept to within 2^-17), else it is
     // multiplied by 1 / (1 - dropout_p); the LSE stays as it was. The mask depends on seed, offset, and the
@@ -97,6 +100,7 @@ struct AttentionBackwardArgs {
     bool causal = false;
     int64_t window_left = -1;
     int64_t window_right = -1;
+    int64_t attention_chunk = 0;
     double softcap = 0.0;
     double dropout_p = 0.0;
     std::optional<int64_t> dropout_seed;

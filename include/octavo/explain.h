@@ -2,6 +2,7 @@
 #pragma once
 
 #include <octavo/attention.h>
+#include <octavo/latent_attention.h>
 #include <octavo/linear.h>
 #include <octavo/paged_attention.h>
 #include <octavo/rms_norm.h>
@@ -43,6 +44,7 @@ Explanation explain(const MergeStatesArgs& args, const std::string& device = {})
 Explanation explain(const AttentionBackwardArgs& args, const std::string& device = {});
 Explanation explain(const LinearArgs& args, const std::string& device = {});
 Explanation explain(const RmsNormArgs& args, const std::string& device = {});
+Explanation explain(const LatentAttentionArgs& args, const std::string& device = {});
 
 // Products ("h100") and architectures ("sm_90"), each of which stands for its first product in this list.
 std::vector<std::string> explainable_gpus();

@@ -1,8 +1,9 @@
 /* Octavo for C, and for what calls C: Rust, Go, Zig, Python's ctypes.
  *
- * The operators of attention.h, paged_attention.h, linear.h and rms_norm.h and the allocator of
- * page_allocator.h, which say what each argument means. Fill an argument struct with its ..._init function,
- * which sets the defaults, then set what you need. A struct of another version's size is refused.
+ * The operators of attention.h, paged_attention.h, linear.h, rms_norm.h and latent_attention.h and the
+ * allocator of page_allocator.h, which say what each argument means. Fill an argument struct with its
+ * ..._init function, which sets the defaults, then set what you need. A struct of another version's size is
+ * refused.
  *
  * Functions return OCTAVO_OK or what went wrong; octavo_last_error() then has the message. No C++ exception
  * leaves them. Every function may be called from any thread.
@@ -74,6 +75,7 @@ typedef struct octavo_attention_args {
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                    /* default: 0, none */
     int64_t window_left, window_right; /* default: -1, unbounded */
+    int64_t attention_chunk;           /* default: 0, none */
     double dropout_p;                  /* default: 0, none */
     int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
     int64_t dropout_offset;            /* default: 0 */
@@ -93,10 +95,12 @@ typedef struct octavo_paged_attention_args {
     octavo_tensor k_scales, v_scales;                           /* optional: of each token and KV head */
     octavo_tensor k_channel_offset, k_channel_scale;            /* optional: as for append_kv */
     octavo_tensor softmax_phi_array;                            /* optional: instead of softmax_phi */
+    octavo_tensor tree_mask;                                    /* optional: int64 [total_q] */
     int64_t max_seqlen_q;                                       /* default: -1, chosen */
     double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                                             /* default: 0, none */
-    int64_t window_left;                                        /* default: -1, unbounded */
+    int64_t window_left, window_right;                          /* default: -1, unbounded */
+    int64_t attention_chunk;                                    /* default: 0, none */
     int64_t num_splits;                                         /* default: -1, chosen */
     int64_t shared_prefix_len;                                  /* default: 0 */
     double softmax_phi;                                         /* default: NaN, none */
@@ -145,6 +149,7 @@ typedef struct octavo_attention_backward_args {
     double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                    /* default: 0, none */
     int64_t window_left, window_right; /* default: -1, unbounded */
+    int64_t attention_chunk;           /* default: 0, none */
     double dropout_p;                  /* default: 0, none */
     int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
     int64_t dropout_offset;            /* default: 0 */
@@ -173,6 +178,19 @@ typedef struct octavo_rms_norm_args {
     void* stream;                         /* cudaStream_t; default: null */
 } octavo_rms_norm_args;
 
+typedef struct octavo_latent_attention_args {
+    size_t struct_size;
+    octavo_tensor q, kv_pages, page_table, seq_lens, out;
+    octavo_tensor lse, cu_seqlens_q; /* optional */
+    int64_t v_dim;                   /* default: 512 */
+    int64_t max_seqlen_q;            /* default: -1, chosen */
+    double softmax_scale;            /* must be set */
+    int64_t num_splits;              /* default: -1, chosen */
+    int32_t causal;                  /* default: 1 */
+    float kv_scale;                  /* default: 1, none */
+    void* stream;                    /* cudaStream_t; default: null */
+} octavo_latent_attention_args;
+
 OCTAVO_API octavo_status octavo_attention_args_init(octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention_args_init(octavo_paged_attention_args* args);
 OCTAVO_API octavo_status octavo_append_kv_args_init(octavo_append_kv_args* args);
@@ -180,6 +198,7 @@ OCTAVO_API octavo_status octavo_copy_pages_args_init(octavo_copy_pages_args* arg
 OCTAVO_API octavo_status octavo_attention_backward_args_init(octavo_attention_backward_args* args);
 OCTAVO_API octavo_status octavo_linear_args_init(octavo_linear_args* args);
 OCTAVO_API octavo_status octavo_rms_norm_args_init(octavo_rms_norm_args* args);
+OCTAVO_API octavo_status octavo_latent_attention_args_init(octavo_latent_attention_args* args);
 
 OCTAVO_API octavo_status octavo_attention(const octavo_attention_args* args);
 OCTAVO_API octavo_status octavo_paged_attention(const octavo_paged_attention_args* args);
@@ -192,6 +211,7 @@ OCTAVO_API octavo_status octavo_merge_states(const octavo_tensor* out_a, const o
 OCTAVO_API octavo_status octavo_attention_backward(const octavo_attention_backward_args* args);
 OCTAVO_API octavo_status octavo_linear(const octavo_linear_args* args);
 OCTAVO_API octavo_status octavo_rms_norm(const octavo_rms_norm_args* args);
+OCTAVO_API octavo_status octavo_latent_attention(const octavo_latent_attention_args* args);
 
 typedef struct octavo_page_allocator octavo_page_allocator;
 typedef uint64_t octavo_sequence; /* a handle; one whose sequence was freed is refused */

@@ -47,6 +47,8 @@ struct PagedAttentionArgs {
     std::optional<double> softmax_scale;
     bool causal = true;
     int64_t window_left = -1;
+    int64_t window_right = -1;
+    int64_t attention_chunk = 0;
     double softcap = 0.0;
     std::optional<float> k_scale;  // multiplies what is stored, per tensor
     std::optional<float> v_scale;
@@ -62,11 +64,18 @@ struct PagedAttentionArgs {
     // The first so many tokens of every sequence, whole pages, lie in the same pages, which are then read
     // once for all of them: those that the first row of page_table names. A promise: the result is that of
     // any other call. Every query lies behind them, but a sequence may have length 0: padding. Not with
-    // window_left, alibi_slopes or batch_invariant.
+    // window_left, attention_chunk, alibi_slopes or batch_invariant.
     int64_t shared_prefix_len = 0;
     std::optional<TensorView> sinks;              // float32 [num_q_heads]; see AttentionArgs
     std::optional<double> softmax_phi;            // the unified maximum: see AttentionArgs
     std::optional<TensorView> softmax_phi_array;  // float32 [num_q_heads]
+    // A word of 64 bits for each row of q: int64 [total_q], or int32 [total_q, 2], the lower half first. Its
+    // bit j says whether the query sees the j-th of its sequence's newest keys, those that came with its
+    // queries, of what causal, which it needs, and window_left leave it; earlier keys and those before
+    // prefix_lens are not hidden. A sequence of more than 64 queries is plainly causal: its words are not
+    // looked at. Positions, also those of alibi_slopes and window_left, stay places in the sequence. On a GPU
+    // hidden keys and values have to be finite.
+    std::optional<TensorView> tree_mask;
     void* stream = nullptr;
 };
 

@@ -21,12 +21,14 @@ from octavo._core import (
 )
 from octavo._explain import Explanation, explain
 from octavo._kv_cache import KVCache, KVCacheStep
+from octavo._latent_attention import latent_attention
 from octavo._linear import linear
 from octavo._linear_plan import LinearPlan, linear_plan
 from octavo._linear_table import LinearTable, LinearTableRow, LinearTableSource, linear_table
 from octavo._paged_attention import append_kv, check_page_table, copy_pages, paged_attention
 from octavo._rms_norm import rms_norm
 from octavo._softmax_phi import calibrate_softmax_phi
+from octavo._tree_mask import pack_tree_mask, tree_mask
 from octavo._tune_linear import tune_linear
 
 __all__ = [
@@ -55,12 +57,15 @@ __all__ = [
     "explain",
     "get_cmake_dir",
     "get_num_threads",
+    "latent_attention",
     "linear",
     "linear_plan",
     "linear_table",
     "merge_states",
+    "pack_tree_mask",
     "paged_attention",
     "rms_norm",
     "set_num_threads",
+    "tree_mask",
     "tune_linear",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from octavo import _core
 from octavo._attention import attention, merge_states
 from octavo._attention_backward import attention_backward
+from octavo._latent_attention import latent_attention
 from octavo._linear import linear
 from octavo._misuse import refuse_call
 from octavo._paged_attention import append_kv, copy_pages, paged_attention
@@ -25,6 +26,7 @@ _OPERATORS = {
         attention_backward,
         linear,
         rms_norm,
+        latent_attention,
     )
 }
 
@@ -58,7 +60,7 @@ def explain(operator: str, /, *args: object, device: str | None = None, **kwargs
 
     Args:
         operator: "attention", "paged_attention", "append_kv", "copy_pages", "merge_states",
-            "attention_backward", "linear" or "rms_norm".
+            "attention_backward", "linear", "rms_norm" or "latent_attention".
         *args: the arguments of the call. Strides and addresses of arrays count, since kernels differ in what
             they need of them. An array may also be anything that has a shape and a dtype alone, such as a
             tensor of torch's device meta or a jax.ShapeDtypeStruct: it counts as contiguous, unless it has

@@ -22,7 +22,7 @@ def score_options(
     softcap: float,
     alibi_slopes: Tensor | None,
 ) -> dict[str, Any]:
-    """The options of ``octavo.attention`` that say what becomes of the scores.
+    """The options of ``octavo.attention`` and ``octavo.paged_attention`` that say what becomes of the scores.
 
     Args:
         function: the caller's name, for errors.
@@ -53,18 +53,6 @@ def score_options(
         "softcap": max(softcap, 0.0),
         "alibi_slopes": alibi_slopes,
     }
-
-
-def page_options(function: str, *arguments: Any) -> dict[str, Any]:
-    """Likewise, of ``octavo.paged_attention``, which has no bound to the right."""
-    options = score_options(function, *arguments)
-    window_right = options.pop("window_right")
-    if window_right > 0:
-        raise ValueError(
-            f"{function}: window_size[1] ({window_right}) must be -1 or 0 over a cache, where a sequence has "
-            "several queries"
-        )
-    return options
 
 
 def _padded(x: Tensor) -> Tensor:

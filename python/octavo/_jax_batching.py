@@ -106,7 +106,9 @@ def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items() if name not in shared}
     places = {}
     if "cu_seqlens_q" in arrays:
-        folded["cu_seqlens_q"], of_queries, folded["q"] = _fold_packed(arrays["cu_seqlens_q"], arrays["q"])
+        names = [name for name in ("q", "tree_mask") if name in arrays]
+        offsets, of_queries, *packed = _fold_packed(arrays["cu_seqlens_q"], *(arrays[name] for name in names))
+        folded.update(zip(("cu_seqlens_q", *names), (offsets, *packed), strict=True))
         places = {"out": of_queries, "lse": of_queries}
     if "k_pages" in folded:
         folded["page_table"] = _fold_pages(arrays["page_table"], arrays["k_pages"].shape[1])
@@ -114,6 +116,17 @@ def fold_paged_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
         is_shared = "alibi_slopes" in shared
         folded["alibi_slopes"] = _fold_slopes(arrays["alibi_slopes"], is_shared, *arrays["seq_lens"].shape)
     return {**arrays, **folded}, places
+
+
+def fold_latent_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
+    folded = {name: array if name in shared else _fold(array) for name, array in arrays.items()}
+    places = {}
+    if "cu_seqlens_q" in arrays:
+        folded["cu_seqlens_q"], of_queries, folded["q"] = _fold_packed(arrays["cu_seqlens_q"], arrays["q"])
+        places = {"out": of_queries, "lse": of_queries}
+    if "kv_pages" not in shared:
+        folded["page_table"] = _fold_pages(arrays["page_table"], arrays["kv_pages"].shape[1])
+    return folded, places
 
 
 def fold_append_kv(arrays: Arrays, shared: frozenset[str]) -> Folded:

@@ -115,6 +115,12 @@ _ASKED_GRADIENTS = {"alibi_slopes": "return_dalibi", "sinks": "return_dsinks"}
 """What has a gradient besides q, k and v, and the keywords that ask for it, in the order of the results."""
 
 
+def _latent_results(arrays: _Arrays, options: Mapping[str, Option], asked: _Asked) -> _Results:
+    results = _queries_results(arrays, options, asked)
+    out, v_dim = results["out"], cast("int", options["v_dim"])
+    return {**results, "out": jax.ShapeDtypeStruct((*out.shape[:-1], max(v_dim, 0)), out.dtype)}
+
+
 def _gradients(arrays: _Arrays, _: Mapping[str, Option], asked: _Asked) -> _Results:
     names = ["q", "k", "v"]
     for name, keyword in _ASKED_GRADIENTS.items():
@@ -158,6 +164,9 @@ ATTENTION_BACKWARD = Operator(
 )
 LINEAR = Operator(
     "linear", _linear_results, _jax_batching.fold_linear, frozenset({"w", "bias"}), _linear_by_jax
+)
+LATENT_ATTENTION = Operator(
+    "latent_attention", _latent_results, _jax_batching.fold_latent_attention, frozenset({"kv_pages"})
 )
 RMS_NORM = Operator("rms_norm", _norm_results, _jax_batching.fold_rms_norm, frozenset({"weight"}))
 

@@ -229,9 +229,14 @@ class KVCacheStep:
         v: ArrayLike,
         *,
         softmax_scale: float | None = None,
+        causal: bool = True,
+        window_right: int = -1,
+        attention_chunk: int = 0,
         softcap: float = 0.0,
         alibi_slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
+        softmax_phi: float | ArrayLike | None = None,
+        tree_mask: ArrayLike | None = None,
         rotary_cos: ArrayLike | None = None,
         rotary_sin: ArrayLike | None = None,
         rotary_interleaved: bool = False,
@@ -246,10 +251,17 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes and sinks.
+            softmax_scale: as for ``paged_attention``, as are causal and the following up to tree_mask.
+            causal: Default: True.
+            window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
+                -1, unbounded.
+            attention_chunk: with ``windows`` of one less for this layer, pages of past chunks are used again.
+                Default: 0, none.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
             sinks: Default: none.
+            softmax_phi: Default: none.
+            tree_mask: one word for each row of q. Default: none.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions. Default: no rotation.
             rotary_sin: given together with rotary_cos.
@@ -301,10 +313,15 @@ class KVCacheStep:
             cu_seqlens_q=cu_seqlens,
             max_seqlen_q=shapes.max_seqlen_q,
             softmax_scale=softmax_scale,
+            causal=causal,
             window_left=window_left,
+            window_right=window_right,
+            attention_chunk=attention_chunk,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            softmax_phi=softmax_phi,
+            tree_mask=tree_mask,
             **cache.arguments,
         )
         return out, [cache if i == layer else x for i, x in enumerate(pages)]

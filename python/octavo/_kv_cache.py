@@ -330,9 +330,14 @@ class KVCacheStep:
         v: Any,
         *,
         softmax_scale: float | None = None,
+        causal: bool = True,
+        window_right: int = -1,
+        attention_chunk: int = 0,
         softcap: float = 0.0,
         alibi_slopes: Any = None,
         sinks: Any = None,
+        softmax_phi: Any = None,
+        tree_mask: Any = None,
         rotary_cos: Any = None,
         rotary_sin: Any = None,
         rotary_interleaved: bool = False,
@@ -340,7 +345,7 @@ class KVCacheStep:
     ) -> Any:
         """Append the new keys and values to a layer's pages, and attend over them.
 
-        ``append_kv``, then causal ``paged_attention`` with the layer's window. Once for each layer in a step;
+        ``append_kv``, then ``paged_attention`` with the layer's window. Once for each layer in a step;
         a second time would write the same slots again.
 
         Args:
@@ -348,10 +353,17 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are softcap, alibi_slopes and sinks.
+            softmax_scale: as for ``paged_attention``, as are causal and the following up to tree_mask.
+            causal: Default: True.
+            window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
+                -1, unbounded.
+            attention_chunk: with ``windows`` of one less for this layer, pages of past chunks are used again.
+                Default: 0, none.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
             sinks: Default: none.
+            softmax_phi: Default: none.
+            tree_mask: one word for each row of q. Default: none.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions; q itself stays as it is, unless it is `out`. Default: no
                 rotation.
@@ -406,10 +418,15 @@ class KVCacheStep:
             cu_seqlens_q=cu_seqlens,
             max_seqlen_q=self._max_seqlen,
             softmax_scale=softmax_scale,
+            causal=causal,
             window_left=window_left,
+            window_right=window_right,
+            attention_chunk=attention_chunk,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            softmax_phi=softmax_phi,
+            tree_mask=tree_mask,
             out=out,
             **others,
         )

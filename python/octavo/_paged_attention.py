@@ -83,7 +83,7 @@ def paged_attention(
         max_seqlen_q: the most queries of one sequence, for packed q; a tight bound starts less work.
             Default: total_q.
         softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
-        causal: a query sees no key past its own position. Default: True.
+        causal: a query sees no key past its own position; the same as window_right=0. Default: True.
         window_left: keys before its own that a query sees. Default: -1, unbounded.
         softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]; adds
@@ -104,8 +104,8 @@ def paged_attention(
             (cascade inference: Hydragen, arXiv:2402.05099; FlashInfer, arXiv:2501.01005). The result is that
             of any other call, with one rounding more. Where that would not be faster, a GPU reads them for
             each sequence. Every query must lie behind them; a sequence of length 0 is padding. On the CPU
-            lengths and pages are checked, on a GPU they are not. Not with window_left, alibi_slopes or
-            batch_invariant. Default: 0.
+            lengths and pages are checked, on a GPU they are not. Not with window_left, attention_chunk,
+            alibi_slopes or batch_invariant. Default: 0.
         k_scales: the scales of each token and KV head, as ``append_kv`` wrote them, instead of k_scale:
             float32 [num_pages, page_size, num_kv_heads], any strides; for int4, which needs them, float16
             [num_pages, page_size, num_kv_heads, 2], (scale, minimum), with a unit last stride and aligned to
@@ -121,6 +121,17 @@ def paged_attention(
         softmax_phi: a number that softmax weights are relative to in place of their row's maximum, where that
             lies near it: a finite float, or float32 [num_q_heads], as for ``attention``. On a GPU the kernels
             for decoding use it. Default: none.
+        window_right: keys past its own that a query sees; ignored if causal. Default: -1, unbounded.
+        attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
+            its own, as in Llama 4. Needs causal. Default: 0, none.
+        tree_mask: a word of 64 bits for each row of q, as ``octavo.tree_mask`` makes them: int64 or uint64
+            [total_q], or pairs of int32 or uint32 [total_q, 2], the lower half first, all in C order. Of the
+            keys that came with a sequence's queries, its newest, bit j says whether the query sees the j-th;
+            its own and those of its ancestors in a tree of drafts. It hides keys alone: causal, which it
+            needs, and window_left hold as ever, earlier keys and those before prefix_lens are not hidden, and
+            positions, those of alibi_slopes too, stay places in the sequence. A sequence of more than 64
+            queries is plainly causal, its words are not looked at; -1 is plainly causal, too. On a GPU the
+            keys and values that it hides have to be finite. Default: none.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.

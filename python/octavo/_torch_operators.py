@@ -23,7 +23,7 @@ if not hasattr(torch.library, "register_fake"):
 _library = torch.library.Library("octavo", "DEF")
 _DISPATCHER = _core.torch_dispatcher  # as `stream`: what the kernels want that PyTorch's dispatcher calls
 
-ATTENTIONS = ("attention", "paged_attention")
+ATTENTIONS = ("attention", "paged_attention", "latent_attention")
 _TYPES = {"array": "Tensor", "bool": "bool", "int": "SymInt", "float": "float", "str": "str"}
 # The dispatcher drops arguments at the end that equal their defaults.
 _DEFAULTS = {name: tuple(argument["default"] for argument in ARGUMENTS[name]) for name in ARGUMENTS}
@@ -103,12 +103,22 @@ def _will_write(*arrays: Tensor | None) -> None:
             torch.autograd.graph.increment_version(array)
 
 
+def _out_like(name: str) -> Callable[..., Tensor]:
+    """What makes an array like the result of an attention, from its arguments."""
+    described = ARGUMENTS[name]
+    place = next((i for i, argument in enumerate(described) if argument["name"] == "v_dim"), None)
+    if place is None:
+        return lambda q, *_: q.new_empty(q.shape)
+
+    def of_width(q: Tensor, *others: Any) -> Tensor:
+        v_dim: Any = others[place - 1] if len(others) >= place else described[place]["default"]
+        return q.new_empty((*q.shape[:-1], v_dim))
+
+    return of_width
+
+
 def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-def _fake_attention_lse(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), _lse_like(q)
 
 
 def _define_attention(name: str) -> None:
@@ -134,17 +144,20 @@ def _define_attention(name: str) -> None:
         result = kernel(*args[:num_arrays], *args[num_arrays + 1 :], out=out, return_lse=True)
         return cast("Tensor", result[1])
 
+    def fake_lse(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return fake(q, *others), _lse_like(q)
+
     arrays, options = _arguments(name)
-    out = "Tensor(a!) out"
-    _define(name, f"({arrays}, {options}) -> Tensor", kernel, lambda q, *_: q.new_empty(q.shape))
+    out, fake = "Tensor(a!) out", _out_like(name)
+    _define(name, f"({arrays}, {options}) -> Tensor", kernel, fake)
     with_lse = functools.partial(kernel, return_lse=True)
-    _define(f"{name}.lse", f"({arrays}, {options}) -> (Tensor, Tensor)", with_lse, _fake_attention_lse)
+    _define(f"{name}.lse", f"({arrays}, {options}) -> (Tensor, Tensor)", with_lse, fake_lse)
     if name == "attention":  # PyTorch 2.13 would abort at exit if overloads had the same arguments
         _define(
             f"{name}.deterministic",
             f"(bool deterministic, {arrays}, {options}) -> (Tensor, Tensor)",
             lambda _, *args: with_lse(*args),
-            lambda _, *args: _fake_attention_lse(*args),
+            lambda _, *args: fake_lse(*args),
         )
     _define(f"{name}.out", f"({arrays}, {out}, {options}) -> ()", kernel_out, _fake_nothing)
     _define(

@@ -18,7 +18,7 @@ from octavo._transformers_layers import BloomSteps, Layers, LayerStep, look_at_l
 from octavo.serving import Request, Sampling, Scheduler
 
 _GREEDY = Sampling()
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # transformers chooses their frequencies by the largest position of a forward pass, for all of its texts.
 _ROPE_TYPES_OF_THE_LONGEST = {"dynamic", "longrope"}
 _MAX_BATCH = 64  # unless a batch has fewer tokens
@@ -64,7 +64,7 @@ class ServedModel:
         """Make the cache that the model needs: its layers, heads, windows, dtype and device."""
         first, *others = self._layers.all
         for layer in others:
-            if layer[1:3] != first[1:3] or layer[4:] != first[4:]:
+            if layer[1:3] != first[1:3] or layer[5:] != first[5:]:
                 raise refusal(self._model, "its layers differ in their KV heads, head dim, dtype or device")
         sizes.setdefault("like", torch.empty(0, dtype=first.dtype, device=first.device))
         return KVCache(
@@ -144,8 +144,8 @@ def _check(model: Any) -> None:
     """Refuse by name what is known not to work, before anything runs."""
     config = model.config.get_text_config(decoder=True)
     types = set(getattr(config, "layer_types", None) or _LAYER_TYPES)
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise refusal(model, "its attention is in chunks (attention_chunk_size)")
+    if getattr(config, "attn_temperature_tuning", False):
+        raise refusal(model, "it scales queries by positions that it counts itself (attn_temperature_tuning)")
     if model.config.is_encoder_decoder:
         raise refusal(model, "it has an encoder")
     if model.get_output_embeddings() is None:

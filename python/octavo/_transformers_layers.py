@@ -21,6 +21,7 @@ class Layer(NamedTuple):
     num_kv_heads: int
     head_dim: int
     window_left: int
+    attention_chunk: int
     dtype: torch.dtype
     device: torch.device
 
@@ -40,6 +41,7 @@ class Layers:
         k: Tensor,
         v: Tensor,
         window_left: int = -1,
+        attention_chunk: int = 0,
         causal: bool = True,
     ) -> None:
         """Take down a layer's call: q, k and v are [batch, seqlen, heads, head_dim]."""
@@ -52,7 +54,8 @@ class Layers:
                 self._model, f"its values have another head dim ({v.shape[-1]}) than its keys ({k.shape[-1]})"
             )
         self.numbers[module] = len(self.all)
-        self.all.append(Layer(q.shape[2], k.shape[2], k.shape[3], window_left, k.dtype, k.device))
+        heads = q.shape[2], k.shape[2], k.shape[3]
+        self.all.append(Layer(*heads, window_left, attention_chunk, k.dtype, k.device))
 
     def number(self, module: torch.nn.Module) -> int:
         """Return which layer of the cache a module has."""
@@ -75,7 +78,9 @@ class LayerStep:
         """Return [1, T, num_q_heads, head_dim] of query, key and value [1, heads, T, head_dim]."""
         self.num_calls += 1
         q, k, v = (array[0].transpose(0, 1) for array in (query, key, value))
-        out: Tensor = self._step.attend(self._layers.number(module), q, k, v, **arguments)[None]
+        number = self._layers.number(module)
+        chunk = self._layers.all[number].attention_chunk
+        out: Tensor = self._step.attend(number, q, k, v, attention_chunk=chunk, **arguments)[None]
         return out
 
 

@@ -70,7 +70,10 @@ def _let_manager_switch() -> None:
             switch(self, model, *args, **kwargs)
             return
         if not IS_KNOWN:
-            _refuse("continuous batching is not supported with this version; use octavo's generate_batch")
+            _refuse(
+                "transformers' continuous batching is supported with the cache of version 5.23, and this "
+                "one's is another; use octavo.transformers.generate_batch"
+            )
         only = getattr(model, "_compatible_flash_implementations", None)
         if only is not None and _names[name] not in only:  # transformers would take one of these instead
             raise refusal(model, f"transformers gives it only {', '.join(only)} in continuous batching")

@@ -60,6 +60,7 @@ class AttentionScalars(TypedDict, total=False):
     causal: bool
     window_left: int
     window_right: int
+    attention_chunk: int
     softcap: float
     block_size: int
     dropout_p: float
@@ -104,6 +105,8 @@ class PagedAttentionScalars(TypedDict, total=False):
     softmax_scale: float | None
     causal: bool
     window_left: int
+    window_right: int
+    attention_chunk: int
     softcap: float
     kv_dtype: str | None
     rotate_keys: bool
@@ -126,6 +129,24 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     k_channel_scale: SupportsDLPack | None
     sinks: SupportsDLPack | None
     softmax_phi: float | SupportsDLPack | None
+    tree_mask: SupportsDLPack | None
+
+
+class LatentAttentionScalars(TypedDict, total=False):
+    """What ``latent_attention`` takes by keyword, but for arrays; in ``octavo`` and in ``octavo.jax``."""
+
+    v_dim: int
+    max_seqlen_q: int | None
+    softmax_scale: float | None
+    causal: bool
+    kv_scale: float | None
+    num_splits: int | None
+
+
+class LatentAttentionOptions(LatentAttentionScalars, total=False):
+    """What ``octavo.latent_attention`` takes by keyword, whatever it returns."""
+
+    cu_seqlens_q: Integers | None
 
 
 class Argument(TypedDict):

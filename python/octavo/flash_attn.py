@@ -8,7 +8,6 @@ there, the log-sum-exp and ALiBi's slopes have gradients, and dropout goes with 
 What FlashAttention has and Octavo has not is refused with a ValueError, never approximated:
 
 * ALiBi where a query sees keys past its own position: neither ``causal`` nor a right window of 0;
-* a right window greater than 0 over a cache, for several queries a sequence;
 * the attention weights that ``return_attn_probs`` returns under dropout;
 * dropout over pages (``block_table``), and dropout while a CUDA graph is captured;
 * a rotary embedding of queries that are not those of the new tokens, or that all sit at one position.
@@ -29,7 +28,6 @@ from torch import Tensor
 from octavo._flash_attn import (
     attend,
     attend_to_pages,
-    page_options,
     require_shape,
     score_options,
     their_lse,
@@ -169,7 +167,7 @@ def flash_attn_varlen_func(
         dropout_p: this and the following as for ``flash_attn_func``; with block_table 0.
         softmax_scale: likewise.
         causal: likewise.
-        window_size: likewise; with block_table a right window greater than 0 is refused.
+        window_size: likewise.
         softcap: likewise.
         alibi_slopes: likewise.
         deterministic: likewise.
@@ -197,7 +195,7 @@ def flash_attn_varlen_func(
     if dropout_p != 0.0:
         raise ValueError(f"{name}: dropout_p must be 0 with block_table; got {dropout_p}")
     refuse_gradients(name, ["q", "k", "v"], (q, k, v))
-    options = page_options(name, q, max_seqlen_q, *scores)
+    options = score_options(name, q, max_seqlen_q, *scores)
     out, lse = attend_to_pages(q, k, v, block_table, cu_seqlens_k.diff(), options | queries)
     return their_results(q, out, lse) if return_attn_probs else out
 
@@ -296,7 +294,7 @@ def flash_attn_with_kvcache(
             ``i * page_size`` on. Default: none, the cache is dense.
         softmax_scale: as for ``flash_attn_func``, as are causal, softcap and alibi_slopes.
         causal: likewise. Query i sits at ``cache_seqlens + seqlen_new - seqlen_q + i``.
-        window_size: likewise, but for a right window greater than 0, which needs a single query.
+        window_size: likewise.
         softcap: likewise.
         rotary_interleaved: whether numbers 2 i and 2 i + 1 of a head are rotated by angle i, else numbers i
             and ``i + rotary_dim / 2``. Default: True, other than in ``octavo.append_kv``.
@@ -323,7 +321,7 @@ def flash_attn_with_kvcache(
     require_shape(name, "k_cache", k_cache, axes, None, None, None, head_dim)
     require_shape(name, "v_cache", v_cache, axes, *k_cache.shape)
     scores = softmax_scale, causal, window_size, softcap, alibi_slopes
-    options = page_options(name, q, seqlen_q, *scores)
+    options = score_options(name, q, seqlen_q, *scores)
 
     page_table = page_table_of(batch, k_cache, cache_batch_idx, block_table)
     attended = k_cache, v_cache, page_table
@@ -341,7 +339,7 @@ def flash_attn_with_kvcache(
         require_shape(name, "k", k, new_axes, batch, None, *k_cache.shape[2:])
         require_shape(name, "v", v, new_axes, *k.shape)
         seq_lens = seq_lens + k.shape[1]
-        queries_differ = options["causal"] or options["window_left"] >= 0
+        queries_differ = options["window_left"] >= 0 or options["window_right"] >= 0
         rotary = {
             "rotary_cos": rotary_cos,
             "rotary_sin": rotary_sin,

@@ -35,6 +35,7 @@ import octavo
 from octavo import _jax_call
 from octavo._jax_call import like
 from octavo._jax_kv_cache import KVCache, KVCacheStep
+from octavo._jax_latent_attention import latent_attention
 from octavo._types import AttentionBackwardScalars, AttentionScalars, PagedAttentionScalars
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "copy_pages",
+    "latent_attention",
     "linear",
     "merge_states",
     "paged_attention",
@@ -101,6 +103,7 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     k_channel_scale: ArrayLike | None
     sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
+    tree_mask: ArrayLike | None
 
 
 @overload

@@ -35,6 +35,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "copy_pages",
+    "latent_attention",
     "linear",
     "merge_states",
     "paged_attention",
@@ -93,6 +94,10 @@ _ATTENTION, _ATTENTION_LSE = operator_named("attention"), operator_named("attent
 _PAGED_ATTENTION, _PAGED_ATTENTION_LSE = (
     operator_named("paged_attention"),
     operator_named("paged_attention.lse"),
+)
+_LATENT_ATTENTION, _LATENT_ATTENTION_LSE = (
+    operator_named("latent_attention"),
+    operator_named("latent_attention.lse"),
 )
 _MERGE_STATES = operator_named("merge_states")
 _APPEND_KV, _APPEND_KV_Q = operator_named("append_kv"), operator_named("append_kv.q")
@@ -195,6 +200,30 @@ def paged_attention(
         _raise_in_words_of_octavo(
             error, paged_attention, (q, k_pages, v_pages, page_table, seq_lens), options
         )
+        raise
+
+
+@_like(octavo.latent_attention)
+def latent_attention(
+    q: Tensor,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    stream: None = None,
+    **options: Any,
+) -> Any:
+    if stream is not None:
+        _refuse_stream("latent_attention")
+    arrays = (q, kv_pages, page_table, seq_lens)
+    try:
+        if out is None:
+            return (_LATENT_ATTENTION_LSE if return_lse else _LATENT_ATTENTION)(*arrays, **options)
+        return _write("latent_attention", arrays, out, return_lse, options)
+    except RuntimeError as error:
+        _raise_in_words_of_octavo(error, latent_attention, arrays, options)
         raise
 
 

@@ -5,9 +5,10 @@
 
 What maps exactly is served: grouped heads, softcap, causal masks, causal sliding windows and full attention,
 attention sinks (gpt-oss), with or without a growing or static cache, and padding masks [batch, seqlen] (a
-padded batch is packed first, which copies its keys and values). What else a model asks for is refused with a
-ValueError, never approximated: other masks, position biases, attention weights. So are models whose attention
-is their own, outside of transformers' AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones.
+padded batch is packed first, which copies its keys and values); attention in chunks (Llama 4) without a
+static cache. What else a model asks for is refused with a ValueError, never approximated: other masks,
+position biases, attention weights. So are models whose attention is their own, outside of transformers'
+AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones.
 
 ``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come. The
 models' own ``model.generate_batch`` runs on Octavo, too, over the pages of transformers.
@@ -26,7 +27,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, NoReturn, cast
 
@@ -120,6 +121,9 @@ class _Packing:
         cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         return cls(is_token.flatten().nonzero().flatten(), cu_seqlens, int(lengths.max()))
 
+    def on(self, device: torch.device) -> _Packing:
+        return _Packing(self.tokens.to(device), self.cu_seqlens.to(device), self.max_seqlen)
+
     def pack(self, array: Tensor) -> Tensor:
         """[batch, seqlen, heads, head_dim] to [total, heads, head_dim]."""
         return array.flatten(0, 1)[self.tokens]
@@ -136,6 +140,27 @@ class _Mask:
     num_keys: int | None = None  # in front, of a static cache that holds slots without tokens behind them
     seq_lens: Tensor | None = None  # int32 [batch], likewise, where they are known on the device alone
     first_keys: Tensor | None = None  # int64 [batch]: slots before them hold padding
+    attention_chunk: int = 0
+    first_key: int = 0  # of those that some query sees: a chunk begins there
+
+    _elsewhere: dict[torch.device, _Mask] = field(default_factory=dict, compare=False, repr=False)
+
+    def on(self, device: torch.device) -> _Mask:
+        """The same for a layer on this device, where a model lies on several. They share what is moved."""
+        array = self.seq_lens if self.keys is None else self.keys.tokens
+        if array is None or array.device == device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = _Mask(
+                self.causal,
+                self.window_left,
+                None if self.queries is None else self.queries.on(device),
+                None if self.keys is None else self.keys.on(device),
+                self.num_keys,
+                None if self.seq_lens is None else self.seq_lens.to(device),
+                None if self.first_keys is None else self.first_keys.to(device),
+            )
+        return self._elsewhere[device]
 
 
 def _refuse(what: str, instead: str = "sdpa") -> NoReturn:
@@ -226,6 +251,10 @@ def _describe_mask(
         and getattr(config, "attention_chunk_size", None) is None
         and (nothing_added or _is_plain_window(mask_function, local_size))
     )
+    is_chunked = _is_chunked(config, local_size, nothing_added) and not isinstance(q_offset, Tensor)
+    if is_chunked and q_offset + q_length - kv_offset == kv_length:
+        chunk = cast(int, local_size)
+        return _describe_chunks(q_length, kv_length, q_offset, kv_offset, chunk, attention_mask)
     causal = mask_function is not masking_utils.bidirectional_mask_function
     window_left = -1 if local_size is None else local_size - 1
     end = q_offset + q_length - kv_offset  # of the keys that the last query sees
@@ -262,6 +291,41 @@ def _describe_mask(
         _refuse("under a sliding window, padding must be before or after a sequence's tokens")
     is_query = is_token[:, -q_length:] if causal else is_token.new_ones(batch_size, q_length)
     return replace(mask, queries=_Packing.of(is_query), keys=_Packing.of(is_token))
+
+
+def _is_chunked(config: Any, local_size: int | None, nothing_added: bool) -> bool:
+    """Whether a mask is transformers' own for chunks; a model with windows as well would be neither."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    has_windows = getattr(config, "sliding_window", None) is not None
+    return nothing_added and local_size is not None and local_size == chunk and not has_windows
+
+
+def _describe_chunks(
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    chunk: int,
+    attention_mask: Tensor | None,
+) -> _Mask:
+    """Return a mask of chunks over a growing cache, which may have lost keys that no query sees.
+
+    A chunk is one of a sequence's positions behind its padding. Octavo counts positions from the first key
+    that it gets, so that it gets those from the beginning of the first query's chunk on.
+    """
+    mask = _Mask(True, attention_chunk=chunk, first_key=q_offset // chunk * chunk - kv_offset)
+    if attention_mask is None or bool(attention_mask.all()):
+        return mask
+    is_token = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    is_token = cast(Tensor, is_token)[:, kv_offset : kv_offset + kv_length]
+    padding = (attention_mask.cumsum(1) == 0).sum(1)  # before each sequence
+    keys = torch.arange(kv_offset, kv_offset + kv_length, device=is_token.device)
+    begin = padding + (q_offset - padding).clamp(min=0) // chunk * chunk
+    is_key = is_token & (keys >= begin[:, None])
+    if bool((is_key.diff(dim=1).sum(1) > 2 - is_key[:, 0].int()).any()):
+        _refuse("in chunks, padding must be before or after a sequence's tokens")
+    queries, packed_keys = _Packing.of(is_token[:, -q_length:]), _Packing.of(is_key)
+    return replace(mask, first_key=0, queries=queries, keys=packed_keys)
 
 
 def _is_plain_window(function: Callable[..., Any], window: int) -> bool:
@@ -364,16 +428,19 @@ def _attention(
         if sliding_window is not None and not causal:
             _refuse("a sliding window is supported in causal attention only")
         mask = _Mask(causal, -1 if sliding_window is None else sliding_window - 1)
+    mask = mask.on(query.device)
 
     q, k, v = (array.transpose(1, 2) for array in (query, key, value))
     if isinstance(step, Layers):
-        step.record(module, q, k, v, mask.window_left, causal=mask.causal)
+        window_left = max(mask.window_left, mask.attention_chunk - 1)
+        step.record(module, q, k, v, window_left, mask.attention_chunk, causal=mask.causal)
     if mask.seq_lens is not None:
         if dropout != 0.0:
             _refuse("dropout is not supported with a static cache")
         return _over_static_cache(q, k, v, mask, **scores), None
-    k, v = k[:, : mask.num_keys], v[:, : mask.num_keys]
+    k, v = (array[:, mask.first_key : mask.num_keys] for array in (k, v))
     arguments = {**scores, "causal": mask.causal, "window_left": mask.window_left}
+    arguments["attention_chunk"] = mask.attention_chunk
     if dropout != 0.0:
         arguments |= {"dropout_p": dropout, "dropout_seed": draw_seed("octavo.transformers", q.device)}
     if mask.queries is None or mask.keys is None:

@@ -49,9 +49,10 @@ Device to_device(const char* op, const char* name, dlpack::Device device) {
 }
 
 TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor, Accept accept) {
-    const bool is_bool = tensor.dtype == dlpack::DataType{dlpack::kBool, 8, 1};
-    const std::optional<DType> dtype =
-        accept == Accept::mask && is_bool ? DType::uint8 : to_dtype(tensor.dtype);
+    dlpack::DataType own = tensor.dtype;
+    if (accept == Accept::words && own.code == dlpack::kUInt && own.bits >= 32) own.code = dlpack::kInt;
+    if (accept == Accept::mask && own == dlpack::DataType{dlpack::kBool, 8, 1}) own.code = dlpack::kUInt;
+    const std::optional<DType> dtype = to_dtype(own);
     const bool may_be_code = accept == Accept::cache || (accept == Accept::mask && dtype == DType::uint8);
     if (!dtype || (is_code(*dtype) && !may_be_code)) {
         refuse_dtype(op, name, accept, dtype_name(tensor.dtype));
@@ -268,6 +269,7 @@ dlpack::Device to_dlpack(Device device) {
 }
 
 std::optional<DType> dtype_named(std::string_view name, Accept accept) {
+    if (accept == Accept::words && (name == "uint64" || name == "uint32")) name.remove_prefix(1);
     if (accept == Accept::mask && name == "bool") return DType::uint8;
     for (DType dtype : kDTypes) {
         if (name == to_string(dtype)) return dtype;
@@ -281,6 +283,7 @@ void refuse_dtype(const char* op, std::string_view name, Accept accept, const st
     switch (accept) {
         case Accept::int32: wanted = "int32"; break;
         case Accept::integer: wanted = "int32 or int64"; break;
+        case Accept::words: wanted = "int64 or uint64, or pairs of int32 or uint32"; break;
         case Accept::float32: wanted = "float32"; break;
         case Accept::scales: wanted = "float32 or float16"; break;
         case Accept::mask: wanted = "bool or uint8"; break;

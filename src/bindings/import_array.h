@@ -23,10 +23,11 @@ using schema::Accept;
 
 // int64 is for arguments that say so; what else is of the wrong kind the checks refuse.
 constexpr bool may_be(DType dtype, Accept accept) {
-    return dtype != DType::int64 || accept == Accept::integer;
+    return dtype != DType::int64 || accept == Accept::integer || accept == Accept::words;
 }
 
-// What an array whose dtype has this name counts as; nothing if Octavo has none such.
+// What an array whose dtype has this name is read as: words have no sign, and a bool of a mask is a byte.
+// Nothing if Octavo has none such.
 std::optional<DType> dtype_named(std::string_view name, Accept accept);
 
 // Refuses a dtype: "k must be float32, float16 or bfloat16; got int32".

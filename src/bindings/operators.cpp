@@ -259,8 +259,8 @@ nb::dict operator_arguments() {
 }  // namespace
 
 // Names and types are in octavo/_attention.py, octavo/_attention_backward.py, octavo/_paged_attention.py,
-// octavo/_linear.py and octavo/_rms_norm.py, the keywords and their defaults are added by
-// octavo/_operators.py.
+// octavo/_linear.py, octavo/_rms_norm.py and octavo/_latent_attention.py, the keywords and their defaults are
+// added by octavo/_operators.py.
 void bind_operators(nb::module_& m) {
     schema::for_each_operator([&](auto op) {
         using Operator = decltype(op);

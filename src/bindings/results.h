@@ -53,7 +53,8 @@ TensorView shape_of_result(const Argument& result, const Args& args) {
 // Whether rows of the results may be padding that the operator does not write.
 template <class Operator>
 constexpr bool kLeavesPadding =
-    std::is_same_v<Operator, schema::Attention> || std::is_same_v<Operator, schema::PagedAttention>;
+    std::is_same_v<Operator, schema::Attention> || std::is_same_v<Operator, schema::PagedAttention> ||
+    std::is_same_v<Operator, schema::LatentAttention>;
 
 // Of attention, which leaves the rows past the last packed query as they are: in a result that nobody else
 // has written to they become zeros, and -inf in the log-sum-exp. `result`, in C order, is args.out or

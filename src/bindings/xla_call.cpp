@@ -17,6 +17,8 @@ std::string dtype_name(int32_t dtype) {
         case xla::kBf16: return to_string(DType::bfloat16);
         case xla::kS32: return to_string(DType::int32);
         case xla::kS64: return to_string(DType::int64);
+        case xla::kU32: return "uint32";
+        case xla::kU64: return "uint64";
         case xla::kPred: return "bool";
         case xla::kU8: return to_string(DType::uint8);
         case xla::kS8: return to_string(DType::int8);
@@ -120,7 +122,7 @@ void XlaCall::add(Array array, bool is_result) {
         if (argument->view.data == array.view.data || array.view.size() == 0) return;
         fail<ValueError>(op_, array.name, " must be aliased with the result that replaces it");
     }
-    if (const auto dtype = dtype_named(array.dtype, Accept::mask)) array.view.dtype = *dtype;
+    if (const auto dtype = dtype_named(array.dtype, Accept::data)) array.view.dtype = *dtype;
     arrays_.push_back(std::move(array));
 }
 
@@ -135,7 +137,9 @@ std::optional<TensorView> XlaCall::optional_array(const char* name, Accept accep
     if (!array) return std::nullopt;
     const std::optional<DType> dtype = dtype_named(array->dtype, accept);
     if (!dtype || !may_be(*dtype, accept)) refuse_dtype(op_, name, accept, array->dtype);
-    return array->view;
+    TensorView view = array->view;
+    view.dtype = *dtype;
+    return view;
 }
 
 TensorView XlaCall::array(const char* name, Accept accept) const {

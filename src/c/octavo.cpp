@@ -232,6 +232,10 @@ octavo_status octavo_linear_args_init(octavo_linear_args* args) { return init<sc
 
 octavo_status octavo_rms_norm_args_init(octavo_rms_norm_args* args) { return init<schema::RmsNorm>(args); }
 
+octavo_status octavo_latent_attention_args_init(octavo_latent_attention_args* args) {
+    return init<schema::LatentAttention>(args);
+}
+
 octavo_status octavo_attention(const octavo_attention_args* args) { return run<schema::Attention>(args); }
 
 octavo_status octavo_paged_attention(const octavo_paged_attention_args* args) {
@@ -255,6 +259,10 @@ octavo_status octavo_attention_backward(const octavo_attention_backward_args* ar
 octavo_status octavo_linear(const octavo_linear_args* args) { return run<schema::Linear>(args); }
 
 octavo_status octavo_rms_norm(const octavo_rms_norm_args* args) { return run<schema::RmsNorm>(args); }
+
+octavo_status octavo_latent_attention(const octavo_latent_attention_args* args) {
+    return run<schema::LatentAttention>(args);
+}
 
 octavo_status octavo_page_allocator_new(int64_t num_pages, int64_t page_size,
                                         octavo_page_allocator** allocator) {

@@ -6,6 +6,7 @@
 #include <octavo/attention.h>
 #include <octavo/paged_attention.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace octavo {
@@ -14,6 +15,16 @@ namespace {
 int32_t check_window(const char* op, const char* name, int64_t window) {
     if (window < -1) fail<ValueError>(op, name, " must be -1 (unbounded) or at least 0; got ", window);
     return window > kMaxLength ? -1 : static_cast<int32_t>(window);
+}
+
+// A query sees keys of its own chunk alone, which the left window then says as well.
+void set_attention_chunk(const char* op, AttentionParams& p, int64_t chunk) {
+    if (chunk < 0) fail<ValueError>(op, "attention_chunk must be 0 (none) or positive; got ", chunk);
+    if (chunk == 0) return;
+    if (p.window_right != 0) fail<ValueError>(op, "attention_chunk (", chunk, ") needs causal");
+    const auto divisor = static_cast<int32_t>(std::min(chunk, kMaxLength));
+    p.attention_chunk = FastDivide::by(divisor);
+    p.window_left = p.window_left < 0 ? divisor - 1 : std::min(p.window_left, divisor - 1);
 }
 
 // What to say where the heads would fit if they were axis 1, as in PyTorch's own attention.
@@ -209,7 +220,9 @@ void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
     p.softmax_scale = static_cast<float>(scale);
     p.softcap = static_cast<float>(args.softcap);
     p.window_left = check_window(op, "window_left", args.window_left);
-    p.window_right = args.causal ? 0 : -1;
+    const int32_t window_right = check_window(op, "window_right", args.window_right);
+    p.window_right = args.causal ? 0 : window_right;
+    set_attention_chunk(op, p, args.attention_chunk);
     p.out_scale = 1.0f;
 }
 
@@ -258,9 +271,7 @@ void set_block_mask(const Checker& check, AttentionParams& p, const Args& args) 
 }
 
 template <class Args>
-void set_window_right_and_dropout(const Checker& check, AttentionParams& p, const Args& args) {
-    const int32_t window_right = check_window(check.op(), "window_right", args.window_right);
-    if (!args.causal) p.window_right = window_right;
+void set_score_and_dropout(AttentionParams& p, const Args& args) {
     check_score(p, "softmax_scale", args.softcap);
     set_dropout(p, args);
 }
@@ -271,8 +282,8 @@ template void set_masks(const Checker&, AttentionParams&, const AttentionArgs&);
 template void set_masks(const Checker&, AttentionParams&, const PagedAttentionArgs&);
 template void set_masks(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
 template void set_block_mask(const Checker&, AttentionParams&, const AttentionArgs&);
-template void set_window_right_and_dropout(const Checker&, AttentionParams&, const AttentionArgs&);
 template void set_block_mask(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
-template void set_window_right_and_dropout(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
+template void set_score_and_dropout(AttentionParams&, const AttentionArgs&);
+template void set_score_and_dropout(AttentionParams&, const AttentionBackwardArgs&);
 
 }  // namespace octavo

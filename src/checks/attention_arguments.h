@@ -42,7 +42,7 @@ int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<i
 IndexArray set_cu_seqlens(const Checker& check, const char* name, const TensorView& cu_seqlens, int64_t batch,
                           int64_t total, const char* max_name, int64_t max_seqlen);
 
-// Prefixes, slopes, sinks, scale, softcap and the left window; the right one as far as `causal` says.
+// Prefixes, slopes, sinks, scale, softcap and the window.
 template <class Args>
 void set_masks(const Checker& check, AttentionParams& p, const Args& args);
 
@@ -53,8 +53,8 @@ void set_block_mask(const Checker& check, AttentionParams& p, const Args& args);
 // What the scores are multiplied by must survive in float32, and a cap must not round to none.
 void check_score(const AttentionParams& p, const char* scale_name, double softcap);
 
-// The right window, the score and dropout, which dense and packed attention alone have beside set_masks().
+// The check of the score, and dropout, as dense and packed attention have them beside set_masks().
 template <class Args>
-void set_window_right_and_dropout(const Checker& check, AttentionParams& p, const Args& args);
+void set_score_and_dropout(AttentionParams& p, const Args& args);
 
 }  // namespace octavo

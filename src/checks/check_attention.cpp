@@ -79,6 +79,27 @@ void check_results_apart(const Checker& check, const Args& args, const char* k_n
     check.apart("lse", *args.lse, "out", args.out);
 }
 
+void set_tree_mask(const Checker& check, AttentionParams& p, const PagedAttentionArgs& args) {
+    if (!args.tree_mask) return;
+    const TensorView& words = *args.tree_mask;
+    if (words.dtype == DType::int64) {
+        check.data("tree_mask", words, 1, "[total_q] of int64");
+    } else {
+        check.dtype("tree_mask", words, DType::int32, ", or int64 [total_q]");
+        check.data("tree_mask", words, 2, "[total_q, 2] of int32");
+        if (words.shape[1] != 2 || (words.shape[0] > 1 && words.strides[0] != 2)) {
+            fail<ValueError>(p.op, "tree_mask of int32 must be [total_q, 2] in C order; got ",
+                             words.shape_string());
+        }
+    }
+    check.equal("total_q", "tree_mask", words.shape[0], "q", args.q.shape[0]);
+    if (!args.causal) {
+        fail<ValueError>(p.op, "tree_mask needs causal: it hides keys that a causal query would see");
+    }
+    p.has_tree_mask = true;
+    p.tree_mask = static_cast<const uint32_t*>(words.data);
+}
+
 // The pages of the prefix are read once for all sequences, so that every query has to see them whole.
 void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAttentionArgs& args) {
     const int64_t length = args.shared_prefix_len;
@@ -91,6 +112,7 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
     if (length % p.page_size != 0) refuse("must be a multiple of page_size (", p.page_size, ")");
     if (num_shared > max_pages)
         refuse("must be at most max_pages * page_size (", max_pages * p.page_size, ")");
+    if (p.attention_chunk.divisor > 0) refuse("cannot go with attention_chunk");
     if (p.window_left >= 0) refuse("needs window_left -1 (unbounded); got ", p.window_left);
     if (p.alibi_slopes) refuse("cannot go with alibi_slopes");
     if (p.batch_invariant) refuse("cannot go with batch_invariant, as all queries share its work");
@@ -144,7 +166,7 @@ AttentionParams check_attention(const AttentionArgs& args) {
         check.apart("out", args.out, "block_mask", *args.block_mask);
         if (args.lse) check.apart("lse", *args.lse, "block_mask", *args.block_mask);
     }
-    set_window_right_and_dropout(check, p, args);
+    set_score_and_dropout(p, args);
     require_kernel(p.op, p);
     return p;
 }
@@ -221,7 +243,8 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     set_queries(check, p, args, q_layout);
     set_masks(check, p, args);
     set_softmax_phi(check, p, args);
-    p.has_head_numbers = p.alibi_slopes || p.softmax_phi_of_heads;
+    set_tree_mask(check, p, args);
+    p.has_head_numbers = p.alibi_slopes || p.softmax_phi_of_heads || p.has_tree_mask;
     check_results_apart(check, args, "k_pages", args.k_pages, "v_pages", args.v_pages);
     for (const ScaleArguments* given : {&k_given, &v_given}) {
         for (const auto& [name, array] :

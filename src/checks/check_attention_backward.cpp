@@ -141,7 +141,7 @@ AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& ar
     set_gradient_of_slopes(check, p, args);
     set_gradient_of_sinks(check, p, args);
     check_gradients_apart(check, args);
-    set_window_right_and_dropout(check, p, args);
+    set_score_and_dropout(p, args);
     require_kernel(p.op, p);
     return p;
 }

@@ -5,12 +5,14 @@
 #include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
+#include "params/latent_attention_params.h"
 #include "params/linear_params.h"
 #include "params/merge_states_params.h"
 #include "params/paged_attention_params.h"
 #include "params/rms_norm_params.h"
 
 #include <octavo/attention.h>
+#include <octavo/latent_attention.h>
 #include <octavo/linear.h>
 #include <octavo/paged_attention.h>
 #include <octavo/rms_norm.h>
@@ -28,15 +30,19 @@ MergeStatesParams check_merge_states(const MergeStatesArgs& args);
 AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& args);
 LinearParams check_linear(const LinearArgs& args);
 RmsNormParams check_rms_norm(const RmsNormArgs& args);
+LatentAttentionParams check_latent_attention(const LatentAttentionArgs& args);
 
-// The last axis of the result of linear(); arguments that do not fit are for the check to find.
+// The last axis of the result of linear(), and of latent_attention(); arguments that do not fit are for the
+// check to find.
 int64_t linear_width(const LinearArgs& args);
+int64_t latent_attention_width(const LatentAttentionArgs& args);
 
 // Why no CUDA kernel computes this, wherever its arrays are; empty if there is one.
 std::string why_no_cuda_kernel(const AttentionParams& params);
 std::string why_no_cuda_kernel(const AppendKvParams& params);
 std::string why_no_cuda_kernel(const AttentionBackwardParams& params);
 std::string why_no_cuda_kernel(const LinearParams& params);
+std::string why_no_cuda_kernel(const LatentAttentionParams& params);
 inline std::string why_no_cuda_kernel(const CopyPagesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const MergeStatesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const RmsNormParams&) { return {}; }

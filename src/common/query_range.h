@@ -18,6 +18,7 @@ struct QueryRange {
         const int64_t q_begin = int64_t{see.seqlen_k} - seqlen_q;  // the position of the first query
         if (see.window_right >= 0) begin = within(k_begin - see.window_right - q_begin, seqlen_q);
         if (see.window_left >= 0) end = within(int64_t{k_end} + see.window_left - q_begin, seqlen_q);
+        if (see.has_chunks()) end = lesser(end, within(see.chunk_end(k_end - 1) - q_begin, seqlen_q));
     }
 
     // Those of which each sees every one of these keys.
@@ -30,11 +31,14 @@ struct QueryRange {
         if (see.window_right >= 0) range.begin = within(k_end - 1 - see.window_right - q_begin, seqlen_q);
         if (see.window_left >= 0)
             range.end = within(int64_t{k_begin} + see.window_left + 1 - q_begin, seqlen_q);
+        if (see.has_chunks())
+            range.end = lesser(range.end, within(see.chunk_end(k_begin) - q_begin, seqlen_q));
         return range;
     }
 
   private:
     OCTAVO_HD QueryRange(int32_t begin, int32_t end) : begin(begin), end(end) {}
+    OCTAVO_HD static int32_t lesser(int32_t a, int32_t b) { return a < b ? a : b; }
     OCTAVO_HD static int32_t within(int64_t i, int32_t seqlen_q) {
         return i < 0 ? 0 : i > seqlen_q ? seqlen_q : static_cast<int32_t>(i);
     }

@@ -1,6 +1,7 @@
 // Which keys a query sees, and which tiles of keys a run of queries has to visit.
 #pragma once
 
+#include "common/fast_divide.h"
 #include "common/macros.h"
 
 #include <cstdint>
@@ -13,10 +14,15 @@ struct Visibility {
     int32_t prefix_len;    // keys before it are visible to every query; at most seqlen_k
     int32_t window_left;   // -1: unbounded
     int32_t window_right;  // -1: unbounded; causal: 0
+    // What positions are divided by into chunks, of which a query sees its own. A divisor of 0: none;
+    // otherwise window_left is less, and window_right 0.
+    FastDivide attention_chunk;
 
-    // The window of the query at `q_pos`, cut to the sequence: keys [window_begin, window_end).
+    // The window of the query at `q_pos`, cut to the sequence: keys [window_begin, window_end). Neither falls
+    // where q_pos rises.
     OCTAVO_HD int32_t window_begin(int32_t q_pos) const {
         int32_t begin = window_left < 0 ? 0 : q_pos - window_left;
+        if (has_chunks() && q_pos >= 0) begin = later(begin, chunk_begin(q_pos));
         return begin < 0 ? 0 : begin;
     }
     OCTAVO_HD int32_t window_end(int32_t q_pos) const {
@@ -29,6 +35,18 @@ struct Visibility {
     OCTAVO_HD bool sees_any(int32_t q_pos) const {
         return prefix_len > 0 || window_begin(q_pos) < window_end(q_pos);
     }
+
+    OCTAVO_HD bool has_chunks() const {
+        return OCTAVO_RARE(window_left >= 0) && OCTAVO_RARE(attention_chunk.divisor > 0);
+    }
+    // Of a position from 0 on, where there are chunks.
+    OCTAVO_HD int32_t chunk_begin(int32_t pos) const { return pos - attention_chunk.remainder(pos); }
+    OCTAVO_HD int32_t chunk_end(int32_t pos) const {
+        return chunk_begin(pos) + static_cast<int32_t>(attention_chunk.divisor);
+    }
+
+  private:
+    OCTAVO_HD static int32_t later(int32_t a, int32_t b) { return a > b ? a : b; }
 };
 
 // The keys that some query of a run sees: [0, prefix_end) and [window_begin, window_end), which may touch

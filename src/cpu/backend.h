@@ -4,6 +4,7 @@
 #include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
+#include "params/latent_attention_params.h"
 #include "params/linear_params.h"
 #include "params/merge_states_params.h"
 #include "params/padding.h"
@@ -23,6 +24,7 @@ void merge_states(const MergeStatesParams& params);
 void attention_backward(const AttentionBackwardParams& params);
 void linear(const LinearParams& params);
 void rms_norm(const RmsNormParams& params);
+void latent_attention(const LatentAttentionParams& params);
 void clear_padding(const Padding& padding);
 
 // What each would run.
@@ -33,5 +35,6 @@ Explanation explain(const MergeStatesParams& params);
 Explanation explain(const AttentionBackwardParams& params);
 Explanation explain(const LinearParams& params);
 Explanation explain(const RmsNormParams& params);
+Explanation explain(const LatentAttentionParams& params);
 
 }  // namespace octavo::cpu

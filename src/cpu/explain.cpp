@@ -44,5 +44,8 @@ Explanation explain(const LinearParams& p) {
 Explanation explain(const RmsNormParams& p) {
     return make("cpu_rms_norm", p.dtype, true, "src/cpu/rms_norm.cpp");
 }
+Explanation explain(const LatentAttentionParams& p) {
+    return make("cpu_latent_attention", p.dtype, true, "src/cpu/latent.cpp");
+}
 
 }  // namespace octavo::cpu

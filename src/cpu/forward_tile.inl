@@ -72,12 +72,17 @@ static float static_scale(const CacheScales& scales, int32_t kv_head) {
 
 // Turns one row of dot products into softmax weights, and adds them to the state. Returns what the output
 // so far has to be multiplied by.
-static float weigh_row(float* row, const ScoreTransform& transform, float slope_log2, const VisibleKeys& see,
-                       int32_t q_pos, int32_t k_begin, const UnifiedMax* unified, SoftmaxState& state) {
+static float weigh_row(float* row, const ScoreTransform& transform, float slope_log2, const TileMask& mask,
+                       int32_t r, const UnifiedMax* unified, SoftmaxState& state) {
     transform_row(row, transform);
-    add_alibi(row, slope_log2, q_pos, k_begin);
+    add_alibi(row, slope_log2, mask.q_pos[r], mask.k_begin);
+    const VisibleKeys see = mask.visible_to(r);
     for (int j = see.prefix_end; j < see.window_begin; ++j) row[j] = -INFINITY;
     for (int j = see.window_end; j < kTileKeys; ++j) row[j] = -INFINITY;
+    if (const uint64_t hidden = mask.hidden_from(r)) {
+        for (int j = 0; j < kTileKeys; ++j)
+            if (hidden >> j & 1) row[j] = -INFINITY;
+    }
 
     Vec max = load(row);
     for (int j = kLanes; j < kTileKeys; j += kLanes) {
@@ -139,6 +144,11 @@ class TileAttention {
     TileAttention(const AttentionParams& p, const HeadRun& heads, TileScratch& scratch, Partial result)
         : p_(p), heads_(heads), scratch_(scratch), result_(result) {
         for (int r = 0; r < heads.tile.num_rows; ++r) q_pos_[r] = heads.tile.q_pos_of(r);
+        if (is_tree_) {
+            const int64_t first_token = p.first_token(heads.tile.batch_index);
+            for (int r = 0; r < heads.tile.num_rows; ++r)
+                tree_words_[r] = p.tree_word(first_token + heads.tile.token_of(r));
+        }
         for (int i = 0; i < heads.num_rows() * stride_; ++i) result.out[i] = 0.0f;
         if constexpr (kIsCode<K>) {
             scales_keys_ = p.k_scales.data && !are_static<K>(p.k_scales);
@@ -169,6 +179,10 @@ class TileAttention {
     }
 
   private:
+    TileMask mask_of(const RowTile& tile, int32_t k_begin) const {
+        return TileMask::make(p_, tile, q_pos_, k_begin, is_tree_ ? tree_words_ : nullptr);
+    }
+
     // Whether some row of some head looks at a tile of keys.
     bool keeps_some_block(int32_t k_begin) const {
         for (int32_t h = 0; h < heads_.count; ++h) {
@@ -186,7 +200,7 @@ class TileAttention {
         KeyRows<K, V> here, next;
         find_keys(p_, tile, tiles_, k_begin, here);
         find_keys(p_, tile, tiles_, next_k_begin, next);
-        const TileMask mask = TileMask::make(p_, tile, q_pos_, k_begin);
+        const TileMask mask = mask_of(tile, k_begin);
 
         load_keys(here.k, next.k, p_.head_dim, scratch_.keys);
         if constexpr (kIsCode<K>) {
@@ -215,10 +229,10 @@ class TileAttention {
         if constexpr (!kIsCode<K>) {
             const RowTile& tile = heads_.tile;
             const int num_rows = tile.num_rows;
-            const TileMask of_first = TileMask::make(p_, tile, q_pos_, k_begin);
+            const TileMask of_first = mask_of(tile, k_begin);
             const auto with_mask = [&](int32_t head, const auto& body) {  // block_mask may tell heads apart
                 if (head > 0 && p_.block_mask)
-                    body(TileMask::make(p_, heads_.tile_of(head), q_pos_, k_begin));
+                    body(mask_of(heads_.tile_of(head), k_begin));
                 else
                     body(of_first);
             };
@@ -262,9 +276,8 @@ class TileAttention {
         for (int r = 0; r < tile.num_rows; ++r, weights += kTileKeys) {
             const int row = head * tile.num_rows + r;
             const UnifiedMax unified = UnifiedMax::of_wide(p_.softmax_phi_of(tile.head_of(r)));
-            const float factor =
-                weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask.visible_to(r), q_pos_[r],
-                          mask.k_begin, p_.has_softmax_phi ? &unified : nullptr, states_[row]);
+            const float factor = weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask, r,
+                                           p_.has_softmax_phi ? &unified : nullptr, states_[row]);
             if (factor != 1.0f) scale_row(result_.out + row * stride_, stride_, factor);
             if (p_.dropout.any()) {
                 for_dropped(p_.dropout, p_.dropout.head(tile.batch_index, p_.num_q_heads, tile.head_of(r)),
@@ -284,6 +297,8 @@ class TileAttention {
     bool scales_keys_ = false, scales_values_ = false;
     SoftmaxState states_[kTileRows];  // of all heads
     int32_t q_pos_[kTileRows];        // of one head
+    const bool is_tree_ = p_.is_tree(heads_.tile.sequence.seqlen_q);
+    uint64_t tree_words_[kTileRows];  // of one head, if it is
 };
 
 static void attend(const AttentionParams& p, const HeadRun& heads, int32_t first_key_tile,

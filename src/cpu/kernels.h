@@ -1,9 +1,10 @@
-// The kernels of attention, of linear layers and of rms_norm, in one build for each instruction set
-// (tiles_*.cpp).
+// The kernels of attention, of linear layers, of rms_norm and of latent attention, in one build for each
+// instruction set (tiles_*.cpp).
 #pragma once
 
 #include "cpu/backward_tile.h"
 #include "cpu/forward_tile.h"
+#include "cpu/latent.h"
 #include "cpu/linear_tile.h"
 #include "cpu/rms_norm.h"
 
@@ -14,6 +15,7 @@ struct Kernels {
     BackwardKernels backward;
     LinearKernels linear;
     RmsNormKernels rms_norm;
+    LatentKernels latent;
 };
 
 namespace baseline {

@@ -18,13 +18,14 @@ void shared_prefix_attention(const AttentionParams& p) {
     attention(prefix);  // first: `out` may be q
     attention(rest);
 
-    for (int64_t token = 0; token < p.total_q; ++token) {
-        for (int32_t head = 0; head < p.num_q_heads; ++head) {
-            const float rest_lse = rest.lse[token * rest.lse_token_stride + head * rest.lse_head_stride];
-            if (rest_lse != -INFINITY) continue;  // else of a sequence of length 0: there is no prefix either
-            const int64_t row = token * p.num_q_heads + head, row_bytes = p.head_dim * size_of(p.dtype);
-            prefix_lse[row] = p.sinks ? p.sinks[head] : -INFINITY;
-            std::memset(&prefix_out[row * row_bytes], 0, row_bytes);
+    for (int32_t b = 0; b < p.batch; ++b) {
+        if (p.seq_lens[b] > 0) continue;  // else there is no prefix either
+        for (int64_t token = p.first_token(b); token < p.first_token(b + 1); ++token) {
+            for (int32_t head = 0; head < p.num_q_heads; ++head) {
+                const int64_t row = token * p.num_q_heads + head, row_bytes = p.head_dim * size_of(p.dtype);
+                prefix_lse[row] = p.sinks ? p.sinks[head] : -INFINITY;
+                std::memset(&prefix_out[row * row_bytes], 0, row_bytes);
+            }
         }
     }
     MergeStatesParams merge{};

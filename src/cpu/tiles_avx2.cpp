@@ -51,7 +51,9 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
 
 #include "cpu/rms_norm.inl"
 
-const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels, kRmsNormKernels};
+#include "cpu/latent.inl"
+
+const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels, kRmsNormKernels, kLatentKernels};
 
 }  // namespace octavo::cpu::avx2
 

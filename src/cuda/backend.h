@@ -7,6 +7,7 @@
 #include "params/attention_backward_params.h"
 #include "params/attention_params.h"
 #include "params/cache_params.h"
+#include "params/latent_attention_params.h"
 #include "params/linear_params.h"
 #include "params/merge_states_params.h"
 #include "params/padding.h"
@@ -31,6 +32,7 @@ void merge_states(const MergeStatesParams& params, void* stream);
 void attention_backward(const AttentionBackwardParams& params, void* stream);
 void linear(const LinearParams& params, void* stream);
 void rms_norm(const RmsNormParams& params, void* stream);
+void latent_attention(const LatentAttentionParams& params, void* stream);
 void clear_padding(const Padding& padding, int32_t device, void* stream);
 
 // What each would run on a GPU, which need not be one of this machine.
@@ -42,6 +44,7 @@ Explanation explain(const MergeStatesParams& params, const Gpu& gpu);
 Explanation explain(const AttentionBackwardParams& params, const Gpu& gpu);
 Explanation explain(const LinearParams& params, const Gpu& gpu);
 Explanation explain(const RmsNormParams& params, const Gpu& gpu);
+Explanation explain(const LatentAttentionParams& params, const Gpu& gpu);
 
 // Waits for `stream` and copies `count` rows of `row_bytes` to the host.
 void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,

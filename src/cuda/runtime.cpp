@@ -3,6 +3,7 @@
 #include "cuda/attention/plan.h"
 #include "cuda/attention_backward/plan.h"
 #include "cuda/backend.h"
+#include "cuda/latent/plan.h"
 #include "cuda/linear/plan.h"
 
 #include <octavo/error.h>
@@ -164,6 +165,7 @@ std::vector<std::string> instances() {
     std::vector<std::string> names = attention_instances(OCTAVO_HAS_SM90_KERNELS);
     for (std::string& name : backward_instances(OCTAVO_HAS_SM90_KERNELS)) names.push_back(std::move(name));
     for (std::string& name : linear_instances(OCTAVO_HAS_SM90_KERNELS)) names.push_back(std::move(name));
+    for (std::string& name : latent_attention_instances()) names.push_back(std::move(name));
     return names;
 }
 

@@ -23,6 +23,7 @@ void merge_states(const MergeStatesParams&, void*) { refuse(); }
 void attention_backward(const AttentionBackwardParams&, void*) { refuse(); }
 void linear(const LinearParams&, void*) { refuse(); }
 void rms_norm(const RmsNormParams&, void*) { refuse(); }
+void latent_attention(const LatentAttentionParams&, void*) { refuse(); }
 void clear_padding(const Padding&, int32_t, void*) { refuse(); }
 void copy_to_host(void*, const void*, size_t, size_t, size_t, int32_t, void*) { refuse(); }
 void* mapped_host_memory(void*, uintptr_t, uintptr_t, int32_t) { refuse(); }

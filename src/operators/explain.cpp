@@ -88,6 +88,10 @@ Explanation explain(const RmsNormArgs& args, const std::string& device) {
     return explain_call<schema::RmsNorm>(args, device);
 }
 
+Explanation explain(const LatentAttentionArgs& args, const std::string& device) {
+    return explain_call<schema::LatentAttention>(args, device);
+}
+
 std::vector<std::string> explainable_gpus() { return cuda::gpu_names(); }
 
 std::string Explanation::to_string() const {

@@ -68,6 +68,11 @@ void rms_norm(const RmsNormArgs& args) {
     run("rms_norm", check_rms_norm(args), args.stream, cpu::rms_norm, cuda::rms_norm);
 }
 
+void latent_attention(const LatentAttentionArgs& args) {
+    run("latent_attention", check_latent_attention(args), args.stream, cpu::latent_attention,
+        cuda::latent_attention);
+}
+
 void check_page_table(const TensorView& page_table, const TensorView& seq_lens, int64_t num_pages,
                       int64_t page_size, void* stream, std::optional<int64_t> max_positions) {
     constexpr const char* op = "check_page_table";

@@ -7,6 +7,7 @@
 #include "checks/checks.h"
 
 #include <octavo/attention.h>
+#include <octavo/latent_attention.h>
 #include <octavo/linear.h>
 #include <octavo/octavo.h>
 #include <octavo/paged_attention.h>
@@ -22,9 +23,9 @@
 namespace octavo::schema {
 
 // The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits,
-// scales is float32 or float16, integer is int32 or int64, mask is bool or uint8, which the operators get as
-// uint8. The checks go further.
-enum class Accept : uint8_t { data, cache, scales, int32, float32, integer, mask };
+// scales is float32 or float16, integer is int32 or int64, words have 64 bits: int64 or uint64, or pairs of
+// int32 or uint32; mask is bool or uint8, which the operators get as uint8. The checks go further.
+enum class Accept : uint8_t { data, cache, scales, int32, float32, integer, words, mask };
 
 // What the operator does to an array: reads it, writes to it in place, or writes a result to it.
 enum class Access : uint8_t { read, write, result };
@@ -173,6 +174,7 @@ struct Attention {
         input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
         scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
         input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
+        scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
         scalar("block_size", &Args::block_size, &CArgs::block_size),
         result("out", &Args::out, &Args::q, &CArgs::out),
@@ -215,6 +217,9 @@ struct PagedAttention {
         input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
         scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
         input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
+        scalar("window_right", &Args::window_right, &CArgs::window_right),
+        scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
+        input<Accept::words>("tree_mask", &Args::tree_mask, &CArgs::tree_mask),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -314,6 +319,7 @@ struct AttentionBackward {
         scalar("dropout_offset", &Args::dropout_offset, &CArgs::dropout_offset),
         scalar("deterministic", &Args::deterministic, &CArgs::deterministic),
         input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
+        scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
         scalar("block_size", &Args::block_size, &CArgs::block_size),
         result("dq", &Args::dq, &Args::q, &CArgs::dq),
@@ -355,6 +361,28 @@ struct RmsNorm {
         result("residual_out", &Args::residual_out, &Args::residual, &CArgs::residual_out));
 };
 
+struct LatentAttention {
+    using Args = LatentAttentionArgs;
+    using CArgs = octavo_latent_attention_args;
+    static constexpr const char* kName = "latent_attention";
+    static constexpr auto kCheck = &check_latent_attention;
+    static constexpr auto kRun = &octavo::latent_attention;
+    static constexpr auto kArguments = std::tuple(
+        input("q", &Args::q, &CArgs::q),
+        input<Accept::cache>("kv_pages", &Args::kv_pages, &CArgs::kv_pages),
+        input<Accept::integer>("page_table", &Args::page_table, &CArgs::page_table),
+        input<Accept::integer>("seq_lens", &Args::seq_lens, &CArgs::seq_lens),
+        scalar("v_dim", &Args::v_dim, &CArgs::v_dim),
+        input<Accept::integer>("cu_seqlens_q", &Args::cu_seqlens_q, &CArgs::cu_seqlens_q),
+        scalar("max_seqlen_q", &Args::max_seqlen_q, &CArgs::max_seqlen_q, -1),
+        scalar("softmax_scale", &Args::softmax_scale, &CArgs::softmax_scale, kNan),
+        scalar("causal", &Args::causal, &CArgs::causal),
+        scalar("kv_scale", &Args::kv_scale, &CArgs::kv_scale, 1),
+        scalar("num_splits", &Args::num_splits, &CArgs::num_splits, -1),
+        result_of_width("out", &Args::out, &Args::q, &CArgs::out, &latent_attention_width),
+        row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
+};
+
 // clang-format on
 
 // Calls visit(Operator{}) with each operator.
@@ -368,6 +396,7 @@ void for_each_operator(const Visit& visit) {
     visit(AttentionBackward{});
     visit(Linear{});
     visit(RmsNorm{});
+    visit(LatentAttention{});
 }
 
 // Calls visit(argument) with each argument of an operator.

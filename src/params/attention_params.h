@@ -4,7 +4,9 @@
 
 #include "common/block_mask.h"
 #include "common/dropout.h"
+#include "common/fast_divide.h"
 #include "common/macros.h"
+#include "common/tree_mask.h"
 #include "common/visibility.h"
 #include "params/cache_scales.h"
 #include "params/index_array.h"
@@ -64,15 +66,18 @@ struct AttentionParams {
     float softmax_scale;                // k_scale included
     float softcap;                      // 0: none
     int32_t has_softmax_phi;            // see the end
-    int32_t has_head_numbers;           // alibi_slopes or softmax_phi_of_heads
+    int32_t has_head_numbers;           // alibi_slopes, softmax_phi_of_heads or tree_mask
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
     bool batch_invariant;               // by the sequence alone; without splits always so
+    FastDivide attention_chunk;         // see Visibility
+    bool has_tree_mask;                 // see the end
     CacheScales k_scales, v_scales;     // beside softmax_scale and out_scale
     // What decoding has never or rarely comes last: see prefetch_params.
     const float* softmax_phi_of_heads;  // [num_q_heads]; null: softmax_phi for all
     float softmax_phi;                  // the unified maximum, in units of scores
     Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
+    const uint32_t* tree_mask;          // [total_q, 2]: a word for each query, its lower half first; or null
     const char* op;                     // "attention" or "paged_attention", for messages
     BlockMask block_mask;               // of dense and packed attention
 
@@ -80,6 +85,18 @@ struct AttentionParams {
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }
     OCTAVO_HD float softmax_phi_of(int32_t head) const {
         return softmax_phi_of_heads ? softmax_phi_of_heads[head] : softmax_phi;
+    }
+    // Of sequence b in an array of all queries.
+    OCTAVO_HD int64_t first_token(int32_t b) const {
+        return cu_seqlens_q ? cu_seqlens_q[b] : int64_t{b} * seqlen_q;
+    }
+    // Whether a sequence with so many queries has a tree mask.
+    OCTAVO_HD bool is_tree(int32_t num_queries) const {
+        return OCTAVO_RARE(has_tree_mask) && num_queries <= kMaxTreeTokens;
+    }
+    // The word of a query, counted over all sequences.
+    OCTAVO_HD uint64_t tree_word(int64_t token) const {
+        return uint64_t{tree_mask[2 * token + 1]} << 32 | tree_mask[2 * token];
     }
 };
 
@@ -137,7 +154,7 @@ struct SequenceSlice {
             s.k_begin = b * p.k_outer_stride;
             s.v_begin = b * p.v_outer_stride;
         }
-        s.see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right};
+        s.see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right, p.attention_chunk};
         return s;
     }
 

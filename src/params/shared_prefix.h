@@ -21,6 +21,8 @@ inline AttentionParams over_shared_prefix(AttentionParams p, int32_t run_len, vo
     p.total_k = p.shared_prefix_len;
     p.page_table_stride = run_len / p.page_size;
     p.prefix_lens = {};
+    p.has_tree_mask = false;
+    p.tree_mask = nullptr;
     p.sinks = nullptr;
     p.window_right = -1;
     p.shared_prefix_len = 0;

@@ -263,7 +263,13 @@ TEST(Visibility, QueryRangeHasWhoSeesATile) {
     for (int round = 0; round < 3000; ++round) {
         const int32_t seqlen_q = below(40), seqlen_k = 1 + below(40);
         Visibility see{seqlen_k, below(3) ? 0 : below(seqlen_k + 1), below(2) ? -1 : below(50),
-                       below(2) ? -1 : below(50)};
+                       below(2) ? -1 : below(50), FastDivide{}};
+        if (below(3) == 0) {
+            const int32_t chunk = 1 + below(50);
+            see.attention_chunk = FastDivide::by(chunk);
+            see.window_left = below(2) ? chunk - 1 : below(chunk);
+            see.window_right = 0;
+        }
         const int32_t k_begin = below(seqlen_k), k_end = k_begin + 1 + below(seqlen_k - k_begin);
         const QueryRange range(see, seqlen_q, k_begin, k_end);
         const QueryRange all = QueryRange::that_see_all(see, seqlen_q, k_begin, k_end);

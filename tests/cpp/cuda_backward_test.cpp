@@ -9,7 +9,20 @@
 namespace octavo {
 namespace {
 
-enum class Kind { full, causal, window, prefix, softcap, alibi, dropout, deterministic, sinks, blocks };
+enum class Kind {
+    full,
+    causal,
+    window,
+    chunks,
+    prefix,
+    softcap,
+    alibi,
+    dropout,
+    deterministic,
+    sinks,
+    blocks,
+    blocks_in_chunks
+};
 
 class CudaBackwardTest : public ::testing::TestWithParam<std::tuple<int64_t, bool, Kind>> {};
 
@@ -69,11 +82,13 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
             }
             args.causal = kind != Kind::full && kind != Kind::window;
             if (kind == Kind::window) args.window_left = 30, args.window_right = 10;
+            if (kind == Kind::chunks || kind == Kind::blocks_in_chunks)
+                args.attention_chunk = packed ? 37 : 64;
             if (kind == Kind::prefix) args.prefix_lens = on(prefix, DType::int32, {kBatch});
             if (kind == Kind::softcap) args.softcap = 3.0;
             if (kind == Kind::alibi) args.alibi_slopes = on(slopes, DType::float32, {kHeads * kGroup});
             if (kind == Kind::sinks) args.sinks = on(sinks, DType::float32, {kHeads * kGroup});
-            if (kind == Kind::blocks) {
+            if (kind == Kind::blocks || kind == Kind::blocks_in_chunks) {
                 args.block_mask = on(blocks, DType::uint8, {kHeads * kGroup, q_blocks, k_blocks});
                 args.block_size = 64;
             }
@@ -120,12 +135,12 @@ TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, CudaBackwardTest,
-                         ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
-                                            ::testing::Values(Kind::full, Kind::causal, Kind::window,
-                                                              Kind::prefix, Kind::softcap, Kind::alibi,
-                                                              Kind::dropout, Kind::deterministic, Kind::sinks,
-                                                              Kind::blocks)));
+INSTANTIATE_TEST_SUITE_P(
+    All, CudaBackwardTest,
+    ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
+                       ::testing::Values(Kind::full, Kind::causal, Kind::window, Kind::chunks, Kind::prefix,
+                                         Kind::softcap, Kind::alibi, Kind::dropout, Kind::deterministic,
+                                         Kind::sinks, Kind::blocks, Kind::blocks_in_chunks)));
 
 }  // namespace
 }  // namespace octavo

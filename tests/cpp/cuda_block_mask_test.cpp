@@ -30,7 +30,6 @@ TEST_P(CudaBlockMaskTest, AgreesWithTheCpu) {
     Mirror<float> lse(std::vector<float>(total_q * num_q_heads, NAN)), sinks(sinks_for(num_q_heads));
     AttentionArgs args;
     pick_masks(random, args);
-    if (!args.causal && random.one_in(2)) args.window_right = random.pick({0, 60});
     args.block_size = block_size;
     if (packed) args.max_seqlen_q = 640, args.max_seqlen_k = 900;
     const int64_t q_blocks = ((packed ? 640 : lengths_q[0]) + block_size - 1) / block_size;

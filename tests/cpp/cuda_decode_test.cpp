@@ -75,6 +75,10 @@ void CudaDecodeTest::for_each_call(Body body) {
         if (c.window_left >= 0) call.options.window_left = c.window_left;
         if (random.one_in(4)) call.options.softcap = 20.0;
         call.with_alibi = random.one_in(3);
+        if (c.seqlen_q > 1 && random.one_in(2)) {
+            call.options.causal = false;
+            call.options.window_right = random.pick({0, 1, 2});
+        }
         body(random, call);
         if (HasFatalFailure()) return;
     }
@@ -96,6 +100,13 @@ TEST_P(CudaDecodeTest, AgreesWithTheCpu) {
         if (HasFatalFailure()) return;
         call.pick_prefix_lens(random);
         call.options.window_left = random.pick({-1, 0, 10, 90, 300});
+        expect_every_decode_right(call);
+        if (HasFatalFailure() || call.packed) return;
+        call.options.window_left = random.pick({-1, -1, 40});
+        call.options.attention_chunk = random.pick({1, 7, 64, 500});
+        expect_every_decode_right(call);
+        if (HasFatalFailure()) return;
+        call.prefix_lens.reset();
         expect_every_decode_right(call);
     });
 }

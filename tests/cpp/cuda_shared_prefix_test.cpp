@@ -42,6 +42,7 @@ struct SharedPrefixProblem {
         call.options.v_scale = random.pick({1.0f, 0.5f});
         call.with_lse = !random.one_in(3);
         call.options.shared_prefix_len = c.prefix;
+        if (!call.options.causal && random.one_in(2)) call.options.window_right = random.pick({0, 1, 40});
     }
 
     const int32_t prefix;

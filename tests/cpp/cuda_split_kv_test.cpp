@@ -31,7 +31,10 @@ struct Problem {
         call.options.causal = !random.one_in(4);
         if (random.one_in(4)) call.options.softcap = 20.0;
         call.with_alibi = random.one_in(3);
+        if (!call.options.causal && random.one_in(2)) call.options.window_right = random.pick({0, 1, 2});
     }
+    // Which the kernels for decoding take with one query of each sequence.
+    bool has_chunks() { return call.options.causal && !call.packed && random.one_in(2); }
     static Cache widened(Cache cache, int64_t spare_pages) {
         cache.widen(cache.max_pages + spare_pages);
         return cache;
@@ -64,6 +67,7 @@ void expect_right(Problem& problem) {
     const int masks = random.pick({1, 2, 3});
     if (masks & 1) call.pick_prefix_lens(random);
     if (masks & 2) call.options.window_left = random.pick({0, 10, 90, 300});
+    if (masks & 2 && problem.has_chunks()) call.options.attention_chunk = random.pick({1, 16, 100, 1000});
     expect_every_decode_right(call);
 }
 

@@ -74,7 +74,6 @@ TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
 
     AttentionArgs args;
     pick_masks(random, args);
-    if (!args.causal && random.one_in(2)) args.window_right = random.pick({0, 60});
     const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4);
     if (random.one_in(4)) {
         args.dropout_p = 0.3;

@@ -94,6 +94,7 @@ class Random {
         return choices.begin()[engine_() % choices.size()];
     }
     bool one_in(unsigned n) { return engine_() % n == 0; }
+    int64_t up_to(int64_t n) { return 1 + static_cast<int64_t>(engine_() % n); }
     std::vector<uint16_t> normal(size_t count, DType dtype) {
         std::normal_distribution<float> normal;
         std::vector<uint16_t> bits(count);
@@ -171,6 +172,8 @@ void pick_masks(Random& random, Args& args) {
     args.causal = !random.one_in(3);
     if (random.one_in(3)) args.window_left = random.pick({0, 10, 90, 300});
     if (random.one_in(4)) args.softcap = 20.0;
+    if (!args.causal && random.one_in(2)) args.window_right = random.pick({0, 2, 60});
+    if (args.causal && random.one_in(4)) args.attention_chunk = random.pick({1, 50, 100, 300, 1 << 20});
 }
 
 }  // namespace octavo

@@ -133,6 +133,7 @@ inline PagedAttentionArgs sequences(PagedAttentionArgs args, int64_t first, int6
     cut(args.q, first, count);
     cut(args.out, first, count);
     if (args.lse) cut(*args.lse, first, count);
+    if (args.tree_mask) cut(*args.tree_mask, first, count);
     return args;
 }
 
@@ -204,6 +205,7 @@ struct PagedCall {
         if (prefix_lens) args.prefix_lens = view(*prefix_lens, DType::int32, {batch});
         if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
         if (with_sinks) args.sinks = view(sinks, DType::float32, {num_q_heads});
+        if (tree_words) args.tree_mask = view(*tree_words, DType::int32, {total_q(), 2});
         if (phi_of_heads) args.softmax_phi_array = view(*phi_of_heads, DType::float32, {num_q_heads});
         return args;
     }
@@ -216,6 +218,27 @@ struct PagedCall {
         for (int32_t length : lengths.host)
             values.push_back(random.pick({0, 3, 40, length / 3, length, length + 5}));
         prefix_lens.emplace(values);
+    }
+    // Of each query with its ancestors in a random tree, or of all queries before it, or of any at all. A
+    // sequence of more than 64 queries has words, too, which nobody may look at.
+    void pick_tree_mask(Random& random) {
+        std::vector<int32_t> halves;
+        for (int64_t b = 0; b < batch; ++b) {
+            const int kind = random.pick({0, 0, 0, 1, 2});
+            std::vector<uint64_t> words;
+            for (int32_t i = 0; i < num_queries(b); ++i) {
+                uint64_t word = random.engine()();
+                word = word << 32 | static_cast<uint32_t>(random.engine()());
+                if (kind < 2 && i < 64) {
+                    const int64_t parent = kind == 1 ? i - 1 : random.up_to(i + 1) - 2;
+                    word = uint64_t{1} << i | (parent < 0 ? 0 : words[parent]);
+                }
+                words.push_back(word);
+                halves.push_back(static_cast<int32_t>(word));
+                halves.push_back(static_cast<int32_t>(word >> 32));
+            }
+        }
+        tree_words.emplace(halves);
     }
     void poison_outputs() {
         out.upload(nans(out.host.size(), dtype));
@@ -295,7 +318,8 @@ struct PagedCall {
                 own.cu_seqlens_q = all_begins.on_gpu(DType::int32, {2 * batch});
                 cut(*own.cu_seqlens_q, 2 * b, 2);
                 const int64_t room = std::min(*args.max_seqlen_q, total_q() - begins[b]);
-                for (TensorView* tokens : {&own.q, &own.out, own.lse ? &*own.lse : nullptr}) {
+                for (TensorView* tokens : {&own.q, &own.out, own.lse ? &*own.lse : nullptr,
+                                           own.tree_mask ? &*own.tree_mask : nullptr}) {
                     if (tokens) cut(*tokens, begins[b], has_room ? room : num_queries(b));
                 }
             }
@@ -333,8 +357,11 @@ struct PagedCall {
         add("columns", max_pages);
         add("causal", options.causal);
         add("window_left", options.window_left);
+        add("window_right", options.window_right);
+        if (options.attention_chunk > 0) add("attention_chunk", options.attention_chunk);
         if (options.batch_invariant) text += ", batch_invariant";
         if (prefix_lens) text += ", prefix_lens";
+        if (tree_words) text += ", tree_mask";
         if (with_alibi) text += ", ALiBi";
         if (with_sinks) text += ", sinks";
         if (options.softmax_phi) text += ", softmax_phi " + std::to_string(*options.softmax_phi);
@@ -352,7 +379,7 @@ struct PagedCall {
     Mirror<int32_t> cu_seqlens_q, table, lengths;
     Mirror<uint16_t> q, k, v, out;
     Mirror<float> lse, slopes, sinks;
-    std::optional<Mirror<int32_t>> prefix_lens;
+    std::optional<Mirror<int32_t>> prefix_lens, tree_words;
     std::optional<Mirror<float>> phi_of_heads;
 };
 
@@ -382,7 +409,8 @@ inline std::string decode_policy(PagedCall& call) {
 
 // In every way of decoding what the CPU gives.
 inline void expect_every_decode_right(PagedCall& call) {
-    if (call.prefix_lens && call.options.window_left >= 0) {
+    const bool has_window = call.options.window_left >= 0 || call.options.attention_chunk > 0;
+    if (call.prefix_lens && has_window) {
         EXPECT_EQ(decode_policy(call), "stream_k") << call.name();
     }
     call.options.batch_invariant = true;

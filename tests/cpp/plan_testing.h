@@ -178,7 +178,11 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
         args.shared_prefix_len = (shape.keys / 2 / shape.page_size) * shape.page_size;
     }
     if (random.one_in(12)) args.num_splits = random.up_to(40);
+    if (!args.causal && random.one_in(3)) args.window_right = random.pick({0, 3, 1000});
+    if (args.causal && args.shared_prefix_len == 0 && random.one_in(16))
+        args.attention_chunk = random.pick({1, 100, 8192});
     if (random.one_in(2)) set_random_codes(random, args);
+    if (args.causal && random.one_in(4)) args.tree_mask = Arrays().make(DType::int64, {args.q.shape[0]});
     return args;
 }
 

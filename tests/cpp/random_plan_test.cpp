@@ -146,7 +146,10 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
         EXPECT_EQ(plan.tiles().keys, p.block_mask.size);
         EXPECT_EQ(plan.heads, 1) << "a warpgroup's rows are of one block";
     }
-    EXPECT_EQ(plan.num_splits > 0, plan.feature == cuda::Sm90Feature::splits);
+    EXPECT_EQ(p.has_tree_mask, plan.feature == cuda::Sm90Feature::tree);
+    if (!p.has_tree_mask) {
+        EXPECT_EQ(plan.num_splits > 0, plan.feature == cuda::Sm90Feature::splits);
+    }
     if (plan.num_splits == 0) {
         EXPECT_EQ(plan.partial_bytes, 0);
         return;
@@ -262,8 +265,8 @@ std::set<std::string> all_kernels() {
         for (size_t row = 0; row < std::size(cuda::kSm90CodeTiles); ++row) {
             cuda::Sm90Plan plan{};
             plan.codes = cuda::Codes::int8;  // one instance for all
-            for (auto feature :
-                 {cuda::Sm90Feature::alibi, cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits}) {
+            for (auto feature : {cuda::Sm90Feature::alibi, cuda::Sm90Feature::few_rows,
+                                 cuda::Sm90Feature::splits, cuda::Sm90Feature::tree}) {
                 plan.feature = feature;
                 add(plan, dtype, row);
             }
@@ -273,11 +276,14 @@ std::set<std::string> all_kernels() {
             cuda::Sm90Plan plan{};
             for (auto feature :
                  {cuda::Sm90Feature::none, cuda::Sm90Feature::alibi, cuda::Sm90Feature::dropout,
-                  cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits}) {
+                  cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits, cuda::Sm90Feature::tree}) {
                 if (feature == cuda::Sm90Feature::few_rows &&
                     !cuda::has_few_rows(tiles.warpgroups, tiles.ctas))
                     continue;
                 if (feature == cuda::Sm90Feature::splits && !cuda::has_splits(tiles.ctas)) continue;
+                if (feature == cuda::Sm90Feature::tree &&
+                    !cuda::has_tree(tiles.head_dim, tiles.warpgroups, tiles.ctas))
+                    continue;
                 plan.feature = feature;
                 add(plan, dtype, row);
             }
@@ -349,6 +355,7 @@ TEST(RandomPlans, BatchInvariantOnesDoNotDependOnTheBatch) {
             if (alone.prefix_lens) alone.prefix_lens->shape[0] = 1;
             const int64_t queries = args.max_seqlen_q.value_or(1);
             alone.q.shape[0] = alone.out.shape[0] = std::min(queries, args.q.shape[0]);
+            if (alone.tree_mask) alone.tree_mask->shape[0] = alone.q.shape[0];
             if (alone.cu_seqlens_q) alone.cu_seqlens_q->shape[0] = 2;
             const std::vector<KernelPlan> one = launches_of(alone, gpu);
             ASSERT_EQ(one.size(), 1u);

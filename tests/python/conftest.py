@@ -1,6 +1,7 @@
 """The `gpu` marker, the hypothesis profiles and the fixtures that several files share.
 
 A test marked `gpu` is skipped where there is no NVIDIA GPU; where there is one, skipping it is a failure.
+With `--no-skips` skipping any other test is a failure, too: what the tests need is said to be there.
 Hypothesis: `ci` by default; `pytest --hypothesis-profile=thorough` searches longer, anew each time.
 """
 
@@ -44,6 +45,12 @@ def gpu_count() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips", action="store_true", help="fail where a test is skipped, unless it is marked gpu"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -99,10 +106,26 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    expected_failure = hasattr(report, "wasxfail")
-    if report.skipped and not expected_failure and item.get_closest_marker("gpu") and gpu_count() > 0:
+    if not report.skipped or hasattr(report, "wasxfail"):  # an expected failure
+        return report
+    if item.get_closest_marker("gpu"):
+        refused = "on a machine with a GPU" if gpu_count() > 0 else ""
+    else:
+        refused = "under --no-skips" if item.config.getoption("no_skips", False) else ""
+    if refused:
         report.outcome = "failed"
-        report.longrepr = f"skipped on a machine with a GPU: {report.longrepr}"
+        report.longrepr = f"skipped {refused}: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped and collector.config.getoption("no_skips", False):
+        report.outcome = "failed"
+        report.longrepr = f"skipped under --no-skips: {report.longrepr}"
     return report
 
 

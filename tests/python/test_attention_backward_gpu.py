@@ -20,6 +20,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"causal": True},
     {"causal": True, "window_left": 60},
     {"window_left": 20, "window_right": 31},
+    {"causal": True, "attention_chunk": 50},
+    {"causal": True, "attention_chunk": 100, "dropout_p": 0.2, "dropout_seed": 7},
     {"causal": True, "prefix_lens": [30, 0]},
     {"causal": True, "softcap": 3.0},
     {"causal": True, "alibi_slopes": SLOPES},

@@ -262,7 +262,6 @@ def test_sampled_rows(options: dict[str, Any]) -> None:
         case.seqlens_q,
         case.seqlens_k,
         dtype="float16",
-        window_right=case.window_right,
         alibi_slopes=None if inputs.alibi_slopes is None else inputs.alibi_slopes.numpy(),
         **case.masks,
     )

@@ -40,6 +40,7 @@ BLOCKS = [
     Case(
         "blocks_both_windows", (257,), (191,), block_size=128, window_left=90, window_right=20, causal=False
     ),
+    Case("blocks_chunks", (300,), (420,), block_size=64, attention_chunk=100, num_kv_heads=2),
     Case("blocks_prefix", (260, 260), (260, 260), block_size=64, prefix_lens=(130, 0), num_kv_heads=2),
     Case("blocks_alibi_cap", (200,), (260,), block_size=64, alibi="head", softcap=20.0, num_kv_heads=2),
     Case("blocks_wide", (200,), (300,), block_size=64, head_dim=256, num_q_heads=4, num_kv_heads=2),
@@ -49,6 +50,14 @@ BLOCKS = [
 BLOCKS_PACKED = [
     Case("blocks_packed", (300, 1, 0, 129), (300, 260, 5, 129), block_size=128, head_dim=128),
     Case("blocks_packed_64", (65, 190, 7), (300, 190, 65), block_size=64, num_q_heads=8, num_kv_heads=2),
+    Case(
+        "blocks_packed_chunks",
+        (300, 1, 129),
+        (300, 260, 129),
+        block_size=128,
+        attention_chunk=70,
+        head_dim=128,
+    ),
     Case("blocks_packed_batch", (150, 260), (290, 70), block_size=64, block_masks="batch", sinks="extreme"),
 ]
 

@@ -95,6 +95,17 @@ def test_shared_prefix(library):
         allocator.shared_prefix_len(sequences, num_queries=-1)
 
 
+def test_tree_mask(library):
+    arrays = {"k_pages": normal(6, 4, 2, 32), "v_pages": normal(6, 4, 2, 32) + 1, "q": normal(5, 4, 32)}
+    arrays["page_table"] = np.array([[3, 0, 1], [3, 0, 5]], np.int32)
+    arrays["seq_lens"], arrays["cu_seqlens_q"] = np.array([9, 12], np.int32), np.array([0, 2, 5], np.int32)
+    tree = np.concatenate([octavo.tree_mask([-1, -1]), octavo.tree_mask([-1, 0, 0])])
+    out = np.full_like(arrays["q"], np.nan)
+    library.paged_attention(out=out, tree_mask=tree, **arrays)
+    np.testing.assert_array_equal(out, octavo.paged_attention(**arrays, tree_mask=tree))
+    assert not np.array_equal(out, octavo.paged_attention(**arrays))
+
+
 def test_integers_of_64_bits(library):
     q, pages = normal(5, 4, 32), normal(2, 6, 4, 2, 32)
     tables = {"page_table": [[3, 0, 2**40], [5, 1, 2]], "seq_lens": [8, 12], "cu_seqlens_q": [0, 2, 5]}
@@ -102,6 +113,9 @@ def test_integers_of_64_bits(library):
     out = np.full_like(q, np.nan)
     library.paged_attention(q=q, k_pages=pages[0], v_pages=pages[1], out=out, **tables)
     np.testing.assert_array_equal(out, octavo.paged_attention(q, *pages, **tables))
+    for window in ({"causal": False, "window_left": 3, "window_right": 1}, {"attention_chunk": 3}):
+        library.paged_attention(q=q, k_pages=pages[0], v_pages=pages[1], out=out, **tables, **window)
+        np.testing.assert_array_equal(out, octavo.paged_attention(q, *pages, **tables, **window))
     rows = {name: tables[name] for name in ("page_table", "seq_lens")}
     k, v = normal(2, 2, 32), normal(2, 2, 32)
     library.append_kv(k=k, v=v, k_pages=pages[0], v_pages=pages[1], **rows)
@@ -140,6 +154,21 @@ def test_rotary_append(library):
         np.testing.assert_array_equal(ours, theirs)
     with pytest.raises(OctavoError, match="append_kv: q and q_out must be given together; got only q"):
         library.append_kv(k_pages=ours[0], v_pages=ours[1], **arrays)
+
+
+def test_latent_attention(library):
+    q, kv_pages = normal(2, 3, 40), normal(5, 4, 40)
+    table, lengths = np.array([[1, 3], [0, 0]], np.int32), np.array([7, 2], np.int32)
+    out, lse = np.empty((2, 3, 24), np.float32), np.empty((2, 3), np.float32)
+    arrays = {"q": q, "kv_pages": kv_pages, "page_table": table, "seq_lens": lengths, "out": out}
+    library.latent_attention(**arrays, lse=lse, v_dim=24, softmax_scale=0.25, kv_scale=0.5)
+    expected = octavo.latent_attention(
+        q, kv_pages, table, lengths, v_dim=24, softmax_scale=0.25, kv_scale=0.5, return_lse=True
+    )
+    np.testing.assert_array_equal(out, expected[0])
+    np.testing.assert_array_equal(lse, expected[1])
+    with pytest.raises(OctavoError, match="latent_attention: softmax_scale must be given"):
+        library.latent_attention(**arrays, v_dim=24)
 
 
 def test_rms_norm(library):
@@ -388,6 +417,8 @@ def test_null_pointers(library):
         ("linear", (null,), "linear: args"),
         ("linear_args_init", (null,), "linear: args"),
         ("rms_norm", (null,), "rms_norm: args"),
+        ("latent_attention", (null,), "latent_attention: args"),
+        ("latent_attention_args_init", (null,), "latent_attention: args"),
         ("rms_norm_args_init", (null,), "rms_norm: args"),
         ("page_allocator_new", (c_int64(4), c_int64(16), null), "PageAllocator: allocator"),
         ("page_allocator_create", (null, one), "create: allocator"),

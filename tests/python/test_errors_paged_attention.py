@@ -74,6 +74,16 @@ CASES = [
         "cu_seqlens_q[2] must be at most the number of packed rows (2); got 3",
         cu_seqlens_q=i32([0, 1, 3]),
     ),
+    case(*P, ValueError, "window_right must be -1 (unbounded) or at least 0; got -7", window_right=-7),
+    case(*P, ValueError, "attention_chunk must be 0 (none) or positive; got -2", attention_chunk=-2),
+    case(*P, ValueError, "attention_chunk (5) needs causal", attention_chunk=5, causal=False),
+    case(
+        *P,
+        ValueError,
+        "shared_prefix_len (4) cannot go with attention_chunk",
+        shared_prefix_len=4,
+        attention_chunk=8192,
+    ),
     case(*P, ValueError, "shared_prefix_len (-4) must be at least 0", shared_prefix_len=-4),
     case(*P, ValueError, "shared_prefix_len (6) must be a multiple of page_size (4)", shared_prefix_len=6),
     case(

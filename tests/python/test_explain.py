@@ -63,6 +63,13 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "copy_pages_kernel": (("copy_pages", *SHORT_CACHE, Shape((3, 2), "int32")), {}),
     "merge_states_kernel": (("merge_states", *[Shape((2, 8, 64)), Shape((2, 8), "float32")] * 2), {}),
+    "latent_attention": (
+        (
+            *("latent_attention", Shape((4, 16, 576)), Shape((99, 64, 576))),
+            *(Shape((4, 64), "int32"), Shape((4,), "int32")),
+        ),
+        {"softmax_scale": 0.1},
+    ),
     "rms_norm_kernel": (("rms_norm", Shape((2, 64)), Shape((64,))), {"residual": Shape((2, 64))}),
 }
 

@@ -98,9 +98,9 @@ def test_signatures_are_those_of_flash_attention(name: str) -> None:
 
 
 def can_be_served(case: Case) -> bool:
-    """Octavo's ALiBi has no absolute value, and FlashAttention-2 no sinks."""
+    """Octavo's ALiBi has no absolute value, and FlashAttention-2 neither sinks nor chunks."""
     sees_no_key_past_its_own = case.causal or case.window_right == 0 or max(case.seqlens_q) == 1
-    return not case.sinks and (not case.alibi or sees_no_key_past_its_own)
+    return not case.sinks and not case.attention_chunk and (not case.alibi or sees_no_key_past_its_own)
 
 
 def without_prefix(case: Case) -> Case:
@@ -308,7 +308,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 PAGED_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.5}, "dropout_p must be 0 with block_table; got 0.5"),
-    "window": ({"window_size": (1, 2)}, r"window_size\[1\] \(2\) must be -1 or 0 over a cache"),
     "alibi": ({"alibi_slopes": SLOPES}, "alibi_slopes needs causal=True"),
 }
 

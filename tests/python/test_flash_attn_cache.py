@@ -136,10 +136,15 @@ def calls_of_any_shape(draw: st.DrawFn) -> tuple[Case, Setup]:
     has_rotary = draw(st.booleans())
     seqlen_new = seqlen_q if has_rotary else draw(st.sampled_from((0, 1, seqlen_q, seqlen_q + 3)))
     causal, window_left = draw(st.booleans()), draw(st.sampled_from((-1, -1, 0, 7, 300)))
-    if has_rotary and seqlen_q > 1 and window_left < 0:
+    window_right = draw(st.sampled_from((-1, -1, 0, 5, 300)))
+    if has_rotary and seqlen_q > 1 and window_left < 0 and window_right < 0:
         causal = True
     num_kv_heads = draw(st.sampled_from((1, 2)))
-    alibi = draw(st.sampled_from(("", "", "head", "batch"))) if causal or seqlen_q == 1 else ""
+    alibi = (
+        draw(st.sampled_from(("", "", "head", "batch")))
+        if causal or window_right == 0 or seqlen_q == 1
+        else ""
+    )
     each = st.integers(max(seqlen_q, seqlen_new), 90)
     head_dim = draw(st.sampled_from(HEAD_DIMS))
     case = Case(
@@ -152,6 +157,7 @@ def calls_of_any_shape(draw: st.DrawFn) -> tuple[Case, Setup]:
         page_size=draw(st.sampled_from(PAGE_SIZES)),
         causal=causal,
         window_left=window_left,
+        window_right=window_right,
         softcap=draw(st.sampled_from((0.0, 0.0, 3.0))),
         alibi=alibi,
         softmax_scale=draw(st.sampled_from((None, 0.3))),
@@ -403,10 +409,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "rotary of one position": (
         {"q": torch.zeros(2, 3, 4, 16), "k": torch.zeros(2, 3, 2, 16), "v": torch.zeros(2, 3, 2, 16)},
         "rotary_cos needs causal=True or a window .*; got 3 in q",
-    ),
-    "window": (
-        {"q": torch.zeros(2, 3, 4, 16), "window_size": (2, 1)},
-        r"window_size\[1\] \(1\) must be -1 or 0 over a cache",
     ),
     "window of one number": ({"window_size": 4}, r"window_size must be \(left, right\); got 4"),
     "alibi": (

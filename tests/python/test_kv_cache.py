@@ -85,6 +85,52 @@ def test_scale_slopes_sinks_and_result_are_those_of_the_operator(on_cpu: ArrayLi
     ).check_out(on_cpu.to_numpy(out))
 
 
+def test_softmax_phi_is_that_of_the_operator(on_cpu: ArrayLibrary) -> None:
+    """It changes no result but for rounding: the last bits tell."""
+    cache = make_cache(on_cpu)
+    step = cache.step([cache.create()], 9)
+    q, k, v = random_tokens(on_cpu, 9)
+    plain = on_cpu.to_numpy(step.attend(0, q, k, v))
+    of_batch = {"page_table": step.page_tables[0], "seq_lens": step.seq_lens, **cache.layers[0].arguments}
+    for phi in (3.0, on_cpu.float32([4.0, 3.0, 2.0, 1.0])):
+        out = on_cpu.to_numpy(step.attend(0, q, k, v, softmax_phi=phi))
+        expected = octavo.paged_attention(q, cu_seqlens_q=step.cu_seqlens_q, softmax_phi=phi, **of_batch)
+        np.testing.assert_array_equal(out, on_cpu.to_numpy(expected))
+        np.testing.assert_allclose(out, plain, atol=1e-6)
+        assert (out != plain).any()
+
+
+def test_layers_that_are_not_causal(on_cpu: ArrayLibrary) -> None:
+    """New tokens see each other: all of them, or as far as a window reaches."""
+    cache = make_cache(on_cpu, windows=[None, 4])
+    seqs = [cache.create(), cache.create()]
+    old = random_tokens(on_cpu, 7)
+    step = cache.step(seqs, [3, 4])
+    for layer in range(2):
+        step.attend(layer, *old)
+    new = [x + 1 for x in random_tokens(on_cpu, 11)]
+    step = cache.step(seqs, [6, 5])
+    keys, values = (
+        np.concatenate([on_cpu.to_numpy(x)[part] for part, x in parts])
+        for parts in (
+            [(slice(3), old[i]), (slice(6), new[i]), (slice(3, 7), old[i]), (slice(6, 11), new[i])]
+            for i in (1, 2)
+        )
+    )
+    for layer, window_left, window_right in ((0, -1, -1), (1, 4, 2)):
+        out = step.attend(layer, *new, causal=False, window_right=window_right)
+        oracle.attention(
+            on_cpu.to_numpy(new[0]),
+            keys,
+            values,
+            [6, 5],
+            [9, 9],
+            dtype="float32",
+            window_left=window_left,
+            window_right=window_right,
+        ).check_out(on_cpu.to_numpy(out))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_rotary_embedding(on_cpu: ArrayLibrary, interleaved: bool, has_out: bool) -> None:

@@ -37,6 +37,20 @@ def random_tokens(total: int) -> list[np.ndarray]:
     return [rng.standard_normal((total, heads, 16), np.float32) for heads in (4, 2, 2)]
 
 
+def test_layers_that_are_not_causal() -> None:
+    ours, other = make_caches()
+    options = {"causal": False, "window_right": 2}
+    forward = make_program(**options)
+    seqs, others = ([cache.create() for _ in range(2)] for cache in (ours, other))
+    for counts in ([5, 9], [6, 3]):
+        q, k, v = random_tokens(sum(counts))
+        step, expected = ours.step(seqs, counts), other.step(others, counts)
+        out, ours.pages, _ = forward(ours.pages, step, q, k, v)
+        for layer in range(2):
+            q = expected.attend(layer, q, k, v, **options)
+        np.testing.assert_array_equal(out, q)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_programs_are_those_of_numpy(dtype: str, rotates: bool) -> None:
@@ -60,6 +74,22 @@ def test_programs_are_those_of_numpy(dtype: str, rotates: bool) -> None:
             np.testing.assert_array_equal(array, getattr(expected, name))
             np.testing.assert_array_equal(getattr(step, name), array)
         np.testing.assert_array_equal(step.page_tables[1], expected.page_tables[1])
+
+
+@pytest.mark.parametrize("phi", [3.0, np.float32([4.0, 3.0, 2.0, 1.0])], ids=["number", "array"])
+def test_sinks_and_softmax_phi_are_those_of_numpy(phi: Any) -> None:
+    """softmax_phi changes no result but for rounding: the last bits tell."""
+    ours, other = make_caches()
+    options = {"sinks": np.float32([2.0, -1.0, 0.5, 4.0]), "softmax_phi": phi}
+    q, k, v = random_tokens(9)
+    seq, step = ours.create(), other.step([other.create()], 9)
+    out, ours.pages, _ = make_program(**options)(ours.pages, ours.step([seq], 9), q, k, v)
+    expected = without = q
+    for layer in range(2):
+        without = step.attend(layer, without, k, v, sinks=options["sinks"])
+        expected = step.attend(layer, expected, k, v, **options)
+    np.testing.assert_array_equal(out, expected)
+    assert (expected != without).any()
 
 
 def test_padded_batches_share_a_program() -> None:

@@ -195,7 +195,6 @@ def test_some_queries_alone(case: Case) -> None:
         [len(positions) for positions in q_pos],
         case.seqlens_k,
         dtype="float32",
-        window_right=case.window_right,
         prefix_lens=case.prefix_lens,
         alibi_slopes=inputs.alibi_slopes,
         sinks=inputs.sinks,

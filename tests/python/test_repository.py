@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,45 @@ def test_cmake_reads_the_presets_that_are_documented() -> None:
     for kind in ("configure", "build", "test"):
         listed = run("cmake", f"--list-presets={kind}", cwd=ROOT)
         assert set(re.findall(r'^  "([\w-]+)"', listed, re.MULTILINE)) == names
+
+
+SKIPPING = {
+    "test_module.py": """
+import pytest
+pytest.importorskip("no_such_module")
+""",
+    "test_one.py": """
+import pytest
+@pytest.mark.skip(reason="no reason")
+def test_skipped():
+    pass
+""",
+    "test_gpu.py": """
+import pytest
+@pytest.mark.gpu
+def test_gpu():
+    pass
+""",
+}
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_no_skips(name: str, tmp_path: Path) -> None:
+    """Of the option, with which .ci/vllm cannot pass without having run its tests."""
+    (tmp_path / "conftest.py").write_text(
+        (ROOT / "tests" / "python" / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / name).write_text(SKIPPING[name], encoding="utf-8")
+    shown = [
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, name],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        for options in ([], ["--no-skips"])
+    ]
+    assert "1 skipped" in shown[0].stdout or "1 passed" in shown[0].stdout
+    refused = "skipped under --no-skips" in shown[1].stdout
+    assert refused == (shown[1].returncode != 0) == (name != "test_gpu.py")

@@ -43,6 +43,7 @@ CPP_STRUCTS = {
     "attention_backward": ("attention.h", "AttentionBackwardArgs"),
     "linear": ("linear.h", "LinearArgs"),
     "rms_norm": ("rms_norm.h", "RmsNormArgs"),
+    "latent_attention": ("latent_attention.h", "LatentAttentionArgs"),
 }
 C_STRUCTS = {
     "attention": c_interface.AttentionArgs,
@@ -52,6 +53,7 @@ C_STRUCTS = {
     "attention_backward": c_interface.AttentionBackwardArgs,
     "linear": c_interface.LinearArgs,
     "rms_norm": c_interface.RmsNormArgs,
+    "latent_attention": c_interface.LatentAttentionArgs,
 }
 SCALARS = [
     pytest.param(operator, argument, id=f"{operator}-{argument['name']}")
@@ -79,7 +81,7 @@ def test_the_description_itself():
     """Some of it by hand: what all other tests rely on."""
     assert list(OPERATORS) == [
         *("attention", "paged_attention", "append_kv", "copy_pages", "merge_states", "attention_backward"),
-        *("linear", "rms_norm"),
+        *("linear", "rms_norm", "latent_attention"),
     ]
     described = {argument["name"]: argument for argument in OPERATORS["paged_attention"]}
     assert described["q"] == {
@@ -235,6 +237,9 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
     assert_type(octavo.rms_norm(x, x, residual=x, out=x, residual_out=x), tuple[Array, Array])
     assert_type(octavo.rms_norm(x, x, 1e-5, x), tuple[Array, Array])
     octavo.rms_norm(x, x, residual_out=x)  # type: ignore[call-overload]
+    assert_type(octavo.latent_attention(x, x, i, i, softmax_scale=0.1, out=x), Array)
+    assert_type(octavo.latent_attention(x, x, i, i, softmax_scale=0.1, return_lse=True), tuple[Array, Array])
+    octavo.latent_attention(x, x, i, i, softcap=0.1)  # type: ignore[call-overload]
     octavo.attention_backward(*results, return_lse=True)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window=3)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window_left=0.5)  # type: ignore[call-overload]
@@ -300,6 +305,13 @@ def xla_arrays(operator):
         },
         "linear": {"x": (3, 8), "w": (4, 8), "out": (3, 4)},
         "rms_norm": {"x": (2, 8), "weight": (8,), "out": (2, 8)},
+        "latent_attention": {
+            "q": (1, 2, 16),
+            "kv_pages": (4, 2, 16),
+            "page_table": (1, 3),
+            "seq_lens": (1,),
+            "out": (1, 2, 8),
+        },
     }[operator]
     dtypes = {"page_table": "int32", "seq_lens": "int32"}
     return [(name, dtypes.get(name, "float32"), shape) for name, shape in shapes.items()]
@@ -322,9 +334,11 @@ def test_xla_attributes(operator, argument):
         with pytest.raises(ValueError, match=r"kv_dtype \(int4\) says what pages of uint8 hold"):
             _core.check_xla_call(operator, arrays, {name: "int4"})
     elif not name.startswith("max_seqlen"):  # those are for packed arrays
-        seed = {"dropout_seed": 1} if name == "dropout_p" else {}
-        value = {"num_splits": 1, "block_size": 64}.get(name, fitting[argument["type"]])
-        _core.check_xla_call(operator, arrays, {**seed, name: value})
+        others = {"dropout_seed": 1} if name == "dropout_p" else {}
+        if operator == "latent_attention":
+            others = {"softmax_scale": 0.5, "v_dim": 8}
+        value = {"num_splits": 1, "v_dim": 8, "block_size": 64}.get(name, fitting[argument["type"]])
+        _core.check_xla_call(operator, arrays, {**others, name: value})
 
 
 @pytest.mark.parametrize(("operator", "argument"), SCALARS)
@@ -385,4 +399,6 @@ def test_a_scalar_of_paged_attention_is_written_in_seven_places():
     section = page.partition("\n## Add an argument\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\d\. `([\w/.]+)`", section, re.MULTILINE)
     assert len(listed) == 7
-    assert sorted(places_of("num_splits")) == sorted(listed)
+    # latent_attention has an argument of this name too, in files of its own and beside paged_attention's.
+    places = {place for place in places_of("num_splits") if "latent_attention" not in place}
+    assert sorted(places) == sorted(listed)

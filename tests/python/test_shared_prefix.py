@@ -57,6 +57,17 @@ CASES = (
     (Case("chunks_with_padding", (0, 33, 7, 1), (600, 640, 0, 300), num_kv_heads=2, head_dim=96), 256),
     (Case("chunks_sinks", (0, 33, 7, 1), (600, 640, 0, 300), num_kv_heads=2, sinks="normal"), 256),
     (Case("chunks_not_causal", (33, 0, 1, 70), (181, 65, 333, 134), num_kv_heads=1, causal=False), 64),
+    (
+        Case(
+            "chunks_window_right",
+            (33, 0, 1, 70),
+            (181, 65, 333, 134),
+            num_kv_heads=1,
+            causal=False,
+            window_right=5,
+        ),
+        64,
+    ),
     (Case("speculative", (4, 4, 3, 1), (260, 77, 71, 700), num_q_heads=8, num_kv_heads=1, head_dim=128), 64),
     (Case("first_chunk", (50, 20), (82, 52), num_q_heads=6, num_kv_heads=2), 32),
     (Case("prefix_lm", (33, 8), (81, 100), prefix_lens=(60, 30), num_kv_heads=2), 48),

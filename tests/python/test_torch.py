@@ -35,6 +35,7 @@ def make_calls():
     """Every operator, with the arguments that change what it takes and returns."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     prefixes = torch.tensor([2, 0], dtype=torch.int32)
+    tree = octavo.tree_mask(torch.tensor([-1, 0, 0, -1, 0, 1, 1, -1]))
     dense = (normal(2, 5, 4, HEAD_DIM), *(normal(2, 9, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)))
     packed = (normal(8, 4, HEAD_DIM), *(normal(8, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)))
     lengths = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS, "max_seqlen_q": 5, "max_seqlen_k": 5}
@@ -55,6 +56,7 @@ def make_calls():
         results = octavo.attention(*arrays, return_lse=True, **options)
         return normal(*arrays[0].shape) - 1, *arrays, *results
 
+    latent = (normal(2, 4, 576), normal(6, PAGE_SIZE, 576), PAGE_TABLE, SEQ_LENS)
     return {
         "attention": [
             (dense, {}),
@@ -88,10 +90,16 @@ def make_calls():
             (one_each, {}),
             (one_each, {"return_lse": True, "num_splits": 2, "k_scale": 0.5, "v_scale": 2.0, **masked}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "causal": False, "return_lse": True}),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "causal": False, "window_left": 3, "window_right": 1}),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "attention_chunk": 4}),
             (one_each, {"out": torch.empty_like(one_each[0])}),
             (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),
             (sharing, {"shared_prefix_len": PAGE_SIZE, "return_lse": True}),
             (one_each, {"window_left": 7, "sinks": slopes + 1, "return_lse": True}),
+            (
+                many_each,
+                {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "tree_mask": tree, "return_lse": True},
+            ),
         ],
         "merge_states": [((*state, state[0] + 1, state[1] - 1), {})],
         "linear": [
@@ -113,6 +121,12 @@ def make_calls():
             ),
         ],
         "copy_pages": [((*make_cache(), copies), {})],
+        "latent_attention": [
+            (latent, {"softmax_scale": 0.1}),
+            (latent, {"softmax_scale": 0.1, "num_splits": 2, "return_lse": True}),
+            (latent, {"softmax_scale": 0.1, "out": torch.empty(2, 4, 512)}),
+            (latent, {"softmax_scale": 0.1, "out": torch.empty(2, 4, 512), "return_lse": True}),
+        ],
         "rms_norm": [
             ((normal(2, 5, 64), normal(64)), {}),
             ((normal(2, 5, 64), normal(64)), {"eps": 0.01, "residual": normal(2, 5, 64) + 1}),
@@ -452,10 +466,10 @@ def test_errors_are_those_of_octavo():
 @pytest.mark.parametrize("name", octavo.torch.__all__)
 def test_octavos_own_functions_under_a_compiler(name):
     """They break the graph; where it must not break, the error names what does not."""
-    args, _ = make_calls()[name][0]
+    args, options = make_calls()[name][0]
 
     def run(*args):
-        return getattr(octavo, name)(*args)
+        return getattr(octavo, name)(*args, **options)
 
     torch._dynamo.reset()
     torch.compile(run, backend="eager")(*args)

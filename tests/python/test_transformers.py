@@ -33,6 +33,13 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(  # sinks, in sliding windows and out of them
         **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=WINDOW
     ),
+    "llama4_text": lambda: transformers.Llama4TextConfig(  # in chunks, and in a layer without them
+        **SIZES,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        no_rope_layers=[1, 0],
+        attention_chunk_size=WINDOW,
+    ),
 }
 
 

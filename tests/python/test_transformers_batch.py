@@ -17,6 +17,7 @@ WINDOWS = {
     "gemma2": [5, None, 5],
     "gemma3": [5, None, 5],
     "gpt_oss": [5, None, 5],
+    "llama4": [5, None, 5],
 }
 
 
@@ -299,7 +300,7 @@ def dynamic_of_a_layer_type():
         (phi3, r"Phi3ForCausalLM: its rotary embedding depends .* \(rope_type 'longrope'\)"),
         (dynamic, r"LlamaForCausalLM: its rotary embedding depends .* \(rope_type 'dynamic'\)"),
         (dynamic_of_a_layer_type, r"Gemma3ForCausalLM: its rotary embedding .* \(rope_type 'dynamic'\)"),
-        (llama4, r"Llama4ForCausalLM: its attention is in chunks"),
+        (llama4, r"Llama4ForCausalLM: it scales queries by positions that it counts itself"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(make, message):

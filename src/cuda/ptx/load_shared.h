@@ -13,6 +13,12 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
     return value;
 }
 
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
     uint2 value;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");

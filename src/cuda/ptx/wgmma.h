@@ -101,6 +101,14 @@ struct Wgmma;
                 : OCTAVO_F_##N(d)                                                                           \
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
         }                                                                                                   \
+        /* Both in shared memory, K-major and N-major. */                                                   \
+        __device__ static __forceinline__ void ss_values(float (&d)[N / 2], uint64_t a, uint64_t b) {       \
+            asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                         \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N  \
+                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 1;\n}"                                         \
+                         : OCTAVO_F_##N(d)                                                                  \
+                         : "l"(a), "l"(b));                                                                 \
+        }                                                                                                   \
         /* Both in shared memory, M-major and N-major. */                                                   \
         __device__ static __forceinline__ void ss_transposed(float (&d)[N / 2], uint64_t a, uint64_t b,     \
                                                              bool accumulate) {                             \

@@ -13,6 +13,20 @@
 namespace octavo::cuda {
 namespace {
 
+// Of the sequence that a query belongs to.
+__device__ int32_t length_of_sequence(const AttentionParams& p, int64_t token) {
+    if (!p.cu_seqlens_q) return p.seq_lens[token];
+    int32_t first = 0, last = p.batch - 1;  // between which it lies
+    while (first < last) {
+        const int32_t middle = (first + last) / 2;
+        if (p.cu_seqlens_q[middle + 1] > token)
+            last = middle;
+        else
+            first = middle + 1;
+    }
+    return p.seq_lens[first];
+}
+
 // Combines what the runs of the prefix give, [num_runs, rows, head_dim] and [num_runs, rows], with the
 // results behind it, those of `behind`, into p's out and lse; these may be the same. grid: one warp a row of
 // [total_q, num_q_heads].
@@ -29,7 +43,8 @@ __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
 
     const float rest_lse_log2 =
         kLog2e * behind.lse[token * behind.lse_token_stride + head * behind.lse_head_stride];
-    const bool empty = rest_lse_log2 == -INFINITY;  // of a sequence of length 0
+    const bool empty =  // of a sequence of length 0
+        rest_lse_log2 == -INFINITY && (!p.has_tree_mask || length_of_sequence(p, token) == 0);
     const float lse_log2 = lane < num_runs && !empty ? prefix_lse[lane * num_rows + row] * kLog2e : -INFINITY;
     const float sink_log2 = p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
     const float highest = warp_max(fmaxf(fmaxf(rest_lse_log2, lse_log2), sink_log2));

@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int num_warp_rows = min(num_rows - warp_row, Config::kWarpRows);
     const TileRow* const rows = shared.rows + warp_row;
     const WarpView view(seq.see, num_warp_rows > 0, seq.q_pos(token_of(warp_row)),
-                        seq.q_pos(token_of(max(warp_row + num_warp_rows - 1, 0))));
+                        seq.q_pos(token_of(max(warp_row + num_warp_rows - 1, 0))),
+                        p.is_tree(seq.seqlen_q) ? seq.q_pos(0) : INT32_MAX);
     const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
     const bool has_alibi = p.alibi_slopes != nullptr;
     // If nothing comes between product and exponential, the scale is part of the exponential. The maximum is
@@ -226,7 +227,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         const int32_t token = token_of(threadIdx.x), head = head_of(threadIdx.x, token);
         const float* const slopes =
             has_alibi ? p.alibi_slopes + row_tile.batch * p.alibi_batch_stride : nullptr;
-        shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f};
+        shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f,
+                                    seq.see.window_begin(seq.q_pos(token))};
     }
     if (first_tile >= tile_end) __syncthreads();  // for the rows; otherwise the loop has a barrier
     int32_t num_visited = 0;                      // with a block mask
@@ -281,7 +283,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
         if (!seen) continue;
         if (!plain) transform_scores(scores, transform, has_alibi, rows, seq.q_pos(0), first_key);
-        if (!view.sees_all(first_key, kKeys)) mask_scores(scores, view.see, rows, seq.q_pos(0), first_key);
+        if (!view.sees_all(first_key, kKeys)) {
+            mask_scores(scores, view.see, rows, seq.q_pos(0), first_key);
+            if (p.is_tree(seq.seqlen_q))
+                mask_tree(scores, p, seq, p.first_token(row_tile.batch), rows, first_key);
+        }
         if constexpr (kBlocks) {
             if (hidden != 0) hide_rows(scores, hidden);
         }

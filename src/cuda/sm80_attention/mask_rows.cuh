@@ -13,6 +13,7 @@ struct TileRow {
     int32_t token;  // in its sequence
     int32_t head;
     float slope_log2;
+    int32_t window_begin;  // see Visibility: not worked out where scores take the registers
 };
 
 // What the rows of one warp see: the same for all its lanes.
@@ -21,13 +22,15 @@ struct WarpView {
     int32_t begin, end;            // the keys that some row sees lie in [0, prefix_len) and [begin, end)
     int32_t full_begin, full_end;  // those that all rows see: [0, prefix_len) and [full_begin, full_end)
 
-    // Of rows at positions from first_q_pos to last_q_pos; none if `any` is false.
-    __device__ WarpView(const Visibility& see, bool any, int32_t first_q_pos, int32_t last_q_pos)
+    // Of rows at positions from first_q_pos to last_q_pos; none if `any` is false. Keys from `tree_begin` on
+    // may be hidden by a tree mask.
+    __device__ WarpView(const Visibility& see, bool any, int32_t first_q_pos, int32_t last_q_pos,
+                        int32_t tree_begin)
         : see(see),
           begin(any ? see.window_begin(first_q_pos) : 0),
           end(any ? see.window_end(last_q_pos) : 0),
           full_begin(see.window_begin(last_q_pos)),
-          full_end(see.window_end(first_q_pos)) {
+          full_end(min(see.window_end(first_q_pos), tree_begin)) {
         if (!any) this->see.prefix_len = 0;
     }
 
@@ -99,7 +102,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kTiles][4
     for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
         // Hidden between the prefix and the window.
         const int32_t begin = see.prefix_len - first_column;
-        const uint32_t count = max(see.window_begin(first_q_pos + row.token) - see.prefix_len, 0);
+        const uint32_t count = max(row.window_begin - see.prefix_len, 0);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -123,6 +126,27 @@ __device__ __forceinline__ void hide_rows(float (&scores)[kRowTiles][kTiles][4],
             for (int j = 0; j < 2; ++j) scores[r / 2][i][2 * (r % 2) + j] = -INFINITY;
         }
     }
+}
+
+// -inf where the tree mask hides the key. `first_token`: of the sequence, among all queries.
+template <int kRowTiles, int kTiles>
+__device__ __forceinline__ void mask_tree(float (&scores)[kRowTiles][kTiles][4], const AttentionParams& p,
+                                          const SequenceSlice& seq, int64_t first_token, const TileRow* rows,
+                                          int32_t first_key) {
+    static_assert(8 * kTiles <= kMaxTreeTokens, "a tile's keys have a bit each");
+    const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+    for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
+        // Behind the last query there is no row, whatever its place holds.
+        if (static_cast<uint32_t>(row.token) >= static_cast<uint32_t>(seq.seqlen_q)) return;
+        const uint64_t hidden = hidden_by_tree(p.tree_word(first_token + row.token), seq.q_pos(0),
+                                               seq.see.prefix_len, first_column);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                if (hidden >> (8 * i + j) & 1) scores[r / 2][i][2 * (r % 2) + j] = -INFINITY;
+        }
+    });
 }
 
 }  // namespace octavo::cuda

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const SequenceTile tile =
         find_sequence_tile<Config::kRows>(p.cu_seqlens_k, p.batch, plan.key_tiles, blockIdx.x);
     if (tile.batch < 0) return;
-    const SequenceSlice seq = SequenceSlice::make(p, tile.batch);
+    const SequenceSlice seq = sequence_of<kDropout>(p, tile.batch);
     const int32_t first_key = tile.index * Config::kRows;
     const int32_t num_keys = min(seq.see.seqlen_k - first_key, Config::kRows);
     if (num_keys <= 0) return;

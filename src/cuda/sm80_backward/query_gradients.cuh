@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const SequenceTile tile =
         find_sequence_tile<Config::kRows>(p.cu_seqlens_q, p.batch, plan.query_tiles, blockIdx.x);
     if (tile.batch < 0) return;
-    const SequenceSlice seq = SequenceSlice::make(p, tile.batch);
+    const SequenceSlice seq = sequence_of<kDropout>(p, tile.batch);
     const int32_t num_tiles = (seq.seqlen_q + Config::kRows - 1) / Config::kRows;
     const int32_t tile_index = num_tiles - 1 - tile.index;  // the last sees most under a causal mask
     const int32_t first_query = tile_index * Config::kRows;

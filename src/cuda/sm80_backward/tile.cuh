@@ -118,6 +118,15 @@ __device__ __forceinline__ void draw_kept(uint32_t* words, const Dropout& dropou
     }
 }
 
+// Sequence `b` of the batch. The instances with dropout serve chunks, too, which made the others spill
+// registers.
+template <bool kDropout>
+__device__ __forceinline__ SequenceSlice sequence_of(const AttentionParams& p, int32_t b) {
+    SequenceSlice seq = SequenceSlice::make(p, b);
+    if constexpr (!kDropout) seq.see.attention_chunk = {};
+    return seq;
+}
+
 // From q . k and v . dout of a warp's tile to weights and gradients of scores.
 template <bool kKeysAreRows, bool kDropout, bool kBlocks, int kKeyCount>
 struct ScoreGradients {

@@ -62,6 +62,7 @@ class Sm90Consumer {
             uint32_t weights[kWeights];
             auto tiles = key_tiles<Config>(p_, plan_, work);
             Rows rows(p_, plan_, work, block_, places_, scale);
+            if constexpr (Config::kTree) rows.full_end = min(rows.full_end, work.tree_begin(p_));
             Sm90Softmax softmax(scale);
             if constexpr (Config::kAlibiProduct) lay_out_slopes(work, scale);
             int32_t tile = tiles.last();
@@ -91,6 +92,7 @@ class Sm90Consumer {
             release_slot<Config>(shared_.k_empty, k_ring_);
             score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
             hide_block(scores, tiles, tile);
+            if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
             apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
             pack_weights(scores, kept, weights);
             tile = tiles.before(tile);
@@ -114,6 +116,7 @@ class Sm90Consumer {
                     next_ring.advance();
                     set_scales(transform, scale, next_ring, group_);
                     rows = Rows(p_, plan_, next, block_, places_, scale);
+                    if constexpr (Config::kTree) rows.full_end = min(rows.full_end, next.tree_begin(p_));
                     if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
                     work = next;
                     softmax = Sm90Softmax(scale);
@@ -132,6 +135,7 @@ class Sm90Consumer {
                 release_slot<Config>(shared_.k_empty, k_ring_);
                 score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
                 hide_block(scores, tiles, tile);
+                if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
                 const bool rescale =
                     apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
                 // The exponentials are to run under the product with V. ptxas would move the wait for that
@@ -282,6 +286,27 @@ class Sm90Consumer {
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(out);
         release_slot<Config>(shared_.v_empty, v_ring_);
+    }
+
+    // -inf where the tree mask hides the key.
+    __device__ __forceinline__ void hide_by_tree(float (&scores)[kScores], const Rows& rows,
+                                                 const Sm90Work& work, int32_t first_key) const {
+        if (first_key + Config::kKeys <= work.tree_begin(p_) || rows.see_all(first_key, Config::kKeys))
+            return;
+        const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+        const int32_t first_token = work.first_token + block_ * plan_.tokens;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t token = first_token + places_.token(half);
+#pragma unroll
+            for (int column = 0; column < Config::kKeys; column += 64) {
+                const uint64_t hidden = work.hidden_by_tree(p_, token, first_column + column);
+#pragma unroll
+                for (int i = 2 * half; i < 32 && column / 2 + i < kScores; i += i % 2 ? 3 : 1) {
+                    if (hidden >> (i / 4 * 8 + i % 2) & 1) scores[column / 2 + i] = -INFINITY;
+                }
+            }
+        }
     }
 
     // Which weights of a tile dropout leaves.

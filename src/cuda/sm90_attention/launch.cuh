@@ -35,6 +35,10 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
         if (plan.feature == Sm90Feature::splits)
             run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::splits>>;
     }
+    if constexpr (has_tree(kHeadDim, kWarpgroups, kCtas)) {
+        if (plan.feature == Sm90Feature::tree)
+            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::tree>>;
+    }
     if constexpr (has_beside(kHeadDim, kWarpgroups, kCtas)) {
         if (plan.feature == Sm90Feature::beside)
             run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::beside>>;
@@ -63,6 +67,8 @@ void launch_sm90_attention_codes(const AttentionParams& params, const Sm90Plan& 
     if (plan.feature == Sm90Feature::splits)
         run =
             launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::splits, kCache>>;
+    if (plan.feature == Sm90Feature::tree)
+        run = launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::tree, kCache>>;
     if (plan.feature == Sm90Feature::alibi)
         run =
             launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::alibi, kCache>>;

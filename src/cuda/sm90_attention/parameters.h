@@ -37,8 +37,8 @@ struct Sm90Launch {
     int32_t section, first_section;
     int32_t* counter;  // of row tiles handed out beyond the first of each cluster; 0 between launches
 
-    // The keys of row tiles behind the first `num_whole` are shared out to num_splits parts each; 0: a kernel
-    // without splits. `split_blocks` of 64 rows at most, one a warpgroup, hold rows of a row tile.
+    // The keys of row tiles behind the first `num_whole` are shared out to num_splits parts each; 0: none is.
+    // `split_blocks` of 64 rows at most, one a warpgroup, hold rows of a row tile.
     int32_t num_whole, num_splits, split_blocks;
     float* partial;      // [split of the launch, block]: Sm90Split
     uint32_t* arrivals;  // [row tile, block], of its parts; 0 between launches

@@ -38,7 +38,7 @@ int32_t choose_heads(const AttentionParams& p) {
 // Whether a packed batch may hold row tiles of few rows. Which of the two kernels a batch takes changes no
 // bits of sequences that have none: both compute full row tiles in the same way.
 bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t heads, bool has_codes) {
-    if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any()) return false;
+    if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any() || p.has_tree_mask) return false;
     const int32_t rest = p.seqlen_q % (tiles.row_blocks() * (kGroupRows / heads));
     return p.batch_invariant || p.total_q != int64_t{p.batch} * p.seqlen_q ||
            (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim, has_codes));
@@ -102,7 +102,8 @@ int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
         const Sm90Tiles& tiles = kSm90Tiles[row];
         if (tiles.head_dim < p.head_dim) continue;
         if (best >= 0 && tiles.head_dim != kSm90Tiles[best].head_dim) break;
-        if (best < 0 || serve_better(p, gpu, tiles, kSm90Tiles[best], heads)) best = row;
+        if (best < 0 || (!p.has_tree_mask && serve_better(p, gpu, tiles, kSm90Tiles[best], heads)))
+            best = row;
     }
     return best;
 }
@@ -189,6 +190,7 @@ void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
 Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (p.dropout.any()) return Sm90Feature::dropout;
     if (p.alibi_slopes) return Sm90Feature::alibi;
+    if (p.has_tree_mask) return Sm90Feature::tree;
     if (plan.num_splits > 0) return Sm90Feature::splits;
     const Sm90Tiles& tiles = plan.tiles();
     if (plan.codes != Codes::none) return Sm90Feature::few_rows;  // which serves all others there
@@ -279,6 +281,7 @@ const char* name_of(Sm90Feature feature) {
         case Sm90Feature::few_rows: return "few_rows";
         case Sm90Feature::splits: return "splits";
         case Sm90Feature::beside: return "beside";
+        case Sm90Feature::tree: return "tree";
         case Sm90Feature::blocks:
         case Sm90Feature::small_blocks: return "blocks";
     }
@@ -295,6 +298,8 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       gpu.compute_capability);
     }
     if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
+    if (p.has_tree_mask && p.alibi_slopes)
+        return refuse(why_not, "no instance has both a tree mask and ALiBi");
     if (p.batch_invariant && !p.cu_seqlens_q) {
         return refuse(why_not,
                       "with batch_invariant it takes packed queries alone, since whether the copy "

@@ -71,7 +71,7 @@ void run(const AttentionParams& p, const Sm90Plan& plan, cudaStream_t stream) {
     arguments.num_units = plan.num_units;
     arguments.section = plan.section;
     arguments.first_section = plan.first_section;
-    arguments.num_whole = plan.num_whole;
+    arguments.num_whole = plan.num_splits > 0 ? plan.num_whole : INT32_MAX;
     arguments.num_splits = plan.num_splits;
     arguments.split_blocks = plan.split_blocks;
     const PersistentWorkspace workspace =

@@ -87,6 +87,13 @@ constexpr Sm90Tiles sm90_code_tiles(int head_dim) {
 // head dim 64.)
 constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
 constexpr bool has_splits(int ctas) { return ctas == 1; }
+// Tree masks have kernels of the first row of each head dim.
+constexpr bool has_tree(int head_dim, int warpgroups, int ctas) {
+    for (const Sm90Tiles& tiles : kSm90Tiles) {
+        if (tiles.head_dim == head_dim) return tiles.warpgroups == warpgroups && tiles.ctas == ctas;
+    }
+    return false;
+}
 constexpr bool has_beside(int head_dim, int warpgroups, int ctas) {
     return head_dim == kSm90TilesBeside.head_dim && warpgroups == kSm90TilesBeside.warpgroups &&
            ctas == kSm90TilesBeside.ctas;
@@ -98,7 +105,7 @@ constexpr bool has_blocks(int head_dim, int warpgroups, int ctas) {
 
 // What has kernels of its own. `beside` is for a shared prefix (SharedPrefixPlan): the kernel over the keys
 // behind it, which waits for memory, runs beside this one, which multiplies.
-enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside, blocks, small_blocks };
+enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside, tree, blocks, small_blocks };
 
 // What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token.
 enum class Sm90Cache { numbers, codes, codes_of_tokens };
@@ -123,7 +130,9 @@ struct Sm90Config {
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kCtas = kCtas_;
     static constexpr int kTileBlocks = kTiles.row_blocks();
-    static constexpr bool kSplits = kFeature_ == Sm90Feature::splits;
+    // In other kernels the code for tree masks would spill registers. Theirs may share out keys, too.
+    static constexpr bool kTree = kFeature_ == Sm90Feature::tree;
+    static constexpr bool kSplits = kFeature_ == Sm90Feature::splits || kTree;
     static constexpr bool kChained = kTiles.chained && !kSplits;
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
     static constexpr bool kAlibi = kFeature_ == Sm90Feature::alibi;

@@ -21,7 +21,7 @@ struct alignas(16) Sm90Work {
     int32_t k_begin;  // likewise; paged ones: see split()
 
     __device__ Visibility visibility(const AttentionParams& p) const {
-        return {seqlen_k, prefix_len, p.window_left, p.window_right};
+        return {seqlen_k, prefix_len, p.window_left, p.window_right, p.attention_chunk};
     }
     __device__ Sm90Work from_lane_0() const {
         auto get = [](int32_t x) { return __shfl_sync(~0u, x, 0); };
@@ -32,6 +32,17 @@ struct alignas(16) Sm90Work {
     // have splits, and packed ones alone a first key, so that both share a field.
     __device__ int32_t split() const { return k_begin - 1; }
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
+    // Keys from here on may be hidden by a tree mask.
+    __device__ int32_t tree_begin(const AttentionParams& p) const {
+        return p.is_tree(seqlen_q) ? q_pos(0) : INT32_MAX;
+    }
+    // Which of the 64 keys from `first_key` on the tree mask hides from a query of the sequence, if there is
+    // such a query.
+    __device__ uint64_t hidden_by_tree(const AttentionParams& p, int32_t token, int32_t first_key) const {
+        if (token >= seqlen_q) return 0;
+        const int64_t first = p.cu_seqlens_q ? int64_t{q_begin} : int64_t{batch} * p.seqlen_q;
+        return octavo::hidden_by_tree(p.tree_word(first + token), q_pos(0), prefix_len, first_key);
+    }
     // In p.lse, the place of a query of the sequence and a head counted from `first_head`.
     __device__ int64_t lse_place(const AttentionParams& p, int32_t token, int32_t head) const {
         const int64_t begin = p.cu_seqlens_q ? q_begin * p.lse_token_stride : batch * p.lse_batch_stride;

@@ -97,6 +97,7 @@ class Sm90KeyRows {
             if (key >= see.prefix_len) {
                 if (see.window_right >= 0) begin = max(key - see.window_right - first_q_pos, -kMany);
                 if (see.window_left >= 0) end = min(key + see.window_left + 1 - first_q_pos, kMany);
+                if (see.has_chunks()) end = min(end, see.chunk_end(key) - first_q_pos);
             }
             const uint32_t count = key < see.seqlen_k && begin < end ? end - begin : 0;
             auto sees = [&](int column) { return static_cast<uint32_t>(column - begin) < count; };

@@ -54,7 +54,6 @@ def attention(target: Target, case: Case, inputs: Inputs, **overrides: Any) -> R
     k, v = problems.poisoned(case, inputs)
     arguments = {
         **case.masks,
-        "window_right": case.window_right,
         **optional_arrays(target, inputs),
         **blocks(target, case, inputs),
         **overrides,
@@ -70,7 +69,6 @@ def packed_attention(target: Target, case: Case, inputs: Inputs, **overrides: An
     k, v = problems.poisoned(case, inputs)
     arguments = {
         **case.masks,
-        "window_right": case.window_right,
         **optional_arrays(target, inputs),
         **blocks(target, case, inputs),
         **overrides,
@@ -98,7 +96,7 @@ def attention_backward(
     """The forward, poisoned where no query looks, and its backward: dq, dk, dv, those of slopes and sinks."""
     k, v = problems.poisoned(case, inputs)
     optional = {**optional_arrays(target, inputs), **blocks(target, case, inputs)}
-    arguments = {**case.masks, "window_right": case.window_right, **optional, **overrides}
+    arguments = {**case.masks, **optional, **overrides}
     options_of_backward = {
         name: arguments.pop(name) for name in ("dlse", "deterministic", "dq", "dk", "dv") if name in arguments
     }

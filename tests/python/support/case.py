@@ -28,6 +28,7 @@ class Case:
     causal: bool = True
     window_left: int = -1
     window_right: int = -1
+    attention_chunk: int = 0
     prefix_lens: tuple[int, ...] | None = None
     softcap: float = 0.0
     alibi: str = ""  # "", "head": slopes [num_q_heads], "batch": slopes [batch, num_q_heads]
@@ -85,6 +86,8 @@ class Case:
             "softmax_scale": self.softmax_scale,
             "causal": self.causal,
             "window_left": self.window_left,
+            "window_right": self.window_right,
+            "attention_chunk": self.attention_chunk,
             "softcap": self.softcap,
         }
 
@@ -95,6 +98,8 @@ class Case:
         begin = q_pos - self.window_left if self.window_left >= 0 else np.zeros(n, int)
         window_right = 0 if self.causal else self.window_right
         end = np.minimum(q_pos + window_right + 1, m) if window_right >= 0 else np.full(n, m)
+        if self.attention_chunk > 0:
+            begin = np.maximum(begin, q_pos // self.attention_chunk * self.attention_chunk)
         prefix = min(self.prefix_lens[b], m) if self.prefix_lens else 0
         return int((prefix + np.maximum(end - np.maximum(begin, prefix), 0)).sum())
 
@@ -104,6 +109,8 @@ class Case:
         if n == 0:
             return 0
         begin = max(0, m - n - self.window_left) if self.window_left >= 0 else 0
+        if self.attention_chunk > 0:
+            begin = max(begin, (m - n) // self.attention_chunk * self.attention_chunk)
         prefix = min(self.prefix_lens[b], m) if self.prefix_lens else 0
         return prefix + max(0, m - max(begin, prefix))
 
@@ -115,7 +122,7 @@ class Case:
         counts it.
         """
         pairs = sum(map(self.num_visible, range(self.batch)))
-        if self.causal and self.window_left < 0 and not self.prefix_lens:
+        if self.causal and self.window_left < 0 and not self.attention_chunk and not self.prefix_lens:
             diagonals = map(min, self.seqlens_q, self.seqlens_k)
             pairs -= sum((length + 1) // 2 for length in diagonals)
         return 4 * pairs * self.num_q_heads * self.head_dim

@@ -63,6 +63,16 @@ DENSE = (
     Case("window_right", (43,), (151,), window_right=5, causal=False),
     Case("window_causal_wins", (41,), (41,), window_left=7, window_right=9),
     Case("window_long", (401,), (1399,), window_left=255, num_q_heads=2, num_kv_heads=1),
+    Case("chunks", (97, 97), (211, 211), attention_chunk=64, num_kv_heads=2),
+    Case("chunks_of_one", (33,), (65,), attention_chunk=1),
+    Case("chunks_of_7", (150,), (150,), attention_chunk=7, num_kv_heads=1),
+    Case("chunks_window", (97,), (211,), attention_chunk=50, window_left=30, num_kv_heads=2),
+    Case("chunks_window_right_0", (90,), (150,), attention_chunk=37, window_right=0, causal=False),
+    Case("chunks_queries_outnumber", (211,), (97,), attention_chunk=40),
+    Case("chunks_prefix", (131,), (257,), attention_chunk=100, prefix_lens=(40,), num_kv_heads=2),
+    Case("chunks_longer_than_all", (71,), (113,), attention_chunk=200, num_kv_heads=2),
+    Case("chunks_sinks", (97,), (211,), attention_chunk=64, sinks="normal", alibi="head", num_kv_heads=1),
+    Case("chunks_long", (401,), (1399,), attention_chunk=512, num_q_heads=2, num_kv_heads=1),
     Case("softcap", (71,), (113,), softcap=5.0, q_gain=4.0),
     Case("softcap_high", (71,), (113,), softcap=50.0, num_kv_heads=1),
     Case("alibi", (71,), (113,), alibi="head", num_kv_heads=2),
@@ -101,6 +111,37 @@ PACKED = (
     Case("group_64_packed", (3, 1, 11), (41, 97, 11), num_q_heads=64, num_kv_heads=1, head_dim=80),
     Case("more_queries_than_keys_packed", (20, 9), (7, 0), prefix_lens=(2, 0)),
     Case("window_packed", (50, 1, 33), (250, 90, 33), window_left=31, num_kv_heads=1),
+    Case("window_right_packed", (50, 1, 33), (250, 90, 33), window_right=9, causal=False, num_kv_heads=1),
+    Case(
+        "window_both_packed",
+        (50, 1, 3, 130, 33),
+        (250, 90, 700, 130, 33),
+        window_left=31,
+        window_right=70,
+        causal=False,
+        num_q_heads=8,
+        num_kv_heads=2,
+    ),
+    Case(
+        "window_both_prefix_packed",
+        (50, 4, 130),
+        (250, 999, 430),
+        window_left=31,
+        window_right=2,
+        prefix_lens=(5, 100, 0),
+        causal=False,
+        num_kv_heads=2,
+    ),
+    Case("chunks_packed", (50, 1, 33, 130), (250, 90, 64, 130), attention_chunk=64, num_kv_heads=1),
+    Case(
+        "chunks_packed_prefix",
+        (50, 1, 3, 130, 33),
+        (250, 90, 700, 130, 33),
+        attention_chunk=100,
+        prefix_lens=(0, 4, 130, 9, 0),
+        num_q_heads=8,
+        num_kv_heads=2,
+    ),
     Case("alibi_packed", (50, 1, 33), (250, 90, 33), alibi="batch", num_kv_heads=2),
     Case("sinks_packed", (50, 1, 33, 7), (250, 90, 33, 0), sinks="normal", num_q_heads=8, num_kv_heads=2),
     Case(
@@ -140,6 +181,8 @@ def _backward() -> tuple[Case, ...]:
         "both": {"window_left": 70, "window_right": 3, "causal": False},
         "prefix": {"prefix_lens": (50,)},
         "prefix_window": {"prefix_lens": (20,), "window_left": 30},
+        "chunks": {"attention_chunk": 48},
+        "chunks_window": {"attention_chunk": 70, "window_left": 40},
     }
     groups = (1, 4, 5, 7)
     lengths = (
@@ -164,7 +207,7 @@ def _backward() -> tuple[Case, ...]:
 
 BACKWARD = _backward()
 
-# Only where keys lie in pages: page sizes, many pages, scales, a right window that packed queries lack.
+# Only where keys lie in pages: page sizes, many pages, scales.
 PAGED = (
     Case("page_size_1", (5, 1, 17), (67, 130, 17), page_size=1, num_kv_heads=2),
     Case("page_size_17", (5, 1, 17), (67, 530, 17), page_size=17, num_kv_heads=2),
@@ -197,6 +240,12 @@ DECODE = (
     Case("decode_head_dim_192", (1,) * 2, (41, 200), head_dim=192, num_kv_heads=2),
     Case("decode_window", (1,) * 3, (20, 211, 1500), window_left=100, num_kv_heads=2),
     Case("decode_window_0", (1,) * 2, (20, 211), window_left=0),
+    Case("decode_window_both", (1,) * 2, (20, 211), window_left=50, window_right=3, causal=False),
+    Case("decode_chunks", (1,) * 5, (64, 65, 200, 256, 1500), attention_chunk=64, num_kv_heads=2),
+    Case(
+        "decode_chunks_long", (1,) * 3, (20, 511, 1500), attention_chunk=1000, num_q_heads=8, num_kv_heads=1
+    ),
+    Case("decode_chunks_prefix", (1,) * 3, (20, 211, 1500), attention_chunk=100, prefix_lens=(4, 4, 130)),
     Case("decode_window_prefix", (1,) * 3, (20, 211, 1500), window_left=100, prefix_lens=(4, 4, 130)),
     Case("decode_softcap", (1,) * 2, (41, 500), softcap=8.0, q_gain=4.0),
     Case("decode_alibi", (1,) * 2, (41, 500), alibi="head", num_kv_heads=2),

@@ -89,7 +89,7 @@ def make_calls(dtype="float32", seed=0):
         (
             "paged_attention",
             {**paged, **batch_slopes, "q": packed["q"], "cu_seqlens_q": index(CU_SEQLENS)},
-            {"max_seqlen_q": 5, "causal": False, "return_lse": True},
+            {"max_seqlen_q": 5, "causal": False, "window_right": 1, "return_lse": True},
         ),
         ("append_kv", {**one_each, **cache(dtype, seed), **tables}, {}),
         ("append_kv", many, {"k_scale": 2.0, "v_scale": 0.5}),
@@ -114,6 +114,17 @@ def make_calls(dtype="float32", seed=0):
         ("linear", layer, {}),
         ("linear", whole_layer, {"activation": "silu_gate", "static_weight": True}),
         ("rms_norm", {"x": make(2, 3, HEAD_DIM), "weight": make(HEAD_DIM)}, {"eps": 0.01}),
+        (
+            "latent_attention",
+            {"q": make(2, 4, 576), "kv_pages": make(6, PAGE_SIZE, 576), **tables},
+            {"softmax_scale": 0.1},
+        ),
+        (
+            "latent_attention",
+            {"q": make(8, 4, 576), "kv_pages": make(6, PAGE_SIZE, 576), **tables}
+            | {"cu_seqlens_q": index(CU_SEQLENS)},
+            {"softmax_scale": 0.1, "max_seqlen_q": 5, "return_lse": True, "kv_scale": 0.5},
+        ),
         ("rms_norm", {"x": make(3, 16), "weight": normal(16, seed=seed), "residual": make(3, 16) + 1}, {}),
         (
             "paged_attention",
@@ -123,8 +134,25 @@ def make_calls(dtype="float32", seed=0):
         ("attention", {**dense, **sinks}, {"causal": True, "window_left": 3, "return_lse": True}),
         ("attention", {**packed, **sinks, **masks}, {}),
         ("paged_attention", {**paged, **sinks}, {"window_left": 7, "return_lse": True}),
+        ("paged_attention", paged, {"attention_chunk": 4, "return_lse": True}),
+        ("attention", packed, {"causal": True, "attention_chunk": 2, "return_lse": True}),
+        (
+            "paged_attention",
+            {
+                **paged,
+                "q": packed["q"],
+                "cu_seqlens_q": index(CU_SEQLENS),
+                "tree_mask": octavo.tree_mask(jnp.array([-1, 0, 0, -1, 0, 1, 1, -1])),
+            },
+            {"max_seqlen_q": 5, "return_lse": True},
+        ),
         ("attention_backward", backward({**dense, **sinks}, masked), {**masked, "return_dsinks": True}),
         ("attention_backward", backward({**packed, **sinks}, {}), {}),
+        (
+            "attention_backward",
+            backward(dense, {"causal": True, "attention_chunk": 4}),
+            {"causal": True, "attention_chunk": 4},
+        ),
         (
             "attention_backward",
             backward({**dense, **sinks, **masks}, {}, dlse=normal(2, 5, 4, seed=seed)),

@@ -51,6 +51,7 @@ def visible(
     causal: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     prefix_len: int = 0,
 ) -> NDArray[np.bool_]:
     """[len(q_pos), seqlen_k]: which keys the queries at these positions see."""
@@ -62,6 +63,8 @@ def visible(
         see &= distance <= window_left
     if window_right >= 0:
         see &= distance >= -window_right
+    if attention_chunk > 0:
+        see &= q_pos[:, None] // attention_chunk <= np.arange(seqlen_k) // attention_chunk
     see[:, :prefix_len] = True
     return see
 
@@ -70,6 +73,18 @@ def expand_blocks(block_mask: NDArray[Any], block_size: int, n: int, m: int) -> 
     """[heads, query blocks, key blocks] to [heads, n, m], counted from the first query and the first key."""
     blocks = block_mask != 0
     return blocks[:, np.arange(n)[:, None] // block_size, np.arange(m) // block_size]
+
+
+def hidden_by_tree(words: Sequence[int], seqlen_k: int, prefix_len: int) -> NDArray[np.bool_]:
+    """[n, seqlen_k]: which keys the words of n queries hide; bit j is of the j-th of the n newest."""
+    n = len(words)
+    hidden = np.zeros((n, seqlen_k), bool)
+    for i, word in enumerate(words if n <= 64 else ()):
+        for j in range(n):
+            key = seqlen_k - n + j
+            if key >= prefix_len:
+                hidden[i, key] = not int(word) >> j & 1
+    return hidden
 
 
 def _distances(q_pos: NDArray[np.int64], seqlen_k: int) -> NDArray[np.int64]:
@@ -306,12 +321,14 @@ def sequences(
     causal: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     prefix_lens: Sequence[int] | None = None,
     block_mask: NDArray[Any] | None = None,
     block_size: int = 128,
     alibi_slopes: NDArray[Any] | None = None,
     dropout: Dropout | None = None,
     sinks: NDArray[Any] | None = None,
+    tree_mask: Sequence[int] | None = None,
     q_pos: Sequence[NDArray[np.int64]] | None = None,
 ) -> Iterator[PackedSequence]:
     """Each in turn. `q_pos` is for some of the queries alone: where those that are given sit."""
@@ -326,11 +343,15 @@ def sequences(
             causal=causal,
             window_left=window_left,
             window_right=window_right,
+            attention_chunk=attention_chunk,
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
         )
         if block_mask is not None:
             assert len(q_pos[b]) == n, "blocks count all queries"
             see = see & expand_blocks(block_mask[b] if block_mask.ndim == 4 else block_mask, block_size, n, m)
+        if tree_mask is not None and m:
+            prefix_len = prefix_lens[b] if prefix_lens is not None else 0
+            see &= ~hidden_by_tree(tree_mask[q_begin : q_begin + n], m, prefix_len)
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
         yield PackedSequence(
             b,
@@ -447,3 +468,34 @@ def rotate(
     rotated[..., first] = a * c - b * s
     rotated[..., second] = b * c + a * s
     return rotated
+
+
+def latent_attention(
+    q: NDArray[Any],
+    keys: list[NDArray[Any]],
+    cu_seqlens_q: Sequence[int],
+    softmax_scale: float,
+    v_dim: int,
+    *,
+    causal: bool = True,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Of packed queries [total_q, num_q_heads, qk_dim] over keys [length, qk_dim] of each sequence.
+
+    Returns out, lse, and the sums of weights times the sizes of values, which rounding errors grow with.
+    """
+    out, lse = np.zeros((*q.shape[:2], v_dim)), np.full(q.shape[:2], -np.inf)
+    sizes = np.zeros_like(out)
+    for b, of_sequence in enumerate(keys):
+        first, last = cu_seqlens_q[b], cu_seqlens_q[b + 1]
+        for i, position in enumerate(positions(last - first, len(of_sequence))):
+            seen = of_sequence[: position + 1] if causal else of_sequence
+            if position < 0 or len(seen) == 0:
+                continue
+            scores = q[first + i].astype(np.float64) @ seen.T * softmax_scale
+            highest = scores.max(axis=-1, keepdims=True)
+            weights = np.exp(scores - highest)
+            total = weights.sum(axis=-1, keepdims=True)
+            out[first + i] = weights / total @ seen[:, :v_dim]
+            sizes[first + i] = weights / total @ np.abs(seen[:, :v_dim])
+            lse[first + i] = (highest + np.log(total))[:, 0]
+    return out, lse, sizes

@@ -50,6 +50,7 @@ def visible(case: Case, b: int) -> NDArray[np.bool_]:
         causal=case.causal,
         window_left=case.window_left,
         window_right=case.window_right,
+        attention_chunk=case.attention_chunk,
         prefix_len=case.prefix_lens[b] if case.prefix_lens else 0,
     )
 
@@ -192,7 +193,6 @@ def make_reference(
         case.seqlens_q,
         case.seqlens_k,
         dtype=dtype,
-        window_right=case.window_right,
         prefix_lens=case.prefix_lens,
         alibi_slopes=inputs.alibi_slopes,
         sinks=inputs.sinks,
@@ -215,7 +215,6 @@ def make_backward_reference(
 ) -> oracle_backward.Reference:
     masks = {
         **case.masks,
-        "window_right": case.window_right,
         "prefix_lens": case.prefix_lens,
         "alibi_slopes": inputs.alibi_slopes,
         "sinks": inputs.sinks,

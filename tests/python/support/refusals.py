@@ -108,6 +108,17 @@ def sum_and_norm() -> Arguments:
     return {**norm(), "residual": f32(2, 3, 8)}
 
 
+def latent() -> Arguments:
+    return {
+        "q": f32(2, 3, 16),
+        "kv_pages": f32(7, 4, 16),
+        "page_table": i32([[2, 1], [0, 3]]),
+        "seq_lens": i32([5, 1]),
+        "v_dim": 8,
+        "softmax_scale": 0.5,
+    }
+
+
 def table() -> Arguments:
     return {"page_table": i32([[2, 1], [0, -1]]), "seq_lens": i32([5, 1]), "num_pages": 3, "page_size": 4}
 
@@ -123,6 +134,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         "attention_backward",
         "linear",
         "rms_norm",
+        "latent_attention",
         "check_page_table",
     )
 }
@@ -139,6 +151,7 @@ def read_only(array: NDArray) -> NDArray:
     return array
 
 
+LATENT = ("latent_attention", latent)
 A, P, K, C, B, M, D, L, N, S, T = (
     ("attention", dense),
     ("paged_attention", paged),

@@ -37,6 +37,8 @@ def drawn_cases(
     num_kv_heads = draw(st.sampled_from((1, 2, 3)))
     group_size = draw(st.sampled_from((1, 2, 3, 4, 5, 7, 8)))
     window = st.one_of(st.just(-1), st.integers(0, max_seqlen_k))
+    causal, window_right = draw(st.booleans()), draw(window)
+    chunk = st.one_of(st.just(0), st.integers(1, max_seqlen_k + 50))
     prefix = st.one_of(st.just(0), st.integers(0, max_seqlen_k + 50))
     return Case(
         name=f"drawn {draw(st.integers(0, 2**16))}",
@@ -46,9 +48,10 @@ def drawn_cases(
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.sampled_from(HEAD_DIMS)),
         page_size=draw(st.sampled_from(PAGE_SIZES)) if paged else 16,
-        causal=draw(st.booleans()),
+        causal=causal,
         window_left=draw(window),
-        window_right=-1 if paged else draw(window),
+        window_right=window_right,
+        attention_chunk=draw(chunk) if causal or window_right == 0 else 0,
         prefix_lens=draw(st.one_of(st.none(), st.lists(prefix, min_size=batch, max_size=batch).map(tuple))),
         softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
         alibi=draw(st.sampled_from(("", "", "head", "batch"))),

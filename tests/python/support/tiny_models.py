@@ -32,6 +32,14 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=WINDOW
     ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SIZES,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        no_rope_layers=[1, 0, 1],
+        attention_chunk_size=WINDOW,
+        attn_temperature_tuning=False,
+    ),
     "gpt2": lambda: transformers.GPT2Config(**TOKENS, n_embd=64, n_layer=3, n_head=4, n_positions=128),
     "bloom": lambda: transformers.BloomConfig(**TOKENS, hidden_size=64, n_layer=3, n_head=4),
 }

@@ -1,0 +1,232 @@
+"""Latent attention (MLA) decode on an NVIDIA GPU: Octavo beside FlashInfer and FlashMLA in one run.
+
+    python benchmarks/bench_latent.py --json latent.jsonl
+
+One query a sequence, pages of 64 tokens shuffled over the cache, rows of 576 numbers of which 512 are values.
+Times, and the check of every contestant's output against float64, are as in bench_decode.py. A peer that
+cannot be imported is left out: FlashInfer is the package flashinfer, FlashMLA the package flash_mla.
+
+floor = 3 us + bytes / read bandwidth measured in the same run. With many heads a case is bound by products:
+for those the column TFLOP/s counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import _support_path  # noqa: F401
+from _report import OCTAVO, floor_us
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+QK_DIM, V_DIM, PAGE_SIZE = 576, 512, 64
+SCALE = 192**-0.5
+TOLERANCE = 0.02  # of the row's largest element, in bfloat16; fp8 caches have the same numbers for all
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    batch: int
+    length: int
+    num_q_heads: int
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        kind = "" if self.kv_dtype == "bfloat16" else "_fp8"
+        return f"mla_b{self.batch}_s{self.length}_h{self.num_q_heads}{kind}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the cache, queries and results."""
+        element = 2 if self.kv_dtype == "bfloat16" else 1
+        rows = self.batch * self.num_q_heads
+        return self.batch * self.length * QK_DIM * element + rows * 2 * (QK_DIM + V_DIM)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.num_q_heads * self.length * (QK_DIM + V_DIM)
+
+
+CASES = [
+    LatentCase(batch, 4096, num_q_heads, kv_dtype)
+    for kv_dtype in ("bfloat16", "float8_e4m3fn")
+    for num_q_heads in (16, 128)
+    for batch in (1, 32, 128)
+]
+
+
+@dataclass(frozen=True)
+class LatentInputs:
+    q: Tensor
+    kv_pages: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    out: Tensor
+
+
+def make_inputs(case: LatentCase) -> LatentInputs:
+    import torch
+
+    num_pages = case.batch * case.length // PAGE_SIZE
+    values = torch.randn(num_pages, PAGE_SIZE, QK_DIM, dtype=torch.bfloat16, device="cuda")
+    table = torch.randperm(num_pages, device="cuda").to(torch.int32).view(case.batch, -1)
+    q = torch.randn(case.batch, case.num_q_heads, QK_DIM, dtype=torch.bfloat16, device="cuda")
+    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
+    out = torch.empty(case.batch, case.num_q_heads, V_DIM, dtype=torch.bfloat16, device="cuda")
+    return LatentInputs(q, values.to(getattr(torch, case.kv_dtype)), table, lengths, out)
+
+
+def max_error(case: LatentCase, inputs: LatentInputs, out: Tensor) -> float:
+    """Of the first, a middle and the last sequence, relative to a row's largest element."""
+    worst = 0.0
+    for b in {0, case.batch // 2, case.batch - 1}:
+        keys = inputs.kv_pages[inputs.page_table[b].long()].flatten(0, 1).double()
+        weights = (inputs.q[b].double() @ keys.T * SCALE).softmax(-1)
+        expected = weights @ keys[:, :V_DIM]
+        error = (out[b].double() - expected).abs() / expected.abs().amax(-1, keepdim=True)
+        worst = max(worst, float(error.nan_to_num(float("inf")).max()))
+    return worst
+
+
+Prepare = Callable[[LatentCase, LatentInputs], Callable[[], Any]]
+
+
+def octavo_call(_: LatentCase, inputs: LatentInputs) -> Callable[[], Any]:
+    import octavo
+
+    arrays = inputs.q, inputs.kv_pages, inputs.page_table, inputs.seq_lens
+    return lambda: octavo.latent_attention(*arrays, softmax_scale=SCALE, out=inputs.out)
+
+
+def flashinfer_call(case: LatentCase, inputs: LatentInputs) -> Callable[[], Any]:
+    import torch
+
+    mla: Any = importlib.import_module("flashinfer.mla")
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = mla.BatchMLAPagedAttentionWrapper(workspace)
+    steps = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+    wrapper.plan(
+        qo_indptr=steps,
+        kv_indptr=steps * (case.length // PAGE_SIZE),
+        kv_indices=inputs.page_table.flatten(),
+        kv_len_arr=inputs.seq_lens,
+        num_heads=case.num_q_heads,
+        head_dim_ckv=V_DIM,
+        head_dim_kpe=QK_DIM - V_DIM,
+        page_size=PAGE_SIZE,
+        causal=True,
+        sm_scale=SCALE,
+        q_data_type=inputs.q.dtype,
+        kv_data_type=inputs.kv_pages.dtype,
+    )
+    q, kv = inputs.q.split([V_DIM, QK_DIM - V_DIM], -1), inputs.kv_pages.split([V_DIM, QK_DIM - V_DIM], -1)
+    return lambda: wrapper.run(*q, *kv, out=inputs.out)
+
+
+def flashmla_call(case: LatentCase, inputs: LatentInputs) -> Callable[[], Any]:
+    flash_mla: Any = importlib.import_module("flash_mla")
+    schedule = flash_mla.get_mla_metadata(inputs.seq_lens, case.num_q_heads, 1)
+    arrays = inputs.q[:, None], inputs.kv_pages[:, :, None], inputs.page_table, inputs.seq_lens
+
+    def call() -> None:
+        out, _ = flash_mla.flash_mla_with_kvcache(*arrays, V_DIM, *schedule, softmax_scale=SCALE, causal=True)
+        inputs.out.copy_(out[:, 0])
+
+    return call
+
+
+CONTESTANTS: dict[str, Prepare] = {OCTAVO: octavo_call, "flashinfer": flashinfer_call}
+CONTESTANTS["flashmla"] = flashmla_call
+
+
+@dataclass
+class LatentRow:
+    case: str
+    num_bytes: int
+    flops: int
+    floor_us: float
+    us: dict[str, float]
+    max_error: dict[str, float]
+    skipped: dict[str, str]
+    device: str
+
+
+def measure_case(case: LatentCase, read_bandwidth: float, rounds: int) -> LatentRow:
+    import torch
+    from _timing import capture, repeats_for, replay_times
+
+    floor = floor_us(case.num_bytes, read_bandwidth)
+    row = LatentRow(case.name, case.num_bytes, case.flops, floor, {}, {}, {}, torch.cuda.get_device_name())
+    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    copies = [make_inputs(case) for _ in range(1 + -(-2 * l2_bytes // case.num_bytes))]
+    graphs = {}
+    for name, prepare in CONTESTANTS.items():
+        try:
+            calls = [prepare(case, inputs) for inputs in copies]
+            copies[0].out.fill_(float("nan"))
+            calls[0]()
+            torch.cuda.synchronize()
+        except Exception as error:
+            if name == OCTAVO:
+                raise
+            row.skipped[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:120]
+            continue
+        row.max_error[name] = max_error(case, copies[0], copies[0].out)
+        if row.max_error[name] > TOLERANCE:
+            row.skipped[name] = f"WRONG: error {row.max_error[name]:.3g}"
+            continue
+        graphs[name] = capture(calls, repeats_for(len(calls), max(floor, case.flops / 6e8)))
+    for name, us in replay_times(graphs, rounds).items():
+        num_calls = len(copies) * repeats_for(len(copies), max(floor, case.flops / 6e8))
+        row.us[name] = us / num_calls
+    return row
+
+
+def show(row: LatentRow) -> str:
+    times = [f"{row.us[name]:.1f}" if name in row.us else row.skipped[name][:40] for name in CONTESTANTS]
+    own = row.us.get(OCTAVO, float("nan"))
+    shares = f"{own / row.floor_us:.2f}", f"{row.flops / own / 1e6:.0f}"
+    return f"| {' | '.join([row.case, f'{row.floor_us:.1f}', *times, *shares])} |"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
+    parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
+    args = parser.parse_args(argv)
+    cases = [case for case in CASES if args.rows is None or args.rows.search(case.name)]
+    if args.list:
+        print("\n".join(f"{case.name}: {case.num_bytes / 1e6:.1f} MB" for case in cases))
+        return 0
+    from _device import Probe
+
+    rounds = 5 if args.quick else 31
+    read_bandwidth = Probe(min(rounds, 9)).read_bandwidth()
+    print(f"read bandwidth {read_bandwidth / 1e12:.2f} TB/s; microseconds:\n")
+    print(f"| case | floor | {' | '.join(CONTESTANTS)} | / floor | TFLOP/s |")
+    print("|---|" + "--:|" * (len(CONTESTANTS) + 3))
+    rows = []
+    for case in cases:
+        rows.append(measure_case(case, read_bandwidth, rounds))
+        print(show(rows[-1]), flush=True)
+    if args.json:
+        args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+    return 1 if any(row.skipped.get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The words of ``tree_mask``: which of a sequence's newest tokens each of them sees."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from octavo._cache import library_of
+
+_MAX_TOKENS = 64  # the bits of a word
+
+
+def _namespace(call: str, array: Any) -> tuple[str, Any]:
+    """The library of an array, and the module that has its functions."""
+    library = library_of(call, array)
+    if library == "torch":
+        import torch
+
+        return library, torch
+    if library == "jax":
+        import jax.numpy
+
+        return library, jax.numpy
+    if library == "cupy":
+        return library, sys.modules["cupy"]
+    import numpy as np
+
+    return library, np
+
+
+def _as_array(array: Any) -> Any:
+    if hasattr(array, "__dlpack__"):
+        return array
+    import numpy as np
+
+    return np.asarray(array)
+
+
+def _arange(library: str, xp: Any, length: int, like: Any, dtype: Any = None) -> Any:
+    on_device = {"device": like.device} if library == "torch" else {}
+    return xp.arange(length, dtype=dtype, **on_device)
+
+
+def _check_axes(call: str, name: str, shape: tuple[int, ...]) -> None:
+    if not shape:
+        raise ValueError(f"{call}: {name} must have one axis or more; got shape []")
+    if shape[-1] > _MAX_TOKENS:
+        raise ValueError(
+            f"{call}: {name} must speak of at most {_MAX_TOKENS} tokens of a sequence, the bits of a word; "
+            f"got {shape[-1]}"
+        )
+
+
+def _check_parents(parents: Any, index: Any) -> None:
+    wrong = (parents < -1) | (parents >= index)
+    if wrong.any():
+        row, token = (int(x[0]) for x in wrong.nonzero())
+        raise ValueError(
+            f"tree_mask: parents must be -1 or less than their child's index; got {int(parents[row, token])} "
+            f"for token {token}"
+        )
+
+
+def pack_tree_mask(mask: Any) -> Any:
+    """Pack a mask of bools into the words that ``paged_attention`` takes as ``tree_mask``.
+
+    Args:
+        mask: bool [..., n], n at most 64: mask[..., i, j] says whether the i-th of a sequence's newest tokens
+            sees the j-th of them. An array of NumPy, PyTorch, JAX or CuPy, or a list. Packed sequences of
+            several lengths have rows behind one another, [total_q, n].
+
+    Returns:
+        words: of the same library and device, one for each row of mask: int64 [rows]; of JAX uint32
+            [rows, 2], lower halves first, since it has 64 bits only where asked to.
+
+    Raises:
+        ValueError: more than 64 columns, or no axis at all.
+        TypeError: not bool, or of another library.
+    """
+    mask = _as_array(mask)
+    library, xp = _namespace("pack_tree_mask", mask)
+    if "bool" not in str(mask.dtype):
+        raise TypeError(f"pack_tree_mask: mask must be of bool; got {mask.dtype}")
+    shape = tuple(mask.shape)
+    _check_axes("pack_tree_mask", "mask", shape)
+    columns = shape[-1]
+    rows = mask.reshape(math.prod(shape[:-1]), columns)
+    if library == "jax":
+        padded = xp.pad(rows, ((0, 0), (0, _MAX_TOKENS - columns))).reshape(-1, 2, 32)
+        bits = padded.astype(xp.uint32) << xp.arange(32, dtype=xp.uint32)
+        return bits.sum(axis=-1, dtype=xp.uint32)
+    bits = rows.to(xp.int64) if library == "torch" else rows.astype(xp.int64)
+    return (bits << _arange(library, xp, columns, mask, xp.int64)).sum(-1)
+
+
+def tree_mask(parents: Any) -> Any:
+    """Make the ``tree_mask`` of draft tokens from their parents in the tree (EAGLE, Medusa).
+
+    Each token sees itself and its ancestors. Li et al. 2024 (EAGLE, arXiv:2401.15077); Cai et al. 2024
+    (Medusa, arXiv:2401.10774).
+
+    Args:
+        parents: int [n] or [..., n], n at most 64: of each of a sequence's newest tokens the index of the one
+            that it follows, counted from the first of them and less than its own; -1 where it follows the
+            sequence itself. An array of NumPy, PyTorch, JAX or CuPy, or a list.
+
+    Returns:
+        words: of the same library and device, one for each token, as ``pack_tree_mask`` returns them.
+
+    Raises:
+        ValueError: more than 64 tokens, no axis, or, where the values are in host memory of NumPy or PyTorch,
+            a parent that is not before its child.
+        TypeError: not of integers, or of another library.
+    """
+    parents = _as_array(parents)
+    library, xp = _namespace("tree_mask", parents)
+    if "int" not in str(parents.dtype):
+        raise TypeError(f"tree_mask: parents must be of integers; got {parents.dtype}")
+    shape = tuple(parents.shape)
+    _check_axes("tree_mask", "parents", shape)
+    count, n = math.prod(shape[:-1]), shape[-1]
+    rows = parents.reshape(count, n)
+    if library == "torch":
+        rows = rows.long()
+        if rows.device.type == "cpu":
+            _check_parents(rows.numpy(), range(n))
+    elif library == "numpy":
+        _check_parents(rows, range(n))
+    index = _arange(library, xp, n, rows, rows.dtype)
+    sees = xp.broadcast_to(index[:, None] == index, (count, n, n))
+    # In each round a token sees what its ancestor twice as far up sees.
+    up, sequence = xp.where(rows < 0, index, rows), _arange(library, xp, count, rows)[:, None]
+    for _ in range(max(n - 1, 1).bit_length()):
+        sees = sees | sees[sequence, up]
+        up = up[sequence, up]
+    return pack_tree_mask(sees)

@@ -1,0 +1,121 @@
+#include "cuda/latent/plan.h"
+
+#include "common/fail.h"
+#include "cuda/alignment.h"
+#include "cuda/backend.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace octavo::cuda {
+namespace {
+
+// A GPU holds one CTA on each SM, so that CTAs go in waves. A CTA takes the time of its tiles of keys and of
+// about two more; to combine splits takes that of a tile for 32 of them.
+int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_sms) {
+    constexpr int64_t kBegin = 2 * 32, kMaxSplits = 128;
+    int64_t best = 1, least = 0;
+    for (int64_t splits = 1; splits <= std::min(kMaxSplits, std::max<int64_t>(key_tiles, 1)); ++splits) {
+        const int64_t waves = ceil_divide(num_row_tiles * splits, num_sms);
+        const int64_t combine = splits > 1 ? 32 + splits : 0;
+        const int64_t time = waves * (ceil_divide(key_tiles, splits) * 32 + kBegin) + combine;
+        if (splits > 1 && time >= least) continue;
+        best = splits;
+        least = time;
+    }
+    return static_cast<int32_t>(best);
+}
+
+// Whether sm90_latent serves the call. Up to 16 rows a sequence, the other kernel multiplies less in vain.
+bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
+    const bool are_boxes =
+        p.page_size % kSm90LatentKeys == 0 || (p.page_size % 8 == 0 && kSm90LatentKeys % p.page_size == 0);
+    constexpr int64_t kMostStride = int64_t{1} << 39;  // of the copy engine, in elements
+    return gpu.has_sm90_kernels && !plan.is_fp8() && are_boxes && plan.q_aligned && plan.kv_aligned &&
+           p.kv_slot_stride > 0 && p.kv_page_stride > 0 && p.kv_slot_stride < kMostStride &&
+           p.kv_page_stride < kMostStride &&
+           aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype) &&
+           int64_t{p.seqlen_q} * p.num_q_heads > kLatentRows;
+}
+
+std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
+    return text_of("latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ", ",
+                   tiles.keys, " keys, ", tiles.stages, " stages>");
+}
+
+std::string sm90_name_of(DType dtype) { return text_of("sm90_latent_attention<", to_string(dtype), ">"); }
+
+}  // namespace
+
+LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu) {
+    LatentPlan plan{};
+    plan.dtype = p.dtype;
+    plan.kv_dtype = p.kv_dtype;
+    while (plan.row + 1 < static_cast<int32_t>(std::size(kLatentTiles)) &&
+           plan.tiles().shared_bytes(plan.is_fp8()) > gpu.shared_bytes_per_block)
+        ++plan.row;
+    plan.q_aligned = aligned(p.q, 16, {p.q_token_stride, p.q_head_stride}, p.dtype);
+    plan.kv_aligned = aligned(p.kv, 16, {p.kv_page_stride, p.kv_slot_stride}, p.kv_dtype);
+    plan.is_sm90 = serves_sm90(p, plan, gpu);
+    plan.num_sequences = p.total_q == 0 ? 0 : p.batch;
+    plan.num_q_heads = p.num_q_heads;
+    plan.total_rows = p.total_q * p.num_q_heads;
+    plan.tiles_per_sequence =
+        static_cast<int32_t>(ceil_divide(int64_t{p.seqlen_q} * p.num_q_heads, plan.rows()));
+    constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
+    if (std::max(plan.num_row_tiles(), plan.total_rows) > kMaxGridX) {
+        fail<ValueError>("latent_attention", "the batch has ", plan.total_rows, " rows in ",
+                         plan.num_row_tiles(), " tiles; one launch takes at most ", kMaxGridX, " of either");
+    }
+    plan.num_splits = p.num_splits > 0 ? p.num_splits
+                                       : choose_num_splits(plan.num_row_tiles(),
+                                                           ceil_divide(p.seqlen_k, plan.keys()), gpu.num_sms);
+    return plan;
+}
+
+Explanation describe(const LatentPlan& plan) {
+    Explanation text;
+    text.file = plan.is_sm90 ? "src/cuda/sm90_latent/kernel.cuh" : "src/cuda/latent/kernel.cuh";
+    text.kernel = plan.is_sm90 ? sm90_name_of(plan.dtype) : name_of(plan.dtype, plan.is_fp8(), plan.tiles());
+    text.summary = text_of(counted(plan.num_row_tiles(), "tile"), " of ", plan.rows(), " rows x ",
+                           counted(plan.num_splits, "split"), ": ", counted(plan.grid().size(), "CTA"),
+                           " of ", plan.threads(), " threads");
+    if (plan.num_splits > 1) text.summary += "; then combine_latent_kernel";
+    text.plan = {
+        {"dtype", to_string(plan.dtype)},
+        {"kv_dtype", to_string(plan.kv_dtype)},
+        {"rows", int64_t{plan.rows()}},
+        {"keys", int64_t{plan.keys()}},
+        {"stages", int64_t{plan.tiles().stages}},
+        {"num_sequences", int64_t{plan.num_sequences}},
+        {"num_q_heads", int64_t{plan.num_q_heads}},
+        {"num_row_tiles", plan.num_row_tiles()},
+        {"num_splits", int64_t{plan.num_splits}},
+        {"q_aligned", plan.q_aligned},
+        {"kv_aligned", plan.kv_aligned},
+        {"num_ctas", plan.grid().size()},
+        {"threads", int64_t{plan.threads()}},
+        {"shared_bytes", plan.tiles().shared_bytes(plan.is_fp8())},
+        {"workspace_bytes", plan.workspace_bytes()},
+    };
+    return text;
+}
+
+Explanation explain(const LatentAttentionParams& p, const Gpu& gpu) {
+    return describe(plan_latent_attention(p, gpu));
+}
+
+std::vector<std::string> latent_attention_instances() {
+    std::vector<std::string> names;
+    for (DType dtype : kAttentionTypes) {
+        names.push_back(sm90_name_of(dtype));
+        for (bool is_fp8 : {false, true}) {
+            for (const LatentTiles& tiles : kLatentTiles) {
+                names.push_back(name_of(dtype, is_fp8, tiles));
+            }
+        }
+    }
+    return names;
+}
+
+}  // namespace octavo::cuda

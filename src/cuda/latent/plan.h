@@ -1,0 +1,71 @@
+// How latent_attention works on a GPU: which kernel, and how it cuts the work.
+#pragma once
+
+#include "cuda/gpu.h"
+#include "cuda/plan.h"
+#include "params/latent_attention_params.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace octavo::cuda {
+
+constexpr int32_t kLatentQkDim = 576, kLatentVDim = 512;  // what there are kernels for
+
+// Rows of shared memory are this much longer than they need be, so that the eight rows which ldmatrix reads
+// at once lie in different banks.
+constexpr int32_t kLatentPadBytes = 16;
+
+// The kernel for all GPUs: a CTA has 16 rows, and keys come in `stages` tiles at once.
+constexpr int32_t kLatentRows = 16;
+constexpr int32_t kLatentThreads = 256;
+struct LatentTiles {
+    int32_t keys;
+    int32_t stages;
+
+    // Of tiles as the cache holds them, and of one of fp8 as 16-bit numbers; of scores and weights; and of
+    // the numbers of each row.
+    constexpr int64_t shared_bytes(bool is_fp8) const {
+        const int64_t row = 2 * kLatentQkDim + kLatentPadBytes, code_row = kLatentQkDim + kLatentPadBytes;
+        const int64_t cache = is_fp8 ? keys * (stages * code_row + row) : keys * stages * row;
+        const int64_t scores = int64_t{kLatentRows} * (keys + 8) * 4 * (64 / keys);
+        const int64_t weights = int64_t{kLatentRows} * (keys + 8) * 2;
+        return cache + scores + weights + kLatentRows * 2 * 4;
+    }
+};
+// From the best on, of which the first that there is room for is taken.
+constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
+
+// sm90_latent.
+constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64;
+constexpr int32_t kSm90LatentThreads = 384;
+
+struct LatentPlan {
+    DType dtype, kv_dtype;
+    bool is_sm90;  // runs sm90_latent, or else the kernel for all GPUs
+    int32_t row;   // of kLatentTiles
+    int32_t num_sequences, num_q_heads;
+    int32_t tiles_per_sequence;  // of rows; the bound, for packed queries
+    int32_t num_splits;
+    int64_t total_rows;
+    bool q_aligned, kv_aligned;  // on 16 bytes
+
+    bool is_fp8() const { return kv_dtype != dtype; }
+    const LatentTiles& tiles() const { return kLatentTiles[row]; }
+    int32_t rows() const { return is_sm90 ? kSm90LatentRows : kLatentRows; }
+    int32_t keys() const { return is_sm90 ? kSm90LatentKeys : tiles().keys; }
+    int32_t threads() const { return is_sm90 ? kSm90LatentThreads : kLatentThreads; }
+    int64_t num_row_tiles() const { return int64_t{num_sequences} * tiles_per_sequence; }
+    Grid grid() const { return {num_row_tiles(), num_splits}; }
+    int64_t num_partial_rows() const { return num_splits > 1 ? num_splits * total_rows : 0; }
+    int64_t workspace_bytes() const { return num_partial_rows() * (kLatentVDim + 1) * 4; }
+};
+
+LatentPlan plan_latent_attention(const LatentAttentionParams& params, const Gpu& gpu);
+
+Explanation describe(const LatentPlan& plan);
+
+std::vector<std::string> latent_attention_instances();
+
+}  // namespace octavo::cuda

@@ -1,0 +1,128 @@
+// latent_attention on a GPU against the CPU: row tiles, splits, pages, fp8, strides.
+#include "cuda_testing.h"
+
+#include <octavo/latent_attention.h>
+
+#include <algorithm>
+#include <deque>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+constexpr int64_t kQkDim = 576, kVDim = 512;
+
+class CudaLatentAttentionTest : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
+    Random random(GetParam());
+    const DType dtype = random.pick({DType::float16, DType::bfloat16});
+    const bool is_fp8 = random.one_in(2), is_packed = random.one_in(2);
+    const int64_t batch = random.pick({1, 2, 5}), heads = random.pick({1, 5, 16, 24, 128});
+    const int64_t page_size = random.pick({1, 7, 16, 64, 128});
+    const int64_t gap = random.pick({0, 0, 16, 1});  // elements between the rows of q, and of the cache
+    const int64_t row = kQkDim + gap;
+
+    std::vector<int32_t> lengths, offsets = {0};
+    int64_t max_pages = 1, num_pages = 1;
+    for (int64_t b = 0; b < batch; ++b) {
+        const int32_t queries = is_packed ? random.pick({b == 0 ? 3 : 0, 1, 2, 9}) : 1;
+        lengths.push_back(random.one_in(8) ? 0 : queries + random.pick({0, 1, 62, 64, 130, 900}));
+        offsets.push_back(offsets.back() + queries);
+        max_pages = std::max(max_pages, lengths.back() / page_size + 1);
+        num_pages += lengths.back() / page_size + 1;
+    }
+    const int64_t total_q = offsets.back();
+    std::vector<int32_t> order(num_pages), table(batch * max_pages, 1 << 30);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random.engine());
+    std::vector<uint8_t> is_used(num_pages * page_size, 0);
+    for (int64_t b = 0, next = 0; b < batch; ++b) {
+        for (int64_t i = 0; i * page_size < lengths[b]; ++i) table[b * max_pages + i] = order[next++];
+        for (int64_t k = 0; k < lengths[b]; ++k)
+            is_used[table[b * max_pages + k / page_size] * page_size + k % page_size] = 1;
+    }
+    std::vector<uint16_t> keys = random.normal(num_pages * page_size * row, dtype);
+    std::vector<uint8_t> codes(keys.size());
+    for (size_t i = 0; i < keys.size(); ++i) {
+        // Codes up to 3.75, and NaN where nobody may look.
+        codes[i] = static_cast<uint8_t>((random.engine()() & 0x80) | random.engine()() % 0x48);
+        if (!is_used[i / row]) keys[i] = to_bits(NAN, dtype), codes[i] = 0x7f;
+    }
+    Mirror<uint16_t> q(random.normal(total_q * heads * row, dtype)), kv(keys),
+        out(nans(total_q * heads * kVDim, dtype));
+    Mirror<uint8_t> fp8(codes);
+    Mirror<float> lse(std::vector<float>(total_q * heads, NAN));
+    Mirror<int32_t> page_table(table), seq_lens(lengths), cu_seqlens(offsets);
+
+    LatentAttentionArgs args;
+    args.softmax_scale = 1.0 / std::sqrt(192.0);
+    args.causal = !random.one_in(4);
+    if (is_fp8) args.kv_scale = 0.5f;
+    auto run = [&](auto view) {
+        args.q = view(q, dtype, {total_q, heads, row});
+        args.kv_pages = is_fp8 ? view(fp8, DType::float8_e4m3fn, {num_pages, page_size, row})
+                               : view(kv, dtype, {num_pages, page_size, row});
+        args.q.shape[2] = args.kv_pages.shape[2] = kQkDim;
+        args.page_table = view(page_table, DType::int32, {batch, max_pages});
+        args.seq_lens = view(seq_lens, DType::int32, {batch});
+        if (is_packed) args.cu_seqlens_q = view(cu_seqlens, DType::int32, {batch + 1});
+        args.out = view(out, dtype, {total_q, heads, kVDim});
+        args.lse = view(lse, DType::float32, {total_q, heads});
+        latent_attention(args);
+    };
+    run(kOnHost);
+    for (const std::optional<int64_t> splits : std::vector<std::optional<int64_t>>{std::nullopt, 1, 3, 40}) {
+        args.num_splits = splits;
+        out.upload(nans(out.host.size(), dtype));
+        lse.upload(std::vector<float>(lse.host.size(), NAN));
+        run(kOnGpu);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        expect_close(out.fetch(), out.host, dtype);
+        expect_close(lse.fetch(), lse.host);
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaLatentAttentionTest, ::testing::Range(0u, 60u));
+
+// Calls one behind the other, which programmatic dependent launch lets overlap, share their workspace.
+TEST(CudaLatentAttention, CallsInARowKeepApart) {
+    const DType dtype = DType::bfloat16;
+    const int64_t batch = 4, heads = 16, page_size = 64, max_pages = 32;
+    Random random(7);
+    std::vector<int32_t> table(batch * max_pages), lengths(batch, page_size * max_pages);
+    std::iota(table.begin(), table.end(), 0);
+    Mirror<uint16_t> kv(random.normal(batch * max_pages * page_size * kQkDim, dtype));
+    Mirror<int32_t> page_table(table), seq_lens(lengths);
+    std::deque<Mirror<uint16_t>> q, out;
+    for (int i = 0; i < 8; ++i) {
+        q.emplace_back(random.normal(batch * heads * kQkDim, dtype));
+        out.emplace_back(nans(batch * heads * kVDim, dtype));
+    }
+    auto run = [&](int i) {
+        LatentAttentionArgs args;
+        args.softmax_scale = 0.07;
+        args.num_splits = 2 + i;
+        args.q = q[i].on_gpu(dtype, {batch, heads, kQkDim});
+        args.kv_pages = kv.on_gpu(dtype, {batch * max_pages, page_size, kQkDim});
+        args.page_table = page_table.on_gpu(DType::int32, {batch, max_pages});
+        args.seq_lens = seq_lens.on_gpu(DType::int32, {batch});
+        args.out = out[i].on_gpu(dtype, {batch, heads, kVDim});
+        latent_attention(args);
+    };
+    std::vector<std::vector<uint16_t>> alone;
+    for (int i = 0; i < 8; ++i) {
+        run(i);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        alone.push_back(out[i].fetch());
+        out[i].upload(nans(out[i].host.size(), dtype));
+    }
+    for (int i = 0; i < 8; ++i) run(i);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    for (int i = 0; i < 8; ++i) EXPECT_EQ(out[i].fetch(), alone[i]) << "call " << i;
+}
+
+}  // namespace
+}  // namespace octavo

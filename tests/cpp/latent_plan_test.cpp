@@ -1,0 +1,68 @@
+// How latent_attention cuts its work on GPUs: pure functions, which need none.
+#include "plan_testing.h"
+
+#include "cuda/latent/plan.h"
+
+#include <octavo/latent_attention.h>
+
+namespace octavo {
+namespace {
+
+LatentAttentionArgs latent(int64_t batch, int64_t heads, int64_t keys, bool is_fp8 = false) {
+    Arrays arrays;
+    LatentAttentionArgs args;
+    args.q = arrays.make(DType::bfloat16, {batch, heads, 576});
+    args.kv_pages =
+        arrays.make(is_fp8 ? DType::float8_e4m3fn : DType::bfloat16, {batch * keys / 64, 64, 576});
+    args.page_table = arrays.make(DType::int32, {batch, keys / 64});
+    args.seq_lens = arrays.make(DType::int32, {batch});
+    args.out = arrays.make(DType::bfloat16, {batch, heads, 512});
+    args.softmax_scale = 0.1;
+    return args;
+}
+
+std::string ctas(const LatentAttentionArgs& args, const char* gpu) {
+    const Explanation text = explain(args, gpu);
+    return field(text, "num_row_tiles") + " x " + field(text, "num_splits");
+}
+
+TEST(LatentPlan, FillsTheGpu) {
+    EXPECT_EQ(ctas(latent(32, 16, 4096), "h200"), "32 x 4");
+    EXPECT_EQ(ctas(latent(128, 16, 4096), "h200"), "128 x 1");
+    EXPECT_EQ(ctas(latent(1, 16, 64), "h200"), "1 x 1");
+}
+
+TEST(LatentPlan, SplitsStayWithinKeys) {
+    for (int64_t keys : {64, 128, 1024, 4096, 65536}) {
+        for (int64_t batch : {1, 3, 32, 131, 133, 400}) {
+            const Explanation text = explain(latent(batch, 16, keys), "h200");
+            EXPECT_LE(std::stoll(field(text, "num_splits")), keys / 64) << batch << " x " << keys;
+        }
+    }
+}
+
+TEST(LatentPlan, TilesFitInSharedMemory) {
+    for (const std::string& name : explainable_gpus()) {
+        const int64_t room = cuda::find_gpu(name)->shared_bytes_per_block;
+        for (bool is_fp8 : {false, true}) {
+            const Explanation text = explain(latent(8, 128, 4096, is_fp8), name);
+            EXPECT_LE(std::stoll(field(text, "shared_bytes")), room) << name;
+        }
+    }
+    EXPECT_EQ(field(explain(latent(8, 16, 4096), "h100"), "stages"), "3");
+    EXPECT_EQ(field(explain(latent(8, 16, 4096), "a100"), "stages"), "2");
+    EXPECT_EQ(field(explain(latent(8, 16, 4096), "l40s"), "keys"), "32");
+}
+
+TEST(LatentPlan, NamesWhatIsCompiled) {
+    const auto names = cuda::latent_attention_instances();
+    for (const char* gpu : {"h200", "a100", "l40s"}) {
+        for (bool is_fp8 : {false, true}) {
+            const std::string kernel = explain(latent(8, 16, 4096, is_fp8), gpu).kernel;
+            EXPECT_EQ(std::count(names.begin(), names.end(), kernel), 1) << kernel;
+        }
+    }
+}
+
+}  // namespace
+}  // namespace octavo
