@@ -29,7 +29,14 @@ struct AttentionArgs {
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis; natural logarithm
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> cu_seqlens_k;
-    std::optional<TensorView> prefix_lens;   // int32, int64 [batch]: first tokens, visible to every query
+    std::optional<TensorView> prefix_lens;  // int32, int64 [batch]: first tokens, visible to every query
+    // Block-sparse attention (section 3.3 of the first paper): uint8 [1 or num_q_heads, query blocks, key
+    // blocks], or with a batch axis before these. A block is block_size queries x block_size keys, counted
+    // from the first query and the first key of each sequence, and of packed ones each uses the first rows
+    // and columns: ceil(max_seqlen / block_size) of them suffice for all. Where it is 0, no query of the
+    // block sees a key of it, whatever the other masks say, prefix_lens included.
+    std::optional<TensorView> block_mask;
+    int64_t block_size = 128;                // 64 or 128
     std::optional<TensorView> alibi_slopes;  // float32 [num_q_heads] or [batch, num_q_heads]
     std::optional<int64_t> max_seqlen_q;     // bounds for packed arrays; a tighter bound starts fewer blocks
     std::optional<int64_t> max_seqlen_k;
@@ -84,6 +91,8 @@ struct AttentionBackwardArgs {
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> cu_seqlens_k;
     std::optional<TensorView> prefix_lens;
+    std::optional<TensorView> block_mask;
+    int64_t block_size = 128;
     std::optional<TensorView> alibi_slopes;
     std::optional<int64_t> max_seqlen_q;
     std::optional<int64_t> max_seqlen_k;

@@ -80,6 +80,8 @@ typedef struct octavo_attention_args {
     int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
     int64_t dropout_offset;            /* default: 0 */
     double softmax_phi;                /* default: NaN, none */
+    octavo_tensor block_mask;          /* optional: uint8 [heads, query blocks, key blocks] */
+    int64_t block_size;                /* default: 128; or 64 */
     int32_t causal;                    /* default: 0 */
     void* stream;                      /* cudaStream_t; default: null */
 } octavo_attention_args;
@@ -151,6 +153,8 @@ typedef struct octavo_attention_backward_args {
     double dropout_p;                  /* default: 0, none */
     int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
     int64_t dropout_offset;            /* default: 0 */
+    octavo_tensor block_mask;          /* optional: uint8 [heads, query blocks, key blocks] */
+    int64_t block_size;                /* default: 128; or 64 */
     int32_t causal;                    /* default: 0 */
     int32_t deterministic;             /* default: 0 */
     void* stream;                      /* cudaStream_t; default: null */

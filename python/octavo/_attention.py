@@ -108,6 +108,13 @@ def attention(
             ``paged_attention`` for decoding alone use it. Default: none.
         attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
             its own, as in Llama 4. Needs causal. Default: 0, none.
+        block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis:
+            0 where the queries of a block do not look at the keys of one, whatever else says that they may
+            (block-sparse attention, FlashAttention, section 3.3). Time goes with the blocks that are kept.
+            Blocks are counted from the first query and the first key of each sequence, so that there are
+            ``ceil(seqlen / block_size)`` of them; packed sequences each use the first rows and columns of
+            as many as max_seqlen_q and max_seqlen_k have. Default: none, every block is kept.
+        block_size: queries and keys of a block: 64 or 128. Default: 128.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of k and v.

@@ -105,8 +105,8 @@ def attention_backward(
 
     ``out`` and ``lse`` are what ``attention`` returned for these q, k and v with ``return_lse=True``, and the
     options have to be those of that call: dropout is drawn again. A query that sees no key gets a gradient of
-    0 and adds nothing to others, whatever its dout; a key that no query sees gets 0. prefix_lens and
-    cu_seqlens have no gradient.
+    0 and adds nothing to others, whatever its dout; a key that no query sees gets 0. prefix_lens,
+    block_mask and cu_seqlens have no gradient.
 
     Sums are float32, and results are rounded to the dtype of q once. float16 overflows beyond 65504: scale
     the loss.
@@ -141,6 +141,9 @@ def attention_backward(
         sinks: float32 [num_q_heads], with which ``attention`` computed out and lse. Default: none.
         attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
             its own. Needs causal. Default: 0, none.
+        block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis.
+            Default: none, every block is kept.
+        block_size: 64 or 128. Default: 128.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
         return_dsinks: return the gradient of sinks, which have to be given, too. Default: False.
         dq: an array like q to write the gradient to; never read. dq, dk and dv may be views of one array, but

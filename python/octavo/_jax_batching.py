@@ -68,6 +68,13 @@ def _fold_slopes(slopes: Array, is_shared: bool, n: int, batch: int) -> Array:
     return jnp.repeat(slopes, batch, axis=0) if slopes.ndim == 2 else _fold(slopes)
 
 
+def _fold_block_mask(mask: Array, is_shared: bool, n: int, batch: int) -> Array:
+    """To [n * batch, heads, ...]; what all share may stay [heads, ...]."""
+    if is_shared:
+        return mask if mask.ndim == 3 else jnp.tile(mask, (n, 1, 1, 1))
+    return jnp.repeat(mask, batch, axis=0) if mask.ndim == 4 else _fold(mask)
+
+
 _OF_QUERIES = ("q", "dout", "out", "lse", "dlse")
 """What has a row for each query, in attention and in its backward."""
 
@@ -89,6 +96,9 @@ def fold_attention(arrays: Arrays, shared: frozenset[str]) -> Folded:
     if "alibi_slopes" in arrays:
         is_shared = "alibi_slopes" in shared
         folded["alibi_slopes"] = _fold_slopes(arrays["alibi_slopes"], is_shared, len(arrays["q"]), batch)
+    if "block_mask" in arrays:
+        is_shared = "block_mask" in shared
+        folded["block_mask"] = _fold_block_mask(arrays["block_mask"], is_shared, len(arrays["q"]), batch)
     return {**arrays, **folded}, places
 
 

@@ -145,7 +145,10 @@ def _linear_by_jax(arrays: _Arrays, options: Mapping[str, Option]) -> tuple[jax.
 
 
 ATTENTION = Operator(
-    "attention", _queries_results, _jax_batching.fold_attention, frozenset({"alibi_slopes", *_OF_HEADS})
+    "attention",
+    _queries_results,
+    _jax_batching.fold_attention,
+    frozenset({"alibi_slopes", "block_mask", *_OF_HEADS}),
 )
 PAGED_ATTENTION = Operator(
     "paged_attention",
@@ -157,7 +160,7 @@ APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, 
 COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
 ATTENTION_BACKWARD = Operator(
-    "attention_backward", _gradients, _jax_batching.fold_attention, frozenset({"sinks"})
+    "attention_backward", _gradients, _jax_batching.fold_attention, frozenset({"block_mask", "sinks"})
 )
 LINEAR = Operator(
     "linear", _linear_results, _jax_batching.fold_linear, frozenset({"w", "bias"}), _linear_by_jax

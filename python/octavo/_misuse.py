@@ -24,7 +24,7 @@ _OTHER_NAMES = {
     "attn_logits_soft_cap": ("softcap",),
     "attention_chunk_size": ("attention_chunk",),
     "attention_sinks": ("sinks",),
-    "attn_mask": ("causal", "window_left", "prefix_lens", "tree_mask"),
+    "attn_mask": ("causal", "window_left", "prefix_lens", "block_mask", "tree_mask"),
     "bias": ("causal", "window_left", "prefix_lens", "alibi_slopes"),
     "block_mapping": ("copies",),
     "block_size": ("page_size",),

@@ -62,6 +62,7 @@ class AttentionScalars(TypedDict, total=False):
     window_right: int
     attention_chunk: int
     softcap: float
+    block_size: int
     dropout_p: float
     dropout_seed: int | None
     dropout_offset: int
@@ -74,6 +75,7 @@ class _AttentionArrays(AttentionScalars, total=False):
     cu_seqlens_k: Integers | None
     alibi_slopes: SupportsDLPack | None
     prefix_lens: Integers | None
+    block_mask: SupportsDLPack | None
     sinks: SupportsDLPack | None
 
 

@@ -76,6 +76,7 @@ class _AttentionOptions(AttentionScalars, total=False):
     cu_seqlens_k: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    block_mask: ArrayLike | None
     sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
 
@@ -86,6 +87,7 @@ class _AttentionBackwardOptions(AttentionBackwardScalars, total=False):
     cu_seqlens_k: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    block_mask: ArrayLike | None
     sinks: ArrayLike | None
 
 

@@ -49,10 +49,7 @@ TensorView view_of_shape(const char* op, const char* name, nb::handle array, sch
                         bindings::type_name(array));
     }
     const std::string wanted = dtype_name(array.attr("dtype"));
-    std::optional<DType> dtype;
-    for (DType known : kDTypes) {
-        if (read_as(wanted, accept) == to_string(known)) dtype = known;
-    }
+    const std::optional<DType> dtype = dtype_named(wanted, accept);
     if (!dtype || !may_be(*dtype, accept)) refuse_dtype(op, name, accept, wanted);
     TensorView view;
     view.dtype = *dtype;

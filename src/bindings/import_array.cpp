@@ -51,8 +51,10 @@ Device to_device(const char* op, const char* name, dlpack::Device device) {
 TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor, Accept accept) {
     dlpack::DataType own = tensor.dtype;
     if (accept == Accept::words && own.code == dlpack::kUInt && own.bits >= 32) own.code = dlpack::kInt;
+    if (accept == Accept::mask && own == dlpack::DataType{dlpack::kBool, 8, 1}) own.code = dlpack::kUInt;
     const std::optional<DType> dtype = to_dtype(own);
-    if (!dtype || (is_code(*dtype) && accept != Accept::cache)) {
+    const bool may_be_code = accept == Accept::cache || (accept == Accept::mask && dtype == DType::uint8);
+    if (!dtype || (is_code(*dtype) && !may_be_code)) {
         refuse_dtype(op, name, accept, dtype_name(tensor.dtype));
     }
     if (tensor.ndim > TensorView::kMaxDims) {
@@ -266,6 +268,15 @@ dlpack::Device to_dlpack(Device device) {
     return {device.type == DeviceType::cpu ? dlpack::kCpu : dlpack::kCuda, device.index};
 }
 
+std::optional<DType> dtype_named(std::string_view name, Accept accept) {
+    if (accept == Accept::words && (name == "uint64" || name == "uint32")) name.remove_prefix(1);
+    if (accept == Accept::mask && name == "bool") return DType::uint8;
+    for (DType dtype : kDTypes) {
+        if (name == to_string(dtype)) return dtype;
+    }
+    return std::nullopt;
+}
+
 void refuse_dtype(const char* op, std::string_view name, Accept accept, const std::string& got) {
     const char* wanted = "float32, float16 or bfloat16";
     const char* hint = "";
@@ -275,6 +286,7 @@ void refuse_dtype(const char* op, std::string_view name, Accept accept, const st
         case Accept::words: wanted = "int64 or uint64, or pairs of int32 or uint32"; break;
         case Accept::float32: wanted = "float32"; break;
         case Accept::scales: wanted = "float32 or float16"; break;
+        case Accept::mask: wanted = "bool or uint8"; break;
         case Accept::cache:
             wanted = "float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 or uint8";
             if (is_name_of_int4(got)) {

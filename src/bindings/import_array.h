@@ -26,11 +26,9 @@ constexpr bool may_be(DType dtype, Accept accept) {
     return dtype != DType::int64 || accept == Accept::integer || accept == Accept::words;
 }
 
-// The name of the dtype that an argument is read as, where it has the name `dtype`: words have no sign.
-inline std::string_view read_as(std::string_view dtype, Accept accept) {
-    const bool is_unsigned = dtype == "uint64" || dtype == "uint32";
-    return accept == Accept::words && is_unsigned ? dtype.substr(1) : dtype;
-}
+// What an array whose dtype has this name is read as: words have no sign, and a bool of a mask is a byte.
+// Nothing if Octavo has none such.
+std::optional<DType> dtype_named(std::string_view name, Accept accept);
 
 // Refuses a dtype: "k must be float32, float16 or bfloat16; got int32".
 [[noreturn]] void refuse_dtype(const char* op, std::string_view name, Accept accept, const std::string& got);

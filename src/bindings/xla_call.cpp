@@ -19,19 +19,13 @@ std::string dtype_name(int32_t dtype) {
         case xla::kS64: return to_string(DType::int64);
         case xla::kU32: return "uint32";
         case xla::kU64: return "uint64";
+        case xla::kPred: return "bool";
         case xla::kU8: return to_string(DType::uint8);
         case xla::kS8: return to_string(DType::int8);
         case xla::kF8E4m3fn: return to_string(DType::float8_e4m3fn);
         case xla::kF8E5m2: return to_string(DType::float8_e5m2);
     }
     return "XLA type " + std::to_string(dtype);
-}
-
-std::optional<DType> to_dtype(std::string_view name) {
-    for (DType dtype : kDTypes) {
-        if (name == to_string(dtype)) return dtype;
-    }
-    return std::nullopt;
 }
 
 // Sets shape and strides of an array in C order.
@@ -128,7 +122,7 @@ void XlaCall::add(Array array, bool is_result) {
         if (argument->view.data == array.view.data || array.view.size() == 0) return;
         fail<ValueError>(op_, array.name, " must be aliased with the result that replaces it");
     }
-    if (const std::optional<DType> dtype = to_dtype(array.dtype)) array.view.dtype = *dtype;
+    if (const auto dtype = dtype_named(array.dtype, Accept::data)) array.view.dtype = *dtype;
     arrays_.push_back(std::move(array));
 }
 
@@ -141,7 +135,7 @@ const XlaCall::Array* XlaCall::find(std::string_view name) const {
 std::optional<TensorView> XlaCall::optional_array(const char* name, Accept accept) const {
     const Array* array = find(name);
     if (!array) return std::nullopt;
-    const std::optional<DType> dtype = to_dtype(read_as(array->dtype, accept));
+    const std::optional<DType> dtype = dtype_named(array->dtype, accept);
     if (!dtype || !may_be(*dtype, accept)) refuse_dtype(op_, name, accept, array->dtype);
     TensorView view = array->view;
     view.dtype = *dtype;

@@ -236,6 +236,41 @@ void check_score(const AttentionParams& p, const char* scale_name, double softca
 }
 
 template <class Args>
+void set_block_mask(const Checker& check, AttentionParams& p, const Args& args) {
+    if (args.block_size != 64 && args.block_size != 128)
+        fail<ValueError>(p.op, "block_size must be 64 or 128; got ", args.block_size);
+    if (!args.block_mask) return;
+    const TensorView& mask = *args.block_mask;
+    const bool has_batch = mask.ndim == 4;
+    const char* const axes = "[heads, query blocks, key blocks] or [batch, heads, query blocks, key blocks]";
+    if (mask.dtype != DType::uint8)
+        fail<TypeError>(p.op, "block_mask must be bool or uint8; got ", to_string(mask.dtype));
+    check.data("block_mask", mask, has_batch ? 4 : 3, axes);
+    const int first = has_batch ? 1 : 0;  // the axis of heads
+    const int64_t heads = mask.shape[first];
+    if (has_batch) check.equal("batch", "block_mask", mask.shape[0], "q", p.batch);
+    if (heads != 1 && heads != p.num_q_heads) {
+        fail<ValueError>(p.op, "block_mask must have 1 or num_q_heads (", p.num_q_heads, ") heads; got ",
+                         heads);
+    }
+    auto check_blocks = [&](const char* of, int64_t blocks, int64_t length) {
+        const int64_t wanted = (length + args.block_size - 1) / args.block_size;
+        if (blocks == wanted) return;
+        fail<ValueError>(p.op, "block_mask must have ", wanted, " blocks of ", of, ", ",
+                         p.cu_seqlens_q ? "max_seqlen" : "seqlen", "_", of[0], " (", length,
+                         ") / block_size (", args.block_size, ") rounded up; its shape is ",
+                         mask.shape_string());
+    };
+    check_blocks("queries", mask.shape[first + 1], args.max_seqlen_q.value_or(p.seqlen_q));
+    check_blocks("keys", mask.shape[first + 2], args.max_seqlen_k.value_or(p.seqlen_k));
+    p.block_mask.data = static_cast<const uint8_t*>(mask.data);
+    p.block_mask.batch_stride = has_batch ? stride_of(mask, 0) : 0;
+    p.block_mask.head_stride = stride_of(mask, first);
+    p.block_mask.row_stride = stride_of(mask, first + 1);
+    p.block_mask.size = static_cast<int32_t>(args.block_size);
+}
+
+template <class Args>
 void set_score_and_dropout(AttentionParams& p, const Args& args) {
     check_score(p, "softmax_scale", args.softcap);
     set_dropout(p, args);
@@ -246,6 +281,8 @@ template void set_dense_or_packed(const Checker&, AttentionParams&, const Attent
 template void set_masks(const Checker&, AttentionParams&, const AttentionArgs&);
 template void set_masks(const Checker&, AttentionParams&, const PagedAttentionArgs&);
 template void set_masks(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
+template void set_block_mask(const Checker&, AttentionParams&, const AttentionArgs&);
+template void set_block_mask(const Checker&, AttentionParams&, const AttentionBackwardArgs&);
 template void set_score_and_dropout(AttentionParams&, const AttentionArgs&);
 template void set_score_and_dropout(AttentionParams&, const AttentionBackwardArgs&);
 

@@ -46,6 +46,10 @@ IndexArray set_cu_seqlens(const Checker& check, const char* name, const TensorVi
 template <class Args>
 void set_masks(const Checker& check, AttentionParams& p, const Args& args);
 
+// Which blocks of dense and packed attention are looked at.
+template <class Args>
+void set_block_mask(const Checker& check, AttentionParams& p, const Args& args);
+
 // What the scores are multiplied by must survive in float32, and a cap must not round to none.
 void check_score(const AttentionParams& p, const char* scale_name, double softcap);
 

@@ -159,8 +159,13 @@ AttentionParams check_attention(const AttentionArgs& args) {
     set_dense_or_packed(check, p, args);
     set_queries(check, p, args, dense_or_packed_q(args.cu_seqlens_q.has_value()));
     set_masks(check, p, args);
+    set_block_mask(check, p, args);
     set_softmax_phi(check, p, args);
     check_results_apart(check, args, "k", args.k, "v", args.v);
+    if (args.block_mask) {
+        check.apart("out", args.out, "block_mask", *args.block_mask);
+        if (args.lse) check.apart("lse", *args.lse, "block_mask", *args.block_mask);
+    }
     set_score_and_dropout(p, args);
     require_kernel(p.op, p);
     return p;

@@ -100,6 +100,7 @@ void check_gradients_apart(const Checker& check, const AttentionBackwardArgs& ar
                             {"cu_seqlens_q", given(args.cu_seqlens_q)},
                             {"cu_seqlens_k", given(args.cu_seqlens_k)},
                             {"prefix_lens", given(args.prefix_lens)},
+                            {"block_mask", given(args.block_mask)},
                             {"alibi_slopes", given(args.alibi_slopes)},
                             {"sinks", given(args.sinks)}};
     for (const auto& [name, gradient] : gradients) {
@@ -133,6 +134,7 @@ AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& ar
     const Layout q_layout = dense_or_packed_q(packed), k_layout = dense_or_packed_k(packed);
     set_queries(check, p, args, q_layout);
     set_masks(check, p, args);
+    set_block_mask(check, p, args);
     set_gradient(check, "dq", args.dq, "q", args.q, q_layout, p.dq, p.dq_strides);
     set_gradient(check, "dk", args.dk, "k", args.k, k_layout, p.dk, p.dk_strides);
     set_gradient(check, "dv", args.dv, "v", args.v, k_layout, p.dv, p.dv_strides);

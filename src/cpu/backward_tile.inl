@@ -41,7 +41,9 @@ static void prepare_typed(const AttentionBackwardParams& p, const RowTile& tile,
             p.lse[tile.sequence.lse_begin + token * p.lse_token_stride + head * p.lse_head_stride];
         // Its dout may be anything. With a sink, it has an LSE.
         const bool is_empty =
-            std::fabs(lse) == INFINITY || (p.sinks && !tile.sequence.see.sees_any(tile.q_pos_of(r)));
+            std::fabs(lse) == INFINITY ||
+            (p.sinks && !p.block_mask.sees_any(tile.sequence.see, tile.batch_index, tile.head_of(r),
+                                               tile.token_of(r), tile.q_pos_of(r)));
         float delta = 0.0f;
         if (!is_empty) {
             delta = dot(out + token * p.out_token_stride + head * p.out_head_stride,
@@ -244,8 +246,8 @@ static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile&
         for (int i = 0; i < num_tiles; ++i) {
             if (row >= end_rows[i] || row + tile.num_rows <= first_rows[i]) continue;
             const KeyTile keys = KeyTile::make(scratch, i, p.head_dim);
-            const TileMask mask =
-                TileMask::make(sequence.see, positions.q_pos, tile.num_rows, k_begin + i * kTileKeys);
+            if (!keeps_some_block(p, tile, k_begin + i * kTileKeys)) continue;
+            const TileMask mask = TileMask::make(p, tile, positions.q_pos, k_begin + i * kTileKeys);
             differentiate(p, tile, keys, mask, terms.from(row), scratch, dslopes);
             const int its_keys = lesser(kTileKeys, num_keys - i * kTileKeys);
             multiply_transposed({scratch.weights, kTileKeys, scratch.douts, stride, keys.dv, stride, its_keys,
@@ -278,8 +280,9 @@ static void query_gradients_typed(const AttentionBackwardParams& p, const RowTil
     const KeyTile keys = KeyTile::make(scratch, 0, p.head_dim);
     for (int32_t t = 0; t < tiles.count; ++t) {
         const int32_t k_begin = tiles.start(t);
+        if (!keeps_some_block(p, tile, k_begin)) continue;
         load_key_tile<T>(p, tile, tiles, k_begin, keys);
-        const TileMask mask = TileMask::make(tile.sequence.see, positions.q_pos, tile.num_rows, k_begin);
+        const TileMask mask = TileMask::make(p, tile, positions.q_pos, k_begin);
         differentiate(p, tile, keys, mask, terms, scratch, nullptr);
         add_values(mask, scratch.dscores, MatrixRows{keys.keys, stride}, stride, dq);
     }

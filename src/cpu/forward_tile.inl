@@ -160,12 +160,17 @@ class TileAttention {
     }
 
     void run(int32_t first_key_tile, int32_t last_key_tile) {
-        for (int32_t t = first_key_tile; t < last_key_tile; ++t) {
-            const int32_t next = t + 1 < last_key_tile ? t + 1 : t;
+        const auto next_kept = [&](int32_t t) {
+            while (t < last_key_tile && !keeps_some_block(tiles_.start(t))) ++t;
+            return t;
+        };
+        for (int32_t t = next_kept(first_key_tile), next; t < last_key_tile; t = next) {
+            next = next_kept(t + 1);
+            const int32_t ahead = next < last_key_tile ? next : t;
             if (is_streamed_)
-                stream(tiles_.start(t), tiles_.start(next));
+                stream(tiles_.start(t), tiles_.start(ahead));
             else
-                for (int32_t h = 0; h < heads_.count; ++h) attend(h, tiles_.start(t), tiles_.start(next));
+                for (int32_t h = 0; h < heads_.count; ++h) attend(h, tiles_.start(t), tiles_.start(ahead));
         }
         for (int r = 0; r < heads_.num_rows(); ++r) {
             scale_row(result_.out + r * stride_, stride_, states_[r].inverse_sum());
@@ -175,8 +180,15 @@ class TileAttention {
 
   private:
     TileMask mask_of(const RowTile& tile, int32_t k_begin) const {
-        return TileMask::make(tile.sequence.see, q_pos_, tile.num_rows, k_begin,
-                              is_tree_ ? tree_words_ : nullptr, tile.sequence.q_pos(0));
+        return TileMask::make(p_, tile, q_pos_, k_begin, is_tree_ ? tree_words_ : nullptr);
+    }
+
+    // Whether some row of some head looks at a tile of keys.
+    bool keeps_some_block(int32_t k_begin) const {
+        for (int32_t h = 0; h < heads_.count; ++h) {
+            if (cpu::keeps_some_block(p_, heads_.tile_of(h), k_begin)) return true;
+        }
+        return false;
     }
 
     // One head and one tile of keys.
@@ -217,7 +229,13 @@ class TileAttention {
         if constexpr (!kIsCode<K>) {
             const RowTile& tile = heads_.tile;
             const int num_rows = tile.num_rows;
-            const TileMask mask = mask_of(tile, k_begin);
+            const TileMask of_first = mask_of(tile, k_begin);
+            const auto with_mask = [&](int32_t head, const auto& body) {  // block_mask may tell heads apart
+                if (head > 0 && p_.block_mask)
+                    body(mask_of(heads_.tile_of(head), k_begin));
+                else
+                    body(of_first);
+            };
             const auto rows = StreamedRows<K>::make(p_, tile, tiles_, k_begin, next_k_begin);
             for (int j = 0; j < kTileKeys; j += kPanelRows) {
                 Panel<K> panel;
@@ -232,13 +250,18 @@ class TileAttention {
                                     true, true});
                 }
             }
-            for (int32_t h = 0; h < heads_.count; ++h)
-                weigh(h, mask, scratch_.weights + h * num_rows * kTileKeys);
+            for (int32_t h = 0; h < heads_.count; ++h) {
+                with_mask(h, [&](const TileMask& mask) {
+                    weigh(h, mask, scratch_.weights + h * num_rows * kTileKeys);
+                });
+            }
             for (int j = 0; j < kTileKeys; j += kStreamedKeys) {
                 for (int32_t h = 0; h < heads_.count; ++h) {
-                    add_values(mask, scratch_.weights + h * num_rows * kTileKeys,
-                               ScatteredRows<V>{rows.v, h * p_.v_head_stride, kAheadKeys}, stride_,
-                               result_.out + h * num_rows * stride_, j, j + kStreamedKeys);
+                    with_mask(h, [&](const TileMask& mask) {
+                        add_values(mask, scratch_.weights + h * num_rows * kTileKeys,
+                                   ScatteredRows<V>{rows.v, h * p_.v_head_stride, kAheadKeys}, stride_,
+                                   result_.out + h * num_rows * stride_, j, j + kStreamedKeys);
+                    });
                 }
             }
         }

@@ -7,6 +7,7 @@ struct VisibleKeys {
     int prefix_end, window_begin, window_end;
 
     static VisibleKeys all() { return {0, 0, kTileKeys}; }
+    static VisibleKeys none() { return {0, 0, 0}; }
 
     static VisibleKeys make(int32_t k_begin, int32_t prefix_len, int32_t window_begin, int32_t window_end) {
         auto within = [](int32_t low, int32_t x) { return x < low ? low : (x > kTileKeys ? kTileKeys : x); };
@@ -85,27 +86,42 @@ struct TileMask {
     int32_t k_begin;
     const uint64_t* tree_words;  // [num_rows], of the keys from tree_begin on; null where they hide none here
     int32_t tree_begin;
-    bool all_visible;  // to every row
+    bool all_visible;        // to every row, but for those from which block_mask hides the tile
+    bool has_hidden;         // whether it hides the tile from some row
+    bool hidden[kTileRows];  // from which; unset without any
 
-    static TileMask make(const Visibility& see, const int32_t* q_pos, int32_t num_rows, int32_t k_begin,
-                         const uint64_t* tree_words = nullptr, int32_t tree_begin = 0) {
+    // `tree_words`: [num_rows], those of the tree mask, or null.
+    static TileMask make(const AttentionParams& p, const RowTile& tile, const int32_t* q_pos, int32_t k_begin,
+                         const uint64_t* tree_words = nullptr) {
         static_assert(kTileKeys <= kMaxTreeTokens, "a tile's keys have a bit each");
+        const Visibility& see = tile.sequence.see;
+        const int32_t tree_begin = tile.sequence.q_pos(0);
         if (k_begin + kTileKeys <= tree_begin) tree_words = nullptr;
-        return {see,
-                q_pos,
-                num_rows,
-                k_begin,
-                tree_words,
-                tree_begin,
-                !tree_words && KeyTiles::all_visible(see, q_pos[0], q_pos[num_rows - 1], k_begin, kTileKeys)};
+        const bool all_visible =
+            !tree_words && KeyTiles::all_visible(see, q_pos[0], q_pos[tile.num_rows - 1], k_begin, kTileKeys);
+        TileMask mask{see, q_pos, tile.num_rows, k_begin, tree_words, tree_begin, all_visible};
+        if (!p.block_mask) return mask;
+        for (int32_t r = 0; r < tile.num_rows; ++r) {
+            mask.hidden[r] = !keeps_block(p, tile, r, k_begin);
+            mask.has_hidden |= mask.hidden[r];
+        }
+        return mask;
     }
 
-    // Those that the tree mask hides from row r, a bit each.
+    // Whether block_mask hides all of the tile from row r.
+    bool hides_from(int32_t r) const { return has_hidden && hidden[r]; }
+    // Whether both rows see the same keys.
+    bool alike(int32_t r, int32_t other) const {
+        if (has_hidden && hidden[r] != hidden[other]) return false;
+        return all_visible || q_pos[r] == q_pos[other];
+    }
+    // The keys that the tree mask hides from row r, a bit each.
     uint64_t hidden_from(int32_t r) const {
         return tree_words ? hidden_by_tree(tree_words[r], tree_begin, see.prefix_len, k_begin) : 0;
     }
 
     VisibleKeys visible_to(int32_t r) const {
+        if (hides_from(r)) return VisibleKeys::none();
         if (all_visible) return VisibleKeys::all();
         return VisibleKeys::make(k_begin, see.prefix_len, see.window_begin(q_pos[r]),
                                  see.window_end(q_pos[r]));
@@ -137,7 +153,7 @@ static void add_values(const TileMask& mask, const float* weights, const Rows& v
                        int first_key = 0, int last_key = kTileKeys) {
     for (int r = 0; r < mask.num_rows;) {
         int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
-        while (end < mask.num_rows && (mask.all_visible || mask.q_pos[end] == mask.q_pos[r])) ++end;
+        while (end < mask.num_rows && mask.alike(r, end)) ++end;
         mask.for_ranges(r, [&](int begin, int visible_end) {
             begin = begin < first_key ? first_key : begin;
             visible_end = visible_end > last_key ? last_key : visible_end;

@@ -30,6 +30,19 @@ struct RowTile {
     }
 };
 
+// Of a tile, and of each of its rows: whether block_mask keeps the keys from k_begin on, which are of one
+// block.
+inline bool keeps_block(const AttentionParams& p, const RowTile& tile, int32_t r, int32_t k_begin) {
+    return p.block_mask.sees(tile.batch_index, tile.head_of(r), tile.token_of(r), k_begin);
+}
+inline bool keeps_some_block(const AttentionParams& p, const RowTile& tile, int32_t k_begin) {
+    if (!p.block_mask) return true;
+    for (int32_t r = 0; r < tile.num_rows; ++r) {
+        if (keeps_block(p, tile, r, k_begin)) return true;
+    }
+    return false;
+}
+
 // Rows in scratch memory are padded to whole vectors of the widest instruction set.
 constexpr int row_stride(int head_dim) { return (head_dim + 15) / 16 * 16; }
 

@@ -24,8 +24,8 @@ namespace octavo::schema {
 
 // The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits,
 // scales is float32 or float16, integer is int32 or int64, words have 64 bits: int64 or uint64, or pairs of
-// int32 or uint32. The checks go further.
-enum class Accept : uint8_t { data, cache, scales, int32, float32, integer, words };
+// int32 or uint32; mask is bool or uint8, which the operators get as uint8. The checks go further.
+enum class Accept : uint8_t { data, cache, scales, int32, float32, integer, words, mask };
 
 // What the operator does to an array: reads it, writes to it in place, or writes a result to it.
 enum class Access : uint8_t { read, write, result };
@@ -175,6 +175,8 @@ struct Attention {
         scalar("softmax_phi", &Args::softmax_phi, &CArgs::softmax_phi, kNan),
         input_in_place_of<Accept::float32>("softmax_phi", "softmax_phi_array", &Args::softmax_phi_array, &CArgs::softmax_phi_array),
         scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
+        input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
+        scalar("block_size", &Args::block_size, &CArgs::block_size),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -318,6 +320,8 @@ struct AttentionBackward {
         scalar("deterministic", &Args::deterministic, &CArgs::deterministic),
         input<Accept::float32>("sinks", &Args::sinks, &CArgs::sinks),
         scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
+        input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
+        scalar("block_size", &Args::block_size, &CArgs::block_size),
         result("dq", &Args::dq, &Args::q, &CArgs::dq),
         result("dk", &Args::dk, &Args::k, &CArgs::dk),
         result("dv", &Args::dv, &Args::v, &CArgs::dv),

@@ -2,6 +2,7 @@
 // stride 1 throughout.
 #pragma once
 
+#include "common/block_mask.h"
 #include "common/dropout.h"
 #include "common/fast_divide.h"
 #include "common/macros.h"
@@ -78,6 +79,7 @@ struct AttentionParams {
     Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
     const uint32_t* tree_mask;          // [total_q, 2]: a word for each query, its lower half first; or null
     const char* op;                     // "attention" or "paged_attention", for messages
+    BlockMask block_mask;               // of dense and packed attention
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }

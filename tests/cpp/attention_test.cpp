@@ -49,6 +49,31 @@ void expect_attention(const float* q, const float* k, const float* v, int64_t se
     }
 }
 
+// Blocks of 64: the first query block looks at the first key block, the second at the other one.
+TEST(Attention, BlockMask) {
+    constexpr int64_t kSeqlenQ = 70, kSeqlenK = 100;
+    std::mt19937 random(1);
+    Floats q = random_floats(random, kSeqlenQ * kQSize);
+    Floats k = random_floats(random, kSeqlenK * kKvSize);
+    Floats v = random_floats(random, kSeqlenK * kKvSize);
+    Floats out(q.size(), NAN), lse(kSeqlenQ * kNumQHeads, NAN);
+    std::vector<uint8_t> blocks{1, 0, 0, 1};
+    AttentionArgs args;
+    args.q = view(q, {1, kSeqlenQ, kNumQHeads, kHeadDim});
+    args.k = view(k, {1, kSeqlenK, kNumKvHeads, kHeadDim});
+    args.v = view(v, {1, kSeqlenK, kNumKvHeads, kHeadDim});
+    args.out = view(out, {1, kSeqlenQ, kNumQHeads, kHeadDim});
+    args.lse = view(lse, {1, kSeqlenQ, kNumQHeads});
+    args.block_mask = TensorView(blocks.data(), DType::uint8, {1, 2, 2});
+    args.block_size = 64;
+    attention(args);
+    for (int64_t i = 0; i < kSeqlenQ; ++i) {
+        const int64_t first = i < 64 ? 0 : 64, count = i < 64 ? 64 : kSeqlenK - 64;
+        expect_attention(&q[i * kQSize], &k[first * kKvSize], &v[first * kKvSize], count, &out[i * kQSize],
+                         &lse[i * kNumQHeads]);
+    }
+}
+
 TEST(Attention, DenseCausalIsBottomRightAligned) {
     constexpr int64_t kBatch = 2, kSeqlenQ = 3, kSeqlenK = 37;
     std::mt19937 random(1);

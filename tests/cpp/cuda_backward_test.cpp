@@ -9,7 +9,20 @@
 namespace octavo {
 namespace {
 
-enum class Kind { full, causal, window, chunks, prefix, softcap, alibi, dropout, deterministic, sinks };
+enum class Kind {
+    full,
+    causal,
+    window,
+    chunks,
+    prefix,
+    softcap,
+    alibi,
+    dropout,
+    deterministic,
+    sinks,
+    blocks,
+    blocks_in_chunks
+};
 
 class CudaBackwardTest : public ::testing::TestWithParam<std::tuple<int64_t, bool, Kind>> {};
 
@@ -45,6 +58,9 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
     Mirror<float> slopes(slopes_for(kHeads * kGroup)), dalibi(std::vector<float>(kHeads * kGroup, NAN));
     Mirror<float> sinks(sinks_for(kHeads * kGroup)), dsinks(std::vector<float>(kHeads * kGroup, NAN));
     Mirror<int32_t> cu_q(cumulative(lengths_q)), cu_k(cumulative(lengths_k)), prefix({20, 5, 60});
+    // Blocks of 64 of the longest sequence, or of all tokens where none says what is the longest.
+    const int64_t q_blocks = packed ? (total_q + 63) / 64 : 2, k_blocks = packed ? (total_k + 63) / 64 : 3;
+    Mirror<uint8_t> blocks(random.blocks(kHeads * kGroup * q_blocks * k_blocks));
 
     auto run = [&](auto on) {
         auto rows = [&](Mirror<uint16_t>& x, int64_t length, int64_t heads) {
@@ -66,11 +82,16 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
             }
             args.causal = kind != Kind::full && kind != Kind::window;
             if (kind == Kind::window) args.window_left = 30, args.window_right = 10;
-            if (kind == Kind::chunks) args.attention_chunk = packed ? 37 : 64;
+            if (kind == Kind::chunks || kind == Kind::blocks_in_chunks)
+                args.attention_chunk = packed ? 37 : 64;
             if (kind == Kind::prefix) args.prefix_lens = on(prefix, DType::int32, {kBatch});
             if (kind == Kind::softcap) args.softcap = 3.0;
             if (kind == Kind::alibi) args.alibi_slopes = on(slopes, DType::float32, {kHeads * kGroup});
             if (kind == Kind::sinks) args.sinks = on(sinks, DType::float32, {kHeads * kGroup});
+            if (kind == Kind::blocks || kind == Kind::blocks_in_chunks) {
+                args.block_mask = on(blocks, DType::uint8, {kHeads * kGroup, q_blocks, k_blocks});
+                args.block_size = 64;
+            }
             if (kind == Kind::dropout) args.dropout_p = 0.3, args.dropout_seed = 5;
         };
         AttentionArgs forward;
@@ -114,12 +135,12 @@ TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, CudaBackwardTest,
-                         ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
-                                            ::testing::Values(Kind::full, Kind::causal, Kind::window,
-                                                              Kind::chunks, Kind::prefix, Kind::softcap,
-                                                              Kind::alibi, Kind::dropout, Kind::deterministic,
-                                                              Kind::sinks)));
+INSTANTIATE_TEST_SUITE_P(
+    All, CudaBackwardTest,
+    ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
+                       ::testing::Values(Kind::full, Kind::causal, Kind::window, Kind::chunks, Kind::prefix,
+                                         Kind::softcap, Kind::alibi, Kind::dropout, Kind::deterministic,
+                                         Kind::sinks, Kind::blocks, Kind::blocks_in_chunks)));
 
 }  // namespace
 }  // namespace octavo

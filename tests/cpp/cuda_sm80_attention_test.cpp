@@ -53,7 +53,14 @@ TEST_P(CudaForwardTest, DenseAndPackedAgreeWithTheCpu) {
         args.dropout_seed = GetParam() + (int64_t{1} << 40);
         args.dropout_offset = (int64_t{1} << 32) - 3;
     }
-    const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4);
+    const bool with_alibi = random.one_in(3), with_prefix = random.one_in(4), with_blocks = random.one_in(3);
+    args.block_size = random.pick({64, 128});
+    auto blocks_of = [&](int64_t total) {
+        return ((packed ? total : total / batch) + args.block_size - 1) / args.block_size;
+    };
+    const int64_t q_blocks = blocks_of(total_q), k_blocks = blocks_of(total_k);
+    const int64_t mask_heads = random.pick<int64_t>({1, num_q_heads});
+    Mirror<uint8_t> blocks(random.blocks(mask_heads * q_blocks * k_blocks));
     auto set = [&](AttentionArgs& a, auto view) {
         auto tokens_of = [&](auto& mirror, int64_t total, int64_t heads) {
             TensorView tokens = packed ? view(mirror, dtype, {total, heads, row})
@@ -73,6 +80,7 @@ TEST_P(CudaForwardTest, DenseAndPackedAgreeWithTheCpu) {
         }
         if (with_alibi) a.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
         if (with_sinks) a.sinks = view(sinks, DType::float32, {num_q_heads});
+        if (with_blocks) a.block_mask = view(blocks, DType::uint8, {mask_heads, q_blocks, k_blocks});
         if (with_prefix) a.prefix_lens = view(prefix_lens, DType::int32, {batch});
     };
     set(args, kOnHost);

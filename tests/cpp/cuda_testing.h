@@ -101,6 +101,11 @@ class Random {
         for (uint16_t& b : bits) b = to_bits(normal(engine_), dtype);
         return bits;
     }
+    std::vector<uint8_t> blocks(size_t count) {  // of a block mask, of which three in ten are kept
+        std::vector<uint8_t> kept(count);
+        for (uint8_t& block : kept) block = engine_() % 10 < 3;
+        return kept;
+    }
     std::mt19937& engine() { return engine_; }
 
   private:

@@ -202,6 +202,15 @@ inline AttentionArgs random_dense_or_packed(Random& random) {
         args.dropout_p = 0.1;
         args.dropout_seed = 1;
     }
+    if (random.one_in(4)) {
+        args.block_size = random.pick({64, 128});
+        auto blocks = [&](std::optional<int64_t> bound, const TensorView& tokens) {
+            const int64_t length = bound.value_or(tokens.shape[is_packed ? 0 : 1]);
+            return (length + args.block_size - 1) / args.block_size;
+        };
+        args.block_mask = Arrays().make(
+            DType::uint8, {1, blocks(args.max_seqlen_q, args.q), blocks(args.max_seqlen_k, args.k)});
+    }
     return args;
 }
 

@@ -142,6 +142,10 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
     EXPECT_GE(plan.num_row_tiles * plan.tiles().row_blocks() * plan.tokens * plan.heads,
               p.total_q * p.num_q_heads)
         << "some queries have no row tile";
+    if (p.block_mask) {
+        EXPECT_EQ(plan.tiles().keys, p.block_mask.size);
+        EXPECT_EQ(plan.heads, 1) << "a warpgroup's rows are of one block";
+    }
     EXPECT_EQ(p.has_tree_mask, plan.feature == cuda::Sm90Feature::tree);
     if (!p.has_tree_mask) {
         EXPECT_EQ(plan.num_splits > 0, plan.feature == cuda::Sm90Feature::splits);
@@ -284,10 +288,16 @@ std::set<std::string> all_kernels() {
                 add(plan, dtype, row);
             }
         }
+        for (size_t row = 0; row < std::size(cuda::kSm90BlockTiles); ++row) {
+            cuda::Sm90Plan plan{};
+            plan.feature = cuda::Sm90Feature::blocks;
+            plan.block_row = static_cast<int32_t>(row);
+            add(plan, dtype, 0);
+        }
         for (size_t row = 0; row < std::size(cuda::kSm80Tiles); ++row) {
             cuda::Sm80Plan plan{};
-            for (auto feature :
-                 {cuda::Sm80Feature::none, cuda::Sm80Feature::dropout, cuda::Sm80Feature::codes}) {
+            for (auto feature : {cuda::Sm80Feature::none, cuda::Sm80Feature::dropout,
+                                 cuda::Sm80Feature::codes, cuda::Sm80Feature::blocks}) {
                 plan.feature = feature;
                 add(plan, dtype, row);
             }

@@ -67,6 +67,9 @@ def test_attention_takes_every_argument(library):
     dropout = {"dropout_p": 0.25, "dropout_seed": 2**40, "dropout_offset": 3}
     library.attention(q=q, k=k, v=v, out=out, causal=0, **arrays, **dropout)
     np.testing.assert_array_equal(out, octavo.attention(q, k, v, **arrays, **dropout))
+    blocks = {"block_mask": np.array([0, 1, 1, 0], np.uint8).reshape(4, 1, 1), "block_size": 64}
+    library.attention(q=q, k=k, v=v, out=out, causal=0, **arrays, **blocks)
+    np.testing.assert_array_equal(out, octavo.attention(q, k, v, **arrays, **blocks))
     library.attention(q=q, k=k, v=v, out=out, causal=1, **arrays)
     np.testing.assert_array_equal(out, octavo.attention(q, k, v, causal=True, **arrays))
 

@@ -337,7 +337,7 @@ def test_xla_attributes(operator, argument):
         others = {"dropout_seed": 1} if name == "dropout_p" else {}
         if operator == "latent_attention":
             others = {"softmax_scale": 0.5, "v_dim": 8}
-        value = {"num_splits": 1, "v_dim": 8}.get(name, fitting[argument["type"]])
+        value = {"num_splits": 1, "v_dim": 8, "block_size": 64}.get(name, fitting[argument["type"]])
         _core.check_xla_call(operator, arrays, {**others, name: value})
 
 

@@ -17,10 +17,10 @@ struct SinkTerms {
 };
 
 // Whether a query sees no key though it has a log-sum-exp, that of its sink.
-OCTAVO_HD bool has_sink_alone(const AttentionBackwardParams& p, int32_t batch, int32_t query) {
+OCTAVO_HD bool has_sink_alone(const AttentionBackwardParams& p, int32_t batch, int32_t head, int32_t query) {
     if (!p.sinks) return false;
     const SequenceSlice seq = SequenceSlice::make(p, batch);
-    return !seq.see.sees_any(seq.q_pos(query));
+    return !p.block_mask.sees_any(seq.see, batch, head, query, seq.q_pos(query));
 }
 
 }  // namespace octavo::cuda

@@ -16,6 +16,7 @@
 #include "cuda/sm80_attention/parameters.h"
 #include "cuda/sm80_attention/tiles.h"
 #include "cuda/tile/dropout.cuh"
+#include "cuda/tile/kept_blocks.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/types.h"
@@ -113,13 +114,15 @@ __device__ __forceinline__ auto value_array(const AttentionParams& p, const Sm80
     }
 }
 
-// Dropout and codes have kernels of their own: as a branch, dropout made the other spill registers.
+// Dropout, codes and block masks have kernels of their own: as a branch, dropout made the other spill
+// registers.
 template <class T, class Config, Sm80Feature kFeature>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     sm80_attention_kernel(const __grid_constant__ AttentionParams p,
                           const __grid_constant__ Sm80Launch plan) {
     constexpr int kKeys = Config::kKeys;
-    constexpr bool kDropout = kFeature == Sm80Feature::dropout;
+    constexpr bool kBlocks = kFeature == Sm80Feature::blocks;
+    const bool drops = kFeature == Sm80Feature::dropout || (kBlocks && p.dropout.any());
     static_assert(Config::kRows <= Config::kThreads, "one thread finds each row");
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<Sm80Shared<T, Config>*>(shared_bytes);
@@ -140,6 +143,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int32_t tiles_per_split = (tiles.count + plan.num_splits - 1) / plan.num_splits;
     const int32_t tile_begin = min(split * tiles_per_split, tiles.count);
     const int32_t tile_end = min(tile_begin + tiles_per_split, tiles.count);
+
+    // With a block mask, those of these tiles that some row looks at.
+    const auto kept_from = [&](int32_t tile) {
+        if constexpr (kBlocks) {
+            const KeptBlocks kept(p, row_tile.batch, kv_head * group_size, group_size, token_of(0),
+                                  token_of(num_rows - 1));
+            while (tile < tile_end && !kept.any(tiles.start(tile), tiles.start(tile))) ++tile;
+        }
+        return tile;
+    };
+    const int32_t first_tile = kept_from(tile_begin);
 
     const T* const q = static_cast<const T*>(p.q);
     const auto k = key_array<T, kFeature>(p, plan, seq, kv_head);
@@ -173,18 +187,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     constexpr int kStageBytes = sizeof(T) * kKeys * Config::kRowStride;
     constexpr bool kDouble = Config::kStages == 2;
-    if (tile_begin < tile_end) {
+    if (first_tile < tile_end) {
         if (p.head_dim < Config::kHeadDim) {
             zero_columns<Config, Config::kRows>(shared.q, p.head_dim);
             zero_columns<Config, Config::kStages * kKeys>(shared.k[0], p.head_dim);
         }
-        keys.find(tile_begin);
+        keys.find(first_tile);
         ptx::cp_async_commit();
         if (p.paged()) {
             ptx::cp_async_wait<0>();
             __syncwarp();
         }
-        keys.copy(tile_begin, k_place, k);
+        keys.copy(first_tile, k_place, k);
         using Copy = TileCopy<T, Config, Config::kRows>;
         const T* source[Copy::kCount];
         uint32_t valid = 0;
@@ -203,8 +217,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             ptx::shared_address(shared.q + Copy::row() * Config::kRowStride + Copy::column()), source, valid,
             Copy::column(), p.head_dim, plan.q_aligned);
         if constexpr (kDouble) {
-            keys.copy(tile_begin, v_place, v);
-            if (tile_begin + 1 < tile_end) keys.find(tile_begin + 1);
+            keys.copy(first_tile, v_place, v);
+            const int32_t next = kept_from(first_tile + 1);
+            if (next < tile_end) keys.find(next);
         }
         ptx::cp_async_commit();
     }
@@ -215,29 +230,43 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f,
                                     seq.see.window_begin(seq.q_pos(token))};
     }
-    if (tile_begin >= tile_end) __syncthreads();  // for the rows; otherwise the loop has a barrier
-    for (int32_t tile = tile_begin; tile < tile_end; ++tile) {
+    if (first_tile >= tile_end) __syncthreads();  // for the rows; otherwise the loop has a barrier
+    int32_t num_visited = 0;                      // with a block mask
+    for (int32_t tile = first_tile, next; tile < tile_end; tile = next) {
         const int32_t first_key = tiles.start(tile);
-        const bool more = tile + 1 < tile_end;
-        const uint32_t stage = kDouble ? (tile - tile_begin) % 2 * kStageBytes : 0;
+        next = kept_from(tile + 1);
+        const bool more = next < tile_end;
+        const uint32_t stage = kDouble ? (kBlocks ? num_visited++ : tile - tile_begin) % 2 * kStageBytes : 0;
         ptx::cp_async_wait<0>();
         __syncthreads();  // k has arrived; every warp is done with the last v
         if constexpr (kDouble) {
             if (more) {
-                keys.copy(tile + 1, k_place + (kStageBytes - stage), k);
-                keys.copy(tile + 1, v_place + (kStageBytes - stage), v);
-                if (tile + 2 < tile_end) keys.find(tile + 2);
+                keys.copy(next, k_place + (kStageBytes - stage), k);
+                keys.copy(next, v_place + (kStageBytes - stage), v);
+                const int32_t behind = kept_from(next + 1);
+                if (behind < tile_end) keys.find(behind);
             }
         } else {
             keys.copy(tile, v_place, v);
-            if (more) keys.find(tile + 1);
+            if (more) keys.find(next);
         }
         ptx::cp_async_commit();
 
-        const bool seen = view.sees_any(first_key, kKeys);
+        bool seen = view.sees_any(first_key, kKeys);
+        uint32_t hidden = 0;  // a bit for each row of this lane from which the block mask hides the tile
+        if constexpr (kBlocks) {
+            bool kept = false;
+            for_each_row<Config::kRowTiles>(rows, [&](const TileRow& row, int r) {
+                if (8 * r + static_cast<int>(threadIdx.x) % 32 / 4 >= num_warp_rows) return;
+                const bool sees = p.block_mask.sees(row_tile.batch, row.head, row.token, first_key);
+                kept |= sees;
+                hidden |= !sees << r;
+            });
+            seen = __any_sync(~0u, kept) && seen;
+        }
         constexpr int kRowsOfLane = 2 * Config::kRowTiles;
         DropoutMask<kRowsOfLane, kKeys / 8> kept;
-        if (kDropout && seen) {
+        if (drops && seen) {
             const uint64_t first_head = p.dropout.head(row_tile.batch, p.num_q_heads, 0);
             kept.draw(p.dropout, first_key, [&](int r) {
                 const TileRow& row = rows[8 * r + threadIdx.x % 32 / 4];
@@ -249,7 +278,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         if constexpr (!kDouble) {
             ptx::cp_async_wait<0>();
             __syncthreads();  // v has arrived; every warp is done with k
-            if (more) keys.copy(tile + 1, k_place, k);
+            if (more) keys.copy(next, k_place, k);
             ptx::cp_async_commit();
         }
         if (!seen) continue;
@@ -258,6 +287,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             mask_scores(scores, view.see, rows, seq.q_pos(0), first_key);
             if (p.is_tree(seq.seqlen_q))
                 mask_tree(scores, p, seq, p.first_token(row_tile.batch), rows, first_key);
+        }
+        if constexpr (kBlocks) {
+            if (hidden != 0) hide_rows(scores, hidden);
         }
         softmax.raise(scores, out);
 #pragma unroll
@@ -269,7 +301,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                 for (int j = 0; j < 4; ++j) {
                     const int half = j % 2, group = key / 8 + j / 2;
                     weights[t][j] = softmax.template weigh<T>(scores, t, group, half);
-                    if constexpr (kDropout) weights[t][j] = kept.apply(weights[t][j], 2 * t + half, group);
+                    if (drops) weights[t][j] = kept.apply(weights[t][j], 2 * t + half, group);
                 }
             }
             multiply_p_v<T, Config>(out, weights, v_address + stage + sizeof(T) * key * Config::kRowStride);

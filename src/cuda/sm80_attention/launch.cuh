@@ -27,6 +27,8 @@ void launch_sm80_attention(const AttentionParams& params, const Sm80Plan& plan, 
         run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::dropout>;
     if (plan.feature == Sm80Feature::codes)
         run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::codes>;
+    if (plan.feature == Sm80Feature::blocks)
+        run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::blocks>;
     run(params, plan, arguments, stream);
     if (plan.num_splits == 1) return;
     const int64_t rows = params.total_q * params.num_q_heads;  // a warp each

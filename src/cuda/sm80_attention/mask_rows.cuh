@@ -114,6 +114,20 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kTiles][4
     });
 }
 
+// -inf throughout the rows of this lane whose bit is set.
+template <int kRowTiles, int kTiles>
+__device__ __forceinline__ void hide_rows(float (&scores)[kRowTiles][kTiles][4], uint32_t rows) {
+#pragma unroll
+    for (int r = 0; r < 2 * kRowTiles; ++r) {
+        if (!(rows >> r & 1)) continue;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) scores[r / 2][i][2 * (r % 2) + j] = -INFINITY;
+        }
+    }
+}
+
 // -inf where the tree mask hides the key. `first_token`: of the sequence, among all queries.
 template <int kRowTiles, int kTiles>
 __device__ __forceinline__ void mask_tree(float (&scores)[kRowTiles][kTiles][4], const AttentionParams& p,

@@ -56,6 +56,7 @@ const char* name_of(Sm80Feature feature) {
         case Sm80Feature::none: break;
         case Sm80Feature::dropout: return "dropout";
         case Sm80Feature::codes: return "codes";
+        case Sm80Feature::blocks: return "blocks";
     }
     return "none";
 }
@@ -70,6 +71,7 @@ Sm80Plan plan_sm80_attention(const AttentionParams& p, const Gpu& gpu) {
     plan.v_dtype = p.v_dtype;
     if (p.dropout.any()) plan.feature = Sm80Feature::dropout;
     if (is_code(p.k_dtype)) plan.feature = Sm80Feature::codes;
+    if (p.block_mask) plan.feature = Sm80Feature::blocks;
     plan.num_sequences = p.batch;
     plan.head_dim = p.head_dim;
     plan.num_kv_heads = p.num_kv_heads;
@@ -105,6 +107,7 @@ Explanation describe(const Sm80Plan& plan) {
         text.summary += text_of("; keys of ", to_string(plan.k_dtype), " and values of ",
                                 to_string(plan.v_dtype), " become ", to_string(plan.dtype));
     }
+    if (plan.feature == Sm80Feature::blocks) text.summary += "; visits the tiles that block_mask keeps";
     if (plan.num_splits > 1) text.summary += "; then combine_splits_kernel";
     text.file = "src/cuda/sm80_attention/kernel.cuh";
     text.plan = {

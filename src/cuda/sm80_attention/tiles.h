@@ -31,8 +31,9 @@ constexpr Sm80Tiles kSm80Tiles[] = {
     {256, 2, 8, 1, 64, 1},
 };
 
-// What an instance computes beside plain attention: dropout, or over a cache of codes.
-enum class Sm80Feature : uint8_t { none, dropout, codes };
+// What an instance computes beside plain attention: dropout, over a cache of codes, or with a block mask, and
+// then dropout as well.
+enum class Sm80Feature : uint8_t { none, dropout, codes, blocks };
 
 constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
     for (const Sm80Tiles& tiles : kSm80Tiles) {

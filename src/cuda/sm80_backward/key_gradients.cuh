@@ -7,6 +7,7 @@
 
 #include "common/query_range.h"
 #include "cuda/sm80_backward/tile.cuh"
+#include "cuda/tile/kept_blocks.cuh"
 
 namespace octavo::cuda {
 
@@ -20,7 +21,7 @@ struct KeyGradientsShared {
     uint32_t kept[kDropout ? Config::kKeys * (Config::kRows / 32) : 1];
 };
 
-template <class T, class Config, int kDimSplits, int kCtasPerSm, bool kDropout>
+template <class T, class Config, int kDimSplits, int kCtasPerSm, bool kDropout, bool kBlocks>
 __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     key_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
                          const __grid_constant__ Sm80BackwardLaunch plan) {
@@ -42,8 +43,23 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const int32_t num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
     const int32_t first_q_row = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : tile.batch * p.seqlen_q;
 
-    auto load_step = [&](int32_t step) {
-        const int32_t head = kv_head * group_size + step / num_tiles, stage = step % Config::kStages;
+    // With a block mask, those of these steps whose queries look at some of the keys, and whether at all.
+    const auto kept_at = [&](int32_t step) {
+        const int32_t first = (first_tile + step % num_tiles) * kQueries;
+        return KeptBlocks(p, tile.batch, kv_head * group_size + step / num_tiles, 1, first,
+                          min(first + kQueries, seq.seqlen_q) - 1);
+    };
+    const int32_t last_key = first_key + num_keys - 1;
+    const auto kept_from = [&](int32_t step) {
+        if constexpr (kBlocks) {
+            while (step < num_steps && !kept_at(step).any(first_key, last_key)) ++step;
+        }
+        return step;
+    };
+    const int32_t first_step = kept_from(0);
+
+    auto load_step = [&](int32_t step, int32_t stage) {
+        const int32_t head = kv_head * group_size + step / num_tiles;
         const int32_t first = (first_tile + step % num_tiles) * kQueries;
         auto is_read = [&](int32_t row) { return row < seq.seqlen_q; };
         load_tile<T, Config, kQueries>(
@@ -69,7 +85,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
 
     float dk[Config::kRowTiles][kDims / 8][4] = {}, dv[Config::kRowTiles][kDims / 8][4] = {};
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warp_row = warp * Config::kWarpRows;
-    if (num_steps > 0) {
+    if (first_step < num_steps) {
         if (p.head_dim < Config::kHeadDim) {
             zero_columns<Config, Config::kRows>(shared.k, p.head_dim);
             zero_columns<Config, Config::kRows>(shared.v, p.head_dim);
@@ -87,19 +103,23 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
                         p.v_token_stride, plan.v_aligned},
             first_key, p.head_dim, is_read);
-        load_step(0);
+        load_step(first_step, 0);
         ptx::cp_async_commit();
     }
     const uint32_t k_address = rows_address<Config>(shared.k + warp_row * Config::kRowStride);
     const uint32_t v_address = rows_address<Config>(shared.v + warp_row * Config::kRowStride);
-    for (int32_t step = 0; step < num_steps; ++step) {
-        const int32_t stage = step % Config::kStages, head = kv_head * group_size + step / num_tiles;
+    int32_t num_visited = 0;  // with a block mask
+    for (int32_t step = first_step, next; step < num_steps; step = next) {
+        next = kept_from(step + 1);
+        const int32_t stage = (kBlocks ? num_visited++ : step) % Config::kStages;
+        const int32_t next_stage = (stage + 1) % Config::kStages;
+        const int32_t head = kv_head * group_size + step / num_tiles;
         const int32_t first_query = (first_tile + step % num_tiles) * kQueries;
         ptx::cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and every warp is done with the one before
-        if (Config::kStages > 1 && step + 1 < num_steps) load_step(step + 1);
+        if (Config::kStages > 1 && next < num_steps) load_step(next, next_stage);
         ptx::cp_async_commit();
-        if constexpr (kDropout) {
+        if (kDropout && !(kBlocks && !p.dropout.any())) {
             draw_kept<Config::kThreads, kQueries, Config::kRows>(
                 shared.kept, p.dropout, p.dropout.head(tile.batch, p.num_q_heads, head), first_query,
                 first_key);
@@ -111,18 +131,21 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         const bool is_whole =
             first_query + kQueries <= seq.seqlen_q && first_key + Config::kRows <= seq.see.seqlen_k &&
             KeyTiles::all_visible(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + kQueries - 1),
-                                  first_key, Config::kRows);
+                                  first_key, Config::kRows) &&
+            (!kBlocks || kept_at(step).all(first_key, last_key));
         float scores[Config::kRowTiles][kQueries / 8][4], products[Config::kRowTiles][kQueries / 8][4];
         multiply_q_k<T, Config>(scores, k_address, columns_address<Config>(shared.q[stage]));
         multiply_q_k<T, Config>(products, v_address, columns_address<Config>(shared.dout[stage]));
-        const ScoreGradients<true, kDropout, Config::kRows> gradients{
+        const ScoreGradients<true, kDropout, kBlocks, Config::kRows> gradients{
             seq,
             ScoreTransform::make(p.softmax_scale, p.softcap),
             p.alibi_slopes != nullptr,
             slope,
             p.out_scale,
-            shared.kept,
-            warp_row};
+            kBlocks && !p.dropout.any() ? nullptr : shared.kept,
+            warp_row,
+            kBlocks ? p.block_mask.row(tile.batch, head, 0) : nullptr,
+            &p.block_mask};
         const QueryStatistics* const statistics = shared.statistics[stage] + 2 * (threadIdx.x % 4);
         gradients.run(scores, products, first_key + warp_row, first_query, !is_whole,
                       [&](int, int i, int j) { return statistics[8 * i + j % 2]; });
@@ -138,9 +161,9 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             pack_operand<T>(a, products, query / 8);
             multiply_p_v<T, Columns>(dk, a, q_rows + offset);
         }
-        if (Config::kStages == 1 && step + 1 < num_steps) {
+        if (Config::kStages == 1 && next < num_steps) {
             __syncthreads();  // every warp is done with this tile
-            load_step(step + 1);
+            load_step(next, 0);
             ptx::cp_async_commit();
         }
     }

@@ -54,7 +54,8 @@ __global__ void query_statistics_kernel(const __grid_constant__ AttentionBackwar
         const int32_t sequence = p.cu_seqlens_q ? sequence_of(p, row) : static_cast<int32_t>(batch);
         exists = sequence < p.batch;
         const int64_t query = exists && p.cu_seqlens_q ? row - p.cu_seqlens_q[sequence] : token;
-        sees_nothing = sees_nothing || !exists || has_sink_alone(p, sequence, static_cast<int32_t>(query));
+        sees_nothing = sees_nothing || !exists ||
+                       has_sink_alone(p, sequence, static_cast<int32_t>(head), static_cast<int32_t>(query));
         if (sees_nothing) delta = 0.0f;  // its dout may be anything
     }
     if (p.dlse) delta -= p.dlse[offset(p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head)];

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/sm80_backward/tile.cuh"
+#include "cuda/tile/kept_blocks.cuh"
 
 namespace octavo::cuda {
 
@@ -19,7 +20,7 @@ struct QueryGradientsShared {
     float slope_gradients[Config::kWarps];
 };
 
-template <class T, class Config, int kCtasPerSm, bool kDropout>
+template <class T, class Config, int kCtasPerSm, bool kDropout, bool kBlocks>
 __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     query_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
                            const __grid_constant__ Sm80BackwardLaunch plan) {
@@ -40,8 +41,20 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const KeyTiles tiles(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + num_queries - 1), kKeys);
     const int32_t first_q_row = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : tile.batch * p.seqlen_q;
 
-    auto load_keys = [&](int32_t i) {
-        const int32_t first = tiles.start(i), stage = i % Config::kStages;
+    // With a block mask, those of these tiles that some of the queries look at.
+    const auto kept_at = [&] {
+        return KeptBlocks(p, tile.batch, head, 1, first_query, first_query + num_queries - 1);
+    };
+    const auto kept_from = [&](int32_t i) {
+        if constexpr (kBlocks) {
+            while (i < tiles.count && !kept_at().any(tiles.start(i), tiles.start(i))) ++i;
+        }
+        return i;
+    };
+    const int32_t first_tile = kept_from(0);
+
+    auto load_keys = [&](int32_t i, int32_t stage) {
+        const int32_t first = tiles.start(i);
         auto is_read = [&](int32_t key) { return tiles.needed(key); };
         load_tile<T, Config, kKeys>(
             shared.k[stage],
@@ -69,7 +82,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
                 statistics[t][half] = plan.statistics[head * p.total_q + first_q_row + first_query + row];
         }
     }
-    if (tiles.count > 0) {
+    if (first_tile < tiles.count) {
         if (p.head_dim < Config::kHeadDim) {
             zero_columns<Config, Config::kRows>(shared.q, p.head_dim);
             zero_columns<Config, Config::kRows>(shared.dout, p.head_dim);
@@ -89,20 +102,23 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             RowArray<T>{static_cast<const T*>(p.dout) + dout_begin + head * p.dout_strides.head,
                         p.dout_strides.token, plan.dout_aligned},
             first_query, p.head_dim, is_read);
-        load_keys(0);
+        load_keys(first_tile, 0);
         ptx::cp_async_commit();
     }
     const float slope =
         p.alibi_slopes ? p.alibi_slopes[tile.batch * p.alibi_batch_stride + head] * kLog2e : 0.0f;
     const uint32_t q_address = rows_address<Config>(shared.q + warp_row * Config::kRowStride);
     const uint32_t dout_address = rows_address<Config>(shared.dout + warp_row * Config::kRowStride);
-    for (int32_t i = 0; i < tiles.count; ++i) {
-        const int32_t first_key = tiles.start(i), stage = i % Config::kStages;
+    int32_t num_visited = 0;  // with a block mask
+    for (int32_t i = first_tile, next; i < tiles.count; i = next) {
+        next = kept_from(i + 1);
+        const int32_t first_key = tiles.start(i), stage = (kBlocks ? num_visited++ : i) % Config::kStages;
+        const int32_t next_stage = (stage + 1) % Config::kStages;
         ptx::cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and every warp is done with the one before
-        if (Config::kStages > 1 && i + 1 < tiles.count) load_keys(i + 1);
+        if (Config::kStages > 1 && next < tiles.count) load_keys(next, next_stage);
         ptx::cp_async_commit();
-        if constexpr (kDropout) {
+        if (kDropout && !(kBlocks && !p.dropout.any())) {
             draw_kept<Config::kThreads, Config::kRows, kKeys>(shared.kept, p.dropout,
                                                               p.dropout.head(tile.batch, p.num_q_heads, head),
                                                               first_query, first_key);
@@ -111,18 +127,21 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         const bool is_whole =
             first_query + Config::kRows <= seq.seqlen_q &&
             KeyTiles::all_visible(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + Config::kRows - 1),
-                                  first_key, kKeys);
+                                  first_key, kKeys) &&
+            (!kBlocks || kept_at().all(first_key, first_key));
         float scores[Config::kRowTiles][kKeys / 8][4], products[Config::kRowTiles][kKeys / 8][4];
         multiply_q_k<T, Config>(scores, q_address, columns_address<Config>(shared.k[stage]));
         multiply_q_k<T, Config>(products, dout_address, columns_address<Config>(shared.v[stage]));
-        const ScoreGradients<false, kDropout, kKeys> gradients{
+        const ScoreGradients<false, kDropout, kBlocks, kKeys> gradients{
             seq,
             ScoreTransform::make(p.softmax_scale, p.softcap),
             p.alibi_slopes != nullptr,
             slope,
             p.out_scale,
-            shared.kept,
-            warp_row};
+            kBlocks && !p.dropout.any() ? nullptr : shared.kept,
+            warp_row,
+            kBlocks ? p.block_mask.row(tile.batch, head, 0) : nullptr,
+            &p.block_mask};
         slope_gradient += gradients.run(scores, products, first_query + warp_row, first_key, !is_whole,
                                         [&](int t, int, int j) { return statistics[t][j / 2]; });
         const uint32_t k_rows = rows_address<Config>(shared.k[stage]);
@@ -132,9 +151,9 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             pack_operand<T>(a, products, key / 8);
             multiply_p_v<T, Config>(dq, a, k_rows + sizeof(T) * key * Config::kRowStride);
         }
-        if (Config::kStages == 1 && i + 1 < tiles.count) {
+        if (Config::kStages == 1 && next < tiles.count) {
             __syncthreads();  // every warp is done with this tile
-            load_keys(i + 1);
+            load_keys(next, 0);
             ptx::cp_async_commit();
         }
     }

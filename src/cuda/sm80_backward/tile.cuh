@@ -128,15 +128,17 @@ __device__ __forceinline__ SequenceSlice sequence_of(const AttentionParams& p, i
 }
 
 // From q . k and v . dout of a warp's tile to weights and gradients of scores.
-template <bool kKeysAreRows, bool kDropout, int kKeyCount>
+template <bool kKeysAreRows, bool kDropout, bool kBlocks, int kKeyCount>
 struct ScoreGradients {
     const SequenceSlice& seq;
     ScoreTransform transform;
     bool has_alibi;
     float slope_log2;  // of this head; 0 without ALiBi
     float out_scale;
-    const uint32_t* kept;  // of draw_kept(), of all rows and columns
+    const uint32_t* kept;  // of draw_kept(), of all rows and columns; with kBlocks null if nothing is dropped
     int32_t warp_row;      // the warp's first among those
+    const uint8_t* blocks;  // with kBlocks: the block mask of the sequence and the head
+    const BlockMask* block_mask;
 
     // Turns `scores` into weights, and `products` into the gradients of q . k without softmax_scale. Rows and
     // columns of this lane's element (t, i, j) are counted from the given ones, the first of the warp and of
@@ -154,6 +156,12 @@ struct ScoreGradients {
     }
 
   private:
+    __device__ __forceinline__ bool looks_at(int32_t query, int32_t key) const {
+        if constexpr (kBlocks)
+            return blocks[query / block_mask->size * block_mask->row_stride + key / block_mask->size] != 0;
+        return true;
+    }
+
     template <bool kPlain, bool kMasked, int kRowTiles, int kTiles, class Statistics>
     __device__ __forceinline__ float loop(float (&scores)[kRowTiles][kTiles][4],
                                           float (&products)[kRowTiles][kTiles][4], int32_t first_row,
@@ -182,15 +190,16 @@ struct ScoreGradients {
                     float weight = ptx::exp2_approx(score - of_query.lse);
                     float product = products[t][i][j];
                     bool is_kept = true;
-                    if constexpr (kDropout) {
-                        constexpr int kBlocks = kKeyCount / 32;
+                    if (kDropout && !(kBlocks && !kept)) {
+                        constexpr int kWords = kKeyCount / 32;
                         const int q = kKeysAreRows ? column : warp_row + row;
                         const int k = kKeysAreRows ? warp_row + row : column;
-                        is_kept = kept[q * kBlocks + k / 32] >> k % 32 & 1;
+                        is_kept = kept[q * kWords + k / 32] >> k % 32 & 1;
                         product = is_kept ? product * out_scale : 0.0f;
                     }
                     float gradient = weight * (product - of_query.delta);
-                    if (kMasked && !(query < seq.seqlen_q && seq.see.visible(seq.q_pos(query), key))) {
+                    if (kMasked && !(query < seq.seqlen_q && seq.see.visible(seq.q_pos(query), key) &&
+                                     looks_at(query, key))) {
                         weight = gradient = 0.0f;
                         slack = 1.0f;  // that of a key that no query sees may be NaN
                     }

@@ -65,11 +65,11 @@ class Sm90Consumer {
             if constexpr (Config::kTree) rows.full_end = min(rows.full_end, work.tree_begin(p_));
             Sm90Softmax softmax(scale);
             if constexpr (Config::kAlibiProduct) lay_out_slopes(work, scale);
-            int32_t tile = tiles.count - 1;
+            int32_t tile = tiles.last();
             ptx::mbarrier_wait(&shared_.q_full[q_ring_.slot][group_], q_ring_.parity);
             while (tile >= 0 && !rows.see_any(tiles.start(tile), Config::kKeys)) {
                 skip_tile();
-                --tile;
+                tile = tiles.before(tile);
             }
 #pragma unroll
             for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
@@ -91,10 +91,11 @@ class Sm90Consumer {
             ptx::wgmma_results(scores);
             release_slot<Config>(shared_.k_empty, k_ring_);
             score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
+            hide_block(scores, tiles, tile);
             if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
             apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
             pack_weights(scores, kept, weights);
-            --tile;
+            tile = tiles.before(tile);
 
             // The scores of one tile are computed together with the product of V and the weights of the tile
             // before. Behind the first tile of keys, this loop goes on with the last tile of the next row
@@ -110,7 +111,7 @@ class Sm90Consumer {
                     if (!Config::kChained || next.batch < 0) break;
                     if (is_few_rows<Config>(next.rows<Config>(plan_))) break;
                     tiles = key_tiles<Config>(p_, plan_, next);
-                    tile = tiles.count - 1;
+                    tile = tiles.last();
                     Ring<Config::kQSlots> next_ring = q_ring_;
                     next_ring.advance();
                     set_scales(transform, scale, next_ring, group_);
@@ -133,6 +134,7 @@ class Sm90Consumer {
                 ptx::wgmma_results(scores);
                 release_slot<Config>(shared_.k_empty, k_ring_);
                 score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
+                hide_block(scores, tiles, tile);
                 if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
                 const bool rescale =
                     apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
@@ -153,7 +155,7 @@ class Sm90Consumer {
                     end_p_v(out);
                 }
                 pack_weights(scores, kept, weights);
-                --tile;
+                tile = tiles.before(tile);
             }
             ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
             multiply_p_v(weights, out);
@@ -209,6 +211,17 @@ class Sm90Consumer {
     }
     __device__ __forceinline__ float result_scale() const {
         return std::is_same_v<T, AnyFloat16> ? p_.out_scale * value_scale_ : p_.out_scale;
+    }
+
+    // Of small blocks, a tile may be of another warpgroup's rows alone.
+    template <class Tiles>
+    __device__ __forceinline__ void hide_block(float (&scores)[kScores], const Tiles& tiles, int32_t tile) {
+        if constexpr (Config::kSmallBlocks) {
+            static_assert(Config::kTileBlocks == 2);
+            if (tiles.is_kept_by(block_ == 1, tile)) return;
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) scores[i] = -INFINITY;
+        }
     }
 
     // Keeps step with the other warpgroups over a tile that no row here sees.

@@ -43,6 +43,13 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
         if (plan.feature == Sm90Feature::beside)
             run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::beside>>;
     }
+    if constexpr (has_blocks(kHeadDim, kWarpgroups, kCtas)) {
+        constexpr int kBlockWarpgroups = sm90_block_tiles(kHeadDim, 128).warpgroups;
+        if (plan.feature == Sm90Feature::blocks)
+            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kBlockWarpgroups, 1, Sm90Feature::blocks>>;
+        if (plan.feature == Sm90Feature::small_blocks)
+            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kBlockWarpgroups, 1, Sm90Feature::small_blocks>>;
+    }
     if (plan.feature == Sm90Feature::alibi)
         run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::alibi>>;
     if (plan.feature == Sm90Feature::dropout)

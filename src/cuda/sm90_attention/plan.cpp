@@ -131,6 +131,26 @@ int32_t find_tiles_beside(const AttentionParams& p) {
     return -1;
 }
 
+// The row of kSm90Tiles whose instances are compiled together with those for a block mask, and the row of
+// kSm90BlockTiles; nothing if none serves.
+struct BlockRows {
+    int32_t row, block_row;
+};
+std::optional<BlockRows> find_block_tiles(const AttentionParams& p) {
+    const int32_t head_dim = p.head_dim <= 64 ? 64 : 128;
+    if (p.head_dim > head_dim || p.dropout.any() || p.alibi_slopes) return std::nullopt;
+    BlockRows found{-1, -1};
+    for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
+        const Sm90Tiles& tiles = kSm90Tiles[row];
+        if (tiles.head_dim == head_dim && has_blocks(head_dim, tiles.warpgroups, tiles.ctas)) found.row = row;
+    }
+    for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90BlockTiles)); ++row) {
+        const Sm90Tiles& tiles = kSm90BlockTiles[row];
+        if (tiles.head_dim == head_dim && tiles.keys == p.block_mask.size) found.block_row = row;
+    }
+    return found;
+}
+
 // Whether the keys of a row tile may be shared out.
 bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
     return p.paged() && has_splits(tiles.ctas) && !p.alibi_slopes && !p.dropout.any() && !p.batch_invariant;
@@ -186,7 +206,7 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     plan.unit_row_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, tiles.row_blocks() * plan.tokens));
     plan.section = choose_section(p, gpu, plan, num_clusters);
     plan.first_section = (plan.num_units - 1) % plan.section + 1;
-    if (plan.feature != Sm90Feature::beside) {
+    if (plan.feature != Sm90Feature::beside && !plan.has_blocks()) {
         plan.few_rows = may_have_few_rows(p, tiles, plan.heads, plan.codes != Codes::none);
         choose_splits(p, gpu, plan);
         plan.feature = choose_feature(p, plan);
@@ -242,6 +262,10 @@ bool can_convert(const AttentionParams& p, std::string* why_not) {
     return false;
 }
 
+std::string name_of_blocks(DType dtype, const Sm90Tiles& tiles) {
+    return text_of("sm90_attention<", to_string(dtype), ", head_dim ", tiles.head_dim, ", blocks of ",
+                   tiles.keys, ">");
+}
 // Over codes, one instance serves all of them.
 std::string name_of(DType dtype, bool has_codes, const Sm90Tiles& tiles) {
     return text_of("sm90_attention<", to_string(dtype), has_codes ? " over codes" : "", ", head_dim ",
@@ -258,6 +282,8 @@ const char* name_of(Sm90Feature feature) {
         case Sm90Feature::splits: return "splits";
         case Sm90Feature::beside: return "beside";
         case Sm90Feature::tree: return "tree";
+        case Sm90Feature::blocks:
+        case Sm90Feature::small_blocks: return "blocks";
     }
     return "none";
 }
@@ -301,12 +327,25 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     // int4 is scaled key by key, whatever the strides of its scales.
     plan.token_scales = has_token_scales(p) || type_of_values(*codes) == DType::int4;
     plan.num_sequences = p.batch;
-    plan.heads = choose_heads(p);
+    // With a block mask, the rows of a warpgroup are of one block and one head.
+    plan.heads = p.block_mask ? 1 : choose_heads(p);
     plan.tokens = kGroupRows / plan.heads;
     plan.feature = beside ? Sm90Feature::beside : Sm90Feature::none;
-    plan.row = beside      ? find_tiles_beside(p)
-               : has_codes ? find_code_tiles(p)
-                           : choose_tiles(p, gpu, plan.heads);
+    if (p.block_mask) {
+        const std::optional<BlockRows> rows = find_block_tiles(p);
+        if (!rows) {
+            return refuse(
+                why_not,
+                "with a block_mask its instances serve head_dim up to 128, without dropout and ALiBi");
+        }
+        plan.row = rows->row;
+        plan.block_row = rows->block_row;
+        plan.feature = p.block_mask.size == 128 ? Sm90Feature::blocks : Sm90Feature::small_blocks;
+    } else {
+        plan.row = beside      ? find_tiles_beside(p)
+                   : has_codes ? find_code_tiles(p)
+                               : choose_tiles(p, gpu, plan.heads);
+    }
     if (plan.row < 0 && has_codes)
         return refuse(why_not, "no instance over codes holds head_dim ", p.head_dim);
     if (plan.row < 0)
@@ -357,9 +396,12 @@ std::optional<Sm90Plan> plan_sm90_attention_beside(const AttentionParams& p, con
 Explanation describe(const Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     Explanation text;
-    text.kernel = name_of(plan.dtype, plan.codes != Codes::none, tiles);
+    text.kernel = plan.has_blocks() ? name_of_blocks(plan.dtype, tiles)
+                                    : name_of(plan.dtype, plan.codes != Codes::none, tiles);
     text.summary =
         text_of(counted(plan.num_row_tiles, "tile"), " of ", kGroupRows * tiles.row_blocks(), " rows");
+    if (plan.has_blocks())
+        text.summary += text_of(", which visit the tiles of ", tiles.keys, " keys that block_mask keeps");
     if (plan.num_splits > 0) {
         if (plan.num_whole > 0) text.summary += text_of(", the last ", plan.num_row_tiles - plan.num_whole);
         text.summary += text_of(" x ", counted(plan.num_splits, "split"));
@@ -401,6 +443,7 @@ std::vector<std::string> sm90_attention_instances() {
     for (DType dtype : kAttentionTypes) {
         for (const Sm90Tiles& tiles : kSm90Tiles) names.push_back(name_of(dtype, false, tiles));
         for (const Sm90Tiles& tiles : kSm90CodeTiles) names.push_back(name_of(dtype, true, tiles));
+        for (const Sm90Tiles& tiles : kSm90BlockTiles) names.push_back(name_of_blocks(dtype, tiles));
     }
     return names;
 }

@@ -20,6 +20,7 @@ struct Sm90Plan {
     bool token_scales;  // of codes: whether keys or values have scales of their own
     int32_t row;        // of kSm90Tiles, or of kSm90CodeTiles: with dtype and feature, the instance
     Sm90Feature feature;
+    int32_t block_row;  // of kSm90BlockTiles, with a block mask
     int32_t num_sequences;
     int32_t heads, tokens;  // side by side in the 64 rows of a warpgroup
     int32_t box_keys;       // that one copy brings; 0 over codes, which the copy engine does not bring
@@ -40,8 +41,11 @@ struct Sm90Plan {
 
     const Sm90Tiles& tiles() const {
         if (codes != Codes::none) return kSm90CodeTiles[row];
-        return feature == Sm90Feature::beside ? kSm90TilesBeside : kSm90Tiles[row];
+        if (feature == Sm90Feature::beside) return kSm90TilesBeside;
+        if (has_blocks()) return kSm90BlockTiles[block_row];
+        return kSm90Tiles[row];
     }
+    bool has_blocks() const { return feature == Sm90Feature::blocks || feature == Sm90Feature::small_blocks; }
     Grid grid() const { return {num_ctas}; }
     int32_t threads() const { return 128 * (tiles().warpgroups + 1 + (codes != Codes::none)); }
     int64_t workspace_bytes() const { return partial_bytes + num_counters * int64_t{sizeof(uint32_t)}; }

@@ -199,18 +199,20 @@ __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan,
         if constexpr (Config::kHasCodes) {
             load_q<Config>(p, plan, work, shared, q_ring);
         } else {
-            const auto tiles = key_tiles<Config>(p, plan, work);
+            auto tiles = key_tiles<Config>(p, plan, work);
             const KeyLoader<Config> loader(p, plan, work);
-            int32_t pages = tiles.count > 0 ? loader.find_pages(tiles.start(tiles.count - 1)) : 0;
-            for (int32_t i = tiles.count - 1; i >= 0; --i) {
-                const int32_t next_pages = i > 0 ? loader.find_pages(tiles.start(i - 1)) : 0;
+            const int32_t last = tiles.last();
+            int32_t pages = last >= 0 ? loader.find_pages(tiles.start(last)) : 0;
+            for (int32_t i = last, next; i >= 0; i = next) {
+                next = tiles.before(i);
+                const int32_t next_pages = next >= 0 ? loader.find_pages(tiles.start(next)) : 0;
                 ptx::mbarrier_wait(&shared.k_empty[ring.slot], ring.parity ^ 1);
                 loader.load(plan.k, shared.k[ring.slot], &shared.k_full[ring.slot], tiles.start(i), pages);
                 ring.advance();
-                if (i == tiles.count - 1) load_q<Config>(p, plan, work, shared, q_ring);
+                if (i == last) load_q<Config>(p, plan, work, shared, q_ring);
                 pages = next_pages;
             }
-            if (tiles.count == 0) load_q<Config>(p, plan, work, shared, q_ring);
+            if (last < 0) load_q<Config>(p, plan, work, shared, q_ring);
         }
         q_ring.advance();
         if (leads) scheduler.advance();
@@ -227,12 +229,14 @@ __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, S
     while (true) {
         const Sm90Work work = take_work<Config>(shared, work_ring);
         if (work.batch < 0) return;
-        const auto tiles = key_tiles<Config>(p, plan, work);
+        auto tiles = key_tiles<Config>(p, plan, work);
         const KeyLoader<Config> loader(p, plan, work);
-        int32_t pages = tiles.count > 0 ? loader.find_pages(tiles.start(tiles.count - 1)) : 0;
-        for (int32_t i = tiles.count - 1; i >= 0; --i) {
+        const int32_t last = tiles.last();
+        int32_t pages = last >= 0 ? loader.find_pages(tiles.start(last)) : 0;
+        for (int32_t i = last, next; i >= 0; i = next) {
             const int32_t first_key = tiles.start(i);
-            const int32_t next_pages = i > 0 ? loader.find_pages(tiles.start(i - 1)) : 0;
+            next = tiles.before(i);
+            const int32_t next_pages = next >= 0 ? loader.find_pages(tiles.start(next)) : 0;
             unsigned char* const tile = shared.v[ring.slot];
             uint64_t* const full = &shared.v_full[ring.slot];
             ptx::mbarrier_wait(&shared.v_empty[ring.slot], ring.parity ^ 1);

@@ -153,18 +153,67 @@ __device__ __forceinline__ Sm90Work take_work(Sm90Shared<Config>& shared, Ring<k
     return work.from_lane_0();
 }
 
-// The tiles of keys that a row tile, or its part, visits, from the last to the first.
+// The tiles of keys that a row tile, or its part, visits, from the last to the first: from last() on, each
+// followed by before(it), until that is negative.
 template <bool kSplits>
 struct PrefillKeyTiles : KeyTiles {
     int32_t first = 0;
 
     __device__ int32_t start(int32_t i) const { return KeyTiles::start(kSplits ? first + i : i); }
+    __device__ int32_t last() const { return count - 1; }
+    __device__ int32_t before(int32_t i) const { return i - 1; }
+};
+
+// Of these, the ones that a block mask leaves to some of the row tile's blocks of queries. A warp looks at
+// the mask of 32 tiles at once, and all warps find the same.
+template <bool kSmallBlocks>
+class BlockKeyTiles : public PrefillKeyTiles<false> {
+  public:
+    __device__ BlockKeyTiles(const AttentionParams& p, const Sm90Work& work, const KeyTiles& tiles,
+                             int32_t last_token)
+        : PrefillKeyTiles<false>{tiles},
+          first_row_(p.block_mask.row(work.batch, work.first_head, work.first_token)),
+          last_row_(p.block_mask.row(work.batch, work.first_head, last_token)) {}
+
+    __device__ int32_t last() { return find(count - 1); }
+    __device__ int32_t before(int32_t i) { return find(i - 1); }
+
+    // Whether the first or the last block of queries, between which a row tile has no others, looks at the
+    // tile that was found last.
+    __device__ bool is_kept_by(bool last_block, int32_t i) const {
+        return (last_block ? of_last_ : of_first_) >> (i % 32) & 1;
+    }
+
+  private:
+    // The last kept tile from i on towards the first; -1 if there is none.
+    __device__ int32_t find(int32_t i) {
+        while (i >= 0) {
+            const int32_t chunk = i / 32;
+            if (chunk != chunk_) load(chunk);
+            const uint32_t left = (of_first_ | of_last_) & (~0u >> (31 - i % 32));
+            if (left != 0) return 32 * chunk + 31 - __clz(left);
+            i = 32 * chunk - 1;
+        }
+        return -1;
+    }
+    __device__ void load(int32_t chunk) {
+        const int32_t i = 32 * chunk + static_cast<int32_t>(threadIdx.x % 32);
+        const int32_t column = i < count ? start(i) / tile_size : 0;
+        of_first_ = __ballot_sync(~0u, i < count && first_row_[column] != 0);
+        if (kSmallBlocks) of_last_ = __ballot_sync(~0u, i < count && last_row_[column] != 0);
+        chunk_ = chunk;
+    }
+
+    const uint8_t* first_row_;  // [key blocks]
+    const uint8_t* last_row_;
+    int32_t chunk_ = -1;
+    // Which of the tiles from 32 chunk_ on the blocks keep; of_last_ with small blocks alone.
+    uint32_t of_first_ = 0, of_last_ = 0;
 };
 
 template <class Config>
-__device__ __forceinline__ PrefillKeyTiles<Config::kSplits> key_tiles(const AttentionParams& p,
-                                                                      const Sm90Launch& plan,
-                                                                      const Sm90Work& work) {
+__device__ __forceinline__ auto key_tiles(const AttentionParams& p, const Sm90Launch& plan,
+                                          const Sm90Work& work) {
     const int32_t end = min(work.first_token + Config::kTileBlocks * plan.tokens, work.seqlen_q);
     PrefillKeyTiles<Config::kSplits> tiles{
         KeyTiles(work.visibility(p), work.q_pos(work.first_token), work.q_pos(end - 1), Config::kKeys)};
@@ -173,7 +222,11 @@ __device__ __forceinline__ PrefillKeyTiles<Config::kSplits> key_tiles(const Atte
         tiles.first = tiles.count * part / plan.num_splits;
         tiles.count = tiles.count * (part + 1) / plan.num_splits - tiles.first;
     }
-    return tiles;
+    if constexpr (Config::kBlocks) {
+        return BlockKeyTiles<Config::kSmallBlocks>(p, work, tiles, end - 1);
+    } else {
+        return tiles;
+    }
 }
 
 }  // namespace octavo::cuda

@@ -52,6 +52,22 @@ constexpr Sm90Tiles kSm90CodeTiles[] = {
 constexpr Sm90Tiles kSm90TilesBeside = {128, 2, 1, 64, 2, 2, 1, false, 0};
 constexpr int kSm90RegistersBeside = 112;
 
+// The tiles of the kernels for a block mask (Sm90Feature::blocks, and small_blocks for blocks of 64). A tile
+// of keys lies in one block, a warpgroup's rows too, and for blocks of 128 all of a row tile.
+constexpr Sm90Tiles kSm90BlockTiles[] = {
+    {64, 2, 1, 128, 4, 4, 2, true, 0},
+    {64, 2, 1, 64, 8, 8, 2, true, 0},
+    {128, 2, 1, 128, 2, 3, 2, true, 0},
+    {128, 2, 1, 64, 4, 6, 2, true, 0},
+};
+
+constexpr Sm90Tiles sm90_block_tiles(int head_dim, int keys) {
+    for (const Sm90Tiles& tiles : kSm90BlockTiles) {
+        if (tiles.head_dim == head_dim && tiles.keys == keys) return tiles;
+    }
+    return {};
+}
+
 constexpr Sm90Tiles sm90_tiles(int head_dim, int warpgroups, int ctas) {
     for (const Sm90Tiles& tiles : kSm90Tiles) {
         if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups && tiles.ctas == ctas) return tiles;
@@ -82,10 +98,14 @@ constexpr bool has_beside(int head_dim, int warpgroups, int ctas) {
     return head_dim == kSm90TilesBeside.head_dim && warpgroups == kSm90TilesBeside.warpgroups &&
            ctas == kSm90TilesBeside.ctas;
 }
+// Whether the instances of this row of kSm90Tiles are compiled together with those for a block mask.
+constexpr bool has_blocks(int head_dim, int warpgroups, int ctas) {
+    return ctas == 1 && ((head_dim == 64 && warpgroups == 3) || (head_dim == 128 && warpgroups == 2));
+}
 
 // What has kernels of its own. `beside` is for a shared prefix (SharedPrefixPlan): the kernel over the keys
 // behind it, which waits for memory, runs beside this one, which multiplies.
-enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside, tree };
+enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside, tree, blocks, small_blocks };
 
 // What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token.
 enum class Sm90Cache { numbers, codes, codes_of_tokens };
@@ -94,10 +114,14 @@ template <int kHeadDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_,
           Sm90Cache kCache_ = Sm90Cache::numbers>
 struct Sm90Config {
     static constexpr bool kBeside = kFeature_ == Sm90Feature::beside;
+    // A block mask. In small blocks the warpgroups of a row tile look at tiles of their own.
+    static constexpr bool kSmallBlocks = kFeature_ == Sm90Feature::small_blocks;
+    static constexpr bool kBlocks = kFeature_ == Sm90Feature::blocks || kSmallBlocks;
     static constexpr bool kHasCodes = kCache_ != Sm90Cache::numbers;
     static constexpr bool kTokenScales = kCache_ == Sm90Cache::codes_of_tokens;
     static constexpr Sm90Tiles kTiles = kHasCodes ? sm90_code_tiles(kHeadDim_)
                                         : kBeside ? kSm90TilesBeside
+                                        : kBlocks ? sm90_block_tiles(kHeadDim_, kSmallBlocks ? 64 : 128)
                                                   : sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");

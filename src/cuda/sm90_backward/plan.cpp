@@ -66,6 +66,7 @@ AttentionParams with_gradients(const AttentionBackwardParams& p) {
 std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& p, const Gpu& gpu,
                                                    std::string* why_not) {
     if (!gpu.has_sm90_kernels) return refuse(why_not, "the GPU or the build has no sm_90a kernels");
+    if (p.block_mask) return refuse(why_not, "it has no instance for a block_mask");
     const bool dropout = p.dropout.any(), softcap = p.softcap > 0.0f, alibi = p.alibi_slopes != nullptr;
     if (dropout + softcap + alibi > 1)
         return refuse(why_not, "no instance has more than one of dropout, a softcap and ALiBi");

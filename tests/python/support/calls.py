@@ -27,6 +27,13 @@ def optional_arrays(target: Target, inputs: Inputs) -> dict[str, Any]:
     }
 
 
+def blocks(target: Target, case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The block mask of dense and packed calls, where the case has one."""
+    if inputs.block_mask is None:
+        return {}
+    return {"block_mask": target.library.boolean(inputs.block_mask), "block_size": case.block_size}
+
+
 def read(target: Target, result: tuple[Any, Any]) -> Result:
     out, lse = result
     assert isinstance(out, target.library.array_type)
@@ -48,6 +55,7 @@ def attention(target: Target, case: Case, inputs: Inputs, **overrides: Any) -> R
     arguments = {
         **case.masks,
         **optional_arrays(target, inputs),
+        **blocks(target, case, inputs),
         **overrides,
     }
     result = octavo.attention(
@@ -62,6 +70,7 @@ def packed_attention(target: Target, case: Case, inputs: Inputs, **overrides: An
     arguments = {
         **case.masks,
         **optional_arrays(target, inputs),
+        **blocks(target, case, inputs),
         **overrides,
     }
     result = octavo.attention(
@@ -86,7 +95,7 @@ def attention_backward(
 ) -> tuple[NDArray[np.float64], ...]:
     """The forward, poisoned where no query looks, and its backward: dq, dk, dv, those of slopes and sinks."""
     k, v = problems.poisoned(case, inputs)
-    optional = optional_arrays(target, inputs)
+    optional = {**optional_arrays(target, inputs), **blocks(target, case, inputs)}
     arguments = {**case.masks, **optional, **overrides}
     options_of_backward = {
         name: arguments.pop(name) for name in ("dlse", "deterministic", "dq", "dk", "dv") if name in arguments

@@ -33,6 +33,9 @@ class Case:
     softcap: float = 0.0
     alibi: str = ""  # "", "head": slopes [num_q_heads], "batch": slopes [batch, num_q_heads]
     sinks: str = ""  # "", "normal", "extreme": among them -inf, and such as leave keys no weight or all of it
+    block_size: int = 0  # 0: no block mask
+    blocks_kept: float = 0.3  # of a random mask
+    block_masks: str = "heads"  # "all": one for all heads, "heads": one each, "batch": those of each sequence
     softmax_scale: float | None = None
     k_scale: float | None = None
     v_scale: float | None = None

@@ -44,6 +44,8 @@ def make_calls(dtype="float32", seed=0):
         "prefix_lens": index([2, 0]),
     }
     sinks = {"sinks": normal(4, seed=seed)}
+    blocks = {"block_mask": jnp.roll(jnp.array([True, False, True, True]), seed).reshape(4, 1, 1)}
+    batch_blocks = {"block_mask": jnp.stack([blocks["block_mask"], ~blocks["block_mask"]]).astype(jnp.uint8)}
     scores = {"window_left": 7, "softcap": 5.0, "softmax_scale": 0.3, "return_lse": True}
     dense = {
         "q": make(2, 5, 4, HEAD_DIM),
@@ -156,6 +158,10 @@ def make_calls(dtype="float32", seed=0):
             backward({**dense, **sinks, **masks}, {}, dlse=normal(2, 5, 4, seed=seed)),
             {"return_dalibi": True, "return_dsinks": True},
         ),
+        ("attention", {**dense, **blocks}, {"causal": True, "return_lse": True}),
+        ("attention", {**packed, **batch_blocks}, {"block_size": 64}),
+        ("attention_backward", backward({**dense, **batch_blocks}, {}), {}),
+        ("attention_backward", backward({**packed, **blocks}, {"block_size": 64}), {"block_size": 64}),
     ]
 
 

@@ -42,6 +42,9 @@ class ArrayLibrary(ABC):
     def float32(self, values: Any) -> Any:
         return self.from_numpy(np.asarray(values, np.float32))
 
+    def boolean(self, values: Any) -> Any:
+        return self.from_numpy(np.asarray(values, np.bool_))
+
     def to_float64(self, array: Any) -> NDArray[np.float64]:
         """Exact: results with the same bits, and only those, have the same float64 bits (but for NaNs)."""
         return self.to_numpy(array).astype(np.float64)

@@ -69,6 +69,12 @@ def visible(
     return see
 
 
+def expand_blocks(block_mask: NDArray[Any], block_size: int, n: int, m: int) -> NDArray[np.bool_]:
+    """[heads, query blocks, key blocks] to [heads, n, m], counted from the first query and the first key."""
+    blocks = block_mask != 0
+    return blocks[:, np.arange(n)[:, None] // block_size, np.arange(m) // block_size]
+
+
 def hidden_by_tree(words: Sequence[int], seqlen_k: int, prefix_len: int) -> NDArray[np.bool_]:
     """[n, seqlen_k]: which keys the words of n queries hide; bit j is of the j-th of the n newest."""
     n = len(words)
@@ -295,7 +301,7 @@ class PackedSequence:
     index: int
     rows: slice  # of the queries
     keys: slice
-    see: NDArray[np.bool_]  # [n, m]
+    see: NDArray[np.bool_]  # [n, m], or [num_q_heads or 1, n, m]
     distance: NDArray[np.int64]  # [n, m]: how far each key lies before each query
     slopes: NDArray[np.float64] | None  # [num_q_heads]
     kept: NDArray[np.float64] | None  # [num_q_heads, n, m], what dropout multiplies the weights by
@@ -317,6 +323,8 @@ def sequences(
     window_right: int = -1,
     attention_chunk: int = 0,
     prefix_lens: Sequence[int] | None = None,
+    block_mask: NDArray[Any] | None = None,
+    block_size: int = 128,
     alibi_slopes: NDArray[Any] | None = None,
     dropout: Dropout | None = None,
     sinks: NDArray[Any] | None = None,
@@ -338,6 +346,9 @@ def sequences(
             attention_chunk=attention_chunk,
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
         )
+        if block_mask is not None:
+            assert len(q_pos[b]) == n, "blocks count all queries"
+            see = see & expand_blocks(block_mask[b] if block_mask.ndim == 4 else block_mask, block_size, n, m)
         if tree_mask is not None and m:
             prefix_len = prefix_lens[b] if prefix_lens is not None else 0
             see &= ~hidden_by_tree(tree_mask[q_begin : q_begin + n], m, prefix_len)

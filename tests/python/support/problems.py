@@ -28,6 +28,7 @@ class Inputs:
     cu_seqlens_k: NDArray[np.int32]
     prefix_lens: NDArray[np.int32] | None  # [batch]
     sinks: NDArray[np.float32] | None = None  # [num_q_heads]
+    block_mask: NDArray[np.bool_] | None = None  # [heads, query blocks, key blocks], or with a batch axis
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,36 @@ def visible(case: Case, b: int) -> NDArray[np.bool_]:
     )
 
 
+def make_block_mask(case: Case) -> NDArray[np.bool_] | None:
+    """A random one, in which the first row of blocks keeps nothing."""
+    if not case.block_size:
+        return None
+    counts = (-(-max(lengths, default=0) // case.block_size) for lengths in (case.seqlens_q, case.seqlens_k))
+    heads = 1 if case.block_masks == "all" else case.num_q_heads
+    shape = (*((case.batch,) if case.block_masks == "batch" else ()), heads, *counts)
+    mask = _generator(case, "blocks").random(shape) < case.blocks_kept
+    mask[..., :1, :] = False
+    return mask
+
+
 def unseen_keys(case: Case) -> NDArray[np.bool_]:
     """[total_k]: keys that no query of their sequence sees, which are never read."""
-    return np.concatenate([~visible(case, b).any(axis=0) for b in range(case.batch)])
+    return _unseen_keys_of_heads(case).all(axis=1)
+
+
+def _unseen_keys_of_heads(case: Case) -> NDArray[np.bool_]:
+    """[total_k, num_kv_heads]: keys that no query of the sequence sees, or that lie in a block which no query
+    of the KV head's own looks at."""
+    mask, unseen = make_block_mask(case), []
+    for b in range(case.batch):
+        seen = np.repeat(visible(case, b).any(axis=0)[:, None], case.num_kv_heads, axis=1)
+        if mask is not None:
+            of_sequence = mask[b] if mask.ndim == 4 else mask
+            kept = oracle.expand_blocks(of_sequence, case.block_size, *visible(case, b).shape).any(axis=1)
+            kept = np.broadcast_to(kept, (case.num_q_heads, kept.shape[1]))
+            seen &= kept.reshape(case.num_kv_heads, case.group_size, -1).any(axis=1).T
+        unseen.append(~seen)
+    return np.concatenate(unseen)
 
 
 def cumulative(lengths: tuple[int, ...]) -> NDArray[np.int32]:
@@ -87,6 +115,7 @@ def make_inputs(case: Case, dtype: str) -> Inputs:
         cumulative(case.seqlens_k),
         np.array(case.prefix_lens, np.int32) if case.prefix_lens else None,
         _make_sinks(case),
+        make_block_mask(case),
     )
 
 
@@ -116,7 +145,7 @@ def make_output_gradients(case: Case, dtype: str) -> OutputGradients:
 def poisoned(case: Case, inputs: Inputs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """k and v with NaN where no query looks."""
     k, v = inputs.k.copy(), inputs.v.copy()
-    unseen = unseen_keys(case)
+    unseen = _unseen_keys_of_heads(case)
     k[unseen] = np.nan
     v[unseen] = np.nan
     return k, v
@@ -167,6 +196,8 @@ def make_reference(
         prefix_lens=case.prefix_lens,
         alibi_slopes=inputs.alibi_slopes,
         sinks=inputs.sinks,
+        block_mask=inputs.block_mask,
+        block_size=case.block_size,
         k_scale=case.k_scale if paged else None,
         v_scale=case.v_scale if paged else None,
         dropout=dropout,
@@ -187,6 +218,8 @@ def make_backward_reference(
         "prefix_lens": case.prefix_lens,
         "alibi_slopes": inputs.alibi_slopes,
         "sinks": inputs.sinks,
+        "block_mask": inputs.block_mask,
+        "block_size": case.block_size,
         "dropout": dropout,
     }
     arrays = inputs.q, inputs.k, inputs.v
