@@ -121,6 +121,13 @@ KNOWN_RACES = (
         "An arrival at an mbarrier lies between the accesses, and the readers' wait for it: see racecheck in "
         "docs/kernels/sm90_attention.md.",
     ),
+    KnownRace(
+        "sm90_latent_attention_kernel",
+        "Read and Write",
+        10,
+        "Two warpgroups hand on maxima, factors and sums of rows behind named barriers, at which one arrives and "
+        "the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/kernel.cuh.",
+    ),
 )
 
 _RACE = re.compile(r"=+ (?:Error|Warning): Race reported between (Read|Write) access at (.+)")

@@ -251,8 +251,8 @@ def _describe_mask(
         and getattr(config, "attention_chunk_size", None) is None
         and (nothing_added or _is_plain_window(mask_function, local_size))
     )
-    is_chunked = _is_chunked(config, local_size, nothing_added) and not isinstance(q_offset, Tensor)
-    if is_chunked and q_offset + q_length - kv_offset == kv_length:
+    is_chunked = _is_chunked(config, local_size, nothing_added)
+    if is_chunked and not isinstance(q_offset, Tensor) and q_offset + q_length - kv_offset == kv_length:
         chunk = cast(int, local_size)
         return _describe_chunks(q_length, kv_length, q_offset, kv_offset, chunk, attention_mask)
     causal = mask_function is not masking_utils.bidirectional_mask_function

@@ -37,8 +37,11 @@
 
 namespace octavo::cuda {
 
-// Arrivals and waits of both warpgroups, one after the other in each pair; and of one warpgroup alone.
-enum Sm90LatentBarrier : int { kMaxOfEven = 1, kWeightsOfOdd, kWeightsOfEven, kOfWarpgroup };
+// Named barriers. In each pair, warpgroup 0 arrives at the first and waits at the second, warpgroup 1 the
+// other way round, and warpgroup 0 arrives at the third, where warpgroup 1 waits: by turns, also where there
+// is no odd tile, so that neither arrives twice at one before the other has been there. kOfWarpgroup + w is
+// for one warpgroup alone.
+enum Sm90LatentBarrier : int { kMaxOfEven = 1, kWeightsOfOdd, kWeightsOfEven, kSums, kOfWarpgroup };
 
 struct Sm90LatentShared {
     static constexpr int kBlocks = kLatentQkDim / 64, kHalfBlocks = kLatentVDim / 128;
@@ -207,8 +210,8 @@ class Sm90LatentConsumer {
         weigh();
         multiply_own_values();
         release(0, 0);
+        ptx::named_barrier_sync(kWeightsOfOdd, 256);  // all warps have multiplied the keys, too
         if (has_odd) {
-            ptx::named_barrier_sync(kWeightsOfOdd, 256);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 max_[i] = shared_.max[row(i)];
@@ -221,7 +224,6 @@ class Sm90LatentConsumer {
             multiply_others_values(pair);
             release(1, 0);
         } else {
-            ptx::named_barrier_sync(kOfWarpgroup + kWarpgroup, 128);  // all warps have multiplied the keys
             hand_over_weights();
             ptx::named_barrier_arrive(kWeightsOfEven, 256);
         }
@@ -263,6 +265,7 @@ class Sm90LatentConsumer {
             multiply_own_values();
             release(1, 1);
         } else {
+            ptx::named_barrier_arrive(kWeightsOfOdd, 256);
             scale(factor);
         }
         ptx::named_barrier_sync(kWeightsOfEven, 256);
@@ -431,7 +434,7 @@ class Sm90LatentConsumer {
             sums_[i] += __shfl_xor_sync(~0u, sums_[i], 2);
             if (threadIdx.x % 4 == 0) shared_.sum[kWarpgroup][row(i)] = sums_[i];
         }
-        ptx::named_barrier_sync(kMaxOfEven, 256);
+        ptx::named_barrier_sync(kSums, 256);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const SoftmaxState state{max_[i], shared_.sum[0][row(i)] + shared_.sum[1][row(i)]};

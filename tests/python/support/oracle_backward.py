@@ -153,10 +153,11 @@ class Reference:
         luck: there the plain error is that of all rows. So it is for the gradients of slopes, which are few.
         The epsilon is at least float32's times the largest LSE, with which the weights are found again. Where
         float16 has subnormal numbers only, the result and the weights that the operands are multiplied by are
-        off by half of the least one, however small they are.
+        off by half of the least one, however small they are; of other dtypes they may be zero, as a GPU flushes
+        what is subnormal in float32.
         """
         tolerances = []
-        least = 2.0**-24 if self.dtype == "float16" else 0.0
+        least = 2.0**-24 if self.dtype == "float16" else 2.0**-126
         relative = max(EPSILON_OUT[self.dtype], EPSILON_OUT["float32"] * self.largest_lse)
         for true, plain, spread in zip(self.true, self.plain, self.spreads, strict=True):
             is_rows = true.ndim == 3
