@@ -125,8 +125,8 @@ KNOWN_RACES = (
         "sm90_latent_attention_kernel",
         "Read and Write",
         10,
-        "Two warpgroups hand on maxima, factors and sums of rows behind named barriers, at which one arrives and "
-        "the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/kernel.cuh.",
+        "Two warpgroups hand on maxima, factors and sums of rows behind named barriers, at which one "
+        "arrives and the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/kernel.cuh.",
     ),
 )
 

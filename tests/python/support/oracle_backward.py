@@ -153,8 +153,8 @@ class Reference:
         luck: there the plain error is that of all rows. So it is for the gradients of slopes, which are few.
         The epsilon is at least float32's times the largest LSE, with which the weights are found again. Where
         float16 has subnormal numbers only, the result and the weights that the operands are multiplied by are
-        off by half of the least one, however small they are; of other dtypes they may be zero, as a GPU flushes
-        what is subnormal in float32.
+        off by half of the least one, however small they are; of other dtypes they may be zero, as a GPU
+        flushes what is subnormal in float32.
         """
         tolerances = []
         least = 2.0**-24 if self.dtype == "float16" else 2.0**-126
