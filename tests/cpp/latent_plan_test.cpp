@@ -54,12 +54,31 @@ TEST(LatentPlan, TilesFitInSharedMemory) {
     EXPECT_EQ(field(explain(latent(8, 16, 4096), "l40s"), "keys"), "32");
 }
 
+TEST(LatentPlan, ManyRowsRunOnHoppersOwnKernel) {
+    const auto kernel = [](const LatentAttentionArgs& args, const char* gpu) {
+        return explain(args, gpu).kernel.substr(0, explain(args, gpu).kernel.find('<'));
+    };
+    LatentAttentionArgs args = latent(8, 128, 4096);
+    EXPECT_EQ(kernel(args, "h200"), "sm90_latent_attention");
+    EXPECT_EQ(field(explain(args, "h200"), "stages"), "2");
+    EXPECT_EQ(kernel(latent(1, 128, 64), "h200"), "sm90_latent_attention") << "one page";
+    EXPECT_EQ(kernel(args, "a100"), "latent_attention");
+    EXPECT_EQ(kernel(latent(8, 16, 4096), "h200"), "latent_attention");
+    EXPECT_EQ(kernel(latent(8, 128, 4096, true), "h200"), "latent_attention") << "fp8";
+    for (double scale : {0.0, -0.1}) {
+        args.softmax_scale = scale;
+        EXPECT_EQ(kernel(args, "h200"), "latent_attention") << "it scales scores that are masked";
+    }
+}
+
 TEST(LatentPlan, NamesWhatIsCompiled) {
     const auto names = cuda::latent_attention_instances();
     for (const char* gpu : {"h200", "a100", "l40s"}) {
         for (bool is_fp8 : {false, true}) {
-            const std::string kernel = explain(latent(8, 16, 4096, is_fp8), gpu).kernel;
-            EXPECT_EQ(std::count(names.begin(), names.end(), kernel), 1) << kernel;
+            for (int64_t heads : {16, 128}) {
+                const std::string kernel = explain(latent(8, heads, 4096, is_fp8), gpu).kernel;
+                EXPECT_EQ(std::count(names.begin(), names.end(), kernel), 1) << kernel;
+            }
         }
     }
 }

@@ -57,6 +57,7 @@ class Problem:
     lengths: tuple[int, ...]
     num_q_heads: int = 16
     page_size: int = 64
+    softmax_scale: float = SCALE
     queries: tuple[int, ...] = ()  # of each sequence; default: one each
     qk_dim: int = QK_DIM
     v_dim: int = V_DIM
@@ -110,7 +111,11 @@ class Problem:
         )
 
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"softmax_scale": SCALE, "causal": self.causal, "v_dim": self.v_dim}
+        options: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "v_dim": self.v_dim,
+        }
         if self.queries:
             options["cu_seqlens_q"] = self.target.int32(self.cu_seqlens_q)
             options["max_seqlen_q"] = max(self.queries)
@@ -128,7 +133,8 @@ class Problem:
         assert isinstance(out, library.array_type) and dtype in str(out.dtype)
         scale = self.kv_scale or 1.0
         expected, expected_lse, sizes = oracle.latent_attention(
-            self.q, [scale * keys for keys in self.keys], self.cu_seqlens_q, SCALE, self.v_dim,
+            self.q, [scale * keys for keys in self.keys], self.cu_seqlens_q,
+            self.softmax_scale, self.v_dim,
             causal=self.causal,
         )  # fmt: skip
         empty = np.isneginf(expected_lse)
@@ -142,6 +148,13 @@ class Problem:
         np.testing.assert_array_equal(np.isneginf(found_lse), empty)
         np.testing.assert_allclose(found_lse[~empty], expected_lse[~empty], rtol=2e-5, atol=2e-5)
         assert not found[empty].any()
+
+
+@every_target
+@pytest.mark.parametrize("num_q_heads", [16, 32])
+@pytest.mark.parametrize("softmax_scale", [0.0, -0.2])
+def test_scales_that_are_not_positive(target: Target, softmax_scale: float, num_q_heads: int) -> None:
+    Problem(target, (70, 128), num_q_heads, softmax_scale=softmax_scale).check()
 
 
 @every_target

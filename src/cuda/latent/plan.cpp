@@ -26,13 +26,15 @@ int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_
     return static_cast<int32_t>(best);
 }
 
-// Whether sm90_latent serves the call. Up to 16 rows a sequence, the other kernel multiplies less in vain.
+// Whether sm90_latent serves the call. Up to 16 rows a sequence, the other kernel multiplies less in vain. It
+// scales scores after they are masked and their highest is found, so that the scale has to be positive.
 bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
     const bool are_boxes =
         p.page_size % kSm90LatentKeys == 0 || (p.page_size % 8 == 0 && kSm90LatentKeys % p.page_size == 0);
     constexpr int64_t kMostStride = int64_t{1} << 39;  // of the copy engine, in elements
     return gpu.has_sm90_kernels && !plan.is_fp8() && are_boxes && plan.q_aligned && plan.kv_aligned &&
-           p.kv_slot_stride > 0 && p.kv_page_stride > 0 && p.kv_slot_stride < kMostStride &&
+           p.softmax_scale > 0.0f && p.num_pages > 0 && p.kv_slot_stride > 0 &&
+           (p.num_pages == 1 || p.kv_page_stride > 0) && p.kv_slot_stride < kMostStride &&
            p.kv_page_stride < kMostStride &&
            aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype) &&
            int64_t{p.seqlen_q} * p.num_q_heads > kLatentRows;
@@ -86,7 +88,7 @@ Explanation describe(const LatentPlan& plan) {
         {"kv_dtype", to_string(plan.kv_dtype)},
         {"rows", int64_t{plan.rows()}},
         {"keys", int64_t{plan.keys()}},
-        {"stages", int64_t{plan.tiles().stages}},
+        {"stages", int64_t{plan.stages()}},
         {"num_sequences", int64_t{plan.num_sequences}},
         {"num_q_heads", int64_t{plan.num_q_heads}},
         {"num_row_tiles", plan.num_row_tiles()},
@@ -95,7 +97,7 @@ Explanation describe(const LatentPlan& plan) {
         {"kv_aligned", plan.kv_aligned},
         {"num_ctas", plan.grid().size()},
         {"threads", int64_t{plan.threads()}},
-        {"shared_bytes", plan.tiles().shared_bytes(plan.is_fp8())},
+        {"shared_bytes", plan.shared_bytes()},
         {"workspace_bytes", plan.workspace_bytes()},
     };
     return text;

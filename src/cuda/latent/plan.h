@@ -40,6 +40,11 @@ constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 // sm90_latent.
 constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64;
 constexpr int32_t kSm90LatentThreads = 384;
+constexpr int32_t kSm90LatentStages = 2;
+// Of queries and tiles of keys; of five numbers a row, and of eight barriers (Sm90LatentShared).
+constexpr int64_t kSm90LatentSharedBytes =
+    int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentStages * kSm90LatentKeys) +
+    5 * 4 * kSm90LatentRows + 8 * 8;
 
 struct LatentPlan {
     DType dtype, kv_dtype;
@@ -55,6 +60,8 @@ struct LatentPlan {
     const LatentTiles& tiles() const { return kLatentTiles[row]; }
     int32_t rows() const { return is_sm90 ? kSm90LatentRows : kLatentRows; }
     int32_t keys() const { return is_sm90 ? kSm90LatentKeys : tiles().keys; }
+    int32_t stages() const { return is_sm90 ? kSm90LatentStages : tiles().stages; }
+    int64_t shared_bytes() const { return is_sm90 ? kSm90LatentSharedBytes : tiles().shared_bytes(is_fp8()); }
     int32_t threads() const { return is_sm90 ? kSm90LatentThreads : kLatentThreads; }
     int64_t num_row_tiles() const { return int64_t{num_sequences} * tiles_per_sequence; }
     Grid grid() const { return {num_row_tiles(), num_splits}; }

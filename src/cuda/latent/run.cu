@@ -23,10 +23,11 @@ void launch_sm90_latent(const LatentAttentionParams&, const LatentPlan&, const L
 
 namespace {
 
-// Pages as sm90_latent copies them: 64 numbers of as many keys as a page has, or 64.
+// Pages as sm90_latent copies them: 64 numbers of as many keys as a page has, or 64. The stride of a single
+// page may be zero, which the copy engine refuses, and is not used.
 CUtensorMap map_of_pages(const LatentAttentionParams& p) {
     return make_tensor_map(p.kv, {{kLatentQkDim, p.page_size, p.num_pages, 1, 1},
-                                  {p.kv_slot_stride, p.kv_page_stride, 8, 8},
+                                  {p.kv_slot_stride, p.num_pages > 1 ? p.kv_page_stride : 8, 8, 8},
                                   {64, std::min(p.page_size, kSm90LatentKeys), 1, 1, 1}});
 }
 

@@ -10,7 +10,7 @@ template <class T>
 void launch_sm90_latent(const LatentAttentionParams& params, const LatentPlan& plan,
                         const LatentLaunch& arguments, const CUtensorMap& map, cudaStream_t stream) {
     constexpr size_t kSharedBytes = sizeof(Sm90LatentShared);
-    static_assert(kSharedBytes <= 227 * 1024);
+    static_assert(kSharedBytes == kSm90LatentSharedBytes && kSharedBytes <= 227 * 1024);
     const Grid grid = plan.grid();
     const LaunchShape shape{dim3(grid.x, grid.y), kSm90LatentThreads, true};
     launch<sm90_latent_attention_kernel<T>, kSharedBytes>("latent_attention", params.device.index, stream,
