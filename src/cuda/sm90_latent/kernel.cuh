@@ -40,8 +40,9 @@ namespace octavo::cuda {
 // Named barriers. In each pair, warpgroup 0 arrives at the first and waits at the second, warpgroup 1 the
 // other way round, and warpgroup 0 arrives at the third, where warpgroup 1 waits: by turns, also where there
 // is no odd tile, so that neither arrives twice at one before the other has been there. kOfWarpgroup + w is
-// for one warpgroup alone. compute-sanitizer's racecheck does not count such barriers: what it reports are max,
-// factor and sum of Sm90LatentShared, written before one of them and read behind it, or the other way round.
+// for one warpgroup alone. compute-sanitizer's racecheck does not count such barriers: what it reports are
+// max, factor and sum of Sm90LatentShared, written before one of them and read behind it, or the other way
+// round.
 enum Sm90LatentBarrier : int { kMaxOfEven = 1, kWeightsOfOdd, kWeightsOfEven, kSums, kOfWarpgroup };
 
 struct Sm90LatentShared {
