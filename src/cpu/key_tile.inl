@@ -88,7 +88,7 @@ struct TileMask {
     int32_t tree_begin;
     bool all_visible;        // to every row, but for those from which block_mask hides the tile
     bool has_hidden;         // whether it hides the tile from some row
-    bool hidden[kTileRows];  // from which; unset without any
+    bool hidden[kTileRows];  // from which
 
     // `tree_words`: [num_rows], those of the tree mask, or null.
     static TileMask make(const AttentionParams& p, const RowTile& tile, const int32_t* q_pos, int32_t k_begin,
@@ -99,7 +99,7 @@ struct TileMask {
         if (k_begin + kTileKeys <= tree_begin) tree_words = nullptr;
         const bool all_visible =
             !tree_words && KeyTiles::all_visible(see, q_pos[0], q_pos[tile.num_rows - 1], k_begin, kTileKeys);
-        TileMask mask{see, q_pos, tile.num_rows, k_begin, tree_words, tree_begin, all_visible};
+        TileMask mask{see, q_pos, tile.num_rows, k_begin, tree_words, tree_begin, all_visible, false, {}};
         if (!p.block_mask) return mask;
         for (int32_t r = 0; r < tile.num_rows; ++r) {
             mask.hidden[r] = !keeps_block(p, tile, r, k_begin);
