@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import _support_path  # noqa: F401
-from _report import OCTAVO, floor_us
+from _report import OCTAVO, floor_us, write_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,8 +144,11 @@ def flashmla_call(case: LatentCase, inputs: LatentInputs) -> Callable[[], Any]:
     return call
 
 
-CONTESTANTS: dict[str, Prepare] = {OCTAVO: octavo_call, "flashinfer": flashinfer_call}
-CONTESTANTS["flashmla"] = flashmla_call
+CONTESTANTS: dict[str, Prepare] = {
+    OCTAVO: octavo_call,
+    "flashinfer": flashinfer_call,
+    "flashmla": flashmla_call,
+}
 
 
 @dataclass
@@ -169,6 +171,7 @@ def measure_case(case: LatentCase, read_bandwidth: float, rounds: int) -> Latent
     row = LatentRow(case.name, case.num_bytes, case.flops, floor, {}, {}, {}, torch.cuda.get_device_name())
     l2_bytes = torch.cuda.get_device_properties().L2_cache_size
     copies = [make_inputs(case) for _ in range(1 + -(-2 * l2_bytes // case.num_bytes))]
+    repeats = repeats_for(len(copies), max(floor, case.flops / 6e8))
     graphs = {}
     for name, prepare in CONTESTANTS.items():
         try:
@@ -185,10 +188,9 @@ def measure_case(case: LatentCase, read_bandwidth: float, rounds: int) -> Latent
         if row.max_error[name] > TOLERANCE:
             row.skipped[name] = f"WRONG: error {row.max_error[name]:.3g}"
             continue
-        graphs[name] = capture(calls, repeats_for(len(calls), max(floor, case.flops / 6e8)))
+        graphs[name] = capture(calls, repeats)
     for name, us in replay_times(graphs, rounds).items():
-        num_calls = len(copies) * repeats_for(len(copies), max(floor, case.flops / 6e8))
-        row.us[name] = us / num_calls
+        row.us[name] = us / (repeats * len(copies))
     return row
 
 
@@ -224,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(measure_case(case, read_bandwidth, rounds))
         print(show(rows[-1]), flush=True)
     if args.json:
-        args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+        write_rows(args.json, [asdict(row) for row in rows])
     return 1 if any(row.skipped.get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
 
 

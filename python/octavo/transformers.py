@@ -151,14 +151,13 @@ class _Mask:
         if array is None or array.device == device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = _Mask(
-                self.causal,
-                self.window_left,
-                None if self.queries is None else self.queries.on(device),
-                None if self.keys is None else self.keys.on(device),
-                self.num_keys,
-                None if self.seq_lens is None else self.seq_lens.to(device),
-                None if self.first_keys is None else self.first_keys.to(device),
+            self._elsewhere[device] = replace(
+                self,
+                queries=None if self.queries is None else self.queries.on(device),
+                keys=None if self.keys is None else self.keys.on(device),
+                seq_lens=None if self.seq_lens is None else self.seq_lens.to(device),
+                first_keys=None if self.first_keys is None else self.first_keys.to(device),
+                _elsewhere={},
             )
         return self._elsewhere[device]
 

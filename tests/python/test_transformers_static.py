@@ -223,6 +223,18 @@ def test_a_mask_of_the_callers():
 
 
 @torch.no_grad()
+def test_mask_keeps_its_chunks_on_another_device():
+    """What the mask of a model that lies on several devices says does not depend on the layer."""
+    from octavo.transformers import _Mask
+
+    mask = _Mask(True, seq_lens=torch.tensor([5, 3], dtype=torch.int32), attention_chunk=4, first_key=2)
+    moved = mask.on(torch.device("meta"))
+    assert moved.seq_lens.device.type == "meta"
+    assert (moved.causal, moved.attention_chunk, moved.first_key) == (True, 4, 2)
+    assert mask.on(torch.device("meta")) is moved
+    assert mask.on(torch.device("cpu")) is mask
+
+
 def test_what_cannot_be_mapped_is_refused():
     ids, mask = padded(2, 8, ())
     mask[1, 6:] = 0
