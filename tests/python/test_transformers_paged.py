@@ -55,6 +55,8 @@ def prompts():
 def generate(model, prompts, *, new=NEW, num_return_sequences=1, manager=False, **sizes):
     """What generate_batch makes, in batches of at most 24 tokens, so that prompts come in parts."""
     sizes = {"page_size": 4, "num_blocks": 96, "max_batch_tokens": 24, **sizes}
+    if model.device.type == "cpu":  # otherwise transformers follows the GPU, where the machine has one
+        sizes = {"use_async_batching": False, "use_cuda_graph": False, **sizes}
     outputs = model.generate_batch(
         prompts,
         generation_config=transformers.GenerationConfig(
@@ -279,7 +281,8 @@ def test_on_a_gpu(name, graphs, prompts, calls):
     """Greedy texts, but for what rounding to 16 bits does; of full attention by block tables, too."""
     model = make_model(name, dtype=torch.bfloat16, attn_implementation="octavo").cuda()
     texts = generate(model, prompts, use_cuda_graph=graphs, max_blocks_per_request=32)
-    assert calls["append_kv"] and calls["paged_attention"]
+    # With graphs, prompts and single tokens share a layer of windows, which then copies what it reads.
+    assert calls["append_kv"] and calls["attention" if graphs and name == "mistral" else "paged_attention"]
     if name in ("llama", "gpt2"):
         assert any("slot_mapping" not in options for _, options in calls["append_kv"])
     for prompt, text in zip(prompts, texts, strict=True):
