@@ -12,14 +12,19 @@ def cached_vector(picture: Picture, y: float) -> None:
     heading(picture, 20, y, "A cached vector is a key whole, and a value but for its rotary part")
     unit = 0.72
     for begin, end, words in ((0, 256, "half 0: 256 numbers"), (256, 512, "half 1: 256 numbers")):
-        block(picture, 20 + begin * unit, y + 14, (end - begin) * unit, 28, words, "grey" if begin else "plain")
+        block(
+            picture, 20 + begin * unit, y + 14, (end - begin) * unit, 28, words, "grey" if begin else "plain"
+        )
     block(picture, 20 + 512 * unit, y + 14, 64 * unit, 28, "rotary", "none", 11)
     picture.text(20 + 256 * unit, y + 60, "value: 512 numbers", 12)
     lines(
         picture,
         470,
         y + 24,
-        ["All query heads read it. One tile in shared memory serves", "both products, so memory is read once."],
+        [
+            "All query heads read it. One tile in shared memory serves",
+            "both products, so memory is read once.",
+        ],
     )
 
 
@@ -53,8 +58,8 @@ def hopper(picture: Picture, y: float) -> None:
         picture,
         20,
         y + 20,
-        "Tiles of 64 keys come in pairs. A warpgroup makes the scores of one tile of a pair, and sums up its half "
-        "of the columns of the values for both tiles. Lengths are not to scale.",
+        "Tiles of 64 keys come in pairs. A warpgroup makes the scores of one tile of a pair, and sums up its "
+        "half of the columns of the values for both tiles. Lengths are not to scale.",
     )
     lanes = Lanes(picture, 176, 37)
     lanes.lane(
@@ -101,10 +106,10 @@ def hopper(picture: Picture, y: float) -> None:
         picture,
         20,
         y + 298,
-        "max: the highest score of each row so far goes from tile to tile; whoever raises it hands on the factor "
-        "by which earlier sums and weights shrink. P0, P1: a warpgroup lays its weights where the rotary part of "
-        "its tile was, and the other multiplies them with its own half of that tile. A half of a tile is loaded "
-        "again, in the order of need, when its last reader has said that it may be.",
+        "max: the highest score of each row so far goes from tile to tile; whoever raises it hands on the "
+        "factor by which earlier sums and weights shrink. P0, P1: a warpgroup lays its weights where the "
+        "rotary part of its tile was, and the other multiplies them with its own half of that tile. A half "
+        "of a tile is loaded again, in the order of need, when its last reader has said that it may be.",
     )
 
 
