@@ -249,6 +249,19 @@ def quantised_prefill(results: Path) -> str:
     return format_table(header, rows, numbers=len(header) - 2)
 
 
+def latent(results: Path) -> str:
+    """Latent attention beside the floor, and what its products come to."""
+    gpus = gpus_with(results, "latent")
+    cells: dict[str, list[str]] = {}
+    for gpu in gpus:
+        for row in load(results, "latent", gpu):
+            us, floor = row["us"][OCTAVO], row["floor_us"]
+            numbers = [f"{us:.1f}", f"{floor:.1f}", f"{us / floor:.2f}", f"{row['flops'] / us / 1e6:.0f}"]
+            cells.setdefault(row["case"], []).extend(numbers)
+    header = ["case", *(name for gpu in gpus for name in (gpu, "floor", "ratio", "TFLOP/s"))]
+    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
+
+
 OCTAVO_STEPS = (OCTAVO, "octavo_static_weight")
 COMPILED_PEERS = {
     "hf_static": "transformers",
@@ -498,6 +511,7 @@ TABLES = {
         "linear-shapes": linear_shapes,
         "quantised": quantised,
         "quantised-prefill": quantised_prefill,
+        "latent": latent,
         "backward": backward,
         "backward-options": backward_options,
         "calls": calls,

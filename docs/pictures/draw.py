@@ -12,6 +12,7 @@ from pathlib import Path
 import _attention_backward
 import _decode
 import _how_a_call_runs
+import _latent_attention
 import _linear
 import _quantised_decode
 import _quantised_prefill
@@ -432,6 +433,7 @@ PICTURES = {
     "quantised_decode": _quantised_decode.draw,
     "quantised_prefill": _quantised_prefill.draw,
     "attention_backward": _attention_backward.draw,
+    "latent_attention": _latent_attention.draw,
     "linear": _linear.draw,
     "speeds": _speeds.draw,
 }

@@ -7,7 +7,7 @@
 namespace octavo {
 
 struct BuildInfo {
-    std::string version;                     // "0.1.0"
+    std::string version;                     // "0.2.0"
     std::string cuda_version;                // "13.0"; empty without CUDA
     std::string why_cpu_only;                // and how to get CUDA; empty with CUDA
     std::vector<std::string> architectures;  // "sm_80", "sm_90a", "compute_80"

@@ -35,7 +35,7 @@ typedef enum octavo_status {
 
 /* Of this thread's last call that failed; lives until its next one that fails. */
 OCTAVO_API const char* octavo_last_error(void);
-OCTAVO_API const char* octavo_version(void); /* "0.1.0" */
+OCTAVO_API const char* octavo_version(void); /* "0.2.0" */
 
 typedef enum octavo_dtype {
     OCTAVO_FLOAT32 = 0,

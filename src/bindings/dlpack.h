@@ -49,7 +49,7 @@ struct Tensor {
     uint64_t byte_offset;
 };
 
-// In capsules named "dltensor".
+// What capsules named "dltensor" hold.
 struct ManagedTensor {
     Tensor tensor;
     void* context;
@@ -58,7 +58,8 @@ struct ManagedTensor {
 
 constexpr uint64_t kReadOnly = 1, kCopied = 2;
 
-// In capsules named "dltensor_versioned". Past another major version only the deleter may be touched.
+// What capsules named "dltensor_versioned" hold. If the major version is another one, nothing behind it but
+// the deleter may be touched.
 struct ManagedTensorVersioned {
     Version version;
     void* context;
@@ -69,8 +70,8 @@ struct ManagedTensorVersioned {
 
 constexpr uint32_t kMajorVersion = 1, kMinorVersion = 3;
 
-// In a capsule named "dlpack_exchange_api" on the array type. Functions return 0, or -1 with a Python error
-// set; none orders streams.
+// What a capsule named "dlpack_exchange_api" on the array type holds. Functions return 0, or -1 with a Python
+// error set; none orders streams.
 struct ExchangeApi {
     Version version;
     const ExchangeApi* previous;  // of an older major version; may be null

@@ -87,8 +87,8 @@ class Arguments {
         }
     }
 
-    // Of the arrays that lend memory: "cuda:0", "cpu"; empty if all are on the CPU, so that their values
-    // count, or if there are none.
+    // The device of the arrays that lend memory: "cuda:0", "cpu". It is empty if all are on the CPU, so that
+    // their values count, or if there are none.
     std::string device() const {
         if (device_ && device_->type == DeviceType::cuda) return to_string(*device_);
         return device_ && has_shapes_alone_ ? "cpu" : "";
@@ -112,8 +112,8 @@ class Arguments {
         }
     }
 
-    // Whether an array, or a shape and a dtype, was given for a number, and goes to the argument that takes
-    // its place.
+    // Whether an array, or a shape and a dtype, was given where a number may stand. It goes to the argument
+    // that takes the number's place.
     bool take_in_place(const char* number, nb::handle given) {
         bool taken = false;
         if (!is_array(given) && (nb::hasattr(given, "__float__") || !nb::hasattr(given, "shape")))
@@ -128,8 +128,8 @@ class Arguments {
         return taken;
     }
 
-    // A new one is as the operator makes it. No check reads a result, so that any addresses will do that are
-    // apart.
+    // A new result is as the operator makes it. No check reads a result, so that any addresses apart from
+    // each other will do.
     template <class Argument>
     void add_result(const Argument& argument) {
         if constexpr (Argument::kIsArray) {

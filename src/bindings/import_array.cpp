@@ -175,10 +175,11 @@ void require_cuda(const char* op) {
     }
 }
 
-// Of a NumPy or CuPy array; nothing if Octavo has no such dtype.
+// The dtype of a NumPy or CuPy array; nothing if Octavo has no such dtype.
 std::optional<DType> dtype_of(nb::handle array) {
-    // The dtype objects seen last, of which there is one a kind. The interpreter lock guards them, and
-    // `mutex` where there is none; one in here is kept alive, so that its address means this dtype.
+    // The dtype objects seen last: NumPy has one object for each kind. The interpreter lock guards them, and
+    // `mutex` where there is no such lock. An object in here is kept alive, so that its address means this
+    // dtype.
     struct Seen {
         PyObject* object = nullptr;
         std::optional<DType> dtype;
@@ -212,13 +213,13 @@ std::optional<DType> dtype_of(nb::handle array) {
     return found;
 }
 
-// Of NumPy's arrays, those of dtypes that ml_dtypes adds.
+// Whether it is one of the dtypes that ml_dtypes adds to NumPy's.
 bool is_of_ml_dtypes(DType dtype) {
     return dtype == DType::bfloat16 || dtype == DType::float8_e4m3fn || dtype == DType::float8_e5m2;
 }
 
-// A CuPy array by its attributes, without the call and the capsule of its __dlpack__. Nothing where something
-// is wrong, which __dlpack__ and to_view then say.
+// Reads a CuPy array by its attributes, without the call and the capsule of its __dlpack__. Returns nothing
+// where something is wrong, which __dlpack__ and to_view then say.
 std::optional<TensorView> view_of_cupy(nb::handle array) {
     static PyObject* const data = PyUnicode_InternFromString("data");
     static PyObject* const pointer = PyUnicode_InternFromString("ptr");

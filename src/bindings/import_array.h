@@ -1,4 +1,4 @@
-// From the caller's arrays to TensorViews, without copies.
+// Makes TensorViews of the caller's arrays, without copies.
 #pragma once
 
 #include "bindings/array_type.h"
@@ -21,13 +21,13 @@ namespace nb = nanobind;
 
 using schema::Accept;
 
-// int64 is for arguments that say so; what else is of the wrong kind the checks refuse.
+// int64 is for arguments that say so. The checks refuse whatever else is of the wrong kind.
 constexpr bool may_be(DType dtype, Accept accept) {
     return dtype != DType::int64 || accept == Accept::integer || accept == Accept::words;
 }
 
 // What an array whose dtype has this name is read as: words have no sign, and a bool of a mask is a byte.
-// Nothing if Octavo has none such.
+// Returns nothing if Octavo has no such dtype.
 std::optional<DType> dtype_named(std::string_view name, Accept accept);
 
 // Refuses a dtype: "k must be float32, float16 or bfloat16; got int32".
@@ -58,9 +58,9 @@ class Loan {
     dlpack::ManagedTensor* unversioned_ = nullptr;
 };
 
-// Given as `stream` by the kernels that torch's dispatcher calls. The stream is the current one. Results are
-// of torch's own allocator, so that its CUDA graphs can take their memory back; tensors made through DLPack's
-// exchange table, which cost less, are not. Tensors that the dispatcher has to unwrap are refused.
+// What the kernels that torch's dispatcher calls give as `stream`. The stream is the current one. Results
+// come from torch's own allocator, so that its CUDA graphs can take their memory back; tensors made through
+// DLPack's exchange table, which cost less, do not. Tensors that the dispatcher has to unwrap are refused.
 nb::handle torch_dispatcher();
 
 // One call of an operator: imports its arrays, keeps what they lent until the work is done (CPU) or launched
@@ -75,7 +75,7 @@ class Call {
 
     TensorView input(const char* name, nb::handle array, Accept accept = Accept::data);
     std::optional<TensorView> optional_input(const char* name, nb::handle array, Accept accept);
-    // One that the operator writes.
+    // Imports an array that the operator writes.
     TensorView output(const char* name, nb::handle array, Accept accept = Accept::data);
     // These may be in host memory whatever the device is; there they do not decide it.
     TensorView input_or_host(const char* name, nb::handle array, Accept accept);

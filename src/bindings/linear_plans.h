@@ -11,13 +11,13 @@
 
 namespace octavo::bindings {
 
-// From an octavo.LinearPlan, or None.
+// Makes a plan from an octavo.LinearPlan; nothing from None.
 std::optional<LinearPlan> plan_argument(const char* op, nanobind::handle plan);
 
 // Reads what octavo.tune_linear() has kept for this GPU of the machine, at the first of these calls; what
 // goes wrong is a warning of Python.
 void load_tuned_once(int32_t device);
-// The same by name, of a GPU that is there; nothing for other devices.
+// Does the same for a GPU of this machine by its name, and nothing for other devices.
 void load_tuned_of(const std::string& device);
 
 }  // namespace octavo::bindings

@@ -23,7 +23,7 @@ bool is_in_c_order(const TensorView& view) {
     return true;
 }
 
-// Made on the legacy default stream, which outlives every stream of the caller's.
+// Memory is allocated on the legacy default stream, which outlives every stream of the caller's.
 std::shared_ptr<void> allocate(Device device, size_t bytes) {
     if (device.type == DeviceType::cpu) {
         return {::operator new(bytes, kAlignment), [](void* p) { ::operator delete(p, kAlignment); }};
@@ -193,7 +193,7 @@ void ResultArray::make_tensor(const Call& call) {
     if (has_its_shape && view_.dtype == first.dtype && is_in_c_order(first)) {
         array_ = nb::handle(empty_like)(call.first_array());
     } else {
-        // With the lengths one by one: torch takes as long again to read a tuple of them.
+        // The lengths are passed one by one: torch takes as long again to read a tuple of them.
         const nb::object args = nb::steal(PyTuple_New(1 + view_.ndim));
         PyTuple_SetItem(args.ptr(), 0, nb::borrow(call.first_array()).release().ptr());
         for (int axis = 0; axis < view_.ndim; ++axis) {

@@ -36,7 +36,7 @@ void bind_errors(nb::module_& m) {
         "not "
         "fit.";
     out_of_pages.attr("indices") = nb::tuple();  // of every call that takes one sequence
-    // Asked before the translator that nb::exception registered, which knows the message only.
+    // This one is asked before the translator that nb::exception registered, which knows the message only.
     nb::register_exception_translator(
         [](const std::exception_ptr& thrown, void* type) {
             try {

@@ -81,8 +81,8 @@ void take_inputs(Call& call, const Given<Operator>& given, typename Operator::Ar
     });
 }
 
-// With a second cache, either may be in host memory, where it does not decide the device. So `copies` come
-// last.
+// Where there is a second cache, either may be in host memory, and then does not decide the device. So
+// `copies` come last.
 template <>
 void take_inputs<schema::CopyPages>(Call& call, const Given<schema::CopyPages>& given, CopyPagesArgs& args) {
     const auto& [k_pages, v_pages, copies, to_k_pages, to_v_pages, k_scales, v_scales, to_k_scales,
@@ -130,8 +130,8 @@ std::vector<ResultArray> make_results(Call& call, const Given<Operator>& given,
     return results;
 }
 
-// A product on a GPU that the library of the arrays computes faster, or alone: checks it and hands it over.
-// Nothing where Octavo computes it.
+// Checks a product on a GPU that the library of the arrays computes faster, or alone, and hands it over.
+// Returns nothing where Octavo computes it.
 std::optional<nb::object> hand_over_linear(Call& call, const Given<schema::Linear>& given, LinearArgs args) {
     const auto& [x, w, bias, activation, residual, static_weight, batch_invariant, out, plan, stream] = given;
     args.out = shape_of_result(
@@ -188,7 +188,8 @@ nb::object run(const Given<Operator>& given) {
 template <size_t>
 using Handle = nb::handle;
 
-// Takes its arguments by position only. Any of them may be None here; the operator says which may not.
+// The function takes its arguments by position only. Any of them may be None here; the operator says which
+// may not.
 template <class Operator, size_t... I>
 void define(nb::module_& m, std::index_sequence<I...>) {
     m.def(

@@ -34,7 +34,7 @@ inline TensorView array_or_none(const std::optional<TensorView>& array) {
 inline bool is_given(const TensorView&) { return true; }
 inline bool is_given(const std::optional<TensorView>& array) { return array.has_value(); }
 
-// In C order, without data. `result` is an argument in operators/schema.h.
+// Makes a view in C order, without data. `result` is an argument in operators/schema.h.
 template <class Argument, class Args>
 TensorView shape_of_result(const Argument& result, const Args& args) {
     TensorView view = array_or_none(args.*result.like);
@@ -56,9 +56,9 @@ constexpr bool kLeavesPadding =
     std::is_same_v<Operator, schema::Attention> || std::is_same_v<Operator, schema::PagedAttention> ||
     std::is_same_v<Operator, schema::LatentAttention>;
 
-// Of attention, which leaves the rows past the last packed query as they are: in a result that nobody else
-// has written to they become zeros, and -inf in the log-sum-exp. `result`, in C order, is args.out or
-// args.lse.
+// Adds the padding of a result of attention, which leaves rows past the last packed query as they are. In a
+// result that nobody else has written to they become zeros, and -inf in the log-sum-exp. `result`, in C
+// order, is args.out or args.lse.
 template <class Args>
 void add_padding(const Args& args, const TensorView& result, Padding& padding) {
     if (!args.cu_seqlens_q || result.size() == 0) return;
@@ -78,7 +78,7 @@ void add_padding(const Args& args, const TensorView& result, Padding& padding) {
     padding.add(array);
 }
 
-// On a GPU a launch behind those of the operator, unless there is nothing to clear.
+// Clears the padding, on a GPU by a launch behind those of the operator, unless there is nothing to clear.
 inline void clear_padding(const Padding& padding, Device device, void* stream) {
     if (device.type == DeviceType::cpu)
         cpu::clear_padding(padding);

@@ -26,7 +26,8 @@ std::string text_of(nb::handle integer) {
     return nb::borrow<nb::str>(text).c_str();
 }
 
-// As fail_type, chained to the Python error of a conversion. KeyboardInterrupt and its like pass unchanged.
+// Does what fail_type does, chained to the Python error of a conversion. KeyboardInterrupt and its like pass
+// unchanged.
 [[noreturn]] void fail_conversion(const char* op, const char* name, const char* wanted, nb::handle value) {
     nb::python_error error;
     if (!error.matches(PyExc_Exception)) throw error;

@@ -23,7 +23,7 @@ int64_t int_argument(const char* op, const char* name, nb::handle value);
 double float_argument(const char* op, const char* name, nb::handle value);
 std::string_view str_argument(const char* op, const char* name, nb::handle value);
 
-// What has that name: a DType, whichever it may be, which is for the checks to say; or an Activation.
+// What has that name: any DType, of which the checks say whether it may be given, or an Activation.
 template <class T>
 T named_argument(const char* op, const char* name, std::string_view value);
 template <>
@@ -31,8 +31,8 @@ DType named_argument(const char* op, const char* name, std::string_view value); 
 template <>
 Activation named_argument(const char* op, const char* name, std::string_view value);  // "silu"
 
-// The same by type: bool, int64_t, double, float, DType, Activation, or a std::optional of one, which has no
-// value for None.
+// Does the same for a type: bool, int64_t, double, float, DType, Activation, or a std::optional of one of
+// these, which has no value for None.
 template <class T>
 T scalar_argument(const char* op, const char* name, nb::handle value) {
     if constexpr (std::is_same_v<T, bool>) {

@@ -10,7 +10,7 @@
 namespace octavo::bindings {
 namespace {
 
-// Of a plain int, without the calls that any other integer takes.
+// The value of a plain int, without the calls that any other integer takes.
 std::optional<int64_t> small_int(PyObject* value) {
     if (!PyLong_CheckExact(value)) return std::nullopt;
     const long long number = PyLong_AsLongLong(value);

@@ -81,7 +81,7 @@ struct Attributes {
 struct Error;
 struct ExecutionContext;
 
-// As absl::StatusCode.
+// The values are those of absl::StatusCode.
 enum ErrorCode : int32_t { kUnknown = 2, kInvalidArgument = 3, kResourceExhausted = 8, kInternal = 13 };
 
 struct MakeError {

@@ -30,7 +30,7 @@ RowStrides row_strides(const TensorView& t, const Layout& layout);
 void set_heads(const Checker& check, AttentionParams& p, const char* k_name, const TensorView& q,
                const TensorView& k);
 
-// Of dense or packed q, k and v: arrays, lengths and strides. Args are those of attention, or of its
+// Checks dense or packed q, k and v: arrays, lengths and strides. Args are those of attention, or of its
 // backward.
 template <class Args>
 void set_dense_or_packed(const Checker& check, AttentionParams& p, const Args& args);

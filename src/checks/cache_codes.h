@@ -35,7 +35,7 @@ constexpr int64_t numbers_in(DType stored, int64_t length) {
 // v_pages has the shape of k_pages, but that rows of int4 have half the length.
 void check_same_cache_shape(const Checker& check, const CacheArrays& cache, StoredDtypes stored);
 
-// Of keys or of values: the three ways in which scales may be given.
+// The three ways in which scales of keys, or of values, may be given.
 struct ScaleArguments {
     const char* pages_name;  // "k_pages"
     const char* name;        // "k_scale"

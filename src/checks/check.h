@@ -30,7 +30,7 @@ class Checker {
 
     // An array of floating-point data: number of axes, device, unit last stride.
     void data(const char* name, const TensorView& t, int ndim, const char* axes) const;
-    // As data(), and written to.
+    // Checks what data() does, for an array that is written to.
     void output(const char* name, const TensorView& t, int ndim, const char* axes) const;
     // The log-sum-exp that belongs to `out`.
     void lse(const char* name, const TensorView& t, const char* out_name, const TensorView& out) const;

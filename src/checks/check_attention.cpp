@@ -127,8 +127,8 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
         const int32_t num_queries = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : 1;
         if (p.seq_lens[b] == 0 || num_queries == 0) continue;  // padding
         if (p.seq_lens[b] - num_queries < length) {
-            refuse("must be at most every length less the sequence's queries; sequence ", b, " has length ",
-                   p.seq_lens[b], " and ", num_queries, " queries");
+            refuse("must not exceed the length of a sequence minus the number of its queries; for sequence ",
+                   b, " that is ", p.seq_lens[b], " - ", num_queries, " = ", p.seq_lens[b] - num_queries);
         }
         for (int64_t i = 0; i < num_shared; ++i) {
             const int32_t page = p.page_table[b * p.page_table_stride + i];

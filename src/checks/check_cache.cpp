@@ -328,8 +328,8 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
         check.apart("v_pages", from.v_pages, "to_v_pages", to.v_pages);
     }
     if (args.copies.device != p.device) {
-        fail<DeviceError>(op, "copies must be on the device that copies, ", to_string(p.device),
-                          "; it is on ", to_string(args.copies.device));
+        fail<DeviceError>(op, "copies must be on ", to_string(p.device),
+                          ", the device that makes them; it is on ", to_string(args.copies.device));
     }
     p.copies = Checker(op, p.device).index("copies", args.copies, 2, "[num_copies, 2]");
     if (args.copies.shape[1] != 2) {

@@ -11,7 +11,7 @@ namespace octavo {
 // Sets the parameters of both, from arguments whose k is checked.
 void check_rotary(const Checker& check, const AppendKvArgs& args, AppendKvParams& p);
 
-// In host memory: that the tables reach the positions of all new tokens.
+// Checks in host memory that the tables reach the positions of all new tokens.
 void check_positions_in_host(const char* op, const AppendKvParams& p);
 
 }  // namespace octavo

@@ -20,7 +20,7 @@
 
 namespace octavo {
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 OCTAVO_HD float rounded_integer(float x) {
 #ifdef __CUDA_ARCH__
     return rintf(x);
@@ -71,8 +71,8 @@ OCTAVO_HD uint8_t to_int4(float x) {
 // The size of a number, as an integer; infinity and NaN are the largest.
 OCTAVO_HD uint32_t size_bits(float x) { return bits_of_float(x) & 0x7fffffffu; }
 
-// Of a row of int8 or float8, from the largest of its size_bits(). `largest`: the largest number that
-// has a code.
+// The scale of a row of int8 or float8, from the largest of its size_bits(). `largest` is the largest number
+// that has a code.
 OCTAVO_HD CodeScale code_scale_of_row(uint32_t absmax_bits, float largest) {
     constexpr uint32_t kSmallestNormal = 1u << 23;  // the inverse of less may overflow
     if (absmax_bits >= kInfinityBits) return CodeScale::spoilt();
@@ -90,7 +90,7 @@ OCTAVO_HD float float_of_order_bits(int32_t bits) {
     return float_of_bits(static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)));
 }
 
-// Of a row of int4, from the smallest and the largest of its order_bits().
+// The scale of a row of int4, from the smallest and the largest of its order_bits().
 OCTAVO_HD CodeScale int4_scale_of_row(int32_t min_bits, int32_t max_bits) {
     constexpr auto kInfinity = static_cast<int32_t>(kInfinityBits);
     if (max_bits >= kInfinity || min_bits <= ~kInfinity) return CodeScale::spoilt();

@@ -72,7 +72,7 @@ struct Dropout {
         return Philox::make(4 * static_cast<uint32_t>(n) + static_cast<uint32_t>(pair),
                             static_cast<uint32_t>(query), head, seed);
     }
-    // Of one word of those: the even key, and the odd one.
+    // Whether one word of those drops its even key, or its odd one.
     OCTAVO_HD bool drops_even(uint32_t word) const { return word << 16 < threshold << 16; }
     OCTAVO_HD bool drops_odd(uint32_t word) const { return word < threshold << 16; }
 };

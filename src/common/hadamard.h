@@ -2,7 +2,7 @@
 // size: it keeps dot products, is its own inverse, and spreads what one number holds over all (QuIP#, Tseng
 // et al. 2024, arXiv:2402.04396; QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
 //
-// Of a row of n numbers, each block of hadamard_size(n) is rotated by itself: one block where n is a power of
+// In a row of n numbers, each block of hadamard_size(n) is rotated by itself: one block where n is a power of
 // two. For each distance 1, 2, 4, ... below the size, numbers a and b at that distance become a + b and a -
 // b; at the end all are multiplied by hadamard_factor(size). Every backend rounds alike.
 #pragma once

@@ -39,7 +39,7 @@ struct Visibility {
     OCTAVO_HD bool has_chunks() const {
         return OCTAVO_RARE(window_left >= 0) && OCTAVO_RARE(attention_chunk.divisor > 0);
     }
-    // Of a position from 0 on, where there are chunks.
+    // The chunk of a position from 0 on, where there are chunks.
     OCTAVO_HD int32_t chunk_begin(int32_t pos) const { return pos - attention_chunk.remainder(pos); }
     OCTAVO_HD int32_t chunk_end(int32_t pos) const {
         return chunk_begin(pos) + static_cast<int32_t>(attention_chunk.divisor);

@@ -27,10 +27,10 @@ int32_t tiles_of(int32_t count, int32_t tile_size) { return (count + tile_size -
 struct Sequence {
     RowTile rows;         // all of the first KV head
     int64_t first_row;    // among the rows of all sequences, which lie [num_kv_heads, rows of a KV head]
-    int64_t first_block;  // of keys, among those of all sequences
+    int64_t first_block;  // its first block of keys, among those of all sequences
     int32_t num_row_tiles, num_key_blocks;
 
-    // Of another KV head.
+    // The tile of the same rows of another KV head.
     RowTile rows_of(int32_t kv_head) const {
         RowTile all = rows;
         all.kv_head = kv_head;

@@ -53,7 +53,7 @@ float* row_of_floats(int32_t head_dim) {
     return row.data();
 }
 
-// The queries of one token to q_out: rotated, or as they are, for a token of padding.
+// Writes the queries of one token to q_out: rotated, or for a token of padding as they are.
 template <class T>
 void apply_rotary_to_queries(const AppendKvParams& p, int64_t token, int32_t position) {
     const bool is_padding = position < 0;
@@ -71,7 +71,7 @@ void apply_rotary_to_queries(const AppendKvParams& p, int64_t token, int32_t pos
     }
 }
 
-// As codes, which every backend has to compute alike.
+// Stores numbers as codes, which every backend has to compute alike.
 template <class T, class Code>
 void store_codes(const T* from, Code* to, int32_t n, const CodeScale& scale) {
     for (int32_t d = 0; d < n; ++d) from_float(scale(to_float(from[d])), to[d]);
@@ -83,7 +83,7 @@ void store_codes(const T* from, Int4Pair* to, int32_t n, const CodeScale& scale)
     for (int32_t d = 0; d < n; d += 2) to[d / 2].pair = static_cast<uint8_t>(code(d) | code(d + 1) << 4);
 }
 
-// With a scale of their own, which goes to `word`.
+// Stores a row with a scale of its own, which goes to `word`.
 template <class T, class Code>
 void store_row(const T* from, Code* to, int32_t n, uint32_t& word) {
     uint32_t absmax = 0;

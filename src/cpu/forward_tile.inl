@@ -6,11 +6,11 @@ static void scale_row(float* row, int n, float factor) {
     for (int d = 0; d < n; d += kLanes) store(row + d, load(row + d) * factor);
 }
 
-// What the codes of one tile's keys, or of its values, are multiplied by, and what is added then. The scale
-// of what no row sees is 0: it is never read.
+// What the codes of one tile's keys, or of its values, are multiplied by, and what is added then. A scale
+// that no row needs is not read, and counts as 0.
 struct KeyScales {
     float scale[kTileKeys];
-    float minimum[kTileKeys];  // of int4 alone
+    float minimum[kTileKeys];  // used for int4 alone
 };
 
 template <class Code>
@@ -191,7 +191,7 @@ class TileAttention {
         return false;
     }
 
-    // One head and one tile of keys.
+    // Works on one head and one tile of keys.
     void attend(int32_t head, int32_t k_begin, int32_t next_k_begin) {
         const RowTile tile = heads_.tile_of(head);
         const int32_t first_row = head * tile.num_rows;
@@ -224,7 +224,7 @@ class TileAttention {
         add_values(mask, scratch_.weights, MatrixRows{scratch_.values, stride_}, stride_, out);
     }
 
-    // All heads and one tile of keys.
+    // Works on all heads and one tile of keys.
     void stream(int32_t k_begin, int32_t next_k_begin) {
         if constexpr (!kIsCode<K>) {
             const RowTile& tile = heads_.tile;
@@ -267,7 +267,7 @@ class TileAttention {
         }
     }
 
-    // From dot products of one head to softmax weights; the output so far follows the maximum of each row.
+    // Turns dot products of one head into softmax weights; the output so far follows the maximum of each row.
     void weigh(int32_t head, const TileMask& mask, float* weights) {
         const RowTile tile = heads_.tile_of(head);
         float softmax_scale = p_.softmax_scale;

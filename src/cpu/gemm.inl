@@ -4,8 +4,8 @@
 // Columns: a multiple of kLanes; b and c are padded to it. Included after rows.inl, kBlockRows,
 // kBlockVectors.
 
-// What c is: replaced; the begin of the chains; or added to their ends, with less rounding where many
-// products add up in it.
+// What becomes of c: it is replaced, or the chains begin with it, or it is added to their ends, which rounds
+// less where many products add up in it.
 enum class Into { replaced, chained, added };
 
 // What b is: a matrix of float32,

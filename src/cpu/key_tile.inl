@@ -44,7 +44,8 @@ OCTAVO_SIMD void for_pages(const AttentionParams& p, const RowTile& tile, const 
     });
 }
 
-// Where the keys of one tile lie, and their values. What no row sees is a row of zeros: it is never read.
+// Where the keys of one tile lie, and their values. In place of a key that no row sees, which is never read,
+// stands a row of zeros.
 template <class K, class V>
 struct KeyRows {
     const K* k[kTileKeys];
@@ -88,7 +89,7 @@ struct TileMask {
     int32_t tree_begin;
     bool all_visible;        // to every row, but for those from which block_mask hides the tile
     bool has_hidden;         // whether it hides the tile from some row
-    bool hidden[kTileRows];  // from which
+    bool hidden[kTileRows];  // those from which it hides the tile
 
     // `tree_words`: [num_rows], those of the tree mask, or null.
     static TileMask make(const AttentionParams& p, const RowTile& tile, const int32_t* q_pos, int32_t k_begin,
@@ -203,7 +204,7 @@ OCTAVO_SIMD void for_dropped(const Dropout& dropout, uint64_t head, int32_t quer
     }
 }
 
-// Rows of an array like q, `first` being the first of its sequence: to [num_rows, row_stride(head_dim)].
+// Loads rows of an array like q to [num_rows, row_stride(head_dim)]. `first` is the first of its sequence.
 template <class T>
 static void load_tile_rows(const RowTile& tile, const T* first, int64_t token_stride, int64_t head_stride,
                            int head_dim, float* to) {

@@ -1,8 +1,8 @@
 // Latent attention of one tile of rows over a run of keys, in float32. A key is loaded once, and is its value
-// too. Products are of keys with queries, so that each key's scores of all rows lie side by side: softmax
-// goes over rows in lanes. Included after rms_norm.inl.
+// too. Keys are multiplied with queries, and not the other way round, so that one key's scores of all rows
+// lie side by side and the softmax goes over rows in lanes. Included after rms_norm.inl.
 
-// The rows to [dim, kLatentRows], zeros behind the last.
+// Loads the rows to [dim, kLatentRows], with zeros behind the last.
 template <class T>
 static void load_latent_queries(const LatentAttentionParams& p, const LatentTile& tile, float* to) {
     float row[kMaxLatentDim];
@@ -18,7 +18,7 @@ static void load_latent_queries(const LatentAttentionParams& p, const LatentTile
     }
 }
 
-// The keys [first, first + count) of the sequence, to [count, row_stride(qk_dim)].
+// Loads the keys [first, first + count) of the sequence to [count, row_stride(qk_dim)].
 template <class T>
 static void load_latent_keys(const LatentAttentionParams& p, int32_t batch_index, int32_t first, int count,
                              float* to) {

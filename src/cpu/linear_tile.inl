@@ -71,7 +71,7 @@ OCTAVO_SIMD Vec exp(Vec x) { return exp2(x * kLog2e); }
 
 #include "common/activation.inl"
 
-// From sums to a strip of out: bias, activation, residual, one rounding.
+// Turns sums into a strip of out: bias, activation, residual, one rounding.
 template <class T>
 static void finish(const LinearParams& p, const LinearPart& part, LinearScratch& scratch) {
     const auto columns = static_cast<int>(part.num_columns);
@@ -127,7 +127,7 @@ class Strip {
     }
 
   private:
-    // From place `begin` on; returns the number of rows, padding counted.
+    // Fills the places from `begin` on, and returns the number of rows, padding counted.
     int add_rows(const LinearParams& p, const LinearPart& part, int begin) {
         int end = begin;
         auto add = [&](int64_t first) {

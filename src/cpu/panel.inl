@@ -75,7 +75,7 @@ struct EveryQuarter {  // the first lane of each quarter, over and over
     static constexpr int lane(int l) { return l % 4 * (kLanes / 4); }
 };
 
-// In every quarter of v: the sum of its lanes, in all of them.
+// Adds up the lanes of every quarter of v; all lanes of the quarter get the sum.
 template <int distance = kLanes / 8>
 OCTAVO_SIMD Vec sum_of_quarters(Vec v) {
     if constexpr (distance == 0)
@@ -156,7 +156,7 @@ static void multiply_block(const Panel<W>& panel, int64_t length, const float* x
     }
 }
 
-// Of `num_rows` rows of x, from 1 to kPanelBlockRows.
+// Multiplies `num_rows` rows of x, from 1 to kPanelBlockRows.
 template <class W, int most_rows = kPanelBlockRows>
 static void multiply_rows(int num_rows, const Panel<W>& panel, int64_t length, const float* x,
                           int64_t x_stride, const BlockSums& block) {

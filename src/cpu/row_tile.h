@@ -20,7 +20,7 @@ struct RowTile {
     int32_t first_row;
     int32_t num_rows;  // at most kTileRows where a kernel holds them all
 
-    // Of the r-th row of the tile.
+    // The query token and the head of the r-th row of the tile.
     int32_t token_of(int32_t r) const { return (first_row + r) / group_size; }
     int32_t head_of(int32_t r) const { return kv_head * group_size + (first_row + r) % group_size; }
     int32_t q_pos_of(int32_t r) const { return sequence.q_pos(token_of(r)); }
@@ -30,8 +30,7 @@ struct RowTile {
     }
 };
 
-// Of a tile, and of each of its rows: whether block_mask keeps the keys from k_begin on, which are of one
-// block.
+// Whether block_mask keeps the keys from k_begin on, which are of one block, for row r of a tile.
 inline bool keeps_block(const AttentionParams& p, const RowTile& tile, int32_t r, int32_t k_begin) {
     return p.block_mask.sees(tile.batch_index, tile.head_of(r), tile.token_of(r), k_begin);
 }

@@ -43,7 +43,7 @@ static void load_row(const T* from, int n, float* to) {
 }
 
 template <int begin>
-struct Interleave {  // of lanes from `begin` on
+struct Interleave {  // takes lanes from `begin` on
     static constexpr int lane(int l) { return (l & 1 ? kLanes : 0) + begin + l / 2; }
 };
 
@@ -105,7 +105,7 @@ OCTAVO_SIMD void store_dims(const Int4Pair*, Vec words, float* to) {
         store(to + i * kTileKeys, __builtin_convertvector((IntVec)((BitsVec)words >> (4 * i) & 0xfu), Vec));
 }
 
-// to [head_dim, kTileKeys], transposed word by word
+// Loads keys to [head_dim, kTileKeys], transposed word by word.
 template <class T>
 static void load_keys(const T* const* keys, const T* const* next_keys, int head_dim, float* to) {
     constexpr int kWordElements = sizeof(float) / sizeof(T), kWordDims = kWordElements * kNumbersOf<T>;
@@ -129,7 +129,7 @@ static void load_keys(const T* const* keys, const T* const* next_keys, int head_
     }
 }
 
-// to [kTileKeys, row_stride(head_dim)]
+// Loads values to [kTileKeys, row_stride(head_dim)].
 template <class T>
 static void load_values(const T* const* values, const T* const* next_values, int head_dim, float* to) {
     for (int j = 0; j < kTileKeys; ++j, to += row_stride(head_dim)) {

@@ -77,9 +77,9 @@ int default_num_threads() {
     return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
-// Whether other programs want the cores as well: then a thread's spin is taken from its own share, and the
-// layer of a model beside a busy process a core takes a fifth longer. The system taking this thread off its
-// core tells, and is remembered for a while.
+// Whether other programs want the cores as well. Then a thread's spin is taken from its own share, and beside
+// a busy process on each core a model's layer takes a fifth longer. It shows when the system takes this
+// thread off its core, and is remembered for a while.
 class Contention {
   public:
     // Called by one thread, after each of its jobs.

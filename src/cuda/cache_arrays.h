@@ -29,7 +29,7 @@ inline bool is_within_reach(const AttentionParams& p, DType dtype, int64_t outer
         dtype, {{p.num_pages, outer_stride}, {p.page_size, token_stride}, {p.num_kv_heads, head_stride}});
 }
 
-// The same of scales, whose offsets count words.
+// The same for scales, whose offsets count words.
 inline bool is_within_reach(const AttentionParams& p, const CacheScales& scales) {
     return is_within_reach(p, DType::int32, 4 * scales.page_stride, 4 * scales.token_stride,
                            4 * scales.head_stride);

@@ -22,7 +22,7 @@ class Row {
         for_each_of(x_, head_dim, body);
     }
 
-    // As common/hadamard.h says, by all lanes together.
+    // Rotates the row as common/hadamard.h says. All lanes take part.
     __device__ __forceinline__ void rotate(int32_t head_dim) {
         const int32_t size = hadamard_size(head_dim);
         const auto lane = static_cast<int32_t>(threadIdx.x % kLanes);

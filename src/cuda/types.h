@@ -15,7 +15,7 @@ namespace octavo::cuda {
 using float16 = __half;
 using bfloat16 = __nv_bfloat16;
 using float32 = float;
-// Of queries and results, where an instance serves both types of 16 bits.
+// The type of queries and results in an instance that serves both types of 16 bits.
 struct AnyFloat16 {
     uint16_t bits;
 };
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     return packed;
 }
 
-// The same of results, whose type is known at run time where T is AnyFloat16.
+// The same for results, whose type is known at run time where T is AnyFloat16.
 template <class T>
 __device__ __forceinline__ uint32_t pack_output(DType dtype, float low, float high) {
     if constexpr (std::is_same_v<T, AnyFloat16>) {

@@ -47,8 +47,8 @@ struct ArrayArgument {
     Access access;
     Accept accept;
     const char* in_place_of = nullptr;  // the number that Python has one parameter for, together with this
-    // Of a result: it has the shape and dtype of `like`, or one float32 for each of its rows. Python returns
-    // it where the keyword `asked_by` says so; null: where `like` is given.
+    // A result has the shape and dtype of `like`, or one float32 for each of its rows. Python returns it
+    // where the keyword `asked_by` says so or, if that is null, where `like` is given.
     LikeView Args::* like = nullptr;
     bool one_a_row = false;
     const char* asked_by = nullptr;
@@ -120,7 +120,7 @@ constexpr auto row_result(const char* name, View Args::* member, LikeView Args::
         name, member, c_member, Access::result, Accept::float32, nullptr, like, true, asked_by};
 }
 
-// As `like`, but with a last axis of its own.
+// A result as `like`, but with a last axis of its own.
 template <class Args, class View, class LikeView, class CArgs>
 constexpr auto result_of_width(const char* name, View Args::* member, LikeView Args::* like,
                                octavo_tensor CArgs::* c_member, int64_t (*width)(const Args&)) {

@@ -86,7 +86,7 @@ struct AttentionParams {
     OCTAVO_HD float softmax_phi_of(int32_t head) const {
         return softmax_phi_of_heads ? softmax_phi_of_heads[head] : softmax_phi;
     }
-    // Of sequence b in an array of all queries.
+    // The first token of sequence b in an array of all queries.
     OCTAVO_HD int64_t first_token(int32_t b) const {
         return cu_seqlens_q ? cu_seqlens_q[b] : int64_t{b} * seqlen_q;
     }

@@ -23,7 +23,7 @@ struct Rotary {
     int32_t dim;       // even; the numbers of a head from here on stay as they are; 0: all of them
     bool interleaved;  // pair i is of the numbers 2 i and 2 i + 1, else of i and i + dim / 2
 
-    // Of number d < dim:
+    // For number d < dim:
     OCTAVO_HD int32_t pair_of(int32_t d) const {
         return interleaved ? d / 2 : d - (is_second(d) ? dim / 2 : 0);
     }

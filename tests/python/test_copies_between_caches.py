@@ -117,7 +117,7 @@ def test_copies_between_caches_that_are_refused(torch: Any, library: ArrayLibrar
         ("all arrays must be on one device; copies is on cpu", (copies.cpu(), device, device)),
         ("all arrays must be on one device; v_pages is on cpu", (copies, (device[0], pageable[1]), device)),
         (
-            "copies must be on the device that copies, cpu; it is on cuda:0",
+            "copies must be on cpu, the device that makes them; it is on cuda:0",
             (copies, pageable, tuple(x.clone() for x in pageable)),
         ),
     ):

@@ -116,15 +116,15 @@ CASES = [
     case(
         *P,
         ValueError,
-        "shared_prefix_len (4) must be at most every length less the sequence's queries; sequence 1 has "
-        "length 1 and 1 queries",
+        "shared_prefix_len (4) must not exceed the length of a sequence minus the number of its queries; for "
+        "sequence 1 that is 1 - 1 = 0",
         shared_prefix_len=4,
     ),
     case(
         *P,
         ValueError,
-        "shared_prefix_len (4) must be at most every length less the sequence's queries; sequence 0 has "
-        "length 5 and 2 queries",
+        "shared_prefix_len (4) must not exceed the length of a sequence minus the number of its queries; for "
+        "sequence 0 that is 5 - 2 = 3",
         shared_prefix_len=4,
         cu_seqlens_q=i32([0, 2, 2]),
     ),

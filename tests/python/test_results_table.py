@@ -1,7 +1,9 @@
 """The tables of results in the README and the documentation are those of the committed rows."""
 
 import json
+import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,15 @@ DECODE = (
 def test_files_have_the_tables_of_the_rows(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert fill_in(text, TABLES[file]) == text, "run: python benchmarks/results_table.py --write"
+
+
+def test_results_name_every_file_of_rows() -> None:
+    page = (BENCHMARKS.parent / "docs" / "results.md").read_text(encoding="utf-8")
+    table = "".join(line for line in page.splitlines() if line.startswith("|"))
+    patterns = re.findall(r"`([\w*-]+\.jsonl?)`", table)
+    files = [path.name for path in (BENCHMARKS / "results").iterdir()]
+    assert [name for name in files if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in files)] == []
 
 
 def test_summary_has_columns_for_gpus_with_rows(tmp_path: Path) -> None:

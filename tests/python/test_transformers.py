@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import octavo.torch  # noqa: E402
 import octavo.transformers  # noqa: E402
+from support.tiny_models import make_model  # noqa: E402
 
 WINDOW = 6
 SIZES = {
@@ -43,6 +44,7 @@ CONFIGS = {
 }
 
 
+MORE = ["qwen2", "qwen3", "gemma3", "gpt2"]  # of support/tiny_models.py, whose texts are compared
 COMMON = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -125,6 +127,15 @@ def test_greedy_text_equals_eager(models, batch, calls):
     assert actual.shape == (batch, 11 + 24)
     assert torch.equal(actual, expected)
     assert len(calls) == 24 * SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_greedy_texts_of_more_models(name, calls):
+    model, ids = make_model(name, attn_implementation="eager"), tokens(2, 11)
+    expected = greedy(model, ids, torch.ones_like(ids))
+    model.set_attn_implementation("octavo")
+    assert torch.equal(greedy(model, ids, torch.ones_like(ids)), expected)
+    assert len(calls) == 24 * model.config.num_hidden_layers
 
 
 def test_chunked_prefill_equals_one_pass(models):

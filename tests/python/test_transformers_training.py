@@ -33,6 +33,14 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, num_local_experts=2, num_experts_per_tok=2, sliding_window=6
     ),
+    "llama4_text": lambda: transformers.Llama4TextConfig(
+        **SIZES,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        num_experts_per_tok=2,
+        no_rope_layers=[1, 0],
+        attention_chunk_size=6,
+    ),
 }
 
 

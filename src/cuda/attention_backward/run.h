@@ -10,7 +10,7 @@
 
 namespace octavo::cuda {
 
-// On the current device, that of the parameters.
+// The current device has to be that of the parameters.
 void run(const AttentionBackwardParams& params, const Sm80BackwardPlan& plan, cudaStream_t stream);
 void run(const AttentionBackwardParams& params, const Sm90BackwardPlan& plan, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// Behind the statistics of queries: the gradients of sinks, from what each query adds.
+// Sums up the gradients of sinks from what each query adds, behind the kernel with the queries' statistics.
 #include "cuda/attention_backward/run.h"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"

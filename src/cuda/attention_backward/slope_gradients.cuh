@@ -1,4 +1,4 @@
-// Behind the gradients: those of ALiBi's slopes, from the parts that the CTAs before left.
+// Adds up the gradients of ALiBi's slopes, last, from the parts that the CTAs of the other gradients left.
 #pragma once
 
 #include "cuda/attention_backward/slope_parts.h"

@@ -8,7 +8,7 @@
 
 namespace octavo::cuda {
 
-// On the current device, that of the parameters.
+// The current device has to be that of the parameters.
 void append_rotary(const AppendKvParams& params, const AppendKvPlan& plan, cudaStream_t stream);
 
 }  // namespace octavo::cuda

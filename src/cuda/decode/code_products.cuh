@@ -225,7 +225,7 @@ class CodeProducts {
         }
     }
 
-    // Of out[r][d][e], e / 2 further.
+    // The dim of out[r][d][0]; that of out[r][d][e] is e / 2 further.
     __device__ static int dim_of(int lane, int d) {
         if (kValues == DType::int4) return d / 2 * 32 + lane / 4 * 4 + d % 2 * 2;
         return 16 * d + lane / 4 * 2;
@@ -268,7 +268,7 @@ class CodeProducts {
         return larger;
     }
 
-    // Of key or value i, by their words.
+    // Sets the terms of key and value i from the words of their scales.
     __device__ static void set_terms(KeyTerms& terms, int i, uint32_t key, uint32_t value) {
         if constexpr (kKeys == DType::int4) {
             const float2 pair = unpack<float16>(key);
@@ -307,7 +307,7 @@ class CodeProducts {
             }
         }
     }
-    // To operands b, whose dims stand as those of keys do.
+    // Arranges words as operands b, whose dims stand as those of keys do.
     __device__ static void arrange(uint32_t (&operands)[kQueryWords], const uint32_t (&words)[kQueryWords]) {
         constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
 #pragma unroll

@@ -19,7 +19,7 @@ __device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
 struct Rescale {
     float before, added;
 
-    // By the maximum before, of what is added, and after.
+    // The arguments are the maximum before, that of what is added, and that after.
     __device__ static Rescale make(float before, float added, float after) {
         return {before == after ? 1.0f : ptx::exp2_approx(before - after),
                 added == -INFINITY ? 0.0f : ptx::exp2_approx(added - after)};

@@ -16,8 +16,8 @@ class RowCopier : public QueryRowCopier<T, Config> {
         Base::place_;
 
   public:
-    // Of this lane's row of a block: its offset in units of 16 bytes from the cache's start, of K in the
-    // lower 16 lanes and of V in the upper ones.
+    // The offset of this lane's row of a block from the cache's start, in units of 16 bytes: a row of K in
+    // the lower 16 lanes and of V in the upper ones.
     using Place = uint32_t;
 
     __device__ RowCopier(const AttentionParams& p, const CodeLayout&) : Base(p) {

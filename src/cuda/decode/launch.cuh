@@ -1,4 +1,4 @@
-// The instances of the decode kernels of one row of kDecodeTiles, launched.
+// Launches the instances of the decode kernels of one row of kDecodeTiles.
 #pragma once
 
 #include "cuda/decode/plan.h"
@@ -15,7 +15,8 @@ namespace octavo::cuda {
 inline PartialWorkspace partial_workspace(const AttentionParams& p, cudaStream_t stream, int64_t num_words,
                                           WorkspaceUser user = WorkspaceUser::kernel) {
 #ifdef OCTAVO_TICKETS
-    // Not among the words of a kernel before this one: tickets are drawn while it may still be under way.
+    // Tickets are drawn while the kernel before this one may still be under way, so that they have words
+    // apart.
     uint32_t* const tickets =
         persistent_workspace(p.device.index, stream, 0, 1, WorkspaceUser::tickets).counters;
     return {persistent_workspace(p.device.index, stream, 0, num_words, user).counters, tickets};
@@ -27,7 +28,7 @@ inline PartialWorkspace partial_workspace(const AttentionParams& p, cudaStream_t
 
 static __device__ const float kOneScale = 1.0f;
 
-// On the current device, where only keys or only values have scales in memory.
+// A one on the current device, where only keys or only values have scales in memory; otherwise null.
 inline const float* one_scale(const AttentionParams& p) {
     if ((p.k_scales.data != nullptr) == (p.v_scales.data != nullptr)) return nullptr;
     void* address = nullptr;

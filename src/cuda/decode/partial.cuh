@@ -55,7 +55,7 @@ struct PartialRow {
         ptx::store_relaxed_16(words + column, make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
                                                          __float_as_uint(out.z), NonZero::encode(out.w)));
     }
-    // As the next launch wants them.
+    // Writes zeros, as the next launch wants them.
     __device__ void clear_state(int reader) const {
         *reinterpret_cast<uint2*>(words + state_at(reader)) = make_uint2(0, 0);
     }

@@ -24,9 +24,9 @@ struct StepScales {
     static constexpr int kBytes = 8 * 16;
     static constexpr int kOfValue = 8;  // bytes from a key's word to that of its value
 
-    // Of key `key` of a block.
+    // Where the scale of key `key` of a block lies.
     __device__ static uint32_t place(int key) { return key / 16 * kBytes + key % 8 * 16 + key % 16 / 8 * 4; }
-    // Of this lane's keys of a step.
+    // The scales of this lane's keys of a step.
     __device__ static StepScales load(uint32_t block, int step) {
         const uint4 words = ptx::load_shared_16(block + step * kBytes + threadIdx.x % 32 / 4 * 16);
         return {{words.x, words.y}, {words.z, words.w}};

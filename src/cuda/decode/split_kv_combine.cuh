@@ -130,7 +130,7 @@ class SplitKvCombine {
         for (int i = 0; i < Config::kWarps; ++i) body(i, shared_.warps[i].partial);
     }
 
-    // Of the item's first partial result.
+    // The words of a row of the item's first partial result.
     __device__ uint32_t* row_words(int row) const { return partials_ + row * Config::kPartialRow; }
 
     // The warps of a row share its columns. Within a warp, as many groups of lanes share the partial results:
@@ -139,7 +139,7 @@ class SplitKvCombine {
         const int log2 = launch_.warps_per_row_log2, lane = threadIdx.x % 32;
         const int groups = 1 << log2, group = lane >> (5 - log2), lanes = 32 >> log2;
         const int warp = static_cast<int>(threadIdx.x / 32) & (groups - 1);
-        // Of this group: the first partial result, and from one to the next.
+        // Which partial result is this group's first, and how far it is from one to the next.
         const int32_t first = kFixed ? kAtOnce * group : group;
         const int32_t step = kFixed ? 1 : groups;
         const int32_t own_splits =

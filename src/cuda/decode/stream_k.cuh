@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 first = item;
                 state.leave(own.first);
             } else {
-                // Goes where the blocks have been: the last copy has arrived.
+                // This goes where the blocks have been: the last copy has arrived.
                 last = item;
                 state.leave(own.last);
             }

@@ -21,7 +21,7 @@ template <class Config>
 struct StreamKShared {
     struct alignas(Config::kHasCodes ? 512 : 128) Warp {
         union {
-            // Of codes, all scales stand behind the blocks.
+            // Where the cache holds codes, all scales stand behind the blocks.
             alignas(128) uint4 blocks[Config::kStages * (Config::kBlockChunks + Config::kScaleChunks)];
             WarpPartial<Config> last;  // once the last block has been used
         };

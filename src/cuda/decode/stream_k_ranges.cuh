@@ -87,7 +87,7 @@ class StreamKRange {
         end = ranges_.snap(raw_end, schedule.find(min(raw_end, total - 1)));
     }
 
-    // Used where that item began before this range.
+    // The CTA with which the range's first item begins. It is used where that item began before this range.
     __device__ int32_t first_cta_of_begin_item() const {
         return ctas_per_item_ > 0 ? cta_ / ctas_per_item_ * ctas_per_item_ : ranges_.first_cta(begin_item);
     }

@@ -82,7 +82,7 @@ class Schedule {
     // The blocks of every item, if they have equally many, or 0.
     __device__ int32_t uniform_count() const { return uniform_ ? ends_[0] : 0; }
 
-    // Without a load of the length from memory, which would wait behind the copies of keys.
+    // Takes the length from shared memory: a load from global memory would wait behind the copies of keys.
     __device__ SequenceSlice slice(int32_t sequence) const {
         return SequenceSlice::make(p_, sequence, lengths_[sequence]);
     }

@@ -62,7 +62,7 @@ struct DecodeConfig {
     static constexpr int kHeadNumberChunks = 8;
     static constexpr int kQueryChunks = kRows * kRowChunks + kHeadNumberChunks;
     static constexpr int kBlockBytes = 16 * kBlockChunks;
-    // Of a block's scales: a word for each key, and one for each value.
+    // A block's scales are a word for each key, and one for each value.
     static constexpr int kScaleChunks = kHasCodes ? kBlockKeys / 2 : 0;
     // A row of a warp's partial result in shared memory, in floats: the dims, padded against bank conflicts.
     static constexpr int kWarpPartialRow = kHeadDim + 4;
@@ -103,13 +103,14 @@ enum class SplitPolicy {
 };
 constexpr int kMaxSequencesByLength = 32;
 
-// kCtas: of an SM. One, with deeper queues, where a CTA has much to read: with room for a second one, the
-// next launch's CTAs went two to some SMs and none to others. Two or more, where CTAs have little to read.
+// kCtas: CTAs on an SM. It is one, with deeper queues, where a CTA has much to read: with room for a second
+// one, the next launch put two CTAs on some SMs and none on others. It is two or more where CTAs have little
+// to read.
 template <int kHeadDim, int kRowTiles, int kCtas_, int kWarps, Codes kCodes>
 struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
     using Base = DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes>;
     static constexpr int kCtas = kCtas_;
-    // Of a block's keys, or of its values.
+    // The chunks of a block's keys, or of its values.
     static constexpr int kTileChunks = Base::kBlockKeys * std::max(Base::kKeyChunks, Base::kValueChunks);
     // Tiles that a warp has room for, an odd number: one in use and the others on their way. To each block on
     // its way, and to that in use, belong its scales; a warp's share begins on 512 bytes.
@@ -130,11 +131,12 @@ struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
     }
 };
 
-// Of long items.
+// The configuration for long items.
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 using LongItems = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, kRowTiles), kCodes>;
 
-// Of short items. Codes take more registers than eight warps of two CTAs have, up to 168 where six have them.
+// The warps for short items. Codes take more registers than eight warps of two CTAs have, and six have up to
+// 168.
 constexpr int short_items_warps(int head_dim, int row_tiles, Codes codes) {
     const int warps = decode_warps(head_dim, row_tiles);
     return codes != Codes::none && warps == 8 && head_dim > 64 ? 6 : warps;
@@ -143,8 +145,8 @@ template <int kHeadDim, int kRowTiles, Codes kCodes>
 using ShortItems =
     SplitKvConfig<kHeadDim, kRowTiles, 2, short_items_warps(kHeadDim, kRowTiles, kCodes), kCodes>;
 
-// Of many items, a CTA each: smaller CTAs, as many an SM as registers allow, so that some read while others
-// start or end. Of codes, those of short items were as fast.
+// The configuration for many items with a CTA each: the CTAs are smaller, and as many share an SM as
+// registers allow, so that some read while others start or end. For codes, those of short items were as fast.
 constexpr int many_items_ctas(int head_dim, int row_tiles) {
     return head_dim > 128 ? 2 : (row_tiles == 1 ? 4 : 3);
 }
@@ -161,7 +163,7 @@ constexpr bool has_short_items() {
     return ManyItems<kHeadDim, kRowTiles, kCodes>::kWarps != ShortItems<kHeadDim, kRowTiles, kCodes>::kWarps;
 }
 
-// Of few sequences, by their lengths: as many warps as one tile of rows has.
+// The configuration for few sequences, shared out by their lengths: as many warps as one tile of rows has.
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 using ByLength = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, 1), kCodes>;
 

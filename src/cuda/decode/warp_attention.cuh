@@ -193,7 +193,7 @@ class WarpAttention {
         }
     };
 
-    // Of the item's one query, if there are chunks; otherwise 0.
+    // Where the chunk of the item's one query begins; 0 without chunks.
     __device__ int32_t chunk_begin() const {
         if (p_.attention_chunk.divisor == 0) return 0;
         const int32_t last = max(seq_.see.seqlen_k - 1, 0);
@@ -203,7 +203,7 @@ class WarpAttention {
     __device__ static int row_of(int r, int i) { return Softmax::row_of(threadIdx.x % 32, r, i); }
     __device__ static int key_of(int e) { return Softmax::key_of(threadIdx.x % 32, e); }
 
-    // Of codes: body(r, i, dim, of dim, of the next), whose accumulators belong to neighbouring dims.
+    // For codes, whose accumulators belong to neighbouring dims: body(r, i, dim, of dim, of the next).
     template <class Body>
     __device__ void for_each_pair(Body body) const {
 #pragma unroll

@@ -50,7 +50,8 @@ __global__ void shift_lse_kernel(const __grid_constant__ PagedAttentionParams p,
     p.lse[token * p.lse_token_stride + head * p.lse_head_stride] += shifts[i];
 }
 
-// Instead of that where there are sinks. `lse`: that of the attention, with these strides.
+// Runs in place of shift_lse_kernel where there are sinks. `lse` is that of the attention, with these
+// strides.
 template <class T>
 __global__ void add_sinks_kernel(const __grid_constant__ PagedAttentionParams p, const float* shifts,
                                  float* lse, int64_t lse_token_stride, int64_t lse_head_stride) {

@@ -52,7 +52,7 @@ struct LatentShared {
     float lse[kLatentRows];
 };
 
-// Four codes of fp8 as two pairs of 16-bit numbers; both types have all of these numbers.
+// Converts four codes of fp8 to two pairs of 16-bit numbers. Both types have all of these numbers.
 template <class T>
 __device__ __forceinline__ void convert_word(uint32_t codes, uint32_t* pairs) {
 #if __CUDA_ARCH__ >= 890
@@ -73,7 +73,7 @@ __device__ __forceinline__ void convert_word(uint32_t codes, uint32_t* pairs) {
 #endif
 }
 
-// A tile of codes, as numbers.
+// Converts a tile of codes to numbers.
 template <class Config>
 __device__ __forceinline__ void convert_codes(const char* codes, char* numbers) {
     constexpr int kRowChunks = kLatentQkDim / 16;
@@ -91,7 +91,8 @@ __device__ __forceinline__ void convert_codes(const char* codes, char* numbers) 
     }
 }
 
-// Scores of the 16 rows, in registers, with eight keys of the tile, over this warp's part of their numbers.
+// Multiplies the 16 rows, which are in registers, with eight keys of the tile, over this warp's part of their
+// numbers.
 template <class Config>
 __device__ __forceinline__ void multiply_scores(const uint32_t (&q)[Config::kSteps][4], const char* tile,
                                                 LatentShared<Config>& shared) {
@@ -124,7 +125,7 @@ struct LatentSoftmax {
     float max = -INFINITY;  // in units of log2(e)
     float sum = 0.0f;       // of this thread's keys
 
-    // Of the row's keys those below num_seen are seen.
+    // The row sees those of the tile's keys that lie below num_seen.
     template <class Config>
     __device__ __forceinline__ void weigh(LatentShared<Config>& shared, float scale_log2, int32_t num_seen) {
         const int row = threadIdx.x / Config::kRowThreads;

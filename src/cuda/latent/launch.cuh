@@ -1,4 +1,4 @@
-// The instances of the kernel of latent_attention for one type and cache, launched.
+// Launches the instances of the kernel of latent_attention for one type and cache.
 #pragma once
 
 #include "cuda/latent/kernel.cuh"

@@ -1,4 +1,5 @@
-// Rows of queries and of a paged cache from global to shared memory, for the kernel of latent_attention.
+// Brings rows of queries and of a paged cache from global to shared memory, for the kernel of
+// latent_attention.
 #pragma once
 
 #include "cuda/latent/parameters.h"
@@ -73,11 +74,11 @@ class KeyCopy {
     const LatentLaunch& launch_;
     const IndexArray pages_;
     const int32_t end_key_;
-    int32_t key_;  // of this lane, in the next tile
+    int32_t key_;  // this lane's key in the next tile
     int64_t page_ = 0;
 };
 
-// A CTA's rows from `first_row` of the sequence on, and zeros behind the last one.
+// Copies a CTA's rows from `first_row` of the sequence on, and zeros behind the last one.
 template <class T>
 __device__ __forceinline__ void copy_queries(const LatentAttentionParams& p, const LatentLaunch& launch,
                                              const LatentSequence& sequence, int32_t first_row,

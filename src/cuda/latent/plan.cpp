@@ -11,7 +11,7 @@ namespace octavo::cuda {
 namespace {
 
 // A GPU holds one CTA on each SM, so that CTAs go in waves. A CTA takes the time of its tiles of keys and of
-// about two more; to combine splits takes that of a tile for 32 of them.
+// about two more. Combining takes the time of one tile, and of another one for every 32 splits.
 int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_sms) {
     constexpr int64_t kBegin = 2 * 32, kMaxSplits = 128;
     int64_t best = 1, least = 0;

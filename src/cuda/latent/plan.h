@@ -24,8 +24,8 @@ struct LatentTiles {
     int32_t keys;
     int32_t stages;
 
-    // Of tiles as the cache holds them, and of one of fp8 as 16-bit numbers; of scores and weights; and of
-    // the numbers of each row.
+    // The shared memory of a CTA: tiles as the cache holds them, and for fp8 one more as 16-bit numbers;
+    // scores and weights; and two numbers for each row.
     constexpr int64_t shared_bytes(bool is_fp8) const {
         const int64_t row = 2 * kLatentQkDim + kLatentPadBytes, code_row = kLatentQkDim + kLatentPadBytes;
         const int64_t cache = is_fp8 ? keys * (stages * code_row + row) : keys * stages * row;
@@ -34,14 +34,14 @@ struct LatentTiles {
         return cache + scores + weights + kLatentRows * 2 * 4;
     }
 };
-// From the best on, of which the first that there is room for is taken.
+// The best comes first. The first that there is room for is taken.
 constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 
-// sm90_latent.
+// What sm90_latent is made of.
 constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64;
 constexpr int32_t kSm90LatentThreads = 384;
 constexpr int32_t kSm90LatentStages = 2;
-// Of queries and tiles of keys; of five numbers a row, and of eight barriers (Sm90LatentShared).
+// Queries and tiles of keys, five numbers a row, and eight barriers (Sm90LatentShared).
 constexpr int64_t kSm90LatentSharedBytes =
     int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentStages * kSm90LatentKeys) +
     5 * 4 * kSm90LatentRows + 8 * 8;
@@ -49,9 +49,9 @@ constexpr int64_t kSm90LatentSharedBytes =
 struct LatentPlan {
     DType dtype, kv_dtype;
     bool is_sm90;  // runs sm90_latent, or else the kernel for all GPUs
-    int32_t row;   // of kLatentTiles
+    int32_t row;   // which row of kLatentTiles
     int32_t num_sequences, num_q_heads;
-    int32_t tiles_per_sequence;  // of rows; the bound, for packed queries
+    int32_t tiles_per_sequence;  // tiles of rows; for packed queries their bound
     int32_t num_splits;
     int64_t total_rows;
     bool q_aligned, kv_aligned;  // on 16 bytes

@@ -12,7 +12,7 @@
 
 namespace octavo::cuda {
 
-// One for each type, kind of cache and row of kLatentTiles, compiled from instance.cu.in.
+// There is one for each type, kind of cache and row of kLatentTiles, compiled from instance.cu.in.
 template <class T, bool kIsFp8, int kRow>
 void launch_latent(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&, cudaStream_t);
 

@@ -1,4 +1,4 @@
-// From sums to elements of the result.
+// Turns sums into elements of the result.
 #pragma once
 
 #include "common/macros.h"

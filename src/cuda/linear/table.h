@@ -51,7 +51,7 @@ struct FoundRow {
     LinearPlanSource source;
 };
 
-// Of the tuned table, or else of the shipped one.
+// Looks in the tuned table, and otherwise in the shipped one.
 std::optional<FoundRow> find_table_row(const LinearProblem& problem, DType dtype, const Gpu& gpu);
 
 }  // namespace octavo::cuda

@@ -8,8 +8,8 @@
 
 namespace octavo::cuda {
 
-// Of a row a thread has this many numbers in registers, so that the most threads hold 16384; of a longer row
-// the rest is read twice.
+// A thread keeps this many numbers of a row in registers, so that the most threads hold 16384. The rest of a
+// longer row is read twice.
 constexpr int32_t kRmsNormHeld = 16;
 constexpr int32_t kRmsNormMaxThreads = 1024;
 

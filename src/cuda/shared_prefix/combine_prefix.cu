@@ -13,7 +13,7 @@
 namespace octavo::cuda {
 namespace {
 
-// Of the sequence that a query belongs to.
+// The length of the sequence that a query belongs to.
 __device__ int32_t length_of_sequence(const AttentionParams& p, int64_t token) {
     if (!p.cu_seqlens_q) return p.seq_lens[token];
     int32_t first = 0, last = p.batch - 1;  // between which it lies

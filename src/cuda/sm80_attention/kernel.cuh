@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int32_t tile_begin = min(split * tiles_per_split, tiles.count);
     const int32_t tile_end = min(tile_begin + tiles_per_split, tiles.count);
 
-    // With a block mask, those of these tiles that some row looks at.
+    // The first tile from `tile` on that some row looks at; without a block mask that is `tile`.
     const auto kept_from = [&](int32_t tile) {
         if constexpr (kBlocks) {
             const KeptBlocks kept(p, row_tile.batch, kv_head * group_size, group_size, token_of(0),

@@ -87,7 +87,7 @@ class KeyRows {
         Copy::template run<false>(target, source, valid, column_, head_dim_, array.aligned);
     }
 
-    // The same of codes, which become numbers on the way; they are there when this thread goes on.
+    // The same for codes, which become numbers on the way. They have arrived when this thread goes on.
     __device__ __forceinline__ void copy(int32_t tile, uint32_t target, const CodeArray& array) const {
 #pragma unroll 1
         for (int i = 0; i < Copy::kCount; ++i) {

@@ -1,4 +1,4 @@
-// The instances of one row of kSm80Tiles, launched.
+// Launches the instances of one row of kSm80Tiles.
 #pragma once
 
 #include "cuda/launch.cuh"

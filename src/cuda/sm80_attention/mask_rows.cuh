@@ -22,8 +22,8 @@ struct WarpView {
     int32_t begin, end;            // the keys that some row sees lie in [0, prefix_len) and [begin, end)
     int32_t full_begin, full_end;  // those that all rows see: [0, prefix_len) and [full_begin, full_end)
 
-    // Of rows at positions from first_q_pos to last_q_pos; none if `any` is false. Keys from `tree_begin` on
-    // may be hidden by a tree mask.
+    // The rows are at positions from first_q_pos to last_q_pos; there are none if `any` is false. A tree mask
+    // may hide keys from `tree_begin` on.
     __device__ WarpView(const Visibility& see, bool any, int32_t first_q_pos, int32_t last_q_pos,
                         int32_t tree_begin)
         : see(see),

@@ -11,8 +11,8 @@ namespace {
 
 static_assert(std::rbegin(kSm80Tiles)->head_dim == kMaxHeadDim, "every head dim needs a row");
 
-// Of the smallest head dim that holds the problem's (the columns between are zeros in shared memory), the row
-// with the most stages that there is room for.
+// The row for the smallest head dim that holds the problem's (the columns between are zeros in shared
+// memory), with the most stages that there is room for.
 int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm80Tiles)); ++row) {

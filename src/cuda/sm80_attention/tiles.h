@@ -42,7 +42,7 @@ constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
     return {};
 }
 
-// That a block may take: every GPU from sm_80 up has 99 KB, Hopper 227.
+// The shared memory that a block may take. Every GPU from sm_80 up has 99 KB, Hopper 227.
 constexpr size_t sm80_shared_bytes(int stages) { return (stages == 1 ? 99 : 201) << 10; }
 
 template <int kHeadDim_, int kStages_>

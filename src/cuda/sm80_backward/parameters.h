@@ -9,7 +9,7 @@
 
 namespace octavo::cuda {
 
-// Of a query and one of its heads.
+// What is known of a query and one of its heads.
 struct QueryStatistics {
     float lse;    // in units of log2(e); infinite where the query sees no key, so that no weight is left
     float delta;  // what all gradients of its scores lack: dot product of dout and out, less dlse

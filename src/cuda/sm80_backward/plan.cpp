@@ -18,7 +18,7 @@ int64_t shared_bytes(const Sm80BackwardTiles& tiles) {
                                          sm80_backward_shared_bytes(tiles.head_dim, tiles.queries)));
 }
 
-// Of the smallest head dim that holds the problem's, the last row that there is room for.
+// The last row that there is room for, of those for the smallest head dim that holds the problem's.
 int32_t choose_tiles(const AttentionBackwardParams& p, const Gpu& gpu) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm80BackwardTiles)); ++row) {

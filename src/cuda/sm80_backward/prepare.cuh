@@ -14,7 +14,7 @@
 
 namespace octavo::cuda {
 
-// Of a query of packed sequences, counted over the batch; a query of padding: the batch.
+// The sequence of a query of packed sequences, counted over the batch; for a query of padding, the batch.
 __device__ __forceinline__ int32_t sequence_of(const AttentionBackwardParams& p, int64_t row) {
     int32_t low = 0, high = p.batch;  // the first sequence that ends behind it
     while (low < high) {

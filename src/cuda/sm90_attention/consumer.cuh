@@ -213,7 +213,7 @@ class Sm90Consumer {
         return std::is_same_v<T, AnyFloat16> ? p_.out_scale * value_scale_ : p_.out_scale;
     }
 
-    // Of small blocks, a tile may be of another warpgroup's rows alone.
+    // With small blocks, a tile may be there for another warpgroup's rows alone.
     template <class Tiles>
     __device__ __forceinline__ void hide_block(float (&scores)[kScores], const Tiles& tiles, int32_t tile) {
         if constexpr (Config::kSmallBlocks) {

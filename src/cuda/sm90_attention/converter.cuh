@@ -35,7 +35,7 @@ class KeyTileWalk {
         return true;
     }
 
-    // Of this lane's key.
+    // Where this lane's key lies.
     struct Place {
         bool is_seen;  // by a query of the row tile; others must not spoil the product with weights of zero
         uint32_t page, slot, kv_head;

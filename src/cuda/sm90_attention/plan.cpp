@@ -94,8 +94,8 @@ bool serve_better(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& til
     return 100 * padded_blocks(p, gpu, tiles, heads) <= 106 * padded_blocks(p, gpu, before, heads);
 }
 
-// Of the rows of the smallest head dim that holds the problem's, the last that serves better than those
-// before it.
+// The last row that serves better than those before it, of those for the smallest head dim that holds the
+// problem's.
 int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
@@ -116,8 +116,8 @@ int32_t find_code_tiles(const AttentionParams& p) {
     return -1;
 }
 
-// Of the rows of the smallest head dim that holds the problem's, that whose instance has a kernel that leaves
-// room on its SM; -1 if there is none.
+// The row whose instance has a kernel that leaves room on its SM, of those for the smallest head dim that
+// holds the problem's; -1 if there is none.
 int32_t find_tiles_beside(const AttentionParams& p) {
     if (p.dropout.any() || p.alibi_slopes) return -1;
     int32_t head_dim = 0;
@@ -162,7 +162,7 @@ bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
 void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     const int64_t sms = gpu.num_sms, rest = plan.num_row_tiles % sms;
-    // Of many rounds the last one matters little, and the instances with splits are not chained.
+    // After many rounds the last one matters little, and the instances with splits are not chained.
     constexpr int64_t kManyRounds = 8;
     if (plan.codes != Codes::none && plan.num_row_tiles > kManyRounds * sms) return;
     if (rest == 0 || !may_split(p, tiles) || (plan.few_rows && plan.num_row_tiles > sms)) return;
@@ -220,7 +220,7 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     plan.num_counters = 1 + shared_out * plan.split_blocks;
 }
 
-// Of an array that the copy engine cannot move.
+// Says why the copy engine cannot move an array.
 std::string why_not_movable(const char* name, const Sm90Operand& array, DType dtype) {
     const auto address = reinterpret_cast<uintptr_t>(array.base);
     if (address % 16 != 0) {

@@ -27,7 +27,7 @@ struct Sm90Plan {
     bool few_rows;          // whether some row tiles may be of few rows
     int64_t num_row_tiles;  // over the batch and all heads; a bound when the queries are packed
 
-    // Of dense arrays, the order of row tiles.
+    // The order of row tiles, for dense arrays.
     int32_t unit_row_tiles;  // of one unit: a sequence and `heads` heads
     int32_t num_units;
     int32_t section, first_section;  // units

@@ -48,7 +48,7 @@ class QueryConverter {
         if (Config::kTokenScales) return unlift(codes);
         return scales.data ? float_of_bits(scales.word(0, 0, kv_head)) : 1.0f;
     }
-    // Of bfloat16, in place; gives the inverse of the power of two.
+    // Converts rows of bfloat16 in place, and returns the inverse of the power of two.
     __device__ static float to_float16(unsigned char* tile, int32_t num_rows) {
         uint32_t largest = 0;  // of the finite ones, as bits of float32
         for_each_chunk(tile, num_rows, [&](const uint4& chunk) {

@@ -164,7 +164,7 @@ struct PrefillKeyTiles : KeyTiles {
     __device__ int32_t before(int32_t i) const { return i - 1; }
 };
 
-// Of these, the ones that a block mask leaves to some of the row tile's blocks of queries. A warp looks at
+// Those of these tiles that a block mask leaves to some of the row tile's blocks of queries. A warp looks at
 // the mask of 32 tiles at once, and all warps find the same.
 template <bool kSmallBlocks>
 class BlockKeyTiles : public PrefillKeyTiles<false> {

@@ -36,8 +36,8 @@ __device__ __forceinline__ float bias_between(const AttentionBackwardParams& p,
 template <class Config>
 class SlopeGradient {
   public:
-    // Of one step. Behind the last of a head, the warp's sum goes to workspace. `row`: of the lane's first
-    // key.
+    // Adds what one step gives. Behind the last step of a head, the warp's sum goes to workspace. `row` is
+    // the lane's first key.
     template <int kScores>
     __device__ __forceinline__ void add(const float (&weights)[kScores], const float (&products)[kScores],
                                         const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,

@@ -55,7 +55,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                 parity ^= 1;
             }
         }
-        // Of the step before: found, not kept, since registers are scarce.
+        // The slot of the step before. It is found, not kept, since registers are scarce.
         __device__ DsSlot before() const {
             return slot > 0 ? DsSlot{slot - 1, parity} : DsSlot{Config::kDsSlots - 1, parity ^ 1};
         }
@@ -177,7 +177,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         add(dq, dq_before);
     }
 
-    // Of two warpgroups.
+    // The two warpgroups take turns.
     __device__ void wait_for_turn() const { ptx::named_barrier_sync(1 + group_, 256); }
     __device__ void pass_turn() const { ptx::named_barrier_arrive(2 - group_, 256); }
 
@@ -209,7 +209,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         }
     }
 
-    // To workspace, in the order of accumulators.
+    // Adds to the sums in workspace, which are in the order of accumulators.
     __device__ __forceinline__ void add(const float (&dq)[32], int32_t tile) const {
         float* const to = plan_.dq_sums + int64_t{tile} * (Config::kQueries * Config::kHeadDim) +
                           group_ * 64 * 64 + threadIdx.x % 128 * 4;

@@ -1,4 +1,4 @@
-// Behind the gradients: dQ from the order of its accumulators to rows of the array, scaled.
+// Brings dQ from the order of its accumulators to rows of the array, scaled, behind the other gradients.
 //
 // grid: x tiles of workspace, y query heads, the last first; a warpgroup for each 64 x 64 of a tile, as its
 // consumers summed them.

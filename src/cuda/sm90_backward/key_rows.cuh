@@ -28,7 +28,7 @@ class Sm90KeyRows {
     using ProductOfTerms = ptx::Wgmma<bfloat16, Config::kQueries>;
     using ProductOfSums = ptx::Wgmma<T, Config::kHeadDim>;
 
-    // Of this lane, among the CTA's keys: its first of the scores. The other lies eight behind.
+    // The key of this lane's first scores, among those of the CTA. The other lies eight behind.
     __device__ int row() const { return first_row() + warp() * 16 + lane() / 4; }
     __device__ static int lane() { return threadIdx.x % 32; }
     __device__ static int warp() { return threadIdx.x % 128 / 32; }

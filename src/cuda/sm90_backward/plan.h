@@ -30,7 +30,7 @@ struct Sm90BackwardPlan {
     int64_t dq_bytes() const {
         return tiles().dq_apart() ? 0 : num_q_heads * num_rows * tiles().head_dim * int64_t{sizeof(float)};
     }
-    // Of the gradients of slopes, for each sequence and head.
+    // How many parts of the gradients of slopes there are for each sequence and head.
     int32_t slope_parts() const { return key_tiles * tiles().consumer_warps(); }
     int64_t workspace_bytes() const { return 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes; }
 };

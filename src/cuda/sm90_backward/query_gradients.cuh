@@ -204,7 +204,7 @@ class Sm90QueryConsumer {
 
     __device__ static int lane() { return threadIdx.x % 32; }
     __device__ static int warp() { return threadIdx.x % 128 / 32; }
-    // Of this lane, among the sequence's queries: its first. The other lies eight behind.
+    // This lane's first query, among those of the sequence. Its other one lies eight behind.
     __device__ int32_t query() const { return tile_.first_query + 64 * group_ + 16 * warp() + lane() / 4; }
     // This warpgroup's of the CTA's queries, in the first block of columns.
     template <class Tiles>

@@ -64,7 +64,8 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
             uint32_t weights[kPairs];
 #pragma unroll
             for (int j = 0; j < kPairs; ++j) weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
-            // To the lane of the other warpgroup that has the same elements. The slots are those of Q.
+            // Weights go to the lane of the other warpgroup that has the same elements. The slots are those
+            // of Q.
             ptx::mbarrier_wait(&shared_.weights_empty[step.stage()], step.parity() ^ 1);
             uint4* const to = shared_.weights[step.stage()] + threadIdx.x % 128;
 #pragma unroll

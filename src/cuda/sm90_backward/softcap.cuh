@@ -58,7 +58,7 @@ __device__ __forceinline__ void weigh_capped(uint32_t (&weights)[kScores / 2],
     }
 }
 
-// From the derivatives above to gradients of q . k.
+// Turns the derivatives above into gradients of q . k.
 template <class T, int kPairs>
 __device__ __forceinline__ void multiply_capped(uint32_t (&gradients)[kPairs],
                                                 const float (&products)[2 * kPairs]) {

@@ -53,9 +53,9 @@ struct Sm90LatentShared {
     Block q[kBlocks];
     Block keys[2][kBlocks];
     float max[64];
-    float factor[2][64];  // of what was summed up before a tile
+    float factor[2][64];  // what sums from before a tile are multiplied by
     float sum[2][64];
-    uint64_t full[2][2], empty[2][2];  // of a tile's halves
+    uint64_t full[2][2], empty[2][2];  // barriers of a tile's halves
 
     __device__ Block& rotary(int tile) { return keys[tile][kBlocks - 1]; }
 };
@@ -64,9 +64,9 @@ struct Sm90LatentShared {
 struct Sm90LatentWork {
     LatentSequence sequence;
     int32_t b;
-    int32_t first_row, num_rows;  // num_rows: of the sequence
+    int32_t first_row, num_rows;  // num_rows counts the sequence's
     int32_t begin_tile, num_tiles;
-    int32_t end_key;  // of the last row
+    int32_t end_key;  // behind the last key that the last row sees
 
     __device__ static Sm90LatentWork make(const LatentAttentionParams& p, const LatentLaunch& launch) {
         Sm90LatentWork work;
@@ -109,7 +109,7 @@ class Sm90LatentProducer {
           box_keys_(min(p.page_size, kSm90LatentKeys)),
           lane_(threadIdx.x % 32) {}
 
-    // By one whole warp.
+    // Called by one whole warp.
     __device__ void run() {
         int32_t pages[2] = {page_of_box(0), page_of_box(1)};
         for (int32_t pair = 0; 2 * pair < work_.num_tiles; ++pair) {
@@ -302,7 +302,7 @@ class Sm90LatentConsumer {
         ptx::wgmma_results(scores_);
     }
 
-    // What lies behind the last key may be any number, and 0 x NaN would spoil the sums.
+    // Zeroes the values of keys behind the last one, which may be any number: 0 x NaN would spoil the sums.
     __device__ void zero_unseen(int32_t i) {
         const int32_t keys = work_.keys_of(i);
         if (keys >= kSm90LatentKeys) return;
@@ -326,7 +326,7 @@ class Sm90LatentConsumer {
         }
     }
 
-    // Of each row, in units of log2(e).
+    // The highest score of each row, in units of log2(e).
     __device__ void highest(float (&max)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -345,7 +345,7 @@ class Sm90LatentConsumer {
         return ptx::exp2_approx(before - safe(after));
     }
 
-    // Scores to weights.
+    // Turns scores into weights, and adds these to the sums of the rows.
     __device__ void weigh() {
         const float max[2] = {safe(max_[0]), safe(max_[1])};
 #pragma unroll
@@ -480,13 +480,13 @@ class Sm90LatentConsumer {
     const Sm90LatentWork& work_;
     float scale_log2_;
     int32_t end_keys_[2];
-    float scores_[32];  // later weights
+    float scores_[32];  // weights, once they are made
     uint32_t weights_[16];
     float max_[2] = {-INFINITY, -INFINITY}, sums_[2] = {0.0f, 0.0f};
     float out_[128] = {};
 };
 
-// Queries to shared memory, zeros for rows that there are not.
+// Copies queries to shared memory, and zeros where the tile has more rows than there are.
 template <class T>
 __device__ void copy_sm90_latent_queries(const LatentAttentionParams& p, const LatentLaunch& launch,
                                          const Sm90LatentWork& work, Sm90LatentShared& shared) {

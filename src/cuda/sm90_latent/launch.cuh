@@ -1,4 +1,4 @@
-// sm90_latent for one type, launched.
+// Launches sm90_latent for one type.
 #pragma once
 
 #include "cuda/launch.cuh"

@@ -18,7 +18,7 @@ int32_t x_rows_for(const int32_t (&x_rows)[kCount], int64_t num_rows) {
                          [&](int32_t rows) { return rows >= num_rows; });
 }
 
-// Of a row of a table, unless it is of a kernel for other GPUs.
+// The tile that a row of a table names, unless the row is of a kernel for other GPUs.
 std::optional<Sm90LinearTile> tile_of(const LinearTableRow& row, const LinearProblem& problem) {
     if (row.kernel != LinearKernel::sm90_flat && row.kernel != LinearKernel::sm90_wide) return std::nullopt;
     const auto kernel =
@@ -27,7 +27,7 @@ std::optional<Sm90LinearTile> tile_of(const LinearTableRow& row, const LinearPro
                           row.ctas_per_sm};
 }
 
-// Of all tiles with an instance that `is_wanted`.
+// Chooses among all tiles that have an instance and that `is_wanted` accepts.
 template <class Predicate>
 Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu,
                               Predicate is_wanted) {

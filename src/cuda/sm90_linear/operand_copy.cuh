@@ -44,7 +44,7 @@ struct RingPosition {
     }
 };
 
-// By one thread. `landed_bytes`: what the other CTAs send.
+// Called by one thread. `landed_bytes`: what the other CTAs send.
 __device__ __forceinline__ void init_linear_barriers(const Sm90LinearLaunch& p, uint32_t consumer_warps,
                                                      uint32_t landed_bytes) {
     LinearBarriers& barriers = linear_barriers();
@@ -60,7 +60,7 @@ __device__ __forceinline__ void init_linear_barriers(const Sm90LinearLaunch& p, 
 template <int kWRows, int kXRows>
 class OperandCopy {
   public:
-    // Of every num_ctas-th tile from `tile` on.
+    // Copies every num_ctas-th tile from `tile` on.
     __device__ __forceinline__ OperandCopy(const Sm90LinearLaunch& p, StepRange range, int32_t tile,
                                            int32_t num_ctas)
         : p_(p), range_(range), num_ctas_(num_ctas) {

@@ -40,7 +40,7 @@ bool is_one_of(const int32_t (&values)[kCount], int32_t value) {
     return std::find(std::begin(values), std::end(values), value) != std::end(values);
 }
 
-// Of a plan that a user may have made up.
+// Whether there is such a tile: a user may have made the plan up.
 bool has_tile(const Sm90LinearTile& tile) {
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
     return (is_flat ? is_one_of(kFlatXRows, tile.x_rows) : is_one_of(kWideXRows, tile.x_rows)) &&

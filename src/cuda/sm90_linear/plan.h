@@ -44,7 +44,7 @@ struct Sm90LinearPlan {
     LinearStage stage() const;
 };
 
-// Of the problem that these parameters are.
+// The problem that these parameters describe.
 LinearProblem linear_problem(const LinearParams& params);
 
 // With the tile of params.plan, if there is one, which must be for it. Nothing where it does not serve:

@@ -65,7 +65,7 @@ class WideProducts {
         const int32_t shares = (Config::kPairs + p.splits - 1) >> log2_splits;  // of a CTA, at most
         auto* const landed =
             reinterpret_cast<float4*>(linear_stages() + p.stages * p.stage_bytes) + threadIdx.x;
-        // Of the sums of a group between two CTAs.
+        // Where the sums of a group go from one CTA to the other.
         auto slot = [&](int32_t from, int32_t to, int group) {
             const int32_t of_pair = (from - (from > to)) * shares + (group % Config::kPairs >> log2_splits);
             return (2 * of_pair + group / Config::kPairs) * Config::kConsumers;

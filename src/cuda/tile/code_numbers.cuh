@@ -41,7 +41,7 @@ class CodeNumbers<DType::float8_e4m3fn, kScaled> {
     __device__ explicit CodeNumbers(uint32_t word) : scale_(__float2half2_rn(8.0f * float_of_bits(word))) {}
 
     __device__ void convert(uint32_t codes, uint32_t* pairs) const {
-        // As one piece of assembly, in which ptxas sees that the upper half needs no shift.
+        // In one piece of assembly ptxas sees that the upper half needs no shift.
         asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
             "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
             : "=r"(pairs[0]), "=r"(pairs[1])
@@ -94,7 +94,7 @@ class CodeNumbers<DType::int8, kScaled> {
     }
 
   private:
-    // Of 1024 + (n + 128).
+    // The bytes become 1024 + (n + 128), from which the offset is taken.
     __device__ uint32_t convert_pair(uint32_t bytes) const {
         constexpr uint32_t kOffset = 0xe480e480u;                               // -1152
         constexpr uint32_t kFactor = 0x24002400u, kScaledOffset = 0xcc80cc80u;  // 2^-6 and -18: n / 64
@@ -124,7 +124,7 @@ class CodeNumbers<DType::int4, true> {
     }
 
   private:
-    // Of the lower half of bytes 0 and 2.
+    // Converts the lower halves of bytes 0 and 2.
     __device__ uint32_t convert_pair(uint32_t bytes) const {
         constexpr uint32_t kMagic = 0x64006400u;  // 1024
         uint32_t magic;

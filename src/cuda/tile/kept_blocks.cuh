@@ -13,7 +13,7 @@ struct KeptBlocks {
     const uint8_t* first;  // of the first query block of the first head
     int32_t num_heads, num_rows;
 
-    // Of the queries from first_query to last_query of a sequence.
+    // The blocks of the queries from first_query to last_query of a sequence.
     __device__ KeptBlocks(const AttentionParams& p, int32_t batch, int32_t first_head, int32_t num_heads,
                           int32_t first_query, int32_t last_query)
         : mask(p.block_mask),

@@ -59,7 +59,7 @@ struct TransposedSoftmax {
             }
         }
     }
-    // The same of one row: body(out, dim).
+    // The same for one row: body(out, dim).
     template <class Body>
     __device__ void for_each_out_of(int r, int i, Body body) {
 #pragma unroll
@@ -131,7 +131,7 @@ struct TransposedSoftmax {
             }
         }
     }
-    // The same of one step, where weights add up as they are.
+    // The same for one step, where weights add up as they are.
     template <class T>
     __device__ __forceinline__ void weigh(uint32_t (&weights)[kRowTiles][2], float (&scores)[kRowTiles][4]) {
         static_assert(kSteps == 1);
@@ -164,7 +164,7 @@ struct TransposedSoftmax {
         return true;
     }
 
-    // Of this lane's keys.
+    // The largest score of this lane's keys.
     __device__ static float max_of_lane(const float (&scores)[kSteps][kRowTiles][4], int r, int i) {
         float largest = fmaxf(scores[0][r][i], scores[0][r][i + 2]);
 #pragma unroll
