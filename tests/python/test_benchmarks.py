@@ -23,6 +23,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from _report import (  # noqa: E402
+    INT64,
     INVARIANT,
     OCTAVO,
     Machine,
@@ -191,6 +192,12 @@ def test_summary(rows: list[Row]) -> None:
     assert f"Octavo / best peer: geometric mean {mean:.3f} of 3 rows" in summary
     assert "Batch-invariant / Octavo: geometric mean 1.125 of 1 rows" in summary
     assert "At or below the goal: 4 of 4 rows" in summary
+    assert "int64" not in summary
+    us = {OCTAVO: 4.0, INT64: 4.4, "fa3": 5.0}
+    assert "With int64 / with int32: geometric mean 1.100 of 1 rows, at most 1.100" in format_summary(
+        [replace(rows[0], us=us)]
+    )
+    assert replace(rows[0], us=us).best_peer_us == 5.0
     assert "bloom_b1_s2048: fa3: no ALiBi" in summary
 
 
