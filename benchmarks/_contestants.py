@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import _support_path  # noqa: F401
 import torch
 from _inputs import Inputs, as_dense
-from _report import INVARIANT, OCTAVO
+from _report import INT64, INVARIANT, OCTAVO
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -93,6 +94,24 @@ class Octavo(Contestant):
 class BatchInvariantOctavo(Octavo):
     name = INVARIANT
     batch_invariant = True
+
+
+class Int64Octavo(Octavo):
+    """Octavo with page table, lengths and offsets of int64."""
+
+    name = INT64
+
+    def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+        return super().prepare(
+            case,
+            replace(
+                inputs,
+                page_table=None if inputs.page_table is None else inputs.page_table.long(),
+                seq_lens=inputs.seq_lens.long(),
+                cu_seqlens_q=inputs.cu_seqlens_q.long(),
+                cu_seqlens_k=inputs.cu_seqlens_k.long(),
+            ),
+        )
 
 
 class TorchAttention(Contestant):

@@ -15,6 +15,8 @@ from support.case import Case
 
 OCTAVO = "octavo"
 INVARIANT = "octavo_batch_invariant"
+INT64 = "octavo_int64"
+OWN = (OCTAVO, INVARIANT, INT64)
 # Columns of the table, and the contestants of which each shows the fastest.
 PEERS = {
     "FA3": ("fa3",),
@@ -95,7 +97,7 @@ class Row:
 
     @property
     def best_peer_us(self) -> float | None:
-        return min((us for name, us in self.us.items() if name not in (OCTAVO, INVARIANT)), default=None)
+        return min((us for name, us in self.us.items() if name not in OWN), default=None)
 
     @property
     def goal_us(self) -> float:
@@ -186,8 +188,18 @@ def format_summary(rows: Sequence[Row]) -> str:
         f"Batch-invariant / Octavo: geometric mean {geometric_mean(invariant):.3f} of {len(invariant)} rows",
         f"At or below the goal: {sum(us <= row.goal_us for row, us in timed)} of {len(timed)} rows",
     ]
+    lines += int64_summary([row.us for row in rows])
     lines += [f"{row.case}: {name}: {why}" for row in rows for name, why in row.skipped.items()]
     return "\n".join(lines)
+
+
+def int64_summary(times: Sequence[dict[str, float]]) -> list[str]:
+    """A line where rows were measured with it, too."""
+    ratios = [us[INT64] / us[OCTAVO] for us in times if INT64 in us and OCTAVO in us]
+    if not ratios:
+        return []
+    mean, most = geometric_mean(ratios), max(ratios)
+    return [f"With int64 / with int32: geometric mean {mean:.3f} of {len(ratios)} rows, at most {most:.3f}"]
 
 
 # Rows that are as their JSON has them, of benchmarks other than decode's.

@@ -6,8 +6,10 @@ paged_attention with `out=` on arrays of each library. On the CPU, one head: `em
 its time is that of taking the arrays, checking them and returning; `tiny` has one of one token, which the
 kernel computes on one thread. On a GPU, 32/8 heads of 128, one token: calls are asynchronous, and a round
 fits the queue; beside them FlashAttention-3 and FlashInfer, where they can be imported (`plan` is what
-FlashInfer does once a step), and functions of PyTorch. `octavo.torch` goes through PyTorch's dispatcher. The
-best round is reported, and the median.
+FlashInfer does once a step), and functions of PyTorch. `octavo.torch` goes through PyTorch's dispatcher.
+`KVCache` is `step.attend` of its step, of one sequence: append_kv and paged_attention; `both` is the two of
+them on the same arrays, so that the difference is what a KVCache costs a layer. The best round is reported,
+and the median.
 """
 
 from __future__ import annotations
@@ -66,9 +68,41 @@ def on(
     return call
 
 
+def with_a_cache(
+    name: str,
+    version: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: str,
+    convert: Callable[[np.ndarray], Any],
+) -> Iterator[Contestant]:
+    """What `step.attend` takes, and what the two operators take that it calls."""
+    q, _, _, _, _, out = (convert(x) for x in make_arrays(1, heads, head_dim, dtype))
+    k, v = (convert(np.ones((1, heads[1], head_dim), dtype)) for _ in "kv")
+    cache = octavo.KVCache(1, heads[1], head_dim, num_pages=1, max_batch=1, max_tokens=1, like=q)
+    step = cache.step([cache.create()])
+    pages = cache.layers[0].k_pages, cache.layers[0].v_pages
+    tables = step.page_tables[0], step.seq_lens
+
+    def both() -> object:
+        octavo.append_kv(k, v, *pages, *tables)
+        return octavo.paged_attention(q, *pages, *tables, out=out)
+
+    def attend() -> object:
+        return step.attend(0, q, k, v, out=out)
+
+    for suffix, call in (("both", both), ("KVCache", attend)):
+        out[:] = 0
+        call()
+        assert (out == 1).all()
+        yield Contestant(f"{name} {suffix}", version, call)
+
+
 def cpu_contestants(batch: int) -> Iterator[Contestant]:
     arrays = make_arrays(batch, (1, 1), 64, "float32")
     yield Contestant("numpy", np.__version__, on(arrays, octavo.paged_attention, np.asarray))
+    if batch:
+        yield from with_a_cache("numpy", np.__version__, (1, 1), 64, "float32", np.asarray)
     if importlib.util.find_spec("torch"):
         import torch
 
@@ -77,6 +111,8 @@ def cpu_contestants(batch: int) -> Iterator[Contestant]:
         yield Contestant("torch", torch.__version__, on(arrays, octavo.paged_attention, torch.from_numpy))
         through = on(arrays, paged_attention, torch.from_numpy)
         yield Contestant("octavo.torch", torch.__version__, through)
+        if batch:
+            yield from with_a_cache("torch", torch.__version__, (1, 1), 64, "float32", torch.from_numpy)
 
 
 def peers() -> Iterator[Contestant]:
@@ -113,6 +149,7 @@ def cuda_contestants() -> Iterator[Contestant]:
 
     yield Contestant("torch", torch.__version__, on(arrays, octavo.paged_attention, to_gpu))
     yield Contestant("octavo.torch", torch.__version__, on(arrays, paged_attention, to_gpu))
+    yield from with_a_cache("torch", torch.__version__, (32, 8), 128, "float16", to_gpu)
     if importlib.util.find_spec("cupy"):
         import cupy
 

@@ -56,6 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shared", action="store_true", help="also sequences that share a prefix")
     parser.add_argument("--quantised", action="store_true", help="also caches of fp8, int8 and int4")
     parser.add_argument("--sweep", action="store_true", help="also more lengths and batches, for the plot")
+    parser.add_argument("--int64", action="store_true", help="also with tables and lengths of int64")
     parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
     parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
     parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
@@ -92,13 +93,15 @@ def list_cases(cases: list[Case]) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    from _contestants import decode_contestants
+    from _contestants import Int64Octavo, decode_contestants
     from _device import describe_machine
     from _measure import compile_kernels, measure_all
 
     start = time.monotonic()
     cases, rounds = select(args), 5 if args.quick else 31
     contestants = decode_contestants(flashinfer=not args.no_flashinfer)
+    if args.int64:
+        contestants.insert(1, Int64Octavo())
     compile_kernels(contestants, cases)
     machine = describe_machine(min(rounds, 9))
     print(f"{format_machine(machine)}\n\nMicroseconds:\n\n{HEADER}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import _support_path  # noqa: F401
-from _report import exit_status, read_rows, write_rows
+from _report import OWN, exit_status, int64_summary, read_rows, write_rows
 
 from support.case import Case
 from support.cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
@@ -35,6 +35,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--extra", action="store_true", help="also other dims, lengths, masks, biases, pages")
     parser.add_argument("--quantised", action="store_true", help="also caches of fp8, int8 and int4")
+    parser.add_argument("--int64", action="store_true", help="also with tables, lengths and offsets of int64")
     parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
     parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
     parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
@@ -62,7 +63,7 @@ HEADER = (
 
 def best_ratio(row: dict[str, Any]) -> float | None:
     """How many times as fast as the fastest peer."""
-    peers = [us for name, us in row["us"].items() if name != "octavo"]
+    peers = [us for name, us in row["us"].items() if name not in OWN]
     return min(peers) / row["us"]["octavo"] if peers and "octavo" in row["us"] else None
 
 
@@ -96,7 +97,7 @@ def expected_us(case: Case) -> float:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
-    from _contestants import prefill_contestants
+    from _contestants import Int64Octavo, prefill_contestants
     from _device import driver_version, matmul_flops, versions
     from _measure import measure_all
 
@@ -109,7 +110,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     print(f"{json.dumps(machine)}\n\n{HEADER}")
     rows: list[dict[str, Any]] = []
-    for case, found in measure_all(cases, prefill_contestants(), expected_us, rounds):
+    contestants = prefill_contestants()
+    if args.int64:
+        contestants.insert(1, Int64Octavo())
+    for case, found in measure_all(cases, contestants, expected_us, rounds):
         row = {
             "case": case.name,
             "shape": describe(case),
@@ -124,6 +128,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(row)
         if args.json:
             write_rows(args.json, rows)
+    for line in int64_summary([row["us"] for row in rows]):
+        print(line)
     return rows
 
 

@@ -2,11 +2,13 @@
 
     python tests/stress_server.py --clients 200 --seconds 120
 
-Each client sends one request after another, streamed or not: greedy ones, whose text has to be what the
-model says without a cache; others with samples and stops; wrong ones, which have to be refused; and some that
-it leaves in the middle. The pages of the cache are fewer than these requests would like to have. At the end
-all pages have to be free and the allocator's invariants to hold, and the server has to stop with status 0.
-Prints a report in JSON; the exit status is 1 if anything was wrong. The model is tests/python/support's.
+Each client sends one request after another, streamed or not, with random prompts and lengths: greedy ones,
+whose text has to be what the model says without a cache; others with samples and stops; wrong ones, which
+have to be refused; some that it leaves in the middle of the answer, and some in the middle of the request.
+The pages of the cache are fewer than these requests would like to have. At the end all pages have to be free
+and the allocator's invariants to hold, which the server checks as it stops, with status 0 if so; and its
+memory must not have grown since the first half. Prints a report in JSON; the exit status is 1 if anything
+was wrong. The model is tests/python/support's.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "python"))
 
-from support.served_model import greedy
+from support.served_model import STOP, greedy
 from support.server_process import ServerProcess
 
 WAIT_SECONDS = 60  # for the next bytes of an answer
-LENGTHS = (8, 48)  # tokens of answers
+MOST_TOKENS = 48  # of an answer
+MOST_GROWTH = 10.0  # of the server's memory, MiB
 
 
 @dataclass
@@ -44,21 +47,43 @@ class Result:
             self.errors.append(what)
 
 
+def make_prompts(number: int) -> list[str]:
+    """Most begin as others do, for a while."""
+    rng = random.Random(0)
+    beginning = "The beginning that many of them share. " * 2
+    letters = [chr(code) for code in range(32, 127)]
+    return [
+        beginning[: rng.randint(0, len(beginning))] + "".join(rng.choices(letters, k=rng.randint(1, 80)))
+        for _ in range(number)
+    ]
+
+
+PROMPTS = make_prompts(200)
+
+
 @functools.cache
+def longest(prompt: str) -> str:
+    return greedy(prompt, MOST_TOKENS, stops=False)[0]
+
+
 def expected(prompt: str, max_tokens: int) -> tuple[str, str]:
-    return greedy(prompt, max_tokens)
+    """The text of a greedy request, and why it ends."""
+    text, stop, _ = longest(prompt)[:max_tokens].partition(chr(STOP))
+    return text, "stop" if stop else "length"
 
 
-# Of a greedy request; with a long beginning that all of them share.
-PROMPTS = [f"{'The beginning that all of them share. ' * 2}{number}" for number in range(40)]
-
-
-async def send(port: int, body: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
-    """A request; the answer's status, and where its body comes from."""
+async def send(
+    port: int, body: object, part: float = 1.0
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
+    """A request, or this part of it; the answer's status, 0 to a part, and where its body comes from."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-    writer.write(head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + data)
+    request = head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + data
+    writer.write(request[: int(part * len(request))])
+    if part < 1:
+        await writer.drain()
+        return reader, writer, 0
     status = int((await asyncio.wait_for(reader.readline(), WAIT_SECONDS)).split()[1])
     while (await reader.readline()).strip():
         pass
@@ -66,8 +91,8 @@ async def send(port: int, body: object) -> tuple[asyncio.StreamReader, asyncio.S
 
 
 async def one_request(port: int, rng: random.Random, result: Result) -> None:
-    kind = rng.choices(["greedy", "stream", "samples", "leave", "wrong"], [3, 4, 2, 2, 1])[0]
-    prompt, max_tokens = rng.choice(PROMPTS), rng.choice(LENGTHS)
+    kind = rng.choices(["greedy", "stream", "samples", "leave", "cut", "wrong"], [6, 8, 4, 4, 1, 2])[0]
+    prompt, max_tokens = rng.choice(PROMPTS), rng.randint(1, MOST_TOKENS)
     body: dict[str, object] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     if kind in ("stream", "leave"):
         body["stream"] = True
@@ -75,8 +100,13 @@ async def one_request(port: int, rng: random.Random, result: Result) -> None:
         body |= {"temperature": 1, "n": rng.randint(1, 4), "stop": "q"}
     if kind == "wrong":
         body |= rng.choice([{"n": 0}, {"prompt": 3}, {"unknown": 1}, {"max_tokens": 10**6}])
-    reader, writer, status = await send(port, body)
+    reader, writer, status = await send(port, body, rng.random() if kind == "cut" else 1.0)
     try:
+        if kind == "cut":
+            await asyncio.sleep(rng.uniform(0, 0.2))
+            writer.transport.abort()
+            result.counts["left before the request was whole"] += 1
+            return
         if kind == "leave" and status == 200:
             for _ in range(rng.randint(0, 20)):
                 await asyncio.wait_for(reader.readline(), WAIT_SECONDS)
@@ -156,8 +186,7 @@ async def run(server: ServerProcess, clients: int, seconds: float) -> Result:
 def stress(clients: int, seconds: float, num_pages: int = 128, max_in_flight: int = 160) -> dict[str, object]:
     """Runs everything; the report."""
     for prompt in PROMPTS:
-        for max_tokens in LENGTHS:
-            expected(prompt, max_tokens)  # before the clock runs
+        longest(prompt)  # before the clock runs
     server = ServerProcess(
         *("--num-pages", str(num_pages), "--page-size", "4", "--max-batch", "32"),
         *("--max-in-flight", str(max_in_flight), "--log-level", "warning"),
@@ -170,6 +199,10 @@ def stress(clients: int, seconds: float, num_pages: int = 128, max_in_flight: in
     finally:
         server.process.kill()
     quarter = max(1, len(result.rss_mib) // 4)
+    first_half = max(result.rss_mib[quarter : 2 * quarter], default=0.0)
+    last = max(result.rss_mib[-quarter:], default=0.0)
+    if last - first_half > MOST_GROWTH:
+        result.wrong(f"the server's memory grew from {first_half:.1f} to {last:.1f} MiB")
     return {
         "clients": clients,
         "seconds": seconds,
@@ -177,8 +210,8 @@ def stress(clients: int, seconds: float, num_pages: int = 128, max_in_flight: in
         "tokens": int(found["octavo_generated_tokens_total"]),
         "preemptions": int(found["octavo_preemptions_total"]),
         "cancelled": int(found["octavo_answers_cancelled_total"]),
-        "rss_mib_second_quarter": round(max(result.rss_mib[quarter : 2 * quarter], default=0.0), 1),
-        "rss_mib_last_quarter": round(max(result.rss_mib[-quarter:], default=0.0), 1),
+        "rss_mib_second_quarter": round(first_half, 1),
+        "rss_mib_last_quarter": round(last, 1),
         "status": status,
         "output": output[-2000:],
         "wrong": result.errors,

@@ -23,10 +23,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from octavo import append_kv, build_info, paged_attention
+from octavo import append_kv, attention, build_info, paged_attention
 
 # What vLLM's caches of uint8 hold, by the name of the cache's dtype.
 _KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)  # which have no cache
 
 
 class OctavoBackend(AttentionBackend):
@@ -83,10 +84,18 @@ class OctavoBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *_ENCODERS)
+
+    @classmethod
     def validate_configuration(cls, **asked: Any) -> list[str]:
         reasons: list[str] = super().validate_configuration(**asked)
-        if asked.get("has_sliding_window") and asked.get("use_non_causal"):
-            reasons.append("non-causal attention with a sliding window not supported")
+        if asked.get("use_batch_invariant") and asked["attn_type"] in _ENCODERS:
+            reasons.append(f"batch invariance of {asked['attn_type']} attention not supported")
         stored = getattr(torch, str(asked["kv_cache_dtype"]), asked["dtype"])  # of "auto" and codes: any
         if stored != asked["dtype"]:
             reasons.append(f"kv_cache_dtype {stored} beside dtype {asked['dtype']} not supported")
@@ -192,15 +201,20 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             has_sink=sinks is not None,
             use_sparse=False,
             use_mm_prefix=model is not None and model.is_mm_prefix_lm,
-            use_per_head_quant_scales=False,
+            use_per_head_quant_scales=False,  # which are served
             device_capability=None,
             attn_type=attn_type,
             has_sliding_window=sliding_window is not None,
-            # vLLM sets use_non_causal for a diffusion model only where no backend is named.
-            use_non_causal=(config is not None and config.attention_config.use_non_causal)
-            or getattr(model, "is_diffusion", False),
+            use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
             use_rswa=model is not None and model.rswa_window is not None,
         )
+        # vLLM sets use_non_causal for a diffusion model only where no backend is named.
+        is_causal = attn_type == AttentionType.DECODER and not (
+            (config is not None and config.attention_config.use_non_causal)
+            or getattr(model, "is_diffusion", False)
+        )
+        if alibi_slopes is not None and not is_causal:
+            reasons.append("non-causal attention with ALiBi not supported")
         if reasons:
             raise ValueError(f"octavo.vllm: {', '.join(reasons)}")
         self.num_heads = num_heads
@@ -210,6 +224,7 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._kv_dtype = _KV_DTYPES.get(kv_cache_dtype)
+        self._is_encoder = attn_type in _ENCODERS
         self._window_left = -1 if sliding_window is None else sliding_window - 1
         self._softcap = logits_soft_cap or 0.0
         self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
@@ -235,6 +250,8 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], in any layout.
             slot_mapping: int64 [tokens]: ``block * block_size + slot`` of each token, or -1 to leave it out.
         """
+        if self._is_encoder:
+            return
         num_tokens = len(slot_mapping)
         if len(key) != num_tokens:
             key, value = key[:num_tokens], value[:num_tokens]
@@ -253,14 +270,14 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend to the cache, which has the batch's own keys and values already.
+        """Attend to the cache, which has the batch's own keys and values already; in encoders to these.
 
         Args:
             layer: vLLM's layer, which has the scales of fp8.
             query: [tokens or more, num_heads, head_size].
-            key: not looked at, as value.
+            key: [tokens or more, num_kv_heads, head_size] in encoders; elsewhere not looked at, as value.
             value: likewise.
-            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], in any layout.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], in any layout; not of encoders.
             attn_metadata: of the batch; None while vLLM measures memory, and then the output is 0.
             output: like query, written; rows past the batch's tokens are left as they are.
             output_scale: None: there is no output of codes.
@@ -274,8 +291,50 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         batch = attn_metadata
-        if self._window_left >= 0 and not (batch.causal and batch.prefix_lens is None):
-            raise NotImplementedError("octavo.vllm: non-causal attention with a sliding window not supported")
+        if self._is_encoder:
+            assert key is not None and value is not None
+            attention(
+                query,
+                key,
+                value,
+                cu_seqlens_q=batch.query_start_loc,
+                cu_seqlens_k=batch.query_start_loc,
+                max_seqlen_q=batch.max_query_len,
+                max_seqlen_k=batch.max_query_len,
+                softmax_scale=self.scale,
+                window_left=self._window_left,
+                window_right=self._window_left,
+                softcap=self._softcap,
+                sinks=self._sinks,
+                out=output,
+            )
+            return output
+        if self._slopes is not None and not (batch.causal and batch.prefix_lens is None):
+            raise NotImplementedError("octavo.vllm: non-causal attention with ALiBi not supported")
+        if self._window_left >= 0 and batch.prefix_lens is not None:
+            # Each sequence has a window of its own kind: both, and of each row the one that is its own.
+            both = output, torch.empty_like(output)
+            for causal, out in zip((True, False), both, strict=True):
+                self._attend(layer, query, kv_cache, batch, causal, None, out)
+            ends = batch.query_start_loc[1:]
+            rows = torch.arange(len(output), dtype=ends.dtype, device=ends.device)
+            row_of_batch = torch.searchsorted(ends, rows, right=True)  # past the last: nobody's
+            sees_all = torch.nn.functional.pad(batch.prefix_lens > 0, (0, 1))[row_of_batch]
+            output.copy_(torch.where(sees_all.view(-1, *[1] * (output.ndim - 1)), *both[::-1]))
+        else:
+            self._attend(layer, query, kv_cache, batch, batch.causal, batch.prefix_lens, output)
+        return output
+
+    def _attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        batch: OctavoMetadata,
+        causal: bool,
+        prefix_lens: Tensor | None,
+        out: Tensor,
+    ) -> None:
         k_pages, v_pages = kv_cache.transpose(1, 2).chunk(2, -1)
         paged_attention(  # which leaves rows past query_start_loc[-1] alone
             query,
@@ -286,18 +345,18 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=batch.max_query_len,
             softmax_scale=self.scale,
-            causal=batch.causal,
+            causal=causal,
             window_left=self._window_left,
+            window_right=self._window_left,
             softcap=self._softcap,
             alibi_slopes=self._slopes,
             sinks=self._sinks,
-            prefix_lens=batch.prefix_lens,
+            prefix_lens=prefix_lens,
             batch_invariant=self._batch_invariant,
             shared_prefix_len=batch.common_prefix_len if self._may_share_prefix else 0,
-            out=output,
+            out=out,
             **self._codes(layer),
         )
-        return output
 
     def _codes(self, layer: Any) -> dict[str, Any]:
         """What a cache of codes needs besides; the scales are read on the device, at a graph's replay too."""
@@ -305,6 +364,6 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             return {}
         return {
             "kv_dtype": self._kv_dtype,
-            "k_scale": layer._k_scale.view(1),
-            "v_scale": layer._v_scale.view(1),
+            "k_scale": layer._k_scale.view(-1),  # one, or one for each KV head
+            "v_scale": layer._v_scale.view(-1),
         }

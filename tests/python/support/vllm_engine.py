@@ -49,6 +49,11 @@ MODELS = {
     "bloom": lambda: transformers.BloomForCausalLM(
         transformers.BloomConfig(**TOKENS, hidden_size=128, n_layer=2, n_head=4, initializer_range=0.15)
     ),
+    "bert": lambda: transformers.BertModel(
+        transformers.BertConfig(
+            **{name: x for name, x in LLAMA.items() if name not in ("num_key_value_heads", "head_dim")}
+        )
+    ),
 }
 PROMPT_LENGTHS = (5, 100, 17, 64, 33)  # of which some take several chunks
 ENGINE = {
@@ -70,6 +75,15 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("llama", {"kv_cache_dtype": "fp8"}),
     "preemption": ("llama", {"num_gpu_blocks_override": 9, "enable_prefix_caching": False}),
     "beams": ("llama", {"skip_tokenizer_init": False}),  # vLLM asks the tokenizer where a beam ends
+    "encoder": (
+        "bert",
+        {
+            "runner": "pooling",
+            "skip_tokenizer_init": False,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": 256,
+        },
+    ),
     "small blocks": ("llama", {"block_size": 8, "num_gpu_blocks_override": 256}),
 }
 
@@ -105,6 +119,12 @@ def search(llm: Any) -> dict[str, Any]:
     return {"tokens": [b.tokens for b in beams], "logprobs": [[b.cum_logprob] for b in beams]}
 
 
+def embed(llm: Any) -> dict[str, Any]:
+    """Vectors of the prompts, in the place of log-probabilities."""
+    outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts()], use_tqdm=False)
+    return {"tokens": [], "logprobs": [output.outputs.embedding for output in outputs]}
+
+
 def save_model(name: str, path: Path) -> None:
     torch.manual_seed(0)
     MODELS[name]().save_pretrained(path)
@@ -125,7 +145,7 @@ def run(folder: Path, scenario: str) -> dict[str, Any]:
     if not path.exists():
         save_model(name, path)
     llm = LLM(str(path), **ENGINE | options)
-    result = search(llm) if scenario == "beams" else generate(llm)
+    result = {"beams": search, "encoder": embed}.get(scenario, generate)(llm)
     result["preemptions"] = sum(x.value for x in llm.get_metrics() if x.name == "vllm:num_preemptions")
     del llm
     gc.collect()
@@ -134,7 +154,7 @@ def run(folder: Path, scenario: str) -> dict[str, Any]:
 
 def main() -> None:
     folder, backend, *scenarios = sys.argv[1:]
-    calls = {"append_kv": 0, "paged_attention": 0}
+    calls = {"append_kv": 0, "paged_attention": 0, "attention": 0}
     if backend == "octavo":
         import octavo.vllm
 

@@ -54,6 +54,8 @@ class Layer:
     block_size: int = 8
     kv_cache_dtype: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)  # of the implementation
+    scales: Tensor = SCALES  # of keys, then of values; of fp8 also one for each KV head
+    backend: type = OctavoBackend
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,7 +66,7 @@ class Layer:
         shape = (num_blocks, self.num_kv_heads, self.block_size, 2 * self.head_size)
         self.kv_cache = make_cache(self.layout, shape, stored, self.device)
         with torch.device(self.device):
-            self.impl = OctavoBackend.get_impl_cls()(
+            self.impl = self.backend.get_impl_cls()(
                 self.num_heads,
                 self.head_size,
                 self.head_size**-0.5,
@@ -76,8 +78,8 @@ class Layer:
                 },
             )
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS))
-        self.builder = OctavoBackend.get_builder_cls()(None, ["layer"], config, torch.device(self.device))
-        k_scale, v_scale = SCALES.to(self.device)
+        self.builder = self.backend.get_builder_cls()(None, ["layer"], config, torch.device(self.device))
+        k_scale, v_scale = self.scales.to(self.device)
         self.attention = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
 
         blocks = self.random.permutation(num_blocks).reshape(MAX_BATCH, MAX_BLOCKS)
@@ -121,7 +123,8 @@ class Layer:
             new = [x[rows].double().cpu() for x in (self.key, self.value)]
             if self.kv_cache_dtype in FP8:
                 code = FP8[self.kv_cache_dtype]
-                new = [(x.float() * (1 / s)).to(code).double() * s for x, s in zip(new, SCALES, strict=True)]
+                scales = [s.view(-1, 1) for s in self.scales]  # [KV heads or 1, 1]
+                new = [(x.float() * (1 / s)).to(code).double() * s for x, s in zip(new, scales, strict=True)]
             before = self.length(sequence)
             self.stored[sequence] = tuple(
                 np.concatenate([old, x.numpy()]) for old, x in zip(self.stored[sequence], new, strict=True)
