@@ -117,7 +117,8 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         if v_kind == "int4":
             scales["kv_dtype"] = "int4"
     else:
-        k, v = (_random(kv_shape, getattr(torch, case.cache_dtype), device) for _ in "kv")
+        v_shape = (*kv_shape[:-1], case.head_dim_v)
+        k, v = (_random(x, getattr(torch, case.cache_dtype), device) for x in (kv_shape, v_shape))
     if case.head_major:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     q_shape = (sum(case.seqlens_q), case.num_q_heads, case.head_dim)
@@ -131,7 +132,7 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         _cumulative(case.seqlens_q, device),
         _cumulative(case.seqlens_k, device),
         torch.tensor(alibi_slopes(case.num_q_heads), device=device) if case.alibi else None,
-        torch.empty_like(q),
+        q.new_empty((*q_shape[:-1], case.head_dim_v)),
         scales,
     )
 

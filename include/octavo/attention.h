@@ -24,8 +24,10 @@ namespace octavo {
 // begin no earlier than the chunk of n positions that p is in, p / n * n, as in Llama 4. Keys visible to no
 // query of a sequence are never read.
 struct AttentionArgs {
-    TensorView q, k, v;
-    TensorView out;  // like q; q itself, with its very strides, or nowhere in the memory of q, k and v
+    TensorView q, k, v;  // head_dim: a multiple of 8 up to 512; that of v may be another
+    // Like q, with the head_dim of v; q itself, with its very strides, or nowhere in the memory of q, k and
+    // v.
+    TensorView out;
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis; natural logarithm
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> cu_seqlens_k;
@@ -80,8 +82,8 @@ void attention(const AttentionArgs& args);
 // its results. A query that sees no key gets a gradient of 0 and adds nothing to others, and so does a key
 // that no query sees.
 struct AttentionBackwardArgs {
-    TensorView dout;  // like out: the gradient with respect to it
-    TensorView q, k, v, out, lse;
+    TensorView dout;               // like out: the gradient with respect to it
+    TensorView q, k, v, out, lse;  // on a GPU of head dims up to 256
     // Written: like q, k and v. No element of theirs is in the memory of one another or of an input; they may
     // be views of one array.
     TensorView dq, dk, dv;

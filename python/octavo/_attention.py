@@ -61,11 +61,12 @@ def attention(
 
     Args:
         q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
-            [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 256. Here and below any strides,
+            [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 512. Here and below any strides,
             with a unit last one.
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
             num_kv_heads divides num_q_heads.
-        v: like k.
+        v: like k; its head_dim, and so that of the result, may be another one (192 and 128 in DeepSeek's
+            prefill).
         cu_seqlens_q: int32 or int64 [batch + 1], for packed arrays: sequence b has the queries from
             cu_seqlens_q[b] up to cu_seqlens_q[b + 1]. Rows past cu_seqlens_q[batch] are padding: they keep
             what ``out`` has there, or become 0, with a log-sum-exp of -inf. On the CPU also a list, like the
@@ -116,16 +117,16 @@ def attention(
             as many as max_seqlen_q and max_seqlen_k have. Default: none, every block is kept.
         block_size: queries and keys of a block: 64 or 128. Default: 128.
         return_lse: return the log-sum-exp too. Default: False.
-        out: an array like q to write the result to; never read. It may be q itself, with the same address
-            and strides; otherwise its memory must be apart from that of q, as from that of k and v.
-            Default: a new array of the framework of q.
+        out: an array like q, with the head_dim of v, to write the result to; never read. It may be q itself,
+            with the same address and strides; otherwise its memory must be apart from that of q, as from that
+            of k and v. Default: a new array of the framework of q.
         stream: a CUDA stream to work on instead of the current one: its address, or an object with
             ``__cuda_stream__``, ``cuda_stream`` (torch) or ``ptr`` (CuPy). The work waits for the current
             streams of the arrays' frameworks; to make them wait for the work, and to keep the arrays alive
             until it is done, is the caller's part. Ignored on the CPU.
 
     Returns:
-        out: like q; the very object given as ``out``, if any.
+        out: like q, with the head_dim of v; the very object given as ``out``, if any.
         lse: only with return_lse: float32, the shape of q without its last axis; the natural logarithm of the
             sum of ``exp(score)``, every bias and the sink included.
 

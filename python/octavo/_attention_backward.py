@@ -116,8 +116,8 @@ def attention_backward(
             have any strides, 0 too, but 1 along the last axis.
         q: as for ``attention``; so are k and v.
         k: [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
-        v: like k.
-        out: like q: the output of ``attention``, with dropout where there was some.
+        v: like k, with a head_dim of its own. On a GPU both are 256 at most.
+        out: like q, with the head_dim of v: the output of ``attention``, with dropout where there was some.
         lse: float32, the shape of q without its last axis: its log-sum-exp.
         dlse: like lse: the gradient of the loss with respect to it. Default: none, for zeros.
         cu_seqlens_q: int32 or int64 [batch + 1], for packed arrays; rows past cu_seqlens_q[batch] are

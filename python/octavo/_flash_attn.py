@@ -65,9 +65,9 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _like(q: Tensor, out: Tensor) -> Tensor:
-    """Without the padding of head_dim."""
-    return out if out.shape[-1] == q.shape[-1] else out[..., : q.shape[-1]]
+def _like(v: Tensor, out: Tensor) -> Tensor:
+    """Without the padding of v's head_dim."""
+    return out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
 
 
 def their_lse(lse: Tensor) -> Tensor:
@@ -101,12 +101,12 @@ def attend(
         options |= {"dropout_p": dropout_p, "dropout_seed": draw_seed(function, q.device)}
     arrays = [_padded(with_unit_stride(x)) for x in (q, k, v)]
     if not deterministic and not return_attn_probs:
-        return _like(q, octavo.torch.attention(*arrays, **options))
+        return _like(v, octavo.torch.attention(*arrays, **options))
     if deterministic:
         out, lse = torch.ops.octavo.attention.deterministic(True, *arrays, **options)
     else:
         out, lse = octavo.torch.attention(*arrays, return_lse=True, **options)
-    out = _like(q, out)
+    out = _like(v, out)
     return their_results(q, out, lse) if return_attn_probs else out
 
 

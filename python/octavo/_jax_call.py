@@ -89,6 +89,12 @@ def _queries_results(arrays: _Arrays, _: Mapping[str, Option], asked: _Asked) ->
     return results
 
 
+def _attention_results(arrays: _Arrays, options: Mapping[str, Option], asked: _Asked) -> _Results:
+    results = _queries_results(arrays, options, asked)
+    out, v = results["out"], arrays["v"]
+    return {**results, "out": jax.ShapeDtypeStruct((*out.shape[:-1], *v.shape[-1:]), out.dtype)}
+
+
 def _cache_results(arrays: _Arrays, _: Mapping[str, Option], __: _Asked) -> _Results:
     like = {**{name: name for name in CACHE}, "q_out": "q"}
     return {
@@ -146,7 +152,7 @@ def _linear_by_jax(arrays: _Arrays, options: Mapping[str, Option]) -> tuple[jax.
 
 ATTENTION = Operator(
     "attention",
-    _queries_results,
+    _attention_results,
     _jax_batching.fold_attention,
     frozenset({"alibi_slopes", "block_mask", *_OF_HEADS}),
 )

@@ -63,7 +63,7 @@ def paged_attention(
 
     Args:
         q: float32, float16 or bfloat16 [batch, num_q_heads, head_dim], one token a sequence; packed:
-            [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 256. Here and below any strides,
+            [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 512. Here and below any strides,
             with a unit last one.
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys. Any page size
             works; powers of two from 8 up are fast. A head-major cache is passed as a transposed view.

@@ -64,9 +64,9 @@ def flash_attn_func(
 
     Args:
         q: float16 or bfloat16, on the CPU also float32, [batch, seqlen_q, num_heads, head_dim]. head_dim: up
-            to 256; one that is no multiple of 8 is padded, which copies the arrays.
+            to 512; one that is no multiple of 8 is padded, which copies the arrays.
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]. num_kv_heads divides num_heads.
-        v: like k.
+        v: like k; its head_dim, and so that of the result, may be another.
         dropout_p: the probability in [0, 1) with which a softmax weight is dropped. The call draws a seed
             from torch's generator of the CPU, which breaks a graph of torch.compile unless
             ``torch._dynamo.config.capture_scalar_outputs`` is on. Default: 0.0.
@@ -83,7 +83,7 @@ def flash_attn_func(
         return_attn_probs: whether to return the log-sum-exp as well; not under dropout. Default: False.
 
     Returns:
-        out: like q; 0 for a query that sees no key.
+        out: like q, with the head_dim of v; 0 for a query that sees no key.
         softmax_lse: only with return_attn_probs: float32 [batch, num_heads, seqlen_q], the natural logarithm
             of the sum of ``exp(score)``, bias included; inf for a query that sees no key.
         S_dmask: likewise: an empty tensor, as the original's without dropout.
@@ -157,7 +157,7 @@ def flash_attn_varlen_func(
         q: as for ``flash_attn_func``, but packed: [total_q, num_heads, head_dim].
         k: like q, [total_k, num_kv_heads, head_dim]; with block_table: pages,
             [num_pages, page_size, num_kv_heads, head_dim], of any size.
-        v: like k.
+        v: like k; its head_dim, and so that of the result, may be another, but in pages.
         cu_seqlens_q: int32 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
             cu_seqlens_q[b + 1].
         cu_seqlens_k: int32 [batch + 1], the same for keys and values; with block_table its differences are
@@ -271,7 +271,7 @@ def flash_attn_with_kvcache(
 
     Args:
         q: float16 or bfloat16, on the CPU also float32, [batch, seqlen_q, num_heads, head_dim]. head_dim: up
-            to 256; one that is no multiple of 8 is padded, which copies the whole cache at every call.
+            to 512; one that is no multiple of 8 is padded, which copies the whole cache at every call.
         k_cache: like q, [batch_cache, seqlen_cache, num_kv_heads, head_dim]; with block_table: pages,
             [num_pages, page_size, num_kv_heads, head_dim], of any size. Written if k is given.
         v_cache: like k_cache.

@@ -145,12 +145,12 @@ def attention(
         q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
             [total_q, num_q_heads, head_dim].
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
-        v: like k.
+        v: like k, with a head_dim of its own.
         return_lse: return the log-sum-exp too. Default: False.
         deterministic_backward: gradients are the same bits at every call. Default: False.
 
     Returns:
-        out: like q.
+        out: like q, with the head_dim of v.
         lse: only with return_lse: float32, the shape of q without its last axis.
 
     Raises:
@@ -239,8 +239,8 @@ def attention_backward(
         dout: like out: the gradient of the loss with respect to it.
         q: as for ``attention``; so are k and v.
         k: [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
-        v: like k.
-        out: like q: the output of ``attention``.
+        v: like k, with a head_dim of its own.
+        out: like q, with the head_dim of v: the output of ``attention``.
         lse: float32, the shape of q without its last axis: its log-sum-exp.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
         return_dsinks: return the gradient of sinks, which have to be given, too. Default: False.

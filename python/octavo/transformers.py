@@ -8,7 +8,9 @@ attention sinks (gpt-oss), with or without a growing or static cache, and paddin
 padded batch is packed first, which copies its keys and values); attention in chunks (Llama 4) without a
 static cache. What else a model asks for is refused with a ValueError, never approximated: other masks,
 position biases, attention weights. So are models whose attention is their own, outside of transformers'
-AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones.
+AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones. Values with a head dim of their own
+(DeepSeek-V3) need a growing cache. ``generate_batch`` wants one head dim for all layers, keys and values, and
+refuses DeepSeek-V3 and Gemma 4.
 
 ``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come. The
 models' own ``model.generate_batch`` runs on Octavo, too, over the pages of transformers.
@@ -372,6 +374,8 @@ def _describe_static_mask(
 def _over_static_cache(q: Tensor, k: Tensor, v: Tensor, mask: _Mask, **arguments: Any) -> Tensor:
     """Attention to the front of a static cache, each row of which is a page: arrays [batch, seqlen, ...]."""
     batch, seqlen = q.shape[:2]
+    if k.shape[-1] != v.shape[-1]:
+        _refuse("values of another head dim than keys are not supported with a static cache")
     if mask.first_keys is not None:
         slots = mask.first_keys[:, None] + torch.arange(k.shape[1], device=k.device)
         at = slots.clamp(max=k.shape[1] - 1)[:, :, None, None]
@@ -454,6 +458,6 @@ def _attention(
         max_seqlen_k=mask.keys.max_seqlen,
         **arguments,
     )
-    out = q.new_zeros(q.shape)
-    out.view(-1, *q.shape[2:])[mask.queries.tokens] = packed
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    out.view(-1, *out.shape[2:])[mask.queries.tokens] = packed
     return out, None

@@ -56,7 +56,31 @@ void set_dropout(AttentionParams& p, const Args& args) {
     p.out_scale *= static_cast<float>(1.0 / (1.0 - args.dropout_p));
 }
 
+void check_head_dim(const char* op, const char* name, int64_t head_dim) {
+    if (head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return;
+    fail<ValueError>(op, name, " (", head_dim, ") must be a multiple of 8 from 8 to ", kMaxHeadDim);
+}
+
+// Values are as many as keys, in as many heads; their head dim is their own.
+void set_values(AttentionParams& p, const TensorView& k, const TensorView& v) {
+    const int last = k.ndim - 1;
+    if (!std::equal(k.shape.begin(), k.shape.begin() + last, v.shape.begin())) {
+        fail<ValueError>(p.op, "v must have the shape of k ", k.shape_string(), ", but for head_dim; got ",
+                         v.shape_string());
+    }
+    check_head_dim(p.op, "head_dim of v", v.shape[last]);
+    p.head_dim_v = static_cast<int32_t>(v.shape[last]);
+}
+
 }  // namespace
+
+void check_like_out(const Checker& check, const AttentionParams& p, const char* name, const TensorView& t,
+                    const TensorView& q) {
+    if (p.head_dim_v == p.head_dim) return check.same_shape(name, t, "q", q);
+    TensorView like = q;
+    like.shape[q.ndim - 1] = p.head_dim_v;
+    check.same_shape(name, t, "q with the head_dim of v", like);
+}
 
 Layout dense_or_packed_q(bool packed) {
     return packed ? Layout{3, "[total_q, num_q_heads, head_dim]"}
@@ -79,10 +103,7 @@ void set_heads(const Checker& check, AttentionParams& p, const char* k_name, con
     const int64_t num_q_heads = q.shape[q.ndim - 2], num_kv_heads = k.shape[k.ndim - 2];
     const int64_t head_dim = q.shape[q.ndim - 1];
     check.equal("head_dim", k_name, numbers_in(p.k_dtype, k.shape[k.ndim - 1]), "q", head_dim);
-    if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
-        fail<ValueError>(check.op(), "head_dim (", head_dim, ") must be a multiple of 8 from 8 to ",
-                         kMaxHeadDim);
-    }
+    check_head_dim(check.op(), "head_dim", head_dim);
     if (num_kv_heads < 1)
         fail<ValueError>(check.op(), "num_kv_heads (", num_kv_heads, ") must be at least 1");
     if (num_q_heads < 1) fail<ValueError>(check.op(), "num_q_heads (", num_q_heads, ") must be at least 1");
@@ -93,7 +114,7 @@ void set_heads(const Checker& check, AttentionParams& p, const char* k_name, con
     check.length("num_q_heads", num_q_heads);
     p.num_q_heads = static_cast<int32_t>(num_q_heads);
     p.num_kv_heads = static_cast<int32_t>(num_kv_heads);
-    p.head_dim = static_cast<int32_t>(head_dim);
+    p.head_dim = p.head_dim_v = static_cast<int32_t>(head_dim);
 }
 
 int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<int64_t> bound,
@@ -139,8 +160,8 @@ void set_dense_or_packed(const Checker& check, AttentionParams& p, const Args& a
     check.dtype("k", args.k, args.q.dtype, " like q");
     check.dtype("v", args.v, args.q.dtype, " like q");
     p.k_dtype = p.v_dtype = args.k.dtype;
-    check.same_shape("v", args.v, "k", args.k);
     set_heads(check, p, "k", args.q, args.k);
+    set_values(p, args.k, args.v);
 
     p.k = args.k.data;
     p.v = args.v.data;

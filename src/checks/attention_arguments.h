@@ -26,7 +26,11 @@ struct RowStrides {
 // The strides of an array of this layout, or of one with a number for each of its rows.
 RowStrides row_strides(const TensorView& t, const Layout& layout);
 
-// The head counts and head_dim, of queries and of keys named `k_name`.
+// An array like q with head_dim_v numbers in a row, as `out` is.
+void check_like_out(const Checker& check, const AttentionParams& p, const char* name, const TensorView& t,
+                    const TensorView& q);
+
+// The head counts and head_dim, of queries and of keys named `k_name`; head_dim_v is the same.
 void set_heads(const Checker& check, AttentionParams& p, const char* k_name, const TensorView& q,
                const TensorView& k);
 

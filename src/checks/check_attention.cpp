@@ -18,7 +18,7 @@ template <class Args>
 void set_queries(const Checker& check, AttentionParams& p, const Args& args, const Layout& q_layout) {
     check.length("seqlen_q * group_size", int64_t{p.seqlen_q} * p.group_size());  // rows of one KV head
     check.output("out", args.out, q_layout.ndim, q_layout.axes);
-    check.same_shape("out", args.out, "q", args.q);
+    check_like_out(check, p, "out", args.out, args.q);
     check.dtype("out", args.out, args.q.dtype, " like q");
 
     auto set_strides = [&](const TensorView& t, int64_t& batch, int64_t& token, int64_t& head) {
@@ -143,11 +143,19 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
 
 std::string why_no_cuda_kernel(const AttentionParams& p) {
     const auto& types = cuda::kAttentionTypes;
-    if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) return {};
+    if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) {
+        if (!is_code(p.k_dtype) || p.head_dim <= kMaxCudaCodeHeadDim) return {};
+        return "no CUDA kernel reads codes of head_dim " + std::to_string(p.head_dim) + "; it may be up to " +
+               std::to_string(kMaxCudaCodeHeadDim);
+    }
     std::string names;
     for (DType dtype : types) names += (names.empty() ? "" : " and ") + to_string(dtype);
     return "no CUDA kernel for " + to_string(p.dtype) + ", head_dim " + std::to_string(p.head_dim) +
            "; there are some for " + names + ", head_dim up to " + std::to_string(kMaxHeadDim);
+}
+
+int64_t attention_width(const AttentionArgs& args) {
+    return args.v.ndim > 0 ? args.v.shape[args.v.ndim - 1] : 0;
 }
 
 AttentionParams check_attention(const AttentionArgs& args) {

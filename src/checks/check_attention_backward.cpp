@@ -2,6 +2,7 @@
 #include "checks/check.h"
 #include "checks/checks.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -19,17 +20,17 @@ void set_queries(const Checker& check, AttentionBackwardParams& p, const Attenti
         token = strides.token;
         head = strides.head;
     };
-    auto check_like_q = [&](const char* name, const TensorView& t) {
+    auto check_result = [&](const char* name, const TensorView& t) {
         check.data(name, t, q_layout.ndim, q_layout.axes);
-        check.same_shape(name, t, "q", args.q);
+        check_like_out(check, p, name, t, args.q);
         check.dtype(name, t, args.q.dtype, " like q");
     };
     p.q = args.q.data;
     set_strides(args.q, p.q_batch_stride, p.q_token_stride, p.q_head_stride);
-    check_like_q("out", args.out);
+    check_result("out", args.out);
     p.out = args.out.data;
     set_strides(args.out, p.out_batch_stride, p.out_token_stride, p.out_head_stride);
-    check_like_q("dout", args.dout);
+    check_result("dout", args.dout);
     p.dout = args.dout.data;
     set_strides(args.dout, p.dout_strides.batch, p.dout_strides.token, p.dout_strides.head);
     check.lse("lse", args.lse, "q", args.q);
@@ -118,6 +119,11 @@ void check_gradients_apart(const Checker& check, const AttentionBackwardArgs& ar
 }  // namespace
 
 std::string why_no_cuda_kernel(const AttentionBackwardParams& p) {
+    const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
+    if (head_dim > kMaxCudaGradientHeadDim) {
+        return "no CUDA kernel for gradients of head_dim " + std::to_string(head_dim) + "; it may be up to " +
+               std::to_string(kMaxCudaGradientHeadDim);
+    }
     return why_no_cuda_kernel(static_cast<const AttentionParams&>(p));
 }
 

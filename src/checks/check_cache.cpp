@@ -121,9 +121,9 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
 }  // namespace
 
 std::string why_no_cuda_kernel(const AppendKvParams& p) {
-    if (!is_code(p.k_dtype) || p.head_dim <= kMaxHeadDim) return {};
+    if (!is_code(p.k_dtype) || p.head_dim <= kMaxCudaCodeHeadDim) return {};
     return "no CUDA kernel makes codes of head_dim " + std::to_string(p.head_dim) + "; it may be up to " +
-           std::to_string(kMaxHeadDim);
+           std::to_string(kMaxCudaCodeHeadDim);
 }
 
 namespace {

@@ -32,8 +32,9 @@ LinearParams check_linear(const LinearArgs& args);
 RmsNormParams check_rms_norm(const RmsNormArgs& args);
 LatentAttentionParams check_latent_attention(const LatentAttentionArgs& args);
 
-// The last axis of the result of linear(), and of latent_attention(); arguments that do not fit are for the
-// check to find.
+// The last axis of the result of attention(), of linear(), and of latent_attention(); arguments that do not
+// fit are for the check to find.
+int64_t attention_width(const AttentionArgs& args);
 int64_t linear_width(const LinearArgs& args);
 int64_t latent_attention_width(const LatentAttentionArgs& args);
 

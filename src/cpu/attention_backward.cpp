@@ -187,7 +187,7 @@ class Backward {
 
     const AttentionBackwardParams& p_;
     const BackwardKernels& kernels_ = kernels().backward;
-    const int32_t block_keys_ = tiles_per_block(p_.head_dim) * kTileKeys;
+    const int32_t block_keys_ = tiles_per_block(p_) * kTileKeys;
     std::vector<Sequence> sequences_;
     int64_t num_rows_ = 0;
     std::unique_ptr<float[]> terms_;  // [2 or 3, num_rows_]: RowTerms

@@ -19,12 +19,13 @@ struct RowTerms {
 // Tiles of keys that share each load of rows: as many as scratch holds beside rows that fit in a core's
 // cache.
 constexpr int kMaxBlockTiles = 4;
-constexpr int tiles_per_block(int head_dim) {
-    const int fitting = kMaxHeadDim / row_stride(head_dim);
-    return fitting < kMaxBlockTiles ? fitting : kMaxBlockTiles;
+inline int tiles_per_block(const AttentionParams& p) {
+    constexpr int kBlockDims = 256;  // of all tiles, or more of a single one
+    const int fitting = kBlockDims / row_stride(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v);
+    return fitting < 1 ? 1 : fitting < kMaxBlockTiles ? fitting : kMaxBlockTiles;
 }
 
-// Scratch of one thread, with room for any head dim.
+// Scratch of one thread, with room for any head dim. `dim`: of values, their gradients and dout that of v.
 struct alignas(64) BackwardScratch {
     float queries[kTileRows * kMaxHeadDim];        // [row, dim]
     float douts[kTileRows * kMaxHeadDim];          // [row, dim]
@@ -38,10 +39,10 @@ struct alignas(64) BackwardScratch {
     float dq[kTileRows * kMaxHeadDim];             // [row, dim]
 };
 
-// Rows are padded to row_stride(head_dim). `terms` are those of the tile's rows, from the first.
+// Rows are padded to row_stride() of their dims. `terms` are those of the tile's rows, from the first.
 struct BackwardKernels {
     void (*prepare)(const AttentionBackwardParams&, const RowTile&, RowTerms terms);
-    // Writes dk and dv of a block of keys, tiles_per_block(head_dim) tiles from k_begin on, from all rows of
+    // Writes dk and dv of a block of keys, tiles_per_block() tiles from k_begin on, from all rows of
     // their KV head. Adds what these keys give to dq [row, dim], without softmax_scale, and to dslopes
     // [group_size], unless null.
     void (*key_gradients)(const AttentionBackwardParams&, const RowTile& all_rows, int32_t k_begin,

@@ -47,7 +47,7 @@ static void prepare_typed(const AttentionBackwardParams& p, const RowTile& tile,
         float delta = 0.0f;
         if (!is_empty) {
             delta = dot(out + token * p.out_token_stride + head * p.out_head_stride,
-                        dout + token * p.dout_strides.token + head * p.dout_strides.head, p.head_dim);
+                        dout + token * p.dout_strides.token + head * p.dout_strides.head, p.head_dim_v);
         }
         if (p.dlse) delta -= p.dlse[dlse_begin + token * p.dlse_strides.token + head * p.dlse_strides.head];
         terms.lse_log2[r] = is_empty ? INFINITY : lse * kLog2e;
@@ -73,24 +73,25 @@ static void load_rows(const AttentionBackwardParams& p, const RowTile& tile, Row
     load_tile_rows(tile, static_cast<const T*>(p.q) + tile.sequence.q_begin, p.q_token_stride,
                    p.q_head_stride, p.head_dim, scratch.queries);
     load_tile_rows(tile, static_cast<const T*>(p.dout) + first_query(p, tile, p.dout_strides),
-                   p.dout_strides.token, p.dout_strides.head, p.head_dim, scratch.douts);
-    const int stride = row_stride(p.head_dim);
+                   p.dout_strides.token, p.dout_strides.head, p.head_dim_v, scratch.douts);
+    const int stride = row_stride(p.head_dim), v_stride = row_stride(p.head_dim_v);
     for (int r = 0; r < tile.num_rows; ++r) {
         if (terms.lse_log2[r] != INFINITY) continue;
         fill(scratch.queries + r * stride, stride, 0.0f);
-        fill(scratch.douts + r * stride, stride, 0.0f);
+        fill(scratch.douts + r * v_stride, v_stride, 0.0f);
     }
 }
 
 // One tile of a block of keys in scratch.
 struct KeyTile {
     float *keys_by_dim, *values_by_dim;  // [dim, kTileKeys]
-    float *keys, *dk, *dv;               // [kTileKeys, row_stride(head_dim)]
+    float *keys, *dk, *dv;               // [kTileKeys, row_stride()]
 
-    static KeyTile make(BackwardScratch& scratch, int i, int head_dim) {
-        const int begin = i * kTileKeys * row_stride(head_dim);
-        return {scratch.keys_by_dim + begin, scratch.values_by_dim + begin, scratch.keys + begin,
-                scratch.dk + begin, scratch.dv + begin};
+    static KeyTile make(BackwardScratch& scratch, int i, const AttentionBackwardParams& p) {
+        const int begin = i * kTileKeys * row_stride(p.head_dim);
+        const int v_begin = i * kTileKeys * row_stride(p.head_dim_v);
+        return {scratch.keys_by_dim + begin, scratch.values_by_dim + v_begin, scratch.keys + begin,
+                scratch.dk + begin, scratch.dv + v_begin};
     }
 };
 
@@ -101,7 +102,7 @@ static void load_key_tile(const AttentionBackwardParams& p, const RowTile& tile,
     KeyRows<T, T> rows;
     find_keys(p, tile, tiles, k_begin, rows);
     load_keys(rows.k, rows.k, p.head_dim, to.keys_by_dim);
-    load_keys(rows.v, rows.v, p.head_dim, to.values_by_dim);
+    load_keys(rows.v, rows.v, p.head_dim_v, to.values_by_dim);
     load_values(rows.k, rows.k, p.head_dim, to.keys);
 }
 
@@ -166,11 +167,11 @@ struct RowGradients {
 // Weights after dropout and gradients of scores, of the rows in scratch and a tile of keys.
 static void differentiate(const AttentionBackwardParams& p, const RowTile& tile, const KeyTile& keys,
                           const TileMask& mask, RowTerms terms, BackwardScratch& scratch, double* dslopes) {
-    const int stride = row_stride(p.head_dim), rows = tile.num_rows;
+    const int stride = row_stride(p.head_dim), v_stride = row_stride(p.head_dim_v), rows = tile.num_rows;
     multiply({scratch.queries, stride, keys.keys_by_dim, kTileKeys, scratch.weights, kTileKeys, rows,
               kTileKeys, p.head_dim, Into::replaced});
-    multiply({scratch.douts, stride, keys.values_by_dim, kTileKeys, scratch.dscores, kTileKeys, rows,
-              kTileKeys, p.head_dim, Into::replaced});
+    multiply({scratch.douts, v_stride, keys.values_by_dim, kTileKeys, scratch.dscores, kTileKeys, rows,
+              kTileKeys, p.head_dim_v, Into::replaced});
     const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
     for (int r = 0; r < rows; ++r) {
         float kept[kTileKeys];
@@ -204,25 +205,27 @@ struct RowPositions {
 template <class T>
 static void store_key_gradients(const AttentionBackwardParams& p, const RowTile& rows, int32_t k_begin,
                                 int32_t num_keys, const BackwardScratch& scratch) {
-    auto store_rows = [&](const float* from, float scale, void* to, const GradientStrides& strides) {
+    auto store_rows = [&](const float* from, int head_dim, float scale, void* to,
+                          const GradientStrides& strides) {
         T* row = static_cast<T*>(to) + first_key(p, rows, strides) + k_begin * strides.token +
                  rows.kv_head * strides.head;
-        for (int32_t j = 0; j < num_keys; ++j, from += row_stride(p.head_dim), row += strides.token)
-            store_row(from, scale, p.head_dim, row);
+        for (int32_t j = 0; j < num_keys; ++j, from += row_stride(head_dim), row += strides.token)
+            store_row(from, scale, head_dim, row);
     };
-    store_rows(scratch.dk, p.softmax_scale, p.dk, p.dk_strides);
-    store_rows(scratch.dv, 1.0f, p.dv, p.dv_strides);
+    store_rows(scratch.dk, p.head_dim, p.softmax_scale, p.dk, p.dk_strides);
+    store_rows(scratch.dv, p.head_dim_v, 1.0f, p.dv, p.dv_strides);
 }
 
 template <class T>
 static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile& all_rows, int32_t k_begin,
                                 RowTerms terms, BackwardScratch& scratch, float* dq, double* dslopes) {
-    const int stride = row_stride(p.head_dim), group_size = all_rows.group_size;
+    const int stride = row_stride(p.head_dim), v_stride = row_stride(p.head_dim_v);
+    const int group_size = all_rows.group_size;
     const SequenceSlice& sequence = all_rows.sequence;
-    const int32_t num_keys = lesser(tiles_per_block(p.head_dim) * kTileKeys, sequence.see.seqlen_k - k_begin);
+    const int32_t num_keys = lesser(tiles_per_block(p) * kTileKeys, sequence.see.seqlen_k - k_begin);
     const int num_tiles = (num_keys + kTileKeys - 1) / kTileKeys;
     fill(scratch.dk, num_keys * stride, 0.0f);
-    fill(scratch.dv, num_keys * stride, 0.0f);
+    fill(scratch.dv, num_keys * v_stride, 0.0f);
 
     int32_t first_rows[kMaxBlockTiles], end_rows[kMaxBlockTiles];  // those that see a tile, or some more
     int32_t first_row = all_rows.num_rows, end_row = 0;
@@ -235,7 +238,7 @@ static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile&
         if (first_rows[i] >= end_rows[i]) continue;
         first_row = lesser(first_row, first_rows[i]);
         end_row = end_row > end_rows[i] ? end_row : end_rows[i];
-        load_key_tile<T>(p, all_rows, all_rows.key_tiles(), begin, KeyTile::make(scratch, i, p.head_dim));
+        load_key_tile<T>(p, all_rows, all_rows.key_tiles(), begin, KeyTile::make(scratch, i, p));
     }
     RowTile tile = all_rows;
     for (int32_t row = first_row / kTileRows * kTileRows; row < end_row; row += kTileRows) {
@@ -245,13 +248,13 @@ static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile&
         load_rows<T>(p, tile, terms.from(row), scratch);
         for (int i = 0; i < num_tiles; ++i) {
             if (row >= end_rows[i] || row + tile.num_rows <= first_rows[i]) continue;
-            const KeyTile keys = KeyTile::make(scratch, i, p.head_dim);
+            const KeyTile keys = KeyTile::make(scratch, i, p);
             if (!keeps_some_block(p, tile, k_begin + i * kTileKeys)) continue;
             const TileMask mask = TileMask::make(p, tile, positions.q_pos, k_begin + i * kTileKeys);
             differentiate(p, tile, keys, mask, terms.from(row), scratch, dslopes);
             const int its_keys = lesser(kTileKeys, num_keys - i * kTileKeys);
-            multiply_transposed({scratch.weights, kTileKeys, scratch.douts, stride, keys.dv, stride, its_keys,
-                                 stride, tile.num_rows, Into::added});
+            multiply_transposed({scratch.weights, kTileKeys, scratch.douts, v_stride, keys.dv, v_stride,
+                                 its_keys, v_stride, tile.num_rows, Into::added});
             multiply_transposed({scratch.dscores, kTileKeys, scratch.queries, stride, keys.dk, stride,
                                  its_keys, stride, tile.num_rows, Into::added});
             if (dq)
@@ -277,7 +280,7 @@ static void query_gradients_typed(const AttentionBackwardParams& p, const RowTil
     load_rows<T>(p, tile, terms, scratch);
     const RowPositions positions(tile);
     const KeyTiles tiles = tile.key_tiles();
-    const KeyTile keys = KeyTile::make(scratch, 0, p.head_dim);
+    const KeyTile keys = KeyTile::make(scratch, 0, p);
     for (int32_t t = 0; t < tiles.count; ++t) {
         const int32_t k_begin = tiles.start(t);
         if (!keeps_some_block(p, tile, k_begin)) continue;

@@ -141,7 +141,7 @@ class Forward {
     }
 
     void run_split(const SequencePlan& plan, const HeadRun& heads, int32_t split, SplitResults& results) {
-        const int64_t out_size = int64_t{heads.num_rows()} * row_stride(p_.head_dim);
+        const int64_t out_size = int64_t{heads.num_rows()} * row_stride(p_.head_dim_v);
         const int64_t size = out_size + heads.num_rows();
         std::call_once(results.begun, [&] { results.partials.reset(new float[plan.num_splits * size]); });
         auto partial = [&](int64_t s) {
@@ -162,12 +162,12 @@ class Forward {
     }
 
     void merge(const HeadRun& heads, Partial into, Partial other) const {
-        const int stride = row_stride(p_.head_dim);
+        const int stride = row_stride(p_.head_dim_v);
         for (int r = 0; r < heads.num_rows(); ++r) {
             const MergeWeights weights = MergeWeights::make(into.lse[r], other.lse[r]);
             float* a = into.out + r * stride;
             const float* b = other.out + r * stride;
-            for (int d = 0; d < p_.head_dim; ++d) a[d] = weights.a * a[d] + weights.b * b[d];
+            for (int d = 0; d < p_.head_dim_v; ++d) a[d] = weights.a * a[d] + weights.b * b[d];
             into.lse[r] = weights.lse;
         }
     }

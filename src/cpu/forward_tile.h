@@ -19,7 +19,7 @@ struct HeadRun {
     }
 };
 
-// The result for some of the keys, normalised: out [num_rows, row_stride(head_dim)], lse [num_rows].
+// The result for some of the keys, normalised: out [num_rows, row_stride(head_dim_v)], lse [num_rows].
 struct Partial {
     float* out;
     float* lse;

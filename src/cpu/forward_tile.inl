@@ -149,7 +149,7 @@ class TileAttention {
             for (int r = 0; r < heads.tile.num_rows; ++r)
                 tree_words_[r] = p.tree_word(first_token + heads.tile.token_of(r));
         }
-        for (int i = 0; i < heads.num_rows() * stride_; ++i) result.out[i] = 0.0f;
+        for (int i = 0; i < heads.num_rows() * v_stride_; ++i) result.out[i] = 0.0f;
         if constexpr (kIsCode<K>) {
             scales_keys_ = p.k_scales.data && !are_static<K>(p.k_scales);
             scales_values_ = p.v_scales.data && !are_static<V>(p.v_scales);
@@ -173,7 +173,7 @@ class TileAttention {
                 for (int32_t h = 0; h < heads_.count; ++h) attend(h, tiles_.start(t), tiles_.start(ahead));
         }
         for (int r = 0; r < heads_.num_rows(); ++r) {
-            scale_row(result_.out + r * stride_, stride_, states_[r].inverse_sum());
+            scale_row(result_.out + r * v_stride_, v_stride_, states_[r].inverse_sum());
             result_.lse[r] = states_[r].lse();
         }
     }
@@ -196,7 +196,7 @@ class TileAttention {
         const RowTile tile = heads_.tile_of(head);
         const int32_t first_row = head * tile.num_rows;
         const float* const queries = scratch_.queries + first_row * stride_;
-        float* const out = result_.out + first_row * stride_;
+        float* const out = result_.out + first_row * v_stride_;
         KeyRows<K, V> here, next;
         find_keys(p_, tile, tiles_, k_begin, here);
         find_keys(p_, tile, tiles_, next_k_begin, next);
@@ -213,15 +213,15 @@ class TileAttention {
         multiply({queries, stride_, scratch_.keys, kTileKeys, scratch_.weights, kTileKeys, tile.num_rows,
                   kTileKeys, p_.head_dim, Into::replaced});
         weigh(head, mask, scratch_.weights);
-        load_values(here.v, next.v, p_.head_dim, scratch_.values);
+        load_values(here.v, next.v, p_.head_dim_v, scratch_.values);
         if constexpr (kIsCode<V>) {
             if (scales_values_) {
                 KeyScales scales;
                 find_scales<V>(p_, tile, tiles_, k_begin, p_.v_scales, scales);
-                scale_values<V>(scales, stride_, scratch_.values);
+                scale_values<V>(scales, v_stride_, scratch_.values);
             }
         }
-        add_values(mask, scratch_.weights, MatrixRows{scratch_.values, stride_}, stride_, out);
+        add_values(mask, scratch_.weights, MatrixRows{scratch_.values, v_stride_}, v_stride_, out);
     }
 
     // Works on all heads and one tile of keys.
@@ -259,8 +259,8 @@ class TileAttention {
                 for (int32_t h = 0; h < heads_.count; ++h) {
                     with_mask(h, [&](const TileMask& mask) {
                         add_values(mask, scratch_.weights + h * num_rows * kTileKeys,
-                                   ScatteredRows<V>{rows.v, h * p_.v_head_stride, kAheadKeys}, stride_,
-                                   result_.out + h * num_rows * stride_, j, j + kStreamedKeys);
+                                   ScatteredRows<V>{rows.v, h * p_.v_head_stride, kAheadKeys}, v_stride_,
+                                   result_.out + h * num_rows * v_stride_, j, j + kStreamedKeys);
                     });
                 }
             }
@@ -278,7 +278,7 @@ class TileAttention {
             const UnifiedMax unified = UnifiedMax::of_wide(p_.softmax_phi_of(tile.head_of(r)));
             const float factor = weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask, r,
                                            p_.has_softmax_phi ? &unified : nullptr, states_[row]);
-            if (factor != 1.0f) scale_row(result_.out + row * stride_, stride_, factor);
+            if (factor != 1.0f) scale_row(result_.out + row * v_stride_, v_stride_, factor);
             if (p_.dropout.any()) {
                 for_dropped(p_.dropout, p_.dropout.head(tile.batch_index, p_.num_q_heads, tile.head_of(r)),
                             tile.token_of(r), mask.k_begin, [=](int j) { weights[j] = 0.0f; });
@@ -290,10 +290,10 @@ class TileAttention {
     const HeadRun& heads_;
     TileScratch& scratch_;
     const Partial result_;
-    const int stride_ = row_stride(p_.head_dim);
+    const int stride_ = row_stride(p_.head_dim), v_stride_ = row_stride(p_.head_dim_v);
     const KeyTiles tiles_ = heads_.tile.key_tiles();
-    const bool is_streamed_ =
-        !kIsCode<K> && heads_.tile.num_rows <= kMaxStreamedRows && p_.head_dim % kStepNumbers<K> == 0;
+    const bool is_streamed_ = !kIsCode<K> && heads_.tile.num_rows <= kMaxStreamedRows &&
+                              p_.head_dim % kStepNumbers<K> == 0 && p_.head_dim_v % kStepNumbers<K> == 0;
     bool scales_keys_ = false, scales_values_ = false;
     SoftmaxState states_[kTileRows];  // of all heads
     int32_t q_pos_[kTileRows];        // of one head
@@ -329,11 +329,11 @@ static void store_typed(const AttentionParams& p, const HeadRun& heads, Partial 
     for (int32_t h = 0; h < heads.count; ++h) {
         const RowTile tile = heads.tile_of(h);
         const float scale = p.out_scale * v_scale_of(p, tile.kv_head);
-        for (int r = 0; r < tile.num_rows; ++r, from += row_stride(p.head_dim), ++lse) {
+        for (int r = 0; r < tile.num_rows; ++r, from += row_stride(p.head_dim_v), ++lse) {
             int64_t token = tile.token_of(r), head = tile.head_of(r);
             MergeWeights weights{1.0f, 0.0f, *lse};
             if (p.sinks) weights = MergeWeights::make(*lse, p.sinks[head]);
-            store_row(from, weights.a * scale, p.head_dim,
+            store_row(from, weights.a * scale, p.head_dim_v,
                       static_cast<T*>(p.out) + tile.sequence.out_begin + token * p.out_token_stride +
                           head * p.out_head_stride);
             if (p.lse) {

@@ -1,4 +1,4 @@
-// One row of at most kMaxHeadDim numbers in the registers of a warp.
+// One row of at most kMaxCudaCodeHeadDim numbers in the registers of a warp.
 #pragma once
 
 #include "common/hadamard.h"
@@ -59,7 +59,7 @@ class Row {
     }
 
   private:
-    static constexpr int kLanes = 32, kPairs = kMaxHeadDim / 2 / kLanes;
+    static constexpr int kLanes = 32, kPairs = kMaxCudaCodeHeadDim / 2 / kLanes;
 
     template <class Numbers, class Body>
     __device__ __forceinline__ static void for_each_of(Numbers& x, int32_t head_dim, Body body) {

@@ -177,7 +177,7 @@ struct Attention {
         scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
         scalar("block_size", &Args::block_size, &CArgs::block_size),
-        result("out", &Args::out, &Args::q, &CArgs::out),
+        result_of_width("out", &Args::out, &Args::q, &CArgs::out, &attention_width),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
 

@@ -17,7 +17,9 @@
 
 namespace octavo {
 
-constexpr int32_t kMaxHeadDim = 256;
+constexpr int32_t kMaxHeadDim = 512;
+// On a GPU, of a cache of codes and of gradients.
+constexpr int32_t kMaxCudaCodeHeadDim = 256, kMaxCudaGradientHeadDim = 256;
 
 struct AttentionParams {
     DType dtype;    // of q and out
@@ -27,7 +29,7 @@ struct AttentionParams {
 
     const void* q;  // [batch, seqlen_q, num_q_heads, head_dim]; packed: [total_q, num_q_heads, head_dim]
     int64_t q_batch_stride, q_token_stride, q_head_stride;
-    void* out;  // like q
+    void* out;  // like q, of head_dim_v
     int64_t out_batch_stride, out_token_stride, out_head_stride;
     float* lse;  // like q without head_dim; may be null
     int64_t lse_batch_stride, lse_token_stride, lse_head_stride;
@@ -36,7 +38,7 @@ struct AttentionParams {
     // Paged: [num_pages, page_size, num_kv_heads, head_dim], outer = page.
     const void* k;
     int64_t k_outer_stride, k_token_stride, k_head_stride;
-    const void* v;
+    const void* v;  // of head_dim_v
     int64_t v_outer_stride, v_token_stride, v_head_stride;
 
     IndexArray cu_seqlens_q;  // [batch + 1]; null: every sequence has seqlen_q queries
@@ -80,6 +82,7 @@ struct AttentionParams {
     const uint32_t* tree_mask;          // [total_q, 2]: a word for each query, its lower half first; or null
     const char* op;                     // "attention" or "paged_attention", for messages
     BlockMask block_mask;               // of dense and packed attention
+    int32_t head_dim_v;                 // head_dim where keys and values are paged
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace octavo {
@@ -95,6 +96,36 @@ TEST(Attention, DenseCausalIsBottomRightAligned) {
             expect_attention(&q[row * kQSize], &k[b * kSeqlenK * kKvSize], &v[b * kSeqlenK * kKvSize],
                              kSeqlenK - kSeqlenQ + i + 1, &out[row * kQSize], &lse[row * kNumQHeads]);
         }
+    }
+}
+
+// And keys one of up to 512.
+TEST(Attention, ValuesMayHaveAHeadDimOfTheirOwn) {
+    for (const auto& [head_dim, value_dim] : {std::pair<int64_t, int64_t>{512, 24}, {192, 128}, {8, 264}}) {
+        constexpr int64_t kSeqlenK = 37;
+        std::mt19937 random(4);
+        const Floats q = random_floats(random, head_dim), k = random_floats(random, kSeqlenK * head_dim);
+        const Floats v = random_floats(random, kSeqlenK * value_dim);
+        Floats out(value_dim, NAN);
+        AttentionArgs args;
+        args.q = TensorView(const_cast<float*>(q.data()), DType::float32, {1, 1, 1, head_dim});
+        args.k = TensorView(const_cast<float*>(k.data()), DType::float32, {1, kSeqlenK, 1, head_dim});
+        args.v = TensorView(const_cast<float*>(v.data()), DType::float32, {1, kSeqlenK, 1, value_dim});
+        args.out = TensorView(out.data(), DType::float32, {1, 1, 1, value_dim});
+        attention(args);
+        std::vector<double> weights(kSeqlenK), wanted(value_dim, 0.0);
+        double sum = 0.0;
+        for (int64_t j = 0; j < kSeqlenK; ++j) {
+            double product = 0.0;
+            for (int64_t d = 0; d < head_dim; ++d) product += double{q[d]} * k[j * head_dim + d];
+            sum += weights[j] = std::exp(product / std::sqrt(static_cast<double>(head_dim)));
+        }
+        for (int64_t j = 0; j < kSeqlenK; ++j) {
+            for (int64_t d = 0; d < value_dim; ++d) wanted[d] += weights[j] / sum * v[j * value_dim + d];
+        }
+        for (int64_t d = 0; d < value_dim; ++d) ASSERT_NEAR(out[d], wanted[d], 1e-5) << d;
+        args.out.shape[3] = head_dim;
+        EXPECT_THROW(attention(args), ValueError);
     }
 }
 

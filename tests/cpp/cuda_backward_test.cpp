@@ -5,6 +5,7 @@
 
 #include <numeric>
 #include <tuple>
+#include <utility>
 
 namespace octavo {
 namespace {
@@ -39,7 +40,7 @@ void expect_near(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& 
     EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size) + 1e-6) << name;
 }
 
-void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace place) {
+void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind kind, ArrayPlace place) {
     constexpr int64_t kHeads = 2, kGroup = 3, kBatch = 3;
     Random random(static_cast<unsigned>(head_dim) + static_cast<unsigned>(kind));
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
@@ -50,10 +51,11 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
     const int64_t total_q = std::accumulate(lengths_q.begin(), lengths_q.end(), 0);
     const int64_t total_k = std::accumulate(lengths_k.begin(), lengths_k.end(), 0);
     const size_t q_size = total_q * kHeads * kGroup * head_dim, k_size = total_k * kHeads * head_dim;
+    const size_t out_size = total_q * kHeads * kGroup * value_dim, v_size = total_k * kHeads * value_dim;
     Mirror<uint16_t> q(random.normal(q_size, dtype), place), k(random.normal(k_size, dtype), place);
-    Mirror<uint16_t> v(random.normal(k_size, dtype), place), dout(random.normal(q_size, dtype), place);
-    Mirror<uint16_t> out(nans(q_size, dtype), place), dq(nans(q_size, dtype), place);
-    Mirror<uint16_t> dk(nans(k_size, dtype), place), dv(nans(k_size, dtype), place);
+    Mirror<uint16_t> v(random.normal(v_size, dtype), place), dout(random.normal(out_size, dtype), place);
+    Mirror<uint16_t> out(nans(out_size, dtype), place), dq(nans(q_size, dtype), place);
+    Mirror<uint16_t> dk(nans(k_size, dtype), place), dv(nans(v_size, dtype), place);
     Mirror<float> lse(std::vector<float>(total_q * kHeads * kGroup, NAN));
     Mirror<float> slopes(slopes_for(kHeads * kGroup)), dalibi(std::vector<float>(kHeads * kGroup, NAN));
     Mirror<float> sinks(sinks_for(kHeads * kGroup)), dsinks(std::vector<float>(kHeads * kGroup, NAN));
@@ -63,16 +65,15 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
     Mirror<uint8_t> blocks(random.blocks(kHeads * kGroup * q_blocks * k_blocks));
 
     auto run = [&](auto on) {
-        auto rows = [&](Mirror<uint16_t>& x, int64_t length, int64_t heads) {
-            return packed ? on(x, dtype,
-                               {static_cast<int64_t>(x.host.size()) / heads / head_dim, heads, head_dim})
-                          : on(x, dtype, {kBatch, length, heads, head_dim});
+        auto rows = [&](Mirror<uint16_t>& x, int64_t length, int64_t heads, int64_t dim) {
+            return packed ? on(x, dtype, {static_cast<int64_t>(x.host.size()) / heads / dim, heads, dim})
+                          : on(x, dtype, {kBatch, length, heads, dim});
         };
         auto set = [&](auto& args) {
-            args.q = rows(q, 90, kHeads * kGroup);
-            args.k = rows(k, 140, kHeads);
-            args.v = rows(v, 140, kHeads);
-            args.out = rows(out, 90, kHeads * kGroup);
+            args.q = rows(q, 90, kHeads * kGroup, head_dim);
+            args.k = rows(k, 140, kHeads, head_dim);
+            args.v = rows(v, 140, kHeads, value_dim);
+            args.out = rows(out, 90, kHeads * kGroup, value_dim);
             const TensorView of_queries = packed ? on(lse, DType::float32, {total_q, kHeads * kGroup})
                                                  : on(lse, DType::float32, {kBatch, 90, kHeads * kGroup});
             args.lse = of_queries;
@@ -100,10 +101,10 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
         AttentionBackwardArgs backward;
         set(backward);
         backward.deterministic = kind == Kind::deterministic;
-        backward.dout = rows(dout, 90, kHeads * kGroup);
-        backward.dq = rows(dq, 90, kHeads * kGroup);
-        backward.dk = rows(dk, 140, kHeads);
-        backward.dv = rows(dv, 140, kHeads);
+        backward.dout = rows(dout, 90, kHeads * kGroup, value_dim);
+        backward.dq = rows(dq, 90, kHeads * kGroup, head_dim);
+        backward.dk = rows(dk, 140, kHeads, head_dim);
+        backward.dv = rows(dv, 140, kHeads, value_dim);
         if (kind == Kind::alibi) backward.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
         if (kind == Kind::sinks) backward.dsinks = on(dsinks, DType::float32, {kHeads * kGroup});
         attention_backward(backward);
@@ -123,7 +124,7 @@ void compare_with_the_cpu(int64_t head_dim, bool packed, Kind kind, ArrayPlace p
 
 TEST_P(CudaBackwardTest, AgainstTheCpu) {
     const auto [head_dim, packed, kind] = GetParam();
-    compare_with_the_cpu(head_dim, packed, kind, ArrayPlace::anywhere);
+    compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere);
 }
 
 // For a box of rows that lies outside an array altogether, the copy engine reads the address from which it
@@ -131,7 +132,21 @@ TEST_P(CudaBackwardTest, AgainstTheCpu) {
 TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
     for (int64_t head_dim : {64, 128, 160, 256}) {
         for (Kind kind : {Kind::causal, Kind::deterministic})
-            compare_with_the_cpu(head_dim, true, kind, ArrayPlace::behind_a_gap);
+            compare_with_the_cpu(head_dim, head_dim, true, kind, ArrayPlace::behind_a_gap);
+    }
+}
+
+// By Hopper's kernel where both are equally many blocks of 64 columns.
+TEST(CudaBackward, ValuesHaveADimOfTheirOwn) {
+    constexpr std::pair<int64_t, int64_t> kDims[] = {{192, 128}, {128, 120}, {72, 40},
+                                                     {40, 64},   {96, 256},  {200, 248}};
+    for (const auto& [head_dim, value_dim] : kDims) {
+        for (Kind kind : {Kind::full, Kind::causal, Kind::prefix, Kind::alibi, Kind::dropout,
+                          Kind::deterministic, Kind::sinks, Kind::blocks}) {
+            SCOPED_TRACE(testing::Message()
+                         << head_dim << ", " << value_dim << ", " << static_cast<int>(kind));
+            compare_with_the_cpu(head_dim, value_dim, kind == Kind::causal, kind, ArrayPlace::anywhere);
+        }
     }
 }
 

@@ -63,7 +63,7 @@ void CudaDecodeTest::for_each_call(Body body) {
     const DecodeCase& c = GetParam();
     constexpr int64_t kPageSizes[] = {1, 16, 24, 64, 5};
     unsigned seed = c.lengths.size();
-    for (const int64_t head_dim : {64, 80, 128, 192, 256}) {
+    for (const int64_t head_dim : {64, 80, 128, 192, 256, 320, 512}) {
         if (c.page_size > 0 && head_dim > 80) break;
         const int64_t page_size = c.page_size > 0 ? c.page_size : kPageSizes[seed % 5];
         Random random(seed++);

@@ -41,6 +41,9 @@ struct Shape {
     int64_t queries = 1;     // of each sequence at most; more than one are packed where keys are paged
     int64_t total_q = 0;     // packed; 0: batch * queries
     DType dtype = DType::bfloat16;
+    int64_t value_dim = 0;  // the head dim of values that are not paged; 0: head_dim
+
+    int64_t head_dim_v() const { return value_dim > 0 ? value_dim : head_dim; }
 };
 
 inline PagedAttentionArgs paged(const Shape& shape) {
@@ -69,9 +72,9 @@ inline AttentionArgs dense(const Shape& shape) {
     const int64_t num_q_heads = shape.num_kv_heads * shape.group_size;
     AttentionArgs args;
     args.q = arrays.make(shape.dtype, {shape.batch, shape.queries, num_q_heads, shape.head_dim});
-    args.out = arrays.make(shape.dtype, {shape.batch, shape.queries, num_q_heads, shape.head_dim});
+    args.out = arrays.make(shape.dtype, {shape.batch, shape.queries, num_q_heads, shape.head_dim_v()});
     args.k = arrays.make(shape.dtype, {shape.batch, shape.keys, shape.num_kv_heads, shape.head_dim});
-    args.v = arrays.make(shape.dtype, {shape.batch, shape.keys, shape.num_kv_heads, shape.head_dim});
+    args.v = arrays.make(shape.dtype, {shape.batch, shape.keys, shape.num_kv_heads, shape.head_dim_v()});
     args.causal = true;
     return args;
 }
@@ -82,9 +85,9 @@ inline AttentionArgs packed(const Shape& shape) {
     const int64_t num_q_heads = shape.num_kv_heads * shape.group_size;
     AttentionArgs args;
     args.q = arrays.make(shape.dtype, {total_q, num_q_heads, shape.head_dim});
-    args.out = arrays.make(shape.dtype, {total_q, num_q_heads, shape.head_dim});
+    args.out = arrays.make(shape.dtype, {total_q, num_q_heads, shape.head_dim_v()});
     args.k = arrays.make(shape.dtype, {shape.batch * shape.keys, shape.num_kv_heads, shape.head_dim});
-    args.v = arrays.make(shape.dtype, {shape.batch * shape.keys, shape.num_kv_heads, shape.head_dim});
+    args.v = arrays.make(shape.dtype, {shape.batch * shape.keys, shape.num_kv_heads, shape.head_dim_v()});
     args.cu_seqlens_q = arrays.make(DType::int32, {shape.batch + 1});
     args.cu_seqlens_k = arrays.make(DType::int32, {shape.batch + 1});
     args.max_seqlen_q = shape.queries;
@@ -124,7 +127,8 @@ class Random {
 inline Shape random_shape(Random& random) {
     Shape shape;
     shape.dtype = random.one_in(2) ? DType::float16 : DType::bfloat16;
-    shape.head_dim = random.one_in(4) ? 8 * random.up_to(32) : random.pick({64, 96, 128, 128, 192, 256});
+    shape.head_dim =
+        random.one_in(4) ? 8 * random.up_to(40) : random.pick({64, 64, 96, 128, 128, 192, 256, 512});
     shape.num_kv_heads = random.one_in(8) ? random.up_to(200) : random.pick({1, 2, 4, 8, 8, 16});
     shape.group_size = random.one_in(8) ? random.up_to(64) : random.pick({1, 2, 3, 4, 5, 8, 8, 16});
     shape.batch =
@@ -181,7 +185,7 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     if (!args.causal && random.one_in(3)) args.window_right = random.pick({0, 3, 1000});
     if (args.causal && args.shared_prefix_len == 0 && random.one_in(16))
         args.attention_chunk = random.pick({1, 100, 8192});
-    if (random.one_in(2)) set_random_codes(random, args);
+    if (shape.head_dim <= kMaxCudaCodeHeadDim && random.one_in(2)) set_random_codes(random, args);
     if (args.causal && random.one_in(4)) args.tree_mask = Arrays().make(DType::int64, {args.q.shape[0]});
     return args;
 }
@@ -189,6 +193,7 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
 inline AttentionArgs random_dense_or_packed(Random& random) {
     Shape shape = random_shape(random);
     shape.batch = std::min<int64_t>(shape.batch, 200);
+    if (random.one_in(4)) shape.value_dim = random.pick({40, 64, 72, 128, 128, 256, 512});
     shape.queries =
         random.one_in(3) ? random.up_to(5000) : random.pick({1, 64, 128, 192, 200, 512, 1024, 4096});
     const bool is_packed = random.one_in(2);

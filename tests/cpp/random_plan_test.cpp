@@ -123,6 +123,10 @@ void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const
 
 void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_EQ(gpu.compute_capability, 90);
+    EXPECT_GE(plan.tiles().head_dim, p.head_dim);
+    EXPECT_GE(plan.tiles().value_dim, p.head_dim_v);
+    EXPECT_EQ((plan.tiles().head_dim + 63) / 64, (p.head_dim + 63) / 64) << "a copy of no column";
+    EXPECT_EQ((plan.tiles().value_dim + 63) / 64, (p.head_dim_v + 63) / 64) << "a copy of no column";
     EXPECT_EQ(p.group_size() % plan.heads, 0);
     EXPECT_LE(plan.heads * plan.tokens, 64);
     EXPECT_LE(plan.num_ctas, gpu.num_sms);
@@ -160,7 +164,7 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
 }
 
 void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, const Gpu& gpu) {
-    EXPECT_GE(plan.tiles().head_dim, p.head_dim);
+    EXPECT_GE(plan.tiles().head_dim, std::max(p.head_dim, p.head_dim_v));
     EXPECT_GE(int64_t{plan.num_row_tiles} * plan.tiles().rows(), p.total_q * p.group_size())
         << "some queries have no row tile";
     EXPECT_GE(gpu.shared_bytes_per_block, static_cast<int64_t>(cuda::sm80_shared_bytes(plan.tiles().stages)));
@@ -280,9 +284,11 @@ std::set<std::string> all_kernels() {
                 if (feature == cuda::Sm90Feature::few_rows &&
                     !cuda::has_few_rows(tiles.warpgroups, tiles.ctas))
                     continue;
-                if (feature == cuda::Sm90Feature::splits && !cuda::has_splits(tiles.ctas)) continue;
+                if (feature == cuda::Sm90Feature::splits &&
+                    !cuda::has_splits(tiles.head_dim, tiles.value_dim, tiles.ctas))
+                    continue;
                 if (feature == cuda::Sm90Feature::tree &&
-                    !cuda::has_tree(tiles.head_dim, tiles.warpgroups, tiles.ctas))
+                    !cuda::has_tree(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas))
                     continue;
                 plan.feature = feature;
                 add(plan, dtype, row);
@@ -298,6 +304,9 @@ std::set<std::string> all_kernels() {
             cuda::Sm80Plan plan{};
             for (auto feature : {cuda::Sm80Feature::none, cuda::Sm80Feature::dropout,
                                  cuda::Sm80Feature::codes, cuda::Sm80Feature::blocks}) {
+                if (feature == cuda::Sm80Feature::codes &&
+                    cuda::kSm80Tiles[row].head_dim > kMaxCudaCodeHeadDim)
+                    continue;
                 plan.feature = feature;
                 add(plan, dtype, row);
             }
@@ -309,7 +318,7 @@ std::set<std::string> all_kernels() {
 TEST(RandomPlans, AreSoundAndReachEveryKernel) {
     std::set<std::string> unreached = all_kernels();
     size_t num_plans = 0;
-    for (unsigned seed = 0; seed < 40000 && !HasFailure(); ++seed) {
+    for (unsigned seed = 0; seed < 50000 && !HasFailure(); ++seed) {
         SCOPED_TRACE(seed);
         Random random(seed);
         const bool is_paged = !random.one_in(3);

@@ -15,7 +15,7 @@ from support.calls import GuardedArray, assert_same_bits
 from support.case import Case
 from support.oracle import Reference
 from support.problems import Inputs
-from support.strategies import drawn_cases
+from support.strategies import WIDE_HEAD_DIMS, drawn_cases
 from support.targets import Target, cpu_target, every_target, writable_target
 
 
@@ -42,7 +42,7 @@ def test_packed(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases(dense=True))
+@given(case=drawn_cases(dense=True, head_dims=WIDE_HEAD_DIMS, value_dims=True))
 def test_dense_of_any_shape(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype)
@@ -50,7 +50,7 @@ def test_dense_of_any_shape(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases())
+@given(case=drawn_cases(head_dims=WIDE_HEAD_DIMS, value_dims=True))
 def test_packed_of_any_shape(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype)

@@ -344,7 +344,7 @@ def test_dtypes_of_gpus_are_known_without_one(library):
     q, out = map(Tensor.of, arrays)
     q.device_type = out.device_type = 1
     message = (
-        "no CUDA kernel for float32, head_dim 64; there are some for bfloat16 and float16, head_dim up to 256"
+        "no CUDA kernel for float32, head_dim 64; there are some for bfloat16 and float16, head_dim up to 512"
     )
     with pytest.raises(OctavoError, match=message):
         library.attention(q=q, k=q, v=q, out=out)

@@ -106,6 +106,7 @@ APPENDS = (
     Case("append_page_size_17", (40, 1, 3), (57, 18, 30), page_size=17, num_kv_heads=3, head_dim=80),
     Case("append_page_size_256", (300, 1), (300, 257), page_size=256, num_kv_heads=1, head_dim=8),
     Case("append_head_dim_256", (4, 1), (19, 16), num_kv_heads=2, head_dim=256),
+    Case("append_head_dim_512", (4, 1), (19, 16), num_kv_heads=2, head_dim=512),
     Case("append_nothing", (0, 0), (0, 7)),
     Case("append_2000_pages", (5, 1), (31_990, 17), num_kv_heads=1, head_dim=8),
 )

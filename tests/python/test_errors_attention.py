@@ -82,7 +82,34 @@ CASES = [
         *A, TypeError, "v must be float32 like q; got bfloat16", v=f32(2, 5, 2, 8).astype(ml_dtypes.bfloat16)
     ),
     case(*A, TypeError, "v must be float32 like q; got int32", v=np.ones((2, 5, 2, 8), np.int32)),
-    case(*A, ValueError, "v must have the shape of k [2, 5, 2, 8]; got [2, 6, 2, 8]", v=f32(2, 6, 2, 8)),
+    case(
+        *A,
+        ValueError,
+        "v must have the shape of k [2, 5, 2, 8], but for head_dim; got [2, 6, 2, 8]",
+        v=f32(2, 6, 2, 8),
+    ),
+    case(
+        *A,
+        ValueError,
+        "v must have the shape of k [2, 5, 2, 8], but for head_dim; got [2, 5, 4, 16]",
+        v=f32(2, 5, 4, 16),
+    ),
+    *(
+        case(
+            *A,
+            ValueError,
+            f"head_dim of v ({d}) must be a multiple of 8 from 8 to 512",
+            v=f32(2, 5, 2, d),
+        )
+        for d in (0, 4, 12, 520)
+    ),
+    case(
+        *A,
+        ValueError,
+        "out must have the shape of q with the head_dim of v [2, 3, 4, 16]; got [2, 3, 4, 8]",
+        v=f32(2, 5, 2, 16),
+        out=f32(2, 3, 4, 8),
+    ),
     case(
         *A,
         ValueError,
@@ -94,12 +121,12 @@ CASES = [
         case(
             *A,
             ValueError,
-            f"head_dim ({d}) must be a multiple of 8 from 8 to 256",
+            f"head_dim ({d}) must be a multiple of 8 from 8 to 512",
             q=f32(2, 3, 4, d),
             k=f32(2, 5, 2, d),
             v=f32(2, 5, 2, d),
         )
-        for d in (0, 4, 12, 264)
+        for d in (0, 4, 12, 520)
     ),
     case(*A, ValueError, "num_kv_heads (0) must be at least 1", k=f32(2, 5, 0, 8), v=f32(2, 5, 0, 8)),
     case(*A, ValueError, "num_q_heads (0) must be at least 1", q=f32(2, 3, 0, 8)),

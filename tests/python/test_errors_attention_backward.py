@@ -56,6 +56,21 @@ CASES = [
         *D, ValueError, "dout must have the shape of q [2, 3, 4, 8]; got [2, 3, 2, 8]", dout=f32(2, 3, 2, 8)
     ),
     case(*D, ValueError, "out must have the shape of q [2, 3, 4, 8]; got [2, 5, 4, 8]", out=f32(2, 5, 4, 8)),
+    case(
+        *D,
+        ValueError,
+        "out must have the shape of q with the head_dim of v [2, 3, 4, 16]; got [2, 3, 4, 8]",
+        v=f32(2, 5, 2, 16),
+    ),
+    case(
+        *D,
+        ValueError,
+        "dv must have the shape of v [2, 5, 2, 16]; got [2, 5, 2, 8]",
+        v=f32(2, 5, 2, 16),
+        out=f32(2, 3, 4, 16),
+        dout=f32(2, 3, 4, 16),
+        dv=f32(2, 5, 2, 8),
+    ),
     *(
         case(
             *D,

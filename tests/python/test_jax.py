@@ -234,7 +234,7 @@ def test_wrong_shapes_and_numbers_are_found_by_the_trace():
         (
             lambda: attention(q, k, v[:1]),
             ValueError,
-            r"v must have the shape of k \[2, 9, 2, 16\]; got \[1, 9",
+            r"v must have the shape of k \[2, 9, 2, 16\], but for head_dim; got \[1, 9",
         ),
         (lambda: attention(q, k, v, window_left=-2), ValueError, r"window_left must be -1 .* got -2"),
         (

@@ -17,7 +17,7 @@ from support.calls import GuardedArray, assert_same_bits
 from support.case import Case
 from support.oracle import Reference
 from support.problems import Cache, Inputs
-from support.strategies import drawn_cases
+from support.strategies import WIDE_HEAD_DIMS, drawn_cases
 from support.targets import Target, cpu_target, every_target, writable_target
 
 ALL = (*cases.DECODE, *cases.PACKED, *cases.PAGED)
@@ -49,7 +49,7 @@ def test_packed_queries(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases(decode=True, paged=True, max_seqlen_k=600))
+@given(case=drawn_cases(decode=True, paged=True, max_seqlen_k=600, head_dims=WIDE_HEAD_DIMS))
 def test_decode_of_any_shape(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype, paged=True)
@@ -58,7 +58,10 @@ def test_decode_of_any_shape(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases(paged=True), num_splits=st.one_of(st.none(), st.integers(1, 20)))
+@given(
+    case=drawn_cases(paged=True, head_dims=WIDE_HEAD_DIMS),
+    num_splits=st.one_of(st.none(), st.integers(1, 20)),
+)
 def test_packed_queries_of_any_shape(target: Target, case: Case, num_splits: int | None) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype, paged=True)

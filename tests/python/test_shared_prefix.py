@@ -51,6 +51,10 @@ CASES = (
         Case("decode_head_dim_256", (1,) * 3, (641, 700, 650), num_q_heads=8, num_kv_heads=1, head_dim=256),
         640,
     ),
+    (
+        Case("decode_head_dim_512", (1,) * 3, (641, 700, 650), num_q_heads=8, num_kv_heads=1, head_dim=512),
+        640,
+    ),
     (Case("decode_head_dim_40", (1,) * 3, (97, 100, 98), num_q_heads=6, num_kv_heads=2, head_dim=40), 96),
     (Case("decode_group_64", (1,) * 2, (66, 311), num_q_heads=64, num_kv_heads=1), 64),
     (Case("chunks", (64, 1, 1, 37, 5), (640, 577, 600, 1009, 600), num_q_heads=8, num_kv_heads=2), 512),

@@ -41,7 +41,31 @@ CONFIGS = {
         no_rope_layers=[1, 0],
         attention_chunk_size=WINDOW,
     ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(  # values have a head dim of their own
+        **{**SIZES, "num_key_value_heads": 4, "head_dim": 8},
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        first_k_dense_replace=1,
+    ),
 }
+if hasattr(transformers, "Gemma4TextConfig"):
+    CONFIGS["gemma4"] = lambda: transformers.Gemma4TextConfig(  # the last layer's head dim is 512
+        **SIZES,
+        global_head_dim=512,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    )
 
 
 MORE = ["qwen2", "qwen3", "gemma3", "gpt2"]  # of support/tiny_models.py, whose texts are compared
@@ -65,6 +89,17 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(octavo.torch, "attention", count)
     return made
+
+
+def test_static_cache_of_values_of_another_dim_is_refused():
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["deepseek_v3"]()).eval()
+    model.set_attn_implementation("octavo")
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="another head dim than keys are not supported with a static cache"):
+        model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="static")
+    with pytest.raises(ValueError, match=r"its values have another head dim \(16\) than its keys \(24\)"):
+        octavo.transformers.generate_batch(model, [[3, 4, 5]], max_new_tokens=2)
 
 
 @pytest.fixture(params=CONFIGS)

@@ -12,8 +12,8 @@ namespace octavo::cuda {
 template <class T, class Config>
 class RowCopier : public QueryRowCopier<T, Config> {
     using Base = QueryRowCopier<T, Config>;
-    using Base::chunk_at, Base::column_, Base::kPerChunk, Base::kRowsPerCopy, Base::lane_row_, Base::p_,
-        Base::place_;
+    using Base::chunk_at, Base::column_, Base::kChunks, Base::kLanesPerRow, Base::kPerChunk,
+        Base::kRowsPerCopy, Base::lane_row_, Base::p_, Base::place_;
 
   public:
     // The offset of this lane's row of a block from the cache's start, in units of 16 bytes: a row of K in
@@ -61,7 +61,7 @@ class RowCopier : public QueryRowCopier<T, Config> {
         // An exclusive or instead of a sum. Of a sum, ptxas 13.0 would leave the uniform part to the copy
         // instruction, which it encodes as an illegal instruction where there is a cache policy.
         const uint32_t place = to.address ^ place_;
-        static_assert(16 * Config::kRowChunks * kRowsPerCopy <= 512);
+        static_assert(16 * kLanesPerRow * kRowsPerCopy <= 512);
 #pragma unroll
         for (int row = 0; row < Config::kBlockKeys; row += kRowsPerCopy) {
             copy_rows(place, row, chunks, __shfl_sync(~0u, offset, lane_row_ + first_lane + row));
@@ -70,9 +70,15 @@ class RowCopier : public QueryRowCopier<T, Config> {
 
     // One row or several, `row` and on: this lane's chunk of its row, from `offset`.
     __device__ void copy_rows(uint32_t place, int row, const uint4* chunks, uint32_t offset) const {
-        if (column_ < Config::kHeadDim / 8) {
-            ptx::cp_async_16_evict_first(KeyRows<Config>::advance_rows(place, row), chunk_at(chunks, offset),
-                                         8 * column_ < p_.head_dim);
+        if (kChunks > 1 || column_ < Config::kHeadDim / 8) {
+            const uint32_t to = KeyRows<Config>::advance_rows(place, row);
+            ptx::cp_async_16_evict_first(to, chunk_at(chunks, offset), 8 * column_ < p_.head_dim);
+#pragma unroll
+            for (int chunk = kLanesPerRow; chunk < kChunks * kLanesPerRow; chunk += kLanesPerRow) {
+                const bool exists = 8 * (column_ + chunk) < p_.head_dim;
+                ptx::cp_async_16_evict_first(to + 16 * chunk, chunk_at(chunks + (exists ? chunk : 0), offset),
+                                             exists);
+            }
         }
     }
 

@@ -15,6 +15,9 @@ class QueryRowCopier {
     static constexpr int kPerChunk = 16 / sizeof(T);
     static constexpr int kLanesPerRow = Config::kHeadDim <= 64 ? 8 : (Config::kHeadDim <= 128 ? 16 : 32);
     static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
+    // Chunks of a row that a lane copies, kLanesPerRow apart.
+    static constexpr int kChunks = (Config::kHeadDim / 8 + kLanesPerRow - 1) / kLanesPerRow;
+    static_assert(kChunks == 1 || Config::kHeadDim / 8 == kChunks * kLanesPerRow);
 
     __device__ explicit QueryRowCopier(const AttentionParams& p) : p_(p) {
         const int lane = threadIdx.x % 32;
@@ -53,11 +56,14 @@ class QueryRowCopier {
     __device__ int lane_row() const { return lane_row_; }
     // One row or several, `row` and on, this lane's from `offset`; zeros if not `valid`.
     __device__ void copy_query_rows(QueryRows<Config> q, int row, uint32_t offset, bool valid) const {
-        valid = valid && 8 * column_ < p_.head_dim;
-        if (column_ < Config::kHeadDim / 8) {
-            ptx::cp_async_16(QueryRows<Config>::advance_rows(q.address + place_, row),
-                             valid ? chunk_at(static_cast<const uint4*>(p_.q) + column_, offset) : p_.q,
-                             valid);
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks * kLanesPerRow; chunk += kLanesPerRow) {
+            const bool exists = valid && 8 * (column_ + chunk) < p_.head_dim;
+            if (kChunks > 1 || column_ < Config::kHeadDim / 8) {
+                const uint4* const first = static_cast<const uint4*>(p_.q) + (column_ + chunk);
+                ptx::cp_async_16(QueryRows<Config>::advance_rows(q.address + place_, row) + 16 * chunk,
+                                 exists ? chunk_at(first, offset) : p_.q, exists);
+            }
         }
     }
     // Lane l copies the slope and the softmax_phi of row l to shared memory, or the word of its tree mask,

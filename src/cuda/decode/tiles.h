@@ -34,7 +34,8 @@ constexpr DecodeTiles kDecodeTiles[] = {
     {128, 1, true},   //
     {128, 2, true},   //
     {192, 1, false},  //
-    {256, 1, true},
+    {256, 1, true},   //
+    {512, 1, false},
 };
 
 constexpr int decode_warps(int head_dim, int row_tiles) { return row_tiles == 1 && head_dim <= 128 ? 8 : 4; }
@@ -71,13 +72,17 @@ struct DecodeConfig {
     static constexpr int kPartialRow = kHeadDim + 2 * kWarps;
 };
 
-// The configuration of the stream-K kernel, with one CTA on each SM. With two tiles of rows a warp takes so
-// long that four of them do not draw an SM's share of the bandwidth.
+// With two tiles of rows a warp takes so long that four of them do not draw an SM's share of the bandwidth.
+// Of head dim 512, no more than two warps have room for a second block beside their queries and partial
+// results.
+constexpr int stream_k_warps(int head_dim, int row_tiles) {
+    return row_tiles == 2 ? 6 : head_dim > 256 ? 2 : decode_warps(head_dim, row_tiles);
+}
+
+// The configuration of the stream-K kernel, with one CTA on each SM.
 template <int kHeadDim, int kRowTiles, Codes kCodes>
-struct StreamKConfig
-    : DecodeConfig<kHeadDim, kRowTiles, kRowTiles == 2 ? 6 : decode_warps(kHeadDim, kRowTiles), kCodes> {
-    using Base =
-        DecodeConfig<kHeadDim, kRowTiles, kRowTiles == 2 ? 6 : decode_warps(kHeadDim, kRowTiles), kCodes>;
+struct StreamKConfig : DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim, kRowTiles), kCodes> {
+    using Base = DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim, kRowTiles), kCodes>;
     // Blocks that a warp has on their way: up to 144 KB an SM, which is three times what HBM's latency asks
     // for, and no more than fits beside the queries of as many items and a partial result.
     static constexpr int kWarpPartialBytes = Base::kRows * (Base::kWarpPartialRow + 2) * 4;
@@ -135,6 +140,9 @@ struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 using LongItems = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, kRowTiles), kCodes>;
 
+// As many CTAs on an SM as are wanted, where there is room for them.
+constexpr int fitting_ctas(int head_dim, int wanted) { return head_dim > 256 ? 1 : wanted; }
+
 // The warps for short items. Codes take more registers than eight warps of two CTAs have, and six have up to
 // 168.
 constexpr int short_items_warps(int head_dim, int row_tiles, Codes codes) {
@@ -142,13 +150,13 @@ constexpr int short_items_warps(int head_dim, int row_tiles, Codes codes) {
     return codes != Codes::none && warps == 8 && head_dim > 64 ? 6 : warps;
 }
 template <int kHeadDim, int kRowTiles, Codes kCodes>
-using ShortItems =
-    SplitKvConfig<kHeadDim, kRowTiles, 2, short_items_warps(kHeadDim, kRowTiles, kCodes), kCodes>;
+using ShortItems = SplitKvConfig<kHeadDim, kRowTiles, fitting_ctas(kHeadDim, 2),
+                                 short_items_warps(kHeadDim, kRowTiles, kCodes), kCodes>;
 
 // The configuration for many items with a CTA each: the CTAs are smaller, and as many share an SM as
 // registers allow, so that some read while others start or end. For codes, those of short items were as fast.
 constexpr int many_items_ctas(int head_dim, int row_tiles) {
-    return head_dim > 128 ? 2 : (row_tiles == 1 ? 4 : 3);
+    return head_dim > 128 ? fitting_ctas(head_dim, 2) : (row_tiles == 1 ? 4 : 3);
 }
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 using ManyItems =
@@ -172,7 +180,8 @@ using ByLength = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, 1)
 template <int kHeadDim, int kRowTiles, int kCtas, Codes kCodes>
 using FixedItems =
     std::conditional_t<kCodes == Codes::none,
-                       SplitKvConfig<kHeadDim, kRowTiles, kCtas, decode_warps(kHeadDim, kRowTiles), kCodes>,
-                       SplitKvConfig<kHeadDim, kRowTiles, 2, 4, kCodes>>;
+                       SplitKvConfig<kHeadDim, kRowTiles, fitting_ctas(kHeadDim, kCtas),
+                                     decode_warps(kHeadDim, kRowTiles), kCodes>,
+                       SplitKvConfig<kHeadDim, kRowTiles, fitting_ctas(kHeadDim, 2), 4, kCodes>>;
 
 }  // namespace octavo::cuda

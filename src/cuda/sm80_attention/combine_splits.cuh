@@ -38,13 +38,13 @@ __global__ void __launch_bounds__(kCombineThreads)
     float factor = p.out_scale;
     if (p.sinks) factor *= state.add_sink(p.sinks[head] * kLog2e);
     const float scale = state.inverse_sum() * factor;
-    for (int32_t column = lane; column < p.head_dim; column += 32) {
+    for (int32_t column = lane; column < p.head_dim_v; column += 32) {
         float sum = 0.0f;
         for (int32_t split = 0; split < plan.num_splits; ++split) {
             const int64_t partial_row = split * num_rows + row;
             const float lse_log2 = plan.partial_lse[partial_row] * kLog2e;
             if (lse_log2 == -INFINITY) continue;
-            sum += exp2f(lse_log2 - max) * plan.partial_out[partial_row * p.head_dim + column];
+            sum += exp2f(lse_log2 - max) * plan.partial_out[partial_row * p.head_dim_v + column];
         }
         out[column] = from_float<T>(sum * scale);
     }

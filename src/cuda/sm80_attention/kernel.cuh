@@ -3,13 +3,14 @@
 // FlashAttention-2's partition (Dao 2023): a CTA owns one tile of rows of one KV head and one run of its
 // keys. A row is one query token of one query head; the rows of a tile run over the heads of the group first,
 // so that every group ratio fills the tile and shares each tile of K and V. Warps own rows of their own and
-// never exchange a score. K and V arrive a whole tile ahead; where there is no room for that, V during Q K^T
-// and the next K during softmax and P V.
+// never exchange a score, but for head dims above 256, where two warps share their rows. K and V arrive a
+// whole tile ahead; where there is no room for that, V during Q K^T and the next K during softmax and P V.
 //
 // grid: x row tiles over the batch, y KV heads, z splits of the keys. With more than one split, partial
 // results go to the workspace and combine_splits_kernel merges them.
 #pragma once
 
+#include "cuda/ptx/warpgroup.h"
 #include "cuda/sm80_attention/find_row_tile.cuh"
 #include "cuda/sm80_attention/key_rows.cuh"
 #include "cuda/sm80_attention/mask_rows.cuh"
@@ -24,6 +25,40 @@
 
 namespace octavo::cuda {
 
+// What a lane has of the scores, for the lane of the warp that shares its rows. With one stage it lies where
+// the keys were, which by then every warp is done with.
+template <class Config, bool kUsed = (Config::kColumnWarps > 1 && Config::kStages > 1)>
+struct SharedScores {};
+template <class Config>
+struct SharedScores<Config, true> {
+    alignas(16) float4 of_lane[Config::kWarps][Config::kRowTiles * Config::kKeys / 8][32];
+};
+
+// Adds up the scores of the two warps that share rows. Both get the same sums.
+template <class Config>
+__device__ __forceinline__ void add_scores(float (&scores)[Config::kRowTiles][Config::kKeys / 8][4],
+                                           float4 (*of_lane)[Config::kRowTiles * Config::kKeys / 8][32],
+                                           int warp) {
+    static_assert(Config::kColumnWarps == 2);
+    constexpr int kGroups = Config::kKeys / 8;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < Config::kRowTiles * kGroups; ++i) {
+        const float (&own)[4] = scores[i / kGroups][i % kGroups];
+        of_lane[warp][i][lane] = make_float4(own[0], own[1], own[2], own[3]);
+    }
+    ptx::named_barrier_sync(1 + warp / 2, 64);
+#pragma unroll
+    for (int i = 0; i < Config::kRowTiles * kGroups; ++i) {
+        const float4 other = of_lane[warp ^ 1][i][lane];
+        float (&own)[4] = scores[i / kGroups][i % kGroups];
+        own[0] += other.x;
+        own[1] += other.y;
+        own[2] += other.z;
+        own[3] += other.w;
+    }
+}
+
 template <class T, class Config>
 struct Sm80Shared {
     alignas(16) T q[Config::kRows * Config::kRowStride];  // at the end each warp's result, in its own rows
@@ -31,14 +66,16 @@ struct Sm80Shared {
     alignas(16) T v[Config::kStages][Config::kKeys * Config::kRowStride];
     TileRow rows[Config::kRows];
     int32_t pages[Config::kKeys];
+    SharedScores<Config> scores;
 };
 
-// Writes the result of one warp's rows, or of this split. `q_rows` is room for them in shared memory.
+// Writes the result of one warp's rows and columns, or of this split. `q_rows` is room for them in shared
+// memory.
 template <class T, class Config>
 __device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80Launch& plan,
                                            const SequenceSlice& seq, int32_t batch, int32_t split,
-                                           const TileRow* rows, int32_t num_rows, T* q_rows,
-                                           const float (&out)[Config::kRowTiles][Config::kHeadDim / 8][4],
+                                           const TileRow* rows, int32_t num_rows, T* q_rows, int first_column,
+                                           const float (&out)[Config::kRowTiles][Config::kWarpColumns / 8][4],
                                            const RowSoftmax<Config::kRowTiles>& softmax) {
     const int lane = threadIdx.x % 32;
     const bool partial = plan.num_splits > 1;
@@ -57,32 +94,33 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80L
         if (!partial) {
             T* const target = q_rows + row_index * Config::kRowStride + 2 * (lane % 4);
 #pragma unroll
-            for (int i = 0; i < Config::kHeadDim / 8; ++i)
+            for (int i = 0; i < Config::kWarpColumns / 8; ++i)
                 *reinterpret_cast<uint32_t*>(target + 8 * i) = pack<T>(pair(i).x, pair(i).y);
         }
         if (row_index >= num_rows) return;
         if (partial) {
             const int64_t index = (split * p.total_q + first_token + row.token) * p.num_q_heads + row.head;
-            float* const target = plan.partial_out + index * p.head_dim + 2 * (lane % 4);
+            float* const target = plan.partial_out + index * p.head_dim_v + first_column + 2 * (lane % 4);
 #pragma unroll
-            for (int i = 0; i < Config::kHeadDim / 8; ++i)
-                if (8 * i < p.head_dim) *reinterpret_cast<float2*>(target + 8 * i) = pair(i);
-            if (lane % 4 == 0) plan.partial_lse[index] = state.lse();
-        } else if (p.lse && lane % 4 == 0) {
+            for (int i = 0; i < Config::kWarpColumns / 8; ++i)
+                if (first_column + 8 * i < p.head_dim_v) *reinterpret_cast<float2*>(target + 8 * i) = pair(i);
+            if (lane % 4 == 0 && first_column == 0) plan.partial_lse[index] = state.lse();
+        } else if (p.lse && lane % 4 == 0 && first_column == 0) {
             p.lse[seq.lse_begin + row.token * p.lse_token_stride + row.head * p.lse_head_stride] =
                 state.lse();
         }
     });
     if (partial) return;
     __syncwarp();
+    const int32_t num_columns = min(p.head_dim_v - first_column, Config::kWarpColumns);
     const int chunk = plan.out_aligned ? 16 / sizeof(T) : 1;
     const int lanes = plan.out_aligned ? Config::kLanesPerRow : 32;
     for (int i = lane / lanes; i < num_rows; i += 32 / lanes) {
         const TileRow row = rows[i];
         T* const target = static_cast<T*>(p.out) + seq.out_begin + row.token * p.out_token_stride +
-                          row.head * p.out_head_stride;
+                          row.head * p.out_head_stride + first_column;
         const T* const source = q_rows + i * Config::kRowStride;
-        for (int column = lane % lanes * chunk; column < p.head_dim; column += lanes * chunk) {
+        for (int column = lane % lanes * chunk; column < num_columns; column += lanes * chunk) {
             if (plan.out_aligned) {
                 *reinterpret_cast<uint4*>(target + column) = *reinterpret_cast<const uint4*>(source + column);
             } else {
@@ -160,10 +198,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const auto v = value_array<T, kFeature>(p, plan, seq, kv_head);
     KeyRows<T, Config> keys(
         tiles, p.paged() ? p.page_table.from(row_tile.batch * p.page_table_stride) : IndexArray{},
-        plan.page_size, shared.pages, q, p.head_dim);
+        plan.page_size, shared.pages, q);
 
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows it to be the same
-    const int warp_row = warp * Config::kWarpRows;           // the warp's first
+    const int warp_row = warp / Config::kColumnWarps * Config::kWarpRows;  // the warp's first
+    const int first_column = warp % Config::kColumnWarps * Config::kWarpColumns;
     const int num_warp_rows = min(num_rows - warp_row, Config::kWarpRows);
     const TileRow* const rows = shared.rows + warp_row;
     const WarpView view(seq.see, num_warp_rows > 0, seq.q_pos(token_of(warp_row)),
@@ -175,9 +214,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     // then taken before scaling, so the scale has to be positive.
     const bool plain = !transform.has_softcap && !has_alibi && transform.inner > 0.0f;
     RowSoftmax<Config::kRowTiles> softmax(plain ? transform.inner : 1.0f);
-    float out[Config::kRowTiles][Config::kHeadDim / 8][4] = {};
-    uint32_t q_address = rows_address<Config>(shared.q + warp_row * Config::kRowStride);
-    uint32_t k_address = columns_address<Config>(shared.k[0]), v_address = rows_address<Config>(shared.v[0]);
+    float out[Config::kRowTiles][Config::kWarpColumns / 8][4] = {};
+    uint32_t q_address = rows_address<Config>(shared.q + warp_row * Config::kRowStride + first_column);
+    uint32_t k_address = columns_address<Config>(shared.k[0] + first_column);
+    uint32_t v_address = rows_address<Config>(shared.v[0] + first_column);
     uint32_t k_place = keys.place(shared.k[0]), v_place = keys.place(shared.v[0]);
     pin_in_register(q_address);
     pin_in_register(k_address);
@@ -198,7 +238,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             ptx::cp_async_wait<0>();
             __syncwarp();
         }
-        keys.copy(first_tile, k_place, k);
+        keys.copy(first_tile, k_place, k, p.head_dim);
         using Copy = TileCopy<T, Config, Config::kRows>;
         const T* source[Copy::kCount];
         uint32_t valid = 0;
@@ -217,7 +257,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             ptx::shared_address(shared.q + Copy::row() * Config::kRowStride + Copy::column()), source, valid,
             Copy::column(), p.head_dim, plan.q_aligned);
         if constexpr (kDouble) {
-            keys.copy(first_tile, v_place, v);
+            keys.copy(first_tile, v_place, v, p.head_dim_v);
             const int32_t next = kept_from(first_tile + 1);
             if (next < tile_end) keys.find(next);
         }
@@ -241,13 +281,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         __syncthreads();  // k has arrived; every warp is done with the last v
         if constexpr (kDouble) {
             if (more) {
-                keys.copy(next, k_place + (kStageBytes - stage), k);
-                keys.copy(next, v_place + (kStageBytes - stage), v);
+                keys.copy(next, k_place + (kStageBytes - stage), k, p.head_dim);
+                keys.copy(next, v_place + (kStageBytes - stage), v, p.head_dim_v);
                 const int32_t behind = kept_from(next + 1);
                 if (behind < tile_end) keys.find(behind);
             }
         } else {
-            keys.copy(tile, v_place, v);
+            keys.copy(tile, v_place, v, p.head_dim_v);
             if (more) keys.find(next);
         }
         ptx::cp_async_commit();
@@ -275,10 +315,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
         float scores[Config::kRowTiles][kKeys / 8][4];
         if (seen) multiply_q_k<T, Config>(scores, q_address, k_address + stage);
+        if constexpr (kDouble && Config::kColumnWarps > 1) {
+            if (seen) add_scores<Config>(scores, shared.scores.of_lane, warp);
+        }
         if constexpr (!kDouble) {
             ptx::cp_async_wait<0>();
             __syncthreads();  // v has arrived; every warp is done with k
-            if (more) keys.copy(next, k_place, k);
+            if constexpr (Config::kColumnWarps > 1) {
+                using Scores = SharedScores<Config, true>;
+                static_assert(sizeof(Scores) <= sizeof(shared.k));
+                if (seen) add_scores<Config>(scores, reinterpret_cast<Scores*>(shared.k[0])->of_lane, warp);
+                __syncthreads();  // for the next k
+            }
+            if (more) keys.copy(next, k_place, k, p.head_dim);
             ptx::cp_async_commit();
         }
         if (!seen) continue;
@@ -308,7 +357,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
     }
     store_rows<T, Config>(p, plan, seq, row_tile.batch, split, rows, num_warp_rows,
-                          shared.q + warp_row * Config::kRowStride, out, softmax);
+                          shared.q + warp_row * Config::kRowStride + first_column, first_column, out,
+                          softmax);
 }
 
 }  // namespace octavo::cuda

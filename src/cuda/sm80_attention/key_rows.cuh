@@ -27,12 +27,11 @@ class KeyRows {
     // `pages` is the sequence's row of the page table, or null; `found` is room for a tile's in shared
     // memory, where each warp keeps those of the rows that it copies; `mapped` is any mapped address.
     __device__ KeyRows(const KeyTiles& tiles, const IndexArray& pages, FastDivide page_size, int32_t* found,
-                       const T* mapped, int32_t head_dim)
+                       const T* mapped)
         : tiles_(tiles),
           pages_(pages),
           page_size_(page_size),
           mapped_(mapped),
-          head_dim_(head_dim),
           row_(Copy::row()),
           column_(Copy::column()),
           found_(found + row_) {
@@ -55,7 +54,8 @@ class KeyRows {
     }
 
     // Copies the tile that was found last. `target` is where the lane's part begins.
-    __device__ __forceinline__ void copy(int32_t tile, uint32_t target, const KeyArray<T>& array) const {
+    __device__ __forceinline__ void copy(int32_t tile, uint32_t target, const KeyArray<T>& array,
+                                         int32_t head_dim) const {
         const int32_t first_key = tiles_.start(tile), end = first_key + Config::kKeys;
         const T* source[Copy::kCount];
         if (pages_) {
@@ -74,7 +74,7 @@ class KeyRows {
                 source[i] = row + lane;
         }
         if ((end <= tiles_.prefix_end) | ((first_key >= tiles_.window_begin) & (end <= tiles_.window_end))) {
-            Copy::template run<true>(target, source, 0, column_, head_dim_, array.aligned);
+            Copy::template run<true>(target, source, 0, column_, head_dim, array.aligned);
             return;
         }
         uint32_t valid = 0;
@@ -84,18 +84,19 @@ class KeyRows {
             valid |= needed << i;
             source[i] = needed ? source[i] : mapped_;
         }
-        Copy::template run<false>(target, source, valid, column_, head_dim_, array.aligned);
+        Copy::template run<false>(target, source, valid, column_, head_dim, array.aligned);
     }
 
     // The same for codes, which become numbers on the way. They have arrived when this thread goes on.
-    __device__ __forceinline__ void copy(int32_t tile, uint32_t target, const CodeArray& array) const {
+    __device__ __forceinline__ void copy(int32_t tile, uint32_t target, const CodeArray& array,
+                                         int32_t head_dim) const {
 #pragma unroll 1
         for (int i = 0; i < Copy::kCount; ++i) {
             const int32_t key = tiles_.start(tile) + row_ + i * Copy::kRowsAtOnce;
             const bool needed = tiles_.needed(key);
             CodeArray::Row row{};
             if (needed) row = array.row(found_[i * Copy::kRowsAtOnce], page_size_.remainder(key));
-            for (int begin = 0; begin + column_ < head_dim_; begin += Copy::kStep) {
+            for (int begin = 0; begin + column_ < head_dim; begin += Copy::kStep) {
                 const uint4 numbers = needed ? array.load<T>(row, begin + column_) : make_uint4(0, 0, 0, 0);
                 const uint32_t place =
                     target + sizeof(T) * (i * Copy::kRowsAtOnce * Config::kRowStride + begin);
@@ -116,7 +117,6 @@ class KeyRows {
     const IndexArray pages_;
     const FastDivide page_size_;
     const T* const mapped_;
-    const int32_t head_dim_;
     int32_t row_, column_;
     int32_t* const found_;
 };

@@ -25,8 +25,10 @@ void launch_sm80_attention(const AttentionParams& params, const Sm80Plan& plan, 
     auto run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::none>;
     if (plan.feature == Sm80Feature::dropout)
         run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::dropout>;
-    if (plan.feature == Sm80Feature::codes)
-        run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::codes>;
+    if constexpr (kHeadDim <= kMaxCudaCodeHeadDim) {
+        if (plan.feature == Sm80Feature::codes)
+            run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::codes>;
+    }
     if (plan.feature == Sm80Feature::blocks)
         run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::blocks>;
     run(params, plan, arguments, stream);

@@ -13,7 +13,7 @@ struct Sm80Launch {
     int32_t num_splits;
     FastDivide group_size, page_size;
     FastDivide sequence_tiles;  // row tiles of one sequence, unless the queries are packed
-    // Partial results of each split, when there are several: [num_splits, total_q * num_q_heads, head_dim]
+    // Partial results of each split, when there are several: [num_splits, total_q * num_q_heads, head_dim_v]
     // and [num_splits, total_q * num_q_heads].
     float* partial_out;
     float* partial_lse;

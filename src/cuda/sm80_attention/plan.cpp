@@ -11,13 +11,13 @@ namespace {
 
 static_assert(std::rbegin(kSm80Tiles)->head_dim == kMaxHeadDim, "every head dim needs a row");
 
-// The row for the smallest head dim that holds the problem's (the columns between are zeros in shared
-// memory), with the most stages that there is room for.
+// The row for the smallest head dim that holds the problem's, of keys and of values, with the most stages
+// that there is room for. The columns between are zeros in shared memory, or unused.
 int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm80Tiles)); ++row) {
         const Sm80Tiles& tiles = kSm80Tiles[row];
-        if (tiles.head_dim < p.head_dim) continue;
+        if (tiles.head_dim < std::max(p.head_dim, p.head_dim_v)) continue;
         if (best >= 0 && tiles.head_dim != kSm80Tiles[best].head_dim) break;
         if (best < 0 || gpu.shared_bytes_per_block >= static_cast<int64_t>(sm80_shared_bytes(tiles.stages)))
             best = row;
@@ -73,7 +73,7 @@ Sm80Plan plan_sm80_attention(const AttentionParams& p, const Gpu& gpu) {
     if (is_code(p.k_dtype)) plan.feature = Sm80Feature::codes;
     if (p.block_mask) plan.feature = Sm80Feature::blocks;
     plan.num_sequences = p.batch;
-    plan.head_dim = p.head_dim;
+    plan.head_dim_v = p.head_dim_v;
     plan.num_kv_heads = p.num_kv_heads;
     const int32_t rows = plan.tiles().rows();
     const int64_t num_row_tiles = bound_row_tiles(p, rows);

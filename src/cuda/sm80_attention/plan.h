@@ -17,7 +17,7 @@ struct Sm80Plan {
     Sm80Feature feature;
     DType k_dtype, v_dtype;  // that pages hold: dtype, or codes
     int32_t num_sequences;
-    int32_t head_dim, num_kv_heads;
+    int32_t head_dim_v, num_kv_heads;
     int32_t num_row_tiles;     // over the batch; a bound when the queries are packed
     int32_t num_splits;        // of the keys of every row
     int64_t num_partial_rows;  // [num_splits, total_q, num_q_heads]; 0 without splits
@@ -26,7 +26,7 @@ struct Sm80Plan {
     const Sm80Tiles& tiles() const { return kSm80Tiles[row]; }
     Grid grid() const { return {num_row_tiles, num_kv_heads, num_splits}; }
     int32_t threads() const { return 32 * tiles().warps; }
-    int64_t workspace_bytes() const { return num_partial_rows * (head_dim + 1) * int64_t{sizeof(float)}; }
+    int64_t workspace_bytes() const { return num_partial_rows * (head_dim_v + 1) * int64_t{sizeof(float)}; }
 };
 
 // Serves every problem that has a query; other kernels are faster where they serve. Throws ValueError where

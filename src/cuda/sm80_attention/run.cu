@@ -42,7 +42,7 @@ void run(const AttentionParams& p, const Sm80Plan& plan, cudaStream_t stream) {
     arguments.out_aligned = plan.out_aligned;
     const Workspace workspace(p.device.index, plan.workspace_bytes(), stream);
     arguments.partial_out = workspace.floats();
-    arguments.partial_lse = arguments.partial_out + plan.num_partial_rows * p.head_dim;
+    arguments.partial_lse = arguments.partial_out + plan.num_partial_rows * p.head_dim_v;
     const auto& launches = plan.dtype == DType::float16 ? kLaunchFloat16 : kLaunchBfloat16;
     launches[plan.row](p, plan, arguments, stream);
 }

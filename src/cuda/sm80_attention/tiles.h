@@ -16,19 +16,24 @@ struct Sm80Tiles {
     int row_tiles;    // of 16 rows, that a warp owns: each fragment of K and V is read once for all of them
     int keys;         // of one tile
     int ctas_per_sm;  // that the registers are to suffice for
+    // Warps that share their rows. Each has a part of the columns: of the products of queries and keys it
+    // adds up that part, and the others' join it through shared memory; of the result it computes that part.
+    int column_warps;
 
-    constexpr int rows() const { return 16 * row_tiles * warps; }
+    constexpr int rows() const { return 16 * row_tiles * warps / column_warps; }
 };
 
 constexpr Sm80Tiles kSm80Tiles[] = {
-    {64, 1, 4, 2, 64, 3},   //
-    {64, 2, 4, 2, 64, 3},   //
-    {96, 1, 4, 2, 64, 2},   //
-    {96, 2, 4, 2, 64, 2},   //
-    {128, 1, 4, 2, 64, 2},  //
-    {128, 2, 4, 2, 64, 2},  //
-    {256, 1, 4, 1, 32, 2},  //
-    {256, 2, 8, 1, 64, 1},
+    {64, 1, 4, 2, 64, 3, 1},   //
+    {64, 2, 4, 2, 64, 3, 1},   //
+    {96, 1, 4, 2, 64, 2, 1},   //
+    {96, 2, 4, 2, 64, 2, 1},   //
+    {128, 1, 4, 2, 64, 2, 1},  //
+    {128, 2, 4, 2, 64, 2, 1},  //
+    {256, 1, 4, 1, 32, 2, 1},  //
+    {256, 2, 8, 1, 64, 1, 1},  //
+    {512, 1, 8, 1, 16, 1, 2},  //
+    {512, 2, 8, 1, 32, 1, 2},
 };
 
 // What an instance computes beside plain attention: dropout, over a cache of codes, or with a block mask, and
@@ -43,7 +48,7 @@ constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
 }
 
 // The shared memory that a block may take. Every GPU from sm_80 up has 99 KB, Hopper 227.
-constexpr size_t sm80_shared_bytes(int stages) { return (stages == 1 ? 99 : 201) << 10; }
+constexpr size_t sm80_shared_bytes(int stages) { return (stages == 1 ? 99 : 227) << 10; }
 
 template <int kHeadDim_, int kStages_>
 struct Sm80Config {
@@ -55,13 +60,18 @@ struct Sm80Config {
     static constexpr int kRowTiles = kTiles.row_tiles;
     static constexpr int kKeys = kTiles.keys;
     static constexpr int kCtasPerSm = kTiles.ctas_per_sm;
+    static constexpr int kColumnWarps = kTiles.column_warps;
+    static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles;  // a row: one query token of one query head
     static constexpr int kRows = kTiles.rows();
     // A row in shared memory is 16 bytes longer than its data: eight rows of one 16-byte column then lie in
     // different banks, as with a swizzle, but every address of a fragment is one register and a constant.
     static constexpr int kRowStride = kHeadDim + 8;
-    static constexpr int kLanesPerRow = kHeadDim % 64 == 0 ? 8 : 4;  // that copy one row together
+    static constexpr int kLanesPerRow =  // that copy one row together
+        kHeadDim == 512      ? 16
+        : kHeadDim % 64 == 0 ? 8
+                             : 4;
 };
 
 }  // namespace octavo::cuda

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             shared.dout[stage],
             RowArray<T>{static_cast<const T*>(p.dout) + dout_begin + head * p.dout_strides.head,
                         p.dout_strides.token, plan.dout_aligned},
-            first, p.head_dim, is_read);
+            first, p.head_dim_v, is_read);
         const auto* const from =
             reinterpret_cast<const float*>(plan.statistics + head * p.total_q + first_q_row + first);
         for (int i = threadIdx.x; i < 2 * kQueries; i += Config::kThreads) {
@@ -88,9 +88,11 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     if (first_step < num_steps) {
         if (p.head_dim < Config::kHeadDim) {
             zero_columns<Config, Config::kRows>(shared.k, p.head_dim);
-            zero_columns<Config, Config::kRows>(shared.v, p.head_dim);
             zero_columns<Config, Config::kStages * kQueries>(shared.q[0], p.head_dim);
-            zero_columns<Config, Config::kStages * kQueries>(shared.dout[0], p.head_dim);
+        }
+        if (p.head_dim_v < Config::kHeadDim) {
+            zero_columns<Config, Config::kRows>(shared.v, p.head_dim_v);
+            zero_columns<Config, Config::kStages * kQueries>(shared.dout[0], p.head_dim_v);
         }
         auto is_read = [&](int32_t row) { return row < seq.see.seqlen_k; };
         load_tile<T, Config, Config::kRows>(
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             shared.v,
             RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
                         p.v_token_stride, plan.v_aligned},
-            first_key, p.head_dim, is_read);
+            first_key, p.head_dim_v, is_read);
         load_step(first_step, 0);
         ptx::cp_async_commit();
     }
@@ -179,11 +181,12 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
                first_dim;
     };
     const int32_t num_dims = min(p.head_dim - first_dim, kDims);
+    const int32_t num_dims_v = min(p.head_dim_v - first_dim, kDims);
     T* const rows = shared.k + warp_row * Config::kRowStride;
     store_gradients<T, Config, kDims>(dk, p.softmax_scale, rows, target(p.dk, p.dk_strides),
                                       p.dk_strides.token, plan.dk_aligned, warp_keys, num_dims);
     store_gradients<T, Config, kDims>(dv, p.out_scale, rows, target(p.dv, p.dv_strides), p.dv_strides.token,
-                                      plan.dv_aligned, warp_keys, num_dims);
+                                      plan.dv_aligned, warp_keys, num_dims_v);
 }
 
 }  // namespace octavo::cuda

@@ -11,19 +11,21 @@
 namespace octavo::cuda {
 namespace {
 
-static_assert(std::rbegin(kSm80BackwardTiles)->head_dim == kMaxHeadDim, "every head dim needs a row");
+static_assert(std::rbegin(kSm80BackwardTiles)->head_dim == kMaxCudaGradientHeadDim,
+              "every head dim needs a row");
 
 int64_t shared_bytes(const Sm80BackwardTiles& tiles) {
     return static_cast<int64_t>(std::max(sm80_backward_shared_bytes(tiles.head_dim, tiles.keys),
                                          sm80_backward_shared_bytes(tiles.head_dim, tiles.queries)));
 }
 
-// The last row that there is room for, of those for the smallest head dim that holds the problem's.
+// The last row that there is room for, of those for the smallest head dim that holds the problem's, of keys
+// and of values.
 int32_t choose_tiles(const AttentionBackwardParams& p, const Gpu& gpu) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm80BackwardTiles)); ++row) {
         const Sm80BackwardTiles& tiles = kSm80BackwardTiles[row];
-        if (tiles.head_dim < p.head_dim) continue;
+        if (tiles.head_dim < std::max(p.head_dim, p.head_dim_v)) continue;
         if (best >= 0 && tiles.head_dim != kSm80BackwardTiles[best].head_dim) break;
         if (best < 0 || gpu.shared_bytes_per_block >= shared_bytes(tiles)) best = row;
     }

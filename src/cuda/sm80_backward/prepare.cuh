@@ -45,7 +45,8 @@ __global__ void query_statistics_kernel(const __grid_constant__ AttentionBackwar
     const T* const dout = static_cast<const T*>(p.dout) +
                           offset(p.dout_strides.batch, p.dout_strides.token, p.dout_strides.head);
     float delta = 0.0f;
-    for (int32_t d = threadIdx.x % 32; d < p.head_dim; d += 32) delta += to_float(out[d]) * to_float(dout[d]);
+    for (int32_t d = threadIdx.x % 32; d < p.head_dim_v; d += 32)
+        delta += to_float(out[d]) * to_float(dout[d]);
     delta = warp_sum(delta);
     if (threadIdx.x % 32 != 0) return;
     const float lse = p.lse[offset(p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride)];

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             shared.v[stage],
             RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
                         p.v_token_stride, plan.v_aligned},
-            first, p.head_dim, is_read);
+            first, p.head_dim_v, is_read);
     };
 
     float dq[Config::kRowTiles][Config::kHeadDim / 8][4] = {};
@@ -85,9 +85,11 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     if (first_tile < tiles.count) {
         if (p.head_dim < Config::kHeadDim) {
             zero_columns<Config, Config::kRows>(shared.q, p.head_dim);
-            zero_columns<Config, Config::kRows>(shared.dout, p.head_dim);
             zero_columns<Config, Config::kStages * kKeys>(shared.k[0], p.head_dim);
-            zero_columns<Config, Config::kStages * kKeys>(shared.v[0], p.head_dim);
+        }
+        if (p.head_dim_v < Config::kHeadDim) {
+            zero_columns<Config, Config::kRows>(shared.dout, p.head_dim_v);
+            zero_columns<Config, Config::kStages * kKeys>(shared.v[0], p.head_dim_v);
         }
         auto is_read = [&](int32_t row) { return row < seq.seqlen_q; };
         load_tile<T, Config, Config::kRows>(
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             shared.dout,
             RowArray<T>{static_cast<const T*>(p.dout) + dout_begin + head * p.dout_strides.head,
                         p.dout_strides.token, plan.dout_aligned},
-            first_query, p.head_dim, is_read);
+            first_query, p.head_dim_v, is_read);
         load_keys(first_tile, 0);
         ptx::cp_async_commit();
     }

@@ -19,7 +19,7 @@ namespace octavo::cuda {
 // One of the two kernels at a head dim, as tile/load.cuh and tile/multiply.cuh want it.
 template <int kHeadDim_, int kWarps_, int kRowTiles_, int kColumns_, int kStages_>
 struct BackwardConfig {
-    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDim = kHeadDim_, kWarpColumns = kHeadDim;
     static constexpr int kWarps = kWarps_;
     static constexpr int kRowTiles = kRowTiles_;
     static constexpr int kKeys = kColumns_;  // columns, whatever they are

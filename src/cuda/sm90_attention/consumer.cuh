@@ -168,11 +168,11 @@ class Sm90Consumer {
   private:
     static constexpr int kScores = Config::kKeys / 2;
     static constexpr int kWeights = Config::kKeys / 4;  // registers, two weights each
-    static constexpr int kOut = Config::kHeadDim / 2;
+    static constexpr int kOut = Config::kValueDim / 2;
     using Rows = Sm90Rows<Config::kAlibi>;
     using Number = typename ProductType<T>::Type;
     using ProductQK = ptx::Wgmma<Number, Config::kKeys>;
-    using ProductPV = ptx::Wgmma<Number, Config::kHeadDim>;
+    using ProductPV = ptx::Wgmma<Number, Config::kValueDim>;
 
     // The warpgroups together work through a row tile of few rows.
     __device__ __forceinline__ void work_through_few_rows(const Sm90Work& work,
@@ -414,7 +414,7 @@ class Sm90Consumer {
         ptx::named_barrier_sync(1 + Config::kConsumers + group_, 128);
         unsigned char* const slot = shared_.q[q_ring_.slot][group_];
 #pragma unroll
-        for (int i = 0; i < Config::kHeadDim / 16; ++i) {
+        for (int i = 0; i < Config::kValueDim / 16; ++i) {
             auto pair = [&](int j) {
                 return pack_output<T>(p_.dtype, out[8 * i + j] * out_scale[j / 2 % 2],
                                       out[8 * i + j + 1] * out_scale[j / 2 % 2]);

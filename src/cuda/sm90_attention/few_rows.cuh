@@ -103,13 +103,13 @@ class PrefillFewRows {
         });
 
         // Where the queries were, of all warpgroups: [warp][column][row].
-        static_assert(kWarps * Config::kHeadDim * 8 * sizeof(float) <=
+        static_assert(kWarps * Config::kValueDim * 8 * sizeof(float) <=
                       Config::kConsumers * Config::kQTileBytes);
         auto* const parts = reinterpret_cast<float*>(shared_.q[q_slot_]);
         auto place = [](int warp, int column, int row) {
-            return (warp * Config::kHeadDim + column) * 8 + row;
+            return (warp * Config::kValueDim + column) * 8 + row;
         };
-        constexpr int kPairs = 8 * Config::kHeadDim / 2, kEach = (kPairs + 32 * kWarps - 1) / (32 * kWarps);
+        constexpr int kPairs = 8 * Config::kValueDim / 2, kEach = (kPairs + 32 * kWarps - 1) / (32 * kWarps);
         uint32_t results[kRowTiles][kEach];  // a row's values of two columns
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
@@ -156,7 +156,7 @@ class PrefillFewRows {
 
   private:
     using Number = typename ProductType<T>::Type;
-    static constexpr int kDimTiles = Config::kHeadDim / 16;
+    static constexpr int kDimTiles = Config::kValueDim / 16;
     using Softmax = TransposedSoftmax<kRowTiles, kDimTiles>;
     static constexpr int kWarps = 4 * Config::kConsumers;
     static constexpr int kBlockKeys = 16;
@@ -165,7 +165,7 @@ class PrefillFewRows {
     static_assert(!Config::kAlibi && !Config::kDropout);
     static_assert(kBlocks * kBlockKeys == Config::kKeys && kBlocks <= kWarps);
     static constexpr bool kKeepQueries = kRowTiles * Config::kHeadDim <= 256;  // in registers
-    static constexpr int kQueries = kKeepQueries ? kDimTiles / 2 : 1;
+    static constexpr int kQueries = kKeepQueries ? Config::kHeadDim / 32 : 1;
 
     __device__ int lane() const { return thread_ % 32; }
     __device__ static void barrier() { ptx::named_barrier_sync(2 * Config::kConsumers + 1, 32 * kWarps); }
@@ -200,7 +200,7 @@ class PrefillFewRows {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-            for (int i = 0; i < kDimTiles / 2; ++i) load_queries(queries_[r][i], r, 32 * i);
+            for (int i = 0; i < kQueries; ++i) load_queries(queries_[r][i], r, 32 * i);
         }
     }
 

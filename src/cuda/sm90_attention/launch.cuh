@@ -23,37 +23,47 @@ void launch_sm90_kernel(const AttentionParams& params, const Sm90Plan& plan, con
                                                    arguments);
 }
 
-template <class T, int kHeadDim, int kWarpgroups, int kCtas>
+template <class T, int kHeadDim, int kValueDim, int kWarpgroups, int kCtas>
 void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, const Sm90Launch& arguments,
                            cudaStream_t stream) {
-    auto run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::none>>;
+    auto run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::none>>;
     if constexpr (has_few_rows(kWarpgroups, kCtas)) {
         if (plan.feature == Sm90Feature::few_rows)
-            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::few_rows>>;
+            run = launch_sm90_kernel<
+                T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::few_rows>>;
     }
-    if constexpr (has_splits(kCtas)) {
+    if constexpr (has_splits(kHeadDim, kValueDim, kCtas)) {
         if (plan.feature == Sm90Feature::splits)
-            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::splits>>;
+            run =
+                launch_sm90_kernel<T,
+                                   Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::splits>>;
     }
-    if constexpr (has_tree(kHeadDim, kWarpgroups, kCtas)) {
+    if constexpr (has_tree(kHeadDim, kValueDim, kWarpgroups, kCtas)) {
         if (plan.feature == Sm90Feature::tree)
-            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::tree>>;
+            run =
+                launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::tree>>;
     }
     if constexpr (has_beside(kHeadDim, kWarpgroups, kCtas)) {
         if (plan.feature == Sm90Feature::beside)
-            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::beside>>;
+            run =
+                launch_sm90_kernel<T,
+                                   Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::beside>>;
     }
     if constexpr (has_blocks(kHeadDim, kWarpgroups, kCtas)) {
         constexpr int kBlockWarpgroups = sm90_block_tiles(kHeadDim, 128).warpgroups;
         if (plan.feature == Sm90Feature::blocks)
-            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kBlockWarpgroups, 1, Sm90Feature::blocks>>;
+            run =
+                launch_sm90_kernel<T,
+                                   Sm90Config<kHeadDim, kHeadDim, kBlockWarpgroups, 1, Sm90Feature::blocks>>;
         if (plan.feature == Sm90Feature::small_blocks)
-            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kBlockWarpgroups, 1, Sm90Feature::small_blocks>>;
+            run = launch_sm90_kernel<
+                T, Sm90Config<kHeadDim, kHeadDim, kBlockWarpgroups, 1, Sm90Feature::small_blocks>>;
     }
     if (plan.feature == Sm90Feature::alibi)
-        run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::alibi>>;
+        run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::alibi>>;
     if (plan.feature == Sm90Feature::dropout)
-        run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kWarpgroups, kCtas, Sm90Feature::dropout>>;
+        run =
+            launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::dropout>>;
     run(params, plan, arguments, stream);
 }
 
@@ -63,15 +73,17 @@ void launch_sm90_attention_codes(const AttentionParams& params, const Sm90Plan& 
                                  const Sm90Launch& arguments, cudaStream_t stream) {
     constexpr int kWarpgroups = sm90_code_tiles(kHeadDim).warpgroups;
     auto run =
-        launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::few_rows, kCache>>;
+        launch_sm90_kernel<AnyFloat16,
+                           Sm90Config<kHeadDim, kHeadDim, kWarpgroups, 1, Sm90Feature::few_rows, kCache>>;
     if (plan.feature == Sm90Feature::splits)
-        run =
-            launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::splits, kCache>>;
+        run = launch_sm90_kernel<AnyFloat16,
+                                 Sm90Config<kHeadDim, kHeadDim, kWarpgroups, 1, Sm90Feature::splits, kCache>>;
     if (plan.feature == Sm90Feature::tree)
-        run = launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::tree, kCache>>;
+        run = launch_sm90_kernel<AnyFloat16,
+                                 Sm90Config<kHeadDim, kHeadDim, kWarpgroups, 1, Sm90Feature::tree, kCache>>;
     if (plan.feature == Sm90Feature::alibi)
-        run =
-            launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kWarpgroups, 1, Sm90Feature::alibi, kCache>>;
+        run = launch_sm90_kernel<AnyFloat16,
+                                 Sm90Config<kHeadDim, kHeadDim, kWarpgroups, 1, Sm90Feature::alibi, kCache>>;
     run(params, plan, arguments, stream);
 }
 

@@ -13,7 +13,6 @@ namespace {
 
 constexpr int32_t kGroupRows = kSm90GroupRows;
 constexpr int64_t kMaxIndex = (int64_t{1} << 31) - 1;
-static_assert(std::rbegin(kSm90Tiles)->head_dim == kMaxHeadDim, "every head dim needs a row");
 
 // Runs of 64 rows that one sequence of a dense batch takes over all heads, with `heads` of them side by side.
 int64_t row_groups(const AttentionParams& p, int32_t heads) {
@@ -66,7 +65,8 @@ int32_t choose_section(const AttentionParams& p, const Gpu& gpu, const Sm90Plan&
         units = ceil_divide((p.window_right >= 0 ? 4 : 2) * clusters, plan.unit_row_tiles);
     // Beyond these, K and V are read from memory again and again: half of the cache, unless so few units run
     // at a time that eight CTAs share each.
-    const int64_t unit_bytes = int64_t{4} * p.seqlen_k * p.head_dim * plan.heads / p.group_size();
+    const int64_t unit_bytes =
+        int64_t{2} * p.seqlen_k * (p.head_dim + p.head_dim_v) * plan.heads / p.group_size();
     const int64_t most = std::max(gpu.l2_bytes / 2 / std::max<int64_t>(unit_bytes, 1), clusters / 8);
     return static_cast<int32_t>(std::clamp<int64_t>(std::min(units, most), 1, plan.num_units));
 }
@@ -94,14 +94,26 @@ bool serve_better(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& til
     return 100 * padded_blocks(p, gpu, tiles, heads) <= 106 * padded_blocks(p, gpu, before, heads);
 }
 
-// The last row that serves better than those before it, of those for the smallest head dim that holds the
-// problem's.
+// Whether tiles of `tile_dim` columns hold rows of `head_dim`, with some column in each block: what lies
+// outside an array altogether is never copied.
+bool holds(int32_t tile_dim, int32_t head_dim) {
+    return head_dim <= tile_dim &&
+           ceil_divide(head_dim, kSm90BlockColumns) == ceil_divide(tile_dim, kSm90BlockColumns);
+}
+bool holds(const Sm90Tiles& tiles, const AttentionParams& p) {
+    return holds(tiles.head_dim, p.head_dim) && holds(tiles.value_dim, p.head_dim_v);
+}
+
+// The last row that serves better than those before it, of those for the smallest head dims that hold the
+// problem's; -1 if none holds them.
 int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
         const Sm90Tiles& tiles = kSm90Tiles[row];
-        if (tiles.head_dim < p.head_dim) continue;
-        if (best >= 0 && tiles.head_dim != kSm90Tiles[best].head_dim) break;
+        if (!holds(tiles, p)) continue;
+        if (best >= 0 &&
+            (tiles.head_dim != kSm90Tiles[best].head_dim || tiles.value_dim != kSm90Tiles[best].value_dim))
+            break;
         if (best < 0 || (!p.has_tree_mask && serve_better(p, gpu, tiles, kSm90Tiles[best], heads)))
             best = row;
     }
@@ -138,7 +150,8 @@ struct BlockRows {
 };
 std::optional<BlockRows> find_block_tiles(const AttentionParams& p) {
     const int32_t head_dim = p.head_dim <= 64 ? 64 : 128;
-    if (p.head_dim > head_dim || p.dropout.any() || p.alibi_slopes) return std::nullopt;
+    if (!holds(head_dim, p.head_dim) || !holds(head_dim, p.head_dim_v) || p.dropout.any() || p.alibi_slopes)
+        return std::nullopt;
     BlockRows found{-1, -1};
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
         const Sm90Tiles& tiles = kSm90Tiles[row];
@@ -153,7 +166,8 @@ std::optional<BlockRows> find_block_tiles(const AttentionParams& p) {
 
 // Whether the keys of a row tile may be shared out.
 bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
-    return p.paged() && has_splits(tiles.ctas) && !p.alibi_slopes && !p.dropout.any() && !p.batch_invariant;
+    return p.paged() && has_splits(tiles.head_dim, tiles.value_dim, tiles.ctas) && !p.alibi_slopes &&
+           !p.dropout.any() && !p.batch_invariant;
 }
 
 // Shares out the keys of the row tiles behind the last whole round of the SMs, where they then take less
@@ -216,7 +230,7 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const int64_t num_items = plan.num_row_tiles + shared_out * (plan.num_splits - 1);
     plan.num_ctas = static_cast<int32_t>(tiles.ctas * std::min<int64_t>(num_items, num_clusters));
     plan.partial_bytes = shared_out * plan.num_splits * plan.split_blocks * kGroupRows *
-                         (tiles.head_dim + 2) * int64_t{sizeof(float)};
+                         (tiles.value_dim + 2) * int64_t{sizeof(float)};
     plan.num_counters = 1 + shared_out * plan.split_blocks;
 }
 
@@ -269,8 +283,9 @@ std::string name_of_blocks(DType dtype, const Sm90Tiles& tiles) {
 // Over codes, one instance serves all of them.
 std::string name_of(DType dtype, bool has_codes, const Sm90Tiles& tiles) {
     return text_of("sm90_attention<", to_string(dtype), has_codes ? " over codes" : "", ", head_dim ",
-                   tiles.head_dim, ", ", kGroupRows * tiles.warpgroups, " rows",
-                   tiles.ctas > 1 ? " in pairs>" : ">");
+                   tiles.head_dim,
+                   tiles.value_dim != tiles.head_dim ? text_of(", values of ", tiles.value_dim) : "", ", ",
+                   kGroupRows * tiles.warpgroups, " rows", tiles.ctas > 1 ? " in pairs>" : ">");
 }
 
 const char* name_of(Sm90Feature feature) {
@@ -336,7 +351,8 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         if (!rows) {
             return refuse(
                 why_not,
-                "with a block_mask its instances serve head_dim up to 128, without dropout and ALiBi");
+                "with a block_mask its instances serve head_dim up to 128, of keys and values in equally "
+                "many blocks of 64 columns, without dropout and ALiBi");
         }
         plan.row = rows->row;
         plan.block_row = rows->block_row;
@@ -348,8 +364,14 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     }
     if (plan.row < 0 && has_codes)
         return refuse(why_not, "no instance over codes holds head_dim ", p.head_dim);
-    if (plan.row < 0)
+    if (plan.row < 0 && beside)
         return refuse(why_not, "no instance of head_dim ", p.head_dim, " leaves room on its SM");
+    if (plan.row < 0) {
+        return refuse(why_not, "no instance has keys of head_dim ", p.head_dim, " and values of ",
+                      p.head_dim_v,
+                      "; it has up to 256 of both where these are equally many blocks of 64 columns, and "
+                      "keys of 136 to 192 with values of 72 to 128");
+    }
     const Sm90Tiles& tiles = plan.tiles();
     plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
     // If keys cannot be shared out so that half of the SMs have work, sm80_attention serves the call.
@@ -413,6 +435,7 @@ Explanation describe(const Sm90Plan& plan) {
         {"cache", name_of(plan.dtype, plan.codes)},
         {"token_scales", plan.token_scales},
         {"head_dim", tiles.head_dim},
+        {"head_dim_v", tiles.value_dim},
         {"warpgroups", tiles.warpgroups},
         {"cluster", tiles.ctas},
         {"feature", name_of(plan.feature)},

@@ -44,21 +44,23 @@ class KeyLoader {
         return p_.page_table[work_.batch * p_.page_table_stride + plan_.page_size.quotient(key)];
     }
 
-    // Fills `tile` [column blocks, keys, 64]; its bytes count towards `full`. Boxes of no key are left out: a
-    // box that lies outside the tensor altogether has ended in an illegal memory access.
+    // Fills `tile` [kBlocks, keys, 64], of so many blocks of columns; its bytes count towards `full`. Boxes
+    // of no key are left out: a box that lies outside the tensor altogether has ended in an illegal memory
+    // access.
+    template <int kBlocks>
     __device__ void load(const CUtensorMap& map, unsigned char* tile, uint64_t* full, int32_t first_key,
                          int32_t pages) const {
         const bool elected = ptx::elect_one();
         const int32_t rows = loaded_rows(first_key);
-        if (elected) ptx::mbarrier_arrive_expect(full, rows * Config::kColumnBlocks * Config::kRowBytes);
+        if (elected) ptx::mbarrier_arrive_expect(full, rows * kBlocks * Config::kRowBytes);
         if (p_.paged()) {
             int32_t offset = plan_.page_size.remainder(first_key);  // in its page
             for (int32_t box = 0, row = 0; row < rows; ++box, row += plan_.box_keys) {
                 const int32_t page = __shfl_sync(~0u, pages, box);
                 const int32_t used = min(work_.seqlen_k - (first_key + row - offset), p_.page_size);
                 if (elected) {
-                    load_box(map, tile + row * Config::kRowBytes, full, p_.page_size - used + offset, used,
-                             page);
+                    load_box<kBlocks>(map, tile + row * Config::kRowBytes, full, p_.page_size - used + offset,
+                                      used, page);
                 }
                 offset = offset + plan_.box_keys == p_.page_size ? 0 : offset + plan_.box_keys;
             }
@@ -67,9 +69,9 @@ class KeyLoader {
             bool mine = elected && (Config::kCtas == 1 || ptx::cluster_rank() == 0);
             for (int32_t row = 0; row < rows; row += Config::kKeys / Config::kCtas) {
                 if (mine) {
-                    load_box(map, tile + row * Config::kRowBytes, full,
-                             plan_.k_edge - work_.seqlen_k + first_key + row, work_.k_begin + work_.seqlen_k,
-                             p_.cu_seqlens_k ? 0 : work_.batch);
+                    load_box<kBlocks>(map, tile + row * Config::kRowBytes, full,
+                                      plan_.k_edge - work_.seqlen_k + first_key + row,
+                                      work_.k_begin + work_.seqlen_k, p_.cu_seqlens_k ? 0 : work_.batch);
                 }
                 mine = elected && !mine;
             }
@@ -103,15 +105,16 @@ class KeyLoader {
         return rows;
     }
     __device__ static void zero_rows(unsigned char* tile, int32_t begin, int32_t end) {
-        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+        for (int block = 0; block < Config::kValueBlocks; ++block) {
             auto* const rows = reinterpret_cast<uint32_t*>(tile + block * Config::kKeyBlockBytes);
             for (int32_t row = begin; row < end; ++row) rows[row * 32 + threadIdx.x % 32] = 0;
         }
     }
+    template <int kBlocks>
     __device__ void load_box(const CUtensorMap& map, unsigned char* rows, uint64_t* full, int32_t place,
                              int32_t shift, int32_t outer) const {
-#pragma unroll(Config::kColumnBlocks <= 2 ? 2 : 1)
-        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+#pragma unroll(kBlocks <= 2 ? 2 : 1)
+        for (int block = 0; block < kBlocks; ++block) {
             unsigned char* const to = rows + block * Config::kKeyBlockBytes;
             const int column = block * Config::kBlockColumns;
             if constexpr (Config::kCtas == 1) {
@@ -207,7 +210,8 @@ __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan,
                 next = tiles.before(i);
                 const int32_t next_pages = next >= 0 ? loader.find_pages(tiles.start(next)) : 0;
                 ptx::mbarrier_wait(&shared.k_empty[ring.slot], ring.parity ^ 1);
-                loader.load(plan.k, shared.k[ring.slot], &shared.k_full[ring.slot], tiles.start(i), pages);
+                loader.template load<Config::kColumnBlocks>(plan.k, shared.k[ring.slot],
+                                                            &shared.k_full[ring.slot], tiles.start(i), pages);
                 ring.advance();
                 if (i == last) load_q<Config>(p, plan, work, shared, q_ring);
                 pages = next_pages;
@@ -241,13 +245,14 @@ __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, S
             uint64_t* const full = &shared.v_full[ring.slot];
             ptx::mbarrier_wait(&shared.v_empty[ring.slot], ring.parity ^ 1);
             if (loader.has_holes(first_key)) {
-                loader.load(plan.v, tile, &shared.patch[ring.slot], first_key, pages);
+                loader.template load<Config::kValueBlocks>(plan.v, tile, &shared.patch[ring.slot], first_key,
+                                                           pages);
                 ptx::mbarrier_wait(&shared.patch[ring.slot], patch_parities >> ring.slot & 1);
                 patch_parities ^= 1u << ring.slot;
                 loader.fill_holes(tile, first_key);
                 if (ptx::elect_one()) ptx::mbarrier_arrive(full);
             } else {
-                loader.load(plan.v, tile, full, first_key, pages);
+                loader.template load<Config::kValueBlocks>(plan.v, tile, full, first_key, pages);
             }
             ring.advance();
             pages = next_pages;
@@ -269,7 +274,7 @@ __device__ void run_storer(const AttentionParams& p, const Sm90Launch& plan, Sm9
                 const QueryPlace at(p, plan, work, tile_block<Config>(group), p.out_batch_stride);
                 const bool any = at.any && (!Config::kSplits || shared.complete[q_ring.slot][group]);
 #pragma unroll
-                for (int block = 0; any && block < Config::kColumnBlocks; ++block) {
+                for (int block = 0; any && block < Config::kValueBlocks; ++block) {
                     ptx::tma_store(&plan.out, shared.q[q_ring.slot][group] + block * Config::kQBlockBytes,
                                    block * Config::kBlockColumns, work.first_head, at.place, at.shift,
                                    at.outer);

@@ -13,7 +13,7 @@
 namespace octavo::cuda {
 
 // One for each row of kSm90Tiles and each type, compiled from instance.cu.in.
-template <class T, int kHeadDim, int kWarpgroups, int kCtas>
+template <class T, int kHeadDim, int kValueDim, int kWarpgroups, int kCtas>
 void launch_sm90_attention(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
 // Likewise of kSm90CodeTiles, from code_instance.cu.in.
 template <Sm90Cache kCache, int kHeadDim>
@@ -25,8 +25,8 @@ using Launch = void (*)(const AttentionParams&, const Sm90Plan&, const Sm90Launc
 
 template <class T, size_t... kRows>
 constexpr std::array<Launch, sizeof...(kRows)> launches(std::index_sequence<kRows...>) {
-    return {launch_sm90_attention<T, kSm90Tiles[kRows].head_dim, kSm90Tiles[kRows].warpgroups,
-                                  kSm90Tiles[kRows].ctas>...};
+    return {launch_sm90_attention<T, kSm90Tiles[kRows].head_dim, kSm90Tiles[kRows].value_dim,
+                                  kSm90Tiles[kRows].warpgroups, kSm90Tiles[kRows].ctas>...};
 }
 template <Sm90Cache kCache, size_t... kRows>
 constexpr std::array<Launch, sizeof...(kRows)> code_launches(std::index_sequence<kRows...>) {
@@ -54,11 +54,11 @@ void run(const AttentionParams& p, const Sm90Plan& plan, cudaStream_t stream) {
     Sm90Launch arguments{};
     const Sm90Operands operands(p);
     arguments.q = map_of(operands.q, p.head_dim, plan.heads, plan.tokens);
-    arguments.out = map_of(operands.out, p.head_dim, plan.heads, plan.tokens);
+    arguments.out = map_of(operands.out, p.head_dim_v, plan.heads, plan.tokens);
     arguments.codes = plan.codes;
     if (plan.codes == Codes::none) {
         arguments.k = map_of(operands.k, p.head_dim, 1, plan.box_keys);
-        arguments.v = map_of(operands.v, p.head_dim, 1, plan.box_keys);
+        arguments.v = map_of(operands.v, p.head_dim_v, 1, plan.box_keys);
     }
     arguments.q_edge = operands.q.edge;
     arguments.k_edge = operands.k.edge;

@@ -62,7 +62,7 @@ template <class Config>
 struct Sm90Shared {
     alignas(1024) unsigned char q[Config::kQSlots][Config::kConsumers][Config::kQTileBytes];
     alignas(1024) unsigned char k[Config::kStages][Config::kKeyTileBytes];
-    alignas(1024) unsigned char v[Config::kVStages][Config::kKeyTileBytes];
+    alignas(1024) unsigned char v[Config::kVStages][Config::kValueTileBytes];
     PrefillAlibi<Config> alibi;
     Sm90Work work[kSm90WorkSlots];
     // What each consumer's warp has seen of a row tile of few rows.

@@ -15,8 +15,8 @@ namespace octavo::cuda {
 template <class Config>
 class Sm90Split {
   public:
-    static constexpr int kFloats = Config::kGroupRows * (Config::kHeadDim + 2);
-    static constexpr int kOut = Config::kHeadDim / 2;
+    static constexpr int kFloats = Config::kGroupRows * (Config::kValueDim + 2);
+    static constexpr int kOut = Config::kValueDim / 2;
 
     // `num_rows`: of the warpgroup's 64, those that hold a query.
     __device__ Sm90Split(const Sm90Launch& plan, const Sm90Work& work, int group, int num_rows)
@@ -79,7 +79,7 @@ class Sm90Split {
 
   private:
     // Parts and columns under way together, as registers allow.
-    static constexpr int kAtOnce = Config::kHeadDim <= 128 && Config::kConsumers == 2 ? 4 : 2;
+    static constexpr int kAtOnce = Config::kValueDim <= 128 && Config::kConsumers == 2 ? 4 : 2;
     static constexpr int kColumns = Config::kConsumers == 2 ? 32 : 16;
 
     __device__ bool arrive() const {
@@ -145,7 +145,7 @@ class Sm90Split {
         return reinterpret_cast<float4*>(place(split)) + thread_;
     }
     __device__ float2* states(int32_t split) const {
-        return reinterpret_cast<float2*>(place(split) + Config::kGroupRows * Config::kHeadDim);
+        return reinterpret_cast<float2*>(place(split) + Config::kGroupRows * Config::kValueDim);
     }
 
     const Sm90Launch& plan_;

@@ -15,6 +15,7 @@ constexpr int kMaxSm90Splits = 16;  // of a row tile's keys
 // One row of the table: what a CTA is made of.
 struct Sm90Tiles {
     int head_dim;
+    int value_dim;   // the head dim of values and results
     int warpgroups;  // consumers of one CTA, 64 rows each
     int ctas;    // of one row tile: 1, or 2 that share K and V through a cluster, each loading half for both
     int keys;    // of one tile
@@ -30,35 +31,37 @@ struct Sm90Tiles {
 };
 
 constexpr Sm90Tiles kSm90Tiles[] = {
-    {64, 4, 1, 64, 8, 8, 2, false, 0},      // short sequences: less waits for a tile's beginning and end
-    {64, 3, 1, 128, 4, 4, 2, false, 640},   //
-    {96, 3, 1, 80, 3, 3, 2, false, 0},      //
-    {128, 2, 1, 128, 2, 3, 2, true, 0},     // short sequences, of which 192 rows would waste too many
-    {128, 3, 1, 80, 3, 3, 2, true, 0},      //
-    {192, 2, 1, 112, 2, 2, 1, false, 0},    //
-    {192, 2, 2, 112, 2, 2, 1, false, 512},  //
-    {256, 2, 1, 64, 2, 3, 1, false, 0},     //
-    {256, 2, 2, 80, 2, 2, 1, false, 512},
+    {64, 64, 4, 1, 64, 8, 8, 2, false, 0},       // short sequences: less waits for a tile's beginning and end
+    {64, 64, 3, 1, 128, 4, 4, 2, false, 640},    //
+    {96, 96, 3, 1, 80, 3, 3, 2, false, 0},       //
+    {128, 128, 2, 1, 128, 2, 3, 2, true, 0},     // short sequences, of which 192 rows would waste too many
+    {128, 128, 3, 1, 80, 3, 3, 2, true, 0},      //
+    {192, 128, 2, 1, 128, 2, 2, 1, false, 0},    //
+    {192, 128, 2, 2, 128, 2, 2, 1, false, 512},  //
+    {192, 192, 2, 1, 112, 2, 2, 1, false, 0},    //
+    {192, 192, 2, 2, 112, 2, 2, 1, false, 512},  //
+    {256, 256, 2, 1, 64, 2, 3, 1, false, 0},     //
+    {256, 256, 2, 2, 80, 2, 2, 1, false, 512},
 };
 
 // The same over pages of codes, which one more warpgroup turns into tiles of 16-bit numbers.
 constexpr Sm90Tiles kSm90CodeTiles[] = {
-    {64, 2, 1, 128, 4, 4, 2, false, 0},
-    {128, 2, 1, 96, 3, 3, 2, true, 0},
+    {64, 64, 2, 1, 128, 4, 4, 2, false, 0},
+    {128, 128, 2, 1, 96, 3, 3, 2, true, 0},
 };
 
 // The tiles of the kernel that leaves part of its SM to another one's CTAs (Sm90Feature::beside): they decide
 // how much shared memory it takes. It starts with kSm90RegistersBeside registers a thread.
-constexpr Sm90Tiles kSm90TilesBeside = {128, 2, 1, 64, 2, 2, 1, false, 0};
+constexpr Sm90Tiles kSm90TilesBeside = {128, 128, 2, 1, 64, 2, 2, 1, false, 0};
 constexpr int kSm90RegistersBeside = 112;
 
 // The tiles of the kernels for a block mask (Sm90Feature::blocks, and small_blocks for blocks of 64). A tile
 // of keys lies in one block, a warpgroup's rows too, and for blocks of 128 all of a row tile.
 constexpr Sm90Tiles kSm90BlockTiles[] = {
-    {64, 2, 1, 128, 4, 4, 2, true, 0},
-    {64, 2, 1, 64, 8, 8, 2, true, 0},
-    {128, 2, 1, 128, 2, 3, 2, true, 0},
-    {128, 2, 1, 64, 4, 6, 2, true, 0},
+    {64, 64, 2, 1, 128, 4, 4, 2, true, 0},
+    {64, 64, 2, 1, 64, 8, 8, 2, true, 0},
+    {128, 128, 2, 1, 128, 2, 3, 2, true, 0},
+    {128, 128, 2, 1, 64, 4, 6, 2, true, 0},
 };
 
 constexpr Sm90Tiles sm90_block_tiles(int head_dim, int keys) {
@@ -68,9 +71,11 @@ constexpr Sm90Tiles sm90_block_tiles(int head_dim, int keys) {
     return {};
 }
 
-constexpr Sm90Tiles sm90_tiles(int head_dim, int warpgroups, int ctas) {
+constexpr Sm90Tiles sm90_tiles(int head_dim, int value_dim, int warpgroups, int ctas) {
     for (const Sm90Tiles& tiles : kSm90Tiles) {
-        if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups && tiles.ctas == ctas) return tiles;
+        if (tiles.head_dim == head_dim && tiles.value_dim == value_dim && tiles.warpgroups == warpgroups &&
+            tiles.ctas == ctas)
+            return tiles;
     }
     return {};
 }
@@ -86,11 +91,15 @@ constexpr Sm90Tiles sm90_code_tiles(int head_dim) {
 // the keys of row tiles. (For few rows, three warpgroups have no registers to spare, and four gain nothing at
 // head dim 64.)
 constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
-constexpr bool has_splits(int ctas) { return ctas == 1; }
+// Keys and values in pages have one head dim.
+constexpr bool has_splits(int head_dim, int value_dim, int ctas) {
+    return ctas == 1 && head_dim == value_dim;
+}
 // Tree masks have kernels of the first row of each head dim.
-constexpr bool has_tree(int head_dim, int warpgroups, int ctas) {
+constexpr bool has_tree(int head_dim, int value_dim, int warpgroups, int ctas) {
     for (const Sm90Tiles& tiles : kSm90Tiles) {
-        if (tiles.head_dim == head_dim) return tiles.warpgroups == warpgroups && tiles.ctas == ctas;
+        if (tiles.head_dim == head_dim && tiles.value_dim == head_dim)
+            return value_dim == head_dim && tiles.warpgroups == warpgroups && tiles.ctas == ctas;
     }
     return false;
 }
@@ -110,7 +119,7 @@ enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside, tree, b
 // What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token.
 enum class Sm90Cache { numbers, codes, codes_of_tokens };
 
-template <int kHeadDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_,
+template <int kHeadDim_, int kValueDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_,
           Sm90Cache kCache_ = Sm90Cache::numbers>
 struct Sm90Config {
     static constexpr bool kBeside = kFeature_ == Sm90Feature::beside;
@@ -122,11 +131,12 @@ struct Sm90Config {
     static constexpr Sm90Tiles kTiles = kHasCodes ? sm90_code_tiles(kHeadDim_)
                                         : kBeside ? kSm90TilesBeside
                                         : kBlocks ? sm90_block_tiles(kHeadDim_, kSmallBlocks ? 64 : 128)
-                                                  : sm90_tiles(kHeadDim_, kConsumers_, kCtas_);
+                                                  : sm90_tiles(kHeadDim_, kValueDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
     static_assert(!kHasCodes || (kConsumers_ == 2 && kCtas_ == 1), "a warp for the queries of each consumer");
-    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+    static_assert(kValueDim <= kHeadDim, "a result lies where its queries were");
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kCtas = kCtas_;
     static constexpr int kTileBlocks = kTiles.row_blocks();
@@ -154,10 +164,12 @@ struct Sm90Config {
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kBlockColumns = kSm90BlockColumns;
     static constexpr int kColumnBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;
+    static constexpr int kValueBlocks = (kValueDim + kBlockColumns - 1) / kBlockColumns;
     static constexpr int kRowBytes = 2 * kBlockColumns;
     static constexpr int kKeyBlockBytes = kKeys * kRowBytes;
     static constexpr int kQBlockBytes = kGroupRows * kRowBytes;
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
+    static constexpr int kValueTileBytes = kValueBlocks * kKeyBlockBytes;
     static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // of one warpgroup
     // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers, or out of those at
     // the start.

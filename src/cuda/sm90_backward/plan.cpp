@@ -4,6 +4,7 @@
 #include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 #include "cuda/sm90_attention/operands.h"
+#include "cuda/sm90_attention/tiles.h"
 
 #include <algorithm>
 #include <iterator>
@@ -37,7 +38,7 @@ int32_t find_tiles(int32_t head_dim, bool deterministic) {
     while (tiles->head_dim < head_dim || (deterministic && !tiles->dq_apart())) ++tiles;
     return static_cast<int32_t>(tiles - kSm90BackwardTiles);
 }
-static_assert(std::rbegin(kSm90BackwardTiles)->head_dim == kMaxHeadDim &&
+static_assert(std::rbegin(kSm90BackwardTiles)->head_dim == kMaxCudaGradientHeadDim &&
               std::rbegin(kSm90BackwardTiles)->dq_apart());
 
 }  // namespace
@@ -67,6 +68,12 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                                                    std::string* why_not) {
     if (!gpu.has_sm90_kernels) return refuse(why_not, "the GPU or the build has no sm_90a kernels");
     if (p.block_mask) return refuse(why_not, "it has no instance for a block_mask");
+    if (ceil_divide(p.head_dim, kSm90BlockColumns) != ceil_divide(p.head_dim_v, kSm90BlockColumns)) {
+        return refuse(why_not,
+                      "its instances have keys and values in equally many blocks of 64 columns, and these "
+                      "are of head_dim ",
+                      p.head_dim, " and ", p.head_dim_v);
+    }
     const bool dropout = p.dropout.any(), softcap = p.softcap > 0.0f, alibi = p.alibi_slopes != nullptr;
     if (dropout + softcap + alibi > 1)
         return refuse(why_not, "no instance has more than one of dropout, a softcap and ALiBi");
@@ -80,7 +87,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                    : softcap ? Sm90BackwardFeature::softcap
                    : alibi   ? Sm90BackwardFeature::alibi
                              : Sm90BackwardFeature::none;
-    plan.row = find_tiles(p.head_dim, p.deterministic);
+    plan.row = find_tiles(std::max(p.head_dim, p.head_dim_v), p.deterministic);
     const Sm90BackwardTiles& tiles = plan.tiles();
     if (!has_instance(tiles, plan.feature))
         return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",

@@ -95,7 +95,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
             static_cast<const T*>(p.out) + offset(p.out_batch_stride, p.out_token_stride, p.out_head_stride);
         const T* const dout = static_cast<const T*>(p.dout) +
                               offset(p.dout_strides.batch, p.dout_strides.token, p.dout_strides.head);
-        if (dim < p.head_dim) {
+        if (dim < p.head_dim_v) {
             const uint4 a = *reinterpret_cast<const uint4*>(out + dim);
             const uint4 b = *reinterpret_cast<const uint4*>(dout + dim);
             auto add = [&](uint32_t x, uint32_t y) {

@@ -45,11 +45,11 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     Sm90BackwardLaunch arguments{};
     const Sm90Operands operands(p), gradients(with_gradients(p));
     arguments.q = map_of(operands.q, p.head_dim, 1, tiles.queries);
-    arguments.dout = map_of(gradients.q, p.head_dim, 1, tiles.queries);
+    arguments.dout = map_of(gradients.q, p.head_dim_v, 1, tiles.queries);
     arguments.k = map_of(operands.k, p.head_dim, 1, tiles.keys());
-    arguments.v = map_of(operands.v, p.head_dim, 1, tiles.keys());
+    arguments.v = map_of(operands.v, p.head_dim_v, 1, tiles.keys());
     arguments.dk = map_of(gradients.k, p.head_dim, 1, tiles.keys());
-    arguments.dv = map_of(gradients.v, p.head_dim, 1, tiles.keys());
+    arguments.dv = map_of(gradients.v, p.head_dim_v, 1, tiles.keys());
     arguments.q_edge = operands.q.edge;
     arguments.k_edge = operands.k.edge;
     arguments.key_tiles = plan.key_tiles;

@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t columns_address(const T* tile) {
     return ptx::shared_address(tile + (lane / 16 * 8 + lane % 8) * Config::kRowStride + lane / 8 % 2 * 8);
 }
 
-// scores = q k^T; q at rows_address, k at columns_address.
+// scores = q k^T over the warp's columns; q at rows_address, k at columns_address.
 template <class T, class Config>
 __device__ __forceinline__ void multiply_q_k(float (&scores)[Config::kRowTiles][Config::kKeys / 8][4],
                                              uint32_t q, uint32_t k) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_q_k(float (&scores)[Config::kRowTiles][
         }
     }
 #pragma unroll
-    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+    for (int step = 0; step < Config::kWarpColumns / 16; ++step) {
         uint32_t a[Config::kRowTiles][4];
 #pragma unroll
         for (int t = 0; t < Config::kRowTiles; ++t)
@@ -54,12 +54,13 @@ __device__ __forceinline__ void multiply_q_k(float (&scores)[Config::kRowTiles][
     }
 }
 
-// out += weights v for 16 keys: the weights as operand a, v at rows_address of their first.
+// out += weights v for 16 keys and the warp's columns: the weights as operand a, v at rows_address of their
+// first.
 template <class T, class Config>
-__device__ __forceinline__ void multiply_p_v(float (&out)[Config::kRowTiles][Config::kHeadDim / 8][4],
+__device__ __forceinline__ void multiply_p_v(float (&out)[Config::kRowTiles][Config::kWarpColumns / 8][4],
                                              const uint32_t (&a)[Config::kRowTiles][4], uint32_t v) {
 #pragma unroll
-    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+    for (int step = 0; step < Config::kWarpColumns / 16; ++step) {
         uint32_t b[4];
         ptx::ldmatrix_x4_trans(b, v + 32 * step);
 #pragma unroll

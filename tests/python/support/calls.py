@@ -61,7 +61,7 @@ def attention(target: Target, case: Case, inputs: Inputs, **overrides: Any) -> R
     result = octavo.attention(
         *(target.array(dense(case, x)) for x in (inputs.q, k, v)), return_lse=True, **arguments
     )
-    assert tuple(result[0].shape) == (case.batch, case.seqlens_q[0], case.num_q_heads, case.head_dim)
+    assert tuple(result[0].shape) == (case.batch, case.seqlens_q[0], case.num_q_heads, case.head_dim_v)
     return read(target, result)
 
 
@@ -80,7 +80,7 @@ def packed_attention(target: Target, case: Case, inputs: Inputs, **overrides: An
         return_lse=True,
         **arguments,
     )
-    assert tuple(result[0].shape) == inputs.q.shape
+    assert tuple(result[0].shape) == (*inputs.q.shape[:-1], case.head_dim_v)
     return read(target, result)
 
 

@@ -41,6 +41,7 @@ class Case:
     v_scale: float | None = None
     q_gain: float = 1.0  # larger: a peaked softmax
     spare_pages: int = 3  # pages of the cache that no sequence holds
+    value_dim: int = 0  # the head dim of values and results; 0: head_dim
 
     # What a row of a benchmark fixes. Most tests run a case in every dtype, and ask for the LSE.
     dtype: str = "bfloat16"  # of queries and results
@@ -60,6 +61,10 @@ class Case:
     @property
     def group_size(self) -> int:
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.value_dim or self.head_dim
 
     @property
     def is_dense(self) -> bool:
@@ -125,20 +130,21 @@ class Case:
         if self.causal and self.window_left < 0 and not self.attention_chunk and not self.prefix_lens:
             diagonals = map(min, self.seqlens_q, self.seqlens_k)
             pairs -= sum((length + 1) // 2 for length in diagonals)
-        return 4 * pairs * self.num_q_heads * self.head_dim
+        return 2 * pairs * self.num_q_heads * (self.head_dim + self.head_dim_v)
 
     @property
     def kv_bytes(self) -> int:
         """Keys and values that some query sees; those in shared pages count once."""
         tokens = sum(map(self.num_seen_keys, range(self.batch)))
         tokens -= max(0, self.batch - 1) * self.shared_prefix
-        bits = KV_BITS.get(self.kv_dtype, 2 * 8 * ITEMSIZE[self.dtype])
-        scales = 2 * 4 if self.kv_dtype in TOKEN_SCALES else 0
-        return tokens * self.num_kv_heads * (self.head_dim * bits // 8 + scales)
+        if self.kv_dtype in KV_BITS:
+            scales = 2 * 4 if self.kv_dtype in TOKEN_SCALES else 0
+            return tokens * self.num_kv_heads * (self.head_dim * KV_BITS[self.kv_dtype] // 8 + scales)
+        return tokens * self.num_kv_heads * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
 
     @property
     def num_bytes(self) -> int:
         """Keys and values read, queries read, results written."""
         rows = sum(self.seqlens_q) * self.num_q_heads
-        queries_and_results = 2 * rows * self.head_dim * ITEMSIZE[self.dtype]
+        queries_and_results = rows * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
         return self.kv_bytes + queries_and_results + 4 * rows * self.return_lse

@@ -99,6 +99,55 @@ DENSE = (
     replace(EVERYTHING, name="everything_sinks", sinks="normal"),
 )
 
+# Values with a head dim of their own, in dense arrays.
+VALUE_DIMS = (
+    Case("dims_192_128", (65,), (129,), head_dim=192, value_dim=128, num_kv_heads=2),
+    Case("dims_192_128_full", (200, 200), (331, 331), head_dim=192, value_dim=128, causal=False),
+    Case("dims_192_128_long", (301,), (1021,), head_dim=192, value_dim=128, num_q_heads=2, num_kv_heads=1),
+    Case("dims_192_128_window", (97,), (211,), head_dim=192, value_dim=128, window_left=37),
+    Case(
+        "dims_192_128_both",
+        (97,),
+        (211,),
+        head_dim=192,
+        value_dim=128,
+        window_left=19,
+        window_right=4,
+        causal=False,
+    ),
+    Case("dims_192_128_one_query", (1, 1), (1197, 1197), head_dim=192, value_dim=128, num_kv_heads=1),
+    Case("dims_192_128_alibi", (71, 71), (113, 113), head_dim=192, value_dim=128, alibi="batch"),
+    Case("dims_192_128_softcap", (71,), (113,), head_dim=192, value_dim=128, softcap=5.0, q_gain=4.0),
+    Case("dims_192_128_sinks", (71,), (113,), head_dim=192, value_dim=128, sinks="extreme", num_kv_heads=1),
+    Case("dims_192_128_no_keys", (5, 5), (0, 0), head_dim=192, value_dim=128),
+    Case("dims_160_96_prefix", (83, 83), (83, 83), head_dim=160, value_dim=96, prefix_lens=(29, 83)),
+    Case("dims_136_72", (131,), (257,), head_dim=136, value_dim=72, num_q_heads=6, num_kv_heads=2),
+    Case("dims_72_40", (31,), (77,), head_dim=72, value_dim=40, num_kv_heads=2),
+    Case("dims_64_8", (150,), (150,), head_dim=64, value_dim=8, window_right=20, causal=False),
+    Case("dims_8_64", (31,), (77,), head_dim=8, value_dim=64, num_kv_heads=1),
+    Case("dims_128_120", (131,), (257,), head_dim=128, value_dim=120, num_q_heads=8, num_kv_heads=1),
+    Case("dims_64_128", (67, 67), (29, 29), head_dim=64, value_dim=128),
+    Case("dims_96_256", (65,), (129,), head_dim=96, value_dim=256, num_kv_heads=2),
+    Case("dims_256_16", (41,), (90,), head_dim=256, value_dim=16, alibi="head", sinks="normal"),
+    replace(EVERYTHING, name="dims_80_48_everything", value_dim=48, sinks="normal"),
+)
+
+# Head dims above 256, of keys or of values, in dense arrays.
+WIDE = (
+    Case("wide_264", (31,), (77,), head_dim=264, num_kv_heads=2),
+    Case("wide_320", (65, 65), (129, 129), head_dim=320, num_kv_heads=1),
+    Case("wide_512", (131,), (257,), head_dim=512, num_kv_heads=2),
+    Case("wide_512_full", (67,), (190,), head_dim=512, causal=False, num_q_heads=3, num_kv_heads=3),
+    Case("wide_512_window", (97,), (211,), head_dim=512, window_left=37, num_kv_heads=2),
+    Case("wide_512_queries_outnumber", (67,), (29,), head_dim=512),
+    Case("wide_512_no_keys", (5,), (0,), head_dim=512),
+    Case("wide_512_peaked", (83,), (307,), head_dim=512, q_gain=6.0, num_q_heads=8, num_kv_heads=1),
+    Case("wide_320_64", (65,), (129,), head_dim=320, value_dim=64, num_kv_heads=2),
+    Case("wide_64_512", (65,), (129,), head_dim=64, value_dim=512, num_kv_heads=2),
+    Case("wide_512_264", (40, 40), (90, 90), head_dim=512, value_dim=264, alibi="batch", num_kv_heads=2),
+    replace(EVERYTHING, name="wide_512_everything", head_dim=512, sinks="normal"),
+)
+
 # Sequences of any lengths.
 PACKED = (
     Case("ragged", (0, 1, 7, 128, 65), (13, 1, 7, 200, 65), num_kv_heads=2),
@@ -215,6 +264,9 @@ PAGED = (
     Case("page_size_24", (33, 3), (240, 71), page_size=24, num_q_heads=10, num_kv_heads=2, head_dim=80),
     Case("scales_packed", (33, 3), (240, 71), k_scale=0.5, v_scale=1.75, num_kv_heads=2),
     Case("pages_2000_chunk", (7,), (31_990,), num_q_heads=3, num_kv_heads=1),
+    Case("wide_264_paged", (33, 3, 1), (240, 71, 5), head_dim=264, num_q_heads=6, num_kv_heads=2),
+    Case("wide_512_paged", (70, 1, 0, 5), (240, 571, 9, 90), head_dim=512, num_q_heads=8, num_kv_heads=1),
+    Case("wide_512_page_size_17", (33, 1), (33, 300), head_dim=512, page_size=17, window_left=50),
 )
 
 # One query a sequence.
@@ -238,6 +290,27 @@ DECODE = (
     Case("decode_head_dim_96", (1,) * 2, (41, 200), head_dim=96, num_kv_heads=1),
     Case("decode_head_dim_160", (1,) * 2, (41, 200), head_dim=160, num_kv_heads=2),
     Case("decode_head_dim_192", (1,) * 2, (41, 200), head_dim=192, num_kv_heads=2),
+    Case("decode_head_dim_264", (1,) * 2, (41, 200), head_dim=264, num_kv_heads=2),
+    Case("decode_head_dim_320", (1,) * 3, (41, 900, 0), head_dim=320, num_q_heads=8, num_kv_heads=1),
+    Case("decode_head_dim_512", (1,) * 3, (41, 200, 3001), head_dim=512, num_q_heads=8, num_kv_heads=1),
+    Case("decode_head_dim_512_long", (1,), (12_000,), head_dim=512, num_q_heads=4, num_kv_heads=1),
+    Case("decode_head_dim_512_batch", (1,) * 40, tuple(range(7, 327, 8)), head_dim=512, num_kv_heads=2),
+    Case("decode_head_dim_512_group_16", (1,) * 2, (66, 311), head_dim=512, num_q_heads=16, num_kv_heads=1),
+    Case(
+        "decode_head_dim_512_everything",
+        (1,) * 3,
+        (41, 500, 1200),
+        num_q_heads=10,
+        num_kv_heads=2,
+        head_dim=512,
+        page_size=16,
+        window_left=300,
+        softcap=20.0,
+        alibi="batch",
+        sinks="normal",
+        k_scale=0.5,
+        v_scale=1.5,
+    ),
     Case("decode_window", (1,) * 3, (20, 211, 1500), window_left=100, num_kv_heads=2),
     Case("decode_window_0", (1,) * 2, (20, 211), window_left=0),
     Case("decode_window_both", (1,) * 2, (20, 211), window_left=50, window_right=3, causal=False),
@@ -348,6 +421,8 @@ DECODE_EXTRA = (
     _decode("dim64_b32_s4096", 32, 4096, head_dim=64),
     _decode("dim96_b32_s1024", 32, 1024, num_kv_heads=32, head_dim=96),
     _decode("dim256_b32_s2048", 32, 2048, num_q_heads=16, head_dim=256),
+    _decode("dim512_b32_s2048", 32, 2048, num_kv_heads=4, head_dim=512),
+    _decode("dim512_b1_s8192", 1, 8192, num_kv_heads=4, head_dim=512),
     *(_decode(f"page{n}_b32_s2048", 32, 2048, page_size=n) for n in (1, 8, 32, 64, 256)),
     *(_decode(f"batch{n}_s3001", n, 3001) for n in (3, 17, 100)),
     _decode("long_b1_s262144", 1, 262144),
@@ -469,6 +544,8 @@ PREFILL_TABLE = (
 PREFILL_EXTRA = (
     _dense(2, 8192, 16, 16, 96, True),
     _dense(2, 8192, 8, 8, 192, True),
+    _dense(2, 8192, 16, 16, 192, True, value_dim=128),
+    _dense(2, 8192, 4, 4, 512, True),
     _dense(1, 4097, 32, 8, 128, True),
     _dense(16, 1000, 28, 4, 128, True),
     _dense(2, 8192, 32, 32, 64, True, alibi="head"),
@@ -512,7 +589,7 @@ ROWS = (
     *CPU_TABLE,
 )
 
-ALL = (*DENSE, *PACKED, *BACKWARD, *PAGED, *DECODE, *ROWS)
+ALL = (*DENSE, *VALUE_DIMS, *WIDE, *PACKED, *BACKWARD, *PAGED, *DECODE, *ROWS)
 _BY_NAME = {case.name: case for case in ALL}
 
 

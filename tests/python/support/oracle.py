@@ -142,12 +142,12 @@ def attend(
     kept: NDArray[Any] | None = None,
     sinks: NDArray[Any] | None = None,
 ) -> Result:
-    """One sequence in float64: out [n, num_q_heads, head_dim] and lse [n, num_q_heads].
+    """One sequence in float64: out [n, num_q_heads, head_dim of v] and lse [n, num_q_heads].
 
     Args:
         q: [n, num_q_heads, head_dim].
         k: [m, num_kv_heads, head_dim].
-        v: Like k.
+        v: Like k, with a head_dim of its own.
         see: [n, m].
         scale: Multiplies the products of queries and keys.
         softcap: 0 for none.
@@ -225,7 +225,7 @@ class Reference:
 
     dtype: str
     seqlens_q: tuple[int, ...]
-    out: NDArray[np.float64]  # [total_q, num_q_heads, head_dim]
+    out: NDArray[np.float64]  # [total_q, num_q_heads, head_dim of v]
     lse: NDArray[np.float64]  # [total_q, num_q_heads]
     plain_out: NDArray[np.float64]
     plain_lse: NDArray[np.float64]
@@ -387,7 +387,7 @@ def attention(
     assert sum(seqlens_q) == len(q) and sum(seqlens_k) == len(k) == len(v)
     scale = (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale) * (k_scale or 1.0)
     out_scale = v_scale or 1.0
-    outs = [np.empty_like(q, np.float64) for _ in range(2)]
+    outs = [np.empty((*q.shape[:2], v.shape[2])) for _ in range(2)]
     lses = [np.empty(q.shape[:2], np.float64) for _ in range(2)]
     for each in sequences(q.shape[1], seqlens_q, seqlens_k, **masks):
         rows, keys = each.rows, each.keys

@@ -42,8 +42,8 @@ class Backward:
     Args:
         q: [n, num_q_heads, head_dim].
         k: [m, num_kv_heads, head_dim].
-        v: Like k.
-        dout: Like q.
+        v: Like k, with a head_dim of its own.
+        dout: Like q, with that of v.
         dlse: [n, num_q_heads].
         sequence: The sequence.
         scale: Multiplies the products of queries and keys.

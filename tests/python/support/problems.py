@@ -101,7 +101,7 @@ def make_inputs(case: Case, dtype: str) -> Inputs:
     keys = (sum(case.seqlens_k), case.num_kv_heads, case.head_dim)
     q = oracle.round_to(random.standard_normal(queries) * case.q_gain, dtype)
     k = oracle.round_to(random.standard_normal(keys), dtype)
-    v = oracle.round_to(random.standard_normal(keys), dtype)
+    v = oracle.round_to(random.standard_normal((*keys[:-1], case.head_dim_v)), dtype)
     slopes = None
     if case.alibi:
         shape = (case.batch, case.num_q_heads) if case.alibi == "batch" else (case.num_q_heads,)
@@ -131,14 +131,14 @@ def _make_sinks(case: Case) -> NDArray[np.float32] | None:
 class OutputGradients:
     """With respect to the results of a case."""
 
-    dout: NDArray[np.float64]  # [total_q, num_q_heads, head_dim], numbers of the tested dtype
+    dout: NDArray[np.float64]  # [total_q, num_q_heads, head_dim_v], numbers of the tested dtype
     dlse: NDArray[np.float32]  # [total_q, num_q_heads]
 
 
 def make_output_gradients(case: Case, dtype: str) -> OutputGradients:
     random = _generator(case, "gradients")
     rows = sum(case.seqlens_q), case.num_q_heads
-    dout = oracle.round_to(random.standard_normal((*rows, case.head_dim)), dtype)
+    dout = oracle.round_to(random.standard_normal((*rows, case.head_dim_v)), dtype)
     return OutputGradients(dout, random.standard_normal(rows).astype(np.float32))
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support.case import Case
 
 HEAD_DIMS = (8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 136, 192, 256)
+WIDE_HEAD_DIMS = (*HEAD_DIMS, 264, 320, 512)
 PAGE_SIZES = (1, 2, 3, 7, 8, 16, 17, 32, 64, 100, 256)
 
 
@@ -19,6 +20,8 @@ def drawn_cases(
     paged: bool = False,
     max_seqlen_q: int = 50,
     max_seqlen_k: int = 200,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    value_dims: bool = False,  # whether values may have a head dim of their own
 ) -> Case:
     batch = draw(st.integers(1, 4))
 
@@ -46,7 +49,8 @@ def drawn_cases(
         seqlens_k=seqlens_k,
         num_q_heads=num_kv_heads * group_size,
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from(HEAD_DIMS)),
+        head_dim=draw(st.sampled_from(head_dims)),
+        value_dim=draw(st.sampled_from((0, *head_dims))) if value_dims else 0,
         page_size=draw(st.sampled_from(PAGE_SIZES)) if paged else 16,
         causal=causal,
         window_left=draw(window),
