@@ -94,8 +94,8 @@ void check_pages_in_host(const char* op, const IndexArray& page_table, int64_t p
                          const IndexArray& seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
                          int64_t num_pages);
 
-// The same of the pages that are chosen, and that their lists ascend and name pages of their sequence. That of a
-// sequence of length 0 is not looked at.
+// The same of the pages that are chosen, and that their lists ascend and name pages of their sequence. That
+// of a sequence of length 0 is not looked at.
 void check_chosen_pages_in_host(const char* op, const ChosenPages& chosen, const IndexArray& page_table,
                                 int64_t page_table_stride, const IndexArray& seq_lens, int64_t batch,
                                 int32_t num_kv_heads, int64_t max_pages, int64_t page_size,

@@ -108,8 +108,7 @@ void set_chosen_pages(const Checker& check, AttentionParams& p, const PagedAtten
     p.chosen_pages.lists = check.index("chosen_pages", lists, has_heads ? 3 : 2, axes);
     const int last = lists.ndim - 1;
     check.equal("batch", "chosen_pages", lists.shape[0], "page_table", p.batch);
-    if (has_heads)
-        check.equal("num_kv_heads", "chosen_pages", lists.shape[1], "k_pages", p.num_kv_heads);
+    if (has_heads) check.equal("num_kv_heads", "chosen_pages", lists.shape[1], "k_pages", p.num_kv_heads);
     if (lists.shape[last] < 1) {
         fail<ValueError>(p.op, "chosen_pages must have room for at least one page; its shape is ",
                          lists.shape_string());
@@ -321,8 +320,7 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
         check_new_tokens_in_host(p.op, p.seq_lens, p.cu_seqlens_q, batch);
     }
     if (p.num_pages == 0 || max_pages == 0) p.chosen_pages = {};  // there is nothing to choose from
-    p.chosen_pages.num_chosen =
-        static_cast<int32_t>(std::min<int64_t>(p.chosen_pages.num_chosen, max_pages));
+    p.chosen_pages.num_chosen = static_cast<int32_t>(std::min<int64_t>(p.chosen_pages.num_chosen, max_pages));
     set_shared_prefix(check, p, args);
     require_kernel(p.op, p);
     return p;

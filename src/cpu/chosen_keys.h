@@ -28,7 +28,8 @@ struct ChosenKeys {
     // The first key at `position` of the sequence or behind it.
     int32_t first_from(int32_t position) const {
         const int32_t page = position / page_size;
-        int32_t begin = 0, end = num_pages;  // the first page that is not before that one lies in [begin, end]
+        int32_t begin = 0,
+                end = num_pages;  // the first page that is not before that one lies in [begin, end]
         while (begin < end) {
             const int32_t middle = begin + (end - begin) / 2;
             if (pages[middle] < page)

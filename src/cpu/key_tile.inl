@@ -101,10 +101,12 @@ struct TileMask {
         if (k_begin + kTileKeys <= tree_begin) tree_words = nullptr;
         const int32_t first_q_pos = q_pos[0], last_q_pos = q_pos[tile.num_rows - 1];
         const bool all_visible =
-            !tree_words && (tile.chosen ? tile.window_begin(last_q_pos) <= k_begin &&
-                                              k_begin + kTileKeys <= tile.window_end(first_q_pos)
-                                        : KeyTiles::all_visible(see, first_q_pos, last_q_pos, k_begin, kTileKeys));
-        TileMask mask{tile, see, q_pos, tile.num_rows, k_begin, tree_words, tree_begin, all_visible, false, {}};
+            !tree_words &&
+            (tile.chosen ? tile.window_begin(last_q_pos) <= k_begin &&
+                               k_begin + kTileKeys <= tile.window_end(first_q_pos)
+                         : KeyTiles::all_visible(see, first_q_pos, last_q_pos, k_begin, kTileKeys));
+        TileMask mask{tile,       see,        q_pos,       tile.num_rows, k_begin,
+                      tree_words, tree_begin, all_visible, false,         {}};
         if (!p.block_mask) return mask;
         for (int32_t r = 0; r < tile.num_rows; ++r) {
             mask.hidden[r] = !keeps_block(p, tile, r, k_begin);

@@ -19,7 +19,7 @@ struct RowTile {
     int32_t group_size;
     int32_t kv_head;
     int32_t first_row;
-    int32_t num_rows;  // at most kTileRows where a kernel holds them all
+    int32_t num_rows;                    // at most kTileRows where a kernel holds them all
     const ChosenKeys* chosen = nullptr;  // of its KV head: keys are counted among them; null: all are read
 
     // Of the r-th row of the tile.

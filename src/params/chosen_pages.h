@@ -1,5 +1,5 @@
-// The pages of each sequence, or of each of its KV heads, that are read where a caller chooses some (Quest, Tang
-// et al. 2024, arXiv:2406.10774).
+// The pages of each sequence, or of each of its KV heads, that are read where a caller chooses some (Quest,
+// Tang et al. 2024, arXiv:2406.10774).
 //
 // Their keys follow each other: key i of a list lies in slot i % page_size of its (i / page_size)-th page. So
 // kernels count keys, and turn such a number into a position where one is needed.
