@@ -95,21 +95,27 @@ CASES = [
     Case("chosen", (1, 1, 1, 1), (500, 40, 0, 4001), num_q_heads=8, num_kv_heads=2),
     Case("chosen_128", (1,) * 5, (16, 1700, 129, 64, 1), num_q_heads=32, num_kv_heads=8, head_dim=128),
     Case("chosen_one_head", (1, 1), (3000, 777), num_q_heads=1, num_kv_heads=1, head_dim=128, page_size=64),
-    Case("chosen_tokens", (1, 1, 1), (300, 2500, 33), num_q_heads=4, num_kv_heads=2, page_size=1, head_dim=128),
+    Case(
+        "chosen_tokens", (1, 1, 1), (300, 2500, 33), num_q_heads=4, num_kv_heads=2, page_size=1, head_dim=128
+    ),
     Case("chosen_256", (1, 1), (900, 320), num_q_heads=8, num_kv_heads=2, head_dim=256, page_size=64),
     Case("chosen_80", (1, 1), (1000, 65), num_q_heads=6, num_kv_heads=2, head_dim=80, page_size=64),
     Case("chosen_odd_pages", (1, 1), (1000, 290), num_q_heads=15, num_kv_heads=3, head_dim=96, page_size=7),
     Case("chosen_group_16", (1, 1), (1300, 90), num_q_heads=16, num_kv_heads=1, head_dim=128, page_size=32),
     Case("chosen_window", (1, 1, 1), (700, 130, 41), window_left=200, num_q_heads=8, num_kv_heads=2),
     Case("chosen_alibi", (1, 1, 1), (700, 41, 2000), alibi="batch", num_q_heads=8, num_kv_heads=2),
-    Case("chosen_all_at_once", (1, 1), (900, 330), window_left=300, alibi="head", softcap=9.0, sinks="normal"),
+    Case(
+        "chosen_all_at_once", (1, 1), (900, 330), window_left=300, alibi="head", softcap=9.0, sinks="normal"
+    ),
     Case("chosen_long", (1,), (20000,), num_q_heads=8, num_kv_heads=2, head_dim=128),
     Case("chosen_many", (1,) * 70, tuple(range(1, 1401, 20)), num_q_heads=4, num_kv_heads=4, page_size=8),
 ]
 DRAFTS = [
     Case("chosen_drafts", (4, 2, 0, 1, 3), (500, 2, 70, 18, 129), num_q_heads=8, num_kv_heads=2),
     Case("chosen_drafts_128", (8, 5), (900, 77), num_q_heads=4, num_kv_heads=2, head_dim=128, page_size=64),
-    Case("chosen_drafts_window", (6, 6), (400, 90), window_left=64, num_q_heads=4, num_kv_heads=2, page_size=1),
+    Case(
+        "chosen_drafts_window", (6, 6), (400, 90), window_left=64, num_q_heads=4, num_kv_heads=2, page_size=1
+    ),
     Case("chosen_drafts_alibi", (3, 8), (400, 90), alibi="head", num_q_heads=4, num_kv_heads=2, head_dim=80),
     Case("chosen_not_causal", (4, 4), (300, 50), causal=False, window_right=2, window_left=90, page_size=8),
     Case("chosen_drafts_256", (4, 3), (300, 50), num_q_heads=4, num_kv_heads=2, head_dim=256),
@@ -123,13 +129,14 @@ def test_agrees_with_the_formula(target: Target, case: Case, kind: str) -> None:
     """With NaN in all that is not chosen, and pages that do not exist."""
     lists = make_lists(case, kind)
     result = check(target, case, lists, max_seqlen_q=max(case.seqlens_q))
-    if not target.on_cpu:
-        assert octavo_kernel(case) == "split_kv_decode"
-    invariant = check(target, case, lists, max_seqlen_q=max(case.seqlens_q), batch_invariant=True)
+    inputs = problems.make_inputs(case, target.dtype)
+    options = {"max_seqlen_q": max(case.seqlens_q), "chosen_pages": target.int32(given_as(lists))}
+    cache = poisoned(case, inputs, lists)
+    invariant = calls.paged_attention(target, case, inputs, cache, batch_invariant=True, **options)
     assert_same_bits(invariant, result)
 
 
-def octavo_kernel(case: Case) -> str:
+def explained(case: Case, device: str) -> Any:
     shapes = {
         "q": Shape((sum(case.seqlens_q), case.num_q_heads, case.head_dim), "bfloat16"),
         "k_pages": Shape((9, case.page_size, case.num_kv_heads, case.head_dim), "bfloat16"),
@@ -139,8 +146,7 @@ def octavo_kernel(case: Case) -> str:
         "cu_seqlens_q": Shape((case.batch + 1,), "int32"),
         "chosen_pages": Shape((case.batch, case.num_kv_heads, 3), "int32"),
     }
-    text = octavo.explain("paged_attention", **shapes, max_seqlen_q=max(case.seqlens_q), device="h100")
-    return text.kernel.partition("<")[0]
+    return octavo.explain("paged_attention", **shapes, max_seqlen_q=max(case.seqlens_q), device=device)
 
 
 @dataclasses.dataclass
@@ -161,10 +167,12 @@ def test_drawn(target: Target, case: Case, seed: int, kind: str) -> None:
 
 @pytest.mark.gpu
 @settings(deadline=None, max_examples=60)
-@given(drawn_cases(paged=True, max_seqlen_q=2, max_seqlen_k=900), st.integers(0, 2**16), st.sampled_from(KINDS))
+@given(
+    drawn_cases(paged=True, max_seqlen_q=2, max_seqlen_k=900), st.integers(0, 2**16), st.sampled_from(KINDS)
+)
 def test_drawn_on_a_gpu(case: Case, seed: int, kind: str) -> None:
     case = dataclasses.replace(case, attention_chunk=0, prefix_lens=None)
-    if case.group_size * max(case.seqlens_q) > (16 if case.head_dim <= 128 else 8):
+    if 2 * case.group_size > (16 if case.head_dim <= 128 else 8):
         case = dataclasses.replace(case, num_q_heads=case.num_kv_heads)
     check(Target("torch", "cuda", "bfloat16"), case, make_lists(case, kind, seed), max_seqlen_q=2)
 
@@ -174,7 +182,7 @@ def test_drawn_on_a_gpu(case: Case, seed: int, kind: str) -> None:
 def test_a_sequence_has_its_bits_in_every_batch(target: Target, case: Case) -> None:
     """Also without batch_invariant; and whatever room its list has."""
     lists = make_lists(case, "random", 5)
-    out, lse = check(target, case, lists)
+    out, lse = check(target, case, lists, max_seqlen_q=1)
     inputs = problems.make_inputs(case, target.dtype)
     cache = poisoned(case, inputs, lists)
     for b in range(0, case.batch, 9):
@@ -216,6 +224,44 @@ def test_pages_off_the_newest_hide_the_query_s_own_token(target: Target) -> None
     lists = np.array([[[0, 2, 5]], [[-1, -1, -1]]], np.int32)
     out, lse = check(target, case, lists)
     assert np.isneginf(lse[1]).all() and not out[1].any()
+
+
+def test_every_kind_of_lists() -> None:
+    case = Case("chosen_kinds", (1, 1), (90, 41), num_q_heads=4, num_kv_heads=2, head_dim=16)
+    inputs = problems.make_inputs(case, "float32")
+    cache = problems.make_cache(case, inputs)
+    arrays = [x.astype(np.float32) for x in (inputs.q, cache.k_pages, cache.v_pages)]
+    for lists in (make_lists(case, "random", 3), make_lists(case, "shared", 3)):
+        lists = given_as(lists)
+        expected = octavo.paged_attention(*arrays, cache.page_table, cache.seq_lens, chosen_pages=lists)
+        apart = np.full([2 * n for n in lists.shape], 2**40)
+        view = apart[(slice(None, None, 2),) * lists.ndim]
+        view[...] = lists
+        gaps = np.zeros((*lists.shape[:-1], lists.shape[-1] + 3), np.int32)
+        gaps[..., :-3] = lists
+        for kind in (lists.astype(np.int64), lists.tolist(), view, gaps[..., :-3]):
+            out = octavo.paged_attention(*arrays, cache.page_table, cache.seq_lens, chosen_pages=kind)
+            np.testing.assert_array_equal(out, expected)
+        assert not np.array_equal(octavo.paged_attention(*arrays, cache.page_table, cache.seq_lens), expected)
+
+
+def test_explain() -> None:
+    """Hopper's decode kernel, or a sentence that says why not."""
+    case = Case("chosen_explain", (1, 1), (900, 77), num_q_heads=8, num_kv_heads=2, head_dim=128)
+    text = explained(case, "h100")
+    assert text.kernel.startswith("split_kv_decode<")
+    assert "of chosen pages" in text.summary and text.plan["chosen_pages"] is True
+    assert "chosen_pages is given" in text.why_not["sm80_attention"]
+    many = dataclasses.replace(case, num_q_heads=34)
+    message = (
+        r"^paged_attention: chosen_pages on a GPU are read by split_kv_decode, which cannot serve this call"
+    )
+    with pytest.raises(
+        ValueError, match=message + ": it takes at most 16 rows a KV head .*, and these are 17"
+    ):
+        explained(many, "h100")
+    with pytest.raises(ValueError, match=message + ": it takes up to 227 KB of shared memory"):
+        explained(case, "a100")
 
 
 @pytest.mark.parametrize("kind", quantised.KINDS)

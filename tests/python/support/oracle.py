@@ -87,9 +87,11 @@ def hidden_by_tree(words: Sequence[int], seqlen_k: int, prefix_len: int) -> NDAr
     return hidden
 
 
-def in_chosen_pages(lists: NDArray[Any], page_size: int, num_q_heads: int, seqlen_k: int) -> NDArray[np.bool_]:
-    """[num_q_heads, 1, seqlen_k]: which keys lie in chosen pages. `lists`: [KV heads or 1, num_chosen] pages, -1
-    for none."""
+def in_chosen_pages(
+    lists: NDArray[Any], page_size: int, num_q_heads: int, seqlen_k: int
+) -> NDArray[np.bool_]:
+    """[num_q_heads, 1, seqlen_k]: which keys lie in chosen pages. `lists`: [KV heads or 1, num_chosen] pages,
+    -1 for none."""
     pages = np.arange(seqlen_k) // page_size
     chosen = (lists[:, :, None] == pages).any(axis=1)
     return np.repeat(chosen, num_q_heads // len(chosen), axis=0)[:, None]
@@ -341,7 +343,8 @@ def sequences(
     page_size: int = 0,
     q_pos: Sequence[NDArray[np.int64]] | None = None,
 ) -> Iterator[PackedSequence]:
-    """Each in turn. `chosen_pages`: [batch, KV heads or 1, num_chosen], for which `page_size` is. `q_pos` is for some of the queries alone: where those that are given sit."""
+    """Each in turn. `q_pos` is for some of the queries alone: where those that are given sit. `chosen_pages`,
+    of `page_size` tokens each: [batch, KV heads or 1, num_chosen]."""
     assert q_pos is None or dropout is None, "dropout counts all queries"
     if q_pos is None:
         q_pos = [positions(n, m) for n, m in zip(seqlens_q, seqlens_k, strict=True)]
