@@ -108,7 +108,7 @@ CASES = [
         "chosen_all_at_once", (1, 1), (900, 330), window_left=300, alibi="head", softcap=9.0, sinks="normal"
     ),
     Case("chosen_long", (1,), (20000,), num_q_heads=8, num_kv_heads=2, head_dim=128),
-    Case("chosen_many", (1,) * 70, tuple(range(1, 1401, 20)), num_q_heads=4, num_kv_heads=4, page_size=8),
+    Case("chosen_many", (1,) * 40, tuple(range(1, 601, 15)), num_q_heads=4, num_kv_heads=4, page_size=8),
 ]
 DRAFTS = [
     Case("chosen_drafts", (4, 2, 0, 1, 3), (500, 2, 70, 18, 129), num_q_heads=8, num_kv_heads=2),
