@@ -14,16 +14,18 @@ struct ChosenList {
     int32_t num_pages;  // of the list
     int32_t num_keys;   // of its pages, that lie in the sequence
 
-    // A warp together. `seqlen_k`: of the sequence.
-    __device__ static ChosenList of(const AttentionParams& p, int32_t sequence, int32_t kv_head,
+    // The entry behind which there is no room.
+    __device__ static int32_t last_entry(const AttentionParams& p, int32_t sequence, int32_t kv_head) {
+        return ptx::load_relaxed(p.chosen_pages.list(sequence, kv_head).at(p.chosen_pages.num_chosen - 1));
+    }
+    // A warp together. `last`: last_entry(); `seqlen_k`: of the sequence.
+    __device__ static ChosenList of(const AttentionParams& p, int32_t sequence, int32_t kv_head, int32_t last,
                                     int32_t seqlen_k) {
-        const int32_t most = min(p.chosen_pages.num_chosen, (p.seqlen_k - 1) / p.page_size + 1);
         ChosenList list{p.chosen_pages.list(sequence, kv_head), 0, 0};
         if (seqlen_k == 0) return list;  // padding, whose list says nothing
-        int32_t last = ptx::load_relaxed(list.pages.at(most - 1));
-        list.num_pages = most;
+        list.num_pages = p.chosen_pages.num_chosen;
         if (last < 0) {  // the list ends before
-            list.num_pages = list.first_where(most - 1, [](int32_t page) { return page < 0; });
+            list.num_pages = list.first_where(list.num_pages - 1, [](int32_t page) { return page < 0; });
             if (list.num_pages == 0) return list;
             last = ptx::load_relaxed(list.pages.at(list.num_pages - 1));
         }

@@ -69,13 +69,17 @@ struct ChosenSequence : SplitKvSequence {
     __device__ static ChosenSequence make(const AttentionParams& p, int32_t sequence) {
         return {SplitKvSequence::make(p, sequence)};
     }
-    // Once the length is set. The blocks that some query sees, counted in the list.
+    // Everything, and the blocks that some query sees, counted in the list. The length may still be on its
+    // way: the list is looked at meanwhile.
     template <int kBlockKeys>
     __device__ VisibleBlocks choose(const AttentionParams& p, const PageLayout& pages, int32_t sequence,
-                                    int32_t kv_head) {
+                                    int32_t kv_head, int32_t length) {
+        const int32_t last = ChosenList::last_entry(p, sequence, kv_head);
+        *this = make(p, sequence);
+        set_length(p, sequence, length);
         layout = &pages;
         page_size = p.page_size;
-        list = ChosenList::of(p, sequence, kv_head, seq.see.seqlen_k);
+        list = ChosenList::of(p, sequence, kv_head, last, seq.see.seqlen_k);
         int32_t begin = 0;
         if (p.window_left >= 0) begin = list.first_from(seq.see.window_begin(seq.q_pos(0)), pages, page_size);
         const int32_t first = begin / kBlockKeys, end = (list.num_keys + kBlockKeys - 1) / kBlockKeys;
@@ -119,11 +123,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     // The blocks that the queries see. To be called when the length is known.
     auto visible_blocks = [&] {
         if (!has_window) return VisibleBlocks::all<Config::kBlockKeys>(SplitKvSequence::seqlen_k(p, length));
-        seq = Sequence::make(p, sequence);
-        seq.set_length(p, sequence, length);
         if constexpr (kChosen) {
-            return seq.template choose<Config::kBlockKeys>(p, launch.pages, sequence, kv_head);
+            return seq.template choose<Config::kBlockKeys>(p, launch.pages, sequence, kv_head, length);
         } else {
+            seq = Sequence::make(p, sequence);
+            seq.set_length(p, sequence, length);
             return VisibleBlocks::of<Config::kBlockKeys>(seq.seq);
         }
     };
