@@ -56,7 +56,7 @@ def select(pattern: re.Pattern[str] | None) -> list[dict[str, Any]]:
 
 def make_inputs(case: dict[str, Any]) -> dict[str, Any]:
     batch, length, page_size = case["batch"], case["length"], case["page_size"]
-    columns = length // page_size
+    columns, seq_len = length // page_size, length - page_size // 2  # the newest page is partly filled
     num_chosen = round(case["kept"] * columns)
     pages = torch.empty(
         (2, batch * columns, page_size, NUM_KV_HEADS, HEAD_DIM), device="cuda", dtype=torch.bfloat16
@@ -69,7 +69,7 @@ def make_inputs(case: dict[str, Any]) -> dict[str, Any]:
         "k_pages": pages[0],
         "v_pages": pages[1],
         "page_table": torch.randperm(batch * columns, device="cuda").int().reshape(batch, columns),
-        "seq_lens": torch.full((batch,), length - 3, device="cuda", dtype=torch.int32),
+        "seq_lens": torch.full((batch,), seq_len, device="cuda", dtype=torch.int32),
         "chosen_pages": random.topk(num_chosen, dim=2).indices.sort(dim=2).values.int(),
         **({"alibi_slopes": slopes} if case["alibi"] else {}),
     }
@@ -103,7 +103,7 @@ def measure(case: dict[str, Any], rounds: int, read_bandwidth: float) -> dict[st
     out = octavo.paged_attention(**copies[0])
     row = {**case, "num_bytes": num_bytes, "error": error_of(case, copies[0], out)}
     row["kernel"] = octavo.explain("paged_attention", **copies[0]).kernel
-    if not row["error"] < 1e-2:
+    if not row["error"] < 2e-2:
         return {**row, "wrong": True}
     dense = [{name: x for name, x in inputs.items() if name != "chosen_pages"} for inputs in copies]
     repeats = repeats_for(len(copies), 100.0)
