@@ -138,7 +138,7 @@ def paged_attention(
             its place in the sequence, its column of page_table, so that the masks, the biases and the last
             page's tail are those of the whole sequence. Each list ascends, and -1 fills it up. No key of
             another page is seen, not even a query's own: choose the newest page too. Entries of page_table
-            that no head chooses are never read. On the CPU lists are checked, on a GPU they are not. There
+            that no head chooses are never used. On the CPU lists are checked, on a GPU they are not. There
             ``split_kv_decode`` serves it, always batch-invariant, on Hopper and newer data centre GPUs, for
             up to 16 rows a KV head (queries of a sequence times query heads a KV head), 8 for head dims above
             128. Not with prefix_lens, attention_chunk, tree_mask, shared_prefix_len or num_splits. Default:
