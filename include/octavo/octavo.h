@@ -96,6 +96,7 @@ typedef struct octavo_paged_attention_args {
     octavo_tensor k_channel_offset, k_channel_scale;            /* optional: as for append_kv */
     octavo_tensor softmax_phi_array;                            /* optional: instead of softmax_phi */
     octavo_tensor tree_mask;                                    /* optional: int64 [total_q] */
+    octavo_tensor chosen_pages;                                 /* optional: [batch, KV heads, num_chosen] */
     int64_t max_seqlen_q;                                       /* default: -1, chosen */
     double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                                             /* default: 0, none */

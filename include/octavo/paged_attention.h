@@ -76,6 +76,14 @@ struct PagedAttentionArgs {
     // looked at. Positions, also those of alibi_slopes and window_left, stay places in the sequence. On a GPU
     // hidden keys and values have to be finite.
     std::optional<TensorView> tree_mask;
+    // The pages that are read, of each sequence or of each of its KV heads: int32 or int64 [batch,
+    // num_chosen] or [batch, num_kv_heads, num_chosen]. A page is named by its place in the sequence, its
+    // column of page_table: positions stay what they are. Each list ascends, and -1 fills it up. What is not
+    // chosen is not seen, and its entries of page_table are never used. On the CPU lists are checked; on a
+    // GPU, where they are not, it takes up to 16 rows a KV head (queries of a sequence times query heads), 8
+    // for head dims above 128. Not with prefix_lens, attention_chunk, tree_mask, shared_prefix_len or
+    // num_splits.
+    std::optional<TensorView> chosen_pages;
     void* stream = nullptr;
 };
 

@@ -132,6 +132,17 @@ def paged_attention(
             positions, those of alibi_slopes too, stay places in the sequence. A sequence of more than 64
             queries is plainly causal, its words are not looked at; -1 is plainly causal, too. On a GPU the
             keys and values that it hides have to be finite. Default: none.
+        chosen_pages: the pages that are read, for sparse decoding over those that a score chooses (Quest,
+            Tang et al. 2024, arXiv:2406.10774): int32 or int64 [batch, num_chosen], or
+            [batch, num_kv_heads, num_chosen] where each KV head has a choice of its own. A page is named by
+            its place in the sequence, its column of page_table, so that the masks, the biases and the last
+            page's tail are those of the whole sequence. Each list ascends, and -1 fills it up. No key of
+            another page is seen, not even a query's own: choose the newest page too. Entries of page_table
+            that no head chooses are never used. On the CPU lists are checked, on a GPU they are not. There
+            ``split_kv_decode`` serves it, always batch-invariant, on Hopper and newer data centre GPUs, for
+            up to 16 rows a KV head (queries of a sequence times query heads a KV head), 8 for head dims above
+            128. Not with prefix_lens, attention_chunk, tree_mask, shared_prefix_len or num_splits. Default:
+            none, all pages.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.

@@ -130,6 +130,7 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     sinks: SupportsDLPack | None
     softmax_phi: float | SupportsDLPack | None
     tree_mask: SupportsDLPack | None
+    chosen_pages: Integers | None
 
 
 class LatentAttentionScalars(TypedDict, total=False):

@@ -104,6 +104,7 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
     tree_mask: ArrayLike | None
+    chosen_pages: ArrayLike | None
 
 
 @overload

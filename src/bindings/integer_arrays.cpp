@@ -26,22 +26,25 @@ nb::object Call::array_of_list(const char* name, nb::handle list) {
 // Arrays of int64 in host memory may have any strides: a copy in C order where that of the last axis is
 // not 1.
 TensorView Call::with_unit_stride(const char* name, const TensorView& wide) {
-    if (wide.ndim < 1 || wide.ndim > 2)
-        fail<ValueError>(op_, name, " must have one axis or two; got ", wide.shape_string());
-    const int64_t columns = wide.shape[wide.ndim - 1], column_stride = wide.strides[wide.ndim - 1];
+    if (wide.ndim < 1 || wide.ndim > 3)
+        fail<ValueError>(op_, name, " must have one axis, two or three; got ", wide.shape_string());
+    const int last = wide.ndim - 1;
+    const int64_t columns = wide.shape[last], column_stride = wide.strides[last];
     if (columns < 2 || column_stride == 1) return wide;
-    const int64_t rows = wide.ndim == 2 ? wide.shape[0] : 1,
-                  row_stride = wide.ndim == 2 ? wide.strides[0] : 0;
+    const int64_t rows = last > 0 ? wide.shape[last - 1] : 1, blocks = last > 1 ? wide.shape[0] : 1;
     copied_.push_back(std::make_unique<int64_t[]>(static_cast<size_t>(wide.size())));
     int64_t* to = copied_.back().get();
-    for (int64_t row = 0; row < rows; ++row) {
-        const int64_t* from = static_cast<const int64_t*>(wide.data) + row * row_stride;
+    for (int64_t row = 0; row < blocks * rows; ++row) {
+        const int64_t* from = static_cast<const int64_t*>(wide.data);
+        if (last > 0) from += row % rows * wide.strides[last - 1];
+        if (last > 1) from += row / rows * wide.strides[0];
         for (int64_t i = 0; i < columns; ++i) *to++ = from[i * column_stride];
     }
     TensorView view = wide;
     view.data = copied_.back().get();
-    view.strides[wide.ndim - 1] = 1;
-    if (wide.ndim == 2) view.strides[0] = columns;
+    view.strides[last] = 1;
+    if (last > 0) view.strides[last - 1] = columns;
+    if (last > 1) view.strides[0] = rows * columns;
     return view;
 }
 

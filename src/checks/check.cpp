@@ -241,24 +241,68 @@ void check_cu_seqlens(const char* op, const char* name, const IndexArray& cu_seq
     }
 }
 
+namespace {
+
+// How many pages sequence b has, whose length is checked.
+int64_t count_pages(const char* op, const IndexArray& seq_lens, int64_t b, int64_t max_pages,
+                    int64_t page_size) {
+    const int64_t seq_len = seq_lens.whole(b);
+    if (seq_len < 0 || seq_len > max_pages * page_size) {
+        fail<ValueError>(op, "seq_lens[", b,
+                         "] must lie in [0, max_pages * page_size = ", max_pages * page_size, "]; got ",
+                         seq_len);
+    }
+    if (seq_len > kMaxLength)
+        fail<ValueError>(op, "seq_lens[", b, "] must be at most ", kMaxLength, "; got ", seq_len);
+    return (seq_len + page_size - 1) / page_size;
+}
+
+void check_page(const char* op, const IndexArray& page_table, int64_t page_table_stride, int64_t b, int64_t i,
+                int64_t num_pages) {
+    const int64_t page = page_table.whole(b * page_table_stride + i);
+    if (page >= 0 && page < num_pages) return;
+    fail<ValueError>(op, "page_table[", b, ", ", i, "] must lie in [0, num_pages = ", num_pages, "); got ",
+                     page);
+}
+
+}  // namespace
+
 void check_pages_in_host(const char* op, const IndexArray& page_table, int64_t page_table_stride,
                          const IndexArray& seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
                          int64_t num_pages) {
     for (int64_t b = 0; b < batch; ++b) {
-        const int64_t seq_len = seq_lens.whole(b);
-        if (seq_len < 0 || seq_len > max_pages * page_size) {
-            fail<ValueError>(op, "seq_lens[", b,
-                             "] must lie in [0, max_pages * page_size = ", max_pages * page_size, "]; got ",
-                             seq_len);
-        }
-        if (seq_len > kMaxLength)
-            fail<ValueError>(op, "seq_lens[", b, "] must be at most ", kMaxLength, "; got ", seq_len);
-        const int64_t used = (seq_len + page_size - 1) / page_size;
-        for (int64_t i = 0; i < used; ++i) {
-            const int64_t page = page_table.whole(b * page_table_stride + i);
-            if (page < 0 || page >= num_pages) {
-                fail<ValueError>(op, "page_table[", b, ", ", i, "] must lie in [0, num_pages = ", num_pages,
-                                 "); got ", page);
+        const int64_t used = count_pages(op, seq_lens, b, max_pages, page_size);
+        for (int64_t i = 0; i < used; ++i) check_page(op, page_table, page_table_stride, b, i, num_pages);
+    }
+}
+
+void check_chosen_pages_in_host(const char* op, const ChosenPages& chosen, const IndexArray& page_table,
+                                int64_t page_table_stride, const IndexArray& seq_lens, int64_t batch,
+                                int32_t num_kv_heads, int64_t max_pages, int64_t page_size,
+                                int64_t num_pages) {
+    const int32_t num_lists = chosen.has_lists_of_heads ? num_kv_heads : 1;
+    for (int64_t b = 0; b < batch; ++b) {
+        const int64_t used = count_pages(op, seq_lens, b, max_pages, page_size);
+        if (used == 0) continue;  // padding
+        for (int32_t h = 0; h < num_lists; ++h) {
+            const IndexArray list = chosen.list(static_cast<int32_t>(b), h);
+            for (int64_t i = 0, last = -1; i < chosen.num_chosen; ++i) {
+                const int64_t page = list.whole(i);
+                auto refuse = [&](const auto&... requirement) {
+                    const std::string head = chosen.has_lists_of_heads ? std::to_string(h) + ", " : "";
+                    fail<ValueError>(op, "chosen_pages[", b, ", ", head, i, "] must be ", requirement...,
+                                     "; got ", page);
+                };
+                const bool has_ended = i > 0 && list.whole(i - 1) == -1;
+                if (has_ended && page != -1) refuse("-1 like the entry before it, which ends the list");
+                if (page == -1) continue;
+                if (page < 0 || page >= used) {
+                    refuse("-1, or in [0, ", used, "), the pages of sequence ", b, " of length ",
+                           seq_lens[b]);
+                }
+                if (page <= last) refuse("greater than the entry before it (", last, ")");
+                check_page(op, page_table, page_table_stride, b, page, num_pages);
+                last = page;
             }
         }
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/fail.h"
+#include "params/chosen_pages.h"
 #include "params/index_array.h"
 
 #include <octavo/tensor.h>
@@ -92,6 +93,13 @@ void check_cu_seqlens(const char* op, const char* name, const IndexArray& cu_seq
 void check_pages_in_host(const char* op, const IndexArray& page_table, int64_t page_table_stride,
                          const IndexArray& seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
                          int64_t num_pages);
+
+// The same of the pages that are chosen, and that their lists ascend and name pages of their sequence. That
+// of a sequence of length 0 is not looked at.
+void check_chosen_pages_in_host(const char* op, const ChosenPages& chosen, const IndexArray& page_table,
+                                int64_t page_table_stride, const IndexArray& seq_lens, int64_t batch,
+                                int32_t num_kv_heads, int64_t max_pages, int64_t page_size,
+                                int64_t num_pages);
 
 // Checks in host memory that sequence b is not shorter than its new tokens: cu_seqlens[b + 1] - cu_seqlens[b]
 // of them, or one if that is null. A sequence of length 0 is padding.

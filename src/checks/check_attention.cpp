@@ -100,6 +100,31 @@ void set_tree_mask(const Checker& check, AttentionParams& p, const PagedAttentio
     p.tree_mask = static_cast<const uint32_t*>(words.data);
 }
 
+void set_chosen_pages(const Checker& check, AttentionParams& p, const PagedAttentionArgs& args) {
+    if (!args.chosen_pages) return;
+    const TensorView& lists = *args.chosen_pages;
+    const bool has_heads = lists.ndim == 3;
+    const char* const axes = "[batch, num_chosen] or [batch, num_kv_heads, num_chosen]";
+    p.chosen_pages.lists = check.index("chosen_pages", lists, has_heads ? 3 : 2, axes);
+    const int last = lists.ndim - 1;
+    check.equal("batch", "chosen_pages", lists.shape[0], "page_table", p.batch);
+    if (has_heads) check.equal("num_kv_heads", "chosen_pages", lists.shape[1], "k_pages", p.num_kv_heads);
+    if (lists.shape[last] < 1) {
+        fail<ValueError>(p.op, "chosen_pages must have room for at least one page; its shape is ",
+                         lists.shape_string());
+    }
+    auto refuse = [&](const char* other) { fail<ValueError>(p.op, "chosen_pages cannot go with ", other); };
+    if (args.prefix_lens) refuse("prefix_lens");
+    if (args.attention_chunk > 0) refuse("attention_chunk");
+    if (args.tree_mask) refuse("tree_mask");
+    if (args.shared_prefix_len > 0) refuse("shared_prefix_len");
+    if (args.num_splits) refuse("num_splits");
+    p.chosen_pages.batch_stride = stride_of(lists, 0);
+    p.chosen_pages.head_stride = has_heads ? stride_of(lists, 1) : 0;
+    p.chosen_pages.has_lists_of_heads = has_heads;
+    p.chosen_pages.num_chosen = static_cast<int32_t>(std::min<int64_t>(lists.shape[last], INT32_MAX));
+}
+
 // The pages of the prefix are read once for all sequences, so that every query has to see them whole.
 void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAttentionArgs& args) {
     const int64_t length = args.shared_prefix_len;
@@ -291,11 +316,19 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
         }
         p.num_splits = static_cast<int32_t>(*args.num_splits);
     }
+    set_chosen_pages(check, p, args);
     if (p.device.type == DeviceType::cpu) {
-        check_pages_in_host(p.op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages, page_size,
-                            num_pages);
+        if (p.chosen_pages) {
+            check_chosen_pages_in_host(p.op, p.chosen_pages, p.page_table, p.page_table_stride, p.seq_lens,
+                                       batch, p.num_kv_heads, max_pages, page_size, num_pages);
+        } else {
+            check_pages_in_host(p.op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages,
+                                page_size, num_pages);
+        }
         check_new_tokens_in_host(p.op, p.seq_lens, p.cu_seqlens_q, batch);
     }
+    if (p.num_pages == 0 || max_pages == 0) p.chosen_pages = {};  // there is nothing to choose from
+    p.chosen_pages.num_chosen = static_cast<int32_t>(std::min<int64_t>(p.chosen_pages.num_chosen, max_pages));
     set_shared_prefix(check, p, args);
     require_kernel(p.op, p);
     return p;

@@ -50,7 +50,8 @@ struct SequencePlan {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-SequencePlan make_plan(const AttentionParams& p, int32_t b) {
+// `chosen`: of its KV heads where pages are chosen, or null.
+SequencePlan make_plan(const AttentionParams& p, int32_t b, const ChosenKeys* chosen) {
     SequencePlan plan{};
     RowTile& tile = plan.first_tile;
     tile.sequence = SequenceSlice::make(p, b);
@@ -61,7 +62,11 @@ SequencePlan make_plan(const AttentionParams& p, int32_t b) {
     plan.num_splits = std::max(1, p.num_splits);
     tile.num_rows = std::min(plan.num_rows, kTileRows);
     if (plan.num_row_tiles == 1) {
-        const int32_t num_key_tiles = tile.key_tiles().count;
+        int32_t num_key_tiles = 0;  // of the head that has most
+        for (int32_t h = 0; h < (chosen ? p.num_kv_heads : 1); ++h) {
+            if (chosen) tile.chosen = &chosen[h];
+            num_key_tiles = std::max(num_key_tiles, tile.key_tiles().count);
+        }
         if (p.num_splits == 0)
             plan.num_splits = std::min(num_key_tiles / kMinTilesPerSplit, kMaxChosenSplits);
         plan.num_splits = std::clamp(plan.num_splits, 1, std::max(1, num_key_tiles));
@@ -81,9 +86,14 @@ class Forward {
   public:
     explicit Forward(const AttentionParams& params) : p_(params) {
         plans_.reserve(p_.batch);
+        if (p_.chosen_pages) {
+            chosen_.reserve(int64_t{p_.batch} * p_.num_kv_heads);
+            for (int32_t b = 0; b < p_.batch; ++b)
+                for (int32_t h = 0; h < p_.num_kv_heads; ++h) chosen_.push_back(ChosenKeys::make(p_, b, h));
+        }
         int64_t num_items_per_head_run = 0, num_split_results = 0;
         for (int32_t b = 0; b < p_.batch; ++b) {
-            plans_.push_back(make_plan(p_, b));
+            plans_.push_back(make_plan(p_, b, chosen_of(b)));
             num_items_per_head_run += plans_.back().items_per_head_run();
         }
         const int64_t wanted_head_runs =
@@ -105,8 +115,13 @@ class Forward {
     }
 
   private:
+    // What is chosen for each KV head of a sequence; null: everything.
+    const ChosenKeys* chosen_of(int32_t sequence) const {
+        return chosen_.empty() ? nullptr : &chosen_[int64_t{sequence} * p_.num_kv_heads];
+    }
+
     int32_t num_head_runs(const SequencePlan& plan, int64_t wanted) const {
-        if (plan.num_row_tiles != 1) return p_.num_kv_heads;
+        if (plan.num_row_tiles != 1 || p_.chosen_pages) return p_.num_kv_heads;
         const int64_t most_heads = kTileRows / plan.num_rows;
         const int64_t least = divide_up(p_.num_kv_heads, most_heads);
         return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, p_.num_kv_heads));
@@ -124,6 +139,8 @@ class Forward {
         heads.tile.kv_head = static_cast<int32_t>(p_.num_kv_heads * head_run / plan.num_head_runs);
         heads.count =
             static_cast<int32_t>(p_.num_kv_heads * (head_run + 1) / plan.num_head_runs) - heads.tile.kv_head;
+        if (const ChosenKeys* chosen = chosen_of(heads.tile.batch_index))
+            heads.tile.chosen = chosen + heads.tile.kv_head;
 
         if (plan.parallel_splits()) {
             return run_split(plan, heads, part, split_results_[plan.first_split_results + head_run]);
@@ -174,6 +191,7 @@ class Forward {
 
     const AttentionParams& p_;
     const ForwardKernels& kernels_ = kernels().forward;
+    std::vector<ChosenKeys> chosen_;  // [batch, num_kv_heads], where pages are chosen
     std::vector<SequencePlan> plans_;
     int64_t num_items_ = 0;
     std::unique_ptr<SplitResults[]> split_results_;

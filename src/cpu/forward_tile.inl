@@ -75,7 +75,7 @@ static float static_scale(const CacheScales& scales, int32_t kv_head) {
 static float weigh_row(float* row, const ScoreTransform& transform, float slope_log2, const TileMask& mask,
                        int32_t r, const UnifiedMax* unified, SoftmaxState& state) {
     transform_row(row, transform);
-    add_alibi(row, slope_log2, mask.q_pos[r], mask.k_begin);
+    add_alibi(row, slope_log2, mask.q_pos[r], mask.k_begin, mask.tile.chosen);
     const VisibleKeys see = mask.visible_to(r);
     for (int j = see.prefix_end; j < see.window_begin; ++j) row[j] = -INFINITY;
     for (int j = see.window_end; j < kTileKeys; ++j) row[j] = -INFINITY;

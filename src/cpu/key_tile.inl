@@ -36,7 +36,8 @@ OCTAVO_SIMD void for_pages(const AttentionParams& p, const RowTile& tile, const 
     needed.for_ranges([&](int begin, int end) {
         for (int j = begin; j < end;) {
             const int32_t slot = (k_begin + j) % page_size;
-            const int64_t page = pages ? pages[(k_begin + j) / page_size] : 0;
+            const int32_t column = (k_begin + j) / page_size;
+            const int64_t page = pages ? pages[tile.chosen ? tile.chosen->pages[column] : column] : 0;
             const int page_end = end - j < page_size - slot ? end : j + page_size - slot;
             body(j, page_end, page, slot);
             j = page_end;
@@ -81,6 +82,7 @@ static void find_keys(const AttentionParams& p, const RowTile& tile, const KeyTi
 
 // Which keys of a tile each row of a tile of rows sees.
 struct TileMask {
+    const RowTile& tile;
     const Visibility& see;
     const int32_t* q_pos;  // [num_rows]
     int32_t num_rows;
@@ -98,9 +100,14 @@ struct TileMask {
         const Visibility& see = tile.sequence.see;
         const int32_t tree_begin = tile.sequence.q_pos(0);
         if (k_begin + kTileKeys <= tree_begin) tree_words = nullptr;
+        const int32_t first_q_pos = q_pos[0], last_q_pos = q_pos[tile.num_rows - 1];
         const bool all_visible =
-            !tree_words && KeyTiles::all_visible(see, q_pos[0], q_pos[tile.num_rows - 1], k_begin, kTileKeys);
-        TileMask mask{see, q_pos, tile.num_rows, k_begin, tree_words, tree_begin, all_visible, false, {}};
+            !tree_words &&
+            (tile.chosen ? tile.window_begin(last_q_pos) <= k_begin &&
+                               k_begin + kTileKeys <= tile.window_end(first_q_pos)
+                         : KeyTiles::all_visible(see, first_q_pos, last_q_pos, k_begin, kTileKeys));
+        TileMask mask{tile,       see,        q_pos,       tile.num_rows, k_begin,
+                      tree_words, tree_begin, all_visible, false,         {}};
         if (!p.block_mask) return mask;
         for (int32_t r = 0; r < tile.num_rows; ++r) {
             mask.hidden[r] = !keeps_block(p, tile, r, k_begin);
@@ -124,8 +131,8 @@ struct TileMask {
     VisibleKeys visible_to(int32_t r) const {
         if (hides_from(r)) return VisibleKeys::none();
         if (all_visible) return VisibleKeys::all();
-        return VisibleKeys::make(k_begin, see.prefix_len, see.window_begin(q_pos[r]),
-                                 see.window_end(q_pos[r]));
+        return VisibleKeys::make(k_begin, see.prefix_len, tile.window_begin(q_pos[r]),
+                                 tile.window_end(q_pos[r]));
     }
 
     // Calls body(begin, end) for the runs of keys that row r sees.
@@ -176,9 +183,11 @@ static void transform_row(float* row, const ScoreTransform& transform) {
     for (int j = 0; j < kTileKeys; j += kLanes) store(row + j, transform_score(transform, load(row + j)));
 }
 
-static void add_alibi(float* row, float slope_log2, int32_t q_pos, int32_t k_begin) {
+static void add_alibi(float* row, float slope_log2, int32_t q_pos, int32_t k_begin,
+                      const ChosenKeys* chosen = nullptr) {
     if (slope_log2 == 0.0f) return;
-    for (int j = 0; j < kTileKeys; ++j) row[j] += alibi_bias(slope_log2, q_pos, k_begin + j);
+    for (int j = 0; j < kTileKeys; ++j)
+        row[j] += alibi_bias(slope_log2, q_pos, chosen ? chosen->position(k_begin + j) : k_begin + j);
 }
 
 // The slope of a query head, in units of log2(e); 0 without ALiBi.

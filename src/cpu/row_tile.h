@@ -1,6 +1,7 @@
 // Tiles of queries and of keys, as the kernels of forward and backward cut them.
 #pragma once
 
+#include "cpu/chosen_keys.h"
 #include "params/attention_params.h"
 
 #include <cstdint>
@@ -18,7 +19,8 @@ struct RowTile {
     int32_t group_size;
     int32_t kv_head;
     int32_t first_row;
-    int32_t num_rows;  // at most kTileRows where a kernel holds them all
+    int32_t num_rows;                    // at most kTileRows where a kernel holds them all
+    const ChosenKeys* chosen = nullptr;  // of its KV head: keys are counted among them; null: all are read
 
     // The query token and the head of the r-th row of the tile.
     int32_t token_of(int32_t r) const { return (first_row + r) / group_size; }
@@ -26,7 +28,22 @@ struct RowTile {
     int32_t q_pos_of(int32_t r) const { return sequence.q_pos(token_of(r)); }
 
     KeyTiles key_tiles() const {
-        return KeyTiles(sequence.see, q_pos_of(0), q_pos_of(num_rows - 1), kTileKeys);
+        if (!chosen) return KeyTiles(sequence.see, q_pos_of(0), q_pos_of(num_rows - 1), kTileKeys);
+        const int32_t begin = window_begin(q_pos_of(0));
+        Visibility from_begin{};  // of a query there that sees no key before its own
+        from_begin.seqlen_k = window_end(q_pos_of(num_rows - 1));
+        from_begin.window_right = -1;
+        return KeyTiles(from_begin, begin, begin, kTileKeys);
+    }
+
+    // The window of the query at `q_pos`, as keys are counted.
+    int32_t window_begin(int32_t q_pos) const {
+        const int32_t begin = sequence.see.window_begin(q_pos);
+        return chosen ? chosen->first_from(begin) : begin;
+    }
+    int32_t window_end(int32_t q_pos) const {
+        const int32_t end = sequence.see.window_end(q_pos);
+        return chosen ? chosen->first_from(end) : end;
     }
 };
 

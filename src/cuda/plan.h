@@ -51,6 +51,9 @@ std::nullopt_t refuse(std::string* why_not, const Parts&... parts) {
     return std::nullopt;
 }
 
+// Why a kernel does not serve a call that chooses pages.
+constexpr const char* kReadsAllPages = "it reads all pages of a sequence, and chosen_pages is given";
+
 inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace octavo::cuda

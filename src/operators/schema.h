@@ -220,6 +220,7 @@ struct PagedAttention {
         scalar("window_right", &Args::window_right, &CArgs::window_right),
         scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         input<Accept::words>("tree_mask", &Args::tree_mask, &CArgs::tree_mask),
+        input<Accept::integer>("chosen_pages", &Args::chosen_pages, &CArgs::chosen_pages),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };

@@ -9,6 +9,7 @@
 #include "common/tree_mask.h"
 #include "common/visibility.h"
 #include "params/cache_scales.h"
+#include "params/chosen_pages.h"
 #include "params/index_array.h"
 
 #include <octavo/tensor.h>
@@ -83,6 +84,7 @@ struct AttentionParams {
     const char* op;                     // "attention" or "paged_attention", for messages
     BlockMask block_mask;               // of dense and packed attention
     int32_t head_dim_v;                 // head_dim where keys and values are paged
+    ChosenPages chosen_pages;           // of paged attention
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }

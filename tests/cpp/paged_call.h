@@ -126,6 +126,7 @@ inline PagedAttentionArgs sequences(PagedAttentionArgs args, int64_t first, int6
     cut(args.page_table, first, count);
     cut(args.seq_lens, first, count);
     if (args.prefix_lens) cut(*args.prefix_lens, first, count);
+    if (args.chosen_pages) cut(*args.chosen_pages, first, count);
     if (args.cu_seqlens_q) {
         cut(*args.cu_seqlens_q, first, count + 1);
         return args;
@@ -207,6 +208,11 @@ struct PagedCall {
         if (with_sinks) args.sinks = view(sinks, DType::float32, {num_q_heads});
         if (tree_words) args.tree_mask = view(*tree_words, DType::int32, {total_q(), 2});
         if (phi_of_heads) args.softmax_phi_array = view(*phi_of_heads, DType::float32, {num_q_heads});
+        if (chosen_pages && chosen_of_heads) {
+            args.chosen_pages = view(*chosen_pages, DType::int32, {batch, num_kv_heads, num_chosen});
+        } else if (chosen_pages) {
+            args.chosen_pages = view(*chosen_pages, DType::int32, {batch, num_chosen});
+        }
         return args;
     }
     PagedAttentionArgs on_gpu() { return arguments(kOnGpu); }
@@ -239,6 +245,54 @@ struct PagedCall {
             }
         }
         tree_words.emplace(halves);
+    }
+    // Some pages of each sequence, or of each of its KV heads: none, few, all. What is not chosen becomes
+    // NaN, and pages that no head has chosen do not exist. To be called once.
+    void pick_chosen_pages(Random& random) {
+        chosen_of_heads = !random.one_in(4);
+        const int64_t heads = chosen_of_heads ? num_kv_heads() : 1;
+        num_chosen =
+            std::max<int64_t>(random.one_in(3) ? max_pages / 4 : max_pages + random.pick({-1, 0, 3}), 1);
+        std::vector<int32_t> lists(batch * heads * num_chosen, -1);
+        auto is_in = [&](int64_t b, int64_t h, int32_t page) {
+            const auto list = lists.begin() + (b * heads + (chosen_of_heads ? h : 0)) * num_chosen;
+            return std::find(list, list + num_chosen, page) != list + num_chosen;
+        };
+        for (int64_t b = 0; b < batch; ++b) {
+            const int64_t pages = (lengths.host[b] + page_size() - 1) / page_size();
+            std::vector<int32_t> all(pages);
+            std::iota(all.begin(), all.end(), 0);
+            for (int64_t h = 0; h < heads; ++h) {
+                const int64_t most = std::min(pages, num_chosen);
+                const int64_t count =
+                    random.pick({int64_t{0}, most, most, most / 2, std::min<int64_t>(most, 3)});
+                std::shuffle(all.begin(), all.end(), random.engine());
+                std::sort(all.begin(), all.begin() + count);
+                std::copy_n(all.begin(), count, lists.begin() + (b * heads + h) * num_chosen);
+            }
+            const int64_t slot_size = num_kv_heads() * head_dim;
+            for (int32_t page = 0; page < pages; ++page) {
+                bool is_chosen = false;
+                int32_t& id = table.host[b * max_pages + page];
+                for (int64_t h = 0; h < num_kv_heads(); ++h) {
+                    if (is_in(b, h, page)) {
+                        is_chosen = true;
+                        continue;
+                    }
+                    for (int64_t slot = 0; slot < page_size(); ++slot) {
+                        const int64_t at = (id * page_size() + slot) * slot_size + h * head_dim;
+                        std::fill_n(k.host.begin() + at, head_dim, to_bits(NAN, dtype));
+                        std::fill_n(v.host.begin() + at, head_dim, to_bits(NAN, dtype));
+                    }
+                }
+                if (!is_chosen) id = Cache::kNoPage;
+            }
+            if (pages == 0) std::fill_n(lists.begin() + b * heads * num_chosen, heads * num_chosen, 1 << 30);
+        }
+        table.upload(table.host);
+        k.upload(k.host);
+        v.upload(v.host);
+        chosen_pages.emplace(lists);
     }
     void poison_outputs() {
         out.upload(nans(out.host.size(), dtype));
@@ -362,6 +416,7 @@ struct PagedCall {
         if (options.batch_invariant) text += ", batch_invariant";
         if (prefix_lens) text += ", prefix_lens";
         if (tree_words) text += ", tree_mask";
+        if (chosen_pages) add(chosen_of_heads ? "pages chosen of heads" : "chosen pages", num_chosen);
         if (with_alibi) text += ", ALiBi";
         if (with_sinks) text += ", sinks";
         if (options.softmax_phi) text += ", softmax_phi " + std::to_string(*options.softmax_phi);
@@ -381,6 +436,9 @@ struct PagedCall {
     Mirror<float> lse, slopes, sinks;
     std::optional<Mirror<int32_t>> prefix_lens, tree_words;
     std::optional<Mirror<float>> phi_of_heads;
+    std::optional<Mirror<int32_t>> chosen_pages;  // [batch, KV heads or 1, num_chosen]
+    int64_t num_chosen = 0;
+    bool chosen_of_heads = false;
 };
 
 // The ways to decode: what would be chosen, the other kernel, and fixed splits.

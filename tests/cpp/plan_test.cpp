@@ -46,6 +46,34 @@ TEST(Plan, DecodeOfManySequences) {
     EXPECT_EQ(decode_plan(paged({256, 96, 8, 1, 64})), "even many 1");
 }
 
+// As many blocks as are chosen, in fixed splits; what the kernel does not serve, no other one does.
+TEST(Plan, DecodeOfChosenPages) {
+    auto chosen = [](const Shape& shape, int64_t num_chosen) {
+        PagedAttentionArgs args = paged(shape);
+        args.chosen_pages = Arrays().make(DType::int32, {shape.batch, shape.num_kv_heads, num_chosen});
+        return args;
+    };
+    const PagedAttentionArgs some = chosen({32, 8192}, 128);
+    EXPECT_EQ(decode_plan(some), "fixed short 4");
+    EXPECT_EQ(field(explain(some, "h200"), "max_visible_blocks"), "128");
+    EXPECT_EQ(field(explain(some, "h200"), "chosen_pages"), "true");
+    EXPECT_EQ(field(explain(paged({32, 8192}), "h200"), "chosen_pages"), "no chosen_pages");
+    EXPECT_EQ(field(explain(chosen({32, 8192}, 5000), "h200"), "max_visible_blocks"), "512");
+    for (const auto& [kernel, reason] : explain(some, "h200").why_not) {
+        if (kernel == "shared_prefix") continue;
+        EXPECT_NE(reason.find("chosen_pages is given"), std::string::npos) << kernel << ": " << reason;
+    }
+    Shape rows{4, 1024};
+    rows.queries = 5;
+    EXPECT_THROW(explain(chosen(rows, 9), "h200"), ValueError);  // 20 rows a KV head
+    rows.queries = 4;
+    EXPECT_EQ(decode_plan(chosen(rows, 9)), "fixed short 1");
+    EXPECT_THROW(explain(some, "a100"), ValueError);
+    PagedAttentionArgs nothing = chosen({1, 16}, 1);  // an empty cache has nothing to choose from
+    nothing.k_pages.shape[0] = nothing.v_pages.shape[0] = 0;
+    EXPECT_EQ(kind_of(nothing), "sm80_attention");
+}
+
 // A CTA for each split that a sequence may have: where most would have nothing to do, SMs share out the work.
 TEST(Plan, DecodeOfMoreSplitsThanSixteenAnSm) {
     EXPECT_EQ(decode_plan(paged({64, 4592})), "sized short 4");

@@ -106,6 +106,16 @@ def test_tree_mask(library):
     assert not np.array_equal(out, octavo.paged_attention(**arrays))
 
 
+def test_chosen_pages(library):
+    arrays = {"k_pages": normal(6, 4, 2, 32), "v_pages": normal(6, 4, 2, 32) + 1, "q": normal(2, 4, 32)}
+    arrays["page_table"], arrays["seq_lens"] = np.array([[3, 0, 1], [3, 0, 5]]), np.array([9, 12])
+    chosen = np.array([[[0, 2], [2, -1]], [[1, 2], [0, 2]]])
+    out = np.full_like(arrays["q"], np.nan)
+    library.paged_attention(out=out, chosen_pages=chosen, **arrays)
+    np.testing.assert_array_equal(out, octavo.paged_attention(**arrays, chosen_pages=chosen))
+    assert not np.array_equal(out, octavo.paged_attention(**arrays))
+
+
 def test_integers_of_64_bits(library):
     q, pages = normal(5, 4, 32), normal(2, 6, 4, 2, 32)
     tables = {"page_table": [[3, 0, 2**40], [5, 1, 2]], "seq_lens": [8, 12], "cu_seqlens_q": [0, 2, 5]}

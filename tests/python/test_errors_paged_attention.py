@@ -225,6 +225,95 @@ CASES = [
         batch_invariant=True,
         max_seqlen_q=3,
     ),
+    case(
+        *P,
+        TypeError,
+        "chosen_pages must be int32 or int64; got float32",
+        chosen_pages=f32(2, 1),
+    ),
+    case(
+        *P,
+        ValueError,
+        "chosen_pages must have shape [batch, num_chosen] or [batch, num_kv_heads, num_chosen]; got [2]",
+        chosen_pages=i32([0, 0]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "batch of chosen_pages (1) must equal that of page_table (2)",
+        chosen_pages=i32([[0]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "num_kv_heads of chosen_pages (1) must equal that of k_pages (2)",
+        chosen_pages=i32([[[0]], [[0]]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "chosen_pages must have room for at least one page; its shape is [2, 0]",
+        chosen_pages=np.zeros((2, 0), np.int32),
+    ),
+    case(
+        *P,
+        ValueError,
+        "chosen_pages[0, 1] must be -1, or in [0, 2), the pages of sequence 0 of length 5; got 2",
+        chosen_pages=i32([[0, 2], [0, -1]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "chosen_pages[1, 0] must be -1, or in [0, 1), the pages of sequence 1 of length 1; got -2",
+        chosen_pages=i32([[0, 1], [-2, -1]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "chosen_pages[0, 1, 1] must be greater than the entry before it (1); got 0",
+        chosen_pages=i32([[[0, 1], [1, 0]], [[0, -1], [0, -1]]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "chosen_pages[0, 1] must be greater than the entry before it (0); got 0",
+        chosen_pages=i32([[0, 0], [0, -1]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "chosen_pages[0, 0, 1] must be -1 like the entry before it, which ends the list; got 1",
+        chosen_pages=i32([[[-1, 1], [1, -1]], [[0, -1], [0, -1]]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "page_table[0, 1] must lie in [0, num_pages = 3); got 3",
+        page_table=i32([[7, 3], [0, -1]]),
+        chosen_pages=i32([[1], [0]]),
+    ),
+    case(
+        *P,
+        ValueError,
+        "seq_lens[0] must lie in [0, max_pages * page_size = 8]; got 9",
+        seq_lens=i32([9, 1]),
+        chosen_pages=i32([[1], [0]]),
+    ),
+    *(
+        case(
+            *P,
+            ValueError,
+            f"chosen_pages cannot go with {name}",
+            **{name: value, "chosen_pages": i32([[1], [0]])},
+        )
+        for name, value in {
+            "prefix_lens": i32([1, 0]),
+            "attention_chunk": 3,
+            "tree_mask": np.array([-1, -1]),
+            "shared_prefix_len": 4,
+            "num_splits": 2,
+        }.items()
+    ),
     case(*P, ValueError, "window_left must be -1 (unbounded) or at least 0; got -3", window_left=-3),
     case(*P, ValueError, "out must be writable; it is read-only", out=read_only(f32(2, 4, 8))),
     *(

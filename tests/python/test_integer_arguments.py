@@ -99,7 +99,8 @@ def test_what_is_used_is_checked() -> None:
             {"cu_seqlens_q": [0, 1, HUGE]},
             r"cu_seqlens_q\[2\] must be at most the number of packed rows \(2\)",
         ),
-        ({"page_table": [[[0]], [[1]]]}, r"page_table must have one axis or two; got \[2, 1, 1\]"),
+        ({"page_table": [[[0]], [[1]]]}, r"page_table must have shape \[batch, max_pages\]; got \[2, 1, 1\]"),
+        ({"page_table": [[[[0]]]]}, r"page_table must have one axis, two or three; got \[1, 1, 1, 1\]"),
         ({"page_table": [0, 1]}, r"page_table must have shape \[batch, max_pages\]; got \[2\]"),
     ):
         with pytest.raises(ValueError, match=f"^paged_attention: {message}"):

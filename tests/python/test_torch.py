@@ -19,6 +19,7 @@ PAGE_TABLE = torch.tensor([[4, 1, -1], [0, 3, 5]], dtype=torch.int32)
 SHARING_TABLE = torch.tensor([[4, 1, -1], [4, 3, 5]], dtype=torch.int32)
 SEQ_LENS = torch.tensor([20, 41], dtype=torch.int32)
 CU_SEQLENS = torch.tensor([0, 3, 8], dtype=torch.int32)
+CHOSEN_PAGES = torch.tensor([[[0, 1], [1, -1]], [[0, 2], [1, 2]]], dtype=torch.int32)
 
 
 def normal(*shape, dtype=torch.float32):
@@ -100,6 +101,8 @@ def make_calls():
                 many_each,
                 {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "tree_mask": tree, "return_lse": True},
             ),
+            (one_each, {"chosen_pages": CHOSEN_PAGES, "window_left": 30, "return_lse": True}),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "chosen_pages": CHOSEN_PAGES[:, 0]}),
         ],
         "merge_states": [((*state, state[0] + 1, state[1] - 1), {})],
         "linear": [

@@ -1,9 +1,18 @@
 #include "cuda/attention/kernel_plan.h"
 
+#include "common/fail.h"
+
 namespace octavo::cuda {
 
 KernelPlan plan_kernel(const AttentionParams& p, const Gpu& gpu) {
     if (auto plan = plan_split_kv(p, gpu)) return *plan;
+    if (p.chosen_pages) {
+        std::string why_not;
+        plan_split_kv(p, gpu, &why_not);
+        fail<ValueError>(
+            p.op,
+            "chosen_pages on a GPU are read by split_kv_decode, which cannot serve this call: ", why_not);
+    }
     if (auto plan = plan_stream_k(p, gpu)) return *plan;
     if (auto plan = plan_sm90_attention(p, gpu)) return *plan;
     return plan_sm80_attention(p, gpu);

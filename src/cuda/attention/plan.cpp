@@ -19,7 +19,11 @@ constexpr Kernel kKernels[] = {
     {"split_kv_decode", serves<plan_split_kv>},
     {"stream_k_decode", serves<plan_stream_k>},
     {"sm90_attention", serves<plan_sm90_attention>},
-    {"sm80_attention", [](const AttentionParams&, const Gpu&, std::string*) { return true; }},
+    {"sm80_attention",
+     [](const AttentionParams& params, const Gpu&, std::string* why_not) {
+         if (params.chosen_pages) refuse(why_not, kReadsAllPages);
+         return !params.chosen_pages;
+     }},
 };
 
 void add_why_not(Explanation& text, const AttentionParams& p, const Gpu& gpu) {

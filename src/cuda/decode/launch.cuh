@@ -36,7 +36,7 @@ inline const float* one_scale(const AttentionParams& p) {
     return static_cast<const float*>(address);
 }
 
-template <class T, class Config, bool kFixed>
+template <class T, class Config, bool kFixed, bool kChosen = false>
 void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& plan,
                             const SplitKvLaunch& arguments, cudaStream_t stream) {
     constexpr size_t kSharedBytes = sizeof(SplitKvShared<Config>);
@@ -44,8 +44,8 @@ void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& pl
     static_assert(Config::kCtas * (kSharedBytes + 1024) <= 228 * 1024, "1 KB of each CTA is the system's");
     const Grid grid = plan.grid();
     const LaunchShape shape{dim3(grid.x, grid.y, grid.z), Config::kThreads, true};
-    launch<split_kv_decode_kernel<T, Config, kFixed>, kSharedBytes>(params.op, params.device.index, stream,
-                                                                    shape, params, arguments);
+    launch<split_kv_decode_kernel<T, Config, kFixed, kChosen>, kSharedBytes>(
+        params.op, params.device.index, stream, shape, params, arguments);
 }
 
 // Behind a shared prefix, a grid must not be complete before the kernel over the prefix is. It is enough that
@@ -89,7 +89,9 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
 
     const bool is_short = plan.items == SplitKvItems::short_items;
     auto run = launch_split_kv_kernel<T, Long, false>;
-    if (plan.policy == SplitPolicy::fixed) {
+    if (params.chosen_pages) {
+        run = launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, true, true>;
+    } else if (plan.policy == SplitPolicy::fixed) {
         run = is_short ? launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, true>
                        : launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 1, kCodes>, true>;
     } else if (plan.policy == SplitPolicy::by_length) {

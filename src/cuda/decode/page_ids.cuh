@@ -17,8 +17,8 @@ struct WarpBlocks {
 // Finds where the rows of a warp's blocks lie. Page ids are held 32 at a time, a lane each; the next 32 are
 // asked for when these come into use, so that they do not wait behind the copies that they are for.
 // kGaps: whether a window may hide blocks between those of a prefix and its own (PageLayout::has_gap); then
-// the item's VisibleBlocks are looked at.
-template <class T, class Config, bool kGaps>
+// the item's VisibleBlocks are looked at. kChosen: pages are counted in a list of columns of the page table.
+template <class T, class Config, bool kGaps, bool kChosen = false>
 class PageIds {
   public:
     using Place = typename BlockCopier<T, Config>::Place;
@@ -26,6 +26,8 @@ class PageIds {
     __device__ PageIds(const AttentionParams& p, const PageLayout& pages, const BlockCopier<T, Config>& rows)
         : p_(p), pages_(pages), rows_(rows) {}
 
+    // Before start(): the list.
+    __device__ void choose(const IndexArray& list) { list_ = list; }
     // Works out where the first page ids are, of blocks `stride` apart from `first` on, before ask().
     __device__ void start(int32_t sequence, int32_t first, int32_t stride, const VisibleBlocks& visible) {
         table_ = p_.page_table.at(sequence * p_.page_table_stride);
@@ -35,7 +37,7 @@ class PageIds {
         pin_in_register(first_entry_);
     }
     // Asks for them, maybe before the length is known: entries past the last page are not used.
-    __device__ void ask() { asked_ids_ = ptx::load_relaxed(first_entry_); }
+    __device__ void ask() { asked_ids_ = id_at(ptx::load_relaxed(first_entry_)); }
     // From the next block on, what was asked for is in use, for this KV head.
     __device__ void enter(int32_t kv_head) {
         index_ = 32;
@@ -61,7 +63,7 @@ class PageIds {
         return place;
     }
     __device__ void ask_from(int32_t block, const VisibleBlocks& visible) {
-        asked_ids_ = *entry(block, visible);
+        asked_ids_ = id_at(*entry(block, visible));
     }
 
   private:
@@ -74,7 +76,15 @@ class PageIds {
         block = min(block, (p_.seqlen_k - 1) / Config::kBlockKeys);
         const int32_t page =
             pages_.page_size.quotient(block * Config::kBlockKeys) + (lane & ((1 << log2) - 1));
+        if constexpr (kChosen) return list_.at(min(page, p_.chosen_pages.num_chosen - 1));
         return IndexArray{table_, p_.page_table.stride_bytes}.at(min(page, pages_.max_pages - 1));
+    }
+    // The page id of an entry: that of its column, where it is one of a list. Behind a list's end any will
+    // do.
+    __device__ uint32_t id_at(int32_t entry) const {
+        if constexpr (!kChosen) return entry;
+        const int32_t column = min(max(entry, 0), pages_.max_pages - 1);
+        return IndexArray{table_, p_.page_table.stride_bytes}[column];
     }
 
     __device__ Place place_of(int32_t block, const KeyRange& keys, const VisibleBlocks& visible) const {
@@ -93,6 +103,7 @@ class PageIds {
     const PageLayout& pages_;
     const BlockCopier<T, Config>& rows_;
     const int32_t *table_, *first_entry_;
+    IndexArray list_;
     uint32_t head_offset_;
     int32_t stride_, asked_;  // the block whose first page is lane 0's of asked_ids_
     int index_ = 32;          // the lane that holds the first page of the next block

@@ -188,7 +188,9 @@ struct SplitKvProblem {
 
 // The blocks of a sequence that its queries see, at most.
 int32_t max_visible_blocks(const AttentionParams& p, int32_t block_keys) {
-    const int64_t all = (p.seqlen_k - 1) / block_keys + 1;
+    int64_t keys = p.seqlen_k;
+    if (p.chosen_pages) keys = std::min(keys, int64_t{p.chosen_pages.num_chosen} * p.page_size);
+    const int64_t all = (keys - 1) / block_keys + 1;
     if (p.window_left < 0 || p.prefix_lens) return static_cast<int32_t>(all);
     return static_cast<int32_t>(std::min(all, (int64_t{p.window_left} + p.seqlen_q) / block_keys + 2));
 }
@@ -346,8 +348,8 @@ SplitKvPlan plan_fixed_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
     choose_combiners(plan, shape.fixed, problem.rows());
     const int64_t ctas = heads * plan.num_slots;
     if (plan.num_splits > 1 && ctas > 4 * sms) plan.length_first = true;
-    // Two CTAs an SM where some start while others end.
-    const bool is_short = plan.num_splits == 1 && problem.is_short();
+    // Two CTAs an SM where some start while others end. Chosen pages have no other instance.
+    const bool is_short = (plan.num_splits == 1 && problem.is_short()) || plan.has_chosen_pages;
     return with_items(plan, problem,
                       ctas > sms || is_short ? SplitKvItems::short_items : SplitKvItems::long_items);
 }
@@ -409,10 +411,11 @@ std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gp
     plan.block_keys = shape.block_keys;
     plan.max_visible_blocks = max_visible_blocks(p, shape.block_keys);
     plan.blocks_per_split = 1;
-    plan.length_first = p.window_left >= 0 || p.prefix_lens;
+    plan.has_chosen_pages = static_cast<bool>(p.chosen_pages);
+    plan.length_first = p.window_left >= 0 || p.prefix_lens || p.chosen_pages;
     const SplitKvProblem problem{p, gpu, shape, plan.num_sequences, plan.max_visible_blocks};
     const int64_t items = problem.items(), sms = gpu.num_sms;
-    if (p.batch_invariant) return plan_fixed_splits(plan, problem);
+    if (p.batch_invariant || p.chosen_pages) return plan_fixed_splits(plan, problem);
     // Short items are so read by few CTAs, or have 64 KB to read each. (256 sequences of 96 keys, 8 KV heads
     // of dim 64: 24 us, 16 by splits of one size.)
     const bool is_short = problem.is_short() && (items <= 4 * sms || problem.item_bytes() >= 64 * 1024);
@@ -426,6 +429,7 @@ std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gp
     if (p.batch_invariant)
         return refuse(why_not,
                       "where it cuts a sequence depends on the others, and batch_invariant is given");
+    if (p.chosen_pages) return refuse(why_not, kReadsAllPages);
     const std::optional<Instance> instance = choose_instance(p, gpu, why_not);
     if (!instance) return std::nullopt;
     const DecodeShape& shape = shape_of(instance->codes, instance->row);
@@ -457,6 +461,7 @@ Explanation describe(const SplitKvPlan& plan) {
     if (plan.policy == SplitPolicy::sized)
         text.summary +=
             text_of(" of ", counted(plan.blocks_per_split, "block"), " of ", plan.block_keys, " keys");
+    if (plan.has_chosen_pages) text.summary += " of chosen pages";
     if (plan.combiners_per_item > 0)
         text.summary += text_of(", and ", counted(plan.combiners_per_item, "combiner"), " per item");
     text.summary += ": " + ctas_of(plan.grid(), plan.threads);
@@ -482,6 +487,7 @@ Explanation describe(const SplitKvPlan& plan) {
         {"threads", plan.threads},
         {"workspace_bytes", plan.workspace_bytes()},
     };
+    if (plan.has_chosen_pages) text.plan.emplace_back("chosen_pages", true);
     return text;
 }
 

@@ -33,6 +33,7 @@ struct SplitKvPlan {
     int32_t max_fixed_splits_log2;  // SplitPolicy::fixed: see FixedSplits
     int32_t max_visible_blocks;     // of a sequence, of which a window may show some
     int32_t blocks_per_split;       // SplitPolicy::sized
+    bool has_chosen_pages;          // which have instances of their own
     bool length_first;      // whether CTAs look at the length before all else: most may have nothing to do
     int32_t partial_words;  // of a split: its partial result
     int32_t threads;

@@ -19,16 +19,22 @@
 // length, which is at first taken for what the page table has room for. Where many CTAs may have nothing to
 // do, each looks at the length first.
 //
+// Chosen pages (chosen_list.cuh): keys are counted in an item's own list of pages, which is looked at
+// together with the length. It has instances of its own, with fixed splits.
+//
 // A window bounds the blocks on the left too (visible_blocks.cuh): then, too, page ids wait for the length.
 //
 // Code runs once: what does not depend on other kernels' results is worked out before they are waited for.
 #pragma once
 
+#include "cuda/decode/chosen_list.cuh"
 #include "cuda/decode/page_ids.cuh"
 #include "cuda/decode/prefetch.cuh"
 #include "cuda/decode/split_kv_combine.cuh"
 #include "cuda/decode/split_shares.cuh"
 #include "cuda/ptx/grid_dependency.h"
+
+#include <type_traits>
 
 namespace octavo::cuda {
 
@@ -54,11 +60,46 @@ struct SplitKvSequence {
     }
 };
 
-template <class T, class Config, bool kFixed>
+// The same where pages are chosen: with those of the CTA's KV head.
+struct ChosenSequence : SplitKvSequence {
+    ChosenList list{};
+    const PageLayout* layout = nullptr;
+    int32_t page_size = 0;
+
+    __device__ static ChosenSequence make(const AttentionParams& p, int32_t sequence) {
+        return {SplitKvSequence::make(p, sequence)};
+    }
+    // Everything, and the blocks that some query sees, counted in the list. The length may still be on its
+    // way: the list is looked at meanwhile.
+    template <int kBlockKeys>
+    __device__ VisibleBlocks choose(const AttentionParams& p, const PageLayout& pages, int32_t sequence,
+                                    int32_t kv_head, int32_t length) {
+        const int32_t last = ChosenList::last_entry(p, sequence, kv_head);
+        *this = make(p, sequence);
+        set_length(p, sequence, length);
+        layout = &pages;
+        page_size = p.page_size;
+        list = ChosenList::of(p, sequence, kv_head, last, seq.see.seqlen_k);
+        int32_t begin = 0;
+        if (p.window_left >= 0) begin = list.first_from(seq.see.window_begin(seq.q_pos(0)), pages, page_size);
+        const int32_t first = begin / kBlockKeys, end = (list.num_keys + kBlockKeys - 1) / kBlockKeys;
+        return {begin < list.num_keys ? end - first : 0, 0, first, 0, begin};
+    }
+    __device__ int32_t position(int32_t key) const { return list.position(key, *layout, page_size); }
+    // The keys, counted in the list, that the first query sees for sure: as many are hidden from it at most
+    // as positions are.
+    __device__ int32_t seen_by_all() const {
+        return list.num_keys - (seq.see.seqlen_k - seq.see.window_end(seq.q_pos(0)));
+    }
+};
+
+template <class T, class Config, bool kFixed, bool kChosen>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     split_kv_decode_kernel(const __grid_constant__ AttentionParams p,
                            const __grid_constant__ SplitKvLaunch launch) {
     extern __shared__ __align__(512) unsigned char split_kv_shared_bytes[];
+    static_assert(kFixed || !kChosen);
+    constexpr bool kGaps = kFixed && !kChosen;
     auto& shared = *reinterpret_cast<SplitKvShared<Config>*>(split_kv_shared_bytes);
     const int warp =
         __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
@@ -69,35 +110,43 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         launch.policy == SplitPolicy::by_length ? sequence >= launch.num_slots : split >= launch.num_splits;
     const FixedSplits<Config> fixed_splits(launch.max_fixed_splits_log2);
     VisibleBlocks& visible = shared.visible[warp];
+    const bool length_first = kChosen || launch.length_first;
     int32_t length = 0;  // as seq_lens has it
     int32_t num_blocks = 0, num_splits = 0,
             first_partial = (sequence * gridDim.x + kv_head) * launch.num_splits;
     WarpBlocks own{split + launch.num_splits * warp, 0, launch.num_splits * Config::kWarps};
     FixedShare fixed;
-    KeyRange keys{0, 0};                         // that some query sees
-    const bool has_window = p.window_left >= 0;  // and so length_first
-    SplitKvSequence seq;
+    KeyRange keys{0, 0};                                    // that some query sees
+    const bool has_window = kChosen || p.window_left >= 0;  // and so length_first
+    using Sequence = std::conditional_t<kChosen, ChosenSequence, SplitKvSequence>;
+    Sequence seq;
     // The blocks that the queries see. To be called when the length is known.
     auto visible_blocks = [&] {
         if (!has_window) return VisibleBlocks::all<Config::kBlockKeys>(SplitKvSequence::seqlen_k(p, length));
-        seq = SplitKvSequence::make(p, sequence);
-        seq.set_length(p, sequence, length);
-        return VisibleBlocks::of<Config::kBlockKeys>(seq.seq);
+        if constexpr (kChosen) {
+            return seq.template choose<Config::kBlockKeys>(p, launch.pages, sequence, kv_head, length);
+        } else {
+            seq = Sequence::make(p, sequence);
+            seq.set_length(p, sequence, length);
+            return VisibleBlocks::of<Config::kBlockKeys>(seq.seq);
+        }
     };
     // Translates shares of the visible blocks into places in the sequence. To be called when the blocks are
     // shared out.
     auto place_blocks = [&](const VisibleBlocks& blocks) {
-        keys = blocks.keys(SplitKvSequence::seqlen_k(p, length));
+        int32_t num_keys = SplitKvSequence::seqlen_k(p, length);
+        if constexpr (kChosen) num_keys = seq.list.num_keys;
+        keys = blocks.keys(num_keys);
         if (!has_window) return;
         own.first = blocks.place(own.first);
         own.end = own.end > 0 ? blocks.place(own.end - 1) + 1 : 0;
-        if (!kFixed || !launch.pages.has_gap) return;
+        if (!kGaps || !launch.pages.has_gap) return;
         if (threadIdx.x % 32 == 0) visible = blocks;
         __syncwarp();
     };
     if constexpr (kFixed) {
         VisibleBlocks blocks = VisibleBlocks::all<Config::kBlockKeys>(p.seqlen_k);  // a guess
-        if (launch.length_first) {
+        if (length_first) {
             if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
             length = ptx::load_relaxed(p.seq_lens.at(sequence));
             blocks = visible_blocks();
@@ -106,7 +155,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         fixed = FixedShare::of(fixed_splits, max(num_blocks, 1), split, warp);
         num_splits = fixed.num_splits;
         own = {fixed.first, min(fixed.end, num_blocks), 1};
-        if (launch.length_first) {
+        if (length_first) {
             if (combines ? num_splits == 1 : split >= num_splits) return;
             place_blocks(blocks);
         }
@@ -118,16 +167,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     prefetch_params<Config>(p);
     const BlockCopier<T, Config> rows(p, launch.codes);
     const QueryCopier<T, Config> query_copier(p, launch.group_size, rows, kv_head, warp);
-    PageIds<T, Config, kFixed> page_ids(p, launch.pages, rows);
+    PageIds<T, Config, kGaps, kChosen> page_ids(p, launch.pages, rows);
     page_ids.enter(kv_head);
-    if (kFixed || !launch.length_first) page_ids.start(sequence, own.first, own.stride, visible);
-    WarpAttention<T, Config, SplitKvSequence, kFixed> state(p, launch.group_size, launch.codes, seq);
+    if constexpr (kChosen) page_ids.choose(seq.list.pages);
+    if (kFixed || !length_first) page_ids.start(sequence, own.first, own.stride, visible);
+    WarpAttention<T, Config, Sequence, kFixed, kChosen> state(p, launch.group_size, launch.codes, seq);
     const QueryRows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].blocks.tiles);
     // The kernel over a shared prefix let this one start once all kernels before it were complete.
     if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
 
-    if (!launch.length_first) {
+    if (!length_first) {
         length = ptx::load_relaxed(p.seq_lens.at(sequence));  // looked at after page ids are asked for
     } else if (!kFixed) {
         if (launch.policy == SplitPolicy::by_length) {
@@ -155,11 +205,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         page_ids.start(sequence, own.first, own.stride, visible);
     }
     if (!combines) page_ids.ask();
-    if (!has_window) seq = SplitKvSequence::make(p, sequence);
+    if (!has_window) seq = Sequence::make(p, sequence);
     if (!combines) query_copier.copy(queries, seq.seq, sequence);
     ptx::cp_async_commit();
     if (!has_window) seq.set_length(p, sequence, length);
-    if (!launch.length_first) {
+    if (!length_first) {
         keys.end = seq.seq.see.seqlen_k;
         const int32_t all_blocks = VisibleBlocks::all<Config::kBlockKeys>(keys.end).count;
         if constexpr (kFixed) {
@@ -180,9 +230,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         num_blocks = all_blocks;
     }
     const Item item{sequence, kv_head, 0, num_blocks};
-    const OutputWriter<T, SplitKvSequence> writer(p, launch.group_size, seq);
-    const SplitKvCombine<T, Config, SplitKvSequence, kFixed> combine(writer, launch, shared, item,
-                                                                     first_partial);
+    const OutputWriter<T, Sequence> writer(p, launch.group_size, seq);
+    const SplitKvCombine<T, Config, Sequence, kFixed> combine(writer, launch, shared, item, first_partial);
     if (combines) {
         if (num_splits > 1)
             combine.combine_splits(split - launch.num_splits, num_splits, fixed.splits_of_subtotal);
@@ -229,7 +278,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             state.add_values(weights, values_at(place));
             __syncwarp();
         }
-        if (kFixed && OCTAVO_RARE(launch.pages.has_gap)) {
+        if (kGaps && OCTAVO_RARE(launch.pages.has_gap)) {
             copied = visible.past_gap(copied, copied + own.stride);
             used = uses ? visible.past_gap(used, used + own.stride) : used + own.stride;
         } else {

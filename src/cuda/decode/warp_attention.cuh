@@ -23,8 +23,9 @@ struct WarpPartial {
     float sum[Config::kRows];  // of the weights
 };
 
-// `Sequences` knows the batch's sequences: slice(i). kFromZero: see TransposedSoftmax.
-template <class T, class Config, class Sequences, bool kFromZero = false>
+// `Sequences` knows the batch's sequences: slice(i). kFromZero: see TransposedSoftmax. kChosen: keys are
+// counted in chosen pages, and `Sequences` knows their positions.
+template <class T, class Config, class Sequences, bool kFromZero = false, bool kChosen = false>
 class WarpAttention {
     static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;
     static constexpr int kSteps = Config::kBlockKeys / kStepKeys;
@@ -49,7 +50,8 @@ class WarpAttention {
         // Without a window, a prefix and the keys that all queries see follow each other.
         all_visible_end_ = p_.window_left >= 0 ? -chunk_begin()
                                                : max(seq_.see.window_end(seq_.q_pos(0)), seq_.see.prefix_len);
-        if (p_.is_tree(seq_.seqlen_q))
+        if constexpr (kChosen) all_visible_end_ = p_.window_left >= 0 ? 0 : sequences_.seen_by_all();
+        if (!kChosen && p_.is_tree(seq_.seqlen_q))
             all_visible_end_ = min(all_visible_end_, max(seq_.q_pos(0), seq_.see.prefix_len));
         Softmax::for_each_row([&](int r, int i) {
             const DecodeRow row(seq_, group_size_, item.kv_head, row_of(r, i));
@@ -220,6 +222,7 @@ class WarpAttention {
 
     // What depends on positions: ALiBi, and -inf where the query does not see the key.
     __device__ void see(float (&scores)[kSteps][kRowTiles][4], int32_t first_key) const {
+        if constexpr (kChosen) return see_chosen(scores, first_key);
         if (OCTAVO_RARE(p_.alibi_slopes != nullptr)) {
             float slope_log2[kRowTiles][2];
             Softmax::for_each_row([&](int r, int i) {
@@ -239,6 +242,29 @@ class WarpAttention {
             for_each_score(scores, first_key, [&](float& score, int r, int e, int32_t key) {
                 const bool before_chunk = key >= seq_.see.prefix_len && key + all_visible_end_ < 0;
                 if (before_chunk || !seq_.see.visible(q_pos_[r][e % 2], key)) score = -INFINITY;
+            });
+        }
+    }
+    // The same of chosen pages, whose keys' positions are looked up.
+    __device__ __forceinline__ void see_chosen(float (&scores)[kSteps][kRowTiles][4],
+                                               int32_t first_key) const {
+        const bool has_alibi = p_.alibi_slopes != nullptr;
+        const bool is_masked = first_key + Config::kBlockKeys > all_visible_end_;
+        if (!OCTAVO_RARE(has_alibi || is_masked)) return;
+        float slope_log2[kRowTiles][2];
+        Softmax::for_each_row([&](int r, int i) {
+            slope_log2[r][i] =
+                has_alibi ? ptx::load_shared_float(slope_address<Config>(q_, row_of(r, i))) * kLog2e : 0.0f;
+        });
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const int32_t first = first_key + step * kStepKeys;
+            const int32_t positions[2] = {sequences_.position(first + key_of(0)),
+                                          sequences_.position(first + key_of(2))};
+            Softmax::for_each_score(scores[step], [&](float& score, int r, int e) {
+                const int32_t position = positions[e / 2];
+                if (has_alibi) score += alibi_bias(slope_log2[r][e % 2], q_pos_[r][e % 2], position);
+                if (!seq_.see.visible(q_pos_[r][e % 2], position)) score = -INFINITY;
             });
         }
     }

@@ -312,6 +312,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         return refuse(why_not, "it consists of instructions that only sm_90a has, and this GPU is sm_",
                       gpu.compute_capability);
     }
+    if (p.chosen_pages) return refuse(why_not, kReadsAllPages);
     if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
     if (p.has_tree_mask && p.alibi_slopes)
         return refuse(why_not, "no instance has both a tree mask and ALiBi");

@@ -16,6 +16,7 @@ NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM = 6, 16, 2, 16
 PAGE_TABLE = np.array([[4, 1, -1], [0, 3, 5]], np.int32)
 SHARING_TABLE = np.array([[4, 1, -1], [4, 3, 5]], np.int32)
 SEQ_LENS = np.array([20, 41], np.int32)
+CHOSEN_PAGES = np.array([[[0, 1], [1, -1]], [[0, 2], [1, 2]]], np.int32)
 CU_SEQLENS = np.array([0, 3, 8], np.int32)
 WRITTEN = {"append_kv": ("k_pages", "v_pages"), "copy_pages": ("k_pages", "v_pages")}
 # Of a program that runs: some versions of JAX make a ValueError of an invalid argument.
@@ -145,6 +146,12 @@ def make_calls(dtype="float32", seed=0):
                 "tree_mask": octavo.tree_mask(jnp.array([-1, 0, 0, -1, 0, 1, 1, -1])),
             },
             {"max_seqlen_q": 5, "return_lse": True},
+        ),
+        ("paged_attention", {**paged, "chosen_pages": index(CHOSEN_PAGES)}, {"window_left": 30}),
+        (
+            "paged_attention",
+            {**paged, **batch_slopes, "chosen_pages": index(CHOSEN_PAGES[:, 0])},
+            {"return_lse": True},
         ),
         ("attention_backward", backward({**dense, **sinks}, masked), {**masked, "return_dsinks": True}),
         ("attention_backward", backward({**packed, **sinks}, {}), {}),

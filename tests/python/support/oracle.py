@@ -87,6 +87,16 @@ def hidden_by_tree(words: Sequence[int], seqlen_k: int, prefix_len: int) -> NDAr
     return hidden
 
 
+def in_chosen_pages(
+    lists: NDArray[Any], page_size: int, num_q_heads: int, seqlen_k: int
+) -> NDArray[np.bool_]:
+    """[num_q_heads, 1, seqlen_k]: which keys lie in chosen pages. `lists`: [KV heads or 1, num_chosen] pages,
+    -1 for none."""
+    pages = np.arange(seqlen_k) // page_size
+    chosen = (lists[:, :, None] == pages).any(axis=1)
+    return np.repeat(chosen, num_q_heads // len(chosen), axis=0)[:, None]
+
+
 def _distances(q_pos: NDArray[np.int64], seqlen_k: int) -> NDArray[np.int64]:
     """[len(q_pos), seqlen_k]: how far each key lies before each query."""
     return q_pos[:, None] - np.arange(seqlen_k)
@@ -329,9 +339,12 @@ def sequences(
     dropout: Dropout | None = None,
     sinks: NDArray[Any] | None = None,
     tree_mask: Sequence[int] | None = None,
+    chosen_pages: NDArray[Any] | None = None,
+    page_size: int = 0,
     q_pos: Sequence[NDArray[np.int64]] | None = None,
 ) -> Iterator[PackedSequence]:
-    """Each in turn. `q_pos` is for some of the queries alone: where those that are given sit."""
+    """Each in turn. `q_pos` is for some of the queries alone: where those that are given sit. `chosen_pages`,
+    of `page_size` tokens each: [batch, KV heads or 1, num_chosen]."""
     assert q_pos is None or dropout is None, "dropout counts all queries"
     if q_pos is None:
         q_pos = [positions(n, m) for n, m in zip(seqlens_q, seqlens_k, strict=True)]
@@ -352,6 +365,8 @@ def sequences(
         if tree_mask is not None and m:
             prefix_len = prefix_lens[b] if prefix_lens is not None else 0
             see &= ~hidden_by_tree(tree_mask[q_begin : q_begin + n], m, prefix_len)
+        if chosen_pages is not None:
+            see = see & in_chosen_pages(chosen_pages[b], page_size, num_q_heads, m)
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
         yield PackedSequence(
             b,

@@ -1,0 +1,69 @@
+// The pages that are chosen for an item, where a caller chooses some (params/chosen_pages.h). The kernel
+// counts the keys in them, and works on blocks of these; a key's position in the sequence is looked up where
+// ALiBi or a mask needs it.
+#pragma once
+
+#include "cuda/decode/parameters.h"
+#include "cuda/decode/visible_blocks.cuh"
+#include "cuda/ptx/relaxed.h"
+
+namespace octavo::cuda {
+
+struct ChosenList {
+    IndexArray pages;   // columns of the page table
+    int32_t num_pages;  // of the list
+    int32_t num_keys;   // of its pages, that lie in the sequence
+
+    // The entry behind which there is no room.
+    __device__ static int32_t last_entry(const AttentionParams& p, int32_t sequence, int32_t kv_head) {
+        return ptx::load_relaxed(p.chosen_pages.list(sequence, kv_head).at(p.chosen_pages.num_chosen - 1));
+    }
+    // A warp together. `last`: last_entry(); `seqlen_k`: of the sequence.
+    __device__ static ChosenList of(const AttentionParams& p, int32_t sequence, int32_t kv_head, int32_t last,
+                                    int32_t seqlen_k) {
+        ChosenList list{p.chosen_pages.list(sequence, kv_head), 0, 0};
+        if (seqlen_k == 0) return list;  // padding, whose list says nothing
+        list.num_pages = p.chosen_pages.num_chosen;
+        if (last < 0) {  // the list ends before
+            list.num_pages = list.first_where(list.num_pages - 1, [](int32_t page) { return page < 0; });
+            if (list.num_pages == 0) return list;
+            last = ptx::load_relaxed(list.pages.at(list.num_pages - 1));
+        }
+        const int32_t keys_of_last = min(max(seqlen_k - last * p.page_size, 0), p.page_size);
+        list.num_keys = (list.num_pages - 1) * p.page_size + keys_of_last;
+        return list;
+    }
+
+    // A warp together: the first key that lies at `position` of the sequence or behind it.
+    __device__ int32_t first_from(int32_t position, const PageLayout& layout, int32_t page_size) const {
+        const int32_t page = layout.page_size.quotient(position);
+        const int32_t i = first_where(num_pages, [page](int32_t chosen) { return chosen >= page; });
+        const bool is_within = i < num_pages && ptx::load_relaxed(pages.at(i)) == page;
+        return min(i * page_size + (is_within ? position - page * page_size : 0), num_keys);
+    }
+
+    // Where a key sits in the sequence. Those behind the last one sit behind the sequence.
+    __device__ int32_t position(int32_t key, const PageLayout& layout, int32_t page_size) const {
+        const int32_t i = min(layout.page_size.quotient(key), num_pages - 1);
+        return *pages.at(i) * page_size + key - i * page_size;
+    }
+
+  private:
+    // The first of `count` pages of which `is_past` holds, as it does of those behind it; or `count`.
+    template <class Predicate>
+    __device__ int32_t first_where(int32_t count, Predicate is_past) const {
+        const int32_t lane = threadIdx.x % 32;
+        int32_t begin = 0, end = count;  // between which it is
+#pragma unroll 1
+        while (begin < end) {
+            const int32_t step = (end - begin + 31) / 32, i = begin + lane * step;
+            const uint32_t past = __ballot_sync(~0u, i >= end || is_past(ptx::load_relaxed(pages.at(i))));
+            const int32_t first = past == 0 ? 32 : __ffs(past) - 1;
+            end = min(begin + first * step, end);
+            begin = first == 0 ? end : begin + (first - 1) * step + 1;
+        }
+        return begin;
+    }
+};
+
+}  // namespace octavo::cuda
