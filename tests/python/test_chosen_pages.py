@@ -87,7 +87,8 @@ def check(target: Target, case: Case, lists: Lists, **options: Any) -> calls.Res
     result = calls.paged_attention(
         target, case, inputs, cache, chosen_pages=target.int32(given_as(lists)), **options
     )
-    reference.check(*result)
+    # On a GPU the largest weight is relative to zero, not to itself, and is rounded, too.
+    reference.check(*result, epsilons=1.0 if target.device == "cpu" else 2.0)
     return result
 
 

@@ -10,6 +10,8 @@
 namespace octavo::cuda {
 
 struct ChosenList {
+    static constexpr int32_t kBehindAll = 1 << 30;
+
     IndexArray pages;   // columns of the page table
     int32_t num_pages;  // of the list
     int32_t num_keys;   // of its pages, that lie in the sequence
@@ -42,9 +44,11 @@ struct ChosenList {
         return min(i * page_size + (is_within ? position - page * page_size : 0), num_keys);
     }
 
-    // Where a key sits in the sequence. Those behind the last one sit behind the sequence.
+    // Where a key sits in the sequence. What lies behind the last key sits behind any sequence: the list may
+    // end before the sequence does, and then the next position would be that of a key that is not chosen.
     __device__ int32_t position(int32_t key, const PageLayout& layout, int32_t page_size) const {
-        const int32_t i = min(layout.page_size.quotient(key), num_pages - 1);
+        if (key >= num_keys) return kBehindAll;
+        const int32_t i = layout.page_size.quotient(key);
         return *pages.at(i) * page_size + key - i * page_size;
     }
 

@@ -325,7 +325,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                 using Scores = SharedScores<Config, true>;
                 static_assert(sizeof(Scores) <= sizeof(shared.k));
                 if (seen) add_scores<Config>(scores, reinterpret_cast<Scores*>(shared.k[0])->of_lane, warp);
-                __syncthreads();  // for the next k
+                __syncthreads();                                                 // for the next k
+                if (more) zero_columns<Config, kKeys>(shared.k[0], p.head_dim);  // where scores lay
             }
             if (more) keys.copy(next, k_place, k, p.head_dim);
             ptx::cp_async_commit();
