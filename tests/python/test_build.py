@@ -109,7 +109,7 @@ CONSUMER = {
     "CMakeLists.txt": """
 cmake_minimum_required(VERSION 3.25)
 project(consumer LANGUAGES CXX)
-find_package(octavo 0.1 REQUIRED)
+find_package(octavo 0.2 REQUIRED)
 add_executable(consumer main.cpp)
 target_link_libraries(consumer PRIVATE octavo::octavo)
 """,

@@ -214,7 +214,7 @@ def other_windows():
 
 
 def wide_heads():
-    config = transformers.LlamaConfig(**{**SIZES, "head_dim": 264})
+    config = transformers.LlamaConfig(**{**SIZES, "head_dim": 520})
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="octavo").eval()
 
 
@@ -229,7 +229,7 @@ def wide_heads():
             other_windows,
             "MistralForCausalLM: layer 0 has a sliding window of 6, and a cache for full_attention",
         ),
-        (wide_heads, "LlamaForCausalLM: .*head_dim .264. must be"),
+        (wide_heads, "LlamaForCausalLM: .*head_dim .520. must be"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_a_request(make, message):
