@@ -213,15 +213,28 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def exit_status(rows: Sequence[dict[str, Any]]) -> int:
     """Say which contestants have no time and why; 1 where Octavo was wrong, in any of its modes."""
     status = 0
     for row in rows:
-        for name, why in row["skipped"].items():
+        if "wrong" in row:  # Octavo, which such a row has no peers of
+            status = 1
+        for name, why in row.get("skipped", {}).items():
             print(f"{row['case']}: {name}: {why}")
             if name.startswith(OCTAVO) and why.startswith("WRONG"):
                 status = 1
     return status
+
+
+def best_ratio(row: dict[str, Any]) -> float | None:
+    """How many times as fast as the fastest peer Octavo is."""
+    peers = [us for name, us in row["us"].items() if not name.startswith(OCTAVO)]
+    return min(peers) / row["us"][OCTAVO] if peers and OCTAVO in row["us"] else None
 
 
 # Rows of a plot's line differ in nothing but the x axis.
