@@ -6,7 +6,9 @@ Needs neither torch nor a GPU.
 from __future__ import annotations
 
 import argparse
+import io
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +83,7 @@ def show_rows(
     shown = []
     for row in rows:
         shown.append(row)
-        print(format_row(row), flush=True)
+        print(format_row(row))
         if path:
             write(path, shown)
     return shown
@@ -98,6 +100,9 @@ def run(
     finish: Callable[[list[AnyRow]], int] = exit_status,
 ) -> int:
     """List the cases, or measure them, or show the rows of --from-json, where there is such an option."""
+    # Line by line into a pipe or a file as well: a run that is killed has said how far it came.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     if args.list:
         list_cases(select())
         return 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -137,6 +138,40 @@ def test_rows_that_there_are_not() -> None:
     extra = subprocess.run([*command, "--list", "--extra"], capture_output=True, text=True, check=True)
     names = [line.split()[1] for line in extra.stdout.splitlines()[2:]]
     assert names == ["dim512_b32_s2048", "dim512_b1_s8192"]
+
+
+# In place of the GPU: the machine is known, one row is measured, and the next one ends the process.
+KILLED = """
+import os, sys, types
+sys.path[:0] = sys.argv.pop(1).split(os.pathsep)
+import bench_decode
+from test_benchmarks import MACHINE
+
+def measure_all(cases, contestants, call_us, rounds):
+    assert [case.name for case in cases] == ["dim512_b32_s2048", "dim512_b1_s8192"] and rounds == 5
+    found = types.SimpleNamespace(us={"octavo": call_us(cases[0])}, max_error={}, skipped={})
+    yield cases[0], found
+    os.kill(os.getpid(), 9)
+
+sys.modules["_device"] = types.SimpleNamespace(describe_machine=lambda rounds: MACHINE)
+sys.modules["_measure"] = types.SimpleNamespace(measure_all=measure_all, compile_kernels=lambda *_: None)
+bench_decode.main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_is_killed_has_shown_how_far_it_came(tmp_path: Path) -> None:
+    """Into a pipe, which Python otherwise fills block by block."""
+    pytest.importorskip("torch")
+    folders = f"{BENCHMARKS}{os.pathsep}{Path(__file__).parent}"
+    options = ["--extra", "--rows", "dim512", "--quick", "--no-flashinfer", "--json", tmp_path / "rows.jsonl"]
+    command = [sys.executable, "-c", KILLED, folders, *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -9, done.stderr
+    assert done.stdout.startswith(format_machine(MACHINE))
+    assert done.stdout.splitlines()[-1].startswith(
+        "| dim512_b32_s2048 | 32 x 2048 | 32/4 | 512, bfloat16 | 539.0 | "
+    )
+    assert [row.case for row in read_json(tmp_path / "rows.jsonl")] == ["dim512_b32_s2048"]
 
 
 def test_a_benchmark_of_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
