@@ -91,11 +91,11 @@ def show_rows(
 
 def run(
     args: argparse.Namespace,
-    *,
-    select: Callable[[], list[AnyCase]],
+    select: Callable[[argparse.Namespace], list[AnyCase]],
     list_cases: Callable[[list[AnyCase]], None],
-    measure: Callable[[list[AnyCase]], list[AnyRow]],
+    measure: Callable[[argparse.Namespace, list[AnyCase]], list[AnyRow]],
     format_rows: Callable[[list[AnyRow]], str] | None = None,
+    *,
     read: Callable[[Path], list[AnyRow]] = read_rows,
     finish: Callable[[list[AnyRow]], int] = exit_status,
 ) -> int:
@@ -104,13 +104,13 @@ def run(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     if args.list:
-        list_cases(select())
+        list_cases(select(args))
         return 0
     if format_rows is not None and args.from_json:
         rows = read(args.from_json)
         print(format_rows(rows))
     else:
-        rows = measure(select())
+        rows = measure(args, select(args))
     return finish(rows)
 
 
@@ -139,16 +139,15 @@ class Table(Generic[AnyCase]):
         parser.add_shared("--rows", "--list")
         parser.add_quick()
         parser.add_shared("--json")
-        args = parser.parse_args(argv)
+        return run(parser.parse_args(argv), self._select, self._list_cases, self._measure)
 
-        def measure(cases: list[AnyCase]) -> list[dict[str, Any]]:
-            measure_case = self.start(args.rounds)
-            print(self.header())
-            return show_rows(map(measure_case, cases), self.format_row, args.json)
+    def _select(self, args: argparse.Namespace) -> list[AnyCase]:
+        return matching(self.cases, args.rows)
 
-        return run(
-            args,
-            select=lambda: matching(self.cases, args.rows),
-            list_cases=lambda cases: print(*map(self.list_line, cases), sep="\n"),
-            measure=measure,
-        )
+    def _list_cases(self, cases: list[AnyCase]) -> None:
+        print(*map(self.list_line, cases), sep="\n")
+
+    def _measure(self, args: argparse.Namespace, cases: list[AnyCase]) -> list[dict[str, Any]]:
+        measure_case = self.start(args.rounds)
+        print(self.header())
+        return show_rows(map(measure_case, cases), self.format_row, args.json)

@@ -167,15 +167,12 @@ def list_tasks(tasks: Sequence[Task]) -> None:
         print(f"| {task.name} | {shape['lengths']} | {heads_and_dim} | {task.flops / 1e9:.1f} |")
 
 
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    return "\n".join([HEADER, *map(format_row, rows)])
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return run(
-        args,
-        select=lambda: select(args),
-        list_cases=list_tasks,
-        measure=lambda tasks: measure(args, tasks),
-        format_rows=lambda rows: "\n".join([HEADER, *map(format_row, rows)]),
-    )
+    return run(parse_args(argv), select, list_tasks, measure, format_rows)
 
 
 if __name__ == "__main__":

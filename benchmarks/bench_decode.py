@@ -18,6 +18,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from _command import Parser, matching, run, show_rows
@@ -119,23 +120,17 @@ def format_rows(rows: Sequence[Row]) -> str:
     return "\n".join([format_machine(rows[0].machine), "", HEADER, *map(format_row, rows)])
 
 
-def finish(args: argparse.Namespace, rows: Sequence[Row]) -> int:
+def finish(picture: Path | None, rows: Sequence[Row]) -> int:
     print(f"\n{format_summary(rows)}")
-    if args.plot:
-        plot(args.plot, rows)
+    if picture:
+        plot(picture, rows)
     return 1 if any(row.skipped.get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     return run(
-        args,
-        select=lambda: select(args),
-        list_cases=list_cases,
-        measure=lambda cases: measure(args, cases),
-        format_rows=format_rows,
-        read=read_json,
-        finish=lambda rows: finish(args, rows),
+        args, select, list_cases, measure, format_rows, read=read_json, finish=partial(finish, args.plot)
     )
 
 

@@ -241,14 +241,7 @@ def measure(args: argparse.Namespace, chosen: Sequence[Case]) -> list[dict[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return run(
-        args,
-        select=lambda: select(args),
-        list_cases=list_cases,
-        measure=lambda cases: measure(args, cases),
-        format_rows=format_rows,
-    )
+    return run(parse_args(argv), select, list_cases, measure, format_rows)
 
 
 if __name__ == "__main__":

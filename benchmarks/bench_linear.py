@@ -146,15 +146,7 @@ def finish(rows: Sequence[Row]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return run(
-        args,
-        select=lambda: select(args),
-        list_cases=list_cases,
-        measure=lambda cases: measure(args, cases),
-        format_rows=format_rows,
-        finish=finish,
-    )
+    return run(parse_args(argv), select, list_cases, measure, format_rows, finish=finish)
 
 
 if __name__ == "__main__":

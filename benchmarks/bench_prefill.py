@@ -128,15 +128,12 @@ def list_cases(cases: Sequence[Case]) -> None:
         print(f"| {case.name} | {shape['lengths']} | {heads_and_dim} | {case.flops / 1e9:.1f} |")
 
 
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    return "\n".join([HEADER, *map(format_row, rows)])
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return run(
-        args,
-        select=lambda: select(args),
-        list_cases=list_cases,
-        measure=lambda cases: measure(args, cases),
-        format_rows=lambda rows: "\n".join([HEADER, *map(format_row, rows)]),
-    )
+    return run(parse_args(argv), select, list_cases, measure, format_rows)
 
 
 if __name__ == "__main__":
