@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,15 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def append_row(path: Path, row: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def list_with_flops(what: str, cases: Iterable[Any], describe: Callable[[Any], dict[str, Any]]) -> None:
+    """Those of a benchmark of attention over many queries, with their shapes."""
+    print(f"| {what} | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
+    for case in cases:
+        shape = describe(case)
+        heads_and_dim = f"{shape['heads']} | {shape['head_dim']}"
+        print(f"| {case.name} | {shape['lengths']} | {heads_and_dim} | {case.flops / 1e9:.1f} |")
 
 
 def exit_status(rows: Sequence[dict[str, Any]]) -> int:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from _backward_rows import GROUPS, Task
 from _command import Parser, matching, run, show_rows
-from _report import OCTAVO, best_ratio
+from _report import OCTAVO, best_ratio, list_with_flops
 
 if TYPE_CHECKING:
     from _backward_contestants import Contestant
@@ -160,11 +160,7 @@ def measure(args: argparse.Namespace, tasks: Sequence[Task]) -> list[dict[str, A
 
 
 def list_tasks(tasks: Sequence[Task]) -> None:
-    print("| row | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
-    for task in tasks:
-        shape = describe(task)
-        heads_and_dim = f"{shape['heads']} | {shape['head_dim']}"
-        print(f"| {task.name} | {shape['lengths']} | {heads_and_dim} | {task.flops / 1e9:.1f} |")
+    list_with_flops("row", tasks, describe)
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from _command import Parser, matching, run, show_rows
-from _report import best_ratio, int64_summary
+from _report import best_ratio, int64_summary, list_with_flops
 
 from support.case import Case
 from support.cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
@@ -121,11 +121,7 @@ def measure(args: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str, A
 
 
 def list_cases(cases: Sequence[Case]) -> None:
-    print("| case | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
-    for case in cases:
-        shape = describe(case)
-        heads_and_dim = f"{shape['heads']} | {shape['head_dim']}"
-        print(f"| {case.name} | {shape['lengths']} | {heads_and_dim} | {case.flops / 1e9:.1f} |")
+    list_with_flops("case", cases, describe)
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
