@@ -231,7 +231,7 @@ def exit_status(rows: Sequence[dict[str, Any]]) -> int:
     """Say which contestants have no time and why; 1 where Octavo was wrong, in any of its modes."""
     status = 0
     for row in rows:
-        if "wrong" in row:  # Octavo, which such a row has no peers of
+        if "wrong" in row:  # in a row of Octavo alone
             status = 1
         for name, why in row.get("skipped", {}).items():
             print(f"{row['case']}: {name}: {why}")
