@@ -14,7 +14,7 @@ from _backward_inputs import Inputs, make_inputs
 from _backward_rows import Task
 from _contestants import UnsupportedError
 from _measure import first_line
-from _timing import Captured, capture, repeats_for, replay_times
+from _timing import Captured, capture, copies_beyond, l2_cache_bytes, repeats_for, replay_times
 from torch import Tensor
 
 GRAPH_US = 25e3  # long enough for the clocks to settle where a contestant's power leaves them
@@ -88,8 +88,7 @@ def measure(
     first = make_inputs(task)
     arrays = (getattr(first, each.name) for each in fields(first))
     num_bytes = sum(x.nbytes for x in arrays if x is not None)
-    # More than twice the L2 cache between two calls on the same inputs.
-    copies = [first, *(make_inputs(task) for _ in range(max(1, 2 * l2_bytes // num_bytes)))]
+    copies = [first, *(make_inputs(task) for _ in range(copies_beyond(l2_bytes, num_bytes) - 1))]
     sample = Sample(task, first)
     repeats = repeats_for(len(copies), call_us, GRAPH_US)
     graphs: dict[str, Captured] = {}
@@ -182,7 +181,7 @@ def measure_all(
 ) -> Iterator[tuple[Task, Measured]]:
     """As they come. Nothing of one task is left on the GPU when the next begins."""
     torch.manual_seed(0)
-    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    l2_bytes = l2_cache_bytes()
     standard = [task for task in tasks if task.standard]
     with_memory = [contestant for contestant in contestants if all(map(contestant.takes_part, standard))]
     peak_bytes = measure_memory(standard, with_memory)

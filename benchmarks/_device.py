@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 import torch
 from _report import Machine
-from _timing import Call, time_calls
+from _timing import Call, l2_cache_bytes, time_calls
 
 import octavo
 
@@ -66,7 +66,7 @@ class Probe:
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
         self.num_sms = torch.cuda.get_device_properties().multi_processor_count
-        self.l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self.l2_bytes = l2_cache_bytes()
         self.num_pages = POOL_BYTES // PAGE_BYTES
         self.pool = torch.empty(POOL_BYTES // 4, dtype=torch.int32, device="cuda").random_()
         self.page_table = torch.randperm(self.num_pages, device="cuda").to(torch.int32)

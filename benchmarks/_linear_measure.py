@@ -13,7 +13,7 @@ from _linear_cases import Case
 from _linear_engines import Calls, Engine
 from _linear_inputs import Exact, Inputs, draw_weights
 from _measure import first_line
-from _timing import Captured, capture, repeats_for, replay_times
+from _timing import Captured, capture, copies_beyond, l2_cache_bytes, repeats_for, replay_times
 from torch import Tensor
 
 import octavo
@@ -109,7 +109,7 @@ def copies_of(cases: Sequence[Case], l2_bytes: int, dtype: torch.dtype) -> Itera
         if case.products != products:
             products, weights = case.products, []
             gc.collect()  # what errors and compiled calls refer to
-            num_copies = max(2, 1 + 2 * l2_bytes // case.num_bytes)
+            num_copies = copies_beyond(l2_bytes, case.num_bytes)
             weights = [draw_weights(case, dtype, device) for _ in range(num_copies)]
         yield [Inputs.drawn(case, each) for each in weights]
 
@@ -123,7 +123,7 @@ def measure_all(
 ) -> Iterator[tuple[Case, Measured]]:
     """As they come."""
     torch.manual_seed(0)
-    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    l2_bytes = l2_cache_bytes()
     for case, copies in zip(cases, copies_of(cases, l2_bytes, dtype), strict=True):
         taking_part = [engine for engine in engines if engine.takes_part(case)]
         yield case, measure(copies, taking_part, case.floor_us(read_bandwidth), rounds)

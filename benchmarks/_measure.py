@@ -12,7 +12,7 @@ import torch
 from _check import Sample
 from _contestants import Contestant, UnsupportedError
 from _inputs import Inputs, make_inputs
-from _timing import Captured, capture, repeats_for, replay_times
+from _timing import Captured, capture, copies_beyond, l2_cache_bytes, repeats_for, replay_times
 
 from support.case import Case
 
@@ -55,8 +55,7 @@ def measure(
     case: Case, contestants: Sequence[Contestant], l2_bytes: int, call_us: float, rounds: int
 ) -> Measured:
     """What is wrong has no time. A call takes about `call_us`."""
-    # More than twice the L2 cache between two calls on the same inputs.
-    num_copies = max(2, 1 + 2 * l2_bytes // case.num_bytes)
+    num_copies = copies_beyond(l2_bytes, case.num_bytes)
     copies = [make_inputs(case) for _ in range(num_copies)]
     first = copies[0]
     sample = Sample(case, first)
@@ -90,7 +89,7 @@ def measure_all(
 ) -> Iterator[tuple[Case, Measured]]:
     """As they come. Nothing of one case is left on the GPU when the next begins."""
     torch.manual_seed(0)
-    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    l2_bytes = l2_cache_bytes()
     for case in cases:
         measured = measure(case, contestants, l2_bytes, call_us(case), rounds)
         gc.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -213,15 +213,37 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def list_with_flops(what: str, cases: Iterable[Any], describe: Callable[[Any], dict[str, Any]]) -> None:
+    """Those of a benchmark of attention over many queries, with their shapes."""
+    print(f"| {what} | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
+    for case in cases:
+        shape = describe(case)
+        heads_and_dim = f"{shape['heads']} | {shape['head_dim']}"
+        print(f"| {case.name} | {shape['lengths']} | {heads_and_dim} | {case.flops / 1e9:.1f} |")
+
+
 def exit_status(rows: Sequence[dict[str, Any]]) -> int:
     """Say which contestants have no time and why; 1 where Octavo was wrong, in any of its modes."""
     status = 0
     for row in rows:
-        for name, why in row["skipped"].items():
+        if "wrong" in row:  # in a row of Octavo alone
+            status = 1
+        for name, why in row.get("skipped", {}).items():
             print(f"{row['case']}: {name}: {why}")
             if name.startswith(OCTAVO) and why.startswith("WRONG"):
                 status = 1
     return status
+
+
+def best_ratio(row: dict[str, Any]) -> float | None:
+    """How many times as fast as the fastest peer Octavo is."""
+    peers = [us for name, us in row["us"].items() if not name.startswith(OCTAVO)]
+    return min(peers) / row["us"][OCTAVO] if peers and OCTAVO in row["us"] else None
 
 
 # Rows of a plot's line differ in nothing but the x axis.

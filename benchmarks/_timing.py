@@ -19,6 +19,15 @@ def repeats_for(num_calls: int, call_us: float, graph_us: float = GRAPH_US) -> i
     return max(1, math.ceil(graph_us / (num_calls * call_us)))
 
 
+def l2_cache_bytes() -> int:
+    return torch.cuda.get_device_properties().L2_cache_size
+
+
+def copies_beyond(l2_bytes: int, num_bytes: int) -> int:
+    """Copies of inputs for calls to rotate over, which read more than twice the L2 cache before one again."""
+    return max(2, 1 + 2 * l2_bytes // num_bytes)
+
+
 @dataclass(frozen=True)
 class Captured:
     """A graph, and the calls that own the memory which it uses."""
@@ -71,7 +80,13 @@ def replay_times(graphs: Mapping[str, Captured], rounds: int, warm_up: int = 1) 
     }
 
 
+def time_in_turns(contestants: Mapping[str, Sequence[Call]], call_us: float, rounds: int) -> dict[str, float]:
+    """Microseconds of one call of each contestant, when each takes about `call_us`."""
+    num_calls = {name: repeats_for(len(calls), call_us) * len(calls) for name, calls in contestants.items()}
+    graphs = {name: capture(calls, num_calls[name] // len(calls)) for name, calls in contestants.items()}
+    return {name: us / num_calls[name] for name, us in replay_times(graphs, rounds).items()}
+
+
 def time_calls(calls: Sequence[Call], call_us: float, rounds: int) -> float:
     """Microseconds of one call, when each takes about `call_us`."""
-    repeats = repeats_for(len(calls), call_us)
-    return replay_times({"": capture(calls, repeats)}, rounds)[""] / (repeats * len(calls))
+    return time_in_turns({"": calls}, call_us, rounds)[""]

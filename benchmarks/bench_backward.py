@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _backward_rows import GROUPS, Task
-from _report import OCTAVO, exit_status, read_rows, write_rows
+from _command import Parser, matching, run, show_rows
+from _report import OCTAVO, best_ratio, list_with_flops
 
 if TYPE_CHECKING:
     from _backward_contestants import Contestant
@@ -39,28 +40,24 @@ CONTESTANTS = ("octavo", "octavo_plain", "cudnn", "fa2", "fa3", "fa4", "eager")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--cases", metavar="GROUPS", default=",".join(GROUPS), help="default: %(default)s")
-    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser.add_shared("--rows")
     parser.add_argument("--peers", metavar="FOLDER", type=Path, help="FlashAttention-3 and -4")
-    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
-    parser.add_argument("--quick", action="store_true", help="3 replays instead of 11")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
-    parser.add_argument("--from-json", metavar="PATH", type=Path, help="show these rows; measure nothing")
+    parser.add_shared("--list")
+    parser.add_quick(11, 3)
+    parser.add_shared("--json", "--from-json")
     args = parser.parse_args(argv)
-    args.cases = args.cases.split(",")
-    for group in args.cases:
-        if group not in GROUPS:
-            parser.error(f"--cases: there is no group {group!r}; the groups are {', '.join(GROUPS)}")
+    args.cases = parser.split_names("--cases", args.cases, GROUPS)
     return args
 
 
-def select(args: argparse.Namespace) -> dict[Task, str]:
-    """The tasks that are chosen, and the group of each."""
-    groups = {task: group for group in args.cases for task in GROUPS[group]}
-    return {task: groups[task] for task in groups if args.rows is None or args.rows.search(task.name)}
+def groups_of_tasks(args: argparse.Namespace) -> dict[Task, str]:
+    return {task: group for group in args.cases for task in GROUPS[group]}
+
+
+def select(args: argparse.Namespace) -> list[Task]:
+    return matching(groups_of_tasks(args), args.rows)
 
 
 def describe(task: Task) -> dict[str, object]:
@@ -82,12 +79,6 @@ HEADER = (
     + "\n|---|---|---|"
     + "--:|" * (len(CONTESTANTS) + 6)
 )
-
-
-def best_ratio(row: dict[str, Any]) -> float | None:
-    """How many times as fast as the fastest peer."""
-    peers = [us for name, us in row["us"].items() if not name.startswith(OCTAVO)]
-    return min(peers) / row["us"][OCTAVO] if peers and OCTAVO in row["us"] else None
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -131,12 +122,12 @@ def expected_us(task: Task) -> float:
     return task.flops / 7e8
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, tasks: Sequence[Task]) -> list[dict[str, Any]]:
     import torch
     from _backward_measure import measure_all
     from _device import Probe, driver_version, matmul_flops, versions
 
-    groups, rounds = select(args), 3 if args.quick else 11
+    groups, rounds = groups_of_tasks(args), args.rounds
     taking_part = contestants(args.peers)
     machine: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
@@ -146,44 +137,38 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         "read_bandwidth": Probe(rounds).read_bandwidth(),
     }
     print(f"{json.dumps(machine)}\n\n{HEADER}", flush=True)
-    rows: list[dict[str, Any]] = []
-    for task, found in measure_all(list(groups), taking_part, expected_us, rounds):
-        row = {
-            "case": task.name,
-            "group": groups[task],
-            "shape": describe(task),
-            "flops": task.flops,
-            "us": found.us,
-            "tflops": {name: task.flops / us / 1e6 for name, us in found.us.items()},
-            "max_error": found.error,
-            "plain_error": found.plain_error,
-            "peak_bytes": found.peak_bytes,
-            "skipped": found.skipped,
-            "machine": machine,
-        }
-        print(format_row(row), flush=True)
-        rows.append(row)
-        if args.json:
-            write_rows(args.json, rows)
+
+    def measured() -> Iterator[dict[str, Any]]:
+        for task, found in measure_all(tasks, taking_part, expected_us, rounds):
+            yield {
+                "case": task.name,
+                "group": groups[task],
+                "shape": describe(task),
+                "flops": task.flops,
+                "us": found.us,
+                "tflops": {name: task.flops / us / 1e6 for name, us in found.us.items()},
+                "max_error": found.error,
+                "plain_error": found.plain_error,
+                "peak_bytes": found.peak_bytes,
+                "skipped": found.skipped,
+                "machine": machine,
+            }
+
+    rows = show_rows(measured(), format_row, args.json)
     print(f"\n8192^3 bfloat16 product afterwards: {matmul_flops(rounds) / 1e12:.0f} TFLOP/s")
     return rows
 
 
+def list_tasks(tasks: Sequence[Task]) -> None:
+    list_with_flops("row", tasks, describe)
+
+
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    return "\n".join([HEADER, *map(format_row, rows)])
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    if args.list:
-        print("| row | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
-        for task in select(args):
-            shape = describe(task)
-            heads_and_dim = f"{shape['heads']} | {shape['head_dim']}"
-            print(f"| {task.name} | {shape['lengths']} | {heads_and_dim} | {task.flops / 1e9:.1f} |")
-        return 0
-    if args.from_json:
-        rows = read_rows(args.from_json)
-        print("\n".join([HEADER, *map(format_row, rows)]))
-    else:
-        rows = measure(args)
-    return exit_status(rows)
+    return run(parse_args(argv), select, list_tasks, measure, format_rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import statistics
 import timeit
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _report import append_row
 
 import octavo
 
@@ -194,8 +194,7 @@ def main() -> None:
         for row in measure(arguments.device, case, contestants, arguments.calls, arguments.rounds):
             print(f"{case:6} {row.contestant:36} best {row.best_us:7.2f} us   median {row.median_us:7.2f} us")
             if arguments.json:
-                with arguments.json.open("a") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+                append_row(arguments.json, asdict(row))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ oracle, in float64, and so are the gradients of one KV head.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -27,7 +25,9 @@ import _support_path  # noqa: F401
 import numpy as np
 import torch
 from _check import Sample
+from _command import Parser
 from _inputs import Inputs, as_dense, make_inputs
+from _report import write_rows
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import octavo
@@ -251,9 +251,7 @@ def read_bandwidth() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30, help="timed calls a case; prefill: a third")
     parser.add_argument("--json", type=Path, help="write one JSON object a line here")
@@ -277,7 +275,7 @@ def main() -> int:
             for (width, depth), num_rows in itertools.product(LAYERS, ROWS_OF_LAYERS):
                 rows += show(bench_layer(width, depth, num_rows, dtype, args.rounds))
     if args.json:
-        args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        write_rows(args.json, [asdict(row) for row in rows])
     return 0
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-import _support_path  # noqa: F401
+from _command import Parser, matching, run, show_rows
 from _report import (
     HEADER,
     OCTAVO,
@@ -47,9 +48,7 @@ from support.cases import (
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "--extra", action="store_true", help="also other groups, dims, page sizes, options, ..."
     )
@@ -57,13 +56,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quantised", action="store_true", help="also caches of fp8, int8 and int4")
     parser.add_argument("--sweep", action="store_true", help="also more lengths and batches, for the plot")
     parser.add_argument("--int64", action="store_true", help="also with tables and lengths of int64")
-    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
-    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
-    parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
+    parser.add_shared("--rows", "--list")
+    parser.add_quick()
     parser.add_argument("--no-flashinfer", action="store_true", help="do not wait for it to compile")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
+    parser.add_shared("--json")
     parser.add_argument("--plot", metavar="PATH", type=Path, help="draw the rows: .svg, .png, .pdf")
-    parser.add_argument("--from-json", metavar="PATH", type=Path, help="show these rows; measure nothing")
+    parser.add_shared("--from-json")
     args = parser.parse_args(argv)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error(
@@ -80,7 +78,7 @@ def select(args: argparse.Namespace) -> list[Case]:
         *((*DECODE_QUANTISED, *DECODE_SHARED_QUANTISED) if args.quantised else ()),
         *(DECODE_SWEEP if args.sweep else ()),
     ]
-    return [case for case in cases if args.rows is None or args.rows.search(case.name)]
+    return matching(cases, args.rows)
 
 
 def list_cases(cases: list[Case]) -> None:
@@ -92,49 +90,48 @@ def list_cases(cases: list[Case]) -> None:
         print(f"| {case.name} | {shape['lengths']} | {heads} | {shape['kind']} | {megabytes} |")
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
+def measure(args: argparse.Namespace, cases: Sequence[Case]) -> list[Row]:
     from _contestants import Int64Octavo, decode_contestants
     from _device import describe_machine
     from _measure import compile_kernels, measure_all
 
     start = time.monotonic()
-    cases, rounds = select(args), 5 if args.quick else 31
     contestants = decode_contestants(flashinfer=not args.no_flashinfer)
     if args.int64:
         contestants.insert(1, Int64Octavo())
     compile_kernels(contestants, cases)
-    machine = describe_machine(min(rounds, 9))
+    machine = describe_machine(min(args.rounds, 9))
     print(f"{format_machine(machine)}\n\nMicroseconds:\n\n{HEADER}")
 
     def at_the_floor(case: Case) -> float:
         return floor_us(case.num_bytes, machine.read_bandwidth)
 
-    rows: list[Row] = []
-    for case, found in measure_all(cases, contestants, at_the_floor, rounds):
-        shape, num_bytes = describe(case), case.num_bytes
-        row = Row(case.name, shape, num_bytes, found.us, found.max_error, found.skipped, machine)
-        print(format_row(row), flush=True)
-        rows.append(row)
-        if args.json:
-            write_json(args.json, rows)
+    def measured() -> Iterator[Row]:
+        for case, found in measure_all(cases, contestants, at_the_floor, args.rounds):
+            shape, num_bytes = describe(case), case.num_bytes
+            yield Row(case.name, shape, num_bytes, found.us, found.max_error, found.skipped, machine)
+
+    rows = show_rows(measured(), format_row, args.json, write_json)
     print(f"\n{len(rows)} rows in {time.monotonic() - start:.0f} s")
     return rows
 
 
+def format_rows(rows: Sequence[Row]) -> str:
+    return "\n".join([format_machine(rows[0].machine), "", HEADER, *map(format_row, rows)])
+
+
+def finish(picture: Path | None, rows: Sequence[Row]) -> int:
+    print(f"\n{format_summary(rows)}")
+    if picture:
+        plot(picture, rows)
+    return 1 if any(row.skipped.get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.list:
-        list_cases(select(args))
-        return 0
-    if args.from_json:
-        rows = read_json(args.from_json)
-        print("\n".join([format_machine(rows[0].machine), "", HEADER, *map(format_row, rows)]))
-    else:
-        rows = measure(args)
-    print(f"\n{format_summary(rows)}")
-    if args.plot:
-        plot(args.plot, rows)
-    return 1 if any(row.skipped.get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
+    return run(
+        args, select, list_cases, measure, format_rows, read=read_json, finish=partial(finish, args.plot)
+    )
 
 
 if __name__ == "__main__":

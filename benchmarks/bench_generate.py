@@ -37,17 +37,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import _examples_path  # noqa: F401
+from _command import Parser, matching, run
 from _generate_cases import GROUPS, MODELS, TIMED_STEPS, TINY, Case
-from _report import OCTAVO, exit_status, read_rows, write_rows
+from _report import OCTAVO, write_rows
 
 if TYPE_CHECKING:
     import torch
@@ -61,28 +60,20 @@ NOT_COMPILED = ("hf_eager", "hf_sdpa", OCTAVO, STATIC_WEIGHT)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--cases", metavar="GROUPS", default="main", help=f"of {', '.join(GROUPS)} (main)")
-    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser.add_shared("--rows")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and engines that do not compile")
     parser.add_argument("--engines", metavar="NAMES", help="default: all but compiled_whole")
     parser.add_argument("--layers", metavar="N", type=int, default=0, help="fewer than the model has")
     parser.add_argument(
         "--limit", metavar="S", type=float, default=120.0, help="seconds an engine may take (%(default)s)"
     )
-    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
-    parser.add_argument("--from-json", metavar="PATH", type=Path, help="show these rows; measure nothing")
+    parser.add_shared("--list", "--json", "--from-json")
     args = parser.parse_args(argv)
-    args.cases = args.cases.split(",")
+    args.cases = parser.split_names("--cases", args.cases, GROUPS)
     default = NOT_COMPILED if args.tiny else DEFAULT_ENGINES
-    args.engines = default if args.engines is None else tuple(args.engines.split(","))
-    for option, names, known in (("cases", args.cases, GROUPS), ("engines", args.engines, ENGINES)):
-        for name in names:
-            if name not in known:
-                parser.error(f"--{option}: there is no {name!r}; there are {', '.join(known)}")
+    args.engines = default if args.engines is None else parser.split_names("--engines", args.engines, ENGINES)
     if args.layers < 0:
         parser.error(f"--layers ({args.layers}) must be at least 1, or 0 for all of them")
     if args.limit <= 0:
@@ -93,7 +84,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def select(args: argparse.Namespace) -> list[Case]:
     named = TINY if args.tiny else [case for group in args.cases for case in GROUPS[group]]
     cases = dict.fromkeys(Case(case.model, case.batch, case.context, args.layers) for case in named)
-    return [case for case in cases if args.rows is None or args.rows.search(case.name)]
+    return matching(cases, args.rows)
 
 
 def describe(case: Case) -> dict[str, object]:
@@ -224,14 +215,14 @@ def fitting(cases: Sequence[Case], memory: int) -> list[Case]:
     return [case for case, why in reasons.items() if not why]
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, chosen: Sequence[Case]) -> list[dict[str, Any]]:
     import torch
     from _generate_measure import Exact, Measured, measure_engine, memory_of_device, problems
 
     start = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engines = usable_engines(args.engines, device)
-    cases = fitting(select(args), memory_of_device(device))
+    cases = fitting(chosen, memory_of_device(device))
     machine = describe_machine(device)
     print(f"{json.dumps(machine)}\n\n{HEADER}", flush=True)
     rows: list[dict[str, Any]] = []
@@ -250,16 +241,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    if args.list:
-        list_cases(select(args))
-        return 0
-    if args.from_json:
-        rows = read_rows(args.from_json)
-        print(format_rows(rows))
-    else:
-        rows = measure(args)
-    return exit_status(rows)
+    return run(parse_args(argv), select, list_cases, measure, format_rows)
 
 
 if __name__ == "__main__":

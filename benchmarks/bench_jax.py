@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import statistics
 import time
@@ -25,6 +24,7 @@ import _support_path  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _report import append_row
 
 import octavo.jax
 from support import cases, oracle
@@ -183,8 +183,7 @@ def main() -> None:
         for row in measure(case, arguments.rounds):
             print(f"{row.case:14} {row.program:12} {row.contestant:18} {row.us:8.1f} us", flush=True)
             if arguments.json:
-                with arguments.json.open("a") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+                append_row(arguments.json, asdict(row))
 
 
 if __name__ == "__main__":

@@ -12,17 +12,15 @@ for those the column TFLOP/s counts.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import _support_path  # noqa: F401
-from _report import OCTAVO, floor_us, write_rows
+from _command import Table
+from _report import OCTAVO, floor_us
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,28 +149,15 @@ CONTESTANTS: dict[str, Prepare] = {
 }
 
 
-@dataclass
-class LatentRow:
-    case: str
-    num_bytes: int
-    flops: int
-    floor_us: float
-    us: dict[str, float]
-    max_error: dict[str, float]
-    skipped: dict[str, str]
-    device: str
-
-
-def measure_case(case: LatentCase, read_bandwidth: float, rounds: int) -> LatentRow:
+def measure_case(case: LatentCase, rounds: int, read_bandwidth: float) -> dict[str, Any]:
     import torch
-    from _timing import capture, repeats_for, replay_times
+    from _timing import copies_beyond, l2_cache_bytes, time_in_turns
 
     floor = floor_us(case.num_bytes, read_bandwidth)
-    row = LatentRow(case.name, case.num_bytes, case.flops, floor, {}, {}, {}, torch.cuda.get_device_name())
-    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
-    copies = [make_inputs(case) for _ in range(1 + -(-2 * l2_bytes // case.num_bytes))]
-    repeats = repeats_for(len(copies), max(floor, case.flops / 6e8))
-    graphs = {}
+    copies = [make_inputs(case) for _ in range(copies_beyond(l2_cache_bytes(), case.num_bytes))]
+    right: dict[str, list[Callable[[], Any]]] = {}
+    errors: dict[str, float] = {}
+    skipped: dict[str, str] = {}
     for name, prepare in CONTESTANTS.items():
         try:
             calls = [prepare(case, inputs) for inputs in copies]
@@ -182,53 +167,54 @@ def measure_case(case: LatentCase, read_bandwidth: float, rounds: int) -> Latent
         except Exception as error:
             if name == OCTAVO:
                 raise
-            row.skipped[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:120]
+            skipped[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:120]
             continue
-        row.max_error[name] = max_error(case, copies[0], copies[0].out)
-        if row.max_error[name] > TOLERANCE:
-            row.skipped[name] = f"WRONG: error {row.max_error[name]:.3g}"
+        errors[name] = max_error(case, copies[0], copies[0].out)
+        if errors[name] > TOLERANCE:
+            skipped[name] = f"WRONG: error {errors[name]:.3g}"
             continue
-        graphs[name] = capture(calls, repeats)
-    for name, us in replay_times(graphs, rounds).items():
-        row.us[name] = us / (repeats * len(copies))
-    return row
+        right[name] = calls
+    return {
+        "case": case.name,
+        "num_bytes": case.num_bytes,
+        "flops": case.flops,
+        "floor_us": floor,
+        "us": time_in_turns(right, max(floor, case.flops / 6e8), rounds),
+        "max_error": errors,
+        "skipped": skipped,
+        "device": torch.cuda.get_device_name(),
+    }
 
 
-def show(row: LatentRow) -> str:
-    times = [f"{row.us[name]:.1f}" if name in row.us else row.skipped[name][:40] for name in CONTESTANTS]
-    own = row.us.get(OCTAVO, float("nan"))
-    shares = f"{own / row.floor_us:.2f}", f"{row.flops / own / 1e6:.0f}"
-    return f"| {' | '.join([row.case, f'{row.floor_us:.1f}', *times, *shares])} |"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
-    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
-    parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
-    args = parser.parse_args(argv)
-    cases = [case for case in CASES if args.rows is None or args.rows.search(case.name)]
-    if args.list:
-        print("\n".join(f"{case.name}: {case.num_bytes / 1e6:.1f} MB" for case in cases))
-        return 0
+def start(rounds: int) -> Callable[[LatentCase], dict[str, Any]]:
     from _device import Probe
 
-    rounds = 5 if args.quick else 31
     read_bandwidth = Probe(min(rounds, 9)).read_bandwidth()
     print(f"read bandwidth {read_bandwidth / 1e12:.2f} TB/s; microseconds:\n")
-    print(f"| case | floor | {' | '.join(CONTESTANTS)} | / floor | TFLOP/s |")
-    print("|---|" + "--:|" * (len(CONTESTANTS) + 3))
-    rows = []
-    for case in cases:
-        rows.append(measure_case(case, read_bandwidth, rounds))
-        print(show(rows[-1]), flush=True)
-    if args.json:
-        write_rows(args.json, [asdict(row) for row in rows])
-    return 1 if any(row.skipped.get(OCTAVO, "").startswith("WRONG") for row in rows) else 0
+    return partial(measure_case, rounds=rounds, read_bandwidth=read_bandwidth)
 
+
+def time_of(name: str, row: dict[str, Any]) -> str:
+    return f"{row['us'][name]:.1f}" if name in row["us"] else str(row["skipped"][name][:40])
+
+
+def own_us(row: dict[str, Any]) -> float:
+    return float(row["us"].get(OCTAVO, "nan"))
+
+
+TABLE = Table(
+    __doc__,
+    CASES,
+    start,
+    {
+        "case": lambda row: row["case"],
+        "floor": lambda row: f"{row['floor_us']:.1f}",
+        **{name: partial(time_of, name) for name in CONTESTANTS},
+        "/ floor": lambda row: f"{own_us(row) / row['floor_us']:.2f}",
+        "TFLOP/s": lambda row: f"{row['flops'] / own_us(row) / 1e6:.0f}",
+    },
+    lambda case: f"{case.name}: {case.num_bytes / 1e6:.1f} MB",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TABLE.main())

@@ -38,13 +38,14 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from _command import Parser, matching, run, show_rows
 from _linear_cases import GROUPS, TINY, Case
 from _linear_report import ENGINES, HEADER, TRITON, Row, format_row, format_rows, format_summary, make_row
-from _report import exit_status, read_rows, write_rows
+from _report import exit_status
 
 if TYPE_CHECKING:
     from _linear_engines import Engine
@@ -54,11 +55,9 @@ TRITON_ROWS = "^(12288x4096|4096x11008|1280x8192)_m(1|16)$"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--cases", metavar="GROUPS", default=",".join(GROUPS), help="default: %(default)s")
-    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser.add_shared("--rows")
     parser.add_argument("--tiny", action="store_true", help="tiny products instead, to see that it runs")
     parser.add_argument("--engines", metavar="NAMES", help=f"default: all but {TRITON}")
     parser.add_argument(
@@ -70,17 +69,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="default: %(default)s")
     parser.add_argument("--replays", metavar="N", type=int, default=7, help="of each graph (%(default)s)")
-    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
-    parser.add_argument("--from-json", metavar="PATH", type=Path, help="show these rows; measure nothing")
+    parser.add_shared("--list", "--json", "--from-json")
     args = parser.parse_args(argv)
-    args.cases = args.cases.split(",")
+    args.cases = parser.split_names("--cases", args.cases, GROUPS)
     default = tuple(name for name in ENGINES if name != TRITON)
-    args.engines = default if args.engines is None else tuple(args.engines.split(","))
-    for option, names, known in (("cases", args.cases, GROUPS), ("engines", args.engines, ENGINES)):
-        for name in names:
-            if name not in known:
-                parser.error(f"--{option}: there is no {name!r}; there are {', '.join(known)}")
+    args.engines = default if args.engines is None else parser.split_names("--engines", args.engines, ENGINES)
     if args.replays < 1:
         parser.error(f"--replays ({args.replays}) must be at least 1")
     return args
@@ -88,7 +81,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def select(args: argparse.Namespace) -> list[Case]:
     named = TINY if args.tiny else [case for group in args.cases for case in GROUPS[group]]
-    return [case for case in dict.fromkeys(named) if args.rows is None or args.rows.search(case.name)]
+    return matching(dict.fromkeys(named), args.rows)
 
 
 def list_cases(cases: list[Case]) -> None:
@@ -128,7 +121,7 @@ def describe_machine(replays: int) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
+def measure(args: argparse.Namespace, cases: Sequence[Case]) -> list[Row]:
     import torch
     from _linear_measure import measure_all
 
@@ -136,29 +129,24 @@ def measure(args: argparse.Namespace) -> list[Row]:
     machine = describe_machine(args.replays)
     engines = usable_engines(args)
     print(f"{json.dumps(machine)}\n\n{HEADER}", flush=True)
-    rows: list[Row] = []
     dtype, read_bandwidth = getattr(torch, args.dtype), machine["read_bandwidth"]
-    for case, found in measure_all(select(args), engines, dtype, read_bandwidth, args.replays):
-        rows.append(make_row(case, args.dtype, found, machine))
-        print(format_row(rows[-1]), flush=True)
-        if args.json:
-            write_rows(args.json, rows)
+
+    def measured() -> Iterator[Row]:
+        for case, found in measure_all(cases, engines, dtype, read_bandwidth, args.replays):
+            yield make_row(case, args.dtype, found, machine)
+
+    rows = show_rows(measured(), format_row, args.json)
     print(f"\n{len(rows)} rows in {time.monotonic() - start:.0f} s")
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    if args.list:
-        list_cases(select(args))
-        return 0
-    if args.from_json:
-        rows = read_rows(args.from_json)
-        print(format_rows(rows))
-    else:
-        rows = measure(args)
+def finish(rows: Sequence[Row]) -> int:
     print(f"\n{format_summary(rows)}")
     return exit_status(rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(parse_args(argv), select, list_cases, measure, format_rows, finish=finish)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ installed octavo from Python, and the same work of _python_page_manager.py. One 
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -21,7 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from _command import Parser
 from _python_page_manager import PythonPageManager
+from _report import write_rows
 
 import octavo
 
@@ -202,16 +203,14 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=300, help="timed rounds of each case from Python")
     parser.add_argument("--json", type=Path, help="write one JSON object a line here")
     args = parser.parse_args()
     rows = rows_of_cpp() + rows_of_step(args.rounds) + rows_of_prefix_cache(args.rounds) + rows_of_memory()
     show(rows)
     if args.json:
-        args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        write_rows(args.json, [asdict(row) for row in rows])
     return 0
 
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import _support_path  # noqa: F401
-from _report import OWN, exit_status, int64_summary, read_rows, write_rows
+from _command import Parser, matching, run, show_rows
+from _report import best_ratio, int64_summary, list_with_flops
 
 from support.case import Case
 from support.cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
@@ -30,17 +29,13 @@ CONTESTANTS = ("octavo", "cudnn", "fa3", "fa2")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--extra", action="store_true", help="also other dims, lengths, masks, biases, pages")
     parser.add_argument("--quantised", action="store_true", help="also caches of fp8, int8 and int4")
     parser.add_argument("--int64", action="store_true", help="also with tables, lengths and offsets of int64")
-    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
-    parser.add_argument("--list", action="store_true", help="print the rows; needs no GPU")
-    parser.add_argument("--quick", action="store_true", help="5 replays instead of 31")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write one JSON object a row here")
-    parser.add_argument("--from-json", metavar="PATH", type=Path, help="show these rows; measure nothing")
+    parser.add_shared("--rows", "--list")
+    parser.add_quick()
+    parser.add_shared("--json", "--from-json")
     return parser.parse_args(argv)
 
 
@@ -50,7 +45,7 @@ def select(args: argparse.Namespace) -> list[Case]:
         *(PREFILL_EXTRA if args.extra else ()),
         *(PREFILL_QUANTISED if args.quantised else ()),
     ]
-    return [case for case in cases if args.rows is None or args.rows.search(case.name)]
+    return matching(cases, args.rows)
 
 
 HEADER = (
@@ -59,12 +54,6 @@ HEADER = (
     + " | octavo, us | fastest peer's time / octavo's |\n|---|---|---|"
     + "--:|" * (len(CONTESTANTS) + 2)
 )
-
-
-def best_ratio(row: dict[str, Any]) -> float | None:
-    """How many times as fast as the fastest peer."""
-    peers = [us for name, us in row["us"].items() if name not in OWN]
-    return min(peers) / row["us"]["octavo"] if peers and "octavo" in row["us"] else None
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -95,59 +84,52 @@ def expected_us(case: Case) -> float:
     return max(case.flops / 6e8, case.num_bytes / 3e6)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str, Any]]:
     import torch
     from _contestants import Int64Octavo, prefill_contestants
     from _device import driver_version, matmul_flops, versions
     from _measure import measure_all
 
-    cases, rounds = select(args), 5 if args.quick else 31
     machine: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
         "driver": driver_version(),
         "versions": versions(["torch", "vllm"]) | {"cuDNN": str(torch.backends.cudnn.version())},
-        "matmul_flops": matmul_flops(min(rounds, 9)),
+        "matmul_flops": matmul_flops(min(args.rounds, 9)),
     }
     print(f"{json.dumps(machine)}\n\n{HEADER}")
-    rows: list[dict[str, Any]] = []
     contestants = prefill_contestants()
     if args.int64:
         contestants.insert(1, Int64Octavo())
-    for case, found in measure_all(cases, contestants, expected_us, rounds):
-        row = {
-            "case": case.name,
-            "shape": describe(case),
-            "flops": case.flops,
-            "us": found.us,
-            "tflops": {name: case.flops / us / 1e6 for name, us in found.us.items()},
-            "max_error": found.max_error,
-            "skipped": found.skipped,
-            "machine": machine,
-        }
-        print(format_row(row), flush=True)
-        rows.append(row)
-        if args.json:
-            write_rows(args.json, rows)
+
+    def measured() -> Iterator[dict[str, Any]]:
+        for case, found in measure_all(cases, contestants, expected_us, args.rounds):
+            yield {
+                "case": case.name,
+                "shape": describe(case),
+                "flops": case.flops,
+                "us": found.us,
+                "tflops": {name: case.flops / us / 1e6 for name, us in found.us.items()},
+                "max_error": found.max_error,
+                "skipped": found.skipped,
+                "machine": machine,
+            }
+
+    rows = show_rows(measured(), format_row, args.json)
     for line in int64_summary([row["us"] for row in rows]):
         print(line)
     return rows
 
 
+def list_cases(cases: Sequence[Case]) -> None:
+    list_with_flops("case", cases, describe)
+
+
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    return "\n".join([HEADER, *map(format_row, rows)])
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    if args.list:
-        print("| case | batch x length | heads | head dim | GFLOP |\n|---|---|---|--:|--:|")
-        for case in select(args):
-            shape = describe(case)
-            heads_and_dim = f"{shape['heads']} | {shape['head_dim']}"
-            print(f"| {case.name} | {shape['lengths']} | {heads_and_dim} | {case.flops / 1e9:.1f} |")
-        return 0
-    if args.from_json:
-        rows = read_rows(args.from_json)
-        print("\n".join([HEADER, *map(format_row, rows)]))
-    else:
-        rows = measure(args)
-    return exit_status(rows)
+    return run(parse_args(argv), select, list_cases, measure, format_rows)
 
 
 if __name__ == "__main__":

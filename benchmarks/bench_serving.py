@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _command import Parser
 from _report import write_rows
 
 import octavo
@@ -242,9 +243,7 @@ def format_row(row: Row, contiguous: Row) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX")
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="(%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")

@@ -38,6 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from _command import Parser
 from _report import write_rows
 from _transformers_contestants import CONTESTANTS, MODELS, Prompts, Setting, Texts, serve
 
@@ -162,9 +163,7 @@ def format_row(row: Row, base: Row) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="(%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU (%(default)s)")

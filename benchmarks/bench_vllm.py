@@ -11,10 +11,8 @@ rounds in which the contestants take turns.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import re
 import statistics
 import tempfile
 import time
@@ -24,6 +22,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import _support_path  # noqa: F401
+from _command import Parser, matching
+from _report import append_row
 
 from support.case import Case
 from support.cases import named
@@ -244,16 +244,14 @@ def measure(steps: dict[str, Step], device: str, rounds: int) -> dict[str, dict[
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--device", choices=CASES, default="cuda")
-    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser.add_shared("--rows")
     parser.add_argument("--list", action="store_true", help="print the rows; needs neither vLLM nor a GPU")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--json", metavar="PATH", type=Path, help="append one JSON object a row to this file")
     args = parser.parse_args(argv)
-    cases = [case for case in CASES[args.device] if args.rows is None or args.rows.search(case.name)]
+    cases = matching(CASES[args.device], args.rows)
     if args.list:
         for case in cases:
             print(f"{case.name}: {case.batch} sequences, {sum(case.seqlens_q)} new tokens")
@@ -276,8 +274,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.json:
             versions = {"octavo": octavo.build_info()["version"], "vllm": vllm.__version__}
             row = {"case": case.name, "device": args.device, "versions": versions, "us": us}
-            with args.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(args.json, row)
 
 
 if __name__ == "__main__":

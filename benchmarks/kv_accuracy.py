@@ -12,11 +12,9 @@ All texts are in benchmarks/texts.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib.metadata
 import json
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from _command import Parser, matching
 
 import octavo
 
@@ -299,14 +298,12 @@ def write_json(path: Path, rows: Sequence[Row], perplexities: dict[str, float]) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", metavar="REGEX", type=re.compile, help="only rows whose name it finds")
+    parser = Parser(__doc__)
+    parser.add_shared("--rows")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows here")
     args = parser.parse_args()
-    kinds = [kind for kind in KINDS if args.rows is None or args.rows.search(kind.name)]
+    kinds = matching(KINDS, args.rows)
     if args.list:
         print("\n".join(kind.name for kind in kinds))
         return 0

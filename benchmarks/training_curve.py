@@ -10,14 +10,15 @@ noise in which a difference between the attentions may hide.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import os
 import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from _command import Parser
+from _report import write_rows
 
 # PyTorch's threads spin while they wait, for cores that octavo's threads or other programs could use.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -66,9 +67,7 @@ def measure(settings: Settings, text: Text, processes: Processes) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows here")
     parser.add_argument("--steps", type=int, help="fewer than examples/train.py does")
     args = parser.parse_args()
@@ -85,8 +84,7 @@ def main() -> None:
                 print(f"| {attention} | {seed} | {numbers} |", flush=True)
                 rows.append(row)
     if args.json:
-        lines = [json.dumps(asdict(row)) for row in rows]
-        args.json.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_rows(args.json, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from octavo._cache import PagedCache
+from octavo._jax_cache import append_kv, copy_pages
 from octavo._kv_layout import check_rows
 from octavo._kv_memory import free_host_bytes
 from octavo._kv_sequences import KVSequences
@@ -275,7 +276,7 @@ class KVCacheStep:
             ValueError, TypeError: as ``append_kv`` and ``paged_attention`` of octavo.jax; a layer out of
                 range, more rows than the step has, or the pages of another number of layers.
         """
-        from octavo.jax import append_kv, paged_attention  # here, since octavo.jax imports this file
+        from octavo.jax import paged_attention  # here, since octavo.jax imports this file
 
         shapes = self._shapes
         num_layers = len(shapes.groups_of_layers)
@@ -336,8 +337,6 @@ jax.tree_util.register_pytree_node(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _copy_pages(layers: list[PagedCache], copies: jax.Array) -> list[PagedCache]:
-    from octavo.jax import copy_pages
-
     return [_with_arrays(layer, copy_pages(copies=copies, **layer.arrays)) for layer in layers]
 
 

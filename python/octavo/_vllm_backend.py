@@ -27,6 +27,8 @@ from octavo import append_kv, attention, build_info, paged_attention
 
 # What vLLM's caches of uint8 hold, by the name of the cache's dtype.
 _KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_MAX_HEAD_SIZE = 512
+_MAX_HEAD_SIZE_OF_CODES = 256  # on a GPU
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)  # which have no cache
 
 
@@ -61,7 +63,7 @@ class OctavoBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and 0 < head_size <= 256
+        return head_size % 8 == 0 and 0 < head_size <= _MAX_HEAD_SIZE
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
@@ -100,6 +102,8 @@ class OctavoBackend(AttentionBackend):
         if stored != asked["dtype"]:
             reasons.append(f"kv_cache_dtype {stored} beside dtype {asked['dtype']} not supported")
         if asked["device_capability"] is not None:
+            if asked["kv_cache_dtype"] in _KV_DTYPES and asked["head_size"] > _MAX_HEAD_SIZE_OF_CODES:
+                reasons.append(f"head_size {asked['head_size']} over codes not supported on a GPU")
             if asked["dtype"] == torch.float32:
                 reasons.append("float32 not supported on a GPU")
             if build_info()["why_cpu_only"]:

@@ -2,6 +2,7 @@
 #include "plan_testing.h"
 
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -259,6 +260,24 @@ TEST(Plan, SharedPrefix) {
     Shape chunks{8, 8192};
     chunks.queries = 200;
     EXPECT_FALSE(plan_with_prefix(chunks).overlaps) << "behind it is no kernel to decode";
+}
+
+// Pages have one head dim; that of values counts all the same.
+TEST(Plan, KernelThatLeavesRoomHoldsValuesToo) {
+    auto tile_dims = [](int64_t head_dim, int64_t value_dim) -> std::pair<int, int> {
+        Shape shape{4, 4096, 8, 4, head_dim};
+        shape.queries = 512;
+        shape.value_dim = value_dim;
+        const auto plan = cuda::plan_sm90_attention_beside(checked(dense(shape)), *cuda::find_gpu("h200"));
+        if (!plan) return {0, 0};
+        EXPECT_EQ(plan->feature, cuda::Sm90Feature::beside);
+        return {plan->tiles().head_dim, plan->tiles().value_dim};
+    };
+    for (const auto& [head_dim, value_dim] : {std::pair{128, 128}, {104, 104}, {128, 72}, {80, 128}})
+        EXPECT_EQ(tile_dims(head_dim, value_dim), std::pair(128, 128)) << head_dim << " / " << value_dim;
+    for (const auto& [head_dim, value_dim] :
+         {std::pair{128, 136}, {128, 256}, {128, 64}, {96, 96}, {64, 128}, {192, 128}})
+        EXPECT_EQ(tile_dims(head_dim, value_dim), std::pair(0, 0)) << head_dim << " / " << value_dim;
 }
 
 TEST(Plan, SharedPrefixWhereItPays) {

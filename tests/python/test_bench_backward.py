@@ -52,7 +52,7 @@ def test_list_needs_no_gpu() -> None:
 def test_an_unknown_group_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_backward.parse_args(["--cases", "d64,d65"])
-    assert "there is no group 'd65'; the groups are d64, d128, d256, other," in capsys.readouterr().err
+    assert "--cases: there is no 'd65'; there are d64, d128, d256, other," in capsys.readouterr().err
 
 
 def test_rows() -> None:

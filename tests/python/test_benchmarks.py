@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from support.cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABL
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+from _command import Table  # noqa: E402
 from _report import (  # noqa: E402
     INT64,
     INVARIANT,
@@ -35,6 +37,7 @@ from _report import (  # noqa: E402
     format_summary,
     geometric_mean,
     read_json,
+    read_rows,
     write_json,
 )
 
@@ -103,14 +106,8 @@ def rows() -> list[Row]:
 
 
 def test_list_needs_no_gpu() -> None:
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "bench_decode.py"),
-        "--list",
-        "--extra",
-        "--shared",
-        "--sweep",
-    ]
+    options = ["--list", "--extra", "--shared", "--sweep"]
+    command = [sys.executable, str(BENCHMARKS / "bench_decode.py"), *options]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()[2:]]
     assert names == [case.name for case in (*DECODE_TABLE, *DECODE_EXTRA, *DECODE_SHARED, *DECODE_SWEEP)]
@@ -130,6 +127,95 @@ def test_list_selects_rows() -> None:
     command = [sys.executable, str(BENCHMARKS / "bench_decode.py"), "--list", "--rows", "^seed_batch(8|32)$"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert [line.split()[1] for line in shown.splitlines()[2:]] == ["seed_batch8", "seed_batch32"]
+
+
+def test_rows_that_there_are_not() -> None:
+    """Those of an option that is not given, as well: a table without rows would say that all is well."""
+    command = [sys.executable, str(BENCHMARKS / "bench_decode.py"), "--rows", "^dim512"]
+    shown = subprocess.run([*command, "--list"], capture_output=True, text=True, check=False)
+    assert shown.returncode == 1 and shown.stdout == ""
+    assert shown.stderr.startswith(f"--rows: '^dim512' finds none of {len(DECODE_TABLE)} rows")
+    extra = subprocess.run([*command, "--list", "--extra"], capture_output=True, text=True, check=True)
+    names = [line.split()[1] for line in extra.stdout.splitlines()[2:]]
+    assert names == ["dim512_b32_s2048", "dim512_b1_s8192"]
+
+
+# In place of the GPU: the machine is known, one row is measured, and the next one ends the process.
+KILLED = """
+import os, sys, types
+sys.path[:0] = sys.argv.pop(1).split(os.pathsep)
+import bench_decode
+from test_benchmarks import MACHINE
+
+def measure_all(cases, contestants, call_us, rounds):
+    assert [case.name for case in cases] == ["dim512_b32_s2048", "dim512_b1_s8192"] and rounds == 5
+    found = types.SimpleNamespace(us={"octavo": call_us(cases[0])}, max_error={}, skipped={})
+    yield cases[0], found
+    os.kill(os.getpid(), 9)
+
+sys.modules["_device"] = types.SimpleNamespace(describe_machine=lambda rounds: MACHINE)
+sys.modules["_measure"] = types.SimpleNamespace(measure_all=measure_all, compile_kernels=lambda *_: None)
+bench_decode.main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_is_killed_has_shown_how_far_it_came(tmp_path: Path) -> None:
+    """Into a pipe, which Python otherwise fills block by block."""
+    pytest.importorskip("torch")
+    folders = f"{BENCHMARKS}{os.pathsep}{Path(__file__).parent}"
+    options = ["--extra", "--rows", "dim512", "--quick", "--no-flashinfer", "--json", tmp_path / "rows.jsonl"]
+    command = [sys.executable, "-c", KILLED, folders, *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -9, done.stderr
+    assert done.stdout.startswith(format_machine(MACHINE))
+    assert done.stdout.splitlines()[-1].startswith(
+        "| dim512_b32_s2048 | 32 x 2048 | 32/4 | 512, bfloat16 | 539.0 | "
+    )
+    assert [row.case for row in read_json(tmp_path / "rows.jsonl")] == ["dim512_b32_s2048"]
+
+
+def test_a_benchmark_of_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(case: Case) -> dict[str, Any]:
+        row = {"name": case.name, "error": 0.5 if case.name == "wrong" else 0.001}
+        return {**row, "wrong": True} if case.name == "wrong" else {**row, "us": 4.0}
+
+    rounds: list[int] = []
+    table = Table(
+        "What it measures.",
+        [Case(name, (1,), (8,)) for name in ("right", "wrong")],
+        lambda number: rounds.append(number) or measure,
+        {"case": lambda row: row["name"], "time, us": lambda row: f"{row['us']:.1f}"},
+        lambda case: f"{case.name}: {case.batch}",
+    )
+    assert table.main(["--list"]) == 0 and rounds == []
+    assert capsys.readouterr().out.splitlines() == ["right: 1", "wrong: 1"]
+    path = tmp_path / "rows.jsonl"
+    assert table.main(["--quick", "--json", str(path)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "| case | time, us |",
+        "|---|--:|",
+        "| right | 4.0 |",
+        "| wrong | wrong: off by 0.5 |",
+    ]
+    assert [row["name"] for row in read_rows(path)] == ["right", "wrong"]
+    assert table.main(["--rows", "^r"]) == 0 and rounds == [5, 31]
+    with pytest.raises(SystemExit, match="'neither' finds none of 2 rows"):
+        table.main(["--rows", "neither"])
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "count"),
+    [
+        ("sparse_decode", "b32_s8192_p16_25%", 9),
+        ("block_sparse", "d128_causal_b128_16384_25%", 24),
+        ("latent", "mla_b1_s4096_h16: 4.8 MB", 12),
+    ],
+)
+def test_lists_of_benchmarks_of_one_table(name: str, first: str, count: int) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, str(BENCHMARKS / f"bench_{name}.py"), "--list"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert (shown[0], len(shown), len(set(shown))) == (first, count, count)
 
 
 def test_prefill_list_and_operations() -> None:

@@ -68,20 +68,8 @@ def poisoned(case: Case, inputs: problems.Inputs, lists: Lists) -> problems.Cach
 
 def check(target: Target, case: Case, lists: Lists, **options: Any) -> calls.Result:
     inputs = problems.make_inputs(case, target.dtype)
-    reference = oracle.attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        case.seqlens_q,
-        case.seqlens_k,
-        dtype=target.dtype,
-        alibi_slopes=inputs.alibi_slopes,
-        sinks=inputs.sinks,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        chosen_pages=lists,
-        page_size=case.page_size,
-        **case.masks,
+    reference = problems.make_reference(
+        case, inputs, target.dtype, paged=True, chosen_pages=lists, page_size=case.page_size
     )
     cache = poisoned(case, inputs, lists)
     result = calls.paged_attention(
@@ -208,25 +196,10 @@ def test_a_sequence_has_its_bits_in_every_batch(target: Target, case: Case) -> N
     for b in range(0, case.batch, 9):
         if case.seqlens_k[b] == 0:
             continue
-        alone = octavo.paged_attention(
-            target.array(inputs.q[b : b + 1]),
-            target.array(cache.k_pages),
-            target.array(cache.v_pages),
-            target.int32(cache.page_table[b : b + 1]),
-            target.int32(cache.seq_lens[b : b + 1]),
-            chosen_pages=target.int32(np.pad(lists[b : b + 1], ((0, 0), (0, 0), (0, 5)), constant_values=-1)),
-            return_lse=True,
-            **{name: x for name, x in case.masks.items() if name != "attention_chunk"},
-            **calls.optional_arrays(target, inputs_of(inputs, b)),
-        )
-        assert_same_bits(calls.read(target, alone), (out[b : b + 1], lse[b : b + 1]))
-
-
-def inputs_of(inputs: problems.Inputs, b: int) -> problems.Inputs:
-    slopes = inputs.alibi_slopes
-    if slopes is not None and slopes.ndim == 2:
-        inputs = dataclasses.replace(inputs, alibi_slopes=slopes[b : b + 1])
-    return inputs
+        wider = np.pad(lists[b : b + 1], ((0, 0), (0, 0), (0, 5)), constant_values=-1)
+        alone = problems.sequence_of(case, inputs, cache, b)
+        result = calls.paged_attention(target, *alone, packed=False, chosen_pages=target.int32(wider))
+        assert_same_bits(result, (out[b : b + 1], lse[b : b + 1]))
 
 
 @cpu_target

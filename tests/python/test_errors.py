@@ -31,12 +31,11 @@ from support.refusals import (
     append,
     between,
     case,
-    check_refused,
     copy,
     dense,
     f32,
     paged,
-    refusals,
+    refused,
 )
 
 CASES = [
@@ -183,11 +182,7 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)
 
 
 @pytest.mark.parametrize(("op", "make"), [A, PACKED, P, K, C, M, T], ids=lambda x: getattr(x, "__name__", x))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -14,17 +12,15 @@ from support.refusals import (
     MAX_LENGTH,
     PACKED,
     A,
-    Arguments,
     M,
     broadcast,
     case,
-    check_refused,
     f32,
     i32,
     long,
     memory,
     read_only,
-    refusals,
+    refused,
 )
 
 CASES = [
@@ -339,8 +335,4 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)

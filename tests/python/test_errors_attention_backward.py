@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
@@ -14,17 +12,15 @@ from support.refusals import (
     LENGTHS,
     NO_ARRAY,
     PACKED_BACKWARD,
-    Arguments,
     D,
     broadcast,
     case,
-    check_refused,
     dense_backward,
     f32,
     i32,
     memory,
     read_only,
-    refusals,
+    refused,
 )
 
 F16 = np.ones((2, 3, 4, 8), np.float16)
@@ -175,11 +171,7 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)
 
 
 def test_octavo_torch_returns_new_tensors() -> None:

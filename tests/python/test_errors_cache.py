@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
@@ -12,18 +10,16 @@ from support.refusals import (
     FLOATS,
     LENGTHS,
     PAGES,
-    Arguments,
     B,
     C,
     K,
     T,
     case,
-    check_refused,
     f32,
     i32,
     memory,
     read_only,
-    refusals,
+    refused,
 )
 
 CASES = [
@@ -231,8 +227,4 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -13,14 +11,12 @@ from support.refusals import (
     LATENT,
     LENGTHS,
     NO_ARRAY,
-    Arguments,
     case,
-    check_refused,
     f32,
     i32,
     memory,
     read_only,
-    refusals,
+    refused,
 )
 
 OP = LATENT
@@ -148,11 +144,7 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)
 
 
 @pytest.mark.parametrize(

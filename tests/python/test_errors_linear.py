@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
@@ -13,17 +11,15 @@ from support.refusals import (
     FLOATS,
     LENGTHS,
     NO_ARRAY,
-    Arguments,
     L,
     broadcast,
     case,
-    check_refused,
     f32,
     layer,
     long,
     memory,
     read_only,
-    refusals,
+    refused,
 )
 
 
@@ -138,11 +134,7 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)
 
 
 def test_the_number_of_rows_is_bounded() -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from support.refusals import (
     MAX_LENGTH,
     PAGES,
-    Arguments,
     P,
     case,
-    check_refused,
     f32,
     i32,
     long,
     memory,
     read_only,
-    refusals,
+    refused,
 )
 
 CASES = [
@@ -328,8 +324,4 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)

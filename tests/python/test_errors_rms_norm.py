@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
@@ -11,16 +9,14 @@ from support.refusals import (
     FLOATS,
     LENGTHS,
     NO_ARRAY,
-    Arguments,
     N,
     S,
     case,
-    check_refused,
     f32,
     long,
     memory,
     read_only,
-    refusals,
+    refused,
 )
 
 ROWS = "[..., dim] with at most three leading axes"
@@ -133,8 +129,4 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)

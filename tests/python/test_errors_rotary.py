@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from support.refusals import (
@@ -13,12 +11,11 @@ from support.refusals import (
     T,
     append,
     case,
-    check_refused,
     f32,
     i32,
     memory,
     read_only,
-    refusals,
+    refused,
 )
 
 
@@ -177,11 +174,7 @@ CASES = [
 ]
 
 
-@refusals(CASES)
-def test_refused(
-    op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
-) -> None:
-    check_refused(op, make, overrides, error, message)
+test_refused = refused(CASES)
 
 
 def test_sequences_without_new_tokens_may_be_longer_than_the_tables() -> None:

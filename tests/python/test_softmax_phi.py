@@ -174,17 +174,9 @@ def test_batch_invariant_bits(target: Target) -> None:
     inputs, cache, _ = problem(BASE, "rising", 4.5, target.dtype)
     out, lse = call(target, BASE, inputs, cache, 4.5, batch_invariant=True)
     for b in range(BASE.batch):
-        alone = octavo.paged_attention(
-            target.array(inputs.q[b : b + 1]),
-            target.array(cache.k_pages),
-            target.array(cache.v_pages),
-            target.int32(cache.page_table[b : b + 1]),
-            target.int32(cache.seq_lens[b : b + 1]),
-            softmax_phi=4.5,
-            batch_invariant=True,
-            return_lse=True,
-        )
-        assert_same_bits(calls.read(target, alone), (out[b : b + 1], lse[b : b + 1]))
+        alone = problems.sequence_of(BASE, inputs, cache, b)
+        result = call(target, *alone, 4.5, batch_invariant=True)
+        assert_same_bits(result, (out[b : b + 1], lse[b : b + 1]))
 
 
 @every_target

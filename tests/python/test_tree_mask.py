@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import octavo
-from support import calls, oracle, problems
+from support import calls, problems
 from support.calls import assert_same_bits
 from support.case import Case
 from support.strategies import drawn_cases
@@ -74,21 +74,8 @@ def pairs(words: Words) -> NDArray[np.int32]:
 
 def check(target: Target, case: Case, words: Words, **options: Any) -> calls.Result:
     inputs = problems.make_inputs(case, target.dtype)
-    reference = oracle.attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        case.seqlens_q,
-        case.seqlens_k,
-        dtype=target.dtype,
-        prefix_lens=case.prefix_lens,
-        alibi_slopes=inputs.alibi_slopes,
-        sinks=inputs.sinks,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        tree_mask=[int(word) for word in words],
-        **case.masks,
-    )
+    tree = [int(word) for word in words]
+    reference = problems.make_reference(case, inputs, target.dtype, paged=True, tree_mask=tree)
     cache = problems.make_cache(case, inputs)
     result = calls.paged_attention(
         target, case, inputs, cache, tree_mask=target.int32(pairs(words)), **options

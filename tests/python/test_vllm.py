@@ -56,6 +56,17 @@ def test_dtypes(device, dtype):
     run_steps(Layer(device, dtype, num_heads=6, num_kv_heads=1, head_size=64, block_size=16))
 
 
+@on_devices
+@pytest.mark.parametrize("head_size", [264, 512])
+def test_head_sizes_beyond_256(device, head_size):
+    """Gemma 4's global layers have 512."""
+    dtypes = ["float32", "float16", "bfloat16"] if device == "cpu" else ["float16", "bfloat16"]
+    for dtype in dtypes:
+        run_steps(Layer(device, dtype, num_heads=8, head_size=head_size, block_size=16))
+    if device == "cpu":
+        run_steps(Layer(device, head_size=head_size, block_size=16, kv_cache_dtype="fp8"))
+
+
 OPTIONS = {
     "window": {"sliding_window": 5},
     "softcap": {"logits_soft_cap": 2.0},

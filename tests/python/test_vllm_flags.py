@@ -39,7 +39,10 @@ ASKED = {
 SERVED = [
     {},
     {"head_size": 8},
-    {"head_size": 256},
+    {"head_size": 512},
+    {"head_size": 264, "dtype": torch.float16},
+    {"head_size": 256, "kv_cache_dtype": "fp8"},
+    {"head_size": 512, "kv_cache_dtype": "fp8_e5m2", "device_capability": None},
     {"dtype": torch.float16},
     {"kv_cache_dtype": "bfloat16"},
     {"kv_cache_dtype": "fp8"},
@@ -62,7 +65,8 @@ SERVED = [
     {"device_capability": None, "dtype": torch.float32},
 ]
 REFUSED = {
-    "head_size": {"head_size": 264},
+    "head_size": {"head_size": 520},
+    "head_size 264 over codes not supported on a GPU": {"head_size": 264, "kv_cache_dtype": "fp8"},
     "head_size not": {"head_size": 20},
     "dtype": {"dtype": torch.float64},
     "float32 not supported on a GPU": {"dtype": torch.float32},

@@ -128,16 +128,17 @@ int32_t find_code_tiles(const AttentionParams& p) {
     return -1;
 }
 
-// The row whose instance has a kernel that leaves room on its SM, of those for the smallest head dim that
-// holds the problem's; -1 if there is none.
+// The row whose instance has a kernel that leaves room on its SM, of those for the smallest head dims that
+// hold the problem's; -1 if there is none.
 int32_t find_tiles_beside(const AttentionParams& p) {
     if (p.dropout.any() || p.alibi_slopes) return -1;
-    int32_t head_dim = 0;
+    const Sm90Tiles* smallest = nullptr;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
         const Sm90Tiles& tiles = kSm90Tiles[row];
-        if (tiles.head_dim < p.head_dim) continue;
-        if (head_dim == 0) head_dim = tiles.head_dim;
-        if (tiles.head_dim == head_dim && has_beside(tiles.head_dim, tiles.warpgroups, tiles.ctas))
+        if (!holds(tiles, p)) continue;
+        if (smallest == nullptr) smallest = &tiles;
+        if (tiles.head_dim == smallest->head_dim && tiles.value_dim == smallest->value_dim &&
+            has_beside(tiles.head_dim, tiles.warpgroups, tiles.ctas))
             return row;
     }
     return -1;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,8 +185,9 @@ def make_reference(
     dtype: str,
     *,
     paged: bool = False,
-    dropout: oracle.Dropout | None = None,
+    **masks: Any,
 ) -> oracle.Reference:
+    """`masks` are those of `oracle.sequences` that a case does not have: dropout, trees, chosen pages."""
     return oracle.attention(
         inputs.q,
         inputs.k,
@@ -200,7 +202,7 @@ def make_reference(
         block_size=case.block_size,
         k_scale=case.k_scale if paged else None,
         v_scale=case.v_scale if paged else None,
-        dropout=dropout,
+        **masks,
         **case.masks,
     )
 

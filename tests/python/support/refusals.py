@@ -192,9 +192,16 @@ def check_refused(
         np.testing.assert_array_equal(array, before, err_msg=f"{name} was changed")
 
 
-def refusals(cases: list[Any]) -> Any:
-    """The decorator of a test that takes the arguments of check_refused()."""
-    return pytest.mark.parametrize(("op", "make", "overrides", "error", "message"), cases)
+def refused(cases: list[Any]) -> Callable[..., None]:
+    """A test of these cases, for a module to name: ``test_refused = refused(CASES)``."""
+
+    @pytest.mark.parametrize(("op", "make", "overrides", "error", "message"), cases)
+    def test_refused(
+        op: str, make: Callable[[], Arguments], overrides: Arguments, error: type[Exception], message: str
+    ) -> None:
+        check_refused(op, make, overrides, error, message)
+
+    return test_refused
 
 
 def dump(alloc: octavo.PageAllocator, seqs: Iterable[int]) -> Any:

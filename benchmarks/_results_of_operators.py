@@ -1,0 +1,171 @@
+"""Tables of single operators: the cost of a call, decode, prefill, MLA, products and gradients."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from _linear_report import MODES, RATIOS, TRITON, best_cublas, is_alone, number, summarise
+from _report import OCTAVO, floor_us
+from _results_rows import PEERS, Row, best_peer, format_table, gpus_with, load, rows_of
+
+CALLERS = {
+    "torch": "Octavo, torch tensors",
+    "cupy": "Octavo, CuPy arrays",
+    "octavo.torch": "`octavo.torch`",
+    "fa3": "FlashAttention-3",
+    "flashinfer_cuda_cores": "FlashInfer",
+    "flashinfer_cuda_cores plan": "FlashInfer's `plan`, once a step",
+    "torch scaled_dot_product_attention": "`torch` `scaled_dot_product_attention`",
+    "torch add": "`torch.add`",
+}
+
+
+def calls(results: Path) -> str:
+    """What a call costs the host, with its launch."""
+    gpus = gpus_with(results, "call")
+    found = {
+        (gpu, row["contestant"]): f"{row['best_us']:.1f}"
+        for gpu in gpus
+        for row in load(results, "call", gpu)
+        if row["device"] == "cuda"
+    }
+    rows = [[label, *(found.get((gpu, name), "") for gpu in gpus)] for name, label in CALLERS.items()]
+    return format_table(["", *gpus], rows, numbers=len(gpus))
+
+
+def jax(results: Path) -> str:
+    """Octavo beside Pallas with its best number of splits."""
+    gpus = gpus_with(results, "jax")
+    best: dict[tuple[str, str, str, str], float] = {}
+    cases: dict[str, None] = {}  # in the order of the rows
+    for gpu in gpus:
+        for row in load(results, "jax", gpu):
+            key = (gpu, row["case"], row["program"], row["contestant"].partition(",")[0])
+            best[key] = min(row["us"], best.get(key, row["us"]))
+            cases[row["case"]] = None
+    columns = [
+        (gpu, program, contestant)
+        for gpu in gpus
+        for program in ("attention", "decode loop")
+        for contestant in ("octavo", "pallas")
+    ]
+    titles = {"attention": "", "decode loop": " with `append_kv`"}
+    header = [
+        "batch x length",
+        *(f"{name.capitalize()}{titles[program]}, {gpu}" for gpu, program, name in columns),
+    ]
+    rows = []
+    for case in cases:
+        times = [best.get((gpu, case, program, contestant)) for gpu, program, contestant in columns]
+        shape = re.sub(r"8b_b(\d+)_s(\d+)", r"\1 x \2", case)
+        rows.append([shape, *("" if us is None else f"{us:.1f}" for us in times)])
+    return format_table(header, rows, numbers=len(columns))
+
+
+def quantised(results: Path) -> str:
+    """Decode over caches of codes, beside the floor and the best peer."""
+    gpus = gpus_with(results, "quantised")
+    cells: dict[str, list[str]] = {}
+    for gpu in gpus:
+        for row in load(results, "quantised", gpu):
+            us, peer = row["us"], best_peer(row["us"])
+            floor = floor_us(row["num_bytes"], row["machine"]["read_bandwidth"])
+            theirs = f"{us[peer]:.1f} {PEERS[peer]}" if peer else ""
+            times = [f"{us[OCTAVO]:.1f}", f"{floor:.1f}", f"{us[OCTAVO] / floor:.2f}", theirs]
+            cells.setdefault(row["case"], []).extend(times)
+    header = ["case", *(name for gpu in gpus for name in (gpu, "floor", "ratio", "best peer"))]
+    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
+
+
+def quantised_prefill(results: Path) -> str:
+    """Batches of many queries over caches of codes, beside the same ones over bfloat16."""
+    kinds = {"fp8": "fp8, one scale", "int8": "int8", "int8_int4": "int8 / int4", "int4": "int4"}
+    rows = []
+    for gpu in gpus_with(results, "quantised-prefill"):
+        times = {row["case"]: row["us"] for row in load(results, "quantised-prefill", gpu)}
+        for case in (name for name in times if f"fp8_{name}" in times):
+            base, peer = times[case]["octavo"], times[f"fp8_{case}"].get("fa3")
+            found = [times[f"{kind}_{case}"]["octavo"] for kind in kinds]
+            cells = [f"{us:.0f} ({base / us:.2f})" for us in found]
+            rows.append([case, gpu, f"{base:.0f}", *cells, f"{peer:.0f}" if peer else ""])
+    header = ["case", "GPU", "bfloat16", *kinds.values(), "FlashAttention-3, fp8 queries"]
+    return format_table(header, rows, numbers=len(header) - 2)
+
+
+def latent(results: Path) -> str:
+    """Latent attention beside the floor, and what its products come to."""
+    gpus = gpus_with(results, "latent")
+    cells: dict[str, list[str]] = {}
+    for gpu in gpus:
+        for row in load(results, "latent", gpu):
+            us, floor = row["us"][OCTAVO], row["floor_us"]
+            numbers = [f"{us:.1f}", f"{floor:.1f}", f"{us / floor:.2f}", f"{row['flops'] / us / 1e6:.0f}"]
+            cells.setdefault(row["case"], []).extend(numbers)
+    header = ["case", *(name for gpu in gpus for name in (gpu, "floor", "ratio", "TFLOP/s"))]
+    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
+
+
+LINEAR_ROWS = (1, 8, 16, 64, 128)  # of x, that the table of shapes has; the files have more
+
+
+def linear(results: Path) -> str:
+    """What all shapes together say, for each number of rows of x."""
+    found = [(gpu, summarise(load(results, "linear", gpu))) for gpu in gpus_with(results, "linear")]
+    rows = [[gpu, str(num_rows), *cells] for gpu, lines in found for num_rows, cells in lines.items()]
+    return format_table(["GPU", "M", *RATIOS.values()], rows, numbers=1 + len(RATIOS))
+
+
+def _times_of_linear(row: Row) -> str:
+    """Octavo in both modes, the fastest of cuBLAS, and Triton where it ran."""
+    us = row["us"]
+    times = [number(time, ".1f") or "-" for time in (*map(us.get, MODES), best_cublas(us))]
+    return " / ".join([*times, f"{us[TRITON]:.1f}"] if TRITON in us else times)
+
+
+def linear_shapes(results: Path) -> str:
+    """Microseconds of each shape, and of the four products of layers."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for gpu, row in rows_of(results, "linear"):
+        lines.setdefault((gpu, row["shape"]["label"]), []).append(row)
+    table = []
+    for (gpu, label), rows in lines.items():
+        times = {row["shape"]["num_rows"]: _times_of_linear(row) for row in rows}
+        shape = label.replace("x", " x ") if is_alone(rows[0]) else label.replace("_", ", ")
+        floor = f"{rows[0]['floor_us']:.1f}"
+        table.append([shape, gpu, floor, *(times.get(num_rows, "") for num_rows in LINEAR_ROWS)])
+    header = ["N x K", "GPU", "floor", *(f"M = {num_rows}" for num_rows in LINEAR_ROWS)]
+    return format_table(header, table, numbers=1 + len(LINEAR_ROWS))
+
+
+BACKWARD_PEERS = ("cudnn", "fa2", "fa3", "fa4")
+
+
+def _backward_rows(results: Path, *groups: str) -> list[tuple[str, Row]]:
+    """The GPU of each row of these groups, and the row."""
+    return [(gpu, row) for gpu, row in rows_of(results, "backward") if row["group"] in groups]
+
+
+def backward(results: Path) -> str:
+    """TFLOP/s of all, and how many times as fast as the best peer Octavo is."""
+    rows = []
+    for gpu, row in _backward_rows(results, "d64", "d128", "d256", "other"):
+        us, peer = row["us"], best_peer(row["us"])
+        speeds = [row["tflops"].get(name) for name in (OCTAVO, *BACKWARD_PEERS)]
+        ratio = f"{us[peer] / us[OCTAVO]:.2f}" if peer and OCTAVO in us else ""
+        rows.append([row["case"], gpu, *("" if x is None else f"{x:.0f}" for x in speeds), ratio])
+    header = ["case", "GPU", "Octavo", *(PEERS[name] for name in BACKWARD_PEERS), "ratio to the best peer"]
+    return format_table(header, rows, numbers=len(header) - 2)
+
+
+def backward_options(results: Path) -> str:
+    """Microseconds with an option, and what it costs."""
+    rows = []
+    for gpu, row in _backward_rows(results, "options"):
+        us, peer = row["us"], best_peer(row["us"])
+        with_it, without = us.get(OCTAVO), us.get("octavo_plain")
+        cost = with_it / without if with_it and without else None
+        cells = [*(f"{x:.0f}" if x else "" for x in (with_it, without)), f"{cost:.2f}" if cost else ""]
+        rows.append([row["case"], gpu, *cells, f"{us[peer]:.0f} {PEERS[peer]}" if peer else ""])
+    header = ["case", "GPU", "Octavo", "without it", "ratio", "best peer"]
+    return format_table(header, rows, numbers=4)
