@@ -328,7 +328,8 @@ def test_script_reads_standard_input():
 
 def test_script_prints_what_the_readme_shows():
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    prompt, shown = re.search(r"examples/generate\.py\n```\n\n```text\n(.*)\n(.*) \.\.\.\n```", readme).groups()
+    shown_text = re.compile(r"examples/generate\.py\n```\n\n```text\n(.*)\n(.*) \.\.\.\n```")
+    prompt, shown = shown_text.search(readme).groups()
     done = script("--max-tokens", str(len(shown.split()) + 4), "--device", "cpu")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
