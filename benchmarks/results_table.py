@@ -58,7 +58,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: 
     return "\n".join([lines[0], "|" + "---|" * (len(header) - numbers) + "--:|" * numbers, *lines[1:]])
 
 
-# README.md: one row of most benchmarks, each beside the best peer
+# README.md: decode, prefill and the cost of a call, each beside the best peer
 
 
 def best_peer(us: dict[str, float]) -> str | None:
