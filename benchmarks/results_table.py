@@ -51,14 +51,15 @@ def link(text: str, benchmark: str, gpu: str, line: int | None = None) -> str:
 
 
 def one_case(benchmark: str, case: str) -> Cells:
-    """A row of a benchmark of decode, prefill or gradients."""
-    unit, digits = {"decode": ("us", 1), "prefill": ("tflops", 0), "backward": ("tflops", 0)}[benchmark]
+    """A row of a benchmark of attention or of gradients; where no peer was measured, its cell is empty."""
+    unit, digits = ("tflops", 0) if benchmark in ("prefill", "backward") else ("us", 1)
 
     def cells(results: Path, gpu: str) -> tuple[str, str]:
         for line, row in enumerate(load(results, benchmark, gpu), start=1):
-            if row["case"] == case and (peer := best_peer(row["us"])):
-                octavo, theirs = (f"{row[unit][name]:.{digits}f}" for name in (OCTAVO, peer))
-                return link(octavo, benchmark, gpu, line), f"{theirs} {PEERS[peer]}"
+            if row["case"] == case and OCTAVO in row["us"]:
+                peer = best_peer(row["us"])
+                theirs = f"{row[unit][peer]:.{digits}f} {PEERS[peer]}" if peer else ""
+                return link(f"{row[unit][OCTAVO]:.{digits}f}", benchmark, gpu, line), theirs
         return "", ""
 
     return cells
@@ -108,6 +109,19 @@ def whole_step(case: str) -> Cells:
     return cells
 
 
+def layer_in_vllm(case: str) -> Cells:
+    """The attention of one layer in vLLM, beside vLLM's FlashAttention-3."""
+
+    def cells(results: Path, gpu: str) -> tuple[str, str]:
+        for line, row in enumerate(load(results, "vllm", gpu), start=1):
+            if row["case"] == case:
+                octavo, stock = (f"{row['us'][name]['layer']:.1f}" for name in (OCTAVO, "FLASH_ATTN"))
+                return link(octavo, "vllm", gpu, line), f"{stock} FlashAttention-3"
+        return "", ""
+
+    return cells
+
+
 def cost_of_a_call(results: Path, gpu: str) -> tuple[str, str]:
     rows = load(results, "call", gpu)
     us = {row["contestant"]: row["best_us"] for row in rows if row["device"] == "cuda"}
@@ -121,13 +135,16 @@ def cost_of_a_call(results: Path, gpu: str) -> tuple[str, str]:
 SUMMARY: tuple[tuple[str, str, Cells], ...] = (
     ("Decode, 1 sequence of 8192 tokens", "microseconds", one_case("decode", "8b_b1_s8192")),
     ("Decode, 64 sequences of 4096 tokens", "microseconds", one_case("decode", "8b_b64_s4096")),
+    ("Decode over fp8, 64 sequences of 4096 tokens", "microseconds", one_case("quantised", "fp8_b64_s4096")),
     ("Decode, speed in all rows (mean)", "best peer = 1", all_cases("decode")),
+    ("Latent attention, 32 x 4096, 128 heads", "microseconds", one_case("latent", "mla_b32_s4096_h128")),
     ("Prefill, 8 x 2048 tokens", "TFLOP/s", one_case("prefill", "d128_causal_8x2048")),
     ("Prefill, 4 chunks of 512 and 60 decoding", "TFLOP/s", one_case("prefill", "mixed")),
     ("Prefill, speed in all rows (mean)", "best peer = 1", all_cases("prefill")),
     ("Gradients, 8 x 2048 tokens", "TFLOP/s", one_case("backward", "d128_causal_8x2048")),
     ("One row times weights [4096, 4096]", "microseconds", product("4096x4096_m1")),
     ("Llama-2-7B, 1 sequence at 1024 tokens", "tokens/s", whole_step("7b_b1_s1024")),
+    ("A layer in vLLM, 32 sequences of 2048 tokens", "microseconds", layer_in_vllm("8b_b32_s2048")),
     ("Cost of a decode call on the host", "microseconds", cost_of_a_call),
 )
 

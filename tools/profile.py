@@ -3,9 +3,10 @@
     python tools/profile.py counters decode 8b_b1_s8192     # on a machine with a GPU and Nsight Compute
     python tools/profile.py instructions build/release/python/octavo/_core.abi3.so 'split_kv.*bfloat16.*128'
 
-``counters`` runs a case of bench_decode, bench_prefill, bench_backward or bench_linear (their --list has the
-names) under ncu, and prints the counters of one launch of Octavo's kernel. The clocks are the GPU's own, not
-locked; the launch is not the first. Its time is not that of the benchmark, whose launches overlap.
+``counters`` runs a case of bench_decode, bench_sparse_decode, bench_latent, bench_prefill, bench_backward or
+bench_linear (their --list has the names) under ncu, and prints the counters of one launch of Octavo's kernel.
+The clocks are the GPU's own, not locked; the launch is not the first. Its time is not that of the benchmark,
+whose launches overlap.
 
 ``instructions`` needs no GPU: cuobjdump disassembles the kernels whose name, as C++ writes it, the regular
 expression finds. It counts the instructions of the whole kernel and of its loops from 32 instructions on: the
@@ -68,6 +69,8 @@ PROFILED = {
         ("--extra", "--shared", "--quantised", "--quick", "--no-flashinfer"),
         "split_kv_decode|stream_k_decode",
     ),
+    "sparse": Benchmark("bench_sparse_decode.py", ("--quick",), "split_kv_decode"),
+    "latent": Benchmark("bench_latent.py", ("--quick",), "latent_attention_kernel"),
     "prefill": Benchmark(
         "bench_prefill.py", ("--extra", "--quantised", "--quick"), "sm90_attention|sm80_attention"
     ),

@@ -25,8 +25,8 @@ namespace octavo {
 // query of a sequence are never read.
 struct AttentionArgs {
     TensorView q, k, v;  // head_dim: a multiple of 8 up to 512; that of v may be another
-    // Like q, with the head_dim of v; q itself, with its very strides, or nowhere in the memory of q, k and
-    // v.
+    // Like q, with the head_dim of v. Either exactly q (same address and strides), or memory that does not
+    // overlap q, k or v.
     TensorView out;
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis; natural logarithm
     std::optional<TensorView> cu_seqlens_q;

@@ -40,7 +40,7 @@ class OutOfPages : public Error {
     explicit OutOfPages(const std::string& message, std::vector<int64_t> indices = {})
         : Error(message), indices(std::move(indices)) {}
 
-    std::vector<int64_t> indices;  // of the sequences that did not fit, in a call that takes several
+    std::vector<int64_t> indices;  // the sequences that did not fit, in a call that takes several
 };
 
 // The system has too little memory for what the message says. Python: MemoryError.

@@ -20,7 +20,7 @@ using PlanValue = std::variant<bool, int64_t, std::string>;
 struct Explanation {
     std::string kernel;   // "split_kv_decode<bfloat16, head_dim 128, 8 rows>"; "none": no query
     std::string summary;  // how the kernel cuts the work: "8 KV heads x 1 sequence x 6 splits, ..."
-    std::string file;     // that holds the kernel, from the root of the repository
+    std::string file;     // the file with the kernel, from the root of the repository
     std::vector<std::pair<std::string, PlanValue>> plan;  // what was decided, by name
     // The other kernels that compute the same operator, each with the reason why it does not run, a sentence.
     std::vector<std::pair<std::string, std::string>> why_not;

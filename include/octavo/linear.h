@@ -33,8 +33,8 @@ std::string to_string(LinearPlanSource source);  // "measured"
 struct LinearPlan {
     LinearKernel kernel = LinearKernel::library;
     DType dtype = DType::bfloat16;
-    int32_t w_rows = 0, x_rows = 0;  // of a tile, which a CTA multiplies
-    int32_t splits = 0;              // of K: as many CTAs compute a tile and add up their sums
+    int32_t w_rows = 0, x_rows = 0;  // the rows of a tile, which a CTA multiplies
+    int32_t splits = 0;              // parts of K: as many CTAs compute a tile and add up their sums
     int32_t ctas_per_sm = 0;         // for which a CTA leaves room
     LinearPlanSource source = LinearPlanSource::estimated;
 

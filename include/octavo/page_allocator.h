@@ -42,8 +42,8 @@ struct Transfer {
 struct PrefixCacheOptions {
     // 128 bits that the hash depends on. Random where not given; then nobody can make tokens that collide.
     std::optional<std::array<uint64_t, 2>> hash_key;
-    int64_t hash_bits = 128;     // that are used; fewer are slower, and for tests
-    int64_t event_capacity = 0;  // of the log that take_events() reads
+    int64_t hash_bits = 128;     // bits of a hash that are used; fewer are slower, and for tests
+    int64_t event_capacity = 0;  // events in the log that take_events() reads
 };
 
 // A page that became findable, or no longer is.
@@ -53,7 +53,7 @@ struct CacheEvent {
     Kind kind;
     int32_t page;
     std::array<uint64_t, 2> key;         // hash of the page's tokens and all before them
-    std::array<uint64_t, 2> parent_key;  // of the page before it, or of the namespace
+    std::array<uint64_t, 2> parent_key;  // the key of the page before it, or of the namespace
     std::vector<int32_t> tokens;         // [page_size]
 };
 
@@ -61,16 +61,16 @@ struct CacheEvent {
 enum class PageState : int64_t {
     free = -1,
     cached = -2,    // free, but found by its tokens
-    shared = -3,    // by two sequences or more
+    shared = -3,    // two sequences or more have it
     reserved = -4,  // held by nobody, but read or written by a copy or transfer
 };
 
 struct PrefixCacheStats {
-    int64_t num_stored_pages;    // that are found by their tokens
-    int64_t num_idle_pages;      // of these, held by nobody: free, but found until they are evicted
+    int64_t num_stored_pages;    // pages that are found by their tokens
+    int64_t num_idle_pages;      // those that nobody holds: free, but found until they are evicted
     int64_t num_evicted_pages;   // so far
-    int64_t num_queried_tokens;  // of every create(tokens) so far
-    int64_t num_hit_tokens;      // of these, found
+    int64_t num_queried_tokens;  // tokens of every create(tokens) so far
+    int64_t num_hit_tokens;      // those that were found
 };
 
 struct PageAllocatorStats {
@@ -113,7 +113,7 @@ struct TokenArrays {
 struct PageTableArrays {
     int32_t* page_table;  // [max_batch, max_pages]
     int64_t max_pages;
-    int64_t row_stride;         // of page_table, in elements
+    int64_t row_stride;         // from a row of page_table to the next, in elements
     int32_t* copies = nullptr;  // [max_copies, 2], in C order; null: copies stay pending until take_copies()
     int64_t max_copies = 0;
 };
@@ -131,7 +131,7 @@ class StepArrays {
     StepArrays& operator=(StepArrays&&) noexcept;
 
     int64_t max_batch() const;
-    int64_t num_copies(int64_t group = 0) const;  // that the last step wrote
+    int64_t num_copies(int64_t group = 0) const;  // copies that the last step wrote
 
     void reset();  // sets the arrays up anew, if somebody else has written to them
 

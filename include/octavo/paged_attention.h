@@ -34,8 +34,9 @@ namespace octavo {
 // cu_seqlens_q int32 or int64 [batch + 1]: any mix of decode, chunked prefill and speculative tokens. Rows of
 // q past the last of them, cu_seqlens_q[batch], are padding: nothing is computed for them, and out and lse
 // stay as they are. seq_lens counts the new tokens too: append first, then attend. A length is at least the
-// number of queries, or 0 for padding; the CPU checks that. Masks and positions as in AttentionArgs. On a GPU
-// lengths must stay as they are until the call is complete: its CTAs agree by them on who waits for whom.
+// number of queries, or 0 for padding; the CPU checks that. Masks and positions as in AttentionArgs. On a
+// GPU, do not change seq_lens until the call has finished: CTAs derive from it which other CTAs they wait
+// for, and would hang.
 struct PagedAttentionArgs {
     TensorView q, k_pages, v_pages, page_table, seq_lens;
     TensorView out;                 // like q; see AttentionArgs
@@ -53,7 +54,7 @@ struct PagedAttentionArgs {
     std::optional<float> k_scale;  // multiplies what is stored, per tensor
     std::optional<float> v_scale;
     std::optional<TensorView> k_scale_array, v_scale_array;  // instead: see above
-    std::optional<TensorView> k_scales, v_scales;            // of each token and KV head
+    std::optional<TensorView> k_scales, v_scales;            // one for each token and KV head
     std::optional<DType> kv_dtype;                           // what pages of uint8 hold
     std::optional<TensorView> k_channel_offset, k_channel_scale;
     bool rotate_keys = false;
@@ -61,10 +62,10 @@ struct PagedAttentionArgs {
     // A sequence's bits depend on the sequence alone, and on max_seqlen_q (which packed queries must give
     // then), not on its batch.
     bool batch_invariant = false;
-    // The first so many tokens of every sequence, whole pages, lie in the same pages, which are then read
-    // once for all of them: those that the first row of page_table names. A promise: the result is that of
-    // any other call. Every query lies behind them, but a sequence may have length 0: padding. Not with
-    // window_left, attention_chunk, alibi_slopes or batch_invariant.
+    // The number of leading tokens that all sequences share, whole pages: those that the first row of
+    // page_table names, which are then read once for all. A promise: the result is that of any other call.
+    // Every query lies behind them, but a sequence may have length 0: padding. Not with window_left,
+    // attention_chunk, alibi_slopes or batch_invariant.
     int64_t shared_prefix_len = 0;
     std::optional<TensorView> sinks;              // float32 [num_q_heads]; see AttentionArgs
     std::optional<double> softmax_phi;            // the unified maximum: see AttentionArgs
@@ -102,9 +103,9 @@ void paged_attention(const PagedAttentionArgs& args);
 //
 // With rotary_cos and rotary_sin, [max_positions, rotary_dim / 2], the first rotary_dim numbers of each key
 // are rotated by its position (rotary embedding), in float32, before they are stored or transformed, and so
-// are those of q, whose rotated copy goes to q_out: q itself, with its very strides, or memory apart from it.
-// Queries of padding are copied as they are. A position past the tables is refused on the CPU; on a GPU,
-// where lengths are not looked at, what would be rotated there becomes NaN.
+// are those of q, whose rotated copy goes to q_out: exactly q (same address and strides), or memory apart
+// from it. Queries of padding are copied as they are. A position past the tables is refused on the CPU; on a
+// GPU, where lengths are not looked at, what would be rotated there becomes NaN.
 struct AppendKvArgs {
     TensorView k, v, k_pages, v_pages;
     std::optional<TensorView> page_table, seq_lens;  // both, or slot_mapping
@@ -116,7 +117,7 @@ struct AppendKvArgs {
     std::optional<DType> kv_dtype;                           // what pages of uint8 hold
     std::optional<TensorView> k_channel_offset, k_channel_scale;
     bool rotate_keys = false;
-    std::optional<TensorView> rotary_cos, rotary_sin;  // of the dtype of k, or float32
+    std::optional<TensorView> rotary_cos, rotary_sin;  // the dtype is that of k, or float32
     bool rotary_interleaved = false;                   // pairs (2 i, 2 i + 1); else (i, i + rotary_dim / 2)
     std::optional<TensorView> q, q_out;  // like k with num_q_heads heads: q is read, q_out written
     std::optional<TensorView> slot_mapping;
@@ -137,7 +138,7 @@ struct CopyPagesArgs {
     TensorView copies;                                 // on the GPU if either cache is
     std::optional<TensorView> to_k_pages, to_v_pages;  // the other cache; default: the same one
     std::optional<TensorView> k_scales, v_scales;
-    std::optional<TensorView> to_k_scales, to_v_scales;  // of the other cache
+    std::optional<TensorView> to_k_scales, to_v_scales;  // those of the other cache
     void* stream = nullptr;
 };
 

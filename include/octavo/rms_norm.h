@@ -18,8 +18,8 @@ struct RmsNormArgs {
     std::optional<TensorView> residual;
     TensorView out;
     std::optional<TensorView> residual_out;  // given if residual is
-    // Each result is x or residual itself, with its very strides, or nowhere in the memory of either; nor do
-    // they share elements, or lie in the memory of the weight.
+    // Each result is either exactly x or residual (same address and strides), or memory that overlaps
+    // neither. The two results share no element, and do not overlap the weight.
     void* stream = nullptr;  // cudaStream_t; ignored on the CPU
 };
 

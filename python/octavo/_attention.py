@@ -107,7 +107,7 @@ def attention(
             the work runs (a number there that is not finite is an error on the CPU, and counts as none on a
             GPU). ``calibrate_softmax_phi`` finds it. On a GPU it changes nothing here: the kernels of
             ``paged_attention`` for decoding alone use it. Default: none.
-        attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
+        attention_chunk: the number of positions in a chunk. A query sees no key of an earlier chunk than
             its own, as in Llama 4. Needs causal. Default: 0, none.
         block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis:
             0 where the queries of a block do not look at the keys of one, whatever else says that they may

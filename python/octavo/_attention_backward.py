@@ -139,7 +139,7 @@ def attention_backward(
         deterministic: the same bits at every call. The CPU gives them always, whatever the number of threads;
             on a Hopper GPU it takes longer. Default: False.
         sinks: float32 [num_q_heads], with which ``attention`` computed out and lse. Default: none.
-        attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
+        attention_chunk: the number of positions in a chunk. A query sees no key of an earlier chunk than
             its own. Needs causal. Default: 0, none.
         block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis.
             Default: none, every block is kept.

@@ -99,8 +99,8 @@ def paged_attention(
             neither on the other sequences of the batch nor on its place among them; packed q needs
             max_seqlen_q then. Always so on the CPU.
             Default: False, which is faster on a GPU, most so for few short sequences.
-        shared_prefix_len: the first so many tokens of every sequence, a multiple of page_size, lie in the
-            same pages: those that the first row of page_table names, which are read once for all sequences
+        shared_prefix_len: the number of leading tokens that all sequences share, a multiple of page_size.
+            Their pages are those that the first row of page_table names, and are read once for all sequences
             (cascade inference: Hydragen, arXiv:2402.05099; FlashInfer, arXiv:2501.01005). The result is that
             of any other call, with one rounding more. Where that would not be faster, a GPU reads them for
             each sequence. Every query must lie behind them; a sequence of length 0 is padding. On the CPU
@@ -122,7 +122,7 @@ def paged_attention(
             lies near it: a finite float, or float32 [num_q_heads], as for ``attention``. On a GPU the kernels
             for decoding use it. Default: none.
         window_right: keys past its own that a query sees; ignored if causal. Default: -1, unbounded.
-        attention_chunk: positions lie in chunks of so many, and a query sees no key of an earlier chunk than
+        attention_chunk: the number of positions in a chunk. A query sees no key of an earlier chunk than
             its own, as in Llama 4. Needs causal. Default: 0, none.
         tree_mask: a word of 64 bits for each row of q, as ``octavo.tree_mask`` makes them: int64 or uint64
             [total_q], or pairs of int32 or uint32 [total_q, 2], the lower half first, all in C order. Of the
@@ -305,9 +305,9 @@ def append_kv(
             ``StepArrays`` or vLLM have it: where each row of k and v goes, page * page_size + slot of the
             page; a row with a negative number goes nowhere. It says no positions: not with rotary_cos.
             Default: none.
-        q_out: an array like q for the rotated queries: q itself, with the very strides, or one whose memory
-            is apart from it; it shares no element with k and v, but may be a view of the same array. Queries
-            of padding are copied as they are. Default: a new array of the framework of k.
+        q_out: an array like q for the rotated queries: exactly q (same address and strides), or one whose
+            memory is apart from it; it shares no element with k and v, but may be a view of the same array.
+            Queries of padding are copied as they are. Default: a new array of the framework of k.
         stream: a CUDA stream to work on instead of the current one of the framework of k, as for
             ``attention``.
 

@@ -70,9 +70,9 @@ def rms_norm(
         weight: [dim], of the dtype of x or float32.
         eps: added to the mean of the squares; at least 0. Default: 1e-06.
         residual: like x: added to it. Default: none.
-        out: an array like x to write the normalised rows to: x or residual itself, with the very strides, or
-            one whose memory is apart from theirs and that of the weight. Default: a new array of the
-            framework of x.
+        out: an array like x to write the normalised rows to: exactly x or residual (same address and
+            strides), or one whose memory is apart from theirs and that of the weight. Default: a new array
+            of the framework of x.
         residual_out: likewise for the sum, and given only with residual. It shares no element with ``out``.
         stream: as for ``attention``. Default: the current stream.
 

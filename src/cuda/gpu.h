@@ -13,7 +13,7 @@ struct Gpu {
     int32_t num_sms;
     int64_t l2_bytes;
     int64_t shared_bytes_per_block;  // at most, for a kernel that opts in
-    int32_t memory_gb_per_s;         // of device memory, by its clock and width
+    int32_t memory_gb_per_s;         // the rate of device memory, by its clock and width
     bool has_sm90_kernels;           // the GPU runs code for sm_90a, and the build has some
 };
 

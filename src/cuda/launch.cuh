@@ -41,7 +41,7 @@ struct LaunchShape {
     // The kernel waits for the results of the one before it by itself, so that it may start while that ends.
     bool overlaps_previous = false;
     int32_t cluster = 1;       // CTAs, along x
-    int32_t shared_bytes = 0;  // of a CTA, where it takes fewer than kSharedBytes
+    int32_t shared_bytes = 0;  // what a CTA takes, if it is less than kSharedBytes
 };
 
 // Launches the kernel on a stream of the current device, `device`; `op` is named if that fails.

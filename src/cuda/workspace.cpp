@@ -46,7 +46,7 @@ using OwnedStream = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, StreamD
 struct Memory {
     Size size;
     DeviceBytes bytes;
-    PersistentWorkspace workspace;  // of `bytes`
+    PersistentWorkspace workspace;  // memory of `bytes`
 };
 
 // Lets this thread allocate while some stream is being captured: the memory is not part of the graph.

@@ -31,7 +31,7 @@ struct PageAllocator::State {
     struct GroupPlan {
         int64_t num_free;     // pages left when those that fit have got theirs
         int64_t num_behind;   // of those, what windows return first
-        int64_t num_missing;  // pages that those that do not fit need
+        int64_t num_missing;  // pages for the sequences that do not fit
         int64_t num_copies;
         int64_t max_pages;  // of the longest, grown
     };

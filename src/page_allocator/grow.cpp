@@ -200,14 +200,17 @@ int64_t PageAllocator::needed(const Sequence* sequences, const int32_t* num_new_
 
 void PageAllocator::State::throw_unfit(const char* call, int64_t count) const {
     constexpr size_t kMaxListed = 8;
+    const bool is_one = unfit.size() == 1;
+    const char* const need = is_one ? " needs " : " need ";
     std::ostringstream text;
-    text << call << ": " << unfit.size() << " of " << count << " sequences do not fit: seqs[";
+    text << call << ": " << unfit.size() << " of " << count << " sequences" << need
+         << "pages that are not free: seqs[";
     for (size_t i = 0; i < std::min(unfit.size(), kMaxListed); ++i) text << (i > 0 ? ", " : "") << unfit[i];
     text << (unfit.size() > kMaxListed ? ", ...]" : "]");
     for (size_t g = 0; g < groups.size(); ++g) {
-        text << (g > 0 ? "; they need " : " need ") << plans[g].num_missing << " pages, " << plans[g].num_free
-             << " of " << groups[g].pool.num_free() + plans[g].num_behind << " free ones are left"
-             << in_group(g);
+        if (g > 0) text << (is_one ? "; it" : "; they");
+        text << need << plans[g].num_missing << ", " << plans[g].num_free << " of the "
+             << groups[g].pool.num_free() + plans[g].num_behind << " free pages are left" << in_group(g);
     }
     throw OutOfPages(text.str(), unfit);
 }

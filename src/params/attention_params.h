@@ -62,8 +62,8 @@ struct AttentionParams {
     int32_t num_q_heads, num_kv_heads, head_dim;
     int32_t page_size;
     int32_t shared_prefix_len;  // whole pages at the start of every sequence, those of the first; or 0
-    // At the start of every sequence, for another call: seq_lens and prefix_lens count them, page_table
-    // begins behind them.
+    // The first keys of every sequence, which another launch reads: seq_lens and prefix_lens count them,
+    // page_table begins behind them.
     int32_t num_skipped_keys;
     int32_t window_left, window_right;  // -1: unbounded; causal: window_right = 0
     float softmax_scale;                // k_scale included
@@ -72,7 +72,7 @@ struct AttentionParams {
     int32_t has_head_numbers;           // alibi_slopes, softmax_phi_of_heads or tree_mask
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
-    bool batch_invariant;               // by the sequence alone; without splits always so
+    bool batch_invariant;               // bits follow from the sequence alone; without splits they always do
     FastDivide attention_chunk;         // see Visibility
     bool has_tree_mask;                 // see the end
     CacheScales k_scales, v_scales;     // beside softmax_scale and out_scale
@@ -95,7 +95,7 @@ struct AttentionParams {
     OCTAVO_HD int64_t first_token(int32_t b) const {
         return cu_seqlens_q ? cu_seqlens_q[b] : int64_t{b} * seqlen_q;
     }
-    // Whether a sequence with so many queries has a tree mask.
+    // Whether a sequence with this many queries has a tree mask.
     OCTAVO_HD bool is_tree(int32_t num_queries) const {
         return OCTAVO_RARE(has_tree_mask) && num_queries <= kMaxTreeTokens;
     }

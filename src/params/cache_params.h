@@ -14,8 +14,8 @@
 namespace octavo {
 
 struct AppendKvParams {
-    DType dtype;    // of k and v
-    DType k_dtype;  // of k_pages, and of v_pages: the same, or of codes
+    DType dtype;    // the dtype of k and v
+    DType k_dtype;  // the dtype of k_pages, and that of v_pages: the same, or codes
     DType v_dtype;
     Device device;
     const void* k;  // [total, num_kv_heads, head_dim]
@@ -36,9 +36,9 @@ struct AppendKvParams {
     int32_t batch, num_kv_heads, head_dim, page_size;
     float k_scale, v_scale;                        // what is stored is the value divided by its scale
     CacheScales k_static_scales, v_static_scales;  // the same in memory
-    CacheScales k_scales, v_scales;                // that are written: of each token and KV head, its own
-    KeyTransform key_transform;                    // before keys become codes
-    Rotary rotary;                                 // of keys, before all else, and of queries
+    CacheScales k_scales, v_scales;                // scales that are written, one for each token and KV head
+    KeyTransform key_transform;                    // what happens to keys before they become codes
+    Rotary rotary;                                 // what happens to keys before all else, and to queries
     const void* q;                                 // [total, num_q_heads, head_dim]
     int64_t q_token_stride, q_head_stride;
     void* q_out;  // like q: where the rotated queries go
@@ -57,8 +57,8 @@ struct CopyPagesParams {
         void* data;  // [num_pages, page_size, num_kv_heads, head_dim], where the device that copies sees it
         int64_t page_stride, slot_stride, head_stride;
     };
-    DType dtype;    // of k_pages; that of v_pages has as many bytes
-    Device device;  // that copies
+    DType dtype;    // the dtype of k_pages; that of v_pages has as many bytes
+    Device device;  // the device that copies
     Pages from_k, from_v, to_k, to_v;
     CacheScales from_k_scales, from_v_scales, to_k_scales, to_v_scales;  // where the device sees them
     IndexArray copies;                                                   // [num_copies, 2]: (from, to)
@@ -66,7 +66,7 @@ struct CopyPagesParams {
     int64_t num_copies;
     int32_t page_size, num_kv_heads;
     int32_t head_dim;                  // the length of the last axis of k_pages
-    int32_t k_row_bytes, v_row_bytes;  // of one token and KV head; that of int4 is half of that of int8
+    int32_t k_row_bytes, v_row_bytes;  // bytes of one token and KV head; int4 has half of those of int8
 };
 
 }  // namespace octavo

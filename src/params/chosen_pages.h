@@ -15,7 +15,7 @@ struct ChosenPages {
     // [batch, num_kv_heads or 1, num_chosen]: columns of the page table, ascending, then -1; null: all pages.
     IndexArray lists;
     int64_t batch_stride, head_stride;
-    int32_t num_chosen;       // of a list, as far as a sequence may have so many pages
+    int32_t num_chosen;       // entries of a list, no more than a sequence may have pages
     bool has_lists_of_heads;  // otherwise one for all of them
 
     OCTAVO_HD explicit operator bool() const { return static_cast<bool>(lists); }

@@ -14,7 +14,7 @@ namespace octavo {
 constexpr int32_t kMaxLatentDim = 1024;
 
 struct LatentAttentionParams {
-    DType dtype;     // of q and out
+    DType dtype;     // the dtype of q and out
     DType kv_dtype;  // the same, or float8_e4m3fn
     Device device;
 

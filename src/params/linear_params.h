@@ -11,18 +11,18 @@ namespace octavo {
 
 // Rows of an array [..., length] by their number, in C order.
 struct LinearRows {
-    int64_t strides[TensorView::kMaxDims - 1];  // of the leading axes
+    int64_t strides[TensorView::kMaxDims - 1];  // strides of the leading axes
 };
 
 struct LinearParams {
-    DType dtype;    // of x, bias, residual and out
+    DType dtype;    // the dtype of x, bias, residual and out
     DType w_dtype;  // the same, or one of 16 bits beside float32
     Device device;
     std::optional<Activation> activation;
     bool static_weight, batch_invariant;
-    std::optional<LinearPlan> plan;          // of the caller, for this dtype
+    std::optional<LinearPlan> plan;          // the caller's, for this dtype
     int64_t num_rows;                        // M, over all leading axes of x
-    int64_t width;                           // of out: N, or F
+    int64_t width;                           // columns of out: N, or F
     int64_t depth;                           // K
     int32_t num_axes;                        // leading ones, those that lie behind one another taken as one
     int64_t axes[TensorView::kMaxDims - 1];  // their lengths

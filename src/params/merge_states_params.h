@@ -10,7 +10,7 @@ namespace octavo {
 
 // Every array has the leading axes `shape`, each with its own strides; shorter shapes are padded with ones.
 struct MergeStatesParams {
-    DType dtype;  // of out_a, out_b and out
+    DType dtype;  // the dtype of out_a, out_b and out
     Device device;
     int64_t shape[3];
     int32_t head_dim;

@@ -15,7 +15,7 @@
 namespace octavo {
 
 struct Rotary {
-    DType dtype;      // of both tables: that of the keys, or float32
+    DType dtype;      // the dtype of both tables: that of the keys, or float32
     const void* cos;  // [max_positions, dim / 2]
     const void* sin;
     int64_t cos_stride, sin_stride;  // from a position to the next

@@ -121,8 +121,8 @@ TEST(PageGroups, AStepReturnsBeforeItTakes) {
     shared.check_invariants();
     const int32_t more[] = {20, 1};
     EXPECT_EQ(message_of<OutOfPages>([&] { shared.step(both.data(), more, 2, arrays); }),
-              "step: 1 of 2 sequences do not fit: seqs[0] need 5 pages, 9 of 10 free ones are left in group "
-              "0; they need 5 pages, 1 of 2 free ones are left in group 1");
+              "step: 1 of 2 sequences needs pages that are not free: seqs[0] needs 5, 9 of the 10 free pages "
+              "are left in group 0; it needs 5, 1 of the 2 free pages are left in group 1");
 }
 
 class HybridSimulation {

@@ -247,7 +247,8 @@ TEST(Step, SaysWhichDoNotFit) {
     } catch (const OutOfPages& error) {
         EXPECT_EQ(error.indices, std::vector<int64_t>({1}));
         EXPECT_STREQ(error.what(),
-                     "step: 1 of 3 sequences do not fit: seqs[1] need 3 pages, 0 of 2 free ones are left");
+                     "step: 1 of 3 sequences needs pages that are not free: seqs[1] needs 3, 0 of the 2 free "
+                     "pages are left");
     }
     EXPECT_EQ(caller.seen(), seen);
     EXPECT_EQ(dump(allocator, {a, b, c}), before);

@@ -345,3 +345,57 @@ def test_on_this_gpu(library):
         check=True,
     )
     assert f"octavo: {str(explanation).splitlines()[0]}" in done.stderr.splitlines()
+
+
+def paged_call(q_heads: int, kv_heads: int, head_dim: int, tokens: int = 1, **options: Any) -> Any:
+    """Of 32 sequences of up to 4096 keys with this many new tokens each."""
+    pages, q = Shape((8192, 16, kv_heads, head_dim)), Shape((32 * tokens, q_heads, head_dim))
+    packed = {"cu_seqlens_q": Shape((33,), "int32"), "max_seqlen_q": tokens} if tokens > 1 else {}
+    table = Shape((32, 256), "int32"), Shape((32,), "int32")
+    return ("paged_attention", q, pages, pages, *table), packed | options
+
+
+def latent_call(heads: int) -> Any:
+    table = Shape((32, 64), "int32"), Shape((32,), "int32")
+    return ("latent_attention", Shape((32, heads, 576)), Shape((2048, 64, 576)), *table), {"softmax_scale": 1}
+
+
+def packed_call(head_dim: int, head_dim_v: int) -> Any:
+    q, v, bounds = Shape((4096, 16, head_dim)), Shape((4096, 16, head_dim_v)), Shape((33,), "int32")
+    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 512, "max_seqlen_k": 512}
+    return ("attention", q, q, v), packed | {"causal": True}
+
+
+# The first column of a table in docs/how_a_call_runs.md.
+DOCUMENTED = {
+    "a token, 32/8 heads of 128": paged_call(32, 8, 128),
+    "a token, 64/2 heads of 128": paged_call(64, 2, 128),
+    "a token, 8/1 heads of 512": paged_call(8, 1, 512),
+    "a token, 16/1 heads of 512": paged_call(16, 1, 512),
+    "3 drafts in a tree, 32/8 heads of 128": paged_call(32, 8, 128, 3, tree_mask=Shape((96,), "int64")),
+    "3 drafts in a tree, 32/4 heads of 128": paged_call(32, 4, 128, 3, tree_mask=Shape((96,), "int64")),
+    "16 chosen pages, 32/8 heads of 128": paged_call(32, 8, 128, chosen_pages=Shape((32, 16), "int32")),
+    "a token, 16 heads over latents": latent_call(16),
+    "a token, 128 heads over latents": latent_call(128),
+    "packed prompts, keys of 192, values of 128": packed_call(192, 128),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documented_calls(name: str) -> None:
+    page = (ROOT / "docs" / "how_a_call_runs.md").read_text(encoding="utf-8")
+    [line] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+    call, options = DOCUMENTED[name]
+    for device, cell in zip(("h100", "a100"), line.split("|")[2:4], strict=True):
+        if cell.strip() == "refused":
+            with pytest.raises(ValueError, match="cannot serve this call"):
+                octavo.explain(*call, **options, device=device)
+        else:
+            kernel = octavo.explain(*call, **options, device=device).kernel
+            assert kernel.startswith(f"{cell.strip(' `')}<")
+
+
+def test_all_documented_calls_are_tested() -> None:
+    page = (ROOT / "docs" / "how_a_call_runs.md").read_text(encoding="utf-8")
+    table = page.split("| call | Hopper | A100 | why |\n|---|---|---|---|\n")[1].split("\n\n")[0]
+    assert [line.split("|")[1].strip() for line in table.splitlines()] == list(DOCUMENTED)

@@ -1,6 +1,7 @@
 """examples/generate.py: a real model through the paged cache."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -323,6 +324,17 @@ def test_script_reads_standard_input():
     for row in ("prefill", "decode", "tokens/s", "pages used at the peak", "pages saved by sharing", "waste"):
         assert row in table
     assert "loaded in" in done.stderr
+
+
+def test_script_prints_what_the_readme_shows():
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    shown_text = re.compile(r"examples/generate\.py\n```\n\n```text\n(.*)\n(.*) \.\.\.\n```")
+    prompt, shown = shown_text.search(readme).groups()
+    done = script("--max-tokens", str(len(shown.split()) + 4), "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert prompt in lines
+    assert any(line.startswith(shown) for line in lines), lines
 
 
 def test_script_with_a_quantised_cache():

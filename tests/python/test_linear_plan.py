@@ -154,7 +154,7 @@ FLAT = LinearPlan("sm90_flat", "bfloat16", 16, 8, 1, 1)
         (dataclasses.replace(FLAT, splits=3), "it has no instance of this tile"),
         (dataclasses.replace(FLAT, ctas_per_sm=3), "it has no instance of this tile"),
         (dataclasses.replace(FLAT, w_rows=112, x_rows=64), "it has no instance of this tile"),
-        (LinearPlan("sm90_wide", "bfloat16", 192, 64, 8, 2), "no room for so many CTAs"),
+        (LinearPlan("sm90_wide", "bfloat16", 192, 64, 8, 2), "no room for this many CTAs"),
         (dataclasses.replace(FLAT, kernel="sm80_linear"), "sm80_linear has no instance of this tile"),
         (dataclasses.replace(FLAT, kernel="flat"), "plan.kernel must be one of library, sm80_linear"),
         (dataclasses.replace(FLAT, source="guessed"), "plan.source must be one of measured, tuned"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from support.programs import run
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -71,9 +74,82 @@ def test_counters(tool: ModuleType) -> None:
     assert tool.read_counters("==ERROR== nothing was profiled\n") == []
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill", "backward", "linear"])
-def test_benchmarks_that_it_knows_are_there(tool: ModuleType, name: str) -> None:
-    assert (tool.BENCHMARKS / tool.PROFILED[name].script).is_file()
+CASES = {
+    "decode": "8b_b1_s8192",
+    "sparse": "b1_s32768_p16_25%",
+    "latent": "mla_b32_s4096_h16",
+    "prefill": "mixed",
+    "backward": "d128_causal_8x2048",
+    "linear": "4096x4096_m1",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_benchmarks_have_the_options_that_it_passes(tool: ModuleType, name: str) -> None:
+    assert CASES.keys() == tool.PROFILED.keys()
+    benchmark = tool.PROFILED[name]
+    script = str(tool.BENCHMARKS / benchmark.script)
+    rows = "--rows", f"^{re.escape(CASES[name])}$"
+    assert CASES[name] in run(sys.executable, script, *rows, *benchmark.options, "--list")
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    path = folder / name
+    path.write_text(f"#!{sys.executable}\nimport sys\n{body}", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def test_counters_of_a_case(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="ncu is not on the PATH"):
+        tool.main(["counters", "decode", "8b_b1_s8192"])
+    arguments = tmp_path / "arguments"
+    program(tmp_path, "ncu", f"open({str(arguments)!r}, 'w').write('\\n'.join(sys.argv))\nprint({NCU!r})")
+    assert tool.main(["counters", "decode", "8b_b1_s8192"]) == 0
+    found = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert found == [
+        ["split_kv_decode_kernel"],
+        ["33,562,624", "byte", "read from memory"],
+        ["14,016", "ns", "time"],
+    ]
+    asked = arguments.read_text(encoding="utf-8").splitlines()
+    assert "regex:split_kv_decode|stream_k_decode" in asked
+    assert asked[asked.index("--rows") + 1] == "^8b_b1_s8192$"
+    assert asked[asked.index("--rows") - 1].endswith("bench_decode.py")
+
+    program(tmp_path, "ncu", "print('==ERROR== no GPU')")
+    assert tool.main(["counters", "decode", "8b_b1_s8192"]) == 1
+    assert "no kernel of 8b_b1_s8192 was profiled\n==ERROR== no GPU" in capsys.readouterr().err
+
+
+USAGE = """
+Fatbin elf code:
+arch = sm_90a
+Resource usage:
+ Function _Z13decode_kernelPf:
+  REG:168 STACK:0 SHARED:1024 LOCAL:0
+ Function _Z5otherv:
+  REG:16 STACK:0 SHARED:0 LOCAL:0
+"""
+
+
+def test_instructions_of_a_library(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = str(tmp_path / "library.so")
+    sass = f"arch = sm_90a\n\t\tFunction : _Z13decode_kernelPf\n{SASS}"
+    answer = f"print({sass!r} if '--dump-sass' in sys.argv else {USAGE!r})"
+    program(tmp_path, "cuobjdump", answer)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert tool.main(["instructions", library, "^decode_kernel"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "decode_kernel(float*) (sm_90a): 168 registers, 0 bytes of stack",
+        "  10 instructions: 1 HMMA, 4 BRA, 1 LDC, 1 LDS, 1 UIADD3, 1 FADD, 1 EXIT",
+    ]
+    assert tool.main(["instructions", library, "prefill"]) == 1
+    assert "has no kernel whose name 'prefill' finds" in capsys.readouterr().err
 
 
 def test_a_benchmark_that_there_is_not(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

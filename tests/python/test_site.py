@@ -1,8 +1,11 @@
 """The site of the documentation, built strictly: with the extra `docs` alone, whatever else is installed."""
 
+import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,3 +44,34 @@ def test_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         place = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
         assert (f"{place}/" if place != "index" else "") in found
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://example.org/owner/octavo.git", "https://example.org/owner/octavo"),
+        ("https://name:secret@example.org/owner/octavo", "https://example.org/owner/octavo"),
+        ("git@example.org:owner/octavo.git", "https://example.org/owner/octavo"),
+        ("ssh://git@example.org/group/owner/octavo.git/", "https://example.org/group/owner/octavo"),
+        ("/srv/octavo", None),
+        ("../octavo.git", None),
+        ("file:///srv/octavo.git", None),
+        ("", None),
+    ],
+)
+def test_the_link_is_where_the_checkout_came_from(tmp_path: Path, remote: str, address: str | None) -> None:
+    spec = importlib.util.spec_from_file_location("octavo_site_repository", ROOT / "docs" / "repository.py")
+    assert spec and spec.loader
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    if remote:
+        subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
+    for given in ("", ADDRESS):
+        config = SimpleNamespace(
+            repo_url=given, repo_name=None, config_file_path=str(tmp_path / "mkdocs.yml")
+        )
+        assert hook.on_config(config) is config
+        assert config.repo_url == (given or address or "")
+        if not given and address:
+            assert config.repo_name == address.removeprefix("https://example.org/")

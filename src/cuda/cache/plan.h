@@ -6,14 +6,14 @@
 
 namespace octavo::cuda {
 
-constexpr int32_t kRotaryThreads = 128;  // of append_rotary_kernel
+constexpr int32_t kRotaryThreads = 128;  // threads of a CTA of append_rotary_kernel
 
 struct AppendKvPlan {
-    DType dtype, k_dtype, v_dtype;  // of new keys and values, and of pages
+    DType dtype, k_dtype, v_dtype;  // those of new keys and values, and those of pages
     int64_t num_rows;               // tokens; of codes [tokens, num_kv_heads + num_q_heads]
     bool in_chunks;                 // whether rows move in pieces of 16 bytes
     bool has_rotary;                // keys are rotated, and queries if there are any
-    int32_t units_per_row;          // of append_rotary_kernel: two pieces of a row each
+    int32_t units_per_row;          // units of append_rotary_kernel: two pieces of a row each
     int32_t ctas_per_token;         // likewise
 
     bool has_codes() const { return is_code(k_dtype); }

@@ -13,14 +13,14 @@ struct ChosenList {
     static constexpr int32_t kBehindAll = 1 << 30;
 
     IndexArray pages;   // columns of the page table
-    int32_t num_pages;  // of the list
-    int32_t num_keys;   // of its pages, that lie in the sequence
+    int32_t num_pages;  // pages in the list
+    int32_t num_keys;   // keys of these pages that lie in the sequence
 
-    // The entry behind which there is no room.
+    // The last entry that a list has room for: -1 if the list ends before it.
     __device__ static int32_t last_entry(const AttentionParams& p, int32_t sequence, int32_t kv_head) {
         return ptx::load_relaxed(p.chosen_pages.list(sequence, kv_head).at(p.chosen_pages.num_chosen - 1));
     }
-    // A warp together. `last`: last_entry(); `seqlen_k`: of the sequence.
+    // All lanes of a warp call this together. `last` is last_entry(), `seqlen_k` the sequence's length.
     __device__ static ChosenList of(const AttentionParams& p, int32_t sequence, int32_t kv_head, int32_t last,
                                     int32_t seqlen_k) {
         ChosenList list{p.chosen_pages.list(sequence, kv_head), 0, 0};
@@ -36,7 +36,8 @@ struct ChosenList {
         return list;
     }
 
-    // A warp together: the first key that lies at `position` of the sequence or behind it.
+    // The first key that lies at `position` of the sequence or behind it. All lanes of a warp call this
+    // together.
     __device__ int32_t first_from(int32_t position, const PageLayout& layout, int32_t page_size) const {
         const int32_t page = layout.page_size.quotient(position);
         const int32_t i = first_where(num_pages, [page](int32_t chosen) { return chosen >= page; });
@@ -44,8 +45,9 @@ struct ChosenList {
         return min(i * page_size + (is_within ? position - page * page_size : 0), num_keys);
     }
 
-    // Where a key sits in the sequence. What lies behind the last key sits behind any sequence: the list may
-    // end before the sequence does, and then the next position would be that of a key that is not chosen.
+    // Where a key of the list lies in the sequence. Numbers behind the last key get a place behind any
+    // sequence: the list may end before the sequence does, and the place after its last key is that of a key
+    // which is not chosen.
     __device__ int32_t position(int32_t key, const PageLayout& layout, int32_t page_size) const {
         if (key >= num_keys) return kBehindAll;
         const int32_t i = layout.page_size.quotient(key);
@@ -53,11 +55,12 @@ struct ChosenList {
     }
 
   private:
-    // The first of `count` pages of which `is_past` holds, as it does of those behind it; or `count`.
+    // The first of `count` pages for which `is_past` is true; it is true for all behind that one. `count` if
+    // there is none.
     template <class Predicate>
     __device__ int32_t first_where(int32_t count, Predicate is_past) const {
         const int32_t lane = threadIdx.x % 32;
-        int32_t begin = 0, end = count;  // between which it is
+        int32_t begin = 0, end = count;  // the page lies between these
 #pragma unroll 1
         while (begin < end) {
             const int32_t step = (end - begin + 31) / 32, i = begin + lane * step;

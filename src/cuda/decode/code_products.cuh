@@ -143,8 +143,8 @@ class CodeProducts {
 
     // What the scales of this lane's keys and values do, of keys g and g + 8.
     struct KeyTerms {
-        float scale[2], minimum[2];             // of the key
-        float log2_scale[2], inverse_scale[2];  // of the value
+        float scale[2], minimum[2];             // those of the key
+        float log2_scale[2], inverse_scale[2];  // those of the value
         float minimum_by_scale[2];
     };
     __device__ static void load_terms(KeyTerms (&terms)[kSteps], const CodeLayout& layout, uint32_t scales) {

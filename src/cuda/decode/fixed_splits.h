@@ -32,11 +32,11 @@ template <class Config>
 struct FixedSplitCut {
     static constexpr int kWarpsLog2 = constant_log2(Config::kWarps);
 
-    int32_t blocks;         // of the item
-    int32_t shared_blocks;  // of which warps have equal shares: more than there are, in an item of very few
+    int32_t blocks;         // blocks of the item
+    int32_t shared_blocks;  // those that warps share equally: more than `blocks` where these are very few
     int32_t splits_log2;
     int32_t subtotal_log2;  // splits of a subtotal
-    int32_t num_warps;      // that have blocks of the first split
+    int32_t num_warps;      // warps that have blocks of the first split
 
     OCTAVO_HD int32_t num_splits() const { return 1 << splits_log2; }
     OCTAVO_HD int32_t splits_of_subtotal() const { return 1 << subtotal_log2; }
@@ -52,7 +52,7 @@ struct FixedSplitCut {
 template <class Config>
 class FixedSplits {
   public:
-    // Long items have so many splits that one sequence fills the device, if its heads allow.
+    // Long items have enough splits for one sequence to fill the device, if its heads allow.
     static constexpr int kMaxSplits = 32, kMaxSplitsOfSequence = 128;
     // Items of up to kShortBlocks have one split. While an item has few splits, each has at least this many
     // blocks; beyond that, each has at least twice as many.

@@ -21,7 +21,7 @@ class OutputWriter {
           sequences_(sequences),
           num_rows_(p.seqlen_q * static_cast<int32_t>(group_size.divisor)) {}
 
-    __device__ int num_rows() const { return num_rows_; }  // of an item, at most
+    __device__ int num_rows() const { return num_rows_; }  // the most rows of an item
 
     // Where a row's result goes; null for a row that the item does not have.
     struct Target {

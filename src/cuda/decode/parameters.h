@@ -12,8 +12,8 @@ namespace octavo::cuda {
 // How pages hold blocks of keys.
 struct PageLayout {
     FastDivide page_size;
-    int32_t pages_per_block_log2;  // that a block of keys may touch, at most, as a power of two
-    int32_t max_pages;             // of a sequence: columns of the page table that its keys may need
+    int32_t pages_per_block_log2;  // pages that a block of keys may touch, at most, as a power of two
+    int32_t max_pages;             // columns of the page table that a sequence's keys may need
     int32_t has_gap;  // whether a window hides blocks between a prefix's and its own (visible_blocks.cuh)
 
     static PageLayout of(const AttentionParams& p, int32_t block_keys) {
@@ -82,9 +82,9 @@ struct SplitKvLaunch {
     int32_t num_splits;             // CTAs that work on an item, at most
     int32_t num_slots;              // CTAs that work on the items of a KV head
     int32_t combiners_per_item;     // CTAs that add up the partial results of its splits
-    int32_t warps_per_row_log2;     // of combiners
+    int32_t warps_per_row_log2;     // warps of a combiner
     int32_t max_fixed_splits_log2;  // SplitPolicy::fixed: see FixedSplits
-    uint32_t max_visible_blocks;    // of a sequence, where a window bounds them
+    uint32_t max_visible_blocks;    // the most that a sequence has, where a window bounds them
     SplitPolicy policy;
     FastDivide blocks_per_split;  // SplitPolicy::sized
     int32_t length_first;         // whether CTAs look at the length before all else
@@ -92,7 +92,7 @@ struct SplitKvLaunch {
     uint32_t first_that_waits;  // the CTAs of this and later sequences end no sooner than that kernel
     // [batch, num_kv_heads, num_splits, rows of an item] rows; by length [num_kv_heads, num_slots, ...].
     PartialWorkspace partial;
-    int32_t partial_words;  // of all rows of an item
+    int32_t partial_words;  // words for all rows of an item
     CodeLayout codes;       // used where there are codes
 
     // How many splits an item of `blocks` blocks has, where CTAs are not shared out by length.
@@ -107,7 +107,7 @@ struct StreamKLaunch {
     FastDivide group_size;
     PageLayout pages;
     PartialWorkspace partial;  // [CTAs, rows of an item] rows
-    int32_t partial_words;     // of all rows of an item
+    int32_t partial_words;     // words for all rows of an item
     CodeLayout codes;          // used where there are codes
 };
 

@@ -16,10 +16,10 @@ namespace {
 // What is known of one configuration of the split-KV kernel.
 struct SplitKvShape {
     int32_t warps;
-    int32_t ctas;         // of an SM
-    int32_t min_blocks;   // of a split
-    int32_t block_bytes;  // of keys and values
-    int32_t row_words;    // of a row's partial result
+    int32_t ctas;         // CTAs on an SM
+    int32_t min_blocks;   // the least that a split has
+    int32_t block_bytes;  // bytes of the keys and values of a block
+    int32_t row_words;    // words of a row's partial result
 
     template <class Config>
     static constexpr SplitKvShape of() {
@@ -37,7 +37,7 @@ struct DecodeShape {
     int32_t block_keys;
     SplitKvShape long_items, short_items, many_items, by_length, fixed;
     bool has_short_items;  // or many_items serves them
-    int32_t short_keys;    // that a short item has at most
+    int32_t short_keys;    // the most keys of a short item
     int32_t (*max_fixed_splits_log2)(int32_t num_kv_heads);
     int32_t (*most_fixed_splits)(int32_t max_log2, int64_t blocks);
     int32_t stream_k_threads, stream_k_row_words;
@@ -176,7 +176,7 @@ struct SplitKvProblem {
     const Gpu& gpu;
     const DecodeShape& shape;
     int32_t batch;   // sequences of this launch
-    int32_t blocks;  // that the queries of a sequence see, at most
+    int32_t blocks;  // the most that the queries of a sequence see
 
     int64_t items() const { return int64_t{batch} * p.num_kv_heads; }
     int32_t rows() const { return p.seqlen_q * p.group_size(); }

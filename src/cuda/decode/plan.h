@@ -19,23 +19,23 @@ enum class SplitKvItems { long_items, short_items, many_items };
 // split_kv_decode: the host says how many CTAs share an item.
 struct SplitKvPlan {
     DType dtype;
-    Codes codes;  // that pages hold; none: numbers of that dtype
-    int32_t row;  // of kDecodeTiles: with dtype or codes, policy and items, the instance
+    Codes codes;  // what pages hold; none: numbers of that dtype
+    int32_t row;  // a row of kDecodeTiles: with dtype or codes, policy and items, the instance
     int32_t block_keys;
     SplitPolicy policy;
     SplitKvItems items;
-    int32_t num_sequences;  // of the batch, from the first on; another plan is made for the others
+    int32_t num_sequences;  // the first ones of the batch; another plan is made for the others
     int32_t num_kv_heads;
     int32_t num_splits;             // CTAs that work on an item, at most
     int32_t num_slots;              // CTAs that work on the items of a KV head
     int32_t combiners_per_item;     // CTAs that add up the partial results of its splits
-    int32_t warps_per_row_log2;     // of combiners
+    int32_t warps_per_row_log2;     // warps of a combiner
     int32_t max_fixed_splits_log2;  // SplitPolicy::fixed: see FixedSplits
-    int32_t max_visible_blocks;     // of a sequence, of which a window may show some
+    int32_t max_visible_blocks;     // the most that a sequence has; a window may show some of its blocks
     int32_t blocks_per_split;       // SplitPolicy::sized
     bool has_chosen_pages;          // which have instances of their own
     bool length_first;      // whether CTAs look at the length before all else: most may have nothing to do
-    int32_t partial_words;  // of a split: its partial result
+    int32_t partial_words;  // the partial result of a split
     int32_t threads;
 
     const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
@@ -47,12 +47,12 @@ struct SplitKvPlan {
 // stream_k_decode: the CTAs share out the blocks of the batch among themselves.
 struct StreamKPlan {
     DType dtype;
-    Codes codes;  // that pages hold; none: numbers of that dtype
-    int32_t row;  // of kDecodeTiles: with dtype or codes, the instance
+    Codes codes;  // what pages hold; none: numbers of that dtype
+    int32_t row;  // a row of kDecodeTiles: with dtype or codes, the instance
     int32_t block_keys;
     int32_t num_sequences, num_kv_heads;
     int32_t num_ctas, threads;
-    int32_t partial_words;  // of a CTA: its partial result
+    int32_t partial_words;  // the partial result of a CTA
 
     const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
     Grid grid() const { return {num_ctas}; }

@@ -94,7 +94,7 @@ class QueryRowCopier {
   protected:
     const AttentionParams& p_;
     int column_, lane_row_;  // the chunk of a row that this lane copies, and the first row
-    uint32_t place_;         // of the chunk in shared memory
+    uint32_t place_;         // the chunk's place in shared memory
 };
 
 // Copies the queries of an item, all warps of a CTA together.

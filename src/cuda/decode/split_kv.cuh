@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             first_partial = (sequence * gridDim.x + kv_head) * launch.num_splits;
     WarpBlocks own{split + launch.num_splits * warp, 0, launch.num_splits * Config::kWarps};
     FixedShare fixed;
-    KeyRange keys{0, 0};                                    // that some query sees
+    KeyRange keys{0, 0};                                    // keys that some query sees
     const bool has_window = kChosen || p.window_left >= 0;  // and so length_first
     using Sequence = std::conditional_t<kChosen, ChosenSequence, SplitKvSequence>;
     Sequence seq;

@@ -39,7 +39,7 @@ struct SplitKvShared {
     struct {
         void* out;
         float* lse;
-    } targets[Config::kRows];  // of results; each warp's own
+    } targets[Config::kRows];  // where results go; each warp has its own
 };
 
 // The places of a warp's scales: those of the block that is copied, and next to them of that in use.
@@ -242,7 +242,7 @@ class SplitKvCombine {
     const SplitKvLaunch& launch_;
     SplitKvShared<Config>& shared_;
     Item item_;
-    uint32_t* partials_;  // of the item
+    uint32_t* partials_;  // the partial results of the item
 };
 
 }  // namespace octavo::cuda

@@ -12,7 +12,7 @@ namespace octavo::cuda {
 // Batch-invariant (SplitPolicy::fixed): what a warp has of a split, and what is known of the item.
 struct FixedShare {
     int32_t first = 0, end = 0;  // blocks
-    int32_t num_warps = 0;       // of the split, that have some
+    int32_t num_warps = 0;       // warps that have blocks of the split
     int32_t num_splits = 0, splits_of_subtotal = 1;
 
     template <class Config>
@@ -35,7 +35,7 @@ struct FixedShare {
 // itself.
 struct LengthShare {
     int32_t sequence, length;   // as seq_lens has it
-    int32_t first, num_splits;  // of its slots
+    int32_t first, num_splits;  // its slots
 
     template <class Config>
     __device__ static LengthShare of_slot(const AttentionParams& p, const SplitKvLaunch& launch,

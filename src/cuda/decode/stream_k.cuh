@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         copier.start(schedule, item, begin, end);
         WarpAttention<T, Config, Batch> state(p, launch.group_size, launch.codes, schedule);
         int32_t item_from = begin;  // where this warp's part of the item starts
-        VisibleBlocks visible{};    // of the item, in use where there is a window
+        VisibleBlocks visible{};    // the item's, in use where there is a window
         bool has_keys = false;
         int stage = 0, queries = -1, copied_queries = -1;
 

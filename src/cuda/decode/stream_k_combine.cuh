@@ -34,7 +34,7 @@ struct StreamKShared {
     ScheduleStorage<Config::kThreads> schedule;
     // What each warp leaves of the first item of its run, and of the last one; begin is -1 if it leaves none.
     Item items[2 * Config::kWarps];
-    int32_t first_cta;  // that has blocks of the item with which the CTA's run begins
+    int32_t first_cta;  // the first CTA that has blocks of the item with which this CTA's run begins
 
     __device__ const WarpPartial<Config>& partial(int index) const {
         const Warp& warp = warps[index / 2];

@@ -112,7 +112,7 @@ class StreamKCopier {
     int which_ = 0;  // which of the two is that of the current item
     const Batch* schedule_ = nullptr;
     Item item_{0, 0, 0, -1}, next_item_{};
-    KeyRange keys_{0, 0};  // of the item, that some query sees
+    KeyRange keys_{0, 0};  // keys of the item that some query sees
     int32_t end_ = 0;
 };
 

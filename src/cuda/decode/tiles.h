@@ -12,7 +12,7 @@
 namespace octavo::cuda {
 
 constexpr int kStepKeys = 16;          // the depth of one product with V
-constexpr int kMaxDecodeCtas = 256;    // of the stream-K kernel, one an SM
+constexpr int kMaxDecodeCtas = 256;    // CTAs of the stream-K kernel, one an SM
 constexpr int kMaxDecodeBatch = 1024;  // its schedule keeps a number for each sequence in shared memory
 // A CTA of either kernel takes up to this much shared memory: what Hopper and its successors have.
 constexpr size_t kDecodeSharedBytes = 227 * 1024;
@@ -20,7 +20,7 @@ constexpr size_t kDecodeSharedBytes = 227 * 1024;
 // One row of the table: what has kernels of its own. CMake compiles the rows of this table.
 struct DecodeTiles {
     int head_dim;
-    int row_tiles;   // of eight rows; a row is one query token of one query head
+    int row_tiles;   // tiles of eight rows; a row is one query token of one query head
     bool has_codes;  // whether there are kernels for caches of codes too; they go to the next row that has
 
     constexpr int rows() const { return 8 * row_tiles; }

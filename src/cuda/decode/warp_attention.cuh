@@ -20,7 +20,7 @@ struct WarpPartial {
     float out[Config::kRows]
              [Config::kWarpPartialRow];  // sums of weighted values; padded against bank conflicts
     float max[Config::kRows];
-    float sum[Config::kRows];  // of the weights
+    float sum[Config::kRows];  // the sum of the weights
 };
 
 // `Sequences` knows the batch's sequences: slice(i). kFromZero: see TransposedSoftmax. kChosen: keys are
@@ -75,7 +75,7 @@ class WarpAttention {
     }
 
     // The same in two steps.
-    using BlockWeights = uint32_t[kSteps][kRowTiles][2];  // of the block's keys: operand b of P V
+    using BlockWeights = uint32_t[kSteps][kRowTiles][2];  // weights of the block's keys: operand b of P V
     __device__ void add_keys(BlockWeights& weights, KeyRows<Config> k, uint32_t scales, int32_t first_key) {
         using Weight = typename Products::Weight;
         float scores[kSteps][kRowTiles][4];

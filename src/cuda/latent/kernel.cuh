@@ -32,9 +32,9 @@ struct LatentConfig {
     static constexpr bool kFp8 = kIsFp8;
     static constexpr int kKeys = kKeyCount, kStages = kStageCount;
     static constexpr int kWarps = kLatentThreads / 32;
-    static constexpr int kKeyGroups = kKeys / 8;                    // of eight keys
-    static constexpr int kDepthParts = kWarps / kKeyGroups;         // of the numbers of a key
-    static constexpr int kSteps = kLatentQkDim / 16 / kDepthParts;  // of a warp
+    static constexpr int kKeyGroups = kKeys / 8;                    // groups of eight keys
+    static constexpr int kDepthParts = kWarps / kKeyGroups;         // parts of a key's numbers
+    static constexpr int kSteps = kLatentQkDim / 16 / kDepthParts;  // steps that a warp takes
     static constexpr int kWarpColumns = kLatentVDim / kWarps;
     static constexpr int kRowStride = KeyCopy<T, kKeys>::kRowStride;  // in bytes, of 16-bit numbers
     static constexpr int kScoreStride = kKeys + 8;                    // in elements, of weights too
@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply_scores(const uint32_t (&q)[Config::kSte
     // Matrix i of four: the eight keys, numbers 8 i to 8 i + 7 of 32.
     const uint32_t keys = ptx::shared_address(tile + (8 * group + lane % 8) * Config::kRowStride +
                                               part * Config::kSteps * 32 + lane / 8 * 16);
-    float sums[4][4] = {};  // of every fourth step, so that products overlap
+    float sums[4][4] = {};  // each adds up every fourth step, so that products overlap
 #pragma unroll
     for (int step = 0; step < Config::kSteps; step += 2) {
         uint32_t b[4];
@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply_scores(const uint32_t (&q)[Config::kSte
 // The softmax of the row that this thread shares with the 15 others of its half warp.
 struct LatentSoftmax {
     float max = -INFINITY;  // in units of log2(e)
-    float sum = 0.0f;       // of this thread's keys
+    float sum = 0.0f;       // the sum over this thread's keys
 
     // The row sees those of the tile's keys that lie below num_seen.
     template <class Config>
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     constexpr int kColumnTiles = Config::kWarpColumns / 8;
     extern __shared__ __align__(128) char memory[];
     char* const stages = memory;
-    char* const numbers = stages + Config::kStages * Copy::kTileBytes;  // of fp8 codes
+    char* const numbers = stages + Config::kStages * Copy::kTileBytes;  // what codes of fp8 become
     auto& shared = *reinterpret_cast<LatentShared<Config>*>(
         numbers + (Config::kFp8 ? Config::kKeys * Config::kRowStride : 0));
     ptx::launch_dependents();

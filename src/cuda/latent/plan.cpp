@@ -31,7 +31,7 @@ int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_
 bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
     const bool are_boxes =
         p.page_size % kSm90LatentKeys == 0 || (p.page_size % 8 == 0 && kSm90LatentKeys % p.page_size == 0);
-    constexpr int64_t kMostStride = int64_t{1} << 39;  // of the copy engine, in elements
+    constexpr int64_t kMostStride = int64_t{1} << 39;  // the copy engine takes no larger stride, in elements
     return gpu.has_sm90_kernels && !plan.is_fp8() && are_boxes && plan.q_aligned && plan.kv_aligned &&
            p.softmax_scale > 0.0f && p.num_pages > 0 && p.kv_slot_stride > 0 &&
            (p.num_pages == 1 || p.kv_page_stride > 0) && p.kv_slot_stride < kMostStride &&

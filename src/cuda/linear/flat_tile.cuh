@@ -15,7 +15,7 @@ struct FlatTileConfig {
     static constexpr int kWRows = kWRows_, kXRows = kXRows_, kPanels = kPanels_;
     static constexpr int kConsumers = 32 * kFlatWarps;
     static constexpr int kRowTiles = kWRows / 16, kColumnTiles = kXRows / 8;
-    static constexpr int kTiles = kRowTiles * kColumnTiles;  // of 16 rows of w and 8 of x
+    static constexpr int kTiles = kRowTiles * kColumnTiles;  // tiles of 16 rows of w and 8 of x
     static constexpr LinearStage kStage{kWRows, kXRows, kPanels};
 };
 

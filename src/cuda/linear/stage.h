@@ -7,8 +7,8 @@
 
 namespace octavo::cuda {
 
-constexpr int32_t kPanelColumns = 64;  // of an operand: 128 bytes of a row, with 128-byte swizzle
-constexpr int32_t kFlatWarps = 8;      // that share the columns of a stage (flat_tile.cuh)
+constexpr int32_t kPanelColumns = 64;  // 128 bytes of a row of an operand, with 128-byte swizzle
+constexpr int32_t kFlatWarps = 8;      // warps that share the columns of a stage (flat_tile.cuh)
 
 // A stage of the ring in shared memory: of each panel the rows of x, then those of w.
 struct LinearStage {

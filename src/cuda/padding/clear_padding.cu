@@ -12,13 +12,13 @@ namespace octavo::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kCtas = 64;  // of an array: enough to write as fast as memory is
+constexpr int kCtas = 64;  // CTAs for an array: enough to write as fast as memory is
 
 // `Word`: as many bytes as every row allows at a time.
 template <class Word>
 __device__ void clear(const PaddedArray& array, Word word) {
     const int64_t begin = array.cu_seqlens[array.batch];
-    const int64_t words = array.head_bytes / static_cast<int32_t>(sizeof(Word));  // of a head
+    const int64_t words = array.head_bytes / static_cast<int32_t>(sizeof(Word));  // words of a head
     const int64_t token_words = words * array.num_heads, end = (array.total - begin) * token_words;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end; i += kCtas * kThreads) {
         const int64_t token = i / token_words, in_token = i - token * token_words, head = in_token / words;

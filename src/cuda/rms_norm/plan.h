@@ -22,7 +22,7 @@ struct RmsNormPlan {
 
     bool is_warp_each() const { return threads_per_row == 32; }
     int64_t num_ctas() const;
-    int32_t threads() const;  // of a CTA
+    int32_t threads() const;  // threads of a CTA
 };
 
 RmsNormPlan plan_rms_norm(const RmsNormParams& params);

@@ -36,7 +36,7 @@ bool is_decode(const KernelPlan& plan) {
 // H200 (docs/kernels/shared_prefix.md).
 struct Cost {
     double prefix_flops;
-    double different_bytes;  // of keys and values
+    double different_bytes;  // keys and values, each counted once
     double all_bytes;        // counting those of the prefix for each sequence
     const Gpu& gpu;
 
@@ -54,7 +54,7 @@ struct Cost {
     // Sequences that share pages read them from the L2 cache after the first has brought them.
     double plain_us() const { return all_bytes / (68e3 * gpu.num_sms) + 0.3 * read_us(); }
     double shared_us() const {
-        const double flops_per_us = gpu.has_sm90_kernels ? 3e6 : 1e6;  // of an SM
+        const double flops_per_us = gpu.has_sm90_kernels ? 3e6 : 1e6;  // what one SM computes
         return std::max(read_us(), prefix_flops / (flops_per_us * gpu.num_sms)) + 14.0;
     }
     // The instance that leaves room takes longer than the full-sized one. With very many products, it loses

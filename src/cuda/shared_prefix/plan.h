@@ -15,7 +15,7 @@ struct SharedPrefixPlan {
     DType dtype;
     int32_t run_len;  // keys in each of the runs that the prefix is cut into
     int32_t num_runs;
-    int64_t out_bytes, lse_bytes;  // of workspace: results over each run, and behind the prefix
+    int64_t out_bytes, lse_bytes;  // workspace: results over each run, and behind the prefix
     KernelPlan over_prefix, behind_prefix;
     // Whether the kernel behind the prefix runs beside the one over it, which leaves room on every SM and
     // lets it start once all kernels before both are complete.

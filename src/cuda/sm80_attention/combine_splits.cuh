@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kCombineThreads)
         lse_begin = batch * p.lse_batch_stride + i * p.lse_token_stride;
     }
     T* const out = static_cast<T*>(p.out) + out_begin + head * p.out_head_stride;
-    const float max = state.safe_max();  // of the weights of the splits
+    const float max = state.safe_max();  // the largest weight of a split
     float factor = p.out_scale;
     if (p.sinks) factor *= state.add_sink(p.sinks[head] * kLog2e);
     const float scale = state.inverse_sum() * factor;

@@ -13,9 +13,9 @@ struct Sm80Tiles {
     int head_dim;
     int stages;  // tiles of K, and of V, in shared memory
     int warps;
-    int row_tiles;    // of 16 rows, that a warp owns: each fragment of K and V is read once for all of them
-    int keys;         // of one tile
-    int ctas_per_sm;  // that the registers are to suffice for
+    int row_tiles;    // tiles of 16 rows that a warp owns: each fragment of K and V serves all of them
+    int keys;         // keys of one tile
+    int ctas_per_sm;  // CTAs for which the registers are to suffice
     // Warps that share their rows. Each has a part of the columns: of the products of queries and keys it
     // adds up that part, and the others' join it through shared memory; of the result it computes that part.
     int column_warps;

@@ -18,8 +18,8 @@ struct QueryStatistics {
 struct Sm80BackwardLaunch {
     QueryStatistics* statistics;     // [num_q_heads, total_q]
     SlopeParts slopes;               // one for each tile of queries
-    SinkTerms sinks;                 // of all total_q queries
-    int32_t query_tiles, key_tiles;  // of the longest sequence
+    SinkTerms sinks;                 // terms of all total_q queries
+    int32_t query_tiles, key_tiles;  // tiles of the longest sequence
     // Whether every row starts on 16 bytes, so that it can move in such pieces.
     bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
 };

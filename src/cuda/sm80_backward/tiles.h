@@ -11,9 +11,9 @@ namespace octavo::cuda {
 struct Sm80BackwardSide {
     int warps;
     int row_tiles;
-    int columns;      // of one tile
+    int columns;      // columns of one tile
     int stages;       // tiles of columns in shared memory
-    int ctas_per_sm;  // that the registers are to suffice for
+    int ctas_per_sm;  // CTAs for which the registers are to suffice
 
     constexpr int rows() const { return 16 * row_tiles * warps; }
 };

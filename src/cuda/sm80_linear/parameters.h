@@ -12,7 +12,7 @@ struct Sm80LinearLaunch {
     int64_t w_stride, x_stride;
     int64_t depth;
     uint32_t x_tiles;
-    int32_t out_columns;  // of a tile
+    int32_t out_columns;  // columns of the result in a tile
     bool static_weight;   // w may be read before the kernel in front has ended
     LinearOutput output;
 };

@@ -11,7 +11,7 @@ namespace octavo::cuda {
 
 struct Sm80LinearPlan {
     DType dtype;
-    int32_t x_rows;  // of a tile
+    int32_t x_rows;  // rows of x in a tile
     bool in_pieces;  // rows of w and x are copied 16 bytes at a time; or a number at a time
     int64_t w_tiles, x_tiles;
 };

@@ -433,8 +433,8 @@ class Sm90Consumer {
     const AttentionParams& p_;
     const Sm90Launch& plan_;
     Sm90Shared<Config>& shared_;
-    const int group_;  // of this CTA
-    const int block_;  // of 64 rows in the row tile
+    const int group_;  // the warpgroup's number in this CTA
+    const int block_;  // its block of 64 rows in the row tile
     const Sm90RowPlaces<Config::kShortEnds> places_;
     Ring<Config::kQSlots> q_ring_;
     Ring<Config::kStages> k_ring_;

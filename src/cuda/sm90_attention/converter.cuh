@@ -37,7 +37,8 @@ class KeyTileWalk {
 
     // Where this lane's key lies.
     struct Place {
-        bool is_seen;  // by a query of the row tile; others must not spoil the product with weights of zero
+        bool is_seen;  // whether a query of the row tile sees the key; others must not spoil the product with
+                       // weights of zero
         uint32_t page, slot, kv_head;
     };
     __device__ Place find_place() const {
@@ -156,17 +157,17 @@ class CodeTile {
     // A lane takes one chunk of 16 bytes of codes at a time, and a warp takes kPassKeys rows of kBlocks
     // blocks of columns. Neighbouring lanes take neighbouring chunks of one row of a block, so that eight
     // lanes write to eight different places of the 128 bytes that the banks are wide.
-    static constexpr int kChunks = Config::kBlockColumns * bits_of(kType) / 128;  // of a block
+    static constexpr int kChunks = Config::kBlockColumns * bits_of(kType) / 128;  // pieces of a block
     static constexpr int kChunkColumns = 128 / bits_of(kType);
     static constexpr int kTileRowBytes = Config::kHeadDim * bits_of(kType) / 8;
-    static constexpr int kNumberChunks = kChunkColumns / 8;  // of 16 bytes
+    static constexpr int kNumberChunks = kChunkColumns / 8;  // pieces of 16 bytes
     static constexpr int kBlocks = kChunks == 2 && Config::kColumnBlocks % 2 == 0 ? 2 : 1;
     static constexpr int kLoads = Config::kColumnBlocks / kBlocks;
     static constexpr int kPassKeys = 32 / (kChunks * kBlocks);
     static constexpr int kPasses = KeyTileWalk<Config>::kWarpKeys / kPassKeys;
     static_assert(kPasses * kPassKeys == KeyTileWalk<Config>::kWarpKeys && kPassKeys % 8 == 0);
 
-    // This lane's, of the rows and of the chunks of the blocks that the warp takes at a time.
+    // What this lane has of the rows, and of the blocks' chunks, that the warp takes at a time.
     __device__ static int row() { return threadIdx.x % 32 / kChunks % kPassKeys; }
     __device__ static int chunk() {
         const int lane = threadIdx.x % 32;
@@ -183,7 +184,7 @@ class CodeTile {
             const uint8_t* const from = chunks + static_cast<size_t>(__shfl_sync(~0u, own, key)) * 16;
 #pragma unroll
             for (int j = 0; j < kLoads; ++j) {
-                constexpr int kBytes = kBlocks * kChunks * 16;  // of a row, at a time
+                constexpr int kBytes = kBlocks * kChunks * 16;  // bytes of a row, at a time
                 if (!kWhole) codes_[i][j] = make_uint4(0, 0, 0, 0);
                 if (kWhole || ((seen >> key & 1) && chunk() * 16 + j * kBytes < pages.row_bytes))
                     codes_[i][j] = load_past_l1(from + j * kBytes);

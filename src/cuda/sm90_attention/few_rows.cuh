@@ -56,7 +56,7 @@ class PrefillFewRows {
             release(shared_.k_empty, k_ring);
         };
         float scores[kRowTiles][4], next_scores[kRowTiles][4];
-        int block = warp_;  // of the tile, the warp's next; past its end: of the tiles that follow
+        int block = warp_;  // the warp's next block of the tile; past its end, one of the tiles that follow
         add_keys(scores, block);
         for (int32_t tile = tiles.count - 1; tile >= 0; --tile) {
             const int next_block = block + (has(block) ? kWarps : 0) - kBlocks;
@@ -276,7 +276,7 @@ class PrefillFewRows {
     const float out_scale_;
     const Sm90Work& work_;
     const int q_slot_;
-    int thread_, warp_;              // of the consumers
+    int thread_, warp_;              // the thread and the warp among those of the consumers
     int32_t full_begin_, full_end_;  // every row sees the keys between
     int32_t q_pos_[kRowTiles][2];
     Softmax softmax_;

@@ -8,7 +8,7 @@
 namespace octavo::cuda {
 namespace {
 
-constexpr int64_t kAnyNumber = (int64_t{1} << 31) - 1;  // of tokens or pages: more than one
+constexpr int64_t kAnyNumber = (int64_t{1} << 31) - 1;  // a number of tokens or pages: more than one
 
 // An axis of length 1 is unused: any stride does, where its own may be zero.
 int64_t used_stride(int64_t length, int64_t stride) { return length == 1 ? kSm90BlockColumns : stride; }

@@ -32,10 +32,10 @@ struct Sm90Launch {
     // Dense arrays: the order of row tiles. A unit is one batch entry and one run of heads; a section, so
     // many units, the first section what remains. Inside a section, later row tiles come first, as causal
     // ones take longest.
-    int32_t num_row_tiles;  // of one unit
+    int32_t num_row_tiles;  // row tiles of one unit
     int32_t num_units;
     int32_t section, first_section;
-    int32_t* counter;  // of row tiles handed out beyond the first of each cluster; 0 between launches
+    int32_t* counter;  // row tiles handed out beyond the first of each cluster; 0 between launches
 
     // The keys of row tiles behind the first `num_whole` are shared out to num_splits parts each; 0: none is.
     // `split_blocks` of 64 rows at most, one a warpgroup, hold rows of a row tile.

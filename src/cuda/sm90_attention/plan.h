@@ -17,27 +17,27 @@ namespace octavo::cuda {
 struct Sm90Plan {
     DType dtype;
     Codes codes;
-    bool token_scales;  // of codes: whether keys or values have scales of their own
-    int32_t row;        // of kSm90Tiles, or of kSm90CodeTiles: with dtype and feature, the instance
+    bool token_scales;  // over codes: whether keys or values have scales of their own
+    int32_t row;        // a row of kSm90Tiles, or of kSm90CodeTiles: with dtype and feature, the instance
     Sm90Feature feature;
-    int32_t block_row;  // of kSm90BlockTiles, with a block mask
+    int32_t block_row;  // a row of kSm90BlockTiles, with a block mask
     int32_t num_sequences;
-    int32_t heads, tokens;  // side by side in the 64 rows of a warpgroup
-    int32_t box_keys;       // that one copy brings; 0 over codes, which the copy engine does not bring
+    int32_t heads, tokens;  // heads and tokens side by side in the 64 rows of a warpgroup
+    int32_t box_keys;       // keys that one copy brings; 0 over codes, which the copy engine does not bring
     bool few_rows;          // whether some row tiles may be of few rows
     int64_t num_row_tiles;  // over the batch and all heads; a bound when the queries are packed
 
     // The order of row tiles, for dense arrays.
-    int32_t unit_row_tiles;  // of one unit: a sequence and `heads` heads
+    int32_t unit_row_tiles;  // row tiles of one unit: a sequence and `heads` heads
     int32_t num_units;
     int32_t section, first_section;  // units
 
     // The keys of row tiles behind the first `num_whole` are shared out to num_splits CTAs each; 0: of none.
     int32_t num_whole, num_splits;
-    int32_t split_blocks;  // of 64 rows, at most, that hold rows of a row tile
+    int32_t split_blocks;  // the most blocks of 64 rows that hold rows of a row tile
 
     int32_t num_ctas;
-    int64_t partial_bytes, num_counters;  // of workspace
+    int64_t partial_bytes, num_counters;  // parts of the workspace
 
     const Sm90Tiles& tiles() const {
         if (codes != Codes::none) return kSm90CodeTiles[row];

@@ -44,7 +44,7 @@ class KeyLoader {
         return p_.page_table[work_.batch * p_.page_table_stride + plan_.page_size.quotient(key)];
     }
 
-    // Fills `tile` [kBlocks, keys, 64], of so many blocks of columns; its bytes count towards `full`. Boxes
+    // Fills `tile` [kBlocks, keys, 64], of kBlocks blocks of columns; its bytes count towards `full`. Boxes
     // of no key are left out: a box that lies outside the tensor altogether has ended in an illegal memory
     // access.
     template <int kBlocks>

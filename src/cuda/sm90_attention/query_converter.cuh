@@ -50,7 +50,7 @@ class QueryConverter {
     }
     // Converts rows of bfloat16 in place, and returns the inverse of the power of two.
     __device__ static float to_float16(unsigned char* tile, int32_t num_rows) {
-        uint32_t largest = 0;  // of the finite ones, as bits of float32
+        uint32_t largest = 0;  // the largest of the finite ones, as bits of float32
         for_each_chunk(tile, num_rows, [&](const uint4& chunk) {
             for (uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) {
                 for (uint32_t size : {pair << 16 & 0x7fffffffu, pair & 0x7fff0000u})
@@ -75,7 +75,7 @@ class QueryConverter {
     // The rows of queries, 16 bytes at a time; what lies behind them is not theirs.
     template <class Body>
     __device__ static void for_each_chunk(unsigned char* tile, int32_t num_rows, Body body) {
-        const int num_chunks = num_rows * (Config::kRowBytes / 16);  // of a block of columns
+        const int num_chunks = num_rows * (Config::kRowBytes / 16);  // pieces in a block of columns
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
             auto* const chunks = reinterpret_cast<uint4*>(tile + block * Config::kQBlockBytes);
 #pragma unroll 2

@@ -12,7 +12,7 @@ namespace octavo::cuda {
 // only when a score passes it by 2^8 (in weights), so that the result is seldom rescaled.
 struct Sm90Softmax {
     static constexpr float kSlackLog2 = 8.0f;
-    float scale;                            // from scores to units of log2(e)
+    float scale;                            // makes units of log2(e) of scores
     float slack;                            // kSlackLog2 in scores
     float max[2] = {-INFINITY, -INFINITY};  // in scores
     float sum[2] = {0.0f, 0.0f};

@@ -149,7 +149,7 @@ class Sm90Split {
     }
 
     const Sm90Launch& plan_;
-    const int32_t split_, first_;  // of the launch; the first of this row tile
+    const int32_t split_, first_;  // numbers in the launch: this split's, and the row tile's first
     const int group_, thread_;
     const bool any_, used_;  // whether the warpgroup has queries, and whether the warp has
 };

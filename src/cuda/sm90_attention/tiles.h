@@ -6,23 +6,23 @@
 namespace octavo::cuda {
 
 constexpr int kSm90BlockColumns = 64;
-constexpr int kSm90GroupRows = 64;  // of a warpgroup; a row is one query token of one query head
+constexpr int kSm90GroupRows = 64;  // rows of a warpgroup; a row is one query token of one query head
 // Row tiles of at most this many rows are worked through as few_rows.cuh says. With 32 rows, mma.sync took
 // longer than the wgmma of one warpgroup. Above head dim 128, and beside converters, 16 rows spill registers.
 constexpr int max_few_rows(int head_dim, bool has_codes) { return head_dim <= 128 && !has_codes ? 16 : 8; }
-constexpr int kMaxSm90Splits = 16;  // of a row tile's keys
+constexpr int kMaxSm90Splits = 16;  // parts into which a row tile's keys are cut
 
 // One row of the table: what a CTA is made of.
 struct Sm90Tiles {
     int head_dim;
     int value_dim;   // the head dim of values and results
     int warpgroups;  // consumers of one CTA, 64 rows each
-    int ctas;    // of one row tile: 1, or 2 that share K and V through a cluster, each loading half for both
-    int keys;    // of one tile
-    int stages;  // tiles of K in shared memory
-    int v_stages;  // and of V, which stay longer
-    int q_slots;   // tiles of Q; the result leaves through the slot that its queries came in
-    bool chained;  // whether the first scores of a row tile go with the last product of the one before
+    int ctas;        // CTAs of one row tile: 1, or 2 that share K and V through a cluster, each loading half
+    int keys;        // keys of one tile
+    int stages;      // tiles of K in shared memory
+    int v_stages;    // and of V, which stay longer
+    int q_slots;     // tiles of Q; the result leaves through the slot that its queries came in
+    bool chained;    // whether the first scores of a row tile go with the last product of the one before
     // This row is preferred to those of its head dim before it if a query sees at least this many keys in the
     // mean.
     int from_keys;
@@ -170,7 +170,7 @@ struct Sm90Config {
     static constexpr int kQBlockBytes = kGroupRows * kRowBytes;
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
     static constexpr int kValueTileBytes = kValueBlocks * kKeyBlockBytes;
-    static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // of one warpgroup
+    static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // the queries of one warpgroup
     // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers, or out of those at
     // the start.
     static constexpr int kProducerRegisters = kBeside || kHasCodes ? 24 : kConsumers >= 3 ? 32 : 40;

@@ -146,7 +146,7 @@ class Sm90Scheduler {
 
   private:
     static constexpr bool kFew = Config::kFewRowTiles > 0;
-    static constexpr int32_t kLateRounds = 2;  // of one row tile of few rows a cluster
+    static constexpr int32_t kLateRounds = 2;  // rounds of one row tile of few rows a cluster
 
     __device__ int32_t num_clusters() const { return static_cast<int32_t>(gridDim.x) / Config::kCtas; }
 

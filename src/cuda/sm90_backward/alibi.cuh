@@ -44,8 +44,8 @@ class SlopeGradient {
                                         const Sm90BackwardWork<Config>& work,
                                         const Sm90BackwardShared<Config>& shared,
                                         const Sm90BackwardStep<Config>& step, int row) {
-        float sums[2] = {};     // of each key
-        float by_query = 0.0f;  // of both, times the query's place in its tile
+        float sums[2] = {};     // a sum for each key
+        float by_query = 0.0f;  // the sum of both, times the query's place in its tile
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
             const float gradient = weights[i] * products[i];
@@ -69,7 +69,7 @@ class SlopeGradient {
     }
 
   private:
-    float sum_ = 0.0f;  // of the head under way
+    float sum_ = 0.0f;  // the sum of the head under way
 };
 
 // Where no query sees a key of the CTA.

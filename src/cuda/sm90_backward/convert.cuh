@@ -15,7 +15,7 @@ template <class T, class Config>
 __global__ void __launch_bounds__(128 * Config::kConsumers)
     convert_dq_kernel(const __grid_constant__ AttentionBackwardParams p,
                       const __grid_constant__ Sm90BackwardLaunch plan) {
-    constexpr int kStride = 64 + 8;  // of rows in shared memory: eight lie in different banks
+    constexpr int kStride = 64 + 8;  // from a row in shared memory to the next: eight lie in different banks
     constexpr bool kByRows = Config::kHeadDim == 64;
     __shared__ __align__(16) T shared_rows[Config::kConsumers][64 * kStride];
     ptx::launch_dependents();
@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
     const int64_t head = gridDim.y - 1 - blockIdx.y;  // the last sums first, from the L2 cache
     const int32_t first_row = static_cast<int32_t>(blockIdx.x) * Config::kQueries;
     const WorkspaceRow first = find_workspace_row<Config::kQueries>(p, plan, first_row);
-    if (first.batch < 0) return;  // of no query: tiles begin with one
+    if (first.batch < 0) return;  // a tile of no query: tiles begin with one
     const auto* const sums = reinterpret_cast<const float4*>(
         plan.dq_sums + (head * plan.num_rows + first_row) * Config::kHeadDim + group * 64 * 64);
-    T* const rows = shared_rows[group] + thread / 32 * 16 * kStride;  // of this warp, which works by itself
+    T* const rows = shared_rows[group] + thread / 32 * 16 * kStride;  // this warp's own
     T* const to = rows + lane / 4 * kStride + 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -130,7 +130,7 @@ class DroppedWeights {
     // In each byte, which of a pair of columns is dropped: bits 0 and 1 for every second word of 32 queries,
     // 2 and 3 for the other, and from bit 4 on the same of the second key.
     uint32_t bits_[Config::kQueries / 64];
-    float delta_[kPairs];  // of the lane's queries
+    float delta_[kPairs];  // delta of the lane's queries
 };
 
 }  // namespace octavo::cuda

@@ -16,10 +16,10 @@ struct Sm90BackwardLaunch {
     CUtensorMap q, dout, k, v, dk, dv;
     CUtensorMap dq;  // unset where it is summed
     int32_t q_edge, k_edge;
-    int32_t key_tiles, query_tiles;  // of the longest sequence
+    int32_t key_tiles, query_tiles;  // tiles of the longest sequence
     // Rows of queries in workspace: whole tiles for each sequence.
     int32_t sequence_rows;  // dense: of each sequence
-    int64_t num_rows;       // of each head
+    int64_t num_rows;       // rows of each head
     int32_t num_tiles;      // likewise
     float scale_log2;       // softmax_scale in units of log2(e)
     // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh).
@@ -27,8 +27,8 @@ struct Sm90BackwardLaunch {
     void* delta;
     float* dq_sums;  // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
     bool dq_aligned;
-    SlopeParts slopes;  // of each tile of keys, one a warp of consumers
-    SinkTerms sinks;    // of num_rows rows
+    SlopeParts slopes;  // parts of each tile of keys, one a warp of consumers
+    SinkTerms sinks;    // terms of num_rows rows
 };
 
 // The row in workspace of a sequence's first query. Packed sequences need no prefix sum, since there is a

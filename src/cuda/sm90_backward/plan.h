@@ -14,14 +14,14 @@ namespace octavo::cuda {
 
 struct Sm90BackwardPlan {
     DType dtype;
-    int32_t row;  // of kSm90BackwardTiles: with dtype and feature, the instance
+    int32_t row;  // a row of kSm90BackwardTiles: with dtype and feature, the instance
     Sm90BackwardFeature feature;
     int32_t num_kv_heads, num_q_heads;
-    int32_t key_tiles;                     // of the longest sequence
+    int32_t key_tiles;                     // tiles of the longest sequence
     int32_t num_key_tiles;                 // over the batch; a bound where it is packed
     int32_t query_tiles, num_query_tiles;  // likewise, where dQ has a kernel of its own; else 0
     int32_t sequence_rows;                 // dense: the rows of workspace of each sequence
-    int64_t num_rows;                      // of workspace, for each head
+    int64_t num_rows;                      // rows of the workspace, for each head
     bool dq_aligned;
     int64_t slope_bytes, sink_bytes;
 

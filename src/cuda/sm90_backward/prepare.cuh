@@ -83,7 +83,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
         }
         at = find_workspace_row<Config::kQueries>(p, plan, static_cast<int32_t>(row));
     }
-    float lse = -INFINITY, delta = 0.0f;  // of a row of no query
+    float lse = -INFINITY, delta = 0.0f;  // what a row of no query has
     bool sees_nothing = true;
     if (at.batch >= 0) {
         auto offset = [&](int64_t batch_stride, int64_t token_stride, int64_t head_stride) {

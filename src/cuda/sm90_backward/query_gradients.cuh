@@ -206,10 +206,10 @@ class Sm90QueryConsumer {
     __device__ static int warp() { return threadIdx.x % 128 / 32; }
     // This lane's first query, among those of the sequence. Its other one lies eight behind.
     __device__ int32_t query() const { return tile_.first_query + 64 * group_ + 16 * warp() + lane() / 4; }
-    // This warpgroup's of the CTA's queries, in the first block of columns.
+    // This warpgroup's part of the CTA's queries, in the first block of columns.
     template <class Tiles>
     __device__ auto* rows_of(Tiles& tiles) const {
-        constexpr int kGroups = Config::kQueries / 64;  // of a tile
+        constexpr int kGroups = Config::kQueries / 64;  // groups of 64 queries in a tile
         return tiles[group_ / kGroups] + group_ % kGroups * 64 * Config::kRowBytes;
     }
     __device__ static void arrive(uint64_t* barrier) {

@@ -68,7 +68,7 @@ struct Sm90BackwardWork {
     int32_t q_begin, k_begin;  // packed: the sequence's first token; dense: 0
     int32_t first_tile, num_tiles, num_steps;
     int32_t whole_begin, whole_end;  // the tiles all of whose queries see all keys of the CTA
-    int32_t workspace_tile;          // of the sequence's first query
+    int32_t workspace_tile;          // the tile of the sequence's first query
 
     // num_keys is 0 past the last tile.
     __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan) {

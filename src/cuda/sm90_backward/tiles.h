@@ -18,8 +18,8 @@ struct alignas(16) BfloatTerms {
 // One row of the table: what a CTA is made of, beside a warpgroup that loads.
 struct Sm90BackwardTiles {
     int head_dim;
-    int warpgroups;  // of 64 keys each
-    int queries;     // of one tile
+    int warpgroups;  // warpgroups of 64 keys each
+    int queries;     // queries of one tile
     // Tiles of dS in shared memory, which products for dQ read a step late; 0: dQ has a kernel of its own,
     // and bits are the same at every call.
     int ds_slots;

@@ -37,12 +37,12 @@
 
 namespace octavo::cuda {
 
-// Named barriers. In each pair, warpgroup 0 arrives at the first and waits at the second, warpgroup 1 the
-// other way round, and warpgroup 0 arrives at the third, where warpgroup 1 waits: by turns, also where there
-// is no odd tile, so that neither arrives twice at one before the other has been there. kOfWarpgroup + w is
-// for one warpgroup alone. compute-sanitizer's racecheck does not count such barriers: what it reports are
-// max, factor and sum of Sm90LatentShared, written before one of them and read behind it, or the other way
-// round.
+// Named barriers. For each pair of tiles, warpgroup 0 arrives at the first and waits at the second, and
+// warpgroup 1 the other way round; then warpgroup 0 arrives at the third, where warpgroup 1 waits. They do so
+// in turns even where there is no odd tile, so that neither arrives at a barrier twice before the other has
+// been there. kOfWarpgroup + w is for warpgroup w alone. compute-sanitizer's racecheck does not know such
+// barriers: it reports max, factor and sum of Sm90LatentShared, each of which is written on one side of a
+// barrier and read on the other.
 enum Sm90LatentBarrier : int { kMaxOfEven = 1, kWeightsOfOdd, kWeightsOfEven, kSums, kOfWarpgroup };
 
 struct Sm90LatentShared {
@@ -66,7 +66,7 @@ struct Sm90LatentWork {
     int32_t b;
     int32_t first_row, num_rows;  // num_rows counts the sequence's
     int32_t begin_tile, num_tiles;
-    int32_t end_key;  // behind the last key that the last row sees
+    int32_t end_key;  // the key behind the last one that the last row sees
 
     __device__ static Sm90LatentWork make(const LatentAttentionParams& p, const LatentLaunch& launch) {
         Sm90LatentWork work;
@@ -89,7 +89,7 @@ struct Sm90LatentWork {
         const int32_t query = launch.num_q_heads.quotient(min(row, num_rows - 1));
         return min(sequence.end_key(p.causal, query), sequence.seqlen_k);
     }
-    // Keys of the i-th tile, from its first on, that the last row sees: 64 unless it is the last tile.
+    // How many keys of the i-th tile the last row sees, from the tile's first on: 64 but in the last tile.
     __device__ int32_t keys_of(int32_t i) const {
         return min(end_key - (begin_tile + i) * kSm90LatentKeys, kSm90LatentKeys);
     }
@@ -275,7 +275,8 @@ class Sm90LatentConsumer {
         release(0, 1);
     }
 
-    // The scores of this warpgroup's tile: of its own half first, which comes first.
+    // The scores of this warpgroup's tile. Its own half of the columns is multiplied first, since that
+    // arrives first.
     __device__ void multiply_keys(int32_t pair) {
         const auto parity = static_cast<uint32_t>(pair & 1);
         auto multiply_block = [&](int block, bool accumulate) {
@@ -306,7 +307,7 @@ class Sm90LatentConsumer {
     __device__ void zero_unseen(int32_t i) {
         const int32_t keys = work_.keys_of(i);
         if (keys >= kSm90LatentKeys) return;
-        constexpr int kChunks = 2 * kHalfBlocks * 8;  // of a row
+        constexpr int kChunks = 2 * kHalfBlocks * 8;  // pieces of 16 bytes in a row
         for (int c = threadIdx.x % 128; c < (kSm90LatentKeys - keys) * kChunks; c += 128) {
             const int key = keys + c / kChunks, chunk = c % kChunks;
             *reinterpret_cast<uint4*>(&shared_.keys[kWarpgroup][chunk / 8].rows[key][chunk % 8 * 16]) =
@@ -396,7 +397,7 @@ class Sm90LatentConsumer {
         ptx::fence_proxy_async();
     }
 
-    // This warpgroup's columns of a tile's values, from 16 keys on.
+    // This warpgroup's columns of a tile's values, of 16 keys from key 16 k on.
     __device__ uint64_t values(int tile, int k) {
         return ptx::wgmma_descriptor(
             ptx::shared_address(&shared_.keys[tile][kWarpgroup * kHalfBlocks]) + 16 * 128 * k, sizeof(Block));

@@ -121,7 +121,7 @@ double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90Li
     const auto tiles = static_cast<double>(ceil_divide(problem.w_rows, tile.w_rows) *
                                            ceil_divide(problem.num_rows, tile.x_rows));
     const double num_sms = num_usable_sms(gpu, tile.splits);
-    const double parts = tiles * tile.splits, most = std::ceil(parts / num_sms);  // of all SMs; of one
+    const double parts = tiles * tile.splits, most = std::ceil(parts / num_sms);  // on all SMs; on one
     const double waves = std::ceil(parts / (num_sms * tile.ctas_per_sm));
     const double falls = most == 1 ? kOneFalls : is_flat ? kFlatFalls : kWideFalls;
     const double reading = static_cast<double>(problem.w_rows * problem.depth) * 2 /
@@ -142,7 +142,7 @@ LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& g
     using Key = std::tuple<int64_t, int64_t, int64_t, const Gpu*, DType, bool>;
     struct Memory {
         std::map<Key, LinearChoice> choices;
-        uint64_t version = 0;  // of the tables that they were made by
+        uint64_t version = 0;  // the version of the tables that they were made by
     };
     thread_local Memory thread_memory;
     Memory& memory = thread_memory;  // looking it up takes time

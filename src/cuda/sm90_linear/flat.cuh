@@ -29,7 +29,7 @@ __device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto* const of_warps = reinterpret_cast<float4*>(linear_stages());
     auto* const landed = reinterpret_cast<float4*>(linear_stages() + p.stages * Config::kStage.bytes());
-    const int32_t shares = (kTiles + p.splits - 1) / p.splits;  // of a CTA, at most
+    const int32_t shares = (kTiles + p.splits - 1) / p.splits;  // the most that a CTA has
     auto slot = [&](int32_t from, int32_t to, int i) {
         return ((from < to ? from : from - 1) * shares + i / p.splits) * 32 + lane;
     };

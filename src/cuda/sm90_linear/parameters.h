@@ -17,10 +17,10 @@ struct Sm90LinearLaunch {
     bool copies_stages;                   // a whole stage of w, or of x, at once
     bool static_weight;                   // w may be read before the kernel in front has ended
     int32_t steps;                        // stages that K takes
-    int32_t splits;                       // of K: the CTAs of a cluster
+    int32_t splits;                       // parts of K: the CTAs of a cluster
     int32_t x_tiles, num_tiles;           // tiles of x; tiles in all, those of x innermost
     int32_t w_tiles, column_groups;       // tiles of w, which share groups of eight columns of the result
-    int32_t stages, stage_bytes, panels;  // of the ring; bytes and panels of a stage
+    int32_t stages, stage_bytes, panels;  // stages of the ring; bytes and panels of a stage
     LinearOutput output;
 
     // The first column of the result that belongs to a tile of w; also for the tile behind the last. All

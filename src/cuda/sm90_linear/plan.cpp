@@ -10,8 +10,8 @@ namespace octavo::cuda {
 namespace {
 
 constexpr int32_t kBarrierBytes = 1024;                                  // LinearBarriers
-constexpr int32_t kSharedOfOne = 227 * 1024, kSharedOfTwo = 113 * 1024;  // of a CTA, with one or two on an SM
-constexpr int32_t kFewStages = 4;  // of two panels; sm90_wide takes stages of one if no more fit
+constexpr int32_t kSharedOfOne = 227 * 1024, kSharedOfTwo = 113 * 1024;  // a CTA's, with one or two on an SM
+constexpr int32_t kFewStages = 4;  // stages of two panels; sm90_wide takes stages of one if no more fit
 
 template <class Tile, size_t kCount>
 const Tile* find_tile(const Tile (&tiles)[kCount], int32_t w_rows) {
@@ -139,7 +139,7 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& p, const Gpu&
     }
     std::optional<Sm90LinearPlan> plan = plan_sm90_linear(problem, p.dtype, gpu, choice.tile);
     if (!plan) {
-        return refuse(why_not, p.plan ? "an SM has no room for so many CTAs of this tile"
+        return refuse(why_not, p.plan ? "an SM has no room for this many CTAs of this tile"
                                       : "x and w have too many rows");
     }
     plan->source = choice.source;

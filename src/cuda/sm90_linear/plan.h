@@ -20,7 +20,7 @@ enum class Sm90LinearKernel : uint8_t { flat, wide };
 struct Sm90LinearTile {
     Sm90LinearKernel kernel;
     int32_t w_rows, x_rows;
-    int32_t splits;       // of K: the CTAs of a cluster, a power of two
+    int32_t splits;       // parts of K: the CTAs of a cluster, a power of two
     int32_t ctas_per_sm;  // for which there is room at once, 1 or 2
 };
 
@@ -33,12 +33,12 @@ struct LinearChoice {
 struct Sm90LinearPlan {
     DType dtype;
     Sm90LinearTile tile;
-    LinearPlanSource source;  // of the tile
-    bool library_is_faster;   // by the tables, or for this many rows of x
+    LinearPlanSource source;  // where the tile comes from
+    bool library_is_faster;   // as the tables say, or for this many rows of x
     int32_t w_tiles, x_tiles;
     int32_t steps;  // stages that K takes
     int32_t num_ctas;
-    int32_t stages;  // of the ring
+    int32_t stages;  // stages of the ring
     int32_t shared_bytes;
 
     LinearStage stage() const;

@@ -18,7 +18,7 @@ constexpr int32_t kMaxLinearSplits = 8;
 // Tiles of sm90_flat by their rows of w, a multiple of 16.
 struct FlatTile {
     int32_t w_rows;
-    int32_t panels;      // of a stage, a multiple of two
+    int32_t panels;      // panels of a stage, a multiple of two
     int32_t max_x_rows;  // compiled for all of kFlatXRows up to this
 };
 // clang-format off

@@ -62,7 +62,7 @@ class WideProducts {
     // pair of groups.
     __device__ __forceinline__ void add_cluster(const Sm90LinearLaunch& p, int32_t rank) {
         const int32_t log2_splits = __ffs(p.splits) - 1;
-        const int32_t shares = (Config::kPairs + p.splits - 1) >> log2_splits;  // of a CTA, at most
+        const int32_t shares = (Config::kPairs + p.splits - 1) >> log2_splits;  // the most that a CTA has
         auto* const landed =
             reinterpret_cast<float4*>(linear_stages() + p.stages * p.stage_bytes) + threadIdx.x;
         // Where the sums of a group go from one CTA to the other.

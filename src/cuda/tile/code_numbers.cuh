@@ -36,7 +36,7 @@ class CodeNumbers;
 template <bool kScaled>
 class CodeNumbers<DType::float8_e4m3fn, kScaled> {
   public:
-    static constexpr int kPairs = 2;  // that a word of codes makes
+    static constexpr int kPairs = 2;  // pairs that a word of codes makes
 
     __device__ explicit CodeNumbers(uint32_t word) : scale_(__float2half2_rn(8.0f * float_of_bits(word))) {}
 
@@ -87,7 +87,7 @@ class CodeNumbers<DType::int8, kScaled> {
     __device__ explicit CodeNumbers(uint32_t word) : scale_(__float2half2_rn(64.0f * float_of_bits(word))) {}
 
     __device__ void convert(uint32_t codes, uint32_t* pairs) const {
-        constexpr uint32_t kUpperBytes = 0x64646464u;  // of 1024, below which a byte is 1024 + n
+        constexpr uint32_t kUpperBytes = 0x64646464u;  // 1024's upper byte: above a byte n it makes 1024 + n
         codes ^= 0x80808080u;                          // n + 128
         pairs[0] = convert_pair(select_bytes<0x4140>(codes, kUpperBytes));
         pairs[1] = convert_pair(select_bytes<0x4342>(codes, kUpperBytes));

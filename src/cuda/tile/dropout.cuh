@@ -58,7 +58,7 @@ class DropoutMask {
 
   private:
     static_assert(kTiles % 2 == 0 && kTiles <= 16);
-    uint32_t bits_[kRows];  // of column group i: bit 2 i for the even column, bit 2 i + 1 for the odd one
+    uint32_t bits_[kRows];  // column group i has bit 2 i for the even column, 2 i + 1 for the odd one
 };
 
 }  // namespace octavo::cuda

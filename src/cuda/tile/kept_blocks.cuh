@@ -10,7 +10,7 @@ namespace octavo::cuda {
 // The query blocks [first_row, first_row + num_rows) of the heads [first_head, first_head + num_heads).
 struct KeptBlocks {
     const BlockMask& mask;
-    const uint8_t* first;  // of the first query block of the first head
+    const uint8_t* first;  // the mask's row for the first query block of the first head
     int32_t num_heads, num_rows;
 
     // The blocks of the queries from first_query to last_query of a sequence.

@@ -23,8 +23,8 @@ struct NoUnifiedMax {
 template <int kRowTiles, int kDimTiles, int kSteps = 1, bool kHasOffset = false>
 struct TransposedSoftmax {
     float max[kRowTiles][2];
-    float sum[kRowTiles][2];  // of the weights; this lane's share until sum_over_keys(r, i)
-    float offset[kHasOffset ? kRowTiles : 1][2];  // of weighted offsets, likewise
+    float sum[kRowTiles][2];                      // the weights; this lane's share until sum_over_keys(r, i)
+    float offset[kHasOffset ? kRowTiles : 1][2];  // the weighted offsets, likewise
     float out[kRowTiles][kDimTiles][4];           // O^T, see for_each_out
 
     __device__ static int row_of(int lane, int r, int i) { return 8 * r + 2 * (lane % 4) + i; }
