@@ -332,7 +332,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             ptx::cp_async_commit();
         }
         if (!seen) continue;
-        if (!plain) transform_scores(scores, transform, has_alibi, rows, seq.q_pos(0), first_key);
+        if (!plain)
+            transform_scores(scores, transform, has_alibi, p.alibi_symmetric, rows, seq.q_pos(0), first_key);
         if (!view.sees_all(first_key, kKeys)) {
             mask_scores(scores, view.see, rows, seq.q_pos(0), first_key);
             if (p.is_tree(seq.seqlen_q))

@@ -54,7 +54,7 @@ __device__ __forceinline__ void for_each_row(const TileRow* rows, Body body) {
 template <int kRowTiles, int kTiles>
 __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTiles][4],
                                                  const ScoreTransform& transform, bool has_alibi,
-                                                 const TileRow* rows, int32_t first_q_pos,
+                                                 bool is_symmetric, const TileRow* rows, int32_t first_q_pos,
                                                  int32_t first_key) {
     auto for_each_score = [&](auto body) {
 #pragma unroll
@@ -73,6 +73,19 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTil
     }
     if (!has_alibi) return;
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+    if (is_symmetric) {
+        for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
+            const auto distance = static_cast<float>(first_q_pos + row.token - first_column);
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    scores[r / 2][i][2 * (r % 2) + j] +=
+                        symmetric_alibi_bias(row.slope_log2, distance - static_cast<float>(8 * i + j));
+            }
+        });
+        return;
+    }
     for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
         const float bias = alibi_bias(row.slope_log2, first_q_pos + row.token, first_column);
 #pragma unroll
