@@ -49,9 +49,5 @@ struct ScoreTransform {
 OCTAVO_HD float alibi_bias(float slope_log2, int q_pos, int k_pos) {
     return -slope_log2 * static_cast<float>(q_pos - k_pos);
 }
-// That of encoders, -slope * |q_pos - k_pos|, from q_pos - k_pos.
-OCTAVO_HD float symmetric_alibi_bias(float slope_log2, float distance) {
-    return -slope_log2 * fabsf(distance);
-}
 
 }  // namespace octavo

@@ -200,7 +200,7 @@ struct Alibi {
         auto position = [&](int j) { return chosen ? chosen->position(k_begin + j) : k_begin + j; };
         if (is_symmetric) {
             for (int j = 0; j < kTileKeys; ++j)
-                row[j] += symmetric_alibi_bias(slope_log2, static_cast<float>(q_pos - position(j)));
+                row[j] -= slope_log2 * fabsf(static_cast<float>(q_pos - position(j)));
         } else {
             for (int j = 0; j < kTileKeys; ++j) row[j] += alibi_bias(slope_log2, q_pos, position(j));
         }

@@ -73,26 +73,17 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTil
     }
     if (!has_alibi) return;
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
-    if (is_symmetric) {
-        for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
-            const auto distance = static_cast<float>(first_q_pos + row.token - first_column);
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    scores[r / 2][i][2 * (r % 2) + j] +=
-                        symmetric_alibi_bias(row.slope_log2, distance - static_cast<float>(8 * i + j));
-            }
-        });
-        return;
-    }
     for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
         const float bias = alibi_bias(row.slope_log2, first_q_pos + row.token, first_column);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                scores[r / 2][i][2 * (r % 2) + j] += fmaf(row.slope_log2, 8 * i + j, bias);
+            for (int j = 0; j < 2; ++j) {
+                float of_key = fmaf(row.slope_log2, 8 * i + j, bias);
+                // By the distance alone, a bias has the other sign than the slope on both sides of a query.
+                if (is_symmetric) of_key = copysignf(of_key, -row.slope_log2);
+                scores[r / 2][i][2 * (r % 2) + j] += of_key;
+            }
         }
     });
 }

@@ -127,17 +127,14 @@ __device__ __forceinline__ SequenceSlice sequence_of(const AttentionParams& p, i
     return seq;
 }
 
-// What comes between the products and the softmax, and whether keys past a query's position have ALiBi's bias
-// by their distance.
-enum class Sm80Scores { plain, biased, symmetric };
-
 // From q . k and v . dout of a warp's tile to weights and gradients of scores.
 template <bool kKeysAreRows, bool kDropout, bool kBlocks, int kKeyCount>
 struct ScoreGradients {
     const SequenceSlice& seq;
     ScoreTransform transform;
-    bool has_alibi, is_symmetric;
-    float slope_log2;  // of this head; 0 without ALiBi
+    bool has_alibi;
+    bool is_symmetric;  // in the instances with dropout, so that others have no instruction for it
+    float slope_log2;   // of this head; 0 without ALiBi
     float out_scale;
     const uint32_t* kept;  // of draw_kept(), of all rows and columns; with kBlocks null if nothing is dropped
     int32_t warp_row;      // the warp's first among those
@@ -152,14 +149,11 @@ struct ScoreGradients {
     __device__ __forceinline__ float run(float (&scores)[kRowTiles][kTiles][4],
                                          float (&products)[kRowTiles][kTiles][4], int32_t first_row,
                                          int32_t first_column, bool is_masked, Statistics statistics) const {
-        using Scores = Sm80Scores;
         const bool plain = !transform.has_softcap && !has_alibi;
         if (plain && !is_masked)
-            return loop<Scores::plain, false>(scores, products, first_row, first_column, statistics);
-        if (plain) return loop<Scores::plain, true>(scores, products, first_row, first_column, statistics);
-        if (is_symmetric)
-            return loop<Scores::symmetric, true>(scores, products, first_row, first_column, statistics);
-        return loop<Scores::biased, true>(scores, products, first_row, first_column, statistics);
+            return loop<true, false>(scores, products, first_row, first_column, statistics);
+        if (plain) return loop<true, true>(scores, products, first_row, first_column, statistics);
+        return loop<false, true>(scores, products, first_row, first_column, statistics);
     }
 
   private:
@@ -169,11 +163,10 @@ struct ScoreGradients {
         return true;
     }
 
-    template <Sm80Scores kKind, bool kMasked, int kRowTiles, int kTiles, class Statistics>
+    template <bool kPlain, bool kMasked, int kRowTiles, int kTiles, class Statistics>
     __device__ __forceinline__ float loop(float (&scores)[kRowTiles][kTiles][4],
                                           float (&products)[kRowTiles][kTiles][4], int32_t first_row,
                                           int32_t first_column, Statistics statistics) const {
-        constexpr bool kPlain = kKind == Sm80Scores::plain;
         const int lane = threadIdx.x % 32;
         float slope_gradient = 0.0f;
 #pragma unroll
@@ -186,9 +179,6 @@ struct ScoreGradients {
                     const int32_t query = kKeysAreRows ? first_column + column : first_row + row;
                     const int32_t key = kKeysAreRows ? first_row + row : first_column + column;
                     const QueryStatistics of_query = statistics(t, i, j);
-                    // How far ALiBi takes the key to lie before the query.
-                    float distance = kPlain ? 0.0f : static_cast<float>(seq.q_pos(query) - key);
-                    if (kKind == Sm80Scores::symmetric) distance = fabsf(distance);
                     float score = scores[t][i][j] * transform.inner, slack = 1.0f;
                     if (!kPlain) {
                         if (transform.has_softcap) {
@@ -196,7 +186,8 @@ struct ScoreGradients {
                             score = transform.outer * tanh;
                             slack = 1.0f - tanh * tanh;
                         }
-                        score -= slope_log2 * distance;
+                        const auto distance = static_cast<float>(seq.q_pos(query) - key);
+                        score -= slope_log2 * (kDropout && is_symmetric ? fabsf(distance) : distance);
                     }
                     float weight = ptx::exp2_approx(score - of_query.lse);
                     float product = products[t][i][j];
@@ -214,7 +205,10 @@ struct ScoreGradients {
                         weight = gradient = 0.0f;
                         slack = 1.0f;  // that of a key that no query sees may be NaN
                     }
-                    if (!kPlain) slope_gradient -= gradient * distance;
+                    if (!kPlain) {
+                        const auto way = static_cast<float>(key - seq.q_pos(query));
+                        slope_gradient += gradient * (kDropout && is_symmetric ? -fabsf(way) : way);
+                    }
                     scores[t][i][j] = is_kept ? weight : 0.0f;
                     products[t][i][j] = gradient * slack;
                 }
