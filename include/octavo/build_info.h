@@ -16,7 +16,7 @@ struct BuildInfo {
 };
 
 struct CpuInfo {
-    std::string isa;                    // in use: "baseline", "avx2", "avx512"
+    std::string isa;                    // in use: "baseline", "avx2", "avx512", "avx512_bf16"
     std::vector<std::string> features;  // seen: "avx2", "fma", "f16c", "avx512f", ...
     int num_threads;
 };

@@ -177,7 +177,7 @@ class BuildInfo(TypedDict):
 class CpuInfo(TypedDict):
     """What the CPU offers, and what is used of it."""
 
-    isa: str  # in use: "baseline", "avx2" or "avx512"
+    isa: str  # in use: "baseline", "avx2", "avx512" or "avx512_bf16"
     features: list[str]
     num_threads: int
 

@@ -258,11 +258,11 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     check.length("total_q", p.total_q);
     if (args.cu_seqlens_q) {
         p.seqlen_q = check_max_seqlen(check, "max_seqlen_q", args.max_seqlen_q, p.total_q);
-        if (args.batch_invariant) {  // kernels are chosen by it: it must not depend on the batch's total
-            if (!args.max_seqlen_q)
-                fail<ValueError>(p.op, "batch_invariant needs max_seqlen_q with packed queries");
+        if (args.batch_invariant && !args.max_seqlen_q)
+            fail<ValueError>(p.op, "batch_invariant needs max_seqlen_q with packed queries");
+        // Kernels are chosen by it. Where a sequence's bits are its own, the batch's total must not matter.
+        if (args.max_seqlen_q && (args.batch_invariant || args.chosen_pages))
             p.seqlen_q = static_cast<int32_t>(*args.max_seqlen_q);
-        }
         p.cu_seqlens_q = set_cu_seqlens(check, "cu_seqlens_q", *args.cu_seqlens_q, batch, p.total_q,
                                         "max_seqlen_q", p.seqlen_q);
         if (p.device.type == DeviceType::cpu) p.total_q = p.cu_seqlens_q[batch];  // without padding

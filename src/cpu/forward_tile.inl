@@ -154,8 +154,13 @@ class TileAttention {
             scales_keys_ = p.k_scales.data && !are_static<K>(p.k_scales);
             scales_values_ = p.v_scales.data && !are_static<V>(p.v_scales);
         } else if (is_streamed_) {
-            for (int r = 0; r < heads.num_rows(); ++r)
-                arrange(static_cast<const K*>(nullptr), scratch.queries + r * stride_, stride_);
+            for (int r = 0; r < heads.num_rows(); ++r) {
+                float* const query = scratch.queries + r * stride_;
+                if constexpr (std::is_same_v<X, float>)
+                    arrange(static_cast<const K*>(nullptr), query, stride_);
+                else
+                    store_row(query, 1.0f, stride_, reinterpret_cast<X*>(query));  // as it was
+            }
         }
     }
 
@@ -173,12 +178,18 @@ class TileAttention {
                 for (int32_t h = 0; h < heads_.count; ++h) attend(h, tiles_.start(t), tiles_.start(ahead));
         }
         for (int r = 0; r < heads_.num_rows(); ++r) {
-            scale_row(result_.out + r * v_stride_, v_stride_, states_[r].inverse_sum());
+            float* const out = result_.out + r * v_stride_;
+            if constexpr (!kIsCode<V>) {
+                if (is_streamed_) restore(static_cast<const V*>(nullptr), out, v_stride_);
+            }
+            scale_row(out, v_stride_, states_[r].inverse_sum());
             result_.lse[r] = states_[r].lse();
         }
     }
 
   private:
+    using X = XOf<K, K>;  // of the queries, where rows are read in place
+
     TileMask mask_of(const RowTile& tile, int32_t k_begin) const {
         return TileMask::make(p_, tile, q_pos_, k_begin, is_tree_ ? tree_words_ : nullptr);
     }
@@ -244,8 +255,10 @@ class TileAttention {
                     panel.next[i] = rows.k[j + i + kAheadKeys];
                 }
                 for (int32_t h = 0; h < heads_.count; ++h) {
+                    constexpr int kOfFloat = sizeof(float) / sizeof(X);
                     multiply_panel(panel.at(h * p_.k_head_stride), stride_, num_rows,
-                                   scratch_.queries + h * num_rows * stride_, stride_,
+                                   reinterpret_cast<const X*>(scratch_.queries + h * num_rows * stride_),
+                                   kOfFloat * stride_,
                                    {scratch_.keys, scratch_.weights + h * num_rows * kTileKeys + j, kTileKeys,
                                     true, true});
                 }

@@ -16,9 +16,14 @@ struct MatrixRows {
     const float* at(int k) const { return first + k * stride; }
     MatrixRows from(int k) const { return {at(k), stride}; }
     void prefetch_next(int, int, int) const {}
+    template <int vector>
+    static Vec load_vector(const float* row) {
+        return load(row + vector * kLanes);
+    }
 };
 
-// or rows of any type that lie anywhere, of which the memory is asked for one `ahead` of that in use.
+// or rows of any type that lie anywhere, of which the memory is asked for one `ahead` of that in use. Of
+// bfloat16, c has the order of load_in_order().
 template <class T>
 struct ScatteredRows {
     const T* const* rows;
@@ -29,6 +34,10 @@ struct ScatteredRows {
     ScatteredRows from(int k) const { return {rows + k, offset, ahead}; }
     void prefetch_next(int k, int column, int count) const {
         prefetch_numbers(at(k + ahead) + column, count);
+    }
+    template <int vector>
+    static Vec load_vector(const T* row) {
+        return load_in_order<vector>(row);
     }
 };
 
@@ -45,6 +54,12 @@ struct GemmOf {
 using Gemm = GemmOf<MatrixRows>;
 
 enum class A { as_it_is, transposed };
+
+template <class Rows, class T, int... vector>
+OCTAVO_SIMD void load_vectors(Vec (&to)[sizeof...(vector)], const T* row,
+                              std::integer_sequence<int, vector...>) {
+    ((to[vector] = Rows::template load_vector<vector>(row)), ...);
+}
 
 // The block of c that starts at (row, column), held in registers.
 template <A form, int num_rows, int num_vectors, class Rows>
@@ -64,8 +79,7 @@ static void multiply_block(const GemmOf<Rows>& g, int row, int column) {
         const auto* b = g.b.at(k) + column;
         g.b.prefetch_next(k, column, num_vectors * kLanes);
         Vec b_k[num_vectors];
-#pragma GCC unroll 8
-        for (int v = 0; v < num_vectors; ++v) b_k[v] = load_lanes(b + v * kLanes);
+        load_vectors<Rows>(b_k, b, std::make_integer_sequence<int, num_vectors>{});
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; ++r) {
             float a_rk = kTransposed ? a[k * g.a_stride + r] : a[r * g.a_stride + k];

@@ -7,6 +7,7 @@ namespace octavo::cpu {
 const Kernels& kernels() {
     switch (isa()) {
 #if defined(__x86_64__)
+        case Isa::avx512_bf16: return avx512_bf16::kKernels;
         case Isa::avx512: return avx512::kKernels;
         case Isa::avx2: return avx2::kKernels;
 #endif

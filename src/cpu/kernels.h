@@ -27,6 +27,9 @@ extern const Kernels kKernels;
 namespace avx512 {
 extern const Kernels kKernels;
 }
+namespace avx512_bf16 {
+extern const Kernels kKernels;
+}
 
 // Those for the instruction set in use.
 const Kernels& kernels();

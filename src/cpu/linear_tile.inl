@@ -5,7 +5,7 @@ constexpr int kXPadding = kStepBytes / sizeof(uint16_t);  // rows of x are padde
 OCTAVO_SIMD int64_t padded(int64_t depth) { return (depth + kXPadding - 1) / kXPadding * kXPadding; }
 
 // Rows of x lie a line of the cache further apart, so that those of K = 4096 do not meet in one set.
-constexpr int kXGap = kStepBytes / sizeof(float);
+constexpr int kXGap = kXPadding;
 
 // A run of K: numbers [begin, begin + length) of every row.
 struct Run {
@@ -15,7 +15,7 @@ struct Run {
 // A row of weights of 16 bits as float32, in the order of their vectors, padded with zeros to whole steps.
 template <class W, int vector = 0>
 OCTAVO_SIMD void widen_step(const W* from, float* to) {
-    store(to + vector * kLanes, load_weights<vector>(from));
+    store(to + vector * kLanes, load_in_order<vector>(from));
     if constexpr ((vector + 1) * kLanes < kStepNumbers<W>) widen_step<W, vector + 1>(from, to);
 }
 template <class W>
@@ -32,16 +32,16 @@ static void widen_row(const W* from, const W* next, int64_t length, float* to) {
 }
 
 // One panel over a run of K, of which x holds the tile's rows. Where several blocks of x need the weights,
-// these are taken in parts that stay in the first-level cache, and widened once.
-template <class W>
-static void multiply_run(const Panel<W>& panel, int64_t length, int num_rows, const float* x,
-                         int64_t x_stride, BlockSums block, float* widened) {
+// these are taken in parts that stay in the first-level cache, and widened once where x is float32.
+template <class W, class X>
+static void multiply_run(const Panel<W>& panel, int64_t length, int num_rows, const X* x, int64_t x_stride,
+                         BlockSums block, float* widened) {
     if (num_rows <= kPanelBlockRows) return multiply_panel(panel, length, num_rows, x, x_stride, block);
     const bool run_is_last = block.is_last;
     for (int64_t k = 0; k < length; k += kPanelNumbers) {
         const int64_t part = length - k < kPanelNumbers ? length - k : kPanelNumbers;
         block.is_last = run_is_last && k + part == length;
-        if constexpr (sizeof(W) == sizeof(float)) {
+        if constexpr (sizeof(W) == sizeof(X)) {
             multiply_panel(panel.at(k), part, num_rows, x + k, x_stride, block);
         } else {
             Panel<float> floats;
@@ -56,14 +56,17 @@ static void multiply_run(const Panel<W>& panel, int64_t length, int num_rows, co
 }
 
 // Rows of x in scratch, numbers of the run alone.
-template <class T, class W>
-static void load_x(const LinearParams& p, const LinearPart& part, const Run& run, float* to,
-                   int64_t x_stride) {
+template <class T, class W, class X>
+static void load_x(const LinearParams& p, const LinearPart& part, const Run& run, X* to, int64_t x_stride) {
     for (int64_t r = 0; r < part.num_rows; ++r, to += x_stride) {
         const T* from = static_cast<const T*>(p.x) + p.offset_of(p.x_rows, part.first_row + r) + run.begin;
-        load_row(from, static_cast<int>(run.length), to);
-        for (int64_t k = run.length; k < padded(run.length); ++k) to[k] = 0.0f;
-        arrange(static_cast<const W*>(nullptr), to, padded(run.length));
+        if constexpr (std::is_same_v<X, float>)
+            load_row(from, static_cast<int>(run.length), to);
+        else
+            std::memcpy(to, from, run.length * sizeof(X));
+        for (int64_t k = run.length; k < padded(run.length); ++k) to[k] = {};
+        if constexpr (std::is_same_v<X, float>)
+            arrange(static_cast<const W*>(nullptr), to, padded(run.length));
     }
 }
 
@@ -146,6 +149,7 @@ class Strip {
 
 template <class T, class W>
 static void compute_typed(const LinearParams& p, const LinearPart& all, LinearScratch& scratch) {
+    using X = XOf<T, W>;
     const int64_t strip_columns = p.is_gated() ? kStripRows / 2 : kStripRows;
     auto part_at = [&](int64_t row, int64_t column) {
         const int64_t rows = all.num_rows - row, columns = all.num_columns - column;
@@ -165,9 +169,10 @@ static void compute_typed(const LinearParams& p, const LinearPart& all, LinearSc
                 const int64_t left = p.depth - begin;
                 const Run run{begin, left < most_length ? left : most_length};
                 const int64_t x_stride = padded(run.length) + kXGap;
-                if (!x_stays || column == 0) load_x<T, W>(p, part, run, scratch.x, x_stride);
+                X* const x = reinterpret_cast<X*>(scratch.x);
+                if (!x_stays || column == 0) load_x<T, W>(p, part, run, x, x_stride);
                 for (int i = 0; i < strip.num_panels(); ++i) {
-                    multiply_run(strip.panel(i).at(begin), run.length, num_rows, scratch.x, x_stride,
+                    multiply_run(strip.panel(i).at(begin), run.length, num_rows, x, x_stride,
                                  {scratch.lanes + int64_t{i} * num_rows * kPanelRows * kLanes,
                                   scratch.sums + i * kPanelRows, kSumsStride, begin == 0, left == run.length},
                                  scratch.panel);

@@ -1,47 +1,15 @@
 // A few rows of x times rows of 32-bit or 16-bit numbers that are read from memory once: the weights of
-// linear(), or the keys of attention. Included after rows.inl and kPanelBlockRows, the rows of x whose sums
-// with those of a panel fit in registers.
+// linear(), or the keys of attention. Included after rows.inl, kPanelBlockRows, the rows of x whose sums with
+// those of a panel fit in registers, and kHasPairProducts with add_pair_products(), where the instruction set
+// has them.
 //
 // Lane l of an element's sum adds up the products of every kLanes-th number of the rows, in the order of K,
 // and the lanes are added at the end, halves first. Of bfloat16 a lane takes two numbers side by side, first
-// the second one, since a vector of pairs becomes two of float32 without a shuffle. So the order follows from
-// K alone: it is the same however rows are cut into tiles, panels, runs and blocks.
+// the second one (rows.inl), which is the order of products of pairs, too. So the order follows from K alone:
+// it is the same however rows are cut into tiles, panels, runs and blocks.
 
 template <class W>
 constexpr int kStepNumbers = kStepBytes / sizeof(W);  // of each row in a step
-
-// The vectors of a step.
-template <int vector>
-OCTAVO_SIMD Vec load_weights(const float* from) {
-    return load(from + vector * kLanes);
-}
-template <int vector>
-OCTAVO_SIMD Vec load_weights(const Float16* from) {
-    return load_lanes(from + vector * kLanes);
-}
-template <int vector>
-OCTAVO_SIMD Vec load_weights(const BFloat16* from) {
-    const BitsVec pairs = load_as<BitsVec>(from + vector / 2 * 2 * kLanes);
-    return (Vec)(vector % 2 == 0 ? pairs & 0xffff0000u : pairs << 16);
-}
-
-struct OddLanes {
-    static constexpr int lane(int l) { return 2 * l + 1; }
-};
-struct EvenLanes {
-    static constexpr int lane(int l) { return 2 * l; }
-};
-
-// Brings a row of x into the order of the weights' vectors.
-static void arrange(const float*, float*, int64_t) {}
-static void arrange(const Float16*, float*, int64_t) {}
-static void arrange(const BFloat16*, float* x, int64_t padded) {
-    for (int64_t k = 0; k < padded; k += 2 * kLanes) {
-        const Vec a = load(x + k), b = load(x + k + kLanes);
-        store(x + k, shuffle<OddLanes>(a, b));
-        store(x + k + kLanes, shuffle<EvenLanes>(a, b));
-    }
-}
 
 // The rows of a panel, and of the one that is read next.
 template <class W>
@@ -100,12 +68,18 @@ OCTAVO_SIMD void store_sums(float* to, const Vec (&v)[kPanelRows]) {
     __builtin_memcpy(to, &first, kPanelRows * sizeof(float));
 }
 
+// What rows of x of type T become beside rows of W: float32 in the order of those, or, for products of pairs,
+// bfloat16 as they are.
+template <class T, class W>
+using XOf = std::conditional_t<kHasPairProducts && std::is_same_v<T, BFloat16> && std::is_same_v<W, BFloat16>,
+                               BFloat16, float>;
+
 template <class W, int num_rows, int vector = 0>
 OCTAVO_SIMD void multiply_step(Vec (&sum)[num_rows][kPanelRows], const W* const (&w)[kPanelRows],
                                const float* x, int64_t x_stride) {
     Vec w_k[kPanelRows];
 #pragma GCC unroll 4
-    for (int i = 0; i < kPanelRows; ++i) w_k[i] = load_weights<vector>(w[i]);
+    for (int i = 0; i < kPanelRows; ++i) w_k[i] = load_in_order<vector>(w[i]);
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; ++r) {
         const Vec x_k = load(x + r * x_stride + vector * kLanes);
@@ -116,8 +90,25 @@ OCTAVO_SIMD void multiply_step(Vec (&sum)[num_rows][kPanelRows], const W* const 
         multiply_step<W, num_rows, vector + 1>(sum, w, x, x_stride);
 }
 
+// The same of pairs, which only an instruction set that has them instantiates.
 template <class W, int num_rows>
-static void multiply_block(const Panel<W>& panel, int64_t length, const float* x, int64_t x_stride,
+OCTAVO_SIMD void multiply_step(Vec (&sum)[num_rows][kPanelRows], const W* const (&w)[kPanelRows],
+                               const BFloat16* x, int64_t x_stride) {
+    using Pairs = std::conditional_t<std::is_same_v<W, BFloat16>, BitsVec, void>;
+    static_assert(kStepNumbers<W> == 2 * kLanes);
+    Pairs w_k[kPanelRows];
+#pragma GCC unroll 4
+    for (int i = 0; i < kPanelRows; ++i) w_k[i] = load_as<Pairs>(w[i]);
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; ++r) {
+        const Pairs x_k = load_as<Pairs>(x + r * x_stride);
+#pragma GCC unroll 4
+        for (int i = 0; i < kPanelRows; ++i) sum[r][i] = add_pair_products(sum[r][i], w_k[i], x_k);
+    }
+}
+
+template <class W, int num_rows, class X>
+static void multiply_block(const Panel<W>& panel, int64_t length, const X* x, int64_t x_stride,
                            const BlockSums& block) {
     Vec sum[num_rows][kPanelRows];
 #pragma GCC unroll 8
@@ -157,9 +148,9 @@ static void multiply_block(const Panel<W>& panel, int64_t length, const float* x
 }
 
 // Multiplies `num_rows` rows of x, from 1 to kPanelBlockRows.
-template <class W, int most_rows = kPanelBlockRows>
-static void multiply_rows(int num_rows, const Panel<W>& panel, int64_t length, const float* x,
-                          int64_t x_stride, const BlockSums& block) {
+template <class W, int most_rows = kPanelBlockRows, class X>
+static void multiply_rows(int num_rows, const Panel<W>& panel, int64_t length, const X* x, int64_t x_stride,
+                          const BlockSums& block) {
     if constexpr (most_rows > 0) {
         if (num_rows == most_rows)
             multiply_block<W, most_rows>(panel, length, x, x_stride, block);
@@ -169,9 +160,9 @@ static void multiply_rows(int num_rows, const Panel<W>& panel, int64_t length, c
 }
 
 // All rows of the tile, in blocks of nearly equal size. `lanes` and `sums` are those of the panel.
-template <class W>
-static void multiply_panel(const Panel<W>& panel, int64_t length, int num_rows, const float* x,
-                           int64_t x_stride, BlockSums block) {
+template <class W, class X>
+static void multiply_panel(const Panel<W>& panel, int64_t length, int num_rows, const X* x, int64_t x_stride,
+                           BlockSums block) {
     const int num_blocks = (num_rows + kPanelBlockRows - 1) / kPanelBlockRows;
     Panel<W> reads = panel;
     for (int b = 0; b < num_blocks; ++b) {

@@ -59,6 +59,49 @@ static void load_row(const Int4Pair* from, int n, float* to) {
     for (; d < n; ++d) to[d] = static_cast<float>(from[d / 2].pair >> (d & 1 ? 4 : 0) & 0xf);
 }
 
+// Vector `vector` of a row, in an order of its own: lanes of bfloat16 have pairs of numbers, first the second
+// one, since a vector of pairs becomes two of float32 without a shuffle.
+template <int vector>
+OCTAVO_SIMD Vec load_in_order(const float* from) {
+    return load(from + vector * kLanes);
+}
+template <int vector>
+OCTAVO_SIMD Vec load_in_order(const Float16* from) {
+    return load_lanes(from + vector * kLanes);
+}
+template <int vector>
+OCTAVO_SIMD Vec load_in_order(const BFloat16* from) {
+    const BitsVec pairs = load_as<BitsVec>(from + vector / 2 * 2 * kLanes);
+    return (Vec)(vector % 2 == 0 ? pairs & 0xffff0000u : pairs << 16);
+}
+
+struct OddLanes {
+    static constexpr int lane(int l) { return 2 * l + 1; }
+};
+struct EvenLanes {
+    static constexpr int lane(int l) { return 2 * l; }
+};
+
+// Brings a row of float32 into the order of those of T, and back.
+static void arrange(const float*, float*, int64_t) {}
+static void arrange(const Float16*, float*, int64_t) {}
+static void arrange(const BFloat16*, float* x, int64_t padded) {
+    for (int64_t k = 0; k < padded; k += 2 * kLanes) {
+        const Vec a = load(x + k), b = load(x + k + kLanes);
+        store(x + k, shuffle<OddLanes>(a, b));
+        store(x + k + kLanes, shuffle<EvenLanes>(a, b));
+    }
+}
+template <class T>
+static void restore(const T*, float*, int64_t) {}
+static void restore(const BFloat16*, float* x, int64_t padded) {
+    for (int64_t k = 0; k < padded; k += 2 * kLanes) {
+        const Vec odd = load(x + k), even = load(x + k + kLanes);
+        store(x + k, shuffle<Interleave<0>>(even, odd));
+        store(x + k + kLanes, shuffle<Interleave<kLanes / 2>>(even, odd));
+    }
+}
+
 template <class T>
 static void store_row(const float* from, float scale, int n, T* to) {
     int d = 0;

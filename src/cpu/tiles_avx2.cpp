@@ -35,25 +35,9 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
     return (HalfVec)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-#include "cpu/rows.inl"
+constexpr bool kHasPairProducts = false;
 
-#include "cpu/gemm.inl"
-
-#include "cpu/panel.inl"
-
-#include "cpu/key_tile.inl"
-
-#include "cpu/forward_tile.inl"
-
-#include "cpu/backward_tile.inl"
-
-#include "cpu/linear_tile.inl"
-
-#include "cpu/rms_norm.inl"
-
-#include "cpu/latent.inl"
-
-const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels, kRmsNormKernels, kLatentKernels};
+#include "cpu/tiles.inl"
 
 }  // namespace octavo::cpu::avx2
 

@@ -38,24 +38,8 @@ OCTAVO_SIMD HalfVec half_of_float(Vec x) {
     return result;
 }
 
-#include "cpu/rows.inl"
+constexpr bool kHasPairProducts = false;
 
-#include "cpu/gemm.inl"
-
-#include "cpu/panel.inl"
-
-#include "cpu/key_tile.inl"
-
-#include "cpu/forward_tile.inl"
-
-#include "cpu/backward_tile.inl"
-
-#include "cpu/linear_tile.inl"
-
-#include "cpu/rms_norm.inl"
-
-#include "cpu/latent.inl"
-
-const Kernels kKernels = {kForwardKernels, kBackwardKernels, kLinearKernels, kRmsNormKernels, kLatentKernels};
+#include "cpu/tiles.inl"
 
 }  // namespace octavo::cpu::baseline

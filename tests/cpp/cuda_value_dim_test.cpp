@@ -12,8 +12,7 @@ namespace {
 
 class CudaValueDimTest : public ::testing::TestWithParam<unsigned> {};
 
-// By Hopper's kernel where it serves the options, too: dims that are equally many blocks of 64 columns, and
-// 192 with 128. FewRowsAndPairs says which kernel runs.
+// By Hopper's kernel, too, which serves dims that are equally many blocks of 64 columns, and 192 with 128.
 TEST_P(CudaValueDimTest, AgreesWithTheCpu) {
     Random random(GetParam());
     using Dims = std::pair<int64_t, int64_t>;
@@ -26,7 +25,13 @@ TEST_P(CudaValueDimTest, AgreesWithTheCpu) {
         call.with_blocks = false;
     if (call.args.softmax_scale && *call.args.softmax_scale <= 0.0) call.args.softmax_scale = 0.3;
     call.run_on_cpu();
-    call.expect_right([](const AttentionArgs& args) { attention(args); });
+    call.expect_right([](const AttentionArgs& args) {
+        if (is_hopper()) {
+            const Explanation text = explain(args, "");
+            EXPECT_EQ(kind_of(text), "sm90_attention") << text.to_string();
+        }
+        attention(args);
+    });
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaValueDimTest, ::testing::Range(0u, 64u));

@@ -69,6 +69,9 @@ TEST(Plan, DecodeOfChosenPages) {
     EXPECT_THROW(explain(chosen(rows, 9), "h200"), ValueError);  // 20 rows a KV head
     rows.queries = 4;
     EXPECT_EQ(decode_plan(chosen(rows, 9)), "fixed short 1");
+    Shape one_query = rows;  // of a sequence alone, whose bits are to be the same
+    one_query.batch = one_query.total_q = 1;
+    EXPECT_EQ(explain(chosen(one_query, 9), "h200").kernel, explain(chosen(rows, 9), "h200").kernel);
     EXPECT_THROW(explain(some, "a100"), ValueError);
     PagedAttentionArgs nothing = chosen({1, 16}, 1);  // an empty cache has nothing to choose from
     nothing.k_pages.shape[0] = nothing.v_pages.shape[0] = 0;
@@ -134,6 +137,7 @@ TEST(Plan, ManyQueries) {
     shape.queries = 2048;
     EXPECT_EQ(kind_of(dense(shape)), "sm90_attention");
     EXPECT_EQ(kind_of(packed(shape)), "sm90_attention");
+    EXPECT_EQ(kind_of(dense({4, 1})), "sm90_attention") << "an axis of length 1 may have any stride";
     EXPECT_EQ(kind_of(paged(shape)), "sm90_attention");
     EXPECT_EQ(kind_of(dense(shape), "a100"), "sm80_attention");
     EXPECT_EQ(kind_of(dense(shape), "b200"), "sm80_attention");

@@ -5,6 +5,7 @@ The choice is made once a process, so each gets a process of its own, which runs
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from support.linear import ACTIVATIONS, Problem
 from support.oracle import Dropout
 from support.targets import Target
 
-ISAS = ("baseline", "avx2", "avx512")
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
 
 # Sizes off the vector width, all masks and biases, and every way to address keys.
 DENSE = (
@@ -135,11 +136,34 @@ def test_operators(isa: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def print_bits() -> None:
+    """A digest of results that come from products of pairs of bfloat16, where there are such instructions."""
+    target = Target("numpy", "cpu", "bfloat16")
+    digest = hashlib.sha256()
+    for case in cases.named("decode", "decode_everything", "decode_group_5", "speculative"):
+        inputs = problems.make_inputs(case, target.dtype)
+        for array in calls.paged_attention(target, case, inputs, problems.make_cache(case, inputs)):
+            digest.update(np.asarray(array).tobytes())
+    rng = np.random.default_rng(0)
+    for rows, depth in ((1, 64), (4, 4100), (7, 513), (40, 2048)):
+        x, w = (target.array(rng.standard_normal((n, depth))) for n in (rows, 37))
+        digest.update(np.asarray(octavo.linear(x, w)).tobytes())
+    print(digest.hexdigest())
+
+
+def test_products_of_pairs_have_the_bits_of_multiply_adds() -> None:
+    if isa_in_use("avx512_bf16") is None:
+        pytest.skip("this machine has no products of pairs of bfloat16")
+    digests = [run(isa, __file__, "bits") for isa in ("avx512", "avx512_bf16")]
+    assert digests[0].returncode == digests[1].returncode == 0, [result.stderr for result in digests]
+    assert digests[0].stdout == digests[1].stdout != ""
+
+
 def test_unknown_isa_is_refused() -> None:
     result = run("sse9", "-c", "from octavo import _core; _core.cpu_info()")
     assert result.returncode != 0
-    assert "OCTAVO_CPU_ISA (sse9) must be baseline, avx2 or avx512" in result.stderr
+    assert "OCTAVO_CPU_ISA (sse9) must be baseline, avx2, avx512 or avx512_bf16" in result.stderr
 
 
 if __name__ == "__main__":
-    check_every_operator()
+    print_bits() if "bits" in sys.argv else check_every_operator()

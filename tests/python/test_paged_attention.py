@@ -134,30 +134,13 @@ def test_page_size_changes_no_bit(target: Target, case: Case) -> None:
         assert_same_bits(calls.paged_attention(target, other, inputs, other_cache, num_splits=2), as_given)
 
 
-def sequence_of(case: Case, inputs: Inputs, cache: Cache, b: int) -> tuple[Case, Inputs, Cache]:
-    """Sequence b alone, over the same pages."""
-    queries = slice(inputs.cu_seqlens_q[b], inputs.cu_seqlens_q[b + 1])
-    slopes, prefix_lens = inputs.alibi_slopes, inputs.prefix_lens
-    one = dataclasses.replace(
-        inputs,
-        q=inputs.q[queries],
-        cu_seqlens_q=np.array([0, case.seqlens_q[b]], np.int32),
-        alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.ndim == 2 else slopes,
-        prefix_lens=prefix_lens[b : b + 1] if prefix_lens is not None else None,
-    )
-    rows = dataclasses.replace(
-        cache, page_table=cache.page_table[b : b + 1], seq_lens=cache.seq_lens[b : b + 1]
-    )
-    return dataclasses.replace(case, seqlens_q=case.seqlens_q[b : b + 1]), one, rows
-
-
 def check_independence(target: Target, case: Case, **options: Any) -> None:
     inputs, cache, _ = problem(case, target.dtype)
     options["max_seqlen_q"] = max(case.seqlens_q)
     out, lse = calls.paged_attention(target, case, inputs, cache, **options)
     for b in range(case.batch):
         rows = slice(inputs.cu_seqlens_q[b], inputs.cu_seqlens_q[b + 1])
-        alone = calls.paged_attention(target, *sequence_of(case, inputs, cache, b), **options)
+        alone = calls.paged_attention(target, *problems.sequence_of(case, inputs, cache, b), **options)
         assert_same_bits(alone, (out[rows], lse[rows]))
 
 

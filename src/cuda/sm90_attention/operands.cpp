@@ -35,6 +35,11 @@ int64_t num_outer_k(const AttentionParams& p) {
     return p.cu_seqlens_k ? 1 : p.batch;
 }
 
+// Of packed keys the parameters know the longest sequence alone.
+int64_t num_tokens_k(const AttentionParams& p) {
+    return p.paged() || p.cu_seqlens_k ? kAnyNumber : p.seqlen_k;
+}
+
 int32_t k_edge(const AttentionParams& p) { return p.paged() ? p.page_size : p.seqlen_k; }
 
 }  // namespace
@@ -55,9 +60,9 @@ Sm90Operands::Sm90Operands(const AttentionParams& p)
                      num_tokens_q(p), p.q_token_stride, p.num_q_heads, p.q_head_stride, q_edge(p))),
       out(make_operand(p.out, p.cu_seqlens_q ? 1 : p.batch, p.out_batch_stride, num_tokens_q(p),
                        p.out_token_stride, p.num_q_heads, p.out_head_stride, q_edge(p))),
-      k(make_operand(p.k, num_outer_k(p), p.k_outer_stride, kAnyNumber, p.k_token_stride, p.num_kv_heads,
+      k(make_operand(p.k, num_outer_k(p), p.k_outer_stride, num_tokens_k(p), p.k_token_stride, p.num_kv_heads,
                      p.k_head_stride, k_edge(p))),
-      v(make_operand(p.v, num_outer_k(p), p.v_outer_stride, kAnyNumber, p.v_token_stride, p.num_kv_heads,
+      v(make_operand(p.v, num_outer_k(p), p.v_outer_stride, num_tokens_k(p), p.v_token_stride, p.num_kv_heads,
                      p.v_head_stride, k_edge(p))) {}
 
 }  // namespace octavo::cuda

@@ -33,6 +33,11 @@ SPACING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 EPSILON_OUT = {"float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 EPSILON_LSE = 2.0**-20  # relative to the sequence's largest LSE, or to 1
 
+# How many epsilons the result has where weights are relative to one number for all rows: softmax_phi, or the
+# zero that fixed splits begin with on a GPU. Then a row's largest weight is not exactly 1: its rounding to 16
+# bits adds up with that of the result, also where one key has all the weight.
+EPSILONS_OF_UNIFIED_MAX = 2.0
+
 
 def round_to(values: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     """The nearest numbers of `dtype`, as float64."""

@@ -7,7 +7,7 @@ oracle. Everything that an operator must not read is NaN, or a page id that does
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,3 +228,18 @@ def make_backward_reference(
     return oracle_backward.attention_backward(
         *arrays, gradients.dout, gradients.dlse, *lengths, dtype=dtype, lse=forward.lse, **masks
     )
+
+
+def sequence_of(case: Case, inputs: Inputs, cache: Cache, b: int) -> tuple[Case, Inputs, Cache]:
+    """Sequence b alone, over the same pages."""
+    queries = slice(inputs.cu_seqlens_q[b], inputs.cu_seqlens_q[b + 1])
+    slopes, prefix_lens = inputs.alibi_slopes, inputs.prefix_lens
+    one = replace(
+        inputs,
+        q=inputs.q[queries],
+        cu_seqlens_q=np.array([0, case.seqlens_q[b]], np.int32),
+        alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.ndim == 2 else slopes,
+        prefix_lens=prefix_lens[b : b + 1] if prefix_lens is not None else None,
+    )
+    rows = replace(cache, page_table=cache.page_table[b : b + 1], seq_lens=cache.seq_lens[b : b + 1])
+    return replace(case, seqlens_q=case.seqlens_q[b : b + 1]), one, rows
