@@ -134,7 +134,7 @@ def drawn_problems(draw: st.DrawFn) -> tuple[Case, int]:
     lengths = [
         0 if b in padded else prefix + max(case.seqlens_q[b], case.seqlens_k[b]) for b in range(case.batch)
     ]
-    case = dataclasses.replace(case, seqlens_k=tuple(lengths), window_left=-1, attention_chunk=0, alibi="")
+    case = dataclasses.replace(case, seqlens_k=tuple(lengths), window_left=-1, attention_chunk=0, alibi="", alibi_symmetric=False)
     return case, prefix
 
 
