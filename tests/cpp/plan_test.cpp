@@ -224,6 +224,7 @@ TEST(Plan, SymmetricAlibi) {
     args.alibi_symmetric = true;
     args.causal = false;
     EXPECT_EQ(kind_of(args), "sm80_attention");
+    EXPECT_EQ(field(explain(args, "h200"), "feature"), "dropout");  // whose instance serves it, too
     args.window_right = 0;
     EXPECT_EQ(kind_of(args), "sm90_attention");
     args.causal = true;
