@@ -18,14 +18,14 @@ enum class Kind {
     prefix,
     softcap,
     alibi,
-    symmetric,
-    symmetric_dropout,
-    symmetric_blocks,
     dropout,
     deterministic,
     sinks,
     blocks,
-    blocks_in_chunks
+    blocks_in_chunks,
+    symmetric,
+    symmetric_dropout,
+    symmetric_blocks
 };
 
 // ALiBi of queries that see keys past their own positions.
