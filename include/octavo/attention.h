@@ -40,7 +40,10 @@ struct AttentionArgs {
     std::optional<TensorView> block_mask;
     int64_t block_size = 128;                // 64 or 128
     std::optional<TensorView> alibi_slopes;  // float32 [num_q_heads] or [batch, num_q_heads]
-    std::optional<int64_t> max_seqlen_q;     // bounds for packed arrays; a tighter bound starts fewer blocks
+    // Whether ALiBi adds -slope * |p - j| to the score of key j at position p, as encoders have it, and not
+    // -slope * (p - j). The two differ for keys past p alone.
+    bool alibi_symmetric = false;
+    std::optional<int64_t> max_seqlen_q;  // bounds for packed arrays; a tighter bound starts fewer blocks
     std::optional<int64_t> max_seqlen_k;
     std::optional<double> softmax_scale;  // default 1 / sqrt(head_dim)
     bool causal = false;
@@ -96,6 +99,7 @@ struct AttentionBackwardArgs {
     std::optional<TensorView> block_mask;
     int64_t block_size = 128;
     std::optional<TensorView> alibi_slopes;
+    bool alibi_symmetric = false;
     std::optional<int64_t> max_seqlen_q;
     std::optional<int64_t> max_seqlen_k;
     std::optional<double> softmax_scale;

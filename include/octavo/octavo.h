@@ -83,6 +83,7 @@ typedef struct octavo_attention_args {
     octavo_tensor block_mask;          /* optional: uint8 [heads, query blocks, key blocks] */
     int64_t block_size;                /* default: 128; or 64 */
     int32_t causal;                    /* default: 0 */
+    int32_t alibi_symmetric;           /* default: 0 */
     void* stream;                      /* cudaStream_t; default: null */
 } octavo_attention_args;
 
@@ -106,6 +107,7 @@ typedef struct octavo_paged_attention_args {
     int64_t shared_prefix_len;                                  /* default: 0 */
     double softmax_phi;                                         /* default: NaN, none */
     int32_t causal;                                             /* default: 1 */
+    int32_t alibi_symmetric;                                    /* default: 0 */
     int32_t batch_invariant;                                    /* default: 0 */
     int32_t rotate_keys;                                        /* default: 0 */
     int32_t kv_dtype;                                           /* octavo_dtype; default: -1, none */
@@ -157,6 +159,7 @@ typedef struct octavo_attention_backward_args {
     octavo_tensor block_mask;          /* optional: uint8 [heads, query blocks, key blocks] */
     int64_t block_size;                /* default: 128; or 64 */
     int32_t causal;                    /* default: 0 */
+    int32_t alibi_symmetric;           /* default: 0 */
     int32_t deterministic;             /* default: 0 */
     void* stream;                      /* cudaStream_t; default: null */
 } octavo_attention_backward_args;

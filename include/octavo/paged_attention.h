@@ -44,6 +44,7 @@ struct PagedAttentionArgs {
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> prefix_lens;   // int32 or int64 [batch]
     std::optional<TensorView> alibi_slopes;  // float32 [num_q_heads] or [batch, num_q_heads]
+    bool alibi_symmetric = false;            // see AttentionArgs
     std::optional<int64_t> max_seqlen_q;
     std::optional<double> softmax_scale;
     bool causal = true;

@@ -116,6 +116,10 @@ def attention(
             ``ceil(seqlen / block_size)`` of them; packed sequences each use the first rows and columns of
             as many as max_seqlen_q and max_seqlen_k have. Default: none, every block is kept.
         block_size: queries and keys of a block: 64 or 128. Default: 128.
+        alibi_symmetric: ALiBi adds ``-slope * abs(query position - key position)``, as encoders and
+            FlashAttention have it, so that keys past the query's own position lose weight with the distance,
+            too. Where no query sees such a key, as under causal without prefix_lens, it changes nothing.
+            Needs alibi_slopes. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q, with the head_dim of v, to write the result to; never read. It may be q itself,
             with the same address and strides; otherwise its memory must be apart from that of q, as from that

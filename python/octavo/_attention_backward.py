@@ -144,6 +144,7 @@ def attention_backward(
         block_mask: bool or uint8 [1 or num_q_heads, query blocks, key blocks], or with a leading batch axis.
             Default: none, every block is kept.
         block_size: 64 or 128. Default: 128.
+        alibi_symmetric: ALiBi has the absolute value of the distance. Needs alibi_slopes. Default: False.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
         return_dsinks: return the gradient of sinks, which have to be given, too. Default: False.
         dq: an array like q to write the gradient to; never read. dq, dk and dv may be views of one array, but

@@ -39,12 +39,6 @@ def score_options(
     window_left, window_right = (max(bound, -1) for bound in window_size)
     if causal or num_queries == 1:  # a query of its own sits at the last key
         window_right = 0
-    if alibi_slopes is not None and window_right != 0:
-        raise ValueError(
-            f"{function}: alibi_slopes needs causal=True or window_size[1] = 0 where a sequence has several "
-            "queries, since Octavo's bias has no absolute value, and would favour keys past a query; got "
-            f"causal={causal}, window_size={tuple(window_size)}"
-        )
     return {
         "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         "causal": window_right == 0,
@@ -52,6 +46,7 @@ def score_options(
         "window_right": window_right,
         "softcap": max(softcap, 0.0),
         "alibi_slopes": alibi_slopes,
+        "alibi_symmetric": alibi_slopes is not None,
     }
 
 

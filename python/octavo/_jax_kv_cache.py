@@ -235,6 +235,7 @@ class KVCacheStep:
         attention_chunk: int = 0,
         softcap: float = 0.0,
         alibi_slopes: ArrayLike | None = None,
+        alibi_symmetric: bool = False,
         sinks: ArrayLike | None = None,
         softmax_phi: float | ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
@@ -260,6 +261,7 @@ class KVCacheStep:
                 Default: 0, none.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
+            alibi_symmetric: Default: False.
             sinks: Default: none.
             softmax_phi: Default: none.
             tree_mask: one word for each row of q. Default: none.
@@ -320,6 +322,7 @@ class KVCacheStep:
             attention_chunk=attention_chunk,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            alibi_symmetric=alibi_symmetric,
             sinks=sinks,
             softmax_phi=softmax_phi,
             tree_mask=tree_mask,

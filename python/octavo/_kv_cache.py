@@ -335,6 +335,7 @@ class KVCacheStep:
         attention_chunk: int = 0,
         softcap: float = 0.0,
         alibi_slopes: Any = None,
+        alibi_symmetric: bool = False,
         sinks: Any = None,
         softmax_phi: Any = None,
         tree_mask: Any = None,
@@ -361,6 +362,7 @@ class KVCacheStep:
                 Default: 0, none.
             softcap: Default: 0.0, no cap.
             alibi_slopes: Default: none.
+            alibi_symmetric: Default: False.
             sinks: Default: none.
             softmax_phi: Default: none.
             tree_mask: one word for each row of q. Default: none.
@@ -424,6 +426,7 @@ class KVCacheStep:
             attention_chunk=attention_chunk,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            alibi_symmetric=alibi_symmetric,
             sinks=sinks,
             softmax_phi=softmax_phi,
             tree_mask=tree_mask,

@@ -143,6 +143,10 @@ def paged_attention(
             up to 16 rows a KV head (queries of a sequence times query heads a KV head), 8 for head dims above
             128. Not with prefix_lens, attention_chunk, tree_mask, shared_prefix_len or num_splits. Default:
             none, all pages.
+        alibi_symmetric: ALiBi adds ``-slope * abs(query position - key position)``, as for ``attention``;
+            where no query sees a key past its own position, as under causal without prefix_lens, it changes
+            nothing. Needs alibi_slopes. On a GPU chosen_pages are not read with it where it does. Default:
+            False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.

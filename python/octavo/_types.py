@@ -62,6 +62,7 @@ class AttentionScalars(TypedDict, total=False):
     window_right: int
     attention_chunk: int
     softcap: float
+    alibi_symmetric: bool
     block_size: int
     dropout_p: float
     dropout_seed: int | None
@@ -108,6 +109,7 @@ class PagedAttentionScalars(TypedDict, total=False):
     window_right: int
     attention_chunk: int
     softcap: float
+    alibi_symmetric: bool
     kv_dtype: str | None
     rotate_keys: bool
     num_splits: int | None

@@ -212,13 +212,6 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
             use_rswa=model is not None and model.rswa_window is not None,
         )
-        # vLLM sets use_non_causal for a diffusion model only where no backend is named.
-        is_causal = attn_type == AttentionType.DECODER and not (
-            (config is not None and config.attention_config.use_non_causal)
-            or getattr(model, "is_diffusion", False)
-        )
-        if alibi_slopes is not None and not is_causal:
-            reasons.append("non-causal attention with ALiBi not supported")
         if reasons:
             raise ValueError(f"octavo.vllm: {', '.join(reasons)}")
         self.num_heads = num_heads
@@ -309,12 +302,12 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
                 window_left=self._window_left,
                 window_right=self._window_left,
                 softcap=self._softcap,
+                alibi_slopes=self._slopes,
+                alibi_symmetric=self._slopes is not None,
                 sinks=self._sinks,
                 out=output,
             )
             return output
-        if self._slopes is not None and not (batch.causal and batch.prefix_lens is None):
-            raise NotImplementedError("octavo.vllm: non-causal attention with ALiBi not supported")
         if self._window_left >= 0 and batch.prefix_lens is not None:
             # Each sequence has a window of its own kind: both, and of each row the one that is its own.
             both = output, torch.empty_like(output)
@@ -354,6 +347,7 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             window_right=self._window_left,
             softcap=self._softcap,
             alibi_slopes=self._slopes,
+            alibi_symmetric=self._slopes is not None,  # as FLASH_ATTN; causal or not
             sinks=self._sinks,
             prefix_lens=prefix_lens,
             batch_invariant=self._batch_invariant,

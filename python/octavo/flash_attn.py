@@ -7,7 +7,6 @@ there, the log-sum-exp and ALiBi's slopes have gradients, and dropout goes with 
 
 What FlashAttention has and Octavo has not is refused with a ValueError, never approximated:
 
-* ALiBi where a query sees keys past its own position: neither ``causal`` nor a right window of 0;
 * the attention weights that ``return_attn_probs`` returns under dropout;
 * dropout over pages (``block_table``), and dropout while a CUDA graph is captured;
 * a rotary embedding of queries that are not those of the new tokens, or that all sit at one position.
@@ -76,8 +75,8 @@ def flash_attn_func(
         window_size: how many keys before its own position and past it a query sees; below 0: all. Default:
             (-1, -1).
         softcap: replaces a score s by ``softcap * tanh(s / softcap)``. Default: 0.0, no cap.
-        alibi_slopes: float32 [num_heads] or [batch, num_heads]; adds ``-slope * distance`` after the cap.
-            Needs causal, a right window of 0, or a single query. Default: none.
+        alibi_slopes: float32 [num_heads] or [batch, num_heads]; adds ``-slope * distance`` after the cap, the
+            distance being ``abs(i + seqlen_k - seqlen_q - j)``. Default: none.
         deterministic: whether the backward pass gives the same bits each time. On the CPU it always does,
             and on a GPU also under ``torch.use_deterministic_algorithms``. Default: False.
         return_attn_probs: whether to return the log-sum-exp as well; not under dropout. Default: False.

@@ -243,6 +243,13 @@ void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
     p.window_left = check_window(op, "window_left", args.window_left);
     const int32_t window_right = check_window(op, "window_right", args.window_right);
     p.window_right = args.causal ? 0 : window_right;
+    if (args.alibi_symmetric && !args.alibi_slopes)
+        fail<ValueError>(op, "alibi_symmetric needs alibi_slopes; got none");
+    // Where no query sees a key past its own position, both biases are the same, and so are the kernels. That
+    // a sequence has one query, at the last key, counts over pages alone: elsewhere the bound of a packed
+    // batch may be its total, by which the bits of a sequence must not depend on its batch.
+    const bool sees_past = p.window_right != 0 || p.prefix_lens;
+    p.alibi_symmetric = args.alibi_symmetric && sees_past && !(p.paged() && p.seqlen_q <= 1);
     set_attention_chunk(op, p, args.attention_chunk);
     p.out_scale = 1.0f;
 }

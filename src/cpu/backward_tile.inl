@@ -111,20 +111,24 @@ static void hide(float* row, const VisibleKeys& see) {
     for (int j = see.window_end; j < kTileKeys; ++j) row[j] = 0.0f;
 }
 
-// The sum of dS (k_pos - q_pos) over one row of a tile.
-static float slope_gradient(const float* dscores, int32_t q_pos, int32_t k_begin) {
+// The sum of dS (k_pos - q_pos) over one row of a tile, or of dS -|k_pos - q_pos|.
+static float slope_gradient(const float* dscores, bool is_symmetric, int32_t q_pos, int32_t k_begin) {
     float lanes[kLanes];
     for (int l = 0; l < kLanes; ++l) lanes[l] = static_cast<float>(l);
     const Vec first = load(lanes) + static_cast<float>(k_begin - q_pos);
     Vec sum{};
-    for (int j = 0; j < kTileKeys; j += kLanes) sum += load(dscores + j) * (first + static_cast<float>(j));
+    for (int j = 0; j < kTileKeys; j += kLanes) {
+        const Vec way = first + static_cast<float>(j);
+        const Vec back = way > 0.0f ? -way : way;
+        sum += load(dscores + j) * (is_symmetric ? back : way);
+    }
     return sum_of_lanes(sum);
 }
 
 // What the kernels need for one row of a tile.
 struct RowGradients {
     const ScoreTransform& transform;
-    float slope_log2;
+    Alibi alibi;
     float lse_log2, delta;
     int32_t q_pos, k_begin;
     VisibleKeys see;
@@ -143,7 +147,7 @@ struct RowGradients {
             }
             hide(cap_slopes, see);
         }
-        add_alibi(weights, slope_log2, q_pos, k_begin);
+        alibi.add(weights, q_pos, k_begin);
         for (int j = 0; j < kTileKeys; j += kLanes) store(weights + j, exp2(load(weights + j) - lse_log2));
         hide(weights, see);
         hide(dscores, see);
@@ -156,7 +160,7 @@ struct RowGradients {
             }
             store(dscores + j, weight * (dweight - delta));
         }
-        if (dslope) *dslope += slope_gradient(dscores, q_pos, k_begin);
+        if (dslope) *dslope += slope_gradient(dscores, alibi.is_symmetric, q_pos, k_begin);
         if (transform.has_softcap) {
             for (int j = 0; j < kTileKeys; j += kLanes)
                 store(dscores + j, load(dscores + j) * load(cap_slopes + j));
@@ -181,7 +185,7 @@ static void differentiate(const AttentionBackwardParams& p, const RowTile& tile,
                         tile.token_of(r), mask.k_begin, [&](int j) { kept[j] = 0.0f; });
         }
         const RowGradients row{transform,
-                               slope_log2_of(p, tile, r),
+                               Alibi::make(p, tile, r),
                                terms.lse_log2[r],
                                terms.delta[r],
                                mask.q_pos[r],

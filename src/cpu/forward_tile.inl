@@ -72,10 +72,10 @@ static float static_scale(const CacheScales& scales, int32_t kv_head) {
 
 // Turns one row of dot products into softmax weights, and adds them to the state. Returns what the output
 // so far has to be multiplied by.
-static float weigh_row(float* row, const ScoreTransform& transform, float slope_log2, const TileMask& mask,
+static float weigh_row(float* row, const ScoreTransform& transform, Alibi alibi, const TileMask& mask,
                        int32_t r, const UnifiedMax* unified, SoftmaxState& state) {
     transform_row(row, transform);
-    add_alibi(row, slope_log2, mask.q_pos[r], mask.k_begin, mask.tile.chosen);
+    alibi.add(row, mask.q_pos[r], mask.k_begin, mask.tile.chosen);
     const VisibleKeys see = mask.visible_to(r);
     for (int j = see.prefix_end; j < see.window_begin; ++j) row[j] = -INFINITY;
     for (int j = see.window_end; j < kTileKeys; ++j) row[j] = -INFINITY;
@@ -289,7 +289,7 @@ class TileAttention {
         for (int r = 0; r < tile.num_rows; ++r, weights += kTileKeys) {
             const int row = head * tile.num_rows + r;
             const UnifiedMax unified = UnifiedMax::of_wide(p_.softmax_phi_of(tile.head_of(r)));
-            const float factor = weigh_row(weights, transform, slope_log2_of(p_, tile, r), mask, r,
+            const float factor = weigh_row(weights, transform, Alibi::make(p_, tile, r), mask, r,
                                            p_.has_softmax_phi ? &unified : nullptr, states_[row]);
             if (factor != 1.0f) scale_row(result_.out + row * v_stride_, v_stride_, factor);
             if (p_.dropout.any()) {

@@ -183,18 +183,29 @@ static void transform_row(float* row, const ScoreTransform& transform) {
     for (int j = 0; j < kTileKeys; j += kLanes) store(row + j, transform_score(transform, load(row + j)));
 }
 
-static void add_alibi(float* row, float slope_log2, int32_t q_pos, int32_t k_begin,
-                      const ChosenKeys* chosen = nullptr) {
-    if (slope_log2 == 0.0f) return;
-    for (int j = 0; j < kTileKeys; ++j)
-        row[j] += alibi_bias(slope_log2, q_pos, chosen ? chosen->position(k_begin + j) : k_begin + j);
-}
+// ALiBi of a query head.
+struct Alibi {
+    float slope_log2;  // in units of log2(e); 0: none
+    bool is_symmetric;
 
-// The slope of a query head, in units of log2(e); 0 without ALiBi.
-static float slope_log2_of(const AttentionParams& p, const RowTile& tile, int32_t r) {
-    if (!p.alibi_slopes) return 0.0f;
-    return p.alibi_slopes[tile.batch_index * p.alibi_batch_stride + tile.head_of(r)] * kLog2e;
-}
+    static Alibi make(const AttentionParams& p, const RowTile& tile, int32_t r) {
+        if (!p.alibi_slopes) return {0.0f, false};
+        const float* const slopes = p.alibi_slopes + tile.batch_index * p.alibi_batch_stride;
+        return {slopes[tile.head_of(r)] * kLog2e, p.alibi_symmetric};
+    }
+
+    // To a row of scores.
+    void add(float* row, int32_t q_pos, int32_t k_begin, const ChosenKeys* chosen = nullptr) const {
+        if (slope_log2 == 0.0f) return;
+        auto position = [&](int j) { return chosen ? chosen->position(k_begin + j) : k_begin + j; };
+        if (is_symmetric) {
+            for (int j = 0; j < kTileKeys; ++j)
+                row[j] -= slope_log2 * fabsf(static_cast<float>(q_pos - position(j)));
+        } else {
+            for (int j = 0; j < kTileKeys; ++j) row[j] += alibi_bias(slope_log2, q_pos, position(j));
+        }
+    }
+};
 
 // Calls drop(j) for each key of a tile whose weight dropout leaves out of a query's row.
 template <class Drop>

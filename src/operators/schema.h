@@ -177,6 +177,7 @@ struct Attention {
         scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
         scalar("block_size", &Args::block_size, &CArgs::block_size),
+        scalar("alibi_symmetric", &Args::alibi_symmetric, &CArgs::alibi_symmetric),
         result_of_width("out", &Args::out, &Args::q, &CArgs::out, &attention_width),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -221,6 +222,7 @@ struct PagedAttention {
         scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         input<Accept::words>("tree_mask", &Args::tree_mask, &CArgs::tree_mask),
         input<Accept::integer>("chosen_pages", &Args::chosen_pages, &CArgs::chosen_pages),
+        scalar("alibi_symmetric", &Args::alibi_symmetric, &CArgs::alibi_symmetric),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -323,6 +325,7 @@ struct AttentionBackward {
         scalar("attention_chunk", &Args::attention_chunk, &CArgs::attention_chunk),
         input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
         scalar("block_size", &Args::block_size, &CArgs::block_size),
+        scalar("alibi_symmetric", &Args::alibi_symmetric, &CArgs::alibi_symmetric),
         result("dq", &Args::dq, &Args::q, &CArgs::dq),
         result("dk", &Args::dk, &Args::k, &CArgs::dk),
         result("dv", &Args::dv, &Args::v, &CArgs::dv),

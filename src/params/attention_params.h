@@ -75,6 +75,7 @@ struct AttentionParams {
     bool batch_invariant;               // bits follow from the sequence alone; without splits they always do
     FastDivide attention_chunk;         // see Visibility
     bool has_tree_mask;                 // see the end
+    bool alibi_symmetric;               // only where some query may see a key past its own position
     CacheScales k_scales, v_scales;     // beside softmax_scale and out_scale
     // What decoding has never or rarely comes last: see prefetch_params.
     const float* softmax_phi_of_heads;  // [num_q_heads]; null: softmax_phi for all

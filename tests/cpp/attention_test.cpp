@@ -75,6 +75,33 @@ TEST(Attention, BlockMask) {
     }
 }
 
+// Scores of 0, so that a query's weights are those of its distances to the keys before and past it.
+TEST(Attention, SymmetricAlibi) {
+    constexpr int64_t kSeqlenQ = 3, kSeqlenK = 5, kDim = 8;  // queries sit at positions 2, 3 and 4
+    Floats q(kSeqlenQ * kDim), k(kSeqlenK * kDim), v(kSeqlenK * kDim), out(q.size(), NAN);
+    Floats lse(kSeqlenQ, NAN), slopes{0.75f};
+    for (int64_t j = 0; j < kSeqlenK; ++j) v[j * kDim + j] = 1.0f;
+    AttentionArgs args;
+    args.q = view(q, {1, kSeqlenQ, 1, kDim});
+    args.k = view(k, {1, kSeqlenK, 1, kDim});
+    args.v = view(v, {1, kSeqlenK, 1, kDim});
+    args.out = view(out, {1, kSeqlenQ, 1, kDim});
+    args.lse = view(lse, {1, kSeqlenQ, 1});
+    args.alibi_slopes = view(slopes, {1});
+    args.alibi_symmetric = true;
+    attention(args);
+    for (int64_t i = 0; i < kSeqlenQ; ++i) {
+        auto weight = [&](int64_t j) { return std::exp(-0.75 * std::fabs(static_cast<double>(i + 2 - j))); };
+        double sum = 0;
+        for (int64_t j = 0; j < kSeqlenK; ++j) sum += weight(j);
+        EXPECT_NEAR(lse[i], std::log(sum), kTolerance);
+        for (int64_t j = 0; j < kSeqlenK; ++j) EXPECT_NEAR(out[i * kDim + j], weight(j) / sum, kTolerance);
+    }
+    args.alibi_slopes.reset();
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: alibi_symmetric needs alibi_slopes; got none");
+}
+
 TEST(Attention, DenseCausalIsBottomRightAligned) {
     constexpr int64_t kBatch = 2, kSeqlenQ = 3, kSeqlenK = 37;
     std::mt19937 random(1);

@@ -109,6 +109,11 @@ TEST(BackwardPlan, TheOthersSayWhy) {
     args.dropout_seed = 1;
     expect(args, "h100", "more than one of dropout, a softcap and ALiBi");
     args = plain;
+    args.alibi_slopes = Arrays().make(DType::float32, {32});
+    args.alibi_symmetric = true;
+    args.causal = false;
+    expect(args, "h100", "its ALiBi has no absolute value");
+    args = plain;
     args.softmax_scale = -1.0;
     expect(args, "h100", "softmax_scale");
     args = plain;

@@ -22,8 +22,20 @@ enum class Kind {
     deterministic,
     sinks,
     blocks,
-    blocks_in_chunks
+    blocks_in_chunks,
+    symmetric,
+    symmetric_dropout,
+    symmetric_blocks
 };
+
+// ALiBi of queries that see keys past their own positions.
+bool is_symmetric(Kind kind) {
+    return kind == Kind::symmetric || kind == Kind::symmetric_dropout || kind == Kind::symmetric_blocks;
+}
+bool has_alibi(Kind kind) { return kind == Kind::alibi || is_symmetric(kind); }
+bool has_blocks(Kind kind) {
+    return kind == Kind::blocks || kind == Kind::blocks_in_chunks || kind == Kind::symmetric_blocks;
+}
 
 class CudaBackwardTest : public ::testing::TestWithParam<std::tuple<int64_t, bool, Kind>> {};
 
@@ -81,19 +93,21 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
                 args.cu_seqlens_q = on(cu_q, DType::int32, {kBatch + 1});
                 args.cu_seqlens_k = on(cu_k, DType::int32, {kBatch + 1});
             }
-            args.causal = kind != Kind::full && kind != Kind::window;
+            args.causal = kind != Kind::full && kind != Kind::window && !is_symmetric(kind);
             if (kind == Kind::window) args.window_left = 30, args.window_right = 10;
             if (kind == Kind::chunks || kind == Kind::blocks_in_chunks)
                 args.attention_chunk = packed ? 37 : 64;
             if (kind == Kind::prefix) args.prefix_lens = on(prefix, DType::int32, {kBatch});
             if (kind == Kind::softcap) args.softcap = 3.0;
-            if (kind == Kind::alibi) args.alibi_slopes = on(slopes, DType::float32, {kHeads * kGroup});
+            if (has_alibi(kind)) args.alibi_slopes = on(slopes, DType::float32, {kHeads * kGroup});
+            args.alibi_symmetric = is_symmetric(kind);
             if (kind == Kind::sinks) args.sinks = on(sinks, DType::float32, {kHeads * kGroup});
-            if (kind == Kind::blocks || kind == Kind::blocks_in_chunks) {
+            if (has_blocks(kind)) {
                 args.block_mask = on(blocks, DType::uint8, {kHeads * kGroup, q_blocks, k_blocks});
                 args.block_size = 64;
             }
-            if (kind == Kind::dropout) args.dropout_p = 0.3, args.dropout_seed = 5;
+            if (kind == Kind::dropout || kind == Kind::symmetric_dropout)
+                args.dropout_p = 0.3, args.dropout_seed = 5;
         };
         AttentionArgs forward;
         set(forward);
@@ -105,7 +119,7 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
         backward.dq = rows(dq, 90, kHeads * kGroup, head_dim);
         backward.dk = rows(dk, 140, kHeads, head_dim);
         backward.dv = rows(dv, 140, kHeads, value_dim);
-        if (kind == Kind::alibi) backward.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
+        if (has_alibi(kind)) backward.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
         if (kind == Kind::sinks) backward.dsinks = on(dsinks, DType::float32, {kHeads * kGroup});
         attention_backward(backward);
     };
@@ -114,8 +128,8 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
     expect_near(dq.fetch(), dq.host, dtype, "dq");
     expect_near(dk.fetch(), dk.host, dtype, "dk");
     expect_near(dv.fetch(), dv.host, dtype, "dv");
-    if (kind != Kind::alibi && kind != Kind::sinks) return;
-    const Mirror<float>& of_heads = kind == Kind::alibi ? dalibi : dsinks;
+    if (!has_alibi(kind) && kind != Kind::sinks) return;
+    const Mirror<float>& of_heads = has_alibi(kind) ? dalibi : dsinks;
     const std::vector<float> on_gpu = of_heads.fetch();
     float largest = 0.0f;
     for (float x : of_heads.host) largest = std::max(largest, std::fabs(x));
@@ -141,7 +155,7 @@ TEST(CudaBackward, ValuesHaveADimOfTheirOwn) {
     constexpr std::pair<int64_t, int64_t> kDims[] = {{192, 128}, {128, 120}, {72, 40},
                                                      {40, 64},   {96, 256},  {200, 248}};
     for (const auto& [head_dim, value_dim] : kDims) {
-        for (Kind kind : {Kind::full, Kind::causal, Kind::prefix, Kind::alibi, Kind::dropout,
+        for (Kind kind : {Kind::full, Kind::causal, Kind::prefix, Kind::alibi, Kind::symmetric, Kind::dropout,
                           Kind::deterministic, Kind::sinks, Kind::blocks}) {
             SCOPED_TRACE(testing::Message()
                          << head_dim << ", " << value_dim << ", " << static_cast<int>(kind));
@@ -154,7 +168,8 @@ INSTANTIATE_TEST_SUITE_P(
     All, CudaBackwardTest,
     ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
                        ::testing::Values(Kind::full, Kind::causal, Kind::window, Kind::chunks, Kind::prefix,
-                                         Kind::softcap, Kind::alibi, Kind::dropout, Kind::deterministic,
+                                         Kind::softcap, Kind::alibi, Kind::symmetric, Kind::symmetric_dropout,
+                                         Kind::symmetric_blocks, Kind::dropout, Kind::deterministic,
                                          Kind::sinks, Kind::blocks, Kind::blocks_in_chunks)));
 
 }  // namespace

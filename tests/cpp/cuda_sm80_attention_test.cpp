@@ -27,6 +27,7 @@ TEST_P(CudaForwardTest, DenseAndPackedAgreeWithTheCpu) {
     const int64_t value_dim = random.one_in(3) ? random.pick({8, 40, 64, 128, 200, 256, 320, 512}) : head_dim;
     const int64_t gap = random.pick({0, 0, 0, 3, 4});  // some rows lie off every 16-byte boundary
     DenseCall call(random, GetParam(), head_dim, value_dim, gap);
+    call.symmetric_alibi = random.one_in(2);
     call.run_on_cpu();
     for_each_shared_memory([&](const cuda::Gpu& gpu) {
         call.expect_right([&](const AttentionArgs& args) {
@@ -48,6 +49,7 @@ TEST_P(CudaForwardTest, PagedAgreesWithTheCpu) {
     pick_masks(random, call.options);
     if (random.one_in(2)) call.options.num_splits = random.pick({1, 3, 7});
     call.with_alibi = random.one_in(3);
+    call.symmetric_alibi = random.one_in(2);
     call.run_on_cpu();
     for_each_shared_memory([&](const cuda::Gpu& gpu) {
         auto plan_of = [&gpu](const AttentionParams& p, const cuda::Gpu&, std::string*) {

@@ -79,6 +79,7 @@ TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
         args.dropout_p = 0.3;
         args.dropout_seed = GetParam();
     }
+    args.alibi_symmetric = with_alibi && random.one_in(2);
     auto run = [&](auto view) {
         auto tokens_of = [&](auto& mirror, DType dtype, int64_t total, int64_t heads) {
             return packed ? view(mirror, dtype, {total, heads, head_dim})

@@ -82,6 +82,7 @@ class DenseCall {
             args.cu_seqlens_k = on(cu_seqlens_k, DType::int32, {batch() + 1});
         }
         if (with_alibi) args.alibi_slopes = on(slopes, DType::float32, {num_q_heads});
+        args.alibi_symmetric = with_alibi && symmetric_alibi;
         if (with_sinks) args.sinks = on(sinks, DType::float32, {num_q_heads});
         if (with_blocks) {
             args.block_mask =
@@ -117,6 +118,7 @@ class DenseCall {
     Mirror<float> lse, slopes, sinks;
     Mirror<int32_t> prefix_lens;
     bool with_sinks, with_alibi, with_prefix, with_blocks;
+    bool symmetric_alibi = false;
     AttentionArgs args;
 
   private:

@@ -205,6 +205,7 @@ struct PagedCall {
         if (packed) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
         if (prefix_lens) args.prefix_lens = view(*prefix_lens, DType::int32, {batch});
         if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
+        args.alibi_symmetric = with_alibi && symmetric_alibi;
         if (with_sinks) args.sinks = view(sinks, DType::float32, {num_q_heads});
         if (tree_words) args.tree_mask = view(*tree_words, DType::int32, {total_q(), 2});
         if (phi_of_heads) args.softmax_phi_array = view(*phi_of_heads, DType::float32, {num_q_heads});
@@ -417,7 +418,7 @@ struct PagedCall {
         if (prefix_lens) text += ", prefix_lens";
         if (tree_words) text += ", tree_mask";
         if (chosen_pages) add(chosen_of_heads ? "pages chosen of heads" : "chosen pages", num_chosen);
-        if (with_alibi) text += ", ALiBi";
+        if (with_alibi) text += symmetric_alibi ? ", symmetric ALiBi" : ", ALiBi";
         if (with_sinks) text += ", sinks";
         if (options.softmax_phi) text += ", softmax_phi " + std::to_string(*options.softmax_phi);
         if (phi_of_heads) text += ", softmax_phi of each head";
@@ -425,7 +426,7 @@ struct PagedCall {
     }
 
     PagedAttentionArgs options;  // without arrays
-    bool packed = true, with_alibi = false, with_sinks = false, with_lse = true;
+    bool packed = true, with_alibi = false, symmetric_alibi = false, with_sinks = false, with_lse = true;
     const DType dtype;
     const int64_t batch, num_q_heads, head_dim;
     const std::vector<int32_t> begins;  // of each sequence's queries

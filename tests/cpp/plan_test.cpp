@@ -1,4 +1,5 @@
 // Which kernel serves which call, and how it cuts the work: pure functions, which need no GPU.
+#include "allocator_testing.h"
 #include "plan_testing.h"
 
 #include <string>
@@ -213,6 +214,49 @@ TEST(Plan, OptionsThatNameAKernel) {
     EXPECT_EQ(field(explain(dropout, "h200"), "feature"), "dropout");
     dropout.alibi_slopes = Arrays().make(DType::float32, {32});
     EXPECT_EQ(kind_of(dropout), "sm80_attention");
+}
+
+// Hopper's kernels and those for decoding serve it where no query sees a key past its own position.
+TEST(Plan, SymmetricAlibi) {
+    Shape shape{2, 2048};
+    shape.queries = 2048;
+    AttentionArgs args = dense(shape);
+    args.alibi_slopes = Arrays().make(DType::float32, {32});
+    args.alibi_symmetric = true;
+    args.causal = false;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    EXPECT_EQ(field(explain(args, "h200"), "feature"), "dropout");  // whose instance serves it, too
+    args.window_right = 0;
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    args.causal = true;
+    args.window_right = 7;  // which causal overrides
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    EXPECT_EQ(field(explain(args, "h200"), "feature"), "alibi");
+    args.prefix_lens = Arrays().make(DType::int32, {2});
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    PagedAttentionArgs one = paged({4, 1024});
+    one.alibi_slopes = Arrays().make(DType::float32, {32});
+    one.alibi_symmetric = true;
+    one.causal = false;
+    EXPECT_EQ(kind_of(one), "split_kv_decode");
+    shape = {4, 1024};
+    shape.queries = 4;
+    PagedAttentionArgs few = paged(shape);
+    few.alibi_slopes = one.alibi_slopes;
+    few.alibi_symmetric = true;
+    EXPECT_EQ(kind_of(few), "split_kv_decode");
+    few.causal = false;
+    EXPECT_EQ(kind_of(few), "sm80_attention");
+    for (const auto& [kernel, reason] : explain(few, "h200").why_not) {
+        if (kernel == "shared_prefix") continue;
+        EXPECT_NE(reason.find("its ALiBi has no absolute value"), std::string::npos)
+            << kernel << ": " << reason;
+    }
+    few.chosen_pages = Arrays().make(DType::int32, {4, 9});
+    EXPECT_EQ(message_of<ValueError>([&] { explain(few, "h200"); }),
+              "paged_attention: chosen_pages on a GPU are read by split_kv_decode, which cannot serve this "
+              "call: its ALiBi has no absolute value, and with alibi_symmetric these queries may see keys "
+              "past their own position");
 }
 
 TEST(Plan, NothingToDo) {

@@ -178,6 +178,7 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     if (random.one_in(6)) args.prefix_lens = Arrays().make(DType::int32, {shape.batch});
     if (random.one_in(6)) {
         args.alibi_slopes = Arrays().make(DType::float32, {shape.num_kv_heads * shape.group_size});
+        args.alibi_symmetric = random.one_in(3);
     } else if (!batch_invariant && args.window_left < 0 && random.one_in(6)) {
         args.shared_prefix_len = (shape.keys / 2 / shape.page_size) * shape.page_size;
     }
@@ -201,8 +202,10 @@ inline AttentionArgs random_dense_or_packed(Random& random) {
     AttentionArgs args = is_packed ? packed(shape) : dense(shape);
     args.causal = !random.one_in(3);
     if (random.one_in(5)) args.window_left = random.pick({0, 100, 1000, 4000});
-    if (random.one_in(5))
+    if (random.one_in(5)) {
         args.alibi_slopes = Arrays().make(DType::float32, {shape.num_kv_heads * shape.group_size});
+        args.alibi_symmetric = random.one_in(3);
+    }
     if (random.one_in(5)) {
         args.dropout_p = 0.1;
         args.dropout_seed = 1;

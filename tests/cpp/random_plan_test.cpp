@@ -50,6 +50,7 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
     const int64_t block_keys = plan.codes == cuda::Codes::none ? 16 : 32;
     const int64_t blocks = (int64_t{p.seqlen_k} + block_keys - 1) / block_keys, warps = plan.threads / 32;
     EXPECT_LE(rows, plan.tiles().rows());
+    EXPECT_FALSE(p.alibi_symmetric);
     EXPECT_GE(splits, 1);
     EXPECT_EQ(plan.policy == cuda::SplitPolicy::fixed, p.batch_invariant);
     EXPECT_TRUE(p.batch_invariant || p.window_left < 0 || !p.prefix_lens)
@@ -114,7 +115,7 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
 }
 
 void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const Gpu& gpu) {
-    EXPECT_FALSE(p.batch_invariant);
+    EXPECT_FALSE(p.batch_invariant || p.alibi_symmetric);
     EXPECT_EQ(plan.num_ctas, std::min(gpu.num_sms, cuda::kMaxDecodeCtas));
     EXPECT_EQ(plan.partial_words, p.seqlen_q * p.group_size() * partial_row(plan.tiles(), plan.threads));
     EXPECT_EQ(plan.workspace_bytes(), int64_t{plan.num_ctas} * plan.partial_words * 4);
@@ -123,6 +124,7 @@ void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const
 
 void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_EQ(gpu.compute_capability, 90);
+    EXPECT_FALSE(p.alibi_symmetric);
     EXPECT_GE(plan.tiles().head_dim, p.head_dim);
     EXPECT_GE(plan.tiles().value_dim, p.head_dim_v);
     EXPECT_EQ((plan.tiles().head_dim + 63) / 64, (p.head_dim + 63) / 64) << "a copy of no column";

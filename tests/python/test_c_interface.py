@@ -70,6 +70,9 @@ def test_attention_takes_every_argument(library):
     blocks = {"block_mask": np.array([0, 1, 1, 0], np.uint8).reshape(4, 1, 1), "block_size": 64}
     library.attention(q=q, k=k, v=v, out=out, causal=0, **arrays, **blocks)
     np.testing.assert_array_equal(out, octavo.attention(q, k, v, **arrays, **blocks))
+    library.attention(q=q, k=k, v=v, out=out, alibi_symmetric=1, **arrays)
+    np.testing.assert_array_equal(out, octavo.attention(q, k, v, alibi_symmetric=True, **arrays))
+    assert not np.array_equal(out, octavo.attention(q, k, v, **arrays))
     library.attention(q=q, k=k, v=v, out=out, causal=1, **arrays)
     np.testing.assert_array_equal(out, octavo.attention(q, k, v, causal=True, **arrays))
 
@@ -104,6 +107,18 @@ def test_tree_mask(library):
     library.paged_attention(out=out, tree_mask=tree, **arrays)
     np.testing.assert_array_equal(out, octavo.paged_attention(**arrays, tree_mask=tree))
     assert not np.array_equal(out, octavo.paged_attention(**arrays))
+
+
+def test_symmetric_alibi_over_pages(library):
+    arrays = {"k_pages": normal(6, 4, 2, 32), "v_pages": normal(6, 4, 2, 32) + 1, "q": normal(5, 4, 32)}
+    arrays["page_table"] = np.array([[3, 0, 1], [3, 0, 5]], np.int32)
+    arrays["seq_lens"], arrays["cu_seqlens_q"] = np.array([9, 12], np.int32), np.array([0, 2, 5], np.int32)
+    arrays["alibi_slopes"] = np.array([0.5, 0.25, 0.1, 0.2], np.float32)
+    out = np.full_like(arrays["q"], np.nan)
+    library.paged_attention(out=out, causal=0, alibi_symmetric=1, **arrays)
+    expected = octavo.paged_attention(**arrays, causal=False, alibi_symmetric=True)
+    np.testing.assert_array_equal(out, expected)
+    assert not np.array_equal(out, octavo.paged_attention(**arrays, causal=False))
 
 
 def test_chosen_pages(library):
@@ -194,24 +209,24 @@ def test_rms_norm(library):
         library.rms_norm(x=x, weight=weight, residual=residual, out=out)
 
 
-def test_attention_backward(library):
+@pytest.mark.parametrize("masks", [{"causal": True}, {"window_right": 1, "alibi_symmetric": True}])
+def test_attention_backward(library, masks):
     q, k, v = normal(1, 5, 4, 16), normal(1, 9, 2, 16), normal(1, 9, 2, 16) + 1
     dout, slopes = normal(1, 5, 4, 16) - 1, np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
     options = {"softcap": 5.0, "window_left": 6, "dropout_p": 0.25, "dropout_seed": 3, "sinks": 2 * slopes}
-    out, lse = octavo.attention(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True, **options)
+    options |= masks
+    out, lse = octavo.attention(q, k, v, alibi_slopes=slopes, return_lse=True, **options)
     results = [np.full_like(x, np.nan) for x in (q, k, v, slopes, slopes)]
     library.attention_backward(
         **dict(zip(("dout", "q", "k", "v", "out", "lse"), (dout, q, k, v, out, lse), strict=True)),
         **dict(zip(("dq", "dk", "dv", "dalibi_slopes", "dsinks"), results, strict=True)),
         dlse=lse,
-        causal=1,
         alibi_slopes=slopes,
         **options,
     )
     expected = octavo.attention_backward(
         *(dout, q, k, v, out, lse),
         dlse=lse,
-        causal=True,
         alibi_slopes=slopes,
         return_dalibi=True,
         return_dsinks=True,

@@ -180,6 +180,8 @@ def test_drawn(target: Target, case: Case, seed: int, kind: str) -> None:
 )
 def test_drawn_on_a_gpu(case: Case, seed: int, kind: str) -> None:
     case = dataclasses.replace(case, attention_chunk=0, prefix_lens=None)
+    if not case.causal and case.window_right != 0:
+        case = dataclasses.replace(case, alibi_symmetric=False)  # which the kernel does not serve there
     if 2 * case.group_size > (16 if case.head_dim <= 128 else 8):
         case = dataclasses.replace(case, num_q_heads=case.num_kv_heads)
     check(Target("torch", "cuda", "bfloat16"), case, make_lists(case, kind, seed), max_seqlen_q=2)

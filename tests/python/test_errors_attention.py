@@ -214,6 +214,8 @@ CASES = [
     case(*A, ValueError, "window_left must be -1 (unbounded) or at least 0; got -2", window_left=-2),
     case(*A, ValueError, "attention_chunk must be 0 (none) or positive; got -1", attention_chunk=-1),
     case(*A, ValueError, "attention_chunk (64) needs causal", attention_chunk=64, window_right=1),
+    case(*A, ValueError, "alibi_symmetric needs alibi_slopes; got none", alibi_symmetric=True, causal=True),
+    case(*A, TypeError, "alibi_symmetric must be a bool; got int", alibi_symmetric=1),
     case(*A, ValueError, "window_right must be -1 (unbounded) or at least 0; got -7", window_right=-7),
     case(*A, ValueError, "softmax_scale must be finite; got inf", softmax_scale=float("inf")),
     *(

@@ -106,6 +106,7 @@ CASES = [
     case(*D, ValueError, "num_q_heads of alibi_slopes (2) must equal that of q (4)", alibi_slopes=f32(2)),
     # Numbers.
     case(*D, ValueError, "softcap must be 0 (none) or positive; got -1", softcap=-1.0),
+    case(*D, ValueError, "alibi_symmetric needs alibi_slopes; got none", alibi_symmetric=True),
     case(*D, ValueError, "attention_chunk (64) needs causal", attention_chunk=64, causal=False),
     case(*D, ValueError, "window_right must be -1 (unbounded) or at least 0; got -7", window_right=-7),
     case(

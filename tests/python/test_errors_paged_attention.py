@@ -71,6 +71,7 @@ CASES = [
         cu_seqlens_q=i32([0, 1, 3]),
     ),
     case(*P, ValueError, "window_right must be -1 (unbounded) or at least 0; got -7", window_right=-7),
+    case(*P, ValueError, "alibi_symmetric needs alibi_slopes; got none", alibi_symmetric=True),
     case(*P, ValueError, "attention_chunk must be 0 (none) or positive; got -2", attention_chunk=-2),
     case(*P, ValueError, "attention_chunk (5) needs causal", attention_chunk=5, causal=False),
     case(

@@ -98,14 +98,13 @@ def test_signatures_are_those_of_flash_attention(name: str) -> None:
 
 
 def can_be_served(case: Case) -> bool:
-    """Octavo's ALiBi has no absolute value, and FlashAttention-2 neither sinks nor chunks."""
-    sees_no_key_past_its_own = case.causal or case.window_right == 0 or max(case.seqlens_q) == 1
-    return not case.sinks and not case.attention_chunk and (not case.alibi or sees_no_key_past_its_own)
+    """FlashAttention-2 has neither sinks nor chunks."""
+    return not case.sinks and not case.attention_chunk
 
 
-def without_prefix(case: Case) -> Case:
-    """FlashAttention has no prefix-LM."""
-    return dataclasses.replace(case, prefix_lens=None)
+def as_theirs(case: Case) -> Case:
+    """FlashAttention has no prefix-LM, and its ALiBi goes by distances."""
+    return dataclasses.replace(case, prefix_lens=None, alibi_symmetric=bool(case.alibi))
 
 
 def scores_of(target: Target, case: Case, inputs: Inputs) -> dict[str, Any]:
@@ -180,8 +179,8 @@ def check_pages(target: Target, case: Case) -> None:
     assert torch.equal(flash_attn_varlen_func(*arrays, **arguments), results[0])
 
 
-DENSE_CASES = [*dict.fromkeys(without_prefix(case) for case in cases.DENSE)]
-PACKED_CASES = [*dict.fromkeys(without_prefix(case) for case in cases.PACKED)]
+DENSE_CASES = [*dict.fromkeys(as_theirs(case) for case in cases.DENSE)]
+PACKED_CASES = [*dict.fromkeys(as_theirs(case) for case in cases.PACKED)]
 
 
 @every_target
@@ -191,7 +190,7 @@ def test_dense(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases(dense=True).map(without_prefix).filter(can_be_served))
+@given(case=drawn_cases(dense=True).map(as_theirs).filter(can_be_served))
 def test_dense_of_any_shape(target: Target, case: Case) -> None:
     check_dense(target, case)
 
@@ -203,13 +202,13 @@ def test_packed(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases().map(without_prefix).filter(can_be_served))
+@given(case=drawn_cases().map(as_theirs).filter(can_be_served))
 def test_packed_of_any_shape(target: Target, case: Case) -> None:
     check_packed(target, case)
 
 
 @every_target
-@given(case=drawn_cases(paged=True).map(without_prefix).filter(can_be_served))
+@given(case=drawn_cases(paged=True).map(as_theirs).filter(can_be_served))
 def test_packed_over_pages(target: Target, case: Case) -> None:
     check_pages(target, dataclasses.replace(case, k_scale=None, v_scale=None))
 
@@ -292,13 +291,7 @@ def test_compiled(step: Any, device: str) -> None:
 
 CU_SEQLENS = torch.tensor([0, 4, 18], dtype=torch.int32)
 TABLE = torch.zeros(2, 1, dtype=torch.int32)
-SLOPES = torch.ones(4)
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "alibi both ways": ({"alibi_slopes": SLOPES}, "alibi_slopes needs causal=True or window_size.1. = 0"),
-    "alibi to the right": (
-        {"alibi_slopes": SLOPES, "window_size": (3, 2)},
-        r"alibi_slopes needs .* got causal=False, window_size=\(3, 2\)",
-    ),
     "weights": (
         {"dropout_p": 0.5, "return_attn_probs": True},
         r"return_attn_probs must be False under dropout.* got dropout_p=0\.5",
@@ -308,7 +301,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 PAGED_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.5}, "dropout_p must be 0 with block_table; got 0.5"),
-    "alibi": ({"alibi_slopes": SLOPES}, "alibi_slopes needs causal=True"),
 }
 
 

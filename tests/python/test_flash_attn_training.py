@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from octavo.flash_attn import (  # noqa: E402
 )
 from support import calls, problems  # noqa: E402
 from support.case import Case  # noqa: E402
+from support.cases import SYMMETRIC  # noqa: E402
 from support.targets import Target  # noqa: E402
 from test_flash_attn import DEVICES, every_target, lengths_of, scores_of, small  # noqa: E402
 from test_torch_autograd import backward_call  # noqa: E402
@@ -67,6 +69,7 @@ GRADIENT_CASES = (
     Case("gradients_causal", (30,), (20,), num_q_heads=6, num_kv_heads=2, softmax_scale=0.2),
     Case("gradients_window", (40, 40), (70, 70), window_left=9, window_right=4, causal=False, softcap=3.0),
     Case("gradients_alibi", (17, 17), (40, 40), num_kv_heads=1, alibi="batch"),
+    replace(SYMMETRIC, name="gradients_alibi_both_ways"),
     Case("gradients_head_dim_20", (12, 12), (15, 15), num_kv_heads=2, head_dim=20, window_left=5),
 )
 RAGGED_CASES = (

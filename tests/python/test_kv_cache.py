@@ -117,8 +117,10 @@ def test_layers_that_are_not_causal(on_cpu: ArrayLibrary) -> None:
             for i in (1, 2)
         )
     )
+    slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+    alibi = {"alibi_slopes": on_cpu.float32(slopes), "alibi_symmetric": True}
     for layer, window_left, window_right in ((0, -1, -1), (1, 4, 2)):
-        out = step.attend(layer, *new, causal=False, window_right=window_right)
+        out = step.attend(layer, *new, causal=False, window_right=window_right, **alibi)
         oracle.attention(
             on_cpu.to_numpy(new[0]),
             keys,
@@ -128,6 +130,8 @@ def test_layers_that_are_not_causal(on_cpu: ArrayLibrary) -> None:
             dtype="float32",
             window_left=window_left,
             window_right=window_right,
+            alibi_slopes=slopes,
+            alibi_symmetric=True,
         ).check_out(on_cpu.to_numpy(out))
 
 

@@ -39,7 +39,8 @@ def random_tokens(total: int) -> list[np.ndarray]:
 
 def test_layers_that_are_not_causal() -> None:
     ours, other = make_caches()
-    options = {"causal": False, "window_right": 2}
+    slopes = np.float32([0.5, 0.25, 0.125, 0.0625])
+    options = {"causal": False, "window_right": 2, "alibi_slopes": slopes, "alibi_symmetric": True}
     forward = make_program(**options)
     seqs, others = ([cache.create() for _ in range(2)] for cache in (ours, other))
     for counts in ([5, 9], [6, 3]):

@@ -18,6 +18,7 @@ BRUTE_FORCE = (
     Case("small_prefix", (4, 3), (9, 0), window_left=1, prefix_lens=(3, 1), head_dim=8),
     Case("small_biases", (4, 6), (9, 3), softcap=2.0, alibi="batch", softmax_scale=0.7, head_dim=8),
     Case("small_alibi", (4,), (9,), alibi="head", causal=False, head_dim=8),
+    Case("small_symmetric", (4, 6), (9, 3), alibi="batch", alibi_symmetric=True, causal=False, head_dim=8),
     Case("small_sinks", (4, 6), (9, 3), sinks="normal", softcap=2.0, head_dim=8),
     Case("small_extreme_sinks", (4, 6), (9, 3), sinks="extreme", num_q_heads=5, num_kv_heads=1, head_dim=8),
     Case("small_scales", (4,), (9,), k_scale=0.5, v_scale=3.0, head_dim=8),
@@ -47,7 +48,7 @@ def brute_force(case: Case, inputs: problems.Inputs, b: int, i: int, h: int) -> 
             score = case.softcap * math.tanh(score / case.softcap)
         if inputs.alibi_slopes is not None:
             slope = inputs.alibi_slopes[b, h] if case.alibi == "batch" else inputs.alibi_slopes[h]
-            score -= float(slope) * (q_pos - j)
+            score -= float(slope) * (max(q_pos - j, j - q_pos) if case.alibi_symmetric else q_pos - j)
         scores.append(score)
         values.append(inputs.v[inputs.cu_seqlens_k[b] + j, kv_head] * (case.v_scale or 1.0))
     if inputs.sinks is not None and inputs.sinks[h] > -math.inf:

@@ -21,6 +21,7 @@ CASES = (
     Case("diff_prefix", (6, 3), (9, 11), window_left=1, prefix_lens=(4, 2), head_dim=8),
     Case("diff_softcap", (6, 3), (9, 11), softcap=1.5, q_gain=2.0, head_dim=8),
     Case("diff_alibi", (6, 3), (9, 11), alibi="head", num_kv_heads=1, head_dim=8),
+    Case("diff_symmetric", (6, 9), (9, 4), alibi="head", alibi_symmetric=True, causal=False, head_dim=8),
     Case("diff_sinks", (6, 9), (9, 4), sinks="normal", window_left=3, num_kv_heads=2, head_dim=8),
     Case(
         "diff_all",

@@ -134,8 +134,8 @@ def drawn_problems(draw: st.DrawFn) -> tuple[Case, int]:
     lengths = [
         0 if b in padded else prefix + max(case.seqlens_q[b], case.seqlens_k[b]) for b in range(case.batch)
     ]
-    case = dataclasses.replace(case, seqlens_k=tuple(lengths), window_left=-1, attention_chunk=0, alibi="")
-    return case, prefix
+    case = dataclasses.replace(case, seqlens_k=tuple(lengths), window_left=-1, attention_chunk=0)
+    return dataclasses.replace(case, alibi="", alibi_symmetric=False), prefix
 
 
 @every_target

@@ -50,6 +50,7 @@ def make_calls():
     rotary = {"rotary_cos": normal(60, HEAD_DIM // 4), "rotary_sin": normal(60, HEAD_DIM // 4) + 1}
     queries = {"cu_seqlens": CU_SEQLENS, "q": normal(8, 4, HEAD_DIM)}
     masked = {"window_left": 7, "softcap": 5.0, "alibi_slopes": slopes, "prefix_lens": prefixes}
+    symmetric = {"alibi_slopes": slopes, "alibi_symmetric": True}
     dropout = {"dropout_p": 0.25, "dropout_seed": 2**40, "dropout_offset": 8}
 
     def backward(arrays, options):
@@ -67,6 +68,7 @@ def make_calls():
             (dense, {"out": torch.empty_like(dense[0]), "return_lse": True}),
             (dense, dropout),
             (dense, {"causal": True, "window_left": 3, "sinks": slopes + 1, "return_lse": True}),
+            (packed, {**symmetric, **lengths}),
         ],
         "attention_backward": [
             (backward(dense, {}), {}),
@@ -76,6 +78,7 @@ def make_calls():
             ),
             (backward(packed, {**lengths, **dropout}), {"deterministic": True, **lengths, **dropout}),
             (backward(dense, {"sinks": slopes}), {"sinks": slopes, "return_dsinks": True}),
+            (backward(dense, symmetric), {"return_dalibi": True, **symmetric}),
             (
                 backward(packed, {**lengths, "alibi_slopes": slopes, "sinks": 2 * slopes}),
                 {
@@ -93,6 +96,7 @@ def make_calls():
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "causal": False, "return_lse": True}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "causal": False, "window_left": 3, "window_right": 1}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "attention_chunk": 4}),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "causal": False, **symmetric}),
             (one_each, {"out": torch.empty_like(one_each[0])}),
             (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),
             (sharing, {"shared_prefix_len": PAGE_SIZE, "return_lse": True}),

@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dense": {},
     "causal": {"causal": True, "softmax_scale": 0.3},
     "slopes": {"alibi_slopes": SLOPES, "window_left": 3, "window_right": 2},
+    "symmetric slopes": {"alibi_slopes": SLOPES, "alibi_symmetric": True},
     "chunks": {"causal": True, "attention_chunk": 3},
     "slopes of each": {"alibi_slopes": torch.stack([SLOPES, 2 * SLOPES]), "causal": True},
     "prefix": {"prefix_lens": torch.tensor([4, 0], dtype=torch.int32), "causal": True, "softcap": 2.0},

@@ -186,19 +186,26 @@ def test_windows_of_some_sequences_are_causal(device):
         assert batch.output[sum(counts) :].isnan().all()
 
 
-@pytest.mark.parametrize("causal", [False, [True, False]])
-def test_alibi_that_is_not_causal_is_refused(causal):
-    layer = Layer("cpu", options=OPTIONS["alibi"])
-    with pytest.raises(NotImplementedError, match="non-causal attention with ALiBi"):
-        layer.run(layer.batch((0, 1), (3, 4), causal=causal))
+@on_devices
+@pytest.mark.parametrize("of_some", [False, True])
+def test_alibi_that_is_not_causal(device, of_some):
+    """By the distance to keys on both sides."""
+    layer = Layer(device, dtype_on(device), options=OPTIONS["alibi"])
+    for sequences, counts in STEPS:
+        causal = [of_some and row % 2 == 0 for row in range(len(sequences))]
+        batch = layer.batch(sequences, counts, causal=causal if of_some else False)
+        layer.run(batch)
+        seen = [0 if one else layer.length(s) for one, s in zip(causal, sequences, strict=True)]
+        layer.check(sequences, counts, batch, prefix_lens=seen)
 
 
 @on_devices
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 @pytest.mark.parametrize("window", [None, 5])
-def test_encoders(device, kind, window):
+@pytest.mark.parametrize("slopes", [None, [0.5, 0.25, 0.125, 0.0625]], ids=["", "alibi"])
+def test_encoders(device, kind, window, slopes):
     """They have no cache: keys and values are the batch's own."""
-    options = {"attn_type": kind, "sliding_window": window, "logits_soft_cap": 3.0}
+    options = {"attn_type": kind, "sliding_window": window, "logits_soft_cap": 3.0, "alibi_slopes": slopes}
     layer = Layer(device, dtype_on(device), options=options)
     for counts in ((7, 1, 40), (1, 2), (13,)):
         for sequence in range(len(counts)):

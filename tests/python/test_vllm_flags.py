@@ -113,8 +113,6 @@ def test_a_build_without_cuda_refuses_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
-        ({"attn_type": "encoder_only", "alibi_slopes": [0.5] * 4}, "non-causal attention with ALiBi"),
-        ({"attn_type": "encoder_decoder", "alibi_slopes": [0.5] * 4}, "non-causal attention with ALiBi"),
         ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
         ({"head_size": 260}, "head_size"),
     ],

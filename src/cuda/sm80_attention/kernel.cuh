@@ -210,6 +210,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                         p.is_tree(seq.seqlen_q) ? seq.q_pos(0) : INT32_MAX);
     const ScoreTransform transform = ScoreTransform::make(p.softmax_scale, p.softcap);
     const bool has_alibi = p.alibi_slopes != nullptr;
+    const bool is_symmetric = kFeature != Sm80Feature::none && p.alibi_symmetric;
     // If nothing comes between product and exponential, the scale is part of the exponential. The maximum is
     // then taken before scaling, so the scale has to be positive.
     const bool plain = !transform.has_softcap && !has_alibi && transform.inner > 0.0f;
@@ -306,7 +307,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
         constexpr int kRowsOfLane = 2 * Config::kRowTiles;
         DropoutMask<kRowsOfLane, kKeys / 8> kept;
-        if (drops && seen) {
+        if (!kBlocks && drops && !p.dropout.any()) {
+            kept.keep_all();
+        } else if (drops && seen) {
             const uint64_t first_head = p.dropout.head(row_tile.batch, p.num_q_heads, 0);
             kept.draw(p.dropout, first_key, [&](int r) {
                 const TileRow& row = rows[8 * r + threadIdx.x % 32 / 4];
@@ -332,7 +335,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             ptx::cp_async_commit();
         }
         if (!seen) continue;
-        if (!plain) transform_scores(scores, transform, has_alibi, rows, seq.q_pos(0), first_key);
+        if (!plain)
+            transform_scores(scores, transform, has_alibi, is_symmetric, rows, seq.q_pos(0), first_key);
         if (!view.sees_all(first_key, kKeys)) {
             mask_scores(scores, view.see, rows, seq.q_pos(0), first_key);
             if (p.is_tree(seq.seqlen_q))

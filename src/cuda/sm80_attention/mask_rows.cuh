@@ -54,7 +54,7 @@ __device__ __forceinline__ void for_each_row(const TileRow* rows, Body body) {
 template <int kRowTiles, int kTiles>
 __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTiles][4],
                                                  const ScoreTransform& transform, bool has_alibi,
-                                                 const TileRow* rows, int32_t first_q_pos,
+                                                 bool is_symmetric, const TileRow* rows, int32_t first_q_pos,
                                                  int32_t first_key) {
     auto for_each_score = [&](auto body) {
 #pragma unroll
@@ -78,8 +78,12 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTil
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                scores[r / 2][i][2 * (r % 2) + j] += fmaf(row.slope_log2, 8 * i + j, bias);
+            for (int j = 0; j < 2; ++j) {
+                float of_key = fmaf(row.slope_log2, 8 * i + j, bias);
+                // By the distance alone, a bias has the other sign than the slope on both sides of a query.
+                if (is_symmetric) of_key = copysignf(of_key, -row.slope_log2);
+                scores[r / 2][i][2 * (r % 2) + j] += of_key;
+            }
         }
     });
 }

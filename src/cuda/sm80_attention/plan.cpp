@@ -69,7 +69,7 @@ Sm80Plan plan_sm80_attention(const AttentionParams& p, const Gpu& gpu) {
     plan.row = choose_tiles(p, gpu);
     plan.k_dtype = p.k_dtype;
     plan.v_dtype = p.v_dtype;
-    if (p.dropout.any()) plan.feature = Sm80Feature::dropout;
+    if (p.dropout.any() || p.alibi_symmetric) plan.feature = Sm80Feature::dropout;
     if (is_code(p.k_dtype)) plan.feature = Sm80Feature::codes;
     if (p.block_mask) plan.feature = Sm80Feature::blocks;
     plan.num_sequences = p.batch;

@@ -37,7 +37,8 @@ constexpr Sm80Tiles kSm80Tiles[] = {
 };
 
 // What an instance computes beside plain attention: dropout, over a cache of codes, or with a block mask, and
-// then dropout as well.
+// then dropout as well. Each of them serves symmetric ALiBi, too, `dropout` also where nothing is dropped, so
+// that plain attention has no instruction for it.
 enum class Sm80Feature : uint8_t { none, dropout, codes, blocks };
 
 constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {

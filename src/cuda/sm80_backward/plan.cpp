@@ -59,7 +59,8 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     Sm80BackwardPlan plan{};
     plan.dtype = p.dtype;
     plan.row = choose_tiles(p, gpu);
-    plan.has_dropout = p.dropout.any() || p.attention_chunk.divisor > 0;  // see sequence_of()
+    // Chunks: see sequence_of().
+    plan.has_dropout = p.dropout.any() || p.attention_chunk.divisor > 0 || p.alibi_symmetric;
     plan.has_blocks = static_cast<bool>(p.block_mask);
     plan.num_q_heads = p.num_q_heads;
     plan.num_kv_heads = p.num_kv_heads;
@@ -98,7 +99,7 @@ Explanation describe(const Sm80BackwardPlan& plan) {
     if (plan.has_blocks)
         text.summary += "; in the instances for a block_mask";
     else if (plan.has_dropout)
-        text.summary += "; in the instances for dropout and chunks";
+        text.summary += "; in the instances for dropout, chunks and symmetric ALiBi";
     if (plan.slope_bytes > 0) text.summary += "; slope_gradients_kernel";
     if (plan.sink_bytes > 0) text.summary += "; sink_gradients_kernel";
     text.file = "src/cuda/sm80_backward/key_gradients.cuh";

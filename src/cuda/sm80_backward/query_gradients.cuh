@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             seq,
             ScoreTransform::make(p.softmax_scale, p.softcap),
             p.alibi_slopes != nullptr,
+            p.alibi_symmetric,
             slope,
             p.out_scale,
             kBlocks && !p.dropout.any() ? nullptr : shared.kept,

@@ -133,7 +133,8 @@ struct ScoreGradients {
     const SequenceSlice& seq;
     ScoreTransform transform;
     bool has_alibi;
-    float slope_log2;  // of this head; 0 without ALiBi
+    bool is_symmetric;  // in the instances with dropout, so that others have no instruction for it
+    float slope_log2;   // of this head; 0 without ALiBi
     float out_scale;
     const uint32_t* kept;  // of draw_kept(), of all rows and columns; with kBlocks null if nothing is dropped
     int32_t warp_row;      // the warp's first among those
@@ -185,7 +186,8 @@ struct ScoreGradients {
                             score = transform.outer * tanh;
                             slack = 1.0f - tanh * tanh;
                         }
-                        score -= slope_log2 * static_cast<float>(seq.q_pos(query) - key);
+                        const auto distance = static_cast<float>(seq.q_pos(query) - key);
+                        score -= slope_log2 * (kDropout && is_symmetric ? fabsf(distance) : distance);
                     }
                     float weight = ptx::exp2_approx(score - of_query.lse);
                     float product = products[t][i][j];
@@ -203,7 +205,10 @@ struct ScoreGradients {
                         weight = gradient = 0.0f;
                         slack = 1.0f;  // that of a key that no query sees may be NaN
                     }
-                    if (!kPlain) slope_gradient += gradient * static_cast<float>(key - seq.q_pos(query));
+                    if (!kPlain) {
+                        const auto way = static_cast<float>(key - seq.q_pos(query));
+                        slope_gradient += gradient * (kDropout && is_symmetric ? -fabsf(way) : way);
+                    }
                     scores[t][i][j] = is_kept ? weight : 0.0f;
                     products[t][i][j] = gradient * slack;
                 }

@@ -49,6 +49,12 @@ class DropoutMask {
         }
     }
 
+    // In place of a draw where nothing is dropped.
+    __device__ __forceinline__ void keep_all() {
+#pragma unroll
+        for (uint32_t& bits : bits_) bits = ~0u;
+    }
+
     // Applies the mask to a pair of 16-bit weights of row r in column group i, the even column in the low
     // bits.
     __device__ __forceinline__ uint32_t apply(uint32_t pair, int r, int i) const {

@@ -32,6 +32,7 @@ class Case:
     prefix_lens: tuple[int, ...] | None = None
     softcap: float = 0.0
     alibi: str = ""  # "", "head": slopes [num_q_heads], "batch": slopes [batch, num_q_heads]
+    alibi_symmetric: bool = False
     sinks: str = ""  # "", "normal", "extreme": among them -inf, and such as leave keys no weight or all of it
     block_size: int = 0  # 0: no block mask
     blocks_kept: float = 0.3  # of a random mask
@@ -94,6 +95,7 @@ class Case:
             "window_right": self.window_right,
             "attention_chunk": self.attention_chunk,
             "softcap": self.softcap,
+            "alibi_symmetric": self.alibi_symmetric,
         }
 
     def num_visible(self, b: int) -> int:

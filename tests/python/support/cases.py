@@ -27,6 +27,9 @@ EVERYTHING = Case(
     softmax_scale=0.15,
 )
 
+BOTH_WAYS: dict[str, Any] = {"alibi": "head", "alibi_symmetric": True, "causal": False}
+SYMMETRIC = Case("symmetric", (71, 71), (113, 113), num_kv_heads=2, **BOTH_WAYS)
+
 # Sequences of equal lengths: for dense arrays, and as well for packed and paged ones.
 DENSE = (
     Case("square", (33, 33), (33, 33)),
@@ -79,6 +82,18 @@ DENSE = (
     Case("alibi_batch", (40, 40, 40), (90, 90, 90), alibi="batch", num_kv_heads=2),
     Case("alibi_not_causal", (47,), (83,), alibi="head", causal=False),
     Case("alibi_long", (307,), (1021,), alibi="head", num_q_heads=2, num_kv_heads=2),
+    replace(SYMMETRIC, name="symmetric_causal", causal=True),
+    replace(SYMMETRIC, name="symmetric_right_0", window_right=0),
+    replace(SYMMETRIC, name="symmetric_window", window_left=19, window_right=30, alibi="batch"),
+    replace(SYMMETRIC, name="symmetric_prefix", causal=True, prefix_lens=(29, 83), head_dim=128),
+    replace(SYMMETRIC, name="symmetric_prefix_window", window_left=9, window_right=0, prefix_lens=(90, 40)),
+    replace(SYMMETRIC, name="symmetric_cap_sinks", softcap=20.0, sinks="normal", head_dim=96),
+    Case("symmetric_queries_outnumber", (67, 67), (29, 29), **BOTH_WAYS),
+    Case("symmetric_one_query", (1, 1), (197, 197), window_right=4, num_kv_heads=1, **BOTH_WAYS),
+    Case("symmetric_long", (1021,), (1021,), num_q_heads=2, num_kv_heads=1, **BOTH_WAYS),
+    Case("symmetric_head_dim_8", (31,), (77,), head_dim=8, **BOTH_WAYS),
+    Case("symmetric_head_dim_256", (65,), (129,), head_dim=256, num_kv_heads=2, **BOTH_WAYS),
+    SYMMETRIC,
     Case("sinks", (71, 71), (113, 113), sinks="normal", num_q_heads=8, num_kv_heads=2),
     Case("sinks_extreme", (71,), (113,), sinks="extreme", num_q_heads=10, num_kv_heads=2, head_dim=128),
     Case("sinks_window", (97,), (211,), sinks="normal", window_left=37, num_q_heads=8, num_kv_heads=1),
@@ -117,6 +132,7 @@ VALUE_DIMS = (
     ),
     Case("dims_192_128_one_query", (1, 1), (1197, 1197), head_dim=192, value_dim=128, num_kv_heads=1),
     Case("dims_192_128_alibi", (71, 71), (113, 113), head_dim=192, value_dim=128, alibi="batch"),
+    Case("dims_192_128_symmetric", (71,), (113,), head_dim=192, value_dim=128, **BOTH_WAYS),
     Case("dims_192_128_softcap", (71,), (113,), head_dim=192, value_dim=128, softcap=5.0, q_gain=4.0),
     Case("dims_192_128_sinks", (71,), (113,), head_dim=192, value_dim=128, sinks="extreme", num_kv_heads=1),
     Case("dims_192_128_no_keys", (5, 5), (0, 0), head_dim=192, value_dim=128),
@@ -145,6 +161,7 @@ WIDE = (
     Case("wide_320_64", (65,), (129,), head_dim=320, value_dim=64, num_kv_heads=2),
     Case("wide_64_512", (65,), (129,), head_dim=64, value_dim=512, num_kv_heads=2),
     Case("wide_512_264", (40, 40), (90, 90), head_dim=512, value_dim=264, alibi="batch", num_kv_heads=2),
+    Case("wide_512_symmetric", (65,), (129,), head_dim=512, num_kv_heads=2, **BOTH_WAYS),
     replace(EVERYTHING, name="wide_512_everything", head_dim=512, sinks="normal"),
 )
 
@@ -192,6 +209,7 @@ PACKED = (
         num_kv_heads=2,
     ),
     Case("alibi_packed", (50, 1, 33), (250, 90, 33), alibi="batch", num_kv_heads=2),
+    Case("symmetric_packed", (50, 1, 33, 130), (250, 90, 33, 130), num_kv_heads=2, **BOTH_WAYS),
     Case("sinks_packed", (50, 1, 33, 7), (250, 90, 33, 0), sinks="normal", num_q_heads=8, num_kv_heads=2),
     Case(
         "sinks_packed_window",
@@ -266,6 +284,8 @@ PAGED = (
     Case("pages_2000_chunk", (7,), (31_990,), num_q_heads=3, num_kv_heads=1),
     Case("wide_264_paged", (33, 3, 1), (240, 71, 5), head_dim=264, num_q_heads=6, num_kv_heads=2),
     Case("wide_512_paged", (70, 1, 0, 5), (240, 571, 9, 90), head_dim=512, num_q_heads=8, num_kv_heads=1),
+    Case("symmetric_few_queries", (2, 1, 5), (700, 1, 64), num_q_heads=8, num_kv_heads=2, **BOTH_WAYS),
+    Case("symmetric_page_size_17", (33, 0, 300), (240, 5, 300), page_size=17, **BOTH_WAYS),
     Case("wide_512_page_size_17", (33, 1), (33, 300), head_dim=512, page_size=17, window_left=50),
 )
 
@@ -323,6 +343,7 @@ DECODE = (
     Case("decode_softcap", (1,) * 2, (41, 500), softcap=8.0, q_gain=4.0),
     Case("decode_alibi", (1,) * 2, (41, 500), alibi="head", num_kv_heads=2),
     Case("decode_alibi_batch", (1,) * 3, (41, 500, 0), alibi="batch", num_kv_heads=2),
+    Case("decode_symmetric", (1,) * 3, (41, 500, 0), num_kv_heads=2, **BOTH_WAYS),
     Case("decode_sinks", (1,) * 3, (41, 1500, 0), sinks="normal", num_q_heads=8, num_kv_heads=1),
     Case("decode_sinks_extreme", (1,) * 3, (1, 700, 0), sinks="extreme", num_q_heads=10, num_kv_heads=2),
     Case("decode_sinks_window", (1,) * 3, (20, 211, 1500), sinks="normal", window_left=100, num_kv_heads=2),

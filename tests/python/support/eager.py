@@ -17,6 +17,7 @@ def attention(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     alibi_slopes: Any = None,
+    alibi_symmetric: bool = False,
     prefix_lens: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
@@ -49,6 +50,7 @@ def attention(
         if alibi_slopes is not None:
             slopes = alibi_slopes.cpu().double()
             distances = torch.from_numpy(positions)[:, None] - torch.arange(m)
+            distances = distances.abs() if alibi_symmetric else distances
             scores = scores - (slopes[b] if slopes.ndim == 2 else slopes)[:, None, None] * distances
         prefix_len = 0 if prefix_lens is None else int(prefix_lens[b])
         see = torch.from_numpy(oracle.visible(positions, m, prefix_len=prefix_len, **masks))

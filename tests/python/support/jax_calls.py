@@ -79,6 +79,7 @@ def make_calls(dtype="float32", seed=0):
     whole_layer = {**layer, "bias": make(6), "residual": make(2, 3, 3)}
     masked = {"causal": True, "softcap": 5.0, "softmax_scale": 0.3}
     dropout = {"dropout_p": 0.3, "dropout_seed": 7}
+    symmetric = {"alibi_symmetric": True}
     return [
         ("attention", dense, {}),
         ("attention", {**dense, **masks}, {"window_right": 2, **scores}),
@@ -146,6 +147,17 @@ def make_calls(dtype="float32", seed=0):
                 "tree_mask": octavo.tree_mask(jnp.array([-1, 0, 0, -1, 0, 1, 1, -1])),
             },
             {"max_seqlen_q": 5, "return_lse": True},
+        ),
+        ("attention", {**dense, **batch_slopes}, {**symmetric, "return_lse": True}),
+        (
+            "paged_attention",
+            {**paged, **batch_slopes, "q": packed["q"], "cu_seqlens_q": index(CU_SEQLENS)},
+            {"causal": False, **symmetric},
+        ),
+        (
+            "attention_backward",
+            backward({**packed, **batch_slopes}, symmetric),
+            {"return_dalibi": True, **symmetric},
         ),
         ("paged_attention", {**paged, "chosen_pages": index(CHOSEN_PAGES)}, {"window_left": 30}),
         (

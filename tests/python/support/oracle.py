@@ -317,7 +317,7 @@ class PackedSequence:
     rows: slice  # of the queries
     keys: slice
     see: NDArray[np.bool_]  # [n, m], or [num_q_heads or 1, n, m]
-    distance: NDArray[np.int64]  # [n, m]: how far each key lies before each query
+    distance: NDArray[np.int64]  # [n, m]: how far each key lies before each query, or from it
     slopes: NDArray[np.float64] | None  # [num_q_heads]
     kept: NDArray[np.float64] | None  # [num_q_heads, n, m], what dropout multiplies the weights by
     sinks: NDArray[np.float64] | None  # [num_q_heads]
@@ -341,6 +341,7 @@ def sequences(
     block_mask: NDArray[Any] | None = None,
     block_size: int = 128,
     alibi_slopes: NDArray[Any] | None = None,
+    alibi_symmetric: bool = False,
     dropout: Dropout | None = None,
     sinks: NDArray[Any] | None = None,
     tree_mask: Sequence[int] | None = None,
@@ -378,7 +379,7 @@ def sequences(
             slice(q_begin, q_begin + n),
             slice(k_begin, k_begin + m),
             see,
-            _distances(q_pos[b], m),
+            np.abs(_distances(q_pos[b], m)) if alibi_symmetric else _distances(q_pos[b], m),
             None if slopes is None else slopes.astype(np.float64),
             dropout.keep(b, num_q_heads, n, m) / (1.0 - dropout.p) if dropout else None,
             None if sinks is None else sinks.astype(np.float64),

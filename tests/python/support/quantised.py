@@ -135,6 +135,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"attention_chunk": 30, "cu_seqlens_q": np.array([0, 1, 1, 41, 44], np.int32)},
     {"softcap": 5.0},
     {"alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32)},
+    {
+        "alibi_slopes": np.linspace(0.1, 0.8, 8, dtype=np.float32),
+        "alibi_symmetric": True,
+        "causal": False,
+        "cu_seqlens_q": np.array([0, 1, 1, 41, 44], np.int32),
+    },
     {"sinks": np.linspace(-3.0, 4.0, 8, dtype=np.float32)},
     {"sinks": np.linspace(-3.0, 4.0, 8, dtype=np.float32), "window_left": 33, "num_splits": 3},
     {"batch_invariant": True},

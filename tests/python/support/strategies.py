@@ -43,6 +43,7 @@ def drawn_cases(
     causal, window_right = draw(st.booleans()), draw(window)
     chunk = st.one_of(st.just(0), st.integers(1, max_seqlen_k + 50))
     prefix = st.one_of(st.just(0), st.integers(0, max_seqlen_k + 50))
+    alibi = draw(st.sampled_from(("", "", "head", "batch")))
     return Case(
         name=f"drawn {draw(st.integers(0, 2**16))}",
         seqlens_q=seqlens_q,
@@ -58,7 +59,8 @@ def drawn_cases(
         attention_chunk=draw(chunk) if causal or window_right == 0 else 0,
         prefix_lens=draw(st.one_of(st.none(), st.lists(prefix, min_size=batch, max_size=batch).map(tuple))),
         softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
-        alibi=draw(st.sampled_from(("", "", "head", "batch"))),
+        alibi=alibi,
+        alibi_symmetric=alibi != "" and draw(st.booleans()),
         sinks=draw(st.sampled_from(("", "", "normal", "extreme"))),
         softmax_scale=draw(st.one_of(st.none(), st.floats(0.01, 0.5))),
         k_scale=draw(st.sampled_from((None, 0.5, 1.25))) if paged else None,

@@ -181,6 +181,7 @@ class Layer:
         scores = {"softcap": self.options.get("logits_soft_cap") or 0.0}
         if self.options.get("alibi_slopes"):
             scores["alibi_slopes"] = np.array(self.options["alibi_slopes"], np.float32)
+            scores["alibi_symmetric"] = True
         if self.options.get("sinks") is not None:
             scores["sinks"] = self.options["sinks"].detach().double().cpu().numpy()
         reference = oracle.attention(
