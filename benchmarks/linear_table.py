@@ -52,11 +52,11 @@ class Measured(NamedTuple):
     tiles: dict[Tile, Times]
 
 
-def estimates(n: int, k: int, m: int) -> dict[Tile, float]:
-    """Microseconds of all tiles that there are on an H100."""
+def estimates(n: int, k: int, m: int, device: str) -> dict[Tile, float]:
+    """Microseconds of all tiles that there are on a GPU."""
     return {
         Tile(fields["kernel"].removeprefix("sm90_"), *(fields[x] for x in Tile._fields[1:])): us
-        for fields, us in _core.linear_candidates(m, n, k, DTYPE, "h100")
+        for fields, us in _core.linear_candidates(m, n, k, DTYPE, device)
     }
 
 

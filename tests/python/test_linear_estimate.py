@@ -17,14 +17,29 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import linear_table  # noqa: E402
 
-MEASURED = ROOT / "benchmarks" / "results" / "tiles-h100.jsonl"
-MACHINE, PRODUCTS = linear_table.read_sweep(MEASURED)
+PRODUCTS = {
+    gpu: linear_table.read_sweep(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")[1]
+    for gpu in ("h100", "h200")
+}
+# By more than 3 %: N, K and M. Two of them are noise: of 576 x 576 with M = 1 on the H200 the same launch was
+# recorded with 2.96 and 2.80 us, and what is picked for 22016 x 4096 with M = 8 on the H100 takes 8 % less
+# with M = 1. The others are listed in docs/notebook/linear.md.
+SLOWER = {
+    "h100": {
+        *((576, 576, 128), (576, 1536, 16), (4096, 14336, 32), (6144, 4096, 64), (6144, 4096, 128)),
+        *((22016, 4096, 8), (128256, 4096, 8)),
+    },
+    "h200": {
+        *((576, 576, 1), (576, 576, 128), (576, 1536, 1), (576, 1536, 8), (1280, 8192, 32)),
+        *((4096, 11008, 32), (8192, 1024, 32), (12288, 4096, 32), (22016, 4096, 128), (128256, 4096, 32)),
+    },
+}
 
 
-def losses() -> Iterator[tuple[float, linear_table.Measured]]:
+def losses(gpu: str) -> Iterator[tuple[float, linear_table.Measured]]:
     """By how much the tile with the least estimate is slower than the fastest one, of each product."""
-    for product in PRODUCTS:
-        estimates = linear_table.estimates(*product[:3])
+    for product in PRODUCTS[gpu]:
+        estimates = linear_table.estimates(*product[:3], gpu)
         assert set(product.tiles) <= set(estimates)
         picked = min(estimates, key=estimates.__getitem__)
         assert picked in product.tiles, (product[:3], picked)
@@ -53,25 +68,39 @@ def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
         assert us / fastest - 1 < most, product[:3]
 
 
-def test_the_estimate_picks_fast_tiles() -> None:
-    """Of the products that were measured, as if there were no table: what it reaches, not what it should."""
-    found = sorted(losses(), key=lambda loss: -loss[0])
-    of_few = [loss for loss, product in found if product.M <= 128]  # others are the library's without a table
-    assert statistics.mean(of_few) < 0.0115 and max(of_few) < 0.09
-    assert sum(loss > 0.03 for loss in of_few) <= 11
-    assert found[0][0] < 0.11 and found[0][1][:3] == (11008, 4096, 256)
+@pytest.mark.parametrize(("gpu", "mean", "most"), [("h100", 0.0083, 0.064), ("h200", 0.0089, 0.082)])
+def test_the_estimate_picks_fast_tiles(gpu: str, mean: float, most: float) -> None:
+    """Of the products that were measured, as if there were no table: what it reaches."""
+    of_few = [(loss, product) for loss, product in losses(gpu) if product.M <= 128]
+    assert len(of_few) == 102
+    assert {product[:3] for loss, product in of_few if loss > 0.03} == SLOWER[gpu]
+    assert max(loss for loss, _ in of_few) < most
+    assert statistics.mean(loss for loss, _ in of_few) < mean
 
 
-@pytest.mark.parametrize("m", [1, 16, 64, 128])
-def test_estimates_are_times(m: int) -> None:
-    """Roughly those that were measured: within a third, of tiles that are not slow."""
-    for product in PRODUCTS:
-        if m != product.M or product.N * product.K < 1e7:
+@pytest.mark.parametrize(("gpu", "mean", "most"), [("h100", 0.0175, 0.104), ("h200", 0.0081, 0.069)])
+def test_the_estimate_of_many_rows(gpu: str, mean: float, most: float) -> None:
+    """Which C++ and C alone ask for: Python hands these products to a library where there is no table."""
+    of_many = [loss for loss, product in losses(gpu) if product.M > 128]
+    assert len(of_many) == 17 and max(of_many) < most and statistics.mean(of_many) < mean
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_estimates_are_times(gpu: str) -> None:
+    """Roughly those that were measured, of the three tiles that ought to be the fastest."""
+    compared = 0
+    for product in PRODUCTS[gpu]:
+        if product.M > 128 or product.N * product.K < 1e7:
             continue
-        estimates = linear_table.estimates(*product[:3])
+        estimates = linear_table.estimates(*product[:3], gpu)
         for tile in sorted(estimates, key=estimates.__getitem__)[:3]:
             if tile in product.tiles:
-                assert estimates[tile] == pytest.approx(product.tiles[tile].plain, rel=0.33)
+                assert estimates[tile] == pytest.approx(product.tiles[tile].plain, rel=0.29), (
+                    product[:3],
+                    tile,
+                )
+                compared += 1
+    assert compared > 200
 
 
 def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const G
         if (!is_wanted(tile)) return;
         const std::optional<Sm90LinearPlan> plan = plan_sm90_linear(problem, dtype, gpu, tile);
         if (!plan || !may_be_fastest(problem, gpu, *plan)) return;
-        const double time = estimated_time(problem, gpu, tile);
+        const double time = estimated_time(problem, gpu, *plan);
         if (time >= least) return;
         least = time;
         best = tile;
@@ -45,30 +45,51 @@ Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const G
     return best;
 }
 
-// Constants of the estimate, in microseconds: to launch and end; for a product of 8 rows of w with 16 columns
-// of K; for each 16 columns that a CTA works through; for each number that a CTA gets from another one of its
-// cluster; for a CTA that leaves room for a second one. They were fitted to the times of
-// benchmarks/results/tiles-h100.jsonl so that the tile with the least estimate is a fast one. The estimates
-// themselves are off by more.
+// Constants of the estimate, fitted to the times of benchmarks/results/tiles-h100.jsonl and tiles-h200.jsonl
+// (docs/notebook/linear.md) and the same for both GPUs. In microseconds, of a kernel: to launch and end; for
+// a product of 8 rows of w with 16 columns of K; for each stage; for each further CTA that has to wait for a
+// place on an SM, with room there for one and for several.
 struct Costs {
-    double launch, product, depth, exchange, second_cta;
+    double launch, product, stage, wave_of_one, wave_of_several;
 };
-constexpr Costs kFlatCosts{1.394, 1.803e-3, 15.63e-3, 0.457e-3, 0.811};
-constexpr Costs kWideCosts{2.920, 2.140e-3, 28.11e-3, 0.034e-3, 2.620};
-constexpr double kSplitCost = 0.436;
-constexpr double kWideResult = 0.370e-3;  // for each number that a CTA of sm90_wide writes
-// For each further CTA that has to wait for a place on an SM, where there is room for one CTA and for two.
-// sm90_wide does not need it.
-constexpr double kFlatWave[] = {1.342, 0.329};
-// The share of the memory's bandwidth that is reached with all SMs at work, and the powers by which it falls
-// with the share of SMs that are: where none has more than one CTA, and on the average of several.
-constexpr double kShareOfBandwidth = 0.959;
-constexpr double kOneFalls = 0.483, kFlatFalls = 0.134, kWideFalls = 0.046;
+constexpr Costs kFlatCosts{1.91, 0.42e-3, 0.242, 0.95, 0.52};
+constexpr Costs kWideCosts{2.53, 2.79e-3, 0.051, 1.42, 1.42};
+constexpr double kResultCost = 0.16e-3;    // for each number that a CTA writes
+constexpr double kSplitCost = 0.204;       // for each further CTA of a cluster
+constexpr double kExchangeCost = 0.64e-3;  // for each number that a CTA of sm90_flat gets or sends
+constexpr double kLatency = 1.25;          // of a copy, while the memory is busy
+// The share of the memory's bandwidth that is reached with an even load; the power by which it falls with the
+// evenness; by how much copies of 128 bytes of a row take longer than those of more; what a CTA reads alone.
+constexpr double kShareOfBandwidth = 0.923, kFalls = 0.14, kMoreOfOnePanel = 0.06, kMostOfCta = 171;  // GB/s
+constexpr double kNorm = 2.6;  // in which limits that bind at once add up
 
 // How many SMs clusters of this size can occupy at once: some SMs of a GPC are left over.
 double num_usable_sms(const Gpu& gpu, int32_t splits) {
     if (splits == 8) return gpu.num_sms * (112.0 / 132);
     return splits == 4 ? gpu.num_sms * (120.0 / 132) : gpu.num_sms;
+}
+
+// How many CTAs an SM has room for: more than the tile says, where K is short and the ring with it. Registers
+// are those of the compiled kernels, roughly.
+double ctas_on_sm(const Sm90LinearPlan& plan) {
+    const Sm90LinearTile& tile = plan.tile;
+    const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
+    if (!is_flat && tile.splits == 1) return tile.ctas_per_sm;  // its grid is no larger
+    constexpr double kSharedOfSm = 228 * 1024, kSharedOfSystem = 1024, kRegistersOfSm = 65536;
+    const int32_t threads = is_flat ? 32 * kFlatWarps + 32 : 128 * wide_warpgroups(tile.x_rows) + 32;
+    const double registers = is_flat ? 56 + tile.w_rows * tile.x_rows / 28.0 : 40 + tile.w_rows / 2.0;
+    const double fit = std::floor(std::min(kSharedOfSm / (plan.shared_bytes + kSharedOfSystem),
+                                           kRegistersOfSm / (threads * registers)));
+    return std::max<double>(fit, tile.ctas_per_sm);
+}
+
+// The share of the most that one of `places` has, which the average has.
+double evenness(double parts, double places) { return parts / places / std::ceil(parts / places); }
+
+// The larger one, or somewhat more than it if both are large.
+double add_limits(double a, double b) {
+    const double larger = std::max(a, b);
+    return larger == 0 ? 0 : larger * std::pow(1 + std::pow(std::min(a, b) / larger, kNorm), 1 / kNorm);
 }
 
 LinearChoice choose(const LinearProblem& problem, DType dtype, const Gpu& gpu) {
@@ -115,27 +136,39 @@ int32_t x_rows_for(Sm90LinearKernel kernel, int64_t num_rows) {
                                             : x_rows_for(kWideXRows, num_rows);
 }
 
-double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90LinearTile& tile) {
+double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90LinearPlan& plan) {
+    const Sm90LinearTile& tile = plan.tile;
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
     const Costs& costs = is_flat ? kFlatCosts : kWideCosts;
-    const auto tiles = static_cast<double>(ceil_divide(problem.w_rows, tile.w_rows) *
-                                           ceil_divide(problem.num_rows, tile.x_rows));
-    const double num_sms = num_usable_sms(gpu, tile.splits);
-    const double parts = tiles * tile.splits, most = std::ceil(parts / num_sms);  // on all SMs; on one
-    const double waves = std::ceil(parts / (num_sms * tile.ctas_per_sm));
-    const double falls = most == 1 ? kOneFalls : is_flat ? kFlatFalls : kWideFalls;
-    const double reading = static_cast<double>(problem.w_rows * problem.depth) * 2 /
-                           (kShareOfBandwidth * std::max(gpu.memory_gb_per_s, 1) * 1e3 *
-                            std::pow(parts / (num_sms * most), falls));
-    const double x_columns = is_flat ? tile.x_rows / 8.0 : std::max(tile.x_rows, 64) / 64.0;
-    const double depths = static_cast<double>(problem.depth) / 16 / tile.splits;
-    const double multiplying =
-        depths * (costs.product * most * tile.w_rows / 8 * x_columns + costs.depth * waves);
-    const double results = most * tile.w_rows * tile.x_rows;
-    const double writing = results * ((is_flat ? 0.0 : kWideResult) + costs.exchange * (tile.splits - 1));
-    return costs.launch + std::max(reading, multiplying) + writing + (tile.splits > 1 ? kSplitCost : 0.0) +
-           (is_flat ? kFlatWave[tile.ctas_per_sm - 1] * (waves - 1) : 0.0) +
-           costs.second_cta * (tile.ctas_per_sm - 1);
+    const auto depth = static_cast<double>(problem.depth) / tile.splits;  // of a CTA
+    const double num_sms = num_usable_sms(gpu, tile.splits), on_sm = ctas_on_sm(plan);
+    const double places = num_sms * on_sm;
+    const double parts = static_cast<double>(plan.w_tiles) * plan.x_tiles * tile.splits;
+    const double waves = std::ceil(parts / places), rest = parts - std::floor(parts / places) * places;
+
+    // Full waves read at the bandwidth of the memory. The last one is slower: pairs of SMs, and SMs, with
+    // more CTAs than others end last, and few CTAs cannot draw all of it. Tiles of x share the weights in L2.
+    const double bytes =
+        2.0 * tile.w_rows * depth / plan.x_tiles * (plan.stage().panels == 1 ? 1 + kMoreOfOnePanel : 1);
+    const double bytes_per_us = kShareOfBandwidth * std::max(gpu.memory_gb_per_s, 1) * 1e3;
+    double reading = (parts - rest) * bytes / bytes_per_us;
+    if (rest > 0) {
+        const double evenly = evenness(rest, gpu.num_sms / 2.0) * evenness(rest, gpu.num_sms);
+        reading +=
+            add_limits(rest * bytes / bytes_per_us * std::pow(evenly, -kFalls), bytes / (kMostOfCta * 1e3));
+    }
+    // What does not fit in the ring waits for it to go round.
+    const double stages = static_cast<double>(ceil_divide(plan.steps, tile.splits));
+    const double waiting = waves * std::max(stages / plan.stages - 1, 0.0) * kLatency;
+    const double x_columns = is_flat ? tile.x_rows / 8.0 : 1.0;  // two warpgroups multiply at once
+    const double products = std::ceil(parts / num_sms) * (tile.w_rows / 8.0) * x_columns * depth / 16;
+    const double multiplying = costs.product * products + costs.stage * waves * stages;
+
+    const double results = static_cast<double>(tile.w_rows) * tile.x_rows;
+    const double exchanging = kSplitCost * (tile.splits - 1) +
+                              (is_flat ? kExchangeCost * results * (tile.splits - 1) / tile.splits : 0.0);
+    return costs.launch + add_limits(add_limits(reading, waiting), multiplying) + kResultCost * results +
+           exchanging + (on_sm > 1 ? costs.wave_of_several : costs.wave_of_one) * (waves - 1);
 }
 
 LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool batch_invariant) {

@@ -37,6 +37,6 @@ void for_each_tile(const LinearProblem& problem, Visit visit) {
 bool may_be_fastest(const LinearProblem& problem, const Gpu& gpu, const Sm90LinearPlan& plan);
 
 // In microseconds, roughly.
-double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90LinearTile& tile);
+double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90LinearPlan& plan);
 
 }  // namespace octavo::cuda

@@ -153,7 +153,7 @@ std::vector<std::pair<LinearPlan, double>> sm90_linear_candidates(const LinearPr
     for_each_tile(problem, [&](const Sm90LinearTile& tile) {
         const auto plan = plan_sm90_linear(problem, dtype, gpu, tile);
         if (plan && may_be_fastest(problem, gpu, *plan))
-            candidates.emplace_back(public_plan(*plan), estimated_time(problem, gpu, tile));
+            candidates.emplace_back(public_plan(*plan), estimated_time(problem, gpu, *plan));
     });
     std::stable_sort(candidates.begin(), candidates.end(),
                      [](const auto& a, const auto& b) { return a.second < b.second; });
