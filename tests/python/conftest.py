@@ -1,6 +1,7 @@
 """The `gpu` marker, the hypothesis profiles and the fixtures that several files share.
 
-A test marked `gpu` is skipped where there is no NVIDIA GPU; where there is one, skipping it is a failure.
+A test marked `gpu` is deselected where there is no NVIDIA GPU, which the first lines of a run say; where there
+is one, skipping it is a failure.
 With `--no-skips` skipping any other test is a failure, too: what the tests need is said to be there.
 Hypothesis: `ci` by default; `pytest --hypothesis-profile=thorough` searches longer, anew each time.
 """
@@ -53,12 +54,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if gpu_count() == 0:
-        skip = pytest.mark.skip(reason="no NVIDIA GPU")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+def pytest_report_header() -> str:
+    return f"NVIDIA GPUs: {gpu_count() or 'none, so that tests marked gpu are deselected'}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if gpu_count() > 0:
+        return
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpu:
+        config.hook.pytest_deselected(items=of_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="module")
