@@ -169,7 +169,7 @@ class Sm90Consumer {
     static constexpr int kScores = Config::kKeys / 2;
     static constexpr int kWeights = Config::kKeys / 4;  // registers, two weights each
     static constexpr int kOut = Config::kValueDim / 2;
-    using Rows = Sm90Rows<Config::kAlibi>;
+    using Rows = Sm90Rows<Config>;
     using Number = typename ProductType<T>::Type;
     using ProductQK = ptx::Wgmma<Number, Config::kKeys>;
     using ProductPV = ptx::Wgmma<Number, Config::kValueDim>;
@@ -344,7 +344,7 @@ class Sm90Consumer {
                 const float sum = states[half].sum;  // at least about 1, unless the row sees nothing
                 out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * result_scale();
             }
-            if (OCTAVO_RARE(p_.sinks != nullptr)) {
+            if (Config::kSinksAndChunks && OCTAVO_RARE(p_.sinks != nullptr)) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     finish_row(work, half, states[half], rows.row_bias[half], out_scale);
@@ -370,7 +370,7 @@ class Sm90Consumer {
     __device__ __forceinline__ void finish_row(const Sm90Work& work, int half, SoftmaxState state,
                                                float row_bias, float (&out_scale)[2]) {
         float factor = result_scale();
-        if (OCTAVO_RARE(p_.sinks != nullptr)) {
+        if (Config::kSinksAndChunks && OCTAVO_RARE(p_.sinks != nullptr)) {
             const float sink = p_.sinks[work.first_head + places_.head(half)];
             factor *= state.add_sink(fmaf(sink, kLog2e, -row_bias));
         }

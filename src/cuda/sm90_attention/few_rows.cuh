@@ -36,7 +36,7 @@ class PrefillFewRows {
           thread_(threadIdx.x - 128 * Config::kFirstConsumer) {
         pin_in_register(thread_);  // else what follows from it takes registers from row tiles of many rows
         warp_ = __shfl_sync(~0u, thread_ / 32, 0);  // known to be the same in all lanes, as the rings are
-        const Visibility see = work.visibility(p);
+        const Visibility see = work.visibility<Config>(p);
         full_begin_ = see.window_begin(work.seqlen_k - 1);
         full_end_ = see.window_end(work.q_pos(work.first_token));
         Softmax::for_each_row(
@@ -242,7 +242,7 @@ class PrefillFewRows {
         }
         const int32_t end = first_key + kBlockKeys;
         if (end > work_.prefix_len && (first_key < full_begin_ || end > full_end_)) {
-            const Visibility see = work_.visibility(p_);
+            const Visibility see = work_.template visibility<Config>(p_);
             Softmax::for_each_score(scores, [&](float& score, int r, int e) {
                 const int key = first_key + Softmax::key_of(lane(), e);
                 if (!see.visible(q_pos_[r][e % 2], key)) score = -INFINITY;

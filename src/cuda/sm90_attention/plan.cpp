@@ -210,6 +210,7 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     if (plan.codes != Codes::none) return Sm90Feature::few_rows;  // which serves all others there
     if (plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas)) return Sm90Feature::few_rows;
+    if (p.sinks || p.attention_chunk.divisor > 0) return Sm90Feature::sinks;
     return Sm90Feature::none;
 }
 
@@ -294,6 +295,7 @@ const char* name_of(Sm90Feature feature) {
         case Sm90Feature::none: break;
         case Sm90Feature::alibi: return "alibi";
         case Sm90Feature::dropout: return "dropout";
+        case Sm90Feature::sinks: return "sinks";
         case Sm90Feature::few_rows: return "few_rows";
         case Sm90Feature::splits: return "splits";
         case Sm90Feature::beside: return "beside";

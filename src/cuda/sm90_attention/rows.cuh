@@ -39,8 +39,9 @@ class Sm90RowPlaces {
 
 // The rows of a warpgroup, and what this thread's two of them see. Element i of the scores is in row
 // i / 2 % 2 of the two, at column 8 (i / 4) + i % 2 behind the thread's first.
-template <bool kAlibi>
+template <class Config>
 struct Sm90Rows {
+    static constexpr bool kAlibi = Config::kAlibi;
     bool any;  // whether the warpgroup has a query here
     bool has_window_left;
     int32_t prefix_len;
@@ -58,7 +59,7 @@ struct Sm90Rows {
     template <class Places>
     __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
                         const Places& places, float scale) {
-        const Visibility see = work.visibility(p);
+        const Visibility see = work.visibility<Config>(p);
         const int32_t first_token = work.first_token + block * plan.tokens;
         const int32_t first_q_pos = work.q_pos(first_token);
         const int32_t last_q_pos = work.q_pos(min(first_token + plan.tokens, work.seqlen_q) - 1);

@@ -66,9 +66,9 @@ struct Sm90Softmax {
 
 // Softcap, ALiBi as counted from this thread's first column, and masks, each a branch that the whole
 // warpgroup takes or not.
-template <int kKeys, int kCount, bool kAlibi>
+template <int kKeys, int kCount, class Config>
 __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
-                                           bool add_alibi, const Sm90Rows<kAlibi>& rows, int32_t first_key) {
+                                           bool add_alibi, const Sm90Rows<Config>& rows, int32_t first_key) {
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
     if (transform.has_softcap) {
 #pragma unroll
@@ -99,10 +99,11 @@ __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreT
 
 // Sm90Softmax::apply where the scores hold ALiBi as counted from the tile's first column, or (`by_thread`)
 // from the first of each thread.
-template <int kCount>
+template <class Config, int kCount>
 __device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
-                                              const Sm90Rows<true>& rows, int32_t first_key, bool by_thread,
+                                              const Sm90Rows<Config>& rows, int32_t first_key, bool by_thread,
                                               float (&factor)[2]) {
+    if constexpr (!Config::kAlibi) return softmax.apply<false>(scores, {}, factor);
     const int32_t first_column = by_thread ? 2 * (threadIdx.x % 4) : 0;
     float shift[2], max[2], shifted[2];
 #pragma unroll
@@ -117,11 +118,6 @@ __device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scor
         softmax.max[half] = softmax.max[half] == shifted[half] ? max[half] : softmax.max[half] + shift[half];
     }
     return raised;
-}
-template <int kCount>
-__device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
-                                              const Sm90Rows<false>&, int32_t, bool, float (&factor)[2]) {
-    return softmax.apply<false>(scores, {}, factor);
 }
 
 }  // namespace octavo::cuda

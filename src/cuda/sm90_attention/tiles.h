@@ -114,7 +114,8 @@ constexpr bool has_blocks(int head_dim, int warpgroups, int ctas) {
 
 // What has kernels of its own. `beside` is for a shared prefix (SharedPrefixPlan): the kernel over the keys
 // behind it, which waits for memory, runs beside this one, which multiplies.
-enum class Sm90Feature { none, alibi, dropout, few_rows, splits, beside, tree, blocks, small_blocks };
+// `sinks` is for attention sinks and for chunks of positions (attention_chunk).
+enum class Sm90Feature { none, alibi, dropout, sinks, few_rows, splits, beside, tree, blocks, small_blocks };
 
 // What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token.
 enum class Sm90Cache { numbers, codes, codes_of_tokens };
@@ -147,6 +148,9 @@ struct Sm90Config {
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
     static constexpr bool kAlibi = kFeature_ == Sm90Feature::alibi;
     static constexpr bool kDropout = kFeature_ == Sm90Feature::dropout;
+    // Whether attention sinks and chunks of positions are looked for. Nothing hides that between two row
+    // tiles: it cost sequences of 512 tokens 2 to 4 % on an H200.
+    static constexpr bool kSinksAndChunks = kFeature_ != Sm90Feature::none;
     // Whether it is part of the product Q K^T: where instructions are scarcer than turns at the tensor cores.
     static constexpr bool kAlibiProduct = kAlibi && kHeadDim == 64;
     static constexpr int kKeys = kTiles.keys;

@@ -20,8 +20,10 @@ struct alignas(16) Sm90Work {
     int32_t q_begin;  // packed arrays: the sequence's first token
     int32_t k_begin;  // likewise; paged ones: see split()
 
+    template <class Config>
     __device__ Visibility visibility(const AttentionParams& p) const {
-        return {seqlen_k, prefix_len, p.window_left, p.window_right, p.attention_chunk};
+        return {seqlen_k, prefix_len, p.window_left, p.window_right,
+                Config::kSinksAndChunks ? p.attention_chunk : FastDivide{}};
     }
     __device__ Sm90Work from_lane_0() const {
         auto get = [](int32_t x) { return __shfl_sync(~0u, x, 0); };
