@@ -1,7 +1,7 @@
 """The `gpu` marker, the hypothesis profiles and the fixtures that several files share.
 
-A test marked `gpu` is deselected where there is no NVIDIA GPU, which the first lines of a run say; where there
-is one, skipping it is a failure.
+A test marked `gpu` is deselected where there is no NVIDIA GPU, which the first lines of a run say; where
+there is one, skipping it is a failure.
 With `--no-skips` skipping any other test is a failure, too: what the tests need is said to be there.
 Hypothesis: `ci` by default; `pytest --hypothesis-profile=thorough` searches longer, anew each time.
 """

@@ -231,7 +231,9 @@ def test_bad_processes(tool: str | None, status: int, output: str) -> None:
 
 def test_shards_make_one_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(outputs: list[str], known: KnownRace = KNOWN) -> dict[str, Any]:
-        def run_shard(command: list[str], shard: int, num_shards: int) -> subprocess.CompletedProcess[str]:
+        def run_shard(
+            command: list[str], shard: int, num_shards: int, more_environment: dict[str, str]
+        ) -> subprocess.CompletedProcess[str]:
             assert num_shards == len(outputs)
             return subprocess.CompletedProcess(command, gpu_report.REPORTED, outputs[shard], "")
 
