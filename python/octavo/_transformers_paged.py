@@ -9,6 +9,7 @@ token takes the place of the one that has left the window.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ def register(name: str) -> None:
         _let_manager_switch()
     if not _names and IS_KNOWN:
         _let_flash_attention_be_found()
+        _let_attention_see_the_cache()
     _names[name] = f"{name}_paged_flash_2"
     if IS_KNOWN:
         AttentionInterface.register(_names[name], _attention)
@@ -71,8 +73,8 @@ def _let_manager_switch() -> None:
             return
         if not IS_KNOWN:
             _refuse(
-                "transformers' continuous batching is supported with the cache of version 5.23, and this "
-                "one's is another; use octavo.transformers.generate_batch"
+                "transformers' continuous batching is supported with the cache of version 5.23 and later, "
+                "and this one's is another; use octavo.transformers.generate_batch"
             )
         only = getattr(model, "_compatible_flash_implementations", None)
         if only is not None and _names[name] not in only:  # transformers would take one of these instead
@@ -105,6 +107,29 @@ def _let_flash_attention_be_found() -> None:
         return *functions, theirs._pad_input, theirs._unpad_input
 
     theirs._lazy_imports = find_ours_too
+
+
+def _let_attention_see_the_cache() -> None:
+    """Have layers hand on the cache and the new keys and values as they are.
+
+    Since version 5.24 a layer itself updates the cache, and its attention gets copies of all keys and values.
+    Before, the cache was one of the attention's arguments, as it is again for Octavo's names.
+    """
+    update = their_cache.PagedAttentionCache.update
+    if "kwargs" not in inspect.signature(update).parameters:
+        return
+
+    @functools.wraps(update)
+    def update_or_hand_on(
+        self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> Any:
+        if self.config._attn_implementation not in _names.values():
+            return update(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    theirs: Any = their_cache.PagedAttentionCache
+    theirs.update = update_or_hand_on
 
 
 @torch.no_grad()
