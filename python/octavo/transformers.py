@@ -8,7 +8,7 @@ attention sinks (gpt-oss), with or without a growing or static cache, and paddin
 padded batch is packed first, which copies its keys and values); attention in chunks (Llama 4) without a
 static cache. What else a model asks for is refused with a ValueError, never approximated: other masks,
 position biases, attention weights. So are models whose attention is their own, outside of transformers'
-AttentionInterface: BLOOM, MPT, Falcon, GPT-J and other early ones. Values with a head dim of their own
+AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values with a head dim of their own
 (DeepSeek-V3) need a growing cache. ``generate_batch`` wants one head dim for all layers, keys and values, and
 refuses DeepSeek-V3 and Gemma 4.
 
