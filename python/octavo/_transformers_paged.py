@@ -73,8 +73,8 @@ def _let_manager_switch() -> None:
             return
         if not IS_KNOWN:
             _refuse(
-                "transformers' continuous batching is supported with the cache of version 5.23 and later, "
-                "and this one's is another; use octavo.transformers.generate_batch"
+                "transformers' continuous batching is supported with the caches of versions 5.23 and "
+                "5.24, and this one's is another; use octavo.transformers.generate_batch"
             )
         only = getattr(model, "_compatible_flash_implementations", None)
         if only is not None and _names[name] not in only:  # transformers would take one of these instead

@@ -1,7 +1,7 @@
 """The `gpu` marker, the hypothesis profiles and the fixtures that several files share.
 
-A test marked `gpu` is deselected where there is no NVIDIA GPU, which the first lines of a run say; where
-there is one, skipping it is a failure.
+A test marked `gpu` is deselected where there is no NVIDIA GPU, and pytest counts it in its last line, though
+not with `-n`; where there is a GPU, skipping it is a failure.
 With `--no-skips` skipping any other test is a failure, too: what the tests need is said to be there.
 Hypothesis: `ci` by default; `pytest --hypothesis-profile=thorough` searches longer, anew each time.
 """
@@ -54,17 +54,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_report_header() -> str:
-    return f"NVIDIA GPUs: {gpu_count() or 'none, so that tests marked gpu are deselected'}"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if gpu_count() > 0:
         return
-    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if of_gpu:
-        config.hook.pytest_deselected(items=of_gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    of_gpu, others = [], []
+    for item in items:
+        (of_gpu if item.get_closest_marker("gpu") else others).append(item)
+    config.hook.pytest_deselected(items=of_gpu)
+    items[:] = others
 
 
 @pytest.fixture(scope="module")

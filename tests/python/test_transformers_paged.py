@@ -270,7 +270,9 @@ def test_other_attentions_are_left_alone(prompts, calls):
 def test_a_version_whose_cache_is_not_known(monkeypatch):
     monkeypatch.setattr(_transformers_paged, "IS_KNOWN", False)
     model = make_model("llama", attn_implementation="octavo")
-    with pytest.raises(ValueError, match=r"with the cache of version 5\.23 and later, and this one"):
+    with pytest.raises(
+        ValueError, match=r"with the caches of versions 5\.23 and 5\.24, and this one's is another"
+    ):
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)
 
 
