@@ -287,9 +287,11 @@ def run_cuda_test(
     summaries: Counter[str] = Counter()
     bad = False
     for result in results:
-        for test, ms in re.findall(r"^\[       OK \] (\S+) \((\d+) ms\)", result.stdout, re.MULTILINE):
-            num_passed += 1
-            times[test] = int(ms)
+        passed = re.findall(r"^\[       OK \] (\S+) \((\d+) ms\)", result.stdout, re.MULTILINE)
+        times |= {test: int(ms) for test, ms in passed}
+        # Where a process was ended, there is no such line.
+        counted = re.search(r"^\[  PASSED  \] (\d+) tests?", result.stdout, re.MULTILINE)
+        num_passed += int(counted[1]) if counted else len(passed)
         summaries.update(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)[-1:])
         if not is_good(tool, result.returncode, result.stdout):
             bad = True

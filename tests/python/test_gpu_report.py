@@ -233,12 +233,17 @@ def test_bad_processes(tool: str | None, status: int, output: str) -> None:
 def test_shards_make_one_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(outputs: list[str], known: KnownRace = KNOWN) -> dict[str, Any]:
         def run_shard(
-            command: list[str], shard: int, num_shards: int, more_environment: dict[str, str]
+            command: list[str],
+            shard: int,
+            num_shards: int,
+            more_environment: dict[str, str],
+            deadline: float | None,
         ) -> subprocess.CompletedProcess[str]:
             assert num_shards == len(outputs)
             return subprocess.CompletedProcess(command, gpu_report.REPORTED, outputs[shard], "")
 
         monkeypatch.setattr(gpu_report, "run_shard", run_shard)
+        monkeypatch.setattr(gpu_report, "count_tests", lambda binary, tests: 2 * len(outputs))
         monkeypatch.setattr(
             gpu_report, "compare_with_known", lambda races: compare_with_known(races, [known])
         )
