@@ -83,8 +83,8 @@ void CudaDecodeTest::for_each_call(Body body) {
                                                : std::vector<int64_t>{64, 80, 128, 192, 256, 320, 512};
     size_t first = 0, end = head_dims.size();
     if (is_small_scale()) {
-        constexpr size_t kFirst[] = {0, 1, 2, 0, 1, 2,
-                                     0, 1, 2, 3, 4, 6};  // the larger ones are less often worth it
+        // The larger ones less often.
+        constexpr size_t kFirst[] = {0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 6};
         first = std::min(kFirst[std::hash<std::string>{}(c.name) % std::size(kFirst)], end - 1);
         end = first + 1;
     }
@@ -258,7 +258,7 @@ class CudaDecodeScoresTest : public ::testing::TestWithParam<unsigned> {
     Random random_{GetParam()};
     const DType dtype_ = random_.pick({DType::float16, DType::bfloat16});
     const int64_t head_dim_ = random_.pick({64, 96, 128, 128, 256});
-    const int64_t num_kv_heads_ = random_.pick({1, 2, 5}),
+    const int64_t num_kv_heads_ = scaled_heads(random_.pick({1, 2, 5})),
                   num_q_heads_ = num_kv_heads_ * random_.pick({1, 4, 8});
     // No more rows than the decode kernels take.
     const int32_t seqlen_q_ =
