@@ -33,8 +33,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 import octavo
 from octavo import _core
 from support import oracle
+from support.benchmark_cases import CPU_TABLE
 from support.case import Case
-from support.cases import CPU_TABLE
 from support.oracle_backward import Backward
 
 ROTATED_BYTES = 256 << 20

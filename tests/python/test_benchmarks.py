@@ -17,8 +17,8 @@ import pytest
 
 import octavo
 from support import cases, oracle
+from support.benchmark_cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE, ROWS
 from support.case import Case
-from support.cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -377,7 +377,7 @@ def test_sampled_pairs() -> None:
     pytest.importorskip("torch")
     from _check import MAX_KEYS, MAX_PAIRS, choose_pairs
 
-    for case in cases.ROWS:
+    for case in ROWS:
         pairs, num_pairs = choose_pairs(case), case.batch * case.num_kv_heads
         ends = [(0, 0), (case.batch - 1, case.num_kv_heads - 1)]
         assert pairs[:2] == ends[:num_pairs] and len(set(pairs)) == len(pairs) <= MAX_PAIRS, case
