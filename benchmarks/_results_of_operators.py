@@ -169,3 +169,17 @@ def backward_options(results: Path) -> str:
         rows.append([row["case"], gpu, *cells, f"{us[peer]:.0f} {PEERS[peer]}" if peer else ""])
     header = ["case", "GPU", "Octavo", "without it", "ratio", "best peer"]
     return format_table(header, rows, numbers=4)
+
+
+def backward_with_forward(results: Path) -> str:
+    """Microseconds of the forward and the backward together, and the memory that two ways to do it take."""
+    rows = []
+    for gpu, row in _backward_rows(results, "forward", "standard"):
+        us, memory = row["us"], row["peak_bytes"]
+        times = [us.get(name) for name in (OCTAVO, *BACKWARD_PEERS, "eager")]
+        sizes = [memory.get(name) for name in (OCTAVO, "eager")]
+        cells = [*(f"{x:.0f}" if x else "" for x in times), *(f"{x / 2**20:.0f}" if x else "" for x in sizes)]
+        rows.append([row["case"].replace("_forward", ""), gpu, *cells])
+    names = ["Octavo", *(PEERS[name] for name in BACKWARD_PEERS), "eager"]
+    header = ["case", "GPU", *names, "MiB of Octavo", "MiB of eager"]
+    return format_table(header, rows, numbers=len(header) - 2)
