@@ -53,7 +53,7 @@ class Task:
 
     @property
     def masks(self) -> dict[str, Any]:
-        """Of the scores, as the oracle names them, apart from the slopes of ALiBi."""
+        """What masks and changes scores, as the oracle names it, apart from the slopes of ALiBi."""
         assert self.case.window_left < 0 and self.case.softmax_scale is None, self
         return {"causal": self.case.causal, "softcap": self.case.softcap}
 

@@ -181,7 +181,7 @@ def gradient_error(gradients: Sequence[torch.Tensor], exact: Sequence[np.ndarray
 
 
 def error_of(case: Case, sample: Sample, result: torch.Tensor) -> float:
-    """Of a result [batch, heads, seqlen, head_dim], however its axes are put together."""
+    """The error of a result [batch, heads, seqlen, head_dim], however its axes are put together."""
     by_head = result.reshape(case.batch, case.num_q_heads, -1, case.head_dim)
     out = by_head.transpose(1, 2).flatten(0, 1)
     return float(np.abs(sample.of(out) - sample.reference.out).max())

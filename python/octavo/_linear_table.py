@@ -45,7 +45,7 @@ class LinearTable:
     """Products of more rows of ``x`` than that are the library's where no row of the table says otherwise."""
 
     def library_from(self, N: int, K: int, dtype: str = "bfloat16") -> int:  # noqa: N803
-        """Look up the inflection point M2 of FlashDecoding++: the library is faster from so many rows on.
+        """Look up the inflection point M2 of FlashDecoding++: the library is faster from that many rows on.
 
         Its M1, below which CUDA cores multiply in place of tensor cores, does not exist here: reading the
         weights takes the time at any M, and CUDA cores were not faster by enough to keep kernels for them.

@@ -431,7 +431,7 @@ def test_measure(monkeypatch: pytest.MonkeyPatch) -> None:
         Peer("idle", lambda inputs: None),
     ]
     found = _measure.measure(case, contestants, 10 * case.num_bytes, call_us=100.0, rounds=3)
-    # Of 21 copies a graph goes through all once, as they take 2100 microseconds.
+    # A graph goes through all 21 copies once, since they take 2100 microseconds.
     assert found.us == {"octavo": 600 / 21, "math": 600 / 21}
     assert 0 < found.max_error["octavo"] < 0.02 and 0 < found.max_error["math"] < 0.02
     assert found.skipped["unsupported"] == "not for it"
