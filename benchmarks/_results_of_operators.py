@@ -173,13 +173,13 @@ def backward_options(results: Path) -> str:
 
 def backward_with_forward(results: Path) -> str:
     """Microseconds of the forward and the backward together, and the memory that two ways to do it take."""
+    found = _backward_rows(results, "forward", "standard")
+    names = [name for name in (*BACKWARD_PEERS, "eager") if any(name in row["us"] for _, row in found)]
     rows = []
-    for gpu, row in _backward_rows(results, "forward", "standard"):
-        us, memory = row["us"], row["peak_bytes"]
-        times = [us.get(name) for name in (OCTAVO, *BACKWARD_PEERS, "eager")]
-        sizes = [memory.get(name) for name in (OCTAVO, "eager")]
+    for gpu, row in found:
+        times = [row["us"].get(name) for name in (OCTAVO, *names)]
+        sizes = [row["peak_bytes"].get(name) for name in (OCTAVO, "eager")]
         cells = [*(f"{x:.0f}" if x else "" for x in times), *(f"{x / 2**20:.0f}" if x else "" for x in sizes)]
         rows.append([row["case"].replace("_forward", ""), gpu, *cells])
-    names = ["Octavo", *(PEERS[name] for name in BACKWARD_PEERS), "eager"]
-    header = ["case", "GPU", *names, "MiB of Octavo", "MiB of eager"]
-    return format_table(header, rows, numbers=len(header) - 2)
+    titles = ["Octavo", *(PEERS.get(name, name) for name in names), "MiB of Octavo", "MiB of eager"]
+    return format_table(["case", "GPU", *titles], rows, numbers=len(titles))

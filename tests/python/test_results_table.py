@@ -173,8 +173,9 @@ def test_forward_and_backward_together(tmp_path: Path) -> None:
     )
     write(tmp_path, "backward-h200.jsonl", *rows)
     found = cells_of(backward_with_forward(tmp_path))
-    assert found["long"] == ["H200", "1200", "", "", "1100", "", "", "", ""]
-    assert found["short_standard"] == ["H200", "400", "", "", "", "", "4400", "3", "400"]
+    assert found["case"][1:4] == ["Octavo", "FlashAttention-3", "eager"]
+    assert found["long"] == ["H200", "1200", "1100", "", "", ""]
+    assert found["short_standard"] == ["H200", "400", "", "4400", "3", "400"]
 
 
 def test_a_table_without_a_mark_is_an_error() -> None:
