@@ -70,7 +70,8 @@ def linear_table(device: str | None = None) -> LinearTable:
     """What ``linear`` chooses its kernels by on a GPU, and where that was measured.
 
     A table of FlashDecoding++'s heuristic dataflow: for each measured [N, K] and number of rows of ``x`` the
-    fastest kernel, or the library of the arrays. Octavo ships one for Hopper; ``tune_linear`` makes others.
+    fastest kernel, or the library of the arrays. Octavo ships those of an H100 and an H200; ``tune_linear``
+    makes others.
 
     Args:
         device: as for ``linear_plan``. Default: the first GPU of this machine.
