@@ -71,7 +71,7 @@ def torch() -> Any:
 
 @pytest.fixture(scope="module")
 def one_thread(torch: Any) -> Generator[None]:
-    """Of many small operators, threads of two libraries would wait for each other on few cores."""
+    """In tests of many small operators, threads of two libraries would wait for each other on few cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
