@@ -16,7 +16,7 @@
 
 namespace octavo::cuda {
 
-// One of the two warpgroups.
+// One of the two consumer warpgroups.
 template <class T, int kWarpgroup>
 class Sm90LatentConsumer {
   public:
@@ -130,8 +130,8 @@ class Sm90LatentConsumer {
         release(0, 1);
     }
 
-    // The scores of this warpgroup's tile. Its own half of the columns is multiplied first, since that
-    // arrives first.
+    // Computes the scores of this warpgroup's tile. Its own half of the columns is multiplied first, since
+    // that half arrives first.
     __device__ void multiply_keys(int32_t pair) {
         const auto parity = static_cast<uint32_t>(pair & 1);
         auto multiply_block = [&](int block, bool accumulate) {
@@ -158,7 +158,7 @@ class Sm90LatentConsumer {
         ptx::wgmma_results(scores_);
     }
 
-    // Zeroes the values of keys behind the last one, which may be any number: 0 x NaN would spoil the sums.
+    // Zeroes the values of keys behind the last one, which may hold any number: 0 x NaN would spoil the sums.
     __device__ void zero_unseen(int32_t i) {
         const int32_t keys = work_.keys_of(i);
         if (keys >= kSm90LatentKeys) return;
@@ -182,7 +182,7 @@ class Sm90LatentConsumer {
         }
     }
 
-    // The highest score of each row, in units of log2(e).
+    // Finds the highest score of each row, in units of log2(e).
     __device__ void highest(float (&max)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -239,7 +239,7 @@ class Sm90LatentConsumer {
         scale_out(factor);
     }
 
-    // Lays this tile's weights where its rotary part was, for the other warpgroup.
+    // Puts this tile's weights in the place of its rotary part, for the other warpgroup.
     __device__ void hand_over_weights() {
         const int lane = threadIdx.x % 32, matrix = lane / 8;
         const int r = threadIdx.x % 128 / 32 * 16 + lane % 8 + 8 * (matrix % 2);
@@ -252,7 +252,7 @@ class Sm90LatentConsumer {
         ptx::fence_proxy_async();
     }
 
-    // This warpgroup's columns of a tile's values, of 16 keys from key 16 k on.
+    // The descriptor of this warpgroup's columns of a tile's values, for 16 keys from key 16 k on.
     __device__ uint64_t values(int tile, int k) {
         return ptx::wgmma_descriptor(
             ptx::shared_address(&shared_.keys[tile][kWarpgroup * kHalfBlocks]) + 16 * 128 * k, sizeof(Block));
@@ -279,7 +279,7 @@ class Sm90LatentConsumer {
         ptx::wgmma_results(out_);
     }
 
-    // Says that this warp is done with a half of a tile.
+    // Tells the producer that this warp is done with half a tile.
     __device__ void release(int tile, int half) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared_.empty[tile][half]);
@@ -336,7 +336,7 @@ class Sm90LatentConsumer {
     const Sm90LatentWork& work_;
     float scale_log2_;
     int32_t end_keys_[2];
-    float scores_[32];  // weights, once they are made
+    float scores_[32];  // scores, then the weights that are made of them
     uint32_t weights_[16];
     float max_[2] = {-INFINITY, -INFINITY}, sums_[2] = {0.0f, 0.0f};
     float out_[128] = {};

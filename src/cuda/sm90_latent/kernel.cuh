@@ -1,22 +1,24 @@
 // Attention of 64 rows over a paged cache of latents, by wgmma (sm_90a). A row is a query of one head; all
-// read the one latent head, whose keys are values too: their first 512 numbers.
+// rows attend to the one latent head, whose keys are values too: their first 512 numbers. Page:
+// docs/kernels/latent_attention.md.
 //
-// grid: x a tile of rows of a sequence, y a run of its keys. Two warpgroups multiply, one warp loads. Keys
-// come in tiles of 64, two at a time, an even one and an odd one. Warpgroup w has the scores of tile w of a
-// pair, and the columns of half w of the results, 64 x 256 in registers, for both tiles:
+// grid: x tiles of rows over the sequences, y splits of the keys. A CTA owns 64 rows of a sequence and one
+// split of its keys. Two warpgroups multiply, one warp loads. Keys arrive in tiles of 64, two at a time, an
+// even one and an odd one. Warpgroup w has the scores of tile w of a pair, and half w of the columns of the
+// results, 64 x 256 in registers, for both tiles:
 //
 //     warpgroup 0   S0 = Q K0   softmax   O0 += P0 V0[0]             O0 += P1 V1[0]
 //     warpgroup 1   S1 = Q K1             softmax   O1 += P1 V1[1]   O1 += P0 V0[1]
 //
 // so that one multiplies while the other makes weights. The maximum of a row goes from tile to tile:
 // warpgroup 0 raises it by tile 0 and hands it on, warpgroup 1 raises it by tile 1 and hands it back, each
-// with the factor for what was summed up before. (This schedule is FlashMLA's: "A Deep Dive Into The Flash
-// MLA FP8 Decoding Kernel on Hopper" and its predecessor, DeepSeek, 2025.)
+// with the factor for the sums so far. (This schedule is FlashMLA's: "A Deep Dive Into The Flash MLA FP8
+// Decoding Kernel on Hopper" and its predecessor, DeepSeek, 2025.)
 //
-// A tile lies in shared memory as nine blocks of 64 columns: two halves of four, and the rotary part, of
-// which only scores are made. Where that was, weights go from one warpgroup to the other. The half that a
-// tile's own warpgroup multiplies is free first, the other half and the rotary part last: each is loaded
-// again by itself.
+// A tile lies in shared memory as nine blocks of 64 columns: two halves of four blocks, and the rotary part,
+// which only scores need. In the place of the rotary part, weights then go from one warpgroup to the other.
+// The half that a tile's own warpgroup multiplies becomes free first, the other half and the rotary part
+// last; the two are loaded again independently.
 #pragma once
 
 #include "cuda/ptx/grid_dependency.h"
@@ -44,7 +46,7 @@ __global__ void __launch_bounds__(kSm90LatentThreads, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < 4; ++i) {
             ptx::mbarrier_init(&shared.full[i / 2][i % 2], 1);
-            ptx::mbarrier_init(&shared.empty[i / 2][i % 2], 4);  // a warpgroup's warps
+            ptx::mbarrier_init(&shared.empty[i / 2][i % 2], 4);  // the warps of one warpgroup arrive
         }
         ptx::mbarrier_init_fence();
         ptx::tma_prefetch_map(&map);

@@ -12,7 +12,7 @@
 
 namespace octavo::cuda {
 
-// Loads the tiles, a half at a time, in the order in which they are needed.
+// Loads the tiles, half a tile at a time, in the order in which the halves are needed.
 class Sm90LatentProducer {
   public:
     __device__ Sm90LatentProducer(const LatentAttentionParams& p, const LatentLaunch& launch,
@@ -26,7 +26,7 @@ class Sm90LatentProducer {
           box_keys_(min(p.page_size, kSm90LatentKeys)),
           lane_(threadIdx.x % 32) {}
 
-    // Called by one whole warp.
+    // All lanes of one warp call this.
     __device__ void run() {
         int32_t pages[2] = {page_of_box(0), page_of_box(1)};
         for (int32_t pair = 0; 2 * pair < work_.num_tiles; ++pair) {
@@ -49,7 +49,8 @@ class Sm90LatentProducer {
         return p_.page_table[work_.b * p_.page_table_stride + launch_.page_size.quotient(key)];
     }
 
-    // `half` of the i-th tile, with the rotary part where the other warpgroup has this half.
+    // Loads half `half` of the i-th tile. The rotary part comes with the half that belongs to the warpgroup
+    // that does not make the tile's scores.
     __device__ void load_half(int32_t i, int tile, int half, int32_t pair, int32_t page_of_lane) {
         constexpr int kHalfBlocks = Sm90LatentShared::kHalfBlocks;
         const int blocks = kHalfBlocks + (half != tile);

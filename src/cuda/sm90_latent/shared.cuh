@@ -9,11 +9,11 @@
 namespace octavo::cuda {
 
 // Named barriers. For each pair of tiles, warpgroup 0 arrives at the first and waits at the second, and
-// warpgroup 1 the other way round; then warpgroup 0 arrives at the third, where warpgroup 1 waits. They do so
-// in turns even where there is no odd tile, so that neither arrives at a barrier twice before the other has
-// been there. kOfWarpgroup + w is for warpgroup w alone. compute-sanitizer's racecheck does not know such
-// barriers: it reports max, factor and sum of Sm90LatentShared, each of which is written on one side of a
-// barrier and read on the other.
+// warpgroup 1 waits at the first and arrives at the second; then warpgroup 0 arrives at the third, where
+// warpgroup 1 waits. They do so even where there is no odd tile, so that neither arrives at a barrier twice
+// before the other has been there. kOfWarpgroup + w is for warpgroup w alone. compute-sanitizer's racecheck
+// does not know such barriers: it reports max, factor and sum of Sm90LatentShared, each of which is written
+// on one side of a barrier and read on the other.
 enum Sm90LatentBarrier : int { kMaxOfEven = 1, kWeightsOfOdd, kWeightsOfEven, kSums, kOfWarpgroup };
 
 struct Sm90LatentShared {
@@ -24,7 +24,7 @@ struct Sm90LatentShared {
     Block q[kBlocks];
     Block keys[2][kBlocks];
     float max[64];
-    float factor[2][64];  // what sums from before a tile are multiplied by
+    float factor[2][64];  // the factors that sums from before a tile are multiplied by
     float sum[2][64];
     uint64_t full[2][2], empty[2][2];  // barriers of a tile's halves
 
@@ -35,9 +35,9 @@ struct Sm90LatentShared {
 struct Sm90LatentWork {
     LatentSequence sequence;
     int32_t b;
-    int32_t first_row, num_rows;  // num_rows counts the sequence's
+    int32_t first_row, num_rows;  // the CTA's first row in its sequence; rows of the whole sequence
     int32_t begin_tile, num_tiles;
-    int32_t end_key;  // the key behind the last one that the last row sees
+    int32_t end_key;  // the last row sees the keys below this one
 
     __device__ static Sm90LatentWork make(const LatentAttentionParams& p, const LatentLaunch& launch) {
         Sm90LatentWork work;
@@ -60,7 +60,7 @@ struct Sm90LatentWork {
         const int32_t query = launch.num_q_heads.quotient(min(row, num_rows - 1));
         return min(sequence.end_key(p.causal, query), sequence.seqlen_k);
     }
-    // How many keys of the i-th tile the last row sees, from the tile's first on: 64 but in the last tile.
+    // How many keys of the i-th tile the last row sees, from the tile's first on: 64 except in the last tile.
     __device__ int32_t keys_of(int32_t i) const {
         return min(end_key - (begin_tile + i) * kSm90LatentKeys, kSm90LatentKeys);
     }
