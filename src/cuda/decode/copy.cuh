@@ -83,7 +83,7 @@ class RowCopier : public QueryRowCopier<T, Config> {
     }
 
     const uint4 *k_, *v_;                                // this lane's chunk of the cache's first row
-    uint32_t page_stride_, token_stride_, head_stride_;  // of K in the lower lanes, else of V; in 16 bytes
+    uint32_t page_stride_, token_stride_, head_stride_;  // in 16 bytes; of K in the lower lanes, of V above
 };
 
 }  // namespace octavo::cuda

@@ -28,7 +28,8 @@ inline PartialWorkspace partial_workspace(const AttentionParams& p, cudaStream_t
 
 static __device__ const float kOneScale = 1.0f;
 
-// A pointer to a one on the current device, where only keys or only values have scales in memory; else null.
+// A pointer to a one on the current device, where only keys or only values have scales in memory; null
+// otherwise.
 inline const float* one_scale(const AttentionParams& p) {
     if ((p.k_scales.data != nullptr) == (p.v_scales.data != nullptr)) return nullptr;
     void* address = nullptr;

@@ -1,4 +1,4 @@
-// Rows of codes on their way to shared memory, where they arrive as 16-bit numbers. Page:
+// Copies rows of codes to shared memory, where they arrive as 16-bit numbers. Page:
 // docs/kernels/quantised_prefill.md.
 #pragma once
 

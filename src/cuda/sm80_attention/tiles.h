@@ -8,7 +8,7 @@ namespace octavo::cuda {
 
 // One row of the table: what a CTA is made of. A head dim has up to two rows: one for every GPU, of which an
 // SM of an A100 holds two CTAs, and one in which K and V arrive a whole tile ahead, for GPUs with more shared
-// memory. The measurements that chose them: docs/kernels/sm80_attention.md.
+// memory. The measurements that chose them are in docs/kernels/sm80_attention.md.
 struct Sm80Tiles {
     int head_dim;
     int stages;  // tiles of K, and of V, in shared memory
@@ -39,7 +39,7 @@ constexpr Sm80Tiles kSm80Tiles[] = {
 
 // What an instance computes besides plain attention: `dropout`, `codes` (a quantised cache), or `blocks` (a
 // block mask, with or without dropout). Each of the three also serves symmetric ALiBi, so that plain
-// attention has no instruction for it; without a drop, `dropout` serves it.
+// attention has no instruction for it: a call that needs nothing else takes `dropout`.
 enum class Sm80Feature : uint8_t { none, dropout, codes, blocks };
 
 constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
