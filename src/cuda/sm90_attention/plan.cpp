@@ -91,8 +91,8 @@ bool serve_better(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& til
     if (p.batch_invariant) keys = kMaxIndex;  // the width of the page table is the batch's
     if (p.window_left >= 0) keys = std::min<int64_t>(keys, p.window_left);
     if (keys < tiles.from_keys) return false;
-    // Pairs of CTAs serve only arrays that are not paged. They do not pay with a window, since queries that
-    // stand far apart see different keys.
+    // Pairs of CTAs serve neither paged arrays nor windows: with a window, queries that stand far apart see
+    // different keys.
     if (tiles.ctas > 1 && (p.paged() || p.window_left >= 0)) return false;
     return 100 * padded_blocks(p, gpu, tiles, heads) <= 106 * padded_blocks(p, gpu, before, heads);
 }
