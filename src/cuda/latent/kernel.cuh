@@ -3,12 +3,13 @@
 // docs/kernels/latent_attention.md.
 //
 // grid: x tiles of rows over the sequences, y splits of the keys. A CTA owns 16 rows of a sequence and one
-// split of its keys, and has eight warps. For each tile of keys - each warp multiplies all rows with eight
-// keys (with tiles of 32 keys, over half of their numbers), with
+// split of its keys, and has eight warps. For each tile of keys
+//  - each warp multiplies all rows with eight keys (with tiles of 32 keys, over half of their numbers), with
 //    the queries in registers;
-// - 16 threads for each row turn the scores, which have gone through shared memory, into weights; - each warp
-// multiplies the weights with 64 columns of the values. Tiles arrive by cp.async, kStages of them at a time,
-// since decoding is bound by memory. Codes of fp8 become 16-bit numbers in shared memory, exactly.
+//  - 16 threads for each row turn the scores, which have gone through shared memory, into weights;
+//  - each warp multiplies the weights with 64 columns of the values.
+// Tiles arrive by cp.async, kStages of them at a time, since decoding is bound by memory. Codes of fp8 become
+// 16-bit numbers in shared memory, exactly.
 #pragma once
 
 #include "common/float8.h"
