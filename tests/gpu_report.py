@@ -130,7 +130,7 @@ KNOWN_RACES = (
         "Read and Write",
         10,
         "Two warpgroups hand on maxima, factors and sums of rows behind named barriers, at which one "
-        "arrives and the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/kernel.cuh.",
+        "arrives and the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/shared.cuh.",
     ),
 )
 
