@@ -124,7 +124,7 @@ class RowPieces {
         for (int i = 0; i < kExpandPasses; ++i) {
             if (i >= plan.passes) break;
             const int32_t piece = min(lane + (i << plan.lanes_log2), plan.pieces - 1);
-            load_past_l1(row + piece * (kExpandColumns * bits_of(kType) / 8), codes_[i].words);
+            load_past_l1(row + piece * static_cast<int32_t>(sizeof codes_[i].words), codes_[i].words);
         }
     }
     template <class T>

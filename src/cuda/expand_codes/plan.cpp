@@ -52,6 +52,10 @@ int32_t whole_tiles(int32_t tokens, int32_t tile_keys) {
     return static_cast<int32_t>(ceil_divide(tokens, tile_keys) * tile_keys);
 }
 
+std::string instance_name(DType dtype, Codes codes) {
+    return text_of("expand_codes<", to_string(dtype), ", ", name_of(dtype, codes), ">");
+}
+
 }  // namespace
 
 AttentionParams over_expanded(const AttentionParams& params, int32_t room, void* workspace) {
@@ -141,20 +145,14 @@ std::optional<ExpandedPlan> plan_expanded_attention(const AttentionParams& p, co
     return make_expanded_plan(p, gpu, why_not);
 }
 
-namespace {
-std::string name_of(DType dtype, Codes codes) {
-    return text_of("expand_codes<", to_string(dtype), ", ", name_of(dtype, codes), ">");
-}
-}  // namespace
-
 Explanation describe(const ExpandedPlan& plan) {
     const Explanation attention = describe(plan.attention);
     Explanation text;
-    text.kernel = name_of(plan.dtype, plan.codes);
+    text.kernel = instance_name(plan.dtype, plan.codes);
     text.summary =
         text_of("expand_codes_kernel: ", counted(plan.num_sequences, "sequence"), " x ",
-                counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_tiles, "run"), " of ",
-                plan.cta_tokens, " tokens: ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(),
+                counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_runs, "run"), " of ",
+                plan.run_tokens(), " tokens: ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(),
                 " threads; then over the numbers ", attention.kernel, ": ", attention.summary);
     text.file = "src/cuda/expand_codes/expand_codes.cu";
     text.plan = {
@@ -180,7 +178,7 @@ Explanation describe(const ExpandedPlan& plan) {
 std::vector<std::string> expand_codes_instances() {
     std::vector<std::string> names;
     for (DType dtype : kAttentionTypes) {
-        for (Codes codes : kAllCodes) names.push_back(name_of(dtype, codes));
+        for (Codes codes : kAllCodes) names.push_back(instance_name(dtype, codes));
     }
     return names;
 }
