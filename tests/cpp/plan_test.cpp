@@ -202,9 +202,10 @@ TEST(Plan, ManyMoreQueriesOverCodes) {
         const Explanation text = explain(args, "h200");
         EXPECT_EQ(text.kernel, "expand_codes<bfloat16, int8>");
         EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 192 rows>");
-        EXPECT_NE(text.summary.find("expand_codes_kernel: 4 sequences x 8 KV heads x 64 runs of 64 tokens: "
-                                    "2048 CTAs of 256 threads; then over the numbers "
-                                    "sm90_attention<bfloat16, head_dim 128, 192 rows>: "),
+        EXPECT_NE(text.summary.find(
+                      "expand_codes_kernel: 4 sequences x 8 KV heads x 64 CTAs for runs of 64 tokens: "
+                      "2048 CTAs of 256 threads; then over the numbers "
+                      "sm90_attention<bfloat16, head_dim 128, 192 rows>: "),
                   std::string::npos)
             << text.summary;
         EXPECT_EQ(field(text, "room"), "4160") << "whole tiles of 80 keys";

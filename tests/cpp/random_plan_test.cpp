@@ -168,8 +168,10 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
 void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_TRUE(is_code(p.k_dtype) && is_code(p.v_dtype));
     EXPECT_FALSE(p.batch_invariant) << "whether there is workspace depends on the batch";
-    EXPECT_LE(p.head_dim, (cuda::kExpandColumns * cuda::kExpandPasses) << plan.lanes_log2);
+    EXPECT_LE(p.head_dim, cuda::kExpandColumns * cuda::kExpandPasses * plan.lanes);
     EXPECT_GE(int64_t{plan.num_runs} * plan.run_tokens(), p.seqlen_k) << "some keys stay codes";
+    EXPECT_GE(plan.num_turns, 1);
+    EXPECT_LE(plan.num_turns, plan.num_runs);
     EXPECT_GE(plan.room, p.seqlen_k);
     EXPECT_LT(plan.room, p.seqlen_k + plan.attention.tiles().keys);
     EXPECT_EQ(plan.attention.box_keys, plan.attention.tiles().keys) << "a copy for a tile";

@@ -2,11 +2,12 @@
 // head_dim] in workspace, which sm90_attention then reads as pages of one sequence each. A number is
 // scale x code (+ minimum) in float32, rounded once.
 //
-// grid: one CTA a (sequence, run of tokens, KV head), the heads first: those of one token may be neighbours
-// in memory. Four threads share a row (above head dim 128 eight) and take eight codes at a time, so that one
-// page and one scale serve all of a thread's codes, and a warp loads and stores whole sectors of 32 bytes (of
-// int4, two loads take one sector). All loads are under way before the first is used. What counts is memory,
-// but not alone: with a page to look up for eight codes, the instructions would take two thirds as long.
+// grid: CTAs that take the runs of tokens of a (sequence, KV head) in turns, the heads first: those of one
+// token may be neighbours in memory. Four threads share a row (above head dim 128 eight) and take eight codes
+// at a time, so that one page and one scale serve all of a thread's codes, and a warp loads and stores whole
+// sectors of 32 bytes (of int4, two loads take one sector). All loads are under way before the first is used.
+// What counts is memory, but not alone: with a page to look up for eight codes, the instructions would take
+// two thirds as long.
 #include "common/codes.h"
 #include "cuda/attention/run.h"
 #include "cuda/expand_codes/plan.h"
@@ -25,9 +26,8 @@ struct ExpandLaunch {
     void *keys, *values;
     int32_t* page_table;  // of the sequences, as pages
     int32_t room;
-    int32_t pieces;              // of a row
-    int32_t lanes_log2, passes;  // lanes that share a row, and pieces that each of them takes
-    FastDivide num_runs, num_kv_heads, page_size;
+    int32_t pieces;  // of a row
+    FastDivide num_turns, num_kv_heads, page_size;
 };
 
 // The floats of bytes that are whole numbers below 256: 2^23 + n, less `offset`.
@@ -111,28 +111,28 @@ __device__ __forceinline__ void load_past_l1(const uint8_t* from, uint32_t& word
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(from));
 }
 
-// The pieces of one row that a thread takes.
-template <DType kType>
+// The pieces of one row that a thread takes, one of kLanes that share it.
+template <DType kType, int kLanes>
 class RowPieces {
   public:
-    // `place`: of the key, as CodePages takes it. Pieces behind the row's last one are that one again.
+    // `place`: of the key, as CodePages takes it.
     template <class Place>
-    __device__ void load(const CodePages& pages, const Place& place, const ExpandLaunch& plan, int32_t lane) {
-        const uint8_t* const row = pages.codes + static_cast<size_t>(pages.strides(place)) * 16;
+    __device__ void load(const CodePages& pages, const Place& place, int32_t lane, int32_t pieces) {
+        constexpr auto kBytes = static_cast<int32_t>(sizeof EightCodes<kType>::words);
+        const uint8_t* const first =
+            pages.codes + static_cast<size_t>(pages.strides(place)) * 16 + lane * kBytes;
         scale_ = pages.scales ? pages.scales[pages.scale_strides(place)] : bits_of_float(1.0f);
 #pragma unroll
         for (int i = 0; i < kExpandPasses; ++i) {
-            if (i >= plan.passes) break;
-            const int32_t piece = min(lane + (i << plan.lanes_log2), plan.pieces - 1);
-            load_past_l1(row + piece * static_cast<int32_t>(sizeof codes_[i].words), codes_[i].words);
+            if (lane + i * kLanes < pieces) load_past_l1(first + i * kLanes * kBytes, codes_[i].words);
         }
     }
+    // `first`: where the numbers of the row's first piece go.
     template <class T>
-    __device__ void store(uint4* row, const ExpandLaunch& plan, int32_t lane) const {
+    __device__ void store(uint4* first, int32_t lane, int32_t pieces) const {
 #pragma unroll
         for (int i = 0; i < kExpandPasses; ++i) {
-            const int32_t piece = lane + (i << plan.lanes_log2);
-            if (piece < plan.pieces) row[piece] = codes_[i].template numbers<T>(scale_);
+            if (lane + i * kLanes < pieces) first[lane + i * kLanes] = codes_[i].template numbers<T>(scale_);
         }
     }
 
@@ -141,63 +141,73 @@ class RowPieces {
     uint32_t scale_;
 };
 
-template <class T, DType kKeys, DType kValues>
-__global__ void __launch_bounds__(kExpandThreads)
+template <class T, DType kKeys, DType kValues, int kLanes>
+__global__ void __launch_bounds__(kExpandThreads, 5)
     expand_codes_kernel(const __grid_constant__ AttentionParams p,
                         const __grid_constant__ ExpandLaunch plan) {
     ptx::launch_dependents();
+    constexpr int32_t kRunTokens = kExpandThreads / kLanes;
     const int32_t index = static_cast<int32_t>(blockIdx.x);
-    const int32_t run = plan.num_kv_heads.quotient(index);  // of tokens
-    const int32_t kv_head = index - run * p.num_kv_heads;
-    const int32_t batch = plan.num_runs.quotient(run);
-    const int32_t first = plan.num_runs.remainder(run) * (kExpandThreads >> plan.lanes_log2);
-    const int32_t token = first + (static_cast<int32_t>(threadIdx.x) >> plan.lanes_log2);
-    const int32_t lane = static_cast<int32_t>(threadIdx.x) & ((1 << plan.lanes_log2) - 1);
+    const int32_t turn = plan.num_kv_heads.quotient(index);
+    const int32_t kv_head = index - turn * p.num_kv_heads;
+    const int32_t batch = plan.num_turns.quotient(turn);
+    const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kLanes;
+    int32_t token = plan.num_turns.remainder(turn) * kRunTokens + thread / kLanes;
     ptx::wait_for_previous_grid();
 
-    if (first == 0 && kv_head == 0 && threadIdx.x == 0) plan.page_table[batch] = batch;
+    if (token == 0 && kv_head == 0 && lane == 0) plan.page_table[batch] = batch;
     const SequenceSlice sequence = SequenceSlice::make(p, batch);
+    if (sequence.seqlen_q == 0) return;
     // Keys between the prefix and the first query's window may lie on pages that are no longer the
     // sequence's.
-    const bool is_seen =
-        token < sequence.see.seqlen_k &&
-        (token < sequence.see.prefix_len || token >= sequence.see.window_begin(sequence.q_pos(0)));
-    if (!is_seen || sequence.seqlen_q == 0) return;
-
-    struct {
-        uint32_t page, slot, kv_head;
-    } place;
-    const int32_t column = plan.page_size.quotient(token);
-    place.page = p.page_table[batch * p.page_table_stride + column];
-    place.slot = token - column * p.page_size;
-    place.kv_head = kv_head;
-    RowPieces<kKeys> k;
-    RowPieces<kValues> v;
-    k.load(CodePages::keys(p), place, plan, lane);
-    v.load(CodePages::values(p), place, plan, lane);
-    const int64_t row = (int64_t{batch} * p.num_kv_heads + kv_head) * plan.room + token;
-    k.template store<T>(static_cast<uint4*>(plan.keys) + row * plan.pieces, plan, lane);
-    v.template store<T>(static_cast<uint4*>(plan.values) + row * plan.pieces, plan, lane);
+    const int32_t seqlen_k = sequence.see.seqlen_k, prefix_len = sequence.see.prefix_len;
+    const int32_t window_begin = sequence.see.window_begin(sequence.q_pos(0));
+    const IndexArray page_ids = p.page_table.from(batch * p.page_table_stride);
+    const int64_t first_row = (int64_t{batch} * p.num_kv_heads + kv_head) * plan.room;
+    for (; token < seqlen_k; token += kRunTokens * static_cast<int32_t>(plan.num_turns.divisor)) {
+        if (token >= prefix_len && token < window_begin) continue;
+        struct {
+            uint32_t page, slot, kv_head;
+        } place;
+        const int32_t column = plan.page_size.quotient(token);
+        place.page = page_ids[column];
+        place.slot = token - column * p.page_size;
+        place.kv_head = kv_head;
+        RowPieces<kKeys, kLanes> k;
+        RowPieces<kValues, kLanes> v;
+        k.load(CodePages::keys(p), place, lane, plan.pieces);
+        v.load(CodePages::values(p), place, lane, plan.pieces);
+        const int64_t row = (first_row + token) * plan.pieces;
+        k.template store<T>(static_cast<uint4*>(plan.keys) + row, lane, plan.pieces);
+        v.template store<T>(static_cast<uint4*>(plan.values) + row, lane, plan.pieces);
+    }
 }
 
 template <class T, DType kKeys, DType kValues>
-void expand(const AttentionParams& p, const ExpandLaunch& arguments, int64_t num_ctas, cudaStream_t stream) {
-    const LaunchShape shape{dim3(static_cast<unsigned>(num_ctas)), kExpandThreads, true};
-    launch<expand_codes_kernel<T, kKeys, kValues>>(p.op, p.device.index, stream, shape, p, arguments);
+void expand(const AttentionParams& p, const ExpandedPlan& plan, const ExpandLaunch& arguments,
+            cudaStream_t stream) {
+    const LaunchShape shape{dim3(static_cast<unsigned>(plan.grid().size())), kExpandThreads, true};
+    if (plan.lanes == kFewExpandLanes) {
+        launch<expand_codes_kernel<T, kKeys, kValues, kFewExpandLanes>>(p.op, p.device.index, stream, shape,
+                                                                        p, arguments);
+    } else {
+        launch<expand_codes_kernel<T, kKeys, kValues, kManyExpandLanes>>(p.op, p.device.index, stream, shape,
+                                                                         p, arguments);
+    }
 }
 
 template <class T>
-void expand(const AttentionParams& p, Codes codes, const ExpandLaunch& arguments, int64_t num_ctas,
+void expand(const AttentionParams& p, const ExpandedPlan& plan, const ExpandLaunch& arguments,
             cudaStream_t stream) {
-    switch (codes) {
+    switch (plan.codes) {
         case Codes::none: return;
         case Codes::e4m3:
-            return expand<T, DType::float8_e4m3fn, DType::float8_e4m3fn>(p, arguments, num_ctas, stream);
+            return expand<T, DType::float8_e4m3fn, DType::float8_e4m3fn>(p, plan, arguments, stream);
         case Codes::e5m2:
-            return expand<T, DType::float8_e5m2, DType::float8_e5m2>(p, arguments, num_ctas, stream);
-        case Codes::int8: return expand<T, DType::int8, DType::int8>(p, arguments, num_ctas, stream);
-        case Codes::int4: return expand<T, DType::int4, DType::int4>(p, arguments, num_ctas, stream);
-        case Codes::int8_int4: return expand<T, DType::int8, DType::int4>(p, arguments, num_ctas, stream);
+            return expand<T, DType::float8_e5m2, DType::float8_e5m2>(p, plan, arguments, stream);
+        case Codes::int8: return expand<T, DType::int8, DType::int8>(p, plan, arguments, stream);
+        case Codes::int4: return expand<T, DType::int4, DType::int4>(p, plan, arguments, stream);
+        case Codes::int8_int4: return expand<T, DType::int8, DType::int4>(p, plan, arguments, stream);
     }
 }
 
@@ -212,16 +222,13 @@ void run(const AttentionParams& p, const ExpandedPlan& plan, cudaStream_t stream
     arguments.page_table = reinterpret_cast<int32_t*>(workspace.bytes() + 2 * plan.tensor_bytes);
     arguments.room = plan.room;
     arguments.pieces = plan.head_dim / kExpandColumns;
-    arguments.lanes_log2 = plan.lanes_log2;
-    arguments.passes = static_cast<int32_t>(ceil_divide(arguments.pieces, int64_t{1} << plan.lanes_log2));
-    arguments.num_runs = FastDivide::by(plan.num_runs);
+    arguments.num_turns = FastDivide::by(plan.num_turns);
     arguments.num_kv_heads = FastDivide::by(plan.num_kv_heads);
     arguments.page_size = FastDivide::by(p.page_size);
-    const int64_t num_ctas = plan.grid().size();
     if (p.dtype == DType::bfloat16) {
-        expand<bfloat16>(p, plan.codes, arguments, num_ctas, stream);
+        expand<bfloat16>(p, plan, arguments, stream);
     } else {
-        expand<float16>(p, plan.codes, arguments, num_ctas, stream);
+        expand<float16>(p, plan, arguments, stream);
     }
     run(expanded, plan.attention, stream);
 }

@@ -8,6 +8,7 @@
 namespace octavo::cuda {
 namespace {
 
+constexpr int64_t kCtasOfAnSm = 32;  // it holds eight at a time
 constexpr int64_t kAlignment = 256;  // what lies behind each other in workspace begins on a multiple of it
 
 // Bytes of the keys, or of the values, of all sequences.
@@ -124,9 +125,15 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
     plan.num_sequences = p.batch;
     plan.num_kv_heads = p.num_kv_heads;
     plan.head_dim = p.head_dim;
-    plan.lanes_log2 = p.head_dim <= 4 * kExpandPasses * kExpandColumns ? 2 : 3;
-    static_assert(kMaxCudaCodeHeadDim <= 8 * kExpandPasses * kExpandColumns);
+    constexpr int32_t kLaneColumns = kExpandPasses * kExpandColumns;
+    static_assert(kMaxCudaCodeHeadDim <= kManyExpandLanes * kLaneColumns);
+    plan.lanes = p.head_dim <= kFewExpandLanes * kLaneColumns ? kFewExpandLanes : kManyExpandLanes;
     plan.num_runs = static_cast<int32_t>(ceil_divide(p.seqlen_k, plan.run_tokens()));
+    // Most of the room may be empty, for which CTAs would start in vain: so many that they end together will
+    // do.
+    const int64_t rows = int64_t{p.batch} * p.num_kv_heads;
+    plan.num_turns =
+        static_cast<int32_t>(std::min<int64_t>(plan.num_runs, ceil_divide(kCtasOfAnSm * gpu.num_sms, rows)));
     plan.tensor_bytes = tensor_bytes(p, plan.room);
     plan.table_bytes = p.batch * int64_t{sizeof(int32_t)};
     return plan;
@@ -151,7 +158,7 @@ Explanation describe(const ExpandedPlan& plan) {
     text.kernel = instance_name(plan.dtype, plan.codes);
     text.summary =
         text_of("expand_codes_kernel: ", counted(plan.num_sequences, "sequence"), " x ",
-                counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_runs, "run"), " of ",
+                counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_turns, "CTA"), " for runs of ",
                 plan.run_tokens(), " tokens: ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(),
                 " threads; then over the numbers ", attention.kernel, ": ", attention.summary);
     text.file = "src/cuda/expand_codes/expand_codes.cu";
@@ -163,8 +170,9 @@ Explanation describe(const ExpandedPlan& plan) {
         {"num_kv_heads", plan.num_kv_heads},
         {"num_sequences", plan.num_sequences},
         {"room", plan.room},
-        {"lanes", 1 << plan.lanes_log2},
+        {"lanes", plan.lanes},
         {"num_runs", plan.num_runs},
+        {"num_turns", plan.num_turns},
         {"num_ctas", plan.grid().size()},
         {"threads", plan.threads()},
         {"tensor_bytes", plan.tensor_bytes},

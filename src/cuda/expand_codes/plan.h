@@ -18,6 +18,8 @@ namespace octavo::cuda {
 constexpr int32_t kExpandThreads = 256;  // of a CTA
 constexpr int32_t kExpandPasses = 4;     // pieces that a thread takes at most, of K and of V each
 constexpr int32_t kExpandColumns = 8;    // numbers of a piece
+// Threads that share a row, up to head dim 128 and above.
+constexpr int32_t kFewExpandLanes = 4, kManyExpandLanes = 8;
 
 // Beyond this much workspace, codes stay what they are. Only the room of the page table is known on the host.
 constexpr int64_t kMaxExpandedBytes = int64_t{512} << 20;
@@ -29,15 +31,16 @@ struct ExpandedPlan {
     int32_t num_sequences;  // all of the batch
     int32_t num_kv_heads, head_dim;
     int32_t room;          // tokens that each sequence has room for in workspace
-    int32_t lanes_log2;    // threads that share a row
-    int32_t num_runs;      // of tokens, of one sequence: as many as a CTA has rows
+    int32_t lanes;         // threads that share a row
+    int32_t num_runs;      // of tokens, of one sequence at most: as many as a CTA has rows
+    int32_t num_turns;     // CTAs that take these in turns
     int64_t tensor_bytes;  // keys, and values likewise
     int64_t table_bytes;   // a page number for each sequence
     Sm90Plan attention;    // over the numbers
 
-    Grid grid() const { return {int64_t{num_runs} * num_kv_heads * num_sequences}; }
+    Grid grid() const { return {int64_t{num_turns} * num_kv_heads * num_sequences}; }
     int32_t threads() const { return kExpandThreads; }
-    int32_t run_tokens() const { return kExpandThreads >> lanes_log2; }
+    int32_t run_tokens() const { return kExpandThreads / lanes; }
     // Without that of the attention, which it takes by itself.
     int64_t workspace_bytes() const { return 2 * tensor_bytes + table_bytes; }
 };
