@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kExpandThreads, 5)
     const int32_t seqlen_k = sequence.see.seqlen_k, prefix_len = sequence.see.prefix_len;
     const int32_t window_begin = sequence.see.window_begin(sequence.q_pos(0));
     const IndexArray page_ids = p.page_table.from(batch * p.page_table_stride);
-    const int64_t first_row = (int64_t{batch} * p.num_kv_heads + kv_head) * plan.room;
+    // In pieces, of which kMaxExpandedBytes are few enough for 32 bits.
+    const int32_t first_piece = (batch * p.num_kv_heads + kv_head) * plan.room * plan.pieces;
     for (; token < seqlen_k; token += kRunTokens * static_cast<int32_t>(plan.num_turns.divisor)) {
         if (token >= prefix_len && token < window_begin) continue;
         struct {
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kExpandThreads, 5)
         RowPieces<kValues, kLanes> v;
         k.load(CodePages::keys(p), place, lane, plan.pieces);
         v.load(CodePages::values(p), place, lane, plan.pieces);
-        const int64_t row = (first_row + token) * plan.pieces;
+        const int32_t row = first_piece + token * plan.pieces;
         k.template store<T>(static_cast<uint4*>(plan.keys) + row, lane, plan.pieces);
         v.template store<T>(static_cast<uint4*>(plan.values) + row, lane, plan.pieces);
     }
