@@ -8,6 +8,7 @@
 
 #include <octavo/error.h>
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 
@@ -35,6 +36,8 @@ int32_t attribute(cudaDeviceAttr which, int32_t device) {
     check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
     return value;
 }
+
+std::atomic<int32_t> planned_sms{0};  // 0: as many as there are
 
 cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
@@ -64,6 +67,8 @@ DeviceGuard::~DeviceGuard() {
     if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
+void plan_for_sms(int32_t num_sms) { planned_sms = num_sms; }
+
 const Gpu& gpu_of(int32_t device) {
     static PerDevice<Gpu> gpus;
     return gpus.get(device, [](int32_t device) {
@@ -71,6 +76,7 @@ const Gpu& gpu_of(int32_t device) {
         gpu.compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
                                  attribute(cudaDevAttrComputeCapabilityMinor, device);
         gpu.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
+        if (const int32_t planned = planned_sms) gpu.num_sms = std::min(gpu.num_sms, planned);
         gpu.l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
         gpu.shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
         const int64_t kbit_per_s = int64_t{2} * attribute(cudaDevAttrMemoryClockRate, device) *
