@@ -106,6 +106,7 @@ def measure(args: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str, A
             yield {
                 "case": case.name,
                 "shape": describe(case),
+                "kernel": found.kernel,
                 "flops": case.flops,
                 "us": found.us,
                 "tflops": {name: case.flops / us / 1e6 for name, us in found.us.items()},

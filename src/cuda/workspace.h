@@ -16,9 +16,16 @@ struct PersistentWorkspace {
 };
 
 // Every user has memory of its own, because they use it at the same time: attention with a shared prefix
-// keeps its results while the kernels that it launches use theirs, and so do transformed queries; the kernel
-// behind the prefix may run beside the one over it.
-enum class WorkspaceUser { kernel, shared_prefix, behind_prefix, tickets, transformed_queries };
+// keeps its results while the kernels that it launches use theirs, and so do transformed queries and
+// expanded codes; the kernel behind the prefix may run beside the one over it.
+enum class WorkspaceUser {
+    kernel,
+    shared_prefix,
+    behind_prefix,
+    tickets,
+    transformed_queries,
+    expanded_codes,
+};
 
 // Returns at least this many bytes and counters, for launches on `stream` of the current device only:
 // launches on one stream never overlap. While the stream is being captured, the memory is for that capture

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/decode/plan.h"
+#include "cuda/expand_codes/plan.h"
 #include "cuda/shared_prefix/plan.h"
 #include "cuda/sm80_attention/plan.h"
 #include "cuda/sm90_attention/plan.h"
@@ -17,6 +18,7 @@ namespace octavo::cuda {
 void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream,
          bool overlaps_prefix = false);
 void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);
+void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm90Plan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm80Plan& plan, cudaStream_t stream);
 

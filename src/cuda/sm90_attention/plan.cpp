@@ -1,6 +1,5 @@
 #include "cuda/sm90_attention/plan.h"
 
-#include "cuda/alignment.h"
 #include "cuda/cache_arrays.h"
 #include "cuda/sm90_attention/operands.h"
 
@@ -259,21 +258,7 @@ std::string why_not_movable(const char* name, const Sm90Operand& array, DType dt
 
 // Whether the converters can load pages of codes.
 bool can_convert(const AttentionParams& p, std::string* why_not) {
-    if (!aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.k_dtype) ||
-        !aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.v_dtype)) {
-        refuse(why_not,
-               "it loads 16 bytes of codes at a time, and some row of k_pages or v_pages does not begin on a "
-               "multiple of 16 bytes");
-        return false;
-    }
-    if (!is_within_reach(p, p.k_dtype, p.k_outer_stride, p.k_token_stride, p.k_head_stride) ||
-        !is_within_reach(p, p.v_dtype, p.v_outer_stride, p.v_token_stride, p.v_head_stride) ||
-        !is_within_reach(p, p.k_scales) || !is_within_reach(p, p.v_scales)) {
-        refuse(why_not,
-               "its offsets reach the 64 GB behind an array's first element, those of scales 16 GB, and "
-               "k_pages, v_pages or scales have elements beyond, or negative strides");
-        return false;
-    }
+    if (!can_load_codes(p, why_not)) return false;
     const int32_t bits = std::min(bits_of(p.k_dtype), bits_of(p.v_dtype));
     if (p.head_dim * bits % 128 == 0) return true;
     refuse(why_not, "it loads 16 bytes of codes at a time, and rows of head_dim ", p.head_dim, " have ",
