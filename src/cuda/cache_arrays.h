@@ -38,8 +38,8 @@ inline bool is_within_reach(const AttentionParams& p, const CacheScales& scales)
                            4 * scales.head_stride);
 }
 
-// Whether a kernel can load 16 bytes of codes at a time, from places that CodePages finds. why_not, unless
-// null, gets the reason why it cannot.
+// Whether a kernel can load 16 bytes of codes at a time, from places that CodePages finds. If it cannot,
+// why_not, unless null, gets the reason.
 inline bool can_load_codes(const AttentionParams& p, std::string* why_not) {
     if (!aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.k_dtype) ||
         !aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.v_dtype)) {

@@ -37,7 +37,7 @@ int32_t attribute(cudaDeviceAttr which, int32_t device) {
     return value;
 }
 
-std::atomic<int32_t> planned_sms{0};  // 0: as many as there are
+std::atomic<int32_t> planned_sms{0};  // 0: as many as the GPU has
 
 cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 

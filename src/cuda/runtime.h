@@ -12,8 +12,8 @@ namespace octavo::cuda {
 // Throws DeviceError naming `what` if `status` is an error.
 void check(cudaError_t status, const char* what);
 
-// For tests, before anything asks for the GPU: plans are then made as if it had so many SMs, no more than it
-// has.
+// For tests: makes plans as if the GPU had this many SMs, or as many as it has if those are fewer. Call it
+// before anything asks for the GPU.
 void plan_for_sms(int32_t num_sms);
 
 // Makes `device` current for this thread until the end of the scope.

@@ -10,7 +10,7 @@ namespace {
 struct Kernel {
     const char* name;
     bool (*serves)(const AttentionParams& params, const Gpu& gpu, std::string* why_not);
-    bool of_codes = false;  // not spoken of over other pages
+    bool of_codes = false;  // explanations leave it out unless the pages hold codes
 };
 template <auto kPlan>
 bool serves(const AttentionParams& params, const Gpu& gpu, std::string* why_not) {

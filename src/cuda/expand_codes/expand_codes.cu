@@ -1,13 +1,14 @@
-// Turns the codes of a batch's keys and values into numbers of the queries' type, [sequence, KV head, token,
-// head_dim] in workspace, which sm90_attention then reads as pages of one sequence each. A number is
-// scale x code (+ minimum) in float32, rounded once.
+// Converts the codes of a batch's keys and values to numbers of the queries' type, [sequence, KV head, token,
+// head_dim] in the workspace, which sm90_attention then reads as pages of one sequence each. A number is
+// scale x code (+ minimum) in float32, rounded once. Page: docs/kernels/quantised_prefill.md.
 //
-// grid: CTAs that take the runs of tokens of a (sequence, KV head) in turns, the heads first: those of one
-// token may be neighbours in memory. Four threads share a row (above head dim 128 eight) and take eight codes
-// at a time, so that one page and one scale serve all of a thread's codes, and a warp loads and stores whole
-// sectors of 32 bytes (of int4, two loads take one sector). All loads are under way before the first is used.
-// What counts is memory, but not alone: with a page to look up for eight codes, the instructions would take
-// two thirds as long.
+// grid: num_turns CTAs for each (sequence, KV head), which take turns at its runs of tokens; a CTA owns the
+// rows of a run at a time. Heads are innermost, since those of one token may be neighbours in memory. Four
+// threads share a row (eight above head dim 128) and take eight codes at a time, so that one page and one
+// scale serve all of a thread's codes, and a warp loads and stores whole sectors of 32 bytes (for int4, two
+// loads take one sector). All loads are in flight before the first one is used. Memory bounds the kernel, but
+// the instructions are not free: if every eight codes needed a page of their own, they would take two thirds
+// as long as the memory.
 #include "common/codes.h"
 #include "cuda/attention/run.h"
 #include "cuda/expand_codes/plan.h"
@@ -24,21 +25,21 @@ namespace {
 // How the launch finds its data and cuts its work.
 struct ExpandLaunch {
     void *keys, *values;
-    int32_t* page_table;  // of the sequences, as pages
+    int32_t* page_table;  // the table that sm90_attention reads: each sequence is one page
     int32_t room;
-    int32_t pieces;  // of a row
+    int32_t pieces;  // in a row
     FastDivide num_turns, num_kv_heads, page_size;
 };
 
-// The floats of bytes that are whole numbers below 256: 2^23 + n, less `offset`.
+// Converts a byte n to float32, by its bits: it makes 2^23 + n, from which it subtracts `offset`.
 template <uint32_t kSelector>
 __device__ __forceinline__ float float_of_byte(uint32_t bytes, float offset) {
     return __uint_as_float(__byte_perm(bytes, 0x4b000000u, kSelector)) - offset;
 }
 
-// Eight codes of a type, and what they stand for.
+// Eight codes of a type, and their conversion to numbers.
 template <DType kType>
-struct EightCodes {  // float8
+struct EightCodes {  // of a float8 type
     uint2 words;
 
     template <class T>
@@ -54,7 +55,7 @@ struct EightCodes {  // float8
         if constexpr (kType == DType::float8_e4m3fn) {
             halves = float8_pair<__NV_E4M3>(codes >> 16 * kPair);
         } else {
-            halves = select_bytes<kPair == 0 ? 0x1404u : 0x3424u>(codes);  // the upper bytes of float16
+            halves = select_bytes<kPair == 0 ? 0x1404u : 0x3424u>(codes);  // codes are upper bytes of float16
         }
         const float2 numbers = unpack<float16>(halves);
         return pack<T>(numbers.x * float_of_bits(scale), numbers.y * float_of_bits(scale));
@@ -67,7 +68,7 @@ struct EightCodes<DType::int8> {
 
     template <class T>
     __device__ uint4 numbers(uint32_t scale) const {
-        const uint32_t low = words.x ^ 0x80808080u, high = words.y ^ 0x80808080u;  // n + 128
+        const uint32_t low = words.x ^ 0x80808080u, high = words.y ^ 0x80808080u;  // bytes n + 128
         return make_uint4(pair<T, 0x7440, 0x7441>(low, scale), pair<T, 0x7442, 0x7443>(low, scale),
                           pair<T, 0x7440, 0x7441>(high, scale), pair<T, 0x7442, 0x7443>(high, scale));
     }
@@ -87,7 +88,7 @@ struct EightCodes<DType::int4> {
 
     template <class T>
     __device__ uint4 numbers(uint32_t word) const {
-        const float2 scale = unpack<float16>(word);  // and the minimum
+        const float2 scale = unpack<float16>(word);  // x is the scale, y the minimum
         const uint32_t even = words & 0x0f0f0f0fu, odd = words >> 4 & 0x0f0f0f0fu;
         auto number = [scale](float n) { return fmaf(n, scale.x, scale.y); };
         constexpr float kOffset = 0x1p23f;
@@ -111,11 +112,11 @@ __device__ __forceinline__ void load_past_l1(const uint8_t* from, uint32_t& word
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(from));
 }
 
-// The pieces of one row that a thread takes, one of kLanes that share it.
+// The pieces of one row that a thread takes; kLanes threads share the row.
 template <DType kType, int kLanes>
 class RowPieces {
   public:
-    // `place`: of the key, as CodePages takes it.
+    // `place`: where the key lies, as CodePages takes it.
     template <class Place>
     __device__ void load(const CodePages& pages, const Place& place, int32_t lane, int32_t pieces) {
         constexpr auto kBytes = static_cast<int32_t>(sizeof EightCodes<kType>::words);
@@ -158,12 +159,12 @@ __global__ void __launch_bounds__(kExpandThreads, 5)
     if (token == 0 && kv_head == 0 && lane == 0) plan.page_table[batch] = batch;
     const SequenceSlice sequence = SequenceSlice::make(p, batch);
     if (sequence.seqlen_q == 0) return;
-    // Keys between the prefix and the first query's window may lie on pages that are no longer the
-    // sequence's.
+    // Keys between the prefix and the first query's window may lie in pages that no longer belong to the
+    // sequence.
     const int32_t seqlen_k = sequence.see.seqlen_k, prefix_len = sequence.see.prefix_len;
     const int32_t window_begin = sequence.see.window_begin(sequence.q_pos(0));
     const IndexArray page_ids = p.page_table.from(batch * p.page_table_stride);
-    // In pieces, of which kMaxExpandedBytes are few enough for 32 bits.
+    // The offset counts pieces: in kMaxExpandedBytes there are few enough of them for 32 bits.
     const int32_t first_piece = (batch * p.num_kv_heads + kv_head) * plan.room * plan.pieces;
     for (; token < seqlen_k; token += kRunTokens * static_cast<int32_t>(plan.num_turns.divisor)) {
         if (token >= prefix_len && token < window_begin) continue;

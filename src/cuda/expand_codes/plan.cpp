@@ -8,10 +8,10 @@
 namespace octavo::cuda {
 namespace {
 
-constexpr int64_t kCtasOfAnSm = 32;  // it holds eight at a time
-constexpr int64_t kAlignment = 256;  // what lies behind each other in workspace begins on a multiple of it
+constexpr int64_t kCtasOfAnSm = 32;  // an SM holds eight at a time
+constexpr int64_t kAlignment = 256;  // bytes; parts of the workspace begin at multiples of it
 
-// Bytes of the keys, or of the values, of all sequences.
+// How many bytes the keys, or the values, of all sequences take.
 int64_t tensor_bytes(const AttentionParams& p, int64_t room) {
     return ceil_divide(p.batch * room * p.num_kv_heads * p.head_dim * size_of(p.dtype), kAlignment) *
            kAlignment;
@@ -20,13 +20,13 @@ int64_t tensor_bytes(const AttentionParams& p, int64_t room) {
 bool has_scales_of_tokens(const AttentionParams& p) {
     return has_token_scales(p) || p.k_dtype == DType::int4 || p.v_dtype == DType::int4;
 }
-// Scales of KV heads that lie in memory: others are part of softmax_scale and out_scale.
+// Whether there are scales of KV heads in memory; otherwise softmax_scale and out_scale include them.
 bool has_scales_of_heads(const AttentionParams& p) {
     return !has_scales_of_tokens(p) && (p.k_scales.data || p.v_scales.data);
 }
 
-// The rows of one KV head that each key is multiplied by, in the mean over the keys that are turned into
-// numbers: what is done once for a key has to pay for what it saves with every row.
+// How many rows of one KV head a key is multiplied by, on average over the keys that are converted: the work
+// that is done once for a key has to pay by what it saves with every row.
 int64_t rows_of_a_key(const AttentionParams& p) {
     const double rows = static_cast<double>(p.total_q) * p.group_size() / p.batch;
     const double queries = std::min(p.seqlen_q, p.seqlen_k);
@@ -38,17 +38,17 @@ int64_t rows_of_a_key(const AttentionParams& p) {
     return std::llround(rows * seen / std::max(keys, 1.0));
 }
 
-// From so many rows on, this way is the faster one. To write and read a key takes as long as the products of
-// some 250 to 350 rows. What that saves is what converters delay the products by: least over float8, a code
-// of which is one instruction for a pair, and most where each key has a scale. Above head dim 128 the other
-// way is sm80_attention.
+// From this many rows on, this way is the faster one. To write and read a key takes as long as the products
+// of some 250 to 350 rows. In return, no converters delay the products. Their delay is least over float8,
+// where one instruction converts a pair of codes, and most where each key has a scale. Above head dim 128,
+// the alternative is sm80_attention.
 int64_t fewest_rows(const AttentionParams& p) {
     if (p.head_dim > kSm90CodeTiles[std::size(kSm90CodeTiles) - 1].head_dim) return 256;
     if (has_scales_of_tokens(p)) return 768;
     return p.k_dtype == DType::int8 ? 1536 : 3072;
 }
 
-// Tokens in whole tiles of keys, which one copy then brings.
+// Rounds a number of tokens up to whole tiles of keys, so that one copy brings a tile.
 int32_t whole_tiles(int32_t tokens, int32_t tile_keys) {
     return static_cast<int32_t>(ceil_divide(tokens, tile_keys) * tile_keys);
 }
@@ -101,7 +101,7 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
                       "keys and values would be products with the scales of their heads, for which float16 "
                       "has less range than there is where the scales are left out of the numbers");
     }
-    // Any instance has tiles that divide this.
+    // The tile of every instance divides this.
     constexpr int32_t kAnyTile = 64 * 5 * 7 * 2;
     if (p.seqlen_k > INT32_MAX - kAnyTile || tensor_bytes(p, p.seqlen_k) > kMaxExpandedBytes / 2) {
         return refuse(why_not, "it takes up to ", kMaxExpandedBytes >> 20, " MB of workspace, and ",
@@ -129,8 +129,8 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
     static_assert(kMaxCudaCodeHeadDim <= kManyExpandLanes * kLaneColumns);
     plan.lanes = p.head_dim <= kFewExpandLanes * kLaneColumns ? kFewExpandLanes : kManyExpandLanes;
     plan.num_runs = static_cast<int32_t>(ceil_divide(p.seqlen_k, plan.run_tokens()));
-    // Most of the room may be empty, for which CTAs would start in vain: so many that they end together will
-    // do.
+    // Most of the room may be empty, and CTAs for it would have nothing to do. As many CTAs as end together
+    // are enough.
     const int64_t rows = int64_t{p.batch} * p.num_kv_heads;
     plan.num_turns =
         static_cast<int32_t>(std::min<int64_t>(plan.num_runs, ceil_divide(kCtasOfAnSm * gpu.num_sms, rows)));
@@ -141,7 +141,7 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
 
 std::optional<ExpandedPlan> plan_expanded_attention(const AttentionParams& p, const Gpu& gpu,
                                                     std::string* why_not) {
-    // First what costs least to find out: calls of other kinds ask too.
+    // The cheapest test comes first, since calls of other kinds ask too.
     if (!is_code(p.k_dtype)) return refuse(why_not, "the pages hold numbers, not codes");
     const int64_t rows = rows_of_a_key(p), fewest = fewest_rows(p);
     if (rows < fewest) {
