@@ -8,8 +8,8 @@
 #include "cuda/codes.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_attention/shared.cuh"
-#include "cuda/tile/code_pages.cuh"
 #include "cuda/tile/code_numbers.cuh"
+#include "cuda/tile/code_pages.cuh"
 
 namespace octavo::cuda {
 
