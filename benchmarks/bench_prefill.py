@@ -22,8 +22,8 @@ from typing import Any
 from _command import Parser, matching, run, show_rows
 from _report import best_ratio, int64_summary, list_with_flops
 
+from support.benchmark_cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
 from support.case import Case
-from support.cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
 
 CONTESTANTS = ("octavo", "cudnn", "fa3", "fa2")
 

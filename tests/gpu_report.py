@@ -130,7 +130,7 @@ KNOWN_RACES = (
         "Read and Write",
         10,
         "Two warpgroups hand on maxima, factors and sums of rows behind named barriers, at which one "
-        "arrives and the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/kernel.cuh.",
+        "arrives and the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/shared.cuh.",
     ),
 )
 
@@ -139,7 +139,7 @@ _AND = re.compile(r"=+ +and (Read|Write) access at (.+?)(?: \[\d+ hazards?\])?")
 
 
 def kernel_of(location: str) -> str:
-    """Of "void octavo::cuda::kernel<Config<64>>(Params)+0x1f0 in kernel.cuh:12", that is "kernel"."""
+    """The "kernel" in "void octavo::cuda::kernel<Config<64>>(Params)+0x1f0 in kernel.cuh:12"."""
     name = location.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
     while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
         name = shorter
@@ -209,7 +209,7 @@ DECODE_TESTS = ":".join(
     )
 )
 
-# Of compute-sanitizer, where it reports anything and the program itself succeeds.
+# The exit status of compute-sanitizer where it reports anything and the program itself succeeds.
 REPORTED = 9
 
 

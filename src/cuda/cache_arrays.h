@@ -1,4 +1,4 @@
-// What plans ask about the arrays of a cache.
+// Questions that plans ask about the arrays of a cache.
 #pragma once
 
 #include "cuda/alignment.h"
@@ -16,7 +16,7 @@ struct Axis {
     int64_t length, stride;
 };
 
-// Whether offsets of 32 bits, which count 16 bytes, reach every row.
+// Whether 32-bit offsets, in units of 16 bytes, reach every row.
 inline bool is_within_reach(DType dtype, std::initializer_list<Axis> axes) {
     int64_t last = 0;
     for (const Axis& axis : axes) {
@@ -32,7 +32,7 @@ inline bool is_within_reach(const AttentionParams& p, DType dtype, int64_t outer
         dtype, {{p.num_pages, outer_stride}, {p.page_size, token_stride}, {p.num_kv_heads, head_stride}});
 }
 
-// The same for scales, whose offsets count words.
+// The same for scales, whose offsets are in words.
 inline bool is_within_reach(const AttentionParams& p, const CacheScales& scales) {
     return is_within_reach(p, DType::int32, 4 * scales.page_stride, 4 * scales.token_stride,
                            4 * scales.head_stride);
@@ -59,7 +59,7 @@ inline bool can_load_codes(const AttentionParams& p, std::string* why_not) {
     return true;
 }
 
-// Whether there is a scale for each key: those of whole KV heads have strides of zero.
+// Whether each key has a scale of its own: scales of whole KV heads have strides of zero.
 inline bool has_token_scales(const CacheScales& scales) {
     return scales.data && (scales.page_stride != 0 || scales.token_stride != 0);
 }

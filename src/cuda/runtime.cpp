@@ -88,7 +88,7 @@ const Gpu& gpu_of(int32_t device) {
 }
 
 void require_usable() {
-    static std::atomic<bool> known_usable{false};  // every call asks
+    static std::atomic<bool> known_usable{false};  // remembered, since every call asks
     if (known_usable.load(std::memory_order_relaxed)) return;
     const std::string why = why_unusable();
     if (!why.empty()) throw DeviceError("CUDA arrays cannot be used here: " + why);
@@ -132,7 +132,7 @@ void order_streams(int32_t device_index, void* producer, void* consumer) {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     cudaError_t status = cudaEventRecord(event, as_stream(producer));
     if (status == cudaSuccess) status = cudaStreamWaitEvent(as_stream(consumer), event, 0);
-    cudaEventDestroy(event);  // takes effect once the event has completed
+    cudaEventDestroy(event);  // CUDA frees it once the event has completed
     check(status, "ordering one stream after another");
 }
 

@@ -1,4 +1,4 @@
-// What every launcher needs of the CUDA runtime.
+// Helpers around the CUDA runtime that every launcher needs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,8 +28,8 @@ class DeviceGuard {
     int previous_ = -1;
 };
 
-// One value for each device, made when it is first asked for and kept for good. Every call asks, so that what
-// is there is read without a lock.
+// One value for each device, made when it is first asked for and kept for good. Since every call asks, an
+// existing value is read without a lock.
 template <class Value>
 class PerDevice {
   public:

@@ -1,4 +1,4 @@
-// Device memory that kernels need besides their arrays.
+// Device memory that kernels need besides the arrays of a call.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,8 +35,8 @@ enum class WorkspaceUser {
 PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
                                          size_t num_counters, WorkspaceUser user = WorkspaceUser::kernel);
 
-// Memory of the current device that lives from here to here in the order of `stream`. While the stream is
-// being captured it is kept instead: a graph that allocates could not be part of another.
+// Memory of the current device that lives from the constructor to the destructor, in the order of `stream`.
+// While the stream is being captured it is kept instead: a graph that allocates could not be part of another.
 class Workspace {
   public:
     Workspace(int32_t device, size_t bytes, cudaStream_t stream, WorkspaceUser user = WorkspaceUser::kernel);

@@ -86,8 +86,9 @@ TEST(BackwardPlan, HopperComputesDqApartWhereBitsAreToBeTheSame) {
 
 TEST(BackwardPlan, ACtaAnSmTakesTilesOfKeys) {
     Shape shape = shape_of(128);
+    shape.batch = 3;
     auto ctas = [&](const char* gpu) { return field(explain(backward_of(dense(shape)), gpu), "num_ctas"); };
-    EXPECT_EQ(ctas("h100"), "132");  // for 2 x 8 x 8 tiles or more
+    EXPECT_EQ(ctas("h100"), "132");  // for 3 x 8 x 8 tiles
     shape.batch = 1;
     shape.keys = shape.queries = 128 * 3;
     EXPECT_EQ(ctas("h100"), std::to_string(3 * shape.num_kv_heads));

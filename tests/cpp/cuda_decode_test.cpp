@@ -39,7 +39,7 @@ std::vector<int32_t> ragged(int32_t batch, int32_t longest) {
     return lengths;
 }
 
-// Of 1 to 40 keys, but for one in ten.
+// Lengths of 1 to 40 keys, but for one in ten.
 std::vector<int32_t> short_among_long(int32_t batch, int32_t longest) {
     std::vector<int32_t> lengths(batch);
     for (int32_t i = 0; i < batch; ++i) lengths[i] = i % 10 == 5 ? longest - 37 * i : 1 + i * 17 % 40;

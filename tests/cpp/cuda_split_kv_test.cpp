@@ -79,7 +79,7 @@ void expect_right(Problem& problem) {
     expect_every_decode_right(call);
 }
 
-// Of one shape.
+// Calls of one shape.
 class CudaDecodeDealtTest : public ::testing::TestWithParam<size_t> {
   protected:
     const Shape& shape_ = kShapes[GetParam()];
@@ -280,7 +280,7 @@ void expect_fixed_splits_have_the_same_bits(PagedCall& call) {
     call.options.batch_invariant = false;
 }
 
-// Of each row of kDecodeTiles.
+// For each row of kDecodeTiles.
 class CudaSplitKvPlansTest : public ::testing::TestWithParam<size_t> {};
 
 TEST_P(CudaSplitKvPlansTest, AgreeWithTheCpu) {

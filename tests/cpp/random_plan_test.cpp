@@ -283,7 +283,7 @@ std::set<std::string> all_kernels() {
             add(stream_k, dtype, row);
         }
     };
-    // Of codes, two types: no plan looks at more than their bits.
+    // Two types of codes are enough: no plan looks at more than their bits.
     add_decode(cuda::Codes::int8, DType::float16);
     add_decode(cuda::Codes::int4, DType::float16);
     for (const std::string& name : cuda::expand_codes_instances()) names.insert(name);

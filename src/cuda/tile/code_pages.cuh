@@ -16,7 +16,7 @@ struct CodePages {
             : page(static_cast<uint32_t>(page)),
               token(static_cast<uint32_t>(token)),
               head(static_cast<uint32_t>(head)) {}
-        // How far the row of a key lies behind the first.
+        // How far the row of a key lies behind the first row of the cache.
         template <class Place>
         __device__ uint32_t operator()(const Place& at) const {
             return at.page * page + at.slot * token + at.kv_head * head;
@@ -24,7 +24,7 @@ struct CodePages {
     };
     const uint8_t* codes;
     Strides strides;         // in units of 16 bytes
-    const uint32_t* scales;  // null: softmax_scale and out_scale have them
+    const uint32_t* scales;  // null: softmax_scale and out_scale include them
     Strides scale_strides;   // in words
     int32_t row_bytes;
 
