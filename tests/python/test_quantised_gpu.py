@@ -318,7 +318,9 @@ def test_numbers_of_prefill(torch: Any, kind: str, dtype: str, group_size: int) 
         **gpu,
     }
     if is_hopper(torch):
-        assert kernel_of(q, **arguments).startswith("expand_codes<" if group_size == 32 else "sm90_attention<")
+        assert kernel_of(q, **arguments).startswith(
+            "expand_codes<" if group_size == 32 else "sm90_attention<"
+        )
     out = octavo.paged_attention(q, **arguments)
     # Of the first keys, for each query head.
     values = cache.values()[1][table[:, 0], 0].repeat(group_size, 1)
