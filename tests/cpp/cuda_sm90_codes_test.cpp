@@ -57,8 +57,10 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
         const Scales scales = pick_scales(random, codes);
         const bool is_exact = scales == Scales::of_heads && head_dim <= 128;
         const DType dtype = is_exact ? DType::bfloat16 : random.pick({DType::float16, DType::bfloat16});
-        Cache cache(random, lengths_k, random.pick({1, 5, 16, 24, 256}), num_kv_heads, head_dim, dtype);
-        if (random.one_in(3)) cache.widen(cache.max_pages + random.pick({1, 100}));
+        const int64_t page_size = random.pick({1, 5, 16, 24, 256});
+        Cache cache(random, lengths_k, page_size, num_kv_heads, head_dim, dtype);
+        // Room for some 400 tokens more at most: expanded, that of large batches must not take too much memory.
+        if (random.one_in(3)) cache.widen(cache.max_pages + random.pick({1, 1 + 400 / int(page_size)}));
         PagedCall call(random, cache, lengths_q, num_kv_heads * group_size, dtype);
         pick_masks(random, call.options);
         call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
