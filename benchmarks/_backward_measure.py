@@ -19,7 +19,7 @@ from torch import Tensor
 
 GRAPH_US = 25e3  # long enough for the clocks to settle where a contestant's power leaves them
 WARM_UP = 4  # rounds; with five contestants a second
-LEAD_IN = 1  # replays of each turn that do not count: the clocks still are what the contestant before has left
+LEAD_IN = 1  # replays of each turn that do not count: the one before has left its clocks
 TOLERANCE = 2.0  # errors of a plain implementation
 DETERMINISTIC_REPLAYS = 4
 

@@ -60,10 +60,10 @@ def capture(calls: Sequence[Call], repeats: int) -> Captured:
 
 
 def turns(count: int, rounds: int) -> list[list[int]]:
-    """The order of so many contestants in each round, as numbers.
+    """The order of `count` contestants in each round, as numbers.
 
-    Each follows each of the others about equally often (the rows of a Williams square): at the power limit the
-    clocks that a contestant finds depend on what the one before it has drawn.
+    Each follows each of the others about equally often (the rows of a Williams square): at the power limit,
+    the clocks that a contestant finds depend on what the one before it has drawn.
     """
     zigzag = [(i + 1) // 2 if i % 2 else (count - i // 2) % count for i in range(count)]
     orders = [[(i + first) % count for i in zigzag] for first in range(count)]
@@ -78,8 +78,7 @@ def replay_times(
     """Median microseconds of one replay of each graph.
 
     The graphs take turns, so that a drift of the clocks meets them all, and none always comes behind the same
-    other. The first rounds warm up, as many as `warm_up`, and do not count; nor do the first `lead_in` replays
-    of each turn.
+    other. The first `warm_up` rounds do not count; nor do the first `lead_in` replays of each turn.
     """
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
     names = list(graphs)
