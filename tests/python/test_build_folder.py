@@ -1,7 +1,8 @@
 """A build for the CPU alone says so, and keeps its folder: the next one compiles what has changed.
 
 The sources are built for real, three times, each time as pip does it: scikit-build-core and nanobind lie in
-an environment that is new, and the one before is gone. For the sake of time nothing is optimised.
+an environment that is new, and the one before is gone. For the sake of time nothing is optimised, and the CPU
+kernels are those of the instruction set that runs here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo import _core
 from support.programs import SEARCH_PATH, find_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +37,9 @@ nvcc = octavo_build.octavo_nvcc
 nvcc.find_installed = lambda: nvcc.Installed(None, "no nvcc found", any_nvcc=False)
 nvcc.has_driver = lambda: False
 assert octavo_build.compiler_requirements(None) == []
-octavo_build.build_wheel(sys.argv[1], {"cmake.build-type": "Debug"})
+defines = {"CMAKE_CXX_FLAGS_DEBUG": "-O0", "OCTAVO_CPU_ISA": sys.argv[2]}
+settings = {f"cmake.define.{name}": value for name, value in defines.items()}
+octavo_build.build_wheel(sys.argv[1], {"cmake.build-type": "Debug", **settings})
 """
 
 
@@ -60,7 +64,7 @@ class Checkout:
         variables = {name: value for name, value in os.environ.items() if name != "OCTAVO_CUDA"}
         variables |= {"PYTHONPATH": str(environment), "PATH": SEARCH_PATH}
         result = subprocess.run(
-            [sys.executable, "-c", BUILD, environment / "dist"],
+            [sys.executable, "-c", BUILD, environment / "dist", _core.cpu_info()["isa"]],
             cwd=self.root,
             env=variables,
             stdout=subprocess.PIPE,
