@@ -7,7 +7,7 @@ from _schedule import KINDS, Lanes, block, heading, legend, lines, paragraph
 
 
 def owned(picture: Picture) -> None:
-    heading(picture, 20, 30, "One CTA owns 128 keys of a KV head and walks the queries that see them")
+    heading(picture, 20, 30, "A CTA owns 128 keys of a KV head at a time and walks the queries that see them")
     left, top, cell = 150, 62, 44
     for i in range(8):
         for j in range(6):
