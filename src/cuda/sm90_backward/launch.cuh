@@ -19,8 +19,8 @@ void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPl
     constexpr size_t kSharedBytes = sizeof(Sm90BackwardShared<Config>);
     static_assert(kSharedBytes <= 227 * 1024);
     const int32_t device = p.device.index;
-    const int64_t warps = ceil_divide(plan.num_rows * p.num_q_heads, kPreparedRows<Config>);
-    const LaunchShape rows{dim3(blocks_for_rows(warps)), 32 * kRowsPerBlock, true};
+    const LaunchShape rows{dim3(blocks_for_rows(plan.num_rows / kPreparedRows<Config>), p.num_q_heads),
+                           32 * kRowsPerBlock, true};
     launch<prepare_backward_kernel<T, Config>>(p.op, device, stream, rows, p, arguments);
     if (p.dsinks) launch_sink_gradients(p, arguments.sinks, stream);
     const LaunchShape keys{dim3(plan.num_ctas), Config::kThreads, true};

@@ -1,6 +1,6 @@
 // Before the gradients: the statistics of all queries as terms that products add, and zeros where
 // dQ is summed.
-// grid: kPreparedRows (query head, row of workspace) a warp.
+// grid: x rows of workspace, kPreparedRows a warp; y query heads, the last first.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -67,23 +67,19 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
                                         const __grid_constant__ Sm90BackwardLaunch plan) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    if (blockIdx.x == 0 && threadIdx.x == 0) *plan.tiles_taken = 0;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *plan.tiles_taken = 0;
     constexpr int kLanes = kPreparedLanes<Config>;
     const int lane = threadIdx.x % kLanes, dim = 8 * lane;
-    const int64_t i = warp_row() * kPreparedRows<Config> + threadIdx.x % 32 / kLanes;
+    static_assert(Config::kQueries % (kRowsPerBlock * kPreparedRows<Config>) == 0);  // so every row exists
+    const auto row = static_cast<int32_t>(warp_row() * kPreparedRows<Config> + threadIdx.x % 32 / kLanes);
     // The first heads last: theirs are the sums that are needed first, from the L2 cache.
-    const int64_t of_last = i / plan.num_rows, row = i - of_last * plan.num_rows;
-    const int64_t head = p.num_q_heads - 1 - of_last;
-    const bool exists = head >= 0;
-    WorkspaceRow at{-1, 0};
-    if (exists) {
-        if constexpr (!Config::kDqApart) {
-            auto* const dq =
-                reinterpret_cast<float4*>(plan.dq_sums + (head * plan.num_rows + row) * Config::kHeadDim);
-            dq[lane] = dq[kLanes + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-        at = find_workspace_row<Config::kQueries>(p, plan, static_cast<int32_t>(row));
+    const int64_t head = p.num_q_heads - 1 - static_cast<int32_t>(blockIdx.y);
+    if constexpr (!Config::kDqApart) {
+        auto* const dq =
+            reinterpret_cast<float4*>(plan.dq_sums + (head * plan.num_rows + row) * Config::kHeadDim);
+        dq[lane] = dq[kLanes + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
+    const WorkspaceRow at = find_workspace_row<Config::kQueries>(p, plan, row);
     float lse = -INFINITY, delta = 0.0f;  // what a row of no query has
     bool sees_nothing = true;
     if (at.batch >= 0) {
@@ -116,7 +112,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
     }
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    if (!exists || lane != 0) return;
+    if (lane != 0) return;
     const int64_t place = head * plan.num_rows + row;
     [[maybe_unused]] const int64_t number_place =
         place - row % Config::kQueries + statistic_place<Config::kQueries>(row % Config::kQueries);
