@@ -26,7 +26,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The oracle multiplies small matrices. Where other processes keep the cores busy, NumPy's threads wait for
 # one another: test_attention.py took 37 seconds on two such cores, and 7 with one thread.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of PyTorch would wait likewise
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core has no other to share with
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
