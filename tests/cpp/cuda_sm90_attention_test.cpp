@@ -205,6 +205,29 @@ TEST(CudaPrefillSplits, ReplayWithOtherLengths) {
     }
 }
 
+// A row tile of few rows waits for queries of its own, however far one warpgroup could get ahead before.
+TEST(CudaPrefillFewRows, BehindRowTilesWithoutKeys) {
+    const FewRowsBehindPadding batch(num_sms());
+    for (const int64_t head_dim : {128, 192, 256}) {
+        SCOPED_TRACE(head_dim);
+        Random random(head_dim);
+        const DType dtype = random.pick({DType::float16, DType::bfloat16});
+        Cache cache(random, batch.lengths_k, 16, batch.kKvHeads, head_dim, dtype);
+        PagedCall call(random, cache, batch.lengths_q, batch.kGroupSize * batch.kKvHeads, dtype);
+        call.options.max_seqlen_q = 16;
+        call.run_on_cpu();
+        call.expect_right([](const PagedAttentionArgs& args) {
+            if (!is_hopper()) return paged_attention(args);
+            const AttentionParams p = check_paged_attention(args);
+            std::string why_not;
+            const auto plan = cuda::plan_sm90_attention(p, cuda::gpu_of(0), &why_not);
+            ASSERT_TRUE(plan) << why_not;
+            ASSERT_EQ(field(describe(*plan), "feature"), "few_rows");
+            cuda::run(p, *plan, nullptr);
+        });
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillTest, ::testing::Range(0u, 40u));
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillSplitsTest, ::testing::Range(0u, 60u));
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillBitsTest, ::testing::Range(0u, 12u));  // every head dim

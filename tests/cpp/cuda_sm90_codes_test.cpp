@@ -159,6 +159,33 @@ TEST_P(CudaSm90CodesTest, ReplaysOfExpandedCodes) {
     cudaStreamDestroy(stream);
 }
 
+// Of bfloat16, since the conversion of padding's queries takes time in which a warpgroup without rows could
+// get ahead.
+TEST(CudaSm90CodesFewRows, BehindRowTilesWithoutKeys) {
+    const FewRowsBehindPadding batch(num_sms());
+    for (const int64_t head_dim : {64, 128}) {
+        for (const Codes codes : {Codes::e4m3, Codes::int8_int4}) {
+            SCOPED_TRACE(kCodesNames[static_cast<int>(codes)] + (" " + std::to_string(head_dim)));
+            Random random(head_dim);
+            Cache cache(random, batch.lengths_k, 16, batch.kKvHeads, head_dim, DType::bfloat16);
+            PagedCall call(random, cache, batch.lengths_q, batch.kGroupSize * batch.kKvHeads,
+                           DType::bfloat16);
+            call.options.max_seqlen_q = 16;
+            const CodedCache coded(random, call, codes, Layout::token_major, pick_scales(random, codes));
+            call.run_on_cpu();
+            call.expect_right([&](const PagedAttentionArgs& args) {
+                const AttentionParams p = coded.params(args);
+                if (!is_hopper()) return cuda::attention(p, nullptr);
+                std::string why_not;
+                const auto plan = cuda::plan_sm90_attention(p, cuda::gpu_of(0), &why_not);
+                ASSERT_TRUE(plan) << why_not;
+                ASSERT_EQ(field(describe(*plan), "feature"), "few_rows");
+                cuda::run(p, *plan, nullptr);
+            });
+        }
+    }
+}
+
 std::string name_of(const ::testing::TestParamInfo<std::tuple<Codes, unsigned>>& info) {
     return kCodesNames[static_cast<int>(std::get<0>(info.param))] +
            ("_" + std::to_string(std::get<1>(info.param)));

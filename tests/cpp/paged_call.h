@@ -42,6 +42,21 @@ inline std::vector<int32_t> longer(Random& random, std::vector<int32_t> lengths)
     return lengths;
 }
 
+// A batch in which every CTA of sm90_attention first meets row tiles without keys (of padding: 16 queries,
+// with four heads a block of 64 rows), then row tiles of few rows. With eight KV heads the scheduler is
+// quick, so that one warpgroup could get ahead of another.
+struct FewRowsBehindPadding {
+    static constexpr int32_t kKvHeads = 8, kGroupSize = 4;
+    std::vector<int32_t> lengths_q, lengths_k;
+
+    explicit FewRowsBehindPadding(int32_t num_sms) {
+        lengths_q.assign(cuda::ceil_divide(6 * num_sms, kKvHeads), 16);
+        lengths_k.assign(lengths_q.size(), 0);
+        lengths_q.resize(lengths_q.size() + cuda::ceil_divide(2 * num_sms, kKvHeads), 1);
+        lengths_k.resize(lengths_q.size(), 150);
+    }
+};
+
 // A paged cache of random lengths on shuffled pages.
 struct Cache {
     Cache(Random& random, std::vector<int32_t> lengths, int64_t page_size, int64_t num_kv_heads,

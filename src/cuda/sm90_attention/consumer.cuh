@@ -74,6 +74,7 @@ class Sm90Consumer {
 #pragma unroll
             for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
             if (tile < 0) {
+                if (Config::kFewRowTiles > 0 && tiles.count == 0) keep_step();
                 float out_scale[2];
                 finish(work, rows, softmax, out_scale);
                 store(work, out, out_scale);
@@ -225,10 +226,17 @@ class Sm90Consumer {
         }
     }
 
-    // Keeps step with the other warpgroups over a tile that no row here sees.
-    __device__ __forceinline__ void skip_tile() {
+    // Takes a turn at the tensor cores without a product. Over row tiles without keys there would be no
+    // turns, and one warpgroup could get ahead of another by as many row tiles as there are slots of queries.
+    // In a row tile of few rows behind them, its wait for the first warpgroup's queries would then end before
+    // they are there, since the phase before the slot's last one has the same parity.
+    __device__ __forceinline__ void keep_step() {
         wait_for_turn<Config>(group_);
         pass_turn<Config>(group_);
+    }
+    // Keeps step with the other warpgroups over a tile that no row here sees.
+    __device__ __forceinline__ void skip_tile() {
+        keep_step();
         ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
         release_slot<Config>(shared_.k_empty, k_ring_);
         ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
