@@ -8,6 +8,7 @@
 #include "common/macros.h"
 #include "common/tree_mask.h"
 #include "common/visibility.h"
+#include "params/bidirectional_ranges.h"
 #include "params/cache_scales.h"
 #include "params/chosen_pages.h"
 #include "params/index_array.h"
@@ -86,6 +87,7 @@ struct AttentionParams {
     BlockMask block_mask;               // of dense and packed attention
     int32_t head_dim_v;                 // head_dim where keys and values are paged
     ChosenPages chosen_pages;           // of paged attention
+    BidirectionalRanges ranges;         // null as well where they change nothing
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }
@@ -106,15 +108,16 @@ struct AttentionParams {
     }
 };
 
-// What one sequence of the batch is made of.
-struct SequenceSlice {
+// What one sequence of the batch is made of. `See` is Visibility, or RangedVisibility for calls with ranges.
+template <class See>
+struct SequenceSliceOf {
     int64_t q_begin;  // its first query, in elements from q; likewise out_begin and lse_begin
     int64_t out_begin;
     int64_t lse_begin;
     int64_t k_begin;  // its first key, in elements from k; 0 when paged; likewise v_begin
     int64_t v_begin;
     int32_t seqlen_q;
-    Visibility see;
+    See see;
 
     OCTAVO_HD int32_t q_pos(int32_t i) const { return see.seqlen_k - seqlen_q + i; }
 
@@ -133,13 +136,13 @@ struct SequenceSlice {
         return prefix_len < seqlen_k ? prefix_len : seqlen_k;
     }
 
-    OCTAVO_HD static SequenceSlice make(const AttentionParams& p, int32_t b) {
+    OCTAVO_HD static SequenceSliceOf make(const AttentionParams& p, int32_t b) {
         return make(p, b, seqlen_k(p, b));
     }
 
     // The same where seqlen_k(p, b) is known.
-    OCTAVO_HD static SequenceSlice make(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
-        SequenceSlice s{};
+    OCTAVO_HD static SequenceSliceOf make(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
+        SequenceSliceOf s{};
         if (OCTAVO_RARE(p.cu_seqlens_q)) {
             int64_t first = p.cu_seqlens_q[b];
             s.q_begin = first * p.q_token_stride;
@@ -160,14 +163,25 @@ struct SequenceSlice {
             s.k_begin = b * p.k_outer_stride;
             s.v_begin = b * p.v_outer_stride;
         }
-        s.see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right, p.attention_chunk};
+        Visibility& see = s.see;
+        see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right, p.attention_chunk};
+        set_ranges(s.see, p, b);
         return s;
     }
 
   private:
+    OCTAVO_HD static void set_ranges(Visibility&, const AttentionParams&, int32_t) {}
+    OCTAVO_HD static void set_ranges(RangedVisibility& see, const AttentionParams& p, int32_t b) {
+        if (!p.ranges) return;
+        see.bounds = p.ranges.of_sequence(b);
+        see.count = p.ranges.count;
+        see.keep_window_left = p.ranges.keep_window_left;
+    }
     OCTAVO_HD static int32_t behind_skipped(const AttentionParams& p, int32_t length) {
         return length > p.num_skipped_keys ? length - p.num_skipped_keys : 0;
     }
 };
+using SequenceSlice = SequenceSliceOf<Visibility>;
+using RangedSlice = SequenceSliceOf<RangedVisibility>;
 
 }  // namespace octavo

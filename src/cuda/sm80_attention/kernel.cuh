@@ -23,6 +23,8 @@
 #include "cuda/types.h"
 #include "params/attention_params.h"
 
+#include <type_traits>
+
 namespace octavo::cuda {
 
 // What a lane has of the scores, for the lane of the warp that shares its rows. With one stage it lies where
@@ -59,22 +61,27 @@ __device__ __forceinline__ void add_scores(float (&scores)[Config::kRowTiles][Co
     }
 }
 
-template <class T, class Config>
+// The instances that look at bidirectional ranges.
+template <Sm80Feature kFeature>
+inline constexpr bool kSm80HasRanges = kFeature == Sm80Feature::ranges || kFeature == Sm80Feature::codes;
+
+template <class T, class Config, bool kHasRanges>
 struct Sm80Shared {
+    using Row = std::conditional_t<kHasRanges, RangedRow, TileRow>;
     alignas(16) T q[Config::kRows * Config::kRowStride];  // at the end each warp's result, in its own rows
     alignas(16) T k[Config::kStages][Config::kKeys * Config::kRowStride];
     alignas(16) T v[Config::kStages][Config::kKeys * Config::kRowStride];
-    TileRow rows[Config::kRows];
+    Row rows[Config::kRows];
     int32_t pages[Config::kKeys];
     SharedScores<Config> scores;
 };
 
 // Writes the result of one warp's rows and columns, or of this split. `q_rows` is room for them in shared
 // memory.
-template <class T, class Config>
-__device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80Launch& plan,
-                                           const SequenceSlice& seq, int32_t batch, int32_t split,
-                                           const TileRow* rows, int32_t num_rows, T* q_rows, int first_column,
+template <class T, class Config, class Slice, class Row>
+__device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80Launch& plan, const Slice& seq,
+                                           int32_t batch, int32_t split, const Row* rows, int32_t num_rows,
+                                           T* q_rows, int first_column,
                                            const float (&out)[Config::kRowTiles][Config::kWarpColumns / 8][4],
                                            const RowSoftmax<Config::kRowTiles>& softmax) {
     const int lane = threadIdx.x % 32;
@@ -131,9 +138,9 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80L
 }
 
 // The keys and values at the sequence and head of a CTA.
-template <class T, Sm80Feature kFeature>
-__device__ __forceinline__ auto key_array(const AttentionParams& p, const Sm80Launch& plan,
-                                          const SequenceSlice& seq, int32_t kv_head) {
+template <class T, Sm80Feature kFeature, class Slice>
+__device__ __forceinline__ auto key_array(const AttentionParams& p, const Sm80Launch& plan, const Slice& seq,
+                                          int32_t kv_head) {
     if constexpr (kFeature == Sm80Feature::codes) {
         return CodeArray::keys(p, kv_head);
     } else {
@@ -141,9 +148,9 @@ __device__ __forceinline__ auto key_array(const AttentionParams& p, const Sm80La
                            p.k_outer_stride, p.k_token_stride, plan.k_aligned};
     }
 }
-template <class T, Sm80Feature kFeature>
+template <class T, Sm80Feature kFeature, class Slice>
 __device__ __forceinline__ auto value_array(const AttentionParams& p, const Sm80Launch& plan,
-                                            const SequenceSlice& seq, int32_t kv_head) {
+                                            const Slice& seq, int32_t kv_head) {
     if constexpr (kFeature == Sm80Feature::codes) {
         return CodeArray::values(p, kv_head);
     } else {
@@ -152,7 +159,7 @@ __device__ __forceinline__ auto value_array(const AttentionParams& p, const Sm80
     }
 }
 
-// Dropout, codes and block masks have kernels of their own: as a branch, dropout made the other spill
+// Dropout, codes, block masks and ranges have kernels of their own: as a branch, dropout made the other spill
 // registers.
 template <class T, class Config, Sm80Feature kFeature>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
@@ -160,14 +167,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                           const __grid_constant__ Sm80Launch plan) {
     constexpr int kKeys = Config::kKeys;
     constexpr bool kBlocks = kFeature == Sm80Feature::blocks;
-    const bool drops = kFeature == Sm80Feature::dropout || (kBlocks && p.dropout.any());
+    constexpr bool kRanges = kSm80HasRanges<kFeature>;
+    using Slice = std::conditional_t<kRanges, RangedSlice, SequenceSlice>;
+    using Shared = Sm80Shared<T, Config, kRanges>;
+    const bool drops =
+        kFeature == Sm80Feature::dropout || ((kBlocks || kFeature == Sm80Feature::ranges) && p.dropout.any());
     static_assert(Config::kRows <= Config::kThreads, "one thread finds each row");
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    auto& shared = *reinterpret_cast<Sm80Shared<T, Config>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
 
     const RowTile row_tile = find_row_tile<Config::kRows>(p, plan.sequence_tiles, blockIdx.x);
     if (row_tile.batch < 0) return;
-    const SequenceSlice seq = SequenceSlice::make(p, row_tile.batch);
+    const Slice seq = Slice::make(p, row_tile.batch);
     const int32_t kv_head = blockIdx.y, split = blockIdx.z;
     const int32_t group_size = plan.group_size.divisor;
     const int32_t num_rows = min(seq.seqlen_q * group_size - row_tile.first_row, Config::kRows);
@@ -204,7 +215,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int warp_row = warp / Config::kColumnWarps * Config::kWarpRows;  // the warp's first
     const int first_column = warp % Config::kColumnWarps * Config::kWarpColumns;
     const int num_warp_rows = min(num_rows - warp_row, Config::kWarpRows);
-    const TileRow* const rows = shared.rows + warp_row;
+    const typename Shared::Row* const rows = shared.rows + warp_row;
     const WarpView view(seq.see, num_warp_rows > 0, seq.q_pos(token_of(warp_row)),
                         seq.q_pos(token_of(max(warp_row + num_warp_rows - 1, 0))),
                         p.is_tree(seq.seqlen_q) ? seq.q_pos(0) : INT32_MAX);
@@ -268,8 +279,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         const int32_t token = token_of(threadIdx.x), head = head_of(threadIdx.x, token);
         const float* const slopes =
             has_alibi ? p.alibi_slopes + row_tile.batch * p.alibi_batch_stride : nullptr;
-        shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f,
-                                    seq.see.window_begin(seq.q_pos(token))};
+        TileRow& row = shared.rows[threadIdx.x];
+        row = {token, head, slopes ? slopes[head] * kLog2e : 0.0f, seq.see.window_begin(seq.q_pos(token))};
+        if constexpr (kRanges) shared.rows[threadIdx.x].window_end = seq.see.window_end(seq.q_pos(token));
     }
     if (first_tile >= tile_end) __syncthreads();  // for the rows; otherwise the loop has a barrier
     int32_t num_visited = 0;                      // with a block mask

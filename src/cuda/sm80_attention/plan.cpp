@@ -57,6 +57,7 @@ const char* name_of(Sm80Feature feature) {
         case Sm80Feature::dropout: return "dropout";
         case Sm80Feature::codes: return "codes";
         case Sm80Feature::blocks: return "blocks";
+        case Sm80Feature::ranges: return "ranges";
     }
     return "none";
 }
@@ -70,6 +71,7 @@ Sm80Plan plan_sm80_attention(const AttentionParams& p, const Gpu& gpu) {
     plan.k_dtype = p.k_dtype;
     plan.v_dtype = p.v_dtype;
     if (p.dropout.any() || p.alibi_symmetric) plan.feature = Sm80Feature::dropout;
+    if (p.ranges) plan.feature = Sm80Feature::ranges;
     if (is_code(p.k_dtype)) plan.feature = Sm80Feature::codes;
     if (p.block_mask) plan.feature = Sm80Feature::blocks;
     plan.num_sequences = p.batch;

@@ -36,10 +36,11 @@ constexpr Sm80Tiles kSm80Tiles[] = {
     {512, 2, 8, 1, 32, 1, 2},
 };
 
-// What an instance computes beside plain attention: dropout, over a cache of codes, or with a block mask, and
-// then dropout as well. Each of them serves symmetric ALiBi, too, `dropout` also where nothing is dropped, so
-// that plain attention has no instruction for it.
-enum class Sm80Feature : uint8_t { none, dropout, codes, blocks };
+// What an instance computes beside plain attention: dropout, over a cache of codes, or with a block mask or
+// bidirectional ranges, and then dropout as well; those for codes serve ranges, too. Each of them serves
+// symmetric ALiBi, `dropout` also where nothing is dropped, so that plain attention has no instruction for
+// it.
+enum class Sm80Feature : uint8_t { none, dropout, codes, blocks, ranges };
 
 constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
     for (const Sm80Tiles& tiles : kSm80Tiles) {

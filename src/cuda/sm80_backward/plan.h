@@ -13,9 +13,10 @@ namespace octavo::cuda {
 
 struct Sm80BackwardPlan {
     DType dtype;
-    int32_t row;       // of kSm80BackwardTiles: with dtype, has_dropout and has_blocks, the instance
+    int32_t row;       // of kSm80BackwardTiles: with dtype and what follows, the instance
     bool has_dropout;  // or chunks or symmetric ALiBi, which the same instances serve
     bool has_blocks;   // a block mask, whose instances serve dropout and chunks, too
+    bool has_ranges;   // bidirectional ranges; likewise
     int32_t num_q_heads, num_kv_heads;
     int32_t key_tiles, query_tiles;          // of the longest sequence
     int32_t num_key_tiles, num_query_tiles;  // over the batch; bounds where it is packed
