@@ -6,9 +6,10 @@
 What maps exactly is served: grouped heads, softcap, causal masks, causal sliding windows and full attention,
 attention sinks (gpt-oss), with or without a growing or static cache, and padding masks [batch, seqlen] (a
 padded batch is packed first, which copies its keys and values); attention in chunks (Llama 4) without a
-static cache. What else a model asks for is refused with a ValueError, never approximated: other masks,
-position biases, attention weights. So are models whose attention is their own, outside of transformers'
-AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values with a head dim of their own
+static cache. So are sequences packed into a row, whose position_ids begin anew (DataCollatorWithFlattening):
+each of them sees itself alone. What else a model asks for is refused with a ValueError, never approximated:
+other masks, position biases, attention weights. So are models whose attention is their own, outside of
+transformers' AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values with a head dim of their own
 (DeepSeek-V3) need a growing cache. ``generate_batch`` wants one head dim for all layers, keys and values, and
 refuses DeepSeek-V3 and Gemma 4.
 
@@ -111,10 +112,10 @@ def _let_models_refuse() -> None:
 
 @dataclass(frozen=True)
 class _Packing:
-    """The tokens of a padded batch that are not padding."""
+    """The tokens of a padded batch that are not padding, or sequences that fill its rows."""
 
-    tokens: Tensor  # int64 [total]: where they are in the batch, flattened
-    cu_seqlens: Tensor  # int32 [batch + 1]
+    tokens: Tensor | None  # int64 [total]: where they are in the batch, flattened; None: all of it
+    cu_seqlens: Tensor  # int32 [sequences + 1]
     max_seqlen: int
 
     @classmethod
@@ -123,12 +124,29 @@ class _Packing:
         cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         return cls(is_token.flatten().nonzero().flatten(), cu_seqlens, int(lengths.max()))
 
+    @classmethod
+    def of_sequences(cls, begins: Tensor) -> _Packing:
+        """Of sequences that begin where this is true, bool [batch, seqlen], and end where the next begins."""
+        first = begins.flatten().nonzero().flatten()
+        cu_seqlens = torch.nn.functional.pad(first, (0, 1), value=begins.numel()).to(torch.int32)
+        return cls(None, cu_seqlens, int(cu_seqlens.diff().max()))
+
     def on(self, device: torch.device) -> _Packing:
-        return _Packing(self.tokens.to(device), self.cu_seqlens.to(device), self.max_seqlen)
+        tokens = None if self.tokens is None else self.tokens.to(device)
+        return _Packing(tokens, self.cu_seqlens.to(device), self.max_seqlen)
 
     def pack(self, array: Tensor) -> Tensor:
         """[batch, seqlen, heads, head_dim] to [total, heads, head_dim]."""
-        return array.flatten(0, 1)[self.tokens]
+        flat = array.flatten(0, 1)
+        return flat if self.tokens is None else flat[self.tokens]
+
+    def unpack(self, packed: Tensor, batch: int, seqlen: int) -> Tensor:
+        """[total, heads, head_dim] to [batch, seqlen, heads, head_dim], with 0 in place of padding."""
+        if self.tokens is None:
+            return packed.unflatten(0, (batch, seqlen))
+        flat = packed.new_zeros((batch * seqlen, *packed.shape[1:]))
+        flat[self.tokens] = packed
+        return flat.unflatten(0, (batch, seqlen))
 
 
 @dataclass(frozen=True)
@@ -149,7 +167,7 @@ class _Mask:
 
     def on(self, device: torch.device) -> _Mask:
         """The same for a layer on this device, where a model lies on several. They share what is moved."""
-        array = self.seq_lens if self.keys is None else self.keys.tokens
+        array = self.seq_lens if self.keys is None else self.keys.cu_seqlens
         if array is None or array.device == device:
             return self
         if device not in self._elsewhere:
@@ -176,8 +194,13 @@ def _require_causal(
     window: int | None,
     use_vmap: bool,
     device: torch.device,
+    begins: Tensor | None = None,
 ) -> None:
-    """Refuse a function of the indices that is anything else than causal, with this window."""
+    """Refuse a function of the indices that is anything else than causal, with this window.
+
+    `begins`: where sequences begin that lie one behind the other in a row, and do not see each other.
+    """
+    sequences = None if begins is None else begins.cumsum(1)
     key_positions = torch.arange(keys.start, keys.stop, device=device)
     for begin in range(queries.start, queries.stop, _ROWS_AT_ONCE):
         end = min(begin + _ROWS_AT_ONCE, queries.stop)
@@ -185,6 +208,8 @@ def _require_causal(
         ours = distance >= 0
         if window is not None:
             ours &= distance < window
+        if sequences is not None:
+            ours = ours & (sequences[:, None, begin:end, None] == sequences[:, None, None])
         theirs = masking_utils.sdpa_mask(
             batch_size,
             end - begin,
@@ -266,7 +291,17 @@ def _describe_mask(
         if not (is_plain or is_window):
             begin = int(q_offset)
             queries, keys = range(begin, begin + q_length), range(kv_offset, kv_offset + kv_length)
-            _require_causal(batch_size, queries, keys, mask_function, local_size, use_vmap, device)
+            window, begins = local_size, None
+            if attention_mask is None and not use_vmap and queries == keys and q_length > 1:
+                begins = _find_begins(mask_function, batch_size, q_length, device)
+                # Chunks begin anew in each sequence, and are sequences of their own here.
+                if begins is not None and local_size == getattr(config, "attention_chunk_size", None):
+                    window = None
+            if begins is None or not _is_plain_packing(mask_function, window, begins):
+                _require_causal(batch_size, queries, keys, mask_function, window, use_vmap, device, begins)
+            if begins is not None:
+                packing = _Packing.of_sequences(begins)
+                return _Mask(True, -1 if window is None else window - 1, queries=packing, keys=packing)
     elif local_size is not None:
         _refuse("a sliding window is supported in causal attention only")
 
@@ -336,8 +371,57 @@ def _is_plain_window(function: Callable[..., Any], window: int) -> bool:
     return _are_same(function, masking_utils.sliding_window_causal_mask_function(window))
 
 
+def _find_begins(
+    function: Callable[..., Any], batch_size: int, seqlen: int, device: torch.device
+) -> Tensor | None:
+    """Where packed sequences begin, bool [batch, seqlen]: tokens that do not see the one before them.
+
+    None where all see it. What else they see is not looked at here.
+    """
+    rows, tokens = (torch.arange(n, device=device) for n in (batch_size, seqlen))
+    sees = function(rows[:, None], rows.new_zeros(()), tokens, (tokens - 1).clamp(min=0))
+    begins = ~sees.expand(batch_size, seqlen)
+    if not bool(begins[:, 1:].any()):
+        return None
+    begins[:, 0] = True
+    return begins
+
+
+def _is_plain_packing(function: Callable[..., Any], window: int | None, begins: Tensor) -> bool:
+    """Whether it is the function that transformers makes for position_ids that begin anew, and nothing else.
+
+    Others that mean the same are compared element by element, as a window is.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    parts = _closure_of(function).get("mask_functions", ())
+    of_positions, of_sequences = map(_closure_of, parts) if len(parts) == 2 else ({}, {})
+    position_ids = of_positions.get("position_ids")
+    sequences = of_sequences.get("packed_sequence_mask")
+    if not (isinstance(position_ids, Tensor) and isinstance(sequences, Tensor)):
+        return False
+    causal = masking_utils.causal_mask_function
+    if window is not None:
+        causal = masking_utils.sliding_window_causal_mask_function(window)
+    expected = masking_utils.and_masks(
+        masking_utils.remap_positions_for_packed_sequence(causal, position_ids),
+        masking_utils.packed_sequence_mask_function(sequences),
+    )
+    if not _are_same(function, expected):
+        return False
+    starts = (position_ids.diff(dim=1) != 1).expand(len(begins), -1)
+    return torch.equal(starts, sequences.diff(dim=1) != 0) and torch.equal(starts, begins[:, 1:])
+
+
+def _closure_of(function: Any) -> dict[str, Any]:
+    """What a function is closed over, by name."""
+    return inspect.getclosurevars(function).nonlocals if isinstance(function, FunctionType) else {}
+
+
 def _are_same(a: Any, b: Any) -> bool:
-    """Whether two functions have the same code, and are closed over equal values."""
+    """Whether two functions have the same code, and are closed over equal values, or the same tensors."""
+    if isinstance(a, Tensor):
+        return a is b
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_are_same, a, b))
     if not (isinstance(a, FunctionType) and isinstance(b, FunctionType)):
@@ -442,6 +526,8 @@ def _attention(
             _refuse("dropout is not supported with a static cache")
         return _over_static_cache(q, k, v, mask, **scores), None
     k, v = (array[:, mask.first_key : mask.num_keys] for array in (k, v))
+    if mask.keys is None and options.get("cu_seq_lens_q") is not None:  # of a caller's own packing
+        mask = replace(mask, **_given_packing(options, q.device))
     arguments = {**scores, "causal": mask.causal, "window_left": mask.window_left}
     arguments["attention_chunk"] = mask.attention_chunk
     if dropout != 0.0:
@@ -458,6 +544,15 @@ def _attention(
         max_seqlen_k=mask.keys.max_seqlen,
         **arguments,
     )
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    out.view(-1, *out.shape[2:])[mask.queries.tokens] = packed
-    return out, None
+    return mask.queries.unpack(packed, *q.shape[:2]), None
+
+
+def _given_packing(options: dict[str, Any], device: torch.device) -> dict[str, _Packing]:
+    """The keywords that models hand down to FlashAttention: where packed sequences begin, and the longest."""
+    packing = {}
+    for field_name, letter in (("queries", "q"), ("keys", "k")):
+        cu_seqlens, longest = (options.get(f"{name}_{letter}") for name in ("cu_seq_lens", "max_length"))
+        if cu_seqlens is None or longest is None:
+            _refuse("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k have to be given together")
+        packing[field_name] = _Packing(None, cu_seqlens.to(device, torch.int32), int(longest))
+    return packing

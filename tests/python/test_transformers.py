@@ -296,8 +296,14 @@ def test_what_cannot_be_mapped_is_refused():
     model, ids = tiny_llama(), tokens(1, 8)
     with pytest.raises(ValueError, match=r"a mask of shape \(1, 1, 8, 8\) is not supported"):
         model(ids, attention_mask=torch.zeros(1, 1, 8, 8))
-    with pytest.raises(ValueError, match="this mask is neither causal"):  # two sequences in one row
-        model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
+    with pytest.raises(ValueError, match="this mask is neither causal"):
+        transformers.masking_utils.create_causal_mask(
+            model.config,
+            model.model.embed_tokens(ids),
+            None,
+            None,
+            and_mask_function=lambda b, h, q, k: k != 3,
+        )
 
 
 @pytest.mark.usefixtures("one_thread")
