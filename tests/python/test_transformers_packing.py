@@ -1,4 +1,4 @@
-"""octavo.transformers: sequences packed into rows, whose position_ids begin anew, in inference and training."""
+"""octavo.transformers: sequences packed into rows: position_ids that begin anew, in training too."""
 
 import pytest
 
