@@ -7,7 +7,8 @@ What maps exactly is served: grouped heads, softcap, causal masks, causal slidin
 attention sinks (gpt-oss), with or without a growing or static cache, and padding masks [batch, seqlen] (a
 padded batch is packed first, which copies its keys and values); attention in chunks (Llama 4) without a
 static cache. So are sequences packed into a row, whose position_ids begin anew (DataCollatorWithFlattening):
-each of them sees itself alone. What else a model asks for is refused with a ValueError, never approximated:
+each of them sees itself alone; and tokens of images that see each other both ways (Gemma 3, PaliGemma), where
+a mask is not made in a compiled graph. What else a model asks for is refused with a ValueError, never approximated:
 other masks, position biases, attention weights. So are models whose attention is their own, outside of
 transformers' AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values with a head dim of their own
 (DeepSeek-V3) need a growing cache. ``generate_batch`` wants one head dim for all layers, keys and values, and
@@ -162,12 +163,17 @@ class _Mask:
     first_keys: Tensor | None = None  # int64 [batch]: slots before them hold padding
     attention_chunk: int = 0
     first_key: int = 0  # of those that some query sees: a chunk begins there
+    ranges: Tensor | None = (
+        None  # int32 [batch, n, 2]: keys that see each other both ways, such as an image's
+    )
+    ranges_keep_window_left: bool = False
 
     _elsewhere: dict[torch.device, _Mask] = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, device: torch.device) -> _Mask:
         """The same for a layer on this device, where a model lies on several. They share what is moved."""
         array = self.seq_lens if self.keys is None else self.keys.cu_seqlens
+        array = self.ranges if array is None else array
         if array is None or array.device == device:
             return self
         if device not in self._elsewhere:
@@ -177,9 +183,17 @@ class _Mask:
                 keys=None if self.keys is None else self.keys.on(device),
                 seq_lens=None if self.seq_lens is None else self.seq_lens.to(device),
                 first_keys=None if self.first_keys is None else self.first_keys.to(device),
+                ranges=None if self.ranges is None else self.ranges.to(device),
                 _elsewhere={},
             )
         return self._elsewhere[device]
+
+    @property
+    def range_arguments(self) -> dict[str, Any]:
+        if self.ranges is None:
+            return {}
+        keep = self.ranges_keep_window_left
+        return {"bidirectional_ranges": self.ranges, "ranges_keep_window_left": keep}
 
 
 def _refuse(what: str, instead: str = "sdpa") -> NoReturn:
@@ -284,11 +298,16 @@ def _describe_mask(
     causal = mask_function is not masking_utils.bidirectional_mask_function
     window_left = -1 if local_size is None else local_size - 1
     end = q_offset + q_length - kv_offset  # of the keys that the last query sees
+    blocks: _Blocks | None = None
     if causal:
         if not isinstance(end, Tensor) and end > kv_length:
             _refuse(f"the last query sees {end} keys, and there are {kv_length}")
         is_plain = mask_function is masking_utils.causal_mask_function and local_size is None
         if not (is_plain or is_window):
+            blocks = _Blocks.find(mask_function, local_size)
+        if blocks is not None:
+            window_left = -1 if blocks.window is None else blocks.window - 1
+        elif not (is_plain or is_window):
             begin = int(q_offset)
             queries, keys = range(begin, begin + q_length), range(kv_offset, kv_offset + kv_length)
             window, begins = local_size, None
@@ -317,9 +336,12 @@ def _describe_mask(
         if not bool(is_padded):
             is_token = None
     if causal and (q_length == 1 or is_token is None) and (isinstance(end, Tensor) or end < kv_length):
-        return _describe_static_mask(batch_size, q_length, end, is_token, window_left, device)
+        mask = _describe_static_mask(batch_size, q_length, end, is_token, window_left, device)
+        return mask if blocks is None else blocks.add_to(mask, kv_offset, kv_length, None)
     num_keys = int(end) if causal else kv_length
     mask = _Mask(causal, window_left, num_keys=None if num_keys == kv_length else num_keys)
+    if blocks is not None:
+        mask = blocks.add_to(mask, kv_offset, num_keys, is_token)
     if is_token is None:
         return mask
     is_token = is_token[:, :num_keys]
@@ -369,6 +391,77 @@ def _is_plain_window(function: Callable[..., Any], window: int) -> bool:
     if torch.compiler.is_compiling():  # where functions cannot be looked at
         return False
     return _are_same(function, masking_utils.sliding_window_causal_mask_function(window))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks of tokens that see each other both ways beside a causal mask, as transformers describes them."""
+
+    ids: Tensor  # int64 [batch, at least the keys seen so far]: of each token's block; below 0: of none
+    window: int | None
+    keep_window_left: bool  # whether the window hides keys of a block, too
+
+    @classmethod
+    def find(cls, function: Callable[..., Any], window: int | None) -> _Blocks | None:
+        """Those of a function that transformers makes: windows may hold inside blocks (Gemma 3) or not."""
+        if torch.compiler.is_compiling():  # where functions cannot be looked at
+            return None
+        ids, overlay = (
+            _find_in_closures(function, name) for name in ("block_sequence_ids", "sliding_window")
+        )
+        if not isinstance(ids, Tensor):
+            return None
+        utils, blocks = masking_utils, masking_utils.blockwise_overlay(ids)
+        causal = utils.causal_mask_function
+        if window is not None:
+            causal = utils.sliding_window_causal_mask_function(window)
+        if _are_same(function, utils.or_masks(causal, blocks)):
+            return cls(ids, window, False)
+        if window is None and isinstance(overlay, int):
+            inside = utils.sliding_window_overlay(overlay)
+            if _are_same(function, utils.and_masks(utils.or_masks(causal, blocks), inside)):
+                return cls(ids, overlay, True)
+        return None
+
+    def add_to(self, mask: _Mask, kv_offset: int, num_keys: int, is_token: Tensor | None) -> _Mask:
+        """The mask with these blocks as ranges, in positions as the operator counts them."""
+        ids = self.ids[:, kv_offset : kv_offset + num_keys]
+        beside = torch.nn.functional.pad(ids, (1, 1), value=-1)
+        is_first = (ids >= 0) & (ids != beside[:, :-2])
+        is_last = (ids >= 0) & (ids != beside[:, 2:])
+        place = is_first.cumsum(1) - 1
+        num_ranges = int(place[:, -1].max()) + 1 if ids.numel() else 0
+        if num_ranges == 0:
+            return mask
+        bounds = ids.new_zeros((len(ids), num_ranges, 2))
+        blocks = torch.arange(-num_ranges, 0, device=ids.device).repeat(
+            len(ids), 1
+        )  # of each range, or below 0
+        for side, (row, key) in enumerate(x.nonzero(as_tuple=True) for x in (is_first, is_last)):
+            bounds[row, place[row, key], side] = key + side
+            blocks[row, place[row, key]] = ids[row, key]
+        if bool((blocks.sort(1).values.diff(dim=1) == 0).any()):
+            _refuse("a block of tokens that see each other both ways has to lie in one piece")
+        if is_token is not None:  # padding is left out
+            before = torch.nn.functional.pad(is_token[:, :num_keys].cumsum(1), (1, 0))
+            bounds = before.gather(1, bounds.flatten(1)).view(bounds.shape)
+        if mask.first_keys is not None:
+            bounds = (bounds - mask.first_keys[:, None, None]).clamp(min=0)
+        ranges = bounds.to(torch.int32).contiguous()
+        return replace(mask, ranges=ranges, ranges_keep_window_left=self.keep_window_left)
+
+
+def _find_in_closures(function: Any, name: str) -> Any:
+    """What some function, or one that it is closed over, calls by this name."""
+    variables = _closure_of(function)
+    if name in variables:
+        return variables[name]
+    for value in variables.values():
+        for inner in value if isinstance(value, tuple) else (value,):
+            found = _find_in_closures(inner, name)
+            if found is not None:
+                return found
+    return None
 
 
 def _find_begins(
@@ -473,6 +566,7 @@ def _over_static_cache(q: Tensor, k: Tensor, v: Tensor, mask: _Mask, **arguments
         cu_seqlens_q=packing(batch, seqlen, q.device),
         max_seqlen_q=None if seqlen == 1 else seqlen,
         window_left=mask.window_left,
+        **mask.range_arguments,
         **arguments,
     )
     return cast(Tensor, out).view(q.shape)
@@ -528,7 +622,7 @@ def _attention(
     k, v = (array[:, mask.first_key : mask.num_keys] for array in (k, v))
     if mask.keys is None and options.get("cu_seq_lens_q") is not None:  # of a caller's own packing
         mask = replace(mask, **_given_packing(options, q.device))
-    arguments = {**scores, "causal": mask.causal, "window_left": mask.window_left}
+    arguments = {**scores, "causal": mask.causal, "window_left": mask.window_left, **mask.range_arguments}
     arguments["attention_chunk"] = mask.attention_chunk
     if dropout != 0.0:
         arguments |= {"dropout_p": dropout, "dropout_seed": draw_seed("octavo.transformers", q.device)}
