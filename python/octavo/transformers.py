@@ -7,11 +7,12 @@ What maps exactly is served: grouped heads, softcap, causal masks, causal slidin
 attention sinks (gpt-oss), with or without a growing or static cache, and padding masks [batch, seqlen] (a
 padded batch is packed first, which copies its keys and values); attention in chunks (Llama 4) without a
 static cache. So are sequences packed into a row, whose position_ids begin anew (DataCollatorWithFlattening):
-each of them sees itself alone; and tokens of images that see each other both ways (Gemma 3, PaliGemma), where
-a mask is not made in a compiled graph. What else a model asks for is refused with a ValueError, never approximated:
-other masks, position biases, attention weights. So are models whose attention is their own, outside of
-transformers' AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values with a head dim of their own
-(DeepSeek-V3) need a growing cache. ``generate_batch`` wants one head dim for all layers, keys and values, and
+each of them sees itself alone; tokens of images that see each other both ways (Gemma 3, PaliGemma), where a
+mask is not made in a compiled graph; and windows to both sides (ModernBERT). Padding inside a sequence under
+a window takes a copy of queries and keys. What else a model asks for is refused with a ValueError, never
+approximated: other masks, position biases, attention weights. So are models whose attention is their own,
+outside of transformers' AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values with a head dim
+of their own (DeepSeek-V3) need a growing cache. ``generate_batch`` wants one head dim for all layers, keys and values, and
 refuses DeepSeek-V3 and Gemma 4.
 
 ``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come. The
@@ -50,6 +51,10 @@ from octavo._transformers_layers import Layers, LayerStep
 __all__ = ["generate_batch", "make_scheduler", "register"]
 
 _ROWS_AT_ONCE = 256  # of a mask that is compared, to bound memory
+# Added to heads where padding is hidden. A hidden key's score is so low in every dtype that it has no weight
+# beside any other. Queries of padding, whose results nobody uses, may see hidden keys alone: that is finite.
+_HIDING_COLUMNS, _HIDING_QUERY, _HIDING_KEY = 8, 128.0, -30000.0
+_MAX_HEAD_DIM = 512
 _OTHER_MASK = "this mask is neither causal, nor a causal sliding window, nor full"
 _names: set[str] = set()  # under which Octavo is registered
 
@@ -156,6 +161,7 @@ class _Mask:
 
     causal: bool
     window_left: int = -1
+    window_right: int = -1
     queries: _Packing | None = None
     keys: _Packing | None = None
     num_keys: int | None = None  # in front, of a static cache that holds slots without tokens behind them
@@ -167,13 +173,15 @@ class _Mask:
         None  # int32 [batch, n, 2]: keys that see each other both ways, such as an image's
     )
     ranges_keep_window_left: bool = False
+    hidden: Tensor | None = None  # bool [batch, keys], where padding lies inside sequences
 
     _elsewhere: dict[torch.device, _Mask] = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, device: torch.device) -> _Mask:
         """The same for a layer on this device, where a model lies on several. They share what is moved."""
         array = self.seq_lens if self.keys is None else self.keys.cu_seqlens
-        array = self.ranges if array is None else array
+        for other in (self.ranges, self.hidden):
+            array = other if array is None else array
         if array is None or array.device == device:
             return self
         if device not in self._elsewhere:
@@ -184,6 +192,7 @@ class _Mask:
                 seq_lens=None if self.seq_lens is None else self.seq_lens.to(device),
                 first_keys=None if self.first_keys is None else self.first_keys.to(device),
                 ranges=None if self.ranges is None else self.ranges.to(device),
+                hidden=None if self.hidden is None else self.hidden.to(device),
                 _elsewhere={},
             )
         return self._elsewhere[device]
@@ -295,8 +304,11 @@ def _describe_mask(
     if is_chunked and not isinstance(q_offset, Tensor) and q_offset + q_length - kv_offset == kv_length:
         chunk = cast(int, local_size)
         return _describe_chunks(q_length, kv_length, q_offset, kv_offset, chunk, attention_mask)
-    causal = mask_function is not masking_utils.bidirectional_mask_function
-    window_left = -1 if local_size is None else local_size - 1
+    is_two_sided = _is_two_sided_window(mask_function, local_size) and q_length == kv_length
+    causal = not (is_two_sided or mask_function is masking_utils.bidirectional_mask_function)
+    window_left, window_right = -1 if local_size is None else local_size - 1, -1
+    if is_two_sided:
+        window_left = window_right = cast(int, local_size)
     end = q_offset + q_length - kv_offset  # of the keys that the last query sees
     blocks: _Blocks | None = None
     if causal:
@@ -321,7 +333,7 @@ def _describe_mask(
             if begins is not None:
                 packing = _Packing.of_sequences(begins)
                 return _Mask(True, -1 if window is None else window - 1, queries=packing, keys=packing)
-    elif local_size is not None:
+    elif local_size is not None and not is_two_sided:
         _refuse("a sliding window is supported in causal attention only")
 
     is_token = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -339,15 +351,16 @@ def _describe_mask(
         mask = _describe_static_mask(batch_size, q_length, end, is_token, window_left, device)
         return mask if blocks is None else blocks.add_to(mask, kv_offset, kv_length, None)
     num_keys = int(end) if causal else kv_length
-    mask = _Mask(causal, window_left, num_keys=None if num_keys == kv_length else num_keys)
+    mask = _Mask(causal, window_left, window_right, num_keys=None if num_keys == kv_length else num_keys)
+    is_token = None if is_token is None else is_token[:, :num_keys]
+    if is_token is not None and window_left >= 0 and _has_holes(is_token):  # which the window counts
+        mask, is_token = replace(mask, hidden=~is_token), None
     if blocks is not None:
         mask = blocks.add_to(mask, kv_offset, num_keys, is_token)
     if is_token is None:
         return mask
-    is_token = is_token[:, :num_keys]
-    if window_left >= 0 and bool((is_token.diff(dim=1).sum(1) > 2 - is_token[:, 0].int()).any()):
-        _refuse("under a sliding window, padding must be before or after a sequence's tokens")
-    is_query = is_token[:, -q_length:] if causal else is_token.new_ones(batch_size, q_length)
+    has_positions = causal or is_two_sided  # of queries, which windows count from
+    is_query = is_token[:, -q_length:] if has_positions else is_token.new_ones(batch_size, q_length)
     return replace(mask, queries=_Packing.of(is_query), keys=_Packing.of(is_token))
 
 
@@ -380,10 +393,23 @@ def _describe_chunks(
     keys = torch.arange(kv_offset, kv_offset + kv_length, device=is_token.device)
     begin = padding + (q_offset - padding).clamp(min=0) // chunk * chunk
     is_key = is_token & (keys >= begin[:, None])
-    if bool((is_key.diff(dim=1).sum(1) > 2 - is_key[:, 0].int()).any()):
+    if _has_holes(is_key):
         _refuse("in chunks, padding must be before or after a sequence's tokens")
     queries, packed_keys = _Packing.of(is_token[:, -q_length:]), _Packing.of(is_key)
     return replace(mask, first_key=0, queries=queries, keys=packed_keys)
+
+
+def _has_holes(is_token: Tensor) -> bool:
+    """Whether padding lies between the tokens of some row."""
+    return bool((is_token.diff(dim=1).sum(1) > 2 - is_token[:, 0].int()).any())
+
+
+def _is_two_sided_window(function: Callable[..., Any], window: int | None) -> bool:
+    """Whether it is the function that transformers makes for an encoder's window, and nothing else."""
+    if window is None or torch.compiler.is_compiling():  # where functions cannot be looked at
+        return False
+    make = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
+    return make is not None and _are_same(function, make(window))
 
 
 def _is_plain_window(function: Callable[..., Any], window: int) -> bool:
@@ -544,15 +570,18 @@ def _describe_static_mask(
     first = is_token.int().argmax(1)
     slots = torch.arange(is_token.shape[1], device=device)
     if bool((is_token != ((slots >= first[:, None]) & (slots < end))).any()):
-        _refuse("in a static cache, padding must be before a sequence's tokens")
+        return _Mask(True, window_left, seq_lens=seq_lens.contiguous(), hidden=~is_token)
     return _Mask(True, window_left, seq_lens=(seq_lens - first).to(torch.int32), first_keys=first)
 
 
 def _over_static_cache(q: Tensor, k: Tensor, v: Tensor, mask: _Mask, **arguments: Any) -> Tensor:
     """Attention to the front of a static cache, each row of which is a page: arrays [batch, seqlen, ...]."""
     batch, seqlen = q.shape[:2]
-    if k.shape[-1] != v.shape[-1]:
+    value_dim = v.shape[-1]
+    if k.shape[-1] - (0 if mask.hidden is None else _HIDING_COLUMNS) != value_dim:
         _refuse("values of another head dim than keys are not supported with a static cache")
+    if mask.hidden is not None:
+        v = torch.nn.functional.pad(v, (0, _HIDING_COLUMNS))
     if mask.first_keys is not None:
         slots = mask.first_keys[:, None] + torch.arange(k.shape[1], device=k.device)
         at = slots.clamp(max=k.shape[1] - 1)[:, :, None, None]
@@ -569,7 +598,7 @@ def _over_static_cache(q: Tensor, k: Tensor, v: Tensor, mask: _Mask, **arguments
         **mask.range_arguments,
         **arguments,
     )
-    return cast(Tensor, out).view(q.shape)
+    return cast(Tensor, out).view(q.shape)[..., :value_dim]
 
 
 def _attention(
@@ -615,6 +644,11 @@ def _attention(
     if isinstance(step, Layers):
         window_left = max(mask.window_left, mask.attention_chunk - 1)
         step.record(module, q, k, v, window_left, mask.attention_chunk, causal=mask.causal)
+    if mask.hidden is not None:
+        if scores["softcap"]:
+            _refuse("with a softcap, padding under a window must be before or after a sequence's tokens")
+        scores["softmax_scale"] = q.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k = _hide(q, k, mask.hidden)
     if mask.seq_lens is not None:
         if dropout != 0.0:
             _refuse("dropout is not supported with a static cache")
@@ -624,6 +658,7 @@ def _attention(
         mask = replace(mask, **_given_packing(options, q.device))
     arguments = {**scores, "causal": mask.causal, "window_left": mask.window_left, **mask.range_arguments}
     arguments["attention_chunk"] = mask.attention_chunk
+    arguments["window_right"] = mask.window_right
     if dropout != 0.0:
         arguments |= {"dropout_p": dropout, "dropout_seed": draw_seed("octavo.transformers", q.device)}
     if mask.queries is None or mask.keys is None:
@@ -639,6 +674,19 @@ def _attention(
         **arguments,
     )
     return mask.queries.unpack(packed, *q.shape[:2]), None
+
+
+def _hide(q: Tensor, k: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys with more columns, which take all weight from hidden keys, bool [batch, keys].
+
+    Other keys have zeros there, so that their scores stay what they are.
+    """
+    if q.shape[-1] + _HIDING_COLUMNS > _MAX_HEAD_DIM:
+        _refuse(f"heads of {q.shape[-1]} with padding inside a sequence, under a window or in a static cache")
+    columns = torch.where(hidden, _HIDING_KEY, 0.0).to(k.dtype)[:, :, None, None]
+    hiding = columns.expand(*columns.shape[:2], k.shape[2], _HIDING_COLUMNS)
+    k = torch.cat([k[:, : hidden.shape[1]], hiding], -1)
+    return torch.nn.functional.pad(q, (0, _HIDING_COLUMNS), value=_HIDING_QUERY), k
 
 
 def _given_packing(options: dict[str, Any], device: torch.device) -> dict[str, _Packing]:
