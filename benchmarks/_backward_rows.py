@@ -8,6 +8,7 @@ from typing import Any
 import _support_path  # noqa: F401
 
 from support import cases
+from support.benchmark_cases import PREFILL_TABLE
 from support.case import Case
 
 DROPOUT_P = 0.1
@@ -52,7 +53,7 @@ class Task:
 
     @property
     def masks(self) -> dict[str, Any]:
-        """Of the scores, as the oracle names them, apart from the slopes of ALiBi."""
+        """What masks and changes scores, as the oracle names it, apart from the slopes of ALiBi."""
         assert self.case.window_left < 0 and self.case.softmax_scale is None, self
         return {"causal": self.case.causal, "softcap": self.case.softcap}
 
@@ -69,7 +70,7 @@ def _with(name: str, **options: Any) -> Case:
 
 def _dense(head_dim: int) -> list[Task]:
     """Those of the table of prefill, with equal numbers of heads."""
-    dense = (case for case in cases.PREFILL_TABLE if case.page_size == 0 and case.group_size == 1)
+    dense = (case for case in PREFILL_TABLE if case.page_size == 0 and case.group_size == 1)
     return [Task(case) for case in dense if case.head_dim == head_dim]
 
 

@@ -46,6 +46,10 @@ class Contestant(ABC):
     def tolerance(self, case: Case) -> float:
         return TOLERANCE[case.dtype]
 
+    def kernel(self, case: Case, inputs: Inputs) -> str:  # noqa: ARG002
+        """What runs, where that can be asked."""
+        return ""
+
 
 class Octavo(Contestant):
     name = OCTAVO
@@ -55,9 +59,18 @@ class Octavo(Contestant):
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], object]:
         if case.cascade and self.batch_invariant:
             raise UnsupportedError("no cascade")
+        return self._call(case, inputs)
+
+    def kernel(self, case: Case, inputs: Inputs) -> str:
+        call = self._call(case, inputs)
+        found = octavo.explain(call.func.__name__, *call.args, **call.keywords)
+        attention = found.plan.get("attention")
+        return f"{found.kernel}, then {attention}" if attention else found.kernel
+
+    def _call(self, case: Case, inputs: Inputs) -> partial[object]:
         return self._paged(case, inputs) if case.page_size > 0 else self._dense_or_packed(case, inputs)
 
-    def _paged(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+    def _paged(self, case: Case, inputs: Inputs) -> partial[object]:
         arrays = (inputs.q, inputs.k, inputs.v, inputs.page_table, inputs.seq_lens)
         options = {
             **case.masks,
@@ -72,7 +85,7 @@ class Octavo(Contestant):
             options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(case.seqlens_q)}
         return partial(octavo.paged_attention, *arrays, **options)
 
-    def _dense_or_packed(self, case: Case, inputs: Inputs) -> Callable[[], object]:
+    def _dense_or_packed(self, case: Case, inputs: Inputs) -> partial[object]:
         arrays, out = [inputs.q, inputs.k, inputs.v], inputs.out
         options = {
             **case.masks,

@@ -137,7 +137,7 @@ def step_us(engine: Engine, device: torch.device) -> float:
 
 
 def checked_logits(engine: Engine, problem: Problem) -> Tensor:
-    """Of the steps from the problem's own tokens: [batch, CHECKED_STEPS, vocabulary]."""
+    """The logits of the steps from the problem's own tokens: [batch, CHECKED_STEPS, vocabulary]."""
     logits = []
     for i in range(CHECKED_STEPS):
         engine.tokens.copy_(problem.tokens[:, i])

@@ -42,7 +42,7 @@ class Problem:
         return self.tokens.device
 
     def contexts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each layer, keys (rotated already) and values: [batch, context, num_kv_heads, head_dim]."""
+        """Keys (rotated already) and values of each layer: [batch, context, num_kv_heads, head_dim]."""
         config, generator = self.weights.config, torch.Generator(self.device).manual_seed(self.seed + 1)
         shape = (self.case.batch, self.case.context, config.num_kv_heads, config.head_dim)
         for _ in range(config.num_layers):
@@ -52,7 +52,7 @@ class Problem:
 
 
 def reference_logits(problem: Problem, dtype: torch.dtype) -> Tensor:
-    """Of all checked steps, [batch, CHECKED_STEPS, vocabulary].
+    """The logits of all checked steps, [batch, CHECKED_STEPS, vocabulary].
 
     In float32 they are what engines are compared with; in bfloat16 those of a plain implementation, which
     rounds the result of every operator.
@@ -90,7 +90,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Of one sequence: q [n, num_q_heads, head_dim] are the last n of the tokens of k and v."""
+    """Attention of one sequence: q [n, num_q_heads, head_dim] are the last n of the tokens of k and v."""
     n, length, num_kv_heads = len(q), len(k), k.shape[1]
     groups = q.unflatten(1, (num_kv_heads, -1))
     scores = torch.einsum("nhgd,mhd->hgnm", groups, k) * q.shape[-1] ** -0.5

@@ -27,7 +27,7 @@ class Product:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """The bytes of the weights."""
         return BYTES * self.w_rows * self.depth
 
 
@@ -72,7 +72,7 @@ def layer(config: Config, with_gate: bool) -> tuple[Product, ...]:
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 ROWS_OF_LAYERS = (1, 8, 16, 64)
-# Of Llama-2-7B, of Llama-3-8B with its head, and of Llama-3-70B on eight GPUs.
+# The layers of Llama-2-7B, of Llama-3-8B with its head, and of Llama-3-70B on eight GPUs.
 SHAPES = (
     (12288, 4096),
     (4096, 4096),
@@ -86,7 +86,7 @@ SHAPES = (
     (8192, 1024),
     (128256, 4096),
 )
-# Of Llama-2-13B, Llama-3-70B on eight GPUs, Qwen2.5-7B, Qwen3-4B, and a square one.
+# Those of Llama-2-13B, Llama-3-70B on eight GPUs, Qwen2.5-7B, Qwen3-4B, and a square one.
 OTHER_SHAPES = (
     (15360, 5120),
     (5120, 5120),

@@ -64,7 +64,7 @@ def _capture(engine: Engine, copies: Sequence[Inputs], call_us: float, repeats: 
 
 
 def _error(graph: Captured, exact: Exact) -> float:
-    """Of the first copy's results."""
+    """The error of the first copy's results."""
     first = graph.calls[0]
     assert isinstance(first, Recorded)
     for result in first.results:

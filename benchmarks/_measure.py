@@ -24,6 +24,7 @@ class Measured:
     us: dict[str, float]  # median microseconds a call
     max_error: dict[str, float]  # against float64, relative to the row's largest element
     skipped: dict[str, str]  # why it has no time
+    kernel: str = ""  # of Octavo, as octavo.explain names it
 
 
 def compile_kernels(contestants: Sequence[Contestant], cases: Sequence[Case]) -> None:
@@ -79,9 +80,10 @@ def measure(
             graphs[name] = graph
         else:
             skipped[name] = f"WRONG: error {errors[name]:.2g}, tolerance {contestant.tolerance(case):.2g}"
+    kernel = next((c.kernel(case, first) for c in contestants if not c.peer), "")
     calls = repeats * num_copies
     us = {name: time / calls for name, time in replay_times(graphs, rounds).items()}
-    return Measured(us, errors, skipped)
+    return Measured(us, errors, skipped, kernel)
 
 
 def measure_all(

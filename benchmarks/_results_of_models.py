@@ -123,7 +123,7 @@ def transformers(results: Path) -> str:
     """Tokens per second and memory of models of transformers."""
     header = [
         *("model", "way", "tokens/s", "to padded", "tokens per second of CPU time"),
-        *("MiB besides the model", "texts as padded"),
+        *("MiB besides the model", "texts as padded", "largest gap"),
     ]
     rows = []
     for path in sorted(results.glob("transformers-*.jsonl")):
@@ -133,13 +133,14 @@ def transformers(results: Path) -> str:
             ratio = row["tokens_per_s"] / base[row["model"]]["tokens_per_s"]
             rows.append(
                 [
-                    f"{row['model']}, {row['device']}",
+                    f"{row['model']}, {path.stem.removeprefix('transformers-').upper()}",
                     WAYS[row["contestant"]],
                     f"{row['tokens_per_s']:.1f}",
                     f"{ratio:.2f}",
                     f"{row['tokens_per_cpu_s']:.1f}" if row["device"] == "cpu" else "",
                     f"{row['peak_mib'] - row['loaded_mib']:.0f}",
                     f"{row['equal_texts']} of {row['num_requests']}",
+                    f"{100 * row['largest_gap']:.1f} %" if row["largest_gap"] else "0",
                 ]
             )
     return format_table(header, rows, numbers=len(header) - 2)

@@ -169,3 +169,17 @@ def backward_options(results: Path) -> str:
         rows.append([row["case"], gpu, *cells, f"{us[peer]:.0f} {PEERS[peer]}" if peer else ""])
     header = ["case", "GPU", "Octavo", "without it", "ratio", "best peer"]
     return format_table(header, rows, numbers=4)
+
+
+def backward_with_forward(results: Path) -> str:
+    """Microseconds of the forward and the backward together, and the memory that two ways to do it take."""
+    found = _backward_rows(results, "forward", "standard")
+    names = [name for name in (*BACKWARD_PEERS, "eager") if any(name in row["us"] for _, row in found)]
+    rows = []
+    for gpu, row in found:
+        times = [row["us"].get(name) for name in (OCTAVO, *names)]
+        sizes = [row["peak_bytes"].get(name) for name in (OCTAVO, "eager")]
+        cells = [*(f"{x:.0f}" if x else "" for x in times), *(f"{x / 2**20:.0f}" if x else "" for x in sizes)]
+        rows.append([row["case"].replace("_forward", ""), gpu, *cells])
+    titles = ["Octavo", *(PEERS.get(name, name) for name in names), "MiB of Octavo", "MiB of eager"]
+    return format_table(["case", "GPU", *titles], rows, numbers=len(titles))

@@ -59,15 +59,35 @@ def capture(calls: Sequence[Call], repeats: int) -> Captured:
     return Captured(graph, calls)
 
 
-def replay_times(graphs: Mapping[str, Captured], rounds: int, warm_up: int = 1) -> dict[str, float]:
+def turns(count: int, rounds: int) -> list[list[int]]:
+    """The order of so many contestants in each round, as numbers.
+
+    Each follows each of the others about equally often (the rows of a Williams square): at the power limit the
+    clocks that a contestant finds depend on what the one before it has drawn.
+    """
+    zigzag = [(i + 1) // 2 if i % 2 else (count - i // 2) % count for i in range(count)]
+    orders = [[(i + first) % count for i in zigzag] for first in range(count)]
+    if count % 2:  # then the reverse of each belongs to the square
+        orders = [order for pair in zip(orders, (x[::-1] for x in orders), strict=True) for order in pair]
+    return [orders[i % len(orders)] for i in range(rounds)]
+
+
+def replay_times(
+    graphs: Mapping[str, Captured], rounds: int, warm_up: int = 1, lead_in: int = 0
+) -> dict[str, float]:
     """Median microseconds of one replay of each graph.
 
-    The graphs take turns, so that a drift of the clocks meets them all. The first rounds warm up, as many as
-    `warm_up`, and do not count.
+    The graphs take turns, so that a drift of the clocks meets them all, and none always comes behind the same
+    other. The first rounds warm up, as many as `warm_up`, and do not count; nor do the first `lead_in` replays
+    of each turn.
     """
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
-    for _ in range(warm_up + rounds):
-        for name, graph in graphs.items():
+    names = list(graphs)
+    for order in turns(len(names), warm_up + rounds):
+        for name in (names[i] for i in order):
+            graph = graphs[name]
+            for _ in range(lead_in):
+                graph.replay()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

@@ -4,9 +4,10 @@
 
 bfloat16. A time is that of the whole call, with what it prepares, zeroes and converts: the median over
 replays of a CUDA graph of many calls, divided by their number. A graph takes some 25 ms, and its replays
-follow one another without a pause, so that the GPU is at its power limit; the graphs of the contestants take
-turns, so that all of them meet the same GPU; and the calls rotate over copies of all inputs, more than twice
-the L2 cache in all. Every contestant's dq, dk and dv are compared with float64 in the first and the last KV
+follow one another without a pause, so that the GPU is at its power limit. The graphs of the contestants take
+turns, in orders in which each follows each of the others about equally often, and the first replay of a turn
+does not count, so that no contestant profits from a slower one that leaves it a cooler GPU; and the calls
+rotate over copies of all inputs, more than twice the L2 cache in all. Every contestant's dq, dk and dv are compared with float64 in the first and the last KV
 head: who has more than twice the error of a plain implementation in bfloat16 gets no time, and a wrong Octavo
 fails the run.
 

@@ -33,8 +33,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 import octavo
 from octavo import _core
 from support import oracle
+from support.benchmark_cases import CPU_TABLE
 from support.case import Case
-from support.cases import CPU_TABLE
 from support.oracle_backward import Backward
 
 ROTATED_BYTES = 256 << 20
@@ -181,7 +181,7 @@ def gradient_error(gradients: Sequence[torch.Tensor], exact: Sequence[np.ndarray
 
 
 def error_of(case: Case, sample: Sample, result: torch.Tensor) -> float:
-    """Of a result [batch, heads, seqlen, head_dim], however its axes are put together."""
+    """The error of a result [batch, heads, seqlen, head_dim], however its axes are put together."""
     by_head = result.reshape(case.batch, case.num_q_heads, -1, case.head_dim)
     out = by_head.transpose(1, 2).flatten(0, 1)
     return float(np.abs(sample.of(out) - sample.reference.out).max())

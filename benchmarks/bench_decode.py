@@ -36,8 +36,7 @@ from _report import (
     write_json,
 )
 
-from support.case import Case
-from support.cases import (
+from support.benchmark_cases import (
     DECODE_EXTRA,
     DECODE_QUANTISED,
     DECODE_SHARED,
@@ -45,6 +44,7 @@ from support.cases import (
     DECODE_SWEEP,
     DECODE_TABLE,
 )
+from support.case import Case
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

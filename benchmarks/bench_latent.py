@@ -44,7 +44,7 @@ class LatentCase:
 
     @property
     def num_bytes(self) -> int:
-        """Of the cache, queries and results."""
+        """The bytes of the cache, queries and results."""
         element = 2 if self.kv_dtype == "bfloat16" else 1
         rows = self.batch * self.num_q_heads
         return self.batch * self.length * QK_DIM * element + rows * 2 * (QK_DIM + V_DIM)
@@ -84,7 +84,7 @@ def make_inputs(case: LatentCase) -> LatentInputs:
 
 
 def max_error(case: LatentCase, inputs: LatentInputs, out: Tensor) -> float:
-    """Of the first, a middle and the last sequence, relative to a row's largest element."""
+    """The error in the first, a middle and the last sequence, relative to a row's largest element."""
     worst = 0.0
     for b in {0, case.batch // 2, case.batch - 1}:
         keys = inputs.kv_pages[inputs.page_table[b].long()].flatten(0, 1).double()

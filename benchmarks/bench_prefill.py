@@ -22,8 +22,8 @@ from typing import Any
 from _command import Parser, matching, run, show_rows
 from _report import best_ratio, int64_summary, list_with_flops
 
+from support.benchmark_cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
 from support.case import Case
-from support.cases import PREFILL_EXTRA, PREFILL_QUANTISED, PREFILL_TABLE
 
 CONTESTANTS = ("octavo", "cudnn", "fa3", "fa2")
 
@@ -106,6 +106,7 @@ def measure(args: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str, A
             yield {
                 "case": case.name,
                 "shape": describe(case),
+                "kernel": found.kernel,
                 "flops": case.flops,
                 "us": found.us,
                 "tflops": {name: case.flops / us / 1e6 for name, us in found.us.items()},

@@ -43,7 +43,7 @@ class SparseCase:
 
     @property
     def num_bytes(self) -> int:
-        """Of the keys and values that the choice leaves to read."""
+        """The bytes of the keys and values that the choice leaves to read."""
         return round(self.kept * self.length) * self.batch * NUM_KV_HEADS * HEAD_DIM * 2 * 2
 
 

@@ -1,7 +1,8 @@
-"""Models of Hugging Face transformers: tokens/s and memory of four ways to generate many texts.
+r"""Models of Hugging Face transformers: tokens/s and memory of four ways to generate many texts.
 
     python benchmarks/bench_transformers.py --json benchmarks/results/transformers-cpu.jsonl
-    python benchmarks/bench_transformers.py --model 1b --device cuda --requests 64
+    python benchmarks/bench_transformers.py --model 1b --device cuda --requests 64 --prompt-tokens 128 \
+        --new-tokens 64 --token-budget 1024 --time-limit 110 --json benchmarks/results/transformers-h100.jsonl
 
     octavo               octavo.transformers.generate_batch: Octavo's pages, scheduler and kernels
     transformers_octavo  transformers' own generate_batch with attn_implementation="octavo"
@@ -13,7 +14,8 @@ Each has a process of its own, with the same weights: float32 on the CPU, bfloat
 that warms up they take turns, round by round; a time is the median of the rounds, on the CPU beside the time
 of all its threads, which other processes disturb less. Prompts and the numbers of new tokens are lognormal,
 and the prompts' tokens random, all from a seed; the numbers of new tokens alone end texts. No way finds
-prefixes again. The caches of pages have room for all texts.
+prefixes again. The caches of pages have room for all texts. How far a run has come stands on stderr; with
+--time-limit it makes fewer rounds, if these take too long, but one at least.
 
 The peak of memory is that of generating: on the CPU of the resident set, which has the model and the
 libraries in it, on a GPU of what torch allocated.
@@ -34,6 +36,8 @@ import multiprocessing
 import os
 import statistics
 import sys
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,7 +91,7 @@ def make_prompts(num_requests: int, prompt_tokens: int, new_tokens: int, seed: i
 
 
 class Contestant:
-    """A process that generates."""
+    """A process that generates, once it has loaded its model."""
 
     def __init__(self, name: str, setting: Setting) -> None:
         # Threads of torch that wait for each other sleep: beside busy processes, spinning ones take longer.
@@ -97,18 +101,23 @@ class Contestant:
         self._process.start()
         end.close()
         self.name = name
-        self.loaded_mib: float = self._pipe.recv()
+        self.loaded_mib = 0.0
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self.peak_mib = 0.0
         self.texts: Texts = []
 
-    def generate(self, prompts: Prompts, *, counts: bool = True) -> None:
+    def wait_until_loaded(self) -> None:
+        self.loaded_mib = self._pipe.recv()
+
+    def generate(self, prompts: Prompts, *, counts: bool = True) -> float:
+        """Generate once; return the seconds that it took."""
         self._pipe.send(("generate", prompts))
         self.texts, seconds, cpu_seconds, self.peak_mib = self._pipe.recv()
         if counts:
             self.seconds.append(seconds)
             self.cpu_seconds.append(cpu_seconds)
+        return float(seconds)
 
     def largest_gap(self, prompts: Prompts, texts: Texts) -> float:
         self._pipe.send(("largest_gap", prompts, texts))
@@ -142,17 +151,56 @@ class Contestant:
         )
 
 
+def start(names: Iterable[str], setting: Setting) -> list[Contestant]:
+    """Processes of these, with their models loaded."""
+    found: list[Contestant] = []
+    try:
+        for name in names:
+            found.append(Contestant(name, setting))
+            if setting.device == "cpu":  # one after the other: loading takes more memory than running
+                found[-1].wait_until_loaded()
+        if setting.device != "cpu":
+            for contestant in found:
+                contestant.wait_until_loaded()
+    except BaseException:
+        close(found)
+        raise
+    return found
+
+
+def close(contestants: list[Contestant]) -> None:
+    for contestant in contestants:
+        contestant.close()
+
+
+def run_rounds(
+    contestants: list[Contestant], prompts: Prompts, rounds: int, has_time: Callable[[], bool]
+) -> None:
+    """One round that warms up, and as many that count; fewer, but one, if there is no time for more."""
+    for number in range(rounds + 1):
+        if number > 1 and not has_time():
+            report(f"no time for round {number} of {rounds}")
+            return
+        for contestant in contestants:
+            seconds = contestant.generate(prompts, counts=number > 0)
+            report(f"{f'round {number}' if number else 'warm-up'}: {contestant.name} {seconds:.2f} s")
+
+
+def report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 HEADER = (
     "| way | tokens/s | to padded | tokens/s of CPU | MiB, model | MiB, peak | equal texts | largest gap |\n"
     "|---|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
-def format_row(row: Row, base: Row) -> str:
+def format_row(row: Row, base_tokens_per_s: float) -> str:
     cells = [
         row.contestant,
         f"{row.tokens_per_s:.1f}",
-        f"{row.tokens_per_s / base.tokens_per_s:.2f}",
+        f"{row.tokens_per_s / base_tokens_per_s:.2f}",
         f"{row.tokens_per_cpu_s:.1f}",
         f"{row.loaded_mib:.0f}",
         f"{row.peak_mib:.0f}",
@@ -166,16 +214,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="(%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
+    parser.add_argument(
+        "--ways",
+        default=",".join(CONTESTANTS),
+        metavar="NAMES",
+        help=f"some of those above, with commas; {BASE} among them (all)",
+    )
     parser.add_argument("--threads", type=int, default=2, help="of the CPU (%(default)s)")
     parser.add_argument("--requests", type=int, default=12, help="(%(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=96, help="the median (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=32, help="the median (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=math.inf, metavar="SECONDS", help="begin no more rounds then"
+    )
     parser.add_argument("--page-size", type=int, default=16, help="tokens (%(default)s)")
     parser.add_argument("--token-budget", type=int, default=256, help="tokens in a batch (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write one JSON object a row here")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.ways = parser.split_names("--ways", args.ways, CONTESTANTS)
+    if BASE not in args.ways:
+        parser.error(f"--ways: {BASE} is missing, with whose texts all others are compared")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -191,31 +252,28 @@ def main(argv: list[str] | None = None) -> int:
         args.token_budget,
         args.seed,
     )
-    contestants: list[Contestant] = []
+    begin = time.monotonic()
+    contestants = start(args.ways, setting)
+    report(f"models loaded after {time.monotonic() - begin:.0f} s")
+    rows: list[Row] = []
+    status = 0
     try:
-        for name in CONTESTANTS:  # one after the other: loading takes more memory than running
-            contestants.append(Contestant(name, setting))
-        for number in range(args.rounds + 1):
-            for contestant in contestants:
-                contestant.generate(prompts, counts=number > 0)
-        base = contestants[list(CONTESTANTS).index(BASE)]
-        rows = []
+        run_rounds(contestants, prompts, args.rounds, lambda: time.monotonic() - begin < args.time_limit)
+        base = next(contestant for contestant in contestants if contestant.name == BASE)
+        base_tokens_per_s = base.row(args, prompts, len(prompts), 0.0).tokens_per_s
+        print(HEADER)
         for contestant in contestants:
             equal = sum(a == b for a, b in zip(contestant.texts, base.texts, strict=True))
-            gap = base.largest_gap(prompts, contestant.texts)
-            rows.append(contestant.row(args, prompts, equal, gap))
+            row = contestant.row(args, prompts, equal, base.largest_gap(prompts, contestant.texts))
+            rows.append(row)
+            print(format_row(row, base_tokens_per_s), flush=True)
+            if not row.largest_gap <= MOST[args.device]:
+                print(f"{row.contestant}: a token is less likely than the likeliest by {row.largest_gap:.1e}")
+                status = 1
+            if args.json:
+                write_rows(args.json, [asdict(row) for row in rows])
     finally:
-        for contestant in contestants:
-            contestant.close()
-    print(HEADER)
-    status = 0
-    for row in rows:
-        print(format_row(row, rows[list(CONTESTANTS).index(BASE)]), flush=True)
-        if not row.largest_gap <= MOST[args.device]:
-            print(f"{row.contestant}: a token is less likely than the likeliest by {row.largest_gap:.1e}")
-            status = 1
-    if args.json:
-        write_rows(args.json, [asdict(row) for row in rows])
+        close(contestants)
     return status
 
 

@@ -24,7 +24,7 @@ from octavo import LinearPlan, _core, _linear_cache
 from octavo._tune_linear import LIBRARY_LEAD, Measure, Problem, Times, driver_version, fastest
 
 DTYPE = "bfloat16"
-# Of Llama-2-7B, Llama-3-8B and -70B on one GPU of eight, SmolLM2 and others: [N, K].
+# Layers of Llama-2-7B, Llama-3-8B and -70B on one GPU of eight, SmolLM2 and others: [N, K].
 SHAPES = [
     *((576, 576), (576, 1536), (1280, 8192), (1536, 576), (4096, 4096), (4096, 11008), (4096, 14336)),
     *((5120, 5120), (6144, 4096), (7168, 8192), (8192, 1024), (8192, 3584), (11008, 4096), (12288, 4096)),

@@ -28,6 +28,7 @@ from _results_of_models import (
 from _results_of_operators import (
     backward,
     backward_options,
+    backward_with_forward,
     calls,
     jax,
     latent,
@@ -172,6 +173,7 @@ TABLES = {
         "latent": latent,
         "backward": backward,
         "backward-options": backward_options,
+        "backward-with-forward": backward_with_forward,
         "calls": calls,
         "jax": jax,
         "serving": serving,

@@ -3,8 +3,11 @@
     python tests/gpu_report.py --cuda-test build/tests/cpp/cuda_test --json benchmarks/results/gpu-suite.json
 
 The GPU tests of tests/python (PyTorch, CuPy and JAX arrays), then the C++ tests of the CUDA operators by
-themselves and under compute-sanitizer's memcheck and racecheck. The exit status is 1 if a test fails or is
-skipped for want of a GPU, if memcheck reports anything, or if racecheck reports more than KNOWN_RACES.
+themselves and under compute-sanitizer's memcheck and racecheck, and all tests of decoding on a small scale
+under racecheck. The exit status is 1 if a test fails or is skipped for want of a GPU, if memcheck reports
+anything, or if racecheck reports more than KNOWN_RACES.
+
+With --only some of these parts are run, and take the place of those that the report has.
 
 What does not fail a run is listed in the report: modules that are skipped because something that they need is
 not installed, tests that are expected to fail, and the known races.
@@ -18,6 +21,7 @@ import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -126,7 +130,7 @@ KNOWN_RACES = (
         "Read and Write",
         10,
         "Two warpgroups hand on maxima, factors and sums of rows behind named barriers, at which one "
-        "arrives and the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/kernel.cuh.",
+        "arrives and the other waits: see Sm90LatentBarrier in src/cuda/sm90_latent/shared.cuh.",
     ),
 )
 
@@ -135,7 +139,7 @@ _AND = re.compile(r"=+ +and (Read|Write) access at (.+?)(?: \[\d+ hazards?\])?")
 
 
 def kernel_of(location: str) -> str:
-    """Of "void octavo::cuda::kernel<Config<64>>(Params)+0x1f0 in kernel.cuh:12", that is "kernel"."""
+    """The "kernel" in "void octavo::cuda::kernel<Config<64>>(Params)+0x1f0 in kernel.cuh:12"."""
     name = location.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
     while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
         name = shorter
@@ -191,7 +195,21 @@ def compare_with_known(races: Iterable[Race], known: Sequence[KnownRace] = KNOWN
     return {"ok": all(row["reports"] <= row["known"] for row in rows), "races": rows}
 
 
-# Of compute-sanitizer, where it reports anything and the program itself succeeds.
+# All C++ tests of decoding, which racecheck gets through on a small scale (tests/cpp/small_scale.h).
+DECODE_TESTS = ":".join(
+    f"*{name}*"
+    for name in (
+        "Decode",
+        "SplitKv",
+        "StreamK",
+        "SharedPrefix",
+        "CudaCodesTest",
+        "ChosenPages",
+        "CudaSoftmaxPhiTest",
+    )
+)
+
+# The exit status of compute-sanitizer where it reports anything and the program itself succeeds.
 REPORTED = 9
 
 
@@ -214,39 +232,84 @@ def is_good(tool: str | None, status: int, output: str) -> bool:
 
 
 def run_shard(
-    command: list[str], shard: int, num_shards: int, more_environment: dict[str, str]
+    command: list[str],
+    shard: int,
+    num_shards: int,
+    more_environment: dict[str, str],
+    deadline: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
+    """Ends the process, and what it started, at the deadline of time.monotonic."""
     shards = {"GTEST_TOTAL_SHARDS": str(num_shards), "GTEST_SHARD_INDEX": str(shard)}
     environment = {**os.environ, **shards, **more_environment}
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=errors, env=environment, start_new_session=True
+        )
+        try:
+            status = process.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, status, output.read(), errors.read())
 
 
-def run_cuda_test(binary: Path, jobs: int, tool: str | None, tests: str = "*") -> dict[str, Any]:
+def count_tests(binary: Path, tests: str) -> int:
+    command = [str(binary), "--gtest_list_tests", f"--gtest_filter={tests}"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return sum(line.startswith("  ") for line in lines)
+
+
+def run_cuda_test(
+    binary: Path,
+    jobs: int,
+    tool: str | None,
+    tests: str = "*",
+    *,
+    small_scale: bool = False,
+    seconds: float | None = None,
+) -> dict[str, Any]:
     sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(REPORTED)] if tool else []
-    # Under racecheck a test of decoding with all its head dims takes minutes.
-    environment = {"OCTAVO_ONE_HEAD_DIM": "1"} if tool == "racecheck" else {}
+    if tool == "racecheck":  # else each process would have as many threads as there are CPUs
+        sanitizer += ["--racecheck-num-workers", str(max((os.cpu_count() or 1) // jobs, 1))]
+    environment = {"OCTAVO_SMALL_SCALE": "1"} if small_scale else {}
+    expected = count_tests(binary, tests)
     start = time.monotonic()
+    deadline = None if seconds is None else start + seconds
     command = [*sanitizer, str(binary), f"--gtest_filter={tests}"]
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(lambda shard: run_shard(command, shard, jobs, environment), range(jobs)))
+        results = list(
+            pool.map(lambda shard: run_shard(command, shard, jobs, environment, deadline), range(jobs))
+        )
     num_passed = 0
+    times: dict[str, int] = {}
     summaries: Counter[str] = Counter()
     bad = False
     for result in results:
-        num_passed += sum(map(int, re.findall(r"^\[  PASSED  \] (\d+) tests?", result.stdout, re.MULTILINE)))
+        passed = re.findall(r"^\[       OK \] (\S+) \((\d+) ms\)", result.stdout, re.MULTILINE)
+        times |= {test: int(ms) for test, ms in passed}
+        # Where a process was ended, there is no such line.
+        counted = re.search(r"^\[  PASSED  \] (\d+) tests?", result.stdout, re.MULTILINE)
+        num_passed += int(counted[1]) if counted else len(passed)
         summaries.update(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)[-1:])
         if not is_good(tool, result.returncode, result.stdout):
             bad = True
             print(result.stdout[-4000:], result.stderr[-2000:], file=sys.stderr)
     compared = compare_with_known(race for result in results for race in find_races(result.stdout))
     return {
-        "ok": num_passed > 0 and not bad and compared["ok"],
+        "ok": num_passed == expected > 0 and not bad and compared["ok"],
         "tests": tests,
+        "found": expected,
         "passed": num_passed,
+        "slowest": {test: times[test] / 1000 for test in sorted(times, key=lambda x: -times[x])[:5]},
         "summaries": dict(summaries),
         **({"races": compared["races"]} if tool == "racecheck" else {}),
         "seconds": round(time.monotonic() - start, 1),
     }
+
+
+PARTS = ("pytest", "cuda_test", "memcheck", "racecheck", "racecheck_decode")
 
 
 def main() -> int:
@@ -254,24 +317,56 @@ def main() -> int:
     parser.add_argument("--cuda-test", type=Path, required=True, help="built from tests/cpp")
     parser.add_argument("--json", type=Path, required=True, help="where the report goes")
     parser.add_argument(
-        "--sanitize", metavar="FILTER", default="*", help="the C++ tests to run under the sanitizers"
+        "--sanitize",
+        metavar="FILTER",
+        default="*",
+        help="the C++ tests to run under memcheck and racecheck; the latter leaves out those of decoding, "
+        "unless the filter itself leaves some out (default: all)",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, help="how many processes share the C++ tests (default: %(default)s)"
     )
+    parser.add_argument(
+        "--only", metavar="PART", nargs="+", action="extend", choices=PARTS, help="run these parts alone"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="end each part's C++ processes after so long; it is not ok then"
+    )
     parser.add_argument("pytest_arguments", nargs="*", help="passed on to pytest, after --")
     options = parser.parse_args()
 
-    report = {
+    def cuda_test(tool: str | None, tests: str = "*", small_scale: bool = False) -> dict[str, Any]:
+        return run_cuda_test(
+            options.cuda_test,
+            options.jobs,
+            tool,
+            tests,
+            small_scale=small_scale,
+            seconds=options.seconds,
+        )
+
+    parts = {
+        "pytest": lambda: run_pytest(options.pytest_arguments),
+        "cuda_test": lambda: cuda_test(None),
+        "memcheck": lambda: cuda_test("memcheck", options.sanitize),
+        "racecheck": lambda: cuda_test(
+            "racecheck",
+            options.sanitize if "-" in options.sanitize else f"{options.sanitize}-{DECODE_TESTS}",
+        ),
+        "racecheck_decode": lambda: cuda_test("racecheck", DECODE_TESTS, small_scale=True),
+    }
+    about = {
         "device": describe_device(),
         "octavo": octavo.build_info(),
         "versions": {library: version_of(library) for library in LIBRARIES},
-        "pytest": run_pytest(options.pytest_arguments),
-        "cuda_test": run_cuda_test(options.cuda_test, options.jobs, None),
-        "memcheck": run_cuda_test(options.cuda_test, options.jobs, "memcheck", options.sanitize),
-        "racecheck": run_cuda_test(options.cuda_test, options.jobs, "racecheck", options.sanitize),
     }
-    report["ok"] = all(report[part]["ok"] for part in ("pytest", "cuda_test", "memcheck", "racecheck"))
+    if options.only:  # what ran where is then said of each part
+        report = json.loads(options.json.read_text()) if options.json.exists() else {}
+        report.pop("ok", None)
+        report |= {part: {**parts[part](), **about} for part in PARTS if part in options.only}
+    else:
+        report = {**about, **{part: parts[part]() for part in PARTS}}
+    report["ok"] = all(report[part]["ok"] for part in PARTS if part in report)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps({key: value for key, value in report.items() if key != "octavo"}, indent=2))

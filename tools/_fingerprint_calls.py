@@ -246,7 +246,7 @@ def merge_states(seed: int) -> Call:
 
 
 def draw_calls(count: int) -> Iterator[Call]:
-    """Of twenty calls, twelve of paged_attention, four of attention and one of each other kind."""
+    """Twelve of every twenty calls are of paged_attention, four of attention and one of each other kind."""
     kinds = (*(paged_attention,) * 12, *(attention,) * 4, shared_prefix, append_kv, copy_pages, merge_states)
     for seed in range(count):
         yield kinds[seed % len(kinds)](seed)

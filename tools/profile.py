@@ -81,7 +81,7 @@ LAUNCHES_BEFORE = 20  # of the kernel; the caches are as in the benchmark then
 
 
 def read_counters(output: str) -> list[dict[str, tuple[str, str]]]:
-    """Of each profiled launch: "kernel", and every counter as (value, unit), from ncu's raw page in CSV."""
+    """For each profiled launch "kernel", and every counter as (value, unit), from ncu's raw page in CSV."""
     rows = csv.reader(line for line in output.splitlines() if line.startswith('"'))
     names = next(rows, None)
     units = next(rows, None)
@@ -122,11 +122,11 @@ class Instruction(NamedTuple):
     address: int
     opcode: str
     target: int | None
-    """Of a branch."""
+    """Where a branch leads."""
 
 
 def read_instruction(line: str) -> Instruction | None:
-    """Of a line such as "/*0a50*/ @!P0 BRA 0x8f0 ;"; None for one that holds an encoding alone."""
+    """Read a line such as "/*0a50*/ @!P0 BRA 0x8f0 ;"; None for one that holds an encoding alone."""
     match = re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?([A-Z][\w.]*)([^;]*);", line)
     if not match:
         return None

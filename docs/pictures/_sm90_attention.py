@@ -11,7 +11,7 @@ Bars = list[tuple[float, float, str, str]]
 
 
 def consumer(turns: list[float], first: float) -> tuple[Bars, Bars]:
-    """Of one warpgroup: its products, which take a time each, and its softmax, which takes two."""
+    """The bars of one warpgroup: its products, which take a time each, and its softmax, which takes two."""
     products: Bars = [(first, first + 1, "Q K3", "product")]
     softmax: Bars = [(first + 1, first + 3, "softmax 3", "softmax")]
     for i, turn in enumerate(turns):

@@ -255,7 +255,7 @@ def kv_accuracy() -> Picture:
 
 
 def means(values: Sequence[float], number: int) -> list[float]:
-    """Of each so many values, one after another."""
+    """The means of runs of `number` values, one run after another."""
     return [math.fsum(values[i : i + number]) / number for i in range(0, len(values) - number + 1, number)]
 
 

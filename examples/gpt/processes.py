@@ -42,7 +42,7 @@ class Processes:
             dist.destroy_process_group()
 
     def mean(self, value: Tensor) -> float:
-        """Of the processes' values."""
+        """The mean of the processes' values."""
         if self.count > 1:
             dist.all_reduce(value)
         return float(value) / self.count

@@ -21,7 +21,7 @@ from .data import Batch, Batches, Text
 from .model import GPT, GPTConfig
 from .processes import Processes
 
-HELD_OUT_STEPS = 64  # at most so many batches of what is held out, the same ones whatever the seed
+HELD_OUT_STEPS = 64  # at most this many batches of what is held out, the same ones whatever the seed
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def autocast(device: torch.device, dtype: str) -> torch.autocast:
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:
-    """Of the CPU, which draws the seeds of octavo's dropout, and of the GPU."""
+    """The states of the CPU's generator, which draws the seeds of octavo's dropout, and of the GPU's."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 

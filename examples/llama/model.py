@@ -45,7 +45,7 @@ class Llama:
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Of the last new token of each sequence, [batch, vocabulary].
+        """The logits of the last new token of each sequence, [batch, vocabulary].
 
         Args:
             tokens: int64 [total]: the new tokens of the sequences, one after another.

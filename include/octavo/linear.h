@@ -22,8 +22,8 @@ enum class LinearKernel : uint8_t { library, sm80_linear, sm90_flat, sm90_wide }
 
 std::string to_string(LinearKernel kernel);  // "sm90_flat"
 
-// Whence a plan is: from the table that Octavo ships, from that of octavo.tune_linear() on this machine, or,
-// for products in neither, from an estimate of each kernel's time.
+// Where a plan comes from: from the table that Octavo ships, from that of octavo.tune_linear() on this
+// machine, or, for products in neither, from an estimate of each kernel's time.
 enum class LinearPlanSource : uint8_t { measured, tuned, estimated };
 
 std::string to_string(LinearPlanSource source);  // "measured"
@@ -42,7 +42,7 @@ struct LinearPlan {
     std::string to_string() const;
 };
 
-// Two plans are equal if they do the same, whence they may be.
+// Two plans are equal if they do the same, wherever they come from.
 bool operator==(const LinearPlan& a, const LinearPlan& b);
 inline bool operator!=(const LinearPlan& a, const LinearPlan& b) { return !(a == b); }
 

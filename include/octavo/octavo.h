@@ -33,7 +33,7 @@ typedef enum octavo_status {
     OCTAVO_ERROR = 7 /* any other */
 } octavo_status;
 
-/* Of this thread's last call that failed; lives until its next one that fails. */
+/* The message of this thread's last call that failed. It lives until the next one that fails. */
 OCTAVO_API const char* octavo_last_error(void);
 OCTAVO_API const char* octavo_version(void); /* "0.2.0" */
 

@@ -251,7 +251,7 @@ class PageAllocator {
     int64_t num_free_host_pages(int64_t group = 0) const;
     PageAllocatorStats stats(int64_t group = 0) const;  // O(sequences)
 
-    // Of each page [num_pages], the handle of the only sequence that holds it, else a PageState.
+    // For each page [num_pages], the handle of the only sequence that holds it; otherwise a PageState.
     void write_page_map(int64_t* map, int64_t group = 0) const;
 
     // Recounts everything from the sequences; throws Error naming the first contradiction.

@@ -18,8 +18,8 @@
 // Keys may be transformed before they become codes, so that these lose less: k_channel_offset is subtracted
 // from them, they are divided by k_channel_scale, both float32 [num_kv_heads, head_dim], and then rotated by
 // a Hadamard matrix where rotate_keys is set (of the size of the largest power of two that divides head_dim,
-// a block of the row at a time). paged_attention is told the same, and gives what it gives over the keys as
-// they were. k_channel_offset does not go with softcap.
+// a block of the row at a time). paged_attention takes the same arguments, and its results are those over
+// the keys as they were. k_channel_offset cannot be combined with softcap.
 #pragma once
 
 #include <octavo/error.h>
@@ -75,12 +75,12 @@ struct PagedAttentionArgs {
     std::optional<TensorView> sinks;              // float32 [num_q_heads]; see AttentionArgs
     std::optional<double> softmax_phi;            // the unified maximum: see AttentionArgs
     std::optional<TensorView> softmax_phi_array;  // float32 [num_q_heads]
-    // A word of 64 bits for each row of q: int64 [total_q], or int32 [total_q, 2], the lower half first. Its
-    // bit j says whether the query sees the j-th of its sequence's newest keys, those that came with its
-    // queries, of what causal, which it needs, and window_left leave it; earlier keys and those before
-    // prefix_lens are not hidden. A sequence of more than 64 queries is plainly causal: its words are not
-    // looked at. Positions, also those of alibi_slopes and window_left, stay places in the sequence. On a GPU
-    // hidden keys and values have to be finite.
+    // A word of 64 bits for each row of q: int64 [total_q], or int32 [total_q, 2], the lower half first. Bit
+    // j says whether the query sees the j-th of the keys that came with its sequence's queries, which are the
+    // newest ones. The mask only hides: causal, which it needs, and window_left hold as ever. It hides
+    // neither earlier keys nor those before prefix_lens. A sequence of more than 64 queries is plainly
+    // causal: its words are not looked at. Positions, also those of alibi_slopes and window_left, stay places
+    // in the sequence. On a GPU hidden keys and values have to be finite.
     std::optional<TensorView> tree_mask;
     // The pages that are read, of each sequence or of each of its KV heads: int32 or int64 [batch,
     // num_chosen] or [batch, num_kv_heads, num_chosen]. A page is named by its place in the sequence, its
@@ -103,8 +103,8 @@ void paged_attention(const PagedAttentionArgs& args);
 // past the last new token, cu_seqlens[batch], are padding, too.
 //
 // slot_mapping, int32 or int64 [total], says where each row of k and v goes instead of page_table, seq_lens
-// and cu_seqlens: page * page_size + slot of the page, or a negative number for one that goes nowhere. It
-// does not say positions, so that it does not go with rotary_cos.
+// and cu_seqlens: page * page_size + slot of the page, or a negative number for a row that is not stored. It
+// cannot be combined with rotary_cos, which needs positions.
 //
 // With rotary_cos and rotary_sin, [max_positions, rotary_dim / 2], the first rotary_dim numbers of each key
 // are rotated by its position (rotary embedding), in float32, before they are stored or transformed, and so

@@ -136,8 +136,8 @@ def attention_backward(
         dropout_p: in [0, 1). Default: 0.0, no dropout.
         dropout_seed: from 0 to 2**63 - 1. Default: none; needed if dropout_p > 0.
         dropout_offset: from 0 to 2**63 - 1. Default: 0.
-        deterministic: the same bits at every call. The CPU gives them always, whatever the number of threads;
-            on a Hopper GPU it takes longer. Default: False.
+        deterministic: the same bits at every call. On the CPU they always are, whatever the number of
+            threads; on a Hopper GPU this takes longer. Default: False.
         sinks: float32 [num_q_heads], with which ``attention`` computed out and lse. Default: none.
         attention_chunk: the number of positions in a chunk. A query sees no key of an earlier chunk than
             its own. Needs causal. Default: 0, none.
@@ -154,14 +154,14 @@ def attention_backward(
         dq: an array like q to write the gradient to; never read. dq, dk and dv may be views of one array, but
             share no element, and their memory must be apart from that of the inputs. Default: a new array of
             the framework of ``dout``.
-        dk: like k; likewise.
-        dv: like v; likewise.
+        dk: the same for the gradient with respect to k: an array like k.
+        dv: the same for the gradient with respect to v: an array like v.
         stream: as for ``attention``. Default: the current stream.
 
     Returns:
         dq: like q; the very object given as ``dq``, if any.
-        dk: like k; likewise.
-        dv: like v; likewise.
+        dk: like k; the very object given as ``dk``, if any.
+        dv: like v; the very object given as ``dv``, if any.
         dalibi_slopes: only with return_dalibi: float32, like alibi_slopes; over the batch it is summed where
             the batch shares its slopes.
         dsinks: only with return_dsinks: float32, like sinks; summed in one order, whatever ``deterministic``.

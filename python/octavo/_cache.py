@@ -38,35 +38,35 @@ class PagedCache(NamedTuple):
     """
 
     k_pages: Any
-    """Of keys: [num_pages, page_size, num_kv_heads, head_dim]; of int4 the last axis is head_dim / 2."""
+    """The keys: [num_pages, page_size, num_kv_heads, head_dim]; for int4 the last axis is head_dim / 2."""
     v_pages: Any
-    """Of values."""
+    """The values."""
     k_scales: Any = None
-    """Of each token and KV head: the shape of the pages without the last axis, of int4 with one of two."""
+    """The scales of each token and KV head, in the shape of the pages without the last axis; int4 has two."""
     v_scales: Any = None
-    """Likewise for v_pages."""
+    """The same for v_pages."""
     kv_dtype: str | None = None
     """What pages of uint8 hold. None for other pages."""
     k_channel_offset: Any = None
     """What is subtracted from keys before they become codes: float32 [num_kv_heads, head_dim], or None."""
     k_channel_scale: Any = None
-    """What they are divided by then, likewise."""
+    """What they are divided by next, of the same dtype and shape, or None."""
     rotate_keys: bool = False
-    """Whether they are rotated then."""
+    """Whether they are rotated last."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of ``append_kv`` and ``paged_attention`` that the cache has."""
+        """The arguments of ``append_kv`` and ``paged_attention`` that the cache has."""
         return {name: x for name, x in self._asdict().items() if x is not None and x is not False}
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """Those of ``copy_pages`` that the cache has."""
+        """The arguments of ``copy_pages`` that the cache has."""
         return {name: x for name, x in self.arguments.items() if name in _ARRAYS_OF_PAGES}
 
     @property
     def to_arrays(self) -> dict[str, Any]:
-        """Those of ``copy_pages`` that the cache has if it is the one to which pages are copied."""
+        """The arguments of ``copy_pages`` that the cache has as the one to which pages are copied."""
         return {f"to_{name}": value for name, value in self.arrays.items()}
 
     @property
@@ -187,7 +187,7 @@ def empty_cache(
             caches of floats never. Default: True.
         k_channel_offset: for codes: float32 [num_kv_heads, head_dim], subtracted from keys, as ``append_kv``
             says; the cache passes it on to the operators. Default: none.
-        k_channel_scale: for codes: likewise, what keys are divided by. Default: none.
+        k_channel_scale: for codes: what keys are divided by, of the same dtype and shape. Default: none.
         rotate_keys: for codes: whether keys are rotated. Default: False.
 
     Returns:

@@ -16,7 +16,7 @@ NAME = "flash_attn_with_kvcache"
 def page_table_of(
     batch: int, k_cache: Tensor, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> Tensor:
-    """Of a dense cache, whose rows are pages: the kernels are no faster on smaller ones."""
+    """The page table of a dense cache, whose rows are pages: the kernels are no faster on smaller ones."""
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError(f"{NAME}: cache_batch_idx belongs to a dense cache, without block_table")

@@ -67,7 +67,7 @@ _OF_ALL_TOKENS = frozenset({"k_scale_array", "v_scale_array", "k_channel_offset"
 _TABLES = frozenset({"rotary_cos", "rotary_sin"})
 _OF_HEADS = frozenset({"softmax_phi_array", "sinks"})
 _ONE_A_CALL = _OF_ALL_TOKENS | _TABLES | _OF_HEADS | {"w", "bias", "weight"}
-"""Of which one call has one, whatever it works on."""
+"""Arrays of which a call has one, however many things it works on."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class KVCache(KVSequences):
             free_bytes=self._free_bytes,
         )
         self.pages: list[PagedCache] = self._make_layers(like)
-        """Of each layer. Assign what a program returns."""
+        """The pages of each layer. Assign what a program returns."""
         self._layout = StepLayout(max_batch, max_tokens, self.max_pages, len(self._groups))
         self._host = HostStep(self._layout, np.zeros(self._layout.size, np.int32))
         self._late_copies: list[Any] = []  # of a step that raised
@@ -165,7 +165,7 @@ class _Shapes(NamedTuple):
 
     layout: StepLayout
     groups_of_layers: tuple[tuple[int, int], ...]
-    """Of each layer: the number of its group, and its window_left."""
+    """For each layer the number of its group, and its window_left."""
     rows: int
     num_rows_of_tokens: int
     max_seqlen_q: int | None

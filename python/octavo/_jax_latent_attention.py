@@ -61,7 +61,7 @@ def latent_attention(
             the last.
         page_table: int32, or int64 in JAX's x64 mode, [batch, max_pages]; entries past a sequence's last page
             are never used.
-        seq_lens: likewise [batch]: the length of each sequence in tokens, new ones included.
+        seq_lens: of the same dtypes, [batch]: the length of each sequence in tokens, new ones included.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:

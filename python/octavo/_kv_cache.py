@@ -36,10 +36,10 @@ class KVCache(KVSequences):
         head_dim: of a head.
         num_pages: pages of each layer. Give this, memory or memory_fraction. A layer with a window gets no
             more than max_batch sequences need that are all in every step.
-        memory: bytes for the pages of all layers, of which as many are made as fit.
-        memory_fraction: likewise, as a share of the memory that is free now, above 0 and at most 1: of the
-            GPU, or of the host, where on Linux what files have in the page cache counts as free. What PyTorch
-            or CuPy keeps for later use does not.
+        memory: bytes for the pages of all layers; as many pages are made as fit.
+        memory_fraction: the same as a share, above 0 and at most 1, of the memory that is free now on the GPU
+            or on the host. On Linux the host's page cache counts as free. What PyTorch or CuPy keeps for
+            later use does not.
         page_size: tokens in a page. Default: 16.
         max_batch: the most sequences in a step. Default: 64.
         max_tokens: the most new tokens in a step, of all sequences together. Default: 2048.

@@ -49,7 +49,7 @@ class Memory(Protocol):
 
 
 class NumPyMemory:
-    """Of the CPU alone."""
+    """Memory of the CPU alone."""
 
     def staging(self, size: int) -> list[Staging]:
         numbers = np.zeros(size, np.int32)
@@ -69,7 +69,7 @@ class NumPyMemory:
 
 
 class TorchMemory:
-    """Of the CPU, or of a GPU with pinned memory beside it."""
+    """Memory of the CPU, or of a GPU with pinned memory beside it."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -121,7 +121,7 @@ class TorchMemory:
 
 
 class CuPyMemory:
-    """Of a GPU, with pinned memory beside it."""
+    """Memory of a GPU, with pinned memory beside it."""
 
     def __init__(self, device: Any) -> None:
         self._cupy: Any = importlib.import_module("cupy")

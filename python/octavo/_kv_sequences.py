@@ -83,7 +83,7 @@ class KVSequences:
         self.max_tokens = max_tokens
         """The most new tokens in a step, of all sequences together."""
         self.max_length = min(num_pages * page_size, _LONGEST) if max_length is None else max_length
-        """Of a sequence, in tokens."""
+        """The most tokens of a sequence."""
         self.prefix_cache = prefix_cache
         self._group_of_layer = [0] * num_layers
         for number, group in enumerate(self._groups):
@@ -99,12 +99,12 @@ class KVSequences:
 
     @property
     def num_pages(self) -> int:
-        """Of each layer; a layer with a window may have fewer."""
+        """The pages of each layer; a layer with a window may have fewer."""
         return self.allocator.num_pages
 
     @property
     def max_pages(self) -> int:
-        """Of a sequence: the columns of the page tables."""
+        """The most pages of a sequence, which is the number of columns of the page tables."""
         return -(-self.max_length // self.page_size)
 
     def create(

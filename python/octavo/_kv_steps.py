@@ -35,7 +35,7 @@ class StepLayout(NamedTuple):
         return self._begin_of_table(self.num_groups)
 
     def used(self, rows: int) -> int:
-        """How many of the numbers a step with so many rows needs."""
+        """How many of the numbers a step with this many rows needs."""
         return self._begin_of_table(self.num_groups - 1) + rows * self.max_pages
 
     def seq_lens(self, numbers: Any, rows: int) -> Any:
@@ -81,11 +81,11 @@ class StepCounts(NamedTuple):
     num_tokens: int
     max_seqlen_q: int
     rows: int
-    """Of the arrays: batch, or with padding more."""
+    """Rows of the arrays: batch, or more with padding."""
     num_rows_of_tokens: int
-    """Of queries, keys and values: num_tokens, or with padding more."""
+    """Rows of queries, keys and values: num_tokens, or more with padding."""
     num_copies: tuple[int, ...]
-    """Of each group."""
+    """The copies of each group."""
 
     @property
     def is_packed(self) -> bool:

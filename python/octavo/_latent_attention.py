@@ -54,9 +54,9 @@ def latent_attention(
     those of queries and outputs, every query head attends over these very vectors: the whole of one is its
     key, the first ``v_dim`` numbers are its value. ``docs/latent_attention.md`` shows such a layer.
 
-    Serves decoding, with one query a sequence, and with ``cu_seqlens_q`` any mix of decoding and speculative
-    tokens. The new tokens are in the cache already. Positions, padding, page tables and streams are as for
-    ``paged_attention``.
+    It serves decoding, with one query a sequence, and with ``cu_seqlens_q`` any mix of decoding and
+    speculative tokens. The new tokens are in the cache already. Positions, padding, page tables and streams
+    are as for ``paged_attention``.
 
     Args:
         q: float32, float16 or bfloat16 [batch, num_q_heads, qk_dim], one token a sequence; packed:
@@ -64,8 +64,9 @@ def latent_attention(
             Here and below any strides, with a unit last one.
         kv_pages: like q, or float8_e4m3fn, [num_pages, page_size, qk_dim], or with an axis of one head:
             [num_pages, page_size, 1, qk_dim]. Any page size works; powers of two are fast.
-        page_table: int32 or int64 [batch, max_pages]: page_table[b, i] holds the tokens of sequence b from
-            ``i * page_size`` on. Like the lengths and offsets below on the CPU also a list.
+        page_table: int32 or int64 [batch, max_pages]: page_table[b, i] is the page with the tokens of
+            sequence b from ``i * page_size`` on. On the CPU it may be a list, as may the lengths and offsets
+            below.
         seq_lens: int32 or int64 [batch]: the length of each sequence in tokens, new ones included: at least
             the number of its queries, or 0 for padding.
         v_dim: the first numbers of each cached vector that are its value: a multiple of 8 up to qk_dim; on a

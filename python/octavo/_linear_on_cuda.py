@@ -119,7 +119,7 @@ def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, ou
 
 
 def by_jax(x: Any, w: Any, bias: Any, activation: str | None, residual: Any) -> Any:
-    """Of JAX's own arrays, also while JAX traces a program."""
+    """The product of JAX's own arrays, also while JAX traces a program."""
     import jax
     import jax.numpy as jnp
 

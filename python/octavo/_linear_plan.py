@@ -18,7 +18,7 @@ class LinearPlan:
     kernel: str
     """"sm90_flat", "sm90_wide" or "sm80_linear"; "library": a product of PyTorch, CuPy or JAX."""
     dtype: str
-    """Of the arrays: "float16" or "bfloat16"; with "library" also "float32"."""
+    """The dtype of the arrays: "float16" or "bfloat16"; with "library" also "float32"."""
     w_rows: int = 0
     """Rows of ``w`` in a tile, which one thread block computes; this and the rest: 0 for the library."""
     x_rows: int = 0

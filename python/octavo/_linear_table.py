@@ -45,7 +45,7 @@ class LinearTable:
     """Products of more rows of ``x`` than that are the library's where no row of the table says otherwise."""
 
     def library_from(self, N: int, K: int, dtype: str = "bfloat16") -> int:  # noqa: N803
-        """Look up the inflection point M2 of FlashDecoding++: the library is faster from so many rows on.
+        """Look up the inflection point M2 of FlashDecoding++: the library is faster from that many rows on.
 
         Its M1, below which CUDA cores multiply in place of tensor cores, does not exist here: reading the
         weights takes the time at any M, and CUDA cores were not faster by enough to keep kernels for them.
@@ -70,7 +70,8 @@ def linear_table(device: str | None = None) -> LinearTable:
     """What ``linear`` chooses its kernels by on a GPU, and where that was measured.
 
     A table of FlashDecoding++'s heuristic dataflow: for each measured [N, K] and number of rows of ``x`` the
-    fastest kernel, or the library of the arrays. Octavo ships one for Hopper; ``tune_linear`` makes others.
+    fastest kernel, or the library of the arrays. Octavo ships those of an H100 and an H200; ``tune_linear``
+    makes others.
 
     Args:
         device: as for ``linear_plan``. Default: the first GPU of this machine.

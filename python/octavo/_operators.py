@@ -23,7 +23,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     operator: [argument for argument in arguments if argument["access"] != "result"]
     for operator, arguments in _core.operator_arguments().items()
 }
-"""Of each operator, those that are not results, in the order of its function in ``_core``."""
+"""Each operator's arguments but for results, in the order of its function in ``_core``."""
 
 
 def native(options: type | None = None) -> Callable[[_Function], _Function]:

@@ -52,13 +52,14 @@ def paged_attention(
 ) -> Array | tuple[Array, Array]:
     """Exact attention of new tokens over a paged KV cache.
 
-    PagedAttention (Kwon et al. 2023, arXiv:2309.06180). Serves decoding, with one query a sequence, and with
-    ``cu_seqlens_q`` any mix of decoding, chunked prefill and speculative tokens in one call. The new tokens'
-    keys and values are in the cache already: first ``append_kv``, then attend. Positions, masks, biases and
-    streams are as for ``attention``: query i of the n queries of sequence b sits at ``seq_lens[b] - n + i``.
+    This is PagedAttention (Kwon et al. 2023, arXiv:2309.06180). It serves decoding, with one query a
+    sequence, and with ``cu_seqlens_q`` any mix of decoding, chunked prefill and speculative tokens in one
+    call. The new tokens' keys and values are in the cache already: first ``append_kv``, then attend.
+    Positions, masks, biases and streams are as for ``attention``: query i of the n queries of sequence b sits
+    at ``seq_lens[b] - n + i``.
 
-    Never used, whatever they hold: entries of the page table past a sequence's last page, and slots past its
-    length. On the CPU a page out of range is an error; on a GPU ``check_page_table`` finds it when asked.
+    Entries of the page table past a sequence's last page, and slots past its length, are never used, whatever
+    they hold. On the CPU a page out of range is an error; on a GPU ``check_page_table`` finds it when asked.
     Nothing is read back from a GPU: a captured CUDA graph follows the lengths and pages at its replay.
 
     Args:
@@ -67,16 +68,16 @@ def paged_attention(
             with a unit last one.
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys. Any page size
             works; powers of two from 8 up are fast. A head-major cache is passed as a transposed view.
-            Also codes: int8, float8_e4m3fn or float8_e5m2, or uint8, of which ``kv_dtype`` says
-            what it holds. int4 has two numbers in a byte: the last axis is head_dim / 2, and the even dim in
-            the lower half.
-        v_pages: like k_pages: the cache of values; int4 also where k_pages is int8.
-        page_table: int32 or int64 [batch, max_pages]: page_table[b, i] holds the tokens of sequence b from
-            ``i * page_size`` on. Like the lengths and offsets below on the CPU also a list. Of int64 a GPU
-            reads the lower 32 bits.
+            Pages may hold codes as well: int8, float8_e4m3fn or float8_e5m2, or uint8, whose contents
+            ``kv_dtype`` names. int4 has two numbers in a byte: the last axis is head_dim / 2, and the even
+            dim is in the lower half.
+        v_pages: like k_pages: the cache of values. It may be int4 where k_pages is int8, too.
+        page_table: int32 or int64 [batch, max_pages]: page_table[b, i] is the page with the tokens of
+            sequence b from ``i * page_size`` on. On the CPU it may be a list, as may the lengths and offsets
+            below. A GPU reads the lower 32 bits of int64.
         seq_lens: int32 or int64 [batch]: the length of each sequence in tokens, new ones included: at least
-            the number of its queries, or 0 for padding. Any other length is an error on the CPU. On a GPU it
-            goes unseen: queries before position 0 see what the masks leave, if causal nothing.
+            the number of its queries, or 0 for padding. Any other length is an error on the CPU. A GPU does
+            not notice it: queries before position 0 see what the masks leave them, and nothing if causal.
         cu_seqlens_q: int32 or int64 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
             cu_seqlens_q[b + 1], the last of its tokens. Rows past cu_seqlens_q[batch] are padding: they keep
             what ``out`` has there, or become 0, with a log-sum-exp of -inf. Default: one query a sequence.
@@ -97,8 +98,8 @@ def paged_attention(
         num_splits: runs of keys worked on at once, from 1 to 1024 (Flash-Decoding). Default: chosen.
         batch_invariant: the bits of a sequence's result depend on that sequence and on max_seqlen_q alone,
             neither on the other sequences of the batch nor on its place among them; packed q needs
-            max_seqlen_q then. Always so on the CPU.
-            Default: False, which is faster on a GPU, most so for few short sequences.
+            max_seqlen_q then. On the CPU that is always the case. Default: False, which is faster on a GPU,
+            most of all for few short sequences.
         shared_prefix_len: the number of leading tokens that all sequences share, a multiple of page_size.
             Their pages are those that the first row of page_table names, and are read once for all sequences
             (cascade inference: Hydragen, arXiv:2402.05099; FlashInfer, arXiv:2501.01005). The result is that
@@ -113,10 +114,11 @@ def paged_attention(
         v_scales: likewise for v_pages.
         kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
             of other dtypes.
-        k_channel_offset: what ``append_kv`` has subtracted from the keys of codes: float32
+        k_channel_offset: what ``append_kv`` has subtracted from the keys before they became codes: float32
             [num_kv_heads, head_dim]. Not with softcap. Default: none.
-        k_channel_scale: what it has divided them by, likewise. Queries are multiplied by it. Default: none.
-        rotate_keys: whether it has rotated them. Queries are rotated as well. Default: False.
+        k_channel_scale: what ``append_kv`` has divided them by, of the same dtype and shape. Queries are
+            multiplied by it. Default: none.
+        rotate_keys: whether ``append_kv`` has rotated them. Queries are rotated as well. Default: False.
         sinks: float32 [num_q_heads]: attention sinks, as for ``attention``. Default: none.
         softmax_phi: a number that softmax weights are relative to in place of their row's maximum, where that
             lies near it: a finite float, or float32 [num_q_heads], as for ``attention``. On a GPU the kernels
@@ -125,13 +127,13 @@ def paged_attention(
         attention_chunk: the number of positions in a chunk. A query sees no key of an earlier chunk than
             its own, as in Llama 4. Needs causal. Default: 0, none.
         tree_mask: a word of 64 bits for each row of q, as ``octavo.tree_mask`` makes them: int64 or uint64
-            [total_q], or pairs of int32 or uint32 [total_q, 2], the lower half first, all in C order. Of the
-            keys that came with a sequence's queries, its newest, bit j says whether the query sees the j-th;
-            its own and those of its ancestors in a tree of drafts. It hides keys alone: causal, which it
-            needs, and window_left hold as ever, earlier keys and those before prefix_lens are not hidden, and
-            positions, those of alibi_slopes too, stay places in the sequence. A sequence of more than 64
-            queries is plainly causal, its words are not looked at; -1 is plainly causal, too. On a GPU the
-            keys and values that it hides have to be finite. Default: none.
+            [total_q], or pairs of int32 or uint32 [total_q, 2], the lower half first, all in C order. Bit j
+            says whether the query sees the j-th of the keys that came with its sequence's queries, which are
+            the newest ones: in a tree of drafts its own key and those of its ancestors. The mask only hides:
+            causal, which it needs, and window_left hold as ever. It hides neither earlier keys nor those
+            before prefix_lens, and positions, those of alibi_slopes too, stay places in the sequence. -1 is
+            plainly causal. So is a sequence of more than 64 queries, whose words are not looked at. On a GPU
+            the keys and values that it hides have to be finite. Default: none.
         chosen_pages: the pages that are read, for sparse decoding over those that a score chooses (Quest,
             Tang et al. 2024, arXiv:2406.10774): int32 or int64 [batch, num_chosen], or
             [batch, num_kv_heads, num_chosen] where each KV head has a choice of its own. A page is named by
@@ -145,8 +147,8 @@ def paged_attention(
             num_splits. Default: none, all pages.
         alibi_symmetric: ALiBi adds ``-slope * abs(query position - key position)``, as for ``attention``;
             where no query sees a key past its own position, as under causal without prefix_lens or
-            bidirectional_ranges, it changes nothing. Needs alibi_slopes. On a GPU chosen_pages are not read
-            with it where it does. Default: False.
+            bidirectional_ranges, it changes nothing. Needs alibi_slopes. Where it changes something, a GPU
+            refuses it together with chosen_pages. Default: False.
         bidirectional_ranges: int32 or int64 [batch, num_ranges, 2], in C order: ranges of keys that see each
             other in both directions, as for ``attention``. Where each sequence has one query and no window,
             they change nothing, and any kernel serves. Not with tree_mask, chosen_pages or shared_prefix_len.
@@ -269,20 +271,19 @@ def append_kv(
         k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
             [total, num_kv_heads, head_dim]. Any strides, with a unit last one; not inside the cache's memory.
         v: like k.
-        k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written. Also of
-            int8, float8_e4m3fn or float8_e5m2: the nearest code is stored, ties to even; what is too large
-            becomes the largest (int8: 127), NaN stays NaN (int8: 0). Or of uint8, of which ``kv_dtype`` says
-            what it holds; that of int4 has a last axis of head_dim / 2, with the even dim in the lower half
-            of its byte.
-        v_pages: like k_pages: the cache of values; written. int4 also where k_pages is int8. Both may be
-            views of one array, as of ``cache.unbind()``, but have no element in common.
-        page_table: int32 or int64 [batch, max_pages], on the CPU also a list; entries past a sequence's last
-            page are never used. Of int64 a GPU reads the lower 32 bits, here and below.
-        seq_lens: int32 or int64 [batch], likewise: the length of each sequence in tokens, new ones included:
-            at least their number, or 0 for padding.
-        cu_seqlens: int32 or int64 [batch + 1], likewise: sequence b has the tokens of k and v from
-            cu_seqlens[b] up to cu_seqlens[b + 1]; rows past cu_seqlens[batch] are padding. Default: one token
-            a sequence.
+        k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written. Pages may
+            be of int8, float8_e4m3fn or float8_e5m2 as well: the nearest code is stored, ties to even; what
+            is too large becomes the largest (int8: 127), NaN stays NaN (int8: 0). Or they are of uint8, whose
+            contents ``kv_dtype`` names; int4 has a last axis of head_dim / 2, with the even dim in the lower
+            half of its byte.
+        v_pages: like k_pages: the cache of values; written. It may be int4 where k_pages is int8, too. Both
+            may be views of one array, as of ``cache.unbind()``, but have no element in common.
+        page_table: int32 or int64 [batch, max_pages]; on the CPU it may be a list, here and below. Entries
+            past a sequence's last page are never used. A GPU reads the lower 32 bits of int64.
+        seq_lens: int32 or int64 [batch]: the length of each sequence in tokens, new ones included: at least
+            their number, or 0 for padding.
+        cu_seqlens: int32 or int64 [batch + 1]: sequence b has the tokens of k and v from cu_seqlens[b] up to
+            cu_seqlens[b + 1]; rows past cu_seqlens[batch] are padding. Default: one token a sequence.
         k_scale: what is stored is k divided by it: a float, or for codes of 8 bits also a float32 array [1]
             or [num_kv_heads], which is read when the work runs. int8 needs it, or k_scales. Not for int4.
             Default: 1.
@@ -295,25 +296,25 @@ def append_kv(
         v_scales: likewise for v.
         kv_dtype: what pages of uint8 hold: "float8_e4m3fn", "float8_e5m2" or "int4". Default: none, for pages
             of other dtypes.
-        k_channel_offset: for codes: subtracted from k, once this is rotated by its position, which softmax
-            does not see: float32 [num_kv_heads, head_dim], such as the mean of some keys. ``paged_attention``
-            needs the same. Default: none.
-        k_channel_scale: for codes: what k is divided by then, likewise, greater than 0, such as the largest
-            deviations from the mean. Default: none.
-        rotate_keys: for codes: rotate k then, by a Hadamard matrix over head_dim divided by the square root
-            of its size, so that a channel with large numbers is spread over all. In blocks of the largest
-            power of two that divides head_dim. Default: False.
+        k_channel_offset: for codes: float32 [num_kv_heads, head_dim], such as the mean of some keys. It is
+            subtracted from k after the rotation by positions, which shifts all scores of a query alike, so
+            that softmax stays the same. ``paged_attention`` needs the same array. Default: none.
+        k_channel_scale: for codes: what k is divided by next, of the same dtype and shape, greater than 0,
+            such as the largest deviations from the mean. Default: none.
+        rotate_keys: for codes: last, rotate k by a Hadamard matrix over head_dim divided by the square root
+            of its size, so that a channel with large numbers is spread over all. The matrix has blocks of the
+            largest power of two that divides head_dim. Default: False.
         rotary_cos: the cosines of the rotary embedding, [max_positions, rotary_dim / 2], of the dtype of k or
             float32, rows at any stride. Row t is for the token at position t of its sequence. rotary_dim is
             at most head_dim; the numbers of a head past it stay as they are. Default: no rotation.
         rotary_sin: like rotary_cos, and given together with it: the sines.
         rotary_interleaved: whether numbers 2 i and 2 i + 1 of a head are rotated by angle i, as in GPT-J;
-            else numbers i and i + rotary_dim / 2, as in Llama and GPT-NeoX. Default: False.
+            otherwise numbers i and i + rotary_dim / 2 are, as in Llama and GPT-NeoX. Default: False.
         q: queries of the new tokens, to be rotated too: like k, with any number of heads,
             [batch or total, num_q_heads, head_dim]. Default: none.
         slot_mapping: int32 or int64 [total], instead of page_table, seq_lens and cu_seqlens, as
             ``StepArrays`` or vLLM have it: where each row of k and v goes, page * page_size + slot of the
-            page; a row with a negative number goes nowhere. It says no positions: not with rotary_cos.
+            page; a row with a negative number is not stored. Not with rotary_cos, which needs positions.
             Default: none.
         q_out: an array like q for the rotated queries: exactly q (same address and strides), or one whose
             memory is apart from it; it shares no element with k and v, but may be a view of the same array.
@@ -361,8 +362,8 @@ def copy_pages(
             is. Any strides, with a unit last one.
         v_pages: like k_pages: the cache of values.
         copies: int32 or int64 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; rows
-            at any stride. No page is both read and written, and none is written twice. On the GPU if either
-            cache is, and of int64 the lower 32 bits then.
+            at any stride. No page is both read and written, and none is written twice. They are on the GPU if
+            either cache is, which then reads the lower 32 bits of int64.
         to_k_pages: the other cache of keys, [any number of pages, page_size, num_kv_heads, head_dim], of the
             dtype of k_pages, apart from both in memory; written. Default: k_pages.
         to_v_pages: like to_k_pages, and given together with it: the other cache of values.

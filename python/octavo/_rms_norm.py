@@ -73,12 +73,12 @@ def rms_norm(
         out: an array like x to write the normalised rows to: exactly x or residual (same address and
             strides), or one whose memory is apart from theirs and that of the weight. Default: a new array
             of the framework of x.
-        residual_out: likewise for the sum, and given only with residual. It shares no element with ``out``.
+        residual_out: such an array for the sum, given only with residual. It shares no element with ``out``.
         stream: as for ``attention``. Default: the current stream.
 
     Returns:
         out: like x; the very object given as ``out``, if any.
-        residual_out: only with residual: like x, ``x + residual``; likewise.
+        residual_out: only with residual: like x, ``x + residual``; the very object given, if any.
 
     Raises:
         ValueError: a shape or value that does not fit.

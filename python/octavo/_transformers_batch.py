@@ -73,7 +73,7 @@ class ServedModel:
 
     @property
     def windows(self) -> list[int | None]:
-        """Of each layer, as KVCache takes them."""
+        """The window of each layer, as KVCache takes them."""
         lefts = (layer.window_left for layer in self._layers.all)
         return [None if left < 0 else left for left in lefts]
 
@@ -168,7 +168,7 @@ def _check(model: Any) -> None:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of all layers: a config has parameters of one rotary embedding, or of one for each layer type."""
+    """Those of all layers: a config has parameters of one rotary embedding, or of one for each layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]
     return {str(kind["rope_type"]) for kind in kinds if "rope_type" in kind}

@@ -181,7 +181,7 @@ class _Layer(NamedTuple):
         )
 
     def slots_in_pages(self, slots: Tensor) -> Tensor:
-        """Of rows, which slots of ``pages`` they are: page * page_size + slot of the page."""
+        """Which slots of ``pages`` rows are: page * page_size + slot of the page."""
         return slots // self.stride * self.page_size + slots % self.stride
 
     def read_ring(self, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class Times(NamedTuple):
 
 
 class Measure(Protocol):
-    """Gets the times of each plan; medians of so many runs."""
+    """Gets the times of each plan: medians of this many runs (`rounds`)."""
 
     def __call__(self, problem: Problem, plans: Sequence[LinearPlan], rounds: int, /) -> list[Times]: ...
 

@@ -82,6 +82,10 @@ class OctavoBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
 
@@ -98,6 +102,8 @@ class OctavoBackend(AttentionBackend):
         reasons: list[str] = super().validate_configuration(**asked)
         if asked.get("use_batch_invariant") and asked["attn_type"] in _ENCODERS:
             reasons.append(f"batch invariance of {asked['attn_type']} attention not supported")
+        if asked.get("use_rswa") and asked.get("use_non_causal"):
+            reasons.append("R-SWA beside non-causal attention not supported")
         stored = getattr(torch, str(asked["kv_cache_dtype"]), asked["dtype"])  # of "auto" and codes: any
         if stored != asked["dtype"]:
             reasons.append(f"kv_cache_dtype {stored} beside dtype {asked['dtype']} not supported")
@@ -125,6 +131,9 @@ class OctavoMetadata(AttentionMetadata):
     is_causal: Tensor | None  # int32 or bool [batch], instead of `causal`
     prefix_lens: Tensor | None  # int32 [batch]: what sequences see that are not causal, where some are
     common_prefix_len: int
+    # R-SWA: int32 [batch], the tokens of each prompt, which all later ones see beside their window.
+    reference_lens: Tensor | None = None
+    reference_window: int = 0
 
 
 class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
@@ -140,6 +149,11 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
         # Which kernel runs, and so the bits of a result, follows from the most queries of a sequence.
         self._max_query_len = self._max_tokens if envs.VLLM_BATCH_INVARIANT else None
         self._prefix_lens: Tensor | None = None  # at one address, for CUDA graphs
+        model = vllm_config.model_config
+        self._reference_window: int | None = None if model is None else model.rswa_window
+        self._reference_lens: Tensor | None = None  # likewise
+        # In vLLM's own backends, too, drafts of models with R-SWA get new metadata.
+        self.supports_draft_decode_metadata_update = self._reference_window is None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -163,6 +177,13 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
                 self._prefix_lens = torch.empty(self._max_tokens, dtype=torch.int32, device=self.device)
             metadata.prefix_lens = self._prefix_lens[: len(is_causal)]
             self.update_draft_decode_metadata(metadata)
+        lens = batch.rswa_prefix_lens
+        if self._reference_window is not None and lens is not None:
+            if self._reference_lens is None:
+                self._reference_lens = torch.empty(self._max_tokens, dtype=torch.int32, device=self.device)
+            metadata.reference_lens = self._reference_lens[: len(batch.seq_lens)]
+            metadata.reference_lens.copy_(lens[: len(batch.seq_lens)], non_blocking=True)
+            metadata.reference_window = self._reference_window
         return metadata
 
     def update_block_table(
@@ -308,19 +329,47 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
                 out=output,
             )
             return output
-        if self._window_left >= 0 and batch.prefix_lens is not None:
+        if batch.reference_lens is not None:
+            self._attend_to_references(layer, query, kv_cache, batch, batch.reference_lens, output)
+        elif self._window_left >= 0 and batch.prefix_lens is not None:
             # Each sequence has a window of its own kind: both, and of each row the one that is its own.
             both = output, torch.empty_like(output)
             for causal, out in zip((True, False), both, strict=True):
-                self._attend(layer, query, kv_cache, batch, causal, None, out)
+                self._attend(layer, query, kv_cache, batch, out, causal=causal)
             ends = batch.query_start_loc[1:]
-            rows = torch.arange(len(output), dtype=ends.dtype, device=ends.device)
-            row_of_batch = torch.searchsorted(ends, rows, right=True)  # past the last: nobody's
-            sees_all = torch.nn.functional.pad(batch.prefix_lens > 0, (0, 1))[row_of_batch]
-            output.copy_(torch.where(sees_all.view(-1, *[1] * (output.ndim - 1)), *both[::-1]))
+            _, sees_all = _of_rows(batch.prefix_lens > 0, ends, len(output))
+            _choose(sees_all, both[1], output)
         else:
-            self._attend(layer, query, kv_cache, batch, batch.causal, batch.prefix_lens, output)
+            self._attend(
+                layer, query, kv_cache, batch, output, causal=batch.causal, prefix_lens=batch.prefix_lens
+            )
         return output
+
+    def _attend_to_references(
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        batch: OctavoMetadata,
+        reference_lens: Tensor,
+        output: Tensor,
+    ) -> None:
+        """R-SWA: a token sees the prompt's tokens and a window, of both those before it.
+
+        A prompt's own tokens thus see all before them, and have a result of their own, since prefix_lens lets
+        them see the prompt to its end. No key lies behind a sequence's last token: single tokens need none.
+        """
+        window_left = batch.reference_window - 1
+        self._attend(
+            layer, query, kv_cache, batch, output, prefix_lens=reference_lens, window_left=window_left
+        )
+        if batch.max_query_len == 1:
+            return
+        of_prompts = torch.empty_like(output)
+        self._attend(layer, query, kv_cache, batch, of_prompts, window_left=-1)
+        ends = batch.query_start_loc[1:]
+        rows, end_of_prompt = _of_rows(reference_lens - batch.seq_lens + ends, ends, len(output))
+        _choose(rows < end_of_prompt, of_prompts, output)
 
     def _attend(
         self,
@@ -328,11 +377,14 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
         query: Tensor,
         kv_cache: Tensor,
         batch: OctavoMetadata,
-        causal: bool,
-        prefix_lens: Tensor | None,
         out: Tensor,
+        *,
+        causal: bool = True,
+        prefix_lens: Tensor | None = None,
+        window_left: int | None = None,  # by default the layer's own
     ) -> None:
         k_pages, v_pages = kv_cache.transpose(1, 2).chunk(2, -1)
+        window = self._window_left if window_left is None else window_left
         paged_attention(  # which leaves rows past query_start_loc[-1] alone
             query,
             k_pages,
@@ -343,15 +395,15 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             max_seqlen_q=batch.max_query_len,
             softmax_scale=self.scale,
             causal=causal,
-            window_left=self._window_left,
-            window_right=self._window_left,
+            window_left=window,
+            window_right=window,
             softcap=self._softcap,
             alibi_slopes=self._slopes,
             alibi_symmetric=self._slopes is not None,  # as FLASH_ATTN; causal or not
             sinks=self._sinks,
             prefix_lens=prefix_lens,
             batch_invariant=self._batch_invariant,
-            shared_prefix_len=batch.common_prefix_len if self._may_share_prefix else 0,
+            shared_prefix_len=batch.common_prefix_len if self._may_share_prefix and window < 0 else 0,
             out=out,
             **self._codes(layer),
         )
@@ -365,3 +417,14 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             "k_scale": layer._k_scale.view(-1),  # one, or one for each KV head
             "v_scale": layer._v_scale.view(-1),
         }
+
+
+def _of_rows(numbers: Tensor, ends: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The rows of packed tokens, and of each the number of its sequence; 0 past the last of `ends`."""
+    rows = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
+    return rows, torch.nn.functional.pad(numbers, (0, 1))[torch.searchsorted(ends, rows, right=True)]
+
+
+def _choose(rows: Tensor, theirs: Tensor, out: Tensor) -> None:
+    """Give these rows of `out` the numbers that `theirs` has."""
+    out.copy_(torch.where(rows.view(-1, *[1] * (out.ndim - 1)), theirs, out))

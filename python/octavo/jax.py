@@ -297,7 +297,7 @@ def paged_attention(
         v_pages: like k_pages: the cache of values.
         page_table: int32, or int64 in JAX's x64 mode, [batch, max_pages]; entries past a sequence's last page
             are never used.
-        seq_lens: likewise [batch]: the length of each sequence in tokens, new ones included.
+        seq_lens: of the same dtypes, [batch]: the length of each sequence in tokens, new ones included.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:

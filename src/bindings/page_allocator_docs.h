@@ -5,7 +5,7 @@ namespace octavo::bindings {
 
 constexpr const char* kClassDoc = R"(The pages of a KV cache: which sequence holds which, and who shares them.
 
-PagedAttention (Kwon et al. 2023, arXiv:2309.06180). The allocator keeps numbers only: the arrays of
+This is PagedAttention's (Kwon et al. 2023, arXiv:2309.06180). The allocator keeps numbers only: the arrays of
 pages are the caller's, and serve any number of layers under one page table. A page is held by one
 sequence or shared by several, and is free again when nobody holds it. A sequence that grows into a
 partly filled page that it shares gets a copy of its own first (copy-on-write); take_copies() says
@@ -35,8 +35,8 @@ Args:
         page: the tokens are kept to be compared.
     hash_key: 16 bytes that the hash depends on; random by default. Allocators with one key log equal keys for
         equal tokens.
-    hash_bits: of the hash, that are used; fewer than 128 serve tests of collisions.
-    event_capacity: events kept for take_events(); 0 keeps none.
+    hash_bits: how many bits of the hash are used; fewer than 128 serve tests of collisions.
+    event_capacity: how many events are kept for take_events(); 0 keeps none.
 
 Raises:
     ValueError: a size out of range.)";
@@ -66,7 +66,7 @@ Args:
     namespace: as for create().
 
 Returns:
-    A handle for unpin(): of a sequence of those pages, to be grown by nobody.
+    A handle for unpin(): that of a sequence with those pages, which nobody may grow.
 
 Raises:
     TypeError, ValueError: as create().)";
@@ -150,10 +150,10 @@ In each case the allocator and the arrays are as before.)";
 constexpr const char* kNeededDoc =
     R"(The free pages that a step would take, those of copy-on-write included.
 
-step() and extend() succeed if this is at most num_free_pages, and raise octavo.OutOfPages otherwise; with several
-groups, if it is so in each of them (stats(group)["num_free_pages"]). Less what a window has left behind, which is
-returned before other pages are taken, but at least 0. Pages that the prefix cache turns out to have already do not
-count.
+step() and extend() succeed if this is at most num_free_pages, and raise octavo.OutOfPages otherwise; where there are
+several groups, it has to hold for each of them (stats(group)["num_free_pages"]). Pages that a window has left behind
+are subtracted, since they are returned before others are taken; the result is at least 0. Pages that the prefix cache
+turns out to have already do not count.
 
 Args:
     seqs: handles; none may come twice.
@@ -168,8 +168,9 @@ Raises:
 
 constexpr const char* kForkDoc = R"(Makes n sequences that share every page of this one.
 
-With `length`, only its first tokens: they share the pages of those. Copies no page and takes none: each of them, and the original, gets a last page of its own when it grows
-and others still share it. Costs O(n * pages).
+With `length` they begin with its first tokens alone, and share the pages of those. No page is copied or taken: each
+of them, and the original, gets a last page of its own when it grows while others still share that page. Costs
+O(n * pages).
 
 Args:
     seq: handle.
@@ -266,12 +267,13 @@ In each case everything is as before.)";
 constexpr const char* kFromMemoryDoc =
     R"(Makes an allocator of as many pages as some memory holds.
 
-Of caches as octavo.empty_cache makes them, one for each layer; num_pages says how many pages those need.
+The memory is for caches as octavo.empty_cache makes them, one for each layer. The allocator's num_pages is what to
+make them with.
 
 Args:
-    num_bytes: of the memory, for all layers together.
+    num_bytes: bytes of memory, for all layers together.
     page_size: as for PageAllocator.
-    num_layers: that have a cache each.
+    num_layers: layers, each with a cache of its own.
     num_kv_heads: as for octavo.empty_cache.
     head_dim: as for octavo.empty_cache.
     dtype: as for octavo.empty_cache.
@@ -300,9 +302,9 @@ constexpr const char* kFromGroupsDoc =
 Each group of layers has pages, caches and page tables of its own; a sequence grows in all of them or in none.
 StepArrays take a list of tables, other calls the number of a group.
 
-With a prefix cache, create(tokens) finds as many tokens as every group has what its layers see of: of those with a
-window, the last window's pages. Group 0 must have none, and all groups one page size. Events and cache_stats()
-speak of group 0.
+With a prefix cache, create(tokens) finds the longest prefix of which every group still has the pages that its layers
+see: a group with a window needs those of the last window alone. Group 0 must have no window, and all groups must have
+one page size. Events and cache_stats() speak of group 0.
 
 Args:
     groups: a list of octavo.PageGroup.
@@ -331,7 +333,7 @@ constexpr const char* kSharedPrefixLenDoc =
 Args:
     seqs: iterable of handles; one may come several times. Sequences of length 0, padding, do not count; but
         the row of the first names the prefix, so that there is none if the first is padding.
-    num_queries: the most queries of any of them in the call. So many tokens of each lie behind the prefix.
+    num_queries: the most queries of any of them in the call. That many tokens of each lie behind the prefix.
     group: of layers; those with a window cannot read a prefix once.
 
 Returns:
@@ -374,9 +376,9 @@ Returns:
     A dict of
     num_pages, page_size: as given.
     num_sequences: live sequences.
-    num_used_pages: held by at least one sequence, or waiting to be copied or transferred.
-    num_shared_pages: held by two sequences or more.
-    num_free_pages: the rest.
+    num_used_pages: pages held by at least one sequence, or waiting to be copied or transferred.
+    num_shared_pages: pages held by two sequences or more.
+    num_free_pages: all other pages.
     num_tokens: the sum of the sequences' lengths.
     num_stored_tokens: slots that hold a token; one that several sequences share counts once.
     waste_percent: 100 * (slots of used pages without a token) / (slots of used pages), or 0.0.)";
@@ -385,10 +387,10 @@ constexpr const char* kCacheStatsDoc = R"(Counts of the prefix cache.
 
 Returns:
     A dict of
-    num_stored_pages: that create(tokens) finds; without those that the last step filled, which may be under way.
-    num_idle_pages: of these, held by nobody: they count as free, and are found until they are evicted.
-    num_evicted_pages: so far.
-    num_queried_tokens, num_hit_tokens: asked of create(tokens) so far, and found.
+    num_stored_pages: pages that create(tokens) finds, without those that the last step filled and may still compute.
+    num_idle_pages: those of them that nobody holds: they count as free, and are found until they are evicted.
+    num_evicted_pages: pages evicted so far.
+    num_queried_tokens, num_hit_tokens: tokens that create(tokens) was asked for so far, and those that it found.
 
 Raises:
     ValueError: the allocator has no prefix cache.)";

@@ -17,7 +17,7 @@ int32_t check_window(const char* op, const char* name, int64_t window) {
     return window > kMaxLength ? -1 : static_cast<int32_t>(window);
 }
 
-// A query sees keys of its own chunk alone, which the left window then says as well.
+// A query sees keys of its own chunk alone, so that window_left may be bounded as well.
 void set_attention_chunk(const char* op, AttentionParams& p, int64_t chunk) {
     if (chunk < 0) fail<ValueError>(op, "attention_chunk must be 0 (none) or positive; got ", chunk);
     if (chunk == 0) return;
@@ -27,9 +27,10 @@ void set_attention_chunk(const char* op, AttentionParams& p, int64_t chunk) {
     p.window_left = p.window_left < 0 ? divisor - 1 : std::min(p.window_left, divisor - 1);
 }
 
-// What to say where the heads would fit if they were axis 1, as in PyTorch's own attention.
+// The end of a message about heads that do not fit but would if they were axis 1, as in PyTorch's own
+// attention.
 const char* swapped_axes_hint(const TensorView& q, const TensorView& k) {
-    // Axis 1: of dense q the tokens, of paged q the heads. Packed k has three axes.
+    // Axis 1 is the tokens of a dense q, or the heads of a paged one. Packed k has three axes.
     if (k.ndim != 4 || k.shape[1] < 1 || q.shape[1] < 2 || q.shape[1] % k.shape[1] != 0) return "";
     const bool is_dense = q.ndim == 4;
     return is_dense ? "; are heads and tokens in the right order? q, k and v are [batch, seqlen, heads, "
@@ -38,7 +39,7 @@ const char* swapped_axes_hint(const TensorView& q, const TensorView& k) {
                       "page_size, num_kv_heads, head_dim]: otherwise swap their axes 1 and 2";
 }
 
-// Dropout's arguments; `p` has its out_scale already.
+// Checks and sets dropout's arguments; out_scale must have been set.
 template <class Args>
 void set_dropout(AttentionParams& p, const Args& args) {
     if (!(args.dropout_p >= 0.0 && args.dropout_p < 1.0)) {
@@ -61,7 +62,7 @@ void check_head_dim(const char* op, const char* name, int64_t head_dim) {
     fail<ValueError>(op, name, " (", head_dim, ") must be a multiple of 8 from 8 to ", kMaxHeadDim);
 }
 
-// Values are as many as keys, in as many heads; their head dim is their own.
+// There are as many values as keys, in as many heads; only their head dim may differ.
 void set_values(AttentionParams& p, const TensorView& k, const TensorView& v) {
     const int last = k.ndim - 1;
     if (!std::equal(k.shape.begin(), k.shape.begin() + last, v.shape.begin())) {
@@ -94,7 +95,8 @@ Layout dense_or_packed_k(bool packed) {
 
 RowStrides row_strides(const TensorView& t, const Layout& layout) {
     const int token_axis = layout.ndim == 4 ? 1 : 0;
-    // Axis 0 without a batch axis: one token a sequence, or packed tokens, whose batch stride nobody uses.
+    // Without a batch axis, axis 0 holds one token per sequence, or packed tokens, whose batch stride nobody
+    // uses.
     return {stride_of(t, 0), stride_of(t, token_axis), stride_of(t, token_axis + 1)};
 }
 
@@ -298,9 +300,9 @@ void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
     if (args.alibi_symmetric && !args.alibi_slopes)
         fail<ValueError>(op, "alibi_symmetric needs alibi_slopes; got none");
     set_ranges(check, p, args);
-    // Where no query sees a key past its own position, both biases are the same, and so are the kernels. That
-    // a sequence has one query, at the last key, counts over pages alone: elsewhere the bound of a packed
-    // batch may be its total, by which the bits of a sequence must not depend on its batch.
+    // Where no query sees a key past its own position, both biases are the same, and so are the kernels. Over
+    // pages this includes calls with one query per sequence, which is at the last key. Elsewhere it does not:
+    // there, the bound of a packed batch may be its total, on which the bits of a sequence must not depend.
     const bool sees_past = p.window_right != 0 || p.prefix_lens || p.ranges;
     p.alibi_symmetric = args.alibi_symmetric && sees_past && !(p.paged() && p.seqlen_q <= 1);
     p.out_scale = 1.0f;
@@ -327,7 +329,7 @@ void set_block_mask(const Checker& check, AttentionParams& p, const Args& args) 
     if (mask.dtype != DType::uint8)
         fail<TypeError>(p.op, "block_mask must be bool or uint8; got ", to_string(mask.dtype));
     check.data("block_mask", mask, has_batch ? 4 : 3, axes);
-    const int first = has_batch ? 1 : 0;  // the axis of heads
+    const int first = has_batch ? 1 : 0;  // the number of the axis of heads
     const int64_t heads = mask.shape[first];
     if (has_batch) check.equal("batch", "block_mask", mask.shape[0], "q", p.batch);
     if (heads != 1 && heads != p.num_q_heads) {

@@ -18,7 +18,8 @@ DType stored_dtype(const Checker& check, const char* name, const TensorView& pag
     return *kv_dtype;
 }
 
-// Strides in words; an axis of one element may have any but 0, which static scales have.
+// Converts strides to words. The stride of an axis of one element does not matter, but must not be 0, by
+// which static scales are known.
 CacheScales to_words(const TensorView& scales, int64_t elements_per_word) {
     auto stride = [&](int axis) {
         return scales.shape[axis] > 1 ? scales.strides[axis] / elements_per_word : 1;

@@ -1,4 +1,4 @@
-// What pages hold, and the scales that codes need: the checks that the operators of a cache share.
+// The checks that the operators of a cache share: of what pages hold, and of the scales that codes need.
 #pragma once
 
 #include "checks/check.h"
@@ -11,7 +11,7 @@
 
 namespace octavo {
 
-// The two arrays of a cache, by their names.
+// The two arrays of a cache, and their names.
 struct CacheArrays {
     const char* k_name;
     const TensorView& k_pages;
@@ -19,20 +19,20 @@ struct CacheArrays {
     const TensorView& v_pages;
 };
 
-// What they hold: their own dtypes, or what kv_dtype says of those of uint8.
+// What the two arrays hold: their own dtypes, or for arrays of uint8 what kv_dtype says.
 struct StoredDtypes {
     DType k, v;
 };
 
-// Refuses what cannot stand in one cache.
+// Refuses dtypes that no cache may have, alone or together.
 StoredDtypes stored_dtypes(const Checker& check, const CacheArrays& cache, std::optional<DType> kv_dtype);
 
-// The numbers in a row of `length` elements.
+// How many numbers a row of `length` elements holds.
 constexpr int64_t numbers_in(DType stored, int64_t length) {
     return stored == DType::int4 ? 2 * length : length;
 }
 
-// v_pages has the shape of k_pages, but that rows of int4 have half the length.
+// Checks that v_pages has the shape of k_pages; rows of int4 have half the length.
 void check_same_cache_shape(const Checker& check, const CacheArrays& cache, StoredDtypes stored);
 
 // The three ways in which scales of keys, or of values, may be given.
@@ -47,15 +47,16 @@ struct ScaleArguments {
 
 struct CheckedScales {
     float number;           // 1 unless given
-    CacheScales in_memory;  // static ones, given as an array
+    CacheScales in_memory;  // static scales, if they were given as an array
     CacheScales of_each_token;
 };
 
-// Which scales a cache of `stored` has in pages of this shape; also their values where they are on the CPU.
+// Checks the scales of a cache of `stored` in pages of this shape; where they are on the CPU, also their
+// values.
 CheckedScales check_scales(const Checker& check, const ScaleArguments& given, DType stored,
                            const TensorView& pages);
 
-// Those of each token and KV head, of which the dtype of their array is right.
+// Checks the scales of each token and KV head, the dtype of whose array was checked.
 CacheScales check_token_scales(const Checker& check, const char* name, const TensorView& scales, bool is_int4,
                                const TensorView& pages);
 

@@ -12,11 +12,11 @@ struct Axis {
     int64_t stride, first, last;  // the stride in bytes
 };
 
-// The axes of more than one element, and the bytes of an element, from the largest stride on; no stride is
-// negative. `sign` is that of the indices.
+// Adds the axes of more than one element, and an axis for the bytes of an element, and sorts all from the
+// largest stride on; no stride is negative. `sign` is the sign of the indices.
 void add_axes(const TensorView& t, int sign, std::vector<Axis>& axes) {
     auto add = [&](int64_t stride, int64_t last) {
-        if (last < 1 || stride == 0) return;  // an axis without a stride leads nowhere else
+        if (last < 1 || stride == 0) return;  // such an axis does not change the address
         auto found =
             std::find_if(axes.begin(), axes.end(), [=](const Axis& a) { return a.stride == stride; });
         if (found == axes.end()) found = axes.insert(found, {stride, 0, 0});
@@ -28,8 +28,8 @@ void add_axes(const TensorView& t, int sign, std::vector<Axis>& axes) {
     std::sort(axes.begin(), axes.end(), [](const Axis& a, const Axis& b) { return a.stride > b.stride; });
 }
 
-// Whether `offset` is a sum of index * stride over the axes from `axis` on. Where each stride exceeds what
-// the axes behind it add up to, at most two indices of an axis can lead to the offset.
+// Whether `offset` is a sum of index * stride over the axes from `axis` on. Where each stride exceeds the sum
+// that the axes behind it can reach, at most two indices of an axis can lead to the offset.
 bool reaches(const std::vector<Axis>& axes, size_t axis, int64_t offset) {
     if (axis == axes.size()) return offset == 0;
     int64_t least_behind = 0, most_behind = 0;
@@ -47,12 +47,12 @@ bool reaches(const std::vector<Axis>& axes, size_t axis, int64_t offset) {
     return false;
 }
 
-// Exact for equal strides in bytes, whichever axes have them. For others it may miss what is shared, but
-// never finds what is not.
+// Whether two arrays share elements. The answer is exact if both have the same strides in bytes, whichever
+// axes have them. With other strides it may miss shared elements, but never finds any that are not shared.
 bool share_elements(const TensorView& a, const TensorView& b) {
     const Bytes a_bytes = bytes_of(a), b_bytes = bytes_of(b);
     if (std::max(a_bytes.begin, b_bytes.begin) >= std::min(a_bytes.end, b_bytes.end)) return false;
-    // From the lowest byte of the one to that of the other: an index of a less one of b.
+    // The distance from a's lowest byte to b's is what an index into a, less one into b, has to reach.
     const auto distance = static_cast<int64_t>(b_bytes.begin - a_bytes.begin);
     std::vector<Axis> of_a, of_b, of_both;
     add_axes(a, 1, of_a);
@@ -187,7 +187,7 @@ void Checker::writable(const char* name, const TensorView& t) const {
     if (t.read_only) fail<ValueError>(op_, name, " must be writable; it is read-only");
     if (t.size() == 0) return;
     for (int axis = 0; axis < t.ndim; ++axis) {
-        // What the axes inside this one span: those of smaller strides, and of equal strides the later ones.
+        // The span of the axes inside this one: those of smaller strides and, among equal ones, later axes.
         const int64_t stride = std::abs(t.strides[axis]);
         int64_t span = 1;
         for (int inner = 0; inner < t.ndim; ++inner) {

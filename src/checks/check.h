@@ -17,48 +17,48 @@ namespace octavo {
 // Lengths and positions are 32-bit in the kernels; this leaves room to add a window without overflow.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 
-// What kv_dtype may be.
+// The values that kv_dtype may have.
 constexpr const char* kDtypesInBytes = "float8_e4m3fn, float8_e5m2 or int4";
 
 constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
 
-// One operator's checks. `axes` describes a shape as the message shows it: "[batch, num_q_heads, head_dim]".
+// One operator's checks. `axes` describes a shape as messages show it: "[batch, num_q_heads, head_dim]".
 class Checker {
   public:
     Checker(const char* op, Device device) : op_(op), device_(device) {}
 
     const char* op() const { return op_; }
 
-    // An array of floating-point data: number of axes, device, unit last stride.
+    // Checks an array of floating-point data: number of axes, device, unit last stride.
     void data(const char* name, const TensorView& t, int ndim, const char* axes) const;
     // Checks what data() does, for an array that is written to.
     void output(const char* name, const TensorView& t, int ndim, const char* axes) const;
-    // The log-sum-exp that belongs to `out`.
+    // Checks the log-sum-exp that belongs to `out`.
     void lse(const char* name, const TensorView& t, const char* out_name, const TensorView& out) const;
-    // int32 or int64 metadata, contiguous along its last axis.
+    // Checks metadata: int32 or int64, contiguous along the last axis.
     IndexArray index(const char* name, const TensorView& t, int ndim, const char* axes) const;
 
     void dtype(const char* name, const TensorView& t, DType wanted, const char* of) const;
     void float_dtype(const char* name, const TensorView& t) const;
-    // Pages, of `like`'s dtype or of 8 bits.
+    // Checks the dtype of pages: that of `like`, or one of 8 bits.
     void cache_dtype(const char* name, const TensorView& t, const char* like_name,
                      const TensorView& like) const;
-    // An array of any strides.
+    // Checks the shape of an array of any strides.
     void shape(const char* name, const TensorView& t, const char* axes,
                std::initializer_list<int64_t> wanted) const;
-    // `what` of array `name` is `value` and has to equal that of `other_name`.
+    // Checks that `what`, which is `value` in array `name`, equals `other`, that of `other_name`.
     void equal(const char* what, const char* name, int64_t value, const char* other_name,
                int64_t other) const;
     void same_shape(const char* name, const TensorView& t, const char* other_name,
                     const TensorView& other) const;
     void length(const char* what, int64_t value) const;  // 0 <= value <= kMaxLength
 
-    // Something that is written to: no two indices of it mean one element.
+    // Checks an array that is written to: no two indices may mean the same element.
     void writable(const char* name, const TensorView& t) const;
-    // No byte from the first element of the one to its last lies between those of the other.
+    // Checks that the ranges of bytes from the first element to the last do not overlap.
     void apart(const char* name, const TensorView& t, const char* other_name, const TensorView& other) const;
-    // No element of the one is in the memory of one of the other, though the elements may lie between one
-    // another: keys and values, or codes and their scales, in one tensor. Both are writable().
+    // Checks that the arrays share no element, though elements of the one may lie between those of the other:
+    // keys and values, or codes and their scales, in one tensor. Both must be writable().
     void no_shared_elements(const char* name, const TensorView& t, const char* other_name,
                             const TensorView& other) const;
 
@@ -70,14 +70,14 @@ class Checker {
     Device device_;
 };
 
-// 0 where the axis is too short for its stride to matter, so that equal layouts compare equal.
+// The stride of an axis; 0 where the axis is too short for it to matter, so that equal layouts compare equal.
 inline int64_t stride_of(const TensorView& t, int axis) { return t.shape[axis] > 1 ? t.strides[axis] : 0; }
 
 struct Bytes {
     uintptr_t begin, end;
 };
 
-// From the first byte of the array's elements to past the last.
+// The range from the first byte of the array's elements to past the last.
 Bytes bytes_of(const TensorView& t);
 
 // Whether both name the same elements in the same order.
@@ -94,8 +94,8 @@ void check_pages_in_host(const char* op, const IndexArray& page_table, int64_t p
                          const IndexArray& seq_lens, int64_t batch, int64_t max_pages, int64_t page_size,
                          int64_t num_pages);
 
-// The same of the pages that are chosen, and that their lists ascend and name pages of their sequence. That
-// of a sequence of length 0 is not looked at.
+// The same for chosen pages; also checks that lists ascend and name pages of their sequence. The list of a
+// sequence of length 0 is not looked at.
 void check_chosen_pages_in_host(const char* op, const ChosenPages& chosen, const IndexArray& page_table,
                                 int64_t page_table_stride, const IndexArray& seq_lens, int64_t batch,
                                 int32_t num_kv_heads, int64_t max_pages, int64_t page_size,

@@ -13,7 +13,7 @@
 namespace octavo {
 namespace {
 
-// What attention and paged_attention have of each query: q, and the results.
+// Checks and sets the arrays that have a row for each query: q and the results.
 template <class Args>
 void set_queries(const Checker& check, AttentionParams& p, const Args& args, const Layout& q_layout) {
     check.length("seqlen_q * group_size", int64_t{p.seqlen_q} * p.group_size());  // rows of one KV head
@@ -39,7 +39,7 @@ void set_queries(const Checker& check, AttentionParams& p, const Args& args, con
     set_strides(lse, p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride);
 }
 
-// A device's array is not looked at: no maximum lies near what is not finite, so that it stands for none.
+// An array on a GPU is not read: kernels ignore a phi that is not finite, since no maximum lies near it.
 template <class Args>
 void set_softmax_phi(const Checker& check, AttentionParams& p, const Args& args) {
     if (args.softmax_phi) {
@@ -64,8 +64,8 @@ void set_softmax_phi(const Checker& check, AttentionParams& p, const Args& args)
     }
 }
 
-// Results may not lie where other threads still read. Only the queries that a row's result replaces have all
-// been read by then.
+// Checks that results do not lie where other threads may still read. Only a row's own queries, which its
+// result may replace, have all been read when the result is written.
 template <class Args>
 void check_results_apart(const Checker& check, const Args& args, const char* k_name, const TensorView& k,
                          const char* v_name, const TensorView& v) {
@@ -127,7 +127,8 @@ void set_chosen_pages(const Checker& check, AttentionParams& p, const PagedAtten
     p.chosen_pages.num_chosen = static_cast<int32_t>(std::min<int64_t>(lists.shape[last], INT32_MAX));
 }
 
-// The pages of the prefix are read once for all sequences, so that every query has to see them whole.
+// Checks and sets shared_prefix_len. The pages of the prefix are read once for all sequences, so that every
+// query has to see all of their keys.
 void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAttentionArgs& args) {
     const int64_t length = args.shared_prefix_len;
     const int64_t num_shared = length / p.page_size, max_pages = args.page_table.shape[1];
@@ -263,12 +264,13 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
         p.seqlen_q = check_max_seqlen(check, "max_seqlen_q", args.max_seqlen_q, p.total_q);
         if (args.batch_invariant && !args.max_seqlen_q)
             fail<ValueError>(p.op, "batch_invariant needs max_seqlen_q with packed queries");
-        // Kernels are chosen by it. Where a sequence's bits are its own, the batch's total must not matter.
+        // Kernels are chosen by seqlen_q. Where a sequence's bits must not depend on the batch, it must not
+        // be the batch's total.
         if (args.max_seqlen_q && (args.batch_invariant || args.chosen_pages))
             p.seqlen_q = static_cast<int32_t>(*args.max_seqlen_q);
         p.cu_seqlens_q = set_cu_seqlens(check, "cu_seqlens_q", *args.cu_seqlens_q, batch, p.total_q,
                                         "max_seqlen_q", p.seqlen_q);
-        if (p.device.type == DeviceType::cpu) p.total_q = p.cu_seqlens_q[batch];  // without padding
+        if (p.device.type == DeviceType::cpu) p.total_q = p.cu_seqlens_q[batch];  // leaves out padding
     } else {
         if (args.max_seqlen_q) {
             fail<ValueError>(p.op, "max_seqlen_q belongs to packed queries; give cu_seqlens_q too");

@@ -10,7 +10,8 @@
 namespace octavo {
 namespace {
 
-// What the call of the forward had of each query, and its results; they are only read here.
+// Checks and sets the arrays of the forward call that have a row for each query: q and the results, which are
+// only read here.
 void set_queries(const Checker& check, AttentionBackwardParams& p, const AttentionBackwardArgs& args,
                  const Layout& q_layout) {
     check.length("seqlen_q * group_size", int64_t{p.seqlen_q} * p.group_size());  // rows of one KV head
@@ -42,7 +43,7 @@ void set_queries(const Checker& check, AttentionBackwardParams& p, const Attenti
     set_strides(*args.dlse, p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head);
 }
 
-// A gradient of an array of this layout.
+// Checks and sets the gradient of an array of this layout.
 void set_gradient(const Checker& check, const char* name, const TensorView& gradient, const char* of_name,
                   const TensorView& of, const Layout& layout, void*& data, GradientStrides& strides) {
     check.output(name, gradient, layout.ndim, layout.axes);
@@ -81,8 +82,8 @@ void set_gradient_of_sinks(const Checker& check, AttentionBackwardParams& p,
     p.dsinks = static_cast<float*>(args.dsinks->data);
 }
 
-// A gradient may not lie where other threads still read or write: not in an input, nor in another gradient.
-// Gradients may be views of one array, such as that of q, k and v in one.
+// Checks that no gradient lies where other threads may still read or write, in an input or in another
+// gradient. Gradients may be views of one array, such as the gradient of an array that holds q, k and v.
 void check_gradients_apart(const Checker& check, const AttentionBackwardArgs& args) {
     using Named = std::pair<const char*, const TensorView*>;
     auto given = [](const std::optional<TensorView>& array) { return array ? &*array : nullptr; };

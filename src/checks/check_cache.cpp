@@ -28,14 +28,14 @@ void check_cache(const Checker& check, const CacheArrays& cache, StoredDtypes st
     check.length("head_dim", k_pages.shape[3]);
 }
 
-// A number by which keys or values are divided.
+// Checks a number that keys or values are divided by.
 float check_divisor(const char* op, const char* name, float scale) {
     if (!std::isfinite(scale) || scale == 0.0f)
         fail<ValueError>(op, name, " must be finite and not 0; got ", scale);
     return scale;
 }
 
-// What pages hold that are only copied: the dtypes alone, but of a pair.
+// What pages that are only copied hold: the dtypes of the arrays, which must make a pair.
 StoredDtypes copied_dtypes(const Checker& check, const CacheArrays& cache) {
     const DType k = cache.k_pages.dtype, v = cache.v_pages.dtype;
     if (!is_code(k)) check.float_dtype(cache.k_name, cache.k_pages);
@@ -44,7 +44,7 @@ StoredDtypes copied_dtypes(const Checker& check, const CacheArrays& cache) {
     return {k, v};
 }
 
-// The scales of each token and KV head of pages that are copied, which may be int4 if they are of uint8.
+// Checks the scales of each token and KV head of pages that are copied; pages of uint8 may hold int4.
 CacheScales check_copied_scales(const Checker& check, const char* name, const TensorView& scales,
                                 const char* pages_name, const TensorView& pages, DType stored,
                                 bool is_written) {
@@ -59,7 +59,7 @@ CacheScales check_copied_scales(const Checker& check, const char* name, const Te
     return words;
 }
 
-// The scales that append_kv writes lie apart from all else, but may lie between codes.
+// Checks that the scales that append_kv writes share no memory with other arrays; they may lie between codes.
 void check_written_scales(const Checker& check, const AppendKvArgs& args) {
     auto check_one = [&](const char* name, const std::optional<TensorView>& scales) {
         if (!scales) return;
@@ -77,7 +77,7 @@ void check_written_scales(const Checker& check, const AppendKvArgs& args) {
         check.no_shared_elements("v_scales", *args.v_scales, "k_scales", *args.k_scales);
 }
 
-// Where `device` sees the array.
+// The address at which `device` reads or writes the array.
 void* data_for(const char* op, const char* name, const TensorView& array, Device device) {
     if (device.type == DeviceType::cpu || array.device == device || array.size() == 0) return array.data;
     const Bytes bytes = bytes_of(array);
@@ -93,7 +93,7 @@ void* data_for(const char* op, const char* name, const TensorView& array, Device
 void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t num_to, bool is_within) {
     constexpr const char* op = "copy_pages";
     enum : uint8_t { kRead = 1, kWritten = 2 };
-    std::vector<uint8_t> use(p.num_copies > 0 ? num_to : 0);  // of the pages of the cache that is written
+    std::vector<uint8_t> use(p.num_copies > 0 ? num_to : 0);  // per page of the cache that is written
     auto check_page = [&](int64_t i, int column) {
         const int64_t page = p.copies.whole(i * p.copies_stride + column);
         const int64_t num_pages = column == 0 ? num_from : num_to;
@@ -128,7 +128,7 @@ std::string why_no_cuda_kernel(const AppendKvParams& p) {
 
 namespace {
 
-// Where each row goes, instead of tables and lengths.
+// Checks and sets slot_mapping: where each row goes, instead of tables and lengths.
 void check_slot_mapping(const Checker& check, const AppendKvArgs& args, AppendKvParams& p) {
     const char* op = check.op();
     auto refuse_with = [op](const char* name, bool is_given) {
@@ -165,7 +165,7 @@ void check_slots_in_host(const char* op, const AppendKvParams& p, int64_t num_pa
     }
 }
 
-// Tables, lengths and where the tokens of each sequence begin.
+// Checks and sets tables, lengths and where the tokens of each sequence begin.
 void check_tables(const Checker& check, const AppendKvArgs& args, AppendKvParams& p) {
     const char* op = check.op();
     if (!args.page_table || !args.seq_lens) {

@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kOp = "latent_attention";
 constexpr int64_t kMaxSplits = 1024;
 
-// The axes of q, and the width of keys and values.
+// Checks and sets the axes of q, and the width of keys and values.
 void set_shapes(const Checker& check, LatentAttentionParams& p, const LatentAttentionArgs& args) {
     const TensorView& pages = args.kv_pages;
     const bool has_head_axis = pages.ndim == 4;
@@ -52,7 +52,7 @@ void set_shapes(const Checker& check, LatentAttentionParams& p, const LatentAtte
     p.q_head_stride = stride_of(args.q, 1);
 }
 
-// Tables, lengths and where the queries of each sequence begin.
+// Checks and sets tables, lengths and where the queries of each sequence begin.
 void set_sequences(const Checker& check, LatentAttentionParams& p, const LatentAttentionArgs& args) {
     p.page_table = check.index("page_table", args.page_table, 2, "[batch, max_pages]");
     p.seq_lens = check.index("seq_lens", args.seq_lens, 1, "[batch]");

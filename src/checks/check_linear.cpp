@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kMaxAxes = TensorView::kMaxDims - 1;
 
-// [..., N] for x [..., K].
+// The shape [..., N] for x [..., K].
 TensorView shape_of_out(const TensorView& x, int64_t width) {
     TensorView out = x;
     out.shape[out.ndim - 1] = width;
@@ -24,7 +24,7 @@ void check_like_out(const Checker& check, const char* name, const TensorView& t,
                      t.shape_string());
 }
 
-// The leading axes with those merged that every array has behind one another, and the strides of each array.
+// Sets the leading axes, joined where no array has gaps between them, and the strides of each array.
 void merge_axes(LinearParams& p, const LinearArgs& args) {
     struct Array {
         const TensorView* view;

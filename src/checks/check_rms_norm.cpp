@@ -6,7 +6,7 @@
 namespace octavo {
 namespace {
 
-// A result may take the place of an input.
+// Checks the place of a result, which may be that of an input.
 void check_place(const Checker& check, const RmsNormArgs& args, const char* name, const TensorView& result) {
     auto check_input = [&](const char* input_name, const TensorView& input) {
         if (!same_elements(result, input)) check.apart(name, result, input_name, input);
@@ -16,7 +16,7 @@ void check_place(const Checker& check, const RmsNormArgs& args, const char* name
     check.apart(name, result, "weight", args.weight);
 }
 
-// Makes one of the axes `outer` and `outer + 1` where they lie one behind the other in every array.
+// Joins the axes `outer` and `outer + 1` into one where no array has gaps between them.
 void join_axes(RmsNormParams& p, int outer) {
     const int inner = outer + 1;
     int64_t (*const all_strides[])[3] = {&p.x_strides, &p.residual_strides, &p.out_strides,

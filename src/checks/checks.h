@@ -21,7 +21,8 @@
 
 namespace octavo {
 
-// Checks read values of arrays on the CPU only. What no CUDA kernel computes is refused for arrays on a GPU.
+// Checks read values of arrays on the CPU only. Calls that no CUDA kernel computes are refused for arrays on
+// a GPU.
 AttentionParams check_attention(const AttentionArgs& args);
 PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args);
 AppendKvParams check_append_kv(const AppendKvArgs& args);
@@ -32,13 +33,12 @@ LinearParams check_linear(const LinearArgs& args);
 RmsNormParams check_rms_norm(const RmsNormArgs& args);
 LatentAttentionParams check_latent_attention(const LatentAttentionArgs& args);
 
-// The last axis of the result of attention(), of linear(), and of latent_attention(); arguments that do not
-// fit are for the check to find.
+// The length of the last axis of the result. Arguments that do not fit give any number; the check finds them.
 int64_t attention_width(const AttentionArgs& args);
 int64_t linear_width(const LinearArgs& args);
 int64_t latent_attention_width(const LatentAttentionArgs& args);
 
-// Why no CUDA kernel computes this, wherever its arrays are; empty if there is one.
+// The reason why no CUDA kernel computes this call, wherever its arrays are; empty if one does.
 std::string why_no_cuda_kernel(const AttentionParams& params);
 std::string why_no_cuda_kernel(const AppendKvParams& params);
 std::string why_no_cuda_kernel(const AttentionBackwardParams& params);
@@ -48,15 +48,15 @@ inline std::string why_no_cuda_kernel(const CopyPagesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const MergeStatesParams&) { return {}; }
 inline std::string why_no_cuda_kernel(const RmsNormParams&) { return {}; }
 
-// Why Python has to refuse it too, which hands over products to the arrays' own library where Octavo has no
-// kernel for them.
+// The reason why Python has to refuse the call, too; empty if it need not. Where Octavo has no kernel for a
+// product, Python hands it to the arrays' own library.
 template <class Params>
 std::string why_refused_on_cuda(const Params& params) {
     return why_no_cuda_kernel(params);
 }
 std::string why_refused_on_cuda(const LinearParams& params);
 
-// Refuses arrays on a GPU for which there is none.
+// Refuses arrays on a GPU if no CUDA kernel computes the call.
 template <class Params>
 void require_kernel(const char* op, const Params& params) {
     if (params.device.type != DeviceType::cuda) return;

@@ -1,4 +1,4 @@
-// What is done to keys before they become codes: the checks that append_kv and paged_attention share.
+// The checks of the transformation of keys (params/key_transform.h) that append_kv and paged_attention share.
 #pragma once
 
 #include "checks/check.h"
@@ -27,7 +27,7 @@ struct KeyTransformArguments {
     }
 };
 
-// For keys of `stored` codes; their values too where they are on the CPU.
+// Checks the transformation of keys of `stored` codes; on the CPU also the values of its arrays.
 KeyTransform check_key_transform(const Checker& check, const KeyTransformArguments& given, DType stored,
                                  int64_t num_kv_heads, int64_t head_dim);
 

@@ -43,7 +43,7 @@ void check_queries(const Checker& check, const AppendKvArgs& args) {
     check.apart("q_out", q_out, "rotary_sin", *args.rotary_sin);
 }
 
-// The cache that is written lies apart from what is read, and from q_out.
+// Checks that the cache, which is written, lies apart from what is read, and from q_out.
 void check_apart_from_cache(const Checker& check, const AppendKvArgs& args) {
     auto check_one = [&](const char* name, const std::optional<TensorView>& array) {
         if (!array) return;

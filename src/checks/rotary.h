@@ -1,4 +1,4 @@
-// The rotary embedding that append_kv applies, and the queries that it rotates.
+// The checks of the rotary embedding that append_kv applies, and of the queries that it rotates.
 #pragma once
 
 #include "checks/check.h"

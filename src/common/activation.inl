@@ -1,11 +1,12 @@
-// The activations of linear layers, on a float or on a vector of them. Included inside the namespace of the
-// code that computes them, so that it is compiled for the same machine, after
+// The activations of linear layers, on a float or on a vector of floats. Include this file inside the
+// namespace of the code that computes them, so that it is compiled for the same machine, after a definition
+// of
 //     T exp(T),
-// e to the power of what lies within [-kMostExponent, kMostExponent]; NaN stays NaN.
+// which has to be right for arguments within [-kMostExponent, kMostExponent], and to keep NaN.
 
 constexpr float kMostExponent = 87.0f;
 
-// Beyond the bounds, what is smaller or larger changes no result by more than 2^-120.
+// e to the power of x, cut to the bounds: beyond them, x changes no result here by more than 2^-120.
 template <class T>
 OCTAVO_HD T bounded_exp(T x) {
     const T bounded = x > kMostExponent ? T{} + kMostExponent : x;
@@ -19,9 +20,9 @@ OCTAVO_HD T silu(T x) {
     return x < -kMostExponent ? T{} : result;
 }
 
-// x Phi(x) with the normal distribution's Phi, which is x (1 + erf(x / sqrt(2))) / 2: the exact one, not the
+// x Phi(x) with the normal distribution's Phi, which is x (1 + erf(x / sqrt(2))) / 2: the exact gelu, not the
 // approximation by tanh. With z = |x| / sqrt(2) and t = 1 / (1 + z / 2), Phi(-|x|) = t / 2 exp(p(t) - z^2) to
-// a relative error of 6e-8, beside that of rounding.
+// a relative error of 6e-8, besides that of rounding.
 template <class T>
 OCTAVO_HD T gelu(T x) {
     const T z = 0.70710678f * (x < 0.0f ? -x : x);

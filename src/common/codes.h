@@ -1,14 +1,14 @@
-// Codes of keys and values, and the scales that append_kv gives each token and KV head: once for all
-// backends, which agree in every bit.
+// Codes of keys and values, and the scales that append_kv gives each token and KV head. They are defined once
+// for all backends, which agree in every bit.
 //
 //   int8, float8: scale = absmax / kMax; code = the number nearest to x * (1 / scale)
 //   int4:         scale = float16((max - min) / 15), minimum = float16(min);
-//                 code = the number nearest to (x - minimum) * (1 / scale), with both as rounded
+//                 code = the number nearest to (x - minimum) * (1 / scale), both as rounded
 //
-// in float32, ties to even, saturating. A row of zeros (int4: of one value), and any row for which the scale
-// would be too small, has the scale 1 and codes of 0. A row with NaN or infinity, and one of int4 that
-// float16 cannot reach, has the scale NaN, which spoils no other row. The largest and smallest numbers of a
-// row are found by comparing bits as integers, in any order.
+// All of this is computed in float32; ties round to even, and codes saturate. A row of zeros (for int4, of
+// one value), and any row whose scale would be too small, has the scale 1 and codes of 0. A row with NaN or
+// infinity, and for int4 one beyond the range of float16, has the scale NaN, which spoils no other row. The
+// largest and smallest numbers of a row are found by comparing bits as integers, in any order.
 #pragma once
 
 #include "common/float16.h"
@@ -31,7 +31,7 @@ OCTAVO_HD float rounded_integer(float x) {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u, kNanBits = 0x7fc00000u;  // of float32
 
-// Between numbers and codes: of the row of one token and KV head, or of a whole array.
+// The scale between numbers and codes, for the row of one token and KV head, or for a whole array.
 struct CodeScale {
     float scale;
     float minimum;  // what the code 0 of int4 stands for
@@ -42,18 +42,18 @@ struct CodeScale {
     }
     OCTAVO_HD static CodeScale spoilt() { return {float_of_bits(kNanBits), 0.0f, float_of_bits(kNanBits)}; }
 
-    // What a code of 8 bits is rounded from.
+    // The number that is rounded to a code of 8 bits.
     OCTAVO_HD float operator()(float x) const { return rounded_product(x, inverse); }
-    // What a code of int4 is rounded from.
+    // The number that is rounded to a code of int4.
     OCTAVO_HD float above_minimum(float x) const {
         return rounded_product(rounded_difference(x, minimum), inverse);
     }
 };
 
-// The largest number that has a code of int8; Float8Format::kMax is that of the others.
+// The largest number that has a code of int8; Float8Format::kMax is the largest of the float8 types.
 constexpr float kLargestInt8 = 127.0f;
 
-// The nearest of -127 to 127; NaN is 0.
+// The nearest integer from -127 to 127; NaN becomes 0.
 OCTAVO_HD int8_t to_int8(float x) {
     const float bounded = x > kLargestInt8    ? kLargestInt8
                           : x < -kLargestInt8 ? -kLargestInt8
@@ -62,26 +62,26 @@ OCTAVO_HD int8_t to_int8(float x) {
     return static_cast<int8_t>(rounded_integer(bounded));
 }
 
-// The nearest of 0 to 15; NaN is 0.
+// The nearest integer from 0 to 15; NaN becomes 0.
 OCTAVO_HD uint8_t to_int4(float x) {
     const float bounded = x > 15.0f ? 15.0f : x > 0.0f ? x : 0.0f;
     return static_cast<uint8_t>(rounded_integer(bounded));
 }
 
-// The size of a number, as an integer; infinity and NaN are the largest.
+// The magnitude of a number as an integer that compares in the same order; infinity and NaN are the largest.
 OCTAVO_HD uint32_t size_bits(float x) { return bits_of_float(x) & 0x7fffffffu; }
 
 // The scale of a row of int8 or float8, from the largest of its size_bits(). `largest` is the largest number
 // that has a code.
 OCTAVO_HD CodeScale code_scale_of_row(uint32_t absmax_bits, float largest) {
-    constexpr uint32_t kSmallestNormal = 1u << 23;  // the inverse of less may overflow
+    constexpr uint32_t kSmallestNormal = 1u << 23;  // the inverse of a smaller number may overflow
     if (absmax_bits >= kInfinityBits) return CodeScale::spoilt();
     const float scale = rounded_quotient(float_of_bits(absmax_bits), largest);
     if (bits_of_float(scale) < kSmallestNormal) return {1.0f, 0.0f, 0.0f};
     return CodeScale::of(scale);
 }
 
-// Integers in the order of the numbers: -NaN, -infinity, ..., -0, 0, ..., infinity, NaN.
+// A number as an integer that compares in the same order: -NaN, -infinity, ..., -0, 0, ..., infinity, NaN.
 OCTAVO_HD int32_t order_bits(float x) {
     const auto bits = static_cast<int32_t>(bits_of_float(x));
     return bits ^ (bits >> 31 & 0x7fffffff);
@@ -104,7 +104,7 @@ OCTAVO_HD CodeScale int4_scale_of_row(int32_t min_bits, int32_t max_bits) {
     return CodeScale::of(scale, without_sign);
 }
 
-// What a cache of int4 keeps of it: two float16, the scale in the lower half.
+// The word that a cache of int4 keeps: two float16, the scale in the lower half, then the minimum.
 OCTAVO_HD uint32_t int4_word(const CodeScale& scale) {
     return static_cast<uint32_t>(float16_of_float(scale.scale)) |
            static_cast<uint32_t>(float16_of_float(scale.minimum)) << 16;

@@ -1,5 +1,5 @@
-// Which softmax weights dropout leaves out: a pure function of the seed, the offset and the place of the
-// weight, so that a backward pass finds the same mask again, whatever its tiles.
+// Which softmax weights dropout drops: a pure function of the seed, the offset and the place of the weight,
+// so that a backward pass finds the same mask again, whatever its tiles.
 #pragma once
 
 #include "common/macros.h"
@@ -32,7 +32,7 @@ struct Philox {
   private:
     OCTAVO_HD static uint64_t multiply(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
-        uint64_t product;  // of uint64_t{a} * b nvcc adds up the upper halves too, which are zero
+        uint64_t product;  // for uint64_t{a} * b, nvcc would add up the upper halves too, which are zero
         asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
         return product;
 #else
@@ -41,21 +41,22 @@ struct Philox {
     }
 };
 
-// 16 random bits decide on a weight: the one of query i and key j of a sequence (both counted from the
-// sequence's first) is dropped where they are below `threshold`. One Philox counter serves eight keys of a
-// query, those that lie in one lane's registers after an m16n8k16 or wgmma product: with
-// x = 4 (j / 32) + j % 8 / 2,
+// 16 random bits decide on a weight: the weight of query i and key j of a sequence (both counted from the
+// sequence's first) is dropped if the bits are below `threshold`. One Philox counter serves eight keys of a
+// query, those that lie in one lane's registers after an m16n8k16 or wgmma product: with x = 4 (j / 32) + j %
+// 8 / 2,
 //
 //     counter = (x, i, offset + batch index * num_q_heads + query head), the last of 64 bits; key = seed
 //     bits    = 16 bits of word j / 8 % 4, the low ones for even j, the high ones for odd j
 //
-// 8 bits would need half of the numbers, but tell no p from another within 1/256.
+// 8 bits per weight would need half of the numbers, but could not tell apart two p that differ by less than
+// 1/256.
 struct Dropout {
     uint64_t seed;
     uint64_t offset;     // each head of each sequence takes one number from here on
     uint32_t threshold;  // p * 2^16, rounded; 0: nothing is dropped
 
-    // For 0 <= p < 1.
+    // Requires 0 <= p < 1.
     static Dropout make(double p, uint64_t seed, uint64_t offset) {
         const auto threshold = static_cast<uint32_t>(p * 65536.0 + 0.5);
         return {seed, offset, threshold < 0xffff ? threshold : 0xffff};
@@ -72,7 +73,7 @@ struct Dropout {
         return Philox::make(4 * static_cast<uint32_t>(n) + static_cast<uint32_t>(pair),
                             static_cast<uint32_t>(query), head, seed);
     }
-    // Whether one word of those drops its even key, or its odd one.
+    // Whether one word of those bits drops its even key, or its odd one.
     OCTAVO_HD bool drops_even(uint32_t word) const { return word << 16 < threshold << 16; }
     OCTAVO_HD bool drops_odd(uint32_t word) const { return word < threshold << 16; }
 };

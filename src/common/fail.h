@@ -1,4 +1,4 @@
-// Errors with their parts put together.
+// Throws errors whose messages are put together from parts.
 #pragma once
 
 #include <octavo/error.h>

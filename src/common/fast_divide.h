@@ -17,7 +17,7 @@ struct FastDivide {
         return {divisor, static_cast<uint32_t>((excess << 32) / divisor + 1), shift};
     }
 
-    // For 0 <= n < 2^31.
+    // Requires 0 <= n < 2^31.
     OCTAVO_HD int32_t quotient(int32_t n) const {
         const uint32_t x = static_cast<uint32_t>(n);
         const uint32_t high = static_cast<uint32_t>((uint64_t{x} * multiplier) >> 32);

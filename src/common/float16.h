@@ -1,4 +1,4 @@
-// The bits of a float16 from a float32 and back, rounding to nearest even.
+// Converts between float32 and the bits of a float16, rounding to nearest even.
 #pragma once
 
 #include "common/float_bits.h"
@@ -7,7 +7,8 @@
 
 namespace octavo {
 
-// F. Giesen, "half_to_float_fast5" and "float_to_half_fast3_rtne" (public domain, 2012 and 2016).
+// The methods are F. Giesen's "half_to_float_fast5" and "float_to_half_fast3_rtne" (public domain, 2012 and
+// 2016).
 OCTAVO_HD float float_of_float16(uint16_t x) {
     uint32_t bits = (x & 0x7fffu) << 13;
     uint32_t exponent = bits & 0x0f800000u;

@@ -14,8 +14,9 @@ struct Float8Format {
     static constexpr int kMantissaBits = kMantissaBits_;
     static constexpr int kExponentBits = 7 - kMantissaBits;
     static constexpr int kBias = (1 << (kExponentBits - 1)) - 1;
-    static constexpr int kShift = 23 - kMantissaBits;  // of a mantissa in float32's
-    // e4m3fn uses its last exponent for numbers, all but one; e5m2 has infinities there, as float16 has.
+    static constexpr int kShift = 23 - kMantissaBits;  // from the last bit of float32's mantissa to ours
+    // e4m3fn uses its last exponent for numbers, except for one code; e5m2 has infinities there, as float16
+    // has.
     static constexpr float kMax = kMantissaBits == 3 ? 448.0f : 57344.0f;
     static constexpr uint32_t kMaxCode = kMantissaBits == 3 ? 0x7e : 0x7b;
     static constexpr uint32_t kNan = 0x7f;

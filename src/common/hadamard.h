@@ -2,9 +2,9 @@
 // size: it keeps dot products, is its own inverse, and spreads what one number holds over all (QuIP#, Tseng
 // et al. 2024, arXiv:2402.04396; QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
 //
-// In a row of n numbers, each block of hadamard_size(n) is rotated by itself: one block where n is a power of
-// two. For each distance 1, 2, 4, ... below the size, numbers a and b at that distance become a + b and a -
-// b; at the end all are multiplied by hadamard_factor(size). Every backend rounds alike.
+// In a row of n numbers, each block of hadamard_size(n) numbers is rotated by itself; where n is a power of
+// two, there is one block. For each distance 1, 2, 4, ... below the size, numbers a and b at that distance
+// become a + b and a - b; in the end all are multiplied by hadamard_factor(size). Every backend rounds alike.
 #pragma once
 
 #include "common/float_bits.h"
@@ -26,7 +26,7 @@ OCTAVO_HD float hadamard_factor(int32_t size) {
     return exponent % 2 == 0 ? power : kSqrt2 * power;
 }
 
-// The row in memory of the host, in place.
+// Rotates a row in host memory, in place.
 inline void hadamard_rotate(float* row, int32_t length) {
     const int32_t size = hadamard_size(length);
     for (int32_t distance = 1; distance < size; distance *= 2) {

@@ -7,5 +7,5 @@
 #define OCTAVO_HD inline
 #endif
 
-// A condition that seldom holds: what it guards is laid out away from the usual path.
+// A condition that seldom holds: the compiler lays out the code that it guards away from the usual path.
 #define OCTAVO_RARE(condition) __builtin_expect(static_cast<bool>(condition), 0)

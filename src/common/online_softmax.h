@@ -1,5 +1,5 @@
-// The state of a softmax seen in pieces (Milakov and Gimelshein 2018; FlashAttention), and how two pieces
-// become one.
+// The state of an online softmax (Milakov and Gimelshein 2018; FlashAttention), and how two partial results
+// combine.
 #pragma once
 
 #include "common/macros.h"
@@ -9,12 +9,12 @@
 
 namespace octavo {
 
-// Over the scores seen so far, in units of log2(e): their maximum, and the sum of exp2(score - max).
+// Of the scores seen so far, in units of log2(e): their maximum, and the sum of exp2(score - max).
 struct SoftmaxState {
     float max = -INFINITY;
     float sum = 0.0f;
 
-    // Raises the maximum to at least `score_max`; returns what earlier sums must be multiplied by.
+    // Raises the maximum to at least `score_max`; returns the factor that earlier sums must be multiplied by.
     OCTAVO_HD float raise(float score_max) {
         if (!(score_max > max)) return 1.0f;
         float factor = exp2f(max - score_max);  // 0 from -inf
@@ -23,17 +23,17 @@ struct SoftmaxState {
         return factor;
     }
 
-    // Once all scores were seen: an attention sink, one more score that weighs no value. Returns what the
-    // output's sums must be multiplied by. A sink of -inf is none.
+    // Call it once all scores were seen. Adds an attention sink: one more score, without a value. Returns the
+    // factor that the output's sums must be multiplied by. A sink of -inf is none.
     OCTAVO_HD float add_sink(float sink_log2) {
         if (sink_log2 == -INFINITY) return 1.0f;
-        if (sum == 0.0f) max = -INFINITY;  // where nothing was seen, kernels may hold another one
+        if (sum == 0.0f) max = -INFINITY;  // where nothing was seen, kernels may hold another maximum
         const float factor = raise(sink_log2);
         sum += exp2f(sink_log2 - max);
         return factor;
     }
 
-    // The maximum to subtract: any finite number while nothing was seen, so that exp2 never meets inf - inf.
+    // The maximum to subtract. It is finite even while nothing was seen, so that exp2 never gets inf - inf.
     OCTAVO_HD float safe_max() const { return max == -INFINITY ? 0.0f : max; }
 
     // 1 / sum, or 0 for an empty row, whose output is 0.
@@ -43,20 +43,21 @@ struct SoftmaxState {
     OCTAVO_HD float lse() const { return sum == 0.0f ? -INFINITY : (max + log2f(sum)) * kLn2; }
 };
 
-// What may stand for the maximum of a row, in units of log2(e), so that partial results of the row have one
-// in common: the unified maximum of FlashDecoding++ (Hong et al. 2024). It does where the maximum lies in a
-// window around it; any other row keeps its own.
+// The unified maximum of FlashDecoding++ (Hong et al. 2024), in units of log2(e): it may stand for the
+// maximum of a row, so that partial results of the row have a maximum in common. It does so where the row's
+// maximum lies in a window around it; any other row keeps its own.
 struct UnifiedMax {
     float phi, below, above;
 
-    // The window ends above where kernels raise a maximum that a score passes, 2^8: else they would look
-    // again at every such score. Below, weights of float16 keep their bits down to 2^-14, where keys 2^-12
-    // below the maximum still count. Others have the exponents of float32, so that sums stay far from its
-    // end.
+    // Upwards, the window ends where kernels raise a maximum that a score passes, at 2^8: otherwise they
+    // would look again at every such score. Downwards, weights of float16 keep their bits down to 2^-14, so
+    // that keys 2^-12 below the maximum still count. Weights of other types have the exponents of float32,
+    // and the window ends where sums are still far from its end.
     OCTAVO_HD static UnifiedMax of_float16(float phi) { return {phi * kLog2e, 2.0f, 8.0f}; }
     OCTAVO_HD static UnifiedMax of_wide(float phi) { return {phi * kLog2e, 60.0f, 8.0f}; }
 
-    // For the maximum of the scores seen so far. What is not a finite number stands for no maximum.
+    // Returns what takes the place of `max`, the maximum of the scores seen so far. A phi that is not finite
+    // takes the place of none.
     OCTAVO_HD float operator()(float max) const {
         return max >= phi - below && max <= phi + above ? phi : max;
     }
@@ -68,8 +69,8 @@ OCTAVO_HD float sink_gradient(float sink, float lse, float delta) {
     return sink == -INFINITY ? 0.0f : -expf(sink - lse) * delta;
 }
 
-// How two normalised partial results combine: out = weight_a * out_a + weight_b * out_b. An attention sink is
-// one whose LSE is the sink, and whose output is 0.
+// How two normalised partial results combine: out = a * out_a + b * out_b. An attention sink is a partial
+// result whose LSE is the sink, and whose output is 0.
 struct MergeWeights {
     float a, b, lse;
 

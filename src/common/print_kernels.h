@@ -1,4 +1,4 @@
-// OCTAVO_PRINT_KERNELS=1 in the environment: what runs, on stderr.
+// With OCTAVO_PRINT_KERNELS=1 in the environment, what runs is printed on stderr.
 #pragma once
 
 #include <octavo/explain.h>

@@ -7,8 +7,8 @@
 
 namespace octavo {
 
-// The queries [begin, end) of a sequence outside which none sees a key of [k_begin, k_end), which is not
-// empty.
+// A run of queries [begin, end) of a sequence; outside it, no query sees a key of [k_begin, k_end), which
+// must not be empty.
 struct QueryRange {
     int32_t begin, end;
 
@@ -27,7 +27,7 @@ struct QueryRange {
         }
     }
 
-    // Those of which each sees every one of these keys.
+    // The run of queries that each see every one of these keys.
     OCTAVO_HD static QueryRange that_see_all(const Visibility& see, int32_t seqlen_q, int32_t k_begin,
                                              int32_t k_end) {
         if (k_end > see.seqlen_k) return {0, 0};

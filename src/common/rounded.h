@@ -1,6 +1,5 @@
-// The operations of float32 that a compiler must not fuse, contract or approximate, so that all backends
-// agree in every bit. The sources of the host that use them are compiled without contraction
-// (src/cpu/CMakeLists.txt).
+// Operations of float32 that a compiler must not fuse, contract or approximate, so that all backends agree in
+// every bit. The host's sources that use them are compiled without contraction (src/cpu/CMakeLists.txt).
 #pragma once
 
 #include "common/macros.h"

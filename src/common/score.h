@@ -21,10 +21,10 @@ struct ScoreTransform {
         return {scale * kLog2e, 0.0f, false};
     }
 
-    // Within 2^-22 of tanh: what counts in an exponent is the absolute error.
+    // The result lies within 2^-22 of tanh(x): in an exponent, the absolute error is what counts.
     OCTAVO_HD static float tanh(float x) {
 #ifdef __CUDA_ARCH__
-        float e;  // exp2f would guard results that 1 swallows
+        float e;  // exp2f would spend instructions on small results that the 1 below swallows
         asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(2.0f * kLog2e * x));
         return 1.0f - __fdividef(2.0f, e + 1.0f);
 #else

@@ -8,19 +8,19 @@
 
 namespace octavo {
 
-// Positions are absolute: key j of a sequence sits at j, query i of n at seqlen_k - n + i.
+// Positions are absolute: key j of a sequence is at position j, query i of n at seqlen_k - n + i.
 struct Visibility {
     static constexpr bool kHasRanges = false;  // see RangedVisibility
     int32_t seqlen_k;
     int32_t prefix_len;    // keys before it are visible to every query; at most seqlen_k
     int32_t window_left;   // -1: unbounded
     int32_t window_right;  // -1: unbounded; causal: 0
-    // What positions are divided by into chunks, of which a query sees its own. A divisor of 0: none;
-    // otherwise window_left is less, and window_right 0.
+    // The length of chunks of positions: a query sees keys of its own chunk only. 0: there are no chunks;
+    // otherwise window_left is less than the length, and window_right is 0.
     FastDivide attention_chunk;
 
-    // The window of the query at `q_pos`, cut to the sequence: keys [window_begin, window_end). Neither falls
-    // where q_pos rises.
+    // The window of the query at `q_pos`, cut to the sequence: keys [window_begin, window_end). Neither end
+    // falls as q_pos rises.
     OCTAVO_HD int32_t window_begin(int32_t q_pos) const {
         int32_t begin = window_left < 0 ? 0 : q_pos - window_left;
         if (has_chunks() && q_pos >= 0) begin = later(begin, chunk_begin(q_pos));
@@ -41,7 +41,7 @@ struct Visibility {
     OCTAVO_HD bool has_chunks() const {
         return OCTAVO_RARE(window_left >= 0) && OCTAVO_RARE(attention_chunk.divisor > 0);
     }
-    // The chunk of a position from 0 on, where there are chunks.
+    // The chunk [chunk_begin, chunk_end) of a position, which must not be negative; there must be chunks.
     OCTAVO_HD int32_t chunk_begin(int32_t pos) const { return pos - attention_chunk.remainder(pos); }
     OCTAVO_HD int32_t chunk_end(int32_t pos) const {
         return chunk_begin(pos) + static_cast<int32_t>(attention_chunk.divisor);
@@ -61,8 +61,8 @@ struct KeyTiles {
     int32_t first_window_tile;  // not before num_prefix_tiles
     int32_t count;
 
-    KeyTiles() = default;  // unset
-    // For queries at positions [first_q_pos, last_q_pos]. `See` is Visibility, or has ranges too.
+    KeyTiles() = default;  // nothing is set
+    // The queries are at positions [first_q_pos, last_q_pos]. `See` is Visibility or RangedVisibility.
     template <class See>
     OCTAVO_HD KeyTiles(const See& see, int32_t first_q_pos, int32_t last_q_pos, int32_t tile_size)
         : tile_size(tile_size),
@@ -82,7 +82,7 @@ struct KeyTiles {
         return (i < num_prefix_tiles ? i : i - num_prefix_tiles + first_window_tile) * tile_size;
     }
 
-    // Whether some query of the run sees this key. What none sees is never loaded.
+    // Whether some query of the run sees this key. A key that none sees is never loaded.
     OCTAVO_HD bool needed(int32_t k_pos) const {
         return k_pos < prefix_end || (k_pos >= window_begin && k_pos < window_end);
     }

@@ -104,8 +104,8 @@ static float weigh_row(float* row, const ScoreTransform& transform, Alibi alibi,
 // Up to kMaxStreamedRows rows of a KV head (decode) read keys and values where they lie, token by token: the
 // rows of a token's heads lie side by side, and the hardware foresees what comes next. More rows are worth a
 // copy of the tile as float32, of keys the transpose. Measured in docs/notebook/cpu.md.
-constexpr int kStreamedKeys = 16;  // values of so many tokens are added up, head after head
-constexpr int kAheadKeys = 16;     // the memory is asked for a row so many tokens before its use
+constexpr int kStreamedKeys = 16;  // values of this many tokens are added up, head after head
+constexpr int kAheadKeys = 16;     // the memory is asked for a row this many tokens before its use
 
 // The rows of the first head, behind which those of the others lie: of a tile, and of the first keys behind
 // it. In place of what no row sees stands a row that some see: the result for it is never used.

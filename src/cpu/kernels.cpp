@@ -2,9 +2,21 @@
 
 #include "cpu/isa.h"
 
+#include <octavo/error.h>
+
+#include <string>
+
 namespace octavo::cpu {
 
 const Kernels& kernels() {
+#if defined(OCTAVO_CPU_ISA)  // all that CMake was asked for
+    if (isa() != Isa::OCTAVO_CPU_ISA) {
+        throw ValueError(std::string("this build has CPU kernels for one instruction set, which is not ") +
+                         isa_name() +
+                         ": OCTAVO_CPU_ISA in the environment must name the one that it was given");
+    }
+    return OCTAVO_CPU_ISA::kKernels;
+#else
     switch (isa()) {
 #if defined(__x86_64__)
         case Isa::avx512_bf16: return avx512_bf16::kKernels;
@@ -13,6 +25,7 @@ const Kernels& kernels() {
 #endif
         default: return baseline::kKernels;
     }
+#endif
 }
 
 }  // namespace octavo::cpu

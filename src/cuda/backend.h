@@ -35,7 +35,7 @@ void rms_norm(const RmsNormParams& params, void* stream);
 void latent_attention(const LatentAttentionParams& params, void* stream);
 void clear_padding(const Padding& padding, int32_t device, void* stream);
 
-// What each would run on a GPU, which need not be one of this machine.
+// Explain what each would run on a GPU, which need not be one of this machine.
 Explanation explain(const AttentionParams& params, const Gpu& gpu);
 Explanation explain(const PagedAttentionParams& params, const Gpu& gpu);
 Explanation explain(const AppendKvParams& params, const Gpu& gpu);
@@ -53,15 +53,16 @@ void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row
 // Throws DeviceError, saying why, unless CUDA kernels can run here.
 void require_usable();
 
-// Where kernels on the device see this address of host memory; null unless all of [begin, end) is pinned.
+// The address by which kernels on the device reach this address of host memory; null unless all of [begin,
+// end) is pinned.
 void* mapped_host_memory(void* address, uintptr_t begin, uintptr_t end, int32_t device_index);
 
 int32_t current_device();
 
-// What plans have to know of this GPU, asked once.
+// The properties of this GPU that plans depend on; CUDA is asked once.
 const Gpu& gpu_of(int32_t device);
 
-// For array importers. `consumer` waits for what `producer` holds now.
+// Makes stream `consumer` wait for the work that stream `producer` holds now; importers of arrays call it.
 void order_streams(int32_t device_index, void* producer, void* consumer);
 void synchronize(int32_t device_index, void* stream);
 // Stream-ordered memory for results handed to frameworks whose allocator cannot be called.

@@ -1,4 +1,4 @@
-// Which codes the pages hold that an instance of a kernel reads.
+// The kinds of codes in pages that kernels have instances for.
 #pragma once
 
 #include <octavo/tensor.h>
@@ -9,7 +9,7 @@
 
 namespace octavo::cuda {
 
-// `none`: keys and values of 16 bits, of the type of the queries.
+// `none` means keys and values of 16 bits, of the type of the queries.
 enum class Codes : uint8_t { none, e4m3, e5m2, int8, int4, int8_int4 };
 
 constexpr Codes kAllCodes[] = {Codes::e4m3, Codes::e5m2, Codes::int8, Codes::int4, Codes::int8_int4};
@@ -33,14 +33,14 @@ constexpr int bits_of(DType type) { return type == DType::int4 ? 4 : 8 * static_
 constexpr int bits_of_keys(Codes codes) { return bits_of(type_of_keys(codes)); }
 constexpr int bits_of_values(Codes codes) { return bits_of(type_of_values(codes)); }
 
-// What the pages hold under queries of a type: "float16", "int8", "int8 and int4".
+// A name for what the pages hold, for queries of a type: "float16", "int8", "int8 and int4".
 inline std::string name_of(DType queries, Codes codes) {
     if (codes == Codes::none) return to_string(queries);
     const DType keys = type_of_keys(codes), values = type_of_values(codes);
     return to_string(keys) + (keys == values ? "" : " and " + to_string(values));
 }
 
-// Of pages of these types; nothing where no instance reads them.
+// Returns the kind for pages of these types; nothing where no instance reads them.
 constexpr std::optional<Codes> codes_of(DType keys, DType values) {
     if (!is_code(keys)) return Codes::none;
     for (Codes codes : kAllCodes) {

@@ -10,10 +10,10 @@ struct NamedGpu {
     Gpu gpu;
 };
 
-// SMs and L2 cache: NVIDIA's white papers of the architectures; of the H200 and the B200, on which these say
-// little, what the CUDA runtime reports. Memory: data sheets; H100 and H200 what the CUDA runtime reports.
-// H100, H200 and B200 are the SXM boards. Shared memory of a block: the table of compute capabilities in the
-// CUDA programming guide.
+// The numbers of SMs and the sizes of L2 caches come from NVIDIA's white papers of the architectures; for the
+// H200 and the B200, on which these say little, from the CUDA runtime. The rates of memory come from data
+// sheets, and for the H100 and the H200 from the CUDA runtime. H100, H200 and B200 are the SXM boards. The
+// shared memory of a block comes from the table of compute capabilities in the CUDA programming guide.
 constexpr NamedGpu kGpus[] = {
     {"a100", "sm_80", {80, 108, 40 * kMb, 163 * kKb, 2039, false}},
     {"a10", "sm_86", {86, 72, 6 * kMb, 99 * kKb, 600, false}},

@@ -1,4 +1,4 @@
-// What plans have to know of a GPU.
+// The properties of a GPU that plans depend on.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@ struct Gpu {
     int32_t compute_capability;  // 90 for 9.0
     int32_t num_sms;
     int64_t l2_bytes;
-    int64_t shared_bytes_per_block;  // at most, for a kernel that opts in
+    int64_t shared_bytes_per_block;  // the most that a kernel can opt in to
     int32_t memory_gb_per_s;         // the rate of device memory, by its clock and width
-    bool has_sm90_kernels;           // the GPU runs code for sm_90a, and the build has some
+    bool has_sm90_kernels;           // whether the GPU runs code for sm_90a, and the build has it
 };
 
-// GPUs that plans can be made for without having one: "h100" and other products, "sm_90" and other
-// architectures, each of which stands for the first product that has it. Null if the name is unknown. They
-// run all kernels that their architecture can.
+// Finds a GPU by name, so that plans can be made without having one: "h100" and other products, or "sm_90"
+// and other architectures, each of which stands for the first product that has it. Null if the name is
+// unknown. These GPUs are taken to run all kernels that their architecture can.
 const Gpu* find_gpu(std::string_view name);
 std::vector<std::string> gpu_names();
 

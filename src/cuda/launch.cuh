@@ -8,15 +8,15 @@
 
 namespace octavo::cuda {
 
-// What is asked of a kernel once on each device.
+// Properties of a compiled kernel, which are asked for once on each device.
 struct KernelTraits {
     // Whether its code has the instructions of ptx/grid_dependency.h: it may come from the PTX of an older
     // architecture, which has neither these nor clusters.
     bool has_grid_dependency;
 };
 
-// Lets the kernel take this much shared memory for a block, on the current device. kLeavesRoom: CTAs of
-// another kernel are to find room for theirs beside it, for which L1 gives up what it can.
+// Lets a block of the kernel take this much shared memory, on the current device. kLeavesRoom: L1 gives up as
+// much as it can to shared memory, so that CTAs of another kernel find room beside this kernel's.
 template <auto kKernel, size_t kSharedBytes, bool kLeavesRoom>
 const KernelTraits& prepare_kernel(int32_t device) {
     static PerDevice<KernelTraits> traits;
@@ -38,13 +38,14 @@ const KernelTraits& prepare_kernel(int32_t device) {
 struct LaunchShape {
     dim3 grid;
     int32_t threads;
-    // The kernel waits for the results of the one before it by itself, so that it may start while that ends.
+    // Whether the kernel itself waits for the results of the kernel before it, so that it may start while
+    // that one ends.
     bool overlaps_previous = false;
     int32_t cluster = 1;       // CTAs, along x
-    int32_t shared_bytes = 0;  // what a CTA takes, if it is less than kSharedBytes
+    int32_t shared_bytes = 0;  // how much a CTA takes, if that is less than kSharedBytes
 };
 
-// Launches the kernel on a stream of the current device, `device`; `op` is named if that fails.
+// Launches the kernel on a stream of `device`, which must be current. If that fails, the error names `op`.
 template <auto kKernel, size_t kSharedBytes = 0, bool kLeavesRoom = false, class... Parameters>
 void launch(const char* op, int32_t device, cudaStream_t stream, const LaunchShape& shape,
             const Parameters&... parameters) {

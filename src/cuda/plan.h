@@ -27,7 +27,7 @@ struct Grid {
     int64_t size() const { return x * y * z; }
 };
 
-// In a text "1 split", "6 splits".
+// A count with its noun, which texts show as "1 split" or "6 splits".
 struct Counted {
     int64_t count;
     const char* noun;
@@ -35,7 +35,7 @@ struct Counted {
 inline Counted counted(int64_t count, const char* noun) { return {count, noun}; }
 std::ostream& operator<<(std::ostream& out, const Counted& counted);
 
-// The parts of a text, put together.
+// Puts the parts of a text together.
 template <class... Parts>
 std::string text_of(const Parts&... parts) {
     std::ostringstream text;
@@ -43,20 +43,20 @@ std::string text_of(const Parts&... parts) {
     return text.str();
 }
 
-// For a kernel that does not serve a call: writes down the reason, a sentence about the kernel without its
-// full stop, where the caller wants it. Most do not: plans are made at every call.
+// Returned for a kernel that does not serve a call. Writes down the reason, a sentence about the kernel
+// without its full stop, where the caller wants it. Most callers do not, since plans are made at every call.
 template <class... Parts>
 std::nullopt_t refuse(std::string* why_not, const Parts&... parts) {
     if (why_not) *why_not = text_of(parts...);
     return std::nullopt;
 }
 
-// Why a kernel does not serve a call that chooses pages.
+// The reason why a kernel does not serve a call that chooses pages.
 constexpr const char* kReadsAllPages = "it reads all pages of a sequence, and chosen_pages is given";
-// Or one with bidirectional ranges.
+// The reason why a kernel does not serve a call with bidirectional ranges.
 constexpr const char* kHasNoRanges =
     "it has no instance for bidirectional_ranges, which let queries of this call see more keys";
-// Or one with symmetric ALiBi.
+// The reason why a kernel does not serve a call with symmetric ALiBi.
 constexpr const char* kOneSidedAlibi =
     "its ALiBi has no absolute value, and with alibi_symmetric these queries may see keys past their own "
     "position";

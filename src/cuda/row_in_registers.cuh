@@ -9,7 +9,8 @@
 
 namespace octavo::cuda {
 
-// Lane l has numbers 2 l and 2 l + 1, then 64 further, and so on; those past the end of the row are zeros.
+// Lane l has numbers 2 l and 2 l + 1, then the numbers 64 further, and so on. Numbers past the end of the row
+// are zeros.
 class Row {
   public:
     // Calls body(number, index) with each of this lane's numbers.
@@ -31,7 +32,7 @@ class Row {
             if (size > 1) sum_and_difference(x_[i][0], x_[i][1]);
         }
 #pragma unroll
-        for (int distance = 2; distance <= kLanes; distance *= 2) {  // between lanes
+        for (int distance = 2; distance <= kLanes; distance *= 2) {  // of numbers in different lanes
             if (distance >= size) break;
             const bool is_second = lane & distance / 2;
 #pragma unroll
@@ -44,7 +45,7 @@ class Row {
             }
         }
 #pragma unroll
-        for (int step = 1; step < kPairs; step *= 2) {  // between pairs, 64 numbers apart
+        for (int step = 1; step < kPairs; step *= 2) {  // of pairs of one lane, which are 64 numbers apart
             if (2 * kLanes * step >= size) break;
 #pragma unroll
             for (int i = 0; i < kPairs; ++i) {

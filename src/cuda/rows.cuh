@@ -8,12 +8,13 @@
 
 namespace octavo::cuda {
 
-// A row index for this warp.
+// The index of this warp's row.
 __device__ __forceinline__ int64_t warp_row() {
     return int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / 32;
 }
 
-// Bit for bit; 16 bytes at a time where `aligned` says that both rows start and end on 16 bytes.
+// Copies a row bit for bit. It moves 16 bytes at a time if `aligned`: both rows then start and end at
+// multiples of 16 bytes.
 template <class T>
 __device__ __forceinline__ void copy_row(T* to, const T* from, int32_t head_dim, bool aligned) {
     const int lane = threadIdx.x % 32;

@@ -8,6 +8,7 @@
 
 #include <octavo/error.h>
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 
@@ -35,6 +36,8 @@ int32_t attribute(cudaDeviceAttr which, int32_t device) {
     check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
     return value;
 }
+
+std::atomic<int32_t> planned_sms{0};  // 0: as many as there are
 
 cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
@@ -64,6 +67,8 @@ DeviceGuard::~DeviceGuard() {
     if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
+void plan_for_sms(int32_t num_sms) { planned_sms = num_sms; }
+
 const Gpu& gpu_of(int32_t device) {
     static PerDevice<Gpu> gpus;
     return gpus.get(device, [](int32_t device) {
@@ -71,6 +76,7 @@ const Gpu& gpu_of(int32_t device) {
         gpu.compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
                                  attribute(cudaDevAttrComputeCapabilityMinor, device);
         gpu.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
+        if (const int32_t planned = planned_sms) gpu.num_sms = std::min(gpu.num_sms, planned);
         gpu.l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
         gpu.shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
         const int64_t kbit_per_s = int64_t{2} * attribute(cudaDevAttrMemoryClockRate, device) *
@@ -82,7 +88,7 @@ const Gpu& gpu_of(int32_t device) {
 }
 
 void require_usable() {
-    static std::atomic<bool> known_usable{false};  // every call asks
+    static std::atomic<bool> known_usable{false};  // remembered, since every call asks
     if (known_usable.load(std::memory_order_relaxed)) return;
     const std::string why = why_unusable();
     if (!why.empty()) throw DeviceError("CUDA arrays cannot be used here: " + why);
@@ -126,7 +132,7 @@ void order_streams(int32_t device_index, void* producer, void* consumer) {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     cudaError_t status = cudaEventRecord(event, as_stream(producer));
     if (status == cudaSuccess) status = cudaStreamWaitEvent(as_stream(consumer), event, 0);
-    cudaEventDestroy(event);  // takes effect once the event has completed
+    cudaEventDestroy(event);  // CUDA frees it once the event has completed
     check(status, "ordering one stream after another");
 }
 

@@ -1,4 +1,4 @@
-// What every launcher needs of the CUDA runtime.
+// Helpers around the CUDA runtime that every launcher needs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,6 +12,10 @@ namespace octavo::cuda {
 // Throws DeviceError naming `what` if `status` is an error.
 void check(cudaError_t status, const char* what);
 
+// For tests, before anything asks for the GPU: plans are then made as if it had so many SMs, no more than it
+// has.
+void plan_for_sms(int32_t num_sms);
+
 // Makes `device` current for this thread until the end of the scope.
 class DeviceGuard {
   public:
@@ -24,8 +28,8 @@ class DeviceGuard {
     int previous_ = -1;
 };
 
-// One value for each device, made when it is first asked for and kept for good. Every call asks, so that what
-// is there is read without a lock.
+// One value for each device, made when it is first asked for and kept for good. Since every call asks, an
+// existing value is read without a lock.
 template <class Value>
 class PerDevice {
   public:

@@ -11,16 +11,16 @@ namespace octavo::cuda {
 // A tile of rows of one sequence; `batch` is -1 past the last tile.
 struct SequenceTile {
     int32_t batch;
-    int32_t index;  // in the sequence
+    int32_t index;  // the tile's number in the sequence
 };
 
-// The tile `index` over a batch. `tiles`: of each sequence, where they are of one length. Every lane of a
-// warp gets the answer.
+// Returns tile `index` of a batch. `tiles`: how many tiles each sequence has, if all have the same length.
+// Every lane of a warp gets the answer.
 template <int kRows>
 __device__ __forceinline__ SequenceTile find_sequence_tile(const IndexArray& cu_seqlens, int32_t batch,
                                                            int32_t tiles, int32_t index) {
     if (!cu_seqlens) return {index / tiles, index % tiles};
-    int32_t before = 0;  // tiles of the sequences passed
+    int32_t before = 0;  // tiles of the sequences before
     for (int32_t base = 0; base < batch; base += 32) {
         const int32_t b = base + static_cast<int32_t>(threadIdx.x % 32);
         int32_t own = 0;

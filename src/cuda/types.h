@@ -1,4 +1,4 @@
-// The element types under one name on the device, and their conversions.
+// The names of element types on the device, and their conversions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,7 +20,7 @@ struct AnyFloat16 {
     uint16_t bits;
 };
 
-// In which products are taken of queries of type T.
+// The type in which products of queries of type T are computed.
 template <class T>
 struct ProductType {
     using Type = T;
@@ -64,7 +64,7 @@ __device__ __forceinline__ float32 from_float<float32>(float x) {
     return x;
 }
 
-// Two neighbours in one register, `low` at the lower address.
+// Packs two neighbours into one register, `low` for the lower address.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
     static_assert(sizeof(T) == 2);
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     return packed;
 }
 
-// The same for results, whose type is known at run time where T is AnyFloat16.
+// The same for results, whose type is only known at run time where T is AnyFloat16.
 template <class T>
 __device__ __forceinline__ uint32_t pack_output(DType dtype, float low, float high) {
     if constexpr (std::is_same_v<T, AnyFloat16>) {

@@ -1,11 +1,11 @@
-// What the 32 lanes of a warp find out together.
+// Sums, maxima and other functions that the 32 lanes of a warp compute together.
 #pragma once
 
 #include <cstdint>
 
 namespace octavo::cuda {
 
-// Keeps a value that never changes in a register: the compiler would rather compute it again in every turn of
+// Keeps a value that never changes in a register, where the compiler would compute it again in every turn of
 // a loop.
 template <class T>
 __device__ __forceinline__ void pin_in_register(T& value) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ void pin_in_register(T& value) {
     }
 }
 
-// Over this lane and those before it.
+// The sum over this lane and the lanes before it.
 __device__ __forceinline__ int32_t inclusive_sum(int32_t x) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

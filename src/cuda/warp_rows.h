@@ -1,4 +1,4 @@
-// Kernels in which each warp works on one row: how many blocks they take.
+// The grids of kernels in which each warp works on one row.
 #pragma once
 
 #include "cuda/plan.h"
@@ -13,7 +13,7 @@ inline unsigned blocks_for_rows(int64_t rows) {
     return static_cast<unsigned>((rows + kRowsPerBlock - 1) / kRowsPerBlock);
 }
 
-// All but the file.
+// Makes the explanation of such a kernel, except for the name of its file.
 Explanation describe_warp_rows(const char* kernel, DType dtype, int64_t num_rows, const char* noun);
 
 }  // namespace octavo::cuda

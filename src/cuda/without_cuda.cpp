@@ -1,4 +1,4 @@
-// The CUDA backend of a build without CUDA: every use says so.
+// The CUDA backend of a build without CUDA: every use throws an error that says so.
 #include "cuda/backend.h"
 
 #include <octavo/error.h>

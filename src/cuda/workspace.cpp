@@ -27,7 +27,7 @@ struct Size {
     }
 };
 
-// At least `size`, or zero.
+// The smallest power of two that is at least `size`; zero for zero.
 size_t power_of_two(size_t size) {
     size_t power = size > 0 ? 1 : 0;
     while (power < size) power *= 2;
@@ -65,7 +65,7 @@ Memory allocate_memory(const Size& size) {
     constexpr size_t kAlignment = 256;
     const size_t counter_bytes = size.num_counters * sizeof(uint32_t);
     const size_t begin = (counter_bytes + kAlignment - 1) / kAlignment * kAlignment;
-    const RelaxedCapture relaxed;  // first, so that what a failure frees is freed under it too
+    const RelaxedCapture relaxed;  // comes first, so that memory that a failure frees is freed under it, too
     char* pointer = nullptr;
     check(cudaMalloc(&pointer, std::max<size_t>(begin + size.partial_bytes, 1)), "cudaMalloc");
     DeviceBytes bytes(pointer);
@@ -89,8 +89,8 @@ struct Owner {
     }
 };
 
-// Who has what. The lock is never held while CUDA works: a thread of CUDA's own takes it when a graph is
-// gone.
+// Which owner has which memory. The lock is never held during a call of CUDA, since a thread of CUDA's own
+// takes it when a graph is gone.
 class Owners {
   public:
     // It is never destroyed, since graphs may outlive static objects.
@@ -104,8 +104,8 @@ class Owners {
         return memory_.count(owner) > 0;
     }
 
-    // Whether `owner` has as much as it wants, after it has taken over what is free. If not, `wanted` grows
-    // to at least what it has, so that the next memory serves all of its calls.
+    // Returns whether `owner` has as much as it wants, after it has taken over memory that is free. If not,
+    // `wanted` grows to at least as much as it has, so that the next memory serves all of its calls.
     bool find(const Owner& owner, Size& wanted, PersistentWorkspace& found) {
         const std::lock_guard<std::mutex> lock(mutex_);
         std::vector<Memory>& own = memory_[owner];
@@ -130,7 +130,7 @@ class Owners {
     void remove(const Owner& owner) {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = memory_.find(owner);
-        if (found == memory_.end()) return;  // its first call failed before find()
+        if (found == memory_.end()) return;  // the owner's first call failed before find()
         std::vector<Memory>& free = free_[owner.device];
         std::move(found->second.begin(), found->second.end(), std::back_inserter(free));
         memory_.erase(found);
@@ -138,12 +138,13 @@ class Owners {
 
   private:
     std::mutex mutex_;
-    // What is outgrown is kept: a launch under way, or a graph, may still use it.
+    // Memory that an owner has outgrown is kept: a launch under way, or a graph, may still use it.
     std::map<Owner, std::vector<Memory>> memory_;
     std::map<int32_t, std::vector<Memory>> free_;
 };
 
-// CUDA calls back once `graph` and all that was made of it are gone, and no launch of them is under way.
+// Removes the owner once `graph` and all graphs that were made of it are gone, and no launch of them is under
+// way: CUDA calls back then.
 void remove_with(cudaGraph_t graph, const Owner& owner) {
     auto gone = std::make_unique<std::optional<Owner>>(owner);
     const cudaHostFn_t remove = [](void* pointer) {
@@ -153,10 +154,10 @@ void remove_with(cudaGraph_t graph, const Owner& owner) {
     cudaUserObject_t object;
     check(cudaUserObjectCreate(&object, gone.get(), remove, 1, cudaUserObjectNoDestructorSync),
           "cudaUserObjectCreate");
-    std::optional<Owner>* const kept = gone.release();  // by `object`
+    std::optional<Owner>* const kept = gone.release();  // `object` owns it now
     const cudaError_t status = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
     if (status != cudaSuccess) {
-        kept->reset();  // CUDA may call back when a later call has made the owner known
+        kept->reset();  // CUDA may call back after a later call has made the owner known
         cudaUserObjectRelease(object, 1);
     }
     check(status, "cudaGraphRetainUserObject");
@@ -172,15 +173,15 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
     cudaGraph_t graph = nullptr;
     check(cudaStreamGetCaptureInfo(stream, &status, &owner.capture, &graph), "cudaStreamGetCaptureInfo");
     if (status == cudaStreamCaptureStatusActive) {
-        // Only then does find() make it known: a call that fails here leaves nothing that stays.
+        // find() makes the owner known only after this: a call that fails here leaves nothing behind.
         if (!owners.contains(owner)) remove_with(graph, owner);
     } else {
         owner.capture = 0;
-        // Streams are told apart by their id: the handle of the per-thread default stream names many streams,
-        // and CUDA reuses handles. A stream that is being captured does not tell its id.
+        // Streams are told apart by their id: the handle of the per-thread default stream stands for many
+        // streams, and CUDA reuses handles. A stream that is being captured has no id that CUDA would give.
         check(cudaStreamGetId(stream, &owner.stream), "cudaStreamGetId");
     }
-    // Sizes double, since a stream keeps what it has outgrown.
+    // Sizes double, since a stream keeps the memory that it has outgrown.
     Size wanted{power_of_two(partial_bytes), power_of_two(num_counters)};
     PersistentWorkspace workspace;
     while (!owners.find(owner, wanted, workspace)) owners.give(owner, allocate_memory(wanted));
@@ -189,7 +190,7 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
 
 namespace {
 
-// Octavo has a memory pool of its own, which keeps this much of what was freed. The pool of the device would
+// Octavo has a memory pool of its own, which keeps up to kKeptBytes of freed memory. The device's pool would
 // give memory back whenever the host waits, and then take longer to get it again than many a kernel takes.
 cudaMemPool_t pool_of(int32_t device) {
     static PerDevice<cudaMemPool_t> pools;

@@ -1,4 +1,4 @@
-// Device memory that kernels need besides their arrays.
+// Device memory that kernels need besides the arrays of a call.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,9 +16,16 @@ struct PersistentWorkspace {
 };
 
 // Every user has memory of its own, because they use it at the same time: attention with a shared prefix
-// keeps its results while the kernels that it launches use theirs, and so do transformed queries; the kernel
-// behind the prefix may run beside the one over it.
-enum class WorkspaceUser { kernel, shared_prefix, behind_prefix, tickets, transformed_queries };
+// keeps its results while the kernels that it launches use theirs, and so do transformed queries and
+// expanded codes; the kernel behind the prefix may run beside the one over it.
+enum class WorkspaceUser {
+    kernel,
+    shared_prefix,
+    behind_prefix,
+    tickets,
+    transformed_queries,
+    expanded_codes,
+};
 
 // Returns at least this many bytes and counters, for launches on `stream` of the current device only:
 // launches on one stream never overlap. While the stream is being captured, the memory is for that capture
@@ -28,8 +35,8 @@ enum class WorkspaceUser { kernel, shared_prefix, behind_prefix, tickets, transf
 PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
                                          size_t num_counters, WorkspaceUser user = WorkspaceUser::kernel);
 
-// Memory of the current device that lives from here to here in the order of `stream`. While the stream is
-// being captured it is kept instead: a graph that allocates could not be part of another.
+// Memory of the current device that lives from the constructor to the destructor, in the order of `stream`.
+// While the stream is being captured it is kept instead: a graph that allocates could not be part of another.
 class Workspace {
   public:
     Workspace(int32_t device, size_t bytes, cudaStream_t stream, WorkspaceUser user = WorkspaceUser::kernel);

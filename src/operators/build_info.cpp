@@ -11,7 +11,7 @@ std::vector<std::string> cpu_features() {
     std::vector<std::string> features;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-// __builtin_cpu_supports takes nothing but a literal.
+// A macro, since __builtin_cpu_supports takes nothing but a literal.
 #define OCTAVO_CPU_FEATURE(name) \
     if (__builtin_cpu_supports(name)) features.emplace_back(name)
     OCTAVO_CPU_FEATURE("sse4.2");

@@ -12,7 +12,7 @@ namespace {
 TensorView* view_of(TensorView& array) { return &array; }
 TensorView* view_of(std::optional<TensorView>& array) { return array ? &*array : nullptr; }
 
-// Moves the arrays to the device meta. Those without an address get one each, far from each other.
+// Moves the arrays to the device `meta`. Each array without an address gets one, far from all others.
 template <class Operator>
 void move_to_meta(typename Operator::Args& args) {
     uintptr_t address = 0;

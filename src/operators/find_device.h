@@ -1,4 +1,4 @@
-// Devices by their names, for what needs no arrays.
+// Finds devices by their names, for functions that take no arrays.
 #pragma once
 
 #include "cuda/gpu.h"
@@ -7,7 +7,8 @@
 
 namespace octavo {
 
-// The GPU that `device` names: one of cuda::gpu_names(), or "cuda:0", a GPU of this machine. Null: "cpu".
+// Returns the GPU that `device` names: one of cuda::gpu_names(), or a GPU of this machine ("cuda:0"). Null
+// for "cpu".
 const cuda::Gpu* find_device(const char* op, const std::string& device);
 
 }  // namespace octavo

@@ -1,4 +1,4 @@
-// The public operators: check, then the backend that the arrays' device picks.
+// The public operators. Each checks its arguments, and then calls the backend that the arrays' device picks.
 #include "checks/check.h"
 #include "checks/checks.h"
 #include "common/print_kernels.h"
@@ -88,7 +88,7 @@ void check_page_table(const TensorView& page_table, const TensorView& seq_lens, 
     if (num_pages < 0) fail<ValueError>(op, "num_pages (", num_pages, ") must be at least 0");
 
     int64_t table_stride = stride_of(page_table, 0);
-    std::vector<int64_t> host_table, host_lengths;  // room for either type
+    std::vector<int64_t> host_table, host_lengths;  // room for int32 or int64
     if (page_table.device.type == DeviceType::cuda && batch > 0) {
         host_table.resize(batch * max_pages);
         host_lengths.resize(batch);

@@ -1,6 +1,6 @@
-// Every operator and its arguments, described once. The functions of octavo._core, and what they tell Python
-// about themselves (bindings/operators.cpp), the calls from JAX programs (bindings/xla_operators.cpp) and the
-// C functions (c/octavo.cpp) are derived from these lists. docs/developing.md says what else a new argument
+// Every operator and its arguments, described once. The functions of octavo._core and their descriptions for
+// Python (bindings/operators.cpp), the calls from JAX programs (bindings/xla_operators.cpp) and the C
+// functions (c/octavo.cpp) are derived from these lists. docs/developing.md says what else a new argument
 // needs.
 #pragma once
 
@@ -33,8 +33,8 @@ enum class Access : uint8_t { read, write, result };
 // Stands for the C struct of an operator whose C function takes its arrays one by one.
 struct NoCArgs {};
 
-// An array. View is TensorView, or std::optional<TensorView> for one that may be left out; LikeView is that
-// of the array which a result is like.
+// An array. View is TensorView, or std::optional<TensorView> for one that may be left out; LikeView is the
+// View of the array that a result is like.
 template <class Args, class View, class CArgs, class LikeView = TensorView>
 struct ArrayArgument {
     static constexpr bool kIsArray = true;
@@ -46,7 +46,8 @@ struct ArrayArgument {
     octavo_tensor CArgs::* c_member;
     Access access;
     Accept accept;
-    const char* in_place_of = nullptr;  // the number that Python has one parameter for, together with this
+    const char* in_place_of =
+        nullptr;  // a number; Python has one parameter for both, the number or the array
     // A result has the shape and dtype of `like`, or one float32 for each of its rows. Python returns it
     // where the keyword `asked_by` says so or, if that is null, where `like` is given.
     LikeView Args::* like = nullptr;
@@ -92,7 +93,8 @@ constexpr auto input(const char* name, View Args::* member, octavo_tensor CArgs:
     return ArrayArgument<Args, View, CArgs>{name, member, c_member, Access::read, accept};
 }
 
-// What may be given in place of a number, whose name is the begin of its own: read when the operator runs.
+// An array that may be given in place of a number, whose name its own name begins with. It is read when the
+// operator runs.
 template <Accept accept, class Args, class CArgs>
 constexpr auto input_in_place_of(const char* number, const char* name,
                                  std::optional<TensorView> Args::* member, octavo_tensor CArgs::* c_member) {
@@ -112,7 +114,7 @@ constexpr auto result(const char* name, View Args::* member, LikeView Args::* li
                                                       nullptr, like,   false,    asked_by};
 }
 
-// A float32 for each row of `like`: that array's shape without its last axis.
+// A result with one float32 for each row of `like`: that array's shape without its last axis.
 template <class Args, class View, class LikeView, class CArgs = NoCArgs>
 constexpr auto row_result(const char* name, View Args::* member, LikeView Args::* like,
                           octavo_tensor CArgs::* c_member = nullptr, const char* asked_by = nullptr) {
@@ -120,7 +122,7 @@ constexpr auto row_result(const char* name, View Args::* member, LikeView Args::
         name, member, c_member, Access::result, Accept::float32, nullptr, like, true, asked_by};
 }
 
-// A result as `like`, but with a last axis of its own.
+// A result like `like`, but with a length of its own for the last axis.
 template <class Args, class View, class LikeView, class CArgs>
 constexpr auto result_of_width(const char* name, View Args::* member, LikeView Args::* like,
                                octavo_tensor CArgs::* c_member, int64_t (*width)(const Args&)) {
@@ -418,7 +420,7 @@ void for_each_argument(const Visit& visit) {
 template <class Operator>
 constexpr size_t kNumArguments = std::tuple_size_v<decltype(Operator::kArguments)>;
 
-// The number of arguments of which the predicate holds.
+// The number of arguments for which the predicate holds.
 template <class Operator, class Predicate>
 constexpr size_t count(const Predicate& holds) {
     return std::apply([&](const auto&... argument) { return (size_t{0} + ... + (holds(argument) ? 1 : 0)); },

@@ -46,7 +46,7 @@ struct PageAllocator::State {
     // gets its pages, so that a plan's num_free may fall below zero, and nothing can be committed.
     void plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count,
               bool is_question = false);
-    // Of planned sequence i, what lies behind the group's window when it grows.
+    // What lies behind the group's window when planned sequence i grows.
     PageLists::Behind pages_behind(size_t group, size_t i, const int32_t* n) const;
     // How many pages all of these free. From then on pages that others hold too have a holder less, until the
     // plan is made: left_pages. Needs room there, in last_holders and in dropped_copies.
@@ -63,8 +63,8 @@ struct PageAllocator::State {
     [[noreturn]] static void throw_not_on_device(const char* call, const SequenceEntry& entry);
     std::vector<size_t> find_all_at(const char* call, const Sequence* handles, int64_t count,
                                     SequenceEntry::Place place);  // entries
-    // Of the host pages of these sequences, those that the prefix cache has on the device too: entries of the
-    // lists of each group, and the pages.
+    // Which host pages of these sequences the prefix cache has on the device too: for each group, entries of
+    // its lists with the pages.
     std::vector<std::unordered_map<int32_t, int32_t>> find_intact(const std::vector<size_t>& entries) const;
     Transfer start(const std::vector<size_t>& entries, std::vector<PageLists::Move> moves, bool leaves);
     // Where the prefix cache keeps the tokens of a page.
@@ -126,7 +126,7 @@ struct PageAllocator::State {
     std::vector<Flight> flights;
     int64_t next_transfer = 0;
 
-    // Of the last plan.
+    // What the last plan has found.
     uint64_t num_plans = 0;
     std::vector<size_t> planned;   // entries
     std::vector<GroupPlan> plans;  // one a group

@@ -26,7 +26,7 @@ void check_group(const PageGroup& group) {
     check_between("num_host_pages", group.num_host_pages, 0);
 }
 
-// Of groups that are right by themselves.
+// The groups are right by themselves.
 void check_prefix_cache(const PrefixCacheOptions& options, const std::vector<PageGroup>& groups) {
     if (groups[0].window_left >= 0) {
         fail<ValueError>("PageAllocator", "prefix_cache must be off with a window",

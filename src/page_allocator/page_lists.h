@@ -69,7 +69,8 @@ class PageLists {
         if (window_left_ < 0 || length <= window_left_ || num_pages == 0) return 0;
         return std::min(static_cast<size_t>((length - window_left_) / page_size_), num_pages - 1);
     }
-    // Of a sequence that will grow from this length by so many pages: those that are returned before.
+    // The pages of a sequence, by their index in it, that are returned before it grows from this length by a
+    // number of new pages.
     struct Behind {
         size_t begin, end;
     };

@@ -31,7 +31,7 @@ class PagePool {
     bool is_shared(int32_t page) const { return num_holders(page) > 1; }
     bool is_stored(int32_t page) const { return pages_[page].holders & kStored; }
     bool is_idle(int32_t page) const { return pages_[page].holders == kStored && pages_[page].link == 0; }
-    // Of a page that somebody holds: another sequence does too, or may find it in the cache.
+    // For a page that somebody holds: whether another sequence does too, or may find it in the cache.
     bool must_copy(int32_t page) const { return pages_[page].holders > 1; }
     bool has_pending_copy(int32_t page) const { return pages_[page].link != 0; }
     // How many pending copies read the page and transfers reserve it.
@@ -103,9 +103,10 @@ class PagePool {
   private:
     struct Page {
         int32_t holders;  // how many, and kStored
-        // Of a free page: the next free one, or kNone; 0 in the cache. Of any other: how many pending copies
-        // read it and transfers reserve it, or ~i if pending copy i writes it. No page is both read and
-        // written, since a copy of a page that is itself still to be written reads that page's own source.
+        // For a free page the next free one, or kNone; 0 for one in the cache. For any other page how many
+        // pending copies read it and transfers reserve it, or ~i if pending copy i writes it. No page is both
+        // read and written, since a copy of a page that is itself still to be written reads that one's
+        // source.
         int32_t link;
     };
     struct Free {

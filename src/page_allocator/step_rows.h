@@ -12,7 +12,7 @@
 namespace octavo {
 
 struct StepArrays::State {
-    // Of a row of a page table: the list that it shows, at this revision, as far as the first num_pages.
+    // What a row of a page table shows: this list, at this revision, as far as the first num_pages.
     struct Row {
         uint64_t revision = 0;
         int32_t num_pages = 0;

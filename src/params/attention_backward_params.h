@@ -8,12 +8,12 @@
 
 namespace octavo {
 
-// The strides of an array like q, or like k. Packed arrays have no batch axis, and a batch stride of 0.
+// The strides of an array like q, or like k. Packed arrays have no batch axis; their batch stride is 0.
 struct GradientStrides {
     int64_t batch, token, head;
 };
 
-// The parameters of the call whose results, `out` and `lse`, are read here, and the gradients.
+// The parameters of the forward call, whose results `out` and `lse` are read here, and the gradients.
 struct AttentionBackwardParams : AttentionParams {
     const void* dout;  // like out
     GradientStrides dout_strides;
@@ -27,7 +27,7 @@ struct AttentionBackwardParams : AttentionParams {
     GradientStrides dv_strides;
     float* dalibi_slopes;         // like alibi_slopes, in C order; written; may be null
     float* dsinks;                // like sinks; written; may be null
-    bool deterministic;           // the same bits every time
+    bool deterministic;           // whether the bits must be the same every time
     int64_t dalibi_batch_stride;  // num_q_heads; 0: the batch shares its slopes, whose gradients are summed
 };
 

@@ -20,18 +20,18 @@
 namespace octavo {
 
 constexpr int32_t kMaxHeadDim = 512;
-// On a GPU, of a cache of codes and of gradients.
+// The largest head dims of a cache of codes, and of gradients, on a GPU.
 constexpr int32_t kMaxCudaCodeHeadDim = 256, kMaxCudaGradientHeadDim = 256;
 
 struct AttentionParams {
-    DType dtype;    // of q and out
-    DType k_dtype;  // of k, and of v: that of q, or of codes, which only pages hold
+    DType dtype;    // the dtype of q and out
+    DType k_dtype;  // the dtype of k: that of q, or codes, which only pages hold; likewise v_dtype
     DType v_dtype;
     Device device;
 
     const void* q;  // [batch, seqlen_q, num_q_heads, head_dim]; packed: [total_q, num_q_heads, head_dim]
     int64_t q_batch_stride, q_token_stride, q_head_stride;
-    void* out;  // like q, of head_dim_v
+    void* out;  // like q, but head_dim_v long
     int64_t out_batch_stride, out_token_stride, out_head_stride;
     float* lse;  // like q without head_dim; may be null
     int64_t lse_batch_stride, lse_token_stride, lse_head_stride;
@@ -40,14 +40,15 @@ struct AttentionParams {
     // Paged: [num_pages, page_size, num_kv_heads, head_dim], outer = page.
     const void* k;
     int64_t k_outer_stride, k_token_stride, k_head_stride;
-    const void* v;  // of head_dim_v
+    const void* v;  // like k, but head_dim_v long
     int64_t v_outer_stride, v_token_stride, v_head_stride;
 
     IndexArray cu_seqlens_q;  // [batch + 1]; null: every sequence has seqlen_q queries
     IndexArray cu_seqlens_k;  // [batch + 1]; null unless packed
     IndexArray page_table;    // [batch, max_pages]; null unless paged
     int64_t page_table_stride;
-    IndexArray seq_lens;         // [batch]; null unless paged; paged and null: seqlen_k of total_k keys each
+    // [batch]; null unless paged. Paged without it: total_k keys, cut into sequences of seqlen_k.
+    IndexArray seq_lens;
     IndexArray prefix_lens;      // [batch]; may be null
     const float* alibi_slopes;   // [num_q_heads], or [batch, num_q_heads]; may be null
     int64_t alibi_batch_stride;  // 0 when shared by the batch
@@ -62,32 +63,33 @@ struct AttentionParams {
     int32_t seqlen_k;  // of every sequence; packed: the bound max_seqlen_k; paged: max_pages * page_size
     int32_t num_q_heads, num_kv_heads, head_dim;
     int32_t page_size;
-    int32_t shared_prefix_len;  // whole pages at the start of every sequence, those of the first; or 0
-    // The first keys of every sequence, which another launch reads: seq_lens and prefix_lens count them,
+    // The first keys of every sequence, whole pages, lie in the first sequence's pages; 0: none do.
+    int32_t shared_prefix_len;
+    // How many first keys of every sequence another launch reads: seq_lens and prefix_lens count them, but
     // page_table begins behind them.
     int32_t num_skipped_keys;
     int32_t window_left, window_right;  // -1: unbounded; causal: window_right = 0
     float softmax_scale;                // k_scale included
     float softcap;                      // 0: none
-    int32_t has_softmax_phi;            // see the end
-    int32_t has_head_numbers;           // alibi_slopes, softmax_phi_of_heads or tree_mask
+    int32_t has_softmax_phi;            // whether there is one: see below
+    int32_t has_head_numbers;           // whether alibi_slopes, softmax_phi_of_heads or tree_mask is given
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
-    bool batch_invariant;               // bits follow from the sequence alone; without splits they always do
+    bool batch_invariant;               // bits must follow from the sequence alone, as without splits
     FastDivide attention_chunk;         // see Visibility
-    bool has_tree_mask;                 // see the end
+    bool has_tree_mask;                 // see tree_mask
     bool alibi_symmetric;               // only where some query may see a key past its own position
     CacheScales k_scales, v_scales;     // beside softmax_scale and out_scale
-    // What decoding has never or rarely comes last: see prefetch_params.
-    const float* softmax_phi_of_heads;  // [num_q_heads]; null: softmax_phi for all
+    // Fields that decoding never or rarely reads come last: see prefetch_params.
+    const float* softmax_phi_of_heads;  // [num_q_heads]; null: softmax_phi holds for all
     float softmax_phi;                  // the unified maximum, in units of scores
-    Dropout dropout;                    // of softmax weights; the LSE knows nothing of it
+    Dropout dropout;                    // drops softmax weights; the LSE does not depend on it
     const uint32_t* tree_mask;          // [total_q, 2]: a word for each query, its lower half first; or null
     const char* op;                     // "attention" or "paged_attention", for messages
-    BlockMask block_mask;               // of dense and packed attention
-    int32_t head_dim_v;                 // head_dim where keys and values are paged
-    ChosenPages chosen_pages;           // of paged attention
-    BidirectionalRanges ranges;         // null as well where they change nothing
+    BlockMask block_mask;               // dense and packed attention only
+    int32_t head_dim_v;                 // equals head_dim where keys and values are paged
+    ChosenPages chosen_pages;           // paged attention only
+    BidirectionalRanges ranges;         // null also where they change nothing
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }
@@ -108,7 +110,8 @@ struct AttentionParams {
     }
 };
 
-// What one sequence of the batch is made of. `See` is Visibility, or RangedVisibility for calls with ranges.
+// Where the arrays of one sequence of the batch begin, and which keys its queries see. `See` is Visibility,
+// or RangedVisibility for calls with bidirectional ranges.
 template <class See>
 struct SequenceSliceOf {
     int64_t q_begin;  // its first query, in elements from q; likewise out_begin and lse_begin
@@ -129,7 +132,7 @@ struct SequenceSliceOf {
         return left < p.seqlen_k ? left : p.seqlen_k;
     }
 
-    // The keys that every query sees, of a sequence of seqlen_k keys.
+    // How many first keys every query sees, in a sequence of seqlen_k keys.
     OCTAVO_HD static int32_t prefix_len(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
         if (!OCTAVO_RARE(p.prefix_lens)) return 0;
         const int32_t prefix_len = behind_skipped(p, p.prefix_lens[b]);

@@ -15,7 +15,7 @@ namespace octavo {
 
 struct AppendKvParams {
     DType dtype;    // the dtype of k and v
-    DType k_dtype;  // the dtype of k_pages, and that of v_pages: the same, or codes
+    DType k_dtype;  // the dtype of k_pages: the same as dtype, or codes; likewise v_dtype
     DType v_dtype;
     Device device;
     const void* k;  // [total, num_kv_heads, head_dim]
@@ -31,14 +31,14 @@ struct AppendKvParams {
     IndexArray seq_lens;       // [batch], new tokens included
     IndexArray cu_seqlens;     // [batch + 1]; null: one token a sequence
     const void* slot_mapping;  // [total], int64 or int32: page * page_size + slot, negative: none; or null
-    bool has_wide_slots;       // slot_mapping is of int64
+    bool has_wide_slots;       // whether slot_mapping is of int64
     int64_t total;             // rows of k and v: the new tokens over all sequences, and padding
     int32_t batch, num_kv_heads, head_dim, page_size;
     float k_scale, v_scale;                        // what is stored is the value divided by its scale
-    CacheScales k_static_scales, v_static_scales;  // the same in memory
+    CacheScales k_static_scales, v_static_scales;  // the same factors, given in memory
     CacheScales k_scales, v_scales;                // scales that are written, one for each token and KV head
-    KeyTransform key_transform;                    // what happens to keys before they become codes
-    Rotary rotary;                                 // what happens to keys before all else, and to queries
+    KeyTransform key_transform;                    // applied to keys before they become codes
+    Rotary rotary;                                 // applied to keys before all else, and to queries
     const void* q;                                 // [total, num_q_heads, head_dim]
     int64_t q_token_stride, q_head_stride;
     void* q_out;  // like q: where the rotated queries go
@@ -54,13 +54,13 @@ struct AppendKvParams {
 
 struct CopyPagesParams {
     struct Pages {
-        void* data;  // [num_pages, page_size, num_kv_heads, head_dim], where the device that copies sees it
+        void* data;  // [num_pages, page_size, num_kv_heads, head_dim], as the device that copies addresses it
         int64_t page_stride, slot_stride, head_stride;
     };
     DType dtype;    // the dtype of k_pages; that of v_pages has as many bytes
     Device device;  // the device that copies
     Pages from_k, from_v, to_k, to_v;
-    CacheScales from_k_scales, from_v_scales, to_k_scales, to_v_scales;  // where the device sees them
+    CacheScales from_k_scales, from_v_scales, to_k_scales, to_v_scales;  // as the device addresses them
     IndexArray copies;                                                   // [num_copies, 2]: (from, to)
     int64_t copies_stride;
     int64_t num_copies;

@@ -1,4 +1,4 @@
-// What the numbers of a cache are multiplied by, where that stands in memory.
+// The scales that the codes of a cache are multiplied by, where they lie in memory.
 #pragma once
 
 #include "common/macros.h"
@@ -7,9 +7,9 @@
 
 namespace octavo {
 
-// A word of 4 bytes for each token and KV head: of codes of 8 bits a scale (float32), of int4 a scale and a
+// A word of 4 bytes for each token and KV head: for codes of 8 bits a scale (float32), for int4 a scale and a
 // minimum (two float16, in this order); a value is scale x code (+ minimum). Strides count words. Static
-// scales, one or one for each KV head, have strides of zero between pages and tokens.
+// scales, a single one or one for each KV head, have strides of zero between pages and tokens.
 struct CacheScales {
     void* data;  // null: there are none
     int64_t page_stride, token_stride, head_stride;

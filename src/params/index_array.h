@@ -1,4 +1,4 @@
-// Page numbers, lengths and offsets, as the caller has them: of int32 or of int64.
+// Page numbers, lengths and offsets, in the type in which the caller has them: int32 or int64.
 #pragma once
 
 #include "common/macros.h"
@@ -9,8 +9,8 @@
 
 namespace octavo {
 
-// Numbers that lie one behind the other. Those of int64 are read as int32 too: their lower half, which comes
-// first in memory. The stride is a parameter in either case, so that one instance of a kernel reads both.
+// An array without gaps. Numbers of int64 are read as int32 too: their lower half, which comes first in
+// memory. The stride is a parameter in either case, so that one instance of a kernel reads both.
 struct IndexArray {
     const int32_t* data = nullptr;
     int32_t stride_bytes = sizeof(int32_t);
@@ -26,7 +26,7 @@ struct IndexArray {
     OCTAVO_HD int32_t operator[](int64_t i) const { return *at(i); }
     OCTAVO_HD IndexArray from(int64_t i) const { return {at(i), stride_bytes}; }
 
-    // All of a number, for checks: only below 2^31 is it that of operator[].
+    // The whole number, for checks; operator[] returns the same only for numbers below 2^31.
     int64_t whole(int64_t i) const {
         return stride_bytes == sizeof(int64_t) ? *reinterpret_cast<const int64_t*>(at(i)) : *at(i);
     }

@@ -1,13 +1,13 @@
-// What is done to keys before they become codes, and to queries, so that scores stay what they were. For a
-// key k and a query q of one KV head:
+// The transformation of keys before they become codes, and of queries, so that scores stay what they were.
+// For a key k and a query q of one KV head:
 //
 //   stored key   k' = H ((k - offset) / scale)
 //   its query    q' = H (q * scale)
 //   q . k = q' . k' + q . offset
 //
-// with the rotation H of common/hadamard.h, or without. The last term is the same for all keys of a query, so
-// that softmax does not see it, but the log-sum-exp does. The offset and the scale of each channel are what
-// KIVI (Liu et al. 2024, arXiv:2402.02750) found that keys need and values do not.
+// with the rotation H of common/hadamard.h, or without it. The last term is the same for all keys of a query,
+// so that it changes the log-sum-exp but not the softmax. KIVI (Liu et al. 2024, arXiv:2402.02750) found that
+// keys need an offset and a scale for each channel, and that values do not.
 #pragma once
 
 #include "common/hadamard.h"
@@ -30,7 +30,7 @@ struct KeyTransform {
         return scale[kv_head * scale_head_stride + dim];
     }
 
-    // One number of a key, or of a query, before the rotation.
+    // Transforms one number of a key, or of a query, up to the rotation.
     OCTAVO_HD float of_key(float x, int64_t kv_head, int32_t dim) const {
         if (offset) x = rounded_difference(x, offset_at(kv_head, dim));
         if (scale) x = rounded_product(x, rounded_quotient(1.0f, scale_at(kv_head, dim)));

@@ -40,13 +40,13 @@ struct LatentAttentionParams {
     int32_t num_q_heads, qk_dim, v_dim;
     int32_t page_size;
     bool causal;
-    float softmax_scale;  // kv_scale included
-    float out_scale;      // kv_scale
+    float softmax_scale;  // includes kv_scale
+    float out_scale;      // is kv_scale
     int32_t num_splits;   // runs of keys for each row; 0: the backend chooses
 };
 
-// What one sequence of the batch is made of. Row r of its rows is of query r / num_q_heads and of head
-// r % num_q_heads.
+// Where one sequence of the batch lies. Its row r belongs to query r / num_q_heads and to head r %
+// num_q_heads.
 struct LatentSequence {
     int64_t first_q;  // its first query, a row of q, out and lse
     int32_t seqlen_q, seqlen_k;
@@ -57,7 +57,7 @@ struct LatentSequence {
         return {first, p.cu_seqlens_q[b + 1] - first, p.seq_lens[b]};
     }
 
-    // The keys that a query sees are those below.
+    // A query sees the keys below this one.
     OCTAVO_HD int32_t end_key(bool causal, int32_t query) const {
         if (!causal) return seqlen_k;
         const int32_t end = seqlen_k - seqlen_q + query + 1;

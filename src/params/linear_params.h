@@ -16,7 +16,7 @@ struct LinearRows {
 
 struct LinearParams {
     DType dtype;    // the dtype of x, bias, residual and out
-    DType w_dtype;  // the same, or one of 16 bits beside float32
+    DType w_dtype;  // the same; with float32 it may also be one of 16 bits
     Device device;
     std::optional<Activation> activation;
     bool static_weight, batch_invariant;
@@ -24,7 +24,7 @@ struct LinearParams {
     int64_t num_rows;                        // M, over all leading axes of x
     int64_t width;                           // columns of out: N, or F
     int64_t depth;                           // K
-    int32_t num_axes;                        // leading ones, those that lie behind one another taken as one
+    int32_t num_axes;                        // leading axes; those without gaps between them count as one
     int64_t axes[TensorView::kMaxDims - 1];  // their lengths
     const void* x;                           // [axes..., depth]
     const void* w;                           // [w_rows(), depth]
@@ -37,7 +37,7 @@ struct LinearParams {
     bool is_gated() const { return activation == Activation::silu_gate; }
     int64_t w_rows() const { return is_gated() ? 2 * width : width; }
 
-    // Elements from the first row to this one.
+    // How many elements lie from the first row to this one.
     int64_t offset_of(const LinearRows& rows, int64_t row) const {
         int64_t offset = 0;
         for (int axis = num_axes - 1; axis > 0; --axis) {

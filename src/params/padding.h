@@ -1,4 +1,4 @@
-// Rows of packed arrays that no sequence has: those from cu_seqlens[batch] on.
+// Rows of packed arrays that belong to no sequence: those from cu_seqlens[batch] on.
 #pragma once
 
 #include "params/attention_backward_params.h"
@@ -8,7 +8,7 @@
 
 namespace octavo {
 
-// One array, [total, num_heads, head_bytes], whose rows of padding are to become `word` over and over.
+// One array, [total, num_heads, head_bytes], whose rows of padding are to be filled with copies of `word`.
 // Strides count bytes; a head's bytes have no gaps.
 struct PaddedArray {
     void* data;
@@ -29,7 +29,7 @@ struct Padding {
     }
 };
 
-// The gradients of such rows are zero, whoever made the arrays.
+// The gradients of such rows have to become zero, whatever the arrays held.
 inline Padding padding_of(const AttentionBackwardParams& p) {
     Padding padding;
     if (!p.cu_seqlens_q) return padding;

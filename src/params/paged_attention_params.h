@@ -9,14 +9,14 @@ namespace octavo {
 // paged_attention over keys that were stored transformed.
 struct PagedAttentionParams : AttentionParams {
     KeyTransform key_transform;
-    float query_scale;  // softmax_scale without the scale of codes: what q . offset is multiplied by
+    float query_scale;  // softmax_scale without the scale of codes; q . offset is multiplied by it
 
-    // Whether there is something to add to the log-sum-exp, which sinks join only then.
+    // Whether a term has to be added to the log-sum-exp; sinks are added only after it.
     bool shifts_lse() const { return key_transform.offset && (lse || sinks); }
     bool adds_sinks() const { return key_transform.offset && sinks; }
 
-    // The call over `transformed` queries, [total_q, num_q_heads, head_dim] in C order. Where sinks join
-    // behind it, `own_lse` in C order is used if the call asks for no log-sum-exp.
+    // The call over `transformed` queries, [total_q, num_q_heads, head_dim] in C order. Where sinks are added
+    // after it, `own_lse`, in C order, is used if the call asks for no log-sum-exp.
     AttentionParams with_queries(const void* transformed, float* own_lse) const {
         AttentionParams p = *this;
         p.q = transformed;

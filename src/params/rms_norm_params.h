@@ -9,8 +9,8 @@
 
 namespace octavo {
 
-// Every array but the weight has the leading axes `shape`, each with its own strides. Axes that lie one
-// behind the other in all of these arrays are one; shorter shapes begin with ones.
+// Every array but the weight has the leading axes `shape`, each with its own strides. Axes without gaps
+// between them in all of these arrays are joined into one; shorter shapes begin with ones.
 struct RmsNormParams {
     DType dtype;         // the dtype of x, residual, out and residual_out
     DType weight_dtype;  // the same, or float32

@@ -20,10 +20,10 @@ struct Rotary {
     const void* sin;
     int64_t cos_stride, sin_stride;  // from a position to the next
     int32_t max_positions;
-    int32_t dim;       // even; the numbers of a head from here on stay as they are; 0: all of them
-    bool interleaved;  // pair i is of the numbers 2 i and 2 i + 1, else of i and i + dim / 2
+    int32_t dim;       // even; the numbers of a head from here on stay as they are; 0: all of them do
+    bool interleaved;  // pair i is the numbers 2 i and 2 i + 1, otherwise i and i + dim / 2
 
-    // For number d < dim:
+    // The pair of number d, which must be below dim.
     OCTAVO_HD int32_t pair_of(int32_t d) const {
         return interleaved ? d / 2 : d - (is_second(d) ? dim / 2 : 0);
     }
@@ -31,7 +31,7 @@ struct Rotary {
     OCTAVO_HD int32_t partner_of(int32_t d) const { return is_second(d) ? d - distance() : d + distance(); }
 
     OCTAVO_HD int32_t first_of(int32_t pair) const { return interleaved ? 2 * pair : pair; }
-    OCTAVO_HD int32_t distance() const { return interleaved ? 1 : dim / 2; }  // of two partners
+    OCTAVO_HD int32_t distance() const { return interleaved ? 1 : dim / 2; }  // between the two of a pair
 };
 
 OCTAVO_HD float rotated_first(float first, float second, float cos, float sin) {

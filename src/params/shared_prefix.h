@@ -1,15 +1,15 @@
-// Attention over sequences that begin with the same pages, in two passes whose results are merged by their
+// Attention over sequences that begin with the same pages, in two passes whose results are combined by their
 // LSE: cascade inference (Ye et al. 2025 (FlashInfer), arXiv:2501.01005; Juravsky et al. 2024 (Hydragen),
-// arXiv:2402.05099). Sinks join the whole.
+// arXiv:2402.05099). Sinks are added to the combined result.
 #pragma once
 
 #include "params/attention_params.h"
 
 namespace octavo {
 
-// All queries over the shared prefix, cut into runs of `run_len` keys: a batch in which every sequence has
-// the queries of all. No query of it is masked. Results, [runs, total_q, num_q_heads, ...], go to `out` and
-// `lse`.
+// The pass of all queries over the shared prefix, cut into runs of `run_len` keys: a batch with one sequence
+// per run, each with all queries. Nothing is masked in it. Results, [runs, total_q, num_q_heads, ...], go to
+// `out` and `lse`.
 inline AttentionParams over_shared_prefix(AttentionParams p, int32_t run_len, void* out, float* lse) {
     p.batch = (p.shared_prefix_len + run_len - 1) / run_len;
     p.cu_seqlens_q = {};
@@ -37,9 +37,9 @@ inline AttentionParams over_shared_prefix(AttentionParams p, int32_t run_len, vo
     return p;
 }
 
-// The queries of each sequence over its keys behind the prefix; `lse`, in C order, is used where the call
-// asks for none. A query that sees none of these keys belongs to a sequence of length 0: its result, of LSE
-// -inf, is that of the whole.
+// The pass of each sequence's queries over its keys behind the prefix; `lse`, in C order, is used where the
+// call asks for none. A query that sees none of these keys belongs to a sequence of length 0, so that this
+// pass's result, with an LSE of -inf, is the final one.
 inline AttentionParams after_shared_prefix(AttentionParams p, float* lse) {
     if (!p.lse) {
         p.lse = lse;

@@ -1,9 +1,11 @@
 // Which kernels compute gradients, without a GPU.
 #include "cuda/attention_backward/plan.h"
+#include "cuda/sm90_backward/tile_order.h"
 #include "plan_testing.h"
 
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -64,7 +66,7 @@ TEST(BackwardPlan, HopperServesPlainCalls) {
     const Explanation text = explain(backward_of(dense(shape_of(128))), "h200");
     EXPECT_EQ(field(text, "num_key_tiles"), "16");
     EXPECT_EQ(field(text, "num_rows"), "2048");  // whole tiles of 64 for each sequence
-    EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(2048 * 32 * (128 * 4 + 2 * 16)));
+    EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(128 + 2048 * 32 * (128 * 4 + 2 * 16)));
 }
 
 TEST(BackwardPlan, HopperComputesDqApartWhereBitsAreToBeTheSame) {
@@ -78,7 +80,58 @@ TEST(BackwardPlan, HopperComputesDqApartWhereBitsAreToBeTheSame) {
         EXPECT_EQ(field(text, "num_query_tiles"), "16");  // of 128
         // No sums of dQ: the statistics alone.
         const int64_t rows = std::stoll(field(text, "num_rows"));
-        EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(rows * 32 * 2 * 16));
+        EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(128 + rows * 32 * 2 * 16));
+    }
+}
+
+TEST(BackwardPlan, ACtaAnSmTakesTilesOfKeys) {
+    Shape shape = shape_of(128);
+    shape.batch = 3;
+    auto ctas = [&](const char* gpu) { return field(explain(backward_of(dense(shape)), gpu), "num_ctas"); };
+    EXPECT_EQ(ctas("h100"), "132");  // for 3 x 8 x 8 tiles
+    shape.batch = 1;
+    shape.keys = shape.queries = 128 * 3;
+    EXPECT_EQ(ctas("h100"), std::to_string(3 * shape.num_kv_heads));
+    shape.head_dim = 256;  // a CTA for each tile of 64 keys
+    EXPECT_EQ(ctas("h100"), std::to_string(6 * shape.num_kv_heads));
+}
+
+TEST(BackwardPlan, TheLastPairsAreMixedUnderACausalMask) {
+    Shape shape = shape_of(128);
+    shape.keys = shape.queries = 128 * 66;
+    shape.group_size = 1;
+    AttentionBackwardArgs args = backward_of(dense(shape));
+    for (bool causal : {false, true}) {
+        args.causal = causal;
+        args.deterministic = false;
+        // 66 tiles a pair; two rounds of 132 CTAs are 4 pairs, as far as the L2 cache has room for them.
+        EXPECT_EQ(field(explain(args, "h200"), "mixed_pairs"), causal ? "4" : "0");
+        args.deterministic = true;
+        EXPECT_EQ(field(explain(args, "h200"), "mixed_query_pairs"), causal ? "4" : "0");
+    }
+}
+
+TEST(TileOrder, EachTileIsTakenOnce) {
+    for (const auto& [tiles, pairs, mixed] :
+         {std::tuple{3, 3, 2}, {1, 7, 3}, {5, 1, 1}, {4, 6, 0}, {4, 6, 6}, {128, 16, 2}}) {
+        for (bool last_first : {false, true}) {
+            const cuda::TileOrder order{tiles, pairs, mixed, last_first};
+            std::set<std::pair<int32_t, int32_t>> taken;
+            int32_t before = 0;
+            for (int32_t cta = 0; cta < order.num_ctas(); ++cta) {
+                const cuda::TileOrder::Place at = order.of(cta);
+                ASSERT_TRUE(at.tile >= 0 && at.tile < tiles && at.pair >= 0 && at.pair < pairs);
+                EXPECT_TRUE(taken.emplace(at.tile, at.pair).second);
+                const int32_t rank = last_first ? tiles - 1 - at.tile : at.tile;
+                if (cta < (pairs - mixed) * tiles) {
+                    EXPECT_EQ(at.pair, cta / tiles);
+                } else {
+                    EXPECT_GE(rank, cta == (pairs - mixed) * tiles ? 0 : before);
+                    before = rank;
+                }
+            }
+            EXPECT_EQ(static_cast<int64_t>(taken.size()), order.num_ctas());
+        }
     }
 }
 

@@ -57,7 +57,7 @@ class CodedTensor {
             values[d] = to_bits(size * value, dtype);
         }
     }
-    // Of all heads where there are no scales in memory.
+    // The scale of all heads, where there are no scales in memory.
     float scale() const { return std::exp2(static_cast<float>(unit())); }
     uint8_t unused_code() const { return 0xff; }
     uint32_t unused_scale() const { return type_ == DType::int4 ? 0x7e007e00u : 0x7fc00000u; }

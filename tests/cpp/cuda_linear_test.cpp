@@ -63,7 +63,7 @@ class Product {
         return args;
     }
 
-    // Of the GPU, against the CPU's, and forgotten.
+    // Compares the GPU's result with the CPU's, and forgets it.
     void expect_result() {
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         const std::vector<uint16_t> gpu = out_.fetch();

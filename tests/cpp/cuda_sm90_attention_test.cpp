@@ -150,7 +150,7 @@ TEST(CudaPrefillSplits, OfTheLastRoundAlone) {
 // 184 row tiles, which of two warpgroups would take another round.
 TEST(CudaPrefillSplits, OfThreeWarpgroups) { expect_agreement(128, {1104}, {1500}, 8); }
 
-// Of keys so few that four warpgroups serve best.
+// Calls with so few keys that four warpgroups serve best.
 TEST(CudaPrefillSplits, OfFourWarpgroups) { expect_agreement(64, {200}, {650}, 2); }
 
 // A row tile a sequence, and nothing left to share out.

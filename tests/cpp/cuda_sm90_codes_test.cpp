@@ -1,5 +1,6 @@
 // Prefill over caches of codes on Hopper, against the CPU over the numbers that the codes stand for.
 #include "coded_cache.h"
+#include "cuda/workspace.h"
 
 #include <algorithm>
 #include <string>
@@ -47,6 +48,42 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
             cuda::attention(p, nullptr);
         });
     }
+    // By sm90_attention over numbers that codes became before, whether that would be chosen or not.
+    void expect_right_expanded(Random& random, const std::vector<int32_t>& lengths_q,
+                               const std::vector<int32_t>& lengths_k, int64_t num_kv_heads,
+                               int64_t group_size) {
+        const Codes codes = std::get<0>(GetParam());
+        const int64_t head_dim = random.pick({64, 96, 128, 128, 256, 192, 32, 160});
+        const Scales scales = pick_scales(random, codes);
+        const bool is_exact = scales == Scales::of_heads && head_dim <= 128;
+        const DType dtype = is_exact ? DType::bfloat16 : random.pick({DType::float16, DType::bfloat16});
+        Cache cache(random, lengths_k, random.pick({1, 5, 16, 24, 256}), num_kv_heads, head_dim, dtype);
+        if (random.one_in(3)) cache.widen(cache.max_pages + random.pick({1, 100}));
+        PagedCall call(random, cache, lengths_q, num_kv_heads * group_size, dtype);
+        pick_masks(random, call.options);
+        call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
+        call.with_alibi = random.one_in(4);
+        if (random.one_in(4)) call.pick_prefix_lens(random);
+        const Layout layout = pick_layout(random);
+        const CodedCache coded(random, call, codes, layout, scales);
+        SCOPED_TRACE(name_of(layout, scales));
+        call.run_on_cpu();
+        call.expect_right([&](const PagedAttentionArgs& args) { run_expanded(coded.params(args)); });
+    }
+    // On workspace that is full of NaN before.
+    static void run_expanded(const AttentionParams& p) {
+        if (!is_hopper()) return cuda::attention(p, nullptr);
+        std::string why_not;
+        const auto plan = cuda::make_expanded_plan(p, cuda::gpu_of(0), &why_not);
+        ASSERT_TRUE(plan) << why_not;
+        {
+            const cuda::Workspace workspace(0, plan->workspace_bytes(), nullptr,
+                                            cuda::WorkspaceUser::expanded_codes);
+            ASSERT_EQ(cudaMemsetAsync(workspace.bytes(), 0xff, plan->workspace_bytes(), nullptr),
+                      cudaSuccess);
+        }
+        cuda::run(p, *plan, nullptr);
+    }
 };
 
 TEST_P(CudaSm90CodesTest, MixedBatches) {
@@ -66,6 +103,58 @@ TEST_P(CudaSm90CodesTest, Splits) {
         lengths_k.push_back(lengths_q.back() + random.pick({0, 130, 1000, 2501, 4000}));
     }
     expect_right(random, lengths_q, lengths_k, random.pick({2, 3}), random.pick({3, 4, 5, 8}), true);
+}
+
+TEST_P(CudaSm90CodesTest, ExpandedBatches) {
+    Random random(100 + std::get<1>(GetParam()));
+    std::vector<int32_t> lengths_q = mixed_lengths_q(random);
+    if (random.one_in(2)) lengths_q = {300, 0, 64, 200, 1};
+    const std::vector<int32_t> lengths_k = longer(random, lengths_q);
+    expect_right_expanded(random, lengths_q, lengths_k, random.pick({2, 3}), random.pick({1, 3, 4, 8}));
+}
+
+// Row tiles for a part of the SMs.
+TEST_P(CudaSm90CodesTest, ExpandedSplits) {
+    Random random(100 + std::get<1>(GetParam()));
+    const std::vector<int32_t> lengths_q{random.pick({160, 200}), random.pick({0, 64})};
+    std::vector<int32_t> lengths_k{lengths_q[0] + random.pick({2501, 4000}), lengths_q[1]};
+    expect_right_expanded(random, lengths_q, lengths_k, random.pick({2, 3}), random.pick({4, 5, 8}));
+}
+
+// A captured call reads lengths when it is replayed: shorter ones behind longer ones, and the other way.
+TEST_P(CudaSm90CodesTest, ReplaysOfExpandedCodes) {
+    if (!is_hopper()) return;
+    Random random(200 + std::get<1>(GetParam()));
+    const Codes codes = std::get<0>(GetParam());
+    const int64_t head_dim = random.pick({64, 128, 256});
+    const std::vector<int32_t> lengths_q{200, 64, 130}, longest{1000, 700, 333}, shortest{200, 65, 291};
+    Cache cache(random, longest, 16, 2, head_dim, DType::bfloat16);
+    PagedCall call(random, cache, lengths_q, 8, DType::bfloat16);
+    call.options.max_seqlen_q = 200;
+    if (random.one_in(2)) call.options.window_left = 150;
+    const CodedCache coded(random, call, codes, pick_layout(random), pick_scales(random, codes));
+    const AttentionParams p = coded.params(call.on_gpu());
+    std::string why_not;
+    const auto plan = cuda::make_expanded_plan(p, cuda::gpu_of(0), &why_not);
+    ASSERT_TRUE(plan) << why_not;
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+    cuda::run(p, *plan, stream);
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+    for (const std::vector<int32_t>& lengths : {shortest, longest, shortest}) {
+        call.lengths.set(lengths);
+        call.poison_outputs();
+        ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        call.expect_what_the_cpu_gives();
+    }
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
 }
 
 std::string name_of(const ::testing::TestParamInfo<std::tuple<Codes, unsigned>>& info) {

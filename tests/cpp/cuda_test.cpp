@@ -49,7 +49,7 @@ TEST_P(CudaTest, ManyQueriesAgreeWithTheCpu) {
                             : std::vector<int32_t>(2, random.pick({1, 64, 200, 333}));
     auto lengths_k = packed ? random.pick<std::vector<int32_t>>({{70, 450, 40, 129}, {257, 31, 7, 300}})
                             : std::vector<int32_t>(2, random.pick({1, 64, 200, 450}));
-    if (random.one_in(3)) {  // so many keys that other tiles serve, and pairs of CTAs
+    if (random.one_in(3)) {  // enough keys that other tiles serve, and pairs of CTAs
         lengths_q = packed ? std::vector<int32_t>{130, 500, 0, 1} : std::vector<int32_t>(2, 505);
         lengths_k = packed ? std::vector<int32_t>{130, 1203, 40, 640} : std::vector<int32_t>(2, 1033);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device_memory.h"
+#include "small_scale.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,12 +19,6 @@
 namespace octavo {
 
 constexpr Device kGpu{DeviceType::cuda, 0};
-
-inline int32_t num_sms() {
-    int count = 0;
-    EXPECT_EQ(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
-    return count;
-}
 
 // Whether the GPU is a Hopper, which alone has sm90_attention.
 inline bool is_hopper() {

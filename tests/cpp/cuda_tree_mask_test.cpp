@@ -52,7 +52,8 @@ TEST_P(CudaTreeMaskTest, DecodeKernels) {
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
     const int64_t head_dim = random.pick({64, 80, 96, 128, 128, 192, 256}),
                   most_rows = head_dim > 128 ? 8 : 16;
-    const int64_t group_size = random.pick({1, 2, 3, 4, 8}), num_kv_heads = random.pick({1, 2, 8});
+    const int64_t group_size = random.pick({1, 2, 3, 4, 8}),
+                  num_kv_heads = scaled_heads(random.pick({1, 2, 8}));
     const auto seqlen_q = static_cast<int32_t>(most_rows / group_size);
     std::vector<int32_t> lengths_q, lengths_k;
     for (int32_t b = random.pick({1, 3, 40}); b > 0; --b) {
@@ -61,6 +62,11 @@ TEST_P(CudaTreeMaskTest, DecodeKernels) {
     }
     lengths_q[0] = seqlen_q;
     lengths_k[0] = std::max(lengths_k[0], seqlen_q);
+    if (is_small_scale()) {
+        lengths_q.resize(std::min<size_t>(lengths_q.size(), 3));
+        lengths_k.resize(lengths_q.size());
+        for (int32_t& length : lengths_k) length = scaled_length(length);
+    }
     Cache cache(random, lengths_k, random.pick({1, 16, 24, 256}), num_kv_heads, head_dim, dtype);
     PagedCall call(random, cache, lengths_q, num_kv_heads * group_size, dtype);
     call.options.max_seqlen_q = seqlen_q;
@@ -133,7 +139,7 @@ TEST_P(CudaTreeMaskTest, BehindASharedPrefix) {
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
     const int32_t seqlen_q = random.pick({1, 4, 16, 64}), prefix = 512;
     std::vector<int32_t> own, queries;
-    for (int32_t b = random.pick({2, 9, 40}); b > 0; --b) {
+    for (int32_t b = std::min(random.pick({2, 9, 40}), is_small_scale() ? 9 : 40); b > 0; --b) {
         queries.push_back(b % 5 == 4 ? 0 : seqlen_q);
         own.push_back(b % 7 == 6 ? -1 : queries.back() + random.pick({0, 0, 3, 70}));
     }

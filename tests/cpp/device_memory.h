@@ -55,7 +55,7 @@ class DeviceMemory {
     void* data() const { return data_; }
 
   private:
-    // Of the driver, whose library the tests are not linked with.
+    // A function of the driver, whose library the tests are not linked with.
     template <class Function, class... Arguments>
     static void call(const char* name, Arguments... arguments) {
         void* function = nullptr;

@@ -60,7 +60,7 @@ void expect_fixed() {
             // What the grid has room for does not bound what the item's own length asks for.
             most_so_far = std::max(most_so_far, cut.num_splits());
             ASSERT_EQ(splits.most(blocks), most_so_far)
-                << "of the longest item that has up to so many blocks";
+                << "of the longest item that has up to this many blocks";
             expect_whole(cut);
             if (::testing::Test::HasFatalFailure()) return;
         }

@@ -19,8 +19,8 @@
 
 namespace octavo {
 
-// Lengths for sequences of so many queries: a length counts their tokens too, so that it is 0, for padding,
-// or at least their number.
+// Lengths for sequences of `seqlen_q` queries each: a length counts their tokens too, so that it is 0, for
+// padding, or at least their number.
 inline std::vector<int32_t> at_least(std::vector<int32_t> lengths, int32_t seqlen_q) {
     for (int32_t& length : lengths) {
         if (length > 0) length = std::max(length, seqlen_q);
@@ -76,9 +76,9 @@ struct Cache {
         }
     }
 
-    // Of sequences that begin with the same pages, of `prefix` keys. `own`: the keys that each has behind
-    // them, or -1 for padding, a sequence of length 0. That names no page, but the first row of the table
-    // always tells the prefix.
+    // A cache of sequences that begin with the same pages, of `prefix` keys. `own` has the number of keys of
+    // each behind them, or -1 for padding, a sequence of length 0. Padding names no page, but the first row
+    // of the table always has the prefix.
     static Cache with_shared_prefix(Random& random, int32_t prefix, const std::vector<int32_t>& own,
                                     int64_t page_size, int64_t num_kv_heads, int64_t head_dim, DType dtype) {
         std::vector<int32_t> lengths{prefix};
@@ -99,7 +99,7 @@ struct Cache {
         return cache;
     }
 
-    // Gives the table so many columns.
+    // Gives the table this many columns.
     void widen(int64_t columns) {
         std::vector<int32_t> wide(batch * columns, kNoPage);
         for (int64_t b = 0; b < batch; ++b)
@@ -179,7 +179,7 @@ struct PagedCall {
         with_sinks = !q.host.empty() && q.host[0] % 4 == 0;  // at random, too
     }
 
-    // Of as many queries for each sequence: packed if they are more than one, and the bound is given.
+    // The same number of queries for each sequence: packed if they are more than one, and the bound is given.
     PagedCall(Random& random, const Cache& cache, int32_t seqlen_q, int64_t num_q_heads, DType dtype)
         : PagedCall(random, cache, std::vector<int32_t>(cache.batch, seqlen_q), num_q_heads, dtype) {
         packed = seqlen_q > 1;
@@ -228,8 +228,8 @@ struct PagedCall {
             values.push_back(random.pick({0, 3, 40, length / 3, length, length + 5}));
         prefix_lens.emplace(values);
     }
-    // Of each query with its ancestors in a random tree, or of all queries before it, or of any at all. A
-    // sequence of more than 64 queries has words, too, which nobody may look at.
+    // Each query sees its ancestors in a random tree, or all queries before it, or any at all. A sequence of
+    // more than 64 queries has words, too, which nobody may look at.
     void pick_tree_mask(Random& random) {
         std::vector<int32_t> halves;
         for (int64_t b = 0; b < batch; ++b) {
@@ -327,7 +327,7 @@ struct PagedCall {
             return a.out == b.out && a.lse == b.lse;
         }
     };
-    // Of the GPU.
+    // What the GPU gave.
     Results fetch() const { return {out.fetch(), with_lse ? lse.fetch() : std::vector<float>()}; }
 
     // In the last run on the CPU.
@@ -341,10 +341,12 @@ struct PagedCall {
         run_on_cpu();
         expect_what_the_cpu_gave();
     }
-    // What the CPU gave, and the same twice: the second launch meets what the first one left behind.
+    // What the CPU gave, and the same twice: the second launch meets what the first one left behind. (Not in
+    // shared memory: once on a small scale.)
     template <class Run>
     void expect_right(Run run) {
         run_on_gpu(run);
+        if (is_small_scale()) return expect_what_the_cpu_gave();
         const Results first = fetch();
         run_on_gpu(run);
         ASSERT_TRUE(fetch() == first) << "other bits from call to call, " << name();

@@ -148,15 +148,17 @@ TEST(Plan, ManyQueries) {
     EXPECT_EQ(kind_of(paged(shape)), "sm80_attention");
 }
 
+// Pages of int8 with one scale.
+PagedAttentionArgs over_codes(const Shape& shape) {
+    PagedAttentionArgs args = paged(shape);
+    args.k_pages.dtype = args.v_pages.dtype = DType::int8;
+    args.k_scale = args.v_scale = 0.5f;
+    return args;
+}
+
 TEST(Plan, ManyQueriesOverCodes) {
     Shape shape{4, 2048};
-    shape.queries = 512;
-    auto over_codes = [](const Shape& shape) {
-        PagedAttentionArgs args = paged(shape);
-        args.k_pages.dtype = args.v_pages.dtype = DType::int8;
-        args.k_scale = args.v_scale = 0.5f;
-        return args;
-    };
+    shape.queries = 128;
     EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention");
     EXPECT_EQ(kind_of(over_codes(shape), "a100"), "sm80_attention");
     shape.page_size = 5;  // no copy engine is asked
@@ -178,6 +180,103 @@ TEST(Plan, ManyQueriesOverCodes) {
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "token_scales"), "false");
     shape.head_dim = 120;
     EXPECT_EQ(kind_of(over_codes(shape)), "sm80_attention") << "rows that 16 bytes do not divide";
+}
+
+// Codes become numbers once where so many rows are multiplied by each of them that this pays.
+TEST(Plan, ManyMoreQueriesOverCodes) {
+    auto with_scales = [](PagedAttentionArgs args) {
+        args.k_scale = args.v_scale = std::nullopt;
+        const auto& shape = args.k_pages.shape;
+        args.k_scales = args.v_scales = Arrays().make(DType::float32, {shape[0], shape[1], shape[2]});
+        return args;
+    };
+    auto reason = [](const PagedAttentionArgs& args) {
+        for (const auto& [kernel, why_not] : explain(args, "h200").why_not) {
+            if (kernel == "expand_codes") return why_not;
+        }
+        return std::string("none");
+    };
+    Shape shape{4, 4096};
+    shape.queries = 4096;
+    for (PagedAttentionArgs args : {over_codes(shape), with_scales(over_codes(shape))}) {
+        const Explanation text = explain(args, "h200");
+        EXPECT_EQ(text.kernel, "expand_codes<bfloat16, int8>");
+        EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 192 rows>");
+        EXPECT_NE(text.summary.find(
+                      "expand_codes_kernel: 4 sequences x 8 KV heads x 64 CTAs for runs of 64 tokens: "
+                      "2048 CTAs of 256 threads; then over the numbers "
+                      "sm90_attention<bfloat16, head_dim 128, 192 rows>: "),
+                  std::string::npos)
+            << text.summary;
+        EXPECT_EQ(field(text, "room"), "4160") << "whole tiles of 80 keys";
+        EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(4 * 4160 * 8 * 128 * 2 * 2 + 16));
+        EXPECT_EQ(kind_of(args, "a100"), "sm80_attention");
+        EXPECT_EQ(kind_of(args, "b200"), "sm80_attention");
+        args.batch_invariant = true;
+        EXPECT_EQ(kind_of(args), "sm90_attention");
+        EXPECT_NE(reason(args).find("with batch_invariant"), std::string::npos);
+    }
+
+    // Chunks: the more is saved with each row, the fewer do.
+    shape = {4, 8192};
+    shape.queries = 300;
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "expand_codes");
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention");
+    EXPECT_EQ(
+        reason(over_codes(shape)),
+        "to turn codes into numbers once pays from 1536 rows on that a key of one KV head is multiplied "
+        "by, and here that are 1178 in the mean");
+    shape.total_q = 4 * 100;  // other sequences have fewer
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
+    shape = {64, 4096};  // a mixed batch
+    shape.queries = 512;
+    shape.total_q = 4 * 512 + 60;
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
+    shape = {32, 4096};  // drafts
+    shape.queries = 8;
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
+
+    // Above head dim 128, no kernel of Hopper's reads codes.
+    shape = {4, 4096};
+    shape.queries = 128;
+    for (int64_t head_dim : {192, 256}) {
+        shape.head_dim = head_dim;
+        EXPECT_EQ(kind_of(over_codes(shape)), "expand_codes") << head_dim;
+        shape.dtype = DType::float16;
+    }
+
+    // A window leaves few keys to each query, but all of those before it are left out, too.
+    shape = {2, 32768};
+    shape.queries = 1024;
+    PagedAttentionArgs windowed = with_scales(over_codes(shape));
+    windowed.window_left = 1023;
+    EXPECT_EQ(kind_of(windowed), "expand_codes");
+    windowed.window_left = 100;
+    EXPECT_EQ(kind_of(windowed), "sm90_attention");
+
+    // Workspace is for what the page table has room for.
+    shape = {4, 40000};
+    shape.queries = 4096;
+    EXPECT_EQ(reason(over_codes(shape)),
+              "it takes up to 512 MB of workspace, and 4 sequences x 40000 tokens of room in page_table x 8 "
+              "KV heads take 625");
+
+    // Products with the scales of heads have the range of float16; numbers without them are exact.
+    shape = {4, 4096};
+    shape.queries = 4096;
+    for (DType dtype : {DType::bfloat16, DType::float16}) {
+        shape.dtype = dtype;
+        PagedAttentionArgs args = over_codes(shape);
+        EXPECT_EQ(kind_of(args), "expand_codes");
+        args.k_scale = args.v_scale = std::nullopt;
+        args.k_scale_array = args.v_scale_array = Arrays().make(DType::float32, {8});
+        EXPECT_EQ(kind_of(args), dtype == DType::bfloat16 ? "expand_codes" : "sm90_attention");
+    }
+    PagedAttentionArgs moved = over_codes(shape);
+    moved.v_pages.data = static_cast<char*>(moved.v_pages.data) + 8;
+    EXPECT_EQ(kind_of(moved), "sm80_attention");
+    EXPECT_NE(reason(moved).find("it loads 16 bytes of codes at a time"), std::string::npos);
+    EXPECT_EQ(reason(paged(shape)), "none") << "not spoken of over other pages";
 }
 
 TEST(Plan, StridesAndAddresses) {

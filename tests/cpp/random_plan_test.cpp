@@ -165,6 +165,25 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
     EXPECT_LE((plan.num_row_tiles - plan.num_whole) * plan.num_splits, 4 * gpu.num_sms);
 }
 
+void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+    EXPECT_TRUE(is_code(p.k_dtype) && is_code(p.v_dtype));
+    EXPECT_FALSE(p.batch_invariant) << "whether there is workspace depends on the batch";
+    EXPECT_LE(p.head_dim, cuda::kExpandColumns * cuda::kExpandPasses * plan.lanes);
+    EXPECT_GE(int64_t{plan.num_runs} * plan.run_tokens(), p.seqlen_k) << "some keys stay codes";
+    EXPECT_GE(plan.num_turns, 1);
+    EXPECT_LE(plan.num_turns, plan.num_runs);
+    EXPECT_GE(plan.room, p.seqlen_k);
+    EXPECT_LT(plan.room, p.seqlen_k + plan.attention.tiles().keys);
+    EXPECT_EQ(plan.attention.box_keys, plan.attention.tiles().keys) << "a copy for a tile";
+    EXPECT_LE(plan.workspace_bytes(), cuda::kMaxExpandedBytes + (int64_t{128} << 20)) << "tiles rounded up";
+    const AttentionParams over_numbers = cuda::over_expanded(p, plan.room, cuda::kSomeWorkspace);
+    EXPECT_EQ(over_numbers.page_table.data - static_cast<const int32_t*>(cuda::kSomeWorkspace),
+              2 * plan.tensor_bytes / 4);
+    EXPECT_GE(plan.tensor_bytes, 2 * int64_t{p.batch} * plan.room * p.num_kv_heads * p.head_dim);
+    EXPECT_EQ(plan.attention.codes, cuda::Codes::none);
+    expect_sound(plan.attention, over_numbers, gpu);
+}
+
 void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_GE(plan.tiles().head_dim, std::max(p.head_dim, p.head_dim_v));
     EXPECT_GE(int64_t{plan.num_row_tiles} * plan.tiles().rows(), p.total_q * p.group_size())
@@ -184,6 +203,7 @@ void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, const Gp
 // the batch.
 std::string family_of(const KernelPlan& plan) {
     if (std::holds_alternative<cuda::Sm90Plan>(plan)) return "sm90_attention";
+    if (std::holds_alternative<cuda::ExpandedPlan>(plan)) return "expand_codes";
     return std::holds_alternative<cuda::Sm80Plan>(plan) ? "sm80_attention" : "decode";
 }
 
@@ -263,9 +283,10 @@ std::set<std::string> all_kernels() {
             add(stream_k, dtype, row);
         }
     };
-    // Of codes, two types: no plan looks at more than their bits.
+    // Two types of codes are enough: no plan looks at more than their bits.
     add_decode(cuda::Codes::int8, DType::float16);
     add_decode(cuda::Codes::int4, DType::float16);
+    for (const std::string& name : cuda::expand_codes_instances()) names.insert(name);
     for (DType dtype : cuda::kAttentionTypes) {
         add_decode(cuda::Codes::none, dtype);
         for (size_t row = 0; row < std::size(cuda::kSm90CodeTiles); ++row) {

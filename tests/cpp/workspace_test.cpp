@@ -121,7 +121,7 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
     EXPECT_TRUE(kept_by_graphs.emplace(graph, reinterpret_cast<Object*>(object)).second);
     return cudaSuccess;
 }
-// Of class Workspace, which is not tested here.
+// For class Workspace, which is not tested here.
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaErrorUnknown; }
 cudaError_t cudaMemPoolCreate(cudaMemPool_t*, const cudaMemPoolProps*) { return cudaErrorUnknown; }
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaErrorUnknown; }

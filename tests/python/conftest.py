@@ -26,6 +26,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The oracle multiplies small matrices. Where other processes keep the cores busy, NumPy's threads wait for
 # one another: test_attention.py took 37 seconds on two such cores, and 7 with one thread.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of PyTorch would wait likewise
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile(
@@ -71,7 +73,7 @@ def torch() -> Any:
 
 @pytest.fixture(scope="module")
 def one_thread(torch: Any) -> Generator[None]:
-    """Of many small operators, threads of two libraries would wait for each other on few cores."""
+    """In tests of many small operators, threads of two libraries would wait for each other on few cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -11,7 +11,7 @@ import octavo
 
 pytestmark = pytest.mark.gpu
 
-# Of the error's norm to that of a gradient: rounding of results, of weights and of gradients of scores.
+# The norm of the error, relative to the gradient's: results, weights and gradients of scores are rounded.
 TOLERANCE = {"float16": 1.2e-3, "bfloat16": 8e-3}
 SLOPES = [0.5 ** (i + 1) for i in range(4)]
 SINKS = [3.0, -2.0, 0.5, 8.0]
@@ -46,7 +46,7 @@ def arrays_of(torch: Any, options: dict[str, Any], device: str) -> dict[str, Any
 
 
 def gradients(torch: Any, tensors: list[Any], options: dict[str, Any], dlse: Any = None) -> list[Any]:
-    """Of q, k, v, and of slopes and sinks where there are some, from a forward on the same device."""
+    """Those of q, k, v, and of slopes and sinks where there are some, from a forward on the same device."""
     q, k, v, dout = tensors
     device = q.device.type
     given = {

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -275,9 +276,18 @@ def test_rounds_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    times = _timing.replay_times({"a": graph("a"), "b": graph("b")}, rounds=3, warm_up=2)
-    assert order == ["a", "b"] * 5
-    assert times == {"a": 1e3 * (4 * 3 + 1), "b": 1e3 * (4 * 3 + 3)}  # the middle one of rounds 2, 3 and 4
+    times = _timing.replay_times({"a": graph("a"), "b": graph("b")}, rounds=3, warm_up=2, lead_in=1)
+    assert order == [x for first in ("ab", "ba", "ab", "ba", "ab") for name in first for x in name * 2]
+    assert times == {"a": 1e3 * (4 * 3 + 3), "b": 1e3 * (4 * 3 + 1)}  # the middle one of rounds 2, 3 and 4
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_contestants_follow_each_other_equally_often(count: int) -> None:
+    orders = _timing.turns(count, 2 * count if count % 2 else count)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    followed = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(followed) == {(a, b) for a in range(count) for b in range(count) if a != b}
+    assert len(set(followed.values())) <= 1
 
 
 # The report

@@ -56,7 +56,7 @@ def test_rows_and_their_table(tmp_path, capsys, monkeypatch):
         assert row["peak_mib"] >= row["loaded_mib"] > 0
     ratio = rows["octavo"]["tokens_per_s"] / rows["padded_sdpa"]["tokens_per_s"]
     assert f"| {ratio:.2f} |" in transformers_table(tmp_path)
-    assert "| tiny, cpu | `model.generate_batch`, sdpa |" in transformers_table(tmp_path)
+    assert "| tiny, CPU | `model.generate_batch`, sdpa |" in transformers_table(tmp_path)
 
 
 @pytest.mark.skipif(not _transformers_paged.IS_KNOWN, reason="the cache of this transformers is not known")
@@ -98,8 +98,11 @@ def test_other_texts_are_noticed(monkeypatch, capsys):
         def __init__(self, name, setting):
             self.name = name
 
-        def generate(self, prompts, *, counts=True):
+        def wait_until_loaded(self):
             pass
+
+        def generate(self, prompts, *, counts=True):
+            return 1.0
 
         def largest_gap(self, prompts, texts):
             return 0.5
@@ -113,6 +116,43 @@ def test_other_texts_are_noticed(monkeypatch, capsys):
     monkeypatch.setattr(bench_transformers, "Contestant", Fake)
     assert bench_transformers.main(["--model", "tiny", "--rounds", "1"]) == 1
     assert "octavo: a token is less likely than the likeliest by 5.0e-01" in capsys.readouterr().out
+
+
+class Counting:
+    """A contestant whose rounds take as many seconds as a clock is moved on by each."""
+
+    def __init__(self, name, clock, seconds):
+        self.name, self._clock, self._seconds = name, clock, seconds
+        self.num_counted = self.num_warm = 0
+
+    def generate(self, prompts, *, counts=True):
+        self._clock[0] += self._seconds
+        self.num_counted += counts
+        self.num_warm += not counts
+        return self._seconds
+
+
+@pytest.mark.parametrize(
+    ("limit", "rounds"), [(1000, 4), (30, 2), (25, 2), (20, 1), (1, 1)], ids=lambda value: str(value)
+)
+def test_time_limit_leaves_rounds_out_but_one(limit, rounds, capsys):
+    """Two contestants of 4 and 6 seconds: a round takes 10, and the one that warms up, too."""
+    clock = [0]
+    contestants = [Counting("a", clock, 4), Counting("b", clock, 6)]
+    bench_transformers.run_rounds(contestants, [], 4, lambda: clock[0] < limit)
+    assert [(c.num_warm, c.num_counted) for c in contestants] == [(1, rounds)] * 2
+    shown = capsys.readouterr().err
+    assert ("no time for round" in shown) == (rounds < 4)
+    assert f"round {rounds}: b 6.00 s" in shown and "warm-up: a 4.00 s" in shown
+
+
+def test_ways_have_the_one_they_are_compared_with(capsys):
+    assert bench_transformers.parse_args([]).ways == tuple(CONTESTANTS)
+    assert bench_transformers.parse_args(["--ways", "octavo,padded_sdpa"]).ways == ("octavo", "padded_sdpa")
+    for wrong, message in (("octavo", "padded_sdpa is missing"), ("padded_sdpa,x", "there is no 'x'")):
+        with pytest.raises(SystemExit):
+            bench_transformers.parse_args(["--ways", wrong])
+        assert message in capsys.readouterr().err
 
 
 def test_peak_of_memory():

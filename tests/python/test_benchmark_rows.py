@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support import cases
+from support.benchmark_cases import CPU_TABLE, DECODE_SWEEP, DECODE_TABLE, ROWS
 from support.case import Case
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -49,7 +49,7 @@ def check(case: Case, device: str, with_int64: bool = False) -> None:
             assert sample.max_error(inputs.out) <= contestant.tolerance(case), contestant.name
 
 
-SMALL = [case for case in cases.ROWS if is_small(case)]
+SMALL = [case for case in ROWS if is_small(case)]
 
 
 @pytest.mark.parametrize("case", parameters(SMALL))
@@ -58,14 +58,14 @@ def test_row_on_the_cpu(case: Case) -> None:
 
 
 def test_small_rows_are_of_all_kinds() -> None:
-    assert {cases.DECODE_TABLE[0], cases.DECODE_SWEEP[0], *cases.CPU_TABLE} <= set(SMALL)
+    assert {DECODE_TABLE[0], DECODE_SWEEP[0], *CPU_TABLE} <= set(SMALL)
     assert any(case.alibi for case in SMALL) and any(case.kv_dtype for case in SMALL)
     assert any(case.cascade for case in SMALL) and any(case.shared_prefix for case in SMALL)
 
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group("memory")  # one process after the other: a row's arrays take up to 9 GB
-@pytest.mark.parametrize("case", parameters([case for case in cases.ROWS if case not in cases.CPU_TABLE]))
+@pytest.mark.parametrize("case", parameters([case for case in ROWS if case not in CPU_TABLE]))
 def test_row_on_a_gpu(case: Case) -> None:
     check(case, "cuda")
     gc.collect()

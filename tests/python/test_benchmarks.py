@@ -17,8 +17,8 @@ import pytest
 
 import octavo
 from support import cases, oracle
+from support.benchmark_cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE, ROWS
 from support.case import Case
-from support.cases import DECODE_EXTRA, DECODE_SHARED, DECODE_SWEEP, DECODE_TABLE
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -377,7 +377,7 @@ def test_sampled_pairs() -> None:
     pytest.importorskip("torch")
     from _check import MAX_KEYS, MAX_PAIRS, choose_pairs
 
-    for case in cases.ROWS:
+    for case in ROWS:
         pairs, num_pairs = choose_pairs(case), case.batch * case.num_kv_heads
         ends = [(0, 0), (case.batch - 1, case.num_kv_heads - 1)]
         assert pairs[:2] == ends[:num_pairs] and len(set(pairs)) == len(pairs) <= MAX_PAIRS, case
@@ -431,7 +431,7 @@ def test_measure(monkeypatch: pytest.MonkeyPatch) -> None:
         Peer("idle", lambda inputs: None),
     ]
     found = _measure.measure(case, contestants, 10 * case.num_bytes, call_us=100.0, rounds=3)
-    # Of 21 copies a graph goes through all once, as they take 2100 microseconds.
+    # A graph goes through all 21 copies once, since they take 2100 microseconds.
     assert found.us == {"octavo": 600 / 21, "math": 600 / 21}
     assert 0 < found.max_error["octavo"] < 0.02 and 0 < found.max_error["math"] < 0.02
     assert found.skipped["unsupported"] == "not for it"

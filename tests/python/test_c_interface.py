@@ -437,7 +437,7 @@ def test_errors(library):
 
 
 def test_null_pointers(library):
-    """Of every function: an error that names the pointer, and nothing happens."""
+    """Every function gives an error that names the pointer, and does nothing."""
     allocator = PageAllocator(library, 4, 16)
     one = byref(c_uint64(allocator.create()))
     seq, n = c_uint64(one._obj.value), c_int64(1)
@@ -509,7 +509,7 @@ def test_null_pointers(library):
     assert library._library.octavo_page_allocator_num_free_pages(null) == -1
     assert library._library.octavo_last_error() == b"num_free_pages: allocator must not be null"
     assert allocator.length(seq.value) == 0 and allocator.num_free_pages() == 4
-    # Of no sequences there is nothing to read or to write.
+    # Without sequences there is nothing to read or to write.
     library.call("page_allocator_page_table", allocator._self, null, c_int64(0), null, c_int64(0), null)
     library.call("page_allocator_fork", allocator._self, seq, c_int64(0), null)
     allocator.delete()

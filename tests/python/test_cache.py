@@ -276,7 +276,7 @@ def test_copies_may_be_columns_of_a_wider_array(target: Target) -> None:
     ids=str,
 )
 def test_copy_pages_between_caches(target: Target, case: Case, layouts: tuple[str, str]) -> None:
-    """Of different sizes; the same numbers on both sides are different pages."""
+    """The caches differ in size; the same numbers on both sides are different pages."""
     for copies in ([], [(9, 3)], [(9, 0), (9, 1), (3, 3), (0, 2)]):
         here = MutableCache.make(target, case, 10, layouts[0])
         there = MutableCache.make(target, case, 4, layouts[1])

@@ -21,7 +21,7 @@ every_dtype = pytest.mark.parametrize("dtype", WINDOWS)
 
 
 def share_outside(phi: float, lse: Any, seq_lens: Any, dtype: str) -> float:
-    """Of rows whose maximum lies anywhere between lse - log(n) and lse, straight from that."""
+    """The share of rows whose maximum lies anywhere between lse - log(n) and lse, straight from that."""
     below, above = (LOG2 * x for x in WINDOWS[dtype])
     shares = []
     for value, n in zip(lse, seq_lens, strict=True):

@@ -27,7 +27,7 @@ def num_pages_of(case: Case, b: int) -> int:
 
 
 def make_lists(case: Case, kind: str, seed: int = 0) -> Lists:
-    """Of each KV head, or one for all of them. Sequences of length 0 have lists that nobody may look at."""
+    """One for each KV head, or for all of them. Sequences of length 0 have lists that nobody may look at."""
     random = np.random.default_rng(seed)
     max_pages = max(map(num_pages_of, [case] * case.batch, range(case.batch)), default=0)
     num_chosen = 3 if kind == "few" else max(max_pages, 1) + (2 if kind == "random" else 0)

@@ -39,6 +39,7 @@ FENCE = re.compile(
     r"^```[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
+SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 HEADING_WITH_MESSAGE = re.compile(r"^### `(.+)`$", re.MULTILINE)
 
 
@@ -230,6 +231,18 @@ def test_every_library_has_a_tutorial_with_a_snippet() -> None:
         module = dict.fromkeys(("pytorch", "training", "flash_attn"), "torch")
         module |= dict.fromkeys(("serving", "server"), "octavo")
         assert module.get(library, library) in languages | modules
+
+
+def test_snippets_are_as_short_as_their_headings_say() -> None:
+    """Without empty lines."""
+    found = 0
+    for page in PAGES:
+        for heading, section in SECTION.findall(page.read_text(encoding="utf-8")):
+            if said := re.search(r"\bin (\d+) lines$", heading):
+                [snippet] = find_snippets(section)
+                assert sum(map(bool, map(str.strip, snippet.code.splitlines()))) <= int(said[1]), heading
+                found += 1
+    assert found == 2
 
 
 def test_find_snippets() -> None:

@@ -61,7 +61,7 @@ def test_model(tmp_path: Path) -> None:
 
 
 def test_memory_and_the_dtype_of_the_cache(tmp_path: Path) -> None:
-    """Of a token the model has 128 keys and 128 values of four bytes; or of one, and eight scales."""
+    """A token has 128 keys and 128 values of four bytes each in the model; or of one, and eight scales."""
     (snippet,) = [s for s in SNIPPETS if "model" in s.flags]
     (tmp_path / "my_model.py").write_text(snippet.code, encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))

@@ -20,7 +20,7 @@ from support.refusals import (
 
 
 def rotated() -> Arguments:
-    """Of two sequences, of 5 tokens and of 1."""
+    """Arguments for two sequences, one of 5 tokens and one of 1."""
     return {**append(), "rotary_cos": f32(6, 3), "rotary_sin": f32(6, 3)}
 
 

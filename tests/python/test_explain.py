@@ -30,7 +30,7 @@ class Shape:
 
 
 def decode_arrays(batch: int, length: int, make: Any = Shape, page_size: int = 16) -> list[Any]:
-    """Of 32 query heads, 8 KV heads, head_dim 128."""
+    """Arrays of 32 query heads and 8 KV heads of 128."""
     max_pages = -(-length // page_size)
     pages = make((batch * max_pages, page_size, 8, 128))
     table = make((batch, max_pages), "int32"), make((batch,), "int32")
@@ -351,7 +351,7 @@ def test_on_this_gpu(library):
 
 
 def paged_call(q_heads: int, kv_heads: int, head_dim: int, tokens: int = 1, **options: Any) -> Any:
-    """Of 32 sequences of up to 4096 keys with this many new tokens each."""
+    """A call for 32 sequences of up to 4096 keys with this many new tokens each."""
     pages, q = Shape((8192, 16, kv_heads, head_dim)), Shape((32 * tokens, q_heads, head_dim))
     packed = {"cu_seqlens_q": Shape((33,), "int32"), "max_seqlen_q": tokens} if tokens > 1 else {}
     table = Shape((32, 256), "int32"), Shape((32,), "int32")

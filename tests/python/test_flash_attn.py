@@ -34,7 +34,7 @@ TARGETS = [
 ]
 every_target = pytest.mark.parametrize("target", TARGETS, ids=str)
 
-# Of FlashAttention 2.6.1 to 2.8.
+# The parameters of FlashAttention 2.6.1 to 2.8.
 SCORES = {
     "softmax_scale": None,
     "causal": False,

@@ -202,7 +202,7 @@ def test_any_head_dim(device: str, layout: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_queries_without_keys(device: str, layout: str) -> None:
-    """Of an empty sequence: out is 0, and the log-sum-exp inf."""
+    """The result of an empty sequence is 0, and its log-sum-exp inf."""
     case = Case("kvcache_empty", (2, 2), (0, 9), page_size=4)
     check(Target("torch", device, "float16"), case, Setup(layout))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -232,12 +233,17 @@ def test_bad_processes(tool: str | None, status: int, output: str) -> None:
 def test_shards_make_one_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(outputs: list[str], known: KnownRace = KNOWN) -> dict[str, Any]:
         def run_shard(
-            command: list[str], shard: int, num_shards: int, more_environment: dict[str, str]
+            command: list[str],
+            shard: int,
+            num_shards: int,
+            more_environment: dict[str, str],
+            deadline: float | None,
         ) -> subprocess.CompletedProcess[str]:
             assert num_shards == len(outputs)
             return subprocess.CompletedProcess(command, gpu_report.REPORTED, outputs[shard], "")
 
         monkeypatch.setattr(gpu_report, "run_shard", run_shard)
+        monkeypatch.setattr(gpu_report, "count_tests", lambda binary, tests: 2 * len(outputs))
         monkeypatch.setattr(
             gpu_report, "compare_with_known", lambda races: compare_with_known(races, [known])
         )
@@ -252,3 +258,46 @@ def test_shards_make_one_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err == ""
     assert not run([*shards, racecheck(tests=FAILED)])["ok"]
     assert "Cuda.One" in capsys.readouterr().err
+
+
+def program(folder: Path, *, listed: int = 2, seconds: int = 0) -> Path:
+    """Lists so many tests and passes one for each shard, in so much time; names tell the scale as well."""
+    script = folder / "cuda_test"
+    names = "\n".join(f"  Test{i}  # GetParam() = {i}" for i in range(listed))
+    script.write_text(f"""#!/bin/sh
+if [ "$1" = --gtest_list_tests ]; then printf '%s\\n' Cuda. '{names}'; exit 0; fi
+echo "[       OK ] Cuda.Test$GTEST_SHARD_INDEX$OCTAVO_SMALL_SCALE (1500 ms)"
+sleep {seconds}
+echo "[==========] 1 test from 1 test suite ran. (1500 ms total)"
+echo "[  PASSED  ] 1 test."
+""")
+    script.chmod(0o755)
+    return script
+
+
+def test_all_tests_of_a_filter_have_to_run(tmp_path: Path) -> None:
+    found = gpu_report.run_cuda_test(program(tmp_path), 2, None, small_scale=True)
+    assert found["ok"] and (found["found"], found["passed"]) == (2, 2)
+    assert found["slowest"] == {"Cuda.Test01": 1.5, "Cuda.Test11": 1.5}
+    found = gpu_report.run_cuda_test(program(tmp_path, listed=3), 2, None)
+    assert not found["ok"] and (found["found"], found["passed"]) == (3, 2)
+    assert found["slowest"] == {"Cuda.Test0": 1.5, "Cuda.Test1": 1.5}
+
+
+def test_processes_end_in_time(tmp_path: Path) -> None:
+    found = gpu_report.run_cuda_test(program(tmp_path, seconds=100), 2, None, seconds=1.0)
+    assert not found["ok"] and found["passed"] == 2
+    assert found["seconds"] < 50
+
+
+def test_a_part_takes_its_place_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "describe_device", lambda: {"name": "new"})
+    json_file = tmp_path / "report.json"
+    parts = {"memcheck": {"ok": True, "passed": 7}, "cuda_test": {"ok": False}}
+    json_file.write_text(json.dumps({"device": {"name": "old"}, **parts, "ok": False}))
+    options = ["--cuda-test", str(program(tmp_path)), "--json", str(json_file), "--jobs", "2"]
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", *options, "--only", "cuda_test"])
+    assert gpu_report.main() == 0
+    found = json.loads(json_file.read_text())
+    assert found["ok"] and found["memcheck"] == parts["memcheck"] and found["device"] == {"name": "old"}
+    assert found["cuda_test"]["passed"] == 2 and found["cuda_test"]["device"] == {"name": "new"}

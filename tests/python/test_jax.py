@@ -48,7 +48,7 @@ def targets(*dtypes):
 
 @pytest.fixture(params=targets("float32", "float16", "bfloat16"))
 def dtype(request):
-    """Of the arrays; the test runs on this device."""
+    """The dtype of the arrays; the test runs on this device."""
     device, dtype = request.param
     with jax.default_device(jax.devices(device)[0]):
         yield dtype

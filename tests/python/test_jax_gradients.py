@@ -30,7 +30,7 @@ SLOPES = jnp.array([0.5, 0.25, 0.125, 0.0625], jnp.float32)
     ]
 )
 def dtype(request):
-    """Of the arrays; the test runs on this device."""
+    """The dtype of the arrays; the test runs on this device."""
     device, dtype = request.param
     with jax.default_device(jax.devices(device)[0]):
         yield dtype
@@ -47,7 +47,7 @@ def weights_like(results):
 
 
 def gradients_of_octavo(arrays, options):
-    """Of a sum of results with these weights, by the operator that computes gradients."""
+    """Gradients of a sum of results with these weights, by the operator that computes them."""
     names = [name for name in DIFFERENTIABLE if name in arrays]
     options = dict(options)
     return_lse = options.pop("return_lse", False)
@@ -88,7 +88,7 @@ def test_equal_octavo(call, dtype):
 
 
 def reference(q, k, v, alibi_slopes=None):
-    """Of dense arrays, without masks, in JAX's own operators."""
+    """Attention of dense arrays, without masks, in JAX's own operators."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
     if alibi_slopes is not None:
@@ -273,7 +273,7 @@ def test_through_the_log_sum_exp():
 
 
 def reference_with_sinks(q, k, v, sinks):
-    """Of dense arrays, without masks, in JAX's own operators: out and lse."""
+    """Attention of dense arrays, without masks, in JAX's own operators: out and lse."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
     column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))

@@ -270,7 +270,7 @@ def test_a_step_is_over_when_the_next_one_begins() -> None:
 
 def test_layers_with_a_window_have_pages_of_their_own() -> None:
     cache = make_cache(num_pages=1000, windows=[7, None], max_tokens=16)
-    # Of each of four sequences the window, which begins and ends inside of a page, and 16 tokens.
+    # Room for the windows of four sequences, which begin and end inside of a page, and for 16 tokens.
     assert [layer.k_pages.shape[0] for layer in cache.layers] == [4 * 4 + 4, 1000]
     seqs = [cache.create() for _ in range(4)]
     for _ in range(40):

@@ -70,7 +70,7 @@ def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
 
 @pytest.mark.parametrize(("gpu", "mean", "most"), [("h100", 0.0083, 0.064), ("h200", 0.0089, 0.082)])
 def test_the_estimate_picks_fast_tiles(gpu: str, mean: float, most: float) -> None:
-    """Of the products that were measured, as if there were no table: what it reaches."""
+    """What the estimate reaches for the products that were measured, as if there were no table."""
     of_few = [(loss, product) for loss, product in losses(gpu) if product.M <= 128]
     assert len(of_few) == 102
     assert {product[:3] for loss, product in of_few if loss > 0.03} == SLOWER[gpu]

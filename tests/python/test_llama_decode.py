@@ -73,7 +73,7 @@ def model_of_transformers(**options: Any) -> Any:
     ids=lambda rope: rope["rope_type"],
 )
 def test_logits_are_those_of_transformers(rope: dict[str, Any], static_weight: bool) -> None:
-    """Of each step, after each prompt: transformers sees all tokens at once, and has no cache."""
+    """Each step's logits, after each prompt: transformers sees all tokens at once, and has no cache."""
     theirs = model_of_transformers(rope_parameters=rope)
     model = Llama(Weights.from_transformers(theirs), max_positions=64, static_weight=static_weight)
     generation = Generation(model, PROMPTS, num_new_tokens=20, page_size=4)

@@ -142,7 +142,7 @@ def leave_nan_in_free_memory(target: Target, *shape: int) -> None:
 @pytest.mark.parametrize("surplus", [1, 37, 3000])
 @pytest.mark.parametrize("counts", [[], [0, 0], [1] * 9, [3, 0, 1], [130, 0, 70]])
 def test_new_results_are_cleared(target: Target, counts: list[int], surplus: int) -> None:
-    """Of packed and of paged arrays; NaN in the surplus of what is read spoils nothing."""
+    """The arrays are packed and paged; NaN in the surplus of what is read spoils nothing."""
     library, random = target.library, np.random.default_rng(surplus)
     total, head_dim, page_size = sum(counts), 64, 16
     cu, lens = offsets(counts), np.array(counts, np.int32)

@@ -238,7 +238,7 @@ def test_a_head_does_not_depend_on_its_neighbours(target: Target, case: Case) ->
 
 @cpu_target
 def test_what_a_window_leaves_out_may_be_nan(target: Target) -> None:
-    """Of the keys that a tile of the window holds as well."""
+    """Keys that a tile of the window holds as well."""
     case = Case("window_nan", (1,), (200,), num_q_heads=8, num_kv_heads=4, head_dim=64, window_left=99)
     inputs, _, reference = problem(case, target.dtype)
     k, v = inputs.k.copy(), inputs.v.copy()

@@ -175,6 +175,92 @@ def test_prefill(torch: Any, kind: str, head_dim: int, dtype: str, options: dict
         assert kernel.startswith(f"sm90_attention<{dtype} over codes")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softmax_scale": 0.3, "softcap": 3.0},
+        {"alibi_slopes": np.linspace(0.01, 0.3, 16, dtype=np.float32)},
+        {"window_left": 400, "prefix_lens": np.array([0, 60, 1300], np.int32)},
+        {"window_left": 300, "sinks": np.linspace(-3.0, 6.0, 16, dtype=np.float32)},
+        {"causal": False},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_of_many_rows(
+    torch: Any, kind: str, head_dim: int, dtype: str, options: dict[str, Any]
+) -> None:
+    """By numbers that codes become once, of the dtype of the queries."""
+    cache, table, lengths = filled(kind, [900, 731, 1300], head_dim=head_dim)
+    cu_seqlens_q = np.array([0, 300, 900, 1400], np.int32)
+    q = queries(1400, 16, head_dim, dtype)
+    check_attention(torch, cache, q, table, lengths, cu_seqlens_q=cu_seqlens_q, **options)
+    if is_hopper(torch):
+        given = {"page_table": table, "seq_lens": lengths, "cu_seqlens_q": cu_seqlens_q, **options}
+        arrays = {n: to_gpu(torch, x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+        kernel = kernel_of(to_gpu(torch, q), max_seqlen_q=600, **arrays, **on_gpu(torch, cache))
+        assert kernel.startswith(f"expand_codes<{dtype}, ")
+
+
+@pytest.mark.parametrize("of_heads", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_prefill_of_many_rows_with_static_scales(
+    torch: Any, kind: str, head_dim: int, of_heads: bool
+) -> None:
+    """A number is outside of what codes become, scales of heads are part of it."""
+    cache, table, lengths = filled(kind, [900, 731], head_dim=head_dim)
+    q = queries(1100, 32, head_dim, "bfloat16")
+    size = {"int8": 0.02, "float8_e4m3fn": 0.005, "float8_e5m2": 5e-5}[kind]
+    scales: dict[str, Any] = {"k_scale": size, "v_scale": 3 * size}
+    if of_heads:
+        scales = {name: x * np.array([1.0, 0.7], np.float32) for name, x in scales.items()}
+    pages = {"k_pages": cache.k_pages, "v_pages": cache.v_pages}
+    given = {
+        "page_table": table,
+        "seq_lens": lengths,
+        "cu_seqlens_q": np.array([0, 500, 1100], np.int32),
+        **scales,
+    }
+    expected = octavo.paged_attention(q.astype(np.float32), **pages, **given)
+    arrays = {n: to_gpu(torch, x) if isinstance(x, np.ndarray) else x for n, x in (pages | given).items()}
+    if is_hopper(torch):
+        assert kernel_of(to_gpu(torch, q), max_seqlen_q=600, **arrays) == f"expand_codes<bfloat16, {kind}>"
+    out = octavo.paged_attention(to_gpu(torch, q), max_seqlen_q=600, **arrays)
+    np.testing.assert_allclose(
+        out.float().cpu().numpy(), expected, rtol=1.6e-2, atol=1.6e-2 * np.abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_of_many_rows_in_a_graph(torch: Any, kind: str) -> None:
+    """Lengths and pages are those at the replay."""
+    cache, table, lengths = filled(kind, [900, 731], head_dim=128)
+    q = queries(900, 16, 128, "bfloat16")
+    cu_seqlens_q = np.array([0, 400, 900], np.int32)
+    given = {"page_table": table, "seq_lens": lengths, "cu_seqlens_q": cu_seqlens_q}
+    arrays = {name: to_gpu(torch, x) for name, x in given.items()} | on_gpu(torch, cache)
+    arrays |= {"max_seqlen_q": 500, "out": torch.empty_like(to_gpu(torch, q))}
+    gpu_q = to_gpu(torch, q)
+    graph = torch.cuda.CUDAGraph()
+    octavo.paged_attention(gpu_q, **arrays)
+    with torch.cuda.graph(graph):
+        octavo.paged_attention(gpu_q, **arrays)
+    for lengths_now, rows in (([400, 731], [0, 1]), ([900, 500], [0, 1]), ([650, 900], [1, 0])):
+        now = {"page_table": table[rows], "seq_lens": np.array(lengths_now, np.int32)}
+        for name, x in now.items():
+            arrays[name].copy_(to_gpu(torch, x))
+        arrays["out"].fill_(np.nan)
+        graph.replay()
+        expected = octavo.paged_attention(q.astype(np.float32), **(given | now), **cache.arguments)
+        np.testing.assert_allclose(
+            arrays["out"].float().cpu().numpy(), expected, rtol=1.6e-2, atol=1.6e-2 * np.abs(expected).max()
+        )
+
+
 PREFILL = {"cu_seqlens_q": np.array([0, 300, 301, 601], np.int32)}
 """Many queries of the first and the last of three sequences."""
 
@@ -214,23 +300,28 @@ def test_prefill_with_static_scales(torch: Any, kind: str, alibi: bool, size: fl
     )
 
 
+@pytest.mark.parametrize("group_size", [4, 32])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_of_prefill(torch: Any, kind: str, dtype: str) -> None:
-    """A query that sees one key alone gives its value, from a scale and a product in float16."""
+def test_numbers_of_prefill(torch: Any, kind: str, dtype: str, group_size: int) -> None:
+    """A query that sees one key alone gives its value, from a scale and a product in float16. Of many rows,
+    from a product that is rounded to the dtype of the queries."""
     lengths_q, num = 64, 40
     cache, table, lengths = filled(kind, [lengths_q] * num, head_dim=128)
-    gpu, q = on_gpu(torch, cache), to_gpu(torch, queries(lengths_q * num, 8, 128, dtype))
+    gpu, q = on_gpu(torch, cache), to_gpu(torch, queries(lengths_q * num, 2 * group_size, 128, dtype))
     begins = np.arange(0, lengths_q * num + 1, lengths_q).astype(np.int32)
-    out = octavo.paged_attention(
-        q,
-        page_table=to_gpu(torch, table),
-        seq_lens=to_gpu(torch, lengths),
-        cu_seqlens_q=to_gpu(torch, begins),
-        max_seqlen_q=lengths_q,
+    arguments = {
+        "page_table": to_gpu(torch, table),
+        "seq_lens": to_gpu(torch, lengths),
+        "cu_seqlens_q": to_gpu(torch, begins),
+        "max_seqlen_q": lengths_q,
         **gpu,
-    )
-    values = cache.values()[1][table[:, 0], 0].repeat(4, 1)  # of the first keys, for each query head
+    }
+    if is_hopper(torch):
+        assert kernel_of(q, **arguments).startswith("expand_codes<" if group_size == 32 else "sm90_attention<")
+    out = octavo.paged_attention(q, **arguments)
+    # Of the first keys, for each query head.
+    values = cache.values()[1][table[:, 0], 0].repeat(group_size, 1)
     expected = torch.from_numpy(values).cuda()
     bound = 2 * 2**-11 + (2**-8 if dtype == "bfloat16" else 0)
     assert ((out[::lengths_q].double() - expected).abs() <= 1.01 * bound * expected.abs() + 1e-7).all()
@@ -286,6 +377,23 @@ def test_shared_prefix(torch: Any, kind: str) -> None:
         arrays = {name: to_gpu(torch, x) for name, x in {"page_table": table, "seq_lens": lengths}.items()}
         kernel = kernel_of(to_gpu(torch, q), shared_prefix_len=2048, **arrays, **on_gpu(torch, cache))
         assert (kernel == "shared_prefix<float16>") == (kind != "int4")
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_shared_prefix_of_many_rows(torch: Any, kind: str) -> None:
+    """The prefix becomes numbers once."""
+    cache, table, _ = filled(kind, [4100], head_dim=128, num_kv_heads=8)
+    table, lengths = np.repeat(table, 224, 0), np.full(224, 4100, np.int32)
+    lengths[3:6] = 0, 4097, 4099
+    q = queries(224, 32, 128, "bfloat16")
+    check_attention(torch, cache, q, table, lengths, shared_prefix_len=4096)
+    if is_hopper(torch):
+        arrays = {name: to_gpu(torch, x) for name, x in {"page_table": table, "seq_lens": lengths}.items()}
+        gpu = on_gpu(torch, cache)
+        explained = octavo.explain(
+            "paged_attention", to_gpu(torch, q), shared_prefix_len=4096, **arrays, **gpu
+        )
+        assert explained.plan["over_prefix"].startswith(f"expand_codes<bfloat16, {kind}>")
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])

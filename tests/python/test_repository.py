@@ -67,7 +67,7 @@ def test_gpu():
 
 @pytest.mark.parametrize("name", SKIPPING)
 def test_no_skips(name: str, tmp_path: Path) -> None:
-    """Of the option, with which .ci/vllm cannot pass without having run its tests."""
+    """Tests the option with which .ci/vllm cannot pass without having run its tests."""
     (tmp_path / "conftest.py").write_text(
         (ROOT / "tests" / "python" / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
     )

@@ -17,6 +17,7 @@ from results_table import (  # noqa: E402
     TABLES,
     backward,
     backward_options,
+    backward_with_forward,
     calls,
     fill_in,
     generate,
@@ -160,6 +161,21 @@ def test_cost_of_options_of_the_backward(tmp_path: Path) -> None:
     assert found["dropout"] == ["H100", "130", "100", "1.30", "200 cuDNN"]
     assert found["alibi"] == ["H100", "130", "100", "1.30", ""]
     assert found["softcap"] == ["H100", "", "100", "", "150 FlashAttention-4"]
+
+
+def test_forward_and_backward_together(tmp_path: Path) -> None:
+    memory = {"octavo": 3 * 2**20, "eager": 400 * 2**20}
+    standard = backward_row("standard", "short_forward_standard", {"octavo": 400.0, "eager": 4400.0})
+    rows = (
+        backward_row("forward", "long_forward", {"octavo": 1200.0, "fa3": 1100.0}),
+        standard | {"peak_bytes": memory},
+        backward_row("d128", "long", {"octavo": 900.0}),
+    )
+    write(tmp_path, "backward-h200.jsonl", *rows)
+    found = cells_of(backward_with_forward(tmp_path))
+    assert found["case"][1:4] == ["Octavo", "FlashAttention-3", "eager"]
+    assert found["long"] == ["H200", "1200", "1100", "", "", ""]
+    assert found["short_standard"] == ["H200", "400", "", "4400", "3", "400"]
 
 
 def test_a_table_without_a_mark_is_an_error() -> None:

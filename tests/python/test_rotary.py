@@ -24,7 +24,7 @@ POSITIONS_PAST_ALL = 5  # rows of the tables that no token uses
 
 
 def positions_of(case: Case) -> NDArray[np.int64]:
-    """Of each new token; -1 of padding."""
+    """The position of each new token; -1 for padding."""
     each = [
         np.arange(m - n, m) if m else np.full(n, -1)
         for n, m in zip(case.seqlens_q, case.seqlens_k, strict=True)
@@ -253,7 +253,7 @@ def test_scales_of_caches_of_floats(target: Target, head_dim: int) -> None:
 
 
 def bytes_of(target: Target, array: Any) -> NDArray[np.uint8]:
-    """Of codes and of scales."""
+    """The bytes of codes or scales."""
     if target.library_name == "torch":
         return array.contiguous().view(target.library.torch.uint8).cpu().numpy().copy()
     return np.ascontiguousarray(target.library.to_numpy(array)).view(np.uint8)

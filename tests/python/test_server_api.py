@@ -286,7 +286,7 @@ def test_fields_are_checked(client):
         ({"prompt": [128]}, "invalid_value", "prompt"),
         ({"prompt": [-1]}, "invalid_value", "prompt"),
         ({"prompt": [10**30]}, "invalid_value", "prompt"),
-        # Of the model's 4096 tokens the pages hold 1024.
+        # The pages hold 1024 of the model's 4096 tokens.
         ({"prompt": "x" * 1024}, "context_length_exceeded", "prompt"),
         ({"prompt": "x" * 1000, "max_tokens": 25}, "context_length_exceeded", "max_tokens"),
         ({"prompt": "x", "n": 9}, "cannot_run", None),  # more than a batch

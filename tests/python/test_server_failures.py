@@ -24,7 +24,7 @@ def error_of(response, status):
 
 
 class BrokenStream:
-    """Of answers to prompts that end in "!": the third token has no text."""
+    """Answers to prompts that end in "!": their third token has no text."""
 
     def __init__(self, prompt):
         self.left = 2 if prompt and prompt[-1] == ord("!") else 1000
@@ -80,7 +80,7 @@ class CountedTokenizer(AsciiTokenizer):
 
 
 def test_texts_that_are_too_long_are_not_encoded():
-    """Of 256 tokens of three bytes each, one of which is for the answer."""
+    """There is room for 256 tokens of three bytes each, one of which is for the answer."""
     tokenizer = CountedTokenizer()
     model = dataclasses.replace(load(), tokenizer=tokenizer, max_token_bytes=3)
     _, (app, _) = make_parts(model, num_pages=64)

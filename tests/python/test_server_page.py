@@ -15,7 +15,7 @@ if PROGRAM is None:
 SLOW = "support.served_model:load_slow"
 LONG = {"prompt": "prompt 7" * 20, "temperature": 1, "max_tokens": 900, "stream": True}
 
-# Of the cells in the picture, the distinct colours with their numbers: {"255,0,0": 3, ...}.
+# The distinct colours of the cells in the picture with their numbers: {"255,0,0": 3, ...}.
 COLOURS = """(() => {
   const canvas = document.querySelector("canvas");
   if (!canvas || !canvas.width) return {};

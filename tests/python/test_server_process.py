@@ -20,7 +20,7 @@ from support.server_process import ServerProcess, environment_with_tests, read_e
 
 SLOW = "support.served_model:load_slow"
 GREEDY = {"temperature": 0, "max_tokens": 24}
-# Of the slow model, which stops at no token.
+# A request to the slow model, which stops at no token.
 ENDLESS = {"prompt": "prompt 7", "temperature": 0, "max_tokens": 3000}
 CACHE = ("--num-pages", "1024", "--page-size", "4")
 

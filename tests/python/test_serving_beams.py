@@ -31,7 +31,7 @@ def make_request(num_beams, max_tokens, length_penalty=0.0, stop_tokens=(), stop
 
 
 def logits_after(seed, tokens):
-    """Of a model that remembers everything."""
+    """The logits of a model that remembers everything."""
     return (
         np.random.default_rng([seed, len(tokens), *tokens]).standard_normal(VOCABULARY).astype(np.float32) * 2
     )

@@ -52,7 +52,7 @@ def test_a_given_trace(tmp_path):
     requests.write_text(json.dumps(request) + "\n" + json.dumps({**request, "arrival": 9}) + "\n")
     rows = simulate("--requests", requests, "--pages", 128)
     assert rows["pages"][0] == "12"
-    # Of 33 + 33 tokens asked for, the second request finds its 32.
+    # The second request finds 32 of the 33 + 33 tokens that were asked for.
     assert percent(rows["pages, prefix cache"][rows["memory"].index("prompt tokens found")]) == pytest.approx(
         48.5
     )

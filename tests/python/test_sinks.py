@@ -101,7 +101,7 @@ def test_merged_parts_of_which_one_has_the_sinks(target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_far_sinks_neither_overflow_nor_vanish(dtype: str) -> None:
-    """Of +-1e30, beside scores of +-thousands."""
+    """Sinks of +-1e30, beside scores of +-thousands."""
     q, k = np.full((1, 1, 4, 16), 16.0, dtype), np.full((1, 3, 4, 16), 16.0, dtype)
     v = np.arange(3.0).astype(dtype).reshape(1, 3, 1, 1) * np.ones_like(k)
     sinks = np.array([1e30, -1e30, 1024.0, -1024.0], np.float32)

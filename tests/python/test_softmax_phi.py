@@ -181,7 +181,7 @@ def test_batch_invariant_bits(target: Target) -> None:
 
 @every_target
 def test_empty_rows(target: Target) -> None:
-    """Of padding: 0, with a log-sum-exp of -inf, whatever phi is."""
+    """Rows of padding are 0, with a log-sum-exp of -inf, whatever phi is."""
     inputs, cache, _ = problem(BASE, "all_-2.1", 0.0, target.dtype)
     padding = LENGTHS.index(0)
     for phi in (0.0, 5.0, -FAR, FAR):

@@ -335,7 +335,7 @@ def test_results_are_in_memory_of_torch(name, args, kwargs, device):
 
 
 def test_compiled_rotary_in_place():
-    """Of queries and keys that are views of one projection."""
+    """Queries and keys are views of one projection."""
     torch._dynamo.reset()
     projection, (k_pages, v_pages) = normal(2, 8, HEAD_DIM), make_cache()
     cos, sin = normal(60, HEAD_DIM // 2), normal(60, HEAD_DIM // 2) + 1

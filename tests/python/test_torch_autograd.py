@@ -87,7 +87,7 @@ def differentiated(arrays: list[Any], options: dict[str, Any]) -> list[Any]:
 
 
 def gradients(function: Any, arrays: list[Any], options: dict[str, Any], return_lse: bool) -> list[Any]:
-    """Of a sum of results with random weights, with respect to q, k, v, slopes and sinks, if any."""
+    """Those of a sum of results with random weights, with respect to q, k, v, slopes and sinks, if any."""
     arrays = [x.clone().requires_grad_() for x in arrays]
     options = dict(options)
     for name in ("alibi_slopes", "sinks"):

@@ -46,7 +46,7 @@ def calls(monkeypatch):
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Of several lengths, two of which begin as another one does."""
+    """Prompts of several lengths, two of which begin as another one does."""
     random = torch.Generator().manual_seed(3)
     texts = [torch.randint(2, 61, (n,), generator=random).tolist() for n in (3, 11, 1, 25, 40, 18)]
     return [*texts, [*texts[3], 5, 6, 7], [*texts[3], 9]]

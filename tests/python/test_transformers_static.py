@@ -48,7 +48,7 @@ def tokens(batch, length, seed=1):
 
 
 def padded(batch, length, counts):
-    """Texts with so many tokens of padding before them, and their mask."""
+    """Texts with this many tokens of padding before them, and their mask."""
     ids, mask = tokens(batch, length), torch.ones(batch, length, dtype=torch.long)
     for row, count in enumerate(counts):
         mask[row, :count] = 0
@@ -71,7 +71,7 @@ PROMPTS = {
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("name", SERVED)
 def test_greedy_texts_equal_eager(name, prompts, calls):
-    """Of prompts within a window and beyond it."""
+    """The texts follow prompts within a window and beyond it."""
     length, counts = PROMPTS[prompts]
     ids, mask = padded(3, length, counts)
     model = make_model(name, attn_implementation="eager")

@@ -55,7 +55,7 @@ def make(config, attention="octavo"):
 
 
 def with_dropout(num_layers=2):
-    """Of attention alone."""
+    """A model with dropout of attention alone."""
     return make(
         transformers.GPT2Config(**{**GPT2_SIZES, **NO_DROPOUT, "attn_pdrop": 0.2, "n_layer": num_layers})
     )
@@ -66,7 +66,7 @@ def tokens(batch=3, length=13):
 
 
 def gradients(model, mask=None, run=None):
-    """Of the loss, by the names of the parameters; tokens are predicted from tokens, and not from padding."""
+    """Those of the loss, by the names of the parameters; tokens are predicted from tokens, not padding."""
     model.zero_grad()
     labels = tokens()
     if mask is not None:

@@ -20,7 +20,7 @@ from support.targets import Target, cpu_target, every_target
 
 Words = NDArray[np.uint64]
 
-# Of the sizes of Medusa's trees and of their children, by level.
+# Trees of the sizes of Medusa's: children by level.
 MEDUSA = [[3, 2, 2], [4, 3, 1, 1], [2, 2, 2, 2]]
 
 

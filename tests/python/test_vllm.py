@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 
 from octavo import _vllm_backend  # noqa: E402
 from octavo._vllm_backend import OctavoBackend  # noqa: E402
-from support import vllm_layer  # noqa: E402
+from support import oracle, vllm_layer  # noqa: E402
 from support.vllm_layer import Layer  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -184,6 +184,87 @@ def test_windows_of_some_sequences_are_causal(device):
         expected = [of_kind[kind][row] for row, kind in enumerate([*causal, True])]
         torch.testing.assert_close(batch.output, torch.cat(expected), rtol=0, atol=0, equal_nan=True)
         assert batch.output[sum(counts) :].isnan().all()
+
+
+PROMPTS = [7, 1, 45, 20, 33]  # tokens of the sequences' prompts; of chunks some end in them, some beyond
+WINDOW = 5
+# Behind those above: batches of single tokens, and of drafts, that are far from the prompts.
+FAR_STEPS = [((0, 1, 2, 4), (40, 20, 9, 24)), ((2, 1, 0), (1, 1, 1)), ((4, 0, 1), (6, 1, 3))]
+
+
+def check_references(layer, sequences, counts, batch):
+    """R-SWA by its definition: of the keys before it, a token sees the prompt's and those of the window."""
+    found, queries = [], batch.query[: sum(counts)].double().cpu().numpy()
+    for sequence, q in zip(sequences, np.split(queries, np.cumsum(counts)[:-1]), strict=True):
+        k, v = layer.stored[sequence]
+        positions, keys = np.arange(len(k) - len(q), len(k))[:, None], np.arange(len(k))
+        see = (keys <= positions) & ((keys < PROMPTS[sequence]) | (positions - keys < WINDOW))
+        arguments = (q, k, v, see, layer.head_size**-0.5, 0.0, None, None, None)
+        found.append((*oracle.attend(*arguments), *oracle.plain(*arguments, layer.dtype)))
+    out, lse, plain_out, plain_lse = map(np.concatenate, zip(*found, strict=True))
+    plain_out = oracle.round_to(plain_out, layer.dtype)
+    reference = oracle.Reference(layer.dtype, tuple(counts), out, lse, plain_out, plain_lse)
+    reference.check_out(batch.output[: sum(counts)].double().cpu().numpy())
+
+
+def drop_blocks(layer, sequences, counts, batch):
+    """As vLLM does: blocks between prompt and window are another one, which has what it has; their number."""
+    dropped = 0
+    for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        first, last = PROMPTS[sequence], layer.length(sequence) - count - WINDOW + 1
+        blocks = slice(-(-first // layer.block_size), max(last, 0) // layer.block_size)
+        batch.metadata.block_table_tensor[row, blocks] = int(layer.blocks[-1, 0])
+        dropped += max(0, blocks.stop - blocks.start)
+    return dropped
+
+
+@on_devices
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch-invariant"])
+def test_references(device, invariant, monkeypatch):
+    """A layer of R-SWA; what lies in blocks that no token sees does not count."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    layer = Layer(device, dtype_on(device), reference_window=WINDOW)
+    assert not layer.builder.supports_draft_decode_metadata_update
+    dropped = 0
+    for sequences, counts in [*STEPS, *FAR_STEPS]:
+        prompts = [PROMPTS[sequence] for sequence in sequences]
+        batch = layer.batch(
+            sequences, counts, padded_tokens=3, padded_rows=2, reference_lens=[*prompts, 0, 0]
+        )
+        dropped += drop_blocks(layer, sequences, counts, batch)
+        layer.run(batch)
+        check_references(layer, sequences, counts, batch)
+        assert batch.output[sum(counts) :].isnan().all()
+    assert dropped > 5
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_references():
+    """The prompts change from replay to replay."""
+    layer = Layer("cuda", "bfloat16", head_size=64, block_size=16, reference_window=WINDOW)
+
+    def next_batch(sequences, counts):
+        rows = vllm_layer.MAX_BATCH - len(sequences)
+        return layer.batch(
+            sequences,
+            counts,
+            padded_tokens=vllm_layer.MAX_TOKENS - sum(counts),
+            padded_rows=rows,
+            reference_lens=[*(PROMPTS[sequence] for sequence in sequences), *[0] * rows],
+        )
+
+    batch = next_batch((3, 4), (1, 1))
+    batch.metadata.max_query_len = vllm_layer.MAX_TOKENS
+    metadata = layer.builder.build_for_cudagraph_capture(batch.metadata)
+    layer.run_layer(batch, metadata)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.run_layer(batch, metadata)
+    for sequences, counts in STEPS:
+        batch = next_batch(sequences, counts)
+        layer.builder.build(0, batch.metadata)
+        graph.replay()
+        check_references(layer, sequences, counts, batch)
 
 
 @on_devices

@@ -54,6 +54,8 @@ SERVED = [
     {"use_non_causal": True},
     {"use_batch_invariant": True},
     {"use_kv_connector": True},
+    {"use_rswa": True},
+    {"use_rswa": True, "use_batch_invariant": True},
     {"use_adaptive_verification": True},
     {"use_non_causal": True, "has_sliding_window": True},
     {"use_per_head_quant_scales": True, "kv_cache_dtype": "fp8"},
@@ -81,7 +83,7 @@ REFUSED = {
         "attn_type": "encoder_only",
         "use_batch_invariant": True,
     },
-    "R-SWA": {"use_rswa": True},
+    "R-SWA beside non-causal": {"use_rswa": True, "use_non_causal": True},
     "DCP": {"use_dcp": True},
     "PCP": {"use_pcp": True},
 }

@@ -104,7 +104,7 @@ class Environment:
         return run(program, *arguments, cwd=cwd or self._folder, env=self._variables)
 
     def install(self, *arguments: str) -> None:
-        self.python("-m", "pip", "install", "--quiet", "--only-binary=:all:", *arguments)
+        self.python("-m", "pip", "install", "--quiet", "--no-compile", "--only-binary=:all:", *arguments)
 
 
 @pytest.fixture(

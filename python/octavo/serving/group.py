@@ -33,7 +33,7 @@ class Group:
     num_found: int = 0
     """Tokens that the prefix cache had when the handle was made."""
     host_pages: list[int] = field(default_factory=list)
-    """Of a group put aside in host memory: the pages that were moved there, in each group of layers."""
+    """The pages that were moved to host memory, if the group was put aside there, in each group of layers."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Of each of its sequences."""
+        """The tokens of each of its sequences."""
         return len(self.request.prompt) + len(self.generated[0])
 
     @property

@@ -18,7 +18,7 @@ class PageGroup(NamedTuple):
     max_new_tokens: int
 
     def pages(self, num_tokens: int) -> int:
-        """The most pages that a sequence of so many tokens holds in a step."""
+        """The most pages that a sequence of this many tokens holds in a step."""
         pages = -(-num_tokens // self.page_size)
         if self.window_left >= 0:
             seen = self.window_left + self.max_new_tokens

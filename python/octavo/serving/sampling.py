@@ -16,7 +16,7 @@ class Sampling:
 
     Args:
         temperature: what logits are divided by; 0: always the likeliest token.
-        top_k: draw from the likeliest tokens, so many of them, and those as likely as the last; 0: from all.
+        top_k: draw from this many of the likeliest tokens, and those as likely as the last; 0: from all.
         top_p: draw from the likeliest tokens that together reach this probability, after top_k; in (0, 1].
         seed: of the request's own random numbers; None: another one each time. Equal seeds give equal
             tokens, whatever else is in the batch.
@@ -52,7 +52,7 @@ def sample(logits: NDArray[np.float32], sampling: Sampling, rng: np.random.Gener
     """
     if sampling.temperature == 0.0:
         return int(logits.argmax())
-    with np.errstate(over="ignore"):  # to -inf, of which the exponential is 0
+    with np.errstate(over="ignore"):  # to -inf, whose exponential is 0
         weights = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
     if 0 < sampling.top_k < len(weights):
         weights[weights < np.partition(weights, -sampling.top_k)[-sampling.top_k]] = 0.0

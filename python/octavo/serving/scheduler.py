@@ -52,7 +52,7 @@ class Scheduler:
     batch is filled in that order; who comes first takes rows and pages from who comes last.
 
     **When pages run out,** the last in the order gives way: its pages move to host memory if the cache has
-    any to spare there, or else are freed and computed again later. The first can have all pages of the
+    any to spare there; otherwise they are freed and computed again later. The first can have all pages of the
     cache, and a request that does not fit into those is refused by submit().
 
     **Threads.** One thread at a time calls step(), run(), close() and prefill_remaining. Any thread may call
@@ -70,10 +70,11 @@ class Scheduler:
             the rows step.last_rows: anything that numpy.asarray takes.
         max_batch: sequences in a batch. Default: the cache's.
         token_budget: tokens in a batch, at least max_batch. Default: the cache's max_tokens.
-        max_length: of a prompt and its new tokens, as the model allows it. Default: no limit but the cache's.
-        vocab_size: tokens that the model knows, from 0; submit() refuses others in a prompt. Default: it is
-            `forward` that raises.
-        stop_tokens: that end every request's samples.
+        max_length: the most tokens of a prompt with its new ones, as the model allows. Default: no limit but
+            the cache's.
+        vocab_size: tokens that the model knows, from 0; submit() refuses others in a prompt. Default: they
+            are left to `forward`, which may raise.
+        stop_tokens: tokens that end every request's samples.
         priority_steps: how many steps earlier a request of a priority higher by one counts as submitted.
 
     Raises:
@@ -154,15 +155,17 @@ class Scheduler:
             prompt: tokens, at least one.
             max_tokens: new tokens of each sample, at most; at least 1.
             sampling: how tokens are drawn. Default: always the likeliest.
-            num_samples: how many samples of the prompt, which is computed once.
-            num_beams: of beam search; 1: none. Its num_samples best hypotheses come when it is done.
-            length_penalty: of beam search, whose hypotheses are ranked by the sum of their tokens' logprobs
-                over their number of tokens to this power; from -10 to 10.
-            stop_tokens: that end a sample, besides the scheduler's. They are among its tokens.
-            stop_sequences: likewise, of several tokens: new ones, not those of the prompt.
-            priority: higher ones first, as the class says.
+            num_samples: how many samples are drawn for the prompt, which is computed once.
+            num_beams: the beams of beam search, whose num_samples best hypotheses come when it is done; 1: no
+                beam search.
+            length_penalty: beam search ranks hypotheses by the sum of their tokens' logprobs, divided by
+                their number of tokens to this power; from -10 to 10.
+            stop_tokens: tokens that end a sample, besides the scheduler's. They are among its tokens.
+            stop_sequences: sequences of new tokens that end a sample as a stop token does; a part of the
+                prompt does not count.
+            priority: requests with a higher one go first, as the class says.
             logprobs: whether outputs have the logarithms of the tokens' probabilities.
-            namespace: the prefix cache finds only what has the same one.
+            namespace: the prefix cache finds only what was stored in the same one.
 
         Raises:
             ValueError: a number out of range; an empty prompt, or one with a token beyond vocab_size; a

@@ -20,16 +20,16 @@ class Statistics:
     prefill_tokens: int = 0
     """Computed; those of a sequence whose pages were taken away count again."""
     prefill_seconds: float = 0.0
-    """Of the steps with any prefill in them."""
+    """What the steps with any prefill in them took."""
     decode_tokens: int = 0
-    """Of the other steps."""
+    """Tokens of the other steps."""
     decode_seconds: float = 0.0
     generated_tokens: int = 0
     """Given to callers."""
     asked_tokens: int = 0
-    """Of the sequences that began: what they would have computed without the prefix cache."""
+    """What the sequences that began would have computed without the prefix cache."""
     found_tokens: int = 0
-    """Of these, found in the prefix cache."""
+    """Those of them that were found in the prefix cache."""
     num_preemptions: int = 0
     num_moves_to_host: int = 0
     """Preemptions that kept what had been computed in host memory."""
@@ -42,7 +42,7 @@ class Statistics:
     peak_unshared_pages: int = 0
     """What the sequences of the step that used the most pages would have held without sharing."""
     peak_waste_percent: float = 0.0
-    """Of that step."""
+    """The waste in that step."""
 
     @property
     def hit_rate(self) -> float:

@@ -14,6 +14,7 @@ KernelPlan plan_kernel(const AttentionParams& p, const Gpu& gpu) {
             "chosen_pages on a GPU are read by split_kv_decode, which cannot serve this call: ", why_not);
     }
     if (auto plan = plan_stream_k(p, gpu)) return *plan;
+    if (auto plan = plan_expanded_attention(p, gpu)) return *plan;
     if (auto plan = plan_sm90_attention(p, gpu)) return *plan;
     return plan_sm80_attention(p, gpu);
 }

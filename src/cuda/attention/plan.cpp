@@ -10,6 +10,7 @@ namespace {
 struct Kernel {
     const char* name;
     bool (*serves)(const AttentionParams& params, const Gpu& gpu, std::string* why_not);
+    bool of_codes = false;  // not spoken of over other pages
 };
 template <auto kPlan>
 bool serves(const AttentionParams& params, const Gpu& gpu, std::string* why_not) {
@@ -18,6 +19,7 @@ bool serves(const AttentionParams& params, const Gpu& gpu, std::string* why_not)
 constexpr Kernel kKernels[] = {
     {"split_kv_decode", serves<plan_split_kv>},
     {"stream_k_decode", serves<plan_stream_k>},
+    {"expand_codes", serves<plan_expanded_attention>, true},
     {"sm90_attention", serves<plan_sm90_attention>},
     {"sm80_attention",
      [](const AttentionParams& params, const Gpu&, std::string* why_not) {
@@ -34,7 +36,7 @@ void add_why_not(Explanation& text, const AttentionParams& p, const Gpu& gpu) {
         text.why_not.emplace_back("shared_prefix", why_not);
     }
     for (const Kernel& kernel : kKernels) {
-        if (kernel.name == chosen) continue;
+        if (kernel.name == chosen || (kernel.of_codes && !is_code(p.k_dtype))) continue;
         std::string why_not;
         if (kernel.serves(p, gpu, &why_not))
             why_not = text_of("it could serve this call, but ", chosen, " is faster where both can");
@@ -64,6 +66,7 @@ Explanation explain(const AttentionParams& p, const Gpu& gpu) {
     } else if (const auto* shared = std::get_if<SharedPrefixPlan>(&plan)) {
         text = describe(*shared);
         for (const Kernel& kernel : kKernels) {
+            if (kernel.of_codes && !is_code(p.k_dtype)) continue;
             text.why_not.emplace_back(kernel.name,
                                       "by itself it would read the shared prefix once for each sequence");
         }
@@ -79,6 +82,7 @@ std::vector<std::string> attention_instances(bool with_sm90) {
     for (std::string& name : decode_instances()) names.push_back(std::move(name));
     if (!with_sm90) return names;
     for (std::string& name : sm90_attention_instances()) names.push_back(std::move(name));
+    for (std::string& name : expand_codes_instances()) names.push_back(std::move(name));
     return names;
 }
 

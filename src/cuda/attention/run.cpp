@@ -37,7 +37,7 @@ AttentionParams behind(AttentionParams p, int32_t count) {
     return p;
 }
 
-// A launch for each of the plans that the batch takes, of which this is the first.
+// Launches `plan`, and the further plans that the rest of the batch needs.
 void run_kernels(AttentionParams p, KernelPlan plan, cudaStream_t stream) {
     for (;;) {
         if (prints_kernels()) print_kernel(describe(plan));
@@ -61,7 +61,7 @@ void run(const AttentionParams& p, const SharedPrefixPlan& plan, cudaStream_t st
     auto* const lse = reinterpret_cast<float*>(out + plan.out_bytes);
     const AttentionParams over_prefix = over_shared_prefix(p, plan.run_len, out, lse);
     AttentionParams behind_prefix = after_shared_prefix(p, lse + plan.num_runs * num_rows);
-    run_kernels(over_prefix, plan.over_prefix, stream);  // first: `out` may be q
+    run_kernels(over_prefix, plan.over_prefix, stream);  // it comes first, since `out` may be q
     if (plan.overlaps) {
         behind_prefix.out = out + plan.num_runs * num_rows * p.head_dim * size_of(p.dtype);
         behind_prefix.out_head_stride = p.head_dim;

@@ -1,8 +1,9 @@
-// The launch of each plan, on a stream of the current device, that of the parameters. The batch is that of
-// the plan: its first num_sequences.
+// Launches plans, on a stream of the current device, which must be that of the parameters. A launch covers
+// the sequences of its plan, the first num_sequences of the batch.
 #pragma once
 
 #include "cuda/decode/plan.h"
+#include "cuda/expand_codes/plan.h"
 #include "cuda/shared_prefix/plan.h"
 #include "cuda/sm80_attention/plan.h"
 #include "cuda/sm90_attention/plan.h"
@@ -12,11 +13,12 @@
 
 namespace octavo::cuda {
 
-// overlaps_prefix: the previous kernel on the stream works on the shared prefix. It lets this one start early
-// and may still be running, but this one will not be complete before it.
+// overlaps_prefix: the previous kernel on the stream works on the shared prefix. It lets this kernel start
+// early and may still be running, but this kernel will not complete before it.
 void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream,
          bool overlaps_prefix = false);
 void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);
+void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm90Plan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm80Plan& plan, cudaStream_t stream);
 

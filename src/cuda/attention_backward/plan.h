@@ -14,7 +14,7 @@ namespace octavo::cuda {
 
 using BackwardPlan = std::variant<Sm90BackwardPlan, Sm80BackwardPlan>;
 
-// The plan of the first kernel that serves, in the order above.
+// Returns the plan of the first kernel that serves, in the order above.
 BackwardPlan plan_attention_backward(const AttentionBackwardParams& params, const Gpu& gpu);
 
 // The kernels that attention_backward has, without those of sm_90a in a build that has none.

@@ -1,4 +1,4 @@
-// The execution of the plans of attention_backward.
+// Launches the plans of attention_backward.
 #pragma once
 
 #include "cuda/attention_backward/sink_terms.h"
@@ -14,7 +14,7 @@ namespace octavo::cuda {
 void run(const AttentionBackwardParams& params, const Sm80BackwardPlan& plan, cudaStream_t stream);
 void run(const AttentionBackwardParams& params, const Sm90BackwardPlan& plan, cudaStream_t stream);
 
-// The gradients of sinks, right behind the kernel that leaves what they are the sums of.
+// Launches the kernel that sums up the gradients of sinks, right behind the kernel that writes their terms.
 void launch_sink_gradients(const AttentionBackwardParams& params, const SinkTerms& sinks,
                            cudaStream_t stream);
 

@@ -1,4 +1,5 @@
-// Sums up the gradients of sinks from what each query adds, behind the kernel with the queries' statistics.
+// Sums up the gradients of sinks from the term of each query, behind the kernel that computes the queries'
+// statistics.
 #include "cuda/attention_backward/run.h"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"
@@ -9,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// Adds up the terms in one order. grid: one CTA a query head.
+// Adds up the terms in a fixed order. grid: one CTA per query head.
 __global__ void __launch_bounds__(kThreads) sink_gradients_kernel(const SinkTerms sinks, float* dsinks) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();

@@ -1,4 +1,4 @@
-// Adds up the gradients of ALiBi's slopes, last, from the parts that the CTAs of the other gradients left.
+// Adds up the gradients of ALiBi's slopes, after the other gradients, from the parts that their CTAs left.
 #pragma once
 
 #include "cuda/attention_backward/slope_parts.h"
@@ -11,8 +11,8 @@
 
 namespace octavo::cuda {
 
-// Adds up the parts in one order. A sequence has kPerTile for each tile of kRows keys, or of kRows queries.
-// grid: one warp a slope.
+// Adds up the parts in a fixed order. A sequence has kPerTile parts for each tile of kRows keys, or of kRows
+// queries. grid: one warp per slope.
 template <bool kOfKeys, int kRows, int kPerTile>
 __global__ void slope_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
                                        const __grid_constant__ SlopeParts slopes) {

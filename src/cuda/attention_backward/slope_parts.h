@@ -9,7 +9,7 @@ namespace octavo::cuda {
 
 struct SlopeParts {
     float* parts;    // [num_q_heads, batch, stride]; null where no gradients of slopes are asked for
-    int32_t stride;  // the parts of the longest sequence
+    int32_t stride;  // the number of parts of the longest sequence
 
     OCTAVO_HD float* of(const AttentionBackwardParams& p, int32_t head, int32_t batch) const {
         return parts + (int64_t{head} * p.batch + batch) * stride;

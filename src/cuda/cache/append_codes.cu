@@ -1,5 +1,6 @@
 // Writes each sequence's newest tokens to the end of its pages as codes.
-// grid: one warp a (token, KV head), K and V one after the other. With a rotary embedding it is one warp a
+//
+// grid: one warp per (token, KV head), which writes K and then V. With a rotary embedding it is one warp per
 // (token, head), and query heads follow the KV heads.
 #include "cuda/cache/append_codes.h"
 
@@ -15,12 +16,12 @@
 namespace octavo::cuda {
 namespace {
 
-// Where the row goes, and its scales: static ones, or a word that is written.
+// Where a row goes, and its scale: a static one, or a word that is written.
 struct Target {
     DType dtype;
     uint8_t* codes;
     float static_scale;
-    uint32_t* word;  // null: the static scale
+    uint32_t* word;  // null if the scale is static
 };
 
 __device__ __forceinline__ float largest_of(DType dtype) {
@@ -72,7 +73,7 @@ __device__ __forceinline__ float static_scale_of(const CacheScales& scales, floa
     return scales.data ? float_of_bits(scales.word(0, 0, head)) : scale;
 }
 
-// A query of one head, by a warp; that of padding stays as it is.
+// Rotates a query of one head, by one warp. A query of padding stays as it is.
 template <class T>
 __device__ __forceinline__ void rotate_query(const AppendKvParams& p, const FastDivide& page_size,
                                              int64_t token, int64_t head) {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void rotate_query(const AppendKvParams& p, const Fast
     Row q = load_row(from, p.head_dim);
     const Place place = find_place(p, page_size, token);
     if (place.exists) apply_rotary(p.rotary, from, place.position, q);
-    __syncwarp();  // every lane has read its partners, which may be where the result goes
+    __syncwarp();  // every lane has read the partners of its numbers, which the result may overwrite
     q.for_each(p.head_dim, [&](float x, int32_t d) { to[d] = from_float<T>(x); });
 }
 

@@ -1,4 +1,4 @@
-// append_kv where the cache holds codes.
+// Launches append_kv where the cache holds codes.
 #pragma once
 
 #include "cuda/cache/plan.h"

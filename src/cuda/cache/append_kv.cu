@@ -1,5 +1,6 @@
 // Writes each sequence's newest tokens to the end of its pages.
-// grid: one warp a token, all its KV heads, K and V together.
+//
+// grid: one warp per token, which writes K and V of all its KV heads.
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/cache/append_codes.h"
@@ -13,7 +14,7 @@
 namespace octavo::cuda {
 namespace {
 
-// One warp moves K and V of a token, all heads, in pieces of which `per_head` make a row.
+// One warp moves K and V of a token, for all heads, in pieces of which `per_head` make a row.
 template <class Piece, class T, class Convert>
 __device__ __forceinline__ void move_token(const AppendKvParams& p, const FastDivide& page_size,
                                            const FastDivide& per_head, int64_t token, Convert convert) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ void move_token(const AppendKvParams& p, const FastDi
             k[j] = *reinterpret_cast<const Piece*>(k_from + head[j] * p.k_head_stride + column[j]);
             v[j] = *reinterpret_cast<const Piece*>(v_from + head[j] * p.v_head_stride + column[j]);
         }
-        if (first == 0) {  // while the first pieces are on their way
+        if (first == 0) {  // done while the first pieces are being loaded
             place = find_place(p, page_size, token);
             if (!place.exists) return;
             k_to = static_cast<T*>(p.k_pages) + place.page * p.k_page_stride + place.slot * p.k_slot_stride;

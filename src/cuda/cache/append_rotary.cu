@@ -1,7 +1,8 @@
 // Writes each sequence's newest tokens to the end of its pages, keys rotated by their positions, and rotates
 // the queries. A token has a row for each head of keys, of values and of queries, in this order, and a thread
 // has one unit of a row: two pieces of it, which hold partners where the row is rotated.
-// grid: x is the token, y says which kRotaryThreads of its units.
+//
+// grid: x tokens, y runs of kRotaryThreads units of a token.
 #include "cuda/cache/append_rotary.h"
 
 #include "cuda/cache/new_token.cuh"
@@ -13,7 +14,7 @@
 namespace octavo::cuda {
 namespace {
 
-// Pairs from `pair` on, as many as a piece has numbers.
+// Rotates as many pairs as a piece has numbers, from `pair` on.
 template <class T, int kWide>
 __device__ __forceinline__ void rotate_pieces(const Rotary& rotary, int32_t position, int32_t pair,
                                               float (&x)[2 * kWide]) {
@@ -61,7 +62,7 @@ __global__ void append_rotary_kernel(const __grid_constant__ AppendKvParams p, F
         pieces[0] = reinterpret_cast<const Piece*>(from)[first];
         if (has_second) pieces[1] = reinterpret_cast<const Piece*>(from)[second];
     }
-    const Place place = find_place(p, page_size, token);  // by whole warps, while the pieces are on their way
+    const Place place = find_place(p, page_size, token);  // whole warps do it while the pieces are loaded
     if (!exists || (!place.exists && !is_query)) return;
     const float scale = is_query ? 1.0f : (is_key ? p.k_scale : p.v_scale);
     const bool is_rotated = unit < rotated_units && place.exists;

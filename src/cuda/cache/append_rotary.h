@@ -1,4 +1,4 @@
-// append_kv where keys are rotated and the cache holds floats.
+// Launches append_kv where keys are rotated and the cache holds no codes.
 #pragma once
 
 #include "cuda/cache/plan.h"

@@ -1,5 +1,6 @@
 // Copies whole pages inside a cache, or between two, one of which may be in pinned host memory.
-// grid: one warp a (copy, slot, KV head), K and V together, and their scales.
+//
+// grid: one warp per (copy, slot, KV head), which copies K, V and their scales.
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/cache/plan.h"

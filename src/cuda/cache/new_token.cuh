@@ -8,10 +8,10 @@
 
 namespace octavo::cuda {
 
-// The sequence that packed token `token` belongs to: the last one that starts at or before it. A warp looks
-// at 32 of the starts at a time.
+// Returns the sequence that packed token `token` belongs to: the last one that starts at or before it. A warp
+// looks at 32 starts at a time.
 __device__ __forceinline__ int32_t find_sequence(const IndexArray& cu_seqlens, int32_t batch, int64_t token) {
-    int32_t low = 0, count = batch;  // among the `count` sequences from `low` on
+    int32_t low = 0, count = batch;  // it is among the `count` sequences from `low` on
     while (count > 1) {
         const int32_t step = (count + 31) / 32, own = step * static_cast<int32_t>(threadIdx.x % 32);
         const uint32_t reached = __ballot_sync(~0u, own < count && cu_seqlens[low + own] <= token);
@@ -23,9 +23,9 @@ __device__ __forceinline__ int32_t find_sequence(const IndexArray& cu_seqlens, i
 }
 
 struct Place {
-    bool exists;  // or the token is padding
+    bool exists;  // false if the token is padding
     int64_t page, slot;
-    int32_t position;  // in its sequence, where that is known
+    int32_t position;  // the token's position in its sequence, where that is known
 };
 
 __device__ __forceinline__ Place find_place(const AppendKvParams& p, const FastDivide& page_size,
@@ -35,7 +35,7 @@ __device__ __forceinline__ Place find_place(const AppendKvParams& p, const FastD
         const int64_t mapped = p.mapped_slot(token), page = mapped / p.page_size;
         return mapped < 0 ? kNone : Place{true, page, mapped - page * p.page_size, 0};
     }
-    int32_t b = static_cast<int32_t>(token), from_end = 1;  // 1: the last token of the sequence
+    int32_t b = static_cast<int32_t>(token), from_end = 1;  // the last token of a sequence has from_end 1
     if (p.cu_seqlens) {
         if (token >= p.cu_seqlens[p.batch]) return kNone;
         b = find_sequence(p.cu_seqlens, p.batch, token);

@@ -11,9 +11,9 @@
 
 namespace octavo::cuda {
 
-// kWide neighbours of one row of a table of T or of float32, `pair` the first of them, as float32. Past the
-// end of the table they are NaN: nobody has looked at the lengths, and whoever reads such a key or query is
-// to notice.
+// Loads kWide neighbours, from `pair` on, of one row of a table of T or of float32, as float32. Past the end
+// of the table they are NaN: nothing has checked the lengths, and a reader of such a key or query has to
+// notice.
 template <class T, int kWide>
 __device__ __forceinline__ Columns<float, kWide> load_angles(const Rotary& rotary, const void* table,
                                                              int64_t stride, int32_t position, int32_t pair) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ Columns<float, kWide> load_sin(const Rotary& rotary, 
     return load_angles<T, kWide>(rotary, rotary.sin, rotary.sin_stride, position, pair);
 }
 
-// A row that was loaded from `from`: each lane reads the partners of its numbers once more.
+// Rotates a row that was loaded from `from`: each lane loads the partners of its numbers from there.
 template <class T>
 __device__ __forceinline__ void apply_rotary(const Rotary& rotary, const T* from, int32_t position,
                                              Row& row) {

@@ -1,6 +1,6 @@
-// The pages that are chosen for an item, where a caller chooses some (params/chosen_pages.h). The kernel
-// counts the keys in them, and works on blocks of these; a key's position in the sequence is looked up where
-// ALiBi or a mask needs it.
+// The pages that are chosen for an item, where the caller chooses some (params/chosen_pages.h). The kernel
+// numbers the keys of these pages in the list's order, and works on blocks of such numbers; it looks up a
+// key's position in the sequence where ALiBi or a mask needs it.
 #pragma once
 
 #include "cuda/decode/parameters.h"
@@ -16,17 +16,18 @@ struct ChosenList {
     int32_t num_pages;  // pages in the list
     int32_t num_keys;   // keys of these pages that lie in the sequence
 
-    // The last entry that a list has room for: -1 if the list ends before it.
+    // The last entry that the item's list has room for; it is -1 if the list ends before it.
     __device__ static int32_t last_entry(const AttentionParams& p, int32_t sequence, int32_t kv_head) {
         return ptx::load_relaxed(p.chosen_pages.list(sequence, kv_head).at(p.chosen_pages.num_chosen - 1));
     }
-    // All lanes of a warp call this together. `last` is last_entry(), `seqlen_k` the sequence's length.
+    // Reads an item's list. All lanes of a warp call this together. `last` is the value of last_entry(),
+    // `seqlen_k` the sequence's length.
     __device__ static ChosenList of(const AttentionParams& p, int32_t sequence, int32_t kv_head, int32_t last,
                                     int32_t seqlen_k) {
         ChosenList list{p.chosen_pages.list(sequence, kv_head), 0, 0};
-        if (seqlen_k == 0) return list;  // padding, whose list says nothing
+        if (seqlen_k == 0) return list;  // padding, whose list is not read
         list.num_pages = p.chosen_pages.num_chosen;
-        if (last < 0) {  // the list ends before
+        if (last < 0) {  // the list ends before its last entry
             list.num_pages = list.first_where(list.num_pages - 1, [](int32_t page) { return page < 0; });
             if (list.num_pages == 0) return list;
             last = ptx::load_relaxed(list.pages.at(list.num_pages - 1));
@@ -36,8 +37,8 @@ struct ChosenList {
         return list;
     }
 
-    // The first key that lies at `position` of the sequence or behind it. All lanes of a warp call this
-    // together.
+    // The number of the first key that lies at `position` of the sequence or behind it. All lanes of a warp
+    // call this together.
     __device__ int32_t first_from(int32_t position, const PageLayout& layout, int32_t page_size) const {
         const int32_t page = layout.page_size.quotient(position);
         const int32_t i = first_where(num_pages, [page](int32_t chosen) { return chosen >= page; });
@@ -45,9 +46,9 @@ struct ChosenList {
         return min(i * page_size + (is_within ? position - page * page_size : 0), num_keys);
     }
 
-    // Where a key of the list lies in the sequence. Numbers behind the last key get a place behind any
-    // sequence: the list may end before the sequence does, and the place after its last key is that of a key
-    // which is not chosen.
+    // The position in the sequence of key number `key` of the list. Numbers behind the last key get a
+    // position behind any sequence: the list may end before the sequence does, and then the position after
+    // its last key is that of a key which is not chosen.
     __device__ int32_t position(int32_t key, const PageLayout& layout, int32_t page_size) const {
         if (key >= num_keys) return kBehindAll;
         const int32_t i = layout.page_size.quotient(key);
@@ -55,8 +56,8 @@ struct ChosenList {
     }
 
   private:
-    // The first of `count` pages for which `is_past` is true; it is true for all behind that one. `count` if
-    // there is none.
+    // The first of `count` pages for which `is_past` is true, or `count` if it is true for none; it must be
+    // true for all pages behind that one.
     template <class Predicate>
     __device__ int32_t first_where(int32_t count, Predicate is_past) const {
         const int32_t lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-// The way of codes and their scales from global to shared memory.
+// Copies codes and their scales from global to shared memory. Page: docs/kernels/quantised_decode.md.
 #pragma once
 
 #include "cuda/decode/copy.cuh"
@@ -8,25 +8,24 @@
 
 namespace octavo::cuda {
 
-// Copies rows of codes, whole rows at a time, or where they follow each other, kStepKeys rows from one
-// address.
+// Copies rows of codes, whole rows at a time; where rows follow each other, kStepKeys rows from one address.
 template <class T, class Config>
 class CodeCopier : public QueryRowCopier<T, Config> {
     using Base = QueryRowCopier<T, Config>;
     using Base::chunk_at, Base::p_;
 
   public:
-    // Of this lane's key of a block.
+    // Where this lane's key of a block lies.
     struct Place {
         uint32_t page;
         int32_t slot, kv_head;
-        bool is_whole;  // whether the block's keys are all there, one behind the other
+        bool is_whole;  // whether all keys of the block are there, one right behind the other
     };
 
     __device__ CodeCopier(const AttentionParams& p, const CodeLayout& layout)
         : Base(p), layout_(layout), scale_place_(StepScales::place(threadIdx.x % 32)) {
         const int k_column = k_.column, v_column = v_.column;
-        // Columns from head_dim on become zeros, from an address that is mapped.
+        // Copies of columns from head_dim on write zeros; their address only has to be mapped.
         k_.has_column = 128 * k_column < p.head_dim * Config::kKeyBits;
         v_.has_column = 128 * v_column < p.head_dim * Config::kValueBits;
         k_.chunks = static_cast<const uint4*>(p.k) + (k_.has_column ? k_column : 0);
@@ -36,18 +35,18 @@ class CodeCopier : public QueryRowCopier<T, Config> {
         pin_in_register(scale_place_);
     }
 
-    // The head itself: keys, values and scales each have a stride of their own for it.
+    // Returns the head itself, since keys, values and scales each have a stride of their own for it.
     __device__ uint32_t head_offset(int32_t kv_head) const { return kv_head; }
     __device__ Place place(uint32_t page_id, int32_t slot, uint32_t head_offset, bool is_whole) const {
         return {page_id, slot, static_cast<int32_t>(head_offset), is_whole};
     }
 
-    // Starts the copies of a block; all places are multiples of 512 bytes, that of scales of 256.
+    // Starts the copies of a block. All places are multiples of 512 bytes; that of scales is one of 256.
     __device__ void copy(KeyRows<Config> k, ValueRows<Config> v, uint32_t scales, const Place& from) const {
         copy_keys(k, scales, from);
         copy_values(v, from);
     }
-    // The same of keys alone, with the scales of keys and values, and of values alone.
+    // Start the copies of keys alone, with the scales of keys and values, and of values alone.
     __device__ void copy_keys(KeyRows<Config> k, uint32_t scales, const Place& from) const {
         copy_rows(k, k_, offset(layout_.k, from), layout_.k_in_order && from.is_whole);
         copy_scales(scales, from);
@@ -63,7 +62,7 @@ class CodeCopier : public QueryRowCopier<T, Config> {
         static constexpr int kRowsPerCopy = 32 / kChunks;
         int column = threadIdx.x % kChunks, row = threadIdx.x % 32 / kChunks;
         uint32_t place = Rows<kChunks>::offset(row, column);
-        const uint4* chunks = nullptr;  // its chunk of the cache's first row
+        const uint4* chunks = nullptr;  // this lane's chunk of the cache's first row
         bool has_column = true;
 
         __device__ Lane() {
@@ -81,7 +80,7 @@ class CodeCopier : public QueryRowCopier<T, Config> {
     __device__ void copy_rows(Rows<kChunks> to, const Lane<kChunks>& lane, uint32_t offset,
                               bool in_order) const {
         constexpr int kRowsPerCopy = Lane<kChunks>::kRowsPerCopy;
-        const uint32_t place = to.address ^ lane.place;  // not a sum: see RowCopier
+        const uint32_t place = to.address ^ lane.place;  // not a sum: RowCopier says why
         if (in_order) {
 #pragma unroll
             for (int step = 0; step < Config::kBlockKeys; step += kStepKeys) {
@@ -111,7 +110,7 @@ class CodeCopier : public QueryRowCopier<T, Config> {
         copy_scale(place + StepScales::kOfValue, layout_.v_scales, from);
     }
     __device__ static void copy_scale(uint32_t to, const CodeLayout::Scales& scales, const Place& from) {
-        const void* address;  // as chunk_at
+        const void* address;  // computed in one instruction, as in chunk_at
         asm("mad.wide.u32 %0, %1, 4, %2;"
             : "=l"(address)
             : "r"(offset(scales.strides, from)), "l"(scales.data));

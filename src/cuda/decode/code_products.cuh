@@ -1,13 +1,14 @@
-// The products of a warp with a block of codes, by mma.sync in float16: S^T = K Q^T and O^T = V^T P^T.
+// The products of a warp with a block of codes, by mma.sync in float16: S^T = K Q^T and O^T = V^T P^T. Page:
+// docs/kernels/quantised_decode.md.
 //
-// No element is ever scaled. The scale of a key multiplies its scores; the scale of a value is added to them
-// as a logarithm, so that the weight, exp2(score - max), comes with it into the product, and leaves the sum
-// of weights by a factor. Offsets of codes (and minima of int4) belong to a key or value as a whole: they
-// count by the sum of the queries' elements, or by the sum of weights.
+// No element is ever scaled. The scale of a key multiplies its scores. The logarithm of a value's scale is
+// added to its scores, so that the weight, exp2(score - max), enters the product with the scale in it; in the
+// sum of weights a factor takes it out again. Offsets of codes (and minima of int4) belong to a key or value
+// as a whole: they are multiplied by the sum of the queries' elements, or by the sum of weights.
 //
-// Lane 4 g + t, as mma.sync numbers them. Within a product over dims, dims may stand in any order in which Q
-// has them too, and the dims of O^T in any that is known when they are stored, so that codes enter in the
-// order in which ldmatrix brings them:
+// A lane is lane 4 g + t, as mma.sync numbers them. A product over dims may take the dims in any order, if Q
+// has the same, and the dims of O^T may be in any order that is known when they are stored. So codes enter in
+// the order in which ldmatrix loads them:
 //
 //     K, 8 bits   a register holds dims 4t .. 4t + 3 of a chunk of 16, of key g
 //     K, 4 bits   dims 8t .. 8t + 7 of a chunk of 32
@@ -37,7 +38,7 @@ class CodeProducts {
 
   public:
     using Weight = float16;
-    // Whether values have an offset or a minimum, which takes a sum of weights of its own.
+    // Whether values have an offset or a minimum, for which a sum of weights of its own is needed.
     static constexpr bool kHasOffset = kValues == DType::int8 || kValues == DType::int4;
     using Softmax = TransposedSoftmax<kRowTiles, kDimTiles, kSteps, kHasOffset>;
 
@@ -49,8 +50,8 @@ class CodeProducts {
         pin_in_register(a_transposed_);
     }
 
-    // Keeps the queries, which have arrived, in registers: as float16, each row multiplied by a power of two
-    // that brings its largest element near 2^10 (times 16, some stay below 2^15).
+    // Loads the queries, which must have arrived, into registers: as float16, each row multiplied by a power
+    // of two that brings its largest element near 2^10 (some are multiplied by 16 more, and stay below 2^15).
     __device__ void load_queries(QueryRows<Config> q, bool is_bfloat16, float inner) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -81,7 +82,7 @@ class CodeProducts {
             const float inverse = power_of_two(exponent - 10) * inner;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int from = 4 * Softmax::row_of(lane, 0, i);  // a lane that has loaded the row
+                const int from = 4 * Softmax::row_of(lane, 0, i);  // a lane that loaded this row
                 const float row_inverse = __shfl_sync(~0u, inverse, from);
                 const float row_sum = __shfl_sync(~0u, sum, from);
                 if constexpr (kKeys == DType::int4) {
@@ -95,7 +96,7 @@ class CodeProducts {
         }
     }
 
-    // Products of codes, of 16 keys from 16 `step` on.
+    // Multiplies the queries by the codes of 16 keys, from key 16 `step` on.
     __device__ void multiply_q_k(float (&scores)[kRowTiles][4], QueryRows<Config>, KeyRows<Config> k,
                                  int step) const {
         float odd[kRowTiles][4];  // a second chain of products
@@ -117,7 +118,7 @@ class CodeProducts {
         const uint32_t rows = k.address + 16 * kStepKeys * Config::kKeyChunks * step + a_;
 #pragma unroll
         for (int chunk = 0; chunk < Config::kKeyChunks; chunk += 2) {
-            uint32_t x[4];  // keys 0 to 7 and 8 to 15 of one chunk, then of the next
+            uint32_t x[4];  // one chunk of keys 0 to 7 and of keys 8 to 15, then the next chunk of both
             ptx::ldmatrix_x4(x, KeyRows<Config>::advance(rows, chunk));
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
@@ -141,10 +142,10 @@ class CodeProducts {
         }
     }
 
-    // What the scales of this lane's keys and values do, of keys g and g + 8.
+    // The factors and terms that follow from the scales of this lane's keys g and g + 8 and of their values.
     struct KeyTerms {
-        float scale[2], minimum[2];             // those of the key
-        float log2_scale[2], inverse_scale[2];  // those of the value
+        float scale[2], minimum[2];             // of the key
+        float log2_scale[2], inverse_scale[2];  // of the value
         float minimum_by_scale[2];
     };
     __device__ static void load_terms(KeyTerms (&terms)[kSteps], const CodeLayout& layout, uint32_t scales) {
@@ -160,7 +161,7 @@ class CodeProducts {
         }
     }
 
-    // From products of codes to scores in units of log2(e), before what depends on positions.
+    // Turns products of codes into scores in units of log2(e), without the terms that depend on positions.
     __device__ void transform(float (&scores)[kSteps][kRowTiles][4], const ScoreTransform& transform,
                               const KeyTerms (&terms)[kSteps]) const {
         const bool has_softcap = transform.has_softcap;
@@ -183,8 +184,8 @@ class CodeProducts {
         }
     }
 
-    // Adds to the softmax's weighted offsets, by the weight that the product with V takes: of a value's
-    // offset nothing is left, not even what rounding its weight changes.
+    // Adds to the softmax's weighted offsets. It uses the rounded weight that the product with V takes, so
+    // that a value's offset cancels exactly, whatever the rounding of its weight.
     __device__ static void add_offset(Softmax& softmax, float weight, const KeyTerms& terms, int r, int e) {
         if constexpr (kValues == DType::int4) {
             float& offset = softmax.offset[r][e % 2];
@@ -225,13 +226,13 @@ class CodeProducts {
         }
     }
 
-    // The dim of out[r][d][0]; that of out[r][d][e] is e / 2 further.
+    // The dim of out[r][d][0]; the dim of out[r][d][e] is e / 2 further.
     __device__ static int dim_of(int lane, int d) {
         if (kValues == DType::int4) return d / 2 * 32 + lane / 4 * 4 + d % 2 * 2;
         return 16 * d + lane / 4 * 2;
     }
 
-    // After the last block: the sums of weighted codes become those of values.
+    // Call it after the last block: turns sums of weighted codes into sums of weighted values.
     __device__ static void finish(Softmax& softmax) {
         if constexpr (kHasOffset) {
             Softmax::for_each_row([&](int r, int i) { softmax.sum_offset_over_keys(r, i); });
@@ -258,10 +259,10 @@ class CodeProducts {
 
   private:
     static constexpr int kQueryWords = Config::kHeadDim / 8;  // a lane's quarter of a row
-    // Smaller scales of values, down to zero, count as this one, whose inverse float32 still has room for.
+    // Smaller scales of values, down to zero, count as this one, whose inverse still fits into float32.
     static constexpr float kLeastValueScale = 0x1p-80f;
 
-    // The larger one, or NaN if x is.
+    // The larger of x and least, or NaN if x is NaN.
     __device__ static float at_least(float x, float least) {
         float larger;
         asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(least));
@@ -289,7 +290,7 @@ class CodeProducts {
         terms.minimum_by_scale[i] = minimum * terms.inverse_scale[i];
     }
 
-    // This lane's dims of a row, in their order.
+    // Loads this lane's dims of a row, in their order.
     __device__ static void load_row(uint32_t (&words)[kQueryWords], QueryRows<Config> q, int row) {
         const int t = threadIdx.x % 4;
         auto chunk = [&](int i) { return q.address + QueryRows<Config>::offset(row, i); };
@@ -307,7 +308,7 @@ class CodeProducts {
             }
         }
     }
-    // Arranges words as operands b, whose dims stand as those of keys do.
+    // Arranges words as operands b, whose dims are in the same order as those of keys.
     __device__ static void arrange(uint32_t (&operands)[kQueryWords], const uint32_t (&words)[kQueryWords]) {
         constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
 #pragma unroll
@@ -331,11 +332,10 @@ class CodeProducts {
         return pack<float16>(16.0f * pair.x, 16.0f * pair.y);
     }
 
-    uint32_t a_, a_transposed_;  // the places from which a lane reads operands
+    uint32_t a_, a_transposed_;  // the places from which this lane reads operands
     uint32_t queries_[kRowTiles][kQueryWords];
-    float factors_[kRowTiles]
-                  [2];  // of products of codes: the unit, the row's power of two, the softmax scale
-    float offsets_[kRowTiles][2];  // int8: where products start; int4: what the minimum of a key multiplies
+    float factors_[kRowTiles][2];  // for products of codes: unit x the row's power of two x the softmax scale
+    float offsets_[kRowTiles][2];  // int8: what products start from; int4: the factor of a key's minimum
 };
 
 }  // namespace octavo::cuda

@@ -1,9 +1,9 @@
-// The two ways in which partial results of a row add up. A partial result is a softmax state (the maximum of
-// the scores, and the sum of exp2(score - maximum)) and the sums of values with these weights.
+// The two ways to combine partial results of a row. A partial result is a softmax state (the maximum of the
+// scores, and the sum of exp2(score - maximum)) and the sums of values with these weights.
 //
 //     in order   each partial result is added to those before it, with the same roundings wherever they were
 //                computed, so that the bits depend on the partial results and their order alone
-//     at once    all are scaled to the common maximum and summed: fewer exponentials, one after the other
+//     at once    all are scaled to the common maximum and summed, which needs a shorter chain of exponentials
 #pragma once
 
 #include "common/online_softmax.h"
@@ -15,11 +15,11 @@ __device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// One more partial result after those before it: what both are multiplied by.
+// The factors of the partial results so far, and of one more that is added to them.
 struct Rescale {
     float before, added;
 
-    // The arguments are the maximum before, that of what is added, and that after.
+    // The arguments are the maxima of the partial results so far, of the one that is added, and of all.
     __device__ static Rescale make(float before, float added, float after) {
         return {before == after ? 1.0f : ptx::exp2_approx(before - after),
                 added == -INFINITY ? 0.0f : ptx::exp2_approx(added - after)};
@@ -41,8 +41,8 @@ struct Rescale {
     }
 };
 
-// Adds a partial result to those before it, four columns. kSameMax: both have one maximum, so that Rescale
-// would multiply by one, exactly (or, of empty ones, add zeros).
+// Adds four columns of a partial result to those of the ones before it. kSameMax: both have the same maximum,
+// so that Rescale would multiply by exactly one (or, if both are empty, add zeros).
 template <bool kSameMax>
 __device__ __forceinline__ void add_in_order(SoftmaxState& all, float4& out, const SoftmaxState& more,
                                              const float4& more_out) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_in_order(SoftmaxState& all, float4& out, con
     }
 }
 
-// The first `count` of kCount partial results of a row, whose states all lanes know, in order.
+// Combines the first `count` of kCount partial results of a row, whose states all lanes know, in order.
 template <int kCount>
 class CombinedInOrder {
   public:
@@ -65,7 +65,7 @@ class CombinedInOrder {
 #pragma unroll
         for (int i = 1; i < kCount; ++i)
             same_max = same_max && (i >= count || states[i].max == states[0].max);
-        same_max_ = __all_sync(~0u, same_max);  // as each lane knows, but not the compiler
+        same_max_ = __all_sync(~0u, same_max);  // lanes agree on it already; the compiler does not know
         state = states[0];
         if (same_max_) {
 #pragma unroll
@@ -80,7 +80,7 @@ class CombinedInOrder {
         }
     }
 
-    // Four columns.
+    // Combines four columns.
     __device__ float4 operator()(const float4 (&outs)[kCount]) const {
         float4 out = outs[0];
         if (same_max_) {
@@ -100,10 +100,10 @@ class CombinedInOrder {
   private:
     Rescale rescales_[kCount];
     int count_;
-    bool same_max_;  // and so nothing to rescale
+    bool same_max_;  // whether all maxima are equal, so that nothing has to be rescaled
 };
 
-// kCount partial results of a row, whose states all lanes know, at once. Some may be empty.
+// Combines kCount partial results of a row, whose states all lanes know, at once. Some may be empty.
 template <int kCount>
 class CombinedAtOnce {
   public:

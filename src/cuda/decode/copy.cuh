@@ -1,4 +1,4 @@
-// The way of keys and values of 16 bits from global to shared memory.
+// Copies keys and values of 16 bits from global to shared memory.
 #pragma once
 
 #include "cuda/decode/parameters.h"
@@ -16,13 +16,13 @@ class RowCopier : public QueryRowCopier<T, Config> {
         Base::kRowsPerCopy, Base::lane_row_, Base::p_, Base::place_;
 
   public:
-    // The offset of this lane's row of a block from the cache's start, in units of 16 bytes: a row of K in
-    // the lower 16 lanes and of V in the upper ones.
+    // The offset of this lane's row of a block from the cache's start, in units of 16 bytes. The lower 16
+    // lanes have rows of K, the upper ones rows of V.
     using Place = uint32_t;
 
     __device__ RowCopier(const AttentionParams& p, const CodeLayout&) : Base(p) {
         const int lane = threadIdx.x % 32;
-        // Columns from head_dim on become zeros, from an address that is mapped.
+        // Copies of columns from head_dim on write zeros; their address only has to be mapped.
         k_ = static_cast<const uint4*>(p.k) + (8 * column_ < p.head_dim ? column_ : 0);
         v_ = static_cast<const uint4*>(p.v) + (8 * column_ < p.head_dim ? column_ : 0);
         page_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_outer_stride : p.v_outer_stride) / kPerChunk);
@@ -49,7 +49,7 @@ class RowCopier : public QueryRowCopier<T, Config> {
             copy_rows(v.address + place_, row, v_, __shfl_sync(~0u, offset, lane_row_ + 16 + row));
         }
     }
-    // The same of keys or values alone, to a multiple of 512 bytes.
+    // Start the copies of keys or of values alone, to a multiple of 512 bytes.
     __device__ void copy_keys(KeyRows<Config> k, uint32_t, Place offset) const {
         copy_half(k, k_, offset, 0);
     }
@@ -58,8 +58,8 @@ class RowCopier : public QueryRowCopier<T, Config> {
   private:
     __device__ void copy_half(KeyRows<Config> to, const uint4* chunks, uint32_t offset,
                               int first_lane) const {
-        // An exclusive or instead of a sum. Of a sum, ptxas 13.0 would leave the uniform part to the copy
-        // instruction, which it encodes as an illegal instruction where there is a cache policy.
+        // This is an exclusive or instead of a sum: ptxas 13.0 would leave the uniform part of a sum to the
+        // copy instruction, which it encodes as an illegal instruction where there is a cache policy.
         const uint32_t place = to.address ^ place_;
         static_assert(16 * kLanesPerRow * kRowsPerCopy <= 512);
 #pragma unroll
@@ -68,7 +68,7 @@ class RowCopier : public QueryRowCopier<T, Config> {
         }
     }
 
-    // One row or several, `row` and on: this lane's chunk of its row, from `offset`.
+    // Copies one row or several, from `row` on: this lane copies its chunk of its row, from `offset`.
     __device__ void copy_rows(uint32_t place, int row, const uint4* chunks, uint32_t offset) const {
         if (kChunks > 1 || column_ < Config::kHeadDim / 8) {
             const uint32_t to = KeyRows<Config>::advance_rows(place, row);
@@ -83,7 +83,7 @@ class RowCopier : public QueryRowCopier<T, Config> {
     }
 
     const uint4 *k_, *v_;                                // this lane's chunk of the cache's first row
-    uint32_t page_stride_, token_stride_, head_stride_;  // K in the lower lanes, V in the others; in 16 bytes
+    uint32_t page_stride_, token_stride_, head_stride_;  // in 16 bytes; of K in the lower lanes, of V above
 };
 
 }  // namespace octavo::cuda

@@ -2,12 +2,12 @@
 // batch. The cuts follow from the item's number of blocks (and the number of KV heads) alone.
 //
 //     blocks     |0 1 2 3 ...                                     |
-//     splits     |     0     |     1     |     2     |     3     |    a power of two, a CTA each
+//     splits     |     0     |     1     |     2     |     3     |    a power of two, one CTA each
 //     warps      | | | | | | |                                        equal shares of a split, kWarps of them
 //
-// Shares of all splits differ by a block at most: share j of all begins with block j * blocks / shares. The
-// shares of a split are added up from the left, then the splits: at first those of a subtotal, of which an
-// item has no more than a CTA has warps, then the subtotals.
+// The warps' shares differ by one block at most: share j, counted over all splits, begins with block j *
+// blocks / shares. The shares of a split are combined from the left, then the splits: first those of each
+// subtotal, then the subtotals. An item has no more subtotals than a CTA has warps.
 #pragma once
 
 #include "common/macros.h"
@@ -33,14 +33,14 @@ struct FixedSplitCut {
     static constexpr int kWarpsLog2 = constant_log2(Config::kWarps);
 
     int32_t blocks;         // blocks of the item
-    int32_t shared_blocks;  // those that warps share equally: more than `blocks` where these are very few
+    int32_t shared_blocks;  // the number that is cut into equal shares: `blocks`, or more where these are few
     int32_t splits_log2;
-    int32_t subtotal_log2;  // splits of a subtotal
+    int32_t subtotal_log2;  // splits in a subtotal, as a power of two
     int32_t num_warps;      // warps that have blocks of the first split
 
     OCTAVO_HD int32_t num_splits() const { return 1 << splits_log2; }
     OCTAVO_HD int32_t splits_of_subtotal() const { return 1 << subtotal_log2; }
-    // The first block of a warp's share of a split; that of a warp past the last one is the split's end.
+    // The first block of a warp's share of a split. For a warp past the last one, it is the split's end.
     OCTAVO_HD int32_t share_begin(int32_t split, int32_t warp) const {
         const int64_t share = (split << kWarpsLog2) + warp;
         const auto begin =
@@ -65,7 +65,7 @@ class FixedSplits {
 
     OCTAVO_HD explicit FixedSplits(int32_t max_log2) : max_log2_(max_log2) {}
 
-    // The splits of the longest item that has up to `blocks`.
+    // The most splits that an item of up to `blocks` blocks has.
     int32_t most(int64_t blocks) const {
         constexpr int64_t kMany = int64_t{kMaxSplits} << kLongLog2;
         const auto count = static_cast<int32_t>(std::min(blocks, kMany));
@@ -87,8 +87,8 @@ class FixedSplits {
     // values.
     static constexpr int kMinShareLog2 = Config::kWarps == 8 ? 0 : 2, kMinShare = 1 << kMinShareLog2;
     static constexpr int kMinBlocks = Config::kWarps * kMinShare;
-    // How many splits, as a power of two, may be as short as a short item. With more dims, adding them up
-    // costs more than it saves.
+    // How many splits, as a power of two, may be as short as a short item. With more dims, combining them
+    // costs more than they save.
     static constexpr int kFewLog2 = Config::kHeadDim <= 128 ? 2 : 0;
 
     OCTAVO_HD int32_t splits_log2(int32_t blocks, int32_t blocks_log2) const {

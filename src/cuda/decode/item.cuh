@@ -1,4 +1,4 @@
-// What decode kernels share out: items, each one KV head of one sequence, and their blocks of keys.
+// The work of the decode kernels: items, each one KV head of one sequence, and their blocks of keys.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -19,7 +19,7 @@ __device__ __forceinline__ KeyTiles key_blocks(const SequenceSlice& seq) {
 // One item, and its place in the order of all blocks of the batch.
 struct Item {
     int32_t sequence, kv_head;
-    int32_t begin, end;  // blocks
+    int32_t begin, end;  // blocks, counted over the batch, or (split-KV) from the item's first
 };
 
 // A row of an item: a query token of a query head.

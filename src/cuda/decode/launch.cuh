@@ -11,12 +11,12 @@
 
 namespace octavo::cuda {
 
-// At least `num_words`, for launches on `stream`.
+// The workspace of at least `num_words` words for launches on `stream`.
 inline PartialWorkspace partial_workspace(const AttentionParams& p, cudaStream_t stream, int64_t num_words,
                                           WorkspaceUser user = WorkspaceUser::kernel) {
 #ifdef OCTAVO_TICKETS
-    // Tickets are drawn while the kernel before this one may still be under way, so that they have words
-    // apart.
+    // CTAs draw tickets while the kernel before this one may still be running, so tickets have words of their
+    // own.
     uint32_t* const tickets =
         persistent_workspace(p.device.index, stream, 0, 1, WorkspaceUser::tickets).counters;
     return {persistent_workspace(p.device.index, stream, 0, num_words, user).counters, tickets};
@@ -28,7 +28,8 @@ inline PartialWorkspace partial_workspace(const AttentionParams& p, cudaStream_t
 
 static __device__ const float kOneScale = 1.0f;
 
-// A one on the current device, where only keys or only values have scales in memory; otherwise null.
+// A pointer to a one on the current device, where only keys or only values have scales in memory; null
+// otherwise.
 inline const float* one_scale(const AttentionParams& p) {
     if ((p.k_scales.data != nullptr) == (p.v_scales.data != nullptr)) return nullptr;
     void* address = nullptr;
@@ -48,12 +49,12 @@ void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& pl
         params.op, params.device.index, stream, shape, params, arguments);
 }
 
-// Behind a shared prefix, a grid must not be complete before the kernel over the prefix is. It is enough that
-// the CTAs of the last sequence wait for that: the first of them has work whatever the lengths are, unless
-// items are shared out by length. The other CTAs leave their places to CTAs that have not started. But where
-// CTAs have much to read, more of them beside that kernel would keep it back, and all wait. (64 sequences of
-// 1024 keys behind 1024, on an H200: 78 us where the last ones wait and 72 where all do; of 256 behind 4096,
-// 32 and 35.)
+// Behind a shared prefix, this grid must not complete before the kernel over the prefix does. It is enough
+// that the CTAs of the last sequence wait for that kernel: the first of them has work whatever the lengths
+// are, unless splits are by length. The other CTAs end, and leave their places to CTAs that have not started.
+// But where CTAs have much to read, more of them beside that kernel would slow it down, so all wait. (On an
+// H200, 64 sequences of 1024 keys behind a prefix of 1024 took 78 us where the last ones wait and 72 us where
+// all do; sequences of 256 keys behind 4096, 32 and 35 us.)
 inline uint32_t first_that_waits(const SplitKvPlan& plan, int64_t block_bytes) {
     constexpr int64_t kMuch = 512 * 1024;
     return plan.max_visible_blocks * block_bytes < kMuch * plan.num_splits ? plan.num_sequences - 1 : 0;
@@ -65,7 +66,7 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     using Long = LongItems<kHeadDim, kRowTiles, kCodes>;
     using Short = ShortItems<kHeadDim, kRowTiles, kCodes>;
     using Many = ManyItems<kHeadDim, kRowTiles, kCodes>;
-    // What serves short items, unless their splits are fixed.
+    // The configuration that serves short items, unless their splits are fixed.
     using ShortOrMany = std::conditional_t<has_short_items<kHeadDim, kRowTiles, kCodes>(), Short, Many>;
     SplitKvLaunch arguments{};
     arguments.group_size = FastDivide::by(params.group_size());

@@ -1,4 +1,4 @@
-// The finished rows of an item.
+// Writes the finished rows of an item.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -21,9 +21,9 @@ class OutputWriter {
           sequences_(sequences),
           num_rows_(p.seqlen_q * static_cast<int32_t>(group_size.divisor)) {}
 
-    __device__ int num_rows() const { return num_rows_; }  // the most rows of an item
+    __device__ int num_rows() const { return num_rows_; }  // the most rows that an item has
 
-    // Where a row's result goes; null for a row that the item does not have.
+    // Where a row's result goes; both are null for a row that the item does not have.
     struct Target {
         T* out;
         float* lse;
@@ -39,13 +39,13 @@ class OutputWriter {
                        : nullptr};
     }
 
-    // Four columns of a row's result.
+    // Writes four columns of a row's result.
     __device__ void store(const Item& item, int row, int column, const SoftmaxState& state,
                           float4 out) const {
         store(target(item, row), item, row, column, state, out);
     }
-    // The head's sink is loaded here and not with the target, where it would take registers from calls
-    // without sinks (133 for 128 where a CTA has long items).
+    // The head's sink is loaded here and not with the target, where it would cost calls without sinks
+    // registers (133 instead of 128 where a CTA has long items).
     __device__ void store(const Target& target, const Item& item, int row, int column, SoftmaxState state,
                           float4 out) const {
         if (!target.out || column >= p_.head_dim) return;

@@ -1,4 +1,4 @@
-// What one launch of a decode kernel is told besides the call's parameters.
+// What a launch of a decode kernel hands to it besides the call's parameters.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -12,9 +12,9 @@ namespace octavo::cuda {
 // How pages hold blocks of keys.
 struct PageLayout {
     FastDivide page_size;
-    int32_t pages_per_block_log2;  // pages that a block of keys may touch, at most, as a power of two
+    int32_t pages_per_block_log2;  // the most pages that a block of keys touches, as a power of two
     int32_t max_pages;             // columns of the page table that a sequence's keys may need
-    int32_t has_gap;  // whether a window hides blocks between a prefix's and its own (visible_blocks.cuh)
+    int32_t has_gap;               // whether a window may hide blocks behind a prefix (visible_blocks.cuh)
 
     static PageLayout of(const AttentionParams& p, int32_t block_keys) {
         const int32_t page_size = p.page_size;
@@ -39,12 +39,12 @@ struct CodeLayout {
     };
     Strides k, v;  // in units of 16 bytes
     Scales k_scales, v_scales;
-    int32_t has_scales;  // in memory, or softmax_scale and out_scale have them
+    int32_t has_scales;  // whether scales lie in memory; otherwise softmax_scale and out_scale include them
     // Whether kStepKeys tokens of a head lie in one page and follow each other without a gap, and the rows
     // are those of the instance.
     int32_t k_in_order, v_in_order;
 
-    // `one`: on the device, where only keys or only values have scales in memory.
+    // `one` points to a one on the device, where only keys or only values have scales in memory.
     static CodeLayout of(const AttentionParams& p, int32_t head_dim, const float* one) {
         auto strides = [](int64_t page, int64_t token, int64_t head) {
             return Strides{static_cast<uint32_t>(page), static_cast<uint32_t>(token),
@@ -68,7 +68,7 @@ struct CodeLayout {
     }
 };
 
-// The workspace of partial results (partial.cuh). Zero between launches.
+// The workspace of partial results (partial.cuh), which is zero between launches.
 struct PartialWorkspace {
     uint32_t* words;
 #ifdef OCTAVO_TICKETS
@@ -79,23 +79,23 @@ struct PartialWorkspace {
 struct SplitKvLaunch {
     FastDivide group_size;
     PageLayout pages;
-    int32_t num_splits;             // CTAs that work on an item, at most
+    int32_t num_splits;             // the most CTAs that work on an item
     int32_t num_slots;              // CTAs that work on the items of a KV head
-    int32_t combiners_per_item;     // CTAs that add up the partial results of its splits
-    int32_t warps_per_row_log2;     // warps of a combiner
+    int32_t combiners_per_item;     // CTAs that combine the partial results of an item's splits
+    int32_t warps_per_row_log2;     // warps of a combiner that share a row, as a power of two
     int32_t max_fixed_splits_log2;  // SplitPolicy::fixed: see FixedSplits
-    uint32_t max_visible_blocks;    // the most that a sequence has, where a window bounds them
+    uint32_t max_visible_blocks;    // the most that queries of a sequence see; a window may bound it
     SplitPolicy policy;
     FastDivide blocks_per_split;  // SplitPolicy::sized
     int32_t length_first;         // whether CTAs look at the length before all else
-    int32_t overlaps_prefix;  // whether the kernel over a shared prefix, the one before, may go on meanwhile
-    uint32_t first_that_waits;  // the CTAs of this and later sequences end no sooner than that kernel
-    // [batch, num_kv_heads, num_splits, rows of an item] rows; by length [num_kv_heads, num_slots, ...].
+    int32_t overlaps_prefix;      // whether the kernel before this one, over a shared prefix, may still run
+    uint32_t first_that_waits;    // CTAs of this sequence and later ones end only after that kernel
+    // [batch, num_kv_heads, num_splits, rows of an item] rows; by length, [num_kv_heads, num_slots, ...].
     PartialWorkspace partial;
     int32_t partial_words;  // words for all rows of an item
     CodeLayout codes;       // used where there are codes
 
-    // How many splits an item of `blocks` blocks has, where CTAs are not shared out by length.
+    // How many splits an item of `blocks` blocks has, unless the policy is by_length.
     OCTAVO_HD int32_t num_splits_of(int32_t blocks) const {
         const int32_t most =
             policy == SplitPolicy::sized ? blocks_per_split.quotient(blocks - 1) + 1 : blocks;

@@ -1,9 +1,9 @@
 // How partial results come from CTAs that share an item to the one that combines them.
 //
-// A CTA pushes the rows of its partial result to a workspace, and the CTA that combines them waits for them
-// there, as soon as it has nothing else to do. There is no fence and no counter: the workspace is zero
-// between launches and what is pushed never is, so that every 16 bytes show by themselves whether they have
-// come. Whoever has read a row sets it to zero again.
+// A CTA pushes the rows of its partial result to a workspace, where the CTA that combines them waits for them
+// as soon as it has nothing else to do. There is no fence and no counter: the workspace is zero between
+// launches and no pushed word is zero, so that every 16 bytes show by themselves whether they have arrived.
+// The reader of a row sets it to zero again.
 //
 // Waiting relies on one assumption: the GPU starts the CTAs of a grid in the order of their index, so that a
 // CTA which waits for lower ones never holds the place of one that it waits for. This holds on every GPU
@@ -19,13 +19,13 @@
 
 namespace octavo::cuda {
 
-// This CTA's index in the grid, in the order in which CTAs start. All threads call it together, once.
+// Returns this CTA's index in the grid, in the order in which CTAs start. All threads call it together, once.
 __device__ __forceinline__ uint3 grid_index([[maybe_unused]] const PartialWorkspace& workspace) {
 #ifdef OCTAVO_TICKETS
     __shared__ uint32_t ticket;
     if (threadIdx.x == 0) {
         const uint32_t num_ctas = gridDim.x * gridDim.y * gridDim.z;
-        ticket = atomicInc(workspace.tickets, num_ctas - 1);  // back to zero with the last CTA
+        ticket = atomicInc(workspace.tickets, num_ctas - 1);  // the last CTA sets the counter to zero
     }
     __syncthreads();
     return make_uint3(ticket % gridDim.x, ticket / gridDim.x % gridDim.y, ticket / gridDim.x / gridDim.y);
@@ -40,8 +40,8 @@ struct NonZero {
     __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
 };
 
-// One row in the workspace: the sums of kHeadDim columns, then the softmax state, a copy for each warp of a
-// CTA that may read the row (who reads it, clears it).
+// One row in the workspace: the sums of kHeadDim columns, then the softmax state, one copy for each warp of a
+// CTA that may read the row (a reader clears its copy).
 template <class Config>
 struct PartialRow {
     uint32_t* words;
@@ -50,12 +50,12 @@ struct PartialRow {
         ptx::store_relaxed_8(words + state_at(reader),
                              make_uint2(NonZero::encode(state.max), NonZero::encode(state.sum)));
     }
-    // Four columns: 16 bytes, which are written at once, so that one word shows whether all have come.
+    // Pushes four columns: 16 bytes, which are written at once, so that one word shows whether all arrived.
     __device__ void push(int column, float4 out) const {
         ptx::store_relaxed_16(words + column, make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
                                                          __float_as_uint(out.z), NonZero::encode(out.w)));
     }
-    // Writes zeros, as the next launch wants them.
+    // Writes zeros, which the next launch needs.
     __device__ void clear_state(int reader) const {
         *reinterpret_cast<uint2*>(words + state_at(reader)) = make_uint2(0, 0);
     }
@@ -65,7 +65,7 @@ struct PartialRow {
     __device__ static int state_at(int reader) { return Config::kHeadDim + 2 * reader; }
 };
 
-// The same row of `count` partial results, `stride_words` apart, as one of its readers sees it.
+// The same row of `count` partial results, `stride_words` apart, for one of its readers.
 template <class Config>
 struct PartialRows {
     uint32_t* words;
@@ -74,10 +74,10 @@ struct PartialRows {
 
     __device__ PartialRow<Config> row(int32_t i) const { return {words + i * stride_words}; }
 
-    // Waits for kAtOnce partial results, `first`, first + step and so on: for their states, and for four
-    // columns unless not `has_column`. All lanes of the warp call this together. Past the end, the last
-    // partial result is loaded in their place and left out: if each load depended on a condition, they would
-    // not all be under way at once.
+    // Waits for kAtOnce partial results, `first`, first + step and so on: for their states and, if
+    // `has_column`, for four columns. All lanes of the warp call this together. In place of partial results
+    // past the end, the last one is loaded and left out: if each load depended on a condition, the loads
+    // would not all be in flight together.
     template <int kAtOnce>
     __device__ __forceinline__ void wait(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce], int column,
                                          bool has_column, int32_t first, int32_t step) const {
@@ -85,7 +85,7 @@ struct PartialRows {
         const int state_at = PartialRow<Config>::state_at(reader);
         uint2 loaded_states[kAtOnce];
         uint4 loaded_outs[kAtOnce];
-        uint32_t least;  // zero while some are still to come
+        uint32_t least;  // zero while some have not arrived
         do {
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {

@@ -13,11 +13,11 @@
 namespace octavo::cuda {
 namespace {
 
-// What is known of one configuration of the split-KV kernel.
+// The host's knowledge of one configuration of the split-KV kernel.
 struct SplitKvShape {
     int32_t warps;
     int32_t ctas;         // CTAs on an SM
-    int32_t min_blocks;   // the least that a split has
+    int32_t min_blocks;   // the least blocks that a split has
     int32_t block_bytes;  // bytes of the keys and values of a block
     int32_t row_words;    // words of a row's partial result
 
@@ -32,11 +32,11 @@ int32_t most_fixed_splits(int32_t max_log2, int64_t blocks) {
     return FixedSplits<Config>(max_log2).most(blocks);
 }
 
-// What is known of the kernels of one row of kDecodeTiles.
+// The host's knowledge of the kernels of one row of kDecodeTiles.
 struct DecodeShape {
     int32_t block_keys;
     SplitKvShape long_items, short_items, many_items, by_length, fixed;
-    bool has_short_items;  // or many_items serves them
+    bool has_short_items;  // otherwise many_items serves short items
     int32_t short_keys;    // the most keys of a short item
     int32_t (*max_fixed_splits_log2)(int32_t num_kv_heads);
     int32_t (*most_fixed_splits)(int32_t max_log2, int64_t blocks);
@@ -82,7 +82,7 @@ const DecodeShape& shape_of(Codes codes, int32_t row) {
     return kShapes<Codes::none>[row];
 }
 
-// How many sequences a launch takes, whose blocks it counts in 32 bits.
+// How many sequences a launch takes; it counts their blocks in 32 bits.
 int32_t count_sequences(const AttentionParams& p) {
     constexpr int64_t kMaxBlocks = (int64_t{1} << 30) - 1;
     const int64_t blocks = (int64_t{p.seqlen_k} / kStepKeys + 1) * p.num_kv_heads;
@@ -96,7 +96,7 @@ struct Instance {
     Codes codes;
 };
 
-// Bits of a head's row of keys and of values, together.
+// How many bits a head's row of keys and its row of values have together.
 int32_t row_bits(const AttentionParams& p) { return p.head_dim * (bits_of(p.k_dtype) + bits_of(p.v_dtype)); }
 
 // The smallest row of kDecodeTiles that holds the problem, if the decode kernels can serve it.
@@ -178,7 +178,7 @@ struct SplitKvProblem {
     const Gpu& gpu;
     const DecodeShape& shape;
     int32_t batch;   // sequences of this launch
-    int32_t blocks;  // the most that the queries of a sequence see
+    int32_t blocks;  // the most blocks that the queries of a sequence see
 
     int64_t items() const { return int64_t{batch} * p.num_kv_heads; }
     int32_t rows() const { return p.seqlen_q * p.group_size(); }
@@ -188,7 +188,7 @@ struct SplitKvProblem {
     bool is_short() const { return keys() <= shape.short_keys; }
 };
 
-// The blocks of a sequence that its queries see, at most.
+// The most blocks that the queries of a sequence see.
 int32_t max_visible_blocks(const AttentionParams& p, int32_t block_keys) {
     int64_t keys = p.seqlen_k;
     if (p.chosen_pages) keys = std::min(keys, int64_t{p.chosen_pages.num_chosen} * p.page_size);
@@ -197,11 +197,11 @@ int32_t max_visible_blocks(const AttentionParams& p, int32_t block_keys) {
     return static_cast<int32_t>(std::min(all, (int64_t{p.window_left} + p.seqlen_q) / block_keys + 2));
 }
 
-// Combiners, and how many of their warps share a row.
+// Chooses the number of combiners, and how many of their warps share a row.
 void choose_combiners(SplitKvPlan& plan, const SplitKvShape& shape, int32_t num_rows) {
     plan.warps_per_row_log2 = plan.combiners_per_item = 0;
     if (plan.num_splits == 1) return;
-    // A lane has up to eight splits, or more where a CTA's warps cannot be shared out to rows.
+    // A lane reads up to eight splits, or more where a CTA's warps cannot be divided further.
     while (shape.warps % (2 << plan.warps_per_row_log2) == 0 &&
            8 << plan.warps_per_row_log2 < plan.num_splits)
         ++plan.warps_per_row_log2;
@@ -209,7 +209,7 @@ void choose_combiners(SplitKvPlan& plan, const SplitKvShape& shape, int32_t num_
     plan.combiners_per_item = static_cast<int32_t>(ceil_divide(num_rows, rows_per_combiner));
 }
 
-// Cuts items into `most` splits or as many as `slots` CTAs a KV head allow, combiners left out.
+// Cuts items into `most` splits, or into as many as `slots` CTAs per KV head, not counting combiners, allow.
 void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const SplitKvShape& shape, int32_t slots,
                    int32_t most) {
     const int32_t batch = problem.batch;
@@ -220,13 +220,13 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
     choose_combiners(plan, shape, problem.rows());
 }
 
-// As many splits as there are SMs. If a CTA would be done soon, only as many as fill three SMs in seven, so
-// that the next launch starts on the others meanwhile. (One sequence of 4096 keys, 8 heads: 7.6 us on 56 CTAs
-// of 132, 9.1 on 64, 8.0 on 136.)
+// Makes as many splits as there are SMs. If a CTA would be done soon, makes only as many as fill three SMs in
+// seven, so that the next launch starts on the others meanwhile. (One sequence of 4096 keys with 8 heads took
+// 7.6 us on 56 CTAs, of 132 SMs, 9.1 us on 64 CTAs and 8.0 us on 136.)
 void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const SplitKvShape& shape) {
-    constexpr int64_t kSoonRead = 384 * 1024;  // bytes, by a CTA
+    constexpr int64_t kSoonRead = 384 * 1024;  // bytes that a CTA reads
     const int32_t sms = problem.gpu.num_sms, heads = problem.p.num_kv_heads, few = sms * 3 / 7;
-    // More than 32 splits cost as much combining as they save, up to twice as many keys.
+    // Combining more than 32 splits costs as much as they save, until each is twice as long.
     const int32_t blocks = problem.blocks;
     int32_t most =
         blocks <= 2 * shape.min_blocks ? 1 : static_cast<int32_t>(ceil_divide(blocks, shape.min_blocks));
@@ -244,11 +244,11 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
         if (fits()) break;
     }
     const int64_t bytes = problem.items() * blocks * shape.block_bytes;
-    // Codes take longer than their reading.
+    // Over codes, CTAs take longer to compute than to read.
     if (slots == 0 || bytes > kSoonRead * heads * plan.num_slots || problem.has_codes()) plan = all;
 }
 
-// Sets the configuration, which decides how many warps a CTA has and how large a partial result is.
+// Sets the configuration, and with it how many warps a CTA has and how large a partial result is.
 SplitKvPlan with_items(SplitKvPlan plan, const SplitKvProblem& problem, SplitKvItems items) {
     const DecodeShape& shapes = problem.shape;
     if (items == SplitKvItems::short_items && !shapes.has_short_items && plan.policy != SplitPolicy::fixed)
@@ -264,8 +264,8 @@ SplitKvPlan with_items(SplitKvPlan plan, const SplitKvProblem& problem, SplitKvI
     return plan;
 }
 
-// One sequence, or short items: the same number of CTAs for each item shares out the work well, whatever the
-// lengths are.
+// For one sequence, or short items: the same number of CTAs for each item balances the work well, whatever
+// the lengths are.
 SplitKvPlan plan_even_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
     plan.policy = SplitPolicy::even;
     choose_splits(plan, problem, problem.shape.long_items);
@@ -299,8 +299,8 @@ std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProb
     const int64_t items = problem.items(), sms = problem.gpu.num_sms, item_bytes = problem.item_bytes();
     int64_t splits = sized_splits(problem);
     if (problem.has_codes()) {
-        // CTAs take longer to compute than to read. So there are either as many as run at a time, or so many
-        // that it does not matter which SMs have one more.
+        // Over codes, CTAs take longer to compute than to read. So there are either as many as run at a time,
+        // or so many that it does not matter which SMs have one more.
         const int64_t at_a_time = sms * problem.shape.short_items.ctas;
         if (items * splits < 2 * at_a_time)
             splits = std::max<int64_t>(std::min(at_a_time / items, item_bytes / (64 * 1024)), 1);
@@ -330,8 +330,8 @@ std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProb
     return with_items(plan, problem, SplitKvItems::short_items);
 }
 
-// A CTA for each split that page_table has room for. The batch is cut so that a launch has as many sequences
-// as are worth one.
+// Makes a CTA for each split that page_table has room for. The batch is cut into launches, each of as many
+// sequences as have up to kMostOnSm CTAs per SM.
 SplitKvPlan plan_fixed_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
     constexpr int64_t kMostOnSm = 64;
     const DecodeShape& shape = problem.shape;
@@ -350,39 +350,10 @@ SplitKvPlan plan_fixed_splits(SplitKvPlan plan, const SplitKvProblem& problem) {
     choose_combiners(plan, shape.fixed, problem.rows());
     const int64_t ctas = heads * plan.num_slots;
     if (plan.num_splits > 1 && ctas > 4 * sms) plan.length_first = true;
-    // Two CTAs an SM where some start while others end. Chosen pages have no other instance.
+    // An SM has two CTAs where some start while others end. Chosen pages have no other instance.
     const bool is_short = (plan.num_splits == 1 && problem.is_short()) || plan.has_chosen_pages;
     return with_items(plan, problem,
                       ctas > sms || is_short ? SplitKvItems::short_items : SplitKvItems::long_items);
-}
-
-const char* name_of(SplitPolicy policy) {
-    switch (policy) {
-        case SplitPolicy::even: break;
-        case SplitPolicy::by_length: return "by_length";
-        case SplitPolicy::sized: return "sized";
-        case SplitPolicy::fixed: return "fixed";
-    }
-    return "even";
-}
-
-const char* name_of(SplitKvItems items) {
-    switch (items) {
-        case SplitKvItems::long_items: break;
-        case SplitKvItems::short_items: return "short";
-        case SplitKvItems::many_items: return "many";
-    }
-    return "long";
-}
-
-std::string name_of(const char* kernel, DType dtype, Codes codes, const DecodeTiles& tiles) {
-    return text_of(kernel, "<", name_of(dtype, codes), ", head_dim ", tiles.head_dim, ", ", tiles.rows(),
-                   " rows>");
-}
-
-// "64 CTAs of 256 threads"
-std::string ctas_of(const Grid& grid, int32_t threads) {
-    return text_of(counted(grid.size(), "CTA"), " of ", threads, " threads");
 }
 
 }  // namespace
@@ -418,8 +389,8 @@ std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gp
     const SplitKvProblem problem{p, gpu, shape, plan.num_sequences, plan.max_visible_blocks};
     const int64_t items = problem.items(), sms = gpu.num_sms;
     if (p.batch_invariant || p.chosen_pages) return plan_fixed_splits(plan, problem);
-    // Short items are so read by few CTAs, or have 64 KB to read each. (256 sequences of 96 keys, 8 KV heads
-    // of dim 64: 24 us, 16 by splits of one size.)
+    // Even splits serve short items if there are few, or if each has 64 KB to read. (Otherwise splits of one
+    // size do: 256 sequences of 96 keys with 8 KV heads of dim 64 took 24 us, and 16 us by these.)
     const bool is_short = problem.is_short() && (items <= 4 * sms || problem.item_bytes() >= 64 * 1024);
     if ((problem.batch == 1 && items <= sms) || is_short) return plan_even_splits(plan, problem);
     const bool is_few = problem.batch <= kMaxSequencesByLength && p.seqlen_k < (1 << 28) && 2 * items <= sms;
@@ -446,84 +417,6 @@ std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gp
     plan.threads = shape.stream_k_threads;
     plan.partial_words = p.seqlen_q * p.group_size() * shape.stream_k_row_words;
     return plan;
-}
-
-Explanation describe(const SplitKvPlan& plan) {
-    Explanation text;
-    text.kernel = name_of("split_kv_decode", plan.dtype, plan.codes, plan.tiles());
-    text.summary =
-        text_of(counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_sequences, "sequence"), " x ");
-    if (plan.policy == SplitPolicy::by_length) {
-        text.summary += text_of("1 to ", counted(plan.num_splits, "split"), " by length, in ",
-                                counted(plan.num_slots, "slot"), " a KV head");
-    } else {
-        const char* const at_most = plan.policy != SplitPolicy::even && plan.num_splits > 1 ? "up to " : "";
-        text.summary += text_of(at_most, counted(plan.num_splits, "split"));
-    }
-    if (plan.policy == SplitPolicy::sized)
-        text.summary +=
-            text_of(" of ", counted(plan.blocks_per_split, "block"), " of ", plan.block_keys, " keys");
-    if (plan.has_chosen_pages) text.summary += " of chosen pages";
-    if (plan.combiners_per_item > 0)
-        text.summary += text_of(", and ", counted(plan.combiners_per_item, "combiner"), " per item");
-    text.summary += ": " + ctas_of(plan.grid(), plan.threads);
-    text.file = "src/cuda/decode/split_kv.cuh";
-    text.plan = {
-        {"dtype", to_string(plan.dtype)},
-        {"cache", name_of(plan.dtype, plan.codes)},
-        {"head_dim", plan.tiles().head_dim},
-        {"rows", plan.tiles().rows()},
-        {"policy", name_of(plan.policy)},
-        {"items", name_of(plan.items)},
-        {"num_sequences", plan.num_sequences},
-        {"num_kv_heads", plan.num_kv_heads},
-        {"num_splits", plan.num_splits},
-        {"num_slots", plan.num_slots},
-        {"combiners_per_item", plan.combiners_per_item},
-        {"warps_per_row", 1 << plan.warps_per_row_log2},
-        {"max_fixed_splits", 1 << plan.max_fixed_splits_log2},
-        {"max_visible_blocks", plan.max_visible_blocks},
-        {"blocks_per_split", plan.blocks_per_split},
-        {"length_first", plan.length_first},
-        {"num_ctas", plan.grid().size()},
-        {"threads", plan.threads},
-        {"workspace_bytes", plan.workspace_bytes()},
-    };
-    if (plan.has_chosen_pages) text.plan.emplace_back("chosen_pages", true);
-    return text;
-}
-
-Explanation describe(const StreamKPlan& plan) {
-    Explanation text;
-    text.kernel = name_of("stream_k_decode", plan.dtype, plan.codes, plan.tiles());
-    text.summary = text_of(counted(plan.num_kv_heads, "KV head"), " x ",
-                           counted(plan.num_sequences, "sequence"), ", blocks of ", plan.block_keys,
-                           " keys shared out on the device: ", ctas_of(plan.grid(), plan.threads));
-    text.file = "src/cuda/decode/stream_k.cuh";
-    text.plan = {
-        {"dtype", to_string(plan.dtype)},
-        {"cache", name_of(plan.dtype, plan.codes)},
-        {"head_dim", plan.tiles().head_dim},
-        {"rows", plan.tiles().rows()},
-        {"num_sequences", plan.num_sequences},
-        {"num_kv_heads", plan.num_kv_heads},
-        {"num_ctas", plan.num_ctas},
-        {"threads", plan.threads},
-        {"workspace_bytes", plan.workspace_bytes()},
-    };
-    return text;
-}
-
-std::vector<std::string> decode_instances() {
-    std::vector<std::string> names;
-    for (const char* kernel : {"split_kv_decode", "stream_k_decode"}) {
-        for (const DecodeTiles& tiles : kDecodeTiles) {
-            for (DType dtype : kAttentionTypes) names.push_back(name_of(kernel, dtype, Codes::none, tiles));
-            if (!tiles.has_codes) continue;
-            for (Codes codes : kAllCodes) names.push_back(name_of(kernel, DType{}, codes, tiles));
-        }
-    }
-    return names;
 }
 
 }  // namespace octavo::cuda

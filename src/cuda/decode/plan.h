@@ -1,5 +1,6 @@
-// How the decode kernels would work through a batch of few rows a KV head. Words: an item is one KV head of
-// one sequence, a row one query token of one query head, a block 16 keys (of codes 32).
+// How the decode kernels would work through a batch with few rows per KV head. An item is one KV head of one
+// sequence, a row is one query token of one query head, a block is 16 keys (of codes, 32). plan_text.cpp
+// describes plans.
 #pragma once
 
 #include "cuda/decode/tiles.h"
@@ -20,22 +21,22 @@ enum class SplitKvItems { long_items, short_items, many_items };
 struct SplitKvPlan {
     DType dtype;
     Codes codes;  // what pages hold; none: numbers of that dtype
-    int32_t row;  // a row of kDecodeTiles: with dtype or codes, policy and items, the instance
+    int32_t row;  // a row of kDecodeTiles; with dtype or codes, policy and items it names the instance
     int32_t block_keys;
     SplitPolicy policy;
     SplitKvItems items;
-    int32_t num_sequences;  // the first ones of the batch; another plan is made for the others
+    int32_t num_sequences;  // the first sequences of the batch; another plan is made for the others
     int32_t num_kv_heads;
-    int32_t num_splits;             // CTAs that work on an item, at most
+    int32_t num_splits;             // the most CTAs that work on an item
     int32_t num_slots;              // CTAs that work on the items of a KV head
-    int32_t combiners_per_item;     // CTAs that add up the partial results of its splits
-    int32_t warps_per_row_log2;     // warps of a combiner
+    int32_t combiners_per_item;     // CTAs that combine the partial results of an item's splits
+    int32_t warps_per_row_log2;     // warps of a combiner that share a row, as a power of two
     int32_t max_fixed_splits_log2;  // SplitPolicy::fixed: see FixedSplits
-    int32_t max_visible_blocks;     // the most that a sequence has; a window may show some of its blocks
+    int32_t max_visible_blocks;     // the most that queries of a sequence see; a window may bound it
     int32_t blocks_per_split;       // SplitPolicy::sized
-    bool has_chosen_pages;          // which have instances of their own
-    bool length_first;      // whether CTAs look at the length before all else: most may have nothing to do
-    int32_t partial_words;  // the partial result of a split
+    bool has_chosen_pages;          // chosen pages have instances of their own
+    bool length_first;      // whether CTAs look at the length before all else, as most may have nothing to do
+    int32_t partial_words;  // the length of the partial result of a split
     int32_t threads;
 
     const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
@@ -44,15 +45,15 @@ struct SplitKvPlan {
     int64_t workspace_bytes() const { return workspace_words() * int64_t{sizeof(uint32_t)}; }
 };
 
-// stream_k_decode: the CTAs share out the blocks of the batch among themselves.
+// stream_k_decode: the CTAs divide the blocks of the batch among themselves, on the device.
 struct StreamKPlan {
     DType dtype;
     Codes codes;  // what pages hold; none: numbers of that dtype
-    int32_t row;  // a row of kDecodeTiles: with dtype or codes, the instance
+    int32_t row;  // a row of kDecodeTiles; with dtype or codes it names the instance
     int32_t block_keys;
     int32_t num_sequences, num_kv_heads;
     int32_t num_ctas, threads;
-    int32_t partial_words;  // the partial result of a CTA
+    int32_t partial_words;  // the length of the partial result of a CTA
 
     const DecodeTiles& tiles() const { return kDecodeTiles[row]; }
     Grid grid() const { return {num_ctas}; }
@@ -60,7 +61,7 @@ struct StreamKPlan {
     int64_t workspace_bytes() const { return workspace_words() * int64_t{sizeof(uint32_t)}; }
 };
 
-// Nothing where the kernel does not serve: why_not, unless null, then gets the reason.
+// Returns nothing where the kernel does not serve; why_not, unless null, then gets the reason.
 std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& params, const Gpu& gpu,
                                          std::string* why_not = nullptr);
 std::optional<StreamKPlan> plan_stream_k(const AttentionParams& params, const Gpu& gpu,

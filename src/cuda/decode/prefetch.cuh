@@ -1,4 +1,4 @@
-// What a kernel brings near before it needs it.
+// Prefetches of data that a decode kernel will need.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -10,8 +10,8 @@
 namespace octavo::cuda {
 
 // Brings the parameters into the constant cache. Each warp waits for one cache line, instead of all warps for
-// each line. The addresses are constants, since indexed reads go through another cache. The scales at the end
-// are left out where there are none, softmax_phi behind them always.
+// each line. The addresses are constants, since indexed reads go through another cache. The last fields are
+// left out: the scales where there are none, and softmax_phi and all behind it always.
 template <class Config>
 __device__ __forceinline__ void prefetch_params(const AttentionParams& p) {
     constexpr int kLineWords = 16;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void prefetch_params(const AttentionParams& p) {
     }
 }
 
-// Brings the page table into the L2 cache while the lengths are on their way, unless it is very large.
+// Brings the page table into the L2 cache while the lengths are being loaded, unless it is very large.
 __device__ __forceinline__ void prefetch_page_table(const AttentionParams& p, const FastDivide& page_size) {
     constexpr int64_t kLineEntries = 32, kMaxEntries = 256 * 1024;
     const int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLineEntries;

@@ -28,7 +28,7 @@ class Products {
         pin_in_register(b_);
     }
 
-    // Dot products.
+    // Computes the dot products of queries and keys.
     __device__ void multiply_q_k(float (&scores)[kRowTiles][4], QueryRows<Config> q, KeyRows<Config> k,
                                  int) const {
         float odd[kRowTiles][4];  // a second chain of products
@@ -56,7 +56,7 @@ class Products {
         }
     }
 
-    // From dot products to scores in units of log2(e), before what depends on positions.
+    // Turns dot products into scores in units of log2(e), without the terms that depend on positions.
     __device__ void transform(float (&scores)[kRowTiles][4], const ScoreTransform& transform) const {
         if (OCTAVO_RARE(transform.has_softcap)) {
             Softmax::for_each_score(scores, [&](float& score, int, int) { score = transform(score); });
@@ -79,21 +79,21 @@ class Products {
     }
 
   private:
-    // Operand a of a product over dims: 16 rows by dims 16 j and on.
+    // Loads operand a of a product over dims: 16 rows by 16 dims from 16 j on.
     __device__ void load_a(uint32_t (&words)[4], KeyRows<Config> rows, int j) const {
         ptx::ldmatrix_x4(words, KeyRows<Config>::advance(rows.address + a_, 2 * j));
     }
-    // The same for rows that are the depth of the product: dims 16 j and on by 16 rows.
+    // Loads operand a of a product over rows: 16 dims from 16 j on by 16 rows.
     __device__ void load_a_transposed(uint32_t (&words)[4], ValueRows<Config> rows, int j) const {
         ptx::ldmatrix_x4_trans(words, ValueRows<Config>::advance(rows.address + a_transposed_, 2 * j));
     }
-    // Operand b of two products over dims 32 j and on: rows 8 tile and on.
+    // Loads operand b of two products over dims: 8 rows from 8 tile on, and 32 dims from 32 j on.
     __device__ void load_b(uint32_t (&words)[4], QueryRows<Config> rows, int tile, int j) const {
         ptx::ldmatrix_x4(
             words, QueryRows<Config>::advance(rows.address + b_, 4 * j) + 128 * tile * Config::kRowChunks);
     }
 
-    uint32_t a_, a_transposed_, b_;  // the places from which a lane reads operands
+    uint32_t a_, a_transposed_, b_;  // the places from which this lane reads operands
 };
 
 }  // namespace octavo::cuda

@@ -1,4 +1,4 @@
-// The way of queries from global to shared memory.
+// Copies queries from global to shared memory.
 #pragma once
 
 #include "cuda/decode/item.cuh"
@@ -15,7 +15,7 @@ class QueryRowCopier {
     static constexpr int kPerChunk = 16 / sizeof(T);
     static constexpr int kLanesPerRow = Config::kHeadDim <= 64 ? 8 : (Config::kHeadDim <= 128 ? 16 : 32);
     static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
-    // Chunks of a row that a lane copies, kLanesPerRow apart.
+    // How many chunks of a row a lane copies, kLanesPerRow apart.
     static constexpr int kChunks = (Config::kHeadDim / 8 + kLanesPerRow - 1) / kLanesPerRow;
     static_assert(kChunks == 1 || Config::kHeadDim / 8 == kChunks * kLanesPerRow);
 
@@ -32,7 +32,7 @@ class QueryRowCopier {
     // zeros.
     __device__ void copy_queries(QueryRows<Config> q, const SequenceSlice& seq, const FastDivide& group_size,
                                  int32_t sequence, int32_t kv_head) const {
-        // Lane l knows row l.
+        // Lane l holds row l.
         const DecodeRow own(seq, group_size, kv_head, threadIdx.x % 32);
         const uint32_t own_offset = query_begin(seq) + query_offset(own);
         const uint32_t rows = __ballot_sync(~0u, own.valid);
@@ -44,7 +44,7 @@ class QueryRowCopier {
         if (p_.has_head_numbers) copy_head_numbers(q, own, sequence);
     }
 
-    // In units of 16 bytes: of a sequence's queries, and of a row from there.
+    // Offsets in units of 16 bytes: of a sequence's queries, and of a row from there.
     __device__ static uint32_t query_begin(const SequenceSlice& seq) {
         return static_cast<uint32_t>(seq.q_begin / kPerChunk);
     }
@@ -52,9 +52,9 @@ class QueryRowCopier {
         return static_cast<uint32_t>((row.token * p_.q_token_stride + row.head * p_.q_head_stride) /
                                      kPerChunk);
     }
-    // The place of this lane's row among those that one copy moves.
+    // The index of this lane's row among those that one copy moves.
     __device__ int lane_row() const { return lane_row_; }
-    // One row or several, `row` and on, this lane's from `offset`; zeros if not `valid`.
+    // Copies one row or several, from `row` on; this lane's comes from `offset`, or is zeros if not `valid`.
     __device__ void copy_query_rows(QueryRows<Config> q, int row, uint32_t offset, bool valid) const {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks * kLanesPerRow; chunk += kLanesPerRow) {
@@ -84,9 +84,9 @@ class QueryRowCopier {
         }
     }
 
-    // `offset` chunks from there.
+    // The address `offset` chunks behind `chunks`.
     __device__ static const void* chunk_at(const uint4* chunks, uint32_t offset) {
-        const void* address;  // one instruction, which the compiler would make four
+        const void* address;  // computed in one instruction, where the compiler would take four
         asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(offset), "l"(chunks));
         return address;
     }

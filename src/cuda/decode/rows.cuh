@@ -7,9 +7,9 @@
 
 namespace octavo::cuda {
 
-// Rows of kChunks chunks of 16 bytes each, which start at a multiple of 128 bytes (of 512 for fewer than
-// eight chunks). The chunks of a row are exchanged, so that neither the copies of a row nor reads of one
-// chunk of eight rows meet a bank conflict: chunk c of row r stands in the place of chunk c ^ exchange(r).
+// Rows of kChunks chunks of 16 bytes each. The rows start at a multiple of 128 bytes (of 512 for fewer than
+// eight chunks). The chunks of a row are swizzled, so that neither the copies of a row nor reads of one chunk
+// of eight rows meet a bank conflict: chunk c of row r lies in the place of chunk c ^ exchange(r).
 template <int kChunks>
 struct Rows {
     static_assert(kChunks == 2 || kChunks == 4 || kChunks % 8 == 0);
@@ -18,16 +18,16 @@ struct Rows {
     __device__ static int exchange(int row) {
         return kChunks == 2 ? row / 4 % 2 : (kChunks == 4 ? row / 2 % 4 : row % 8);
     }
-    // Where lanes read from: each adds a row, and a chunk below eight, to the start of the rows.
+    // The offset from the start of the rows at which a lane reads a chunk, below eight, of a row.
     __device__ static uint32_t offset(int row, int chunk) {
         return 16 * (row * kChunks + (chunk ^ exchange(row)));
     }
-    // The place `chunks` further; `chunks` is a multiple of the power of two above the lanes' chunks.
+    // The address `chunks` further; `chunks` must be a multiple of the power of two above the lanes' chunks.
     __device__ static uint32_t advance(uint32_t address, int chunks) {
         return (address ^ (16 * (chunks % 8))) + 16 * (chunks / 8 * 8);
     }
-    // From the place of a chunk of row r to the same chunk `rows` further; `rows` is a multiple of the power
-    // of two above r.
+    // From the place of a chunk of row r, returns the place of the same chunk `rows` further; `rows` must be
+    // a multiple of the power of two above r.
     __device__ static uint32_t advance_rows(uint32_t place, int rows) {
         return (place ^ (16 * exchange(rows))) + 16 * rows * kChunks;
     }
@@ -40,7 +40,8 @@ using KeyRows = Rows<Config::kKeyChunks>;
 template <class Config>
 using ValueRows = Rows<Config::kValueChunks>;
 
-// The slope of row `row`, behind the rows of an item's queries, and its softmax_phi, behind all slopes.
+// The addresses of row `row`'s slope, behind the rows of an item's queries, and of its softmax_phi, behind
+// all slopes.
 template <class Config>
 __device__ __forceinline__ uint32_t slope_address(QueryRows<Config> queries, int row) {
     return queries.address + 16 * Config::kRows * Config::kRowChunks + static_cast<int>(sizeof(float)) * row;
@@ -50,8 +51,8 @@ __device__ __forceinline__ uint32_t phi_address(QueryRows<Config> queries, int r
     static_assert(2 * sizeof(float) * Config::kRows <= 16 * Config::kHeadNumberChunks);
     return slope_address<Config>(queries, Config::kRows + row);
 }
-// In the place of softmax_phi, where there is a tree mask: the lower half of the word of a row's query, which
-// has the bits of all queries of an item.
+// The address of the lower half of the tree mask's word for a row's query, which has the bits of all queries
+// of an item. It lies in the place of softmax_phi.
 template <class Config>
 __device__ __forceinline__ uint32_t tree_word_address(QueryRows<Config> queries, int row) {
     static_assert(Config::kRows <= 32);

@@ -7,7 +7,7 @@
 
 namespace octavo::cuda {
 
-// One for each row of kDecodeTiles and each type, and for each kind of codes, compiled from instance.cu.in.
+// Each row of kDecodeTiles has one for each type and each kind of codes, compiled from instance.cu.in.
 template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
 void launch_stream_k_decode(const AttentionParams&, const StreamKPlan&, cudaStream_t);
 template <class T, int kHeadDim, int kRowTiles, Codes kCodes>

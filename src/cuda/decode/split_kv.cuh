@@ -1,30 +1,32 @@
-// Split-KV paged attention for few rows a KV head, where the host can share out the work: one sequence, a
-// few, many short ones, ragged batches in splits of about one size, or fixed splits (batch-invariant). The
-// shortest chain from launch to result.
+// Split-KV paged attention for few rows per KV head, where the host can divide the work: one sequence, a few,
+// many short ones, ragged batches in splits of about one size, or fixed splits (batch-invariant). It is the
+// shortest chain from launch to result. Page: docs/kernels/decode.md.
 //
-// grid: (num_kv_heads, batch, splits and then combiners of an item). Blocks of keys are dealt out to the
-// splits, and within a CTA to its warps, in turns, so that page ids are on their way together with the
-// length. What the warps leave is added up in the CTA, what CTAs leave by combiners (split_kv_combine.cuh).
+// grid: (num_kv_heads, batch, splits and then combiners of an item). A CTA owns one split of the keys of an
+// item (one KV head of one sequence), or combines splits. The splits take turns at the blocks of keys, and so
+// do the warps within a CTA, so that page ids can be loaded together with the length. The CTA combines the
+// partial results of its warps; combiners combine those of CTAs (split_kv_combine.cuh).
 //
 //     blocks      0  1  2  3  4  5  6  7  8  9 10 11 ...        (2 splits, 3 warps each)
 //     split.warp 0.0 1.0 0.1 1.1 0.2 1.2 0.0 1.0 ...
 //
-// By length: (num_kv_heads, slots and then combiners of the sequences). How many slots a sequence has follows
-// from all lengths (split_shares.cuh), for which page ids have to wait; the rest is the same.
+// By length, the grid is (num_kv_heads, slots and then combiners of the sequences). How many slots a sequence
+// has follows from all lengths (split_shares.cuh), for which page ids have to wait; the rest is the same.
 //
 // Sized: the grid has room for the splits of a full sequence. A CTA looks at its own length first, and ends
 // if it has no split.
 //
 // Fixed splits (fixed_splits.h): a warp has blocks that follow each other. Which they are follows from the
-// length, which is at first taken for what the page table has room for. Where many CTAs may have nothing to
-// do, each looks at the length first.
+// length; at first, a CTA assumes the length that the page table has room for. Where many CTAs may have
+// nothing to do, each looks at the length first.
 //
-// Chosen pages (chosen_list.cuh): keys are counted in an item's own list of pages, which is looked at
-// together with the length. It has instances of its own, with fixed splits.
+// Chosen pages (chosen_list.cuh): keys are numbered in an item's own list of pages, which is loaded together
+// with the length. These calls have instances of their own, with fixed splits.
 //
 // A window bounds the blocks on the left too (visible_blocks.cuh): then, too, page ids wait for the length.
 //
-// Code runs once: what does not depend on other kernels' results is worked out before they are waited for.
+// Most code runs once. Before a CTA waits for earlier kernels, it computes all that does not depend on their
+// results.
 #pragma once
 
 #include "cuda/decode/chosen_list.cuh"
@@ -42,7 +44,7 @@ namespace octavo::cuda {
 struct SplitKvSequence {
     SequenceSlice seq{};
 
-    // Everything except the length.
+    // Makes everything except the length.
     __device__ static SplitKvSequence make(const AttentionParams& p, int32_t sequence) {
         SequenceSlice seq = SequenceSlice::make(p, sequence, 0);
         seq.see.prefix_len = 0;
@@ -50,7 +52,7 @@ struct SplitKvSequence {
     }
     __device__ const SequenceSlice& slice(int32_t) const { return seq; }
 
-    // The keys that this launch has to read, according to seq_lens.
+    // How many keys this launch has to read, for a length from seq_lens.
     __device__ static int32_t seqlen_k(const AttentionParams& p, int32_t length) {
         return max(min(length - p.num_skipped_keys, p.seqlen_k), 0);
     }
@@ -60,7 +62,7 @@ struct SplitKvSequence {
     }
 };
 
-// The same where pages are chosen: with those of the CTA's KV head.
+// The same where pages are chosen, with the list of the CTA's KV head.
 struct ChosenSequence : SplitKvSequence {
     ChosenList list{};
     const PageLayout* layout = nullptr;
@@ -69,8 +71,8 @@ struct ChosenSequence : SplitKvSequence {
     __device__ static ChosenSequence make(const AttentionParams& p, int32_t sequence) {
         return {SplitKvSequence::make(p, sequence)};
     }
-    // Everything, and the blocks that some query sees, counted in the list. The length may still be on its
-    // way: the list is looked at meanwhile.
+    // Sets everything, and returns the blocks that some query sees, numbered in the list. While the length is
+    // still being loaded, the list is looked at.
     template <int kBlockKeys>
     __device__ VisibleBlocks choose(const AttentionParams& p, const PageLayout& pages, int32_t sequence,
                                     int32_t kv_head, int32_t length) {
@@ -86,8 +88,8 @@ struct ChosenSequence : SplitKvSequence {
         return {begin < list.num_keys ? end - first : 0, 0, first, 0, begin};
     }
     __device__ int32_t position(int32_t key) const { return list.position(key, *layout, page_size); }
-    // The keys, counted in the list, that the first query sees for sure: as many are hidden from it at most
-    // as positions are.
+    // How many keys, in the list's order, the first query sees for sure: at most as many keys are hidden from
+    // it as positions are.
     __device__ int32_t seen_by_all() const {
         return list.num_keys - (seq.see.seqlen_k - seq.see.window_end(seq.q_pos(0)));
     }
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     constexpr bool kGaps = kFixed && !kChosen;
     auto& shared = *reinterpret_cast<SplitKvShared<Config>*>(split_kv_shared_bytes);
     const int warp =
-        __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
+        __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows it to be warp-uniform
     const uint3 index = grid_index(launch.partial);
     const int32_t kv_head = index.x;
     int32_t sequence = index.y, split = index.z;
@@ -111,16 +113,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const FixedSplits<Config> fixed_splits(launch.max_fixed_splits_log2);
     VisibleBlocks& visible = shared.visible[warp];
     const bool length_first = kChosen || launch.length_first;
-    int32_t length = 0;  // as seq_lens has it
+    int32_t length = 0;  // the value in seq_lens
     int32_t num_blocks = 0, num_splits = 0,
             first_partial = (sequence * gridDim.x + kv_head) * launch.num_splits;
     WarpBlocks own{split + launch.num_splits * warp, 0, launch.num_splits * Config::kWarps};
     FixedShare fixed;
     KeyRange keys{0, 0};                                    // keys that some query sees
-    const bool has_window = kChosen || p.window_left >= 0;  // and so length_first
+    const bool has_window = kChosen || p.window_left >= 0;  // implies length_first
     using Sequence = std::conditional_t<kChosen, ChosenSequence, SplitKvSequence>;
     Sequence seq;
-    // The blocks that the queries see. To be called when the length is known.
+    // Returns the blocks that the queries see. Call it when the length is known.
     auto visible_blocks = [&] {
         if (!has_window) return VisibleBlocks::all<Config::kBlockKeys>(SplitKvSequence::seqlen_k(p, length));
         if constexpr (kChosen) {
@@ -131,8 +133,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             return VisibleBlocks::of<Config::kBlockKeys>(seq.seq);
         }
     };
-    // Translates shares of the visible blocks into places in the sequence. To be called when the blocks are
-    // shared out.
+    // Translates shares of the visible blocks into places in the sequence. Call it when this CTA's share of
+    // the blocks is known.
     auto place_blocks = [&](const VisibleBlocks& blocks) {
         int32_t num_keys = SplitKvSequence::seqlen_k(p, length);
         if constexpr (kChosen) num_keys = seq.list.num_keys;
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         __syncwarp();
     };
     if constexpr (kFixed) {
-        VisibleBlocks blocks = VisibleBlocks::all<Config::kBlockKeys>(p.seqlen_k);  // a guess
+        VisibleBlocks blocks = VisibleBlocks::all<Config::kBlockKeys>(p.seqlen_k);  // as if it were full
         if (length_first) {
             if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
             length = ptx::load_relaxed(p.seq_lens.at(sequence));
@@ -174,11 +176,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     WarpAttention<T, Config, Sequence, kFixed, kChosen> state(p, launch.group_size, launch.codes, seq);
     const QueryRows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].blocks.tiles);
-    // The kernel over a shared prefix let this one start once all kernels before it were complete.
+    // The kernel over a shared prefix lets this one start only when all kernels before it are complete.
     if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
 
     if (!length_first) {
-        length = ptx::load_relaxed(p.seq_lens.at(sequence));  // looked at after page ids are asked for
+        length = ptx::load_relaxed(p.seq_lens.at(sequence));  // first used after page ids are asked for
     } else if (!kFixed) {
         if (launch.policy == SplitPolicy::by_length) {
             prefetch_page_table(p, launch.pages.page_size);
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         keys.end = seq.seq.see.seqlen_k;
         const int32_t all_blocks = VisibleBlocks::all<Config::kBlockKeys>(keys.end).count;
         if constexpr (kFixed) {
-            if (all_blocks != num_blocks) {  // another length than was guessed
+            if (all_blocks != num_blocks) {  // the length is not the one that was assumed
                 fixed = FixedShare::of(fixed_splits, max(all_blocks, 1), split, warp);
                 num_splits = fixed.num_splits;
                 if (fixed.first != own.first) {
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             }
             own.end = min(fixed.end, all_blocks);
         } else {
-            num_splits = max(1, min(all_blocks, launch.num_splits));  // one CTA writes the result of no keys
+            num_splits = max(1, min(all_blocks, launch.num_splits));  // one split writes an empty result
             own.end = all_blocks;
         }
         num_blocks = all_blocks;
@@ -237,11 +239,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             combine.combine_splits(split - launch.num_splits, num_splits, fixed.splits_of_subtotal);
         return;
     }
-    if (split >= num_splits) return ptx::cp_async_wait<0>();  // another CTA may get this shared memory
+    if (split >= num_splits) return ptx::cp_async_wait<0>();  // before another CTA gets this shared memory
 
     // A warp copies tiles of keys and of values in turn, each in a cp.async group of its own. A tile is
-    // copied to the place of the tile that was used last: `place` is that place, and the tile in use follows
-    // it.
+    // copied to `place`, where the tile that was used last lies; the tile that is used next follows it.
     constexpr int kAhead = Config::kTiles - 1;
     auto keys_at = [&](int place) { return KeyRows<Config>{tiles + place * 16 * Config::kTileChunks}; };
     auto values_at = [&](int place) { return ValueRows<Config>{tiles + place * 16 * Config::kTileChunks}; };
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         place = next(place);
         if (uses) {
             ptx::cp_async_wait<kAhead>();
-            __syncwarp();  // as above
+            __syncwarp();  // every lane's copies have arrived
             state.add_values(weights, values_at(place));
             __syncwarp();
         }
@@ -285,7 +286,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
             copied += own.stride;
             used += own.stride;
         }
-        if (used == own.first) {  // while the first copies are on their way
+        if (used == own.first) {  // once, while the first copies are in flight
             state.begin(item, queries);
             state.reset();
             combine.prepare();

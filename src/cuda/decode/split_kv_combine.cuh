@@ -1,6 +1,6 @@
-// From the partial results of warps to an item's result, in the split-KV kernel.
+// Combines the partial results of warps into an item's result, in the split-KV kernel.
 //
-// Where several CTAs work on an item, each pushes its rows to a workspace, and CTAs of their own, combiners,
+// Where several CTAs work on an item, each pushes its rows to a workspace, and separate CTAs, the combiners,
 // wait for them there (partial.cuh). Combiners are the last CTAs of the grid, and the others wait for no CTA
 // of this grid.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace octavo::cuda {
 
-// The tiles of a warp, and of codes the scales of its blocks.
+// The tiles of a warp and, for codes, the scales of its blocks.
 template <class Config, bool kHasCodes = Config::kHasCodes>
 struct WarpTiles {
     uint4 tiles[Config::kTiles][Config::kTileChunks];
@@ -31,18 +31,19 @@ template <class Config>
 struct SplitKvShared {
     union alignas(512) Warp {
         WarpTiles<Config> blocks;
-        WarpPartial<Config> partial;  // once the last tile has been used
+        WarpPartial<Config> partial;  // takes their place once the last tile has been used
     };
     Warp warps[Config::kWarps];
     alignas(128) uint4 queries[Config::kQueryChunks];
-    VisibleBlocks visible[Config::kWarps];  // each warp's own; used where there is a window
+    VisibleBlocks visible[Config::kWarps];  // one for each warp; used where there is a window
     struct {
         void* out;
         float* lse;
-    } targets[Config::kRows];  // where results go; each warp has its own
+    } targets[Config::kRows];  // where results go; a warp uses those of the rows that it writes
 };
 
-// The places of a warp's scales: those of the block that is copied, and next to them of that in use.
+// The ring of a warp's scales. next() is the place to which the next block's scales are copied and, after
+// advance(), the place of the scales of the block that is used next.
 template <class Config>
 class ScaleRing {
   public:
@@ -59,11 +60,11 @@ class ScaleRing {
     int place_ = 0;
 };
 
-// kFixed: batch-invariant, so that partial results add up in the order that fixed_splits.h says.
+// kFixed: the call is batch-invariant, so that partial results are combined in the order of fixed_splits.h.
 template <class T, class Config, class Sequences, bool kFixed>
 class SplitKvCombine {
   public:
-    // `first_partial`: of the item's partial results, among those in the workspace.
+    // `first_partial`: the index of the item's first partial result in the workspace.
     __device__ SplitKvCombine(const OutputWriter<T, Sequences>& writer, const SplitKvLaunch& launch,
                               SplitKvShared<Config>& shared, const Item& item, int32_t first_partial)
         : writer_(writer),
@@ -72,7 +73,7 @@ class SplitKvCombine {
           item_(item),
           partials_(launch.partial.words + first_partial * launch.partial_words) {}
 
-    // Works out where the results of this warp's rows go. This is done early: at the end, all would wait for
+    // Finds where the results of this warp's rows go. It is done early, since at the end all would wait for
     // it.
     __device__ void prepare() const {
         for (int row = threadIdx.x / 32; row < writer_.num_rows(); row += Config::kWarps) {
@@ -81,7 +82,8 @@ class SplitKvCombine {
         }
     }
 
-    // The partial results of the CTA's warps: to the result if it is the only split, or to the combiners.
+    // Combines the partial results of the CTA's warps, into the result if it is the only split, or into a
+    // partial result for the combiners.
     __device__ void combine_warps(int32_t split, int32_t num_warps, bool is_only_split) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -111,7 +113,7 @@ class SplitKvCombine {
         }
     }
 
-    // A combiner's share of the item's rows, each from `num_splits` partial results.
+    // Combines a combiner's share of the item's rows, each from `num_splits` partial results.
     __device__ void combine_splits(int32_t combiner, int32_t num_splits, int32_t splits_of_subtotal) const {
         const int row =
             (combiner * Config::kWarps + static_cast<int>(threadIdx.x / 32)) >> launch_.warps_per_row_log2;
@@ -120,7 +122,7 @@ class SplitKvCombine {
 
   private:
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
-    static constexpr int kAtOnce = 8;  // partial results whose loads are under way together
+    static constexpr int kAtOnce = 8;  // partial results whose loads are in flight together
     template <int kCount>
     using Combined = std::conditional_t<kFixed, CombinedInOrder<kCount>, CombinedAtOnce<kCount>>;
 
@@ -133,13 +135,14 @@ class SplitKvCombine {
     // The words of a row of the item's first partial result.
     __device__ uint32_t* row_words(int row) const { return partials_ + row * Config::kPartialRow; }
 
-    // The warps of a row share its columns. Within a warp, as many groups of lanes share the partial results:
-    // in turns, or, where they are added in order, kAtOnce that follow each other.
+    // The warps of a row divide its columns. Within a warp, as many groups of lanes divide the partial
+    // results: they take turns at them or, where the order of addition counts, each has kAtOnce that follow
+    // each other.
     __device__ void combine_row(int row, int32_t num_splits, int32_t splits_of_subtotal) const {
         const int log2 = launch_.warps_per_row_log2, lane = threadIdx.x % 32;
         const int groups = 1 << log2, group = lane >> (5 - log2), lanes = 32 >> log2;
         const int warp = static_cast<int>(threadIdx.x / 32) & (groups - 1);
-        // Which partial result is this group's first, and how far it is from one to the next.
+        // This group's first partial result, and the step from one of its partial results to the next.
         const int32_t first = kFixed ? kAtOnce * group : group;
         const int32_t step = kFixed ? 1 : groups;
         const int32_t own_splits =
@@ -149,7 +152,7 @@ class SplitKvCombine {
         for (int base = 0; base < kColumns; base += 32) {
             const int place = base + warp * lanes + (lane & (lanes - 1));
             const bool has_column = kColumns % 32 == 0 || place < kColumns;
-            const int column = 4 * min(place, kColumns - 1);  // read in vain where this lane has none
+            const int column = 4 * min(place, kColumns - 1);  // lanes without a column read the last one
             SoftmaxState states[kAtOnce];
             float4 outs[kAtOnce];
             SoftmaxState state;
@@ -171,7 +174,7 @@ class SplitKvCombine {
                     out = Rescale::add(state, combined.state)(out, combined(outs));
                 }
 #pragma unroll 1
-                for (int distance = lanes; distance < 32; distance *= 2) {  // over the groups
+                for (int distance = lanes; distance < 32; distance *= 2) {  // combines the groups
                     const SoftmaxState other{__shfl_xor_sync(~0u, state.max, distance),
                                              __shfl_xor_sync(~0u, state.sum, distance)};
                     const float4 other_out = make_float4(
@@ -190,7 +193,8 @@ class SplitKvCombine {
         }
     }
 
-    // Whether all partial results, of which this lane has the first `count`, have one maximum.
+    // Whether all partial results of the row have the same maximum. This lane has the first `count` of
+    // `states`.
     __device__ static bool have_same_max(const SoftmaxState (&states)[kAtOnce], int count) {
         const float max = __shfl_sync(~0u, states[0].max, 0);
         bool same = true;
@@ -199,14 +203,14 @@ class SplitKvCombine {
         return __all_sync(~0u, same);
     }
 
-    // Adds up the partial results of all groups, of which this group has `count`. First come those of each
-    // subtotal, which are in one group, then the subtotals.
+    // Combines the partial results of all groups in order; this group has `count` of them. The partial
+    // results of each subtotal, which are in one group, come first, then the subtotals.
     template <bool kSameMax>
     __device__ static void add_all_in_order(SoftmaxState& state, float4& out, SoftmaxState (&states)[kAtOnce],
                                             float4 (&outs)[kAtOnce], int32_t count, int32_t num_splits,
                                             int32_t splits_of_subtotal, int lanes) {
 #pragma unroll
-        for (int i = 1; i < kAtOnce; ++i) {  // of the subtotal so far
+        for (int i = 1; i < kAtOnce; ++i) {  // states[i] becomes its subtotal so far
             if ((i & (splits_of_subtotal - 1)) == 0 || i >= count) continue;
             SoftmaxState subtotal = states[i - 1];
             float4 subtotal_out = outs[i - 1];

@@ -1,4 +1,4 @@
-// Which blocks a CTA of the split-KV kernel works on, where the sequence's length alone does not say so.
+// Which blocks a CTA of the split-KV kernel works on, for the policies whose rule is not simply turns.
 #pragma once
 
 #include "cuda/decode/fixed_splits.h"
@@ -9,7 +9,7 @@
 
 namespace octavo::cuda {
 
-// Batch-invariant (SplitPolicy::fixed): what a warp has of a split, and what is known of the item.
+// For SplitPolicy::fixed (batch-invariant): a warp's share of a split, and how the item is cut.
 struct FixedShare {
     int32_t first = 0, end = 0;  // blocks
     int32_t num_warps = 0;       // warps that have blocks of the split
@@ -30,12 +30,12 @@ struct FixedShare {
     }
 };
 
-// By length (SplitPolicy::by_length): a KV head has a number of slots, each of them a CTA. Every sequence
-// gets one slot, and of those that are left as many as its length deserves. Every warp works this out by
+// For SplitPolicy::by_length: a KV head has a number of slots, each of them a CTA. Every sequence gets one
+// slot, and of the remaining ones at most a number in proportion to its length. Every warp computes this by
 // itself.
 struct LengthShare {
-    int32_t sequence, length;   // as seq_lens has it
-    int32_t first, num_splits;  // its slots
+    int32_t sequence, length;   // length: the value in seq_lens
+    int32_t first, num_splits;  // the sequence's first slot, and how many it has
 
     template <class Config>
     __device__ static LengthShare of_slot(const AttentionParams& p, const SplitKvLaunch& launch,

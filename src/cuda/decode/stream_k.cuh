@@ -1,15 +1,16 @@
-// Stream-K paged attention for few rows a KV head, where only the device knows how long sequences are: a
-// batch of any lengths. One launch: every CTA finds its share of all blocks by itself.
+// Stream-K paged attention for few rows per KV head, where only the device knows how long sequences are: a
+// batch of any lengths. There is one launch, in which every CTA finds its share of all blocks by itself.
+// Page: docs/kernels/decode.md.
 //
-// grid: one CTA an SM. A CTA owns a run of blocks of keys (stream_k_ranges.cuh), and each of its warps an
-// equal run of these, wherever items end, with a queue of its own: no barrier until partial results are
-// combined (stream_k_combine.cuh).
+// grid: one CTA per SM. A CTA owns a run of blocks of keys (stream_k_ranges.cuh), and each of its warps an
+// equal run of these, wherever items end. Warps have queues of their own: there is no barrier until partial
+// results are combined (stream_k_combine.cuh).
 //
 //     items     |------- 0 -------|--- 1 ---|-------------- 2 --------------|- 3 -|
 //     CTAs      |      0      |      1      |      2      |      3      |     4     |
 //
-// Each step stands in one place of the loop and divisions are few on purpose: small problems run most of this
-// code once, at some five clocks an instruction (docs/kernels/decode.md).
+// On purpose, each step is written once in the loop and there are few divisions: small problems run most of
+// this code once, at some five clocks per instruction.
 #pragma once
 
 #include "cuda/decode/prefetch.cuh"
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         bool has_keys = false;
         int stage = 0, queries = -1, copied_queries = -1;
 
-        // Block `next` is copied to the place of the block before the one that is multiplied.
+        // Block `next` is copied to the place of the block before the one that is being multiplied.
 #pragma unroll 1
         for (int32_t next = begin; next < end + kStages - 1; ++next) {
             if (next < end) {
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     copier.copy_queries(rings.queries(copied_queries));
                 }
             }
-            ptx::cp_async_commit();  // a group a block, empty past the end
+            ptx::cp_async_commit();  // one group per block; past the end it is empty
             stage = rings.next(stage);
             const int32_t block = next - (kStages - 1);
             if (block < begin) continue;
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     visible = VisibleBlocks::of<Config::kBlockKeys>(seq);
                     has_keys = visible.count > 0;
                 }
-                // While the first copies are on their way. The last warp has blocks if any has.
+                // This is done while the first copies are in flight. The last warp has blocks if any warp
+                // has.
                 if (block == begin && warp == Config::kWarps - 1 && lane == 0)
                     shared.first_cta = range.first_cta_of_begin_item();
             }
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 first = item;
                 state.leave(own.first);
             } else {
-                // This goes where the blocks have been: the last copy has arrived.
+                // The partial result takes the place of the blocks: the last copy has arrived.
                 last = item;
                 state.leave(own.last);
             }

@@ -1,9 +1,9 @@
-// From the partial results of warps and CTAs to an item's result, in the stream-K kernel.
+// Combines the partial results of warps and CTAs into an item's result, in the stream-K kernel.
 //
 // A warp leaves up to two partial results in shared memory: of the first item of its run, and of the last
-// one. The CTA adds up those of each item. If the item goes on in the next CTA, it pushes the sum to the
-// workspace (partial.cuh); the CTA that has the item's end waits for those of the CTAs before it, after all
-// else is done.
+// one. The CTA combines those of each item. If the item goes on in the next CTA, the CTA pushes the combined
+// one to the workspace (partial.cuh); the CTA that has the item's end waits for the partial results of the
+// CTAs before it, after all else is done.
 #pragma once
 
 #include "cuda/decode/combine.cuh"
@@ -21,18 +21,19 @@ template <class Config>
 struct StreamKShared {
     struct alignas(Config::kHasCodes ? 512 : 128) Warp {
         union {
-            // Where the cache holds codes, all scales stand behind the blocks.
+            // Where the cache holds codes, all scales lie behind the blocks.
             alignas(128) uint4 blocks[Config::kStages * (Config::kBlockChunks + Config::kScaleChunks)];
-            WarpPartial<Config> last;  // once the last block has been used
+            WarpPartial<Config> last;  // takes their place once the last block has been used
         };
         alignas(
-            128) uint4 queries[Config::kStages][Config::kQueryChunks];  // of as many items as blocks copied
+            128) uint4 queries[Config::kStages][Config::kQueryChunks];  // each copied block may need its own
         WarpPartial<Config> first;
         VisibleBlocks visible[2];
     };
     Warp warps[Config::kWarps];
     ScheduleStorage<Config::kThreads> schedule;
-    // What each warp leaves of the first item of its run, and of the last one; begin is -1 if it leaves none.
+    // The first item of each warp's run and the last one, of which it leaves partial results; begin is -1 if
+    // it leaves none.
     Item items[2 * Config::kWarps];
     int32_t first_cta;  // the first CTA that has blocks of the item with which this CTA's run begins
 
@@ -62,7 +63,7 @@ class StreamKCombine {
         const int32_t begin_before = __shfl_sync(~0u, item_begin, before ? 31 - __clz(before) : lane);
         const uint32_t all_starts =
             __ballot_sync(~0u, item_begin >= 0 && (!before || begin_before != item_begin));
-        uint32_t waits = 0;  // the partial results of an item from before that ends here
+        uint32_t waits = 0;  // the partial results of an item that began in an earlier CTA and ends here
 #pragma unroll 1
         for (uint32_t starts = all_starts; starts;) {
             const int start = __ffs(starts) - 1;
@@ -85,7 +86,7 @@ class StreamKCombine {
     enum class Destination { next_cta, result, result_with_others };
     static constexpr int kPartials = 2 * Config::kWarps;
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
-    static constexpr int kAtOnce = 8;  // CTAs whose partial results are under way together
+    static constexpr int kAtOnce = 8;                      // CTAs whose partial results are loaded together
 
     template <Destination kTo>
     __device__ __forceinline__ void combine_rows(const Item& item, uint32_t partials) const {
@@ -99,7 +100,7 @@ class StreamKCombine {
     __device__ __forceinline__ void combine_row(const Item& item, uint32_t partials, int row) const {
         const int lane = threadIdx.x % 32;
         const bool has_partial = partials >> lane & 1;
-        const int some = __ffs(partials) - 1;  // read where there is none, with a weight of 0
+        const int some = __ffs(partials) - 1;  // lanes without one read this one, with a weight of 0
         const WarpPartial<Config>& own = shared_.partial(has_partial ? lane : some);
         const float max = has_partial ? own.max[row] : -INFINITY, sum = has_partial ? own.sum[row] : 0.0f;
         const float row_max = warp_max(max);
@@ -117,7 +118,7 @@ class StreamKCombine {
             SoftmaxState state = own_state;
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-            for (uint32_t rest = partials; rest;) {  // two at a time; an odd one's partner weighs nothing
+            for (uint32_t rest = partials; rest;) {  // two at a time; the last may have a partner of weight 0
                 const int i = __ffs(rest) - 1;
                 rest &= rest - 1;
                 const int j = rest ? __ffs(rest) - 1 : i;
@@ -159,7 +160,7 @@ class StreamKCombine {
     __device__ float4 out_of(int partial, int row, int column) const {
         return *reinterpret_cast<const float4*>(&shared_.partial(partial).out[row][column]);
     }
-    // Every CTA pushes one partial result at most: of the item that goes on after its run.
+    // Every CTA pushes one partial result at most: that of the item that goes on after its run.
     __device__ uint32_t* row_words(int32_t cta, int row) const {
         return launch_.partial.words + cta * launch_.partial_words + row * Config::kPartialRow;
     }

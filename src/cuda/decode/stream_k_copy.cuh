@@ -1,4 +1,4 @@
-// The way of a warp's blocks, item after item, from the pages to shared memory, in the stream-K kernel.
+// Copies a warp's blocks, item after item, from the pages to shared memory, in the stream-K kernel.
 #pragma once
 
 #include "cuda/decode/page_ids.cuh"
@@ -10,7 +10,7 @@ namespace octavo::cuda {
 template <class Config>
 class WarpRings {
   public:
-    // `blocks`: and behind them, of codes, their scales.
+    // `blocks`: behind the blocks lie, for codes, their scales.
     __device__ WarpRings(const void* blocks, const void* queries)
         : blocks_(ptx::shared_address(blocks)), queries_(ptx::shared_address(queries)) {
         pin_in_register(blocks_);
@@ -39,12 +39,12 @@ class StreamKCopier {
   public:
     using Batch = Schedule<Config::kThreads, Config::kBlockKeys>;
 
-    // `visible`: two places in shared memory of the warp's own.
+    // `visible`: two places in shared memory that belong to the warp.
     __device__ StreamKCopier(const AttentionParams& p, const PageLayout& pages, const FastDivide& group_size,
                              const BlockCopier<T, Config>& rows, VisibleBlocks* visible)
         : p_(p), group_size_(group_size), rows_(rows), page_ids_(p, pages, rows), visible_(visible) {}
 
-    // Blocks [begin, end), of which `item` holds the first.
+    // Sets the warp's blocks to [begin, end); `item` holds the first of them.
     __device__ void start(const Batch& schedule, const Item& item, int32_t begin, int32_t end) {
         schedule_ = &schedule;
         end_ = end;
@@ -78,7 +78,7 @@ class StreamKCopier {
     }
 
   private:
-    // Asks for the first page ids of an item, from block `begin` on.
+    // Starts loading the first page ids of an item, from block `begin` on.
     __device__ void ask_for(const Item& item, int32_t begin) {
         next_item_ = item;
         VisibleBlocks& visible = visible_[which_ ^ 1];
@@ -95,7 +95,7 @@ class StreamKCopier {
         page_ids_.ask();
     }
     __device__ void enter() {
-        // An item without keys has asked for nothing.
+        // An item without keys has not asked for the next item.
         if (item_.end != next_item_.begin && item_.end >= 0) ask_for(schedule_->next(item_), item_.end);
         item_ = next_item_;
         which_ ^= 1;
@@ -109,7 +109,7 @@ class StreamKCopier {
     const BlockCopier<T, Config>& rows_;
     PageIds<T, Config, true> page_ids_;
     VisibleBlocks* visible_;
-    int which_ = 0;  // which of the two is that of the current item
+    int which_ = 0;  // which of the two belongs to the current item
     const Batch* schedule_ = nullptr;
     Item item_{0, 0, 0, -1}, next_item_{};
     KeyRange keys_{0, 0};  // keys of the item that some query sees

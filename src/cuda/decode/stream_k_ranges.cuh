@@ -1,14 +1,15 @@
 // Which blocks a CTA of the stream-K kernel owns.
 //
-// Reading is bound by the memory, not by the number of SMs: half of them nearly draw its bandwidth. So ranges
-// need not be quite equal, and where all items are alike they end where items end.
+// Reading is bound by the memory, not by the number of SMs: half of them almost saturate it. So ranges need
+// not be quite equal, and where all items are alike they end where items end.
 #pragma once
 
 #include "cuda/decode/stream_k_schedule.cuh"
 
 namespace octavo::cuda {
 
-// `total` blocks in `count` shares, of which the first few have one block more than the rest.
+// The division of `total` blocks into `count` shares, of which the first few have one block more than the
+// rest.
 struct Shares {
     int32_t size = 1, larger = 0;
 
@@ -22,8 +23,8 @@ struct Shares {
     }
 };
 
-// Equal ranges, except that one which would end near an item's end ends there instead. Only items that a
-// range's end cuts have partial results of several CTAs.
+// Equal ranges, except that a range that would end near an item's end ends there instead. Only items that are
+// cut by the end of a range have partial results of several CTAs.
 template <int kSnap>
 struct EqualRanges {
     Shares shares;
@@ -31,7 +32,8 @@ struct EqualRanges {
     EqualRanges() = default;
     __device__ EqualRanges(int32_t total, int32_t count) : shares(total, count) {}
 
-    // Where the boundary at `raw`, which lies in [item.begin, item.end), goes.
+    // Moves the boundary at `raw`, which must lie in [item.begin, item.end), to an end of the item if that is
+    // near.
     __device__ int32_t snap(int32_t raw, const Item& item) const {
         const int32_t reach = min(max(kSnap, shares.size / 32), (shares.size - 1) / 2);
         const int32_t down = raw - item.begin, up = item.end - raw;
@@ -51,14 +53,14 @@ template <class Config>
 class StreamKRange {
   public:
     int32_t begin = 0, end = 0;  // blocks
-    Item begin_item{};           // holds the first block, or ends right before it
+    Item begin_item{};           // the item that holds the first block, or ends right before it
 
     __device__ StreamKRange(const Schedule<Config::kThreads, Config::kBlockKeys>& schedule, int32_t cta)
         : cta_(cta) {
         const int32_t num_ctas = gridDim.x;
         const int32_t items = schedule.num_items(), count = schedule.uniform_count();
         if (count > 0 && items <= num_ctas) {
-            // Each item has CTAs of its own. Combining more than 32 takes as long as what they save.
+            // Each item has CTAs of its own. Combining more than 32 takes as long as they save.
             ctas_per_item_ = max(count / Config::kMinBlocks, 1);
             ctas_per_item_ =
                 min(num_ctas / items, ctas_per_item_ <= 32 ? ctas_per_item_ : max(32, ctas_per_item_ / 2));
@@ -87,7 +89,7 @@ class StreamKRange {
         end = ranges_.snap(raw_end, schedule.find(min(raw_end, total - 1)));
     }
 
-    // The CTA with which the range's first item begins. It is used where that item began before this range.
+    // The CTA in whose range this range's first item begins. It is used where that item began earlier.
     __device__ int32_t first_cta_of_begin_item() const {
         return ctas_per_item_ > 0 ? cta_ / ctas_per_item_ * ctas_per_item_ : ranges_.first_cta(begin_item);
     }

@@ -1,8 +1,9 @@
-// Who works on what, found on the device from the lengths alone.
+// The schedule of the stream-K kernel: which warp works on which blocks, found on the device from the lengths
+// alone.
 //
-// Work is counted in blocks of keys, in this order: sequences, within one its KV heads, within a head its
-// blocks. An item is one KV head of one sequence. CTAs own runs of blocks (stream_k_ranges.cuh), warps equal
-// runs of their CTA's, wherever items end.
+// Work is counted in blocks of keys, in this order: sequences, within a sequence its KV heads, within a head
+// its blocks. An item is one KV head of one sequence. CTAs own runs of blocks (stream_k_ranges.cuh), and
+// warps own equal runs of their CTA's blocks, wherever items end.
 #pragma once
 
 #include "cuda/decode/item.cuh"
@@ -13,7 +14,7 @@
 
 namespace octavo::cuda {
 
-// a / b where the quotient is small: a division by floats is off by one at most.
+// Returns a / b where the quotient is small: a division by floats is off by one at most.
 __device__ __forceinline__ int32_t quotient_by_floats(int32_t a, int32_t b) {
     const int32_t quotient = static_cast<int32_t>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
     const int32_t rest = a - quotient * b;
@@ -24,7 +25,7 @@ template <int kThreads>
 struct ScheduleStorage {
     int32_t lengths[kMaxDecodeBatch];     // seqlen_k of each sequence
     int32_t ends[kMaxDecodeBatch];        // blocks of one head up to the end of each sequence
-    int32_t own_ends[kThreads / 32][32];  // the same for a small batch, each warp's own; and the lengths
+    int32_t own_ends[kThreads / 32][32];  // the same for a small batch, a copy for each warp
     int32_t own_lengths[kThreads / 32][32];
     int32_t warp_sums[kThreads / 32];
 };
@@ -40,7 +41,7 @@ class Schedule {
           batch_(p.batch),
           num_kv_heads_(p.num_kv_heads) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        if (batch_ <= 32) {  // each warp by itself: nobody waits
+        if (batch_ <= 32) {  // each warp does it by itself, so that none waits for another
             lengths_ = storage.own_lengths[warp];
             ends_ = storage.own_ends[warp];
             const int32_t end = inclusive_sum(lane < batch_ ? count_blocks(lane) : 0);
@@ -79,19 +80,19 @@ class Schedule {
 
     __device__ int32_t num_items() const { return batch_ * num_kv_heads_; }
     __device__ int32_t blocks_of_head(int32_t sequence) const { return ends_[sequence] - begin_of(sequence); }
-    // The blocks of every item, if they have equally many, or 0.
+    // How many blocks every item has, if all have equally many; otherwise 0.
     __device__ int32_t uniform_count() const { return uniform_ ? ends_[0] : 0; }
 
-    // Takes the length from shared memory: a load from global memory would wait behind the copies of keys.
+    // Reads the length from shared memory: a load from global memory would wait behind the copies of keys.
     __device__ SequenceSlice slice(int32_t sequence) const {
         return SequenceSlice::make(p_, sequence, lengths_[sequence]);
     }
 
-    // The item that holds `block`. All lanes together: they look at 32 sequences at a time.
+    // Returns the item that holds `block`. All lanes call this together: they look at 32 sequences at a time.
     __device__ Item find(int32_t block) const {
         const int lane = threadIdx.x % 32;
         const int32_t step = (batch_ + 31) / 32;
-        auto done = [&](int32_t sequence) {  // before `block`
+        auto done = [&](int32_t sequence) {  // whether it ends before `block`
             return ends_[min(sequence, batch_ - 1)] * num_kv_heads_ <= block;
         };
         int32_t sequence = __popc(__ballot_sync(~0u, done(lane * step + step - 1))) * step;
@@ -124,7 +125,7 @@ class Schedule {
   private:
     // An item without keys still has one block, which writes its empty result.
     __device__ int32_t count_blocks(int32_t sequence) {
-        // No more than the launcher has counted on.
+        // Not more than the launcher has planned for.
         lengths_[sequence] = min(SequenceSlice::seqlen_k(p_, sequence), p_.seqlen_k);
         const SequenceSlice seq = slice(sequence);
         return seq.seqlen_q > 0 ? max(key_blocks<kBlockKeys>(seq).count, 1) : 0;

@@ -12,16 +12,17 @@
 namespace octavo::cuda {
 
 constexpr int kStepKeys = 16;          // the depth of one product with V
-constexpr int kMaxDecodeCtas = 256;    // CTAs of the stream-K kernel, one an SM
+constexpr int kMaxDecodeCtas = 256;    // CTAs of the stream-K kernel, one per SM
 constexpr int kMaxDecodeBatch = 1024;  // its schedule keeps a number for each sequence in shared memory
-// A CTA of either kernel takes up to this much shared memory: what Hopper and its successors have.
+// A CTA of either kernel takes up to this much shared memory, which Hopper and its successors have.
 constexpr size_t kDecodeSharedBytes = 227 * 1024;
 
-// One row of the table: what has kernels of its own. CMake compiles the rows of this table.
+// One row of the table: a head dim and a number of rows that have kernels of their own. CMake compiles the
+// rows of this table.
 struct DecodeTiles {
     int head_dim;
     int row_tiles;   // tiles of eight rows; a row is one query token of one query head
-    bool has_codes;  // whether there are kernels for caches of codes too; they go to the next row that has
+    bool has_codes;  // whether caches of codes have kernels too; otherwise a later row serves them
 
     constexpr int rows() const { return 8 * row_tiles; }
 };
@@ -40,7 +41,7 @@ constexpr DecodeTiles kDecodeTiles[] = {
 
 constexpr int decode_warps(int head_dim, int row_tiles) { return row_tiles == 1 && head_dim <= 128 ? 8 : 4; }
 
-// What both kernels share.
+// The constants that both kernels share.
 template <int kHeadDim_, int kRowTiles_, int kWarps_, Codes kCodes_>
 struct DecodeConfig {
     static constexpr int kHeadDim = kHeadDim_;
@@ -50,11 +51,11 @@ struct DecodeConfig {
     static constexpr int kRows = 8 * kRowTiles;
     static constexpr int kWarps = kWarps_;
     static constexpr int kThreads = 32 * kWarps;
-    // What a warp copies at once, and works on. Codes need twice as many keys for as many bytes.
+    // The keys that a warp copies and works on at a time. With codes, as many bytes are twice as many keys.
     static constexpr int kBlockKeys = kHasCodes ? 2 * kStepKeys : kStepKeys;
-    // In chunks of 16 bytes: the place of a row of keys, values or queries in shared memory (16-bit rows take
-    // whole 128 bytes, for the swizzle); a block's keys and values; an item's queries with the slopes
-    // and softmax_phi of their heads.
+    // Sizes in chunks of 16 bytes: a row of keys, values or queries in shared memory (16-bit rows take whole
+    // 128 bytes, for the swizzle); a block's keys and values; an item's queries with the slopes and
+    // softmax_phi of their heads.
     static constexpr int kRowChunks = (kHeadDim + 63) / 64 * 8;
     static constexpr int kKeyBits = bits_of_keys(kCodes), kValueBits = bits_of_values(kCodes);
     static constexpr int kKeyChunks = kHasCodes ? kHeadDim * kKeyBits / 128 : kRowChunks;
@@ -67,14 +68,14 @@ struct DecodeConfig {
     static constexpr int kScaleChunks = kHasCodes ? kBlockKeys / 2 : 0;
     // A row of a warp's partial result in shared memory, in floats: the dims, padded against bank conflicts.
     static constexpr int kWarpPartialRow = kHeadDim + 4;
-    // A row of a CTA's partial result in the workspace, in words: the dims, then the softmax state, a copy
+    // A row of a CTA's partial result in the workspace, in words: the dims, then the softmax state, one copy
     // for each warp that may read it.
     static constexpr int kPartialRow = kHeadDim + 2 * kWarps;
 };
 
-// With two tiles of rows a warp takes so long that four of them do not draw an SM's share of the bandwidth.
-// Of head dim 512, no more than two warps have room for a second block beside their queries and partial
-// results.
+// The warps of a CTA of the stream-K kernel. With two tiles of rows a warp takes so long that four of them do
+// not draw an SM's share of the bandwidth. For head dim 512, only two warps have room for a second block
+// besides their queries and partial results.
 constexpr int stream_k_warps(int head_dim, int row_tiles) {
     return row_tiles == 2 ? 6 : head_dim > 256 ? 2 : decode_warps(head_dim, row_tiles);
 }
@@ -83,42 +84,43 @@ constexpr int stream_k_warps(int head_dim, int row_tiles) {
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 struct StreamKConfig : DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim, kRowTiles), kCodes> {
     using Base = DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim, kRowTiles), kCodes>;
-    // Blocks that a warp has on their way: up to 144 KB an SM, which is three times what HBM's latency asks
-    // for, and no more than fits beside the queries of as many items and a partial result.
+    // Blocks that a warp has in flight: up to 144 KB per SM, three times as much as HBM's latency requires,
+    // but no more than fit besides the queries of as many items and a partial result.
     static constexpr int kWarpPartialBytes = Base::kRows * (Base::kWarpPartialRow + 2) * 4;
-    // (Of codes, a warp's share begins on 512 bytes, which takes up to 3 KB of six warps.)
+    // (With codes, a warp's part of shared memory begins on 512 bytes, which wastes up to 3 KB for six
+    // warps.)
     static constexpr int kStages =
         std::min(144 * 1024 / (Base::kWarps * Base::kBlockBytes),
                  ((kCodes == Codes::none ? 219 : 214) * 1024 / Base::kWarps - kWarpPartialBytes) /
                      (16 * (Base::kBlockChunks + Base::kScaleChunks + Base::kQueryChunks)));
-    // A CTA's share is about this many blocks at least, 64 KB a tile of rows: smaller ones would cost more
-    // combining than they save.
+    // A CTA's range has at least about this many blocks, 64 KB per tile of rows: combining smaller ones would
+    // cost more than they save.
     static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / Base::kBlockBytes, Base::kWarps);
-    // A CTA's share may grow or shrink by this many blocks to end where an item ends: some 32 KB, what an SM
+    // A CTA's range may grow or shrink by this many blocks to end where an item ends: some 32 KB, which an SM
     // reads in the time that combining takes.
     static constexpr int kSnapBlocks = 32 * 1024 / Base::kBlockBytes;
 };
 
-// How the host shares out the blocks of an item to CTAs.
+// How the host divides the blocks of an item among CTAs.
 enum class SplitPolicy {
-    even,       // equally many CTAs to each item
-    by_length,  // more to longer ones, in a batch whose lengths a warp can look at
-    sized,      // splits of about one size: to each item as many as its own length asks for
-    fixed,      // what follows from the item alone (fixed_splits.h): batch-invariant
+    even,       // every item gets equally many CTAs
+    by_length,  // longer items get more, in a batch whose lengths a warp can look at
+    sized,      // splits have about one size: every item gets as many as its own length requires
+    fixed,      // the cut follows from the item alone (fixed_splits.h): batch-invariant
 };
 constexpr int kMaxSequencesByLength = 32;
 
-// kCtas: CTAs on an SM. It is one, with deeper queues, where a CTA has much to read: with room for a second
-// one, the next launch put two CTAs on some SMs and none on others. It is two or more where CTAs have little
-// to read.
+// A configuration of the split-KV kernel. kCtas: CTAs per SM. It is one, with deeper queues, where a CTA has
+// much to read: with room for a second one, the next launch put two CTAs on some SMs and none on others. It
+// is two or more where CTAs have little to read.
 template <int kHeadDim, int kRowTiles, int kCtas_, int kWarps, Codes kCodes>
 struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
     using Base = DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes>;
     static constexpr int kCtas = kCtas_;
     // The chunks of a block's keys, or of its values.
     static constexpr int kTileChunks = Base::kBlockKeys * std::max(Base::kKeyChunks, Base::kValueChunks);
-    // Tiles that a warp has room for, an odd number: one in use and the others on their way. To each block on
-    // its way, and to that in use, belong its scales; a warp's share begins on 512 bytes.
+    // How many tiles a warp has room for, an odd number: one in use and the others in flight. Each block in
+    // flight, and the one in use, has its scales; a warp's part of shared memory begins on 512 bytes.
     static constexpr int kRoomBytes =
         226 / kCtas * 1024 - 16 * Base::kQueryChunks - (Base::kHasCodes ? 512 * kWarps : 0);
     static constexpr int kTileRoomBytes = 16 * kTileChunks + 8 * Base::kScaleChunks;
@@ -126,10 +128,10 @@ struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
         ((kRoomBytes - 16 * kWarps * Base::kScaleChunks) / (kWarps * kTileRoomBytes) - 1) / 2 * 2 + 1;
     static_assert(kTiles >= 3);
     static constexpr int kScaleTiles = (kTiles + 1) / 2;
-    // Items of up to this many keys are short: two blocks a warp.
+    // Items of up to this many keys are short: two blocks for each warp.
     static constexpr int kShortKeys = 2 * kWarps * Base::kBlockKeys;
     // The least number of blocks in a split: one for each warp, and 64 KB or little less in all. Up to twice
-    // as many take less time in one split than two splits take to be combined.
+    // as many blocks are faster as one split than as two splits that have to be combined.
     static constexpr int kMinBlocks = std::max(64 * 1024 / Base::kBlockBytes, kWarps);
     OCTAVO_HD static int32_t splits_of(int32_t blocks) {
         return blocks <= 2 * kMinBlocks ? 1 : (blocks + kMinBlocks - 1) / kMinBlocks;
@@ -140,11 +142,11 @@ struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 using LongItems = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, kRowTiles), kCodes>;
 
-// As many CTAs on an SM as are wanted, where there is room for them.
+// The number of CTAs on an SM that is wanted, or 1 where there is no room for more.
 constexpr int fitting_ctas(int head_dim, int wanted) { return head_dim > 256 ? 1 : wanted; }
 
-// The warps for short items. Codes take more registers than eight warps of two CTAs have, and six have up to
-// 168.
+// The warps of a CTA for short items. Codes take more registers than two CTAs of eight warps have; with six
+// warps, a thread has up to 168.
 constexpr int short_items_warps(int head_dim, int row_tiles, Codes codes) {
     const int warps = decode_warps(head_dim, row_tiles);
     return codes != Codes::none && warps == 8 && head_dim > 64 ? 6 : warps;
@@ -153,8 +155,9 @@ template <int kHeadDim, int kRowTiles, Codes kCodes>
 using ShortItems = SplitKvConfig<kHeadDim, kRowTiles, fitting_ctas(kHeadDim, 2),
                                  short_items_warps(kHeadDim, kRowTiles, kCodes), kCodes>;
 
-// The configuration for many items with a CTA each: the CTAs are smaller, and as many share an SM as
-// registers allow, so that some read while others start or end. For codes, those of short items were as fast.
+// The CTAs per SM in the configuration for many items with one CTA each: the CTAs are smaller, and as many
+// share an SM as registers allow, so that some read while others start or end. For codes, the configuration
+// of short items was as fast.
 constexpr int many_items_ctas(int head_dim, int row_tiles) {
     return head_dim > 128 ? fitting_ctas(head_dim, 2) : (row_tiles == 1 ? 4 : 3);
 }
@@ -165,18 +168,18 @@ using ManyItems =
                        ShortItems<kHeadDim, kRowTiles, kCodes>>;
 
 // Whether short items have a configuration of their own, unless their splits are fixed. If not, the
-// configuration of many items has as many warps and serves them.
+// configuration for many items has as many warps and serves them.
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 constexpr bool has_short_items() {
     return ManyItems<kHeadDim, kRowTiles, kCodes>::kWarps != ShortItems<kHeadDim, kRowTiles, kCodes>::kWarps;
 }
 
-// The configuration for few sequences, shared out by their lengths: as many warps as one tile of rows has.
+// The configuration for few sequences, split by length: it has as many warps as one for one tile of rows.
 template <int kHeadDim, int kRowTiles, Codes kCodes>
 using ByLength = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, 1), kCodes>;
 
-// The configuration for fixed splits. kCtas is 1 or 2 for each SM, by the number of CTAs. This must not show
-// in the bits, so both have the same number of warps, a power of two. Codes have one instance for both.
+// The configuration for fixed splits. kCtas, 1 or 2 per SM, is chosen by the number of CTAs. It must not
+// change the bits, so both have the same number of warps, a power of two. Codes have one instance for both.
 template <int kHeadDim, int kRowTiles, int kCtas, Codes kCodes>
 using FixedItems =
     std::conditional_t<kCodes == Codes::none,

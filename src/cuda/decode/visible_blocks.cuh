@@ -1,9 +1,9 @@
-// The blocks of an item where a window hides some. Two runs are left: those of the prefix, and those of the
-// window; between them is a gap. Blocks are counted without the gap where they are shared out, and with it
-// where they lie in the sequence.
+// The blocks of an item where a window hides some. Two runs are left: the blocks of the prefix, and those of
+// the window; between them is a gap. Where blocks are divided among CTAs and warps they are counted without
+// the gap; their places in the sequence count it.
 //
 //     keys      |prefix        |        hidden        |window                      |
-//     shared out  0 1 2 3 4 5 6                         7 8 9 ...                  count - 1
+//     counted     0 1 2 3 4 5 6                         7 8 9 ...                  count - 1
 //     in place    0 1 2 3 4 5 6                         18 19 20 ...               (a gap of 11 blocks)
 #pragma once
 
@@ -18,11 +18,11 @@ struct KeyRange {
 
 struct VisibleBlocks {
     int32_t count;                  // without the gap
-    int32_t gap_begin, gap_blocks;  // the gap's first block, counted either way; blocks in it
+    int32_t gap_begin, gap_blocks;  // the gap's first block, counted either way; how many blocks it has
     int32_t prefix_len;             // keys before it are visible to all queries,
-    int32_t window_begin;           // and keys from here on to some
+    int32_t window_begin;           // and keys from here on to some of them
 
-    // Without a window or a prefix, every block: nothing depends on the queries.
+    // All blocks: without a window or a prefix, nothing depends on the queries.
     template <int kBlockKeys>
     __device__ static VisibleBlocks all(int32_t seqlen_k) {
         const auto length = static_cast<uint32_t>(seqlen_k);
@@ -35,19 +35,19 @@ struct VisibleBlocks {
                 tiles.prefix_end, tiles.window_begin};
     }
 
-    // From the first key that some query sees to the last; between them there may be a gap.
+    // The range from the first key that some query sees to the last; there may be a gap in it.
     __device__ KeyRange keys(int32_t seqlen_k) const {
         const int32_t begin = prefix_len > 0 ? 0 : window_begin;
         return {count > 0 ? begin : seqlen_k, seqlen_k};
     }
-    // Where block `block` of those shared out lies.
+    // The place in the sequence of block `block`, counted without the gap.
     __device__ int32_t place(int32_t block) const { return block < gap_begin ? block : block + gap_blocks; }
     // Moves `block`, which was reached in steps from `from`, across the gap if that lies between them.
     __device__ int32_t past_gap(int32_t from, int32_t block) const {
         return from < gap_begin && block >= gap_begin ? block + gap_blocks : block;
     }
-    // Replaces a key that no query sees by one of its block that some query sees: pages of other keys need
-    // not exist.
+    // Replaces a key that no query sees by one of the same block that some query sees, since pages of other
+    // keys need not exist.
     __device__ int32_t visible_key(int32_t key, int32_t block) const {
         if (key < prefix_len || key >= window_begin) return key;
         return block < gap_begin ? prefix_len - 1 : window_begin;

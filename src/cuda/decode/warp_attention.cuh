@@ -14,7 +14,7 @@
 
 namespace octavo::cuda {
 
-// What a warp leaves of an item that others work on too. Weights are exp2(score - max).
+// The partial result that a warp leaves of an item that others work on too. Weights are exp2(score - max).
 template <class Config>
 struct WarpPartial {
     float out[Config::kRows]
@@ -23,8 +23,9 @@ struct WarpPartial {
     float sum[Config::kRows];  // the sum of the weights
 };
 
-// `Sequences` knows the batch's sequences: slice(i). kFromZero: see TransposedSoftmax. kChosen: keys are
-// counted in chosen pages, and `Sequences` knows their positions.
+// One warp's attention over its blocks of an item. `Sequences` knows the batch's sequences: slice(i).
+// kFromZero: see TransposedSoftmax. kChosen: keys are numbered in chosen pages, and `Sequences` knows their
+// positions.
 template <class T, class Config, class Sequences, bool kFromZero = false, bool kChosen = false>
 class WarpAttention {
     static constexpr int kRowTiles = Config::kRowTiles, kDimTiles = Config::kHeadDim / 16;
@@ -41,12 +42,12 @@ class WarpAttention {
           sequences_(sequences),
           transform_(ScoreTransform::make(p.softmax_scale, p.softcap)) {}
 
-    // The rows of `q` may still be on their way. reset() before the first block.
+    // Begins an item. The rows of `q` may still be in flight. Call reset() before the first block.
     __device__ void begin(const Item& item, QueryRows<Config> q) {
         item_ = item;
         q_ = q;
         seq_ = sequences_.slice(item.sequence);
-        seq_.see.attention_chunk = {};  // all_visible_end_ knows of it
+        seq_.see.attention_chunk = {};  // all_visible_end_ takes it into account
         // Without a window, a prefix and the keys that all queries see follow each other.
         all_visible_end_ = p_.window_left >= 0 ? -chunk_begin()
                                                : max(seq_.see.window_end(seq_.q_pos(0)), seq_.see.prefix_len);
@@ -61,20 +62,20 @@ class WarpAttention {
 
     __device__ void reset() { softmax_.reset(); }
 
-    // The rows of queries have arrived.
+    // Call it when the rows of queries have arrived.
     __device__ void load_queries() {
         if constexpr (Config::kHasCodes)
             products_.load_queries(q_, p_.dtype == DType::bfloat16, transform_.inner);
     }
 
-    // The block that begins with key `first_key`. `scales`: of its codes.
+    // Adds the block that begins with key `first_key`. `scales`: the place of the scales of its codes.
     __device__ void add(KeyRows<Config> k, ValueRows<Config> v, uint32_t scales, int32_t first_key) {
         BlockWeights weights;
         add_keys(weights, k, scales, first_key);
         add_values(weights, v);
     }
 
-    // The same in two steps.
+    // The same in two steps, add_keys() and add_values().
     using BlockWeights = uint32_t[kSteps][kRowTiles][2];  // weights of the block's keys: operand b of P V
     __device__ void add_keys(BlockWeights& weights, KeyRows<Config> k, uint32_t scales, int32_t first_key) {
         using Weight = typename Products::Weight;
@@ -110,14 +111,14 @@ class WarpAttention {
             products_.multiply_p_v(softmax_.out, weights[step], v, step);
     }
 
-    // Once, after the last block, before what follows: sums of this lane's keys become those of all, and sums
-    // of codes those of values.
+    // Call it once, after the last block and before store() or leave(): turns sums over this lane's keys into
+    // sums over all keys, and sums of codes into sums of values.
     __device__ void finish() {
         Softmax::for_each_row([&](int r, int i) { softmax_.sum_over_keys(r, i); });
         if constexpr (Config::kHasCodes) Products::finish(softmax_);
     }
 
-    // The whole item is done: writes its rows.
+    // Writes the item's rows, if this warp has worked on the whole item.
     __device__ void store() {
         const SequenceSlice seq = sequences_.slice(item_.sequence);  // not kept in registers all along
         const int lane = threadIdx.x % 32;
@@ -161,7 +162,7 @@ class WarpAttention {
         }
     }
 
-    // Others work on the item too: leaves this warp's partial result for those who combine them.
+    // Leaves this warp's partial result for those who combine them, if others work on the item too.
     __device__ void leave(WarpPartial<Config>& partial) {
         const int lane = threadIdx.x % 32;
         Softmax::for_each_row([&](int r, int i) {
@@ -181,7 +182,7 @@ class WarpAttention {
     }
 
   private:
-    // softmax_phi, looked at when a maximum has to be raised, as at the first block.
+    // softmax_phi, which is looked at when a maximum has to be raised, as at the first block.
     struct Unified {
         const WarpAttention& own;
 
@@ -205,7 +206,8 @@ class WarpAttention {
     __device__ static int row_of(int r, int i) { return Softmax::row_of(threadIdx.x % 32, r, i); }
     __device__ static int key_of(int e) { return Softmax::key_of(threadIdx.x % 32, e); }
 
-    // For codes, whose accumulators belong to neighbouring dims: body(r, i, dim, of dim, of the next).
+    // Calls body(r, i, dim, out of dim, out of dim + 1), for codes, whose accumulators belong to neighbouring
+    // dims.
     template <class Body>
     __device__ void for_each_pair(Body body) const {
 #pragma unroll
@@ -220,7 +222,7 @@ class WarpAttention {
         }
     }
 
-    // What depends on positions: ALiBi, and -inf where the query does not see the key.
+    // Applies what depends on positions: ALiBi, and -inf where the query does not see the key.
     __device__ void see(float (&scores)[kSteps][kRowTiles][4], int32_t first_key) const {
         if constexpr (kChosen) return see_chosen(scores, first_key);
         if (OCTAVO_RARE(p_.alibi_slopes != nullptr)) {
@@ -245,7 +247,7 @@ class WarpAttention {
             });
         }
     }
-    // The same of chosen pages, whose keys' positions are looked up.
+    // The same for chosen pages, where the positions of keys are looked up.
     __device__ __forceinline__ void see_chosen(float (&scores)[kSteps][kRowTiles][4],
                                                int32_t first_key) const {
         const bool has_alibi = p_.alibi_slopes != nullptr;
@@ -268,7 +270,7 @@ class WarpAttention {
             });
         }
     }
-    // -inf where the tree mask hides the key.
+    // Sets scores to -inf where the tree mask hides the key.
     __device__ __forceinline__ void see_tree(float (&scores)[kSteps][kRowTiles][4], int32_t first_key) const {
         const int32_t begin = seq_.q_pos(0), first = max(begin, seq_.see.prefix_len);
         for_each_score(scores, first_key, [&](float& score, int r, int e, int32_t key) {
@@ -297,8 +299,8 @@ class WarpAttention {
     Products products_;
     QueryRows<Config> q_;
     SequenceSlice seq_;
-    // The keys before it are visible to all queries. With a window it is the negative of a key: those before
-    // that one, but for the prefix, are hidden from all.
+    // Keys before it are visible to all queries. With a window it is the negative of a key: keys before that
+    // one, except for those of the prefix, are hidden from all.
     int32_t all_visible_end_;
     int32_t q_pos_[kRowTiles][2];
     Softmax softmax_;

@@ -6,7 +6,7 @@
 namespace octavo::cuda {
 
 KeyTransformPlan plan_key_transform(const PagedAttentionParams& p) {
-    constexpr int64_t kAlignment = 256;  // the shifts behind the queries begin at a multiple of it
+    constexpr int64_t kAlignment = 256;  // bytes; the shifts behind the queries begin at a multiple of it
     KeyTransformPlan plan{};
     plan.dtype = p.dtype;
     plan.num_rows = p.total_q * p.num_q_heads;

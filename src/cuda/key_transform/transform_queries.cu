@@ -1,6 +1,8 @@
-// paged_attention over keys that were transformed before they became codes: transforms the queries as well,
-// and adds to the log-sum-exp what all scores of a query lack, before sinks join it. grid: one warp a (token,
-// query head).
+// paged_attention over keys that were transformed before they became codes. These kernels transform the
+// queries as well, and add to the log-sum-exp the term that all scores of a query lack, before sinks are
+// added.
+//
+// grid of transform_queries_kernel: one warp per (token, query head).
 #include "common/online_softmax.h"
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
@@ -40,7 +42,7 @@ __global__ void transform_queries_kernel(const __grid_constant__ PagedAttentionP
 
 constexpr int32_t kShiftThreads = 128;
 
-// One thread a (token, query head); tokens of no sequence are left as they are.
+// grid: one thread per (token, query head). Tokens of no sequence are left as they are.
 __global__ void shift_lse_kernel(const __grid_constant__ PagedAttentionParams p, const float* shifts) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
@@ -50,8 +52,8 @@ __global__ void shift_lse_kernel(const __grid_constant__ PagedAttentionParams p,
     p.lse[token * p.lse_token_stride + head * p.lse_head_stride] += shifts[i];
 }
 
-// Runs in place of shift_lse_kernel where there are sinks. `lse` is that of the attention, with these
-// strides.
+// Runs in place of shift_lse_kernel where there are sinks. `lse`, with these strides, is the one that the
+// attention kernel wrote.
 template <class T>
 __global__ void add_sinks_kernel(const __grid_constant__ PagedAttentionParams p, const float* shifts,
                                  float* lse, int64_t lse_token_stride, int64_t lse_head_stride) {
@@ -61,7 +63,7 @@ __global__ void add_sinks_kernel(const __grid_constant__ PagedAttentionParams p,
     if (token >= (p.cu_seqlens_q ? p.cu_seqlens_q[p.batch] : p.total_q)) return;
     float& row_lse = lse[token * lse_token_stride + head * lse_head_stride];
     const MergeWeights weights = MergeWeights::make(row_lse + shifts[i], p.sinks[head]);
-    __syncwarp();  // all lanes have read it
+    __syncwarp();  // all lanes have read the LSE
     if (threadIdx.x % 32 == 0) row_lse = weights.lse;
     T* const out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
     for (int32_t d = threadIdx.x % 32; d < p.head_dim; d += 32)

@@ -1,5 +1,8 @@
-// Merges the results of splits by their log-sum-exp (Flash-Decoding). grid: one CTA a row of
-// [total_q, num_q_heads], four groups of threads, each with every fourth split.
+// Combines the results of splits by their log-sum-exp (Flash-Decoding). Page:
+// docs/kernels/latent_attention.md.
+//
+// grid: one CTA per row of [total_q, num_q_heads]. A CTA owns one row; it has four groups of threads, each
+// with every fourth split.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -14,7 +17,7 @@
 namespace octavo::cuda {
 
 constexpr int kCombineLatentGroups = 4, kCombineLatentThreads = kCombineLatentGroups * kLatentVDim / 4;
-constexpr int kMaxLatentSplits = 1024;  // as the check has it
+constexpr int kMaxLatentSplits = 1024;  // the check refuses more
 
 template <class T>
 __global__ void __launch_bounds__(kCombineLatentThreads)

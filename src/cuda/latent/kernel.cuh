@@ -1,12 +1,14 @@
-// Attention of 16 rows over a paged cache of latents (sm_80 and later). Every row is of the one latent head,
-// so that a key is read once for 16 query heads, and is its value too.
+// Attention of 16 rows over a paged cache of latents (sm_80 and newer). All rows attend to the one latent
+// head, so that a key is read once for 16 query heads; its first 512 numbers are the value. Page:
+// docs/kernels/latent_attention.md.
 //
-// grid: x a tile of rows of a sequence, y a run of its keys. A CTA has eight warps. For each tile of keys
-//  - each warp multiplies all rows with eight keys (with 32 keys, over half of their numbers), with the
-//    queries in registers;
-//  - 16 threads a row make weights of the scores, which have gone through shared memory;
-//  - each warp multiplies the weights with 64 columns of the values: the first 512 numbers of the keys.
-// Tiles come by cp.async, kStages of them at once: decoding is bound by memory. Codes of fp8 become
+// grid: x tiles of rows over the sequences, y splits of the keys. A CTA owns 16 rows of a sequence and one
+// split of its keys, and has eight warps. For each tile of keys
+//  - each warp multiplies all rows with eight keys (with tiles of 32 keys, over half of their numbers), with
+//    the queries in registers;
+//  - 16 threads for each row turn the scores, which have gone through shared memory, into weights;
+//  - each warp multiplies the weights with 64 columns of the values.
+// Tiles arrive by cp.async, kStages of them at a time, since decoding is bound by memory. Codes of fp8 become
 // 16-bit numbers in shared memory, exactly.
 #pragma once
 
@@ -36,19 +38,19 @@ struct LatentConfig {
     static constexpr int kDepthParts = kWarps / kKeyGroups;         // parts of a key's numbers
     static constexpr int kSteps = kLatentQkDim / 16 / kDepthParts;  // steps that a warp takes
     static constexpr int kWarpColumns = kLatentVDim / kWarps;
-    static constexpr int kRowStride = KeyCopy<T, kKeys>::kRowStride;  // in bytes, of 16-bit numbers
-    static constexpr int kScoreStride = kKeys + 8;                    // in elements, of weights too
+    static constexpr int kRowStride = KeyCopy<T, kKeys>::kRowStride;  // bytes of a row of 16-bit numbers
+    static constexpr int kScoreStride = kKeys + 8;  // elements of a row of scores or weights
     static constexpr int kRowThreads = kLatentThreads / kLatentRows;
     static constexpr int kThreadKeys = kKeys / kRowThreads;
     static_assert(kKeyGroups * kDepthParts == kWarps && kSteps % 2 == 0);
 };
 
-// Dynamic shared memory behind the stages.
+// The dynamic shared memory behind the stages.
 template <class Config>
 struct LatentShared {
     float scores[Config::kDepthParts][kLatentRows][Config::kScoreStride];
     typename Config::Type weights[kLatentRows][Config::kScoreStride];
-    float factor[kLatentRows];  // what sums so far are multiplied by; at the end, 1 / sum
+    float factor[kLatentRows];  // the factor that sums so far are multiplied by; in the end, 1 / sum
     float lse[kLatentRows];
 };
 
@@ -98,10 +100,10 @@ __device__ __forceinline__ void multiply_scores(const uint32_t (&q)[Config::kSte
                                                 LatentShared<Config>& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int group = warp % Config::kKeyGroups, part = warp / Config::kKeyGroups;
-    // Matrix i of four: the eight keys, numbers 8 i to 8 i + 7 of 32.
+    // Matrix i of four has the eight keys and, of 32 numbers, those from 8 i to 8 i + 7.
     const uint32_t keys = ptx::shared_address(tile + (8 * group + lane % 8) * Config::kRowStride +
                                               part * Config::kSteps * 32 + lane / 8 * 16);
-    float sums[4][4] = {};  // each adds up every fourth step, so that products overlap
+    float sums[4][4] = {};  // each adds up every fourth step, so that products can overlap
 #pragma unroll
     for (int step = 0; step < Config::kSteps; step += 2) {
         uint32_t b[4];
@@ -125,7 +127,7 @@ struct LatentSoftmax {
     float max = -INFINITY;  // in units of log2(e)
     float sum = 0.0f;       // the sum over this thread's keys
 
-    // The row sees those of the tile's keys that lie below num_seen.
+    // Turns the scores of a tile into weights. The row sees the first num_seen keys of the tile.
     template <class Config>
     __device__ __forceinline__ void weigh(LatentShared<Config>& shared, float scale_log2, int32_t num_seen) {
         const int row = threadIdx.x / Config::kRowThreads;
@@ -180,7 +182,7 @@ __device__ __forceinline__ void scale_rows(const LatentShared<Config>& shared,
     }
 }
 
-// out += weights * values, of this warp's columns.
+// Adds weights * values to `out`, for this warp's columns.
 template <class Config, int kColumnTiles>
 __device__ __forceinline__ void multiply_values(const LatentShared<Config>& shared, const char* tile,
                                                 float (&out)[kColumnTiles][4]) {
@@ -202,7 +204,7 @@ __device__ __forceinline__ void multiply_values(const LatentShared<Config>& shar
     }
 }
 
-// Writes this warp's columns to the results, or to those of its split.
+// Writes this warp's columns to the result, or to the partial result of its split.
 template <class Config, int kColumnTiles>
 __device__ __forceinline__ void store_rows(const LatentAttentionParams& p, const LatentLaunch& launch,
                                            const LatentSequence& sequence, int32_t first_row,
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     constexpr int kColumnTiles = Config::kWarpColumns / 8;
     extern __shared__ __align__(128) char memory[];
     char* const stages = memory;
-    char* const numbers = stages + Config::kStages * Copy::kTileBytes;  // what codes of fp8 become
+    char* const numbers = stages + Config::kStages * Copy::kTileBytes;  // a tile converted from fp8
     auto& shared = *reinterpret_cast<LatentShared<Config>*>(
         numbers + (Config::kFp8 ? Config::kKeys * Config::kRowStride : 0));
     ptx::launch_dependents();
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
         return min(sequence.end_key(p.causal, launch.num_q_heads.quotient(min(row, last_row))),
                    sequence.seqlen_k);
     };
-    // The tiles of keys that some row sees, and of these the ones of this split.
+    // The tiles of keys that some row sees, and those of them that this split owns.
     const int32_t end_key = end_key_of(last_row);
     const int32_t all_tiles = (end_key + Config::kKeys - 1) / Config::kKeys;
     const auto split = static_cast<int64_t>(blockIdx.y);
@@ -275,7 +277,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     const auto num_tiles = static_cast<int32_t>(all_tiles * (split + 1) / launch.num_splits) - begin_tile;
     const int32_t own_end = end_key_of(first_row + threadIdx.x / Config::kRowThreads);
 
-    // Queries come through the last stage, which keys do not need yet.
+    // The queries arrive in the last stage, which keys do not need yet.
     char* const queries = Config::kFp8 ? numbers : stages + (Config::kStages - 1) * Copy::kTileBytes;
     copy_queries<T>(p, launch, sequence, first_row, num_rows, queries);
     ptx::cp_async_commit();
@@ -300,7 +302,8 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     int stage = 0, free_stage = Config::kStages - 1;
 #pragma unroll 1
     for (int32_t t = 0; t < num_tiles; ++t) {
-        // The tile has come, for all threads; and all are done with the one before it, and with the queries.
+        // After this, the tile has arrived for all threads, and all are done with the tile before it and with
+        // the queries.
         ptx::cp_async_wait<Config::kStages - 2>();
         __syncthreads();
         if (t + Config::kStages - 1 < num_tiles) copy.run(stages + free_stage * Copy::kTileBytes);
@@ -320,7 +323,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
         free_stage = stage;
         stage = stage + 1 == Config::kStages ? 0 : stage + 1;
     }
-    __syncthreads();  // all have read the factors of the last tile
+    __syncthreads();  // all threads have read the factors of the last tile
     softmax.finish(shared);
     __syncthreads();
     scale_rows<Config>(shared, out);

@@ -20,8 +20,8 @@ __device__ __forceinline__ void copy_chunk(char* to, const Stored* from, bool va
     for (int i = 0; i < 16 / static_cast<int>(sizeof(Stored)); ++i) elements[i] = valid ? from[i] : Stored{};
 }
 
-// How a warp copies its share of a tile of kKeys keys: kKeys / 8 of them, in chunks of 16 bytes. Page numbers
-// are read a tile ahead, since the copy waits for them.
+// How a warp copies its share of a tile of kKeys keys: kKeys / 8 keys, in chunks of 16 bytes. Page numbers
+// are read one tile ahead, since the copy waits for them.
 template <class Stored, int kKeys>
 class KeyCopy {
   public:
@@ -29,7 +29,8 @@ class KeyCopy {
     static constexpr int kRowStride = kRowBytes + kLatentPadBytes;
     static constexpr int kTileBytes = kKeys * kRowStride;
 
-    // Keys [0, end_key) of sequence b; those past them become zeros. `begin` is the first of the first tile.
+    // Copies keys [0, end_key) of sequence b from key `begin` on, where the first tile begins. Keys from
+    // end_key on become zeros.
     __device__ KeyCopy(const LatentAttentionParams& p, const LatentLaunch& launch, int32_t b, int32_t begin,
                        int32_t end_key)
         : p_(p),
@@ -55,7 +56,7 @@ class KeyCopy {
             const int index = lane + 32 * i, key = index / kRowChunks, chunk = index % kRowChunks;
             const int64_t from = __shfl_sync(~0u, row, key);
             const bool is_key = __shfl_sync(~0u, valid, key);
-            if (kWarpChunks % 32 != 0 && index >= kWarpChunks) break;  // the last turn, past all shuffles
+            if (kWarpChunks % 32 != 0 && index >= kWarpChunks) break;  // the last turn; no shuffle follows
             copy_chunk(to + key * kRowStride + 16 * chunk, kv + from + chunk * (16 / sizeof(Stored)), is_key,
                        launch_.kv_aligned);
         }
@@ -65,7 +66,7 @@ class KeyCopy {
     static constexpr int kWarpKeys = kKeys / (kLatentThreads / 32);
     static constexpr int kRowChunks = kRowBytes / 16, kWarpChunks = kWarpKeys * kRowChunks;
 
-    // Asks for the page of this lane's key; entries past the sequence's last page are never read.
+    // Starts loading the page of this lane's key. Entries past the sequence's last page are never read.
     __device__ void find_page() {
         if (key_ < end_key_) page_ = pages_[launch_.page_size.quotient(key_)];
     }
@@ -83,7 +84,7 @@ template <class T>
 __device__ __forceinline__ void copy_queries(const LatentAttentionParams& p, const LatentLaunch& launch,
                                              const LatentSequence& sequence, int32_t first_row,
                                              int32_t num_rows, char* to) {
-    using Copy = KeyCopy<T, 64>;  // rows lie as those of keys do
+    using Copy = KeyCopy<T, 64>;  // rows of queries have the layout of keys
     constexpr int kRowChunks = Copy::kRowBytes / 16;
     for (int i = threadIdx.x; i < kLatentRows * kRowChunks; i += kLatentThreads) {
         const int r = i / kRowChunks, chunk = i % kRowChunks;

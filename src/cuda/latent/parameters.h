@@ -1,4 +1,4 @@
-// What the host hands the kernels of latent_attention beside the call itself.
+// What a launch hands to the kernels of latent_attention besides the call's parameters.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -10,8 +10,8 @@ namespace octavo::cuda {
 struct LatentLaunch {
     FastDivide tiles_per_sequence, num_q_heads, page_size;
     int32_t num_splits;
-    bool q_aligned, kv_aligned;  // rows move 16 bytes at a time
-    // What each split finds, where there are several: normalised results of every row of [total_q,
+    bool q_aligned, kv_aligned;  // whether rows move 16 bytes at a time
+    // Partial results, if there is more than one split: normalised results of every row of [total_q,
     // num_q_heads], and their log-sum-exps. Rows of padding are not written.
     float* partial_out;  // [num_splits, total_rows, kLatentVDim]
     float* partial_lse;  // [num_splits, total_rows]

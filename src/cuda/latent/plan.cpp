@@ -10,8 +10,9 @@
 namespace octavo::cuda {
 namespace {
 
-// A GPU holds one CTA on each SM, so that CTAs go in waves. A CTA takes the time of its tiles of keys and of
-// about two more. Combining takes the time of one tile, and of another one for every 32 splits.
+// Returns the number of splits with the least time. An SM holds one CTA, so that CTAs run in waves. A CTA
+// takes the time of its tiles of keys and of about two more. Combining takes the time of one tile, and of
+// another one for every 32 splits.
 int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_sms) {
     constexpr int64_t kBegin = 2 * 32, kMaxSplits = 128;
     int64_t best = 1, least = 0;
@@ -26,8 +27,9 @@ int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_
     return static_cast<int32_t>(best);
 }
 
-// Whether sm90_latent serves the call. Up to 16 rows a sequence, the other kernel multiplies less in vain. It
-// scales scores after they are masked and their highest is found, so that the scale has to be positive.
+// Whether sm90_latent serves the call. For up to 16 rows per sequence the other kernel wastes fewer products.
+// sm90_latent scales scores after it has masked them and found their maximum, so the scale has to be
+// positive.
 bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
     const bool are_boxes =
         p.page_size % kSm90LatentKeys == 0 || (p.page_size % 8 == 0 && kSm90LatentKeys % p.page_size == 0);

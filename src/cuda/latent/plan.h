@@ -1,4 +1,4 @@
-// How latent_attention works on a GPU: which kernel, and how it cuts the work.
+// How latent_attention would work through a batch: which of its two kernels serves, and how it cuts the work.
 #pragma once
 
 #include "cuda/gpu.h"
@@ -11,13 +11,13 @@
 
 namespace octavo::cuda {
 
-constexpr int32_t kLatentQkDim = 576, kLatentVDim = 512;  // what there are kernels for
+constexpr int32_t kLatentQkDim = 576, kLatentVDim = 512;  // the dims that there are kernels for
 
-// Rows of shared memory are this much longer than they need be, so that the eight rows which ldmatrix reads
-// at once lie in different banks.
+// Rows in shared memory are this much longer than their data, so that the eight rows that ldmatrix reads at
+// once lie in different banks.
 constexpr int32_t kLatentPadBytes = 16;
 
-// The kernel for all GPUs: a CTA has 16 rows, and keys come in `stages` tiles at once.
+// The kernel for all GPUs: a CTA has 16 rows, and `stages` tiles of keys are in flight or in use.
 constexpr int32_t kLatentRows = 16;
 constexpr int32_t kLatentThreads = 256;
 struct LatentTiles {
@@ -34,27 +34,27 @@ struct LatentTiles {
         return cache + scores + weights + kLatentRows * 2 * 4;
     }
 };
-// The best comes first. The first that there is room for is taken.
+// The best row comes first. The first one that fits into shared memory is taken.
 constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 
-// What sm90_latent is made of.
+// The tiles of sm90_latent.
 constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64;
 constexpr int32_t kSm90LatentThreads = 384;
 constexpr int32_t kSm90LatentStages = 2;
-// Queries and tiles of keys, five numbers a row, and eight barriers (Sm90LatentShared).
+// Room for queries and tiles of keys, five numbers for each row, and eight barriers (Sm90LatentShared).
 constexpr int64_t kSm90LatentSharedBytes =
     int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentStages * kSm90LatentKeys) +
     5 * 4 * kSm90LatentRows + 8 * 8;
 
 struct LatentPlan {
     DType dtype, kv_dtype;
-    bool is_sm90;  // runs sm90_latent, or else the kernel for all GPUs
-    int32_t row;   // which row of kLatentTiles
+    bool is_sm90;  // whether sm90_latent runs; otherwise the kernel for all GPUs does
+    int32_t row;   // a row of kLatentTiles
     int32_t num_sequences, num_q_heads;
-    int32_t tiles_per_sequence;  // tiles of rows; for packed queries their bound
+    int32_t tiles_per_sequence;  // tiles of rows; a bound when the queries are packed
     int32_t num_splits;
     int64_t total_rows;
-    bool q_aligned, kv_aligned;  // on 16 bytes
+    bool q_aligned, kv_aligned;  // whether all rows start at multiples of 16 bytes
 
     bool is_fp8() const { return kv_dtype != dtype; }
     const LatentTiles& tiles() const { return kLatentTiles[row]; }

@@ -23,8 +23,8 @@ void launch_sm90_latent(const LatentAttentionParams&, const LatentPlan&, const L
 
 namespace {
 
-// Pages as sm90_latent copies them: 64 numbers of as many keys as a page has, or 64. The stride of a single
-// page may be zero, which the copy engine refuses, and is not used.
+// The tensor map of pages as sm90_latent copies them: 64 numbers of up to 64 keys of a page. The stride of a
+// single page is never used, and may be zero, which the copy engine refuses.
 CUtensorMap map_of_pages(const LatentAttentionParams& p) {
     return make_tensor_map(p.kv, {{kLatentQkDim, p.page_size, p.num_pages, 1, 1},
                                   {p.kv_slot_stride, p.num_pages > 1 ? p.kv_page_stride : 8, 8, 8},

@@ -1,6 +1,6 @@
-// What eight warps make of a stage by mma.sync, with weights on its side of 16 rows and x on that of 8: a few
-// rows of x times weights (the flat GEMM of FlashDecoding++). sm90_flat and sm80_linear differ in how stages
-// come.
+// How eight warps multiply a stage by mma.sync, with weights on its side of 16 rows and x on its side of 8: a
+// few rows of x times weights (the flat GEMM of FlashDecoding++). sm90_flat and sm80_linear share it; they
+// differ in how stages arrive.
 #pragma once
 
 #include "cuda/linear/output.cuh"
@@ -19,7 +19,7 @@ struct FlatTileConfig {
     static constexpr LinearStage kStage{kWRows, kXRows, kPanels};
 };
 
-// One warp's products, those of its columns of each stage.
+// One warp's products, over its columns of each stage.
 template <class T, class Config>
 class FlatProducts {
     static constexpr int kRowTiles = Config::kRowTiles, kColumnTiles = Config::kColumnTiles;
@@ -29,10 +29,10 @@ class FlatProducts {
     static constexpr int kXLoads = kTwoDepths ? kDepths / 2 : 1;
 
   public:
-    // With a gate the first half of the tile's rows are rows of the gate; a product takes eight of these and
-    // the eight that belong to them, so that a thread gets both sums.
+    // With a gate, the first half of the tile's rows are rows of the gate. A product takes eight of them and
+    // the eight rows that they gate, so that a thread gets both sums.
     __device__ __forceinline__ FlatProducts(int warp, int lane, bool is_gated) {
-        const int columns = warp * Config::kPanels;  // in pieces of eight
+        const int columns = warp * Config::kPanels;  // in units of eight columns
         const int panel = columns / 8, piece = columns % 8, row = lane % 8;
         const int w_row = row + lane / 8 % 2 * (is_gated ? Config::kWRows / 2 : 8);
         w_step_ = (is_gated ? 8 : 16) * 128;
@@ -46,7 +46,7 @@ class FlatProducts {
             x_piece_[i] = ((piece + 4 * i + lane / 8 % (kTwoDepths ? 4 : 2)) ^ row) * 16;
     }
 
-    // `stage`: its address in the shared window.
+    // `stage`: the stage's address in the shared window.
     __device__ __forceinline__ void load(uint32_t stage) {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r)
@@ -84,7 +84,7 @@ class FlatProducts {
     float sums_[kRowTiles][kColumnTiles][4] = {};
 };
 
-// What each warp has, for the others: [kFlatWarps][kTiles][32] in shared memory.
+// Writes each warp's sums for the others: [kFlatWarps][kTiles][32] in shared memory.
 template <class T, class Config>
 __device__ __forceinline__ void share_sums(float4* of_warps, const FlatProducts<T, Config>& products) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -113,8 +113,8 @@ __device__ __forceinline__ float2 pair_of_columns(float first, float second, boo
     return is_odd ? float2{other, second} : float2{first, other};
 }
 
-// Tile `i` of the sums to the result. `x_row`, `column`: where the CTA's tile begins in it; `end`: the first
-// column behind it.
+// Writes tile `i` of the sums to the result. `x_row`, `column`: where the CTA's tile begins in the result;
+// `end`: the first column behind it.
 template <class T, class Config>
 __device__ __forceinline__ void write_flat_tile(const LinearOutput& p, int32_t x_row, int32_t column,
                                                 int32_t end, int i, float4 sums) {

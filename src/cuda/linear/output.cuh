@@ -23,7 +23,7 @@ OCTAVO_HD float exp(float x) {
 
 }  // namespace activation
 
-// Two neighbours of a row: element (row, column) and the next one.
+// Loads two neighbours of a row: the element at `at` and, if `both`, the next one.
 template <class T>
 __device__ __forceinline__ float2 load_pair(const void* base, int64_t at, bool in_pairs, bool both) {
     const T* const from = static_cast<const T*>(base) + at;
@@ -31,8 +31,8 @@ __device__ __forceinline__ float2 load_pair(const void* base, int64_t at, bool i
     return {to_float(from[0]), both ? to_float(from[1]) : 0.0f};
 }
 
-// Writes elements `column` and the next one of a row of the result, as far as they lie before `end`. `gate`:
-// the sums of the rows of w that stand for them; `up`: those of its other half, which only a gate has.
+// Writes element `column` and the next one of a row of the result, as far as they lie before `end`. `gate`:
+// the sums of the rows of w that belong to them; `up`: those of w's other half, which only a gate has.
 template <class T>
 __device__ __forceinline__ void write_pair(const LinearOutput& p, int32_t row, int32_t column, int32_t end,
                                            float2 gate, float2 up) {

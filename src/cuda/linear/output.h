@@ -1,4 +1,4 @@
-// What becomes of the sums of a product with weights.
+// How the sums of a product with weights become the result.
 #pragma once
 
 #include "common/macros.h"
@@ -10,7 +10,7 @@ namespace octavo::cuda {
 
 enum class LinearActivation : int8_t { none, silu, gelu, silu_gate };
 
-// Rows of residual and out are a stride apart.
+// The arrays that the result is made of. Rows of residual and out are a stride apart.
 struct LinearOutput {
     const void* bias;      // or null
     const void* residual;  // or null
@@ -18,7 +18,7 @@ struct LinearOutput {
     int64_t residual_stride, out_stride;
     int32_t num_rows, width;
     LinearActivation activation;
-    bool in_pairs;  // two neighbours of a row of residual and out, and of bias, can move at once
+    bool in_pairs;  // whether two neighbours of a row of residual and out, and of bias, can move at once
 
     // Whether the sums are the result, written in pairs.
     OCTAVO_HD bool is_plain() const {

@@ -24,7 +24,8 @@ LinearKernelPlan plan_given(const LinearParams& p, const Gpu& gpu) {
     fail<ValueError>("linear", "plan ", p.plan->to_string(), " does not serve this call: ", why_not);
 }
 
-// The order of addition follows from the kernel, the rows of w in a tile and the splits.
+// Refuses a plan whose order of addition is not that of batch-invariant calls: the order follows from the
+// kernel, the rows of w in a tile and the splits.
 void require_invariant(const LinearParams& p, const Gpu& gpu) {
     LinearParams own = p;
     own.plan.reset();

@@ -15,18 +15,18 @@ namespace octavo::cuda {
 
 using LinearKernelPlan = std::variant<Sm90LinearPlan, Sm80LinearPlan>;
 
-// That of params.plan, which must serve the call, or else of the first kernel that serves, in the order
-// above. One of them serves whatever why_no_cuda_kernel() lets through.
+// Returns the plan for params.plan, which must serve the call, or otherwise that of the first kernel that
+// serves, in the order above. One of them serves every call for which why_no_cuda_kernel() has no reason.
 LinearKernelPlan plan_linear(const LinearParams& params, const Gpu& gpu);
 
-// The most rows of x for which a kernel of Octavo is the faster one where no table says which it is.
+// The most rows of x for which Octavo's kernel is taken as faster than the library where no table says it.
 int64_t most_rows_without_table(const Gpu& gpu);
 
-// What Python runs, the library included.
+// The plan that Python executes, which may be the library.
 LinearPlan public_plan(const LinearParams& params, const Gpu& gpu);
 
-// The kernels that compute contiguous arrays of this shape, and what each ought to take, in microseconds, the
-// fastest first. 0: not known.
+// The kernels that compute contiguous arrays of this shape, and their estimated times in microseconds, the
+// fastest first. 0: the time is not known.
 std::vector<std::pair<LinearPlan, double>> linear_candidates(const LinearProblem& problem, DType dtype,
                                                              const Gpu& gpu);
 

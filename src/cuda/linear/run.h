@@ -9,7 +9,7 @@
 
 namespace octavo::cuda {
 
-// The current device has to be that of the parameters.
+// Each launches a plan; the current device has to be that of the parameters.
 void run(const LinearParams& params, const Sm80LinearPlan& plan, cudaStream_t stream);
 void run(const LinearParams& params, const Sm90LinearPlan& plan, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// What the kernels of linear have in shared memory.
+// The stages that the kernels of linear have in shared memory.
 #pragma once
 
 #include "common/macros.h"

@@ -10,7 +10,7 @@
 namespace octavo::cuda {
 namespace {
 
-// For the tables, which benchmarks/linear_table.py writes.
+// The names that the tables use, which benchmarks/linear_table.py writes.
 constexpr LinearKernel flat = LinearKernel::sm90_flat, wide = LinearKernel::sm90_wide;
 constexpr bool library = true;
 

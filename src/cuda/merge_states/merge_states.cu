@@ -1,4 +1,4 @@
-// Merges two partial results by their LSE. grid: one warp a row.
+// Merges two partial results by their LSE. grid: one warp per row.
 #include "common/online_softmax.h"
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
@@ -22,7 +22,7 @@ __global__ void merge_states_kernel(const __grid_constant__ MergeStatesParams p)
     const T* const a = static_cast<const T*>(p.out_a) + offset(p.out_a_strides);
     const T* const b = static_cast<const T*>(p.out_b) + offset(p.out_b_strides);
     T* const out = static_cast<T*>(p.out) + offset(p.out_strides);
-    __syncwarp();  // every lane has read the LSEs, which may be where the result goes
+    __syncwarp();  // every lane has read the LSEs, which the result may overwrite
     for (int i = threadIdx.x % 32; i < p.head_dim; i += 32) {
         out[i] = from_float<T>(weights.merge(to_float(a[i]), to_float(b[i])));
     }

@@ -1,4 +1,4 @@
-// How merge_states works: one warp a row.
+// How merge_states would work: with one warp per row.
 #pragma once
 
 #include "cuda/plan.h"

@@ -1,5 +1,7 @@
-// Clears the rows of packed results that no sequence has. grid: y an array, x a part of its padding. Where
-// there is none, as in most calls, a CTA reads one number and ends.
+// Clears the rows of packed results that belong to no sequence.
+//
+// grid: x parts of the padding of an array, y arrays. Where there is no padding, as in most calls, a CTA
+// reads one number and ends.
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
@@ -12,13 +14,13 @@ namespace octavo::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kCtas = 64;  // CTAs for an array: enough to write as fast as memory is
+constexpr int kCtas = 64;  // CTAs for an array: enough to write at the speed of the memory
 
-// `Word`: as many bytes as every row allows at a time.
+// Fills this CTA's part. `Word` has as many bytes as the alignment of all rows allows.
 template <class Word>
 __device__ void clear(const PaddedArray& array, Word word) {
     const int64_t begin = array.cu_seqlens[array.batch];
-    const int64_t words = array.head_bytes / static_cast<int32_t>(sizeof(Word));  // words of a head
+    const int64_t words = array.head_bytes / static_cast<int32_t>(sizeof(Word));  // in one head
     const int64_t token_words = words * array.num_heads, end = (array.total - begin) * token_words;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end; i += kCtas * kThreads) {
         const int64_t token = i / token_words, in_token = i - token * token_words, head = in_token / words;
@@ -29,7 +31,8 @@ __device__ void clear(const PaddedArray& array, Word word) {
 }
 
 __global__ void __launch_bounds__(kThreads) clear_padding_kernel(const __grid_constant__ Padding padding) {
-    // The next kernel is let go by the end of this one: its CTAs would pile up around these.
+    // This kernel does not let the next one start early, since the next kernel's CTAs would pile up around
+    // these.
     ptx::wait_for_previous_grid();
     const PaddedArray& array = padding.arrays[blockIdx.y];
     const uint32_t word = array.word;

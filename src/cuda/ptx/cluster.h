@@ -1,5 +1,5 @@
-// Thread block clusters (sm_90): CTAs that run at once and read each other's shared memory. Elsewhere no
-// kernel is launched with them.
+// Thread block clusters (sm_90): CTAs that run together and read each other's shared memory. On other
+// architectures no kernel is launched with clusters.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,8 @@
 
 namespace octavo::cuda::ptx {
 
-// All threads of all CTAs of the cluster; what they wrote to shared memory before is visible after.
+// A barrier of all threads of all CTAs of the cluster. After it, writes to shared memory from before it are
+// visible.
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
@@ -16,14 +17,14 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// The same with no word on memory: a release is a fence for the whole GPU.
+// The same without any order of memory accesses, since a release is a fence for the whole GPU.
 __device__ __forceinline__ void cluster_barrier_relaxed() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-// Its two halves, of which every thread executes both.
+// The two halves of cluster_barrier_relaxed(). Every thread has to execute both.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -43,7 +44,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     return rank;
 }
 
-// The place of `shared`, an address of this CTA, in the CTA `rank` of the cluster.
+// The address in CTA `rank` of the cluster that corresponds to `shared`, an address in this CTA.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t rank) {
     uint32_t address = 0;
 #if __CUDA_ARCH__ >= 900
@@ -52,7 +53,8 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
     return address;
 }
 
-// Its 16 bytes count towards `barrier`, which is in the same CTA as `address`; who waits there sees them.
+// Stores 16 bytes, which count towards `barrier`, in the same CTA as `address`. Threads that wait at the
+// barrier see them.
 __device__ __forceinline__ void store_cluster_async(uint32_t address, int4 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(

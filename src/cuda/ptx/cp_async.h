@@ -30,7 +30,7 @@ __device__ __forceinline__ void cp_async_16_if(bool enabled, uint32_t shared, co
         : "memory");
 }
 
-// Copies the first `bytes`, up to 16, and writes zeros behind them.
+// Copies the first `bytes` bytes, up to 16, and writes zeros behind them.
 __device__ __forceinline__ void cp_async_16_part(uint32_t shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                  : "memory");
@@ -53,7 +53,7 @@ __device__ __forceinline__ void cp_async_4(void* shared, const void* global, boo
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `kPending` of this thread's groups are under way.
+// Waits until at most `kPending` of this thread's groups are pending.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

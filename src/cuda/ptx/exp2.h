@@ -1,4 +1,4 @@
-// 2^x on the special function unit: relative error below 2^-22, subnormal results flushed to zero.
+// 2^x on the special function unit. The relative error is below 2^-22; subnormal results are flushed to zero.
 #pragma once
 
 namespace octavo::cuda::ptx {

@@ -1,15 +1,16 @@
-// How long the L2 cache keeps what a load brings.
+// Policies for how long the L2 cache keeps loaded data.
 #pragma once
 
 #include "cuda/ptx/cp_async.h"
 
 namespace octavo::cuda::ptx {
 
-// For data that is read once: it leaves before tables, lengths, partial results and code do. What
-// createpolicy.fractional.L2::evict_first gives for the whole of the data; a constant costs no register.
+// For data that is read once: it leaves the cache before tables, lengths, partial results and code do. The
+// value is the one that createpolicy.fractional.L2::evict_first gives for all of the data; as a constant it
+// costs no register.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
-constexpr uint64_t kEvictNormal = 0x1000000000000000;  // as without a policy
-// For what every CTA reads while data that is read once streams by.
+constexpr uint64_t kEvictNormal = 0x1000000000000000;  // acts like no policy
+// For data that every CTA reads, while other data, which is read once, streams by.
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 // Copies 16 bytes past L1, or writes 16 zero bytes if not `valid`; see cp_async_16.

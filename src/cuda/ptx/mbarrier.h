@@ -19,8 +19,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// At a barrier anywhere in the cluster (cluster_address). Other CTAs see that it happened, and not what this
-// thread wrote before: that would cost a fence for the whole GPU.
+// Arrives at a barrier anywhere in the cluster (cluster_address). It does not make this thread's earlier
+// writes visible to other CTAs, which would cost a fence for the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_cluster(uint32_t barrier,
                  : "memory");
 }
 
-// Arrives, and keeps the phase open until this number of bytes has come.
+// Arrives, and keeps the phase open until `bytes` bytes have arrived, too.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                  "r"(bytes)

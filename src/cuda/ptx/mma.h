@@ -1,5 +1,6 @@
-// d += a b on tensor cores: a 16 x 16 (row major), b 16 x 8 (column major), d 16 x 8 in float32 (sm_80).
-// Lane l holds of d: row l / 4, columns 2 (l % 4) and the next in d[0], d[1]; row l / 4 + 8 in d[2], d[3].
+// d += a b on tensor cores (sm_80). a is 16 x 16 (row major), b is 16 x 8 (column major), d is 16 x 8 in
+// float32. In d[0] and d[1], lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of d; in d[2] and
+// d[3], those of row l / 4 + 8.
 #pragma once
 
 #include <cuda_bf16.h>

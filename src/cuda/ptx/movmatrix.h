@@ -1,5 +1,5 @@
-// Transposes an 8 x 8 matrix of 16-bit elements spread over a warp, each lane holding elements 2 (l % 4) and
-// the next of row l / 4 (sm_75).
+// Transposes an 8 x 8 matrix of 16-bit elements that is spread over a warp: lane l holds elements 2 (l % 4)
+// and 2 (l % 4) + 1 of row l / 4 (sm_75).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// 1 / x for x between 2^-126 and 2^126, with the bits of a division, but without its branch for other
-// numbers.
+// 1 / x for x between 2^-126 and 2^126. It has the bits of a division, but not its branch for other numbers.
 #pragma once
 
 namespace octavo::cuda::ptx {

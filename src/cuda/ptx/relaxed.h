@@ -1,4 +1,4 @@
-// Memory that CTAs share while they run: accesses that go to the L2 cache and order nothing else.
+// Accesses to memory that CTAs share while they run: they go to the L2 cache, and order no other accesses.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_relaxed_8(void* to, uint2 x) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(uint64_t{x.y} << 32 | x.x) : "memory");
 }
 
-// All 16 bytes at once: a reader sees the whole of one store.
+// Loads 16 bytes at once: a reader sees the whole of one store.
 __device__ __forceinline__ uint4 load_relaxed_16(const void* from) {
     uint64_t low, high;
     asm volatile("{\n .reg .b128 x;\n ld.relaxed.gpu.global.b128 x, [%2];\n mov.b128 {%0, %1}, x;\n}"

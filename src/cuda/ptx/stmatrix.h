@@ -1,4 +1,4 @@
-// Four 8 x 8 matrices of 16-bit elements to shared memory, the inverse of ldmatrix_x4 (sm_90).
+// Stores four 8 x 8 matrices of 16-bit elements to shared memory: the inverse of ldmatrix_x4 (sm_90).
 #pragma once
 
 #include "cuda/ptx/cp_async.h"

@@ -1,7 +1,7 @@
-// Boxes of a tensor of five axes, between global and shared memory, by the copy engine (sm_90). Coordinates
-// run from the innermost axis; elements outside the tensor are loaded as zeros and never stored. For a box
-// that lies outside altogether, the copy engine reads the tensor's first bytes all the same (seen on an
-// H100).
+// Copies boxes of a tensor of five axes between global and shared memory, by the tensor memory accelerator,
+// here called the copy engine (sm_90). Coordinates run from the innermost axis; elements outside the tensor
+// are loaded as zeros and never stored. For a box that lies outside altogether, the copy engine reads the
+// tensor's first bytes all the same (seen on an H100).
 #pragma once
 
 #include "cuda/ptx/cp_async.h"
@@ -34,7 +34,8 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, u
         : "memory");
 }
 
-// Into the same place in each CTA of the cluster whose bit in `ctas` is set, each told by its own barrier.
+// Loads one box into the same place in each CTA of the cluster whose bit in `ctas` is set. The bytes count
+// towards each CTA's own barrier.
 __device__ __forceinline__ void tma_load_multicast(void* shared, const CUtensorMap* map, uint64_t* barrier,
                                                    uint16_t ctas, int c0, int c1, int c2, int c3, int c4) {
     asm volatile(
@@ -45,7 +46,7 @@ __device__ __forceinline__ void tma_load_multicast(void* shared, const CUtensorM
         : "memory");
 }
 
-// Loads bytes that lie one after the other, a multiple of 16; they count towards `barrier`.
+// Loads contiguous bytes, a multiple of 16; they count towards `barrier`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
                                           uint64_t* barrier) {
     asm volatile(
@@ -73,7 +74,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders this thread's writes to shared memory before what the copy engine or wgmma read there.
+// Orders this thread's writes to shared memory before later reads of them by the copy engine or wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

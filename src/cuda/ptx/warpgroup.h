@@ -1,11 +1,11 @@
-// What warps do together beyond __syncthreads: named barriers, and registers handed over (sm_90a).
+// Named barriers, and the handing over of registers between warpgroups (sm_90a).
 #pragma once
 
 #include <cstdint>
 
 namespace octavo::cuda::ptx {
 
-// Barrier `id` (1 to 15) of `threads` threads, some of which may only arrive.
+// Waits at barrier `id` (1 to 15) for `threads` threads, some of which may only arrive.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -13,7 +13,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Registers a thread of this warpgroup may use from here; every warp of it executes this.
+// Sets how many registers a thread of this warpgroup may use from here on. Every warp of the warpgroup has to
+// execute it.
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -1,8 +1,8 @@
-// d += a b by a warpgroup (sm_90a): a 64 x 16, b 16 x N, d 64 x N in float32, asynchronously. b lies in
-// shared memory, a there too (ss) or in registers (rs).
+// d += a b by a warpgroup, asynchronously (sm_90a). a is 64 x 16, b is 16 x N, d is 64 x N in float32. b lies
+// in shared memory, a lies there too (ss) or in registers (rs).
 //
-// Thread t holds of d: d[i] at row 16 (t / 32) + (t % 32) / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (t % 4) +
-// i % 2. Packed in pairs, those of 16 columns are operand a of a product over these columns.
+// d[i] of thread t is at row 16 (t / 32) + (t % 32) / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (t % 4) + i %
+// 2. Packed in pairs, the elements of 16 columns are operand a of a product over these columns.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,19 +12,19 @@
 
 namespace octavo::cuda::ptx {
 
-// Between writes to registers that wgmma reads or adds to, and the wgmma.
+// Needed between writes to registers that wgmma reads or adds to, and the wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `kPending` groups are under way.
+// Waits until at most `kPending` groups are pending.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving what reads these accumulators above the wait for them.
+// Keeps the compiler from moving reads of these accumulators above the wait for them.
 template <int kCount>
 __device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
 #pragma unroll
@@ -149,8 +149,9 @@ OCTAVO_WGMMA_TYPES(256, 128, 129, 130, 131, 132)
 #undef OCTAVO_WGMMA_TYPES
 #undef OCTAVO_WGMMA
 
-// Where a K-major or N-major operand lies: rows of 128 bytes with 128-byte swizzle, in blocks of eight rows
-// that start on 1024 bytes. `column_block_bytes` leads to the next 64 columns of an N-major operand.
+// Describes where a K-major or N-major operand lies: in rows of 128 bytes with 128-byte swizzle, in blocks of
+// eight rows that start at multiples of 1024 bytes. `column_block_bytes` is the distance to the next 64
+// columns of an N-major operand.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address, uint32_t column_block_bytes) {
     constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
     constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
@@ -158,7 +159,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address, ui
            (shared_address & 0x3ffff) >> 4;
 }
 
-// A K-major operand of 16 columns of which the second eight equal the first, without swizzle: 16 bytes a row.
+// Describes a K-major operand of 16 columns whose second eight equal the first, without swizzle: a row takes
+// 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor_plain(uint32_t shared_address) {
     constexpr uint64_t kEightRows = uint64_t{128 >> 4} << 32;
     return kEightRows | (shared_address & 0x3ffff) >> 4;

@@ -27,7 +27,8 @@ int32_t RmsNormPlan::threads() const { return is_warp_each() ? 32 * kRowsPerBloc
 RmsNormPlan plan_rms_norm(const RmsNormParams& p) {
     const bool in_chunks = moves_in_chunks(p);
     const int64_t pieces = in_chunks ? p.dim / (16 / size_of(p.dtype)) : p.dim;
-    // A thread takes as few pieces as the most threads allow; then there are as few warps as that takes.
+    // A thread takes as few pieces as the largest number of threads allows, and a CTA has as few warps as
+    // this takes.
     const int64_t pieces_per_thread = std::max<int64_t>(1, ceil_divide(pieces, kRmsNormMaxThreads));
     const int64_t warps = std::clamp<int64_t>(ceil_divide(pieces, pieces_per_thread * 32), 1, 32);
     return {p.dtype,  p.weight_dtype, p.dim == 0 ? 0 : p.num_rows(), p.dim, static_cast<int32_t>(32 * warps),

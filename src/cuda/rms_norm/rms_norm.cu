@@ -1,5 +1,6 @@
-// Normalises rows by their root mean square. grid: one CTA a row; or kRowsPerBlock rows to a CTA, a warp
-// each.
+// Normalises rows by their root mean square.
+//
+// grid: one CTA per row, or one CTA per kRowsPerBlock rows with one warp for each.
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/columns.cuh"
@@ -13,7 +14,7 @@
 namespace octavo::cuda {
 namespace {
 
-// The sum over a CTA; all of its threads take part, and once.
+// Returns the sum over a CTA. All of its threads call it together, and no more than once.
 __device__ __forceinline__ float cta_sum(float x) {
     __shared__ float of_warps[kRmsNormMaxThreads / 32];
     const int lane = threadIdx.x % 32;
@@ -23,17 +24,17 @@ __device__ __forceinline__ float cta_sum(float x) {
     return warp_sum(lane < blockDim.x / 32 ? of_warps[lane] : 0.0f);
 }
 
-// One thread's part of a row: pieces of kWide numbers, every `stride`th of them.
+// One thread's part of a row: every `stride`th piece of kWide numbers.
 template <class T, class Weight, int kWide>
 struct RowPart {
     using Piece = Columns<T, kWide>;
     using WeightPiece = Columns<Weight, kWide>;
 
-    const Piece *x, *residual;  // residual: null without one
+    const Piece *x, *residual;  // residual is null if the call has none
     const WeightPiece* weight;
-    Piece *out, *sum;  // sum: of x and residual
+    Piece *out, *sum;  // sum is where x + residual goes
 
-    // What is to be normalised.
+    // Loads the numbers that are to be normalised.
     __device__ __forceinline__ Piece load(int32_t i) const {
         Piece numbers = x[i];
         if (residual) {
@@ -45,7 +46,7 @@ struct RowPart {
         return numbers;
     }
 
-    // Stores it if it is a sum, and returns its sum of squares.
+    // Stores the numbers if they are sums, and returns their sum of squares.
     __device__ __forceinline__ float keep(const Piece& numbers, int32_t i) const {
         if (residual) sum[i] = numbers;
         float squares = 0.0f;
@@ -66,7 +67,7 @@ struct RowPart {
 template <class T, class Weight, int kWide>
 __global__ void __launch_bounds__(kRmsNormMaxThreads)
     rms_norm_kernel(const __grid_constant__ RmsNormParams p, bool is_warp_each) {
-    constexpr int kHeld = kRmsNormHeld / kWide, kHeldWeights = kWide == 1 ? 8 : 1;  // no spills
+    constexpr int kHeld = kRmsNormHeld / kWide, kHeldWeights = kWide == 1 ? 8 : 1;  // more would spill
     using Part = RowPart<T, Weight, kWide>;
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kRmsNormMaxThreads)
     typename Part::Piece numbers[kHeld];
     typename Part::WeightPiece weights[kHeldWeights];
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {  // all loads before the first store
+    for (int j = 0; j < kHeld; ++j) {  // all loads come before the first store
         const int32_t i = first + j * stride;
         if (i >= pieces) break;
         numbers[j] = part.load(i);

@@ -1,4 +1,5 @@
-// Cascade inference: all queries over the shared prefix, each sequence's behind it, and here the combination.
+// The last step of cascade inference: combines the results of all queries over the shared prefix with those
+// of each sequence's queries over its keys behind the prefix. Page: docs/kernels/shared_prefix.md.
 #include "common/score.h"
 #include "cuda/alignment.h"
 #include "cuda/attention/run.h"
@@ -16,7 +17,7 @@ namespace {
 // The length of the sequence that a query belongs to.
 __device__ int32_t length_of_sequence(const AttentionParams& p, int64_t token) {
     if (!p.cu_seqlens_q) return p.seq_lens[token];
-    int32_t first = 0, last = p.batch - 1;  // between which it lies
+    int32_t first = 0, last = p.batch - 1;  // the sequence lies between these
     while (first < last) {
         const int32_t middle = (first + last) / 2;
         if (p.cu_seqlens_q[middle + 1] > token)
@@ -27,9 +28,11 @@ __device__ int32_t length_of_sequence(const AttentionParams& p, int64_t token) {
     return p.seq_lens[first];
 }
 
-// Combines what the runs of the prefix give, [num_runs, rows, head_dim] and [num_runs, rows], with the
-// results behind it, those of `behind`, into p's out and lse; these may be the same. grid: one warp a row of
-// [total_q, num_q_heads].
+// Combines the results over the runs of the prefix, [num_runs, rows, head_dim] and [num_runs, rows], with
+// those behind the prefix, which are the out and lse of `behind`, into p's out and lse. Both may be the same
+// arrays.
+//
+// grid: one warp per row of [total_q, num_q_heads].
 template <class T, int kWide>
 __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
                                       const __grid_constant__ AttentionParams behind, const T* prefix_out,
@@ -43,7 +46,7 @@ __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
 
     const float rest_lse_log2 =
         kLog2e * behind.lse[token * behind.lse_token_stride + head * behind.lse_head_stride];
-    const bool empty =  // of a sequence of length 0
+    const bool empty =  // whether the sequence has length 0
         rest_lse_log2 == -INFINITY && (!p.has_tree_mask || length_of_sequence(p, token) == 0);
     const float lse_log2 = lane < num_runs && !empty ? prefix_lse[lane * num_rows + row] * kLog2e : -INFINITY;
     const float sink_log2 = p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
@@ -59,7 +62,7 @@ __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
         static_cast<const T*>(behind.out) + token * behind.out_token_stride + head * behind.out_head_stride);
     auto* const out = reinterpret_cast<Wide*>(static_cast<T*>(p.out) + token * p.out_token_stride +
                                               head * p.out_head_stride);
-    for (int32_t first = 0; first < p.head_dim; first += 32 * kWide) {  // the warp stays together
+    for (int32_t first = 0; first < p.head_dim; first += 32 * kWide) {  // all lanes take every turn
         const int32_t column = first + kWide * lane;
         const int32_t at = column < p.head_dim ? column / kWide : 0;
         Wide result = rest[at];

@@ -10,8 +10,8 @@
 namespace octavo::cuda {
 namespace {
 
-// The keys of one run, in whole pages. There are as many runs as it takes to give each SM a tile of rows, if
-// the runs do not become too short.
+// Returns the number of keys in a run, in whole pages. There are as many runs as give each SM a tile of rows,
+// unless the runs would become too short.
 int32_t choose_run_len(const AttentionParams& p, const Gpu& gpu) {
     constexpr int64_t kTileRows = 128, kMinKeys = 256;
     const int64_t tiles = ceil_divide(p.total_q * p.group_size(), kTileRows) * p.num_kv_heads;
@@ -21,8 +21,8 @@ int32_t choose_run_len(const AttentionParams& p, const Gpu& gpu) {
     return static_cast<int32_t>(ceil_divide(num_pages, runs) * p.page_size);
 }
 
-// Whether its CTAs find room on an SM beside one of the kernel over the prefix: those for long items, and
-// those of items that are shared out by length, take nearly all shared memory.
+// Whether the kernel's CTAs fit on an SM beside a CTA of the kernel over the prefix: CTAs for long items, and
+// those of splits by length, take nearly all shared memory.
 bool fits_beside(const KernelPlan& plan) {
     const auto* const split_kv = std::get_if<SplitKvPlan>(&plan);
     return split_kv && split_kv->items != SplitKvItems::long_items;
@@ -32,12 +32,12 @@ bool is_decode(const KernelPlan& plan) {
     return std::holds_alternative<SplitKvPlan>(plan) || std::holds_alternative<StreamKPlan>(plan);
 }
 
-// What a call has to do, and how long that takes, in microseconds. The constants are fits to an H100 and an
+// The work of a call, and estimates of its time in microseconds. The constants are fitted to an H100 and an
 // H200 (docs/kernels/shared_prefix.md).
 struct Cost {
     double prefix_flops;
-    double different_bytes;  // keys and values, each counted once
-    double all_bytes;        // counting those of the prefix for each sequence
+    double different_bytes;  // bytes of keys and values, each counted once
+    double all_bytes;        // the same, with those of the prefix counted for each sequence
     const Gpu& gpu;
 
     Cost(const AttentionParams& p, const Gpu& gpu) : gpu(gpu) {
@@ -51,14 +51,14 @@ struct Cost {
     }
 
     double read_us() const { return different_bytes / (0.93e3 * gpu.memory_gb_per_s); }
-    // Sequences that share pages read them from the L2 cache after the first has brought them.
+    // Sequences that share pages read them from the L2 cache once the first sequence has read them.
     double plain_us() const { return all_bytes / (68e3 * gpu.num_sms) + 0.3 * read_us(); }
     double shared_us() const {
-        const double flops_per_us = gpu.has_sm90_kernels ? 3e6 : 1e6;  // what one SM computes
+        const double flops_per_us = gpu.has_sm90_kernels ? 3e6 : 1e6;  // by one SM
         return std::max(read_us(), prefix_flops / (flops_per_us * gpu.num_sms)) + 14.0;
     }
-    // The instance that leaves room takes longer than the full-sized one. With very many products, it loses
-    // more by this than the overlap saves.
+    // The instance that leaves room on its SM takes longer than the full-sized one. With very many products,
+    // this costs more than the overlap saves.
     bool overlap_pays() const { return prefix_flops < 170.0 * different_bytes; }
 };
 
@@ -81,7 +81,7 @@ SharedPrefixPlan make_shared_prefix_plan(const AttentionParams& p, const Gpu& gp
         plan.over_prefix = *beside;
     } else {
         plan.over_prefix = plan_kernel(over_prefix(p.shared_prefix_len), gpu);
-        if (is_decode(plan.over_prefix))  // which cuts keys itself
+        if (is_decode(plan.over_prefix))  // a decode kernel cuts the keys by itself
             plan.run_len = p.shared_prefix_len;
         else
             plan.over_prefix = plan_kernel(over_prefix(plan.run_len), gpu);

@@ -1,5 +1,6 @@
-// How a batch whose sequences begin with the same pages would be worked through: all queries over the shared
-// prefix, which is read once, each sequence's queries over its keys behind it, and the combination of both.
+// How a batch whose sequences begin with the same pages would be worked through: one kernel runs all queries
+// over the shared prefix, which it reads once, another one runs each sequence's queries over its keys behind
+// the prefix, and a third combines both.
 #pragma once
 
 #include "cuda/attention/kernel_plan.h"
@@ -9,16 +10,16 @@
 
 namespace octavo::cuda {
 
-constexpr int32_t kMaxPrefixRuns = 32;  // a lane of combine_prefix_kernel each
+constexpr int32_t kMaxPrefixRuns = 32;  // one for each lane of combine_prefix_kernel
 
 struct SharedPrefixPlan {
     DType dtype;
     int32_t run_len;  // keys in each of the runs that the prefix is cut into
     int32_t num_runs;
-    int64_t out_bytes, lse_bytes;  // workspace: results over each run, and behind the prefix
+    int64_t out_bytes, lse_bytes;  // of the workspace: results over each run, and behind the prefix
     KernelPlan over_prefix, behind_prefix;
-    // Whether the kernel behind the prefix runs beside the one over it, which leaves room on every SM and
-    // lets it start once all kernels before both are complete.
+    // Whether the kernel over the keys behind the prefix runs beside the one over the prefix, which then
+    // leaves room on every SM, and lets the other start once all kernels before both are complete.
     bool overlaps;
 
     int64_t workspace_bytes() const { return out_bytes + lse_bytes; }
@@ -28,7 +29,7 @@ struct SharedPrefixPlan {
 // unless null, then gets the reason.
 std::optional<SharedPrefixPlan> plan_shared_prefix(const AttentionParams& params, const Gpu& gpu,
                                                    std::string* why_not = nullptr);
-// The same whether it pays or not. shared_prefix_len must be above 0.
+// Makes the plan whether it pays or not. shared_prefix_len must be above 0.
 SharedPrefixPlan make_shared_prefix_plan(const AttentionParams& params, const Gpu& gpu);
 
 Explanation describe(const SharedPrefixPlan& plan);

@@ -1,4 +1,5 @@
-// Rows of codes on their way to shared memory, where they arrive as numbers of 16 bits.
+// Copies rows of codes to shared memory, where they arrive as 16-bit numbers. Page:
+// docs/kernels/quantised_prefill.md.
 #pragma once
 
 #include "common/codes.h"
@@ -15,7 +16,7 @@ struct CodeArray {
     int64_t page_stride, token_stride;  // bytes
     DType type;
     CacheScales scales;  // at that head
-    bool aligned;        // every 8 codes stand on 8 bytes, or 4 for int4
+    bool aligned;        // every 8 codes start at a multiple of 8 bytes, or of 4 for int4
 
     __device__ static CodeArray keys(const AttentionParams& p, int32_t kv_head) {
         return make(p.k, p.k_outer_stride, p.k_token_stride, p.k_head_stride, p.k_dtype, p.k_scales, kv_head);
@@ -30,7 +31,7 @@ struct CodeArray {
     };
     __device__ Row row(int64_t page, int64_t slot) const {
         Row row{base + page * page_stride + slot * token_stride, 1.0f, 0.0f};
-        if (scales.data == nullptr) return row;  // softmax_scale and out_scale have them
+        if (scales.data == nullptr) return row;  // softmax_scale and out_scale include them
         const uint32_t word = scales.word(page, slot, 0);
         if (type == DType::int4) {
             row.scale = scale_of_int4_word(word);
@@ -41,7 +42,7 @@ struct CodeArray {
         return row;
     }
 
-    // Eight numbers of a row from `column` on, a multiple of eight.
+    // Loads eight numbers of a row from `column` on, a multiple of eight.
     template <class T>
     __device__ uint4 load(const Row& row, int32_t column) const {
         const bool is_int4 = type == DType::int4;

@@ -1,5 +1,7 @@
-// Merges the partial results of the splits by their LSE (Flash-Decoding).
-// grid: one warp a row of [total_q, num_q_heads].
+// Combines the partial results of the splits by their LSE (Flash-Decoding). Page:
+// docs/kernels/sm80_attention.md.
+//
+// grid: one warp per row of [total_q, num_q_heads]; a warp owns one row and reads it from every split.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -26,7 +28,8 @@ __global__ void __launch_bounds__(kCombineThreads)
         state.raise(lse_log2);
         state.sum += exp2f(lse_log2 - state.max);
     }
-    // Packed queries count tokens over the batch, as dense ones do with batch and token strides.
+    // `token` counts over the batch, which is what the strides of packed queries need; dense queries have a
+    // batch and a token stride.
     int64_t out_begin = token * p.out_token_stride, lse_begin = token * p.lse_token_stride;
     if (!p.cu_seqlens_q) {
         const int64_t batch = token / p.seqlen_q, i = token % p.seqlen_q;

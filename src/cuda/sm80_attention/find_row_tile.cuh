@@ -15,8 +15,9 @@ struct RowTile {
     int32_t first_row;
 };
 
-// Which sequence the row tile `index` of the batch belongs to; its last tile, which sees most under a causal
-// mask, comes first. Every lane of a warp gets the answer.
+// Finds the sequence that the row tile `index` of the batch belongs to, and its first row there. The last
+// tile of a sequence, which sees most keys under a causal mask, comes first. Every lane of a warp gets the
+// answer.
 template <int kRows>
 __device__ __forceinline__ RowTile find_row_tile(const AttentionParams& p, FastDivide sequence_tiles,
                                                  int32_t index) {
@@ -26,7 +27,7 @@ __device__ __forceinline__ RowTile find_row_tile(const AttentionParams& p, FastD
     }
     const int32_t group_size = p.group_size();
     const int32_t lane = threadIdx.x % 32;
-    int32_t before = 0;  // tiles of the sequences passed
+    int32_t before = 0;  // tiles of the sequences before
     for (int32_t base = 0; base < p.batch; base += 32) {
         const int32_t b = base + lane;
         int32_t tiles = 0;

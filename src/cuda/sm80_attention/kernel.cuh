@@ -1,13 +1,14 @@
 // Attention forward, dense, packed or paged, on tensor cores (sm_80 and newer).
 //
-// FlashAttention-2's partition (Dao 2023): a CTA owns one tile of rows of one KV head and one run of its
+// FlashAttention-2's partition (Dao 2023): a CTA owns one tile of rows of one KV head and one split of its
 // keys. A row is one query token of one query head; the rows of a tile run over the heads of the group first,
 // so that every group ratio fills the tile and shares each tile of K and V. Warps own rows of their own and
-// never exchange a score, but for head dims above 256, where two warps share their rows. K and V arrive a
-// whole tile ahead; where there is no room for that, V during Q K^T and the next K during softmax and P V.
+// never exchange a score, except for head dims above 256, where two warps share their rows. K and V arrive a
+// whole tile ahead; where there is no room for that, V arrives during Q K^T, and the next K during softmax
+// and P V. Page: docs/kernels/sm80_attention.md.
 //
 // grid: x row tiles over the batch, y KV heads, z splits of the keys. With more than one split, partial
-// results go to the workspace and combine_splits_kernel merges them.
+// results go to the workspace and combine_splits_kernel combines them.
 #pragma once
 
 #include "cuda/ptx/warpgroup.h"
@@ -27,8 +28,8 @@
 
 namespace octavo::cuda {
 
-// What a lane has of the scores, for the lane of the warp that shares its rows. With one stage it lies where
-// the keys were, which by then every warp is done with.
+// Each lane's scores, for the same lane of the warp that shares its rows. With one stage they lie where the
+// keys were, with which every warp is done by then.
 template <class Config, bool kUsed = (Config::kColumnWarps > 1 && Config::kStages > 1)>
 struct SharedScores {};
 template <class Config>
@@ -68,7 +69,7 @@ inline constexpr bool kSm80HasRanges = kFeature == Sm80Feature::ranges || kFeatu
 template <class T, class Config, bool kHasRanges>
 struct Sm80Shared {
     using Row = std::conditional_t<kHasRanges, RangedRow, TileRow>;
-    alignas(16) T q[Config::kRows * Config::kRowStride];  // at the end each warp's result, in its own rows
+    alignas(16) T q[Config::kRows * Config::kRowStride];  // in the end each warp's result, in its own rows
     alignas(16) T k[Config::kStages][Config::kKeys * Config::kRowStride];
     alignas(16) T v[Config::kStages][Config::kKeys * Config::kRowStride];
     Row rows[Config::kRows];
@@ -76,8 +77,8 @@ struct Sm80Shared {
     SharedScores<Config> scores;
 };
 
-// Writes the result of one warp's rows and columns, or of this split. `q_rows` is room for them in shared
-// memory.
+// Writes the result of one warp's rows and columns, or this split's partial result. `q_rows` is room for them
+// in shared memory.
 template <class T, class Config, class Slice, class Row>
 __device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80Launch& plan, const Slice& seq,
                                            int32_t batch, int32_t split, const Row* rows, int32_t num_rows,
@@ -159,8 +160,8 @@ __device__ __forceinline__ auto value_array(const AttentionParams& p, const Sm80
     }
 }
 
-// Dropout, codes, block masks and ranges have kernels of their own: as a branch, dropout made the other spill
-// registers.
+// Dropout, codes, block masks and ranges have kernels of their own: as a branch of the plain kernel, dropout
+// made it spill registers.
 template <class T, class Config, Sm80Feature kFeature>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     sm80_attention_kernel(const __grid_constant__ AttentionParams p,
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         return kv_head * group_size + row_tile.first_row + row - token * group_size;
     };
 
-    // The keys that some row of the tile sees, and this split's share of their tiles.
+    // The tiles of keys that some row sees, and those of them that this split owns.
     const KeyTiles tiles(seq.see, seq.q_pos(token_of(0)), seq.q_pos(token_of(num_rows - 1)), kKeys);
     const int32_t tiles_per_split = (tiles.count + plan.num_splits - 1) / plan.num_splits;
     const int32_t tile_begin = min(split * tiles_per_split, tiles.count);
@@ -211,8 +212,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         tiles, p.paged() ? p.page_table.from(row_tile.batch * p.page_table_stride) : IndexArray{},
         plan.page_size, shared.pages, q);
 
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows it to be the same
-    const int warp_row = warp / Config::kColumnWarps * Config::kWarpRows;  // the warp's first
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler then knows it to be warp-uniform
+    const int warp_row = warp / Config::kColumnWarps * Config::kWarpRows;  // the warp's first row
     const int first_column = warp % Config::kColumnWarps * Config::kWarpColumns;
     const int num_warp_rows = min(num_rows - warp_row, Config::kWarpRows);
     const typename Shared::Row* const rows = shared.rows + warp_row;
@@ -283,8 +284,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         row = {token, head, slopes ? slopes[head] * kLog2e : 0.0f, seq.see.window_begin(seq.q_pos(token))};
         if constexpr (kRanges) shared.rows[threadIdx.x].window_end = seq.see.window_end(seq.q_pos(token));
     }
-    if (first_tile >= tile_end) __syncthreads();  // for the rows; otherwise the loop has a barrier
-    int32_t num_visited = 0;                      // with a block mask
+    if (first_tile >= tile_end) __syncthreads();  // before shared.rows is read; the loop has its own barrier
+    int32_t num_visited = 0;                      // tiles, with a block mask
     for (int32_t tile = first_tile, next; tile < tile_end; tile = next) {
         const int32_t first_key = tiles.start(tile);
         next = kept_from(tile + 1);
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         ptx::cp_async_commit();
 
         bool seen = view.sees_any(first_key, kKeys);
-        uint32_t hidden = 0;  // a bit for each row of this lane from which the block mask hides the tile
+        uint32_t hidden = 0;  // the block mask hides the tile from those of this lane's rows whose bit is set
         if constexpr (kBlocks) {
             bool kept = false;
             for_each_row<Config::kRowTiles>(rows, [&](const TileRow& row, int r) {
@@ -340,8 +341,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                 using Scores = SharedScores<Config, true>;
                 static_assert(sizeof(Scores) <= sizeof(shared.k));
                 if (seen) add_scores<Config>(scores, reinterpret_cast<Scores*>(shared.k[0])->of_lane, warp);
-                __syncthreads();                                                 // for the next k
-                if (more) zero_columns<Config, kKeys>(shared.k[0], p.head_dim);  // where scores lay
+                __syncthreads();  // every warp has read the scores there; the next k may come
+                if (more) zero_columns<Config, kKeys>(shared.k[0], p.head_dim);  // scores overwrote them
             }
             if (more) keys.copy(next, k_place, k, p.head_dim);
             ptx::cp_async_commit();

@@ -11,7 +11,7 @@
 
 namespace octavo::cuda {
 
-// One of the two arrays, at the sequence and head of a CTA.
+// K or V, at the sequence and head of a CTA.
 template <class T>
 struct KeyArray {
     const T* base;
@@ -24,8 +24,9 @@ struct KeyArray {
 template <class T, class Config>
 class KeyRows {
   public:
-    // `pages` is the sequence's row of the page table, or null; `found` is room for a tile's in shared
-    // memory, where each warp keeps those of the rows that it copies; `mapped` is any mapped address.
+    // `pages` is the sequence's row of the page table, or null. `found` is room in shared memory for the
+    // pages of a tile, where each warp keeps those of the rows that it copies. `mapped` is any mapped
+    // address.
     __device__ KeyRows(const KeyTiles& tiles, const IndexArray& pages, FastDivide page_size, int32_t* found,
                        const T* mapped)
         : tiles_(tiles),
@@ -66,7 +67,7 @@ class KeyRows {
                             slot * array.token_stride + column_;
             }
         } else {
-            // All but the first term is the same for every lane.
+            // All terms but the first are the same for every lane.
             const T* row = array.base + first_key * array.token_stride;
             const int64_t lane = row_ * array.token_stride + column_;
 #pragma unroll
@@ -87,7 +88,7 @@ class KeyRows {
         Copy::template run<false>(target, source, valid, column_, head_dim, array.aligned);
     }
 
-    // The same for codes, which become numbers on the way. They have arrived when this thread goes on.
+    // The same for codes, which become numbers on the way. They have arrived when this function returns.
     __device__ __forceinline__ void copy(int32_t tile, uint32_t target, const CodeArray& array,
                                          int32_t head_dim) const {
 #pragma unroll 1

@@ -35,7 +35,7 @@ void launch_sm80_attention(const AttentionParams& params, const Sm80Plan& plan, 
         run = launch_sm80_kernel<T, kHeadDim, kStages, Sm80Feature::ranges>;
     run(params, plan, arguments, stream);
     if (plan.num_splits == 1) return;
-    const int64_t rows = params.total_q * params.num_q_heads;  // a warp each
+    const int64_t rows = params.total_q * params.num_q_heads;  // one warp each
     const dim3 grid(static_cast<unsigned>(ceil_divide(32 * rows, kCombineThreads)));
     launch<combine_splits_kernel<T>>(params.op, params.device.index, stream, {grid, kCombineThreads}, params,
                                      arguments);

@@ -1,4 +1,4 @@
-// The rows of a CTA: what their scores become.
+// The rows of a CTA, and what happens to their scores: softcap, ALiBi, masks.
 #pragma once
 
 #include "common/score.h"
@@ -13,10 +13,11 @@ struct TileRow {
     int32_t token;  // in its sequence
     int32_t head;
     float slope_log2;
-    int32_t window_begin;  // see Visibility: not worked out where scores take the registers
+    int32_t window_begin;  // see Visibility; kept here since mask_scores has no registers to compute it in
 };
 
-// One of a sequence with bidirectional ranges, which are not looked through again for each tile of keys.
+// A row of a sequence with bidirectional ranges. Its window's end is kept, so that the ranges are not
+// searched again for each tile of keys.
 struct RangedRow : TileRow {
     int32_t window_end;
 };
@@ -29,11 +30,11 @@ __device__ __forceinline__ int32_t window_end_of(const RangedRow& row, const Vis
     return row.window_end;
 }
 
-// What the rows of one warp see: the same for all its lanes.
+// What the rows of one warp see. All lanes of the warp hold the same values.
 struct WarpView {
     Visibility see;
     int32_t begin, end;            // the keys that some row sees lie in [0, prefix_len) and [begin, end)
-    int32_t full_begin, full_end;  // those that all rows see: [0, prefix_len) and [full_begin, full_end)
+    int32_t full_begin, full_end;  // all rows see the keys in [0, prefix_len) and in [full_begin, full_end)
 
     // The rows are at positions from first_q_pos to last_q_pos; there are none if `any` is false. A tree mask
     // may hide keys from `tree_begin` on.
@@ -56,14 +57,16 @@ struct WarpView {
     }
 };
 
-// Calls body(row, i) for this lane's rows, i-th of its two of each row tile; `rows` are the warp's.
+// Calls body(row, i) for each of this lane's rows, two in each row tile; `rows` are those of the warp, and i
+// counts this lane's.
 template <int kRowTiles, class Row, class Body>
 __device__ __forceinline__ void for_each_row(const Row* rows, Body body) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) body(rows[8 * i + threadIdx.x % 32 / 4], i);
 }
 
-// Softcap and ALiBi, in units of log2(e): a branch that the whole warp takes or not.
+// Applies softcap and ALiBi; scores are then in units of log2(e). Each is a branch that the whole warp takes
+// or skips.
 template <int kRowTiles, int kTiles, class Row>
 __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTiles][4],
                                                  const ScoreTransform& transform, bool has_alibi,
@@ -93,7 +96,7 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTil
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 float of_key = fmaf(row.slope_log2, 8 * i + j, bias);
-                // By the distance alone, a bias has the other sign than the slope on both sides of a query.
+                // A bias by the distance alone has the slope's opposite sign on both sides of a query.
                 if (is_symmetric) of_key = copysignf(of_key, -row.slope_log2);
                 scores[r / 2][i][2 * (r % 2) + j] += of_key;
             }
@@ -101,7 +104,7 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTil
     });
 }
 
-// -inf where the query does not see the key.
+// Sets scores to -inf where the query does not see the key.
 template <int kRowTiles, int kTiles, class Row>
 __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kTiles][4], const Visibility& see,
                                             const Row* rows, int32_t first_q_pos, int32_t first_key) {
@@ -117,7 +120,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kTiles][4
     });
     if (see.window_left < 0) return;
     for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
-        // Hidden between the prefix and the window.
+        // The keys between the prefix and the window are hidden.
         const int32_t begin = see.prefix_len - first_column;
         const uint32_t count = max(row.window_begin - see.prefix_len, 0);
 #pragma unroll
@@ -131,7 +134,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kTiles][4
     });
 }
 
-// -inf throughout the rows of this lane whose bit is set.
+// Sets all scores to -inf in those of this lane's rows whose bit is set.
 template <int kRowTiles, int kTiles>
 __device__ __forceinline__ void hide_rows(float (&scores)[kRowTiles][kTiles][4], uint32_t rows) {
 #pragma unroll
@@ -145,7 +148,8 @@ __device__ __forceinline__ void hide_rows(float (&scores)[kRowTiles][kTiles][4],
     }
 }
 
-// -inf where the tree mask hides the key. `first_token`: of the sequence, among all queries.
+// Sets scores to -inf where the tree mask hides the key. `first_token`: the sequence's first token among all
+// queries.
 template <int kRowTiles, int kTiles, class Slice, class Row>
 __device__ __forceinline__ void mask_tree(float (&scores)[kRowTiles][kTiles][4], const AttentionParams& p,
                                           const Slice& seq, int64_t first_token, const Row* rows,
@@ -153,7 +157,7 @@ __device__ __forceinline__ void mask_tree(float (&scores)[kRowTiles][kTiles][4],
     static_assert(8 * kTiles <= kMaxTreeTokens, "a tile's keys have a bit each");
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
     for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
-        // Behind the last query there is no row, whatever its place holds.
+        // Behind the last query, `row` is uninitialised memory.
         if (static_cast<uint32_t>(row.token) >= static_cast<uint32_t>(seq.seqlen_q)) return;
         const uint64_t hidden = hidden_by_tree(p.tree_word(first_token + row.token), seq.q_pos(0),
                                                seq.see.prefix_len, first_column);

@@ -13,11 +13,11 @@ struct Sm80Launch {
     int32_t num_splits;
     FastDivide group_size, page_size;
     FastDivide sequence_tiles;  // row tiles of one sequence, unless the queries are packed
-    // Partial results of each split, when there are several: [num_splits, total_q * num_q_heads, head_dim_v]
-    // and [num_splits, total_q * num_q_heads].
+    // Partial results, if there is more than one split: out [num_splits, total_q * num_q_heads, head_dim_v]
+    // and LSE [num_splits, total_q * num_q_heads].
     float* partial_out;
     float* partial_lse;
-    // Whether every row starts on 16 bytes, so that it can move in such pieces.
+    // Whether every row starts at a multiple of 16 bytes, so that it can move in pieces of 16 bytes.
     bool q_aligned, k_aligned, v_aligned, out_aligned;
 };
 

@@ -11,8 +11,8 @@ namespace {
 
 static_assert(std::rbegin(kSm80Tiles)->head_dim == kMaxHeadDim, "every head dim needs a row");
 
-// The row for the smallest head dim that holds the problem's, of keys and of values, with the most stages
-// that there is room for. The columns between are zeros in shared memory, or unused.
+// Among the rows for the smallest head dim that holds those of keys and of values, returns the one with the
+// most stages that fit into shared memory. The columns in excess are zeros in shared memory, or unused.
 int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm80Tiles)); ++row) {
@@ -25,7 +25,8 @@ int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu) {
     return best;
 }
 
-// Row tiles over the batch. What a packed batch holds is known on the device only: a bound.
+// The number of row tiles over the batch. For a packed batch it is a bound, since only the device knows the
+// lengths.
 int64_t bound_row_tiles(const AttentionParams& p, int32_t rows) {
     const int64_t group_size = p.group_size();
     const int64_t by_batch = p.batch * ceil_divide(p.seqlen_q * group_size, rows);
@@ -33,8 +34,8 @@ int64_t bound_row_tiles(const AttentionParams& p, int32_t rows) {
     return std::min(by_batch, p.total_q * group_size / rows + p.batch);
 }
 
-// Enough splits that the CTAs fill the device twice, as long as each has a few tiles of keys to walk. Dense
-// and packed attention never splits: a sequence's bits then do not depend on its batch.
+// Returns enough splits that the CTAs fill the device twice, as long as each CTA has a few tiles of keys.
+// Dense and packed attention never splits, so that a sequence's bits do not depend on its batch.
 int32_t choose_num_splits(const AttentionParams& p, const Gpu& gpu, const Sm80Tiles& tiles,
                           int64_t num_row_tiles) {
     if (p.num_splits > 0) return p.num_splits;

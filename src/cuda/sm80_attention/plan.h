@@ -13,13 +13,13 @@ namespace octavo::cuda {
 
 struct Sm80Plan {
     DType dtype;
-    int32_t row;  // a row of kSm80Tiles: with dtype and feature, the instance
+    int32_t row;  // a row of kSm80Tiles; with dtype and feature it names the instance
     Sm80Feature feature;
-    DType k_dtype, v_dtype;  // what pages hold: dtype, or codes
+    DType k_dtype, v_dtype;  // the same as dtype, unless pages hold codes
     int32_t num_sequences;
     int32_t head_dim_v, num_kv_heads;
     int32_t num_row_tiles;     // over the batch; a bound when the queries are packed
-    int32_t num_splits;        // runs into which the keys of every row are cut
+    int32_t num_splits;        // runs of keys into which the keys of every row are cut
     int64_t num_partial_rows;  // [num_splits, total_q, num_q_heads]; 0 without splits
     bool q_aligned, k_aligned, v_aligned, out_aligned;  // whether all rows move in pieces of 16 bytes
 

@@ -10,7 +10,7 @@
 
 namespace octavo::cuda {
 
-// One for each row of kSm80Tiles and each type, compiled from instance.cu.in.
+// Each row of kSm80Tiles has one for each type, compiled from instance.cu.in.
 template <class T, int kHeadDim, int kStages>
 void launch_sm80_attention(const AttentionParams&, const Sm80Plan&, const Sm80Launch&, cudaStream_t);
 

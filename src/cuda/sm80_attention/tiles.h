@@ -6,18 +6,19 @@
 
 namespace octavo::cuda {
 
-// One row of the table: what a CTA is made of. Two rows a head dim: one for every GPU, twice on an SM of an
-// A100, and one in which K and V arrive a whole tile ahead, for GPUs with more shared memory. What chose
-// them: docs/kernels/sm80_attention.md.
+// One row of the table: what a CTA is made of. A head dim has up to two rows: one for every GPU, of which an
+// SM of an A100 holds two CTAs, and one in which K and V arrive a whole tile ahead, for GPUs with more shared
+// memory. The measurements that chose them are in docs/kernels/sm80_attention.md.
 struct Sm80Tiles {
     int head_dim;
     int stages;  // tiles of K, and of V, in shared memory
     int warps;
     int row_tiles;    // tiles of 16 rows that a warp owns: each fragment of K and V serves all of them
     int keys;         // keys of one tile
-    int ctas_per_sm;  // CTAs for which the registers are to suffice
-    // Warps that share their rows. Each has a part of the columns: of the products of queries and keys it
-    // adds up that part, and the others' join it through shared memory; of the result it computes that part.
+    int ctas_per_sm;  // the number of CTAs on an SM that the registers must suffice for
+    // How many warps share their rows. Each owns a part of the columns: it sums the products of queries and
+    // keys over that part, to which the others' sums come through shared memory, and it computes that part of
+    // the result.
     int column_warps;
 
     constexpr int rows() const { return 16 * row_tiles * warps / column_warps; }
@@ -36,10 +37,10 @@ constexpr Sm80Tiles kSm80Tiles[] = {
     {512, 2, 8, 1, 32, 1, 2},
 };
 
-// What an instance computes beside plain attention: dropout, over a cache of codes, or with a block mask or
-// bidirectional ranges, and then dropout as well; those for codes serve ranges, too. Each of them serves
-// symmetric ALiBi, `dropout` also where nothing is dropped, so that plain attention has no instruction for
-// it.
+// What an instance computes besides plain attention: `dropout`, `codes` (a quantised cache, with or without
+// bidirectional ranges), `blocks` (a block mask, with or without dropout) or `ranges` (bidirectional ranges,
+// with or without dropout). Each of the four also serves symmetric ALiBi, so that plain attention has no
+// instruction for it: a call that needs nothing else takes `dropout`.
 enum class Sm80Feature : uint8_t { none, dropout, codes, blocks, ranges };
 
 constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
@@ -70,7 +71,7 @@ struct Sm80Config {
     // A row in shared memory is 16 bytes longer than its data: eight rows of one 16-byte column then lie in
     // different banks, as with a swizzle, but every address of a fragment is one register and a constant.
     static constexpr int kRowStride = kHeadDim + 8;
-    static constexpr int kLanesPerRow =  // that copy one row together
+    static constexpr int kLanesPerRow =  // lanes that copy one row together
         kHeadDim == 512      ? 16
         : kHeadDim % 64 == 0 ? 8
                              : 4;

@@ -1,6 +1,7 @@
-// dK and dV. A CTA owns a tile of keys of one KV head and walks the queries that see some of them, of all
-// heads of the group: a warp's scores S^T = K Q^T and products V dO^T have its keys as rows, so that weights
-// and gradients of scores are operands of dV += P^T dO and dK += dS^T Q as they lie in registers.
+// Computes dK and dV (sm_80 and newer). A CTA owns a tile of keys of one KV head and walks over the queries
+// of all heads of the group that see some of them. A warp's scores S^T = K Q^T and products V dO^T have its
+// keys as rows, so that weights and gradients of scores are operands of dV += P^T dO and dK += dS^T Q as they
+// lie in registers. Page: docs/kernels/attention_backward.md.
 //
 // grid: x key tiles over the batch, y KV heads, z parts of the columns of dK and dV.
 #pragma once
@@ -13,7 +14,7 @@ namespace octavo::cuda {
 
 template <class T, class Config, bool kDropout>
 struct KeyGradientsShared {
-    alignas(16) T k[Config::kRows * Config::kRowStride];  // at the end each warp's dK and dV, in its own rows
+    alignas(16) T k[Config::kRows * Config::kRowStride];  // in the end each warp's dK and dV, in its own rows
     alignas(16) T v[Config::kRows * Config::kRowStride];
     alignas(16) T q[Config::kStages][Config::kKeys * Config::kRowStride];
     alignas(16) T dout[Config::kStages][Config::kKeys * Config::kRowStride];
@@ -43,7 +44,8 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const int32_t num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
     const int32_t first_q_row = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : tile.batch * p.seqlen_q;
 
-    // With a block mask, those of these steps whose queries look at some of the keys, and whether at all.
+    // With a block mask: which blocks are kept in a step, and the first step from `step` on whose queries
+    // look at some of the keys.
     const auto kept_at = [&](int32_t step) {
         const int32_t first = (first_tile + step % num_tiles) * kQueries;
         return KeptBlocks(p, tile.batch, kv_head * group_size + step / num_tiles, 1, first,
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const uint32_t v_address = rows_address<Config>(shared.v + warp_row * Config::kRowStride);
     const auto ranges = RangesOfRows<2 * Config::kRowTiles, kRanges>::make(
         seq.see, first_key + warp_row + static_cast<int32_t>(threadIdx.x) % 32 / 4);
-    int32_t num_visited = 0;  // with a block mask
+    int32_t num_visited = 0;  // steps, with a block mask
     for (int32_t step = first_step, next; step < num_steps; step = next) {
         next = kept_from(step + 1);
         const int32_t stage = (kBlocks ? num_visited++ : step) % Config::kStages;

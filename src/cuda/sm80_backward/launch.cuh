@@ -1,4 +1,4 @@
-// The instances of one row of kSm80BackwardTiles, launched.
+// Launches the instances of one row of kSm80BackwardTiles.
 #pragma once
 
 #include "cuda/attention_backward/run.h"
@@ -11,7 +11,7 @@
 
 namespace octavo::cuda {
 
-// With a block mask or with ranges, dropout is a branch.
+// With kBlocks or kRanges, dropout is a branch in the kernels.
 template <class T, int kRow, bool kDropout, bool kBlocks, bool kRanges>
 void launch_sm80_gradients(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan,
                            const Sm80BackwardLaunch& arguments, cudaStream_t stream) {

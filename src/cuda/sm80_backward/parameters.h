@@ -9,18 +9,18 @@
 
 namespace octavo::cuda {
 
-// What is known of a query and one of its heads.
+// What the gradients need of a query and one of its heads.
 struct QueryStatistics {
-    float lse;    // in units of log2(e); infinite where the query sees no key, so that no weight is left
-    float delta;  // what all gradients of its scores lack: dot product of dout and out, less dlse
+    float lse;    // in units of log2(e); infinite where the query sees no key, so that all weights are zero
+    float delta;  // the dot product of dout and out, less dlse; each v . dout is reduced by it
 };
 
 struct Sm80BackwardLaunch {
     QueryStatistics* statistics;     // [num_q_heads, total_q]
     SlopeParts slopes;               // one for each tile of queries
-    SinkTerms sinks;                 // terms of all total_q queries
+    SinkTerms sinks;                 // the terms of all total_q queries
     int32_t query_tiles, key_tiles;  // tiles of the longest sequence
-    // Whether every row starts on 16 bytes, so that it can move in such pieces.
+    // Whether every row starts at a multiple of 16 bytes, so that it can move in pieces of 16 bytes.
     bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
 };
 

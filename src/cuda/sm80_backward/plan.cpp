@@ -19,8 +19,8 @@ int64_t shared_bytes(const Sm80BackwardTiles& tiles) {
                                          sm80_backward_shared_bytes(tiles.head_dim, tiles.queries)));
 }
 
-// The last row that there is room for, of those for the smallest head dim that holds the problem's, of keys
-// and of values.
+// Among the rows for the smallest head dim that holds those of keys and of values, returns the last one for
+// which the GPU has enough shared memory.
 int32_t choose_tiles(const AttentionBackwardParams& p, const Gpu& gpu) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm80BackwardTiles)); ++row) {
@@ -32,7 +32,8 @@ int32_t choose_tiles(const AttentionBackwardParams& p, const Gpu& gpu) {
     return best;
 }
 
-// Over the batch. What a packed batch holds is known on the device only: a bound.
+// The number of tiles over the batch. For a packed batch it is a bound, since only the device knows the
+// lengths.
 int32_t bound_tiles(const AttentionBackwardParams& p, const char* what, int64_t tiles, int64_t total,
                     int32_t rows) {
     constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
@@ -59,7 +60,7 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     Sm80BackwardPlan plan{};
     plan.dtype = p.dtype;
     plan.row = choose_tiles(p, gpu);
-    // Chunks: see sequence_of().
+    // The instances with dropout serve chunks and symmetric ALiBi, too: see sequence_of().
     plan.has_dropout = p.dropout.any() || p.attention_chunk.divisor > 0 || p.alibi_symmetric;
     plan.has_blocks = static_cast<bool>(p.block_mask);
     plan.has_ranges = static_cast<bool>(p.ranges);

@@ -13,15 +13,15 @@ namespace octavo::cuda {
 
 struct Sm80BackwardPlan {
     DType dtype;
-    int32_t row;       // of kSm80BackwardTiles: with dtype and what follows, the instance
-    bool has_dropout;  // or chunks or symmetric ALiBi, which the same instances serve
-    bool has_blocks;   // a block mask, whose instances serve dropout and chunks, too
+    int32_t row;       // a row of kSm80BackwardTiles; with dtype and the next three the instance
+    bool has_dropout;  // dropout, chunks or symmetric ALiBi: the same instances serve all of them
+    bool has_blocks;   // a block mask; its instances serve dropout and chunks, too
     bool has_ranges;   // bidirectional ranges; likewise
     int32_t num_q_heads, num_kv_heads;
-    int32_t key_tiles, query_tiles;          // of the longest sequence
+    int32_t key_tiles, query_tiles;          // tiles of the longest sequence
     int32_t num_key_tiles, num_query_tiles;  // over the batch; bounds where it is packed
     bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
-    int64_t statistics_bytes, slope_bytes, sink_bytes;  // of workspace
+    int64_t statistics_bytes, slope_bytes, sink_bytes;  // parts of the workspace
 
     const Sm80BackwardTiles& tiles() const { return kSm80BackwardTiles[row]; }
     int64_t workspace_bytes() const { return statistics_bytes + slope_bytes + sink_bytes; }

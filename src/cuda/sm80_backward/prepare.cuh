@@ -1,4 +1,7 @@
-// Before the gradients: the statistics of all queries, as rows of each head. grid: one warp a (token, head).
+// Runs before the gradients: computes the statistics of all queries, in rows of each head. Page:
+// docs/kernels/attention_backward.md.
+//
+// grid: one warp per (token, head).
 #pragma once
 
 #include "common/online_softmax.h"
@@ -14,9 +17,9 @@
 
 namespace octavo::cuda {
 
-// The sequence of a query of packed sequences, counted over the batch; for a query of padding, the batch.
+// Returns the sequence of query `row` of packed sequences; for a query of padding, it returns the batch.
 __device__ __forceinline__ int32_t sequence_of(const AttentionBackwardParams& p, int64_t row) {
-    int32_t low = 0, high = p.batch;  // the first sequence that ends behind it
+    int32_t low = 0, high = p.batch;  // searches the first sequence that ends behind the query
     while (low < high) {
         const int32_t middle = low + (high - low) / 2;
         if (p.cu_seqlens_q[middle + 1] <= row)

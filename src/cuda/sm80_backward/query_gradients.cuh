@@ -1,6 +1,6 @@
-// dQ, and the gradients of ALiBi's slopes. A CTA owns a tile of queries of one head and walks the keys that
-// some of them see, as the forward does: gradients of scores are operands of dQ += dS K as they lie in
-// registers.
+// Computes dQ, and the gradients of ALiBi's slopes (sm_80 and newer). A CTA owns a tile of queries of one
+// head and walks over the keys that some of them see, as the forward kernel does. Gradients of scores are
+// operands of dQ += dS K as they lie in registers. Page: docs/kernels/attention_backward.md.
 //
 // grid: x query tiles over the batch, the last of a sequence first; y query heads.
 #pragma once
@@ -12,7 +12,7 @@ namespace octavo::cuda {
 
 template <class T, class Config, bool kDropout>
 struct QueryGradientsShared {
-    alignas(16) T q[Config::kRows * Config::kRowStride];  // at the end each warp's dQ, in its own rows
+    alignas(16) T q[Config::kRows * Config::kRowStride];  // in the end each warp's dQ, in its own rows
     alignas(16) T dout[Config::kRows * Config::kRowStride];
     alignas(16) T k[Config::kStages][Config::kKeys * Config::kRowStride];
     alignas(16) T v[Config::kStages][Config::kKeys * Config::kRowStride];
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     if (tile.batch < 0) return;
     const auto seq = sequence_of<kDropout, kRanges>(p, tile.batch);
     const int32_t num_tiles = (seq.seqlen_q + Config::kRows - 1) / Config::kRows;
-    const int32_t tile_index = num_tiles - 1 - tile.index;  // the last sees most under a causal mask
+    const int32_t tile_index = num_tiles - 1 - tile.index;  // the last sees most keys under a causal mask
     const int32_t first_query = tile_index * Config::kRows;
     const int32_t num_queries = min(seq.seqlen_q - first_query, Config::kRows);
     if (num_queries <= 0) return;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const KeyTiles tiles(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + num_queries - 1), kKeys);
     const int32_t first_q_row = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : tile.batch * p.seqlen_q;
 
-    // With a block mask, those of these tiles that some of the queries look at.
+    // With a block mask: which tiles some of the queries look at.
     const auto kept_at = [&] {
         return KeptBlocks(p, tile.batch, head, 1, first_query, first_query + num_queries - 1);
     };
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const uint32_t dout_address = rows_address<Config>(shared.dout + warp_row * Config::kRowStride);
     const auto ranges = RangesOfRows<2 * Config::kRowTiles, kRanges>::make(
         seq.see, seq.q_pos(first_query + warp_row + static_cast<int32_t>(threadIdx.x) % 32 / 4));
-    int32_t num_visited = 0;  // with a block mask
+    int32_t num_visited = 0;  // tiles, with a block mask
     for (int32_t i = first_tile, next; i < tiles.count; i = next) {
         next = kept_from(i + 1);
         const int32_t first_key = tiles.start(i), stage = (kBlocks ? num_visited++ : i) % Config::kStages;

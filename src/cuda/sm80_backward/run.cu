@@ -9,7 +9,7 @@
 
 namespace octavo::cuda {
 
-// One for each row of kSm80BackwardTiles and each type, compiled from instance.cu.in.
+// Each row of kSm80BackwardTiles has one for each type, compiled from instance.cu.in.
 template <class T, int kRow>
 void launch_sm80_backward(const AttentionBackwardParams&, const Sm80BackwardPlan&, const Sm80BackwardLaunch&,
                           cudaStream_t);

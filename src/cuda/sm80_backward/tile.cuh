@@ -1,5 +1,5 @@
-// What both kernels of sm80_backward do with tiles: finding them, loading and storing their rows, and turning
-// dot products into softmax weights and gradients of scores.
+// What both kernels of sm80_backward do with tiles: they find them, load and store their rows, and turn dot
+// products into softmax weights and gradients of scores.
 #pragma once
 
 #include "common/score.h"
@@ -17,13 +17,14 @@
 
 namespace octavo::cuda {
 
-// One of the two kernels at a head dim, as tile/load.cuh and tile/multiply.cuh want it.
+// The configuration of one of the two kernels at a head dim, as tile/load.cuh and tile/multiply.cuh expect
+// it.
 template <int kHeadDim_, int kWarps_, int kRowTiles_, int kColumns_, int kStages_>
 struct BackwardConfig {
     static constexpr int kHeadDim = kHeadDim_, kWarpColumns = kHeadDim;
     static constexpr int kWarps = kWarps_;
     static constexpr int kRowTiles = kRowTiles_;
-    static constexpr int kKeys = kColumns_;  // columns, whatever they are
+    static constexpr int kKeys = kColumns_;  // columns, be they keys or queries
     static constexpr int kStages = kStages_;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles;
@@ -96,8 +97,8 @@ __device__ __forceinline__ void store_gradients(const float (&gradients)[Config:
     __syncwarp();
 }
 
-// Which weights dropout keeps, a bit for each, in words of 32 keys: [queries, kKeyCount / 32] in shared
-// memory. Both counts are those of a tile, first_key a multiple of 32.
+// Draws which weights dropout keeps, one bit each, in words of 32 keys: [queries, kKeyCount / 32] in shared
+// memory. Both counts are those of a tile; first_key must be a multiple of 32.
 template <int kThreads, int kQueryCount, int kKeyCount>
 __device__ __forceinline__ void draw_kept(uint32_t* words, const Dropout& dropout, uint64_t head,
                                           int32_t first_query, int32_t first_key) {
@@ -119,8 +120,8 @@ __device__ __forceinline__ void draw_kept(uint32_t* words, const Dropout& dropou
     }
 }
 
-// Sequence `b` of the batch. The instances with dropout serve chunks, too, which made the others spill
-// registers.
+// Returns sequence `b` of the batch. The instances with dropout serve chunks, too, since chunks made the
+// others spill registers.
 template <bool kDropout, bool kRanges>
 __device__ __forceinline__ auto sequence_of(const AttentionParams& p, int32_t b) {
     using Slice = std::conditional_t<kRanges, RangedSlice, SequenceSlice>;
@@ -129,8 +130,7 @@ __device__ __forceinline__ auto sequence_of(const AttentionParams& p, int32_t b)
     return seq;
 }
 
-// The bidirectional ranges of a lane's rows, the first of which lies at `first_pos`, in the instances for
-// them.
+// The bidirectional ranges of a lane's rows, in the instances for ranges. The first row is at `first_pos`.
 template <int kRows, bool kRanges>
 struct RangesOfRows {
     RangedVisibility::Range of_row[kRanges ? kRows : 1];
@@ -146,7 +146,7 @@ struct RangesOfRows {
     }
 };
 
-// From q . k and v . dout of a warp's tile to weights and gradients of scores.
+// Turns q . k and v . dout of a warp's tile into weights and gradients of scores.
 template <bool kKeysAreRows, bool kDropout, bool kBlocks, int kKeyCount, class Slice>
 struct ScoreGradients {
     static constexpr bool kRanges = decltype(Slice::see)::kHasRanges;
@@ -156,19 +156,18 @@ struct ScoreGradients {
     ScoreTransform transform;
     bool has_alibi;
     bool is_symmetric;  // in the instances with dropout, so that others have no instruction for it
-    float slope_log2;   // of this head; 0 without ALiBi
+    float slope_log2;   // the slope of this head; 0 without ALiBi
     float out_scale;
-    const uint32_t*
-        kept;          // of draw_kept(), of all rows and columns; with kMayDrop null if nothing is dropped
-    int32_t warp_row;  // the warp's first among those
+    const uint32_t* kept;   // draw_kept()'s bits of the CTA's tile; with kMayDrop null if nothing is dropped
+    int32_t warp_row;       // the warp's first row in that tile
     const uint8_t* blocks;  // with kBlocks: the block mask of the sequence and the head
     const BlockMask* block_mask;
     const RangedVisibility::Range* ranges;  // with kRanges: those of this lane's rows
 
     // Turns `scores` into weights, and `products` into the gradients of q . k without softmax_scale. Rows and
-    // columns of this lane's element (t, i, j) are counted from the given ones, the first of the warp and of
-    // the tile; statistics(t, i, j) are those of its query. Returns the lane's part of the gradient of the
-    // slope.
+    // columns of this lane's element (t, i, j) are counted from first_row, the warp's first, and from
+    // first_column, the tile's first. statistics(t, i, j) are those of the element's query. Returns this
+    // lane's part of the gradient of the slope.
     template <int kRowTiles, int kTiles, class Statistics>
     __device__ __forceinline__ float run(float (&scores)[kRowTiles][kTiles][4],
                                          float (&products)[kRowTiles][kTiles][4], int32_t first_row,
@@ -242,7 +241,7 @@ struct ScoreGradients {
                     if (kMasked && !(query < seq.seqlen_q && sees(seq.q_pos(query), key, 2 * t + j / 2) &&
                                      looks_at(query, key))) {
                         weight = gradient = 0.0f;
-                        slack = 1.0f;  // that of a key that no query sees may be NaN
+                        slack = 1.0f;  // for a key that no query sees, it may be NaN
                     }
                     if (!kPlain) {
                         const auto way = static_cast<float>(key - seq.q_pos(query));
@@ -257,7 +256,7 @@ struct ScoreGradients {
     }
 };
 
-// Operand a of a product over 16 columns from the accumulators of two groups of eight.
+// Packs the accumulators of two groups of eight columns into operand a of a product over these 16 columns.
 template <class T, int kRowTiles, int kTiles>
 __device__ __forceinline__ void pack_operand(uint32_t (&a)[kRowTiles][4],
                                              const float (&values)[kRowTiles][kTiles][4], int group) {

@@ -7,22 +7,22 @@
 namespace octavo::cuda {
 
 // How one of the two kernels cuts its work. A warp owns row_tiles times 16 rows, which are keys in
-// key_gradients_kernel and queries in query_gradients_kernel; columns are the other side's.
+// key_gradients_kernel and queries in query_gradients_kernel; columns are the other of the two.
 struct Sm80BackwardSide {
     int warps;
     int row_tiles;
     int columns;      // columns of one tile
     int stages;       // tiles of columns in shared memory
-    int ctas_per_sm;  // CTAs for which the registers are to suffice
+    int ctas_per_sm;  // the number of CTAs on an SM that the registers must suffice for
 
     constexpr int rows() const { return 16 * row_tiles * warps; }
 };
 
-// One row of the table. Some head dims have two rows, of which the second needs more shared memory than every
-// GPU has.
+// One row of the table. Some head dims have two rows; the second needs more shared memory than some GPUs
+// have.
 struct Sm80BackwardTiles {
     int head_dim;
-    int dim_splits;  // CTAs that share out the columns of dK and of dV, whose sums need registers
+    int dim_splits;  // CTAs that divide the columns of dK and of dV, whose sums need registers
     Sm80BackwardSide keys, queries;
 };
 
@@ -37,8 +37,8 @@ constexpr Sm80BackwardTiles kSm80BackwardTiles[] = {
 
 constexpr int sm80_backward_row_stride(int head_dim) { return head_dim + 8; }
 
-// What a CTA of one of the kernels takes: two tiles of its rows, and of its columns in each stage; the
-// statistics of queries, and which weights dropout keeps.
+// The shared memory of a CTA of one of the kernels: two tiles of its rows, two tiles of its columns in each
+// stage, the statistics of queries, and which weights dropout keeps.
 constexpr size_t sm80_backward_shared_bytes(int head_dim, const Sm80BackwardSide& side) {
     const int elements = 2 * (side.rows() + side.stages * side.columns) * sm80_backward_row_stride(head_dim);
     return 2 * elements + 8 * side.stages * (side.rows() > side.columns ? side.rows() : side.columns) +

@@ -1,8 +1,9 @@
-// sm80_linear: rows of x times weights on every GPU, for rows of any alignment.
+// sm80_linear: rows of x times weights on every GPU, for rows of any alignment. Page: docs/kernels/linear.md.
 //
-// grid: tiles of rows of w x tiles of rows of x, the latter innermost. Eight warps share K, each every eighth
-// panel of 64 columns: it copies them, two ahead, to memory of its own and multiplies them (flat_tile.cuh),
-// so that warps wait for one another only to add up at the end.
+// grid: tiles of rows of w x tiles of rows of x, the latter innermost. A CTA owns one tile of the result.
+// Eight warps divide K, each taking every eighth panel of 64 columns: the warp copies its panels, two ahead,
+// to shared memory of its own and multiplies them (flat_tile.cuh), so that warps wait for one another only to
+// add up their sums in the end.
 #pragma once
 
 #include "cuda/linear/flat_tile.cuh"
@@ -13,16 +14,15 @@
 
 namespace octavo::cuda {
 
-// A stage is a panel for each warp, which copies and multiplies its own.
+// A stage has one panel for each warp, which copies and multiplies its own.
 template <int kXRows>
 using Sm80LinearConfig = FlatTileConfig<kSm80LinearWRows, kXRows, kFlatWarps>;
 
 template <class Config>
 constexpr size_t kSm80LinearSharedBytes = kSm80LinearStages * Config::kStage.bytes();
 
-// Copies this lane's part of a panel of rows: those rows for which source() has an address. What is behind
-// `depth`, and rows without one, become zeros.
-// `base`: of the array, where copies of nothing point to.
+// Copies this lane's part of a panel of rows. Rows for which source() has no address, and columns from
+// `depth` on, become zeros. `base`: the array's first element, to which copies of nothing point.
 template <class T, bool kInPieces, int kRows, class Source>
 __device__ __forceinline__ void copy_panel(char* panel, const void* base, int64_t first_column, int64_t depth,
                                            const Source& source) {
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Config::kConsumers)
     const auto steps =
         static_cast<int32_t>((p.depth + kPanelColumns * kFlatWarps - 1) / (kPanelColumns * kFlatWarps));
 
-    auto w_source = [&](int row) {  // with a gate: its rows, then those that belong to them
+    auto w_source = [&](int row) {  // with a gate: rows of the gate, then the rows that they gate
         const bool is_second = p.output.is_gated() && row >= Config::kWRows / 2;
         const int32_t of_out = column + row - (is_second ? Config::kWRows / 2 : 0);
         return of_out < p.output.width ? static_cast<const T*>(p.w) +

@@ -13,7 +13,7 @@ struct Sm80LinearLaunch {
     int64_t depth;
     uint32_t x_tiles;
     int32_t out_columns;  // columns of the result in a tile
-    bool static_weight;   // w may be read before the kernel in front has ended
+    bool static_weight;   // whether w may be read before the previous kernel has ended
     LinearOutput output;
 };
 

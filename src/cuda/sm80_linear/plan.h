@@ -12,12 +12,12 @@ namespace octavo::cuda {
 struct Sm80LinearPlan {
     DType dtype;
     int32_t x_rows;  // rows of x in a tile
-    bool in_pieces;  // rows of w and x are copied 16 bytes at a time; or a number at a time
+    bool in_pieces;  // whether rows of w and x are copied 16 bytes at a time; otherwise one number at a time
     int64_t w_tiles, x_tiles;
 };
 
-// It serves whatever there is a CUDA kernel for (why_no_cuda_kernel). With the rows of x of params.plan, if
-// there is one, which must be of this kernel and is_sm80_plan().
+// Serves all products that any CUDA kernel computes (why_no_cuda_kernel). Plans with the rows of x of
+// params.plan if that is given; it must name this kernel and satisfy is_sm80_plan().
 Sm80LinearPlan plan_sm80_linear(const LinearParams& params);
 
 bool is_sm80_plan(const LinearPlan& plan);

@@ -30,7 +30,7 @@ __device__ __forceinline__ void pass_turn(int group) {
     ptx::named_barrier_arrive(group + 1 == Config::kConsumers ? 1 : 2 + group, 256);
 }
 
-// One warpgroup.
+// One consumer warpgroup: run() works through all row tiles of its CTA.
 template <class T, class Config>
 class Sm90Consumer {
   public:
@@ -98,8 +98,8 @@ class Sm90Consumer {
             tile = tiles.before(tile);
 
             // The scores of one tile are computed together with the product of V and the weights of the tile
-            // before. Behind the first tile of keys, this loop goes on with the last tile of the next row
-            // tile.
+            // before. Tiles are visited from the last to the first; where row tiles are chained, the loop
+            // then goes on with the last tile of the next row tile.
             float out_scale[2];
             Sm90Work next;
             while (true) {
@@ -195,7 +195,7 @@ class Sm90Consumer {
         }
     }
 
-    // Over codes: takes in the factors that scores and results of a warpgroup have yet to be multiplied by.
+    // Over codes: reads the factors that this warpgroup's scores and results have yet to be multiplied by.
     __device__ __forceinline__ void set_scales(ScoreTransform& transform, float& scale,
                                                const Ring<Config::kQSlots>& ring, int group) {
         if constexpr (std::is_same_v<T, AnyFloat16>) {
@@ -213,7 +213,8 @@ class Sm90Consumer {
         return std::is_same_v<T, AnyFloat16> ? p_.out_scale * value_scale_ : p_.out_scale;
     }
 
-    // With small blocks, a tile may be there for another warpgroup's rows alone.
+    // With small blocks, the CTA may visit a tile for another warpgroup's rows alone; hides all its keys
+    // then.
     template <class Tiles>
     __device__ __forceinline__ void hide_block(float (&scores)[kScores], const Tiles& tiles, int32_t tile) {
         if constexpr (Config::kSmallBlocks) {
@@ -288,7 +289,7 @@ class Sm90Consumer {
         release_slot<Config>(shared_.v_empty, v_ring_);
     }
 
-    // -inf where the tree mask hides the key.
+    // Sets scores to -inf where the tree mask hides the key.
     __device__ __forceinline__ void hide_by_tree(float (&scores)[kScores], const Rows& rows,
                                                  const Sm90Work& work, int32_t first_key) const {
         if (first_key + Config::kKeys <= work.tree_begin(p_) || rows.see_all(first_key, Config::kKeys))
@@ -309,7 +310,7 @@ class Sm90Consumer {
         }
     }
 
-    // Which weights of a tile dropout leaves.
+    // Draws which weights of a tile dropout keeps.
     __device__ __forceinline__ void draw(DropoutMask<2, Config::kKeys / 8>& kept, const Sm90Work& work,
                                          int32_t first_key) {
         const uint64_t first_head = p_.dropout.head(work.batch, p_.num_q_heads, work.first_head);
@@ -389,8 +390,8 @@ class Sm90Consumer {
         const int32_t tokens = work.seqlen_q - work.first_token - block_ * plan_.tokens;
         return {plan_, work, group_, plan_.heads * min(tokens, plan_.tokens)};
     }
-    // For a split: the warpgroup that finishes last among those of its row tile adds up all of them. Notes
-    // whether the slot then holds a result.
+    // For a split: the warpgroup that finishes last among the splits of its rows combines all of them. Notes
+    // in `complete` whether the slot then holds a result.
     __device__ __forceinline__ void add_up(const Sm90Work& work, float (&out)[kOut], float (&out_scale)[2]) {
         uint32_t* const complete = &shared_.complete[q_ring_.slot][group_];
         if (work.split() < 0) {
@@ -405,8 +406,8 @@ class Sm90Consumer {
     }
 
     // Puts the result into the slot of its queries, from where the storing warp sends it. A split that is not
-    // the last one puts its part there too, in vain: with a branch around this, ptxas keeps the rings out of
-    // the uniform registers.
+    // the last to finish puts its partial result there too, though nobody reads it: with a branch around
+    // this, ptxas keeps the rings out of the uniform registers.
     __device__ __forceinline__ void store(const Sm90Work& work, float (&out)[kOut], float (&out_scale)[2]) {
         if constexpr (Config::kSplits) add_up(work, out, out_scale);
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;

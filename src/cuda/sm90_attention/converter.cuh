@@ -1,18 +1,21 @@
-// The converters: over pages of codes, a warpgroup that puts K and V into shared memory as numbers of 16
-// bits, where the consumers find them as the copy engine would have left them.
+// The converters: over pages of codes, one warpgroup puts K and V into shared memory as 16-bit numbers, where
+// the consumers find them as the copy engine would have left them. Page: docs/kernels/quantised_prefill.md.
 //
-// Codes come from global memory to registers, the next tile of K and of V while the ones before are
-// converted: through shared memory, whose bandwidth the products need, they would pass twice more.
+// Codes go from global memory straight to registers; the next tile of K and of V is loaded while the ones
+// before are converted. On a way through shared memory they would cost its bandwidth, which the products
+// need, twice more.
 #pragma once
 
 #include "cuda/codes.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_attention/shared.cuh"
 #include "cuda/tile/code_numbers.cuh"
+#include "cuda/tile/code_pages.cuh"
 
 namespace octavo::cuda {
 
-// The tiles of keys of this CTA's row tiles, one after the other; of each, a warp converts kWarpKeys keys.
+// Walks over the tiles of keys of this CTA's row tiles, one after another. A warp converts kWarpKeys keys of
+// each.
 template <class Config>
 class KeyTileWalk {
   public:
@@ -37,8 +40,8 @@ class KeyTileWalk {
 
     // Where this lane's key lies.
     struct Place {
-        bool is_seen;  // whether a query of the row tile sees the key; others must not spoil the product with
-                       // weights of zero
+        bool is_seen;  // whether a query of the row tile sees the key; a key that none sees becomes zeros, so
+                       // that it cannot spoil the product with weights of zero
         uint32_t page, slot, kv_head;
     };
     __device__ Place find_place() const {
@@ -46,7 +49,7 @@ class KeyTileWalk {
         const int32_t key = tiles_.start(tile_) + threadIdx.x % 128 / 32 * kWarpKeys + lane;
         const int32_t column = plan_.page_size.quotient(key);
         const bool in_window = (key >= tiles_.window_begin) & (key < tiles_.window_end);
-        Place place;  // without branches, which cost more here than what they leave out
+        Place place;  // made without branches, which cost more here than the work that they would skip
         place.is_seen = (lane < kWarpKeys) & (in_window | (key < tiles_.prefix_end));
         place.page = place.is_seen ? page_ids_[column] : 0;
         place.slot = key - column * p_.page_size;
@@ -64,49 +67,12 @@ class KeyTileWalk {
     IndexArray page_ids_;
 };
 
-// The keys or the values of the cache.
-struct CodePages {
-    struct Strides {
-        uint32_t page, token, head;
-
-        __device__ Strides(int64_t page, int64_t token, int64_t head)
-            : page(static_cast<uint32_t>(page)),
-              token(static_cast<uint32_t>(token)),
-              head(static_cast<uint32_t>(head)) {}
-        // How far the row of a key lies behind the first.
-        template <class Place>
-        __device__ uint32_t operator()(const Place& at) const {
-            return at.page * page + at.slot * token + at.kv_head * head;
-        }
-    };
-    const uint8_t* codes;
-    Strides strides;         // in units of 16 bytes
-    const uint32_t* scales;  // null: softmax_scale and out_scale have them
-    Strides scale_strides;   // in words
-    int32_t row_bytes;
-
-    __device__ static CodePages keys(const AttentionParams& p) {
-        return {p.k, p.k_outer_stride, p.k_token_stride, p.k_head_stride, p.k_scales, p.head_dim, p.k_dtype};
-    }
-    __device__ static CodePages values(const AttentionParams& p) {
-        return {p.v, p.v_outer_stride, p.v_token_stride, p.v_head_stride, p.v_scales, p.head_dim, p.v_dtype};
-    }
-
-  private:
-    __device__ CodePages(const void* codes, int64_t page_stride, int64_t token_stride, int64_t head_stride,
-                         const CacheScales& scales, int32_t head_dim, DType dtype)
-        : codes(static_cast<const uint8_t*>(codes)),
-          strides(page_stride / 16, token_stride / 16, head_stride / 16),
-          scales(static_cast<const uint32_t*>(scales.data)),
-          scale_strides(scales.page_stride, scales.token_stride, scales.head_stride),
-          row_bytes(dtype == DType::int4 ? head_dim / 2 : head_dim) {}
-};
-
-// A warp's part of a tile of K or of V on its way.
+// One warp's rows of a tile of K or of V, in registers, on their way from pages to shared memory.
 template <class Config, DType kType>
 class CodeTile {
   public:
-    // Starts loading; what is not there, or not seen, becomes zeros. `place`: of this lane's key.
+    // Starts loading. Columns that the cache lacks and keys that no query sees become zeros. `place`: where
+    // this lane's key lies.
     __device__ void load(const CodePages& pages, const typename KeyTileWalk<Config>::Place& place) {
         const uint32_t seen = __ballot_sync(~0u, place.is_seen), own = pages.strides(place);
         if constexpr (Config::kTokenScales) {
@@ -120,7 +86,8 @@ class CodeTile {
         }
     }
 
-    // Puts the numbers into a tile of shared memory, swizzled as by the copy engine.
+    // Converts the codes, and puts the numbers into a tile of shared memory, swizzled as the copy engine does
+    // it.
     __device__ __forceinline__ void store(unsigned char* tile) const {
         unsigned char* const rows =
             tile + chunk() / kChunks * Config::kKeyBlockBytes +
@@ -167,14 +134,14 @@ class CodeTile {
     static constexpr int kPasses = KeyTileWalk<Config>::kWarpKeys / kPassKeys;
     static_assert(kPasses * kPassKeys == KeyTileWalk<Config>::kWarpKeys && kPassKeys % 8 == 0);
 
-    // What this lane has of the rows, and of the blocks' chunks, that the warp takes at a time.
+    // This lane's row and chunk among the rows and chunks that the warp takes at a time.
     __device__ static int row() { return threadIdx.x % 32 / kChunks % kPassKeys; }
     __device__ static int chunk() {
         const int lane = threadIdx.x % 32;
         return lane / (kChunks * kPassKeys) * kChunks + lane % kChunks;
     }
 
-    // `own`: where the row of this lane's key lies; kWhole: all rows are seen, and as long as a tile's.
+    // `own`: where the row of this lane's key lies. kWhole: all rows are seen, and as long as a tile's.
     template <bool kWhole>
     __device__ __forceinline__ void load_rows(const CodePages& pages, uint32_t own, uint32_t seen) {
         const uint8_t* const chunks = pages.codes + chunk() * 16;
@@ -184,7 +151,7 @@ class CodeTile {
             const uint8_t* const from = chunks + static_cast<size_t>(__shfl_sync(~0u, own, key)) * 16;
 #pragma unroll
             for (int j = 0; j < kLoads; ++j) {
-                constexpr int kBytes = kBlocks * kChunks * 16;  // bytes of a row, at a time
+                constexpr int kBytes = kBlocks * kChunks * 16;  // bytes of a row that are taken at a time
                 if (!kWhole) codes_[i][j] = make_uint4(0, 0, 0, 0);
                 if (kWhole || ((seen >> key & 1) && chunk() * 16 + j * kBytes < pages.row_bytes))
                     codes_[i][j] = load_past_l1(from + j * kBytes);
@@ -203,8 +170,9 @@ class CodeTile {
     uint32_t word_;  // the scale of this lane's key
 };
 
-// Converts a tile into the next slot of a ring, and hands it on. The fence also waits for the loads that are
-// under way. Consumers have none; but in their turns at the tensor cores the fence took as long.
+// Converts a tile into the next slot of a ring, and hands it to the consumers. The fence also waits for the
+// loads that are under way. Consumers have none; but when they executed the fence, in their turns at the
+// tensor cores, it took as long.
 template <class Config, DType kType, int kStages>
 __device__ __forceinline__ void convert_tile(const CodeTile<Config, kType>& codes,
                                              unsigned char (&slots)[kStages][Config::kKeyTileBytes],
@@ -255,7 +223,7 @@ __device__ void run_converters(const AttentionParams& p, const Sm90Launch& plan,
         if (plan.codes == Codes::int4) convert_tiles<Config, DType::int4, DType::int4>(p, plan, shared);
         if (plan.codes == Codes::int8_int4) convert_tiles<Config, DType::int8, DType::int4>(p, plan, shared);
     } else {
-        __trap();  // int4 always has scales of its keys: Sm90Plan::token_scales
+        __trap();  // int4 always has a scale for each key: Sm90Plan::token_scales
     }
 }
 

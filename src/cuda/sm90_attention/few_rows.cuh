@@ -1,10 +1,10 @@
 // Row tiles of few rows: sequences that decode beside others that prefill, drafts, the end of a sequence.
 //
-// There, 64 rows of wgmma would be mostly empty, one warpgroup would work alone, and a tile of keys would
-// stay in its slot for both of its products. Instead the warps of all consumers share the keys: each takes
-// blocks of 16 by turns, with a softmax and accumulators of its own, as in the decode kernel
-// (tile/transposed_softmax.cuh). In the end they add up what they have through the slots of queries that only
-// row tiles of many rows need.
+// Here the 64 rows of wgmma would be mostly empty, one warpgroup would work alone, and a tile of keys would
+// stay in its slot for both of its products. Instead the warps of all consumers divide the keys: the warps
+// take turns at blocks of 16 keys, each with a softmax and accumulators of its own, as in the decode kernel
+// (tile/transposed_softmax.cuh). In the end they combine their partial results through the slots of queries
+// that only row tiles of many rows need.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -19,7 +19,7 @@
 
 namespace octavo::cuda {
 
-// One warp's part in a row tile of up to 8 kRowTiles rows.
+// One warp's share of the keys of a row tile of up to 8 kRowTiles rows.
 template <class T, class Config, int kRowTiles>
 class PrefillFewRows {
   public:
@@ -34,8 +34,9 @@ class PrefillFewRows {
           work_(work),
           q_slot_(q_slot),
           thread_(threadIdx.x - 128 * Config::kFirstConsumer) {
-        pin_in_register(thread_);  // else what follows from it takes registers from row tiles of many rows
-        warp_ = __shfl_sync(~0u, thread_ / 32, 0);  // known to be the same in all lanes, as the rings are
+        // Without this, values computed from thread_ take registers from row tiles of many rows.
+        pin_in_register(thread_);
+        warp_ = __shfl_sync(~0u, thread_ / 32, 0);  // so that the compiler knows it to be warp-uniform
         const Visibility see = work.visibility<Config>(p);
         full_begin_ = see.window_begin(work.seqlen_k - 1);
         full_end_ = see.window_end(work.q_pos(work.first_token));
@@ -44,8 +45,8 @@ class PrefillFewRows {
         softmax_.reset();
     }
 
-    // All tiles of keys, once the queries are there. The scores of the next tile are under way while the
-    // softmax of one goes on.
+    // Goes through all tiles of keys, once the queries are there. The scores of the next tile are computed
+    // while the softmax of the current one goes on.
     __device__ __forceinline__ void add_tiles(Ring<Config::kStages>& k_ring, Ring<Config::kVStages>& v_ring) {
         const auto tiles = key_tiles<Config>(p_, plan_, work_);
         if (tiles.count == 0) return;
@@ -74,7 +75,8 @@ class PrefillFewRows {
         }
     }
 
-    // Adds up the parts of all warps, writes the LSE, and puts the result into the slot of the queries.
+    // Combines the partial results of all warps, writes the LSE, and puts the result into the slot of the
+    // queries.
     __device__ __forceinline__ void finish() {
         Softmax::for_each_row([&](int r, int i) {
             softmax_.sum_over_keys(r, i);
@@ -102,7 +104,7 @@ class PrefillFewRows {
             if (p_.lse && lane() / 4 == 0 && warp_ == 0) store_lse(row, all);
         });
 
-        // Where the queries were, of all warpgroups: [warp][column][row].
+        // The partial results, [warp][column][row], take the place of the queries of all warpgroups.
         static_assert(kWarps * Config::kValueDim * 8 * sizeof(float) <=
                       Config::kConsumers * Config::kQTileBytes);
         auto* const parts = reinterpret_cast<float*>(shared_.q[q_slot_]);
@@ -113,7 +115,7 @@ class PrefillFewRows {
         uint32_t results[kRowTiles][kEach];  // a row's values of two columns
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-            if (r > 0) barrier();  // the row tile before is read
+            if (r > 0) barrier();  // every warp has read the tile of eight rows before
 #pragma unroll
             for (int d = 0; d < kDimTiles; ++d) {
 #pragma unroll
@@ -169,11 +171,11 @@ class PrefillFewRows {
 
     __device__ int lane() const { return thread_ % 32; }
     __device__ static void barrier() { ptx::named_barrier_sync(2 * Config::kConsumers + 1, 32 * kWarps); }
-    // Whether the tile at hand has this block; if it has as many as there are warps, the next one of each
-    // warp.
+    // Whether the current tile has this block. A tile of as many blocks as there are warps has the next block
+    // of every warp.
     __device__ static bool has(int block) { return kBlocks == kWarps || block < kBlocks; }
 
-    // Lane 0 arrives for the warp: what every lane has read of the slot comes before.
+    // Lane 0 arrives for the warp, after every lane has read the slot.
     template <int kSize>
     __device__ static void release(uint64_t* empty, Ring<kSize>& ring) {
         __syncwarp();
@@ -182,8 +184,8 @@ class PrefillFewRows {
 
     __device__ int row_of(int r, int i) const { return Softmax::row_of(lane(), r, i); }
 
-    // Where this lane reads row `row` of a tile from chunk `chunk` on, 16 bytes each; `columns` further, the
-    // chunk's bits are flipped.
+    // Where this lane reads row `row` of a tile from the 16-byte chunk `chunk` on. advance() moves an address
+    // `columns` further: within a block of 64 columns the swizzle makes that a flip of the chunk's bits.
     __device__ static uint32_t address(const unsigned char* tile, int row, int chunk) {
         return ptx::shared_address(tile) + row * Config::kRowBytes + (chunk ^ (row % 8)) * 16;
     }
@@ -191,7 +193,7 @@ class PrefillFewRows {
         return (address ^ (columns % 64 * 2)) + columns / 64 * block_bytes;
     }
 
-    // Operand b of two products over columns `column` and on.
+    // Loads operand b of two products over 16 columns each, from `column` on.
     __device__ __forceinline__ void load_queries(uint32_t (&b)[4], int r, int column) const {
         const uint32_t from = address(shared_.q[q_slot_][0], 8 * r + lane() % 8, lane() / 8);
         ptx::ldmatrix_x4(b, advance(from, column, Config::kQBlockBytes));
@@ -233,7 +235,7 @@ class PrefillFewRows {
         }
     }
 
-    // From dot products to scores in units of log2(e), -inf where the query does not see the key.
+    // Turns dot products into scores in units of log2(e), -inf where the query does not see the key.
     __device__ __forceinline__ void score(float (&scores)[kRowTiles][4], int32_t first_key) const {
         if (transform_.has_softcap) {
             Softmax::for_each_score(scores, [&](float& score, int, int) { score = transform_(score); });
@@ -277,7 +279,7 @@ class PrefillFewRows {
     const Sm90Work& work_;
     const int q_slot_;
     int thread_, warp_;              // the thread and the warp among those of the consumers
-    int32_t full_begin_, full_end_;  // every row sees the keys between
+    int32_t full_begin_, full_end_;  // every row sees the keys from full_begin_ up to full_end_
     int32_t q_pos_[kRowTiles][2];
     Softmax softmax_;
     uint32_t queries_[kRowTiles][kQueries][4];

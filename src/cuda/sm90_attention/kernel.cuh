@@ -5,11 +5,12 @@
 // multiply with wgmma. A consumer's softmax of one tile runs under its own product of the weights before
 // with V, and under the products of the other consumers, which take turns at the tensor cores.
 //
-// Over codes, a warpgroup of converters between the two brings K and V, and two more of the producer's warps
-// make Q ready for the products.
+// Over pages of codes (quantised numbers), a warpgroup of converters between the two brings K and V, and two
+// more of the producer's warps make Q ready for the products.
 //
-// grid: persistent, one CTA an SM; a CTA takes row tiles from a counter until none is left.
-// Schedule and measurements: docs/kernels/sm90_attention.md.
+// grid: persistent, one CTA per SM. A CTA, or a cluster of two, takes row tiles from a counter until none is
+// left, and owns all keys of each, or one split of them. Schedule and measurements:
+// docs/kernels/sm90_attention.md; over codes: docs/kernels/quantised_prefill.md.
 #pragma once
 
 #include "cuda/ptx/grid_dependency.h"
@@ -38,7 +39,7 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
     if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();
     if (!Config::kBeside) ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    if (Config::kBeside) ptx::launch_dependents();  // once all kernels before are complete
+    if (Config::kBeside) ptx::launch_dependents();  // not before all earlier kernels are complete
 
     if (warp < 4) {
         ptx::lower_registers<Config::kProducerRegisters>();
@@ -58,7 +59,7 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
         ptx::raise_registers<Config::kConsumerRegisters>();
         Sm90Consumer<T, Config>(p, plan, shared, warp / 4 - Config::kFirstConsumer).run();
     }
-    if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();  // the other may still write here
+    if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();  // the other CTA may still write here
 }
 
 template <class T, class Config>
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     run_sm90_attention<T, Config>(p, plan);
 }
 
-// The same for Sm90Feature::beside, whose bound on registers leaves some to CTAs of another kernel.
+// The same kernel for Sm90Feature::beside: its bound on registers leaves some to CTAs of another kernel.
 template <class T, class Config>
 __global__ void __maxnreg__(kSm90RegistersBeside)
     sm90_attention_beside_kernel(const __grid_constant__ AttentionParams p,

@@ -1,4 +1,4 @@
-// The instances of one row of kSm90Tiles, launched.
+// Launches the instances of one row of kSm90Tiles, or of kSm90CodeTiles.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -69,7 +69,7 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
     run(params, plan, arguments, stream);
 }
 
-// The instances of one row of kSm90CodeTiles. What has no feature runs where row tiles may be of few rows.
+// Launches the instances of one row of kSm90CodeTiles. Calls without a feature take the kernel for few rows.
 template <Sm90Cache kCache, int kHeadDim>
 void launch_sm90_attention_codes(const AttentionParams& params, const Sm90Plan& plan,
                                  const Sm90Launch& arguments, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// The tensor of five axes that Sm90Launch describes, of one array.
+// Makes the tensor map of one array: the tensor of five axes that Sm90Launch describes.
 #pragma once
 
 #include "cuda/sm90_attention/operands.h"
@@ -9,7 +9,7 @@ namespace octavo::cuda {
 
 inline CUtensorMap map_of(const Sm90Operand& operand, int32_t head_dim, int32_t box_heads,
                           int32_t box_tokens) {
-    constexpr int64_t kAnyNumber = (int64_t{1} << 31) - 1;  // what is read and written follows from lengths
+    constexpr int64_t kAnyNumber = (int64_t{1} << 31) - 1;  // lengths decide what is read and written
     return make_tensor_map(
         static_cast<const unsigned char*>(operand.base) - 2 * (operand.edge * operand.token_stride),
         {{head_dim, operand.num_heads, operand.edge, kAnyNumber, kAnyNumber},

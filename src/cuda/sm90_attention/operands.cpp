@@ -8,9 +8,9 @@
 namespace octavo::cuda {
 namespace {
 
-constexpr int64_t kAnyNumber = (int64_t{1} << 31) - 1;  // a number of tokens or pages: more than one
+constexpr int64_t kAnyNumber = (int64_t{1} << 31) - 1;  // stands for any number of tokens or pages above one
 
-// An axis of length 1 is unused: any stride does, where its own may be zero.
+// The stride of an axis of length 1 is never used, and may be zero: any movable stride takes its place.
 int64_t used_stride(int64_t length, int64_t stride) { return length == 1 ? kSm90BlockColumns : stride; }
 
 Sm90Operand make_operand(const void* base, int64_t num_outer, int64_t outer_stride, int64_t num_tokens,
@@ -25,7 +25,8 @@ Sm90Operand make_operand(const void* base, int64_t num_outer, int64_t outer_stri
 
 int64_t num_tokens_q(const AttentionParams& p) { return p.cu_seqlens_q ? p.total_q : p.seqlen_q; }
 
-// The bound of a packed batch may be any number, and the address space has to hold the edge below the array.
+// The bound of a packed batch's lengths may be any number, but the edge, which lies below the array, has to
+// fit into the address space.
 int32_t q_edge(const AttentionParams& p) {
     return static_cast<int32_t>(std::min<int64_t>(p.seqlen_q, num_tokens_q(p)));
 }
@@ -35,7 +36,7 @@ int64_t num_outer_k(const AttentionParams& p) {
     return p.cu_seqlens_k ? 1 : p.batch;
 }
 
-// Of packed keys the parameters know the longest sequence alone.
+// For packed keys, the parameters hold only the length of the longest sequence.
 int64_t num_tokens_k(const AttentionParams& p) {
     return p.paged() || p.cu_seqlens_k ? kAnyNumber : p.seqlen_k;
 }

@@ -1,4 +1,4 @@
-// The arrays of a call as the copy engine is to see them. What that is for: Sm90Launch, in parameters.h.
+// The arrays of a call as the copy engine is to see them: Sm90Launch, in parameters.h, says what for.
 #pragma once
 
 #include "params/attention_params.h"
@@ -15,7 +15,7 @@ struct Sm90Operand {
     const void* base;
     int64_t outer_stride, token_stride, head_stride;
     int32_t num_heads;
-    int32_t edge;  // tokens
+    int32_t edge;  // in tokens: see Sm90Launch
 
     // Whether the copy engine can move its rows.
     bool is_movable(DType dtype) const;

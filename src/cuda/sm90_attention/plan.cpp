@@ -1,6 +1,5 @@
 #include "cuda/sm90_attention/plan.h"
 
-#include "cuda/alignment.h"
 #include "cuda/cache_arrays.h"
 #include "cuda/sm90_attention/operands.h"
 
@@ -14,14 +13,16 @@ namespace {
 constexpr int32_t kGroupRows = kSm90GroupRows;
 constexpr int64_t kMaxIndex = (int64_t{1} << 31) - 1;
 
-// Runs of 64 rows that one sequence of a dense batch takes over all heads, with `heads` of them side by side.
+// How many blocks of 64 rows one sequence of a dense batch takes over all heads, with `heads` heads side by
+// side.
 int64_t row_groups(const AttentionParams& p, int32_t heads) {
     return p.num_q_heads / heads * ceil_divide(p.seqlen_q, kGroupRows / heads);
 }
 
-// The largest divisor of the group size that wastes few rows: heads that lie side by side share K and V and
-// see the same keys. For a packed batch only the bound of the lengths is known here, and one row in 16 may be
-// wasted. (The mean of the lengths is not used, so that a sequence's bits do not depend on its neighbours.)
+// Returns the largest divisor of the group size that wastes few rows: heads that lie side by side share K and
+// V and see the same keys. For a packed batch only the bound of the lengths is known here, and one row in 16
+// may be wasted. (The mean of the lengths is not used, so that a sequence's bits do not depend on its
+// neighbours.)
 int32_t choose_heads(const AttentionParams& p) {
     int32_t best = 1;
     const int32_t group_size = p.group_size();
@@ -44,7 +45,7 @@ bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t
 }
 
 // The number of row tiles, each of `row_blocks` blocks of 64 rows, over the batch and all heads; for a packed
-// batch a bound.
+// batch it is a bound.
 int64_t count_row_tiles(const AttentionParams& p, int32_t row_blocks, int32_t heads) {
     const int64_t tile_tokens = int64_t{row_blocks} * (kGroupRows / heads);
     int64_t row_tiles = p.batch * ceil_divide(p.seqlen_q, tile_tokens);
@@ -52,28 +53,29 @@ int64_t count_row_tiles(const AttentionParams& p, int32_t row_blocks, int32_t he
     return row_tiles * (p.num_q_heads / heads);
 }
 
-// How many units make a section. Few, so that row tiles that share K and V run at the same time and find them
-// in the L2 cache; but with enough row tiles that the SMs end together, although the first row tiles take
-// longest under a causal mask.
+// How many units make a section (Sm90Launch). There should be few, so that row tiles that share K and V run
+// at the same time and find them in the L2 cache; but they must have enough row tiles that the SMs end
+// together, although the first row tiles take longest under a causal mask.
 int32_t choose_section(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& plan, int64_t clusters) {
-    // Two warpgroups read K and V again so often that it pays to have all row tiles of a short unit at work
-    // at a time (32 sequences of 512 keys, causal, head dim 128, on an H100: 107 us, and 114 with more
-    // units); with three and four, this takes longer (head dims 64 and 96: 1 and 6 %).
+    // Two warpgroups read K and V again so often that it pays to run all row tiles of a short unit at the
+    // same time (32 sequences of 512 keys, causal, head dim 128, on an H100: 107 us, and 114 with more
+    // units); with three and four warpgroups, this takes longer (head dims 64 and 96: 1 and 6 %).
     constexpr int32_t kShort = 4;  // row tiles
     int64_t units = ceil_divide(gpu.num_sms, kShort);
     if (plan.tiles().warpgroups > 2 || plan.unit_row_tiles > kShort)
         units = ceil_divide((p.window_right >= 0 ? 4 : 2) * clusters, plan.unit_row_tiles);
-    // Beyond these, K and V are read from memory again and again: half of the cache, unless so few units run
-    // at a time that eight CTAs share each.
+    // With more units than this, K and V are read from memory again and again: the units may fill half of the
+    // cache, or more if so few units run at a time that eight CTAs share each.
     const int64_t unit_bytes =
         int64_t{2} * p.seqlen_k * (p.head_dim + p.head_dim_v) * plan.heads / p.group_size();
     const int64_t most = std::max(gpu.l2_bytes / 2 / std::max<int64_t>(unit_bytes, 1), clusters / 8);
     return static_cast<int32_t>(std::clamp<int64_t>(std::min(units, most), 1, plan.num_units));
 }
 
-// Blocks of 64 rows that an instance works through, wasted ones included, to compare instances by. For dense
-// and packed arrays, and where bits must not depend on the batch, this counts one sequence of the given
-// length. For paged arrays otherwise, it is the time that the SMs take, in rounds of one row tile each.
+// How many blocks of 64 rows an instance works through, wasted ones included; instances are compared by it.
+// For dense and packed arrays, and where bits must not depend on the batch, this counts one sequence of the
+// given length. Otherwise, for paged arrays, it is the time that the SMs take, in rounds of one row tile
+// each.
 int64_t padded_blocks(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& tiles, int32_t heads) {
     const int32_t blocks = tiles.row_blocks();
     if (!p.paged() || p.batch_invariant)
@@ -88,14 +90,14 @@ bool serve_better(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& til
     if (p.batch_invariant) keys = kMaxIndex;  // the width of the page table is the batch's
     if (p.window_left >= 0) keys = std::min<int64_t>(keys, p.window_left);
     if (keys < tiles.from_keys) return false;
-    // Pairs are for arrays that are not paged; and queries that stand far apart see different windows of
-    // keys.
+    // Pairs of CTAs serve neither paged arrays nor windows: with a window, queries that stand far apart see
+    // different keys.
     if (tiles.ctas > 1 && (p.paged() || p.window_left >= 0)) return false;
     return 100 * padded_blocks(p, gpu, tiles, heads) <= 106 * padded_blocks(p, gpu, before, heads);
 }
 
-// Whether tiles of `tile_dim` columns hold rows of `head_dim`, with some column in each block: what lies
-// outside an array altogether is never copied.
+// Whether tiles of `tile_dim` columns hold rows of `head_dim`, with some column in each block of columns,
+// since a block that lies outside an array altogether must not be copied.
 bool holds(int32_t tile_dim, int32_t head_dim) {
     return head_dim <= tile_dim &&
            ceil_divide(head_dim, kSm90BlockColumns) == ceil_divide(tile_dim, kSm90BlockColumns);
@@ -104,8 +106,8 @@ bool holds(const Sm90Tiles& tiles, const AttentionParams& p) {
     return holds(tiles.head_dim, p.head_dim) && holds(tiles.value_dim, p.head_dim_v);
 }
 
-// The last row that serves better than those before it, of those for the smallest head dims that hold the
-// problem's; -1 if none holds them.
+// Among the rows of kSm90Tiles for the smallest head dims that hold the problem's, returns the last one that
+// serves better than those before it; -1 if none holds them.
 int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
     int32_t best = -1;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
@@ -120,7 +122,7 @@ int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
     return best;
 }
 
-// The row of kSm90CodeTiles; -1 if there is none.
+// Returns the row of kSm90CodeTiles that serves the problem; -1 if there is none.
 int32_t find_code_tiles(const AttentionParams& p) {
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90CodeTiles)); ++row) {
         if (kSm90CodeTiles[row].head_dim >= p.head_dim) return row;
@@ -128,8 +130,8 @@ int32_t find_code_tiles(const AttentionParams& p) {
     return -1;
 }
 
-// The row whose instance has a kernel that leaves room on its SM, of those for the smallest head dims that
-// hold the problem's; -1 if there is none.
+// Among the rows of kSm90Tiles for the smallest head dims that hold the problem's, returns the one whose
+// instance has a kernel that leaves room on its SM; -1 if there is none.
 int32_t find_tiles_beside(const AttentionParams& p) {
     if (p.dropout.any() || p.alibi_slopes) return -1;
     const Sm90Tiles* smallest = nullptr;
@@ -165,19 +167,19 @@ std::optional<BlockRows> find_block_tiles(const AttentionParams& p) {
     return found;
 }
 
-// Whether the keys of a row tile may be shared out.
+// Whether the keys of a row tile may be split.
 bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
     return p.paged() && has_splits(tiles.head_dim, tiles.value_dim, tiles.ctas) && !p.alibi_slopes &&
            !p.dropout.any() && !p.batch_invariant;
 }
 
-// Shares out the keys of the row tiles behind the last whole round of the SMs, where they then take less
-// time. If some row tiles have few rows, a batch of more row tiles than SMs takes the kernel for those
-// instead, which has no splits.
+// Splits the keys of the row tiles behind the last whole round of the SMs, where they then take less time. If
+// some row tiles have few rows, a batch of more row tiles than SMs takes the kernel for few rows instead,
+// which has no splits.
 void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     const int64_t sms = gpu.num_sms, rest = plan.num_row_tiles % sms;
-    // After many rounds the last one matters little, and the instances with splits are not chained.
+    // After many rounds the last one matters little, and the instances with splits do not chain row tiles.
     constexpr int64_t kManyRounds = 8;
     if (plan.codes != Codes::none && plan.num_row_tiles > kManyRounds * sms) return;
     if (rest == 0 || !may_split(p, tiles) || (plan.few_rows && plan.num_row_tiles > sms)) return;
@@ -208,13 +210,13 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (p.has_tree_mask) return Sm90Feature::tree;
     if (plan.num_splits > 0) return Sm90Feature::splits;
     const Sm90Tiles& tiles = plan.tiles();
-    if (plan.codes != Codes::none) return Sm90Feature::few_rows;  // which serves all others there
+    if (plan.codes != Codes::none) return Sm90Feature::few_rows;  // over codes it serves all other calls
     if (plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas)) return Sm90Feature::few_rows;
     if (p.sinks || p.attention_chunk.divisor > 0) return Sm90Feature::sinks;
     return Sm90Feature::none;
 }
 
-// Once the instance and its row tiles are chosen.
+// Fills in how the work is cut, once the instance and its row tiles are chosen.
 void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     const int32_t sequence_units = p.num_q_heads / plan.heads, num_clusters = gpu.num_sms / tiles.ctas;
@@ -227,7 +229,7 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
         choose_splits(p, gpu, plan);
         plan.feature = choose_feature(p, plan);
     }
-    // Row tiles that are shared out, and their shares.
+    // The row tiles whose keys are split, and the items of work that result.
     const int64_t shared_out = plan.num_splits > 0 ? plan.num_row_tiles - plan.num_whole : 0;
     const int64_t num_items = plan.num_row_tiles + shared_out * (plan.num_splits - 1);
     plan.num_ctas = static_cast<int32_t>(tiles.ctas * std::min<int64_t>(num_items, num_clusters));
@@ -236,7 +238,7 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     plan.num_counters = 1 + shared_out * plan.split_blocks;
 }
 
-// Says why the copy engine cannot move an array.
+// Returns the reason why the copy engine cannot move an array.
 std::string why_not_movable(const char* name, const Sm90Operand& array, DType dtype) {
     const auto address = reinterpret_cast<uintptr_t>(array.base);
     if (address % 16 != 0) {
@@ -256,21 +258,7 @@ std::string why_not_movable(const char* name, const Sm90Operand& array, DType dt
 
 // Whether the converters can load pages of codes.
 bool can_convert(const AttentionParams& p, std::string* why_not) {
-    if (!aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.k_dtype) ||
-        !aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.v_dtype)) {
-        refuse(why_not,
-               "it loads 16 bytes of codes at a time, and some row of k_pages or v_pages does not begin on a "
-               "multiple of 16 bytes");
-        return false;
-    }
-    if (!is_within_reach(p, p.k_dtype, p.k_outer_stride, p.k_token_stride, p.k_head_stride) ||
-        !is_within_reach(p, p.v_dtype, p.v_outer_stride, p.v_token_stride, p.v_head_stride) ||
-        !is_within_reach(p, p.k_scales) || !is_within_reach(p, p.v_scales)) {
-        refuse(why_not,
-               "its offsets reach the 64 GB behind an array's first element, those of scales 16 GB, and "
-               "k_pages, v_pages or scales have elements beyond, or negative strides");
-        return false;
-    }
+    if (!can_load_codes(p, why_not)) return false;
     const int32_t bits = std::min(bits_of(p.k_dtype), bits_of(p.v_dtype));
     if (p.head_dim * bits % 128 == 0) return true;
     refuse(why_not, "it loads 16 bytes of codes at a time, and rows of head_dim ", p.head_dim, " have ",
@@ -282,7 +270,7 @@ std::string name_of_blocks(DType dtype, const Sm90Tiles& tiles) {
     return text_of("sm90_attention<", to_string(dtype), ", head_dim ", tiles.head_dim, ", blocks of ",
                    tiles.keys, ">");
 }
-// Over codes, one instance serves all of them.
+// Over codes, one instance serves all types of q.
 std::string name_of(DType dtype, bool has_codes, const Sm90Tiles& tiles) {
     return text_of("sm90_attention<", to_string(dtype), has_codes ? " over codes" : "", ", head_dim ",
                    tiles.head_dim,
@@ -306,7 +294,7 @@ const char* name_of(Sm90Feature feature) {
     return "none";
 }
 
-// `beside`: by the instance that leaves room on its SM.
+// `beside`: plans for the instance that leaves room on its SM.
 std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std::string* why_not,
                                   bool beside) {
     if (!gpu.has_sm90_kernels && gpu.compute_capability == 90)
@@ -380,7 +368,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     }
     const Sm90Tiles& tiles = plan.tiles();
     plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
-    // If keys cannot be shared out so that half of the SMs have work, sm80_attention serves the call.
+    // If even with splits at most half of the SMs would have work, sm80_attention serves the call.
     const int32_t most_splits = may_split(p, tiles) ? kMaxSm90Splits : 1;
     if (p.paged() && !p.batch_invariant && 2 * plan.num_row_tiles * most_splits <= gpu.num_sms) {
         return refuse(why_not, "it would leave most of the ", gpu.num_sms,

@@ -18,7 +18,7 @@ struct Sm90Plan {
     DType dtype;
     Codes codes;
     bool token_scales;  // over codes: whether keys or values have scales of their own
-    int32_t row;        // a row of kSm90Tiles, or of kSm90CodeTiles: with dtype and feature, the instance
+    int32_t row;        // a row of kSm90Tiles or kSm90CodeTiles; with dtype and feature it names the instance
     Sm90Feature feature;
     int32_t block_row;  // a row of kSm90BlockTiles, with a block mask
     int32_t num_sequences;
@@ -27,12 +27,12 @@ struct Sm90Plan {
     bool few_rows;          // whether some row tiles may be of few rows
     int64_t num_row_tiles;  // over the batch and all heads; a bound when the queries are packed
 
-    // The order of row tiles, for dense arrays.
+    // For dense arrays: the order of row tiles.
     int32_t unit_row_tiles;  // row tiles of one unit: a sequence and `heads` heads
     int32_t num_units;
     int32_t section, first_section;  // units
 
-    // The keys of row tiles behind the first `num_whole` are shared out to num_splits CTAs each; 0: of none.
+    // The keys of each row tile behind the first `num_whole` are cut into num_splits splits; 0: of none.
     int32_t num_whole, num_splits;
     int32_t split_blocks;  // the most blocks of 64 rows that hold rows of a row tile
 
@@ -51,10 +51,10 @@ struct Sm90Plan {
     int64_t workspace_bytes() const { return partial_bytes + num_counters * int64_t{sizeof(uint32_t)}; }
 };
 
-// Nothing where the kernel does not serve: why_not, unless null, then gets the reason.
+// Returns nothing where the kernel does not serve; why_not, unless null, then gets the reason.
 std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& params, const Gpu& gpu,
                                             std::string* why_not = nullptr);
-// The same by Sm90Feature::beside.
+// The same for the instance of Sm90Feature::beside.
 std::optional<Sm90Plan> plan_sm90_attention_beside(const AttentionParams& params, const Gpu& gpu);
 
 Explanation describe(const Sm90Plan& plan);

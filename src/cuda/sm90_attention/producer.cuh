@@ -1,4 +1,4 @@
-// The producer's warps: two load Q and K, and V; one stores results. Over codes, one loads Q alone.
+// The producer's warps: one loads Q and K (over codes, Q alone), one loads V, and one stores results.
 #pragma once
 
 #include "cuda/ptx/l2_policy.h"
@@ -8,12 +8,13 @@
 
 namespace octavo::cuda {
 
-// Where one warpgroup's rows of a row tile lie in q and out.
+// Where one warpgroup's rows of a row tile lie in q or out: coordinates of the tensor that Sm90Launch
+// describes.
 struct QueryPlace {
     bool any;  // whether it has rows here
     int32_t place, shift, outer;
 
-    // `batch_stride`: the array's.
+    // `batch_stride`: the stride of q or out.
     __device__ QueryPlace(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
                           int64_t batch_stride)
         : any(work.first_token + block * plan.tokens < work.seqlen_q),
@@ -44,9 +45,9 @@ class KeyLoader {
         return p_.page_table[work_.batch * p_.page_table_stride + plan_.page_size.quotient(key)];
     }
 
-    // Fills `tile` [kBlocks, keys, 64], of kBlocks blocks of columns; its bytes count towards `full`. Boxes
-    // of no key are left out: a box that lies outside the tensor altogether has ended in an illegal memory
-    // access.
+    // Fills `tile` [kBlocks, keys, 64], which is kBlocks blocks of columns; its bytes count towards `full`.
+    // Boxes without a key are left out: a box that lay outside the tensor altogether ended in an illegal
+    // memory access.
     template <int kBlocks>
     __device__ void load(const CUtensorMap& map, unsigned char* tile, uint64_t* full, int32_t first_key,
                          int32_t pages) const {
@@ -65,7 +66,7 @@ class KeyLoader {
                 offset = offset + plan_.box_keys == p_.page_size ? 0 : offset + plan_.box_keys;
             }
         } else {
-            // The CTAs of a pair load one half each, for both.
+            // Each CTA of a pair loads one half, for both CTAs.
             bool mine = elected && (Config::kCtas == 1 || ptx::cluster_rank() == 0);
             for (int32_t row = 0; row < rows; row += Config::kKeys / Config::kCtas) {
                 if (mine) {
@@ -79,8 +80,9 @@ class KeyLoader {
         __syncwarp();
     }
 
-    // Rows of V that no copy zeroes, and that must not spoil the product with weights of zero: keys between
-    // the prefix and the first query's window, which no query sees, and boxes past the last key.
+    // Whether the tile has rows of V that no copy zeroes, and that could spoil the product although their
+    // weights are zero: keys between the prefix and the first query's window, which no query sees, and boxes
+    // past the last key.
     __device__ bool has_holes(int32_t first_key) const {
         const bool unseen =
             hole_begin_ < hole_end_ && first_key < hole_end_ && first_key + Config::kKeys > hole_begin_;
@@ -94,7 +96,7 @@ class KeyLoader {
     }
 
   private:
-    // Rows of a tile that are loaded: whole boxes that hold at least one key.
+    // How many rows of a tile are loaded: whole boxes, each of which holds at least one key.
     __device__ int32_t loaded_rows(int32_t first_key) const {
         if (first_key + Config::kKeys <= work_.seqlen_k || (Config::kCtas == 1 && !p_.paged())) {
             return Config::kKeys;
@@ -130,7 +132,7 @@ class KeyLoader {
     const Sm90Work& work_;
     int32_t kv_head_;
     int32_t hole_begin_, hole_end_;
-    uint64_t policy_;  // keys and values that no other row tile needs leave the L2 cache first
+    uint64_t policy_;  // lets keys and values that no other row tile needs leave the L2 cache first
 };
 
 template <class Config>
@@ -179,8 +181,8 @@ __device__ __forceinline__ void publish(const Sm90Work& work, Sm90Shared<Config>
     ring.advance();
 }
 
-// One warp: loads Q and K (over codes, Q alone) as far ahead of the consumers as the slots allow, over the
-// ends of row tiles too. In one CTA of a cluster it also hands out the work.
+// One warp: loads Q and K (over codes, Q alone) as far ahead of the consumers as the slots allow, across the
+// ends of row tiles too. In the first CTA of a cluster it also hands out the work.
 template <class Config>
 __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
     const bool leads = Config::kCtas == 1 || ptx::cluster_rank() == 0;
@@ -229,7 +231,7 @@ template <class Config>
 __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
     Ring<Config::kVStages> ring;
     Ring<kSm90WorkSlots> work_ring;
-    uint32_t patch_parities = 0;  // a bit a stage
+    uint32_t patch_parities = 0;  // one bit per stage
     while (true) {
         const Sm90Work work = take_work<Config>(shared, work_ring);
         if (work.batch < 0) return;

@@ -1,6 +1,6 @@
-// Queries over codes: they are multiplied in float16, in which codes are exact, and which has room for
-// queries of bfloat16 once the 64 rows of a warpgroup are multiplied by a power of two. (Of a row whose
-// elements are 2^39 times smaller than the largest, nothing is left.)
+// The conversion of queries for products with codes. The products are in float16, in which codes are exact.
+// Queries of bfloat16 fit into it once the 64 rows of a warpgroup are multiplied by a power of two. (A row
+// whose elements are 2^39 times smaller than the warpgroup's largest becomes zeros.)
 #pragma once
 
 #include "common/codes.h"
@@ -11,8 +11,8 @@
 
 namespace octavo::cuda {
 
-// One warp makes the queries of one warpgroup ready in their slots, and leaves the factors that scores and
-// results have yet to be multiplied by.
+// One warp converts the queries of one warpgroup in their slots, and leaves the factors that scores and
+// results have yet to be multiplied by in QueryScales.
 template <class Config>
 class QueryConverter {
   public:
@@ -50,7 +50,7 @@ class QueryConverter {
     }
     // Converts rows of bfloat16 in place, and returns the inverse of the power of two.
     __device__ static float to_float16(unsigned char* tile, int32_t num_rows) {
-        uint32_t largest = 0;  // the largest of the finite ones, as bits of float32
+        uint32_t largest = 0;  // the largest finite magnitude, as bits of float32
         for_each_chunk(tile, num_rows, [&](const uint4& chunk) {
             for (uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) {
                 for (uint32_t size : {pair << 16 & 0x7fffffffu, pair & 0x7fff0000u})
@@ -72,10 +72,11 @@ class QueryConverter {
         __syncwarp();
         return power_of_two(exponent);
     }
-    // The rows of queries, 16 bytes at a time; what lies behind them is not theirs.
+    // Calls body(chunk) for the rows of queries, 16 bytes at a time. What lies behind the rows is not part of
+    // the queries.
     template <class Body>
     __device__ static void for_each_chunk(unsigned char* tile, int32_t num_rows, Body body) {
-        const int num_chunks = num_rows * (Config::kRowBytes / 16);  // pieces in a block of columns
+        const int num_chunks = num_rows * (Config::kRowBytes / 16);  // in one block of columns
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
             auto* const chunks = reinterpret_cast<uint4*>(tile + block * Config::kQBlockBytes);
 #pragma unroll 2

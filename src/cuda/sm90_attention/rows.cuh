@@ -1,4 +1,4 @@
-// The rows of a consumer's warpgroup: where they lie, and which keys they see.
+// The rows of one consumer warpgroup: where they lie, and which keys they see.
 #pragma once
 
 #include "cuda/sm90_attention/parameters.h"
@@ -11,9 +11,9 @@ __device__ __forceinline__ int32_t sm90_row(int half) {
     return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
 }
 
-// The token and head of each row, counted from the warpgroup's first. kKept: they are worked out once a
-// kernel, since nothing hides a division between two row tiles. Otherwise they are worked out at every use,
-// where there are no registers to keep them in.
+// The token and head of each row, counted from the warpgroup's first. With kKept they are computed once per
+// kernel, since nothing hides a division between two row tiles. Without it, where no registers are free to
+// keep them in, they are computed at every use.
 template <bool kKept>
 class Sm90RowPlaces {
   public:
@@ -22,7 +22,7 @@ class Sm90RowPlaces {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 packed_ |= (sm90_row(half) / plan.heads | sm90_row(half) % plan.heads << 8) << 16 * half;
-            asm volatile("" : "+r"(packed_));  // or the compiler divides at every use
+            asm volatile("" : "+r"(packed_));  // otherwise the compiler divides at every use
         }
     }
     __device__ int32_t token(int half) const {
@@ -34,7 +34,7 @@ class Sm90RowPlaces {
 
   private:
     const Sm90Launch& plan_;
-    uint32_t packed_ = 0;  // a byte each
+    uint32_t packed_ = 0;  // one byte each
 };
 
 // The rows of a warpgroup, and what this thread's two of them see. Element i of the scores is in row
@@ -53,8 +53,8 @@ struct Sm90Rows {
     int32_t anchor;
     float slope[2] = {};  // in units of scores
     float row_bias[2] = {};
-    int32_t row_end[2];   // keys from here on are hidden,
-    uint32_t row_gap[2];  // and this many behind the prefix
+    int32_t row_end[2];   // keys from here on are hidden from the row,
+    uint32_t row_gap[2];  // and so are this many keys right behind the prefix
 
     template <class Places>
     __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,

@@ -12,10 +12,10 @@
 
 namespace octavo::cuda {
 
-// One for each row of kSm90Tiles and each type, compiled from instance.cu.in.
+// Each row of kSm90Tiles has one for each type, compiled from instance.cu.in.
 template <class T, int kHeadDim, int kValueDim, int kWarpgroups, int kCtas>
 void launch_sm90_attention(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
-// Likewise of kSm90CodeTiles, from code_instance.cu.in.
+// Each row of kSm90CodeTiles has some, compiled from code_instance.cu.in.
 template <Sm90Cache kCache, int kHeadDim>
 void launch_sm90_attention_codes(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
 

@@ -1,4 +1,4 @@
-// What the warps of a prefill CTA share, and the rings that they hand tiles through.
+// What the warps of a CTA of sm90_attention share, and the rings through which they hand tiles on.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -13,9 +13,10 @@ namespace octavo::cuda {
 
 constexpr int kSm90WorkSlots = 2;
 
-// ALiBi of a tile's columns as a product of two matrices in bfloat16, whatever the inputs are: the slope of
-// each row in three terms, which together are exact, against each key's place in the tile. A product takes 16
-// columns; wgmma_descriptor_plain makes them of eight, so that the places count twice and are halved.
+// ALiBi of a tile's columns as a product of two matrices in bfloat16, whatever the type of the inputs: the
+// slope of each row, in three terms that together are exact, times each key's place in the tile. A product
+// takes 16 columns, which wgmma_descriptor_plain makes of eight; every place thus counts twice, so the places
+// are halved.
 template <class Config, bool kUsed = Config::kAlibiProduct>
 struct PrefillAlibi {
     __device__ void init() {}
@@ -48,7 +49,7 @@ struct QueryScales {
 template <class Config>
 struct QueryScales<Config, true> {
     uint64_t loaded[Config::kQSlots][Config::kConsumers];  // completes where q_full would elsewhere
-    // What dot products, and what results, have yet to be multiplied by.
+    // The factors that dot products, and results, have yet to be multiplied by.
     float2 scales[Config::kQSlots][Config::kConsumers];
 
     __device__ void init() {
@@ -65,7 +66,7 @@ struct Sm90Shared {
     alignas(1024) unsigned char v[Config::kVStages][Config::kValueTileBytes];
     PrefillAlibi<Config> alibi;
     Sm90Work work[kSm90WorkSlots];
-    // What each consumer's warp has seen of a row tile of few rows.
+    // For a row tile of few rows: the softmax state of each consumer warp's share of the keys.
     SoftmaxState parts[4 * Config::kConsumers][std::max(8 * Config::kFewRowTiles, 1)];
 
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
@@ -77,7 +78,7 @@ struct Sm90Shared {
     uint64_t out_full[Config::kQSlots][Config::kConsumers];
     uint64_t work_full[kSm90WorkSlots], work_empty[kSm90WorkSlots];
     uint32_t complete[Config::kQSlots][Config::kConsumers];  // splits: whether the slot holds a result
-    uint64_t patch[Config::kVStages];  // a tile of V that the producer changes before it hands it on
+    uint64_t patch[Config::kVStages];  // for a tile of V that the producer patches before it hands it on
     QueryScales<Config> query_scales;
 
     __device__ void init() {
@@ -140,7 +141,7 @@ __device__ __forceinline__ void release_slot(uint64_t* empty, Ring<kSize>& ring)
 }
 
 // Takes the next row tile from the ring; every lane of a warp calls this. Lane 0 alone reads the slot, so
-// that its arrival, at the CTA whose scheduler fills the ring, hands it back.
+// that its arrival at the barrier of the CTA whose scheduler fills the ring frees the slot.
 template <class Config>
 __device__ __forceinline__ Sm90Work take_work(Sm90Shared<Config>& shared, Ring<kSm90WorkSlots>& ring) {
     ptx::mbarrier_wait(&shared.work_full[ring.slot], ring.parity);
@@ -153,8 +154,8 @@ __device__ __forceinline__ Sm90Work take_work(Sm90Shared<Config>& shared, Ring<k
     return work.from_lane_0();
 }
 
-// The tiles of keys that a row tile, or its part, visits, from the last to the first: from last() on, each
-// followed by before(it), until that is negative.
+// The tiles of keys that a row tile, or one split of it, visits, from the last to the first: last(), then
+// before(i) of the current one, until that is negative.
 template <bool kSplits>
 struct PrefillKeyTiles : KeyTiles {
     int32_t first = 0;
@@ -164,7 +165,7 @@ struct PrefillKeyTiles : KeyTiles {
     __device__ int32_t before(int32_t i) const { return i - 1; }
 };
 
-// Those of these tiles that a block mask leaves to some of the row tile's blocks of queries. A warp looks at
+// Those of these tiles that a block mask keeps for some of the row tile's blocks of queries. A warp looks at
 // the mask of 32 tiles at once, and all warps find the same.
 template <bool kSmallBlocks>
 class BlockKeyTiles : public PrefillKeyTiles<false> {
@@ -178,8 +179,8 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
     __device__ int32_t last() { return find(count - 1); }
     __device__ int32_t before(int32_t i) { return find(i - 1); }
 
-    // Whether the first or the last block of queries, between which a row tile has no others, looks at the
-    // tile that was found last.
+    // Whether the first or the last block of queries looks at the tile that was found last. (A row tile has
+    // no blocks between the two.)
     __device__ bool is_kept_by(bool last_block, int32_t i) const {
         return (last_block ? of_last_ : of_first_) >> (i % 32) & 1;
     }
@@ -207,7 +208,8 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
     const uint8_t* first_row_;  // [key blocks]
     const uint8_t* last_row_;
     int32_t chunk_ = -1;
-    // Which of the tiles from 32 chunk_ on the blocks keep; of_last_ with small blocks alone.
+    // Which of the 32 tiles from 32 chunk_ on are kept by the first and by the last block of queries;
+    // of_last_ is used with small blocks alone.
     uint32_t of_first_ = 0, of_last_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// A consumer's softmax over one tile of scores after the other: biases, masks, the running maximum and sum.
+// A consumer's softmax over one tile of scores after another: biases, masks, the running maximum and sum.
 #pragma once
 
 #include "common/score.h"
@@ -12,9 +12,9 @@ namespace octavo::cuda {
 // only when a score passes it by 2^8 (in weights), so that the result is seldom rescaled.
 struct Sm90Softmax {
     static constexpr float kSlackLog2 = 8.0f;
-    float scale;                            // makes units of log2(e) of scores
-    float slack;                            // kSlackLog2 in scores
-    float max[2] = {-INFINITY, -INFINITY};  // in scores
+    float scale;                            // turns scores into units of log2(e)
+    float slack;                            // kSlackLog2, in units of scores
+    float max[2] = {-INFINITY, -INFINITY};  // in units of scores
     float sum[2] = {0.0f, 0.0f};
 
     __device__ explicit Sm90Softmax(float scale) : scale(scale), slack(kSlackLog2 / scale) {}
@@ -45,7 +45,8 @@ struct Sm90Softmax {
         if (raise) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                // Each row by itself: its bits do not depend on others, such as those that hold no query.
+                // Each row decides by itself, so that its bits do not depend on other rows, such as those
+                // that hold no query.
                 factor[half] = rises[half] ? ptx::exp2_approx((max[half] - tile_max[half][0]) * scale) : 1.0f;
                 if (rises[half]) max[half] = tile_max[half][0];
                 sum[half] *= factor[half];
@@ -64,8 +65,8 @@ struct Sm90Softmax {
     }
 };
 
-// Softcap, ALiBi as counted from this thread's first column, and masks, each a branch that the whole
-// warpgroup takes or not.
+// Applies softcap, ALiBi (counted from this thread's first column) and masks to a tile of scores. Each is a
+// branch that the whole warpgroup takes or skips.
 template <int kKeys, int kCount, class Config>
 __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
                                            bool add_alibi, const Sm90Rows<Config>& rows, int32_t first_key) {
@@ -97,8 +98,8 @@ __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreT
     }
 }
 
-// Sm90Softmax::apply where the scores hold ALiBi as counted from the tile's first column, or (`by_thread`)
-// from the first of each thread.
+// Calls Sm90Softmax::apply on scores in which ALiBi counts from the tile's first column, or (`by_thread`)
+// from each thread's first column.
 template <class Config, int kCount>
 __device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scores)[kCount],
                                               const Sm90Rows<Config>& rows, int32_t first_key, bool by_thread,
@@ -114,7 +115,7 @@ __device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scor
     }
     const bool raised = softmax.apply<true>(scores, shift, factor);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // without rounding where it did not rise
+    for (int half = 0; half < 2; ++half) {  // a maximum that did not rise keeps its bits
         softmax.max[half] = softmax.max[half] == shifted[half] ? max[half] : softmax.max[half] + shift[half];
     }
     return raised;

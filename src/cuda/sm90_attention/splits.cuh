@@ -1,5 +1,6 @@
-// Row tiles whose keys are shared out (Flash-Decoding): each part is handed out by itself, and the warpgroup
-// that brings the last one adds them up, in the parts' order, so that the same call gives the same bits.
+// Row tiles whose keys are cut into splits (Flash-Decoding): the scheduler hands out each split by itself,
+// and the warpgroup that finishes last combines the splits, in their order, so that the same call gives the
+// same bits.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -10,15 +11,15 @@
 
 namespace octavo::cuda {
 
-// One warpgroup's part of a row tile: what its threads hold of the result, register by register, and the
-// states of its rows. Warps without a query put nothing.
+// One warpgroup's partial result for one split, in the workspace: what its threads hold of the result,
+// register by register, and the softmax states of its rows. Warps without a query write nothing.
 template <class Config>
 class Sm90Split {
   public:
     static constexpr int kFloats = Config::kGroupRows * (Config::kValueDim + 2);
     static constexpr int kOut = Config::kValueDim / 2;
 
-    // `num_rows`: of the warpgroup's 64, those that hold a query.
+    // `num_rows`: how many of the warpgroup's 64 rows hold a query.
     __device__ Sm90Split(const Sm90Launch& plan, const Sm90Work& work, int group, int num_rows)
         : plan_(plan),
           split_(work.split()),
@@ -33,10 +34,10 @@ class Sm90Split {
             __stcg(states(split_) + row, make_float2(state.sum > 0.0f ? state.max : -INFINITY, state.sum));
     }
 
-    // Call it once the states are put: it puts the result too, and returns whether this part is the last one
-    // to arrive. In that case `out` and `state` (of this thread's two rows) become the sum of all parts. All
-    // threads of the warpgroup call this together, with a barrier and a word in shared memory that nobody
-    // else uses.
+    // Call it after put_state: it writes the result too, and returns whether this split is the last one to
+    // arrive. In that case `out` and `state` (of this thread's two rows) become the combination of all
+    // splits. All threads of the warpgroup call this together, with a named barrier and a word in shared
+    // memory that nobody else uses.
     __device__ __forceinline__ bool add_up(float (&out)[kOut], const int32_t (&rows)[2],
                                            SoftmaxState (&state)[2], int barrier, uint32_t* is_last) const {
         if (!any_) return false;
@@ -51,7 +52,7 @@ class Sm90Split {
         if (!*is_last) return false;
         if (!used_) return true;
 
-        // The four lanes that share a row read its states by turns.
+        // The four lanes that share a row take turns in reading its states.
         constexpr int kEach = kMaxSm90Splits / 4;
         SoftmaxState parts[kEach][2];
 #pragma unroll
@@ -78,14 +79,15 @@ class Sm90Split {
     }
 
   private:
-    // Parts and columns under way together, as registers allow.
+    // How many splits and columns are loaded together: as many as registers allow.
     static constexpr int kAtOnce = Config::kValueDim <= 128 && Config::kConsumers == 2 ? 4 : 2;
     static constexpr int kColumns = Config::kConsumers == 2 ? 32 : 16;
 
     __device__ bool arrive() const {
         const uint32_t last = plan_.num_splits - 1;
         uint32_t arrived;
-        // Release: what the warpgroup wrote; acquire: what the others did. Wraps to zero with the last part.
+        // Releases what this warpgroup wrote, and acquires what the others wrote. The counter wraps to zero
+        // with the last split.
         asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                      : "=r"(arrived)
                      : "l"(plan_.arrivals + first_ / plan_.num_splits * plan_.split_blocks + group_),
@@ -126,8 +128,8 @@ class Sm90Split {
         }
     }
 
-    // Those past the last part are empty. Of an array of arrays nvcc 13.0 gives the default values of
-    // SoftmaxState to the first element only, and zeros to the others.
+    // States past the last split are empty. They are set here, since nvcc 13.0 gives the default values of
+    // SoftmaxState only to the first element of an array of arrays, and zeros to the others.
     __device__ __forceinline__ void load_states(SoftmaxState (&state)[2], int part,
                                                 const int32_t (&rows)[2]) const {
 #pragma unroll

@@ -7,10 +7,10 @@ namespace octavo::cuda {
 
 constexpr int kSm90BlockColumns = 64;
 constexpr int kSm90GroupRows = 64;  // rows of a warpgroup; a row is one query token of one query head
-// Row tiles of at most this many rows are worked through as few_rows.cuh says. With 32 rows, mma.sync took
-// longer than the wgmma of one warpgroup. Above head dim 128, and beside converters, 16 rows spill registers.
+// Row tiles of at most this many rows take the way of few_rows.cuh. With 32 rows, mma.sync took longer than
+// the wgmma of one warpgroup. Above head dim 128, and in kernels with converters, 16 rows spill registers.
 constexpr int max_few_rows(int head_dim, bool has_codes) { return head_dim <= 128 && !has_codes ? 16 : 8; }
-constexpr int kMaxSm90Splits = 16;  // parts into which a row tile's keys are cut
+constexpr int kMaxSm90Splits = 16;  // the most splits into which a row tile's keys are cut
 
 // One row of the table: what a CTA is made of.
 struct Sm90Tiles {
@@ -20,23 +20,23 @@ struct Sm90Tiles {
     int ctas;        // CTAs of one row tile: 1, or 2 that share K and V through a cluster, each loading half
     int keys;        // keys of one tile
     int stages;      // tiles of K in shared memory
-    int v_stages;    // and of V, which stay longer
+    int v_stages;    // tiles of V there, which stay longer
     int q_slots;     // tiles of Q; the result leaves through the slot that its queries came in
     bool chained;    // whether the first scores of a row tile go with the last product of the one before
-    // This row is preferred to those of its head dim before it if a query sees at least this many keys in the
-    // mean.
+    // This row is preferred to earlier ones of its head dim if a query sees at least this many keys on
+    // average.
     int from_keys;
 
     constexpr int row_blocks() const { return ctas * warpgroups; }  // of 64 rows, in a row tile
 };
 
 constexpr Sm90Tiles kSm90Tiles[] = {
-    {64, 64, 4, 1, 64, 8, 8, 2, false, 0},       // short sequences: less waits for a tile's beginning and end
-    {64, 64, 3, 1, 128, 4, 4, 2, false, 640},    //
-    {96, 96, 3, 1, 80, 3, 3, 2, false, 0},       //
-    {128, 128, 2, 1, 128, 2, 3, 2, true, 0},     // short sequences, of which 192 rows would waste too many
-    {128, 128, 3, 1, 80, 3, 3, 2, true, 0},      //
-    {192, 128, 2, 1, 128, 2, 2, 1, false, 0},    //
+    {64, 64, 4, 1, 64, 8, 8, 2, false, 0},     // short sequences: fewer waits at a tile's beginning and end
+    {64, 64, 3, 1, 128, 4, 4, 2, false, 640},  //
+    {96, 96, 3, 1, 80, 3, 3, 2, false, 0},     //
+    {128, 128, 2, 1, 128, 2, 3, 2, true, 0},   // short sequences: row tiles of 192 rows would waste too many
+    {128, 128, 3, 1, 80, 3, 3, 2, true, 0},    //
+    {192, 128, 2, 1, 128, 2, 2, 1, false, 0},  //
     {192, 128, 2, 2, 128, 2, 2, 1, false, 512},  //
     {192, 192, 2, 1, 112, 2, 2, 1, false, 0},    //
     {192, 192, 2, 2, 112, 2, 2, 1, false, 512},  //
@@ -50,13 +50,13 @@ constexpr Sm90Tiles kSm90CodeTiles[] = {
     {128, 128, 2, 1, 96, 3, 3, 2, true, 0},
 };
 
-// The tiles of the kernel that leaves part of its SM to another one's CTAs (Sm90Feature::beside): they decide
-// how much shared memory it takes. It starts with kSm90RegistersBeside registers a thread.
+// The tiles of the kernel that leaves part of its SM to CTAs of another kernel (Sm90Feature::beside): they
+// decide how much shared memory it takes. It starts with kSm90RegistersBeside registers per thread.
 constexpr Sm90Tiles kSm90TilesBeside = {128, 128, 2, 1, 64, 2, 2, 1, false, 0};
 constexpr int kSm90RegistersBeside = 112;
 
 // The tiles of the kernels for a block mask (Sm90Feature::blocks, and small_blocks for blocks of 64). A tile
-// of keys lies in one block, a warpgroup's rows too, and for blocks of 128 all of a row tile.
+// of keys lies in one block, and so do a warpgroup's rows; with blocks of 128, so does a whole row tile.
 constexpr Sm90Tiles kSm90BlockTiles[] = {
     {64, 64, 2, 1, 128, 4, 4, 2, true, 0},
     {64, 64, 2, 1, 64, 8, 8, 2, true, 0},
@@ -87,9 +87,9 @@ constexpr Sm90Tiles sm90_code_tiles(int head_dim) {
     return {};
 }
 
-// Whether there is a kernel for batches that mix row tiles of few rows with others, and one that shares out
-// the keys of row tiles. (For few rows, three warpgroups have no registers to spare, and four gain nothing at
-// head dim 64.)
+// Whether there is a kernel for batches that mix row tiles of few rows with others, and (has_splits) one that
+// splits the keys of row tiles. (For few rows, three warpgroups have no registers to spare, and four gain
+// nothing at head dim 64.)
 constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
 // Keys and values in pages have one head dim.
 constexpr bool has_splits(int head_dim, int value_dim, int ctas) {
@@ -112,9 +112,9 @@ constexpr bool has_blocks(int head_dim, int warpgroups, int ctas) {
     return ctas == 1 && ((head_dim == 64 && warpgroups == 3) || (head_dim == 128 && warpgroups == 2));
 }
 
-// What has kernels of its own. `beside` is for a shared prefix (SharedPrefixPlan): the kernel over the keys
-// behind it, which waits for memory, runs beside this one, which multiplies.
-// `sinks` is for attention sinks and for chunks of positions (attention_chunk).
+// Features that have kernels of their own. `beside` is for a shared prefix (SharedPrefixPlan): the kernel
+// over the keys behind the prefix, which waits for memory, runs beside this one, which multiplies. `sinks` is
+// for attention sinks and for chunks of positions (attention_chunk).
 enum class Sm90Feature { none, alibi, dropout, sinks, few_rows, splits, beside, tree, blocks, small_blocks };
 
 // What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token.
@@ -124,7 +124,7 @@ template <int kHeadDim_, int kValueDim_, int kConsumers_, int kCtas_, Sm90Featur
           Sm90Cache kCache_ = Sm90Cache::numbers>
 struct Sm90Config {
     static constexpr bool kBeside = kFeature_ == Sm90Feature::beside;
-    // A block mask. In small blocks the warpgroups of a row tile look at tiles of their own.
+    // Whether there is a block mask. With small blocks, the warpgroups of a row tile look at different tiles.
     static constexpr bool kSmallBlocks = kFeature_ == Sm90Feature::small_blocks;
     static constexpr bool kBlocks = kFeature_ == Sm90Feature::blocks || kSmallBlocks;
     static constexpr bool kHasCodes = kCache_ != Sm90Cache::numbers;
@@ -141,29 +141,30 @@ struct Sm90Config {
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kCtas = kCtas_;
     static constexpr int kTileBlocks = kTiles.row_blocks();
-    // In other kernels the code for tree masks would spill registers. Theirs may share out keys, too.
+    // In other kernels the code for tree masks would spill registers. This kernel may split keys, too.
     static constexpr bool kTree = kFeature_ == Sm90Feature::tree;
     static constexpr bool kSplits = kFeature_ == Sm90Feature::splits || kTree;
     static constexpr bool kChained = kTiles.chained && !kSplits;
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
     static constexpr bool kAlibi = kFeature_ == Sm90Feature::alibi;
     static constexpr bool kDropout = kFeature_ == Sm90Feature::dropout;
-    // Whether attention sinks and chunks of positions are looked for. Nothing hides that between two row
-    // tiles: it cost sequences of 512 tokens up to 3 %.
+    // Whether the kernel tests for attention sinks and chunks of positions. Nothing hides the tests between
+    // two row tiles: they cost sequences of 512 tokens up to 3 %.
     static constexpr bool kSinksAndChunks = kFeature_ != Sm90Feature::none;
-    // Whether it is part of the product Q K^T: where instructions are scarcer than turns at the tensor cores.
+    // Whether ALiBi is part of the product Q K^T: where instructions are scarcer than turns at the tensor
+    // cores.
     static constexpr bool kAlibiProduct = kAlibi && kHeadDim == 64;
     static constexpr int kKeys = kTiles.keys;
     static constexpr int kStages = kTiles.stages, kVStages = kTiles.v_stages;
     static constexpr int kQSlots = kTiles.q_slots;
     static constexpr int kGroupRows = kSm90GroupRows;
-    // Warpgroups: the producer, over codes the converter, and the consumers.
+    // The order of warpgroups: the producer, over codes the converters, and the consumers.
     static constexpr int kFirstConsumer = kHasCodes ? 2 : 1;
     static constexpr int kThreads = 128 * (kFirstConsumer + kConsumers);
-    // Who hands on a tile of K or V: the producer's warp, or each of the converters'.
+    // How many warps hand on a tile of K or V: one of the producer, or all four converters.
     static constexpr int kTileArrivals = kHasCodes ? 4 : 1;
-    // Who takes work beside the consumers' warps: those of each producer but the one that hands it out, and
-    // the converter's.
+    // How many warps take work besides those of the consumers: all of each producer's but the one that hands
+    // it out, and those of the converters.
     static constexpr int kOtherTakers = kHasCodes ? 3 + 4 : 3 * kCtas_ - 1;
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kBlockColumns = kSm90BlockColumns;
@@ -175,8 +176,8 @@ struct Sm90Config {
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
     static constexpr int kValueTileBytes = kValueBlocks * kKeyBlockBytes;
     static constexpr int kQTileBytes = kColumnBlocks * kQBlockBytes;  // the queries of one warpgroup
-    // What setmaxnreg leaves the producer and gives the consumers, out of 64 K registers, or out of those at
-    // the start.
+    // How many registers a thread setmaxnreg leaves the producer and gives the consumers: out of the SM's 64
+    // K, or (beside another kernel) out of those that the kernel starts with.
     static constexpr int kProducerRegisters = kBeside || kHasCodes ? 24 : kConsumers >= 3 ? 32 : 40;
     static constexpr int kConverterRegisters = 88;
     static constexpr int kConsumerRegisters = kBeside           ? 152
@@ -187,7 +188,7 @@ struct Sm90Config {
     static_assert(!kBeside || kProducerRegisters + kConsumers * kConsumerRegisters <=
                                   (kConsumers + 1) * kSm90RegistersBeside);
     static_assert(!kHasCodes || kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters <= 512);
-    // Whether what stands between two row tiles is kept short, at the cost of registers that others lack.
+    // Whether the code between two row tiles is kept short, at the cost of registers that other kernels lack.
     static constexpr bool kShortEnds = !kAlibi && !kDropout && !kSplits && kCtas == 1;
     static constexpr int kFewRowTiles =
         kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim, kHasCodes) / 8 : 0;

@@ -1,4 +1,4 @@
-// Which row tile a CTA works on next.
+// Which row tile a CTA works on next: the scheduler that hands out the row tiles of a launch.
 #pragma once
 
 #include "cuda/ptx/cluster.h"
@@ -9,7 +9,8 @@
 
 namespace octavo::cuda {
 
-// One row tile: `first_head` to first_head + plan.heads, from query `first_token` of its sequence on.
+// One row tile, or one split of its keys: heads from `first_head` up to first_head + plan.heads, and queries
+// of its sequence from `first_token` on.
 struct alignas(16) Sm90Work {
     int32_t batch;  // -1: no more work
     int32_t first_head;
@@ -30,8 +31,8 @@ struct alignas(16) Sm90Work {
         return {get(batch),    get(first_head), get(first_token), get(seqlen_q),
                 get(seqlen_k), get(prefix_len), get(q_begin),     get(k_begin)};
     }
-    // Which of the launch's splits this is; -1 if it is a row tile with all of its keys. Paged arrays alone
-    // have splits, and packed ones alone a first key, so that both share a field.
+    // Which of the launch's splits this is; -1 if it is a row tile with all of its keys. Only paged arrays
+    // have splits, and only packed ones have a first key, so both share a field.
     __device__ int32_t split() const { return k_begin - 1; }
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
     // Keys from here on may be hidden by a tree mask.
@@ -45,12 +46,12 @@ struct alignas(16) Sm90Work {
         const int64_t first = p.cu_seqlens_q ? int64_t{q_begin} : int64_t{batch} * p.seqlen_q;
         return octavo::hidden_by_tree(p.tree_word(first + token), q_pos(0), prefix_len, first_key);
     }
-    // In p.lse, the place of a query of the sequence and a head counted from `first_head`.
+    // The index in p.lse of a query of the sequence and a head counted from `first_head`.
     __device__ int64_t lse_place(const AttentionParams& p, int32_t token, int32_t head) const {
         const int64_t begin = p.cu_seqlens_q ? q_begin * p.lse_token_stride : batch * p.lse_batch_stride;
         return begin + token * p.lse_token_stride + (first_head + head) * p.lse_head_stride;
     }
-    // Those of the row tile.
+    // How many rows the row tile has.
     template <class Config>
     __device__ int32_t rows(const Sm90Launch& plan) const {
         return min(Config::kTileBlocks * plan.tokens, seqlen_q - first_token) * plan.heads;
@@ -63,15 +64,15 @@ __device__ __forceinline__ bool is_few_rows(int32_t rows) {
     return Config::kFewRowTiles > 0 && rows <= 8 * Config::kFewRowTiles;
 }
 
-// Which 64 rows of a row tile are those of warpgroup `group` of this CTA. The CTAs of a pair take them by
-// turns, so that under a causal mask neither has all of the long ones.
+// Which block of 64 rows of a row tile belongs to warpgroup `group` of this CTA. The blocks alternate between
+// the CTAs of a pair, so that under a causal mask neither has all of the long ones.
 template <class Config>
 __device__ __forceinline__ int tile_block(int group) {
     return Config::kCtas == 1 ? group : 2 * group + (static_cast<int>(ptx::cluster_rank()) ^ (group & 1));
 }
 
 // Hands out the row tiles of the launch, in order, to whichever cluster asks next. One warp of each cluster
-// uses it, all lanes together.
+// uses it; all of its lanes call together.
 template <class Config>
 class Sm90Scheduler {
   public:
@@ -137,8 +138,8 @@ class Sm90Scheduler {
     }
     __device__ void advance() { index_ = num_clusters() + __shfl_sync(~0u, drawn_, 0); }
 
-    // When there is no more work. Every cluster that had any draws one number past the end, so that as many
-    // numbers are drawn as there are row tiles. The last cluster to draw sets the counter back.
+    // Call it when there is no more work. Every cluster that had work draws one number past the end, so that
+    // as many numbers are drawn as there are row tiles. The last cluster to draw resets the counter.
     __device__ void finish() {
         const int32_t drawn = index_ - num_clusters();
         int32_t end = end_;
@@ -148,11 +149,12 @@ class Sm90Scheduler {
 
   private:
     static constexpr bool kFew = Config::kFewRowTiles > 0;
-    static constexpr int32_t kLateRounds = 2;  // rounds of one row tile of few rows a cluster
+    // Rounds, of one row tile of few rows per cluster, that are kept for the end.
+    static constexpr int32_t kLateRounds = 2;
 
     __device__ int32_t num_clusters() const { return static_cast<int32_t>(gridDim.x) / Config::kCtas; }
 
-    // Packed queries: the row tiles of sequence b over all heads, of few rows or of many.
+    // For packed queries: how many row tiles sequence b has over all heads, of few rows or of many.
     __device__ int32_t count_row_tiles(int32_t b, bool few) const {
         if (b >= p_.batch) return 0;
         const int32_t length = p_.cu_seqlens_q[b + 1] - p_.cu_seqlens_q[b];
@@ -173,15 +175,15 @@ class Sm90Scheduler {
         few_rate_ = max(static_cast<int32_t>(65536.0f * early / max(num_many_ + early, 1)) - 1, 0);
     }
     // Row tiles of few rows wait for memory, and those of many rows for the tensor cores. So the former are
-    // handed out among the latter, except for some that fill the end, since they take less time. This is how
-    // many of them are among the first `index` row tiles:
+    // handed out among the latter, except for some that fill the end, since they take less time. Returns how
+    // many of the first `index` row tiles have few rows.
     __device__ int32_t num_few_before(int32_t index) const {
         return max(static_cast<int32_t>(int64_t{index} * few_rate_ >> 16), index - num_many_);
     }
 
-    // Moves on to the sequence that holds row tile `index`, counted among those of few rows or among those of
-    // many; -1 past the last one. Lane 1 keeps the place among those of few rows, lane 0 the place among
-    // those of many.
+    // Moves on to the sequence that holds row tile `index`, counted among the row tiles of few rows or among
+    // those of many; batch_ is -1 past the last one. Lane 1 keeps the place among those of few rows, lane 0
+    // the place among those of many.
     __device__ void find_sequence(bool few, int32_t index) {
         int32_t batch = __shfl_sync(~0u, batch_, few);
         int32_t before = __shfl_sync(~0u, before_, few);
@@ -219,8 +221,9 @@ class Sm90Scheduler {
     int32_t index_;
     int32_t drawn_ = 0;
     int32_t end_ = 0;  // row tiles in all, once known
-    // For packed queries: how many row tiles have many rows, and how many of 2^16 have few. For this lane's
-    // kind of row tiles: the current sequence, its row tiles over all heads, and the row tiles before it.
+    // For packed queries: how many row tiles have many rows, and how many in 2^16 row tiles have few. For
+    // this lane's kind of row tiles: the current sequence, the number of its row tiles over all heads, and
+    // the number of row tiles before it.
     int32_t num_many_ = 0, few_rate_ = 0;
     int32_t batch_ = -1, sequence_tiles_ = 0, before_ = 0;
 };

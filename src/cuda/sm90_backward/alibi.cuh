@@ -23,12 +23,11 @@ __device__ __forceinline__ void add_distances(uint32_t (&operand)[4], int row) {
 // In units of log2(e).
 template <class Config>
 __device__ __forceinline__ float bias_between(const AttentionBackwardParams& p,
-                                              const Sm90BackwardWork<Config>& work,
-                                              const Sm90BackwardShared<Config>& shared,
+                                              const Sm90BackwardWork<Config>& work, const Sm90KeyTile& tile,
                                               const Sm90BackwardStep<Config>& step) {
     if constexpr (!Config::kAlibi) return 0.0f;
     const float slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + step.head] * kLog2e;
-    return alibi_bias(slope, shared.first_q_pos + step.tile * Config::kQueries, shared.first_key);
+    return alibi_bias(slope, tile.first_q_pos + step.tile * Config::kQueries, tile.first_key);
 }
 
 // A lane's part of the gradient of a head's slope: the sum of gradients of scores times the way from the
@@ -41,8 +40,7 @@ class SlopeGradient {
     template <int kScores>
     __device__ __forceinline__ void add(const float (&weights)[kScores], const float (&products)[kScores],
                                         const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
-                                        const Sm90BackwardWork<Config>& work,
-                                        const Sm90BackwardShared<Config>& shared,
+                                        const Sm90BackwardWork<Config>& work, const Sm90KeyTile& tile,
                                         const Sm90BackwardStep<Config>& step, int row) {
         float sums[2] = {};     // a sum for each key
         float by_query = 0.0f;  // the sum of both, times the query's place in its tile
@@ -52,8 +50,8 @@ class SlopeGradient {
             sums[i / 2 % 2] += gradient;
             by_query = fmaf(gradient, static_cast<float>(i / 4 * 8 + i % 2), by_query);
         }
-        const int32_t key = shared.first_key + row;
-        const int32_t query = shared.first_q_pos + step.tile * Config::kQueries + 2 * (threadIdx.x % 4);
+        const int32_t key = tile.first_key + row;
+        const int32_t query = tile.first_q_pos + step.tile * Config::kQueries + 2 * (threadIdx.x % 4);
         sum_ += static_cast<float>(key - query) * (sums[0] + sums[1]) + 8.0f * sums[1] - by_query;
         if (step.tile + 1 < work.first_tile + work.num_tiles) return;
         const float of_warp = warp_sum(sum_);

@@ -19,31 +19,11 @@ template <class T, class Config>
 class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     using Base = Sm90KeyRows<T, Config>;
     using Base::kScores, Base::kPairs, Base::kSums;
-    using Base::p_, Base::plan_, Base::work_, Base::shared_, Base::group_;
+    using Base::p_, Base::plan_, Base::work_, Base::shared_, Base::group_, Base::at_;
     using Base::row, Base::lane, Base::arrive, Base::add_product, Base::is_masked, Base::mask;
 
   public:
     using Base::Base;
-
-    __device__ __forceinline__ void run() {
-        float dk[kSums], dv[kSums];
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
-        ptx::mbarrier_wait(&shared_.keys_full, 0);
-        if (work_.num_steps > 0) {
-            this->clear_unseen_keys();
-            walk(dk, dv);
-        } else if (Config::kAlibi && p_.dalibi_slopes) {
-            leave_no_slope_gradients<Config>(p_, plan_, work_, group_);
-        }
-        this->sync_consumers();  // no warpgroup reads K and V any more
-        this->put(shared_.v, dv, p_.out_scale);
-        this->put(shared_.k, dk, p_.softmax_scale * p_.out_scale);
-        this->send();
-    }
-
-  private:
-    using ProductOfQueries = ptx::Wgmma<T, 64>;
 
     // A slot of dS, and the parity of the phase that fills it.
     struct DsSlot {
@@ -61,20 +41,51 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         }
     };
 
-    __device__ __forceinline__ void walk(float (&dk)[kSums], float (&dv)[kSums]) {
-        Sm90BackwardStep<Config> step(work_);
-        DsSlot at;
-        int32_t dq_before = 0;  // the tile of the step before
+    // Where the rings are, from one tile of keys to the next.
+    struct Rings {
+        int32_t step = 0;
+        DsSlot ds;
+    };
+
+    __device__ __forceinline__ void run(Rings& rings) {
+        float dk[kSums], dv[kSums];
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
+        ptx::mbarrier_wait(&shared_.k_full, at_.parity());
+        if (work_.num_steps > 0) {
+            this->clear_unseen_keys();
+            walk(dk, dv, rings);
+        } else {
+            ptx::mbarrier_wait(&shared_.v_full, at_.parity());
+            arrive(&shared_.keys_empty);
+            this->wait_for_place();
+            if (Config::kAlibi && p_.dalibi_slopes)
+                leave_no_slope_gradients<Config>(p_, plan_, work_, group_);
+        }
+        this->sync_consumers();  // no warpgroup reads tiles of dS any more
+        this->put(shared_.dv_out(), dv, p_.out_scale);
+        this->put(shared_.dk_out(), dk, p_.softmax_scale * p_.out_scale);
+        this->hand_over();
+    }
+
+  private:
+    using ProductOfQueries = ptx::Wgmma<T, 64>;
+
+    __device__ __forceinline__ void walk(float (&dk)[kSums], float (&dv)[kSums], Rings& rings) {
+        Sm90BackwardStep<Config> step(work_, rings.step);
+        DsSlot at = rings.ds;
+        int32_t dq_before = -1;  // the tile of the step before
         [[maybe_unused]] SlopeGradient<Config> slope_gradient;
         if (Config::kTurns && group_ == 1) pass_turn();
 #pragma unroll 1
-        while (step.index < work_.num_steps) {
-            const bool is_first = step.index == 0;
+        while (step.is_left()) {
+            const bool is_first = dq_before < 0;
             float scores[kScores], products[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
             if (Config::kTurns) wait_for_turn();
             this->template multiply<!Config::kSoftcap>(scores, shared_.k, shared_.q[step.stage()],
                                                        shared_.lse[step.stage()]);
+            if (is_first) ptx::mbarrier_wait(&shared_.v_full, at_.parity());
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
             this->template multiply<!Config::kDropout>(products, shared_.v, shared_.dout[step.stage()],
                                                        shared_.delta[step.stage()]);
@@ -86,7 +97,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             if constexpr (Config::kSoftcap) {
                 weigh_capped<T, Config>(weights, gradients, scores, p_, shared_.lse[step.stage()]);
             } else {
-                const float bias = bias_between<Config>(p_, work_, shared_, step);
+                const float bias = bias_between<Config>(p_, work_, this->key_tile(), step);
 #pragma unroll
                 for (int j = 0; j < kScores; ++j)
                     scores[j] = ptx::exp2_approx(Config::kAlibi ? fmaf(scores[j], plan_.scale_log2, bias)
@@ -96,8 +107,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             if (Config::kHeld) {
                 // ptxas would move the wait for the products before the exponentials, but not past a branch.
                 ptx::wgmma_results(scores);
-                if (step.index >= Config::kDsSlots)
-                    ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1);
+                wait_for_ds_slot(at, is_first);
             }
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(products);
@@ -132,10 +142,9 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                 }
             }
             if (Config::kAlibi && p_.dalibi_slopes)
-                slope_gradient.add(scores, products, p_, plan_, work_, shared_, step, row());
-            if (!Config::kHeld && step.index >= Config::kDsSlots)
-                ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1);
-            store_gradients(gradients, shared_.ds[at.slot]);
+                slope_gradient.add(scores, products, p_, plan_, work_, this->key_tile(), step, row());
+            if (!Config::kHeld) wait_for_ds_slot(at, is_first);
+            store_gradients(gradients, shared_.ds_slot(at.slot));
             ptx::fence_proxy_async();
             arrive(&shared_.ds_full[at.slot]);
 
@@ -146,7 +155,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             float dq[32];
             if (!is_first) ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
             ptx::wgmma_fence();
-            multiply_ds_k(dq, shared_.ds[before.slot]);
+            multiply_ds_k(dq, shared_.ds_slot(before.slot));
             ptx::wgmma_commit();
             add_product(dv, weights, shared_.dout[step.stage()]);
             add_product(dk, gradients, shared_.q[step.stage()]);
@@ -170,11 +179,19 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         float dq[32];
         ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
         ptx::wgmma_fence();
-        multiply_ds_k(dq, shared_.ds[before.slot]);
+        multiply_ds_k(dq, shared_.ds_slot(before.slot));
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(dq);
+        arrive(&shared_.keys_empty);
+        arrive(&shared_.ds_empty[before.slot]);
         add(dq, dq_before);
+        rings = {step.index, at};
+    }
+
+    __device__ __forceinline__ void wait_for_ds_slot(const DsSlot& at, bool is_first) const {
+        if (is_first) this->wait_for_place();
+        ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1);
     }
 
     // The two warpgroups take turns.

@@ -25,15 +25,15 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
 // A lane owns a query of 32, and draws for 32 keys: eight a counter.
 template <class Config>
 __device__ __forceinline__ void draw_dropped(const AttentionBackwardParams& p,
-                                             const Sm90BackwardWork<Config>& work,
+                                             const Sm90BackwardWork<Config>& work, int32_t step_begin,
                                              Sm90BackwardShared<Config>& shared) {
     constexpr int kKeyBlocks = Config::kKeys / 32, kBlocks = Config::kQueries / 32 * kKeyBlocks;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
     const int last = 31 - lane;  // draws come from the highest bit down
     const int key = last % 8 / 2 * 8 + last / 8 * 2 + last % 2;
-    Sm90BackwardStep<Config> step(work);
+    Sm90BackwardStep<Config> step(work, step_begin);
 #pragma unroll 1
-    for (; step.index < work.num_steps; step.advance(work)) {
+    for (; step.is_left(); step.advance(work)) {
         const uint64_t head = p.dropout.head(work.batch, p.num_q_heads, step.head);
         ptx::mbarrier_wait(&shared.q_empty[step.stage()], step.parity() ^ 1);
 #pragma unroll 1

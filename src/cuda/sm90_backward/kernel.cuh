@@ -1,10 +1,10 @@
 // The gradients of attention on Hopper's tensor cores (sm_90a), by recomputation.
 //
-// A CTA owns a tile of keys of one KV head and walks the tiles of queries that see some of them, of all heads
-// of the group. dK and dV stay in registers; dQ is summed in workspace, in the L2 cache where it is small, or
-// has a kernel of its own (query_gradients.cuh).
+// A CTA takes one tile of keys of one KV head after the other, and walks the tiles of queries that see some
+// of its keys, of all heads of the group. dK and dV stay in registers; dQ is summed in workspace, in the L2
+// cache where it is small, or has a kernel of its own (query_gradients.cuh).
 //
-// grid: x key tiles over the batch, y KV heads.
+// grid: a CTA an SM; with roles (tiles.h) one for each tile in plan.key_order.
 #pragma once
 
 #include "cuda/ptx/grid_dependency.h"
@@ -30,24 +30,39 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    // Each warpgroup finds its work by itself: if all shared the result, it would take registers from each.
+    // Calls `work_on` for each tile of keys of the CTA, as its loader publishes them. Each warpgroup finds
+    // its work by itself: if all shared the result, it would take registers from each.
+    auto for_each_tile = [&](auto work_on) {
+#pragma unroll 1
+        for (Sm90TileCount at;; ++at.count) {
+            ptx::mbarrier_wait(&shared.tile_full[at.slot()], at.slot_parity());
+            const int32_t cta_tile = shared.tiles[at.slot()].cta_tile;
+            if (cta_tile < 0) return;
+            work_on(Sm90BackwardWork<Config>(p, plan, cta_tile), at);
+        }
+    };
     if (group == 0) {
         ptx::lower_registers<Config::kLoaderRegisters>();
-        const Sm90BackwardWork<Config> work(p, plan);
-        if (work.num_keys == 0) return;
-        if (threadIdx.x == 0) run_backward_loader<Config>(p, plan, work, shared);
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (warp == 0) run_backward_loader<Config>(p, plan, shared);
+        if (threadIdx.x == 32) run_backward_storer<Config>(plan, shared);
     } else if (Config::kDropout && group > Config::kConsumers) {
         ptx::lower_registers<Config::kDrawingRegisters>();
-        const Sm90BackwardWork<Config> work(p, plan);
-        if (work.num_keys > 0) draw_dropped<Config>(p, work, shared);
+        int32_t steps = 0;
+        for_each_tile([&](const Sm90BackwardWork<Config>& work, Sm90TileCount at) {
+            draw_dropped<Config>(p, work, steps, shared);
+            steps += work.num_steps;
+            if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.tile_empty[at.slot()]);
+        });
     } else {
         ptx::raise_registers<Config::kConsumerRegisters>();
-        const Sm90BackwardWork<Config> work(p, plan);
-        if (work.num_keys == 0) return;
         using Consumer = std::conditional_t<Config::kRoles, Sm90RoleConsumer<T, Config>,
                                             std::conditional_t<Config::kDqApart, Sm90KeyConsumer<T, Config>,
                                                                Sm90BackwardConsumer<T, Config>>>;
-        Consumer(p, plan, work, shared, group - 1).run();
+        typename Consumer::Rings rings;
+        for_each_tile([&](const Sm90BackwardWork<Config>& work, Sm90TileCount at) {
+            Consumer(p, plan, work, shared, group - 1, at).run(rings);
+        });
     }
 }
 

@@ -16,29 +16,35 @@ class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
     using Base = Sm90KeyRows<T, Config>;
     using Base::arrive, Base::add_product, Base::is_masked, Base::mask;
     using Base::kScores, Base::kPairs, Base::kSums;
-    using Base::p_, Base::work_, Base::shared_, Base::plan_;
+    using Base::p_, Base::work_, Base::shared_, Base::plan_, Base::at_;
 
   public:
     using Base::Base;
 
-    __device__ __forceinline__ void run() {
+    struct Rings {
+        int32_t step = 0;
+    };
+
+    __device__ __forceinline__ void run(Rings& rings) {
         float dk[kSums], dv[kSums];
 #pragma unroll
         for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
-        ptx::mbarrier_wait(&shared_.keys_full, 0);
+        ptx::mbarrier_wait(&shared_.k_full, at_.parity());
+        ptx::mbarrier_wait(&shared_.v_full, at_.parity());
         if (work_.num_steps > 0) this->clear_unseen_keys();
-        walk(dk, dv);
-        this->sync_consumers();  // no warpgroup reads K and V any more
-        this->put(shared_.v, dv, p_.out_scale);
-        this->put(shared_.k, dk, p_.softmax_scale * p_.out_scale);
-        this->send();
+        walk(dk, dv, rings);
+        arrive(&shared_.keys_empty);
+        this->wait_for_place();
+        this->put(shared_.dv_out(), dv, p_.out_scale);
+        this->put(shared_.dk_out(), dk, p_.softmax_scale * p_.out_scale);
+        this->hand_over();
     }
 
   private:
-    __device__ __forceinline__ void walk(float (&dk)[kSums], float (&dv)[kSums]) {
-        Sm90BackwardStep<Config> step(work_);
+    __device__ __forceinline__ void walk(float (&dk)[kSums], float (&dv)[kSums], Rings& rings) {
+        Sm90BackwardStep<Config> step(work_, rings.step);
 #pragma unroll 1
-        for (; step.index < work_.num_steps; step.advance(work_)) {
+        for (; step.is_left(); step.advance(work_)) {
             float scores[kScores], products[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
             this->template multiply<true>(scores, shared_.k, shared_.q[step.stage()],
@@ -82,6 +88,7 @@ class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
             ptx::wgmma_results(dv);
             arrive(&shared_.q_empty[step.stage()]);
         }
+        rings.step = step.index;
     }
 };
 

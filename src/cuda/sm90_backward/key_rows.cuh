@@ -17,8 +17,8 @@ class Sm90KeyRows {
   public:
     __device__ Sm90KeyRows(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
                            const Sm90BackwardWork<Config>& work, Sm90BackwardShared<Config>& shared,
-                           int group)
-        : p_(p), plan_(plan), work_(work), shared_(shared), group_(group) {}
+                           int group, Sm90TileCount at)
+        : p_(p), plan_(plan), work_(work), shared_(shared), group_(group), at_(at) {}
 
   protected:
     static constexpr int kScores = Config::kQueries / 2;
@@ -27,6 +27,8 @@ class Sm90KeyRows {
     using ProductOfKeys = ptx::Wgmma<T, Config::kQueries>;
     using ProductOfTerms = ptx::Wgmma<bfloat16, Config::kQueries>;
     using ProductOfSums = ptx::Wgmma<T, Config::kHeadDim>;
+
+    __device__ const Sm90KeyTile& key_tile() const { return shared_.tiles[at_.slot()]; }
 
     // The key of this lane's first scores, among those of the CTA. The other lies eight behind.
     __device__ int row() const { return first_row() + warp() * 16 + lane() / 4; }
@@ -86,12 +88,12 @@ class Sm90KeyRows {
     // behind the last have no weight anyway.
     template <class Apply>
     __device__ __forceinline__ void mask(int32_t tile, Apply apply) const {
-        const Visibility see = shared_.see;
-        const int32_t first_q_pos = shared_.first_q_pos + tile * Config::kQueries + 2 * (lane() % 4);
+        const Visibility see = key_tile().see;
+        const int32_t first_q_pos = key_tile().first_q_pos + tile * Config::kQueries + 2 * (lane() % 4);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             // The queries that see this lane's key, as columns from `begin` on.
-            const int32_t key = shared_.first_key + row() + 8 * half;
+            const int32_t key = key_tile().first_key + row() + 8 * half;
             constexpr int32_t kMany = 1 << 20;  // columns
             int32_t begin = -kMany, end = kMany;
             if (key >= see.prefix_len) {
@@ -110,12 +112,13 @@ class Sm90KeyRows {
     __device__ __forceinline__ void clear_unseen_keys() const {
         const Visibility& see = work_.seq.see;
         const KeyTiles seen(see, work_.seq.q_pos(0), work_.seq.q_pos(work_.seq.seqlen_q - 1), Config::kKeys);
-        const int32_t last = shared_.first_key + work_.num_keys;
+        const int32_t first_key = work_.first_key, last = first_key + work_.num_keys;
         const bool all =
-            last <= seen.prefix_end || (shared_.first_key >= seen.window_begin && last <= seen.window_end);
+            last <= seen.prefix_end || (first_key >= seen.window_begin && last <= seen.window_end);
         if (all) return;
+        ptx::mbarrier_wait(&shared_.v_full, at_.parity());
         for (int row = threadIdx.x / 32 - 4; row < work_.num_keys; row += 4 * Config::kConsumers) {
-            if (seen.needed(shared_.first_key + row)) continue;
+            if (seen.needed(first_key + row)) continue;
 #pragma unroll
             for (int block = 0; block < Config::kColumnBlocks; ++block) {
                 const int place = block * Config::kKeyBlockBytes + row * Config::kRowBytes + 4 * lane();
@@ -129,7 +132,7 @@ class Sm90KeyRows {
 
     __device__ static void sync_consumers() { ptx::named_barrier_sync(3, 128 * Config::kConsumers); }
 
-    // A tile of K or V becomes the sums of its rows, which no warpgroup reads any more.
+    // Sums on their way out, into a tile that no warpgroup reads any more.
     __device__ __forceinline__ void put(unsigned char* tile, const float (&sums)[kSums], float scale) const {
 #pragma unroll
         for (int i = 0; i < Config::kHeadDim / 16; ++i) {
@@ -139,31 +142,21 @@ class Sm90KeyRows {
             ptx::stmatrix_x4(tile + place, pair(0), pair(2), pair(4), pair(6));
         }
     }
-    // Once all have put theirs: dK from where K was, dV from where V was. The copy engine leaves out what
-    // lies behind the last key.
-    __device__ __forceinline__ void send() const {
+    // Whoever reads the warp's gradients next may do so.
+    __device__ __forceinline__ void hand_over() const {
         ptx::fence_proxy_async();
-        sync_consumers();
-        if (threadIdx.x != 128) return;  // one of them
-        const int32_t seqlen_k = shared_.see.seqlen_k, outer = p_.cu_seqlens_k ? 0 : work_.batch;
-        const int32_t k_begin = p_.cu_seqlens_k ? p_.cu_seqlens_k[work_.batch] : 0;
-        const int32_t place = plan_.k_edge - seqlen_k + shared_.first_key, shift = k_begin + seqlen_k;
-#pragma unroll
-        for (int block = 0; block < Config::kColumnBlocks; ++block) {
-            ptx::tma_store(&plan_.dv, shared_.v + block * Config::kKeyBlockBytes, 64 * block, work_.kv_head,
-                           place, shift, outer);
-            ptx::tma_store(&plan_.dk, shared_.k + block * Config::kKeyBlockBytes, 64 * block, work_.kv_head,
-                           place, shift, outer);
-        }
-        ptx::tma_store_commit();
-        ptx::tma_store_wait_read<0>();
+        arrive(&shared_.gradients_full);
+        arrive(&shared_.tile_empty[at_.slot()]);
     }
+    // What left with the tile before has left, and its place is free.
+    __device__ void wait_for_place() const { ptx::mbarrier_wait(&shared_.gradients_empty, at_.parity() ^ 1); }
 
     const AttentionBackwardParams& p_;
     const Sm90BackwardLaunch& plan_;
     const Sm90BackwardWork<Config>& work_;
     Sm90BackwardShared<Config>& shared_;
     const int group_;
+    const Sm90TileCount at_;
 };
 
 }  // namespace octavo::cuda

@@ -23,11 +23,11 @@ void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPl
     const LaunchShape rows{dim3(blocks_for_rows(warps)), 32 * kRowsPerBlock, true};
     launch<prepare_backward_kernel<T, Config>>(p.op, device, stream, rows, p, arguments);
     if (p.dsinks) launch_sink_gradients(p, arguments.sinks, stream);
-    const LaunchShape keys{dim3(plan.num_key_tiles, p.num_kv_heads), Config::kThreads, true};
+    const LaunchShape keys{dim3(plan.num_ctas), Config::kThreads, true};
     launch<sm90_backward_kernel<T, Config>, kSharedBytes>(p.op, device, stream, keys, p, arguments);
     if constexpr (Config::kDqApart) {
-        const LaunchShape queries{dim3(plan.num_query_tiles, p.num_q_heads), 128 * (1 + kSm90GradientGroups),
-                                  true};
+        const LaunchShape queries{dim3(static_cast<unsigned>(plan.query_order.num_ctas())),
+                                  128 * (1 + kSm90GradientGroups), true};
         launch<sm90_query_gradients_kernel<T, Config>, sizeof(Sm90QueryGradientsShared<Config>)>(
             p.op, device, stream, queries, p, arguments);
     } else {

@@ -1,5 +1,5 @@
-// The loader: one thread brings K and V once, and tiles of Q and dO with their statistics as far ahead of the
-// consumers as the slots allow.
+// The warps that move tiles. The loader brings K and V of a tile of keys, and tiles of Q and dO with their
+// statistics as far ahead of the consumers as the slots allow; the storer takes dK and dV away.
 #pragma once
 
 #include "cuda/ptx/tma.h"
@@ -7,48 +7,120 @@
 
 namespace octavo::cuda {
 
+// One thread brings everything of one tile of keys: first the first queries, whose slots are free while the
+// consumers still read the keys before. next_step: the number of its first step, and then of the next tile's.
+template <class Config>
+__device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
+                                              const Sm90BackwardLaunch& plan,
+                                              const Sm90BackwardWork<Config>& work, int32_t& next_step,
+                                              Sm90TileCount at, Sm90BackwardShared<Config>& shared) {
+    auto load_keys = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full) {
+        const int32_t seqlen_k = work.seq.see.seqlen_k;
+        ptx::mbarrier_arrive_expect(full, Config::kKeyTileBytes);
+#pragma unroll
+        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+            ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full, 64 * block, work.kv_head,
+                          plan.k_edge - seqlen_k + work.first_key, work.k_begin + seqlen_k,
+                          p.cu_seqlens_k ? 0 : work.batch);
+        }
+    };
+    // The first query of the sequence, in workspace and in the tensors.
+    const int32_t q_outer = p.cu_seqlens_q ? 0 : work.batch,
+                  first_row = work.workspace_tile * Config::kQueries;
+    const int32_t first_place = plan.q_edge - work.seq.seqlen_q, shift = work.q_begin + work.seq.seqlen_q;
+    Sm90BackwardStep<Config> step(work, next_step);
+#pragma unroll 1
+    do {
+        const bool is_first = step.index == next_step;
+        if (step.is_left()) {
+            const int32_t first = step.tile * Config::kQueries, place = first_place + first;
+            const int32_t row = step.head * static_cast<int32_t>(plan.num_rows) + first_row + first;
+            ptx::mbarrier_wait(&shared.q_empty[step.stage()], step.parity() ^ 1);
+            auto load = [&](unsigned char* tile, const CUtensorMap& map, auto& statistics, const void* from,
+                            uint64_t* full) {
+                constexpr uint32_t kBytes = sizeof(statistics);
+                ptx::mbarrier_arrive_expect(full, Config::kQueryTileBytes + kBytes);
+                ptx::bulk_load(statistics,
+                               static_cast<const char*>(from) + int64_t{row} * (kBytes / Config::kQueries),
+                               kBytes, full);
+#pragma unroll
+                for (int block = 0; block < Config::kColumnBlocks; ++block) {
+                    ptx::tma_load(tile + block * Config::kQueryBlockBytes, &map, full, 64 * block, step.head,
+                                  place, shift, q_outer);
+                }
+            };
+            load(shared.q[step.stage()], plan.q, shared.lse[step.stage()], plan.lse,
+                 &shared.q_full[step.stage()]);
+            load(shared.dout[step.stage()], plan.dout, shared.delta[step.stage()], plan.delta,
+                 &shared.dout_full[step.stage()]);
+            step.advance(work);
+        }
+        if (is_first) {
+            ptx::mbarrier_wait(&shared.keys_empty, at.parity() ^ 1);
+            load_keys(shared.k, plan.k, &shared.k_full);
+            load_keys(shared.v, plan.v, &shared.v_full);
+        }
+    } while (step.is_left());
+    next_step = step.index;
+}
+
+// A warp takes tiles as long as there are some: the first one by the CTA's number, the others in the order in
+// which CTAs come for them.
 template <class Config>
 __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParams& p,
                                                     const Sm90BackwardLaunch& plan,
-                                                    const Sm90BackwardWork<Config>& work,
                                                     Sm90BackwardShared<Config>& shared) {
-    const int32_t q_outer = p.cu_seqlens_q ? 0 : work.batch, k_outer = p.cu_seqlens_k ? 0 : work.batch;
-    const int32_t seqlen_q = work.seq.seqlen_q, seqlen_k = work.seq.see.seqlen_k;
-    shared.see = work.seq.see;
-    shared.first_q_pos = work.seq.q_pos(0);
-    shared.first_key = work.first_key;
-    ptx::mbarrier_arrive_expect(&shared.keys_full, 2 * Config::kKeyTileBytes);
-#pragma unroll
-    for (int block = 0; block < Config::kColumnBlocks; ++block) {
-        const int32_t place = plan.k_edge - seqlen_k + work.first_key, shift = work.k_begin + seqlen_k;
-        ptx::tma_load(shared.k + block * Config::kKeyBlockBytes, &plan.k, &shared.keys_full, 64 * block,
-                      work.kv_head, place, shift, k_outer);
-        ptx::tma_load(shared.v + block * Config::kKeyBlockBytes, &plan.v, &shared.keys_full, 64 * block,
-                      work.kv_head, place, shift, k_outer);
-    }
-    Sm90BackwardStep<Config> step(work);
+    const bool leads = threadIdx.x % 32 == 0;
+    Sm90TileCount at;
+    int32_t cta_tile = blockIdx.x, next_step = 0;
 #pragma unroll 1
-    for (; step.index < work.num_steps; step.advance(work)) {
-        const int32_t first = step.tile * Config::kQueries;
-        const int32_t place = plan.q_edge - seqlen_q + first, shift = work.q_begin + seqlen_q;
-        const int64_t row = step.head * plan.num_rows + work.workspace_tile * Config::kQueries + first;
-        ptx::mbarrier_wait(&shared.q_empty[step.stage()], step.parity() ^ 1);
-        auto load = [&](unsigned char* tile, const CUtensorMap& map, auto& statistics, const void* from,
-                        uint64_t* full) {
-            constexpr uint32_t kBytes = sizeof(statistics);
-            ptx::mbarrier_arrive_expect(full, Config::kQueryTileBytes + kBytes);
-            ptx::bulk_load(statistics, static_cast<const char*>(from) + row * (kBytes / Config::kQueries),
-                           kBytes, full);
-#pragma unroll
-            for (int block = 0; block < Config::kColumnBlocks; ++block) {
-                ptx::tma_load(tile + block * Config::kQueryBlockBytes, &map, full, 64 * block, step.head,
-                              place, shift, q_outer);
+    while (cta_tile < plan.key_order.num_ctas()) {
+        const Sm90BackwardWork<Config> work(p, plan, cta_tile);
+        if (work.num_keys > 0) {
+            if (leads) {
+                ptx::mbarrier_wait(&shared.tile_empty[at.slot()], at.slot_parity() ^ 1);
+                shared.tiles[at.slot()] = {cta_tile,       work.seq.see, work.seq.q_pos(0),
+                                           work.first_key, work.kv_head, p.cu_seqlens_k ? 0 : work.batch,
+                                           work.k_begin};
+                ptx::mbarrier_arrive(&shared.tile_full[at.slot()]);
+                load_key_tile<Config>(p, plan, work, next_step, at, shared);
             }
-        };
-        load(shared.q[step.stage()], plan.q, shared.lse[step.stage()], plan.lse,
-             &shared.q_full[step.stage()]);
-        load(shared.dout[step.stage()], plan.dout, shared.delta[step.stage()], plan.delta,
-             &shared.dout_full[step.stage()]);
+            __syncwarp();
+            ++at.count;
+        }
+        if (!Config::kPersistent) break;
+        if (leads) cta_tile = gridDim.x + atomicAdd(plan.tiles_taken, 1);
+        cta_tile = __shfl_sync(~0u, cta_tile, 0);
+    }
+    if (!leads) return;
+    ptx::mbarrier_wait(&shared.tile_empty[at.slot()], at.slot_parity() ^ 1);
+    shared.tiles[at.slot()].cta_tile = -1;
+    ptx::mbarrier_arrive(&shared.tile_full[at.slot()]);
+}
+
+// One thread. The copy engine leaves out what lies behind the last key.
+template <class Config>
+__device__ __forceinline__ void run_backward_storer(const Sm90BackwardLaunch& plan,
+                                                    Sm90BackwardShared<Config>& shared) {
+#pragma unroll 1
+    for (Sm90TileCount at;; ++at.count) {
+        ptx::mbarrier_wait(&shared.tile_full[at.slot()], at.slot_parity());
+        const Sm90KeyTile& tile = shared.tiles[at.slot()];
+        if (tile.cta_tile < 0) return;
+        ptx::mbarrier_wait(&shared.gradients_full, at.parity());
+        const int32_t place = plan.k_edge - tile.see.seqlen_k + tile.first_key;
+        const int32_t shift = tile.k_begin + tile.see.seqlen_k;
+#pragma unroll
+        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+            ptx::tma_store(&plan.dv, shared.dv_out() + block * Config::kKeyBlockBytes, 64 * block,
+                           tile.kv_head, place, shift, tile.batch);
+            ptx::tma_store(&plan.dk, shared.dk_out() + block * Config::kKeyBlockBytes, 64 * block,
+                           tile.kv_head, place, shift, tile.batch);
+        }
+        ptx::tma_store_commit();
+        ptx::mbarrier_arrive(&shared.tile_empty[at.slot()]);
+        ptx::tma_store_wait_read<0>();
+        ptx::mbarrier_arrive(&shared.gradients_empty);
     }
 }
 

@@ -3,6 +3,7 @@
 
 #include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
+#include "cuda/sm90_backward/tile_order.h"
 #include "params/attention_backward_params.h"
 
 #include <cuda.h>
@@ -16,7 +17,8 @@ struct Sm90BackwardLaunch {
     CUtensorMap q, dout, k, v, dk, dv;
     CUtensorMap dq;  // unset where it is summed
     int32_t q_edge, k_edge;
-    int32_t key_tiles, query_tiles;  // tiles of the longest sequence
+    TileOrder key_order;    // tiles of keys, for each sequence and KV head
+    TileOrder query_order;  // where dQ has a kernel of its own: tiles of queries, for each query head
     // Rows of queries in workspace: whole tiles for each sequence.
     int32_t sequence_rows;  // dense: of each sequence
     int64_t num_rows;       // rows of each head
@@ -25,7 +27,8 @@ struct Sm90BackwardLaunch {
     // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh).
     void* lse;
     void* delta;
-    float* dq_sums;  // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
+    int32_t* tiles_taken;  // by CTAs that had one before
+    float* dq_sums;        // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
     bool dq_aligned;
     SlopeParts slopes;  // parts of each tile of keys, one a warp of consumers
     SinkTerms sinks;    // terms of num_rows rows

@@ -41,6 +41,24 @@ int32_t find_tiles(int32_t head_dim, bool deterministic) {
 static_assert(std::rbegin(kSm90BackwardTiles)->head_dim == kMaxCudaGradientHeadDim &&
               std::rbegin(kSm90BackwardTiles)->dq_apart());
 
+// `num_tiles` over the batch, for each of `heads`; pair_bytes: what the tiles of a pair read and add to.
+TileOrder make_order(const AttentionBackwardParams& p, const Gpu& gpu, int64_t num_tiles, int32_t heads,
+                     const IndexArray& packed, int64_t pair_bytes, bool of_queries) {
+    TileOrder order{};
+    order.pairs = packed ? heads : p.batch * heads;
+    order.tiles = static_cast<int32_t>(packed ? num_tiles : num_tiles / p.batch);
+    // Without a causal mask the tiles of a pair are alike. With one the first keys have most queries, and the
+    // last queries most keys.
+    if (p.window_right >= 0) {
+        order.last_first = of_queries;
+        const int64_t two_rounds = ceil_divide(2 * gpu.num_sms, order.tiles);
+        const int64_t in_cache = gpu.l2_bytes * 4 / 5 / pair_bytes;
+        order.mixed =
+            static_cast<int32_t>(std::clamp<int64_t>(std::min(two_rounds, in_cache), 0, order.pairs));
+    }
+    return order;
+}
+
 }  // namespace
 
 AttentionParams with_gradients(const AttentionBackwardParams& p) {
@@ -100,8 +118,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     int64_t num_key_tiles = int64_t{p.batch} * plan.key_tiles;
     if (p.cu_seqlens_k) num_key_tiles = std::min<int64_t>(num_key_tiles, p.total_k / tiles.keys() + p.batch);
     if (tiles.dq_apart()) {
-        plan.query_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, kSm90GradientQueries));
-        int64_t num_query_tiles = int64_t{p.batch} * plan.query_tiles;
+        int64_t num_query_tiles = p.batch * ceil_divide(p.seqlen_q, kSm90GradientQueries);
         if (p.cu_seqlens_q)
             num_query_tiles = std::min<int64_t>(num_query_tiles, p.total_q / kSm90GradientQueries + p.batch);
         plan.num_query_tiles = static_cast<int32_t>(num_query_tiles);
@@ -112,10 +129,23 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
             ? ceil_divide(p.total_q + int64_t{p.batch} * tiles.queries, tiles.queries) * tiles.queries
             : p.batch * sequence_rows;
     constexpr int64_t kMaxGridY = 65535;
-    if (num_key_tiles > kMaxIndex || plan.num_rows * p.num_q_heads > kMaxIndex || p.num_q_heads > kMaxGridY)
+    if (num_key_tiles * p.num_kv_heads > kMaxIndex || plan.num_rows * p.num_q_heads > kMaxIndex ||
+        p.num_q_heads > kMaxGridY)
         return refuse(why_not, "it counts rows in 32 bits, and there are ", plan.num_rows, " x ",
                       p.num_q_heads);
     plan.num_key_tiles = static_cast<int32_t>(num_key_tiles);
+    // Queries, gradients of the output and sums of dQ; then keys and values.
+    const int64_t element_bytes = 2 * size_of(p.dtype);
+    const int64_t query_bytes = int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim *
+                                (element_bytes + (tiles.dq_apart() ? 0 : sizeof(float)));
+    plan.key_order = make_order(p, gpu, num_key_tiles, p.num_kv_heads, p.cu_seqlens_k, query_bytes, false);
+    const int64_t num_ctas = plan.key_order.num_ctas();
+    plan.num_ctas =
+        static_cast<int32_t>(tiles.persistent() ? std::min<int64_t>(num_ctas, gpu.num_sms) : num_ctas);
+    if (tiles.dq_apart()) {
+        plan.query_order = make_order(p, gpu, plan.num_query_tiles, p.num_q_heads, p.cu_seqlens_q,
+                                      int64_t{p.seqlen_k} * tiles.head_dim * element_bytes, true);
+    }
     plan.sequence_rows = p.cu_seqlens_q ? 0 : static_cast<int32_t>(sequence_rows);
     const Sm90Operands operands(p), gradients(with_gradients(p));
     const std::pair<const char*, const Sm90Operand*> arrays[] = {
@@ -153,14 +183,16 @@ Explanation describe(const Sm90BackwardPlan& plan) {
         {"num_q_heads", plan.num_q_heads},
         {"key_tiles", plan.key_tiles},
         {"num_key_tiles", plan.num_key_tiles},
+        {"mixed_pairs", plan.key_order.mixed},
+        {"num_ctas", plan.num_ctas},
         {"sequence_rows", plan.sequence_rows},
         {"num_rows", plan.num_rows},
         {"dq_aligned", plan.dq_aligned},
         {"workspace_bytes", plan.workspace_bytes()},
     };
     if (tiles.dq_apart()) {
-        text.plan.emplace_back("query_tiles", plan.query_tiles);
         text.plan.emplace_back("num_query_tiles", plan.num_query_tiles);
+        text.plan.emplace_back("mixed_query_pairs", plan.query_order.mixed);
     }
     return text;
 }

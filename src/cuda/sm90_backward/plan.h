@@ -3,6 +3,7 @@
 
 #include "cuda/gpu.h"
 #include "cuda/plan.h"
+#include "cuda/sm90_backward/tile_order.h"
 #include "cuda/sm90_backward/tiles.h"
 #include "params/attention_backward_params.h"
 
@@ -17,11 +18,13 @@ struct Sm90BackwardPlan {
     int32_t row;  // a row of kSm90BackwardTiles: with dtype and feature, the instance
     Sm90BackwardFeature feature;
     int32_t num_kv_heads, num_q_heads;
-    int32_t key_tiles;                     // tiles of the longest sequence
-    int32_t num_key_tiles;                 // over the batch; a bound where it is packed
-    int32_t query_tiles, num_query_tiles;  // likewise, where dQ has a kernel of its own; else 0
-    int32_t sequence_rows;                 // dense: the rows of workspace of each sequence
-    int64_t num_rows;                      // rows of the workspace, for each head
+    int32_t key_tiles;        // tiles of the longest sequence
+    int32_t num_key_tiles;    // over the batch; a bound where it is packed
+    int32_t num_query_tiles;  // likewise, where dQ has a kernel of its own; otherwise 0
+    TileOrder key_order, query_order;
+    int32_t num_ctas;       // that share the tiles of keys
+    int32_t sequence_rows;  // dense: the rows of workspace of each sequence
+    int64_t num_rows;       // rows of the workspace, for each head
     bool dq_aligned;
     int64_t slope_bytes, sink_bytes;
 
@@ -32,7 +35,11 @@ struct Sm90BackwardPlan {
     }
     // How many parts of the gradients of slopes there are for each sequence and head.
     int32_t slope_parts() const { return key_tiles * tiles().consumer_warps(); }
-    int64_t workspace_bytes() const { return 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes; }
+    // In this order.
+    static constexpr int64_t kCounterBytes = 128;  // what follows is aligned to that
+    int64_t workspace_bytes() const {
+        return kCounterBytes + 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes;
+    }
 };
 
 // Nothing where it does not serve: why_not, unless null, then gets the reason.

@@ -67,6 +67,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
                                         const __grid_constant__ Sm90BackwardLaunch plan) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
+    if (blockIdx.x == 0 && threadIdx.x == 0) *plan.tiles_taken = 0;
     constexpr int kLanes = kPreparedLanes<Config>;
     const int lane = threadIdx.x % kLanes, dim = 8 * lane;
     const int64_t i = warp_row() * kPreparedRows<Config> + threadIdx.x % 32 / kLanes;

@@ -61,15 +61,17 @@ template <class Config>
 struct Sm90QueryTile {
     SequenceSlice seq;
     KeyTiles keys;
-    int32_t batch, first_query, num_queries;
+    int32_t batch, head, first_query, num_queries;
 
     // num_queries is 0 past the last tile.
     __device__ Sm90QueryTile(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan) {
-        const SequenceTile tile =
-            find_sequence_tile<kSm90GradientQueries>(p.cu_seqlens_q, p.batch, plan.query_tiles, blockIdx.x);
+        const HeadTile own =
+            find_head_tile<kSm90GradientQueries>(plan.query_order, p.cu_seqlens_q, p.batch, blockIdx.x);
+        const SequenceTile& tile = own.tile;
         num_queries = 0;
         if (tile.batch < 0) return;
         batch = tile.batch;
+        head = own.head;
         seq = SequenceSlice::make(p, batch);
         first_query = tile.index * kSm90GradientQueries;
         num_queries = max(min(seq.seqlen_q - first_query, kSm90GradientQueries), 0);
@@ -86,7 +88,7 @@ __device__ __forceinline__ void load_query_tile(const AttentionBackwardParams& p
                                                 const Sm90QueryTile<Config>& tile,
                                                 Sm90QueryGradientsShared<Config>& shared) {
     using Shared = Sm90QueryGradientsShared<Config>;
-    const int32_t head = blockIdx.y, kv_head = head / p.group_size();
+    const int32_t head = tile.head, kv_head = head / p.group_size();
     const int32_t q_outer = p.cu_seqlens_q ? 0 : tile.batch, k_outer = p.cu_seqlens_k ? 0 : tile.batch;
     const int32_t q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : 0;
     const int32_t k_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
@@ -225,7 +227,7 @@ class Sm90QueryConsumer {
             minus_lse[half] = -INFINITY;
             minus_delta[half] = 0.0f;
             if (row >= tile_.seq.seqlen_q) continue;
-            const int64_t place = blockIdx.y * plan_.num_rows +
+            const int64_t place = tile_.head * plan_.num_rows +
                                   first_workspace_row<Config::kQueries>(plan_, p_.cu_seqlens_q, tile_.batch) +
                                   row;
             minus_lse[half] =
@@ -309,7 +311,7 @@ class Sm90QueryConsumer {
         const int32_t shift = (p_.cu_seqlens_q ? p_.cu_seqlens_q[tile_.batch] : 0) + seqlen_q;
 #pragma unroll
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
-            ptx::tma_store(&plan_.dq, rows + block * Config::kQueryBlockBytes, 64 * block, blockIdx.y,
+            ptx::tma_store(&plan_.dq, rows + block * Config::kQueryBlockBytes, 64 * block, tile_.head,
                            plan_.q_edge - seqlen_q + tile_.first_query + 64 * group_, shift, outer);
         }
         ptx::tma_store_commit();

@@ -19,34 +19,37 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
     using Base = Sm90KeyRows<T, Config>;
     using Base::arrive, Base::add_product, Base::is_masked, Base::mask;
     using Base::kScores, Base::kPairs, Base::kSums;
-    using Base::p_, Base::plan_, Base::work_, Base::shared_, Base::group_;
+    using Base::p_, Base::plan_, Base::work_, Base::shared_, Base::group_, Base::at_;
 
   public:
     using Base::Base;
 
-    __device__ __forceinline__ void run() {
+    struct Rings {};  // a CTA has one tile of keys
+
+    __device__ __forceinline__ void run(Rings&) {
         float sums[kSums];
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
-        ptx::mbarrier_wait(&shared_.keys_full, 0);
+        ptx::mbarrier_wait(&shared_.k_full, at_.parity());
+        ptx::mbarrier_wait(&shared_.v_full, at_.parity());
         if (work_.num_steps > 0) this->clear_unseen_keys();
         if (group_ == 0) {
             walk_weights(sums);
             this->sync_consumers();  // no warpgroup reads K and V any more
-            this->put(shared_.v, sums, p_.out_scale);
+            this->put(shared_.dv_out(), sums, p_.out_scale);
         } else {
             walk_gradients(sums);
             this->sync_consumers();
-            this->put(shared_.k, sums, p_.softmax_scale * p_.out_scale);
+            this->put(shared_.dk_out(), sums, p_.softmax_scale * p_.out_scale);
         }
-        this->send();
+        this->hand_over();
     }
 
   private:
     __device__ __forceinline__ void walk_weights(float (&dv)[kSums]) {
-        Sm90BackwardStep<Config> step(work_);
+        Sm90BackwardStep<Config> step(work_, 0);
 #pragma unroll 1
-        for (; step.index < work_.num_steps; step.advance(work_)) {
+        for (; step.is_left(); step.advance(work_)) {
             float scores[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
             this->template multiply<true>(scores, shared_.k, shared_.q[step.stage()],
@@ -83,9 +86,9 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
     }
 
     __device__ __forceinline__ void walk_gradients(float (&dk)[kSums]) {
-        Sm90BackwardStep<Config> step(work_);
+        Sm90BackwardStep<Config> step(work_, 0);
 #pragma unroll 1
-        for (; step.index < work_.num_steps; step.advance(work_)) {
+        for (; step.is_left(); step.advance(work_)) {
             float products[kScores];
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
             this->template multiply<true>(products, shared_.v, shared_.dout[step.stage()],

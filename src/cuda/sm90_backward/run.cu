@@ -52,27 +52,24 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.dv = map_of(gradients.v, p.head_dim_v, 1, tiles.keys());
     arguments.q_edge = operands.q.edge;
     arguments.k_edge = operands.k.edge;
-    arguments.key_tiles = plan.key_tiles;
-    arguments.query_tiles = plan.query_tiles;
+    arguments.key_order = plan.key_order;
+    arguments.query_order = plan.query_order;
     if (tiles.dq_apart())
         arguments.dq = map_of(gradients.out, p.head_dim, 1, kSm90GradientQueries / kSm90GradientGroups);
     arguments.sequence_rows = plan.sequence_rows;
     arguments.num_rows = plan.num_rows;
     arguments.num_tiles = static_cast<int32_t>(plan.num_rows / tiles.queries);
     arguments.scale_log2 = p.softmax_scale * kLog2e;
-    arguments.lse = workspace.bytes();
-    arguments.delta = workspace.bytes() + plan.term_bytes();
-    arguments.dq_sums = reinterpret_cast<float*>(workspace.bytes() + 2 * plan.term_bytes());
+    char* next = workspace.bytes();
+    auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
+    arguments.tiles_taken = reinterpret_cast<int32_t*>(take(Sm90BackwardPlan::kCounterBytes));
+    arguments.lse = take(plan.term_bytes());
+    arguments.delta = take(plan.term_bytes());
+    arguments.dq_sums = reinterpret_cast<float*>(take(plan.dq_bytes()));
     arguments.dq_aligned = plan.dq_aligned;
-    if (plan.slope_bytes > 0) {
-        arguments.slopes = {
-            reinterpret_cast<float*>(workspace.bytes() + 2 * plan.term_bytes() + plan.dq_bytes()),
-            plan.slope_parts()};
-    }
-    if (p.dsinks) {
-        char* const behind = workspace.bytes() + 2 * plan.term_bytes() + plan.dq_bytes() + plan.slope_bytes;
-        arguments.sinks = {reinterpret_cast<float*>(behind), plan.num_rows};
-    }
+    char* const slope_parts = take(plan.slope_bytes);
+    if (plan.slope_bytes > 0) arguments.slopes = {reinterpret_cast<float*>(slope_parts), plan.slope_parts()};
+    if (p.dsinks) arguments.sinks = {reinterpret_cast<float*>(next), plan.num_rows};
     static constexpr auto kFloat16 = launches<float16>(Indices{});
     static constexpr auto kBfloat16 = launches<bfloat16>(Indices{});
     const size_t index = plan.row * std::size(kSm90BackwardFeatures) + static_cast<size_t>(plan.feature);

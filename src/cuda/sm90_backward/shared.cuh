@@ -3,7 +3,7 @@
 
 #include "common/query_range.h"
 #include "cuda/ptx/mbarrier.h"
-#include "cuda/sequence_tile.cuh"
+#include "cuda/sm90_backward/find_head_tile.cuh"
 #include "cuda/sm90_backward/parameters.h"
 #include "cuda/sm90_backward/tiles.h"
 
@@ -11,36 +11,62 @@
 
 namespace octavo::cuda {
 
+// Facts about a tile of keys, written by the loader for all others.
+struct Sm90KeyTile {
+    int32_t cta_tile;  // its place in plan.key_order; -1 behind the last tile of the CTA
+    Visibility see;
+    int32_t first_q_pos, first_key, kv_head;
+    int32_t batch, k_begin;  // of dense arrays the batch entry and 0, of packed ones 0 and the first token
+};
+
+constexpr int kTileSlots = 2;  // of Sm90KeyTile
+
 template <class Config>
 struct Sm90BackwardShared {
     // First, since compute-sanitizer takes a product with terms, whose second eight columns are the first
     // ones again, to read twice the bytes.
     alignas(1024) typename Config::Lse lse[Config::kStages][Config::kQueries];
     alignas(1024) typename Config::Delta delta[Config::kStages][Config::kQueries];
-    alignas(1024) unsigned char k[Config::kKeyTileBytes];  // at the end dK
-    alignas(1024) unsigned char v[Config::kKeyTileBytes];  // at the end dV
+    alignas(1024) unsigned char k[Config::kKeyTileBytes];  // at the end dK, unless persistent
+    alignas(1024) unsigned char v[Config::kKeyTileBytes];  // at the end dV, unless persistent
     alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
-    alignas(1024) unsigned char ds[Config::kDsSlots][Config::kDsTileBytes];
+    // Slots of kDsTileBytes; at the end of a tile of keys dV and behind it dK, if persistent.
+    alignas(1024) unsigned char ds[Config::kDsBytes];
     // With roles: weights on their way from one warpgroup to the other, as its lanes hold them.
     alignas(16)
         uint4 weights[Config::kRoles ? Config::kStages : 1][Config::kRoles ? Config::kQueries / 16 * 128 : 1];
     // Which weights dropout leaves out: of each key a bit for each query.
     alignas(
         16) uint32_t dropped[Config::kDropout ? Config::kStages : 1][Config::kKeys][Config::kQueries / 32];
-    // Facts about the sequence, written by the loader before the keys arrive. Consumers read them here, since
-    // they have no registers to keep them in.
-    Visibility see;
-    int32_t first_q_pos, first_key;
+    // Of this tile of keys and the next one. Consumers read them here, since they have no registers to keep
+    // them in.
+    Sm90KeyTile tiles[kTileSlots];
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
-    // one does. q_empty is that of dout and dropped too.
-    uint64_t keys_full, q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
+    // one does. q_empty is that of dout and dropped too. gradients: dK and dV on their way out.
+    uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+    uint64_t k_full, v_full, keys_empty, gradients_full, gradients_empty;
+    uint64_t q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dropped_full[Config::kStages];
     uint64_t weights_full[Config::kStages], weights_empty[Config::kStages];
     uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
 
+    __device__ unsigned char* ds_slot(int slot) { return ds + slot * Config::kDsTileBytes; }
+    __device__ unsigned char* dv_out() { return Config::kPersistent ? ds : v; }
+    __device__ unsigned char* dk_out() { return Config::kPersistent ? ds + Config::kKeyTileBytes : k; }
+
     __device__ void init() {
-        ptx::mbarrier_init(&keys_full, 1);
+        for (int i = 0; i < kTileSlots; ++i) {
+            ptx::mbarrier_init(&tile_full[i], 1);
+            // Consumers, those who draw, and the one who stores.
+            ptx::mbarrier_init(&tile_empty[i],
+                               Config::kConsumerWarps + (Config::kDropout ? Config::kDrawingWarps : 0) + 1);
+        }
+        ptx::mbarrier_init(&k_full, 1);
+        ptx::mbarrier_init(&v_full, 1);
+        ptx::mbarrier_init(&keys_empty, Config::kConsumerWarps);
+        ptx::mbarrier_init(&gradients_full, Config::kConsumerWarps);
+        ptx::mbarrier_init(&gradients_empty, 1);
         for (int i = 0; i < Config::kStages; ++i) {
             ptx::mbarrier_init(&q_full[i], 1);
             ptx::mbarrier_init(&dout_full[i], 1);
@@ -70,15 +96,16 @@ struct Sm90BackwardWork {
     int32_t whole_begin, whole_end;  // the tiles all of whose queries see all keys of the CTA
     int32_t workspace_tile;          // the tile of the sequence's first query
 
-    // num_keys is 0 past the last tile.
-    __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan) {
-        const SequenceTile tile =
-            find_sequence_tile<Config::kKeys>(p.cu_seqlens_k, p.batch, plan.key_tiles, blockIdx.x);
+    // num_keys is 0 past the last tile. cta_tile: a place in plan.key_order.
+    __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
+                                int32_t cta_tile) {
+        const auto [tile, head] =
+            find_head_tile<Config::kKeys>(plan.key_order, p.cu_seqlens_k, p.batch, cta_tile);
         num_keys = 0;
         if (tile.batch < 0) return;
         batch = tile.batch;
         seq = SequenceSlice::make(p, batch);
-        kv_head = blockIdx.y;
+        kv_head = head;
         group_size = p.group_size();
         first_key = tile.index * Config::kKeys;
         num_keys = max(min(seq.see.seqlen_k - first_key, Config::kKeys), 0);
@@ -99,15 +126,29 @@ struct Sm90BackwardWork {
     }
 };
 
-// The steps of a CTA in order, without divisions.
+// The tiles of keys that a CTA works through, counted: `count` is that of the tile under way.
+struct Sm90TileCount {
+    int32_t count = 0;
+
+    __device__ int slot() const { return count % kTileSlots; }
+    __device__ uint32_t slot_parity() const { return static_cast<uint32_t>(count) / kTileSlots % 2; }
+    // Of barriers that have a phase for each tile.
+    __device__ uint32_t parity() const { return static_cast<uint32_t>(count) % 2; }
+};
+
+// The steps of a tile of keys in order, without divisions. Their numbers go on from one tile to the next.
 template <class Config>
 class Sm90BackwardStep {
   public:
-    int32_t index = 0, head, tile;
+    int32_t index, end, head, tile;
 
-    __device__ explicit Sm90BackwardStep(const Sm90BackwardWork<Config>& work)
-        : head(work.kv_head * work.group_size), tile(work.first_tile) {}
+    __device__ Sm90BackwardStep(const Sm90BackwardWork<Config>& work, int32_t begin)
+        : index(begin),
+          end(begin + work.num_steps),
+          head(work.kv_head * work.group_size),
+          tile(work.first_tile) {}
 
+    __device__ bool is_left() const { return index < end; }
     __device__ void advance(const Sm90BackwardWork<Config>& work) {
         if (++tile == work.first_tile + work.num_tiles) {
             tile = work.first_tile;

@@ -30,6 +30,7 @@ struct Sm90BackwardTiles {
     constexpr int keys() const { return roles ? 64 : 64 * warpgroups; }
     constexpr bool dq_apart() const { return ds_slots == 0; }
     constexpr int consumer_warps() const { return 4 * warpgroups; }
+    constexpr bool persistent() const { return !roles; }  // a CTA works through many tiles of keys
 };
 
 constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
@@ -95,6 +96,13 @@ struct Sm90BackwardConfig {
     static constexpr int kQueryTileBytes = kColumnBlocks * kQueryBlockBytes;
     // [keys][queries]; where dQ has a kernel of its own, nothing lies there.
     static constexpr int kDsTileBytes = kDqApart ? 16 : kQueries / 64 * kKeyBlockBytes;
+    // A CTA works through many tiles of keys, and dK and dV leave from where tiles of dS lie, so that the
+    // next keys may come meanwhile. With roles there is no room for that: a CTA has one tile, and dK and dV
+    // leave from where K and V were.
+    static constexpr bool kPersistent = kTiles.persistent();
+    static constexpr int kDsBytes = kPersistent && kDsSlots * kDsTileBytes < 2 * kKeyTileBytes
+                                        ? 2 * kKeyTileBytes
+                                        : kDsSlots * kDsTileBytes;
     // What setmaxnreg leaves the other warpgroups, and gives the consumers.
     static constexpr int kLoaderRegisters = 24, kDrawingRegisters = 40;
     static constexpr int kConsumerRegisters = kDropout ? 224 : 240;

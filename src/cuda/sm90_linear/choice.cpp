@@ -18,7 +18,7 @@ int32_t x_rows_for(const int32_t (&x_rows)[kCount], int64_t num_rows) {
                          [&](int32_t rows) { return rows >= num_rows; });
 }
 
-// The tile that a row of a table names, unless the row is of a kernel for other GPUs.
+// Returns the tile that a row of a table names, unless the row names a kernel for other GPUs.
 std::optional<Sm90LinearTile> tile_of(const LinearTableRow& row, const LinearProblem& problem) {
     if (row.kernel != LinearKernel::sm90_flat && row.kernel != LinearKernel::sm90_wide) return std::nullopt;
     const auto kernel =
@@ -27,7 +27,8 @@ std::optional<Sm90LinearTile> tile_of(const LinearTableRow& row, const LinearPro
                           row.ctas_per_sm};
 }
 
-// Chooses among all tiles that have an instance and that `is_wanted` accepts.
+// Returns the tile with the least estimated time among those that have an instance and that `is_wanted`
+// accepts.
 template <class Predicate>
 Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu,
                               Predicate is_wanted) {
@@ -46,9 +47,9 @@ Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const G
 }
 
 // Constants of the estimate, fitted to the times of benchmarks/results/tiles-h100.jsonl and tiles-h200.jsonl
-// (docs/notebook/linear.md) and the same for both GPUs. In microseconds, of a kernel: to launch and end; for
-// a product of 8 rows of w with 16 columns of K; for each stage; for each further CTA that has to wait for a
-// place on an SM, with room there for one and for several.
+// (docs/notebook/linear.md); they are the same for both GPUs. The costs of a kernel, in microseconds: to
+// launch and end; for a product of 8 rows of w with 16 columns of K; for each stage; for each further CTA
+// that has to wait for a place on an SM, where the SM has room for one and where it has room for several.
 struct Costs {
     double launch, product, stage, wave_of_one, wave_of_several;
 };
@@ -57,24 +58,24 @@ constexpr Costs kWideCosts{2.53, 2.79e-3, 0.051, 1.42, 1.42};
 constexpr double kResultCost = 0.16e-3;    // for each number that a CTA writes
 constexpr double kSplitCost = 0.204;       // for each further CTA of a cluster
 constexpr double kExchangeCost = 0.64e-3;  // for each number that a CTA of sm90_flat gets or sends
-constexpr double kLatency = 1.25;          // of a copy, while the memory is busy
-// The share of the memory's bandwidth that is reached with an even load; the power by which it falls with the
-// evenness; by how much copies of 128 bytes of a row take longer than those of more; what a CTA reads alone.
+constexpr double kLatency = 1.25;          // the latency of a copy, while the memory is busy
+// The share of the memory's bandwidth that an even load reaches; the power of the evenness by which it falls;
+// by how much copies of 128 bytes of a row take longer than longer ones; the most that a CTA alone reads.
 constexpr double kShareOfBandwidth = 0.923, kFalls = 0.14, kMoreOfOnePanel = 0.06, kMostOfCta = 171;  // GB/s
-constexpr double kNorm = 2.6;  // in which limits that bind at once add up
+constexpr double kNorm = 2.6;  // the norm by which limits that bind at once are combined
 
-// How many SMs clusters of this size can occupy at once: some SMs of a GPC are left over.
+// How many SMs clusters of this size can occupy together: some SMs of a GPC are left over.
 double num_usable_sms(const Gpu& gpu, int32_t splits) {
     if (splits == 8) return gpu.num_sms * (112.0 / 132);
     return splits == 4 ? gpu.num_sms * (120.0 / 132) : gpu.num_sms;
 }
 
-// How many CTAs an SM has room for: more than the tile says, where K is short and the ring with it. Registers
-// are those of the compiled kernels, roughly.
+// How many CTAs an SM has room for. It is more than the tile says where K, and with it the ring, is short.
+// Registers are roughly those of the compiled kernels.
 double ctas_on_sm(const Sm90LinearPlan& plan) {
     const Sm90LinearTile& tile = plan.tile;
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
-    if (!is_flat && tile.splits == 1) return tile.ctas_per_sm;  // its grid is no larger
+    if (!is_flat && tile.splits == 1) return tile.ctas_per_sm;  // the grid has no more CTAs
     constexpr double kSharedOfSm = 228 * 1024, kSharedOfSystem = 1024, kRegistersOfSm = 65536;
     const int32_t threads = is_flat ? 32 * kFlatWarps + 32 : 128 * wide_warpgroups(tile.x_rows) + 32;
     const double registers = is_flat ? 56 + tile.w_rows * tile.x_rows / 28.0 : 40 + tile.w_rows / 2.0;
@@ -83,10 +84,10 @@ double ctas_on_sm(const Sm90LinearPlan& plan) {
     return std::max<double>(fit, tile.ctas_per_sm);
 }
 
-// The share of the most that one of `places` has, which the average has.
+// How evenly `parts` fill `places`: the average number in a place over the largest number.
 double evenness(double parts, double places) { return parts / places / std::ceil(parts / places); }
 
-// The larger one, or somewhat more than it if both are large.
+// The larger of the two, or somewhat more if both are large.
 double add_limits(double a, double b) {
     const double larger = std::max(a, b);
     return larger == 0 ? 0 : larger * std::pow(1 + std::pow(std::min(a, b) / larger, kNorm), 1 / kNorm);
@@ -105,9 +106,9 @@ LinearChoice choose(const LinearProblem& problem, DType dtype, const Gpu& gpu) {
     return choice;
 }
 
-// One tile, but for its rows of x, for any number of rows of x, so that bits do not depend on that number. It
-// is the tile of sm90_flat that serves few rows best; its order of addition follows from the panels of a
-// stage and the splits.
+// Chooses one tile for any number of rows of x, so that bits do not depend on that number; only the tile's
+// rows of x vary. It is the tile of sm90_flat that serves few rows best; its order of addition follows from
+// the panels of a stage and the splits.
 LinearChoice choose_invariant(const LinearProblem& problem, DType dtype, const Gpu& gpu) {
     const LinearProblem few{kFlatXRows[0], problem.w_rows, problem.depth};
     const int32_t most_x_rows = *(std::end(kFlatXRows) - 1);
@@ -140,14 +141,15 @@ double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90Li
     const Sm90LinearTile& tile = plan.tile;
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
     const Costs& costs = is_flat ? kFlatCosts : kWideCosts;
-    const auto depth = static_cast<double>(problem.depth) / tile.splits;  // of a CTA
+    const auto depth = static_cast<double>(problem.depth) / tile.splits;  // columns of K for a CTA
     const double num_sms = num_usable_sms(gpu, tile.splits), on_sm = ctas_on_sm(plan);
     const double places = num_sms * on_sm;
     const double parts = static_cast<double>(plan.w_tiles) * plan.x_tiles * tile.splits;
     const double waves = std::ceil(parts / places), rest = parts - std::floor(parts / places) * places;
 
-    // Full waves read at the bandwidth of the memory. The last one is slower: pairs of SMs, and SMs, with
-    // more CTAs than others end last, and few CTAs cannot draw all of it. Tiles of x share the weights in L2.
+    // Full waves read at the bandwidth of the memory. The last wave is slower: SMs, and pairs of SMs, with
+    // more CTAs than others end last, and few CTAs cannot draw the whole bandwidth. Tiles of x share the
+    // weights in L2.
     const double bytes =
         2.0 * tile.w_rows * depth / plan.x_tiles * (plan.stage().panels == 1 ? 1 + kMoreOfOnePanel : 1);
     const double bytes_per_us = kShareOfBandwidth * std::max(gpu.memory_gb_per_s, 1) * 1e3;
@@ -157,7 +159,7 @@ double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90Li
         reading +=
             add_limits(rest * bytes / bytes_per_us * std::pow(evenly, -kFalls), bytes / (kMostOfCta * 1e3));
     }
-    // What does not fit in the ring waits for it to go round.
+    // Stages that do not fit in the ring have to wait until it has gone round.
     const double stages = static_cast<double>(ceil_divide(plan.steps, tile.splits));
     const double waiting = waves * std::max(stages / plan.stages - 1, 0.0) * kLatency;
     const double x_columns = is_flat ? tile.x_rows / 8.0 : 1.0;  // two warpgroups multiply at once
@@ -175,7 +177,7 @@ LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& g
     using Key = std::tuple<int64_t, int64_t, int64_t, const Gpu*, DType, bool>;
     struct Memory {
         std::map<Key, LinearChoice> choices;
-        uint64_t version = 0;  // the version of the tables that they were made by
+        uint64_t version = 0;  // the version of the tables that the choices were made by
     };
     thread_local Memory thread_memory;
     Memory& memory = thread_memory;  // looking it up takes time

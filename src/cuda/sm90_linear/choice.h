@@ -6,16 +6,17 @@
 
 namespace octavo::cuda {
 
-// With more rows of x a library's product is the faster one where no table says otherwise: so it was for 13
-// of 17 layers with 256 rows, and for 2 of them with 128 (benchmarks/results/tiles-h100.jsonl).
+// With more rows of x than this, a library's product is taken as the faster one where no table says
+// otherwise: it was the faster one for 13 of 17 layers with 256 rows, and for 2 of them with 128
+// (benchmarks/results/tiles-h100.jsonl).
 constexpr int64_t kSm90MostRows = 128;
 
-// The tile of the tables (cuda/linear/table.h), and otherwise the one that ought to take the least time; with
-// batch_invariant one whose order of addition does not depend on the rows of x. Remembered by each thread,
-// until a table changes.
+// Returns the tile of the tables (cuda/linear/table.h), or otherwise the one with the least estimated time;
+// with batch_invariant, one whose order of addition does not depend on the rows of x. Each thread remembers
+// its choices until a table changes.
 LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool batch_invariant);
 
-// The smallest number of rows of x in a tile that holds these, or the largest there is.
+// The smallest number of rows of x in a tile that holds `num_rows`, or the largest there is.
 int32_t x_rows_for(Sm90LinearKernel kernel, int64_t num_rows);
 
 // Calls `visit` with each tile that may have an instance.
@@ -32,11 +33,11 @@ void for_each_tile(const LinearProblem& problem, Visit visit) {
     for (const WideTile& tile : kWideTiles) each(Sm90LinearKernel::wide, tile.w_rows);
 }
 
-// Whether the tile is worth an estimate: sm90_flat is for few rows of x, and splits share out one wave of
-// CTAs.
+// Whether the tile is worth an estimate: sm90_flat is for few rows of x, and splits pay only within one wave
+// of CTAs.
 bool may_be_fastest(const LinearProblem& problem, const Gpu& gpu, const Sm90LinearPlan& plan);
 
-// In microseconds, roughly.
+// A rough estimate of the time, in microseconds.
 double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90LinearPlan& plan);
 
 }  // namespace octavo::cuda

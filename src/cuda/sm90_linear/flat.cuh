@@ -1,9 +1,11 @@
-// sm90_flat: a few rows of x times weights, by mma.sync with the weights on its side of 16 rows and x on that
-// of 8, so that x is padded to 8 rows alone (the flat GEMM of FlashDecoding++).
+// sm90_flat: a few rows of x times weights, by mma.sync with the weights on its side of 16 rows and x on its
+// side of 8, so that x is padded only to 8 rows (the flat GEMM of FlashDecoding++). Page:
+// docs/kernels/linear.md.
 //
-// grid: tiles x splits, a cluster each. A CTA has a tile of rows of w and its part of K, which one thread
-// copies through the ring. Each of eight warps takes an eighth of the columns of every stage; their sums, and
-// those of the cluster, are added at the end, in an order that follows from K, the tile and the splits alone.
+// grid: tiles x splits; the CTAs of a tile are a cluster. A CTA owns a tile of rows of w and its split of K,
+// which one thread copies through the ring. Each of eight warps takes an eighth of the columns of every
+// stage; their sums, and those of the cluster, are added in the end, in an order that follows from K, the
+// tile and the splits alone.
 #pragma once
 
 #include "cuda/linear/flat_tile.cuh"
@@ -19,9 +21,9 @@ struct FlatConfig : FlatTileConfig<kWRows, kXRows, kPanels> {
     static constexpr int kMinCtas = flat_fits_twice(kWRows, kXRows) ? 2 : 1;
 };
 
-// Adds up the sums of all warps, and of the CTAs of the cluster, which share the tiles: every splits-th is
-// this CTA's. As splits divides the number of warps, a warp either sends or receives all of its tiles from a
-// certain CTA, so that none waits for one that waits for it.
+// Adds up the sums of all warps, and of the CTAs of the cluster. The CTAs divide the tiles: every splits-th
+// belongs to this CTA. As `splits` divides the number of warps, all tiles of a warp have the same owner: the
+// warp sends either all of its tiles or none, so that no two warps wait for each other.
 template <class T, class Config>
 __device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int32_t tile, int32_t rank,
                                                   const FlatProducts<T, Config>& products) {
@@ -29,15 +31,15 @@ __device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto* const of_warps = reinterpret_cast<float4*>(linear_stages());
     auto* const landed = reinterpret_cast<float4*>(linear_stages() + p.stages * Config::kStage.bytes());
-    const int32_t shares = (kTiles + p.splits - 1) / p.splits;  // the most that a CTA has
+    const int32_t shares = (kTiles + p.splits - 1) / p.splits;  // the most tiles that a CTA owns
     auto slot = [&](int32_t from, int32_t to, int i) {
         return ((from < to ? from : from - 1) * shares + i / p.splits) * 32 + lane;
     };
 
-    ptx::named_barrier_sync(1, Config::kConsumers);  // all have read the stages
+    ptx::named_barrier_sync(1, Config::kConsumers);  // all warps have read the stages
     share_sums(of_warps, products);
     ptx::named_barrier_sync(1, Config::kConsumers);
-    if (p.splits > 1) ptx::cluster_wait();  // the others have barriers
+    if (p.splits > 1) ptx::cluster_wait();  // the other CTAs have initialised their barriers
     const int32_t column = p.first_column(tile / p.x_tiles);
     const int32_t end = min(p.first_column(tile / p.x_tiles + 1), p.output.width);
     for (int i = warp; i < kTiles; i += kFlatWarps) {
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
         products.multiply();
         at.advance(p.stages);
     }
-    ptx::wait_for_previous_grid();  // it may be what residual comes from
+    ptx::wait_for_previous_grid();  // `residual` may be its result
     finish_flat_tiles<T, Config>(p, tile, rank, products);
 }
 

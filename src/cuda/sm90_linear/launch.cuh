@@ -1,4 +1,4 @@
-// The instances of one number of rows of w, launched.
+// Launches the instances for one number of rows of w.
 #pragma once
 
 #include "cuda/launch.cuh"

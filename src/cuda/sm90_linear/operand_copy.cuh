@@ -1,4 +1,5 @@
-// The ring of stages in shared memory through which both kernels get w and x, and the thread that fills it.
+// The ring of stages in shared memory through which w and x come to both kernels, and the thread that fills
+// it.
 #pragma once
 
 #include "cuda/ptx/grid_dependency.h"
@@ -10,10 +11,11 @@
 
 namespace octavo::cuda {
 
-// At the start of a CTA's shared memory; the stages follow, then what other CTAs of the cluster send.
+// The start of a CTA's shared memory; the stages follow, then room for the sums that other CTAs of the
+// cluster send.
 struct alignas(1024) LinearBarriers {
     uint64_t full[kMaxLinearStages], empty[kMaxLinearStages];
-    uint64_t landed;  // all sums that the others send to this CTA
+    uint64_t landed;  // completes when all sums that the others send to this CTA have arrived
 };
 
 __device__ __forceinline__ LinearBarriers& linear_barriers() {
@@ -24,7 +26,7 @@ __device__ __forceinline__ char* linear_stages() {
     return reinterpret_cast<char*>(&linear_barriers()) + sizeof(LinearBarriers);
 }
 
-// The part of K that is this CTA's, in steps.
+// This CTA's split of K, in steps.
 struct StepRange {
     int32_t begin, end;
 
@@ -32,7 +34,7 @@ struct StepRange {
         : begin(rank * p.steps / p.splits), end((rank + 1) * p.steps / p.splits) {}
 };
 
-// Where a CTA is in the ring, and how often it has been around.
+// Where a CTA is in the ring, and how often it has gone round.
 struct RingPosition {
     int32_t stage = 0;
     uint32_t parity = 0;
@@ -44,7 +46,7 @@ struct RingPosition {
     }
 };
 
-// Called by one thread. `landed_bytes`: what the other CTAs send.
+// One thread calls this. `landed_bytes`: how many bytes the other CTAs send.
 __device__ __forceinline__ void init_linear_barriers(const Sm90LinearLaunch& p, uint32_t consumer_warps,
                                                      uint32_t landed_bytes) {
     LinearBarriers& barriers = linear_barriers();
@@ -67,7 +69,7 @@ class OperandCopy {
         begin(tile);
     }
 
-    // Runs in one thread. The first weights are requested before the kernel in front has ended, if the caller
+    // Runs in one thread. The first weights are requested before the previous kernel has ended, if the caller
     // has promised that nothing still writes them.
     __device__ __forceinline__ void run() {
         if (range_.begin == range_.end) return;
@@ -107,7 +109,7 @@ class OperandCopy {
         if (++step_ == range_.end) begin(tile_ + num_ctas_);
     }
 
-    // Opens the stage for all of its bytes.
+    // Copies the weights of a stage; its barrier expects the bytes of x, too.
     __device__ __forceinline__ void copy_weights(int32_t stage) {
         ptx::mbarrier_arrive_expect(&linear_barriers().full[stage], p_.stage_bytes);
         copy(stage, &p_.w, p_.panels * kXRows * 128, kWRows, w_row_, ptx::kEvictFirst);

@@ -10,21 +10,21 @@
 namespace octavo::cuda {
 
 // w and x are tensors of five axes: the columns of a panel, rows, the two halves of w where there is a gate,
-// panels, and one more. Where K is no multiple of a panel, the innermost axis is all of K, so that what is
-// behind it is zero, and a copy moves one panel alone.
+// panels, and one more. Where K is no multiple of a panel, the innermost axis is all of K, so that columns
+// behind it are loaded as zeros, and a copy moves one panel alone.
 struct Sm90LinearLaunch {
     CUtensorMap w, x;
-    bool copies_stages;                   // a whole stage of w, or of x, at once
-    bool static_weight;                   // w may be read before the kernel in front has ended
-    int32_t steps;                        // stages that K takes
-    int32_t splits;                       // parts of K: the CTAs of a cluster
-    int32_t x_tiles, num_tiles;           // tiles of x; tiles in all, those of x innermost
-    int32_t w_tiles, column_groups;       // tiles of w, which share groups of eight columns of the result
+    bool copies_stages;              // whether one copy moves a whole stage of w, or of x
+    bool static_weight;              // whether w may be read before the previous kernel has ended
+    int32_t steps;                   // stages that K takes
+    int32_t splits;                  // splits of K: the CTAs of a cluster
+    int32_t x_tiles, num_tiles;      // tiles of x; tiles in all, those of x innermost
+    int32_t w_tiles, column_groups;  // tiles of w; groups of eight columns of the result, which they share
     int32_t stages, stage_bytes, panels;  // stages of the ring; bytes and panels of a stage
     LinearOutput output;
 
-    // The first column of the result that belongs to a tile of w; also for the tile behind the last. All
-    // tiles have the same number of columns, give or take eight, so that none is nearly empty.
+    // The first column of the result that belongs to a tile of w; it is defined for the tile behind the last,
+    // too. All tiles have the same number of columns, give or take eight, so that none is nearly empty.
     OCTAVO_HD int32_t first_column(int32_t w_tile) const {
         return static_cast<int32_t>(static_cast<uint32_t>(w_tile) * static_cast<uint32_t>(column_groups) /
                                     static_cast<uint32_t>(w_tiles)) *

@@ -9,9 +9,11 @@
 namespace octavo::cuda {
 namespace {
 
-constexpr int32_t kBarrierBytes = 1024;                                  // LinearBarriers
-constexpr int32_t kSharedOfOne = 227 * 1024, kSharedOfTwo = 113 * 1024;  // a CTA's, with one or two on an SM
-constexpr int32_t kFewStages = 4;  // stages of two panels; sm90_wide takes stages of one if no more fit
+constexpr int32_t kBarrierBytes = 1024;  // the room that LinearBarriers takes
+// The shared memory of a CTA, with one or two on an SM.
+constexpr int32_t kSharedOfOne = 227 * 1024, kSharedOfTwo = 113 * 1024;
+// If no more stages of two panels fit, sm90_wide takes stages of one.
+constexpr int32_t kFewStages = 4;
 
 template <class Tile, size_t kCount>
 const Tile* find_tile(const Tile (&tiles)[kCount], int32_t w_rows) {
@@ -40,7 +42,7 @@ bool is_one_of(const int32_t (&values)[kCount], int32_t value) {
     return std::find(std::begin(values), std::end(values), value) != std::end(values);
 }
 
-// Whether there is such a tile: a user may have made the plan up.
+// Whether there is such a tile; a plan of the user's may name one that does not exist.
 bool has_tile(const Sm90LinearTile& tile) {
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
     return (is_flat ? is_one_of(kFlatXRows, tile.x_rows) : is_one_of(kWideXRows, tile.x_rows)) &&
@@ -54,7 +56,7 @@ Sm90LinearTile tile_of(const LinearPlan& plan) {
             plan.ctas_per_sm};
 }
 
-// For the sums of other CTAs of the cluster.
+// The room for sums that other CTAs of the cluster send.
 int32_t landing_bytes(const Sm90LinearTile& tile) {
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
     const int64_t parts = is_flat ? tile.w_rows / 16 * (tile.x_rows / 8) : tile.w_rows / 16;
@@ -69,7 +71,7 @@ std::string instance(DType dtype, Sm90LinearKernel kernel, int32_t w_rows, int32
 
 }  // namespace
 
-// A product of nothing has the plan of one row; it is not executed.
+// A product without rows has the plan of one row; it is not executed.
 LinearProblem linear_problem(const LinearParams& p) {
     return {std::max<int64_t>(p.num_rows, 1), std::max<int64_t>(p.w_rows(), 1), p.depth};
 }
@@ -87,7 +89,7 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DTy
     if (!has_instance(tile)) return std::nullopt;
     const int64_t w_tiles = ceil_divide(problem.w_rows, tile.w_rows);
     const int64_t x_tiles = ceil_divide(problem.num_rows, tile.x_rows);
-    // The latter for Sm90LinearLaunch::first_column.
+    // The second bound is needed by Sm90LinearLaunch::first_column.
     if (w_tiles > INT32_MAX / x_tiles || w_tiles > UINT32_MAX / ceil_divide(problem.w_rows, 8))
         return std::nullopt;
     Sm90LinearPlan plan{};
@@ -107,7 +109,7 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DTy
     const int32_t landing = landing_bytes(tile);
     const int32_t room = (shared_bytes_of(tile) - kBarrierBytes - landing) / stage.bytes();
     int64_t least = 2;
-    if (tile.kernel == Sm90LinearKernel::flat) {  // at the end the stages hold the sums of all warps
+    if (tile.kernel == Sm90LinearKernel::flat) {  // in the end the stages hold the sums of all warps
         const int32_t sums = kFlatWarps * (tile.w_rows / 16) * (tile.x_rows / 8) * 32 * 16;
         least = std::max<int64_t>(least, ceil_divide(sums, stage.bytes()));
     }
@@ -125,7 +127,7 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& p, const Gpu&
     const int64_t x_stride = p.x_rows.strides[0];
     if (!aligned(p.w, 16, {p.w_stride}, p.dtype) || !aligned(p.x, 16, {x_stride}, p.dtype))
         return refuse(why_not, "rows of x and w must start on 16 bytes");
-    // A single row always starts on 16 bytes. The same kernel has to serve it and all of them.
+    // The same kernel has to serve a single row, whose stride does not matter, and many.
     if (p.batch_invariant && p.depth % 8 != 0)
         return refuse(why_not, "rows of x and w must start on 16 bytes");
     if (p.w_stride < 0 || x_stride < 0) return refuse(why_not, "strides of x and w must not be negative");

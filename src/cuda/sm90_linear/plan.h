@@ -16,12 +16,12 @@ namespace octavo::cuda {
 
 enum class Sm90LinearKernel : uint8_t { flat, wide };
 
-// An instance, but for its type, and how it is launched.
+// An instance, except for its type, and how it is launched.
 struct Sm90LinearTile {
     Sm90LinearKernel kernel;
     int32_t w_rows, x_rows;
-    int32_t splits;       // parts of K: the CTAs of a cluster, a power of two
-    int32_t ctas_per_sm;  // for which there is room at once, 1 or 2
+    int32_t splits;       // splits of K: the CTAs of a cluster, a power of two
+    int32_t ctas_per_sm;  // how many CTAs an SM has room for, 1 or 2
 };
 
 struct LinearChoice {
@@ -34,11 +34,11 @@ struct Sm90LinearPlan {
     DType dtype;
     Sm90LinearTile tile;
     LinearPlanSource source;  // where the tile comes from
-    bool library_is_faster;   // as the tables say, or for this many rows of x
+    bool library_is_faster;   // according to the tables or, without one, to the number of rows of x
     int32_t w_tiles, x_tiles;
-    int32_t steps;  // stages that K takes
+    int32_t steps;  // the number of stages that K fills
     int32_t num_ctas;
-    int32_t stages;  // stages of the ring
+    int32_t stages;  // the stages that the ring has room for
     int32_t shared_bytes;
 
     LinearStage stage() const;
@@ -47,16 +47,16 @@ struct Sm90LinearPlan {
 // The problem that these parameters describe.
 LinearProblem linear_problem(const LinearParams& params);
 
-// With the tile of params.plan, if there is one, which must be for it. Nothing where it does not serve:
-// why_not, unless null, then gets the reason.
+// Plans with the tile of params.plan if that is given; it must name a kernel of sm90_linear. Returns nothing
+// where sm90_linear does not serve; why_not, unless null, then gets the reason.
 std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& params, const Gpu& gpu,
                                                std::string* why_not = nullptr);
 
-// With this tile. Nothing if there is no instance of it, or no room for its stages.
+// Plans with this tile. Returns nothing if the tile has no instance, or if there is no room for its stages.
 std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DType dtype, const Gpu& gpu,
                                                const Sm90LinearTile& tile);
 
-// The tiles that may be the fastest, and what they ought to take, in microseconds, the fastest first.
+// The tiles that may be the fastest, and their estimated times in microseconds, the fastest first.
 std::vector<std::pair<LinearPlan, double>> sm90_linear_candidates(const LinearProblem& problem, DType dtype,
                                                                   const Gpu& gpu);
 

@@ -10,7 +10,7 @@
 
 namespace octavo::cuda {
 
-// One for each row of kFlatTiles or kWideTiles and type, compiled from instance.cu.in.
+// Each row of kFlatTiles or kWideTiles has one for each type, compiled from instance.cu.in.
 template <class T, int kRow>
 void launch_sm90_flat(int32_t device, const Sm90LinearPlan&, const Sm90LinearLaunch&, cudaStream_t);
 template <class T, int kRow>
@@ -44,7 +44,7 @@ Launch launch_of(const Sm90LinearPlan& plan) {
     return kWide.at(row);
 }
 
-// Rows of w or x, `halves` runs of them, as the kernels copy them (parameters.h).
+// The tensor map of rows of w or x, in `halves` runs, as the kernels copy them (parameters.h).
 CUtensorMap map_of_rows(const void* base, int64_t rows, int64_t halves, int64_t stride, int64_t depth,
                         int32_t tile_rows, int32_t panels, bool copies_stages) {
     const int32_t box_rows = static_cast<int32_t>(tile_rows / halves);

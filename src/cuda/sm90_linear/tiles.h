@@ -1,5 +1,4 @@
-// What the kernels of sm90_linear are compiled for. CMakeLists.txt reads the tables, a row
-// a line.
+// What the kernels of sm90_linear are compiled for. CMakeLists.txt reads the tables, one row per line.
 #pragma once
 
 #include "cuda/linear/stage.h"
@@ -8,8 +7,8 @@
 
 namespace octavo::cuda {
 
-// Raise it with each change of a kernel or tile that moves times, so that what users have measured of the
-// kernels before is no longer used.
+// Raise it with each change of a kernel or tile that changes times, so that measurements that users made of
+// earlier kernels are no longer used.
 constexpr int32_t kLinearKernels = 1;
 
 constexpr int32_t kMaxLinearStages = 32;
@@ -18,8 +17,8 @@ constexpr int32_t kMaxLinearSplits = 8;
 // Tiles of sm90_flat by their rows of w, a multiple of 16.
 struct FlatTile {
     int32_t w_rows;
-    int32_t panels;      // panels of a stage, a multiple of two
-    int32_t max_x_rows;  // compiled for all of kFlatXRows up to this
+    int32_t panels;      // panels in a stage, a multiple of two
+    int32_t max_x_rows;  // the tile is compiled for all of kFlatXRows up to this
 };
 // clang-format off
 constexpr FlatTile kFlatTiles[] = {
@@ -37,7 +36,7 @@ constexpr int32_t kFlatXRows[] = {8, 16, 32, 64};
 // Tiles of sm90_wide by their rows of w, a multiple of 16 that wgmma can take.
 struct WideTile {
     int32_t w_rows;
-    int32_t max_x_rows;  // compiled for all of kWideXRows up to this
+    int32_t max_x_rows;  // the tile is compiled for all of kWideXRows up to this
 };
 // clang-format off
 constexpr WideTile kWideTiles[] = {
@@ -57,7 +56,7 @@ constexpr int32_t kWideXRows[] = {16, 32, 64, 128};
 
 constexpr int32_t wide_warpgroups(int32_t x_rows) { return x_rows <= 64 ? 1 : x_rows / 64; }
 
-// Whether two CTAs of a tile have registers enough on one SM.
+// Whether one SM has enough registers for two CTAs of a tile.
 constexpr bool flat_fits_twice(int32_t w_rows, int32_t x_rows) { return w_rows * x_rows < 32 * 64; }
 constexpr bool wide_fits_twice(int32_t w_rows, int32_t x_rows) { return w_rows * x_rows <= 64 * 192; }
 

@@ -1,9 +1,11 @@
-// sm90_wide: rows of x times weights by wgmma, with x on its side of 64 rows and the weights on the other, as
-// many rows of w to a tile as bring the tiles near the number of SMs (as DeepGEMM picks them).
+// sm90_wide: rows of x times weights by wgmma, with x on its side of 64 rows and the weights on the other. A
+// tile has as many rows of w as bring the number of tiles near the number of SMs (as DeepGEMM picks them).
+// Page: docs/kernels/linear.md.
 //
-// grid: CTAs x splits, a cluster each; a CTA works through every num_ctas-th tile, one alone where K is
-// split. One thread copies through the ring; a warpgroup multiplies up to 64 rows of x. Fewer rows of x than
-// 64 are not padded: wgmma reads on into the weights behind them, and the sums of those rows are dropped.
+// grid: CTAs x splits; the splits of a tile are a cluster. A CTA owns every num_ctas-th tile, or a split of a
+// single tile where K is split. One thread copies through the ring; a warpgroup multiplies up to 64 rows of
+// x. Fewer rows of x than 64 are not padded: wgmma reads on into the weights behind them, and the sums of
+// those rows are dropped.
 #pragma once
 
 #include "cuda/linear/output.cuh"
@@ -21,11 +23,11 @@ struct WideConfig {
     static constexpr int kWarpgroups = wide_warpgroups(kXRows);
     static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 32;
     // A thread has the sums of groups of eight rows of w. Each group is sent or kept together with the group
-    // half a tile behind it; with a gate, those two belong together.
+    // half a tile behind it: with a gate, the result needs both.
     static constexpr int kGroups = kWRows / 8, kPairs = kGroups / 2;
 };
 
-// Out of line: a thread writes up to 128 pairs.
+// This is not inlined, since a thread writes up to 128 pairs.
 template <class T>
 __device__ __noinline__ void write_pair_of_many(const LinearOutput& p, int32_t row, int32_t column,
                                                 int32_t end, float2 gate, float2 up) {
@@ -40,7 +42,7 @@ class WideProducts {
         for (float& sum : sums_) sum = 0.0f;
     }
 
-    // `stage`: its address in the shared window.
+    // `stage`: the stage's address in the shared window.
     __device__ __forceinline__ void multiply(uint32_t stage, int32_t panels, int warpgroup) {
         ptx::wgmma_results(sums_);
 #pragma unroll 1
@@ -58,19 +60,19 @@ class WideProducts {
         ptx::wgmma_results(sums_);
     }
 
-    // Adds up the sums of the cluster, in the order of its ranks. This CTA then has those of every splits-th
-    // pair of groups.
+    // Adds up the sums of the cluster, in the order of its ranks. This CTA then has the totals of every
+    // splits-th pair of groups.
     __device__ __forceinline__ void add_cluster(const Sm90LinearLaunch& p, int32_t rank) {
         const int32_t log2_splits = __ffs(p.splits) - 1;
-        const int32_t shares = (Config::kPairs + p.splits - 1) >> log2_splits;  // the most that a CTA has
+        const int32_t shares = (Config::kPairs + p.splits - 1) >> log2_splits;  // the most pairs of a CTA
         auto* const landed =
             reinterpret_cast<float4*>(linear_stages() + p.stages * p.stage_bytes) + threadIdx.x;
-        // Where the sums of a group go from one CTA to the other.
+        // The place for the sums of a group that one CTA sends to another.
         auto slot = [&](int32_t from, int32_t to, int group) {
             const int32_t of_pair = (from - (from > to)) * shares + (group % Config::kPairs >> log2_splits);
             return (2 * of_pair + group / Config::kPairs) * Config::kConsumers;
         };
-        ptx::cluster_wait();  // the others have barriers
+        ptx::cluster_wait();  // the other CTAs have initialised their barriers
 #pragma unroll
         for (int group = 0; group < Config::kGroups; ++group) {
             const int32_t owner = group % Config::kPairs & (p.splits - 1);
@@ -98,13 +100,13 @@ class WideProducts {
         }
     }
 
-    // The sums of this CTA's pairs of groups to the result.
+    // Writes the sums of this CTA's pairs of groups to the result.
     __device__ __forceinline__ void write(const Sm90LinearLaunch& p, int32_t tile, int32_t rank) const {
         const int lane = threadIdx.x % 32;
         const int32_t first_column = p.first_column(tile / p.x_tiles), column = first_column + lane % 4 * 2;
         const int32_t end = min(p.first_column(tile / p.x_tiles + 1), p.output.width);
-        // If the sums are the result as they are, and in whole groups: how many groups there are for all
-        // threads.
+        // How many whole groups can be written as they are, without a test of each element; 0 unless the sums
+        // are the result.
         const int32_t plain_groups =
             p.output.is_plain() && p.output.width % 8 == 0 ? (end - first_column) / 8 : 0;
 #pragma unroll
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
             at.advance(p.stages);
         }
         if (p.splits > 1) products.add_cluster(p, rank);
-        ptx::wait_for_previous_grid();  // it may be what residual comes from
+        ptx::wait_for_previous_grid();  // `residual` may be its result
         products.write(p, tile, rank);
     }
 }

@@ -1,9 +1,9 @@
-// From codes of 8 and 4 bits to the float16 that they stand for, in their order.
+// Converts codes of 8 and 4 bits to the float16 numbers that they stand for, in their order.
 //
-// Codes become numbers exactly, by their bits: an integer below the bits of a power of two is added to it.
-// With a scale, rounded to float16 itself, the product is rounded to float16. Where scales of usual keys and
-// values would leave float16's range of normal numbers, they are lifted by a power of two, which results lack
-// then (unlift).
+// The bits of a code make its number exactly: put below the bits of a power of two, an integer is added to
+// that power. With a scale, which is rounded to float16 itself, the product is rounded to float16. Where the
+// scales of usual keys and values would leave float16's range of normal numbers, they are multiplied by a
+// power of two; results then have to be multiplied by unlift().
 #pragma once
 
 #include "common/float_bits.h"
@@ -25,18 +25,18 @@ __device__ __forceinline__ uint32_t bits_of_pair(__half2 pair) {
     return bits;
 }
 
-// The factor that numbers of scaled codes have to be multiplied by.
+// The factor that the numbers of scaled codes have yet to be multiplied by.
 __device__ __forceinline__ float unlift(DType codes) { return codes == DType::float8_e4m3fn ? 0.125f : 1.0f; }
 
-// What turns the codes of one token and head into numbers. `word`: of CacheScales; with kScaled false, the
-// codes themselves are the numbers.
+// Converts the codes of one token and head. `word`: that token and head's word of CacheScales. Without
+// kScaled, numbers are the values of the codes themselves.
 template <DType kType, bool kScaled>
 class CodeNumbers;
 
 template <bool kScaled>
 class CodeNumbers<DType::float8_e4m3fn, kScaled> {
   public:
-    static constexpr int kPairs = 2;  // pairs that a word of codes makes
+    static constexpr int kPairs = 2;  // pairs of numbers in a word of codes
 
     __device__ explicit CodeNumbers(uint32_t word) : scale_(__float2half2_rn(8.0f * float_of_bits(word))) {}
 
@@ -88,13 +88,13 @@ class CodeNumbers<DType::int8, kScaled> {
 
     __device__ void convert(uint32_t codes, uint32_t* pairs) const {
         constexpr uint32_t kUpperBytes = 0x64646464u;  // 1024's upper byte: above a byte n it makes 1024 + n
-        codes ^= 0x80808080u;                          // n + 128
+        codes ^= 0x80808080u;                          // makes n + 128 of each byte
         pairs[0] = convert_pair(select_bytes<0x4140>(codes, kUpperBytes));
         pairs[1] = convert_pair(select_bytes<0x4342>(codes, kUpperBytes));
     }
 
   private:
-    // The bytes become 1024 + (n + 128), from which the offset is taken.
+    // The bytes read as 1024 + (n + 128), from which the offset is subtracted.
     __device__ uint32_t convert_pair(uint32_t bytes) const {
         constexpr uint32_t kOffset = 0xe480e480u;                               // -1152
         constexpr uint32_t kFactor = 0x24002400u, kScaledOffset = 0xcc80cc80u;  // 2^-6 and -18: n / 64

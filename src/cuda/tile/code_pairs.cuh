@@ -1,9 +1,9 @@
-// From codes of 8 and 4 bits, as ldmatrix brings them, to the pairs of float16 that mma.sync takes.
+// Converts codes of 8 and 4 bits, as ldmatrix loads them, to the pairs of float16 that mma.sync takes.
 //
-// Nothing is subtracted and nothing moved between lanes. A byte or half a byte that is masked out of its word
-// is a subnormal float16, n 2^-24 (or 2^-20, where it stands four bits higher), which tensor cores take
-// exactly, at full rate. Signed bytes have their highest bit flipped, which makes them n + 128. The products
-// are put right by a factor and an offset, once a row.
+// This neither subtracts nor moves anything between lanes. A byte or half a byte that is masked out of its
+// word is a subnormal float16, n 2^-24 (or n 2^-20, where it stands four bits higher), which tensor cores
+// take exactly, at full rate. Signed bytes have their highest bit flipped, which makes them n + 128. A factor
+// and an offset correct the products, once per row.
 #pragma once
 
 #include <octavo/tensor.h>
@@ -14,14 +14,14 @@
 
 namespace octavo::cuda {
 
-// Halves of words: bytes i of x and j of y by the digits of the selector, those of x from 0 and of y from 4.
+// Returns the four bytes that the hexadecimal digits of the selector name: digits 0 to 3 name the bytes of x,
+// 4 to 7 those of y.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t select_bytes(uint32_t x, uint32_t y = 0) {
     return __byte_perm(x, y, kSelector);
 }
 
-// The bytes of `mask` in x, with the bits of `flip` turned, in one instruction, where the compiler would take
-// two.
+// Returns (x & kMask) ^ kFlip by one instruction, where the compiler would take two.
 template <uint32_t kMask, uint32_t kFlip>
 __device__ __forceinline__ uint32_t mask_and_flip(uint32_t x) {
     uint32_t y;
@@ -36,28 +36,29 @@ __device__ __forceinline__ uint32_t float8_pair(uint32_t two_codes) {
     return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
-// How keys and values of a type enter products.
+// How the codes of a type enter products.
 template <DType kType>
 struct CodePairs;
 
 template <>
 struct CodePairs<DType::float8_e4m3fn> {
-    static constexpr float kUnit = 1.0f, kOffset = 0.0f;  // value = kUnit * entered - kOffset
-    // Whether the pairs of four codes are (0, 2) and (1, 3), or (0, 1) and (2, 3).
+    // The code's value is kUnit times the float16 that enters the product, minus kOffset.
+    static constexpr float kUnit = 1.0f, kOffset = 0.0f;
+    // Whether split() makes pairs (0, 2) and (1, 3) of four codes; otherwise (0, 1) and (2, 3).
     static constexpr bool kAlternates = false;
 
     __device__ static void split(uint32_t x, uint32_t& first, uint32_t& second) {
         first = float8_pair<__NV_E4M3>(x);
         second = float8_pair<__NV_E4M3>(x >> 16);
     }
-    // (0, 2) and (1, 3).
+    // Always makes pairs (0, 2) and (1, 3).
     __device__ static void split_alternating(uint32_t x, uint32_t& first, uint32_t& second) {
         split(select_bytes<0x3120>(x), first, second);
     }
 };
 
 template <>
-struct CodePairs<DType::float8_e5m2> {  // the upper byte of a float16
+struct CodePairs<DType::float8_e5m2> {  // a code is the upper byte of a float16
     static constexpr float kUnit = 1.0f, kOffset = 0.0f;
     static constexpr bool kAlternates = true;
 
@@ -84,7 +85,8 @@ struct CodePairs<DType::int8> {
     }
 };
 
-// Eight numbers a word: pairs (0, 4) and (2, 6) in units of 2^-24, (1, 5) and (3, 7) in units of 2^-20.
+// A word holds eight numbers: pairs (0, 4) and (2, 6) enter in units of 2^-24, (1, 5) and (3, 7) in units of
+// 2^-20.
 template <>
 struct CodePairs<DType::int4> {
     static constexpr float kUnit = 0x1p24f, kUpperUnit = 0x1p20f;

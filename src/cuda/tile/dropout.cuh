@@ -8,13 +8,13 @@
 
 namespace octavo::cuda {
 
-// A row of weights: Dropout::head, and the query counted from the sequence's first.
+// A row of weights: the head as Dropout::head numbers it, and the query counted from the sequence's first.
 struct DropoutRow {
     uint64_t head;
     int32_t query;
 };
 
-// Which weights dropout leaves in kRows rows of this lane, each of kTiles column groups, 8 * kTiles keys.
+// Which weights dropout keeps in kRows rows of this lane, each of kTiles column groups (8 * kTiles keys).
 template <int kRows, int kTiles>
 class DropoutMask {
   public:
@@ -41,7 +41,7 @@ class DropoutMask {
                     bits |= dropout.drops_odd(word) ? 0 : 2u << 2 * (i + next);
                 }
             }
-            // Rotated, so that after the last turn of the loop each row's bits are in their place: an index
+            // The rows' words rotate, so that after the last turn of the loop each is in its place: an index
             // that the loop counts would not be a constant.
 #pragma unroll
             for (int other = 1; other < kRows; ++other) bits_[other - 1] = bits_[other];
@@ -49,7 +49,7 @@ class DropoutMask {
         }
     }
 
-    // In place of a draw where nothing is dropped.
+    // Call it in place of draw() where nothing is dropped.
     __device__ __forceinline__ void keep_all() {
 #pragma unroll
         for (uint32_t& bits : bits_) bits = ~0u;

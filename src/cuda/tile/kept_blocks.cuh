@@ -1,4 +1,4 @@
-// Which tiles of keys or of queries a block mask leaves to a CTA. Every warp that asks finds the same.
+// Which tiles of keys or of queries a block mask keeps for a CTA. Every warp that asks gets the same answer.
 #pragma once
 
 #include "params/attention_params.h"
@@ -31,7 +31,7 @@ struct KeptBlocks {
     }
 
   private:
-    // Whether one of this lane's blocks is kept, or is not.
+    // Whether one of this lane's blocks is kept (kKept), or one is hidden.
     template <bool kKept>
     __device__ bool count(int32_t first_key, int32_t last_key) const {
         const int32_t column = first_key / mask.size, num_columns = last_key / mask.size - column + 1;

@@ -1,4 +1,4 @@
-// Tiles of rows from global to shared memory.
+// Copies tiles of rows from global to shared memory.
 #pragma once
 
 #include "cuda/ptx/cp_async.h"
@@ -8,13 +8,13 @@
 
 namespace octavo::cuda {
 
-// How the lanes of a CTA share the rows of a tile: each warp takes a run of them, kLanesPerRow lanes a row,
-// 16 bytes each at a time.
+// How the lanes of a CTA divide the rows of a tile: each warp takes a run of rows, and kLanesPerRow lanes
+// copy one row together, 16 bytes each at a time.
 template <class T, class Config, int kTileRows>
 struct TileCopy {
     static constexpr int kRowsAtOnce = 32 / Config::kLanesPerRow;
     static constexpr int kWarpRows = kTileRows / Config::kWarps;
-    static constexpr int kCount = kWarpRows / kRowsAtOnce;  // rows that a lane has part in
+    static constexpr int kCount = kWarpRows / kRowsAtOnce;  // rows that a lane helps to copy
     static_assert(kCount * kRowsAtOnce == kWarpRows);
     static constexpr int kChunk = 16 / sizeof(T), kStep = kChunk * Config::kLanesPerRow;
 

@@ -9,21 +9,22 @@
 
 namespace octavo::cuda {
 
-// This lane's address for ldmatrix: of 16 rows of a tile with the rows down (operand a, or operand b
-// transposed), matrices (0-7, low), (8-15, low), (0-7, high), (8-15, high) by columns of eight ...
+// This lane's address for ldmatrix_x4 of 16 rows of a tile, in the order of operand a, or of operand b
+// transposed: the four matrices are rows 0-7 and rows 8-15 of the lower eight columns, then of the upper
+// eight.
 template <class Config, class T>
 __device__ __forceinline__ uint32_t rows_address(const T* tile) {
     const int lane = threadIdx.x % 32;
     return ptx::shared_address(tile + lane % 16 * Config::kRowStride + lane / 16 * 8);
 }
-// ... and (0-7, low), (0-7, high), (8-15, low), (8-15, high), for operand b.
+// The same in the order of operand b: rows 0-7 of the lower and of the upper columns, then rows 8-15.
 template <class Config, class T>
 __device__ __forceinline__ uint32_t columns_address(const T* tile) {
     const int lane = threadIdx.x % 32;
     return ptx::shared_address(tile + (lane / 16 * 8 + lane % 8) * Config::kRowStride + lane / 8 % 2 * 8);
 }
 
-// scores = q k^T over the warp's columns; q at rows_address, k at columns_address.
+// Computes scores = q k^T over the warp's columns. `q` is a rows_address, `k` a columns_address.
 template <class T, class Config>
 __device__ __forceinline__ void multiply_q_k(float (&scores)[Config::kRowTiles][Config::kKeys / 8][4],
                                              uint32_t q, uint32_t k) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ void multiply_q_k(float (&scores)[Config::kRowTiles][
     }
 }
 
-// out += weights v for 16 keys and the warp's columns: the weights as operand a, v at rows_address of their
-// first.
+// Adds weights v to out for 16 keys and the warp's columns. `a`: the weights as operand a. `v`: the
+// rows_address of the first of the keys.
 template <class T, class Config>
 __device__ __forceinline__ void multiply_p_v(float (&out)[Config::kRowTiles][Config::kWarpColumns / 8][4],
                                              const uint32_t (&a)[Config::kRowTiles][4], uint32_t v) {

@@ -7,7 +7,7 @@
 
 namespace octavo::cuda {
 
-// Over the four lanes that share a row.
+// The maximum and the sum over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -22,7 +22,7 @@ __device__ __forceinline__ float row_sum(float x) {
 template <int kRowTiles>
 class RowSoftmax {
   public:
-    // `scale`, positive, takes scores to units of log2(e).
+    // `scale`, which must be positive, turns scores into units of log2(e).
     __device__ explicit RowSoftmax(float scale) : scale_(scale) {
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) {
@@ -34,7 +34,7 @@ class RowSoftmax {
         }
     }
 
-    // Raises the maxima for the scores of one tile. Where one rises, what has been added up in `out` is
+    // Raises the maxima for the scores of one tile. Where one rises, the row's sums so far, in `out` too, are
     // rescaled.
     template <int kTiles, int kOutTiles>
     __device__ __forceinline__ void raise(const float (&scores)[kRowTiles][kTiles][4],
@@ -60,7 +60,7 @@ class RowSoftmax {
             float factor[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float& max = max_[t][half];  // each row by itself: its bits do not depend on its neighbours
+                float& max = max_[t][half];  // each row decides alone: its bits do not depend on neighbours
                 const bool rises = highest[t][half] * scale_ > max * scale_ + kSlackLog2;
                 factor[half] = rises ? ptx::exp2_approx((max - highest[t][half]) * scale_) : 1.0f;
                 max = rises ? highest[t][half] : max;
@@ -74,7 +74,8 @@ class RowSoftmax {
         }
     }
 
-    // The weights of two neighbours, columns of group i in a row of row tile t, rounded to T.
+    // Returns the weights, rounded to T, of this lane's two neighbouring columns of group i in a row of row
+    // tile t.
     template <class T, int kTiles>
     __device__ __forceinline__ uint32_t weigh(const float (&scores)[kRowTiles][kTiles][4], int t, int i,
                                               int half) {
@@ -85,7 +86,7 @@ class RowSoftmax {
         return pack<T>(low, high);
     }
 
-    // After the last tile.
+    // The state of a row after the last tile.
     __device__ SoftmaxState state(int t, int half) const {
         SoftmaxState state;
         state.max = max_log2(t, half);
@@ -100,8 +101,8 @@ class RowSoftmax {
     }
 
     float scale_;
-    float max_[kRowTiles][2];  // in scores
-    float sum_[kRowTiles][2];  // over this lane's columns
+    float max_[kRowTiles][2];  // in units of scores
+    float sum_[kRowTiles][2];  // over this lane's columns alone
 };
 
 }  // namespace octavo::cuda

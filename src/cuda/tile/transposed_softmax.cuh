@@ -1,6 +1,6 @@
-// One warp's online softmax over S^T = K Q^T in the fragments of mma.sync, and what it gathers of
-// O^T = V^T P^T: keys on the 16-wide side and rows on the 8-wide side, so that eight rows waste nothing. An
-// 8 x 8 transposition turns the accumulators of S^T into operand b of the second product.
+// One warp's online softmax over S^T = K Q^T in the fragments of mma.sync, and its accumulators of O^T = V^T
+// P^T. Keys are on the 16-wide side and rows on the 8-wide side, so that eight rows waste nothing. An 8 x 8
+// transposition turns the accumulators of S^T into operand b of the second product.
 #pragma once
 
 #include "common/macros.h"
@@ -10,21 +10,21 @@
 
 namespace octavo::cuda {
 
-// For weigh(): each row has a maximum of its own.
+// Tells weigh() that each row has a maximum of its own.
 struct NoUnifiedMax {
     __device__ static constexpr bool given() { return false; }
     __device__ float operator()(float max, int, int) const { return max; }
 };
 
-// Over blocks of kSteps times 16 keys. A lane has rows row_of(lane, r, 0) and row_of(lane, r, 1) of each tile
-// r, and keys lane / 4 and eight further: scores[r][e] is row row_of(lane, r, e % 2), key key_of(lane, e).
-// Scores are in units of log2(e), weights exp2(score - max). kHasOffset: values have an offset each, or one
-// in common.
+// The softmax over blocks of kSteps times 16 keys. A lane has rows row_of(lane, r, 0) and row_of(lane, r, 1)
+// of each tile r, and keys lane / 4 and lane / 4 + 8: scores[r][e] is row row_of(lane, r, e % 2), key
+// key_of(lane, e). Scores are in units of log2(e); weights are exp2(score - max). kHasOffset: each value has
+// an offset, or all have one in common.
 template <int kRowTiles, int kDimTiles, int kSteps = 1, bool kHasOffset = false>
 struct TransposedSoftmax {
     float max[kRowTiles][2];
-    float sum[kRowTiles][2];                      // the weights; this lane's share until sum_over_keys(r, i)
-    float offset[kHasOffset ? kRowTiles : 1][2];  // the weighted offsets, likewise
+    float sum[kRowTiles][2];  // of the weights; over this lane's keys alone until sum_over_keys(r, i)
+    float offset[kHasOffset ? kRowTiles : 1][2];  // the sum of the weighted offsets, likewise
     float out[kRowTiles][kDimTiles][4];           // O^T, see for_each_out
 
     __device__ static int row_of(int lane, int r, int i) { return 8 * r + 2 * (lane % 4) + i; }
@@ -47,7 +47,7 @@ struct TransposedSoftmax {
             for (int e = 0; e < 4; ++e) body(scores[r][e], r, e);
         }
     }
-    // Calls body(out, r, dim, i): the output of row row_of(lane, r, i), dim + lane / 4.
+    // Calls body(out, r, dim, i): `out` is column dim + lane / 4 of the output of row row_of(lane, r, i).
     template <class Body>
     __device__ void for_each_out(Body body) {
 #pragma unroll
@@ -79,10 +79,11 @@ struct TransposedSoftmax {
     }
 
     // Turns the scores of a block into weights, rounded to T: operand b of the second product. kFromZero:
-    // where the first block allows it, the maximum is zero at first, so that most sums over parts of the keys
-    // add up as they are (the unified maximum of FlashDecoding++, Hong et al. 2024). unified.given(): the
-    // caller has a unified maximum, and unified(max, r, i) says what takes the place of a row's. add(weight,
-    // rounded, step, r, e) is to add a weight to the sums; `rounded` is the weight after rounding to T.
+    // where the first block allows it, the maximum starts at zero, so that most partial results can be added
+    // without rescaling (the unified maximum of FlashDecoding++, Hong et al. 2024). unified.given(): the
+    // caller has a unified maximum, and unified(max, r, i) returns what takes the place of a row's own.
+    // add(weight, rounded, step, r, e) has to add a weight to the sums; `rounded` is the weight after
+    // rounding to T.
     template <class T, bool kFromZero = false, class Add, class Unified = NoUnifiedMax>
     __device__ __forceinline__ void weigh(uint32_t (&weights)[kSteps][kRowTiles][2],
                                           float (&scores)[kSteps][kRowTiles][4], Add add,
@@ -131,7 +132,7 @@ struct TransposedSoftmax {
             }
         }
     }
-    // The same for one step, where weights add up as they are.
+    // The same for one step; the weights are added to `sum` before they are rounded.
     template <class T>
     __device__ __forceinline__ void weigh(uint32_t (&weights)[kRowTiles][2], float (&scores)[kRowTiles][4]) {
         static_assert(kSteps == 1);
@@ -140,17 +141,17 @@ struct TransposedSoftmax {
                  [&](float weight, float, int, int r, int e) { sum[r][e % 2] += weight; });
     }
 
-    // After the last block: makes the sum of row i of tile r, in all lanes that share it.
+    // Call it after the last block: makes the sum of row i of tile r complete, in all lanes that share it.
     __device__ void sum_over_keys(int r, int i) { sum_over_keys(sum[r][i]); }
     __device__ void sum_offset_over_keys(int r, int i) { sum_over_keys(offset[r][i]); }
 
   private:
     static constexpr float kSlackLog2 = 8.0f;
-    // Below, weights of fp16 would lose bits of keys that count.
+    // With a maximum lower than this, weights of fp16 would lose bits of keys that count.
     static constexpr float kSlackBelowZeroLog2 = 2.0f;
 
-    // Before the first block: whether the maximum of each row is so near to zero that zero can take its
-    // place. If so, it does.
+    // Before the first block: returns whether the maximum of each row is so near to zero that zero can take
+    // its place, and if so, puts zero there.
     __device__ bool starts_from_zero(const float (&scores)[kSteps][kRowTiles][4]) {
         bool within = true;
         for_each_row([&](int r, int i) {
@@ -172,7 +173,7 @@ struct TransposedSoftmax {
             largest = fmaxf(largest, fmaxf(scores[step][r][i], scores[step][r][i + 2]));
         return largest;
     }
-    // Over the lanes that share rows.
+    // Sums over the lanes that share rows.
     __device__ static void sum_over_keys(float& x) {
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);

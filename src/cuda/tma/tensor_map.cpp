@@ -13,7 +13,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// A driver's function, asked for at run time so that the library loads where there is no driver.
+// Finds the driver's function at run time, so that the library loads where there is no driver.
 Encode find_encode() {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;

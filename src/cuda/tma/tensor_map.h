@@ -1,4 +1,4 @@
-// Arrays as the copy engine sees them.
+// Descriptions of arrays for the copy engine (tensor memory accelerator).
 #pragma once
 
 #include <cuda.h>
@@ -7,8 +7,9 @@
 
 namespace octavo::cuda {
 
-// Five axes, from the innermost, of 16-bit elements; a box is what one copy moves, its rows 128 bytes, in
-// shared memory with 128-byte swizzle. Strides of all axes but the first, in elements.
+// A tensor of five axes of 16-bit elements, from the innermost axis on. One copy moves a box, whose rows are
+// 128 bytes; in shared memory they have a 128-byte swizzle. Strides are those of all axes but the first, in
+// elements.
 struct TensorMapShape {
     int64_t size[5];
     int64_t stride[4];

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 KV_BITS = {"float8_e4m3fn": 8 + 8, "int8": 8 + 8, "int4": 4 + 4, "int8_int4": 8 + 4}
-"""Of an element of keys and one of values, in a cache of codes."""
+"""Bits of an element of keys and one of values, in a cache of codes."""
 TOKEN_SCALES = ("int8", "int4", "int8_int4")
 """Which of them have 4 bytes of scales for each token and KV head, of keys and of values."""
 

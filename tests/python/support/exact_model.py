@@ -46,7 +46,7 @@ class ExactModel:
         return self._table[(below + tokens)[rows] % 1009]
 
     def logits(self, tokens):
-        """Of all tokens of a text, without a cache; float32 [tokens, vocabulary]."""
+        """The logits of all tokens of a text, without a cache; float32 [tokens, vocabulary]."""
         tokens = np.asarray(tokens)
         positions = np.arange(len(tokens))
         below = np.zeros(len(tokens), np.int64)

@@ -19,7 +19,7 @@ SEQ_LENS = np.array([20, 41], np.int32)
 CHOSEN_PAGES = np.array([[[0, 1], [1, -1]], [[0, 2], [1, 2]]], np.int32)
 CU_SEQLENS = np.array([0, 3, 8], np.int32)
 WRITTEN = {"append_kv": ("k_pages", "v_pages"), "copy_pages": ("k_pages", "v_pages")}
-# Of a program that runs: some versions of JAX make a ValueError of an invalid argument.
+# The errors of a program that runs: some versions of JAX make a ValueError of an invalid argument.
 RUNTIME_ERRORS = (getattr(jax.errors, "JaxRuntimeError", RuntimeError), ValueError)
 
 
@@ -201,7 +201,7 @@ def make_calls(dtype="float32", seed=0):
     ]
 
 
-# Of a dtype that a GPU computes too, which may be where JAX makes arrays.
+# Calls in a dtype that a GPU computes too, which may be where JAX makes arrays.
 NAMES = [name for name, _, _ in make_calls("bfloat16")]
 CALLS = [pytest.param(i, id=f"{name}-{i}") for i, name in enumerate(NAMES)]
 

@@ -272,7 +272,7 @@ class Reference:
         return float(lse.max(initial=1.0, where=np.isfinite(lse)))
 
     def check_out(self, out: NDArray, epsilons: float = 1.0) -> None:
-        """At most twice the plain error plus the stated epsilon, so many times. Empty rows are exactly 0.
+        """The error is at most twice the plain one plus `epsilons` stated epsilons; empty rows are exactly 0.
 
         Row by row for the 16-bit dtypes, so that rows over many keys, whose results are small, are held to
         their own error. A float32 row's error is a few roundings of one sum and owes much to luck: there the
@@ -521,7 +521,7 @@ def latent_attention(
     *,
     causal: bool = True,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Of packed queries [total_q, num_q_heads, qk_dim] over keys [length, qk_dim] of each sequence.
+    """Attention of packed queries [total_q, num_q_heads, qk_dim] over keys [length, qk_dim] of each sequence.
 
     Returns out, lse, and the sums of weights times the sizes of values, which rounding errors grow with.
     """

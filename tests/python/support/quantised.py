@@ -20,7 +20,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 KINDS = (*DTYPES, "int4", "int8_int4")
-"""Of a cache: what keys and values hold, or keys and then values."""
+"""The kinds of caches: what keys and values hold, or keys and then values."""
 
 
 def split(kind: str) -> tuple[str, str]:
@@ -121,7 +121,7 @@ class Cache:
         return {"k_pages": self.k_pages, "v_pages": self.v_pages, **self.scales}
 
     def values(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Of keys and values [num_pages, page_size, num_kv_heads, head_dim]."""
+        """The numbers of keys and values [num_pages, page_size, num_kv_heads, head_dim]."""
         k, v = split(self.kind)
         return dequantise(self.k_pages, self.k_scales, k), dequantise(self.v_pages, self.v_scales, v)
 
@@ -148,7 +148,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"softmax_scale": 0.5},
     {"cu_seqlens_q": np.array([0, 1, 1, 41, 44], np.int32)},
 ]
-"""Of paged_attention, for a batch of four sequences and eight query heads."""
+"""Options of paged_attention, for a batch of four sequences and eight query heads."""
 
 
 def append_packed(cache: Cache, k: NDArray[Any], v: NDArray[Any], table: NDArray[Any], *lengths: int) -> None:

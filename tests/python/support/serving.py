@@ -23,13 +23,13 @@ def text(model, request, index=0):
 
 
 def logprobs(model, prompt, tokens):
-    """Of these tokens after a prompt."""
+    """The logprobs of these tokens after a prompt."""
     logits = model.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
     return [float(log_softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
 
 
 def hypotheses(model, request):
-    """Of beam search, best first."""
+    """The hypotheses of beam search, the best first."""
     search = BeamSearch(request)
     while not search.done:
         search.advance(np.stack([model.logits([*request.prompt, *beam.tokens])[-1] for beam in search.beams]))

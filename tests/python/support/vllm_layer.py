@@ -57,6 +57,7 @@ class Layer:
     scales: Tensor = SCALES  # of keys, then of values; of fp8 also one for each KV head
     backend: type = OctavoBackend
     seed: int = 0
+    reference_window: int | None = None  # of R-SWA
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -77,7 +78,10 @@ class Layer:
                     for name, x in self.options.items()
                 },
             )
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS))
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
+            model_config=SimpleNamespace(rswa_window=self.reference_window),
+        )
         self.builder = self.backend.get_builder_cls()(None, ["layer"], config, torch.device(self.device))
         k_scale, v_scale = self.scales.to(self.device)
         self.attention = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
@@ -109,6 +113,7 @@ class Layer:
         padded_tokens: int = 0,
         padded_rows: int = 0,
         causal: bool | Sequence[bool] = True,
+        reference_lens: Sequence[int] | None = None,
     ) -> Batch:
         """The next `counts` tokens of these sequences, random, and padding behind them."""
         num_rows, num_tokens = len(sequences) + padded_rows, sum(counts) + padded_tokens
@@ -159,6 +164,8 @@ class Layer:
                 block_table_tensor=self.block_table[:num_rows],
                 slot_mapping=self.slot_mapping[:num_tokens],
                 causal=causal if isinstance(causal, bool) else self.is_causal[:num_rows],
+                # vLLM's runner has them in host memory.
+                rswa_prefix_lens=None if reference_lens is None else torch.tensor(reference_lens),
             ),
         )
 

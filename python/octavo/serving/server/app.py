@@ -68,7 +68,7 @@ class Api:
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
-        """Of the application."""
+        """The routes of the application."""
         return [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),

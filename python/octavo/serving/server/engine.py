@@ -60,7 +60,7 @@ class Stream:
     job: Job
     submitted: float = field(default_factory=time.monotonic)
     events: asyncio.Queue[Delta | ApiError] = field(default_factory=asyncio.Queue)
-    # Of the engine's thread:
+    # For the engine's thread alone:
     requests: list[Request] = field(default_factory=list)
     answers: dict[tuple[Request, int], Answer] = field(default_factory=dict)
     has_begun: bool = False
@@ -108,7 +108,7 @@ class Engine:
             raise ValueError(f"Engine: max_in_flight ({max_in_flight}) must be at least 1")
         self.metrics = Metrics()
         self.max_in_flight = max_in_flight
-        # Of a prompt and an answer, in tokens. One answer can have all pages.
+        # The most tokens of a prompt and an answer. One answer can have all pages.
         held = [group.num_pages * group.page_size for group in cache.page_groups if group.window_left < 0]
         self.max_length = min([cache.max_length, *held])
         self.in_flight = 0  # answers that run or wait
@@ -127,7 +127,7 @@ class Engine:
         self._stream_of: dict[Request, Stream] = {}  # of the engine's thread
         self._leak: str | None = None  # set by it at its end
 
-    # Of the event loop
+    # Called in the event loop
 
     def start(self) -> None:
         """Starts the thread."""
@@ -176,7 +176,7 @@ class Engine:
             self._num_arriving -= 1
 
     def check_room(self, num_answers: int, num_arrived: int = 0) -> None:
-        """Refuses a job by its size: ApiError, 400 if so many answers never fit, 429 if not now.
+        """Refuses a job by its size: ApiError, 400 if that many answers never fit, 429 if not now.
 
         num_arrived: of these answers that count already, since the request arrives.
         """
@@ -274,7 +274,7 @@ class Engine:
         # Why is in the log, and may be nothing for clients.
         return ApiError(500, "the engine has failed", code="engine_failed")
 
-    # Of the engine's thread
+    # Called in the engine's thread
 
     def _run(self) -> None:
         running = True

@@ -127,7 +127,7 @@ def _load_smollm2(device: str, array: str | None, dtype: str | None) -> Model:
 
 
 def max_token_bytes(vocabulary: Collection[str]) -> int:
-    """Of any token: the marks that vocabularies have for spaces and bytes are longer than what they mark."""
+    """Those of any token: the marks that a vocabulary has for spaces and bytes are longer than these."""
     return max(len(token.encode()) for token in vocabulary)
 
 

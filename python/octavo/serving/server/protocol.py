@@ -18,7 +18,7 @@ MAX_STOPS = 4
 MAX_SEED = 2**63 - 1
 ROLES = ("system", "user", "assistant")
 
-# Of the fields that OpenAI has and this server has not, those with a value that changes nothing.
+# Fields that OpenAI has and this server lacks, where they have a value that changes nothing.
 _NEUTRAL: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
 _NEUTRAL_OF = {
     "completions": {**_NEUTRAL, "best_of": 1, "echo": False, "suffix": ""},

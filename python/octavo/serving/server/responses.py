@@ -76,7 +76,7 @@ class _Format:
 
 
 class CompletionFormat(_Format):
-    """Of /v1/completions."""
+    """The answers of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -101,7 +101,7 @@ class CompletionFormat(_Format):
 
 
 class ChatFormat(_Format):
-    """Of /v1/chat/completions."""
+    """The answers of /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -170,7 +170,7 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         {
             "token": token.text,
             "logprob": token.logprob,
-            # Of a part of a character the bytes are not known.
+            # The bytes of a part of a character are not known.
             "bytes": None if "\ufffd" in token.text else list(token.text.encode()),
             "top_logprobs": [],
         }

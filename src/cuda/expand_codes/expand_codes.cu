@@ -1,0 +1,237 @@
+// Turns the codes of a batch's keys and values into numbers of the queries' type, [sequence, KV head, token,
+// head_dim] in workspace, which sm90_attention then reads as pages of one sequence each. A number is
+// scale x code (+ minimum) in float32, rounded once.
+//
+// grid: CTAs that take the runs of tokens of a (sequence, KV head) in turns, the heads first: those of one
+// token may be neighbours in memory. Four threads share a row (above head dim 128 eight) and take eight codes
+// at a time, so that one page and one scale serve all of a thread's codes, and a warp loads and stores whole
+// sectors of 32 bytes (of int4, two loads take one sector). All loads are under way before the first is used.
+// What counts is memory, but not alone: with a page to look up for eight codes, the instructions would take
+// two thirds as long.
+#include "common/codes.h"
+#include "cuda/attention/run.h"
+#include "cuda/expand_codes/plan.h"
+#include "cuda/launch.cuh"
+#include "cuda/ptx/grid_dependency.h"
+#include "cuda/tile/code_pages.cuh"
+#include "cuda/tile/code_pairs.cuh"
+#include "cuda/types.h"
+#include "cuda/workspace.h"
+
+namespace octavo::cuda {
+namespace {
+
+// How the launch finds its data and cuts its work.
+struct ExpandLaunch {
+    void *keys, *values;
+    int32_t* page_table;  // of the sequences, as pages
+    int32_t room;
+    int32_t pieces;  // of a row
+    FastDivide num_turns, num_kv_heads, page_size;
+};
+
+// The floats of bytes that are whole numbers below 256: 2^23 + n, less `offset`.
+template <uint32_t kSelector>
+__device__ __forceinline__ float float_of_byte(uint32_t bytes, float offset) {
+    return __uint_as_float(__byte_perm(bytes, 0x4b000000u, kSelector)) - offset;
+}
+
+// Eight codes of a type, and what they stand for.
+template <DType kType>
+struct EightCodes {  // float8
+    uint2 words;
+
+    template <class T>
+    __device__ uint4 numbers(uint32_t scale) const {
+        return make_uint4(pair<T, 0>(words.x, scale), pair<T, 1>(words.x, scale), pair<T, 0>(words.y, scale),
+                          pair<T, 1>(words.y, scale));
+    }
+
+  private:
+    template <class T, int kPair>
+    __device__ static uint32_t pair(uint32_t codes, uint32_t scale) {
+        uint32_t halves;
+        if constexpr (kType == DType::float8_e4m3fn) {
+            halves = float8_pair<__NV_E4M3>(codes >> 16 * kPair);
+        } else {
+            halves = select_bytes<kPair == 0 ? 0x1404u : 0x3424u>(codes);  // the upper bytes of float16
+        }
+        const float2 numbers = unpack<float16>(halves);
+        return pack<T>(numbers.x * float_of_bits(scale), numbers.y * float_of_bits(scale));
+    }
+};
+
+template <>
+struct EightCodes<DType::int8> {
+    uint2 words;
+
+    template <class T>
+    __device__ uint4 numbers(uint32_t scale) const {
+        const uint32_t low = words.x ^ 0x80808080u, high = words.y ^ 0x80808080u;  // n + 128
+        return make_uint4(pair<T, 0x7440, 0x7441>(low, scale), pair<T, 0x7442, 0x7443>(low, scale),
+                          pair<T, 0x7440, 0x7441>(high, scale), pair<T, 0x7442, 0x7443>(high, scale));
+    }
+
+  private:
+    template <class T, uint32_t kFirst, uint32_t kSecond>
+    __device__ static uint32_t pair(uint32_t bytes, uint32_t scale) {
+        constexpr float kOffset = 0x1p23f + 128.0f;
+        return pack<T>(float_of_byte<kFirst>(bytes, kOffset) * float_of_bits(scale),
+                       float_of_byte<kSecond>(bytes, kOffset) * float_of_bits(scale));
+    }
+};
+
+template <>
+struct EightCodes<DType::int4> {
+    uint32_t words;
+
+    template <class T>
+    __device__ uint4 numbers(uint32_t word) const {
+        const float2 scale = unpack<float16>(word);  // and the minimum
+        const uint32_t even = words & 0x0f0f0f0fu, odd = words >> 4 & 0x0f0f0f0fu;
+        auto number = [scale](float n) { return fmaf(n, scale.x, scale.y); };
+        constexpr float kOffset = 0x1p23f;
+        return make_uint4(pack<T>(number(float_of_byte<0x7440>(even, kOffset)),
+                                  number(float_of_byte<0x7440>(odd, kOffset))),
+                          pack<T>(number(float_of_byte<0x7441>(even, kOffset)),
+                                  number(float_of_byte<0x7441>(odd, kOffset))),
+                          pack<T>(number(float_of_byte<0x7442>(even, kOffset)),
+                                  number(float_of_byte<0x7442>(odd, kOffset))),
+                          pack<T>(number(float_of_byte<0x7443>(even, kOffset)),
+                                  number(float_of_byte<0x7443>(odd, kOffset))));
+    }
+};
+
+__device__ __forceinline__ void load_past_l1(const uint8_t* from, uint2& words) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words.x), "=r"(words.y)
+                 : "l"(from));
+}
+__device__ __forceinline__ void load_past_l1(const uint8_t* from, uint32_t& word) {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(from));
+}
+
+// The pieces of one row that a thread takes, one of kLanes that share it.
+template <DType kType, int kLanes>
+class RowPieces {
+  public:
+    // `place`: of the key, as CodePages takes it.
+    template <class Place>
+    __device__ void load(const CodePages& pages, const Place& place, int32_t lane, int32_t pieces) {
+        constexpr auto kBytes = static_cast<int32_t>(sizeof EightCodes<kType>::words);
+        const uint8_t* const first =
+            pages.codes + static_cast<size_t>(pages.strides(place)) * 16 + lane * kBytes;
+        scale_ = pages.scales ? pages.scales[pages.scale_strides(place)] : bits_of_float(1.0f);
+#pragma unroll
+        for (int i = 0; i < kExpandPasses; ++i) {
+            if (lane + i * kLanes < pieces) load_past_l1(first + i * kLanes * kBytes, codes_[i].words);
+        }
+    }
+    // `first`: where the numbers of the row's first piece go.
+    template <class T>
+    __device__ void store(uint4* first, int32_t lane, int32_t pieces) const {
+#pragma unroll
+        for (int i = 0; i < kExpandPasses; ++i) {
+            if (lane + i * kLanes < pieces) first[lane + i * kLanes] = codes_[i].template numbers<T>(scale_);
+        }
+    }
+
+  private:
+    EightCodes<kType> codes_[kExpandPasses];
+    uint32_t scale_;
+};
+
+template <class T, DType kKeys, DType kValues, int kLanes>
+__global__ void __launch_bounds__(kExpandThreads, 5)
+    expand_codes_kernel(const __grid_constant__ AttentionParams p,
+                        const __grid_constant__ ExpandLaunch plan) {
+    ptx::launch_dependents();
+    constexpr int32_t kRunTokens = kExpandThreads / kLanes;
+    const int32_t index = static_cast<int32_t>(blockIdx.x);
+    const int32_t turn = plan.num_kv_heads.quotient(index);
+    const int32_t kv_head = index - turn * p.num_kv_heads;
+    const int32_t batch = plan.num_turns.quotient(turn);
+    const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kLanes;
+    int32_t token = plan.num_turns.remainder(turn) * kRunTokens + thread / kLanes;
+    ptx::wait_for_previous_grid();
+
+    if (token == 0 && kv_head == 0 && lane == 0) plan.page_table[batch] = batch;
+    const SequenceSlice sequence = SequenceSlice::make(p, batch);
+    if (sequence.seqlen_q == 0) return;
+    // Keys between the prefix and the first query's window may lie on pages that are no longer the
+    // sequence's.
+    const int32_t seqlen_k = sequence.see.seqlen_k, prefix_len = sequence.see.prefix_len;
+    const int32_t window_begin = sequence.see.window_begin(sequence.q_pos(0));
+    const IndexArray page_ids = p.page_table.from(batch * p.page_table_stride);
+    // In pieces, of which kMaxExpandedBytes are few enough for 32 bits.
+    const int32_t first_piece = (batch * p.num_kv_heads + kv_head) * plan.room * plan.pieces;
+    for (; token < seqlen_k; token += kRunTokens * static_cast<int32_t>(plan.num_turns.divisor)) {
+        if (token >= prefix_len && token < window_begin) continue;
+        struct {
+            uint32_t page, slot, kv_head;
+        } place;
+        const int32_t column = plan.page_size.quotient(token);
+        place.page = page_ids[column];
+        place.slot = token - column * p.page_size;
+        place.kv_head = kv_head;
+        RowPieces<kKeys, kLanes> k;
+        RowPieces<kValues, kLanes> v;
+        k.load(CodePages::keys(p), place, lane, plan.pieces);
+        v.load(CodePages::values(p), place, lane, plan.pieces);
+        const int32_t row = first_piece + token * plan.pieces;
+        k.template store<T>(static_cast<uint4*>(plan.keys) + row, lane, plan.pieces);
+        v.template store<T>(static_cast<uint4*>(plan.values) + row, lane, plan.pieces);
+    }
+}
+
+template <class T, DType kKeys, DType kValues>
+void expand(const AttentionParams& p, const ExpandedPlan& plan, const ExpandLaunch& arguments,
+            cudaStream_t stream) {
+    const LaunchShape shape{dim3(static_cast<unsigned>(plan.grid().size())), kExpandThreads, true};
+    if (plan.lanes == kFewExpandLanes) {
+        launch<expand_codes_kernel<T, kKeys, kValues, kFewExpandLanes>>(p.op, p.device.index, stream, shape,
+                                                                        p, arguments);
+    } else {
+        launch<expand_codes_kernel<T, kKeys, kValues, kManyExpandLanes>>(p.op, p.device.index, stream, shape,
+                                                                         p, arguments);
+    }
+}
+
+template <class T>
+void expand(const AttentionParams& p, const ExpandedPlan& plan, const ExpandLaunch& arguments,
+            cudaStream_t stream) {
+    switch (plan.codes) {
+        case Codes::none: return;
+        case Codes::e4m3:
+            return expand<T, DType::float8_e4m3fn, DType::float8_e4m3fn>(p, plan, arguments, stream);
+        case Codes::e5m2:
+            return expand<T, DType::float8_e5m2, DType::float8_e5m2>(p, plan, arguments, stream);
+        case Codes::int8: return expand<T, DType::int8, DType::int8>(p, plan, arguments, stream);
+        case Codes::int4: return expand<T, DType::int4, DType::int4>(p, plan, arguments, stream);
+        case Codes::int8_int4: return expand<T, DType::int8, DType::int4>(p, plan, arguments, stream);
+    }
+}
+
+}  // namespace
+
+void run(const AttentionParams& p, const ExpandedPlan& plan, cudaStream_t stream) {
+    const Workspace workspace(p.device.index, plan.workspace_bytes(), stream, WorkspaceUser::expanded_codes);
+    const AttentionParams expanded = over_expanded(p, plan.room, workspace.bytes());
+    ExpandLaunch arguments{};
+    arguments.keys = workspace.bytes();
+    arguments.values = workspace.bytes() + plan.tensor_bytes;
+    arguments.page_table = reinterpret_cast<int32_t*>(workspace.bytes() + 2 * plan.tensor_bytes);
+    arguments.room = plan.room;
+    arguments.pieces = plan.head_dim / kExpandColumns;
+    arguments.num_turns = FastDivide::by(plan.num_turns);
+    arguments.num_kv_heads = FastDivide::by(plan.num_kv_heads);
+    arguments.page_size = FastDivide::by(p.page_size);
+    if (p.dtype == DType::bfloat16) {
+        expand<bfloat16>(p, plan, arguments, stream);
+    } else {
+        expand<float16>(p, plan, arguments, stream);
+    }
+    run(expanded, plan.attention, stream);
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,24 @@
+// Which tile of which sequence and head a CTA works on.
+#pragma once
+
+#include "cuda/sequence_tile.cuh"
+#include "cuda/sm90_backward/tile_order.h"
+
+namespace octavo::cuda {
+
+struct HeadTile {
+    SequenceTile tile;
+    int32_t head;
+};
+
+// cta_tile: a place in the order. Every lane of a warp gets the answer.
+template <int kRows>
+__device__ __forceinline__ HeadTile find_head_tile(const TileOrder& order, const IndexArray& cu_seqlens,
+                                                   int32_t batch, int32_t cta_tile) {
+    const TileOrder::Place at = order.of(cta_tile);
+    if (cu_seqlens) return {find_sequence_tile<kRows>(cu_seqlens, batch, 0, at.tile), at.pair};
+    const int32_t head = at.pair / batch;
+    return {{at.pair - head * batch, at.tile}, head};
+}
+
+}  // namespace octavo::cuda

@@ -1,0 +1,191 @@
+"""The pages on kernels say what the committed rows of the benchmarks say."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from _report import OCTAVO, floor_us, geometric_mean  # noqa: E402
+from _results_rows import GPUS, RESULTS, best_peer, load  # noqa: E402
+
+from support.benchmark_cases import DECODE_SHARED, KINDS_OF_CODES  # noqa: E402
+
+Row = dict[str, Any]
+
+
+def rows_with_octavo(benchmark: str, gpu: str) -> list[Row]:
+    return [row for row in load(RESULTS, benchmark, gpu) if OCTAVO in row["us"]]
+
+
+def mean(ratio: Callable[[Row], float], rows: list[Row]) -> str:
+    return f"{geometric_mean([ratio(row) for row in rows]):.2f}"
+
+
+def floor_of(row: Row) -> float:
+    return floor_us(row["num_bytes"], row["machine"]["read_bandwidth"])
+
+
+def over_floor(row: Row) -> float:
+    return row["us"][OCTAVO] / floor_of(row)
+
+
+def over_peer(row: Row) -> float:
+    """Octavo's time divided by the best peer's."""
+    return row["us"][OCTAVO] / row["us"][best_peer(row["us"])]
+
+
+def invariant(row: Row) -> float:
+    return row["us"]["octavo_batch_invariant"] / row["us"][OCTAVO]
+
+
+def decode() -> list[str]:
+    h100, h200 = (rows_with_octavo("decode", gpu) for gpu in GPUS)
+    others = [rows_with_octavo("decode-extra", gpu) for gpu in GPUS]
+    peer, floor, cost = (
+        [mean(ratio, rows) for rows in (h100, h200)] for ratio in (over_peer, over_floor, invariant)
+    )
+    more = [mean(over_floor, rows) for rows in others]
+    assert max(map(over_peer, h100 + h200)) < 1
+    return [
+        f"takes {peer[0]} (H100) and {peer[1]} (H200) times the best peer's time",
+        f"in all {len(h100)} rows. That is {floor[0]} and {floor[1]} times the floor",
+        f"takes {cost[0]} and {cost[1]} times as long as the default",
+        f"take {more[0]} and {more[1]} floors in the mean of {len(others[0])} rows",
+    ]
+
+
+def sm90_attention() -> list[str]:
+    h100, h200 = ([1 / over_peer(row) for row in rows_with_octavo("prefill", gpu)] for gpu in GPUS)
+    dense = [
+        [1 / over_peer(row) for row in rows_with_octavo("prefill", gpu) if row["shape"]["page_size"] == 0]
+        for gpu in GPUS
+    ]
+    short = [sum(speed < 1.03 for speed in speeds) for speeds in dense]
+    assert [sum(speed < 1 for speed in speeds) for speeds in (h100, h200)] == [4, 1]
+    return [
+        f"{geometric_mean(h200):.2f} times the speed of the better of cuDNN and FlashAttention-3",
+        f"and {geometric_mean(h100):.2f} on an H100",
+        f"behind in four rows on an H100, by {100 * (1 - min(h100)):.0f} % at most",
+        f"one on an H200, by {100 * (1 - min(h200)):.1f} %",
+        f"missed in {short[0]} rows of {len(dense[0])} on an H100 and in {short[1]} on an H200",
+    ]
+
+
+def attention_backward() -> list[str]:
+    lines = []
+    for head_dim in (64, 128, 256):
+        cells = []
+        for gpu in GPUS:
+            rows = [row for row in rows_with_octavo("backward", gpu) if row["group"] == f"d{head_dim}"]
+            speeds = [1 / over_peer(row) for row in rows]
+            cells.append(f"{min(speeds):.2f} to {max(speeds):.2f}")
+        lines.append(f"| {head_dim} | {cells[0]} | {cells[1]} |")
+    return lines
+
+
+def quantised_decode() -> list[str]:
+    rows = [rows_with_octavo("quantised", gpu) for gpu in GPUS]
+
+    def means(kind: str) -> str:
+        of_kind = [[row for row in some if re.match(rf"{kind}_(?!int4)", row["case"])] for some in rows]
+        return " and ".join(mean(over_floor, some) for some in of_kind)
+
+    fp8 = [row for some in rows for row in some if row["case"].startswith("fp8")]
+    speeds = [1 / over_peer(row) for row in fp8]
+    # FlashInfer's two kernels count as one.
+    names = (OCTAVO, "flashinfer_(?!xqa)", "flashinfer_xqa", "fa3")
+    error = [
+        max(x for row in fp8 for contestant, x in row["max_error"].items() if re.match(name, contestant))
+        for name in names
+    ]
+    cost = [mean(invariant, some) for some in rows]
+    return [
+        f"fp8 takes {means('fp8')} floors, int8 {means('int8')}, int8 with int4 {means('int8_int4')}, int4 "
+        f"{means('int4')}.",
+        f"takes {min(speeds):.2f} to {max(speeds):.1f} times as long",
+        f"is {error[0]:.1%} for Octavo, {error[1]:.1%} for FlashInfer, {error[2]:.1%} for XQA and "
+        f"{error[3]:.1%} for FlashAttention-3.".replace("%", " %"),
+        f"batch-invariant mode takes {cost[0]} and {cost[1]} times as long",
+    ]
+
+
+def quantised_prefill() -> list[str]:
+    titles = {
+        "fp8": "fp8, one scale",
+        "int8": "int8, scales of each token",
+        "int4": "int4, likewise",
+        "int8_int4": "int8 with int4, likewise",
+    }
+    assert titles.keys() == KINDS_OF_CODES.keys()
+    times = [{row["case"]: row["us"][OCTAVO] for row in load(RESULTS, "quantised-prefill", x)} for x in GPUS]
+    cases = ("chunk512_ctx8k", "prefill4k", "mixed", "spec8")
+    return [
+        f"| {title} | "
+        + " | ".join(", ".join(f"{us[case] / us[f'{kind}_{case}']:.2f}" for us in times) for case in cases)
+        + " |"
+        for kind, title in titles.items()
+    ]
+
+
+def latent_attention() -> list[str]:
+    times = [{row["case"]: row for row in load(RESULTS, "latent", gpu)} for gpu in GPUS]
+
+    def cells(heads: str, number: Callable[[Row], str]) -> str:
+        of_gpus = [[number(rows[f"mla_b{batch}_s4096_{heads}"]) for batch in (32, 128)] for rows in times]
+        return f"| {', '.join(of_gpus[0])} | {', '.join(of_gpus[1])} |"
+
+    def floors(row: Row) -> str:
+        return f"{row['us'][OCTAVO] / row['floor_us']:.2f}"
+
+    def tflops(row: Row) -> str:
+        return f"{row['flops'] / row['us'][OCTAVO] / 1e6:.0f}"
+
+    return [
+        f"| 16 heads, 32 and 128 sequences, time / floor {cells('h16', floors)}",
+        f"| 128 heads, 32 and 128 sequences, TFLOP/s {cells('h128', tflops)}",
+        f"| fp8, 16 heads, 32 and 128 sequences, time / floor {cells('h16_fp8', floors)}",
+    ]
+
+
+def shared_prefix() -> list[str]:
+    rows = [{row["case"]: row for row in load(RESULTS, "shared-prefix", gpu)} for gpu in GPUS]
+    lines = []
+    for case in DECODE_SHARED:
+        if case.cascade:
+            continue
+        numbers = []
+        for of_gpu in rows:
+            plain, shared = of_gpu[case.name], of_gpu[f"{case.name}_cascade"]
+            times = (plain["us"]["fa3"], plain["us"][OCTAVO], shared["us"][OCTAVO], floor_of(plain))
+            numbers += [f"{us:.1f}" for us in times]
+        own = case.seqlens_k[0] - case.shared_prefix
+        shape = (case.batch, case.shared_prefix, own, case.seqlens_q[0], f"{plain['num_bytes'] / 1e6:.0f}")
+        lines.append(f"| {' | '.join(map(str, (*shape, *numbers)))} |")
+    return lines
+
+
+PAGES = {
+    page.__name__: page
+    for page in (
+        decode,
+        sm90_attention,
+        attention_backward,
+        quantised_decode,
+        quantised_prefill,
+        latent_attention,
+        shared_prefix,
+    )
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_says_what_its_rows_say(page: str) -> None:
+    text = (ROOT / "docs" / "kernels" / f"{page}.md").read_text(encoding="utf-8")
+    text = " ".join(text.split())
+    assert [claim for claim in PAGES[page]() if claim not in text] == []
