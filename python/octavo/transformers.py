@@ -149,10 +149,10 @@ class _Packing:
     def unpack(self, packed: Tensor, batch: int, seqlen: int) -> Tensor:
         """[total, heads, head_dim] to [batch, seqlen, heads, head_dim], with 0 in place of padding."""
         if self.tokens is None:
-            return packed.unflatten(0, (batch, seqlen))
+            return packed.view(batch, seqlen, *packed.shape[1:])
         flat = packed.new_zeros((batch * seqlen, *packed.shape[1:]))
         flat[self.tokens] = packed
-        return flat.unflatten(0, (batch, seqlen))
+        return flat.view(batch, seqlen, *packed.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -499,7 +499,7 @@ def _find_begins(
     """
     rows, tokens = (torch.arange(n, device=device) for n in (batch_size, seqlen))
     sees = function(rows[:, None], rows.new_zeros(()), tokens, (tokens - 1).clamp(min=0))
-    begins = ~sees.expand(batch_size, seqlen)
+    begins: Tensor = ~sees.expand(batch_size, seqlen)
     if not bool(begins[:, 1:].any()):
         return None
     begins[:, 0] = True
@@ -534,7 +534,7 @@ def _is_plain_packing(function: Callable[..., Any], window: int | None, begins: 
 
 def _closure_of(function: Any) -> dict[str, Any]:
     """What a function is closed over, by name."""
-    return inspect.getclosurevars(function).nonlocals if isinstance(function, FunctionType) else {}
+    return dict(inspect.getclosurevars(function).nonlocals) if isinstance(function, FunctionType) else {}
 
 
 def _are_same(a: Any, b: Any) -> bool:
@@ -655,7 +655,8 @@ def _attention(
         return _over_static_cache(q, k, v, mask, **scores), None
     k, v = (array[:, mask.first_key : mask.num_keys] for array in (k, v))
     if mask.keys is None and options.get("cu_seq_lens_q") is not None:  # of a caller's own packing
-        mask = replace(mask, **_given_packing(options, q.device))
+        queries, keys = (_given_packing(options, letter, q.device) for letter in "qk")
+        mask = replace(mask, queries=queries, keys=keys)
     arguments = {**scores, "causal": mask.causal, "window_left": mask.window_left, **mask.range_arguments}
     arguments["attention_chunk"] = mask.attention_chunk
     arguments["window_right"] = mask.window_right
@@ -689,12 +690,9 @@ def _hide(q: Tensor, k: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.pad(q, (0, _HIDING_COLUMNS), value=_HIDING_QUERY), k
 
 
-def _given_packing(options: dict[str, Any], device: torch.device) -> dict[str, _Packing]:
-    """The keywords that models hand down to FlashAttention: where packed sequences begin, and the longest."""
-    packing = {}
-    for field_name, letter in (("queries", "q"), ("keys", "k")):
-        cu_seqlens, longest = (options.get(f"{name}_{letter}") for name in ("cu_seq_lens", "max_length"))
-        if cu_seqlens is None or longest is None:
-            _refuse("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k have to be given together")
-        packing[field_name] = _Packing(None, cu_seqlens.to(device, torch.int32), int(longest))
-    return packing
+def _given_packing(options: dict[str, Any], letter: str, device: torch.device) -> _Packing:
+    """What models hand down to FlashAttention: where packed queries or keys begin, and the most of them."""
+    cu_seqlens, longest = (options.get(f"{name}_{letter}") for name in ("cu_seq_lens", "max_length"))
+    if cu_seqlens is None or longest is None:
+        _refuse("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k have to be given together")
+    return _Packing(None, cu_seqlens.to(device, torch.int32), int(longest))

@@ -202,6 +202,50 @@ def test_a_prefix_is_a_range_at_the_beginning(target: Target) -> None:
     reference.check(*calls.attention(target, without, problems.make_inputs(without, target.dtype)))
 
 
+@every_target
+def test_numbers_of_64_bits(target: Target) -> None:
+    case = DENSE[10]
+    inputs = problems.make_inputs(case, target.dtype)
+    assert inputs.bidirectional_ranges is not None
+    wide = target.library.from_numpy(inputs.bidirectional_ranges.astype(np.int64))
+    expected = calls.attention(target, case, inputs)
+    assert_same_bits(calls.attention(target, case, inputs, bidirectional_ranges=wide), expected)
+
+
+@cpu_target
+def test_lists(target: Target) -> None:
+    case = DENSE[10]
+    inputs = problems.make_inputs(case, target.dtype)
+    expected = calls.attention(target, case, inputs)
+    ranges = [[list(bounds) for bounds in IMAGES]]
+    assert_same_bits(calls.attention(target, case, inputs, bidirectional_ranges=ranges), expected)
+
+
+def test_jax_gradients_and_vmap() -> None:
+    jax = pytest.importorskip("jax")
+    import octavo.jax
+
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 3, 20, 2, 16), dtype=np.float32)
+    ranges = np.array([[[[3, 9]], [[0, 20]], [[5, 5]]], [[[1, 2]], [[4, 15]], [[18, 20]]]], np.int32)
+    options = {"causal": True, "window_left": 2}
+
+    def loss(q: Any, k: Any, v: Any, dout: Any, ranges: Any) -> Any:
+        return (octavo.jax.attention(q, k, v, bidirectional_ranges=ranges, **options) * dout).sum()
+
+    found = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2))))(q, k, v, dout, ranges)
+    for i in range(2):
+        out, lse = octavo.attention(
+            q[i], k[i], v[i], bidirectional_ranges=ranges[i], return_lse=True, **options
+        )
+        expected = octavo.attention_backward(
+            dout[i], q[i], k[i], v[i], out, lse, bidirectional_ranges=ranges[i], **options
+        )
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x[i], y)
+    shared = jax.vmap(loss, (0, 0, 0, 0, None))(q, k, v, dout, ranges[0])
+    np.testing.assert_allclose(shared[0], loss(q[0], k[0], v[0], dout[0], ranges[0]), rtol=1e-5)
+
+
 @cpu_target
 @pytest.mark.parametrize("num_threads", [1, 7])
 def test_threads_change_no_bit(target: Target, num_threads: int) -> None:
