@@ -325,10 +325,10 @@ std::set<std::string> all_kernels() {
         }
         for (size_t row = 0; row < std::size(cuda::kSm80Tiles); ++row) {
             cuda::Sm80Plan plan{};
-            for (auto feature : {cuda::Sm80Feature::none, cuda::Sm80Feature::dropout,
-                                 cuda::Sm80Feature::codes, cuda::Sm80Feature::blocks}) {
-                if (feature == cuda::Sm80Feature::codes &&
-                    cuda::kSm80Tiles[row].head_dim > kMaxCudaCodeHeadDim)
+            for (auto feature :
+                 {cuda::Sm80Feature::none, cuda::Sm80Feature::dropout, cuda::Sm80Feature::codes,
+                  cuda::Sm80Feature::blocks, cuda::Sm80Feature::ranges, cuda::Sm80Feature::code_ranges}) {
+                if (cuda::reads_codes(feature) && cuda::kSm80Tiles[row].head_dim > kMaxCudaCodeHeadDim)
                     continue;
                 plan.feature = feature;
                 add(plan, dtype, row);

@@ -62,10 +62,6 @@ __device__ __forceinline__ void add_scores(float (&scores)[Config::kRowTiles][Co
     }
 }
 
-// The instances that look at bidirectional ranges.
-template <Sm80Feature kFeature>
-inline constexpr bool kSm80HasRanges = kFeature == Sm80Feature::ranges || kFeature == Sm80Feature::codes;
-
 template <class T, class Config, bool kHasRanges>
 struct Sm80Shared {
     using Row = std::conditional_t<kHasRanges, RangedRow, TileRow>;
@@ -142,7 +138,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80L
 template <class T, Sm80Feature kFeature, class Slice>
 __device__ __forceinline__ auto key_array(const AttentionParams& p, const Sm80Launch& plan, const Slice& seq,
                                           int32_t kv_head) {
-    if constexpr (kFeature == Sm80Feature::codes) {
+    if constexpr (reads_codes(kFeature)) {
         return CodeArray::keys(p, kv_head);
     } else {
         return KeyArray<T>{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
@@ -152,7 +148,7 @@ __device__ __forceinline__ auto key_array(const AttentionParams& p, const Sm80La
 template <class T, Sm80Feature kFeature, class Slice>
 __device__ __forceinline__ auto value_array(const AttentionParams& p, const Sm80Launch& plan,
                                             const Slice& seq, int32_t kv_head) {
-    if constexpr (kFeature == Sm80Feature::codes) {
+    if constexpr (reads_codes(kFeature)) {
         return CodeArray::values(p, kv_head);
     } else {
         return KeyArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
@@ -168,7 +164,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                           const __grid_constant__ Sm80Launch plan) {
     constexpr int kKeys = Config::kKeys;
     constexpr bool kBlocks = kFeature == Sm80Feature::blocks;
-    constexpr bool kRanges = kSm80HasRanges<kFeature>;
+    constexpr bool kRanges = has_ranges(kFeature);
     using Slice = std::conditional_t<kRanges, RangedSlice, SequenceSlice>;
     using Shared = Sm80Shared<T, Config, kRanges>;
     const bool drops =

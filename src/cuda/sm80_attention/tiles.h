@@ -37,11 +37,18 @@ constexpr Sm80Tiles kSm80Tiles[] = {
     {512, 2, 8, 1, 32, 1, 2},
 };
 
-// What an instance computes besides plain attention: `dropout`, `codes` (a quantised cache, with or without
-// bidirectional ranges), `blocks` (a block mask, with or without dropout) or `ranges` (bidirectional ranges,
-// with or without dropout). Each of the four also serves symmetric ALiBi, so that plain attention has no
-// instruction for it: a call that needs nothing else takes `dropout`.
-enum class Sm80Feature : uint8_t { none, dropout, codes, blocks, ranges };
+// What an instance computes besides plain attention: `dropout`, `codes` (a quantised cache), `blocks` (a
+// block mask, with or without dropout), `ranges` (bidirectional ranges, with or without dropout) or
+// `code_ranges` (such ranges over a quantised cache). Each of them also serves symmetric ALiBi, so that plain
+// attention has no instruction for it: a call that needs nothing else takes `dropout`.
+enum class Sm80Feature : uint8_t { none, dropout, codes, blocks, ranges, code_ranges };
+
+constexpr bool reads_codes(Sm80Feature feature) {
+    return feature == Sm80Feature::codes || feature == Sm80Feature::code_ranges;
+}
+constexpr bool has_ranges(Sm80Feature feature) {
+    return feature == Sm80Feature::ranges || feature == Sm80Feature::code_ranges;
+}
 
 constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
     for (const Sm80Tiles& tiles : kSm80Tiles) {
