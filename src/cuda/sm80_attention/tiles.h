@@ -1,6 +1,8 @@
 // The tiles of sm80_attention.
 #pragma once
 
+#include "common/macros.h"
+
 #include <cstddef>
 #include <cstdint>
 
@@ -43,10 +45,10 @@ constexpr Sm80Tiles kSm80Tiles[] = {
 // attention has no instruction for it: a call that needs nothing else takes `dropout`.
 enum class Sm80Feature : uint8_t { none, dropout, codes, blocks, ranges, code_ranges };
 
-constexpr bool reads_codes(Sm80Feature feature) {
+OCTAVO_HD constexpr bool reads_codes(Sm80Feature feature) {
     return feature == Sm80Feature::codes || feature == Sm80Feature::code_ranges;
 }
-constexpr bool has_ranges(Sm80Feature feature) {
+OCTAVO_HD constexpr bool has_ranges(Sm80Feature feature) {
     return feature == Sm80Feature::ranges || feature == Sm80Feature::code_ranges;
 }
 
