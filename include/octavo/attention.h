@@ -21,8 +21,9 @@ namespace octavo {
 // Positions are absolute and bottom-right aligned: query i of n sits at seqlen_k - n + i. Key j is visible
 // to the query at position p if p - window_left <= j <= p + window_right (-1: unbounded; causal:
 // window_right is 0), or if j < prefix_lens[batch]. With attention_chunk = n > 0, which needs causal, windows
-// begin no earlier than the chunk of n positions that p is in, p / n * n, as in Llama 4. Keys visible to no
-// query of a sequence are never read.
+// begin no earlier than the chunk of n positions that p is in, p / n * n, as in Llama 4. The queries whose
+// positions lie in one of bidirectional_ranges see all keys of that range as well. Keys visible to no query
+// of a sequence are never read.
 struct AttentionArgs {
     TensorView q, k, v;  // head_dim: a multiple of 8 up to 512; that of v may be another
     // Like q, with the head_dim of v. Either exactly q (same address and strides), or memory that does not
@@ -32,6 +33,15 @@ struct AttentionArgs {
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> cu_seqlens_k;
     std::optional<TensorView> prefix_lens;  // int32, int64 [batch]: first tokens, visible to every query
+    // Ranges of keys that see each other in both directions, such as those of an image: int32 or int64
+    // [batch, num_ranges, 2] in C order, the position of the first key and the position behind the last.
+    // Those of a sequence ascend, and have no key in common; ranges without keys, such as [0, 0], fill the
+    // rows up. On the CPU that is checked; on a GPU other ranges give unspecified results. What lies past the
+    // last key is cut off. Not with block_mask.
+    std::optional<TensorView> bidirectional_ranges;
+    // Whether window_left and attention_chunk go on hiding a range's earlier keys: then its queries see later
+    // keys alone more. Otherwise they see all of the range, whatever the window.
+    bool ranges_keep_window_left = false;
     // Block-sparse attention (section 3.3 of the first paper): uint8 [1 or num_q_heads, query blocks, key
     // blocks], or with a batch axis before these. A block is block_size queries x block_size keys, counted
     // from the first query and the first key of each sequence, and of packed ones each uses the first rows
@@ -96,6 +106,8 @@ struct AttentionBackwardArgs {
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> cu_seqlens_k;
     std::optional<TensorView> prefix_lens;
+    std::optional<TensorView> bidirectional_ranges;
+    bool ranges_keep_window_left = false;
     std::optional<TensorView> block_mask;
     int64_t block_size = 128;
     std::optional<TensorView> alibi_slopes;

@@ -72,19 +72,21 @@ typedef struct octavo_attention_args {
     octavo_tensor sinks;                                                      /* optional: [num_q_heads] */
     octavo_tensor softmax_phi_array;                                          /* instead of softmax_phi */
     int64_t max_seqlen_q, max_seqlen_k;                                       /* default: -1, chosen */
-    double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
-    double softcap;                    /* default: 0, none */
-    int64_t window_left, window_right; /* default: -1, unbounded */
-    int64_t attention_chunk;           /* default: 0, none */
-    double dropout_p;                  /* default: 0, none */
-    int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
-    int64_t dropout_offset;            /* default: 0 */
-    double softmax_phi;                /* default: NaN, none */
-    octavo_tensor block_mask;          /* optional: uint8 [heads, query blocks, key blocks] */
-    int64_t block_size;                /* default: 128; or 64 */
-    int32_t causal;                    /* default: 0 */
-    int32_t alibi_symmetric;           /* default: 0 */
-    void* stream;                      /* cudaStream_t; default: null */
+    double softmax_scale;               /* default: NaN, 1 / sqrt(head_dim) */
+    double softcap;                     /* default: 0, none */
+    int64_t window_left, window_right;  /* default: -1, unbounded */
+    int64_t attention_chunk;            /* default: 0, none */
+    double dropout_p;                   /* default: 0, none */
+    int64_t dropout_seed;               /* default: -1, none; needed if dropout_p > 0 */
+    int64_t dropout_offset;             /* default: 0 */
+    double softmax_phi;                 /* default: NaN, none */
+    octavo_tensor block_mask;           /* optional: uint8 [heads, query blocks, key blocks] */
+    octavo_tensor bidirectional_ranges; /* optional: [batch, num_ranges, 2] */
+    int64_t block_size;                 /* default: 128; or 64 */
+    int32_t causal;                     /* default: 0 */
+    int32_t alibi_symmetric;            /* default: 0 */
+    int32_t ranges_keep_window_left;    /* default: 0 */
+    void* stream;                       /* cudaStream_t; default: null */
 } octavo_attention_args;
 
 typedef struct octavo_paged_attention_args {
@@ -98,6 +100,7 @@ typedef struct octavo_paged_attention_args {
     octavo_tensor softmax_phi_array;                            /* optional: instead of softmax_phi */
     octavo_tensor tree_mask;                                    /* optional: int64 [total_q] */
     octavo_tensor chosen_pages;                                 /* optional: [batch, KV heads, num_chosen] */
+    octavo_tensor bidirectional_ranges;                         /* optional: [batch, num_ranges, 2] */
     int64_t max_seqlen_q;                                       /* default: -1, chosen */
     double softmax_scale;                                       /* default: NaN, 1 / sqrt(head_dim) */
     double softcap;                                             /* default: 0, none */
@@ -108,6 +111,7 @@ typedef struct octavo_paged_attention_args {
     double softmax_phi;                                         /* default: NaN, none */
     int32_t causal;                                             /* default: 1 */
     int32_t alibi_symmetric;                                    /* default: 0 */
+    int32_t ranges_keep_window_left;                            /* default: 0 */
     int32_t batch_invariant;                                    /* default: 0 */
     int32_t rotate_keys;                                        /* default: 0 */
     int32_t kv_dtype;                                           /* octavo_dtype; default: -1, none */
@@ -149,19 +153,21 @@ typedef struct octavo_attention_backward_args {
     octavo_tensor dlse, dalibi_slopes, dsinks;                                  /* optional */
     octavo_tensor cu_seqlens_q, cu_seqlens_k, prefix_lens, alibi_slopes, sinks; /* optional */
     int64_t max_seqlen_q, max_seqlen_k;                                         /* default: -1, chosen */
-    double softmax_scale;              /* default: NaN, 1 / sqrt(head_dim) */
-    double softcap;                    /* default: 0, none */
-    int64_t window_left, window_right; /* default: -1, unbounded */
-    int64_t attention_chunk;           /* default: 0, none */
-    double dropout_p;                  /* default: 0, none */
-    int64_t dropout_seed;              /* default: -1, none; needed if dropout_p > 0 */
-    int64_t dropout_offset;            /* default: 0 */
-    octavo_tensor block_mask;          /* optional: uint8 [heads, query blocks, key blocks] */
-    int64_t block_size;                /* default: 128; or 64 */
-    int32_t causal;                    /* default: 0 */
-    int32_t alibi_symmetric;           /* default: 0 */
-    int32_t deterministic;             /* default: 0 */
-    void* stream;                      /* cudaStream_t; default: null */
+    double softmax_scale;               /* default: NaN, 1 / sqrt(head_dim) */
+    double softcap;                     /* default: 0, none */
+    int64_t window_left, window_right;  /* default: -1, unbounded */
+    int64_t attention_chunk;            /* default: 0, none */
+    double dropout_p;                   /* default: 0, none */
+    int64_t dropout_seed;               /* default: -1, none; needed if dropout_p > 0 */
+    int64_t dropout_offset;             /* default: 0 */
+    octavo_tensor block_mask;           /* optional: uint8 [heads, query blocks, key blocks] */
+    octavo_tensor bidirectional_ranges; /* optional: [batch, num_ranges, 2] */
+    int64_t block_size;                 /* default: 128; or 64 */
+    int32_t causal;                     /* default: 0 */
+    int32_t alibi_symmetric;            /* default: 0 */
+    int32_t ranges_keep_window_left;    /* default: 0 */
+    int32_t deterministic;              /* default: 0 */
+    void* stream;                       /* cudaStream_t; default: null */
 } octavo_attention_backward_args;
 
 typedef struct octavo_linear_args {

@@ -42,7 +42,11 @@ struct PagedAttentionArgs {
     TensorView out;                 // like q; see AttentionArgs
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis
     std::optional<TensorView> cu_seqlens_q;
-    std::optional<TensorView> prefix_lens;   // int32 or int64 [batch]
+    std::optional<TensorView> prefix_lens;  // int32 or int64 [batch]
+    // int32 or int64 [batch, num_ranges, 2]; see AttentionArgs. Not with tree_mask, chosen_pages or
+    // shared_prefix_len.
+    std::optional<TensorView> bidirectional_ranges;
+    bool ranges_keep_window_left = false;
     std::optional<TensorView> alibi_slopes;  // float32 [num_q_heads] or [batch, num_q_heads]
     bool alibi_symmetric = false;            // see AttentionArgs
     std::optional<int64_t> max_seqlen_q;
@@ -66,7 +70,7 @@ struct PagedAttentionArgs {
     // The number of leading tokens that all sequences share, whole pages: those that the first row of
     // page_table names, which are then read once for all. A promise: the result is that of any other call.
     // Every query lies behind them, but a sequence may have length 0: padding. Not with window_left,
-    // attention_chunk, alibi_slopes or batch_invariant.
+    // attention_chunk, bidirectional_ranges, alibi_slopes or batch_invariant.
     int64_t shared_prefix_len = 0;
     std::optional<TensorView> sinks;              // float32 [num_q_heads]; see AttentionArgs
     std::optional<double> softmax_phi;            // the unified maximum: see AttentionArgs
@@ -83,8 +87,8 @@ struct PagedAttentionArgs {
     // column of page_table: positions stay what they are. Each list ascends, and -1 fills it up. What is not
     // chosen is not seen, and its entries of page_table are never used. On the CPU lists are checked; on a
     // GPU, where they are not, it takes up to 16 rows a KV head (queries of a sequence times query heads), 8
-    // for head dims above 128. Not with prefix_lens, attention_chunk, tree_mask, shared_prefix_len or
-    // num_splits.
+    // for head dims above 128. Not with prefix_lens, bidirectional_ranges, attention_chunk, tree_mask,
+    // shared_prefix_len or num_splits.
     std::optional<TensorView> chosen_pages;
     void* stream = nullptr;
 };

@@ -51,9 +51,9 @@ def attention(
     ``num_q_heads / num_kv_heads`` query heads shares a key/value head.
 
     Query i of n sits at position ``seqlen_k - n + i`` (bottom-right aligned). Key j is visible to the query
-    at position p if ``p - window_left <= j <= p + window_right``, or if ``j < prefix_lens[b]``. Keys that no
-    query of a sequence sees are never read. A query that sees no key gets output 0 and log-sum-exp ``-inf``,
-    or that of its sink.
+    at position p if ``p - window_left <= j <= p + window_right``, if ``j < prefix_lens[b]``, or if both are
+    in one of ``bidirectional_ranges[b]``. Keys that no query of a sequence sees are never read. A query that
+    sees no key gets output 0 and log-sum-exp ``-inf``, or that of its sink.
 
     Work runs on the current stream of the framework of ``q``. Arrays of several frameworks may be mixed, as
     long as they are on one device; the current stream of each then waits for the work. With JAX arrays on a
@@ -118,8 +118,17 @@ def attention(
         block_size: queries and keys of a block: 64 or 128. Default: 128.
         alibi_symmetric: ALiBi adds ``-slope * abs(query position - key position)``, as encoders and
             FlashAttention have it, so that keys past the query's own position lose weight with the distance,
-            too. Where no query sees such a key, as under causal without prefix_lens, it changes nothing.
-            Needs alibi_slopes. Default: False.
+            too. Where no query sees such a key, as under causal without prefix_lens or
+            bidirectional_ranges, it changes nothing. Needs alibi_slopes. Default: False.
+        bidirectional_ranges: int32 or int64 [batch, num_ranges, 2], in C order: ranges of keys that see each
+            other in both directions, such as the tokens of an image in Gemma 3 and PaliGemma, as the position
+            of the first and the one behind the last. A query in a range sees all of it that there is, besides
+            what causal and the window let it see. Ranges of a sequence ascend and do not overlap; ranges
+            without keys, such as [0, 0], fill a row up. On the CPU that is checked, on a GPU it is not. Not
+            with block_mask. Default: none.
+        ranges_keep_window_left: window_left and attention_chunk hide a range's earlier keys, too, so that a
+            query sees of its range the later keys, and of the earlier ones those in its window: Gemma 3 and 4
+            have it so, PaliGemma not. Needs bidirectional_ranges. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q, with the head_dim of v, to write the result to; never read. It may be q itself,
             with the same address and strides; otherwise its memory must be apart from that of q, as from that

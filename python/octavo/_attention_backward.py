@@ -106,7 +106,7 @@ def attention_backward(
     ``out`` and ``lse`` are what ``attention`` returned for these q, k and v with ``return_lse=True``, and the
     options have to be those of that call: dropout is drawn again. A query that sees no key gets a gradient of
     0 and adds nothing to others, whatever its dout; a key that no query sees gets 0. prefix_lens,
-    block_mask and cu_seqlens have no gradient.
+    bidirectional_ranges, block_mask and cu_seqlens have no gradient.
 
     Sums are float32, and results are rounded to the dtype of q once. float16 overflows beyond 65504: scale
     the loss.
@@ -145,6 +145,10 @@ def attention_backward(
             Default: none, every block is kept.
         block_size: 64 or 128. Default: 128.
         alibi_symmetric: ALiBi has the absolute value of the distance. Needs alibi_slopes. Default: False.
+        bidirectional_ranges: int32 or int64 [batch, num_ranges, 2], in C order: ranges of keys that see each
+            other in both directions, as for ``attention``. Not with block_mask. Default: none.
+        ranges_keep_window_left: windows and chunks hide a range's earlier keys, too. Needs
+            bidirectional_ranges. Default: False.
         return_dalibi: return the gradient of alibi_slopes, which have to be given, too. Default: False.
         return_dsinks: return the gradient of sinks, which have to be given, too. Default: False.
         dq: an array like q to write the gradient to; never read. dq, dk and dv may be views of one array, but

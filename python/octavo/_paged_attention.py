@@ -106,7 +106,7 @@ def paged_attention(
             of any other call, with one rounding more. Where that would not be faster, a GPU reads them for
             each sequence. Every query must lie behind them; a sequence of length 0 is padding. On the CPU
             lengths and pages are checked, on a GPU they are not. Not with window_left, attention_chunk,
-            alibi_slopes or batch_invariant. Default: 0.
+            bidirectional_ranges, alibi_slopes or batch_invariant. Default: 0.
         k_scales: the scales of each token and KV head, as ``append_kv`` wrote them, instead of k_scale:
             float32 [num_pages, page_size, num_kv_heads], any strides; for int4, which needs them, float16
             [num_pages, page_size, num_kv_heads, 2], (scale, minimum), with a unit last stride and aligned to
@@ -143,12 +143,18 @@ def paged_attention(
             that no head chooses are never used. On the CPU lists are checked, on a GPU they are not. There
             ``split_kv_decode`` serves it, always batch-invariant, on Hopper and newer data centre GPUs, for
             up to 16 rows a KV head (queries of a sequence times query heads a KV head), 8 for head dims above
-            128. Not with prefix_lens, attention_chunk, tree_mask, shared_prefix_len or num_splits. Default:
-            none, all pages.
+            128. Not with prefix_lens, bidirectional_ranges, attention_chunk, tree_mask, shared_prefix_len or
+            num_splits. Default: none, all pages.
         alibi_symmetric: ALiBi adds ``-slope * abs(query position - key position)``, as for ``attention``;
-            where no query sees a key past its own position, as under causal without prefix_lens, it changes
-            nothing. Needs alibi_slopes. Where it changes something, a GPU refuses it together with
-            chosen_pages. Default: False.
+            where no query sees a key past its own position, as under causal without prefix_lens or
+            bidirectional_ranges, it changes nothing. Needs alibi_slopes. Where it changes something, a GPU
+            refuses it together with chosen_pages. Default: False.
+        bidirectional_ranges: int32 or int64 [batch, num_ranges, 2], in C order: ranges of keys that see each
+            other in both directions, as for ``attention``. Where each sequence has one query and no window,
+            they change nothing, and any kernel serves. Not with tree_mask, chosen_pages or shared_prefix_len.
+            Default: none.
+        ranges_keep_window_left: windows and chunks hide a range's earlier keys, too, as for ``attention``.
+            Needs bidirectional_ranges. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q to write the result to; never read. It may be q itself, with the same address
             and strides; otherwise its memory must be apart from that of q, as from that of the cache.

@@ -63,6 +63,7 @@ class AttentionScalars(TypedDict, total=False):
     attention_chunk: int
     softcap: float
     alibi_symmetric: bool
+    ranges_keep_window_left: bool
     block_size: int
     dropout_p: float
     dropout_seed: int | None
@@ -76,6 +77,7 @@ class _AttentionArrays(AttentionScalars, total=False):
     cu_seqlens_k: Integers | None
     alibi_slopes: SupportsDLPack | None
     prefix_lens: Integers | None
+    bidirectional_ranges: Integers | None
     block_mask: SupportsDLPack | None
     sinks: SupportsDLPack | None
 
@@ -110,6 +112,7 @@ class PagedAttentionScalars(TypedDict, total=False):
     attention_chunk: int
     softcap: float
     alibi_symmetric: bool
+    ranges_keep_window_left: bool
     kv_dtype: str | None
     rotate_keys: bool
     num_splits: int | None
@@ -123,6 +126,7 @@ class PagedAttentionOptions(PagedAttentionScalars, total=False):
     cu_seqlens_q: Integers | None
     alibi_slopes: SupportsDLPack | None
     prefix_lens: Integers | None
+    bidirectional_ranges: Integers | None
     k_scale: float | SupportsDLPack | None
     v_scale: float | SupportsDLPack | None
     k_scales: SupportsDLPack | None

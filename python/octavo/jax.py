@@ -62,6 +62,7 @@ class _AttentionOptions(AttentionScalars, total=False):
     cu_seqlens_k: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    bidirectional_ranges: ArrayLike | None
     block_mask: ArrayLike | None
     sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
@@ -73,6 +74,7 @@ class _AttentionBackwardOptions(AttentionBackwardScalars, total=False):
     cu_seqlens_k: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    bidirectional_ranges: ArrayLike | None
     block_mask: ArrayLike | None
     sinks: ArrayLike | None
 
@@ -81,6 +83,7 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     cu_seqlens_q: ArrayLike | None
     alibi_slopes: ArrayLike | None
     prefix_lens: ArrayLike | None
+    bidirectional_ranges: ArrayLike | None
     k_scale: float | ArrayLike | None
     v_scale: float | ArrayLike | None
     k_scales: ArrayLike | None

@@ -203,6 +203,57 @@ void set_dense_or_packed(const Checker& check, AttentionParams& p, const Args& a
     }
 }
 
+// That the ranges of each sequence ascend, and do not overlap.
+void check_ranges_in_host(const char* op, const BidirectionalRanges& ranges, int32_t batch) {
+    for (int32_t b = 0; b < batch; ++b) {
+        const IndexArray bounds = ranges.of_sequence(b);
+        int64_t last_end = 0;
+        for (int32_t i = 0; i < ranges.count; ++i) {
+            const int64_t begin = bounds.whole(2 * i), end = bounds.whole(2 * i + 1);
+            if (begin >= end) continue;  // without keys
+            auto refuse = [&](const auto&... parts) {
+                fail<ValueError>(op, "bidirectional_ranges[", b, ", ", i, "], [", begin, ", ", end, "), ",
+                                 parts...);
+            };
+            if (begin < 0) refuse("must not begin before 0");
+            if (end > INT32_MAX) refuse("must end below 2^31");
+            if (begin < last_end)
+                refuse("must begin at or behind the end of the range before it, ", last_end);
+            last_end = end;
+        }
+    }
+}
+
+// Behind the windows, which say whether ranges change anything.
+template <class Args>
+void set_ranges(const Checker& check, AttentionParams& p, const Args& args) {
+    if (args.ranges_keep_window_left && !args.bidirectional_ranges)
+        fail<ValueError>(p.op, "ranges_keep_window_left needs bidirectional_ranges; got none");
+    if (!args.bidirectional_ranges) return;
+    const TensorView& given = *args.bidirectional_ranges;
+    BidirectionalRanges ranges{};
+    ranges.bounds = check.index("bidirectional_ranges", given, 3, "[batch, num_ranges, 2]");
+    check.equal("batch", "bidirectional_ranges", given.shape[0], "q", p.batch);
+    if (given.shape[2] != 2) {
+        fail<ValueError>(p.op, "bidirectional_ranges must have shape [batch, num_ranges, 2]; got ",
+                         given.shape_string());
+    }
+    const int64_t count = given.shape[1];
+    check.length("num_ranges", 2 * count);
+    if ((count > 1 && given.strides[1] != 2) || (p.batch > 1 && given.strides[0] != 2 * count)) {
+        fail<ValueError>(p.op, "bidirectional_ranges must be in C order; got strides ",
+                         given.strides_string());
+    }
+    ranges.count = static_cast<int32_t>(count);
+    ranges.keep_window_left = args.ranges_keep_window_left;
+    if (p.device.type == DeviceType::cpu) check_ranges_in_host(p.op, ranges, p.batch);
+    // Without a window, and for the last key's query, there is nothing that a range would still show. That a
+    // sequence has one query, at the last key, counts over pages alone.
+    const bool hides_later = p.window_right >= 0 && !(p.paged() && p.seqlen_q <= 1);
+    const bool hides_earlier = p.window_left >= 0 && !ranges.keep_window_left;
+    if (count > 0 && (hides_later || hides_earlier)) p.ranges = ranges;
+}
+
 template <class Args>
 void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
     const char* op = check.op();
@@ -245,14 +296,15 @@ void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
     p.window_left = check_window(op, "window_left", args.window_left);
     const int32_t window_right = check_window(op, "window_right", args.window_right);
     p.window_right = args.causal ? 0 : window_right;
+    set_attention_chunk(op, p, args.attention_chunk);
     if (args.alibi_symmetric && !args.alibi_slopes)
         fail<ValueError>(op, "alibi_symmetric needs alibi_slopes; got none");
+    set_ranges(check, p, args);
     // Where no query sees a key past its own position, both biases are the same, and so are the kernels. Over
     // pages this includes calls with one query per sequence, which is at the last key. Elsewhere it does not:
     // there, the bound of a packed batch may be its total, on which the bits of a sequence must not depend.
-    const bool sees_past = p.window_right != 0 || p.prefix_lens;
+    const bool sees_past = p.window_right != 0 || p.prefix_lens || p.ranges;
     p.alibi_symmetric = args.alibi_symmetric && sees_past && !(p.paged() && p.seqlen_q <= 1);
-    set_attention_chunk(op, p, args.attention_chunk);
     p.out_scale = 1.0f;
 }
 
@@ -270,6 +322,7 @@ void set_block_mask(const Checker& check, AttentionParams& p, const Args& args) 
     if (args.block_size != 64 && args.block_size != 128)
         fail<ValueError>(p.op, "block_size must be 64 or 128; got ", args.block_size);
     if (!args.block_mask) return;
+    if (args.bidirectional_ranges) fail<ValueError>(p.op, "block_mask cannot go with bidirectional_ranges");
     const TensorView& mask = *args.block_mask;
     const bool has_batch = mask.ndim == 4;
     const char* const axes = "[heads, query blocks, key blocks] or [batch, heads, query blocks, key blocks]";

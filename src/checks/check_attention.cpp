@@ -96,6 +96,7 @@ void set_tree_mask(const Checker& check, AttentionParams& p, const PagedAttentio
     if (!args.causal) {
         fail<ValueError>(p.op, "tree_mask needs causal: it hides keys that a causal query would see");
     }
+    if (args.bidirectional_ranges) fail<ValueError>(p.op, "tree_mask cannot go with bidirectional_ranges");
     p.has_tree_mask = true;
     p.tree_mask = static_cast<const uint32_t*>(words.data);
 }
@@ -115,6 +116,7 @@ void set_chosen_pages(const Checker& check, AttentionParams& p, const PagedAtten
     }
     auto refuse = [&](const char* other) { fail<ValueError>(p.op, "chosen_pages cannot go with ", other); };
     if (args.prefix_lens) refuse("prefix_lens");
+    if (args.bidirectional_ranges) refuse("bidirectional_ranges");
     if (args.attention_chunk > 0) refuse("attention_chunk");
     if (args.tree_mask) refuse("tree_mask");
     if (args.shared_prefix_len > 0) refuse("shared_prefix_len");
@@ -141,6 +143,7 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
     if (p.attention_chunk.divisor > 0) refuse("cannot go with attention_chunk");
     if (p.window_left >= 0) refuse("needs window_left -1 (unbounded); got ", p.window_left);
     if (p.alibi_slopes) refuse("cannot go with alibi_slopes");
+    if (args.bidirectional_ranges) refuse("cannot go with bidirectional_ranges");
     if (p.batch_invariant) refuse("cannot go with batch_invariant, as all queries share its work");
     check.length("shared_prefix_len", length);
     check.length("total_q * group_size", p.total_q * p.group_size());

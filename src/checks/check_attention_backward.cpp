@@ -102,6 +102,7 @@ void check_gradients_apart(const Checker& check, const AttentionBackwardArgs& ar
                             {"cu_seqlens_q", given(args.cu_seqlens_q)},
                             {"cu_seqlens_k", given(args.cu_seqlens_k)},
                             {"prefix_lens", given(args.prefix_lens)},
+                            {"bidirectional_ranges", given(args.bidirectional_ranges)},
                             {"block_mask", given(args.block_mask)},
                             {"alibi_slopes", given(args.alibi_slopes)},
                             {"sinks", given(args.sinks)}};

@@ -12,13 +12,19 @@ namespace octavo {
 struct QueryRange {
     int32_t begin, end;
 
-    OCTAVO_HD QueryRange(const Visibility& see, int32_t seqlen_q, int32_t k_begin, int32_t k_end)
+    // `See` is Visibility, or has ranges too.
+    template <class See>
+    OCTAVO_HD QueryRange(const See& see, int32_t seqlen_q, int32_t k_begin, int32_t k_end)
         : begin(0), end(seqlen_q) {
         if (k_begin < see.prefix_len) return;
         const int64_t q_begin = int64_t{see.seqlen_k} - seqlen_q;  // the position of the first query
         if (see.window_right >= 0) begin = within(k_begin - see.window_right - q_begin, seqlen_q);
         if (see.window_left >= 0) end = within(int64_t{k_end} + see.window_left - q_begin, seqlen_q);
         if (see.has_chunks()) end = lesser(end, within(see.chunk_end(k_end - 1) - q_begin, seqlen_q));
+        if constexpr (See::kHasRanges) {
+            begin = within(see.first_query(k_begin, q_begin + begin) - q_begin, seqlen_q);
+            end = within(see.queries_end(k_end - 1, q_begin + end) - q_begin, seqlen_q);
+        }
     }
 
     // The run of queries that each see every one of these keys.

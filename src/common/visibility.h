@@ -10,6 +10,7 @@ namespace octavo {
 
 // Positions are absolute: key j of a sequence is at position j, query i of n at seqlen_k - n + i.
 struct Visibility {
+    static constexpr bool kHasRanges = false;  // see RangedVisibility
     int32_t seqlen_k;
     int32_t prefix_len;    // keys before it are visible to every query; at most seqlen_k
     int32_t window_left;   // -1: unbounded
@@ -32,6 +33,7 @@ struct Visibility {
     OCTAVO_HD bool visible(int32_t q_pos, int32_t k_pos) const {
         return k_pos < prefix_len || (k_pos >= window_begin(q_pos) && k_pos < window_end(q_pos));
     }
+    // Where a query is in a range of keys that sees in both directions, its window has it as well.
     OCTAVO_HD bool sees_any(int32_t q_pos) const {
         return prefix_len > 0 || window_begin(q_pos) < window_end(q_pos);
     }
@@ -60,8 +62,9 @@ struct KeyTiles {
     int32_t count;
 
     KeyTiles() = default;  // nothing is set
-    // The queries are at positions [first_q_pos, last_q_pos].
-    OCTAVO_HD KeyTiles(const Visibility& see, int32_t first_q_pos, int32_t last_q_pos, int32_t tile_size)
+    // The queries are at positions [first_q_pos, last_q_pos]. `See` is Visibility or RangedVisibility.
+    template <class See>
+    OCTAVO_HD KeyTiles(const See& see, int32_t first_q_pos, int32_t last_q_pos, int32_t tile_size)
         : tile_size(tile_size),
           prefix_end(see.prefix_len),
           window_begin(see.window_begin(first_q_pos)),
@@ -85,7 +88,8 @@ struct KeyTiles {
     }
 
     // Whether every query of the run sees every key of [k_begin, k_begin + tile_size): no mask to apply.
-    OCTAVO_HD static bool all_visible(const Visibility& see, int32_t first_q_pos, int32_t last_q_pos,
+    template <class See>
+    OCTAVO_HD static bool all_visible(const See& see, int32_t first_q_pos, int32_t last_q_pos,
                                       int32_t k_begin, int32_t tile_size) {
         return k_begin + tile_size <= see.prefix_len || (k_begin >= see.window_begin(last_q_pos) &&
                                                          k_begin + tile_size <= see.window_end(first_q_pos));

@@ -59,7 +59,7 @@ class Backward {
         for (int32_t b = 0; b < p_.batch; ++b) {
             Sequence& sequence = sequences_.emplace_back();
             RowTile& rows = sequence.rows;
-            rows.sequence = SequenceSlice::make(p_, b);
+            rows.sequence = RangedSlice::make(p_, b);
             rows.batch_index = b;
             rows.group_size = p_.group_size();
             rows.num_rows = rows.sequence.seqlen_q * rows.group_size;

@@ -225,7 +225,7 @@ static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile&
                                 RowTerms terms, BackwardScratch& scratch, float* dq, double* dslopes) {
     const int stride = row_stride(p.head_dim), v_stride = row_stride(p.head_dim_v);
     const int group_size = all_rows.group_size;
-    const SequenceSlice& sequence = all_rows.sequence;
+    const RangedSlice& sequence = all_rows.sequence;
     const int32_t num_keys = lesser(tiles_per_block(p) * kTileKeys, sequence.see.seqlen_k - k_begin);
     const int num_tiles = (num_keys + kTileKeys - 1) / kTileKeys;
     fill(scratch.dk, num_keys * stride, 0.0f);

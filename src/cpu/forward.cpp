@@ -54,7 +54,7 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 SequencePlan make_plan(const AttentionParams& p, int32_t b, const ChosenKeys* chosen) {
     SequencePlan plan{};
     RowTile& tile = plan.first_tile;
-    tile.sequence = SequenceSlice::make(p, b);
+    tile.sequence = RangedSlice::make(p, b);
     tile.batch_index = b;
     tile.group_size = p.group_size();
     plan.num_rows = tile.sequence.seqlen_q * tile.group_size;

@@ -83,7 +83,7 @@ static void find_keys(const AttentionParams& p, const RowTile& tile, const KeyTi
 // Which keys of a tile each row of a tile of rows sees.
 struct TileMask {
     const RowTile& tile;
-    const Visibility& see;
+    const RangedVisibility& see;
     const int32_t* q_pos;  // [num_rows]
     int32_t num_rows;
     int32_t k_begin;
@@ -97,7 +97,7 @@ struct TileMask {
     static TileMask make(const AttentionParams& p, const RowTile& tile, const int32_t* q_pos, int32_t k_begin,
                          const uint64_t* tree_words = nullptr) {
         static_assert(kTileKeys <= kMaxTreeTokens, "a tile's keys have a bit each");
-        const Visibility& see = tile.sequence.see;
+        const RangedVisibility& see = tile.sequence.see;
         const int32_t tree_begin = tile.sequence.q_pos(0);
         if (k_begin + kTileKeys <= tree_begin) tree_words = nullptr;
         const int32_t first_q_pos = q_pos[0], last_q_pos = q_pos[tile.num_rows - 1];

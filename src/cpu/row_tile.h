@@ -14,7 +14,7 @@ constexpr int kTileKeys = 64;
 // Rows of one KV head and one sequence: row i is of query token i / group_size and of the (i % group_size)-th
 // head of the group, so that a group shares each tile of keys.
 struct RowTile {
-    SequenceSlice sequence;
+    RangedSlice sequence;
     int32_t batch_index;
     int32_t group_size;
     int32_t kv_head;

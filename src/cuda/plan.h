@@ -53,6 +53,9 @@ std::nullopt_t refuse(std::string* why_not, const Parts&... parts) {
 
 // The reason why a kernel does not serve a call that chooses pages.
 constexpr const char* kReadsAllPages = "it reads all pages of a sequence, and chosen_pages is given";
+// The reason why a kernel does not serve a call with bidirectional ranges.
+constexpr const char* kHasNoRanges =
+    "it has no instance for bidirectional_ranges, which let queries of this call see more keys";
 // The reason why a kernel does not serve a call with symmetric ALiBi.
 constexpr const char* kOneSidedAlibi =
     "its ALiBi has no absolute value, and with alibi_symmetric these queries may see keys past their own "

@@ -180,6 +180,8 @@ struct Attention {
         input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
         scalar("block_size", &Args::block_size, &CArgs::block_size),
         scalar("alibi_symmetric", &Args::alibi_symmetric, &CArgs::alibi_symmetric),
+        input<Accept::integer>("bidirectional_ranges", &Args::bidirectional_ranges, &CArgs::bidirectional_ranges),
+        scalar("ranges_keep_window_left", &Args::ranges_keep_window_left, &CArgs::ranges_keep_window_left),
         result_of_width("out", &Args::out, &Args::q, &CArgs::out, &attention_width),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -225,6 +227,8 @@ struct PagedAttention {
         input<Accept::words>("tree_mask", &Args::tree_mask, &CArgs::tree_mask),
         input<Accept::integer>("chosen_pages", &Args::chosen_pages, &CArgs::chosen_pages),
         scalar("alibi_symmetric", &Args::alibi_symmetric, &CArgs::alibi_symmetric),
+        input<Accept::integer>("bidirectional_ranges", &Args::bidirectional_ranges, &CArgs::bidirectional_ranges),
+        scalar("ranges_keep_window_left", &Args::ranges_keep_window_left, &CArgs::ranges_keep_window_left),
         result("out", &Args::out, &Args::q, &CArgs::out),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -328,6 +332,8 @@ struct AttentionBackward {
         input<Accept::mask>("block_mask", &Args::block_mask, &CArgs::block_mask),
         scalar("block_size", &Args::block_size, &CArgs::block_size),
         scalar("alibi_symmetric", &Args::alibi_symmetric, &CArgs::alibi_symmetric),
+        input<Accept::integer>("bidirectional_ranges", &Args::bidirectional_ranges, &CArgs::bidirectional_ranges),
+        scalar("ranges_keep_window_left", &Args::ranges_keep_window_left, &CArgs::ranges_keep_window_left),
         result("dq", &Args::dq, &Args::q, &CArgs::dq),
         result("dk", &Args::dk, &Args::k, &CArgs::dk),
         result("dv", &Args::dv, &Args::v, &CArgs::dv),

@@ -8,6 +8,7 @@
 #include "common/macros.h"
 #include "common/tree_mask.h"
 #include "common/visibility.h"
+#include "params/bidirectional_ranges.h"
 #include "params/cache_scales.h"
 #include "params/chosen_pages.h"
 #include "params/index_array.h"
@@ -88,6 +89,7 @@ struct AttentionParams {
     BlockMask block_mask;               // dense and packed attention only
     int32_t head_dim_v;                 // equals head_dim where keys and values are paged
     ChosenPages chosen_pages;           // paged attention only
+    BidirectionalRanges ranges;         // null also where they change nothing
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }
@@ -108,15 +110,17 @@ struct AttentionParams {
     }
 };
 
-// Where the arrays of one sequence of the batch begin, and which keys its queries see.
-struct SequenceSlice {
+// Where the arrays of one sequence of the batch begin, and which keys its queries see. `See` is Visibility,
+// or RangedVisibility for calls with bidirectional ranges.
+template <class See>
+struct SequenceSliceOf {
     int64_t q_begin;  // its first query, in elements from q; likewise out_begin and lse_begin
     int64_t out_begin;
     int64_t lse_begin;
     int64_t k_begin;  // its first key, in elements from k; 0 when paged; likewise v_begin
     int64_t v_begin;
     int32_t seqlen_q;
-    Visibility see;
+    See see;
 
     OCTAVO_HD int32_t q_pos(int32_t i) const { return see.seqlen_k - seqlen_q + i; }
 
@@ -135,13 +139,13 @@ struct SequenceSlice {
         return prefix_len < seqlen_k ? prefix_len : seqlen_k;
     }
 
-    OCTAVO_HD static SequenceSlice make(const AttentionParams& p, int32_t b) {
+    OCTAVO_HD static SequenceSliceOf make(const AttentionParams& p, int32_t b) {
         return make(p, b, seqlen_k(p, b));
     }
 
     // The same where seqlen_k(p, b) is known.
-    OCTAVO_HD static SequenceSlice make(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
-        SequenceSlice s{};
+    OCTAVO_HD static SequenceSliceOf make(const AttentionParams& p, int32_t b, int32_t seqlen_k) {
+        SequenceSliceOf s{};
         if (OCTAVO_RARE(p.cu_seqlens_q)) {
             int64_t first = p.cu_seqlens_q[b];
             s.q_begin = first * p.q_token_stride;
@@ -162,14 +166,25 @@ struct SequenceSlice {
             s.k_begin = b * p.k_outer_stride;
             s.v_begin = b * p.v_outer_stride;
         }
-        s.see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right, p.attention_chunk};
+        Visibility& see = s.see;
+        see = {seqlen_k, prefix_len(p, b, seqlen_k), p.window_left, p.window_right, p.attention_chunk};
+        set_ranges(s.see, p, b);
         return s;
     }
 
   private:
+    OCTAVO_HD static void set_ranges(Visibility&, const AttentionParams&, int32_t) {}
+    OCTAVO_HD static void set_ranges(RangedVisibility& see, const AttentionParams& p, int32_t b) {
+        if (!p.ranges) return;
+        see.bounds = p.ranges.of_sequence(b);
+        see.count = p.ranges.count;
+        see.keep_window_left = p.ranges.keep_window_left;
+    }
     OCTAVO_HD static int32_t behind_skipped(const AttentionParams& p, int32_t length) {
         return length > p.num_skipped_keys ? length - p.num_skipped_keys : 0;
     }
 };
+using SequenceSlice = SequenceSliceOf<Visibility>;
+using RangedSlice = SequenceSliceOf<RangedVisibility>;
 
 }  // namespace octavo

@@ -102,6 +102,39 @@ TEST(Attention, SymmetricAlibi) {
               "attention: alibi_symmetric needs alibi_slopes; got none");
 }
 
+// Scores of 0, so that a query's result says which keys it sees: each has a value of its own.
+TEST(Attention, BidirectionalRanges) {
+    constexpr int64_t kSeqlenQ = 4, kSeqlenK = 6, kDim = 8;  // queries sit at positions 2 to 5
+    Floats q(kSeqlenQ * kDim), k(kSeqlenK * kDim), v(kSeqlenK * kDim), out(q.size(), NAN);
+    for (int64_t j = 0; j < kSeqlenK; ++j) v[j * kDim + j] = 1.0f;
+    std::vector<int32_t> ranges{0, 0, 1, 4, 5, 9};
+    AttentionArgs args;
+    args.q = view(q, {1, kSeqlenQ, 1, kDim});
+    args.k = view(k, {1, kSeqlenK, 1, kDim});
+    args.v = view(v, {1, kSeqlenK, 1, kDim});
+    args.out = view(out, {1, kSeqlenQ, 1, kDim});
+    args.causal = true;
+    args.bidirectional_ranges = TensorView(ranges.data(), DType::int32, {1, 3, 2});
+    auto expect_seen = [&](const std::vector<std::pair<int64_t, int64_t>>& seen) {
+        attention(args);
+        for (int64_t i = 0; i < kSeqlenQ; ++i) {
+            const auto [begin, end] = seen[i];
+            for (int64_t j = 0; j < kSeqlenK; ++j) {
+                const double weight = j >= begin && j < end ? 1.0 / static_cast<double>(end - begin) : 0.0;
+                EXPECT_NEAR(out[i * kDim + j], weight, kTolerance) << i << ", " << j;
+            }
+        }
+    };
+    expect_seen({{0, 4}, {0, 4}, {0, 5}, {0, 6}});
+    args.window_left = 0;
+    expect_seen({{1, 4}, {1, 4}, {4, 5}, {5, 6}});
+    args.ranges_keep_window_left = true;
+    expect_seen({{2, 4}, {3, 4}, {4, 5}, {5, 6}});
+    args.bidirectional_ranges.reset();
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: ranges_keep_window_left needs bidirectional_ranges; got none");
+}
+
 TEST(Attention, DenseCausalIsBottomRightAligned) {
     constexpr int64_t kBatch = 2, kSeqlenQ = 3, kSeqlenK = 37;
     std::mt19937 random(1);

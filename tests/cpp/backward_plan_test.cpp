@@ -167,6 +167,10 @@ TEST(BackwardPlan, TheOthersSayWhy) {
     args.causal = false;
     expect(args, "h100", "its ALiBi has no absolute value");
     args = plain;
+    args.causal = true;
+    args.bidirectional_ranges = Arrays().make(DType::int32, {args.q.shape[0], 2, 2});
+    expect(args, "h100", "no instance for bidirectional_ranges");
+    args = plain;
     args.softmax_scale = -1.0;
     expect(args, "h100", "softmax_scale");
     args = plain;

@@ -25,7 +25,10 @@ enum class Kind {
     blocks_in_chunks,
     symmetric,
     symmetric_dropout,
-    symmetric_blocks
+    symmetric_blocks,
+    ranges,
+    ranges_in_windows,
+    ranges_dropout
 };
 
 // ALiBi of queries that see keys past their own positions.
@@ -35,6 +38,10 @@ bool is_symmetric(Kind kind) {
 bool has_alibi(Kind kind) { return kind == Kind::alibi || is_symmetric(kind); }
 bool has_blocks(Kind kind) {
     return kind == Kind::blocks || kind == Kind::blocks_in_chunks || kind == Kind::symmetric_blocks;
+}
+
+bool has_ranges(Kind kind) {
+    return kind == Kind::ranges || kind == Kind::ranges_in_windows || kind == Kind::ranges_dropout;
 }
 
 class CudaBackwardTest : public ::testing::TestWithParam<std::tuple<int64_t, bool, Kind>> {};
@@ -72,6 +79,7 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
     Mirror<float> slopes(slopes_for(kHeads * kGroup)), dalibi(std::vector<float>(kHeads * kGroup, NAN));
     Mirror<float> sinks(sinks_for(kHeads * kGroup)), dsinks(std::vector<float>(kHeads * kGroup, NAN));
     Mirror<int32_t> cu_q(cumulative(lengths_q)), cu_k(cumulative(lengths_k)), prefix({20, 5, 60});
+    Mirror<int32_t> ranges(random_ranges(random, lengths_k));
     // Blocks of 64 of the longest sequence, or of all tokens where none says what is the longest.
     const int64_t q_blocks = packed ? (total_q + 63) / 64 : 2, k_blocks = packed ? (total_k + 63) / 64 : 3;
     Mirror<uint8_t> blocks(random.blocks(kHeads * kGroup * q_blocks * k_blocks));
@@ -104,7 +112,13 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
             args.block_mask = on(blocks, DType::uint8, {kHeads * kGroup, q_blocks, k_blocks});
             args.block_size = 64;
         }
-        if (kind == Kind::dropout || kind == Kind::symmetric_dropout)
+        if (has_ranges(kind)) args.bidirectional_ranges = on(ranges, DType::int32, {kBatch, kNumRanges, 2});
+        if (kind == Kind::ranges_in_windows) {
+            args.window_left = 20;
+            args.ranges_keep_window_left = packed;
+            if (head_dim == 128) args.attention_chunk = 64;
+        }
+        if (kind == Kind::dropout || kind == Kind::symmetric_dropout || kind == Kind::ranges_dropout)
             args.dropout_p = 0.3, args.dropout_seed = 5;
     };
     auto forward = [&](auto on) {
@@ -162,7 +176,7 @@ TEST(CudaBackward, ValuesHaveADimOfTheirOwn) {
                                                      {40, 64},   {96, 256},  {200, 248}};
     for (const auto& [head_dim, value_dim] : kDims) {
         for (Kind kind : {Kind::full, Kind::causal, Kind::prefix, Kind::alibi, Kind::symmetric, Kind::dropout,
-                          Kind::deterministic, Kind::sinks, Kind::blocks}) {
+                          Kind::deterministic, Kind::sinks, Kind::blocks, Kind::ranges}) {
             SCOPED_TRACE(testing::Message()
                          << head_dim << ", " << value_dim << ", " << static_cast<int>(kind));
             compare_with_the_cpu(head_dim, value_dim, kind == Kind::causal, kind, ArrayPlace::anywhere);
@@ -176,7 +190,8 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(Kind::full, Kind::causal, Kind::window, Kind::chunks, Kind::prefix,
                                          Kind::softcap, Kind::alibi, Kind::symmetric, Kind::symmetric_dropout,
                                          Kind::symmetric_blocks, Kind::dropout, Kind::deterministic,
-                                         Kind::sinks, Kind::blocks, Kind::blocks_in_chunks)));
+                                         Kind::sinks, Kind::blocks, Kind::blocks_in_chunks, Kind::ranges,
+                                         Kind::ranges_in_windows, Kind::ranges_dropout)));
 
 }  // namespace
 }  // namespace octavo

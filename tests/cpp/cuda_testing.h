@@ -161,6 +161,22 @@ inline std::vector<float> sinks_for(int64_t num_heads) {
     return sinks;
 }
 
+// Bidirectional ranges of sequences of these lengths, [batch, kNumRanges, 2]: some end behind the last key,
+// some have no key, and some touch.
+constexpr int32_t kNumRanges = 3;
+inline std::vector<int32_t> random_ranges(Random& random, const std::vector<int32_t>& lengths) {
+    std::vector<int32_t> bounds;
+    for (const int32_t length : lengths) {
+        std::vector<int32_t> cuts(2 * kNumRanges);
+        for (int32_t& cut : cuts) cut = static_cast<int32_t>(random.up_to(length + 20) - 1);
+        std::sort(cuts.begin(), cuts.end());
+        if (random.one_in(4)) cuts[2] = cuts[1];
+        if (random.one_in(4)) cuts[4] = cuts[5] = 0;
+        bounds.insert(bounds.end(), cuts.begin(), cuts.end());
+    }
+    return bounds;
+}
+
 // Masks and biases at random, for either operator.
 template <class Args>
 void pick_masks(Random& random, Args& args) {

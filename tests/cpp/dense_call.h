@@ -8,6 +8,7 @@
 #include <octavo/attention.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 namespace octavo {
@@ -89,6 +90,7 @@ class DenseCall {
                 on(blocks_, DType::uint8, {mask_heads_, num_blocks(total_q), num_blocks(total_k)});
         }
         if (with_prefix) args.prefix_lens = on(prefix_lens, DType::int32, {batch()});
+        if (ranges) args.bidirectional_ranges = on(*ranges, DType::int32, {batch(), kNumRanges, 2});
     }
 
     void run_on_cpu() {
@@ -119,6 +121,7 @@ class DenseCall {
     Mirror<int32_t> prefix_lens;
     bool with_sinks, with_alibi, with_prefix, with_blocks;
     bool symmetric_alibi = false;
+    std::optional<Mirror<int32_t>> ranges;  // see random_ranges(); without a block mask
     AttentionArgs args;
 
   private:

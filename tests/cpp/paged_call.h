@@ -141,6 +141,7 @@ inline PagedAttentionArgs sequences(PagedAttentionArgs args, int64_t first, int6
     cut(args.page_table, first, count);
     cut(args.seq_lens, first, count);
     if (args.prefix_lens) cut(*args.prefix_lens, first, count);
+    if (args.bidirectional_ranges) cut(*args.bidirectional_ranges, first, count);
     if (args.chosen_pages) cut(*args.chosen_pages, first, count);
     if (args.cu_seqlens_q) {
         cut(*args.cu_seqlens_q, first, count + 1);
@@ -219,6 +220,7 @@ struct PagedCall {
         args.seq_lens = view(lengths, DType::int32, {batch});
         if (packed) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
         if (prefix_lens) args.prefix_lens = view(*prefix_lens, DType::int32, {batch});
+        if (ranges) args.bidirectional_ranges = view(*ranges, DType::int32, {batch, kNumRanges, 2});
         if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
         args.alibi_symmetric = with_alibi && symmetric_alibi;
         if (with_sinks) args.sinks = view(sinks, DType::float32, {num_q_heads});
@@ -433,6 +435,7 @@ struct PagedCall {
         if (options.attention_chunk > 0) add("attention_chunk", options.attention_chunk);
         if (options.batch_invariant) text += ", batch_invariant";
         if (prefix_lens) text += ", prefix_lens";
+        if (ranges) text += ", bidirectional_ranges";
         if (tree_words) text += ", tree_mask";
         if (chosen_pages) add(chosen_of_heads ? "pages chosen of heads" : "chosen pages", num_chosen);
         if (with_alibi) text += symmetric_alibi ? ", symmetric ALiBi" : ", ALiBi";
@@ -453,6 +456,7 @@ struct PagedCall {
     Mirror<uint16_t> q, k, v, out;
     Mirror<float> lse, slopes, sinks;
     std::optional<Mirror<int32_t>> prefix_lens, tree_words;
+    std::optional<Mirror<int32_t>> ranges;  // see random_ranges()
     std::optional<Mirror<float>> phi_of_heads;
     std::optional<Mirror<int32_t>> chosen_pages;  // [batch, KV heads or 1, num_chosen]
     int64_t num_chosen = 0;

@@ -358,6 +358,47 @@ TEST(Plan, SymmetricAlibi) {
               "past their own position");
 }
 
+// Where ranges change nothing any kernel serves, otherwise sm80_attention in instances of its own.
+TEST(Plan, BidirectionalRanges) {
+    Shape shape{2, 2048};
+    shape.queries = 2048;
+    AttentionArgs args = dense(shape);
+    args.causal = true;
+    args.bidirectional_ranges = Arrays().make(DType::int32, {2, 3, 2});
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    EXPECT_EQ(field(explain(args, "h200"), "feature"), "ranges");
+    args.dropout_p = 0.1;
+    args.dropout_seed = 1;
+    EXPECT_EQ(field(explain(args, "h200"), "feature"), "ranges");
+    args.dropout_p = 0.0;
+    args.causal = false;
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    args.window_left = 100;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    args.ranges_keep_window_left = true;
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    args.bidirectional_ranges = Arrays().make(DType::int32, {2, 0, 2});
+    args.causal = true;
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    PagedAttentionArgs one = paged({4, 1024});
+    one.bidirectional_ranges = Arrays().make(DType::int32, {4, 3, 2});
+    EXPECT_EQ(kind_of(one), "split_kv_decode");
+    one.window_left = 100;
+    EXPECT_EQ(kind_of(one), "sm80_attention");
+    one.ranges_keep_window_left = true;
+    EXPECT_EQ(kind_of(one), "split_kv_decode");
+    shape = {4, 1024};
+    shape.queries = 4;
+    PagedAttentionArgs few = paged(shape);
+    few.bidirectional_ranges = one.bidirectional_ranges;
+    EXPECT_EQ(kind_of(few), "sm80_attention");
+    for (const auto& [kernel, reason] : explain(few, "h200").why_not) {
+        if (kernel == "shared_prefix") continue;
+        EXPECT_NE(reason.find("no instance for bidirectional_ranges"), std::string::npos)
+            << kernel << ": " << reason;
+    }
+}
+
 TEST(Plan, NothingToDo) {
     Shape shape{2, 64};
     AttentionArgs args = dense(shape);

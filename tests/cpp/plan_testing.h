@@ -163,6 +163,12 @@ inline void set_random_codes(Random& random, PagedAttentionArgs& args) {
     set_pages(args.v_pages, args.v_scales, values, has_scales);
 }
 
+template <class Args>
+void set_random_ranges(Random& random, Args& args, int64_t batch) {
+    args.bidirectional_ranges = Arrays().make(DType::int32, {batch, random.pick({0, 1, 5}), 2});
+    args.ranges_keep_window_left = random.one_in(2);
+}
+
 inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     Shape shape = random_shape(random);
     if (random.one_in(2)) {
@@ -187,7 +193,11 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     if (args.causal && args.shared_prefix_len == 0 && random.one_in(16))
         args.attention_chunk = random.pick({1, 100, 8192});
     if (shape.head_dim <= kMaxCudaCodeHeadDim && random.one_in(2)) set_random_codes(random, args);
-    if (args.causal && random.one_in(4)) args.tree_mask = Arrays().make(DType::int64, {args.q.shape[0]});
+    if (args.causal && random.one_in(4)) {
+        args.tree_mask = Arrays().make(DType::int64, {args.q.shape[0]});
+    } else if (args.shared_prefix_len == 0 && random.one_in(8)) {
+        set_random_ranges(random, args, shape.batch);
+    }
     return args;
 }
 
@@ -218,6 +228,8 @@ inline AttentionArgs random_dense_or_packed(Random& random) {
         };
         args.block_mask = Arrays().make(
             DType::uint8, {1, blocks(args.max_seqlen_q, args.q), blocks(args.max_seqlen_k, args.k)});
+    } else if (random.one_in(8)) {
+        set_random_ranges(random, args, shape.batch);
     }
     return args;
 }

@@ -50,7 +50,7 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
     const int64_t block_keys = plan.codes == cuda::Codes::none ? 16 : 32;
     const int64_t blocks = (int64_t{p.seqlen_k} + block_keys - 1) / block_keys, warps = plan.threads / 32;
     EXPECT_LE(rows, plan.tiles().rows());
-    EXPECT_FALSE(p.alibi_symmetric);
+    EXPECT_FALSE(p.alibi_symmetric || p.ranges);
     EXPECT_GE(splits, 1);
     EXPECT_EQ(plan.policy == cuda::SplitPolicy::fixed, p.batch_invariant);
     EXPECT_TRUE(p.batch_invariant || p.window_left < 0 || !p.prefix_lens)
@@ -115,7 +115,7 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
 }
 
 void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const Gpu& gpu) {
-    EXPECT_FALSE(p.batch_invariant || p.alibi_symmetric);
+    EXPECT_FALSE(p.batch_invariant || p.alibi_symmetric || p.ranges);
     EXPECT_EQ(plan.num_ctas, std::min(gpu.num_sms, cuda::kMaxDecodeCtas));
     EXPECT_EQ(plan.partial_words, p.seqlen_q * p.group_size() * partial_row(plan.tiles(), plan.threads));
     EXPECT_EQ(plan.workspace_bytes(), int64_t{plan.num_ctas} * plan.partial_words * 4);
@@ -124,7 +124,7 @@ void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const
 
 void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_EQ(gpu.compute_capability, 90);
-    EXPECT_FALSE(p.alibi_symmetric);
+    EXPECT_FALSE(p.alibi_symmetric || p.ranges);
     EXPECT_GE(plan.tiles().head_dim, p.head_dim);
     EXPECT_GE(plan.tiles().value_dim, p.head_dim_v);
     EXPECT_EQ((plan.tiles().head_dim + 63) / 64, (p.head_dim + 63) / 64) << "a copy of no column";
@@ -325,10 +325,10 @@ std::set<std::string> all_kernels() {
         }
         for (size_t row = 0; row < std::size(cuda::kSm80Tiles); ++row) {
             cuda::Sm80Plan plan{};
-            for (auto feature : {cuda::Sm80Feature::none, cuda::Sm80Feature::dropout,
-                                 cuda::Sm80Feature::codes, cuda::Sm80Feature::blocks}) {
-                if (feature == cuda::Sm80Feature::codes &&
-                    cuda::kSm80Tiles[row].head_dim > kMaxCudaCodeHeadDim)
+            for (auto feature :
+                 {cuda::Sm80Feature::none, cuda::Sm80Feature::dropout, cuda::Sm80Feature::codes,
+                  cuda::Sm80Feature::blocks, cuda::Sm80Feature::ranges, cuda::Sm80Feature::code_ranges}) {
+                if (cuda::reads_codes(feature) && cuda::kSm80Tiles[row].head_dim > kMaxCudaCodeHeadDim)
                     continue;
                 plan.feature = feature;
                 add(plan, dtype, row);
@@ -385,6 +385,7 @@ TEST(RandomPlans, BatchInvariantOnesDoNotDependOnTheBatch) {
             alone.page_table.shape[0] = alone.seq_lens.shape[0] = 1;
             alone.page_table.shape[1] = (alone.page_table.shape[1] + 1) / 2;
             if (alone.prefix_lens) alone.prefix_lens->shape[0] = 1;
+            if (alone.bidirectional_ranges) alone.bidirectional_ranges->shape[0] = 1;
             const int64_t queries = args.max_seqlen_q.value_or(1);
             alone.q.shape[0] = alone.out.shape[0] = std::min(queries, args.q.shape[0]);
             if (alone.tree_mask) alone.tree_mask->shape[0] = alone.q.shape[0];
@@ -408,6 +409,7 @@ TEST(RandomPlans, AttentionDoesNotDependOnTheBatch) {
         const bool is_packed = args.cu_seqlens_q.has_value();
         for (TensorView* array : {&alone.q, &alone.out})
             array->shape[0] = is_packed ? std::min(*args.max_seqlen_q, args.q.shape[0]) : 1;
+        if (alone.bidirectional_ranges) alone.bidirectional_ranges->shape[0] = 1;
         for (TensorView* array : {&alone.k, &alone.v}) array->shape[0] = is_packed ? *args.max_seqlen_k : 1;
         if (is_packed) alone.cu_seqlens_q->shape[0] = alone.cu_seqlens_k->shape[0] = 2;
         if (is_packed && args.q.shape[0] < *args.max_seqlen_q) continue;  // the bound is that of the total

@@ -42,7 +42,7 @@ def test_packed(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases(dense=True, head_dims=WIDE_HEAD_DIMS, value_dims=True))
+@given(case=drawn_cases(dense=True, head_dims=WIDE_HEAD_DIMS, value_dims=True, with_ranges=True))
 def test_dense_of_any_shape(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype)
@@ -50,7 +50,7 @@ def test_dense_of_any_shape(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases(head_dims=WIDE_HEAD_DIMS, value_dims=True))
+@given(case=drawn_cases(head_dims=WIDE_HEAD_DIMS, value_dims=True, with_ranges=True))
 def test_packed_of_any_shape(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype)

@@ -58,14 +58,17 @@ def test_packed(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases(dense=True, value_dims=True), dropout=st.sampled_from((None, None, DROPOUT)))
+@given(
+    case=drawn_cases(dense=True, value_dims=True, with_ranges=True),
+    dropout=st.sampled_from((None, None, DROPOUT)),
+)
 def test_dense_of_any_shape(target: Target, case: Case, dropout: Dropout | None) -> None:
     inputs, gradients, reference = problem(case, target.dtype, dropout)
     reference.check(*calls.attention_backward(target, case, inputs, gradients, **arguments(dropout)))
 
 
 @every_target
-@given(case=drawn_cases(value_dims=True), dropout=st.sampled_from((None, None, DROPOUT)))
+@given(case=drawn_cases(value_dims=True, with_ranges=True), dropout=st.sampled_from((None, None, DROPOUT)))
 def test_packed_of_any_shape(target: Target, case: Case, dropout: Dropout | None) -> None:
     inputs, gradients, reference = problem(case, target.dtype, dropout)
     reference.check(

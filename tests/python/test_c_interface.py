@@ -109,6 +109,22 @@ def test_tree_mask(library):
     assert not np.array_equal(out, octavo.paged_attention(**arrays))
 
 
+def test_bidirectional_ranges(library):
+    q, k, v = normal(2, 9, 4, 32), normal(2, 9, 2, 32), normal(2, 9, 2, 32) + 1
+    ranges = np.array([[[0, 3], [4, 9]], [[1, 6], [0, 0]]], np.int32)
+    out = np.full_like(q, np.nan)
+    for options in ({}, {"ranges_keep_window_left": 1}):
+        arguments = {"window_left": 1, "bidirectional_ranges": ranges, **options}
+        library.attention(q=q, k=k, v=v, out=out, causal=1, **arguments)
+        np.testing.assert_array_equal(out, octavo.attention(q, k, v, causal=True, **arguments))
+        pages = {"page_table": np.array([[0], [1]], np.int32), "seq_lens": np.array([9, 9], np.int32)}
+        pages["cu_seqlens_q"] = np.array([0, 9, 18], np.int32)
+        paged = np.full((18, 4, 32), np.nan, np.float32)
+        library.paged_attention(q=q.reshape(18, 4, 32), k_pages=k, v_pages=v, out=paged, **pages, **arguments)
+        np.testing.assert_array_equal(paged.reshape(out.shape), out)
+    assert not np.array_equal(out, octavo.attention(q, k, v, causal=True, window_left=1))
+
+
 def test_symmetric_alibi_over_pages(library):
     arrays = {"k_pages": normal(6, 4, 2, 32), "v_pages": normal(6, 4, 2, 32) + 1, "q": normal(5, 4, 32)}
     arrays["page_table"] = np.array([[3, 0, 1], [3, 0, 5]], np.int32)

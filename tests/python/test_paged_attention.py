@@ -49,7 +49,9 @@ def test_packed_queries(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(case=drawn_cases(decode=True, paged=True, max_seqlen_k=600, head_dims=WIDE_HEAD_DIMS))
+@given(
+    case=drawn_cases(decode=True, paged=True, max_seqlen_k=600, head_dims=WIDE_HEAD_DIMS, with_ranges=True)
+)
 def test_decode_of_any_shape(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype, paged=True)
@@ -59,7 +61,7 @@ def test_decode_of_any_shape(target: Target, case: Case) -> None:
 
 @every_target
 @given(
-    case=drawn_cases(paged=True, head_dims=WIDE_HEAD_DIMS),
+    case=drawn_cases(paged=True, head_dims=WIDE_HEAD_DIMS, with_ranges=True),
     num_splits=st.one_of(st.none(), st.integers(1, 20)),
 )
 def test_packed_queries_of_any_shape(target: Target, case: Case, num_splits: int | None) -> None:

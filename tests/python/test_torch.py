@@ -37,6 +37,11 @@ def make_calls():
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     prefixes = torch.tensor([2, 0], dtype=torch.int32)
     tree = octavo.tree_mask(torch.tensor([-1, 0, 0, -1, 0, 1, 1, -1]))
+    ranges = {
+        "bidirectional_ranges": torch.tensor([[[0, 3], [4, 9]], [[1, 6], [0, 0]]], dtype=torch.int32),
+        "window_left": 2,
+        "ranges_keep_window_left": True,
+    }
     dense = (normal(2, 5, 4, HEAD_DIM), *(normal(2, 9, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)))
     packed = (normal(8, 4, HEAD_DIM), *(normal(8, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)))
     lengths = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS, "max_seqlen_q": 5, "max_seqlen_k": 5}
@@ -69,6 +74,7 @@ def make_calls():
             (dense, dropout),
             (dense, {"causal": True, "window_left": 3, "sinks": slopes + 1, "return_lse": True}),
             (packed, {**symmetric, **lengths}),
+            (dense, {"causal": True, "return_lse": True, **ranges}),
         ],
         "attention_backward": [
             (backward(dense, {}), {}),
@@ -79,6 +85,7 @@ def make_calls():
             (backward(packed, {**lengths, **dropout}), {"deterministic": True, **lengths, **dropout}),
             (backward(dense, {"sinks": slopes}), {"sinks": slopes, "return_dsinks": True}),
             (backward(dense, symmetric), {"return_dalibi": True, **symmetric}),
+            (backward(packed, {"causal": True, **lengths, **ranges}), {"causal": True, **lengths, **ranges}),
             (
                 backward(packed, {**lengths, "alibi_slopes": slopes, "sinks": 2 * slopes}),
                 {
@@ -96,6 +103,7 @@ def make_calls():
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "causal": False, "return_lse": True}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "causal": False, "window_left": 3, "window_right": 1}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "attention_chunk": 4}),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "return_lse": True, **ranges}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "causal": False, **symmetric}),
             (one_each, {"out": torch.empty_like(one_each[0])}),
             (one_each, {"out": torch.empty_like(one_each[0]), "return_lse": True}),

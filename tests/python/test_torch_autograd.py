@@ -33,6 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "slopes": {"alibi_slopes": SLOPES, "window_left": 3, "window_right": 2},
     "symmetric slopes": {"alibi_slopes": SLOPES, "alibi_symmetric": True},
     "chunks": {"causal": True, "attention_chunk": 3},
+    "ranges": {
+        "causal": True,
+        "window_left": 1,
+        "bidirectional_ranges": torch.tensor([[[0, 3], [4, 7]], [[5, 9], [0, 0]]], dtype=torch.int32),
+    },
     "slopes of each": {"alibi_slopes": torch.stack([SLOPES, 2 * SLOPES]), "causal": True},
     "prefix": {"prefix_lens": torch.tensor([4, 0], dtype=torch.int32), "causal": True, "softcap": 2.0},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 2**40, "dropout_offset": 24},

@@ -193,11 +193,88 @@ def test_padding_inside_a_sequence():
     actual = ours(ids, attention_mask=mask).logits[mask == 1]
     ours.set_attn_implementation("eager")
     torch.testing.assert_close(actual, ours(ids, attention_mask=mask).logits[mask == 1], atol=2e-5, rtol=1e-4)
-    windowed = transformers.AutoModelForCausalLM.from_config(
-        CONFIGS["mistral"](), attn_implementation="octavo"
-    ).eval()
-    with pytest.raises(ValueError, match="under a sliding window, padding must be before or after"):
-        windowed(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_padding_inside_a_sequence_under_a_window(name, calls):
+    """The window counts the padding, which has no weight; gradients are right, too."""
+    ids, mask = tokens(3, 17), torch.ones(3, 17, dtype=torch.long)
+    mask[0, :2], mask[0, 9:11], mask[1, 4:9], mask[1, 15:], mask[2, 12] = 0, 0, 0, 0, 0
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+    results = []
+    for implementation in ("eager", "octavo"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        logits = model(ids, attention_mask=mask).logits[mask == 1]
+        logits.square().sum().backward()
+        results.append((logits.detach(), model.model.layers[0].self_attn.k_proj.weight.grad.clone()))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-3)
+    assert any("cu_seqlens_q" not in call for call in calls)  # the layer with a window
+
+
+@torch.no_grad()
+def test_padding_inside_a_sequence_that_goes_on(calls):
+    """A second prompt, padded on the left, behind a text in a growing cache."""
+    ids, mask = tokens(2, 13), torch.ones(2, 13, dtype=torch.long)
+    mask[1, 6:9] = 0
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["mistral"](), attn_implementation="eager")
+    results = []
+    for implementation in ("eager", "octavo"):
+        model.eval().set_attn_implementation(implementation)
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+        second = model(ids[:, 6:12], attention_mask=mask[:, :12], past_key_values=cache).logits
+        last = model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits
+        results.append((second[mask[:, 6:12] == 1], last))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_padding_inside_a_sequence_with_a_softcap_or_chunks_is_refused():
+    ids, mask = tokens(2, 17), torch.ones(2, 17, dtype=torch.long)
+    mask[1, 3:5] = 0
+    for name, message in [
+        ("gemma2", "with a softcap, padding under a window must be before or after a sequence's tokens"),
+        ("llama4_text", "in chunks, padding must be before or after a sequence's tokens"),
+    ]:
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="octavo")
+        with pytest.raises(ValueError, match=message):
+            model(ids, attention_mask=mask)
+
+
+@torch.no_grad()
+def test_encoder_with_windows_to_both_sides(calls):
+    config = transformers.ModernBertConfig(
+        vocab_size=61,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        local_attention=8,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="octavo").eval()
+    ids, mask = tokens(2, 29), torch.ones(2, 29, dtype=torch.long)
+    mask[1, 21:] = 0
+    holes = mask.clone()
+    holes[0, 5:9] = 0
+    for given in (None, mask, holes):
+        real = mask == 1 if given is None else given == 1
+        model.set_attn_implementation("octavo")
+        actual = model(ids, attention_mask=given).last_hidden_state[real]
+        model.set_attn_implementation("eager")
+        expected = model(ids, attention_mask=given).last_hidden_state[real]
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    assert {(call["window_left"], call["window_right"]) for call in calls} == {(-1, -1), (4, 4)}
 
 
 @torch.no_grad()
@@ -296,8 +373,14 @@ def test_what_cannot_be_mapped_is_refused():
     model, ids = tiny_llama(), tokens(1, 8)
     with pytest.raises(ValueError, match=r"a mask of shape \(1, 1, 8, 8\) is not supported"):
         model(ids, attention_mask=torch.zeros(1, 1, 8, 8))
-    with pytest.raises(ValueError, match="this mask is neither causal"):  # two sequences in one row
-        model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
+    with pytest.raises(ValueError, match="this mask is neither causal"):
+        transformers.masking_utils.create_causal_mask(
+            model.config,
+            model.model.embed_tokens(ids),
+            None,
+            None,
+            and_mask_function=lambda b, h, q, k: k != 3,
+        )
 
 
 @pytest.mark.usefixtures("one_thread")

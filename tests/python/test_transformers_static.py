@@ -235,6 +235,28 @@ def test_mask_keeps_its_chunks_on_another_device():
     assert mask.on(torch.device("cpu")) is mask
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@torch.no_grad()
+def test_padding_inside_a_sequence(name):
+    """Steps behind a prompt that was padded on the right."""
+    ids, mask = padded(2, 8, ())
+    mask[1, 5:] = 0
+    model = make_model(name, attn_implementation="eager")
+    results = []
+    for implementation in ("eager", "octavo"):
+        model.set_attn_implementation(implementation)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=14)
+        seen = mask
+        logits = [model(ids, attention_mask=seen, past_key_values=cache).logits[mask == 1]]
+        for step in range(3):
+            seen = torch.cat((seen, torch.ones(2, 1, dtype=torch.long)), 1)
+            logits.append(
+                model(ids[:, step : step + 1], attention_mask=seen, past_key_values=cache).logits[:, 0]
+            )
+        results.append(torch.cat(logits))
+    torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=1e-4)
+
+
 def test_what_cannot_be_mapped_is_refused():
     ids, mask = padded(2, 8, ())
     mask[1, 6:] = 0
@@ -242,8 +264,8 @@ def test_what_cannot_be_mapped_is_refused():
     cache = transformers.StaticCache(config=model.config, max_cache_len=14)
     model(ids, attention_mask=mask, past_key_values=cache)  # a prompt may have padding anywhere
     mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), 1)
-    with pytest.raises(ValueError, match="in a static cache, padding must be before a sequence's tokens"):
-        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+    with torch.no_grad():
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)  # and so a step behind it
     gpt2 = make_model("gpt2", attn_implementation="octavo").train()
     gpt2.config.attn_pdrop = 0.5
     cache = transformers.StaticCache(config=gpt2.config, max_cache_len=14)

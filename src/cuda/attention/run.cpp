@@ -31,6 +31,7 @@ AttentionParams behind(AttentionParams p, int32_t count) {
         p.total_k -= count * p.seqlen_k;
     }
     if (p.prefix_lens) p.prefix_lens = p.prefix_lens.from(count);
+    if (p.ranges) p.ranges = p.ranges.from_sequence(count);
     if (p.chosen_pages) p.chosen_pages.lists = p.chosen_pages.list(count, 0);
     if (p.alibi_slopes) p.alibi_slopes += count * p.alibi_batch_stride;
     return p;

@@ -114,6 +114,7 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
                       "with attention_chunk it takes one query of each sequence, and these may have ",
                       p.seqlen_q);
     }
+    if (p.ranges) return refuse(why_not, kHasNoRanges);
     if (p.alibi_symmetric) return refuse(why_not, kOneSidedAlibi);
     if (p.has_tree_mask && p.softmax_phi_of_heads)
         return refuse(why_not, "it keeps the words of a tree mask where softmax_phi of each head would be");

@@ -24,6 +24,8 @@
 #include "cuda/types.h"
 #include "params/attention_params.h"
 
+#include <type_traits>
+
 namespace octavo::cuda {
 
 // Each lane's scores, for the same lane of the warp that shares its rows. With one stage they lie where the
@@ -60,22 +62,23 @@ __device__ __forceinline__ void add_scores(float (&scores)[Config::kRowTiles][Co
     }
 }
 
-template <class T, class Config>
+template <class T, class Config, bool kHasRanges>
 struct Sm80Shared {
+    using Row = std::conditional_t<kHasRanges, RangedRow, TileRow>;
     alignas(16) T q[Config::kRows * Config::kRowStride];  // in the end each warp's result, in its own rows
     alignas(16) T k[Config::kStages][Config::kKeys * Config::kRowStride];
     alignas(16) T v[Config::kStages][Config::kKeys * Config::kRowStride];
-    TileRow rows[Config::kRows];
+    Row rows[Config::kRows];
     int32_t pages[Config::kKeys];
     SharedScores<Config> scores;
 };
 
 // Writes the result of one warp's rows and columns, or this split's partial result. `q_rows` is room for them
 // in shared memory.
-template <class T, class Config>
-__device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80Launch& plan,
-                                           const SequenceSlice& seq, int32_t batch, int32_t split,
-                                           const TileRow* rows, int32_t num_rows, T* q_rows, int first_column,
+template <class T, class Config, class Slice, class Row>
+__device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80Launch& plan, const Slice& seq,
+                                           int32_t batch, int32_t split, const Row* rows, int32_t num_rows,
+                                           T* q_rows, int first_column,
                                            const float (&out)[Config::kRowTiles][Config::kWarpColumns / 8][4],
                                            const RowSoftmax<Config::kRowTiles>& softmax) {
     const int lane = threadIdx.x % 32;
@@ -132,20 +135,20 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const Sm80L
 }
 
 // The keys and values at the sequence and head of a CTA.
-template <class T, Sm80Feature kFeature>
-__device__ __forceinline__ auto key_array(const AttentionParams& p, const Sm80Launch& plan,
-                                          const SequenceSlice& seq, int32_t kv_head) {
-    if constexpr (kFeature == Sm80Feature::codes) {
+template <class T, Sm80Feature kFeature, class Slice>
+__device__ __forceinline__ auto key_array(const AttentionParams& p, const Sm80Launch& plan, const Slice& seq,
+                                          int32_t kv_head) {
+    if constexpr (reads_codes(kFeature)) {
         return CodeArray::keys(p, kv_head);
     } else {
         return KeyArray<T>{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
                            p.k_outer_stride, p.k_token_stride, plan.k_aligned};
     }
 }
-template <class T, Sm80Feature kFeature>
+template <class T, Sm80Feature kFeature, class Slice>
 __device__ __forceinline__ auto value_array(const AttentionParams& p, const Sm80Launch& plan,
-                                            const SequenceSlice& seq, int32_t kv_head) {
-    if constexpr (kFeature == Sm80Feature::codes) {
+                                            const Slice& seq, int32_t kv_head) {
+    if constexpr (reads_codes(kFeature)) {
         return CodeArray::values(p, kv_head);
     } else {
         return KeyArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
@@ -153,22 +156,26 @@ __device__ __forceinline__ auto value_array(const AttentionParams& p, const Sm80
     }
 }
 
-// Dropout, codes and block masks have kernels of their own: as a branch of the plain kernel, dropout made it
-// spill registers.
+// Dropout, codes, block masks and ranges have kernels of their own: as a branch of the plain kernel, dropout
+// made it spill registers.
 template <class T, class Config, Sm80Feature kFeature>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     sm80_attention_kernel(const __grid_constant__ AttentionParams p,
                           const __grid_constant__ Sm80Launch plan) {
     constexpr int kKeys = Config::kKeys;
     constexpr bool kBlocks = kFeature == Sm80Feature::blocks;
-    const bool drops = kFeature == Sm80Feature::dropout || (kBlocks && p.dropout.any());
+    constexpr bool kRanges = has_ranges(kFeature);
+    using Slice = std::conditional_t<kRanges, RangedSlice, SequenceSlice>;
+    using Shared = Sm80Shared<T, Config, kRanges>;
+    const bool drops =
+        kFeature == Sm80Feature::dropout || ((kBlocks || kFeature == Sm80Feature::ranges) && p.dropout.any());
     static_assert(Config::kRows <= Config::kThreads, "one thread finds each row");
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    auto& shared = *reinterpret_cast<Sm80Shared<T, Config>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
 
     const RowTile row_tile = find_row_tile<Config::kRows>(p, plan.sequence_tiles, blockIdx.x);
     if (row_tile.batch < 0) return;
-    const SequenceSlice seq = SequenceSlice::make(p, row_tile.batch);
+    const Slice seq = Slice::make(p, row_tile.batch);
     const int32_t kv_head = blockIdx.y, split = blockIdx.z;
     const int32_t group_size = plan.group_size.divisor;
     const int32_t num_rows = min(seq.seqlen_q * group_size - row_tile.first_row, Config::kRows);
@@ -205,7 +212,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int warp_row = warp / Config::kColumnWarps * Config::kWarpRows;  // the warp's first row
     const int first_column = warp % Config::kColumnWarps * Config::kWarpColumns;
     const int num_warp_rows = min(num_rows - warp_row, Config::kWarpRows);
-    const TileRow* const rows = shared.rows + warp_row;
+    const typename Shared::Row* const rows = shared.rows + warp_row;
     const WarpView view(seq.see, num_warp_rows > 0, seq.q_pos(token_of(warp_row)),
                         seq.q_pos(token_of(max(warp_row + num_warp_rows - 1, 0))),
                         p.is_tree(seq.seqlen_q) ? seq.q_pos(0) : INT32_MAX);
@@ -269,8 +276,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         const int32_t token = token_of(threadIdx.x), head = head_of(threadIdx.x, token);
         const float* const slopes =
             has_alibi ? p.alibi_slopes + row_tile.batch * p.alibi_batch_stride : nullptr;
-        shared.rows[threadIdx.x] = {token, head, slopes ? slopes[head] * kLog2e : 0.0f,
-                                    seq.see.window_begin(seq.q_pos(token))};
+        TileRow& row = shared.rows[threadIdx.x];
+        row = {token, head, slopes ? slopes[head] * kLog2e : 0.0f, seq.see.window_begin(seq.q_pos(token))};
+        if constexpr (kRanges) shared.rows[threadIdx.x].window_end = seq.see.window_end(seq.q_pos(token));
     }
     if (first_tile >= tile_end) __syncthreads();  // before shared.rows is read; the loop has its own barrier
     int32_t num_visited = 0;                      // tiles, with a block mask

@@ -16,6 +16,20 @@ struct TileRow {
     int32_t window_begin;  // see Visibility; kept here since mask_scores has no registers to compute it in
 };
 
+// A row of a sequence with bidirectional ranges. Its window's end is kept, so that the ranges are not
+// searched again for each tile of keys.
+struct RangedRow : TileRow {
+    int32_t window_end;
+};
+
+__device__ __forceinline__ int32_t window_end_of(const TileRow& row, const Visibility& see,
+                                                 int32_t first_q_pos) {
+    return see.window_end(first_q_pos + row.token);
+}
+__device__ __forceinline__ int32_t window_end_of(const RangedRow& row, const Visibility&, int32_t) {
+    return row.window_end;
+}
+
 // What the rows of one warp see. All lanes of the warp hold the same values.
 struct WarpView {
     Visibility see;
@@ -24,8 +38,8 @@ struct WarpView {
 
     // The rows are at positions from first_q_pos to last_q_pos; there are none if `any` is false. A tree mask
     // may hide keys from `tree_begin` on.
-    __device__ WarpView(const Visibility& see, bool any, int32_t first_q_pos, int32_t last_q_pos,
-                        int32_t tree_begin)
+    template <class See>
+    __device__ WarpView(const See& see, bool any, int32_t first_q_pos, int32_t last_q_pos, int32_t tree_begin)
         : see(see),
           begin(any ? see.window_begin(first_q_pos) : 0),
           end(any ? see.window_end(last_q_pos) : 0),
@@ -45,18 +59,18 @@ struct WarpView {
 
 // Calls body(row, i) for each of this lane's rows, two in each row tile; `rows` are those of the warp, and i
 // counts this lane's.
-template <int kRowTiles, class Body>
-__device__ __forceinline__ void for_each_row(const TileRow* rows, Body body) {
+template <int kRowTiles, class Row, class Body>
+__device__ __forceinline__ void for_each_row(const Row* rows, Body body) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) body(rows[8 * i + threadIdx.x % 32 / 4], i);
 }
 
 // Applies softcap and ALiBi; scores are then in units of log2(e). Each is a branch that the whole warp takes
 // or skips.
-template <int kRowTiles, int kTiles>
+template <int kRowTiles, int kTiles, class Row>
 __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTiles][4],
                                                  const ScoreTransform& transform, bool has_alibi,
-                                                 bool is_symmetric, const TileRow* rows, int32_t first_q_pos,
+                                                 bool is_symmetric, const Row* rows, int32_t first_q_pos,
                                                  int32_t first_key) {
     auto for_each_score = [&](auto body) {
 #pragma unroll
@@ -91,12 +105,12 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kRowTiles][kTil
 }
 
 // Sets scores to -inf where the query does not see the key.
-template <int kRowTiles, int kTiles>
+template <int kRowTiles, int kTiles, class Row>
 __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kTiles][4], const Visibility& see,
-                                            const TileRow* rows, int32_t first_q_pos, int32_t first_key) {
+                                            const Row* rows, int32_t first_q_pos, int32_t first_key) {
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
-    for_each_row<kRowTiles>(rows, [&](const TileRow& row, int r) {
-        const int32_t end = max(see.window_end(first_q_pos + row.token), see.prefix_len) - first_column;
+    for_each_row<kRowTiles>(rows, [&](const Row& row, int r) {
+        const int32_t end = max(window_end_of(row, see, first_q_pos), see.prefix_len) - first_column;
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -136,9 +150,9 @@ __device__ __forceinline__ void hide_rows(float (&scores)[kRowTiles][kTiles][4],
 
 // Sets scores to -inf where the tree mask hides the key. `first_token`: the sequence's first token among all
 // queries.
-template <int kRowTiles, int kTiles>
+template <int kRowTiles, int kTiles, class Slice, class Row>
 __device__ __forceinline__ void mask_tree(float (&scores)[kRowTiles][kTiles][4], const AttentionParams& p,
-                                          const SequenceSlice& seq, int64_t first_token, const TileRow* rows,
+                                          const Slice& seq, int64_t first_token, const Row* rows,
                                           int32_t first_key) {
     static_assert(8 * kTiles <= kMaxTreeTokens, "a tile's keys have a bit each");
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);

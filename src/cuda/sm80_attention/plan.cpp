@@ -58,6 +58,8 @@ const char* name_of(Sm80Feature feature) {
         case Sm80Feature::dropout: return "dropout";
         case Sm80Feature::codes: return "codes";
         case Sm80Feature::blocks: return "blocks";
+        case Sm80Feature::ranges: return "ranges";
+        case Sm80Feature::code_ranges: return "code_ranges";
     }
     return "none";
 }
@@ -71,7 +73,8 @@ Sm80Plan plan_sm80_attention(const AttentionParams& p, const Gpu& gpu) {
     plan.k_dtype = p.k_dtype;
     plan.v_dtype = p.v_dtype;
     if (p.dropout.any() || p.alibi_symmetric) plan.feature = Sm80Feature::dropout;
-    if (is_code(p.k_dtype)) plan.feature = Sm80Feature::codes;
+    if (p.ranges) plan.feature = Sm80Feature::ranges;
+    if (is_code(p.k_dtype)) plan.feature = p.ranges ? Sm80Feature::code_ranges : Sm80Feature::codes;
     if (p.block_mask) plan.feature = Sm80Feature::blocks;
     plan.num_sequences = p.batch;
     plan.head_dim_v = p.head_dim_v;
@@ -104,7 +107,7 @@ Explanation describe(const Sm80Plan& plan) {
     text.summary = text_of(counted(plan.num_row_tiles, "tile"), " of ", tiles.rows(), " rows x ",
                            counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_splits, "split"),
                            ": ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(), " threads");
-    if (plan.feature == Sm80Feature::codes) {
+    if (reads_codes(plan.feature)) {
         text.summary += text_of("; keys of ", to_string(plan.k_dtype), " and values of ",
                                 to_string(plan.v_dtype), " become ", to_string(plan.dtype));
     }

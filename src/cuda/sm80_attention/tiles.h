@@ -1,6 +1,8 @@
 // The tiles of sm80_attention.
 #pragma once
 
+#include "common/macros.h"
+
 #include <cstddef>
 #include <cstdint>
 
@@ -37,10 +39,18 @@ constexpr Sm80Tiles kSm80Tiles[] = {
     {512, 2, 8, 1, 32, 1, 2},
 };
 
-// What an instance computes besides plain attention: `dropout`, `codes` (a quantised cache), or `blocks` (a
-// block mask, with or without dropout). Each of the three also serves symmetric ALiBi, so that plain
+// What an instance computes besides plain attention: `dropout`, `codes` (a quantised cache), `blocks` (a
+// block mask, with or without dropout), `ranges` (bidirectional ranges, with or without dropout) or
+// `code_ranges` (such ranges over a quantised cache). Each of them also serves symmetric ALiBi, so that plain
 // attention has no instruction for it: a call that needs nothing else takes `dropout`.
-enum class Sm80Feature : uint8_t { none, dropout, codes, blocks };
+enum class Sm80Feature : uint8_t { none, dropout, codes, blocks, ranges, code_ranges };
+
+OCTAVO_HD constexpr bool reads_codes(Sm80Feature feature) {
+    return feature == Sm80Feature::codes || feature == Sm80Feature::code_ranges;
+}
+OCTAVO_HD constexpr bool has_ranges(Sm80Feature feature) {
+    return feature == Sm80Feature::ranges || feature == Sm80Feature::code_ranges;
+}
 
 constexpr Sm80Tiles sm80_tiles(int head_dim, int stages) {
     for (const Sm80Tiles& tiles : kSm80Tiles) {

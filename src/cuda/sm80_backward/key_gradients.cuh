@@ -22,7 +22,7 @@ struct KeyGradientsShared {
     uint32_t kept[kDropout ? Config::kKeys * (Config::kRows / 32) : 1];
 };
 
-template <class T, class Config, int kDimSplits, int kCtasPerSm, bool kDropout, bool kBlocks>
+template <class T, class Config, int kDimSplits, int kCtasPerSm, bool kDropout, bool kBlocks, bool kRanges>
 __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     key_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
                          const __grid_constant__ Sm80BackwardLaunch plan) {
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const SequenceTile tile =
         find_sequence_tile<Config::kRows>(p.cu_seqlens_k, p.batch, plan.key_tiles, blockIdx.x);
     if (tile.batch < 0) return;
-    const SequenceSlice seq = sequence_of<kDropout>(p, tile.batch);
+    const auto seq = sequence_of<kDropout, kRanges>(p, tile.batch);
     const int32_t first_key = tile.index * Config::kRows;
     const int32_t num_keys = min(seq.see.seqlen_k - first_key, Config::kRows);
     if (num_keys <= 0) return;
@@ -112,6 +112,8 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     }
     const uint32_t k_address = rows_address<Config>(shared.k + warp_row * Config::kRowStride);
     const uint32_t v_address = rows_address<Config>(shared.v + warp_row * Config::kRowStride);
+    const auto ranges = RangesOfRows<2 * Config::kRowTiles, kRanges>::make(
+        seq.see, first_key + warp_row + static_cast<int32_t>(threadIdx.x) % 32 / 4);
     int32_t num_visited = 0;  // steps, with a block mask
     for (int32_t step = first_step, next; step < num_steps; step = next) {
         next = kept_from(step + 1);
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         __syncthreads();  // the tile has arrived, and every warp is done with the one before
         if (Config::kStages > 1 && next < num_steps) load_step(next, next_stage);
         ptx::cp_async_commit();
-        if (kDropout && !(kBlocks && !p.dropout.any())) {
+        if (kDropout && !((kBlocks || kRanges) && !p.dropout.any())) {
             draw_kept<Config::kThreads, kQueries, Config::kRows>(
                 shared.kept, p.dropout, p.dropout.head(tile.batch, p.num_q_heads, head), first_query,
                 first_key);
@@ -140,17 +142,18 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         float scores[Config::kRowTiles][kQueries / 8][4], products[Config::kRowTiles][kQueries / 8][4];
         multiply_q_k<T, Config>(scores, k_address, columns_address<Config>(shared.q[stage]));
         multiply_q_k<T, Config>(products, v_address, columns_address<Config>(shared.dout[stage]));
-        const ScoreGradients<true, kDropout, kBlocks, Config::kRows> gradients{
+        const ScoreGradients<true, kDropout, kBlocks, Config::kRows, std::decay_t<decltype(seq)>> gradients{
             seq,
             ScoreTransform::make(p.softmax_scale, p.softcap),
             p.alibi_slopes != nullptr,
             p.alibi_symmetric,
             slope,
             p.out_scale,
-            kBlocks && !p.dropout.any() ? nullptr : shared.kept,
+            (kBlocks || kRanges) && !p.dropout.any() ? nullptr : shared.kept,
             warp_row,
             kBlocks ? p.block_mask.row(tile.batch, head, 0) : nullptr,
-            &p.block_mask};
+            &p.block_mask,
+            ranges.of_row};
         const QueryStatistics* const statistics = shared.statistics[stage] + 2 * (threadIdx.x % 4);
         gradients.run(scores, products, first_key + warp_row, first_query, !is_whole,
                       [&](int, int i, int j) { return statistics[8 * i + j % 2]; });

@@ -11,8 +11,8 @@
 
 namespace octavo::cuda {
 
-// With kBlocks, dropout is a branch in the kernels.
-template <class T, int kRow, bool kDropout, bool kBlocks>
+// With kBlocks or kRanges, dropout is a branch in the kernels.
+template <class T, int kRow, bool kDropout, bool kBlocks, bool kRanges>
 void launch_sm80_gradients(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan,
                            const Sm80BackwardLaunch& arguments, cudaStream_t stream) {
     constexpr Sm80BackwardTiles kTiles = kSm80BackwardTiles[kRow];
@@ -21,15 +21,16 @@ void launch_sm80_gradients(const AttentionBackwardParams& p, const Sm80BackwardP
         using Config =
             BackwardConfig<kTiles.head_dim, kSide.warps, kSide.row_tiles, kSide.columns, kSide.stages>;
         const dim3 grid(plan.num_key_tiles, p.num_kv_heads, kTiles.dim_splits);
-        launch<key_gradients_kernel<T, Config, kTiles.dim_splits, kSide.ctas_per_sm, kDropout, kBlocks>,
-               sizeof(KeyGradientsShared<T, Config, kDropout>)>(p.op, p.device.index, stream,
-                                                                {grid, Config::kThreads}, p, arguments);
+        launch<
+            key_gradients_kernel<T, Config, kTiles.dim_splits, kSide.ctas_per_sm, kDropout, kBlocks, kRanges>,
+            sizeof(KeyGradientsShared<T, Config, kDropout>)>(p.op, p.device.index, stream,
+                                                             {grid, Config::kThreads}, p, arguments);
     }
     if (plan.num_query_tiles == 0) return;
     constexpr Sm80BackwardSide kSide = kTiles.queries;
     using Config = BackwardConfig<kTiles.head_dim, kSide.warps, kSide.row_tiles, kSide.columns, kSide.stages>;
     const dim3 grid(plan.num_query_tiles, p.num_q_heads);
-    launch<query_gradients_kernel<T, Config, kSide.ctas_per_sm, kDropout, kBlocks>,
+    launch<query_gradients_kernel<T, Config, kSide.ctas_per_sm, kDropout, kBlocks, kRanges>,
            sizeof(QueryGradientsShared<T, Config, kDropout>)>(p.op, p.device.index, stream,
                                                               {grid, Config::kThreads}, p, arguments);
 }
@@ -45,11 +46,13 @@ void launch_sm80_backward(const AttentionBackwardParams& p, const Sm80BackwardPl
     }
     if (p.dsinks) launch_sink_gradients(p, arguments.sinks, stream);
     if (plan.has_blocks) {
-        launch_sm80_gradients<T, kRow, true, true>(p, plan, arguments, stream);
+        launch_sm80_gradients<T, kRow, true, true, false>(p, plan, arguments, stream);
+    } else if (plan.has_ranges) {
+        launch_sm80_gradients<T, kRow, true, false, true>(p, plan, arguments, stream);
     } else if (plan.has_dropout) {
-        launch_sm80_gradients<T, kRow, true, false>(p, plan, arguments, stream);
+        launch_sm80_gradients<T, kRow, true, false, false>(p, plan, arguments, stream);
     } else {
-        launch_sm80_gradients<T, kRow, false, false>(p, plan, arguments, stream);
+        launch_sm80_gradients<T, kRow, false, false, false>(p, plan, arguments, stream);
     }
     if (!p.dalibi_slopes) return;
     launch_slope_gradients<false, kSm80BackwardTiles[kRow].queries.rows(), 1>(p, arguments.slopes, stream);

@@ -63,6 +63,7 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     // The instances with dropout serve chunks and symmetric ALiBi, too: see sequence_of().
     plan.has_dropout = p.dropout.any() || p.attention_chunk.divisor > 0 || p.alibi_symmetric;
     plan.has_blocks = static_cast<bool>(p.block_mask);
+    plan.has_ranges = static_cast<bool>(p.ranges);
     plan.num_q_heads = p.num_q_heads;
     plan.num_kv_heads = p.num_kv_heads;
     const int32_t key_rows = plan.tiles().keys.rows(), query_rows = plan.tiles().queries.rows();
@@ -99,22 +100,35 @@ Explanation describe(const Sm80BackwardPlan& plan) {
                 tiles.queries.rows(), " queries x ", counted(plan.num_q_heads, "query head"));
     if (plan.has_blocks)
         text.summary += "; in the instances for a block_mask";
+    else if (plan.has_ranges)
+        text.summary += "; in the instances for bidirectional_ranges";
     else if (plan.has_dropout)
         text.summary += "; in the instances for dropout, chunks and symmetric ALiBi";
     if (plan.slope_bytes > 0) text.summary += "; slope_gradients_kernel";
     if (plan.sink_bytes > 0) text.summary += "; sink_gradients_kernel";
     text.file = "src/cuda/sm80_backward/key_gradients.cuh";
     text.plan = {
-        {"dtype", to_string(plan.dtype)},      {"head_dim", tiles.head_dim},
-        {"has_dropout", plan.has_dropout},     {"has_blocks", plan.has_blocks},
-        {"num_q_heads", plan.num_q_heads},     {"num_kv_heads", plan.num_kv_heads},
-        {"key_tile_rows", tiles.keys.rows()},  {"query_tile_rows", tiles.queries.rows()},
-        {"key_tiles", plan.key_tiles},         {"query_tiles", plan.query_tiles},
-        {"num_key_tiles", plan.num_key_tiles}, {"num_query_tiles", plan.num_query_tiles},
-        {"q_aligned", plan.q_aligned},         {"k_aligned", plan.k_aligned},
-        {"v_aligned", plan.v_aligned},         {"dout_aligned", plan.dout_aligned},
-        {"dq_aligned", plan.dq_aligned},       {"dk_aligned", plan.dk_aligned},
-        {"dv_aligned", plan.dv_aligned},       {"workspace_bytes", plan.workspace_bytes()},
+        {"dtype", to_string(plan.dtype)},
+        {"head_dim", tiles.head_dim},
+        {"has_dropout", plan.has_dropout},
+        {"has_blocks", plan.has_blocks},
+        {"has_ranges", plan.has_ranges},
+        {"num_q_heads", plan.num_q_heads},
+        {"num_kv_heads", plan.num_kv_heads},
+        {"key_tile_rows", tiles.keys.rows()},
+        {"query_tile_rows", tiles.queries.rows()},
+        {"key_tiles", plan.key_tiles},
+        {"query_tiles", plan.query_tiles},
+        {"num_key_tiles", plan.num_key_tiles},
+        {"num_query_tiles", plan.num_query_tiles},
+        {"q_aligned", plan.q_aligned},
+        {"k_aligned", plan.k_aligned},
+        {"v_aligned", plan.v_aligned},
+        {"dout_aligned", plan.dout_aligned},
+        {"dq_aligned", plan.dq_aligned},
+        {"dk_aligned", plan.dk_aligned},
+        {"dv_aligned", plan.dv_aligned},
+        {"workspace_bytes", plan.workspace_bytes()},
     };
     return text;
 }

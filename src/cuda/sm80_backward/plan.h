@@ -13,9 +13,10 @@ namespace octavo::cuda {
 
 struct Sm80BackwardPlan {
     DType dtype;
-    int32_t row;       // a row of kSm80BackwardTiles; with dtype, has_dropout and has_blocks the instance
+    int32_t row;       // a row of kSm80BackwardTiles; with dtype and the next three the instance
     bool has_dropout;  // dropout, chunks or symmetric ALiBi: the same instances serve all of them
     bool has_blocks;   // a block mask; its instances serve dropout and chunks, too
+    bool has_ranges;   // bidirectional ranges; likewise
     int32_t num_q_heads, num_kv_heads;
     int32_t key_tiles, query_tiles;          // tiles of the longest sequence
     int32_t num_key_tiles, num_query_tiles;  // over the batch; bounds where it is packed

@@ -20,7 +20,7 @@ struct QueryGradientsShared {
     float slope_gradients[Config::kWarps];
 };
 
-template <class T, class Config, int kCtasPerSm, bool kDropout, bool kBlocks>
+template <class T, class Config, int kCtasPerSm, bool kDropout, bool kBlocks, bool kRanges>
 __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     query_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
                            const __grid_constant__ Sm80BackwardLaunch plan) {
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const SequenceTile tile =
         find_sequence_tile<Config::kRows>(p.cu_seqlens_q, p.batch, plan.query_tiles, blockIdx.x);
     if (tile.batch < 0) return;
-    const SequenceSlice seq = sequence_of<kDropout>(p, tile.batch);
+    const auto seq = sequence_of<kDropout, kRanges>(p, tile.batch);
     const int32_t num_tiles = (seq.seqlen_q + Config::kRows - 1) / Config::kRows;
     const int32_t tile_index = num_tiles - 1 - tile.index;  // the last sees most keys under a causal mask
     const int32_t first_query = tile_index * Config::kRows;
@@ -111,6 +111,8 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         p.alibi_slopes ? p.alibi_slopes[tile.batch * p.alibi_batch_stride + head] * kLog2e : 0.0f;
     const uint32_t q_address = rows_address<Config>(shared.q + warp_row * Config::kRowStride);
     const uint32_t dout_address = rows_address<Config>(shared.dout + warp_row * Config::kRowStride);
+    const auto ranges = RangesOfRows<2 * Config::kRowTiles, kRanges>::make(
+        seq.see, seq.q_pos(first_query + warp_row + static_cast<int32_t>(threadIdx.x) % 32 / 4));
     int32_t num_visited = 0;  // tiles, with a block mask
     for (int32_t i = first_tile, next; i < tiles.count; i = next) {
         next = kept_from(i + 1);
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         __syncthreads();  // the tile has arrived, and every warp is done with the one before
         if (Config::kStages > 1 && next < tiles.count) load_keys(next, next_stage);
         ptx::cp_async_commit();
-        if (kDropout && !(kBlocks && !p.dropout.any())) {
+        if (kDropout && !((kBlocks || kRanges) && !p.dropout.any())) {
             draw_kept<Config::kThreads, Config::kRows, kKeys>(shared.kept, p.dropout,
                                                               p.dropout.head(tile.batch, p.num_q_heads, head),
                                                               first_query, first_key);
@@ -134,17 +136,18 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         float scores[Config::kRowTiles][kKeys / 8][4], products[Config::kRowTiles][kKeys / 8][4];
         multiply_q_k<T, Config>(scores, q_address, columns_address<Config>(shared.k[stage]));
         multiply_q_k<T, Config>(products, dout_address, columns_address<Config>(shared.v[stage]));
-        const ScoreGradients<false, kDropout, kBlocks, kKeys> gradients{
+        const ScoreGradients<false, kDropout, kBlocks, kKeys, std::decay_t<decltype(seq)>> gradients{
             seq,
             ScoreTransform::make(p.softmax_scale, p.softcap),
             p.alibi_slopes != nullptr,
             p.alibi_symmetric,
             slope,
             p.out_scale,
-            kBlocks && !p.dropout.any() ? nullptr : shared.kept,
+            (kBlocks || kRanges) && !p.dropout.any() ? nullptr : shared.kept,
             warp_row,
             kBlocks ? p.block_mask.row(tile.batch, head, 0) : nullptr,
-            &p.block_mask};
+            &p.block_mask,
+            ranges.of_row};
         slope_gradient += gradients.run(scores, products, first_query + warp_row, first_key, !is_whole,
                                         [&](int t, int, int j) { return statistics[t][j / 2]; });
         const uint32_t k_rows = rows_address<Config>(shared.k[stage]);

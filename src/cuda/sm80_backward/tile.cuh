@@ -13,6 +13,7 @@
 #include "cuda/warp.cuh"
 
 #include <cstdint>
+#include <type_traits>
 
 namespace octavo::cuda {
 
@@ -121,26 +122,47 @@ __device__ __forceinline__ void draw_kept(uint32_t* words, const Dropout& dropou
 
 // Returns sequence `b` of the batch. The instances with dropout serve chunks, too, since chunks made the
 // others spill registers.
-template <bool kDropout>
-__device__ __forceinline__ SequenceSlice sequence_of(const AttentionParams& p, int32_t b) {
-    SequenceSlice seq = SequenceSlice::make(p, b);
+template <bool kDropout, bool kRanges>
+__device__ __forceinline__ auto sequence_of(const AttentionParams& p, int32_t b) {
+    using Slice = std::conditional_t<kRanges, RangedSlice, SequenceSlice>;
+    Slice seq = Slice::make(p, b);
     if constexpr (!kDropout) seq.see.attention_chunk = {};
     return seq;
 }
 
+// The bidirectional ranges of a lane's rows, in the instances for ranges. The first row is at `first_pos`.
+template <int kRows, bool kRanges>
+struct RangesOfRows {
+    RangedVisibility::Range of_row[kRanges ? kRows : 1];
+
+    template <class See>
+    __device__ __forceinline__ static RangesOfRows make(const See& see, int32_t first_pos) {
+        RangesOfRows ranges{};
+        if constexpr (kRanges) {
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) ranges.of_row[r] = see.range_of(first_pos + 8 * r);
+        }
+        return ranges;
+    }
+};
+
 // Turns q . k and v . dout of a warp's tile into weights and gradients of scores.
-template <bool kKeysAreRows, bool kDropout, bool kBlocks, int kKeyCount>
+template <bool kKeysAreRows, bool kDropout, bool kBlocks, int kKeyCount, class Slice>
 struct ScoreGradients {
-    const SequenceSlice& seq;
+    static constexpr bool kRanges = decltype(Slice::see)::kHasRanges;
+    static constexpr bool kMayDrop = kBlocks || kRanges;  // dropout is a branch
+
+    const Slice& seq;
     ScoreTransform transform;
     bool has_alibi;
     bool is_symmetric;  // in the instances with dropout, so that others have no instruction for it
     float slope_log2;   // the slope of this head; 0 without ALiBi
     float out_scale;
-    const uint32_t* kept;   // draw_kept()'s bits of the CTA's tile; with kBlocks null if nothing is dropped
+    const uint32_t* kept;   // draw_kept()'s bits of the CTA's tile; with kMayDrop null if nothing is dropped
     int32_t warp_row;       // the warp's first row in that tile
     const uint8_t* blocks;  // with kBlocks: the block mask of the sequence and the head
     const BlockMask* block_mask;
+    const RangedVisibility::Range* ranges;  // with kRanges: those of this lane's rows
 
     // Turns `scores` into weights, and `products` into the gradients of q . k without softmax_scale. Rows and
     // columns of this lane's element (t, i, j) are counted from first_row, the warp's first, and from
@@ -162,6 +184,21 @@ struct ScoreGradients {
         if constexpr (kBlocks)
             return blocks[query / block_mask->size * block_mask->row_stride + key / block_mask->size] != 0;
         return true;
+    }
+
+    // `row`: of the lane, as for_each_row counts them.
+    __device__ __forceinline__ bool sees(int32_t q_pos, int32_t key, int row) const {
+        if constexpr (kRanges) {
+            const Visibility& see = seq.see;
+            const int32_t other = kKeysAreRows ? q_pos : key;
+            const bool is_in_range = ranges[row].begin <= other && other < ranges[row].end;
+            if (is_in_range && key < see.seqlen_k &&
+                (!seq.see.keep_window_left || key >= see.window_begin(q_pos)))
+                return true;
+            return see.visible(q_pos, key);
+        } else {
+            return seq.see.visible(q_pos, key);
+        }
     }
 
     template <bool kPlain, bool kMasked, int kRowTiles, int kTiles, class Statistics>
@@ -193,7 +230,7 @@ struct ScoreGradients {
                     float weight = ptx::exp2_approx(score - of_query.lse);
                     float product = products[t][i][j];
                     bool is_kept = true;
-                    if (kDropout && !(kBlocks && !kept)) {
+                    if (kDropout && !(kMayDrop && !kept)) {
                         constexpr int kWords = kKeyCount / 32;
                         const int q = kKeysAreRows ? column : warp_row + row;
                         const int k = kKeysAreRows ? warp_row + row : column;
@@ -201,7 +238,7 @@ struct ScoreGradients {
                         product = is_kept ? product * out_scale : 0.0f;
                     }
                     float gradient = weight * (product - of_query.delta);
-                    if (kMasked && !(query < seq.seqlen_q && seq.see.visible(seq.q_pos(query), key) &&
+                    if (kMasked && !(query < seq.seqlen_q && sees(seq.q_pos(query), key, 2 * t + j / 2) &&
                                      looks_at(query, key))) {
                         weight = gradient = 0.0f;
                         slack = 1.0f;  // for a key that no query sees, it may be NaN

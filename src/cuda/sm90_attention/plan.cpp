@@ -305,6 +305,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     }
     if (p.chosen_pages) return refuse(why_not, kReadsAllPages);
     if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
+    if (p.ranges) return refuse(why_not, kHasNoRanges);
     if (p.alibi_symmetric) return refuse(why_not, kOneSidedAlibi);
     if (p.has_tree_mask && p.alibi_slopes)
         return refuse(why_not, "no instance has both a tree mask and ALiBi");

@@ -92,6 +92,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                       "are of head_dim ",
                       p.head_dim, " and ", p.head_dim_v);
     }
+    if (p.ranges) return refuse(why_not, kHasNoRanges);
     if (p.alibi_symmetric) return refuse(why_not, kOneSidedAlibi);
     const bool dropout = p.dropout.any(), softcap = p.softcap > 0.0f, alibi = p.alibi_slopes != nullptr;
     if (dropout + softcap + alibi > 1)

@@ -20,9 +20,11 @@ Result = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 def optional_arrays(target: Target, inputs: Inputs) -> dict[str, Any]:
     slopes, prefix_lens = inputs.alibi_slopes, inputs.prefix_lens
+    ranges = inputs.bidirectional_ranges
     return {
         "alibi_slopes": None if slopes is None else target.library.float32(slopes),
         "prefix_lens": None if prefix_lens is None else target.int32(prefix_lens),
+        "bidirectional_ranges": None if ranges is None else target.int32(ranges),
         "sinks": None if inputs.sinks is None else target.library.float32(inputs.sinks),
     }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 KV_BITS = {"float8_e4m3fn": 8 + 8, "int8": 8 + 8, "int4": 4 + 4, "int8_int4": 8 + 4}
@@ -30,6 +31,8 @@ class Case:
     window_right: int = -1
     attention_chunk: int = 0
     prefix_lens: tuple[int, ...] | None = None
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None  # of each sequence, that see both ways
+    keep_window_left: bool = False  # ranges do not show what windows hide before a query
     softcap: float = 0.0
     alibi: str = ""  # "", "head": slopes [num_q_heads], "batch": slopes [batch, num_q_heads]
     alibi_symmetric: bool = False
@@ -96,17 +99,38 @@ class Case:
             "attention_chunk": self.attention_chunk,
             "softcap": self.softcap,
             "alibi_symmetric": self.alibi_symmetric,
+            "ranges_keep_window_left": self.keep_window_left,
         }
+
+    @property
+    def bidirectional_ranges(self) -> NDArray[np.int32] | None:
+        """[batch, num_ranges, 2], with ranges without keys behind those of a sequence that has fewer."""
+        if self.ranges is None:
+            return None
+        bounds = np.zeros((self.batch, max(map(len, self.ranges), default=0), 2), np.int32)
+        for b, ranges in enumerate(self.ranges):
+            bounds[b, : len(ranges)] = np.reshape(ranges, (-1, 2))
+        return bounds
+
+    def _window(self, b: int, q_pos: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the keys begin and end that each of these queries sees beside the prefix."""
+        m = self.seqlens_k[b]
+        begin = q_pos - self.window_left if self.window_left >= 0 else np.zeros(len(q_pos), int)
+        window_right = 0 if self.causal else self.window_right
+        end = np.minimum(q_pos + window_right + 1, m) if window_right >= 0 else np.full(len(q_pos), m)
+        if self.attention_chunk > 0:
+            begin = np.maximum(begin, q_pos // self.attention_chunk * self.attention_chunk)
+        for first, last in self.ranges[b] if self.ranges else ():
+            inside = (first <= q_pos) & (q_pos < last)
+            end = np.where(inside, np.maximum(end, min(last, m)), end)
+            if not self.keep_window_left:
+                begin = np.where(inside, np.minimum(begin, first), begin)
+        return np.maximum(begin, 0), end
 
     def num_visible(self, b: int) -> int:
         """Pairs of a query and a key that it sees, in one head of sequence b."""
         n, m = self.seqlens_q[b], self.seqlens_k[b]
-        q_pos = np.arange(m - n, m)
-        begin = q_pos - self.window_left if self.window_left >= 0 else np.zeros(n, int)
-        window_right = 0 if self.causal else self.window_right
-        end = np.minimum(q_pos + window_right + 1, m) if window_right >= 0 else np.full(n, m)
-        if self.attention_chunk > 0:
-            begin = np.maximum(begin, q_pos // self.attention_chunk * self.attention_chunk)
+        begin, end = self._window(b, np.arange(m - n, m))
         prefix = min(self.prefix_lens[b], m) if self.prefix_lens else 0
         return int((prefix + np.maximum(end - np.maximum(begin, prefix), 0)).sum())
 
@@ -115,9 +139,7 @@ class Case:
         n, m = self.seqlens_q[b], self.seqlens_k[b]
         if n == 0:
             return 0
-        begin = max(0, m - n - self.window_left) if self.window_left >= 0 else 0
-        if self.attention_chunk > 0:
-            begin = max(begin, (m - n) // self.attention_chunk * self.attention_chunk)
+        begin = int(self._window(b, np.array([m - n]))[0][0])
         prefix = min(self.prefix_lens[b], m) if self.prefix_lens else 0
         return prefix + max(0, m - max(begin, prefix))
 
@@ -129,7 +151,8 @@ class Case:
         counts it.
         """
         pairs = sum(map(self.num_visible, range(self.batch)))
-        if self.causal and self.window_left < 0 and not self.attention_chunk and not self.prefix_lens:
+        is_plain = self.window_left < 0 and not (self.attention_chunk or self.prefix_lens or self.ranges)
+        if self.causal and is_plain:
             diagonals = map(min, self.seqlens_q, self.seqlens_k)
             pairs -= sum((length + 1) // 2 for length in diagonals)
         return 2 * pairs * self.num_q_heads * (self.head_dim + self.head_dim_v)

@@ -44,6 +44,7 @@ def make_calls(dtype="float32", seed=0):
         "alibi_slopes": jnp.array([0.5, 0.25, 0.125, 0.0625], jnp.float32),
         "prefix_lens": index([2, 0]),
     }
+    ranges = {"bidirectional_ranges": index([[[0, 3], [4 + seed % 2, 9]], [[1, 6 - seed % 2], [0, 0]]])}
     sinks = {"sinks": normal(4, seed=seed)}
     blocks = {"block_mask": jnp.roll(jnp.array([True, False, True, True]), seed).reshape(4, 1, 1)}
     batch_blocks = {"block_mask": jnp.stack([blocks["block_mask"], ~blocks["block_mask"]]).astype(jnp.uint8)}
@@ -176,6 +177,22 @@ def make_calls(dtype="float32", seed=0):
             "attention_backward",
             backward({**dense, **sinks, **masks}, {}, dlse=normal(2, 5, 4, seed=seed)),
             {"return_dalibi": True, "return_dsinks": True},
+        ),
+        ("attention", {**dense, **ranges}, {"causal": True, "return_lse": True}),
+        (
+            "attention",
+            {**packed, **ranges},
+            {"causal": True, "window_left": 1, "ranges_keep_window_left": True},
+        ),
+        (
+            "paged_attention",
+            {**paged, **ranges, "q": packed["q"], "cu_seqlens_q": index(CU_SEQLENS)},
+            {"window_left": 3, "return_lse": True},
+        ),
+        (
+            "attention_backward",
+            backward({**dense, **ranges}, {"causal": True, "window_left": 2}),
+            {"causal": True, "window_left": 2},
         ),
         ("attention", {**dense, **blocks}, {"causal": True, "return_lse": True}),
         ("attention", {**packed, **batch_blocks}, {"block_size": 64}),

@@ -58,20 +58,37 @@ def visible(
     window_right: int = -1,
     attention_chunk: int = 0,
     prefix_len: int = 0,
+    ranges: NDArray[Any] | None = None,
+    ranges_keep_window_left: bool = False,
 ) -> NDArray[np.bool_]:
-    """[len(q_pos), seqlen_k]: which keys the queries at these positions see."""
+    """[len(q_pos), seqlen_k]: which keys the queries at these positions see. `ranges`: [n, 2]."""
     distance = _distances(q_pos, seqlen_k)
     if causal:
         window_right = 0
-    see = np.ones(distance.shape, bool)
+    left, right = np.ones(distance.shape, bool), np.ones(distance.shape, bool)  # what hides neither side
     if window_left >= 0:
-        see &= distance <= window_left
+        left &= distance <= window_left
     if window_right >= 0:
-        see &= distance >= -window_right
+        right &= distance >= -window_right
     if attention_chunk > 0:
-        see &= q_pos[:, None] // attention_chunk <= np.arange(seqlen_k) // attention_chunk
+        left &= q_pos[:, None] // attention_chunk <= np.arange(seqlen_k) // attention_chunk
+    see = left & right
+    if ranges is not None:
+        alike = in_one_range(q_pos, np.arange(seqlen_k), ranges)
+        see |= alike & left if ranges_keep_window_left else alike
     see[:, :prefix_len] = True
     return see
+
+
+def in_one_range(
+    q_pos: NDArray[np.int64], k_pos: NDArray[np.int64], ranges: NDArray[Any]
+) -> NDArray[np.bool_]:
+    """[len(q_pos), len(k_pos)]: whether both lie in the same range [begin, end) of `ranges`, [n, 2]."""
+    alike = np.zeros((len(q_pos), len(k_pos)), bool)
+    for begin, end in np.asarray(ranges, np.int64):
+        of_queries, of_keys = ((begin <= x) & (x < end) for x in (q_pos, k_pos))
+        alike |= of_queries[:, None] & of_keys
+    return alike
 
 
 def expand_blocks(block_mask: NDArray[Any], block_size: int, n: int, m: int) -> NDArray[np.bool_]:
@@ -338,6 +355,8 @@ def sequences(
     window_right: int = -1,
     attention_chunk: int = 0,
     prefix_lens: Sequence[int] | None = None,
+    bidirectional_ranges: NDArray[Any] | None = None,
+    ranges_keep_window_left: bool = False,
     block_mask: NDArray[Any] | None = None,
     block_size: int = 128,
     alibi_slopes: NDArray[Any] | None = None,
@@ -364,6 +383,8 @@ def sequences(
             window_right=window_right,
             attention_chunk=attention_chunk,
             prefix_len=prefix_lens[b] if prefix_lens is not None else 0,
+            ranges=None if bidirectional_ranges is None else bidirectional_ranges[b],
+            ranges_keep_window_left=ranges_keep_window_left,
         )
         if block_mask is not None:
             assert len(q_pos[b]) == n, "blocks count all queries"

@@ -30,6 +30,7 @@ class Inputs:
     prefix_lens: NDArray[np.int32] | None  # [batch]
     sinks: NDArray[np.float32] | None = None  # [num_q_heads]
     block_mask: NDArray[np.bool_] | None = None  # [heads, query blocks, key blocks], or with a batch axis
+    bidirectional_ranges: NDArray[np.int32] | None = None  # [batch, num_ranges, 2]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def visible(case: Case, b: int) -> NDArray[np.bool_]:
         window_right=case.window_right,
         attention_chunk=case.attention_chunk,
         prefix_len=case.prefix_lens[b] if case.prefix_lens else 0,
+        ranges=None if case.bidirectional_ranges is None else case.bidirectional_ranges[b],
+        ranges_keep_window_left=case.keep_window_left,
     )
 
 
@@ -117,6 +120,7 @@ def make_inputs(case: Case, dtype: str) -> Inputs:
         np.array(case.prefix_lens, np.int32) if case.prefix_lens else None,
         _make_sinks(case),
         make_block_mask(case),
+        case.bidirectional_ranges,
     )
 
 
@@ -196,6 +200,7 @@ def make_reference(
         case.seqlens_k,
         dtype=dtype,
         prefix_lens=case.prefix_lens,
+        bidirectional_ranges=case.bidirectional_ranges,
         alibi_slopes=inputs.alibi_slopes,
         sinks=inputs.sinks,
         block_mask=inputs.block_mask,
@@ -218,6 +223,7 @@ def make_backward_reference(
     masks = {
         **case.masks,
         "prefix_lens": case.prefix_lens,
+        "bidirectional_ranges": case.bidirectional_ranges,
         "alibi_slopes": inputs.alibi_slopes,
         "sinks": inputs.sinks,
         "block_mask": inputs.block_mask,
@@ -235,13 +241,14 @@ def make_backward_reference(
 def sequence_of(case: Case, inputs: Inputs, cache: Cache, b: int) -> tuple[Case, Inputs, Cache]:
     """Sequence b alone, over the same pages."""
     queries = slice(inputs.cu_seqlens_q[b], inputs.cu_seqlens_q[b + 1])
-    slopes, prefix_lens = inputs.alibi_slopes, inputs.prefix_lens
+    slopes, prefix_lens, ranges = inputs.alibi_slopes, inputs.prefix_lens, inputs.bidirectional_ranges
     one = replace(
         inputs,
         q=inputs.q[queries],
         cu_seqlens_q=np.array([0, case.seqlens_q[b]], np.int32),
         alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.ndim == 2 else slopes,
         prefix_lens=prefix_lens[b : b + 1] if prefix_lens is not None else None,
+        bidirectional_ranges=ranges[b : b + 1] if ranges is not None else None,
     )
     rows = replace(cache, page_table=cache.page_table[b : b + 1], seq_lens=cache.seq_lens[b : b + 1])
     return replace(case, seqlens_q=case.seqlens_q[b : b + 1]), one, rows

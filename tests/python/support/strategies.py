@@ -11,6 +11,12 @@ WIDE_HEAD_DIMS = (*HEAD_DIMS, 264, 320, 512)
 PAGE_SIZES = (1, 2, 3, 7, 8, 16, 17, 32, 64, 100, 256)
 
 
+def _ranges(longest: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+    """Ranges of a sequence that ascend; some of them touch, and some have no key."""
+    cuts = st.lists(st.integers(0, longest), max_size=8).map(sorted)
+    return cuts.map(lambda x: tuple(zip(x[::2], x[1::2], strict=False)))
+
+
 @st.composite
 def drawn_cases(
     draw: st.DrawFn,
@@ -22,6 +28,7 @@ def drawn_cases(
     max_seqlen_k: int = 200,
     head_dims: tuple[int, ...] = HEAD_DIMS,
     value_dims: bool = False,  # whether values may have a head dim of their own
+    with_ranges: bool = False,  # whether ranges may see in both directions
 ) -> Case:
     batch = draw(st.integers(1, 4))
 
@@ -44,6 +51,8 @@ def drawn_cases(
     chunk = st.one_of(st.just(0), st.integers(1, max_seqlen_k + 50))
     prefix = st.one_of(st.just(0), st.integers(0, max_seqlen_k + 50))
     alibi = draw(st.sampled_from(("", "", "head", "batch")))
+    of_sequences = st.lists(_ranges(max_seqlen_k + 50), min_size=batch, max_size=batch).map(tuple)
+    ranges = draw(st.one_of(st.none(), of_sequences)) if with_ranges else None
     return Case(
         name=f"drawn {draw(st.integers(0, 2**16))}",
         seqlens_q=seqlens_q,
@@ -58,6 +67,8 @@ def drawn_cases(
         window_right=window_right,
         attention_chunk=draw(chunk) if causal or window_right == 0 else 0,
         prefix_lens=draw(st.one_of(st.none(), st.lists(prefix, min_size=batch, max_size=batch).map(tuple))),
+        ranges=ranges,
+        keep_window_left=ranges is not None and draw(st.booleans()),
         softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
         alibi=alibi,
         alibi_symmetric=alibi != "" and draw(st.booleans()),
