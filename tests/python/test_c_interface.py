@@ -113,7 +113,7 @@ def test_bidirectional_ranges(library):
     q, k, v = normal(2, 9, 4, 32), normal(2, 9, 2, 32), normal(2, 9, 2, 32) + 1
     ranges = np.array([[[0, 3], [4, 9]], [[1, 6], [0, 0]]], np.int32)
     out = np.full_like(q, np.nan)
-    for options in ({}, {"ranges_keep_window_left": 1}):
+    for options in ({}, {"ranges_keep_window_left": True}):
         arguments = {"window_left": 1, "bidirectional_ranges": ranges, **options}
         library.attention(q=q, k=k, v=v, out=out, causal=1, **arguments)
         np.testing.assert_array_equal(out, octavo.attention(q, k, v, causal=True, **arguments))

@@ -23,7 +23,7 @@ ATTENTION = {
     "local_window_size": "window_left or window_right",
     "attention_chunk_size": "attention_chunk",
     "logits_soft_cap": "softcap",
-    "attn_mask": "causal or window_left or prefix_lens or block_mask",
+    "attn_mask": "causal or window_left or prefix_lens or bidirectional_ranges or block_mask",
     "cu_seqlens": "cu_seqlens_q or cu_seqlens_k",
     "max_seqlen": "max_seqlen_q or max_seqlen_k",
     "return_softmax_lse": "return_lse",
