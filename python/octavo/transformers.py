@@ -320,15 +320,18 @@ def _describe_mask(
         if blocks is not None:
             window_left = -1 if blocks.window is None else blocks.window - 1
         elif not (is_plain or is_window):
-            begin = int(q_offset)
-            queries, keys = range(begin, begin + q_length), range(kv_offset, kv_offset + kv_length)
             window, begins = local_size, None
-            if attention_mask is None and not use_vmap and queries == keys and q_length > 1:
+            is_whole = (
+                q_length == kv_length > 1 and not isinstance(q_offset, Tensor) and q_offset == kv_offset
+            )
+            if is_whole and attention_mask is None and not use_vmap:
                 begins = _find_begins(mask_function, batch_size, q_length, device)
                 # Chunks begin anew in each sequence, and are sequences of their own here.
                 if begins is not None and local_size == getattr(config, "attention_chunk_size", None):
                     window = None
             if begins is None or not _is_plain_packing(mask_function, window, begins):
+                begin = int(q_offset)  # a compiled graph that ends in the lines above keeps no range
+                queries, keys = range(begin, begin + q_length), range(kv_offset, kv_offset + kv_length)
                 _require_causal(batch_size, queries, keys, mask_function, window, use_vmap, device, begins)
             if begins is not None:
                 packing = _Packing.of_sequences(begins)
