@@ -111,9 +111,12 @@ def test_paged(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     cache = problems.make_cache(case, inputs)
     found = calls.paged_attention(target, case, inputs, cache)
-    problems.make_reference(case, inputs, target.dtype, paged=True).check(*found)
-    if case.is_decode:
-        assert_same_bits(calls.paged_attention(target, case, inputs, cache, packed=False), found)
+    reference = problems.make_reference(case, inputs, target.dtype, paged=True)
+    reference.check(*found)
+    if case.is_decode:  # a range shows a single query nothing more, and another kernel may serve that
+        alone = calls.paged_attention(target, case, inputs, cache, packed=False)
+        reference.check(*alone)
+        assert_same_bits(calls.paged_attention(target, case, inputs, cache, max_seqlen_q=1), alone)
 
 
 @every_target
