@@ -39,10 +39,10 @@ int64_t rows_of_a_key(const AttentionParams& p) {
 }
 
 // From this many rows on, this way is the faster one. To write and read a key takes as long as the products
-// of some 140 rows (H100, chunks of 512 over 8,192 tokens, 1,990 rows: 0.93 of the speed over 16 bits). In
-// return, no converters delay the products. Their delay is least over float8, where one instruction converts a
-// pair of codes (0.90 there), and most where each key has a scale (0.69 to 0.76). Above head dim 128, the
-// alternative is sm80_attention.
+// of some 300 rows: chunks of 512 over 8,192 tokens, which are 1,990 rows, have 0.81 to 0.93 of their speed
+// over 16 bits in two runs on an H100. In return, no converters delay the products. Their delay is least over
+// float8, where one instruction converts a pair of codes (0.88 to 0.93 there), and most where each key has a
+// scale (0.69 to 0.76). Above head dim 128, the alternative is sm80_attention.
 int64_t fewest_rows(const AttentionParams& p) {
     if (p.head_dim > kSm90CodeTiles[std::size(kSm90CodeTiles) - 1].head_dim) return 256;
     if (has_scales_of_tokens(p)) return 768;
