@@ -6,7 +6,9 @@ import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
@@ -30,6 +32,8 @@ _KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "
 _MAX_HEAD_SIZE = 512
 _MAX_HEAD_SIZE_OF_CODES = 256  # on a GPU
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)  # which have no cache
+# Of a layer whose window also hides earlier tokens of a query's own image (Gemma 4); of others it does not.
+_WINDOWS_HOLD = "mm_prefix_clamp_sliding_window"
 
 
 class OctavoBackend(AttentionBackend):
@@ -82,6 +86,10 @@ class OctavoBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_rswa(cls) -> bool:
         return True
 
@@ -104,6 +112,14 @@ class OctavoBackend(AttentionBackend):
             reasons.append(f"batch invariance of {asked['attn_type']} attention not supported")
         if asked.get("use_rswa") and asked.get("use_non_causal"):
             reasons.append("R-SWA beside non-causal attention not supported")
+        if asked.get("use_mm_prefix"):
+            if asked["attn_type"] != AttentionType.DECODER:
+                reasons.append(f"spans of images in {asked['attn_type']} attention not supported")
+            if asked.get("use_rswa"):
+                reasons.append("spans of images beside R-SWA not supported")
+            if asked.get("use_batch_invariant"):
+                # On a GPU another kernel serves a batch with spans, also its sequences that have none.
+                reasons.append("batch invariance beside spans of images not supported")
         stored = getattr(torch, str(asked["kv_cache_dtype"]), asked["dtype"])  # of "auto" and codes: any
         if stored != asked["dtype"]:
             reasons.append(f"kv_cache_dtype {stored} beside dtype {asked['dtype']} not supported")
@@ -134,6 +150,8 @@ class OctavoMetadata(AttentionMetadata):
     # R-SWA: int32 [batch], the tokens of each prompt, which all later ones see beside their window.
     reference_lens: Tensor | None = None
     reference_window: int = 0
+    # int32 [batch, n, 2]: [begin, end) of images whose tokens see each other in both directions.
+    image_ranges: Tensor | None = None
 
 
 class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
@@ -154,6 +172,30 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
         self._reference_lens: Tensor | None = None  # likewise
         # In vLLM's own backends, too, drafts of models with R-SWA get new metadata.
         self.supports_draft_decode_metadata_update = self._reference_window is None
+        self._has_images: bool = model is not None and model.is_mm_prefix_lm
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs have no ranges of images: they serve steps in which ranges show nothing.
+
+        That is sure of single tokens. A last key's query sees its image to the end, and all of it where the
+        window is no shorter than the image. vLLM drops the ranges of longer images, unless its model has
+        windows that hold in images, and then no other ones.
+        """
+        model = vllm_config.model_config
+        if model is None or not model.is_mm_prefix_lm:
+            return cls._cudagraph_support
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        longest = model.get_sliding_window()
+        keeps_longer = getattr(model.hf_text_config, _WINDOWS_HOLD, False)
+        keeps_longer |= any(getattr(layer, _WINDOWS_HOLD, False) for layer in layers)
+        for layer in layers:
+            window = getattr(layer, "sliding_window", None)
+            if window is None or getattr(layer, _WINDOWS_HOLD, False):
+                continue
+            if keeps_longer or longest is None or window < longest:
+                return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -184,6 +226,13 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
             metadata.reference_lens = self._reference_lens[: len(batch.seq_lens)]
             metadata.reference_lens.copy_(lens[: len(batch.seq_lens)], non_blocking=True)
             metadata.reference_window = self._reference_window
+        if self._has_images:
+            ranges = _image_ranges(batch)
+            if ranges is not None:
+                staged = torch.from_numpy(ranges)
+                if self.device.type == "cuda":
+                    staged = staged.pin_memory()  # or the copy would wait
+                metadata.image_ranges = staged.to(self.device, non_blocking=True)
         return metadata
 
     def update_block_table(
@@ -385,6 +434,8 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
     ) -> None:
         k_pages, v_pages = kv_cache.transpose(1, 2).chunk(2, -1)
         window = self._window_left if window_left is None else window_left
+        ranges = batch.image_ranges
+        may_share_prefix = self._may_share_prefix and window < 0 and ranges is None
         paged_attention(  # which leaves rows past query_start_loc[-1] alone
             query,
             k_pages,
@@ -402,8 +453,10 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             alibi_symmetric=self._slopes is not None,  # as FLASH_ATTN; causal or not
             sinks=self._sinks,
             prefix_lens=prefix_lens,
+            bidirectional_ranges=ranges,
+            ranges_keep_window_left=ranges is not None and getattr(layer, _WINDOWS_HOLD, False),
             batch_invariant=self._batch_invariant,
-            shared_prefix_len=batch.common_prefix_len if self._may_share_prefix and window < 0 else 0,
+            shared_prefix_len=batch.common_prefix_len if may_share_prefix else 0,
             out=out,
             **self._codes(layer),
         )
@@ -417,6 +470,35 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             "k_scale": layer._k_scale.view(-1),  # one, or one for each KV head
             "v_scale": layer._v_scale.view(-1),
         }
+
+
+def _image_ranges(batch: CommonAttentionMetadata) -> NDArray[np.int32] | None:
+    """[batch, n, 2]: [begin, end) of images that have queries in this step; None where none has.
+
+    vLLM gives all images of a request in all of its steps, as positions of the first and the last token.
+    Their order is not promised. Those of a single token are no ranges to vLLM either.
+    """
+    images = batch.mm_req_doc_ranges
+    if not images or not any(images.values()):
+        return None
+    # Lengths are exact in prompts, which alone have images. Others may be too large here; their queries are
+    # behind all images with either length.
+    assert batch.seq_lens_cpu_upper_bound is not None, "octavo.vllm: images need seq_lens_cpu_upper_bound"
+    ends, starts = batch.seq_lens_cpu_upper_bound.tolist(), batch.query_start_loc_cpu.tolist()
+    found = {}
+    for row, of_row in images.items():
+        last = ends[row] - 1  # position of the last query
+        first = last + 1 - (starts[row + 1] - starts[row])
+        ranges = [(begin, end + 1) for begin, end in of_row if begin < end]
+        ranges = [(begin, end) for begin, end in ranges if max(begin, first) <= min(end - 1, last)]
+        if ranges:
+            found[row] = sorted(ranges)
+    if not found:
+        return None
+    bounds = np.zeros((len(batch.seq_lens), max(map(len, found.values())), 2), np.int32)
+    for row, ranges in found.items():
+        bounds[row, : len(ranges)] = ranges
+    return bounds
 
 
 def _of_rows(numbers: Tensor, ends: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,9 @@ SERVED = [
     {"use_non_causal": True},
     {"use_batch_invariant": True},
     {"use_kv_connector": True},
+    {"use_mm_prefix": True},
+    {"use_mm_prefix": True, "has_sliding_window": True, "kv_cache_dtype": "fp8"},
+    {"use_mm_prefix": True, "use_non_causal": True, "head_size": 512},
     {"use_rswa": True},
     {"use_rswa": True, "use_batch_invariant": True},
     {"use_adaptive_verification": True},
@@ -77,7 +80,12 @@ REFUSED = {
     "block_size": {"block_size": 12},
     "MLA": {"use_mla": True},
     "sparse": {"use_sparse": True},
-    "multimodal": {"use_mm_prefix": True},
+    "spans of images in encoder_decoder attention": {
+        "use_mm_prefix": True,
+        "attn_type": "encoder_decoder",
+    },
+    "spans of images beside R-SWA": {"use_mm_prefix": True, "use_rswa": True},
+    "batch invariance beside spans of images": {"use_mm_prefix": True, "use_batch_invariant": True},
     "compute capability": {"device_capability": DeviceCapability(7, 5)},
     "batch invariance of encoder_only attention": {
         "attn_type": "encoder_only",

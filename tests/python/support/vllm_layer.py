@@ -58,6 +58,8 @@ class Layer:
     backend: type = OctavoBackend
     seed: int = 0
     reference_window: int | None = None  # of R-SWA
+    has_images: bool = False  # whose tokens see each other in both directions
+    windows_hold: bool = False  # in images, too
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -80,11 +82,13 @@ class Layer:
             )
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
-            model_config=SimpleNamespace(rswa_window=self.reference_window),
+            model_config=SimpleNamespace(rswa_window=self.reference_window, is_mm_prefix_lm=self.has_images),
         )
         self.builder = self.backend.get_builder_cls()(None, ["layer"], config, torch.device(self.device))
         k_scale, v_scale = self.scales.to(self.device)
-        self.attention = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
+        self.attention = SimpleNamespace(
+            _k_scale=k_scale, _v_scale=v_scale, mm_prefix_clamp_sliding_window=self.windows_hold
+        )
 
         blocks = self.random.permutation(num_blocks).reshape(MAX_BATCH, MAX_BLOCKS)
         self.blocks = torch.from_numpy(blocks.astype(np.int32))
@@ -114,6 +118,7 @@ class Layer:
         padded_rows: int = 0,
         causal: bool | Sequence[bool] = True,
         reference_lens: Sequence[int] | None = None,
+        images: dict[int, list[tuple[int, int]]] | None = None,
     ) -> Batch:
         """The next `counts` tokens of these sequences, random, and padding behind them."""
         num_rows, num_tokens = len(sequences) + padded_rows, sum(counts) + padded_tokens
@@ -166,6 +171,8 @@ class Layer:
                 causal=causal if isinstance(causal, bool) else self.is_causal[:num_rows],
                 # vLLM's runner has them in host memory.
                 rswa_prefix_lens=None if reference_lens is None else torch.tensor(reference_lens),
+                mm_req_doc_ranges=images,
+                seq_lens_cpu_upper_bound=torch.from_numpy(lengths[:num_rows].astype(np.int32)),
             ),
         )
 
