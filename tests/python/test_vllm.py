@@ -382,7 +382,7 @@ def test_images_in_random_chunks(device, seed):
 
 @pytest.mark.parametrize(
     "images",
-    [None, {}, {0: [], 1: []}, {0: [(3, 3)], 1: [(2, 2)]}, {0: [(40, 50)], 1: [(2, 9)]}, {2: [(0, 9)]}],
+    [None, {}, {0: [], 1: []}, {0: [(12, 12)], 1: [(2, 2)]}, {0: [(40, 50)], 1: [(2, 9)]}, {2: [(0, 9)]}],
     ids=str,
 )
 def test_steps_without_images_get_no_ranges(images, monkeypatch):
