@@ -47,10 +47,10 @@ TEST(Explain, WritesItsReasons) {
         "sm80_attention<bfloat16, head_dim 128, 1 stage>: 1 tile of 128 rows x 8 KV heads x 8 splits: 64 "
         "CTAs of 128 threads; then combine_splits_kernel (src/cuda/sm80_attention/kernel.cuh)\n"
         "  not shared_prefix: shared_prefix_len is 0\n"
-        "  not split_kv_decode: it takes at most 16 rows a KV head for head_dim 128, and these are 20: 5 "
+        "  not split_kv_decode: it takes at most 16 rows per KV head for head_dim 128, and these are 20: 5 "
         "query "
         "tokens of 4 query heads\n"
-        "  not stream_k_decode: it takes at most 16 rows a KV head for head_dim 128, and these are 20: 5 "
+        "  not stream_k_decode: it takes at most 16 rows per KV head for head_dim 128, and these are 20: 5 "
         "query "
         "tokens of 4 query heads\n"
         "  not sm90_attention: it consists of instructions that only sm_90a has, and this GPU is sm_80");

@@ -222,10 +222,10 @@ TEST(Plan, ManyMoreQueriesOverCodes) {
     shape.queries = 300;
     EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "expand_codes");
     EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention");
-    EXPECT_EQ(
-        reason(over_codes(shape)),
-        "to turn codes into numbers once pays from 1536 rows on that a key of one KV head is multiplied "
-        "by, and here that are 1178 in the mean");
+    EXPECT_EQ(reason(over_codes(shape)),
+              "to turn codes into numbers once pays if each key is multiplied by at least 1536 rows, and "
+              "here these "
+              "are 1178 on average");
     shape.total_q = 4 * 100;  // other sequences have fewer
     EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
     shape = {64, 4096};  // a mixed batch

@@ -261,7 +261,7 @@ def test_explain() -> None:
         r"^paged_attention: chosen_pages on a GPU are read by split_kv_decode, which cannot serve this call"
     )
     with pytest.raises(
-        ValueError, match=message + ": it takes at most 16 rows a KV head .*, and these are 17"
+        ValueError, match=message + ": it takes at most 16 rows per KV head .*, and these are 17"
     ):
         explained(many, "h100")
     with pytest.raises(ValueError, match=message + ": it takes up to 227 KB of shared memory"):

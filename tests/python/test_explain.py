@@ -133,7 +133,7 @@ def test_plan_and_reasons():
         "paged_attention", *many_rows[:-1], cu_seqlens_q=many_rows[-1], device="a100"
     )
     assert explanation.why_not["split_kv_decode"] == (
-        "it takes at most 16 rows a KV head for head_dim 128, and these are 80: 20 query tokens of 4 query "
+        "it takes at most 16 rows per KV head for head_dim 128, and these are 80: 20 query tokens of 4 query "
         "heads"
     )
 

@@ -132,7 +132,7 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
         if (kDecodeTiles[row].rows() >= rows) break;
     }
     if (row == static_cast<int32_t>(std::size(kDecodeTiles))) {
-        return refuse(why_not, "it takes at most ", most_rows, " rows a KV head for head_dim ", p.head_dim,
+        return refuse(why_not, "it takes at most ", most_rows, " rows per KV head for head_dim ", p.head_dim,
                       ", and these are ", rows, ": ", counted(p.seqlen_q, "query token"), " of ",
                       counted(p.group_size(), "query head"));
     }

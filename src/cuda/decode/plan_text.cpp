@@ -83,9 +83,10 @@ Explanation describe(const SplitKvPlan& plan) {
 Explanation describe(const StreamKPlan& plan) {
     Explanation text;
     text.kernel = name_of("stream_k_decode", plan.dtype, plan.codes, plan.tiles());
-    text.summary = text_of(counted(plan.num_kv_heads, "KV head"), " x ",
-                           counted(plan.num_sequences, "sequence"), ", blocks of ", plan.block_keys,
-                           " keys shared out on the device: ", ctas_of(plan.grid(), plan.threads));
+    text.summary =
+        text_of(counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_sequences, "sequence"),
+                ", blocks of ", plan.block_keys,
+                " keys, of which the device gives each CTA its run: ", ctas_of(plan.grid(), plan.threads));
     text.file = "src/cuda/decode/stream_k.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},

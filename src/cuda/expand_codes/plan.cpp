@@ -146,9 +146,8 @@ std::optional<ExpandedPlan> plan_expanded_attention(const AttentionParams& p, co
     if (!is_code(p.k_dtype)) return refuse(why_not, "the pages hold numbers, not codes");
     const int64_t rows = rows_of_a_key(p), fewest = fewest_rows(p);
     if (rows < fewest) {
-        return refuse(why_not, "to turn codes into numbers once pays from ", fewest,
-                      " rows on that a key of one KV head is multiplied by, and here that are ", rows,
-                      " in the mean");
+        return refuse(why_not, "to turn codes into numbers once pays if each key is multiplied by at least ",
+                      fewest, " rows, and here these are ", rows, " on average");
     }
     return make_expanded_plan(p, gpu, why_not);
 }

@@ -1,5 +1,6 @@
-// ALiBi, which is added to scores by the product with the statistics of queries: distances within a tile are
-// part of it, and the one between the tile's first query and the CTA's first key is a number for each step.
+// ALiBi. The product that adds the statistics of queries to scores adds it as well: distances within the
+// tiles are part of that product, and the distance between the tile's first query and its first key is one
+// number for each step (docs/kernels/attention_backward.md).
 #pragma once
 
 #include "common/score.h"
@@ -8,8 +9,8 @@
 
 namespace octavo::cuda {
 
-// The distance of a lane's two keys from the CTA's first, into columns 3 to 5 of the operand whose other
-// columns are ones: those of the slope (BfloatTerms).
+// Puts the distances of a lane's two keys from the first key of the tile into columns 3 to 5 of an operand.
+// These columns meet the terms of the slope (BfloatTerms); the operand's columns 0 to 2 are ones.
 __device__ __forceinline__ void add_distances(uint32_t (&operand)[4], int row) {
     const int pair = threadIdx.x % 4;
 #pragma unroll
@@ -20,7 +21,7 @@ __device__ __forceinline__ void add_distances(uint32_t (&operand)[4], int row) {
     }
 }
 
-// In units of log2(e).
+// Returns the bias between the tile's first query and its first key, in units of log2(e).
 template <class Config>
 __device__ __forceinline__ float bias_between(const AttentionBackwardParams& p,
                                               const Sm90BackwardWork<Config>& work, const Sm90KeyTile& tile,
@@ -35,8 +36,8 @@ __device__ __forceinline__ float bias_between(const AttentionBackwardParams& p,
 template <class Config>
 class SlopeGradient {
   public:
-    // Adds what one step gives. Behind the last step of a head, the warp's sum goes to workspace. `row` is
-    // the lane's first key.
+    // Adds what one step gives. After the last step of a head, it writes the warp's sum to workspace. `row`
+    // is the lane's first key.
     template <int kScores>
     __device__ __forceinline__ void add(const float (&weights)[kScores], const float (&products)[kScores],
                                         const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
@@ -59,7 +60,7 @@ class SlopeGradient {
         sum_ = 0.0f;
     }
 
-    // Where a warp of consumers leaves it.
+    // Where a warp of consumers leaves its sum.
     __device__ static float* place(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
                                    const Sm90BackwardWork<Config>& work, int32_t head, int warp) {
         const int32_t tile = work.first_key / Config::kKeys;
@@ -70,7 +71,7 @@ class SlopeGradient {
     float sum_ = 0.0f;  // the sum of the head under way
 };
 
-// Where no query sees a key of the CTA.
+// Leaves zeros as the gradients of slopes, where no query sees a key of the tile.
 template <class Config>
 __device__ __forceinline__ void leave_no_slope_gradients(const AttentionBackwardParams& p,
                                                          const Sm90BackwardLaunch& plan,

@@ -1,4 +1,4 @@
-// The consumers: each warpgroup owns 64 keys, whose dK and dV stay in its registers. Of each step:
+// The consumers. Each warpgroup owns 64 keys, whose dK and dV stay in its registers. One step computes:
 //
 //     S^T = K Q^T and dP^T = V dO^T, with the statistics of queries added by a product      (SS)
 //     P = exp2(S^T), dS = P * dP^T, of which dS also goes to shared memory
@@ -35,13 +35,13 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                 parity ^= 1;
             }
         }
-        // The slot of the step before. It is found, not kept, since registers are scarce.
+        // The slot of the step before. It is computed each time, since no register is free to keep it.
         __device__ DsSlot before() const {
             return slot > 0 ? DsSlot{slot - 1, parity} : DsSlot{Config::kDsSlots - 1, parity ^ 1};
         }
     };
 
-    // Where the rings are, from one tile of keys to the next.
+    // The positions in the rings of slots, which go on from one tile of keys to the next.
     struct Rings {
         int32_t step = 0;
         DsSlot ds;
@@ -148,9 +148,9 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             ptx::fence_proxy_async();
             arrive(&shared_.ds_full[at.slot]);
 
-            // dQ is computed a step late, so that no warpgroup waits for another's dS. In the first step, the
-            // product of whatever lies there is dropped. It is not left out: behind a branch, the products
-            // would run one after the other.
+            // dQ is computed a step late, so that no warpgroup waits for another's dS. The first step
+            // multiplies whatever lies in the slot and drops the result. The product cannot be left out
+            // there: behind a branch, ptxas would run the products one after the other.
             const DsSlot before = at.before();
             float dq[32];
             if (!is_first) ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
@@ -194,11 +194,11 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1);
     }
 
-    // The two warpgroups take turns.
+    // Turns of the two warpgroups at issuing scores and products.
     __device__ void wait_for_turn() const { ptx::named_barrier_sync(1 + group_, 256); }
     __device__ void pass_turn() const { ptx::named_barrier_arrive(2 - group_, 256); }
 
-    // This warpgroup's 64 x 64 of dQ: columns of the head dim, or at 64 rows of the tile.
+    // Computes this warpgroup's 64 x 64 of dQ: half of the columns at head dim 128, half of the rows at 64.
     __device__ __forceinline__ void multiply_ds_k(float (&dq)[32], const unsigned char* ds) const {
         constexpr bool kByRows = Config::kHeadDim == 64;
         const uint64_t a =
@@ -226,7 +226,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         }
     }
 
-    // Adds to the sums in workspace, which are in the order of accumulators.
+    // Adds dQ to its sums in workspace, which lie in the order of accumulators.
     __device__ __forceinline__ void add(const float (&dq)[32], int32_t tile) const {
         float* const to = plan_.dq_sums + int64_t{tile} * (Config::kQueries * Config::kHeadDim) +
                           group_ * 64 * 64 + threadIdx.x % 128 * 4;

@@ -1,7 +1,8 @@
-// Brings dQ from the order of its accumulators to rows of the array, scaled, behind the other gradients.
+// Converts the sums of dQ, which lie in the order of accumulators, to scaled rows of the array dq. It runs
+// after the kernel that adds to these sums.
 //
-// grid: x tiles of workspace, y query heads, the last first; a warpgroup for each 64 x 64 of a tile, as its
-// consumers summed them.
+// grid: x tiles of workspace, y query heads, the last head first. A warpgroup converts 64 x 64 elements of a
+// tile, as one warpgroup of consumers summed them.
 #pragma once
 
 #include "cuda/ptx/grid_dependency.h"
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
     const int64_t head = gridDim.y - 1 - blockIdx.y;  // the last sums first, from the L2 cache
     const int32_t first_row = static_cast<int32_t>(blockIdx.x) * Config::kQueries;
     const WorkspaceRow first = find_workspace_row<Config::kQueries>(p, plan, first_row);
-    if (first.batch < 0) return;  // a tile of no query: tiles begin with one
+    if (first.batch < 0) return;  // the tile has no query, since tiles begin with one
     const auto* const sums = reinterpret_cast<const float4*>(
         plan.dq_sums + (head * plan.num_rows + first_row) * Config::kHeadDim + group * 64 * 64);
     T* const rows = shared_rows[group] + thread / 32 * 16 * kStride;  // this warp's own

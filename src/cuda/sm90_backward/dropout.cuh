@@ -1,5 +1,5 @@
-// Dropout. A warpgroup draws again which weights the forward left out, a tile ahead of the consumers, whose
-// instruction slots are scarce: for each key a bit for each query.
+// Dropout. A warpgroup of its own draws again which weights the forward left out, a tile ahead of the
+// consumers, which have few instruction slots to spare. Each key has a bit for each query.
 #pragma once
 
 #include "cuda/ptx/carry.h"
@@ -10,7 +10,8 @@
 
 namespace octavo::cuda {
 
-// Bit q of lane k becomes bit k of lane q: in five steps, which swap two blocks beside the diagonal each.
+// Transposes a matrix of bits: bit q of lane k becomes bit k of lane q. Each of five steps swaps two blocks
+// beside the diagonal.
 __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
@@ -22,7 +23,7 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
     return x;
 }
 
-// A lane owns a query of 32, and draws for 32 keys: eight a counter.
+// Each lane draws for one of 32 queries and for 32 keys, eight keys from each counter of Philox.
 template <class Config>
 __device__ __forceinline__ void draw_dropped(const AttentionBackwardParams& p,
                                              const Sm90BackwardWork<Config>& work, int32_t step_begin,
@@ -46,7 +47,7 @@ __device__ __forceinline__ void draw_dropped(const AttentionBackwardParams& p,
                 const Philox random = p.dropout.bits(head, query, work.first_key / 32 + keys, pair);
 #pragma unroll
                 for (uint32_t word : random.words) {
-                    // What drops_even and drops_odd say, by the carry of a sum.
+                    // The carry of a sum says what drops_even and drops_odd say.
                     const uint32_t complement = -(p.dropout.threshold << 16);
                     kept = ptx::append_carry(kept, word << 16, complement);
                     kept = ptx::append_carry(kept, word, complement);
@@ -59,14 +60,14 @@ __device__ __forceinline__ void draw_dropped(const AttentionBackwardParams& p,
     }
 }
 
-// What a lane of the consumers does with them. Weights that are dropped are stored as negative numbers, which
+// What a lane of the consumers does with dropped weights. It stores them as negative numbers, which
 // no weight is, until their gradients are known. Weights have 16 bits, since there are no registers for more.
 template <class T, class Config>
 class DroppedWeights {
     static constexpr int kPairs = Config::kQueries / 4;
 
   public:
-    // `row`: of the lane's first key.
+    // `row` is that of the lane's first key.
     __device__ __forceinline__ void read(Sm90BackwardShared<Config>& shared,
                                          const Sm90BackwardStep<Config>& step, int row) {
         ptx::mbarrier_wait(&shared.dropped_full[step.stage()], step.parity());
@@ -97,7 +98,7 @@ class DroppedWeights {
             const uint32_t bits = bits_[j / 16] >> (j / 2 % 4 * 8 + j / 8 % 2 * 2 + j % 2 * 4);
             weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]) | (bits & 1) << 15 | (bits & 2) << 30;
         }
-        // In wide reads: beside products, which take most of what shared memory gives, each read is slow.
+        // The reads are wide, since each one is slow: products take most of what shared memory gives.
 #pragma unroll
         for (int i = 0; i < kPairs; i += 4) {
             const int place = statistic_place<Config::kQueries>(4 * i + 2 * (threadIdx.x % 4));
@@ -127,8 +128,8 @@ class DroppedWeights {
     }
 
   private:
-    // In each byte, which of a pair of columns is dropped: bits 0 and 1 for every second word of 32 queries,
-    // 2 and 3 for the other, and from bit 4 on the same of the second key.
+    // Each byte says which of a pair of columns are dropped: bits 0 and 1 for every second word of 32
+    // queries, bits 2 and 3 for the other words, and bits 4 to 7 the same for the second key.
     uint32_t bits_[Config::kQueries / 64];
     float delta_[kPairs];  // delta of the lane's queries
 };

@@ -1,4 +1,4 @@
-// Which tile of which sequence and head a CTA works on.
+// Finds the tile of a sequence and head that a place in a TileOrder stands for.
 #pragma once
 
 #include "cuda/sequence_tile.cuh"
@@ -11,7 +11,7 @@ struct HeadTile {
     int32_t head;
 };
 
-// cta_tile: a place in the order. Every lane of a warp gets the answer.
+// `cta_tile` is a place in the order. Every lane of a warp gets the answer.
 template <int kRows>
 __device__ __forceinline__ HeadTile find_head_tile(const TileOrder& order, const IndexArray& cu_seqlens,
                                                    int32_t batch, int32_t cta_tile) {

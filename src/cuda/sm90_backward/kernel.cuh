@@ -4,7 +4,8 @@
 // of its keys, of all heads of the group. dK and dV stay in registers; dQ is summed in workspace, in the L2
 // cache where it is small, or has a kernel of its own (query_gradients.cuh).
 //
-// grid: a CTA an SM; with roles (tiles.h) one for each tile in plan.key_order.
+// grid: one CTA for each SM; with roles (tiles.h), one for each tile in plan.key_order. Schedule and
+// roofline: docs/kernels/attention_backward.md.
 #pragma once
 
 #include "cuda/ptx/grid_dependency.h"
@@ -30,8 +31,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    // Calls `work_on` for each tile of keys of the CTA, as its loader publishes them. Each warpgroup finds
-    // its work by itself: if all shared the result, it would take registers from each.
+    // Calls `work_on` for each tile of keys of the CTA, as its loader publishes them. Each warpgroup computes
+    // the facts of its work by itself: a shared result would take registers from each warpgroup.
     auto for_each_tile = [&](auto work_on) {
 #pragma unroll 1
         for (Sm90TileCount at;; ++at.count) {

@@ -1,5 +1,5 @@
-// The consumers where dQ has a kernel of its own (query_gradients.cuh): each warpgroup owns 64 keys, whose dK
-// and dV stay in its registers, and needs nothing from the other. Of each step:
+// The consumers where dQ has a kernel of its own (query_gradients.cuh). Each warpgroup owns 64 keys, whose dK
+// and dV stay in its registers, and needs nothing from the other one. One step computes:
 //
 //     S^T = K Q^T and dP^T = V dO^T, with the statistics of queries added by a product      (SS)
 //     P = exp2(S^T), dS = P * dP^T
@@ -56,8 +56,8 @@ class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
             ptx::wgmma_results(scores);
 #pragma unroll
             for (int j = 0; j < kScores; ++j) scores[j] = ptx::exp2_approx(scores[j] * plan_.scale_log2);
-            // Before the wait for the products too: ptxas would move the exponentials behind it, but not past
-            // a branch.
+            // This branch keeps the exponentials before the wait for the products: ptxas moves the wait up,
+            // but not past a branch.
             const bool masked = is_masked(step.tile);
             if (masked) {
                 mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
@@ -74,7 +74,7 @@ class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
                     pack<T>(scores[2 * j] * products[2 * j], scores[2 * j + 1] * products[2 * j + 1]);
                 weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
             }
-            if (masked) {  // products of what is not seen may be anything
+            if (masked) {  // products with keys that are not seen may be anything
                 mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
                     gradients[j] &= (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
                 });

@@ -1,5 +1,5 @@
-// What a warpgroup of consumers does with its 64 keys: products, masks, and at the end the way out of its
-// sums.
+// What all kinds of consumers do with the 64 keys of a warpgroup: products, masks, and at the end handing
+// over the gradients.
 #pragma once
 
 #include "cuda/ptx/stmatrix.h"
@@ -35,7 +35,7 @@ class Sm90KeyRows {
     __device__ static int lane() { return threadIdx.x % 32; }
     __device__ static int warp() { return threadIdx.x % 128 / 32; }
 
-    // The row whose address this lane gives when a matrix of eight rows is loaded or stored.
+    // The row whose address this lane gives when a warp loads or stores matrices of eight rows.
     __device__ int matrix_row() const { return first_row() + warp() * 16 + lane() % 16; }
     __device__ int first_row() const { return Config::kRoles ? 0 : group_ * 64; }
 
@@ -44,7 +44,7 @@ class Sm90KeyRows {
         __syncwarp();
         if (lane() == 0) ptx::mbarrier_arrive(barrier);
     }
-    // Products of this warpgroup's rows of K or V with a tile of Q or dO, and the terms of each query.
+    // Multiplies this warpgroup's rows of K or V by a tile of Q or dO, and adds the terms of each query.
     template <bool kTerms, class Statistics>
     __device__ __forceinline__ void multiply(float (&results)[kScores], const unsigned char* keys,
                                              const unsigned char* queries,
@@ -54,7 +54,7 @@ class Sm90KeyRows {
         const uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(queries), 0);
         ptx::wgmma_fence();
         if constexpr (kTerms) {
-            // Ones in the columns of the terms, 0 to 2, in all rows, and then those of the factor.
+            // All rows have ones in columns 0 to 2, which meet the terms; columns 3 to 5 meet the factor.
             const int pair = lane() % 4;
             const uint32_t one = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u;
             uint32_t factors[4] = {one, one, 0, 0};
@@ -84,8 +84,8 @@ class Sm90KeyRows {
     __device__ bool is_masked(int32_t tile) const {
         return tile < work_.whole_begin || tile >= work_.whole_end;
     }
-    // Calls `apply` for each pair of elements of this lane, with which of the two see their key. Queries
-    // behind the last have no weight anyway.
+    // Calls `apply` for each pair of elements of this lane, and says which of the two queries see their key.
+    // Queries past the last one have no weight anyway.
     template <class Apply>
     __device__ __forceinline__ void mask(int32_t tile, Apply apply) const {
         const Visibility see = key_tile().see;
@@ -108,7 +108,8 @@ class Sm90KeyRows {
         }
     }
 
-    // Keys that no query of the sequence sees must not spoil products with gradients of zero.
+    // Clears keys that no query of the sequence sees: a NaN there would spoil products with gradients of
+    // zero.
     __device__ __forceinline__ void clear_unseen_keys() const {
         const Visibility& see = work_.seq.see;
         const KeyTiles seen(see, work_.seq.q_pos(0), work_.seq.q_pos(work_.seq.seqlen_q - 1), Config::kKeys);
@@ -132,7 +133,7 @@ class Sm90KeyRows {
 
     __device__ static void sync_consumers() { ptx::named_barrier_sync(3, 128 * Config::kConsumers); }
 
-    // Sums on their way out, into a tile that no warpgroup reads any more.
+    // Writes scaled sums to a tile that no warpgroup reads any more, from where the storer takes them.
     __device__ __forceinline__ void put(unsigned char* tile, const float (&sums)[kSums], float scale) const {
 #pragma unroll
         for (int i = 0; i < Config::kHeadDim / 16; ++i) {
@@ -142,13 +143,13 @@ class Sm90KeyRows {
             ptx::stmatrix_x4(tile + place, pair(0), pair(2), pair(4), pair(6));
         }
     }
-    // Whoever reads the warp's gradients next may do so.
+    // Tells the storer that this warp's gradients are written, and the loader that the facts were read.
     __device__ __forceinline__ void hand_over() const {
         ptx::fence_proxy_async();
         arrive(&shared_.gradients_full);
         arrive(&shared_.tile_empty[at_.slot()]);
     }
-    // What left with the tile before has left, and its place is free.
+    // Waits until the gradients of the tile before have left, so that their place is free.
     __device__ void wait_for_place() const { ptx::mbarrier_wait(&shared_.gradients_empty, at_.parity() ^ 1); }
 
     const AttentionBackwardParams& p_;

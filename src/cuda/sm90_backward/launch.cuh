@@ -1,4 +1,5 @@
-// The instances of one row of kSm90BackwardTiles, launched.
+// Launches the kernels of one row of kSm90BackwardTiles and one feature, in the order in which they need each
+// other.
 #pragma once
 
 #include "cuda/attention_backward/run.h"

@@ -1,4 +1,4 @@
-// What a launch of sm90_backward hands to its kernels.
+// The argument that all kernels of sm90_backward take besides the call's parameters.
 #pragma once
 
 #include "cuda/attention_backward/sink_terms.h"
@@ -15,22 +15,22 @@ namespace octavo::cuda {
 // Every array is a tensor of five axes with an edge, as Sm90Launch describes it.
 struct Sm90BackwardLaunch {
     CUtensorMap q, dout, k, v, dk, dv;
-    CUtensorMap dq;  // unset where it is summed
+    CUtensorMap dq;  // unset where dQ is summed
     int32_t q_edge, k_edge;
     TileOrder key_order;    // tiles of keys, for each sequence and KV head
     TileOrder query_order;  // where dQ has a kernel of its own: tiles of queries, for each query head
     // Rows of queries in workspace: whole tiles for each sequence.
-    int32_t sequence_rows;  // dense: of each sequence
+    int32_t sequence_rows;  // dense arrays: rows of each sequence
     int64_t num_rows;       // rows of each head
-    int32_t num_tiles;      // likewise
+    int32_t num_tiles;      // tiles of each head
     float scale_log2;       // softmax_scale in units of log2(e)
     // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh).
     void* lse;
     void* delta;
-    int32_t* tiles_taken;  // by CTAs that had one before
+    int32_t* tiles_taken;  // tiles of keys that CTAs took after their first one
     float* dq_sums;        // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
     bool dq_aligned;
-    SlopeParts slopes;  // parts of each tile of keys, one a warp of consumers
+    SlopeParts slopes;  // one part for each tile of keys and warp of consumers
     SinkTerms sinks;    // terms of num_rows rows
 };
 

@@ -20,9 +20,9 @@ struct Sm90BackwardPlan {
     int32_t num_kv_heads, num_q_heads;
     int32_t key_tiles;        // tiles of the longest sequence
     int32_t num_key_tiles;    // over the batch; a bound where it is packed
-    int32_t num_query_tiles;  // likewise, where dQ has a kernel of its own; otherwise 0
+    int32_t num_query_tiles;  // the same of queries where dQ has a kernel of its own; otherwise 0
     TileOrder key_order, query_order;
-    int32_t num_ctas;       // that share the tiles of keys
+    int32_t num_ctas;       // CTAs that share the tiles of keys
     int32_t sequence_rows;  // dense: the rows of workspace of each sequence
     int64_t num_rows;       // rows of the workspace, for each head
     bool dq_aligned;
@@ -42,7 +42,7 @@ struct Sm90BackwardPlan {
     }
 };
 
-// Nothing where it does not serve: why_not, unless null, then gets the reason.
+// Returns nothing where it does not serve; why_not, unless null, then gets the reason.
 std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& params, const Gpu& gpu,
                                                    std::string* why_not = nullptr);
 
@@ -53,7 +53,7 @@ inline bool operator==(const Sm90BackwardPlan& a, const Sm90BackwardPlan& b) {
 
 std::vector<std::string> sm90_backward_instances();
 
-// dout and the gradients as operands like those of the forward: q is dout, k dK, v dV and out dQ.
+// Returns dout and the gradients as operands like those of the forward: q is dout, k dK, v dV and out dQ.
 AttentionParams with_gradients(const AttentionBackwardParams& params);
 
 }  // namespace octavo::cuda

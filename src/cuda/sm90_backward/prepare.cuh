@@ -1,5 +1,6 @@
-// Before the gradients: the statistics of all queries as terms that products add, and zeros where
-// dQ is summed.
+// Runs before the gradients. It writes the statistics of all queries as terms that products add, and zeros
+// where dQ is summed.
+//
 // grid: x rows of workspace, kPreparedRows a warp; y query heads, the last first.
 #pragma once
 
@@ -16,7 +17,7 @@
 
 namespace octavo::cuda {
 
-// `factor`: see BfloatTerms.
+// BfloatTerms says what `factor` is for.
 __device__ __forceinline__ BfloatTerms split_in_terms(float x, float factor = 0.0f) {
     BfloatTerms row{};
 #pragma unroll
@@ -34,7 +35,7 @@ __device__ __forceinline__ float sum_of_terms(const BfloatTerms& row) {
     return term(0) + (term(1) + term(2));
 }
 
-// The query that a row of workspace belongs to; batch -1: none.
+// The query that a row of workspace belongs to; batch is -1 where there is none.
 struct WorkspaceRow {
     int32_t batch, query;
 };
@@ -54,7 +55,7 @@ __device__ __forceinline__ WorkspaceRow find_workspace_row(const AttentionBackwa
     return {query < p.cu_seqlens_q[low + 1] - p.cu_seqlens_q[low] ? low : -1, query};
 }
 
-// Lanes of one row of workspace, eight elements each, and rows that a warp works on at once.
+// The lanes of one row of workspace, eight elements each, and the rows that a warp works on at once.
 template <class Config>
 constexpr int kPreparedLanes = Config::kHeadDim > 128 ? 32 : Config::kHeadDim / 8;
 template <class Config>
@@ -70,9 +71,10 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *plan.tiles_taken = 0;
     constexpr int kLanes = kPreparedLanes<Config>;
     const int lane = threadIdx.x % kLanes, dim = 8 * lane;
-    static_assert(Config::kQueries % (kRowsPerBlock * kPreparedRows<Config>) == 0);  // so every row exists
+    static_assert(Config::kQueries % (kRowsPerBlock * kPreparedRows<Config>) ==
+                  0);  // so that every row exists
     const auto row = static_cast<int32_t>(warp_row() * kPreparedRows<Config> + threadIdx.x % 32 / kLanes);
-    // The first heads last: theirs are the sums that are needed first, from the L2 cache.
+    // The first heads come last, since their sums are needed first and should still lie in the L2 cache.
     const int64_t head = p.num_q_heads - 1 - static_cast<int32_t>(blockIdx.y);
     if constexpr (!Config::kDqApart) {
         auto* const dq =
@@ -80,7 +82,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
         dq[lane] = dq[kLanes + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     const WorkspaceRow at = find_workspace_row<Config::kQueries>(p, plan, row);
-    float lse = -INFINITY, delta = 0.0f;  // what a row of no query has
+    float lse = -INFINITY, delta = 0.0f;  // for a row without a query
     bool sees_nothing = true;
     if (at.batch >= 0) {
         auto offset = [&](int64_t batch_stride, int64_t token_stride, int64_t head_stride) {

@@ -1,5 +1,5 @@
-// dQ in a kernel of its own, where dK and dV leave no registers for it beside them: scores and products once
-// more, and no sums in global memory.
+// Computes dQ in a kernel of its own, where dK and dV leave no registers for it, or where bits must be the
+// same at every call. Scores and products are computed once more, and nothing is summed in global memory.
 //
 // A CTA owns a tile of queries of one head, 64 a warpgroup, and walks the keys that some of them see:
 //
@@ -7,7 +7,7 @@
 //     P = exp2(S - LSE), dS = P * (dP - delta)
 //     dQ += dS K                              (RS)
 //
-// grid: x query tiles over the batch, y query heads.
+// grid: tiles of queries of all sequences and heads, in the order of plan.query_order.
 #pragma once
 
 #include "cuda/ptx/exp2.h"
@@ -24,7 +24,7 @@ namespace octavo::cuda {
 
 template <class Config>
 struct Sm90QueryGradientsShared {
-    // Tiles of the copy engine are those of sm90_backward_kernel.
+    // The copy engine moves the same tiles as for sm90_backward_kernel.
     static constexpr int kQueryTiles = kSm90GradientQueries / Config::kQueries;
     static constexpr int kKStages = 2, kVStages = Config::kHeadDim < 256 ? 2 : 1;
 
@@ -161,8 +161,8 @@ class Sm90QueryConsumer {
 #pragma unroll
             for (int j = 0; j < kScores; ++j)
                 scores[j] = ptx::exp2_approx(fmaf(scores[j], plan_.scale_log2, minus_lse[j / 2 % 2]));
-            // Before the wait for the products too: ptxas would move the exponentials behind it, but not past
-            // a branch.
+            // This branch keeps the exponentials before the wait for the products: ptxas moves the wait up,
+            // but not past a branch.
             const bool masked = is_masked(first_key);
             if (masked) {
                 mask(first_key, [&](int j, bool sees_even, bool sees_odd) {
@@ -180,7 +180,7 @@ class Sm90QueryConsumer {
                 gradients[j] = pack<T>(scores[2 * j] * (products[2 * j] + delta),
                                        scores[2 * j + 1] * (products[2 * j + 1] + delta));
             }
-            if (masked) {  // products of what is not seen may be anything
+            if (masked) {  // products with keys that are not seen may be anything
                 mask(first_key, [&](int j, bool sees_even, bool sees_odd) {
                     gradients[j] &= (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
                 });
@@ -219,7 +219,7 @@ class Sm90QueryConsumer {
         if (lane() == 0) ptx::mbarrier_arrive(barrier);
     }
 
-    // In units of the exponent, and of products.
+    // Reads -LSE in units of the exponent, and -delta in units of products.
     __device__ __forceinline__ void read_statistics(float (&minus_lse)[2], float (&minus_delta)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -257,7 +257,7 @@ class Sm90QueryConsumer {
                                       tile_.seq.q_pos(tile_.first_query + tile_.num_queries - 1), first_key,
                                       Config::kKeys);
     }
-    // Calls `apply` for each pair of elements of this lane, with which of the two keys its query sees.
+    // Calls `apply` for each pair of elements of this lane, and says which of the two keys its query sees.
     template <class Apply>
     __device__ __forceinline__ void mask(int32_t first_key, Apply apply) const {
         const Visibility& see = tile_.seq.see;
@@ -275,7 +275,8 @@ class Sm90QueryConsumer {
         }
     }
 
-    // Keys that no query of the sequence sees must not spoil products with gradients of zero.
+    // Clears keys that no query of the sequence sees: a NaN there would spoil products with gradients of
+    // zero.
     __device__ __forceinline__ void clear_unseen_keys(unsigned char* tile, int32_t first_key) const {
         const KeyTiles seen(tile_.seq.see, tile_.seq.q_pos(0), tile_.seq.q_pos(tile_.seq.seqlen_q - 1),
                             Config::kKeys);
@@ -292,7 +293,8 @@ class Sm90QueryConsumer {
         ptx::named_barrier_sync(3, 128 * kSm90GradientGroups);
     }
 
-    // dQ over Q, which only this warpgroup reads; the copy engine leaves out what lies behind the last query.
+    // Writes dQ over Q, which only this warpgroup reads. The copy engine leaves out what lies past the last
+    // query.
     __device__ __forceinline__ void store(const float (&dq)[kSums]) const {
         unsigned char* const rows = rows_of(shared_.q);
         const float scale = p_.softmax_scale * p_.out_scale;

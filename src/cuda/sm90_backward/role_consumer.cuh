@@ -1,5 +1,5 @@
-// The consumers where dK and dV of 64 keys take the registers of two warpgroups: one has dV, the other dK. Of
-// each step:
+// The consumers where dK and dV of 64 keys take the registers of two warpgroups: one has dV, the other dK.
+// One step computes:
 //
 //     weights     S^T = K Q^T, P = exp2(S^T)              dV += P dO
 //                                      | P, by shared memory
@@ -67,8 +67,8 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
             uint32_t weights[kPairs];
 #pragma unroll
             for (int j = 0; j < kPairs; ++j) weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
-            // Weights go to the lane of the other warpgroup that has the same elements. The slots are those
-            // of Q.
+            // Weights go to the lane of the other warpgroup that has the same elements. They use the slots of
+            // Q in turn.
             ptx::mbarrier_wait(&shared_.weights_empty[step.stage()], step.parity() ^ 1);
             uint4* const to = shared_.weights[step.stage()] + threadIdx.x % 128;
 #pragma unroll
@@ -110,7 +110,7 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
                 }
             }
             arrive(&shared_.weights_empty[step.stage()]);
-            if (is_masked(step.tile)) {  // products of what is not seen may be anything
+            if (is_masked(step.tile)) {  // products with keys that are not seen may be anything
                 mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
                     gradients[j] &= (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
                 });

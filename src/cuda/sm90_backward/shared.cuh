@@ -1,4 +1,4 @@
-// What the warps of a CTA share.
+// The shared memory of a CTA, and the facts about its work that every warpgroup computes.
 #pragma once
 
 #include "common/query_range.h"
@@ -11,39 +11,39 @@
 
 namespace octavo::cuda {
 
-// Facts about a tile of keys, written by the loader for all others.
+// Facts about a tile of keys, which the loader writes for all other warps.
 struct Sm90KeyTile {
     int32_t cta_tile;  // its place in plan.key_order; -1 behind the last tile of the CTA
     Visibility see;
     int32_t first_q_pos, first_key, kv_head;
-    int32_t batch, k_begin;  // of dense arrays the batch entry and 0, of packed ones 0 and the first token
+    int32_t batch, k_begin;  // dense arrays: the batch entry and 0; packed ones: 0 and the first token
 };
 
-constexpr int kTileSlots = 2;  // of Sm90KeyTile
+constexpr int kTileSlots = 2;  // the slots of Sm90KeyTile
 
 template <class Config>
 struct Sm90BackwardShared {
-    // First, since compute-sanitizer takes a product with terms, whose second eight columns are the first
-    // ones again, to read twice the bytes.
+    // Statistics come first, since compute-sanitizer believes that a product with terms reads twice the
+    // bytes: its second eight columns are the first ones again.
     alignas(1024) typename Config::Lse lse[Config::kStages][Config::kQueries];
     alignas(1024) typename Config::Delta delta[Config::kStages][Config::kQueries];
-    alignas(1024) unsigned char k[Config::kKeyTileBytes];  // at the end dK, unless persistent
-    alignas(1024) unsigned char v[Config::kKeyTileBytes];  // at the end dV, unless persistent
+    alignas(1024) unsigned char k[Config::kKeyTileBytes];  // unless persistent, dK at the end
+    alignas(1024) unsigned char v[Config::kKeyTileBytes];  // unless persistent, dV at the end
     alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
-    // Slots of kDsTileBytes; at the end of a tile of keys dV and behind it dK, if persistent.
+    // Slots of kDsTileBytes. If persistent, dV and behind it dK lie here at the end of a tile of keys.
     alignas(1024) unsigned char ds[Config::kDsBytes];
-    // With roles: weights on their way from one warpgroup to the other, as its lanes hold them.
+    // With roles, weights on their way from one warpgroup to the other, as its lanes hold them.
     alignas(16)
         uint4 weights[Config::kRoles ? Config::kStages : 1][Config::kRoles ? Config::kQueries / 16 * 128 : 1];
-    // Which weights dropout leaves out: of each key a bit for each query.
+    // Which weights dropout leaves out: each key has a bit for each query.
     alignas(
         16) uint32_t dropped[Config::kDropout ? Config::kStages : 1][Config::kKeys][Config::kQueries / 32];
-    // Of this tile of keys and the next one. Consumers read them here, since they have no registers to keep
-    // them in.
+    // The facts about this tile of keys and the next one. Consumers read them here, since they have no
+    // registers to keep them in.
     Sm90KeyTile tiles[kTileSlots];
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
-    // one does. q_empty is that of dout and dropped too. gradients: dK and dV on their way out.
+    // one does. q_empty serves dout and dropped, too. gradients_* serve dK and dV on their way out.
     uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
     uint64_t k_full, v_full, keys_empty, gradients_full, gradients_empty;
     uint64_t q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
@@ -58,7 +58,7 @@ struct Sm90BackwardShared {
     __device__ void init() {
         for (int i = 0; i < kTileSlots; ++i) {
             ptx::mbarrier_init(&tile_full[i], 1);
-            // Consumers, those who draw, and the one who stores.
+            // The warps of consumers, those that draw, and the storer arrive.
             ptx::mbarrier_init(&tile_empty[i],
                                Config::kConsumerWarps + (Config::kDropout ? Config::kDrawingWarps : 0) + 1);
         }
@@ -83,8 +83,7 @@ struct Sm90BackwardShared {
     }
 };
 
-// The keys of a CTA, and the tiles of queries that it walks: those of each head of the group, one after the
-// other.
+// A tile of keys, and the tiles of queries that the CTA walks for it, one head of the group after the other.
 template <class Config>
 struct Sm90BackwardWork {
     SequenceSlice seq;
@@ -96,7 +95,7 @@ struct Sm90BackwardWork {
     int32_t whole_begin, whole_end;  // the tiles all of whose queries see all keys of the CTA
     int32_t workspace_tile;          // the tile of the sequence's first query
 
-    // num_keys is 0 past the last tile. cta_tile: a place in plan.key_order.
+    // num_keys is 0 past the last tile. `cta_tile` is a place in plan.key_order.
     __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
                                 int32_t cta_tile) {
         const auto [tile, head] =
@@ -119,20 +118,20 @@ struct Sm90BackwardWork {
         const QueryRange whole =
             QueryRange::that_see_all(seq.see, seq.seqlen_q, first_key, first_key + Config::kKeys);
         whole_begin = (whole.begin + Config::kQueries - 1) / Config::kQueries;
-        // What lies behind the last query has no weight.
+        // Rows past the last query have no weight.
         whole_end = (whole.end + (whole.end == seq.seqlen_q ? Config::kQueries - 1 : 0)) / Config::kQueries;
         workspace_tile =
             first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch) / Config::kQueries;
     }
 };
 
-// The tiles of keys that a CTA works through, counted: `count` is that of the tile under way.
+// Counts the tiles of keys that a CTA works through: `count` is the number of the tile under way.
 struct Sm90TileCount {
     int32_t count = 0;
 
     __device__ int slot() const { return count % kTileSlots; }
     __device__ uint32_t slot_parity() const { return static_cast<uint32_t>(count) / kTileSlots % 2; }
-    // Of barriers that have a phase for each tile.
+    // The parity of barriers that have one phase for each tile.
     __device__ uint32_t parity() const { return static_cast<uint32_t>(count) % 2; }
 };
 

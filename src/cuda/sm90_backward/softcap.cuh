@@ -1,5 +1,5 @@
-// Weights of capped scores. Statistics of queries, which products cannot add below the cap, come from shared
-// memory.
+// Weights of capped scores. The LSE of queries comes from shared memory, since a product would add it before
+// the cap.
 #pragma once
 
 #include "common/score.h"
@@ -11,8 +11,8 @@
 
 namespace octavo::cuda {
 
-// Weights, and weights times the derivative of the cap, from q . k. Both in 16 bits: there are no registers
-// for more. lse: of each query, in units of log2(e).
+// Computes weights, and weights times the derivative of the cap, from q . k. Both have 16 bits, since there
+// are no registers for more. `lse` is that of each query, in units of log2(e).
 template <class T, class Config, int kScores, class Tanh>
 __device__ __forceinline__ void weigh_capped_by(uint32_t (&weights)[kScores / 2],
                                                 uint32_t (&derivatives)[kScores / 2],
