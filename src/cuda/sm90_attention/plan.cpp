@@ -373,8 +373,8 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     if (p.paged() && !p.batch_invariant && 2 * plan.num_row_tiles * most_splits <= gpu.num_sms) {
         return refuse(why_not, "it would leave most of the ", gpu.num_sms,
                       " SMs without work: ", counted(plan.num_row_tiles, "tile"), " of ",
-                      kGroupRows * tiles.row_blocks(), " rows, each split over ",
-                      counted(most_splits, "CTA"), " at most");
+                      kGroupRows * tiles.row_blocks(), " rows, each split over ", counted(most_splits, "CTA"),
+                      " at most");
     }
     plan.box_keys = has_codes ? 0 : p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys / tiles.ctas;
     if (p.paged() && plan.box_keys % 8 != 0) {
