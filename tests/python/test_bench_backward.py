@@ -150,7 +150,7 @@ def _measures_on_the_cpu(cuda_of_the_cpu: None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_backward_measure, "capture", Calls)
     monkeypatch.setattr(_backward_measure, "make_inputs", lambda task: make_inputs(task, "cpu"))
     monkeypatch.setattr(
-        _backward_measure, "replay_times", lambda graphs, rounds, warm_up: dict.fromkeys(graphs, 6e4)
+        _backward_measure, "replay_times", lambda graphs, rounds, warm_up, lead_in: dict.fromkeys(graphs, 6e4)
     )
 
 
