@@ -19,6 +19,7 @@ def attention(
     alibi_slopes: Any = None,
     alibi_symmetric: bool = False,
     prefix_lens: Any = None,
+    bidirectional_ranges: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
     dropout_offset: int = 0,
@@ -53,7 +54,8 @@ def attention(
             distances = distances.abs() if alibi_symmetric else distances
             scores = scores - (slopes[b] if slopes.ndim == 2 else slopes)[:, None, None] * distances
         prefix_len = 0 if prefix_lens is None else int(prefix_lens[b])
-        see = torch.from_numpy(oracle.visible(positions, m, prefix_len=prefix_len, **masks))
+        ranges = None if bidirectional_ranges is None else bidirectional_ranges[b].cpu().numpy()
+        see = torch.from_numpy(oracle.visible(positions, m, prefix_len=prefix_len, ranges=ranges, **masks))
         scores = scores.masked_fill(~see, -1e30)
         joined = scores
         if sinks is not None:
