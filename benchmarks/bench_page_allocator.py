@@ -163,10 +163,12 @@ def rows_of_prefix_cache(rounds: int) -> list[Row]:
 
 
 MEMORY = """
-import pathlib, resource, sys
+import pathlib, sys
 import numpy as np, octavo
-def used():
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def used():  # without pages of files, which the system may drop meanwhile
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
 cached, num_pages = sys.argv[1] == "cached", 1_000_000
 alloc = octavo.PageAllocator(num_pages, 16, prefix_cache=cached)
 arrays = octavo.StepArrays(np.empty((1, 1000), np.int32), np.empty(1, np.int32))
@@ -185,7 +187,7 @@ print((used() - before - lists) / num_pages)
 
 def rows_of_memory() -> list[Row]:
     rows: list[Row] = []
-    if not Path("/proc/self/statm").exists():
+    if not Path("/proc/self/status").exists():
         return rows
     for case, argument in ("memory", "plain"), ("memory, all in the prefix cache", "cached"):
         command = [sys.executable, "-c", MEMORY, argument]
