@@ -35,37 +35,49 @@ struct BlockSums {
     bool is_first, is_last;
 };
 
-template <int distance>
-struct Exchange {  // of neighbours
-    static constexpr int lane(int l) { return l ^ distance; }
-};
-struct EveryQuarter {  // the first lane of each quarter, over and over
-    static constexpr int lane(int l) { return l % 4 * (kLanes / 4); }
-};
+// The sums of the lanes of a row's four vectors stand side by side, and those of two rows where a vector of
+// `kSumLanes` has room. Vectors of 16 lanes are cut in half first: half as wide, a shuffle takes half as long.
+constexpr int kSumLanes = kLanes < 8 ? kLanes : 8;
+constexpr int kSummedRows = kSumLanes / kPanelRows;
+typedef float SumVec __attribute__((vector_size(kSumLanes * 4)));
 
-// Adds up the lanes of every quarter of v; all lanes of the quarter get the sum.
-template <int distance = kLanes / 8>
-OCTAVO_SIMD Vec sum_of_quarters(Vec v) {
-    if constexpr (distance == 0)
+template <class V>
+OCTAVO_SIMD SumVec add_halves(V v) {
+    if constexpr (sizeof(V) == sizeof(SumVec)) {
         return v;
-    else
-        return sum_of_quarters<distance / 2>(v + shuffle<Exchange<distance>>(v, v));
+    } else {
+        SumVec half[2];
+        __builtin_memcpy(half, &v, sizeof v);
+        return half[0] + half[1];
+    }
 }
 
 // The blocks of `size` lanes of a and of b, added in pairs: those of a and those of b in turn.
 template <int size>
-OCTAVO_SIMD Vec add_blocks(Vec a, Vec b) {
-    return shuffle<UpperBlocks<size>>(a, b) + shuffle<LowerBlocks<size>>(a, b);
+OCTAVO_SIMD SumVec add_blocks(SumVec a, SumVec b) {
+    return shuffle<UpperBlocks<size, kSumLanes>>(a, b) + shuffle<LowerBlocks<size, kSumLanes>>(a, b);
 }
 
-// The sums of the lanes of four vectors, side by side.
-OCTAVO_SIMD void store_sums(float* to, const Vec (&v)[kPanelRows]) {
-    static_assert(kPanelRows == 4);
-    constexpr int kHalf = kLanes / 2, kQuarter = kLanes / 4;
-    const Vec of_0_and_2 = add_blocks<kHalf>(v[0], v[2]), of_1_and_3 = add_blocks<kHalf>(v[1], v[3]);
-    const Vec sums = sum_of_quarters(add_blocks<kQuarter>(of_0_and_2, of_1_and_3));
-    const Vec first = shuffle<EveryQuarter>(sums, sums);
-    __builtin_memcpy(to, &first, kPanelRows * sizeof(float));
+// The sums of the lanes of all vectors [num_rows, kPanelRows], halves first, to `to` [num_rows, stride].
+template <int num_rows>
+OCTAVO_SIMD void store_sums(float* to, int64_t stride, const Vec (&v)[num_rows][kPanelRows]) {
+    static_assert(kPanelRows == 4 && kSummedRows <= 2);
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; r += kSummedRows) {
+        const int last = r + kSummedRows <= num_rows ? r + kSummedRows - 1 : r;
+        SumVec sums[kPanelRows];
+#pragma GCC unroll 4
+        for (int i = 0; i < kPanelRows; ++i) {
+            sums[i] = add_halves(v[r][i]);
+            if constexpr (kSummedRows == 2) sums[i] = add_blocks<kPanelRows>(sums[i], add_halves(v[last][i]));
+        }
+        const SumVec all = add_blocks<1>(add_blocks<2>(sums[0], sums[2]), add_blocks<2>(sums[1], sums[3]));
+#pragma GCC unroll 2
+        for (int i = 0; i <= last - r; ++i) {
+            __builtin_memcpy(to + (r + i) * stride, reinterpret_cast<const float*>(&all) + i * kPanelRows,
+                             kPanelRows * sizeof(float));
+        }
+    }
 }
 
 // What rows of x of type T become beside rows of W: float32 in the order of those, or, for products of pairs,
@@ -136,12 +148,12 @@ static void multiply_block(const Panel<W>& panel, int64_t length, const X* x, in
         }
         multiply_step<W, num_rows>(sum, w, x + k, x_stride);
     }
+    if (block.is_last) {
+        store_sums(block.sums, block.sums_stride, sum);
+        return;
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; ++r) {
-        if (block.is_last) {
-            store_sums(block.sums + r * block.sums_stride, sum[r]);
-            continue;
-        }
 #pragma GCC unroll 4
         for (int i = 0; i < kPanelRows; ++i) store(block.lanes + (r * kPanelRows + i) * kLanes, sum[r][i]);
     }

@@ -34,18 +34,18 @@ OCTAVO_SIMD void store(void* to, V v) {
 OCTAVO_SIMD Vec broadcast(float x) { return x - Vec{}; }
 
 // Lane l of the result is lane Pick::lane(l) of a followed by b.
-template <class Pick, std::size_t... lane>
-OCTAVO_SIMD Vec shuffle(Vec a, Vec b, std::index_sequence<lane...>) {
+template <class Pick, class V, std::size_t... lane>
+OCTAVO_SIMD V shuffle(V a, V b, std::index_sequence<lane...>) {
 #ifdef __clang__
     return __builtin_shufflevector(a, b, Pick::lane(lane)...);
 #else
-    return __builtin_shuffle(a, b, IntVec{Pick::lane(lane)...});
+    return __builtin_shuffle(a, b, decltype(a < b){Pick::lane(lane)...});
 #endif
 }
 
-template <class Pick>
-OCTAVO_SIMD Vec shuffle(Vec a, Vec b) {
-    return shuffle<Pick>(a, b, std::make_index_sequence<kLanes>{});
+template <class Pick, class V>
+OCTAVO_SIMD V shuffle(V a, V b) {
+    return shuffle<Pick>(a, b, std::make_index_sequence<sizeof(V) / sizeof(float)>{});
 }
 
 template <int distance>
@@ -72,13 +72,13 @@ OCTAVO_SIMD float max_of_lanes(Vec v) {
 }
 
 // Swaps the off-diagonal blocks of a 2 x 2 matrix of blocks of `size` lanes: rows a and b lie `size` apart.
-template <int size>
+template <int size, int lanes = kLanes>
 struct UpperBlocks {
-    static constexpr int lane(int l) { return l & size ? kLanes + l - size : l; }
+    static constexpr int lane(int l) { return l & size ? lanes + l - size : l; }
 };
-template <int size>
+template <int size, int lanes = kLanes>
 struct LowerBlocks {
-    static constexpr int lane(int l) { return l & size ? kLanes + l : l + size; }
+    static constexpr int lane(int l) { return l & size ? lanes + l : l + size; }
 };
 
 template <int size = kLanes / 2>
