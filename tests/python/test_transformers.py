@@ -323,7 +323,7 @@ def test_sliding_windows_compile_in_one_graph(models, calls):
     def run(ids):
         return models[1](ids, past_key_values=cache).logits
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
     for begin, end in ((0, 9), (9, 10), (10, 11), (11, 17)):
         torch.testing.assert_close(compiled(ids[:, begin:end]), expected[:, begin:end], atol=2e-5, rtol=1e-4)
     assert calls
