@@ -6,6 +6,7 @@ Decode: one token a sequence over a paged cache (pages of 16 tokens, shuffled), 
 scaled_dot_product_attention on the same keys and values laid out contiguously, called in three ways: with
 enable_gqa, with the KV heads repeated beforehand (not timed), and with the heads of a group passed as query
 tokens of their KV head; the inputs rotate over more than the last-level cache, as the layers of a model do.
+Beside them PyTorch adds up as many bytes, on the same threads: the rate of that read is in each row.
 Prefill: one causal sequence. Training: the same, forward and backward. Linear layers: a few rows times
 weights that rotate likewise, against PyTorch and, in float32, NumPy. Every output is compared with the tests'
 oracle, in float64, and so are the gradients of one KV head.
@@ -57,6 +58,7 @@ class Row:
     max_error: float  # against float64; of gradients relative to the largest number of each
     threads: int
     isa: str
+    read_rate: float | None = None  # GB/s of a sum over as many bytes, in the same turns; decode alone has it
 
 
 def time_all(calls: Mapping[str, Sequence[Callable[[], object]]], rounds: int) -> dict[str, list[float]]:
@@ -108,6 +110,12 @@ def torch_group_as_tokens(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch
     return lambda: scaled_dot_product_attention(q, k, v)
 
 
+def read_call(_: torch.Tensor, *caches: torch.Tensor) -> Call:
+    """Adds up the bytes of keys and values as numbers of float32, whatever they are."""
+    numbers = [cache.view(torch.float32) for cache in caches]
+    return lambda: sum(x.sum() for x in numbers)
+
+
 def bench(case: Case, rounds: int) -> list[Row]:
     num_copies = max(2, ROTATED_BYTES // case.kv_bytes) if case.is_decode else 1
     copies = [make_inputs(case, "cpu") for _ in range(num_copies)]
@@ -120,8 +128,11 @@ def bench(case: Case, rounds: int) -> list[Row]:
         calls["torch repeated heads"] = [torch_repeated(case, *arrays) for arrays in contiguous[:2]]
         calls["torch group as tokens"] = [torch_group_as_tokens(case, *arrays) for arrays in contiguous]
     sample = Sample(case, copies[0])
-    times = time_all(calls, rounds if case.is_decode else max(3, rounds // 3))
-    return [make_row(case, name, times[name], error_of(case, sample, calls[name][0]())) for name in calls]
+    reads = {"read": [read_call(*arrays) for arrays in contiguous]} if case.is_decode else {}
+    times = time_all({**reads, **calls}, rounds if case.is_decode else max(3, rounds // 3))
+    read_rate = round(case.kv_bytes / 1e6 / min(times["read"]), 1) if reads else None
+    rows = [make_row(case, name, times[name], error_of(case, sample, calls[name][0]())) for name in calls]
+    return [replace(row, read_rate=read_rate) for row in rows]
 
 
 def octavo_training(case: Case, inputs: Inputs, dout: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -239,7 +250,9 @@ def make_row(
 def show(rows: list[Row]) -> list[Row]:
     for r in rows:
         times = f"{r.best_ms:.3f} | {r.median_ms:.3f} | {r.rate:.1f} {r.rate_unit}"
-        print(f"| {r.case} | {r.dtype} | {r.implementation} | {times} | {r.max_error:.1e} |", flush=True)
+        of_read = "" if r.read_rate is None else f"{r.rate / r.read_rate:.2f}"
+        cells = (r.case, r.dtype, r.implementation, times, of_read, f"{r.max_error:.1e}")
+        print(f"| {' | '.join(cells)} |", flush=True)
     return rows
 
 
@@ -264,10 +277,12 @@ def main() -> int:
     with torch.inference_mode():
         print(f"{args.threads} threads, {_core.cpu_info()['isa']}, torch {torch.__version__},", end=" ")
         print(f"reads {read_bandwidth():.1f} GB/s\n")
-        print("| case | dtype | implementation | best ms | median ms | rate | max error |")
-        print("|---|---|---|---:|---:|---:|---:|")
-        for dtype in "float32", "bfloat16":
+        print("| case | dtype | implementation | best ms | median ms | rate | to the read's | max error |")
+        print("|---|---|---|---:|---:|---:|---:|---:|")
+        for dtype in "float32", "bfloat16", "float16":
             for case in (replace(case, dtype=dtype) for case in CPU_TABLE):
+                if dtype == "float16" and not case.is_decode:
+                    continue  # PyTorch takes minutes
                 rows += show(bench(case, args.rounds))
                 if not case.is_decode:
                     rows += show(bench_training(case, args.rounds))

@@ -36,7 +36,8 @@ struct BlockSums {
 };
 
 // The sums of the lanes of a row's four vectors stand side by side, and those of two rows where a vector of
-// `kSumLanes` has room. Vectors of 16 lanes are cut in half first: half as wide, a shuffle takes half as long.
+// `kSumLanes` has room. Vectors of 16 lanes are cut in half first: a shuffle of half a vector takes half the
+// time.
 constexpr int kSumLanes = kLanes < 8 ? kLanes : 8;
 constexpr int kSummedRows = kSumLanes / kPanelRows;
 typedef float SumVec __attribute__((vector_size(kSumLanes * 4)));
