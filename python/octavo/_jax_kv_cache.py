@@ -239,6 +239,8 @@ class KVCacheStep:
         sinks: ArrayLike | None = None,
         softmax_phi: float | ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
+        bidirectional_ranges: ArrayLike | None = None,
+        ranges_keep_window_left: bool = False,
         rotary_cos: ArrayLike | None = None,
         rotary_sin: ArrayLike | None = None,
         rotary_interleaved: bool = False,
@@ -253,7 +255,8 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are causal and the following up to tree_mask.
+            softmax_scale: as for ``paged_attention``, as are causal and the following up to
+                ranges_keep_window_left.
             causal: Default: True.
             window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
                 -1, unbounded.
@@ -265,6 +268,11 @@ class KVCacheStep:
             sinks: Default: none.
             softmax_phi: Default: none.
             tree_mask: one word for each row of q. Default: none.
+            bidirectional_ranges: a row of ranges for each row of the step's tables, padding included, by
+                positions in the sequence, past and new. In a layer with a window, one that holds new tokens
+                must not reach behind the window of the first of them, unless ranges_keep_window_left is set:
+                those pages are gone, and the result is unspecified. Default: none.
+            ranges_keep_window_left: Default: False.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions. Default: no rotation.
             rotary_sin: given together with rotary_cos.
@@ -326,6 +334,8 @@ class KVCacheStep:
             sinks=sinks,
             softmax_phi=softmax_phi,
             tree_mask=tree_mask,
+            bidirectional_ranges=bidirectional_ranges,
+            ranges_keep_window_left=ranges_keep_window_left,
             **cache.arguments,
         )
         return out, [cache if i == layer else x for i, x in enumerate(pages)]

@@ -339,6 +339,8 @@ class KVCacheStep:
         sinks: Any = None,
         softmax_phi: Any = None,
         tree_mask: Any = None,
+        bidirectional_ranges: Any = None,
+        ranges_keep_window_left: bool = False,
         rotary_cos: Any = None,
         rotary_sin: Any = None,
         rotary_interleaved: bool = False,
@@ -354,7 +356,8 @@ class KVCacheStep:
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
-            softmax_scale: as for ``paged_attention``, as are causal and the following up to tree_mask.
+            softmax_scale: as for ``paged_attention``, as are causal and the following up to
+                ranges_keep_window_left.
             causal: Default: True.
             window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
                 -1, unbounded.
@@ -366,6 +369,11 @@ class KVCacheStep:
             sinks: Default: none.
             softmax_phi: Default: none.
             tree_mask: one word for each row of q. Default: none.
+            bidirectional_ranges: a row of ranges for each sequence of the step, by positions in the sequence,
+                past and new. In a layer with a window, one that holds new tokens must not reach behind the
+                window of the first of them, unless ranges_keep_window_left is set: those pages are gone. On
+                the CPU that is checked; on a GPU the result is unspecified. Default: none.
+            ranges_keep_window_left: Default: False.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions; q itself stays as it is, unless it is `out`. Default: no
                 rotation.
@@ -393,6 +401,8 @@ class KVCacheStep:
         if self._cu_seqlens is not None:
             check_rows(q, self._num_rows)
         page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens
+        if bidirectional_ranges is not None and window_left >= 0 and not ranges_keep_window_left:
+            cache._numbers.check_ranges(bidirectional_ranges, seq_lens, cu_seqlens, layer, window_left)
         if rotary_cos is None and rotary_sin is None:
             append_kv(k, v, k_pages, v_pages, page_table, seq_lens, cu_seqlens=cu_seqlens, **others)
         else:
@@ -430,6 +440,8 @@ class KVCacheStep:
             sinks=sinks,
             softmax_phi=softmax_phi,
             tree_mask=tree_mask,
+            bidirectional_ranges=bidirectional_ranges,
+            ranges_keep_window_left=ranges_keep_window_left,
             out=out,
             **others,
         )

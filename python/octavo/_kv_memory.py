@@ -24,6 +24,7 @@ class Staging:
         self.device = device
         """[size]: the same numbers, for the operators; where there is no device, the same memory."""
         self._upload = upload
+        self.is_on_cpu = upload is None
 
     def send(self, size: int) -> None:
         """Queue the transfer of the first numbers on the current stream."""

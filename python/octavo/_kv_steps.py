@@ -182,6 +182,27 @@ class DeviceStep:
         """``HostStep.undo`` of the step that was written last."""
         return self._hosts[self._turn].undo(allocator, seqs, counts)
 
+    def check_ranges(
+        self, ranges: Any, seq_lens: Any, cu_seqlens_q: Any, layer: int, window_left: int
+    ) -> None:
+        """On the CPU, refuse ranges that reach behind a layer's window, whose pages are others' by now."""
+        if not self._staging[0].is_on_cpu:
+            return
+        ranges, seq_lens = np.asarray(ranges), np.asarray(seq_lens)
+        counts = 1 if cu_seqlens_q is None else np.diff(np.asarray(cu_seqlens_q))
+        first_new = seq_lens - counts
+        if ranges.ndim != 3 or ranges.shape[0] != len(first_new) or ranges.shape[2] != 2:
+            return  # which the operator refuses
+        oldest = np.maximum(first_new - window_left, 0)[:, None]
+        is_lost = (ranges[..., 1] > first_new[:, None]) & (ranges[..., 0] < oldest)
+        if is_lost.any():
+            b, i = (int(index[0]) for index in np.nonzero(is_lost))
+            raise ValueError(
+                f"attend: bidirectional_ranges[{b}, {i}] must begin at position {oldest[b, 0]} or later, "
+                f"since layer {layer} has no pages of what its window of {window_left} has passed; got "
+                f"{ranges[b, i, 0]}. With ranges_keep_window_left=True windows hold in ranges, too"
+            )
+
 
 def _total_and_longest(num_new_tokens: Any, batch: int) -> tuple[int, int]:
     """As far as they are numbers at all, which the allocator sees to."""

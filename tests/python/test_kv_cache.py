@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -133,6 +134,66 @@ def test_layers_that_are_not_causal(on_cpu: ArrayLibrary) -> None:
             alibi_slopes=slopes,
             alibi_symmetric=True,
         ).check_out(on_cpu.to_numpy(out))
+
+
+@pytest.mark.parametrize("keeps_window", [False, True])
+def test_ranges_are_those_of_the_operator(on_cpu: ArrayLibrary, keeps_window: bool) -> None:
+    """Ranges of a first step, and of one in which one range has begun before."""
+    cache = make_cache(on_cpu, windows=[None, 4])
+    seqs = [cache.create(), cache.create()]
+    for counts, ranges in (
+        ([7, 9], [[[1, 6], [6, 6]], [[2, 4], [5, 9]]]),
+        ([5, 3], [[[4, 11], [11, 11]], [[9, 12], [12, 12]]]),
+    ):
+        step = cache.step(seqs, counts)
+        q, k, v = random_tokens(on_cpu, sum(counts))
+        given = {
+            "bidirectional_ranges": on_cpu.int32(ranges),
+            "ranges_keep_window_left": keeps_window,
+        }
+        of_batch = {"cu_seqlens_q": step.cu_seqlens_q, "seq_lens": step.seq_lens}
+        for layer, window_left in ((0, -1), (1, 4)):
+            out = on_cpu.to_numpy(step.attend(layer, q, k, v, **given))
+            of_layer = {"page_table": step.page_tables[layer], **cache.layers[layer].arguments}
+            operator = functools.partial(
+                octavo.paged_attention, q, window_left=window_left, **of_batch, **of_layer
+            )
+            np.testing.assert_array_equal(out, on_cpu.to_numpy(operator(**given)))
+            assert (out != on_cpu.to_numpy(operator())).any()
+
+
+def test_ranges_that_reach_behind_a_window_are_refused(on_cpu: ArrayLibrary) -> None:
+    cache = make_cache(on_cpu, windows=[None, 4])
+    seqs = [cache.create(), cache.create()]
+    cache.step(seqs, [2, 20])
+    step = cache.step(seqs, [3, 3])
+    tokens = random_tokens(on_cpu, 6)
+
+    def attend(layer: int, ranges: list[list[list[int]]], **options: Any) -> None:
+        step.attend(layer, *tokens, bidirectional_ranges=on_cpu.int32(ranges), **options)
+
+    attend(1, [[[0, 5]], [[16, 23]]])
+    attend(1, [[[0, 5]], [[3, 20]]])  # no new token sits in it
+    reaches_behind = [[[0, 5], [5, 5]], [[0, 1], [15, 21]]]
+    attend(0, reaches_behind)
+    attend(1, reaches_behind, ranges_keep_window_left=True)
+    message = (
+        "attend: bidirectional_ranges[1, 1] must begin at position 16 or later, since layer 1 has no pages "
+        "of what its window of 4 has passed; got 15. With ranges_keep_window_left=True windows hold in "
+        "ranges, too"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        attend(1, reaches_behind)
+
+
+def test_ranges_of_another_batch_are_refused(on_cpu: ArrayLibrary) -> None:
+    cache = make_cache(on_cpu)
+    step = cache.step([cache.create(), cache.create()], [3, 2])
+    ranges = on_cpu.int32([[[0, 3]]])
+    with pytest.raises(ValueError, match=r"bidirectional_ranges"):
+        step.attend(0, *random_tokens(on_cpu, 5), bidirectional_ranges=ranges)
+    with pytest.raises(ValueError, match=r"ranges_keep_window_left"):
+        step.attend(0, *random_tokens(on_cpu, 5), ranges_keep_window_left=True)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

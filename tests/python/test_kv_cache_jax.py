@@ -52,6 +52,23 @@ def test_layers_that_are_not_causal() -> None:
         np.testing.assert_array_equal(out, q)
 
 
+@pytest.mark.parametrize("keeps_window", [False, True])
+def test_ranges_are_those_of_numpy(keeps_window: bool) -> None:
+    ours, other = make_caches()
+    ranges = np.int32([[[1, 5]], [[0, 9]]])
+    options = {"bidirectional_ranges": ranges, "ranges_keep_window_left": keeps_window}
+    seqs, others = ([cache.create() for _ in range(2)] for cache in (ours, other))
+    q, k, v = random_tokens(14)
+    step, expected = ours.step(seqs, [5, 9]), other.step(others, [5, 9])
+    out, ours.pages, _ = make_program(**options)(ours.pages, step, q, k, v)
+    without = q
+    for layer in range(2):
+        without = expected.attend(layer, without, k, v)
+        q = expected.attend(layer, q, k, v, **options)
+    np.testing.assert_array_equal(out, q)
+    assert (q != without).any()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_programs_are_those_of_numpy(dtype: str, rotates: bool) -> None:
