@@ -90,6 +90,9 @@ struct AttentionParams {
     int32_t head_dim_v;                 // equals head_dim where keys and values are paged
     ChosenPages chosen_pages;           // paged attention only
     BidirectionalRanges ranges;         // null also where they change nothing
+    // Which sequences of a packed batch a launch of stream_k_decode, expand_codes or sm90_attention serves,
+    // by their numbers of queries; most_queries = 0: all.
+    int32_t fewest_queries, most_queries;
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
     OCTAVO_HD bool paged() const { return static_cast<bool>(page_table); }
@@ -99,6 +102,12 @@ struct AttentionParams {
     // The first token of sequence b in an array of all queries.
     OCTAVO_HD int64_t first_token(int32_t b) const {
         return cu_seqlens_q ? cu_seqlens_q[b] : int64_t{b} * seqlen_q;
+    }
+    // How many queries of sequence b, in a packed batch, the launch serves: all or none.
+    OCTAVO_HD int32_t served_queries(int32_t b) const {
+        const int32_t queries = cu_seqlens_q[b + 1] - cu_seqlens_q[b];
+        const bool all = most_queries == 0 || (queries >= fewest_queries && queries <= most_queries);
+        return all ? queries : 0;
     }
     // Whether a sequence with this many queries has a tree mask.
     OCTAVO_HD bool is_tree(int32_t num_queries) const {

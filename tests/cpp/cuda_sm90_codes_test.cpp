@@ -73,11 +73,37 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
         call.run_on_cpu();
         call.expect_right([&](const PagedAttentionArgs& args) { run_expanded(coded.params(args)); });
     }
+    // As a mixed batch, whether that would be chosen or not: by expand_codes where sequences have at least so
+    // many queries, by the kernels that read codes where they have fewer.
+    void expect_right_mixed(Random& random, const std::vector<int32_t>& lengths_q,
+                            const std::vector<int32_t>& lengths_k, int32_t many_queries) {
+        const Codes codes = std::get<0>(GetParam());
+        const bool has_int4 = cuda::type_of_values(codes) == DType::int4;
+        const int64_t head_dim = random.pick({64, 96, 128, 128, has_int4 ? 32 : 80});
+        const Scales scales = pick_scales(random, codes);
+        const DType dtype =
+            scales == Scales::of_heads ? DType::bfloat16 : random.pick({DType::float16, DType::bfloat16});
+        const int64_t num_kv_heads = random.pick({2, 3});
+        Cache cache(random, lengths_k, random.pick({1, 5, 16, 24, 256}), num_kv_heads, head_dim, dtype);
+        PagedCall call(random, cache, lengths_q, num_kv_heads * random.pick({1, 3, 4, 8, 16}), dtype);
+        pick_masks(random, call.options);
+        call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
+        call.with_alibi = random.one_in(4);
+        if (random.one_in(4)) call.pick_prefix_lens(random);
+        const Layout layout = pick_layout(random);
+        const CodedCache coded(random, call, codes, layout, scales);
+        SCOPED_TRACE(name_of(layout, scales));
+        call.run_on_cpu();
+        call.expect_right(
+            [&](const PagedAttentionArgs& args) { run_expanded(coded.params(args), many_queries); });
+    }
     // On workspace that is full of NaN before.
-    static void run_expanded(const AttentionParams& p) {
+    static void run_expanded(const AttentionParams& p, int32_t many_queries = 0) {
         if (!is_hopper()) return cuda::attention(p, nullptr);
         std::string why_not;
-        const auto plan = cuda::make_expanded_plan(p, cuda::gpu_of(0), &why_not);
+        const cuda::Gpu& gpu = cuda::gpu_of(0);
+        const auto plan = many_queries > 0 ? cuda::make_mixed_plan(p, gpu, many_queries, &why_not)
+                                           : cuda::make_expanded_plan(p, gpu, &why_not);
         ASSERT_TRUE(plan) << why_not;
         {
             const cuda::Workspace workspace(0, plan->workspace_bytes(), nullptr,
@@ -123,6 +149,23 @@ TEST_P(CudaSm90CodesTest, ExpandedSplits) {
     const std::vector<int32_t> lengths_q{random.pick({160, 200}), random.pick({0, 64})};
     std::vector<int32_t> lengths_k{lengths_q[0] + random.pick({2501, 4000}), lengths_q[1]};
     expect_right_expanded(random, lengths_q, lengths_k, random.pick({2, 3}), random.pick({4, 5, 8}), true);
+}
+
+TEST_P(CudaSm90CodesTest, MixedPlans) {
+    Random random(300 + std::get<1>(GetParam()));
+    const std::vector<int32_t> lengths_q = mixed_lengths_q(random);
+    expect_right_mixed(random, lengths_q, longer(random, lengths_q), random.pick({17, 64, 129, 230}));
+}
+
+// Sequences of which none, or each, has many queries, or few.
+TEST_P(CudaSm90CodesTest, MixedPlansOfOnePart) {
+    Random random(400 + std::get<1>(GetParam()));
+    const std::vector<int32_t> lengths_q(random.pick({60, 33}), random.pick({0, 1, 24, 70}));
+    const int32_t many_queries = std::max<int32_t>(random.pick({2, 20, 65}), 17);
+    if (lengths_q.front() == 0) GTEST_SKIP() << "such a call has nothing to do";
+    std::vector<int32_t> others = lengths_q;
+    others.push_back(many_queries);  // so that there is a place in the workspace
+    expect_right_mixed(random, others, longer(random, others), many_queries);
 }
 
 // A captured call reads lengths when it is replayed: shorter ones behind longer ones, and the other way.

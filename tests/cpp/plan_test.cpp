@@ -182,14 +182,16 @@ TEST(Plan, ManyQueriesOverCodes) {
     EXPECT_EQ(kind_of(over_codes(shape)), "sm80_attention") << "rows that 16 bytes do not divide";
 }
 
+// The same with a scale of each token and head.
+PagedAttentionArgs with_scales(PagedAttentionArgs args) {
+    args.k_scale = args.v_scale = std::nullopt;
+    const auto& shape = args.k_pages.shape;
+    args.k_scales = args.v_scales = Arrays().make(DType::float32, {shape[0], shape[1], shape[2]});
+    return args;
+}
+
 // Codes become numbers once where so many rows are multiplied by each of them that this pays.
 TEST(Plan, ManyMoreQueriesOverCodes) {
-    auto with_scales = [](PagedAttentionArgs args) {
-        args.k_scale = args.v_scale = std::nullopt;
-        const auto& shape = args.k_pages.shape;
-        args.k_scales = args.v_scales = Arrays().make(DType::float32, {shape[0], shape[1], shape[2]});
-        return args;
-    };
     auto reason = [](const PagedAttentionArgs& args) {
         for (const auto& [kernel, why_not] : explain(args, "h200").why_not) {
             if (kernel == "expand_codes") return why_not;
@@ -226,11 +228,7 @@ TEST(Plan, ManyMoreQueriesOverCodes) {
               "to turn codes into numbers once pays if each key is multiplied by at least 1536 rows, and "
               "here these "
               "are 1178 on average");
-    shape.total_q = 4 * 100;  // other sequences have fewer
-    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
-    shape = {64, 4096};  // a mixed batch
-    shape.queries = 512;
-    shape.total_q = 4 * 512 + 60;
+    shape.total_q = 4 * 190;  // other sequences have fewer
     EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
     shape = {32, 4096};  // drafts
     shape.queries = 8;
@@ -277,6 +275,56 @@ TEST(Plan, ManyMoreQueriesOverCodes) {
     EXPECT_EQ(kind_of(moved), "sm80_attention");
     EXPECT_NE(reason(moved).find("it loads 16 bytes of codes at a time"), std::string::npos);
     EXPECT_EQ(reason(paged(shape)), "none") << "not spoken of over other pages";
+}
+
+// Sequences that decode read codes beside others whose codes become numbers.
+TEST(Plan, MixedBatchesOverCodes) {
+    Shape shape{64, 4096};
+    shape.queries = 512;
+    shape.total_q = 4 * 512 + 60;
+    const Explanation text = explain(with_scales(over_codes(shape)), "h200");
+    EXPECT_EQ(text.kernel, "expand_codes<bfloat16, int8>");
+    EXPECT_EQ(field(text, "many_queries"), "192") << "768 rows";
+    EXPECT_EQ(field(text, "few_queries"), "4") << "16 rows";
+    EXPECT_EQ(field(text, "num_slots"), "10") << "that many times 192 queries";
+    EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 128 rows>");
+    EXPECT_EQ(field(text, "few").find("stream_k_decode<"), 0u);
+    EXPECT_EQ(field(text, "between").find("sm90_attention<bfloat16 over codes"), 0u);
+    for (const char* part : {"up to 10 sequences of at least 192 queries x 8 KV heads",
+                             "; then over the codes of sequences of up to 4 query tokens stream_k_decode<",
+                             "; and of the others sm90_attention<bfloat16 over codes"})
+        EXPECT_NE(text.summary.find(part), std::string::npos) << part << " in " << text.summary;
+
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "many_queries"), "384") << "1536 rows";
+    shape.queries = 383;
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention") << "no sequence has enough rows";
+    shape.queries = 512;
+    PagedAttentionArgs args = with_scales(over_codes(shape));
+    args.window_left = 100;
+    EXPECT_EQ(kind_of(args), "sm90_attention") << "no key is seen by enough rows";
+    args = with_scales(over_codes(shape));
+    args.batch_invariant = true;
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape)), "a100"), "sm80_attention");
+
+    // Where more sequences could be so long than the workspace has room for, only longer ones are converted.
+    shape.keys = 8192;
+    shape.queries = 2048;
+    shape.total_q = 16 * 1024 + 48;
+    const Explanation few_slots = explain(with_scales(over_codes(shape)), "h200");
+    EXPECT_EQ(field(few_slots, "num_slots"), "16");
+    EXPECT_EQ(field(few_slots, "many_queries"), std::to_string(shape.total_q / 17 + 1));
+
+    // Lengths that are alike.
+    shape.keys = 4096;
+    shape.batch = 4;
+    shape.queries = 512;
+    for (int64_t total : {4 * 512, 4 * 400}) {
+        shape.total_q = total;
+        const Explanation all = explain(with_scales(over_codes(shape)), "h200");
+        EXPECT_EQ(kind_of(all), "expand_codes");
+        EXPECT_EQ(field(all, "many_queries"), "0") << "all are converted";
+    }
 }
 
 TEST(Plan, StridesAndAddresses) {

@@ -114,11 +114,14 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
     }
 }
 
-void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+void expect_sound_alone(const cuda::StreamKPlan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_FALSE(p.batch_invariant || p.alibi_symmetric || p.ranges);
     EXPECT_EQ(plan.num_ctas, std::min(gpu.num_sms, cuda::kMaxDecodeCtas));
     EXPECT_EQ(plan.partial_words, p.seqlen_q * p.group_size() * partial_row(plan.tiles(), plan.threads));
     EXPECT_EQ(plan.workspace_bytes(), int64_t{plan.num_ctas} * plan.partial_words * 4);
+}
+void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+    expect_sound_alone(plan, p, gpu);
     EXPECT_FALSE(cuda::plan_split_kv(p, gpu)) << "it is for what split-KV does not serve";
 }
 
@@ -176,11 +179,34 @@ void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, cons
     EXPECT_LT(plan.room, p.seqlen_k + plan.attention.tiles().keys);
     EXPECT_EQ(plan.attention.box_keys, plan.attention.tiles().keys) << "a copy for a tile";
     EXPECT_LE(plan.workspace_bytes(), cuda::kMaxExpandedBytes + (int64_t{128} << 20)) << "tiles rounded up";
-    const AttentionParams over_numbers = cuda::over_expanded(p, plan.room, cuda::kSomeWorkspace);
+    AttentionParams over_numbers = cuda::over_expanded(p, plan.num_slots, plan.room, cuda::kSomeWorkspace);
     EXPECT_EQ(over_numbers.page_table.data - static_cast<const int32_t*>(cuda::kSomeWorkspace),
               2 * plan.tensor_bytes / 4);
-    EXPECT_GE(plan.tensor_bytes, 2 * int64_t{p.batch} * plan.room * p.num_kv_heads * p.head_dim);
+    EXPECT_GE(plan.tensor_bytes, 2 * int64_t{plan.num_slots} * plan.room * p.num_kv_heads * p.head_dim);
     EXPECT_EQ(plan.attention.codes, cuda::Codes::none);
+    if (!plan.is_mixed()) {
+        EXPECT_EQ(plan.num_slots, p.batch);
+        EXPECT_FALSE(plan.few || plan.between);
+        expect_sound(plan.attention, over_numbers, gpu);
+        return;
+    }
+    // Every sequence is in one of three parts of the batch, and as many as there may be of the first have a
+    // slot.
+    ASSERT_TRUE(p.cu_seqlens_q && plan.few && plan.between);
+    EXPECT_LT(plan.few_queries, plan.many_queries);
+    EXPECT_LE(plan.many_queries, p.seqlen_q) << "no sequence is converted";
+    EXPECT_LE(plan.num_slots, p.batch);
+    EXPECT_TRUE(plan.num_slots == p.batch || (plan.num_slots + 1) * int64_t{plan.many_queries} > p.total_q);
+    EXPECT_EQ(plan.few->num_sequences, p.batch) << "in one launch";
+    auto part = [&p](int32_t fewest, int32_t most) {
+        AttentionParams part = cuda::with_queries(p, fewest, most);
+        part.total_q = std::min(p.total_q, int64_t{p.batch} * most);
+        return part;
+    };
+    expect_sound_alone(*plan.few, part(1, plan.few_queries), gpu);
+    expect_sound(*plan.between, part(plan.few_queries + 1, plan.many_queries - 1), gpu);
+    over_numbers.batch = plan.num_slots;
+    over_numbers.total_q = std::min(p.total_q, int64_t{plan.num_slots} * p.seqlen_q);
     expect_sound(plan.attention, over_numbers, gpu);
 }
 

@@ -116,7 +116,7 @@ class Schedule {
         do {
             ++item.sequence;
         } while (ends_[item.sequence] * num_kv_heads_ ==
-                 item.end);  // a sequence without queries has no blocks
+                 item.end);  // a sequence without queries, or of another launch, has no blocks
         item.begin = item.end;
         item.end += ends_[item.sequence] - begin_of(item.sequence);
         return item;
@@ -127,8 +127,8 @@ class Schedule {
     __device__ int32_t count_blocks(int32_t sequence) {
         // Not more than the launcher has planned for.
         lengths_[sequence] = min(SequenceSlice::seqlen_k(p_, sequence), p_.seqlen_k);
-        const SequenceSlice seq = slice(sequence);
-        return seq.seqlen_q > 0 ? max(key_blocks<kBlockKeys>(seq).count, 1) : 0;
+        if (p_.cu_seqlens_q && p_.served_queries(sequence) == 0) return 0;
+        return max(key_blocks<kBlockKeys>(slice(sequence)).count, 1);
     }
 
     __device__ int32_t begin_of(int32_t sequence) const { return sequence == 0 ? 0 : ends_[sequence - 1]; }

@@ -1,8 +1,8 @@
-// Converts the codes of a batch's keys and values to numbers of the queries' type, [sequence, KV head, token,
+// Converts the codes of a batch's keys and values to numbers of the queries' type, [slot, KV head, token,
 // head_dim] in the workspace, which sm90_attention then reads as pages of one sequence each. A number is
 // scale x code (+ minimum) in float32, rounded once. Page: docs/kernels/quantised_prefill.md.
 //
-// grid: num_turns CTAs for each (sequence, KV head), which take turns at its runs of tokens; a CTA owns the
+// grid: num_turns CTAs for each (slot, KV head), which take turns at the runs of its tokens; a CTA owns the
 // rows of a run at a time. Heads are innermost, since those of one token may be neighbours in memory. Four
 // threads share a row (eight above head dim 128) and take eight codes at a time, so that one page and one
 // scale serve all of a thread's codes, and a warp loads and stores whole sectors of 32 bytes (for int4, two
@@ -25,7 +25,7 @@ namespace {
 // How the launch finds its data and cuts its work.
 struct ExpandLaunch {
     void *keys, *values;
-    int32_t* page_table;  // the table that sm90_attention reads: each sequence is one page
+    int32_t* page_table;  // the table that sm90_attention reads: each sequence's page is its slot
     int32_t room;
     int32_t pieces;  // in a row
     FastDivide num_turns, num_kv_heads, page_size;
@@ -142,6 +142,20 @@ class RowPieces {
     uint32_t scale_;
 };
 
+// The sequence whose numbers a slot holds; -1: none. Slots hold those that the launch serves, in order, or
+// all sequences of the batch. All lanes of a warp call together.
+__device__ __forceinline__ int32_t sequence_of_slot(const AttentionParams& p, int32_t slot) {
+    if (p.most_queries == 0) return slot;
+    for (int32_t first = 0; first < p.batch; first += 32) {
+        const int32_t b = first + static_cast<int32_t>(threadIdx.x % 32);
+        const uint32_t served = __ballot_sync(~0u, b < p.batch && p.served_queries(b) > 0);
+        const int32_t count = __popc(served);
+        if (slot < count) return first + static_cast<int32_t>(__fns(served, 0, slot + 1));
+        slot -= count;
+    }
+    return -1;
+}
+
 template <class T, DType kKeys, DType kValues, int kLanes>
 __global__ void __launch_bounds__(kExpandThreads, 5)
     expand_codes_kernel(const __grid_constant__ AttentionParams p,
@@ -151,12 +165,14 @@ __global__ void __launch_bounds__(kExpandThreads, 5)
     const int32_t index = static_cast<int32_t>(blockIdx.x);
     const int32_t turn = plan.num_kv_heads.quotient(index);
     const int32_t kv_head = index - turn * p.num_kv_heads;
-    const int32_t batch = plan.num_turns.quotient(turn);
+    const int32_t slot = plan.num_turns.quotient(turn);
     const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kLanes;
     int32_t token = plan.num_turns.remainder(turn) * kRunTokens + thread / kLanes;
     ptx::wait_for_previous_grid();
 
-    if (token == 0 && kv_head == 0 && lane == 0) plan.page_table[batch] = batch;
+    const int32_t batch = sequence_of_slot(p, slot);
+    if (batch < 0) return;
+    if (token == 0 && kv_head == 0 && lane == 0) plan.page_table[batch] = slot;
     const SequenceSlice sequence = SequenceSlice::make(p, batch);
     if (sequence.seqlen_q == 0) return;
     // Keys between the prefix and the first query's window may lie in pages that no longer belong to the
@@ -165,7 +181,7 @@ __global__ void __launch_bounds__(kExpandThreads, 5)
     const int32_t window_begin = sequence.see.window_begin(sequence.q_pos(0));
     const IndexArray page_ids = p.page_table.from(batch * p.page_table_stride);
     // The offset counts pieces: in kMaxExpandedBytes there are few enough of them for 32 bits.
-    const int32_t first_piece = (batch * p.num_kv_heads + kv_head) * plan.room * plan.pieces;
+    const int32_t first_piece = (slot * p.num_kv_heads + kv_head) * plan.room * plan.pieces;
     for (; token < seqlen_k; token += kRunTokens * static_cast<int32_t>(plan.num_turns.divisor)) {
         if (token >= prefix_len && token < window_begin) continue;
         struct {
@@ -215,9 +231,10 @@ void expand(const AttentionParams& p, const ExpandedPlan& plan, const ExpandLaun
 
 }  // namespace
 
-void run(const AttentionParams& p, const ExpandedPlan& plan, cudaStream_t stream) {
+void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t stream) {
+    const AttentionParams p = plan.is_mixed() ? with_queries(params, plan.many_queries, INT32_MAX) : params;
     const Workspace workspace(p.device.index, plan.workspace_bytes(), stream, WorkspaceUser::expanded_codes);
-    const AttentionParams expanded = over_expanded(p, plan.room, workspace.bytes());
+    const AttentionParams expanded = over_expanded(p, plan.num_slots, plan.room, workspace.bytes());
     ExpandLaunch arguments{};
     arguments.keys = workspace.bytes();
     arguments.values = workspace.bytes() + plan.tensor_bytes;
@@ -233,6 +250,10 @@ void run(const AttentionParams& p, const ExpandedPlan& plan, cudaStream_t stream
         expand<float16>(p, plan, arguments, stream);
     }
     run(expanded, plan.attention, stream);
+    if (plan.is_mixed()) {
+        run(with_queries(params, 1, plan.few_queries), *plan.few, stream);
+        run(with_queries(params, plan.few_queries + 1, plan.many_queries - 1), *plan.between, stream);
+    }
 }
 
 }  // namespace octavo::cuda

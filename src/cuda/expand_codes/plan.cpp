@@ -10,10 +10,11 @@ namespace {
 
 constexpr int64_t kCtasOfAnSm = 32;  // an SM holds eight at a time
 constexpr int64_t kAlignment = 256;  // bytes; parts of the workspace begin at multiples of it
+constexpr int32_t kMostDecodeRows = 16;
 
-// How many bytes the keys, or the values, of all sequences take.
-int64_t tensor_bytes(const AttentionParams& p, int64_t room) {
-    return ceil_divide(p.batch * room * p.num_kv_heads * p.head_dim * size_of(p.dtype), kAlignment) *
+// How many bytes the keys, or the values, of so many slots take.
+int64_t tensor_bytes(const AttentionParams& p, int64_t num_slots, int64_t room) {
+    return ceil_divide(num_slots * room * p.num_kv_heads * p.head_dim * size_of(p.dtype), kAlignment) *
            kAlignment;
 }
 
@@ -49,6 +50,29 @@ int64_t fewest_rows(const AttentionParams& p) {
     return 1536;
 }
 
+// From how many queries on a sequence's codes become numbers, where others keep theirs. As many such
+// sequences as there may be must have room in the workspace.
+int32_t fewest_converted_queries(const AttentionParams& p) {
+    const int64_t most_slots = kMaxExpandedBytes / std::max<int64_t>(2 * tensor_bytes(p, 1, p.seqlen_k), 1);
+    const int64_t fewest =
+        std::max(ceil_divide(fewest_rows(p), p.group_size()), p.total_q / (most_slots + 1) + 1);
+    return static_cast<int32_t>(std::min<int64_t>(fewest, INT32_MAX));
+}
+
+// Whether some sequences of a packed batch have enough queries that their codes should become numbers, and
+// most have far fewer, if max_seqlen_q is the length of the longest: as where sequences decode beside chunks
+// of prompts. The converters and the decode kernels would then work for nothing, or for much, in one launch:
+// 60 sequences of 2,048 tokens that decode beside four chunks of 512 over 4,096, 32/8 heads of 128, took 373
+// (fp8) to 481 us (int8 with int4) in one launch of sm90_attention over codes on an H100, 331 over bfloat16.
+bool is_mixed_batch(const AttentionParams& p) {
+    if (!p.cu_seqlens_q || p.batch < 2 || p.seqlen_q < fewest_converted_queries(p)) return false;
+    int64_t seen = p.seqlen_q;
+    if (p.window_left >= 0 && !p.prefix_lens) seen = std::min<int64_t>(seen, int64_t{1} + p.window_left);
+    if (seen * p.group_size() < fewest_rows(p)) return false;
+    const double others = static_cast<double>(p.total_q - p.seqlen_q) / (p.batch - 1);
+    return 2 * others < p.seqlen_q;
+}
+
 // Rounds a number of tokens up to whole tiles of keys, so that one copy brings a tile.
 int32_t whole_tiles(int32_t tokens, int32_t tile_keys) {
     return static_cast<int32_t>(ceil_divide(tokens, tile_keys) * tile_keys);
@@ -58,28 +82,10 @@ std::string instance_name(DType dtype, Codes codes) {
     return text_of("expand_codes<", to_string(dtype), ", ", name_of(dtype, codes), ">");
 }
 
-}  // namespace
-
-AttentionParams over_expanded(const AttentionParams& params, int32_t room, void* workspace) {
-    AttentionParams p = params;
-    char* const keys = static_cast<char*>(workspace);
-    char* const values = keys + tensor_bytes(p, room);
-    p.k = keys;
-    p.v = values;
-    p.k_dtype = p.v_dtype = p.dtype;
-    p.k_scales = p.v_scales = {};
-    p.k_token_stride = p.v_token_stride = p.head_dim;
-    p.k_head_stride = p.v_head_stride = int64_t{room} * p.head_dim;
-    p.k_outer_stride = p.v_outer_stride = p.num_kv_heads * p.k_head_stride;
-    p.page_table = {reinterpret_cast<const int32_t*>(values + tensor_bytes(p, room))};
-    p.page_table_stride = 1;
-    p.page_size = room;
-    p.num_pages = p.batch;
-    return p;
-}
-
-std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const Gpu& gpu,
-                                               std::string* why_not) {
+// Makes the plan of the sequences with at least many_queries queries, of which there are num_slots at most;
+// 0: of all.
+std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, int32_t many_queries,
+                                      int32_t num_slots, std::string* why_not) {
     const std::optional<Codes> codes = codes_of(p.k_dtype, p.v_dtype);
     if (!codes || *codes == Codes::none || !p.paged()) {
         return refuse(why_not, "it turns pages of codes into numbers, and keys are ", to_string(p.k_dtype),
@@ -104,14 +110,16 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
     }
     // The tile of every instance divides this.
     constexpr int32_t kAnyTile = 64 * 5 * 7 * 2;
-    if (p.seqlen_k > INT32_MAX - kAnyTile || tensor_bytes(p, p.seqlen_k) > kMaxExpandedBytes / 2) {
+    if (p.seqlen_k > INT32_MAX - kAnyTile || tensor_bytes(p, num_slots, p.seqlen_k) > kMaxExpandedBytes / 2) {
         return refuse(why_not, "it takes up to ", kMaxExpandedBytes >> 20, " MB of workspace, and ",
-                      counted(p.batch, "sequence"), " x ", p.seqlen_k, " tokens of room in page_table x ",
+                      counted(num_slots, "sequence"), " x ", p.seqlen_k, " tokens of room in page_table x ",
                       counted(p.num_kv_heads, "KV head"), " take ",
-                      ceil_divide(2 * tensor_bytes(p, p.seqlen_k), 1 << 20));
+                      ceil_divide(2 * tensor_bytes(p, num_slots, p.seqlen_k), 1 << 20));
     }
     auto attention_of = [&](int32_t room, std::string* why_not) {
-        return plan_sm90_attention(over_expanded(p, room, kSomeWorkspace), gpu, why_not);
+        AttentionParams over_numbers = over_expanded(p, num_slots, room, kSomeWorkspace);
+        over_numbers.batch = num_slots;  // others have no row tile
+        return plan_sm90_attention(over_numbers, gpu, why_not);
     };
     const auto any = attention_of(whole_tiles(p.seqlen_k, kAnyTile), why_not);
     if (!any) return std::nullopt;
@@ -124,6 +132,8 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
     plan.codes = *codes;
     plan.token_scales = has_scales_of_tokens(p);
     plan.num_sequences = p.batch;
+    plan.many_queries = many_queries;
+    plan.num_slots = num_slots;
     plan.num_kv_heads = p.num_kv_heads;
     plan.head_dim = p.head_dim;
     constexpr int32_t kLaneColumns = kExpandPasses * kExpandColumns;
@@ -132,11 +142,69 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
     plan.num_runs = static_cast<int32_t>(ceil_divide(p.seqlen_k, plan.run_tokens()));
     // Most of the room may be empty, and CTAs for it would have nothing to do. As many CTAs as end together
     // are enough.
-    const int64_t rows = int64_t{p.batch} * p.num_kv_heads;
+    const int64_t rows = int64_t{num_slots} * p.num_kv_heads;
     plan.num_turns =
         static_cast<int32_t>(std::min<int64_t>(plan.num_runs, ceil_divide(kCtasOfAnSm * gpu.num_sms, rows)));
-    plan.tensor_bytes = tensor_bytes(p, plan.room);
+    plan.tensor_bytes = tensor_bytes(p, num_slots, plan.room);
     plan.table_bytes = p.batch * int64_t{sizeof(int32_t)};
+    return plan;
+}
+
+}  // namespace
+
+AttentionParams with_queries(AttentionParams p, int32_t fewest, int32_t most) {
+    p.fewest_queries = fewest;
+    p.most_queries = most;
+    p.seqlen_q = std::min(p.seqlen_q, most);
+    return p;
+}
+
+AttentionParams over_expanded(const AttentionParams& params, int32_t num_slots, int32_t room,
+                              void* workspace) {
+    AttentionParams p = params;
+    char* const keys = static_cast<char*>(workspace);
+    char* const values = keys + tensor_bytes(p, num_slots, room);
+    p.k = keys;
+    p.v = values;
+    p.k_dtype = p.v_dtype = p.dtype;
+    p.k_scales = p.v_scales = {};
+    p.k_token_stride = p.v_token_stride = p.head_dim;
+    p.k_head_stride = p.v_head_stride = int64_t{room} * p.head_dim;
+    p.k_outer_stride = p.v_outer_stride = p.num_kv_heads * p.k_head_stride;
+    p.page_table = {reinterpret_cast<const int32_t*>(values + tensor_bytes(p, num_slots, room))};
+    p.page_table_stride = 1;
+    p.page_size = room;
+    p.num_pages = num_slots;
+    return p;
+}
+
+std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const Gpu& gpu,
+                                               std::string* why_not) {
+    return make_plan(p, gpu, 0, p.batch, why_not);
+}
+
+std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu& gpu, int32_t many_queries,
+                                            std::string* why_not) {
+    if (!p.cu_seqlens_q) return refuse(why_not, "all sequences have equally many queries");
+    const auto num_slots = static_cast<int32_t>(std::min<int64_t>(p.batch, p.total_q / many_queries));
+    if (num_slots == 0) {
+        return refuse(why_not, "no sequence can have ", many_queries, " queries, where ", p.total_q,
+                      " are in all");
+    }
+    std::optional<ExpandedPlan> plan = make_plan(p, gpu, many_queries, num_slots, why_not);
+    if (!plan) return std::nullopt;
+    int32_t few_queries = std::min(kMostDecodeRows / p.group_size(), many_queries - 1);
+    for (; few_queries > 0; few_queries /= 2) {
+        plan->few = plan_stream_k(with_queries(p, 1, few_queries), gpu, why_not);
+        if (plan->few && plan->few->num_sequences == p.batch) break;
+    }
+    if (few_queries == 0) {
+        return refuse(why_not, "stream_k_decode does not serve single queries of ",
+                      counted(p.batch, "sequence"));
+    }
+    plan->few_queries = few_queries;
+    plan->between = plan_sm90_attention(with_queries(p, few_queries + 1, many_queries - 1), gpu, why_not);
+    if (!plan->between) return std::nullopt;
     return plan;
 }
 
@@ -144,6 +212,9 @@ std::optional<ExpandedPlan> plan_expanded_attention(const AttentionParams& p, co
                                                     std::string* why_not) {
     // The cheapest test comes first, since calls of other kinds ask too.
     if (!is_code(p.k_dtype)) return refuse(why_not, "the pages hold numbers, not codes");
+    if (is_mixed_batch(p)) {
+        if (auto plan = make_mixed_plan(p, gpu, fewest_converted_queries(p))) return plan;
+    }
     const int64_t rows = rows_of_a_key(p), fewest = fewest_rows(p);
     if (rows < fewest) {
         return refuse(why_not, "to turn codes into numbers once pays if each key is multiplied by at least ",
@@ -157,10 +228,17 @@ Explanation describe(const ExpandedPlan& plan) {
     Explanation text;
     text.kernel = instance_name(plan.dtype, plan.codes);
     text.summary =
-        text_of("expand_codes_kernel: ", counted(plan.num_sequences, "sequence"), " x ",
+        text_of("expand_codes_kernel: ", plan.is_mixed() ? "up to " : "", counted(plan.num_slots, "sequence"),
+                plan.is_mixed() ? text_of(" of at least ", plan.many_queries, " queries") : "", " x ",
                 counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_turns, "CTA"), " for runs of ",
                 plan.run_tokens(), " tokens: ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(),
                 " threads; then over the numbers ", attention.kernel, ": ", attention.summary);
+    if (plan.is_mixed()) {
+        const Explanation few = describe(*plan.few), between = describe(*plan.between);
+        text.summary += text_of("; then over the codes of sequences of up to ",
+                                counted(plan.few_queries, "query token"), " ", few.kernel, ": ", few.summary,
+                                "; and of the others ", between.kernel, ": ", between.summary);
+    }
     text.file = "src/cuda/expand_codes/expand_codes.cu";
     text.plan = {
         {"dtype", to_string(plan.dtype)},
@@ -169,6 +247,9 @@ Explanation describe(const ExpandedPlan& plan) {
         {"head_dim", plan.head_dim},
         {"num_kv_heads", plan.num_kv_heads},
         {"num_sequences", plan.num_sequences},
+        {"many_queries", plan.many_queries},
+        {"few_queries", plan.few_queries},
+        {"num_slots", plan.num_slots},
         {"room", plan.room},
         {"lanes", plan.lanes},
         {"num_runs", plan.num_runs},
@@ -179,6 +260,8 @@ Explanation describe(const ExpandedPlan& plan) {
         {"table_bytes", plan.table_bytes},
         {"workspace_bytes", plan.workspace_bytes()},
         {"attention", attention.kernel},
+        {"few", plan.is_mixed() ? describe(*plan.few).kernel : ""},
+        {"between", plan.is_mixed() ? describe(*plan.between).kernel : ""},
     };
     return text;
 }

@@ -157,7 +157,7 @@ class Sm90Scheduler {
     // For packed queries: how many row tiles sequence b has over all heads, of few rows or of many.
     __device__ int32_t count_row_tiles(int32_t b, bool few) const {
         if (b >= p_.batch) return 0;
-        const int32_t length = p_.cu_seqlens_q[b + 1] - p_.cu_seqlens_q[b];
+        const int32_t length = p_.served_queries(b);
         const int32_t whole = length / tile_tokens_, rest = length - whole * tile_tokens_;
         const bool few_rest = is_few_rows<Config>(rest * plan_.heads);
         return units_a_sequence_ * (few ? rest > 0 && few_rest : whole + (rest > 0 && !few_rest));
