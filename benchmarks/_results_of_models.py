@@ -113,6 +113,7 @@ def vllm(results: Path) -> str:
 
 WAYS = {
     "octavo": "`octavo.transformers.generate_batch`",
+    "octavo_without_graphs": "the same with `cuda_graphs=False`",
     "transformers_octavo": "`model.generate_batch`, Octavo",
     "transformers_sdpa": "`model.generate_batch`, sdpa",
     "padded_sdpa": "`model.generate`, sdpa, padded",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import resource
 import time
@@ -50,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 MODELS = ("smollm2", *SHAPES)
+WITHOUT_GRAPHS = "octavo_without_graphs"  # a way of its own on a GPU alone
 MIB = 1 << 20
 
 
@@ -94,7 +96,7 @@ def load_model(setting: Setting) -> Any:
 Generate = Callable[[Prompts], Texts]
 
 
-def octavo_generate_batch(model: Any, setting: Setting) -> Generate:
+def octavo_generate_batch(model: Any, setting: Setting, cuda_graphs: bool | None = None) -> Generate:
     """octavo.transformers.generate_batch is this loop, with one number of new tokens for all."""
     from octavo.transformers import make_scheduler
 
@@ -105,6 +107,7 @@ def octavo_generate_batch(model: Any, setting: Setting) -> Generate:
         max_tokens=setting.token_budget,
         stop_tokens=(),
         prefix_cache=False,
+        cuda_graphs=cuda_graphs,
     )
 
     def generate(prompts: Prompts) -> Texts:
@@ -182,6 +185,7 @@ def padded_generate(model: Any, setting: Setting) -> Generate:
 
 CONTESTANTS: dict[str, Callable[[Any, Setting], Generate]] = {
     "octavo": octavo_generate_batch,
+    WITHOUT_GRAPHS: functools.partial(octavo_generate_batch, cuda_graphs=False),
     "transformers_octavo": _their_generate_batch("octavo"),
     "transformers_sdpa": _their_generate_batch("sdpa"),
     "padded_sdpa": padded_generate,

@@ -4,11 +4,12 @@ r"""Models of Hugging Face transformers: tokens/s and memory of four ways to gen
     python benchmarks/bench_transformers.py --model 1b --device cuda --requests 64 --prompt-tokens 128 \
         --new-tokens 64 --token-budget 1024 --time-limit 110 --json benchmarks/results/transformers-h100.jsonl
 
-    octavo               octavo.transformers.generate_batch: Octavo's pages, scheduler and kernels
-    transformers_octavo  transformers' own generate_batch with attn_implementation="octavo"
-    transformers_sdpa    the same with PyTorch's scaled_dot_product_attention, for which each layer copies the
-                         keys and values of the batch
-    padded_sdpa          generate() with sdpa: one batch of all prompts, padded to the longest
+    octavo                 octavo.transformers.generate_batch: Octavo's pages, scheduler and kernels
+    octavo_without_graphs  the same with cuda_graphs=False, on a GPU
+    transformers_octavo    transformers' own generate_batch with attn_implementation="octavo"
+    transformers_sdpa      the same with PyTorch's scaled_dot_product_attention, for which each layer copies
+                           the keys and values of the batch
+    padded_sdpa            generate() with sdpa: one batch of all prompts, padded to the longest
 
 Each has a process of its own, with the same weights: float32 on the CPU, bfloat16 on a GPU. After a round
 that warms up they take turns, round by round; a time is the median of the rounds, on the CPU beside the time
@@ -44,7 +45,15 @@ from pathlib import Path
 import numpy as np
 from _command import Parser
 from _report import write_rows
-from _transformers_contestants import CONTESTANTS, MODELS, Prompts, Setting, Texts, serve
+from _transformers_contestants import (
+    CONTESTANTS,
+    MODELS,
+    WITHOUT_GRAPHS,
+    Prompts,
+    Setting,
+    Texts,
+    serve,
+)
 
 from octavo.serving.smollm.weights import MissingWeightsError
 
@@ -216,7 +225,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
     parser.add_argument(
         "--ways",
-        default=",".join(CONTESTANTS),
         metavar="NAMES",
         help=f"some of those above, with commas; {BASE} among them (all)",
     )
@@ -233,7 +241,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write one JSON object a row here")
     args = parser.parse_args(argv)
-    args.ways = parser.split_names("--ways", args.ways, CONTESTANTS)
+    known = tuple(way for way in CONTESTANTS if args.device != "cpu" or way != WITHOUT_GRAPHS)
+    args.ways = known if args.ways is None else parser.split_names("--ways", args.ways, known)
     if BASE not in args.ways:
         parser.error(f"--ways: {BASE} is missing, with whose texts all others are compared")
     return args

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from octavo._kv_cache import KVCache, KVCacheStep
+from octavo._transformers_graphs import DecodeGraphs, DeviceLogits, decode_batches
 from octavo._transformers_layers import BloomSteps, Layers, LayerStep, look_at_layers, refusal
 from octavo.serving import Request, Sampling, Scheduler
 
@@ -77,10 +79,41 @@ class ServedModel:
         lefts = (layer.window_left for layer in self._layers.all)
         return [None if left < 0 else left for left in lefts]
 
+    def make_graphs(self, wanted: bool | None) -> DecodeGraphs | None:
+        """Return what holds the CUDA graphs of a cache's decode steps, or None if there are to be none."""
+        device = self._layers.all[0].device
+        if wanted and device.type != "cuda":
+            raise ValueError(
+                f"octavo.transformers: cuda_graphs=True needs a model on a CUDA device; it is on {device}"
+            )
+        if wanted is False or device.type != "cuda":
+            return None
+        return DecodeGraphs(device, required=wanted is True)
+
     @torch.no_grad()
-    def forward(self, step: KVCacheStep, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the logits [batch, vocabulary] after the last token of each sequence."""
-        input_ids = torch.from_numpy(tokens).to(self._model.device)[None]
+    def forward(
+        self, step: KVCacheStep, tokens: NDArray[np.int64], graphs: DecodeGraphs | None = None
+    ) -> DeviceLogits:
+        """Return the logits [batch, vocabulary] after the last token of each sequence.
+
+        Args:
+            step: of a cache.
+            tokens: int64 [T], without padding.
+            graphs: of the same cache.
+        """
+        run = functools.partial(self._run, step)
+        num_rows = step.positions.shape[0]
+        is_decode = step.max_seqlen_q == 1 and step.num_tokens == step.batch
+        if graphs is not None and is_decode and num_rows == step.seq_lens.shape[0]:
+            logits = graphs.forward(tokens, num_rows, run)
+            if logits is not None:
+                return logits
+        padded = np.zeros(num_rows, np.int64)
+        padded[: len(tokens)] = tokens
+        return DeviceLogits(run(torch.from_numpy(padded).to(self._model.device)[None])[: step.batch])
+
+    def _run(self, step: KVCacheStep, input_ids: Tensor) -> Tensor:
+        """Return the logits [rows of the step's arrays, vocabulary] of tokens [1, T], padding included."""
         last_rows = step.last_rows.long()
         options: dict[str, Any] = {"use_cache": False}
         if "logits_to_keep" in self._parameters:
@@ -98,7 +131,7 @@ class ServedModel:
             raise refusal(self._model, "it does not pass its keywords on to the attention of every layer")
         if logits.shape[1] != len(last_rows):
             logits = logits[:, last_rows]
-        result: NDArray[np.float32] = logits[0].float().cpu().numpy()
+        result: Tensor = logits[0]
         return result
 
     @property
@@ -127,7 +160,7 @@ class ServedModel:
         begins = [0, 0]
         for counts in ([3, 2], [3, 2], [1, 1]):
             parts = [text[begin : begin + count] for begin, count in zip(begins, counts, strict=True)]
-            found = self.forward(cache.step(seqs, counts), np.concatenate(parts))
+            found = self.forward(cache.step(seqs, counts), np.concatenate(parts)).rows([0, 1])
             begins = [begin + count for begin, count in zip(begins, counts, strict=True)]
         expected = self._expected[[6, 4]].float().cpu().numpy()
         tolerance = 1e-3 if self._expected.dtype == torch.float32 else 0.1
@@ -180,6 +213,7 @@ def make_scheduler(
     stop_tokens: Iterable[int] | None = None,
     token_budget: int | None = None,
     prefix_cache: bool | None = None,
+    cuda_graphs: bool | None = None,
     **sizes: Any,
 ) -> Scheduler:
     """Make a scheduler that serves a model: octavo.serving.Scheduler over an octavo.KVCache of its own.
@@ -191,16 +225,22 @@ def make_scheduler(
         stop_tokens: that end every text. Default: the eos_token_id of the model's generation config.
         token_budget: tokens in a batch. Default: the cache's max_tokens.
         prefix_cache: whether prefixes are found again. Default: if a layer without a window allows it.
+        cuda_graphs: whether steps in which each sequence has one token are padded to some batch sizes, and
+            replay a CUDA graph for each, which is captured when it first comes. The model's weights must then
+            stay where they are. Default: on a CUDA device, unless the model waits for the GPU in a forward
+            pass, of which there is a warning.
         **sizes: as for octavo.KVCache: num_pages, memory or memory_fraction, page_size, max_batch,
             max_tokens, max_length, num_host_pages, and dtype for a cache of codes. Default of max_batch: 64,
             or the tokens in a batch if these are fewer.
 
     Raises:
-        ValueError: the model cannot be served; sizes out of range. The model is then as before.
+        ValueError: the model cannot be served; sizes out of range. The model is then as before. With
+            cuda_graphs=True also if the model is not on a CUDA device, and, when a step comes to it, if that
+            cannot be captured.
     """
     served = ServedModel(model)
     try:
-        return _scheduler(served, stop_tokens, token_budget, prefix_cache, sizes)
+        return _scheduler(served, stop_tokens, token_budget, prefix_cache, cuda_graphs, sizes)
     except BaseException:
         served.close()
         raise
@@ -211,6 +251,7 @@ def _scheduler(
     stop_tokens: Iterable[int] | None,
     token_budget: int | None,
     prefix_cache: bool | None,
+    cuda_graphs: bool | None,
     sizes: dict[str, Any],
 ) -> Scheduler:
     model = served._model
@@ -220,10 +261,13 @@ def _scheduler(
     if stop_tokens is None:
         config = model.generation_config
         stop_tokens = _as_list(config.eos_token_id if config is not None else None)
+    graphs = served.make_graphs(cuda_graphs)
+    cache = served.make_cache(prefix_cache=prefix_cache, **sizes)
     return Scheduler(
-        served.make_cache(prefix_cache=prefix_cache, **sizes),
-        served.forward,
+        cache,
+        functools.partial(served.forward, graphs=graphs),
         token_budget=token_budget,
+        decode_batches=() if graphs is None else decode_batches(cache.max_batch),
         max_length=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
         stop_tokens=stop_tokens,
         vocab_size=model.get_input_embeddings().weight.shape[0],
@@ -265,6 +309,7 @@ def generate_batch(
     logprobs: bool = False,
     token_budget: int | None = None,
     prefix_cache: bool | None = None,
+    cuda_graphs: bool | None = None,
     **sizes: Any,
 ) -> list[Request]:
     """Generate text after several prompts, in one continuous batch over pages.
@@ -294,6 +339,7 @@ def generate_batch(
         token_budget: tokens in a batch. Default: the cache's max_tokens.
         prefix_cache: whether prompts share what they have in common. Default: if a layer without a window
             allows it.
+        cuda_graphs: as for make_scheduler.
         **sizes: as for octavo.KVCache: num_pages, memory or memory_fraction, page_size, max_batch,
             max_tokens, max_length, num_host_pages, and dtype for a cache of codes. Default: pages for all
             prompts, or for max_batch of them if there are more; max_batch as for make_scheduler.
@@ -315,7 +361,7 @@ def generate_batch(
     if not texts:
         return []
     with _served(model) as served:
-        scheduler = _scheduler(served, stop_tokens, token_budget, prefix_cache, sizes)
+        scheduler = _scheduler(served, stop_tokens, token_budget, prefix_cache, cuda_graphs, sizes)
         requests = [
             scheduler.submit(
                 text,

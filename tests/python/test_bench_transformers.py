@@ -22,10 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_transformers
 from _report import read_rows
-from _transformers_contestants import CONTESTANTS, Memory, Setting, largest_gap, load_model
+from _transformers_contestants import (
+    CONTESTANTS,
+    WITHOUT_GRAPHS,
+    Memory,
+    Setting,
+    largest_gap,
+    load_model,
+)
 from results_table import transformers as transformers_table
 
 from support.programs import run
+
+ON_CPU = tuple(way for way in CONTESTANTS if way != WITHOUT_GRAPHS)
 
 
 class ThreadForProcess(threading.Thread):
@@ -47,7 +56,7 @@ def test_rows_and_their_table(tmp_path, capsys, monkeypatch):
     torch.set_num_threads(num_threads[0])
     octavo.set_num_threads(num_threads[1])
     rows = {row["contestant"]: row for row in read_rows(path)}
-    assert list(rows) == list(CONTESTANTS)
+    assert list(rows) == list(ON_CPU)
     assert len({row["generated_tokens"] for row in rows.values()}) == 1
     for row in rows.values():
         assert row["equal_texts"] == row["num_requests"] == 3
@@ -148,9 +157,14 @@ def test_time_limit_leaves_rounds_out_but_one(limit, rounds, capsys):
 
 
 def test_ways_have_the_one_they_are_compared_with(capsys):
-    assert bench_transformers.parse_args([]).ways == tuple(CONTESTANTS)
+    assert bench_transformers.parse_args([]).ways == ON_CPU
+    assert bench_transformers.parse_args(["--device", "cuda"]).ways == tuple(CONTESTANTS)
     assert bench_transformers.parse_args(["--ways", "octavo,padded_sdpa"]).ways == ("octavo", "padded_sdpa")
-    for wrong, message in (("octavo", "padded_sdpa is missing"), ("padded_sdpa,x", "there is no 'x'")):
+    for wrong, message in (
+        ("octavo", "padded_sdpa is missing"),
+        ("padded_sdpa,x", "there is no 'x'"),
+        (f"padded_sdpa,{WITHOUT_GRAPHS}", f"there is no '{WITHOUT_GRAPHS}'"),
+    ):
         with pytest.raises(SystemExit):
             bench_transformers.parse_args(["--ways", wrong])
         assert message in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,13 +41,21 @@ class Batcher:
     Of the running ones the cache has handles. A waiting one has some if it was put aside in host memory.
     """
 
-    def __init__(self, cache: KVCache, max_batch: int, token_budget: int, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_batch: int,
+        token_budget: int,
+        decode_batches: Sequence[int],
+        statistics: Statistics,
+    ) -> None:
         self.cache = cache
         self.room = Room(cache, token_budget)
         self.waiting: list[Group] = []
         self.running: list[Group] = []
         self._max_batch = max_batch
         self._token_budget = token_budget
+        self._decode_batches = decode_batches
         self._statistics = statistics
 
     # Coming and going
@@ -216,7 +225,7 @@ class Batcher:
             tokens = self._new_tokens(shares)
             lengths = [self.cache.length(handle) for handle in handles]
             try:
-                step = self.cache.step(handles, counts, tokens)
+                step = self.cache.step(handles, counts, tokens, pad_batch=self._padded_batch(counts))
             except OutOfPages as error:
                 resting = [handle for group in self.running for handle in group.handles]
                 resting = [handle for handle in resting if handle not in handles]
@@ -236,6 +245,13 @@ class Batcher:
                 raise
             return Batch(shares, step, tokens)
         return None
+
+    def _padded_batch(self, counts: list[int]) -> int | None:
+        """Return the rows of a batch with so many tokens of each sequence, or None if it is not padded."""
+        if max(counts) > 1:
+            return None
+        place = bisect.bisect_left(self._decode_batches, len(counts))
+        return self._decode_batches[place] if place < len(self._decode_batches) else None
 
     def _plan(self, chunk: int) -> list[Share]:
         """Give every decoding sequence a token, and the rest of the budget to prefill."""
@@ -363,18 +379,3 @@ class Batcher:
         else:
             statistics.decode_tokens += len(batch.tokens)
             statistics.decode_seconds += seconds
-
-
-def check_logits(logits: NDArray[np.float32], num_rows: int) -> None:
-    """Raise ValueError if these are no logits of a batch."""
-    if logits.ndim != 2 or len(logits) != num_rows:
-        raise ValueError(
-            f"Scheduler.step: forward must return logits of shape [{num_rows}, vocabulary]; "
-            f"got {list(logits.shape)}"
-        )
-    wrong = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
-    if len(wrong):
-        raise ValueError(
-            "Scheduler.step: forward must return logits with a finite maximum in each row; "
-            f"got {logits[wrong[0]].max()} in row {wrong[0]}"
-        )

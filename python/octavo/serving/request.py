@@ -87,6 +87,11 @@ class Request:
         """Whether every sample has ended."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it takes more of a row of logits than the likeliest token."""
+        return self.logprobs or self.num_beams > 1 or self.sampling.temperature > 0.0
+
     def seeds(self, sample: int) -> list[int]:
         """Return the seed of a sample's random numbers."""
         return [self.seed, sample]

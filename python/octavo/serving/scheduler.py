@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo._kv_cache import KVCache, KVCacheStep
-from octavo.serving.batcher import Batch, Batcher, check_logits
+from octavo.serving.batcher import Batch, Batcher
 from octavo.serving.beams import BeamSearch
 from octavo.serving.group import Group
+from octavo.serving.logits import BatchLogits
 from octavo.serving.request import (
     Answer,
     FinishReason,
@@ -67,7 +68,8 @@ class Scheduler:
         cache: octavo.KVCache, whose sequences are the scheduler's own from now on.
         forward: called as forward(step, tokens) with what cache.step() returns, and int64 NumPy [T], the new
             tokens of all sequences one after the other. It returns logits, float32 [batch, vocabulary], of
-            the rows step.last_rows: anything that numpy.asarray takes.
+            the rows step.last_rows, without padding: anything that numpy.asarray takes, or
+            octavo.serving.Logits, which may stay on a GPU.
         max_batch: sequences in a batch. Default: the cache's.
         token_budget: tokens in a batch, at least max_batch. Default: the cache's max_tokens.
         max_length: the most tokens of a prompt with its new ones, as the model allows. Default: no limit but
@@ -75,6 +77,9 @@ class Scheduler:
         vocab_size: tokens that the model knows, from 0; submit() refuses others in a prompt. Default: they
             are left to `forward`, which may raise.
         stop_tokens: tokens that end every request's samples.
+        decode_batches: numbers of sequences, from 1 to max_batch. A step in which each sequence has one token
+            is padded to the next of these, as cache.step() does with pad_batch, so that `forward` meets few
+            sizes: a CUDA graph for each serves all of them. Default: no step is padded.
         priority_steps: how many steps earlier a request of a priority higher by one counts as submitted.
 
     Raises:
@@ -94,6 +99,7 @@ class Scheduler:
         max_length: int | None = None,
         vocab_size: int | None = None,
         stop_tokens: Iterable[int] = (),
+        decode_batches: Iterable[int] = (),
         priority_steps: int = 1000,
     ) -> None:
         self.cache = cache
@@ -117,12 +123,18 @@ class Scheduler:
             )
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"Scheduler: vocab_size ({vocab_size}) must be at least 1")
+        sizes = sorted(set(map(operator.index, decode_batches)))
+        if sizes and not 1 <= sizes[0] <= sizes[-1] <= self._max_batch:
+            raise ValueError(
+                f"Scheduler: decode_batches must be from 1 to max_batch ({self._max_batch}); "
+                f"got {sizes[0] if sizes[0] < 1 else sizes[-1]}"
+            )
         if priority_steps < 1:
             raise ValueError(f"Scheduler: priority_steps ({priority_steps}) must be at least 1")
         self._stop_tokens = frozenset(token_list("stop_tokens", stop_tokens))
         self._priority_steps = priority_steps
         self._statistics = Statistics()
-        self._batcher = Batcher(cache, self._max_batch, self._token_budget, self._statistics)
+        self._batcher = Batcher(cache, self._max_batch, self._token_budget, sizes, self._statistics)
         self._stepping = threading.Lock()  # held by step()
         self._lock = threading.Lock()  # of the requests' answers, and of what follows: any thread's
         self._closed = False
@@ -387,7 +399,7 @@ class Scheduler:
                 for group, _, _, num_rows in batch.shares:
                     end = row + num_rows
                     if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
-                        self._advance(group, logits[row:end])
+                        self._advance(group, logits, range(row, end))
                     row = end
             except BaseException:
                 self._batcher.step_back()
@@ -413,39 +425,46 @@ class Scheduler:
             if cancelled:
                 self._batcher.drop(cancelled)
 
-    def _logits(self, batch: Batch) -> NDArray[np.float32]:
-        num_rows = sum(share.num_rows for share in batch.shares)
-        logits = np.asarray(self._forward(batch.step, batch.tokens), np.float32)
-        check_logits(logits, num_rows)
-        return logits
+    def _logits(self, batch: Batch) -> BatchLogits:
+        num_rows = 0
+        wanted: list[int] = []
+        for group, _, _, num_rows_of_group in batch.shares:
+            if group.request.needs_logits:
+                wanted += range(num_rows, num_rows + num_rows_of_group)
+            num_rows += num_rows_of_group
+        return BatchLogits(self._forward(batch.step, batch.tokens), num_rows, wanted)
 
     # The next tokens
 
-    def _advance(self, group: Group, logits: NDArray[np.float32]) -> None:
+    def _advance(self, group: Group, logits: BatchLogits, rows: range) -> None:
         """Give a group whose tokens are all in the cache its next ones.
 
         Args:
             group: of which all wanted tokens are in the cache.
-            logits: float32 [handles, vocabulary].
+            logits: of the batch.
+            rows: those of its handles.
         """
         if not group.is_forked:  # beams that were computed again up to where they part
             group.handles += self.cache.fork(group.handles[0], len(group.generated) - 1)
         elif group.search is not None:
-            self._advance_beams(group, group.search, logits)
+            self._advance_beams(group, group.search, logits.rows(rows))
         else:
             for member in [group, *self._batcher.fork_samples(group)]:
                 if member.is_over:  # cancelled before the fork, or while the model ran
                     self._batcher.finish(member)
                 else:
-                    self._append(member, logits[0])
+                    self._append(member, logits, rows[0])
 
-    def _append(self, group: Group, logits: NDArray[np.float32]) -> None:
+    def _append(self, group: Group, logits: BatchLogits, row: int) -> None:
         request, (generated,) = group.request, group.generated
         num_generated = len(generated)
         state = group.rng.bit_generator.state if request.sampling.temperature else None
         try:
-            token = sample(logits, request.sampling, group.rng)
-            logprob = float(log_softmax(logits)[token]) if request.logprobs else None
+            token, logprob = logits.best(row), None
+            if request.needs_logits:
+                (of_row,) = logits.rows([row])
+                token = sample(of_row, request.sampling, group.rng)
+                logprob = float(log_softmax(of_row)[token]) if request.logprobs else None
             reason = request.reason_to_end(generated, token)
             generated.append(token)
             self._output(request, group.sample, token, reason, logprob)

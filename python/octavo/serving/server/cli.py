@@ -122,7 +122,12 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
         prefix_cache=not args.no_prefix_cache,
         **({} if args.kv_dtype is None else {"dtype": args.kv_dtype}),
     )
-    scheduler = Scheduler(cache, model.forward, stop_tokens=model.stop_tokens)
+    scheduler = Scheduler(
+        cache,
+        model.forward,
+        stop_tokens=model.stop_tokens,
+        decode_batches=() if model.decode_batches is None else model.decode_batches(cache.max_batch),
+    )
     engine = Engine(scheduler, cache, model.tokenizer, max_in_flight=args.max_in_flight)
     pages = f"{cache.allocator.num_pages} pages of {args.page_size} tokens"
     return engine, f"{model.name}, {pages},"

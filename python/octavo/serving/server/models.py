@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class Model:
         vocab_size: tokens are from 0 to vocab_size - 1.
         max_length: of a prompt and its answer, in tokens. None: as many as the cache holds.
         stop_tokens: that end an answer.
+        decode_batches: from the most sequences in a batch, the sizes to which `octavo.serving.Scheduler` pads
+            steps. None: to none.
         max_token_bytes: of the text of a token, in UTF-8, or more. Texts that have more bytes than max_length
             such tokens are refused before they are encoded, which would take long. None: no text is.
     """
@@ -40,6 +42,7 @@ class Model:
     max_length: int | None = None
     stop_tokens: frozenset[int] = frozenset()
     max_token_bytes: int | None = None
+    decode_batches: Callable[[int], Iterable[int]] | None = None
 
 
 def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str | None = None) -> Model:
@@ -136,6 +139,7 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
         import transformers
 
         from octavo._transformers_batch import ServedModel
+        from octavo._transformers_graphs import decode_batches
     except ModuleNotFoundError as missing:
         raise ImportError(
             f"{missing}; --model {name}, which is neither smollm2 nor module:function, needs "
@@ -153,18 +157,20 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
     if not tokenizer.is_fast:
         raise ValueError(f"--model {name}: its tokenizer must be one of the library tokenizers")
     served = ServedModel(model)
+    graphs = served.make_graphs(None)
     config = model.config.get_text_config(decoder=True)
     stops = model.generation_config.eos_token_id
     stop_tokens = {stops} if isinstance(stops, int) else set(stops or ())
     return Model(
         name=name,
-        forward=served.forward,
+        forward=functools.partial(served.forward, graphs=graphs),
         make_cache=served.make_cache,
         tokenizer=_TransformersTokenizer(tokenizer),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         max_length=getattr(config, "max_position_embeddings", None),  # BLOOM has no limit
         stop_tokens=frozenset(stop_tokens | {tokenizer.eos_token_id} - {None}),
         max_token_bytes=max_token_bytes(tokenizer.get_vocab()),
+        decode_batches=None if graphs is None else decode_batches,
     )
 
 
