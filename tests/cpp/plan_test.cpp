@@ -285,13 +285,13 @@ TEST(Plan, MixedBatchesOverCodes) {
     const Explanation text = explain(with_scales(over_codes(shape)), "h200");
     EXPECT_EQ(text.kernel, "expand_codes<bfloat16, int8>");
     EXPECT_EQ(field(text, "many_queries"), "192") << "768 rows";
-    EXPECT_EQ(field(text, "few_queries"), "4") << "16 rows";
+    EXPECT_EQ(field(text, "few_queries"), "2") << "8 rows";
     EXPECT_EQ(field(text, "num_slots"), "10") << "that many times 192 queries";
     EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 128 rows>");
     EXPECT_EQ(field(text, "few").find("stream_k_decode<"), 0u);
     EXPECT_EQ(field(text, "between").find("sm90_attention<bfloat16 over codes"), 0u);
     for (const char* part : {"up to 10 sequences of at least 192 queries x 8 KV heads",
-                             "; then over the codes of sequences of up to 4 query tokens stream_k_decode<",
+                             "; then over the codes of sequences of up to 2 query tokens stream_k_decode<",
                              "; and of the others sm90_attention<bfloat16 over codes"})
         EXPECT_NE(text.summary.find(part), std::string::npos) << part << " in " << text.summary;
 

@@ -155,24 +155,36 @@ def kernel_of(q: Any, **arguments: Any) -> str:
 )
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (96, "bfloat16"), (128, "bfloat16")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefill(torch: Any, kind: str, head_dim: int, dtype: str, options: dict[str, Any]) -> None:
-    """Chunks, a draft and a sequence that decodes; in slots that are not used, scales are NaN."""
+@pytest.mark.parametrize("chunks", [(150, 190), (300, 500)], ids=str)
+def test_prefill(
+    torch: Any, chunks: tuple[int, int], kind: str, head_dim: int, dtype: str, options: dict[str, Any]
+) -> None:
+    """Chunks, a draft and a sequence that decodes; in slots that are not used, scales are NaN.
+
+    Longer chunks by numbers that codes become once.
+    """
     cache, table, lengths = filled(kind, [900, 731, 1300, 40, 1], head_dim=head_dim)
     if "prefix_lens" in options:
         options = options | {"prefix_lens": np.resize(options["prefix_lens"], 5)}
-    cu_seqlens_q = np.array([0, 300, 301, 801, 805, 806], np.int32)
+    cu_seqlens_q = np.cumsum([0, chunks[0], 1, chunks[1], 4, 1], dtype=np.int32)
     unused = np.ones(cache.k_scales.shape[:2], bool)
     for row, length in zip(table, lengths, strict=True):
         positions = np.arange(length)
         unused[row[positions // 16], positions % 16] = False
     cache.k_scales[unused], cache.v_scales[unused] = np.nan, np.nan
-    q = queries(806, 8, head_dim, dtype)
+    q = queries(int(cu_seqlens_q[-1]), 8, head_dim, dtype)
     check_attention(torch, cache, q, table, lengths, cu_seqlens_q=cu_seqlens_q, **options)
     if is_hopper(torch):
         tables = {"page_table": table, "seq_lens": lengths, "cu_seqlens_q": cu_seqlens_q}
         arrays = {name: to_gpu(torch, x) for name, x in tables.items()} | on_gpu(torch, cache)
-        kernel = kernel_of(to_gpu(torch, q), max_seqlen_q=500, **arrays)
-        assert kernel.startswith(f"sm90_attention<{dtype} over codes")
+        found = octavo.explain("paged_attention", to_gpu(torch, q), max_seqlen_q=chunks[1], **arrays)
+        over_codes = f"sm90_attention<{dtype} over codes"
+        if chunks[1] == 500:
+            assert found.kernel.startswith("expand_codes<")
+            assert found.plan["few"].startswith("stream_k_decode<")
+            assert found.plan["between"].startswith(over_codes)
+        else:
+            assert found.kernel.startswith(over_codes)
 
 
 @pytest.mark.parametrize(

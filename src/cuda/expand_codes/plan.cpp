@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kCtasOfAnSm = 32;  // an SM holds eight at a time
 constexpr int64_t kAlignment = 256;  // bytes; parts of the workspace begin at multiples of it
-constexpr int32_t kMostDecodeRows = 16;
+constexpr int32_t kDecodeRows = 8;   // its kernels for 16 rows have half the warps, which wait longer
 
 // How many bytes the keys, or the values, of so many slots take.
 int64_t tensor_bytes(const AttentionParams& p, int64_t num_slots, int64_t room) {
@@ -193,7 +193,7 @@ std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu&
     }
     std::optional<ExpandedPlan> plan = make_plan(p, gpu, many_queries, num_slots, why_not);
     if (!plan) return std::nullopt;
-    int32_t few_queries = std::min(kMostDecodeRows / p.group_size(), many_queries - 1);
+    int32_t few_queries = std::min(std::max(kDecodeRows / p.group_size(), 1), many_queries - 1);
     for (; few_queries > 0; few_queries /= 2) {
         plan->few = plan_stream_k(with_queries(p, 1, few_queries), gpu, why_not);
         if (plan->few && plan->few->num_sequences == p.batch) break;
