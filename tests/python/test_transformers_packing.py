@@ -7,6 +7,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import octavo.torch  # noqa: E402
 import octavo.transformers  # noqa: E402
+from octavo import _transformers_descriptions  # noqa: E402
 from test_transformers import CONFIGS, SIZES, tokens  # noqa: E402
 
 LENGTHS = [7, 1, 12, 4]
@@ -74,7 +75,7 @@ def test_rows_with_packings_of_their_own(calls):
 
 def test_the_mask_is_not_compared_element_by_element(monkeypatch):
     """That of transformers is known by its functions; a mask of all tokens is never made."""
-    monkeypatch.setattr(octavo.transformers, "_require_causal", None)
+    monkeypatch.setattr(_transformers_descriptions, "require_causal", None)
     ids, positions = packed(LENGTHS)
     for name in ("llama", "mistral"):
         make_model(name, "octavo").eval()(ids, position_ids=positions, use_cache=False)

@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 import octavo.torch  # noqa: E402
 import octavo.transformers  # noqa: E402
+from octavo._transformers_mask import Mask  # noqa: E402
 from support.tiny_models import CONFIGS, SIZES, WINDOW, disadvantages, make_model  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -225,9 +226,7 @@ def test_a_mask_of_the_callers():
 @torch.no_grad()
 def test_mask_keeps_its_chunks_on_another_device():
     """What the mask of a model that lies on several devices says does not depend on the layer."""
-    from octavo.transformers import _Mask
-
-    mask = _Mask(True, seq_lens=torch.tensor([5, 3], dtype=torch.int32), attention_chunk=4, first_key=2)
+    mask = Mask(True, seq_lens=torch.tensor([5, 3], dtype=torch.int32), attention_chunk=4, first_key=2)
     moved = mask.on(torch.device("meta"))
     assert moved.seq_lens.device.type == "meta"
     assert (moved.causal, moved.attention_chunk, moved.first_key) == (True, 4, 2)

@@ -1,0 +1,58 @@
+"""What octavo.transformers does not serve: the error, and masks that are not causal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+_ROWS_AT_ONCE = 256  # of a mask that is compared, to bound memory
+_OTHER_MASK = "this mask is neither causal, nor a causal sliding window, nor full"
+
+
+def refuse(what: str, instead: str = "sdpa") -> NoReturn:
+    raise ValueError(f"octavo.transformers: {what}; use another attn_implementation, such as {instead}")
+
+
+def require_causal(
+    batch_size: int,
+    queries: range,
+    keys: range,
+    mask_function: Callable[..., Any],
+    window: int | None,
+    use_vmap: bool,
+    device: torch.device,
+    begins: Tensor | None = None,
+) -> None:
+    """Refuse a function of the indices that is anything else than causal, with this window.
+
+    `begins`: where sequences begin that lie one behind the other in a row, and do not see each other.
+    """
+    sequences = None if begins is None else begins.cumsum(1)
+    key_positions = torch.arange(keys.start, keys.stop, device=device)
+    for begin in range(queries.start, queries.stop, _ROWS_AT_ONCE):
+        end = min(begin + _ROWS_AT_ONCE, queries.stop)
+        distance = torch.arange(begin, end, device=device)[:, None] - key_positions
+        ours = distance >= 0
+        if window is not None:
+            ours &= distance < window
+        if sequences is not None:
+            ours = ours & (sequences[:, None, begin:end, None] == sequences[:, None, None])
+        theirs = masking_utils.sdpa_mask(
+            batch_size,
+            end - begin,
+            len(keys),
+            begin,
+            keys.start,
+            mask_function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        if len(queries) == 1 and torch.compiler.is_compiling():  # a step: its graph holds the comparison
+            torch._assert_async(cast(Tensor, theirs == ours).all(), f"octavo.transformers: {_OTHER_MASK}")
+        elif theirs is None or not torch.equal(theirs, ours.expand_as(theirs)):
+            refuse(_OTHER_MASK)
