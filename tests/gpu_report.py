@@ -134,7 +134,15 @@ KNOWN_RACES = (
         8,
         "An arrival at an mbarrier lies between the accesses, and the readers' wait for it: see racecheck in "
         "docs/notebook/sm90_attention.md.",
-        instances="<__(half|nv_bfloat16),",
+        instances="<__(half|nv_bfloat16), [^<]*<(?!\\(int\\)192)",
+    ),
+    KnownRace(
+        "sm90_attention_kernel",
+        "Read and Write",
+        12,
+        "The same accesses in more blocks of columns: see racecheck in docs/notebook/sm90_attention.md.",
+        instances="<__(half|nv_bfloat16), [^<]*<\\(int\\)192",
+        of_each=True,
     ),
     KnownRace(
         "sm90_attention_kernel",
@@ -145,6 +153,25 @@ KNOWN_RACES = (
         instances="<octavo::cuda::AnyFloat16,",
         of_each=True,
         places=2,
+    ),
+    KnownRace(
+        "sm90_backward_kernel",
+        "Read and Write",
+        4,
+        "Barriers weights_full and weights_empty order them, both ways: see racecheck in "
+        "docs/notebook/attention_backward.md.",
+        instances="Config<\\(int\\)[45],",
+        of_each=True,
+        places=2,
+    ),
+    KnownRace(
+        "sm90_backward_kernel",
+        "Read and Write",
+        2,
+        "Barriers q_full, dout_full and dropped_full, and q_empty, order bulk copies of statistics and words of "
+        "dropout and their reads, both ways: see racecheck in docs/notebook/attention_backward.md.",
+        instances="Config<\\(int\\)[01], \\([^)]*\\)[23]>",
+        of_each=True,
     ),
     KnownRace(
         "sm90_latent_attention_kernel",
