@@ -164,9 +164,8 @@ TEST_P(CudaSm90CodesTest, MixedPlans) {
 // Sequences of which none, or each, has many queries, or few.
 TEST_P(CudaSm90CodesTest, MixedPlansOfOnePart) {
     Random random(400 + std::get<1>(GetParam()));
-    const std::vector<int32_t> lengths_q(random.pick({60, 33}), random.pick({0, 1, 24, 70}));
+    const std::vector<int32_t> lengths_q(random.pick({60, 33}), random.pick({1, 2, 24, 70}));
     const int32_t many_queries = std::max<int32_t>(random.pick({2, 20, 65}), 17);
-    if (lengths_q.front() == 0) GTEST_SKIP() << "such a call has nothing to do";
     std::vector<int32_t> others = lengths_q;
     others.push_back(many_queries);  // so that there is a place in the workspace
     expect_right_mixed(random, others, longer(random, others), many_queries);

@@ -197,13 +197,21 @@ void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, cons
     EXPECT_LE(plan.many_queries, p.seqlen_q) << "no sequence is converted";
     EXPECT_LE(plan.num_slots, p.batch);
     EXPECT_TRUE(plan.num_slots == p.batch || (plan.num_slots + 1) * int64_t{plan.many_queries} > p.total_q);
-    EXPECT_EQ(plan.few->num_sequences, p.batch) << "in one launch";
     auto part = [&p](int32_t fewest, int32_t most) {
         AttentionParams part = cuda::with_queries(p, fewest, most);
         part.total_q = std::min(p.total_q, int64_t{p.batch} * most);
         return part;
     };
-    expect_sound_alone(*plan.few, part(1, plan.few_queries), gpu);
+    const AttentionParams few = part(1, plan.few_queries);
+    if (const auto* split_kv = std::get_if<cuda::SplitKvPlan>(&*plan.few)) {
+        EXPECT_EQ(split_kv->num_sequences, p.batch) << "in one launch";
+        EXPECT_NE(split_kv->policy, cuda::SplitPolicy::by_length) << "its CTAs know no parts of batches";
+        expect_sound(*split_kv, few, gpu);
+    } else {
+        const auto& stream_k = std::get<cuda::StreamKPlan>(*plan.few);
+        EXPECT_EQ(stream_k.num_sequences, p.batch) << "in one launch";
+        expect_sound_alone(stream_k, few, gpu);
+    }
     expect_sound(*plan.between, part(plan.few_queries + 1, plan.many_queries - 1), gpu);
     over_numbers.batch = plan.num_slots;
     over_numbers.total_q = std::min(p.total_q, int64_t{plan.num_slots} * p.seqlen_q);

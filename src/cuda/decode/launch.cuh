@@ -83,6 +83,7 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     arguments.length_first = plan.length_first;
     arguments.overlaps_prefix = overlaps_prefix;
     arguments.first_that_waits = first_that_waits(plan, Long::kBlockBytes);
+    arguments.serves_a_part = params.cu_seqlens_q && params.most_queries > 0;
     arguments.partial =
         partial_workspace(params, stream, plan.workspace_words(),
                           overlaps_prefix ? WorkspaceUser::behind_prefix : WorkspaceUser::kernel);

@@ -90,6 +90,7 @@ struct SplitKvLaunch {
     int32_t length_first;         // whether CTAs look at the length before all else
     int32_t overlaps_prefix;      // whether the kernel before this one, over a shared prefix, may still run
     uint32_t first_that_waits;    // CTAs of this sequence and later ones end only after that kernel
+    int32_t serves_a_part;        // over codes: whether other launches serve some sequences (served_queries)
     // [batch, num_kv_heads, num_splits, rows of an item] rows; by length, [num_kv_heads, num_slots, ...].
     PartialWorkspace partial;
     int32_t partial_words;  // words for all rows of an item

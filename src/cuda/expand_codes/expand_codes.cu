@@ -251,7 +251,11 @@ void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t s
     }
     run(expanded, plan.attention, stream);
     if (plan.is_mixed()) {
-        run(with_queries(params, 1, plan.few_queries), *plan.few, stream);
+        const AttentionParams few = with_queries(params, 1, plan.few_queries);
+        if (const auto* split_kv = std::get_if<SplitKvPlan>(&*plan.few))
+            run(few, *split_kv, stream);
+        else
+            run(few, std::get<StreamKPlan>(*plan.few), stream);
         run(with_queries(params, plan.few_queries + 1, plan.many_queries - 1), *plan.between, stream);
     }
 }

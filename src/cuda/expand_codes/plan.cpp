@@ -150,6 +150,23 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
     return plan;
 }
 
+// The plan of the sequences with few queries, in one launch.
+std::optional<std::variant<SplitKvPlan, StreamKPlan>> plan_few(const AttentionParams& p, const Gpu& gpu,
+                                                               std::string* why_not) {
+    const auto split_kv = plan_split_kv(p, gpu);
+    if (split_kv && split_kv->num_sequences == p.batch && split_kv->policy != SplitPolicy::by_length)
+        return *split_kv;
+    const auto stream_k = plan_stream_k(p, gpu, why_not);
+    if (stream_k && stream_k->num_sequences == p.batch) return *stream_k;
+    if (stream_k)
+        refuse(why_not, "stream_k_decode serves ", stream_k->num_sequences, " sequences in a launch");
+    return std::nullopt;
+}
+
+Explanation describe_few(const ExpandedPlan& plan) {
+    return std::visit([](const auto& few) { return describe(few); }, *plan.few);
+}
+
 }  // namespace
 
 AttentionParams with_queries(AttentionParams p, int32_t fewest, int32_t most) {
@@ -191,17 +208,16 @@ std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu&
         return refuse(why_not, "no sequence can have ", many_queries, " queries, where ", p.total_q,
                       " are in all");
     }
-    std::optional<ExpandedPlan> plan = make_plan(p, gpu, many_queries, num_slots, why_not);
-    if (!plan) return std::nullopt;
+    std::optional<std::variant<SplitKvPlan, StreamKPlan>> few;
     int32_t few_queries = std::min(std::max(kDecodeRows / p.group_size(), 1), many_queries - 1);
     for (; few_queries > 0; few_queries /= 2) {
-        plan->few = plan_stream_k(with_queries(p, 1, few_queries), gpu, why_not);
-        if (plan->few && plan->few->num_sequences == p.batch) break;
+        few = plan_few(with_queries(p, 1, few_queries), gpu, why_not);
+        if (few) break;
     }
-    if (few_queries == 0) {
-        return refuse(why_not, "stream_k_decode does not serve single queries of ",
-                      counted(p.batch, "sequence"));
-    }
+    if (!few) return std::nullopt;
+    std::optional<ExpandedPlan> plan = make_plan(p, gpu, many_queries, num_slots, why_not);
+    if (!plan) return std::nullopt;
+    plan->few = few;
     plan->few_queries = few_queries;
     plan->between = plan_sm90_attention(with_queries(p, few_queries + 1, many_queries - 1), gpu, why_not);
     if (!plan->between) return std::nullopt;
@@ -234,10 +250,10 @@ Explanation describe(const ExpandedPlan& plan) {
                 plan.run_tokens(), " tokens: ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(),
                 " threads; then over the numbers ", attention.kernel, ": ", attention.summary);
     if (plan.is_mixed()) {
-        const Explanation few = describe(*plan.few), between = describe(*plan.between);
+        const Explanation few = describe_few(plan), between = describe(*plan.between);
         text.summary += text_of("; then over the codes of sequences of up to ",
                                 counted(plan.few_queries, "query token"), " ", few.kernel, ": ", few.summary,
-                                "; and of the others ", between.kernel, ": ", between.summary);
+                                "; then of the others ", between.kernel, ": ", between.summary);
     }
     text.file = "src/cuda/expand_codes/expand_codes.cu";
     text.plan = {
@@ -260,7 +276,7 @@ Explanation describe(const ExpandedPlan& plan) {
         {"table_bytes", plan.table_bytes},
         {"workspace_bytes", plan.workspace_bytes()},
         {"attention", attention.kernel},
-        {"few", plan.is_mixed() ? describe(*plan.few).kernel : ""},
+        {"few", plan.is_mixed() ? describe_few(plan).kernel : ""},
         {"between", plan.is_mixed() ? describe(*plan.between).kernel : ""},
     };
     return text;
