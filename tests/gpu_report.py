@@ -168,8 +168,8 @@ KNOWN_RACES = (
         "sm90_backward_kernel",
         "Read and Write",
         2,
-        "Barriers q_full, dout_full and dropped_full, and q_empty, order bulk copies of statistics and words of "
-        "dropout and their reads, both ways: see racecheck in docs/notebook/attention_backward.md.",
+        "Barriers q_full, dout_full, dropped_full and q_empty order bulk copies of statistics, and words of "
+        "dropout, and their reads, both ways: see racecheck in docs/notebook/attention_backward.md.",
         instances="Config<\\(int\\)[01], \\([^)]*\\)[23]>",
         of_each=True,
     ),

@@ -90,8 +90,8 @@ struct AttentionParams {
     int32_t head_dim_v;                 // equals head_dim where keys and values are paged
     ChosenPages chosen_pages;           // paged attention only
     BidirectionalRanges ranges;         // null also where they change nothing
-    // Which sequences of a packed batch a launch of the decode kernels (without splits by length),
-    // expand_codes or sm90_attention serves, by their numbers of queries; most_queries = 0: all.
+    // Which sequences of a packed batch a launch serves, by their numbers of queries; most_queries = 0: all.
+    // The launches that an ExpandedPlan has look at it, and no other kernels.
     int32_t fewest_queries, most_queries;
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }
