@@ -158,8 +158,8 @@ KNOWN_RACES = (
         "sm90_attention_kernel",
         "Read and Write",
         33,
-        "Over codes, mbarriers order the tiles that converters write and their reads in row tiles of few rows, "
-        "both ways: see racecheck in docs/notebook/sm90_attention.md.",
+        "Over codes, mbarriers order the tiles that converters write and the reads of row tiles of few "
+        "rows, both ways: see racecheck in docs/notebook/sm90_attention.md.",
         instances="<octavo::cuda::AnyFloat16, [^<]*<[^<]*Feature\\)4,",
         of_each=True,
     ),

@@ -130,7 +130,9 @@ class DecodeGraphs:
         with torch.cuda.stream(side):
             run()
             mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+                torch.cuda.set_sync_debug_mode("error")
             try:
                 run()
             finally:

@@ -59,11 +59,11 @@ int32_t fewest_converted_queries(const AttentionParams& p) {
     return static_cast<int32_t>(std::min<int64_t>(fewest, INT32_MAX));
 }
 
-// Whether some sequences of a packed batch have enough queries that their codes should become numbers, and
-// most have far fewer, if max_seqlen_q is the length of the longest: as where sequences decode beside chunks
-// of prompts. The converters and the decode kernels would then work for nothing, or for much, in one launch:
-// 60 sequences of 2,048 tokens that decode beside four chunks of 512 over 4,096, 32/8 heads of 128, took 373
-// (fp8) to 481 us (int8 with int4) in one launch of sm90_attention over codes on an H100, 331 over bfloat16.
+// Whether the longest sequence of a packed batch has enough queries that its codes should become numbers,
+// while the others have far fewer in the mean, as where sequences decode beside chunks of prompts. (This
+// takes max_seqlen_q for the length of the longest.) One launch over codes is too slow then: 60 sequences of
+// 2,048 tokens that decode beside four chunks of 512 over 4,096, 32/8 heads of 128, took 373 (fp8) to 481 us
+// (int8 with int4) on an H100, 356 and 351 in parts, and 331 to 342 over bfloat16.
 bool is_mixed_batch(const AttentionParams& p) {
     if (!p.cu_seqlens_q || p.batch < 2 || p.seqlen_q < fewest_converted_queries(p)) return false;
     int64_t seen = p.seqlen_q;
