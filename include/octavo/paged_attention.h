@@ -34,9 +34,10 @@ namespace octavo {
 // cu_seqlens_q int32 or int64 [batch + 1]: any mix of decode, chunked prefill and speculative tokens. Rows of
 // q past the last of them, cu_seqlens_q[batch], are padding: nothing is computed for them, and out and lse
 // stay as they are. seq_lens counts the new tokens too: append first, then attend. A length is at least the
-// number of queries, or 0 for padding; the CPU checks that. Masks and positions as in AttentionArgs. On a
-// GPU, do not change seq_lens until the call has finished: CTAs derive from it which other CTAs they wait
-// for, and would hang.
+// number of queries, or 0 for padding, unless each query sees all keys, as in cross attention: not causal,
+// without windows, alibi_slopes and tree_mask. The CPU checks that. Masks and positions as in AttentionArgs.
+// On a GPU, do not change seq_lens until the call has finished: CTAs derive from it which other CTAs they
+// wait for, and would hang.
 struct PagedAttentionArgs {
     TensorView q, k_pages, v_pages, page_table, seq_lens;
     TensorView out;                 // like q; see AttentionArgs

@@ -76,8 +76,10 @@ def paged_attention(
             sequence b from ``i * page_size`` on. On the CPU it may be a list, as may the lengths and offsets
             below. A GPU reads the lower 32 bits of int64.
         seq_lens: int32 or int64 [batch]: the length of each sequence in tokens, new ones included: at least
-            the number of its queries, or 0 for padding. Any other length is an error on the CPU. A GPU does
-            not notice it: queries before position 0 see what the masks leave them, and nothing if causal.
+            the number of its queries, or 0 for padding. Any other length is an error on the CPU, unless each
+            query sees all keys, as in cross attention (``causal=False`` without windows, ``alibi_slopes``
+            and ``tree_mask``). A GPU does not notice it: queries before position 0 see what the masks leave
+            them, and nothing if causal.
         cu_seqlens_q: int32 or int64 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
             cu_seqlens_q[b + 1], the last of its tokens. Rows past cu_seqlens_q[batch] are padding: they keep
             what ``out`` has there, or become 0, with a log-sum-exp of -inf. Default: one query a sequence.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -18,12 +19,21 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from octavo import append_kv, attention, build_info, paged_attention
+from octavo._vllm_context_parallel import exchange_parts, merge_parts
 from octavo._vllm_metadata import WINDOWS_HOLD, OctavoMetadata, OctavoMetadataBuilder
 
 # What vLLM's caches of uint8 hold, by the name of the cache's dtype.
 _KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _MAX_HEAD_SIZE = 512
 _MAX_HEAD_SIZE_OF_CODES = 256  # on a GPU
+# Most of it goes by positions, and the tokens in a rank's cache have gaps between them.
+_NOT_BESIDE_DCP = {
+    "has_sliding_window": "sliding window",
+    "use_batch_invariant": "batch invariance",
+    "use_mm_prefix": "spans of images",
+    "use_non_causal": "non-causal attention",
+    "use_rswa": "R-SWA",
+}
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)  # which have no cache
 
 
@@ -33,7 +43,7 @@ class OctavoBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_KV_DTYPES]
     forward_includes_kv_cache_update = False
-    supports_kv_cache_update_bypass = True  # forward() does not look at keys and values
+    supports_kv_cache_update_bypass = True  # forward() does not look at keys and values, but under DCP
 
     @staticmethod
     def get_name() -> str:
@@ -111,6 +121,12 @@ class OctavoBackend(AttentionBackend):
             if asked.get("use_batch_invariant"):
                 # On a GPU another kernel serves a batch with spans, also its sequences that have none.
                 reasons.append("batch invariance beside spans of images not supported")
+        if asked.get("use_dcp"):
+            if asked["attn_type"] == AttentionType.ENCODER_DECODER:
+                reasons.append("DCP in encoder_decoder attention not supported")
+            for other, name in _NOT_BESIDE_DCP.items():
+                if asked.get(other):
+                    reasons.append(f"{name} beside DCP not supported")
         stored = getattr(torch, str(asked["kv_cache_dtype"]), asked["dtype"])  # of "auto" and codes: any
         if stored != asked["dtype"]:
             reasons.append(f"kv_cache_dtype {stored} beside dtype {asked['dtype']} not supported")
@@ -126,6 +142,10 @@ class OctavoBackend(AttentionBackend):
 
 class OctavoImpl(AttentionImpl[OctavoMetadata]):
     """The attention of a layer."""
+
+    can_return_lse_for_decode = True  # to itself: vLLM asks for it before it takes a backend under DCP
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
@@ -158,7 +178,10 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
             has_sliding_window=sliding_window is not None,
             use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
             use_rswa=model is not None and model.rswa_window is not None,
+            use_dcp=self.dcp_world_size > 1,
         )
+        if self.dcp_world_size > 1 and alibi_slopes is not None and attn_type not in _ENCODERS:
+            reasons.append("ALiBi beside DCP not supported")
         if reasons:
             raise ValueError(f"octavo.vllm: {', '.join(reasons)}")
         self.num_heads = num_heads
@@ -219,11 +242,13 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
         Args:
             layer: vLLM's layer, which has the scales of fp8.
             query: [tokens or more, num_heads, head_size].
-            key: [tokens or more, num_kv_heads, head_size] in encoders; elsewhere not looked at, as value.
+            key: [tokens or more, num_kv_heads, head_size] in encoders and under DCP; elsewhere not looked at,
+                as value.
             value: likewise.
             kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], in any layout; not of encoders.
             attn_metadata: of the batch; None while vLLM measures memory, and then the output is 0.
-            output: like query, written; rows past the batch's tokens are left as they are.
+            output: like query, written; rows past the batch's tokens are left as they are, or under DCP
+                become 0.
             output_scale: None: there is no output of codes.
             output_block_scale: likewise.
 
@@ -237,25 +262,12 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
         batch = attn_metadata
         if self._is_encoder:
             assert key is not None and value is not None
-            attention(
-                query,
-                key,
-                value,
-                cu_seqlens_q=batch.query_start_loc,
-                cu_seqlens_k=batch.query_start_loc,
-                max_seqlen_q=batch.max_query_len,
-                max_seqlen_k=batch.max_query_len,
-                softmax_scale=self.scale,
-                window_left=self._window_left,
-                window_right=self._window_left,
-                softcap=self._softcap,
-                alibi_slopes=self._slopes,
-                alibi_symmetric=self._slopes is not None,
-                sinks=self._sinks,
-                out=output,
-            )
-            return output
-        if batch.reference_lens is not None:
+            attention(query, key, value, out=output, **self._of_new_tokens(batch, causal=False))
+        elif self.dcp_world_size > 1:
+            if key is None or value is None:
+                raise NotImplementedError("octavo.vllm: DCP without keys and values is not supported")
+            self._attend_across_ranks(layer, query, key, value, kv_cache, batch, output)
+        elif batch.reference_lens is not None:
             self._attend_to_references(layer, query, kv_cache, batch, batch.reference_lens, output)
         elif self._window_left >= 0 and batch.prefix_lens is not None:
             # Each sequence has a window of its own kind: both, and of each row the one that is its own.
@@ -270,6 +282,58 @@ class OctavoImpl(AttentionImpl[OctavoMetadata]):
                 layer, query, kv_cache, batch, output, causal=batch.causal, prefix_lens=batch.prefix_lens
             )
         return output
+
+    def _of_new_tokens(self, batch: OctavoMetadata, *, causal: bool) -> dict[str, Any]:
+        """Options of attention to each sequence's own keys of this step, without the cache."""
+        return {
+            "cu_seqlens_q": batch.query_start_loc,
+            "cu_seqlens_k": batch.query_start_loc,
+            "max_seqlen_q": batch.max_query_len,
+            "max_seqlen_k": batch.max_query_len,
+            "softmax_scale": self.scale,
+            "causal": causal,
+            "window_left": self._window_left,
+            "window_right": self._window_left,
+            "softcap": self._softcap,
+            "alibi_slopes": self._slopes,
+            "alibi_symmetric": self._slopes is not None,
+            "sinks": self._sinks,
+        }
+
+    def _attend_across_ranks(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        batch: OctavoMetadata,
+        output: Tensor,
+    ) -> None:
+        """DCP: to the new tokens here, to those before them where they lie. Sinks join the first part."""
+        options = self._of_new_tokens(batch, causal=batch.causal)
+        if batch.context_lens is None:
+            attention(query, key, value, out=output, **options)
+            return
+        new_tokens = attention(query, key, value, return_lse=True, **options)
+        group = get_dcp_group()
+        queries = group.all_gather(query.contiguous(), dim=1)
+        k_pages, v_pages = kv_cache.transpose(1, 2).chunk(2, -1)
+        context = paged_attention(
+            queries,
+            k_pages,
+            v_pages,
+            batch.block_table,
+            batch.context_lens,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            softmax_scale=self.scale,
+            causal=False,
+            softcap=self._softcap,
+            return_lse=True,
+            **self._codes(layer),
+        )
+        output.copy_(merge_parts([new_tokens, *exchange_parts(group, *context)]))
 
     def _attend_to_references(
         self,

@@ -11,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm import envs
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 # Of a layer whose window also hides earlier tokens of a query's own image (Gemma 4); of others it does not.
 WINDOWS_HOLD = "mm_prefix_clamp_sliding_window"
@@ -41,6 +43,8 @@ class OctavoMetadata(AttentionMetadata):
     reference_window: int = 0
     # int32 [batch, n, 2]: [begin, end) of images whose tokens see each other in both directions.
     image_ranges: Tensor | None = None
+    # DCP: int32 [batch], the tokens from before the step on this rank; None where no rank has any.
+    context_lens: Tensor | None = None
 
 
 class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
@@ -61,6 +65,11 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
         self._reference_lens: Tensor | None = None  # likewise
         # In vLLM's own backends, too, drafts of models with R-SWA get new metadata.
         self.supports_draft_decode_metadata_update = self._reference_window is None
+        self._ranks, self._rank = get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
+        self._context_lens: Tensor | None = None  # likewise
+        # What follows from the lengths would stay that of the step before.
+        self.supports_draft_decode_metadata_update &= self._ranks == 1
+        self._interleave: int = vllm_config.parallel_config.cp_kv_cache_interleave_size
         self._has_images: bool = model is not None and model.is_mm_prefix_lm
 
     @classmethod
@@ -122,7 +131,22 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
                 if self.device.type == "cuda":
                     staged = staged.pin_memory()  # or the copy would wait
                 metadata.image_ranges = staged.to(self.device, non_blocking=True)
+        if self._ranks > 1:
+            metadata.context_lens = self._lens_of_context(batch)
         return metadata
+
+    def _lens_of_context(self, batch: CommonAttentionMetadata) -> Tensor | None:
+        # All ranks have to come to the same answer, since they talk to each other where there is a context.
+        upper_bound, starts = batch.seq_lens_cpu_upper_bound, batch.query_start_loc_cpu
+        if upper_bound is not None:
+            num_new = starts[: batch.num_reqs + 1].diff()
+            if not (upper_bound[: batch.num_reqs] > num_new).any():
+                return None
+        if self._context_lens is None:
+            self._context_lens = torch.empty(self._max_tokens, dtype=torch.int32, device=self.device)
+        before = batch.seq_lens - batch.query_start_loc.diff()
+        lens = self._context_lens[: len(before)]
+        return lens.copy_(get_dcp_local_seq_lens(before, self._ranks, self._rank, self._interleave))
 
     def update_block_table(
         self, metadata: OctavoMetadata, blk_table: Tensor, slot_mapping: Tensor

@@ -9,9 +9,10 @@ speculative tokens, in CUDA graphs of every kind; cross attention; encoders. Gro
 are multiples of 8 up to 512 (256 over fp8), sliding windows, R-SWA, images whose tokens see each other in
 both directions, softcaps, ALiBi, sinks, attention that is not causal, blocks of a multiple of 8 tokens in
 every layout of vLLM's cache, caches of float16, bfloat16 and fp8 with scales of each layer or each head. With
-VLLM_BATCH_INVARIANT=1 results of decoders do not depend on the batch. What Octavo lacks is refused while vLLM
-loads the model: MLA, context parallelism, encoders and such images with VLLM_BATCH_INVARIANT=1. Full CUDA
-graphs of models with such images are those of single tokens.
+VLLM_BATCH_INVARIANT=1 results of decoders do not depend on the batch. Ranks that share KV heads may share
+each sequence's tokens out (DCP). What Octavo lacks is refused while vLLM loads the model: MLA, PCP, encoders
+and such images with VLLM_BATCH_INVARIANT=1, DCP beside windows, ALiBi, such images or VLLM_BATCH_INVARIANT=1.
+Full CUDA graphs of models with such images are those of single tokens.
 
 vLLM for CPUs asks for no backend and always takes its own. ``use_on_cpu()``, or OCTAVO_VLLM_CPU=1 in the
 environment, puts Octavo in its place.

@@ -330,7 +330,9 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
             check_pages_in_host(p.op, p.page_table, p.page_table_stride, p.seq_lens, batch, max_pages,
                                 page_size, num_pages);
         }
-        check_new_tokens_in_host(p.op, p.seq_lens, p.cu_seqlens_q, batch);
+        // Queries that see all keys need not be among them (cross attention).
+        const bool sees_all = p.window_left < 0 && p.window_right < 0 && !p.alibi_slopes && !p.tree_mask;
+        if (!sees_all) check_new_tokens_in_host(p.op, p.seq_lens, p.cu_seqlens_q, batch);
     }
     if (p.num_pages == 0 || max_pages == 0) p.chosen_pages = {};  // there is nothing to choose from
     p.chosen_pages.num_chosen = static_cast<int32_t>(std::min<int64_t>(p.chosen_pages.num_chosen, max_pages));

@@ -219,6 +219,7 @@ CASES = [
         cu_seqlens_q=i32([0, 1, 4]),
         seq_lens=i32([0, 2]),
         causal=False,
+        window_left=2,
         batch_invariant=True,
         max_seqlen_q=3,
     ),

@@ -446,7 +446,13 @@ def test_values_are_checked_on_the_cpu() -> None:
         ({"cache_batch_idx": int32(0, 3)}, r"page_table\[1, 0\]"),
         ({"num_splits": 2000}, r"num_splits must lie in \[1, 1024\]; got 2000"),
         (
-            {"q": torch.zeros(2, 15, 4, 16), "rotary_cos": None, "rotary_sin": None, "cache_seqlens": 7},
+            {
+                "q": torch.zeros(2, 15, 4, 16),
+                "rotary_cos": None,
+                "rotary_sin": None,
+                "cache_seqlens": 7,
+                "causal": True,
+            },
             r"paged_attention: seq_lens\[0\] \(8\) counts the new tokens and must be .* at least .* \(15\)",
         ),
     ):

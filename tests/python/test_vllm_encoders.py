@@ -51,11 +51,11 @@ def test_cross_attention(device):
     layer = Layer(device, dtype_on(device), options={"attn_type": "encoder_decoder"}, backend=backend)
     layer.builder.kv_cache_spec = types.SimpleNamespace(block_size=layer.block_size)
     layer.attention.kv_sharing_target_layer_name = None
-    encoded = (40, 17)
+    encoded = (40, 2)  # the second fewer than there are queries
     written = layer.batch((0, 1), encoded)
     keys, values = (x.clone() for x in (written.key, written.value))
     lengths = written.metadata.seq_lens.clone()
-    for step, counts in enumerate([(3, 2), (1, 1)]):
+    for step, counts in enumerate([(3, 4), (1, 1)]):
         tables = written.metadata.block_table_tensor
         starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
         metadata = dataclasses.replace(

@@ -54,6 +54,9 @@ SERVED = [
     {"use_non_causal": True},
     {"use_batch_invariant": True},
     {"use_kv_connector": True},
+    {"use_dcp": True},
+    {"use_dcp": True, "has_sink": True, "kv_cache_dtype": "fp8"},
+    {"use_dcp": True, "attn_type": "encoder_only"},
     {"use_mm_prefix": True},
     {"use_mm_prefix": True, "has_sliding_window": True, "kv_cache_dtype": "fp8"},
     {"use_mm_prefix": True, "use_non_causal": True, "head_size": 512},
@@ -92,7 +95,12 @@ REFUSED = {
         "use_batch_invariant": True,
     },
     "R-SWA beside non-causal": {"use_rswa": True, "use_non_causal": True},
-    "DCP": {"use_dcp": True},
+    "sliding window beside DCP": {"use_dcp": True, "has_sliding_window": True},
+    "batch invariance beside DCP": {"use_dcp": True, "use_batch_invariant": True},
+    "spans of images beside DCP": {"use_dcp": True, "use_mm_prefix": True},
+    "non-causal attention beside DCP": {"use_dcp": True, "use_non_causal": True},
+    "R-SWA beside DCP": {"use_dcp": True, "use_rswa": True},
+    "DCP in encoder_decoder attention": {"use_dcp": True, "attn_type": "encoder_decoder"},
     "PCP": {"use_pcp": True},
 }
 

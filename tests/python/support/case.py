@@ -85,6 +85,11 @@ class Case:
         return all(seqlen_k == 0 or seqlen_k >= seqlen_q for seqlen_q, seqlen_k in lengths)
 
     @property
+    def sees_all(self) -> bool:
+        """Each query sees all keys, without a bias: it does not matter where it sits."""
+        return not (self.causal or self.alibi) and self.window_left < 0 and self.window_right < 0
+
+    @property
     def cache_dtype(self) -> str:
         return self.kv_dtype or self.dtype
 

@@ -60,6 +60,9 @@ class Layer:
     reference_window: int | None = None  # of R-SWA
     has_images: bool = False  # whose tokens see each other in both directions
     windows_hold: bool = False  # in images, too
+    ranks: int = 1  # of decode context parallelism, each with heads and a part of the tokens
+    rank: int = 0
+    interleave: int = 1  # tokens in a row on a rank
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -83,8 +86,10 @@ class Layer:
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
             model_config=SimpleNamespace(rswa_window=self.reference_window, is_mm_prefix_lm=self.has_images),
+            parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=self.interleave),
         )
-        self.builder = self.backend.get_builder_cls()(None, ["layer"], config, torch.device(self.device))
+        spec = SimpleNamespace(dcp_sharded=True)
+        self.builder = self.backend.get_builder_cls()(spec, ["layer"], config, torch.device(self.device))
         k_scale, v_scale = self.scales.to(self.device)
         self.attention = SimpleNamespace(
             _k_scale=k_scale, _v_scale=v_scale, mm_prefix_clamp_sliding_window=self.windows_hold
@@ -125,8 +130,10 @@ class Layer:
         starts = np.cumsum([0, *counts])
         slots, lengths = np.full(MAX_TOKENS, -1), np.zeros(MAX_BATCH, int)
         self.block_table.fill_(2**30)  # a block that does not exist
-        for tensor in (self.query, self.key, self.value):
-            numbers = self.random.standard_normal(tensor.shape)
+        for tensor, ranks in ((self.query, self.ranks), (self.key, 1), (self.value, 1)):
+            tokens, heads, head_size = tensor.shape
+            numbers = self.random.standard_normal((tokens, ranks, heads, head_size))
+            numbers = numbers[:, self.rank if ranks > 1 else 0]
             tensor.copy_(torch.from_numpy(oracle.round_to(numbers, self.dtype)))
         for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             rows = slice(starts[row], starts[row] + count)
@@ -140,9 +147,11 @@ class Layer:
                 np.concatenate([old, x.numpy()]) for old, x in zip(self.stored[sequence], new, strict=True)
             )
             lengths[row] = before + count
-            at = np.arange(before, before + count)
+            run, offset = np.divmod(np.arange(before, before + count), self.interleave)
+            at = run // self.ranks * self.interleave + offset  # in this rank's part, if it is its own
             block = self.blocks[sequence].numpy()[at // self.block_size]
-            slots[rows] = block * self.block_size + at % self.block_size
+            slot = block * self.block_size + at % self.block_size
+            slots[rows] = np.where(run % self.ranks == self.rank, slot, -1)
             held = -(-lengths[row] // self.block_size)
             self.block_table[row, :held] = self.blocks[sequence, :held].to(self.device)
         self.seq_lens.copy_(torch.from_numpy(lengths))
@@ -184,9 +193,8 @@ class Layer:
     def run_layer(self, batch: Batch, metadata: Any) -> None:
         slots = batch.metadata.slot_mapping
         self.impl.do_kv_cache_update(self.attention, batch.key, batch.value, self.kv_cache, slots)
-        out = self.impl.forward(
-            self.attention, batch.query, None, None, self.kv_cache, metadata, batch.output
-        )
+        new = (batch.key, batch.value) if self.ranks > 1 else (None, None)
+        out = self.impl.forward(self.attention, batch.query, *new, self.kv_cache, metadata, batch.output)
         assert out is batch.output
 
     def check(self, sequences: Sequence[int], counts: Sequence[int], batch: Batch, **masks: Any) -> None:
