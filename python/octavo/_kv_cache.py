@@ -119,7 +119,7 @@ class KVCache(KVSequences):
             (layer.k_pages, layer.v_pages, _others(layer), group, self._groups[group].window_left)
             for layer, group in zip(self.layers, self._group_of_layer, strict=True)
         ]
-        self._step: KVCacheStep | None = None
+        self._step_number = 0  # of the step that the arrays hold
         self._late_copies: list[NDArray[np.int32]] = []
 
     def step(
@@ -169,17 +169,16 @@ class KVCache(KVSequences):
         if self._late_copies:
             self._make_late_copies()
         counts = self._numbers.write(self.allocator, seqs, num_new_tokens, tokens, pad_batch, pad_tokens)
+        self._step_number += 1
         try:
             self._numbers.send(counts)
             if any(counts.num_copies):
                 layout, numbers = self._numbers.layout, self._numbers.numbers
                 self._copy([layout.copies(numbers, group, n) for group, n in enumerate(counts.num_copies)])
-            self._step = step = KVCacheStep(self, counts, self._views_of(counts.rows))
+            return KVCacheStep(self, counts, self._views_of(counts.rows))
         except BaseException:
-            self._step = None  # its numbers may be overwritten
             self._late_copies = self._numbers.undo(self.allocator, seqs, counts)
             raise
-        return step
 
     def _copy(self, copies: Sequence[Any]) -> None:
         """Copy-on-write, in all layers."""
@@ -296,6 +295,7 @@ class KVCacheStep:
         "_cu_seqlens",
         "_max_seqlen",
         "_num_rows",
+        "_number",
         "batch",
         "cu_seqlens_q",
         "last_rows",
@@ -308,6 +308,7 @@ class KVCacheStep:
 
     def __init__(self, cache: KVCache, counts: StepCounts, views: _Views) -> None:
         self._cache = cache
+        self._number = cache._step_number
         self.batch: int = counts.batch
         """Sequences in the step."""
         self.num_tokens: int = counts.num_tokens
@@ -391,7 +392,7 @@ class KVCacheStep:
                 where it is append_kv that refuses.
         """
         cache = self._cache
-        if cache._step is not self:
+        if cache._step_number != self._number:
             raise RuntimeError(
                 "attend: this step is over, since another one has begun; its arrays hold that one"
             )

@@ -88,7 +88,7 @@ class ServedModel:
             )
         if wanted is False or device.type != "cuda":
             return None
-        return DecodeGraphs(device, required=wanted is True)
+        return DecodeGraphs(type(self._model).__name__, device, required=wanted is True)
 
     @torch.no_grad()
     def forward(
@@ -99,13 +99,13 @@ class ServedModel:
         Args:
             step: of a cache.
             tokens: int64 [T], without padding.
-            graphs: of the same cache.
+            graphs: of this model.
         """
         run = functools.partial(self._run, step)
         num_rows = step.positions.shape[0]
         is_decode = step.max_seqlen_q == 1 and step.num_tokens == step.batch
         if graphs is not None and is_decode and num_rows == step.seq_lens.shape[0]:
-            logits = graphs.forward(tokens, num_rows, run)
+            logits = graphs.forward(step._cache, tokens, num_rows, run)
             if logits is not None:
                 return logits
         padded = np.zeros(num_rows, np.int64)
@@ -226,9 +226,12 @@ def make_scheduler(
         token_budget: tokens in a batch. Default: the cache's max_tokens.
         prefix_cache: whether prefixes are found again. Default: if a layer without a window allows it.
         cuda_graphs: whether steps in which each sequence has one token are padded to some batch sizes, and
-            replay a CUDA graph for each, which is captured when it first comes. The model's weights must then
-            stay where they are. Default: on a CUDA device, unless the model waits for the GPU in a forward
-            pass, of which there is a warning.
+            replay a CUDA graph for each, which is captured when it first comes. The model must then stay as
+            it is: its weights where they are, its adapters the same; its hooks run when a graph is captured,
+            not when it is replayed. While one is captured no other thread of the process may wait for a GPU.
+            Graphs need memory beside the cache, which memory_fraction should leave. Default: on a CUDA
+            device, unless a step cannot be captured, as where the model waits for the GPU in a forward pass;
+            then there is a warning.
         **sizes: as for octavo.KVCache: num_pages, memory or memory_fraction, page_size, max_batch,
             max_tokens, max_length, num_host_pages, and dtype for a cache of codes. Default of max_batch: 64,
             or the tokens in a batch if these are fewer.

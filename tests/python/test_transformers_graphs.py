@@ -1,7 +1,10 @@
 """octavo.transformers: decode steps that are padded, and on a GPU replay CUDA graphs."""
 
 import functools
+import gc
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,6 +48,81 @@ def test_graphs_are_refused_on_the_cpu():
     ):
         with pytest.raises(ValueError, match="cuda_graphs=True needs a model on a CUDA device; it is on cpu"):
             run()
+
+
+def test_each_cache_gets_graphs_of_its_own(monkeypatch):
+    captured = []
+
+    def capture(graphs, input_ids, run):
+        """In place of a capture, which needs a GPU: a graph that writes nothing."""
+        captured.append(input_ids.shape[1])
+        graphs._logits = torch.zeros(graphs._input_ids.shape[1], 64)
+        best = torch.zeros(2, input_ids.shape[1], dtype=torch.float64)
+        return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), best=best)
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    graphs = DecodeGraphs("model", torch.device("cpu"), required=True)
+    served = ServedModel(make_model("llama"))
+    for _ in range(2):
+        cache = served.make_cache(num_pages=64, page_size=4, max_batch=8)
+        forward = functools.partial(served.forward, graphs=graphs)
+        scheduler = Scheduler(cache, forward, decode_batches=[2, 4, 8])
+        for prompt in make_prompts(3):
+            scheduler.submit(prompt, max_tokens=5)
+        list(scheduler.run())
+    served.close()
+    assert captured == [4, 4] and graphs.num_replays == 8
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        ("called a synchronizing CUDA operation", "the model waits for the GPU in a forward pass"),
+        ("out of memory", "out of memory"),
+    ],
+)
+def test_steps_that_cannot_be_captured(monkeypatch, error, why):
+    """They run without graphs, with one warning; where graphs are required each of them is an error."""
+
+    def capture(*args):
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    model = make_model("llama")
+    texts = [request.tokens() for request in generate_batch(model, make_prompts(3), max_new_tokens=5)]
+    served = ServedModel(model)
+    for required in (False, True):
+        graphs = DecodeGraphs("model", torch.device("cpu"), required=required)
+        cache = served.make_cache(num_pages=64, page_size=4, max_batch=4)
+        scheduler = Scheduler(
+            cache, functools.partial(served.forward, graphs=graphs), decode_batches=decode_batches(4)
+        )
+        requests = [scheduler.submit(prompt, max_tokens=5) for prompt in make_prompts(3)]
+        if required:
+            for _ in range(2):
+                with pytest.raises(ValueError, match=f"decode steps of model cannot be captured, .*: {why}"):
+                    list(scheduler.run())
+        else:
+            with pytest.warns(RuntimeWarning, match=f"model run without CUDA graphs, .*: {why}") as found:
+                list(scheduler.run())
+            assert len(found) == 1 and [request.tokens() for request in requests] == texts
+        assert graphs.num_replays == 0
+    served.close()
+
+
+def test_a_cache_goes_when_its_scheduler_does():
+    """At once, not when Python collects cycles: its pages may be most of a GPU's memory."""
+    scheduler = make_scheduler(make_model("llama"), num_pages=64, page_size=4)
+    scheduler.submit([1, 2, 3], max_tokens=3)
+    list(scheduler.run())
+    cache = weakref.ref(scheduler.cache)
+    gc.collect()
+    gc.disable()
+    try:
+        del scheduler
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 3, 5, 8, 30, 64, 100, 256, 300, 1000])
@@ -101,14 +179,27 @@ def submit_all(scheduler):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pages", [{}, {"num_pages": 24, "num_host_pages": 8}], ids=["all", "few pages"])
+@pytest.mark.parametrize(
+    "pages",
+    [{}, {"num_pages": 24, "num_host_pages": 8}, {"dtype": "int8"}],
+    ids=["all", "few pages", "int8"],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_graphs_give_the_text_of_steps_without(name, pages):
     """With admissions, forks, beams, sequences that end and, with few pages, preemption in between."""
     model = on_gpu(name)
-    graphs = DecodeGraphs(torch.device("cuda", 0), required=True)
+    graphs = DecodeGraphs(name, torch.device("cuda", 0), required=True)
     assert serve(model, graphs, submit_all, **pages) == serve(model, None, submit_all, **pages)
     assert graphs.num_replays > 12
+
+
+@pytest.mark.gpu
+def test_graphs_of_two_caches_of_a_model():
+    model = on_gpu("llama")
+    graphs = DecodeGraphs("llama", torch.device("cuda", 0), required=True)
+    with torch.inference_mode():  # in which tensors are made that are not written elsewhere
+        first = serve(model, graphs, submit_all)
+    assert serve(model, graphs, submit_all) == first == serve(model, None, submit_all)
 
 
 @pytest.mark.gpu
@@ -135,9 +226,9 @@ def test_a_model_that_waits_for_the_gpu_runs_without_graphs():
         lambda module, inputs, out: float(inputs[0].sum()) and None
     )
     try:
-        with pytest.raises(ValueError, match="cuda_graphs=True cannot be had: the model waits for the GPU"):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be captured, .*: the model waits"):
             generate_batch(model, make_prompts(), max_new_tokens=8, cuda_graphs=True)
-        with pytest.warns(RuntimeWarning, match="decode steps run without CUDA graphs") as found:
+        with pytest.warns(RuntimeWarning, match="LlamaForCausalLM run without CUDA graphs") as found:
             requests = generate_batch(model, make_prompts(), max_new_tokens=8)
         assert len(found) == 1
         with warnings.catch_warnings():

@@ -79,7 +79,8 @@ class Scheduler:
         stop_tokens: tokens that end every request's samples.
         decode_batches: numbers of sequences, from 1 to max_batch. A step in which each sequence has one token
             is padded to the next of these, as cache.step() does with pad_batch, so that `forward` meets few
-            sizes: a CUDA graph for each serves all of them. Default: no step is padded.
+            sizes: a CUDA graph for each serves all of them. The step's arrays then have more rows than there
+            are tokens; logits are returned without padding. Default: no step is padded.
         priority_steps: how many steps earlier a request of a priority higher by one counts as submitted.
 
     Raises:

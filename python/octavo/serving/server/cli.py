@@ -74,7 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "the environment; or --no-api-key to serve whoever can reach it"
         )
     try:
-        model = load(args.model, device=args.device, array=args.array, dtype=args.dtype)
+        model = load(
+            args.model,
+            device=args.device,
+            array=args.array,
+            dtype=args.dtype,
+            cuda_graphs=False if args.no_cuda_graphs else None,
+        )
         engine, what = _make_engine(args, model)
     except (ImportError, ValueError) as error:
         print(f"octavo.serving: {error}", file=sys.stderr)
@@ -160,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--page-size", type=_positive, default=16, help="tokens in a page (%(default)s)")
     add("--kv-dtype", help="of the cache, such as int8 (that of the model)")
     add("--no-prefix-cache", action="store_true", help="compute each prompt anew")
+    add("--no-cuda-graphs", action="store_true", help="launch each kernel of a model of transformers anew")
     add("--max-batch", type=_positive, default=64, help="sequences in a step (%(default)s)")
     add("--token-budget", type=_positive, default=512, help="new tokens in a step (%(default)s)")
     add("--max-length", type=_positive, help="of a prompt and its answer, in tokens (the model's)")

@@ -29,7 +29,7 @@ class Model:
         max_length: of a prompt and its answer, in tokens. None: as many as the cache holds.
         stop_tokens: that end an answer.
         decode_batches: from the most sequences in a batch, the sizes to which `octavo.serving.Scheduler` pads
-            steps. None: to none.
+            steps, so that `forward` may meet arrays with more rows than there are tokens. None: to none.
         max_token_bytes: of the text of a token, in UTF-8, or more. Texts that have more bytes than max_length
             such tokens are refused before they are encoded, which would take long. None: no text is.
     """
@@ -45,7 +45,14 @@ class Model:
     decode_batches: Callable[[int], Iterable[int]] | None = None
 
 
-def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str | None = None) -> Model:
+def load(
+    name: str,
+    *,
+    device: str = "cpu",
+    array: str | None = None,
+    dtype: str | None = None,
+    cuda_graphs: bool | None = None,
+) -> Model:
     """The model that `--model` names.
 
     Args:
@@ -55,6 +62,7 @@ def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str
         array: library of smollm2. Default: numpy on the CPU, else torch.
         dtype: of the model. Default: float32 for smollm2 on the CPU, float16 on a GPU; that of other models,
             but bfloat16 for float32 on a GPU.
+        cuda_graphs: of models of transformers, as for octavo.transformers.make_scheduler.
 
     Raises:
         ImportError: a package is missing; the message says what to install.
@@ -70,7 +78,7 @@ def load(name: str, *, device: str = "cpu", array: str | None = None, dtype: str
         if dtype is not None or device != "cpu":
             raise ValueError("--device and --dtype are for models that the server loads, not for a function")
         return _call(name)
-    return _load_transformers(name, device, dtype)
+    return _load_transformers(name, device, dtype, cuda_graphs)
 
 
 def _call(name: str) -> Model:
@@ -134,7 +142,7 @@ def max_token_bytes(vocabulary: Collection[str]) -> int:
     return max(len(token.encode()) for token in vocabulary)
 
 
-def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
+def _load_transformers(name: str, device: str, dtype: str | None, cuda_graphs: bool | None) -> Model:
     try:
         import transformers
 
@@ -157,7 +165,7 @@ def _load_transformers(name: str, device: str, dtype: str | None) -> Model:
     if not tokenizer.is_fast:
         raise ValueError(f"--model {name}: its tokenizer must be one of the library tokenizers")
     served = ServedModel(model)
-    graphs = served.make_graphs(None)
+    graphs = served.make_graphs(cuda_graphs)
     config = model.config.get_text_config(decoder=True)
     stops = model.generation_config.eos_token_id
     stop_tokens = {stops} if isinstance(stops, int) else set(stops or ())
