@@ -55,7 +55,12 @@ def generate(results: Path) -> str:
     return format_table(header, rows, numbers=len(header) - 3)
 
 
-CACHES = {"contiguous": "contiguous", "unshared": "pages, prompts not shared", "pages": "pages"}
+CACHES = {
+    "contiguous": "contiguous",
+    "unshared": "pages, prompts not shared",
+    "pages": "pages",
+    "pages8": "pages of 8 tokens",
+}
 REQUESTS = {
     "one": "one text each",
     "samples2": "2 samples",
