@@ -170,7 +170,8 @@ def empty_cache(
 
     In memory the heads come before the slots of a page, which is what the kernels read fastest, most so where
     a row of a head is short: int4, or 8 bits and a small head_dim. The arrays are views of that memory in the
-    shapes that the operators take. JAX has no such views: its arrays lie as their shapes say.
+    shapes that the operators take. Floats on the CPU, which reads those of all heads of a token in a row, lie
+    as their shapes say, and so do JAX's arrays, which have no such views.
 
     Args:
         num_pages: pages in the cache.
@@ -218,9 +219,11 @@ def empty_cache(
         if kind in _FLOATS and value is not None and value is not False:
             raise ValueError(f"empty_cache: {name} belongs to codes of 8 or 4 bits; dtype is {kind}")
     library, make = _maker("empty_cache", like)
+    is_on_cpu = library == "numpy" or (library == "torch" and like.device.type == "cpu")
+    has_tokens_first = library == "jax" or (kind in _FLOATS and is_on_cpu)
 
     def make_views(row: tuple[int, ...], dtype: str) -> Any:
-        if library == "jax":
+        if has_tokens_first:
             return make((num_pages, page_size, num_kv_heads, *row), dtype)
         array = make((num_pages, num_kv_heads, page_size, *row), dtype)
         return array.transpose(1, 2) if library == "torch" else array.swapaxes(1, 2)

@@ -178,7 +178,12 @@ def memory_of(library: str, like: Any) -> Memory:
 def _like(cache: PagedCache, num_pages: int, make: Callable[[tuple[int, ...], Any], Any]) -> PagedCache:
     arrays = {}
     for name, array in cache.arrays.items():
-        _, page_size, num_kv_heads, *row = array.shape  # in memory the heads come first, as in empty_cache
+        _, page_size, num_kv_heads, *row = array.shape
+        is_contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+        if is_contiguous:
+            arrays[name] = make((num_pages, page_size, num_kv_heads, *row), array)
+            continue
+        # In memory the heads come first, as empty_cache has it.
         made = make((num_pages, num_kv_heads, page_size, *row), array)
         order = (0, 2, 1, *range(3, 3 + len(row)))
         arrays[name] = made.permute(order) if hasattr(made, "permute") else made.transpose(order)
