@@ -27,8 +27,11 @@ struct Size {
     }
 };
 
-// The smallest power of two that is at least `size`; zero for zero.
-size_t power_of_two(size_t size) {
+// Rounds a size up, so that few calls want more than earlier ones: to a power of two, and what is large to a
+// multiple of 64 MiB. Zero stays zero.
+size_t rounded_up(size_t size) {
+    constexpr size_t kLarge = size_t{64} << 20;
+    if (size > kLarge) return (size + kLarge - 1) / kLarge * kLarge;
     size_t power = size > 0 ? 1 : 0;
     while (power < size) power *= 2;
     return power;
@@ -182,7 +185,7 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
         check(cudaStreamGetId(stream, &owner.stream), "cudaStreamGetId");
     }
     // Sizes double, since a stream keeps the memory that it has outgrown.
-    Size wanted{power_of_two(partial_bytes), power_of_two(num_counters)};
+    Size wanted{rounded_up(partial_bytes), rounded_up(num_counters)};
     PersistentWorkspace workspace;
     while (!owners.find(owner, wanted, workspace)) owners.give(owner, allocate_memory(wanted));
     return workspace;
@@ -190,12 +193,13 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
 
 namespace {
 
-// Octavo has a memory pool of its own, which keeps up to kKeptBytes of freed memory. The device's pool would
-// give memory back whenever the host waits, and then take longer to get it again than many a kernel takes.
+// Octavo has a memory pool of its own, which keeps up to kKeptBytes of freed memory: what an ExpandedPlan takes
+// at most, and some for the kernels that run with it. The device's pool would give memory back whenever the
+// host waits, and then take longer to get it again than many a kernel takes.
 cudaMemPool_t pool_of(int32_t device) {
     static PerDevice<cudaMemPool_t> pools;
     return pools.get(device, [](int32_t device) {
-        constexpr uint64_t kKeptBytes = uint64_t{512} << 20;
+        constexpr uint64_t kKeptBytes = uint64_t{640} << 20;
         cudaMemPoolProps properties{};
         properties.allocType = cudaMemAllocationTypePinned;
         properties.location = {cudaMemLocationTypeDevice, device};

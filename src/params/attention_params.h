@@ -91,7 +91,7 @@ struct AttentionParams {
     ChosenPages chosen_pages;           // paged attention only
     BidirectionalRanges ranges;         // null also where they change nothing
     // Which sequences of a packed batch a launch serves, by their numbers of queries; most_queries = 0: all.
-    // The launches that an ExpandedPlan has look at it, and no other kernels.
+    // The launches that an ExpandedPlan has look at it; sm80_attention and split-KV over 16 bits do not.
     int32_t fewest_queries, most_queries;
 
     OCTAVO_HD int32_t group_size() const { return num_q_heads / num_kv_heads; }

@@ -315,16 +315,45 @@ TEST(Plan, MixedBatchesOverCodes) {
     EXPECT_EQ(field(few_slots, "num_slots"), "16");
     EXPECT_EQ(field(few_slots, "many_queries"), std::to_string(shape.total_q / 17 + 1));
 
-    // Lengths that are alike.
+    // Where there is room for all sequences, it bounds nothing.
+    shape.keys = 16384;
+    shape.batch = 8;
+    shape.queries = 4096;
+    shape.total_q = 4096 + 7 * 1000;
+    const Explanation all_have_room = explain(with_scales(over_codes(shape)), "h200");
+    EXPECT_EQ(field(all_have_room, "num_slots"), "8");
+    EXPECT_EQ(field(all_have_room, "many_queries"), "192") << "768 rows";
+    EXPECT_LE(std::stoll(field(all_have_room, "workspace_bytes")),
+              cuda::kMaxExpandedBytes + cuda::kMaxRoundingBytes);
+
+    // Lengths that are alike, or without a bound.
     shape.keys = 4096;
     shape.batch = 4;
-    shape.queries = 512;
     for (int64_t total : {4 * 512, 4 * 400}) {
-        shape.total_q = total;
-        const Explanation all = explain(with_scales(over_codes(shape)), "h200");
-        EXPECT_EQ(kind_of(all), "expand_codes");
-        EXPECT_EQ(field(all, "many_queries"), "0") << "all are converted";
+        for (int64_t longest : {int64_t{512}, total}) {
+            shape.queries = longest;
+            shape.total_q = total;
+            const Explanation all = explain(with_scales(over_codes(shape)), "h200");
+            EXPECT_EQ(kind_of(all), "expand_codes");
+            EXPECT_EQ(field(all, "many_queries"), "0") << "all are converted";
+        }
     }
+
+    // The parts of a batch that is too small for the SMs.
+    shape = Shape{5, 1328, 2, 4};
+    shape.queries = 500;
+    shape.total_q = 806;
+    args = with_scales(over_codes(shape));
+    args.alibi_slopes = Arrays().make(DType::float32, {8});
+    bool is_refused = false;
+    for (const auto& [kernel, reason] : explain(args, "h200").why_not) {
+        if (kernel != "expand_codes") continue;
+        is_refused = true;
+        EXPECT_NE(reason.find("; not for its long sequences alone, as it would leave most of the 132 SMs"),
+                  std::string::npos)
+            << reason;
+    }
+    EXPECT_TRUE(is_refused);
 }
 
 TEST(Plan, StridesAndAddresses) {

@@ -54,21 +54,24 @@ int64_t fewest_rows(const AttentionParams& p) {
 // sequences as there may be must have room in the workspace.
 int32_t fewest_converted_queries(const AttentionParams& p) {
     const int64_t most_slots = kMaxExpandedBytes / std::max<int64_t>(2 * tensor_bytes(p, 1, p.seqlen_k), 1);
-    const int64_t fewest =
-        std::max(ceil_divide(fewest_rows(p), p.group_size()), p.total_q / (most_slots + 1) + 1);
+    int64_t fewest = ceil_divide(fewest_rows(p), p.group_size());
+    if (p.batch > most_slots) fewest = std::max(fewest, p.total_q / (most_slots + 1) + 1);
     return static_cast<int32_t>(std::min<int64_t>(fewest, INT32_MAX));
 }
 
 // Whether the longest sequence of a packed batch has enough queries that its codes should become numbers,
 // while the others have far fewer in the mean, as where sequences decode beside chunks of prompts. (This
-// takes max_seqlen_q for the length of the longest.) One launch over codes is too slow then: 60 sequences of
-// 2,048 tokens that decode beside four chunks of 512 over 4,096, 32/8 heads of 128, took 373 (fp8) to 481 us
-// (int8 with int4) on an H100, 356 and 351 in parts, and 331 to 342 over bfloat16.
+// takes max_seqlen_q for the length of the longest. Where that bounds nothing, and there are rows enough for
+// all sequences to become numbers, they do: parts without sequences would cost their launches.) One launch
+// over codes is too slow then: 60 sequences of 2,048 tokens that decode beside four chunks of 512 over 4,096,
+// 32/8 heads of 128, took 373 (fp8) to 481 us (int8 with int4) on an H100, 356 and 351 in parts, and 331 to
+// 342 over bfloat16.
 bool is_mixed_batch(const AttentionParams& p) {
     if (!p.cu_seqlens_q || p.batch < 2 || p.seqlen_q < fewest_converted_queries(p)) return false;
     int64_t seen = p.seqlen_q;
     if (p.window_left >= 0 && !p.prefix_lens) seen = std::min<int64_t>(seen, int64_t{1} + p.window_left);
     if (seen * p.group_size() < fewest_rows(p)) return false;
+    if (p.seqlen_q >= p.total_q && rows_of_a_key(p) >= fewest_rows(p)) return false;
     const double others = static_cast<double>(p.total_q - p.seqlen_q) / (p.batch - 1);
     return 2 * others < p.seqlen_q;
 }
@@ -147,6 +150,13 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
         static_cast<int32_t>(std::min<int64_t>(plan.num_runs, ceil_divide(kCtasOfAnSm * gpu.num_sms, rows)));
     plan.tensor_bytes = tensor_bytes(p, num_slots, plan.room);
     plan.table_bytes = p.batch * int64_t{sizeof(int32_t)};
+    if (plan.workspace_bytes() > kMaxExpandedBytes + kMaxRoundingBytes) {
+        return refuse(why_not, "it takes up to ", (kMaxExpandedBytes + kMaxRoundingBytes) >> 20,
+                      " MB of workspace where the room in page_table is rounded up to whole tiles, and ",
+                      counted(num_slots, "sequence"), " x ", plan.room, " tokens x ",
+                      counted(p.num_kv_heads, "KV head"), " take ",
+                      ceil_divide(plan.workspace_bytes(), 1 << 20));
+    }
     return plan;
 }
 
@@ -203,6 +213,7 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
 std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu& gpu, int32_t many_queries,
                                             std::string* why_not) {
     if (!p.cu_seqlens_q) return refuse(why_not, "all sequences have equally many queries");
+    if (many_queries < 2) return refuse(why_not, "every sequence with queries has ", many_queries);
     const auto num_slots = static_cast<int32_t>(std::min<int64_t>(p.batch, p.total_q / many_queries));
     if (num_slots == 0) {
         return refuse(why_not, "no sequence can have ", many_queries, " queries, where ", p.total_q,
@@ -228,13 +239,16 @@ std::optional<ExpandedPlan> plan_expanded_attention(const AttentionParams& p, co
                                                     std::string* why_not) {
     // The cheapest test comes first, since calls of other kinds ask too.
     if (!is_code(p.k_dtype)) return refuse(why_not, "the pages hold numbers, not codes");
+    std::string mixed;  // why the batch is not served as a mixed one
     if (is_mixed_batch(p)) {
-        if (auto plan = make_mixed_plan(p, gpu, fewest_converted_queries(p))) return plan;
+        if (auto plan = make_mixed_plan(p, gpu, fewest_converted_queries(p), why_not ? &mixed : nullptr))
+            return plan;
+        if (why_not) mixed = "; not for its long sequences alone, as " + mixed;
     }
     const int64_t rows = rows_of_a_key(p), fewest = fewest_rows(p);
     if (rows < fewest) {
         return refuse(why_not, "to turn codes into numbers once pays if each key is multiplied by at least ",
-                      fewest, " rows, and here these are ", rows, " on average");
+                      fewest, " rows, and here these are ", rows, " on average", mixed);
     }
     return make_expanded_plan(p, gpu, why_not);
 }

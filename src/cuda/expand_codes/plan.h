@@ -27,6 +27,8 @@ constexpr int32_t kFewExpandLanes = 4, kManyExpandLanes = 8;
 // If this would take more workspace, codes are not converted. The host knows only how many tokens the page
 // table has room for.
 constexpr int64_t kMaxExpandedBytes = int64_t{512} << 20;
+// The most that whole tiles and the page table may add to that.
+constexpr int64_t kMaxRoundingBytes = int64_t{64} << 20;
 
 struct ExpandedPlan {
     DType dtype;
@@ -54,7 +56,7 @@ struct ExpandedPlan {
     Grid grid() const { return {int64_t{num_turns} * num_kv_heads * num_slots}; }
     int32_t threads() const { return kExpandThreads; }
     int32_t run_tokens() const { return kExpandThreads / lanes; }
-    // Leaves out the workspace of sm90_attention, which takes its own.
+    // Leaves out the workspace of the kernels over the numbers and over codes, which take their own.
     int64_t workspace_bytes() const { return 2 * tensor_bytes + table_bytes; }
 };
 

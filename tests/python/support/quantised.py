@@ -200,3 +200,13 @@ def filled(
     k, v = rng.standard_normal((2, sum(lengths), num_kv_heads, head_dim))
     append_packed(cache, k.astype(np.float32), (v * factors).astype(np.float32), table, *lengths)
     return cache, table, np.array(lengths, np.int32)
+
+
+def spoil_unused_scales(cache: Cache, table: NDArray[Any], lengths: NDArray[Any]) -> None:
+    """Scales of slots that no sequence uses become NaN."""
+    page_size = cache.k_pages.shape[1]
+    unused = np.ones(cache.k_scales.shape[:2], bool)
+    for row, length in zip(table, lengths, strict=True):
+        positions = np.arange(length)
+        unused[row[positions // page_size], positions % page_size] = False
+    cache.k_scales[unused], cache.v_scales[unused] = np.nan, np.nan
