@@ -47,10 +47,10 @@ def random_trees(counts: tuple[int, ...]) -> NDArray[np.uint64]:
     [
         {},
         {"softmax_scale": 0.3, "softcap": 3.0},
-        {"alibi_slopes": np.linspace(0.01, 0.3, 8, dtype=np.float32)},
+        {"alibi_slopes": np.linspace(0.01, 0.3, 16, dtype=np.float32)},
         {"window_left": 100, "prefix_lens": np.array([0, 60, 1300, 20], np.int32)},
-        {"window_left": 300, "sinks": np.linspace(-3.0, 6.0, 8, dtype=np.float32)},
-        {"sinks": np.ones(8, np.float32), "alibi_slopes": np.linspace(0.01, 0.3, 8, dtype=np.float32)},
+        {"window_left": 300, "sinks": np.linspace(-3.0, 6.0, 16, dtype=np.float32)},
+        {"sinks": np.ones(16, np.float32), "alibi_slopes": np.linspace(0.01, 0.3, 16, dtype=np.float32)},
         {"causal": False},
         {"tree_mask": random_trees(CHUNKS)},
         {"softmax_phi": 2.0},
@@ -65,7 +65,7 @@ def test_options(torch: Any, kind: str, head_dim: int, dtype: str, options: dict
     if "prefix_lens" in options:
         options = options | {"prefix_lens": np.resize(options["prefix_lens"], len(CHUNKS))}
     spoil_unused_scales(cache, table, lengths)
-    q = queries(sum(CHUNKS), 8, head_dim, dtype)
+    q = queries(sum(CHUNKS), 16, head_dim, dtype)
     given: dict[str, Any] = {"cu_seqlens_q": np.cumsum([0, *CHUNKS], dtype=np.int32), **options}
     check_attention(torch, cache, q, table, lengths, **given)
     if is_hopper(torch):
@@ -78,7 +78,7 @@ def test_replays(torch: Any, kind: str) -> None:
     decode, or a part has no sequence."""
     cache, table, lengths = filled(kind, NUM_TOKENS, head_dim=128)
     total, dtype = sum(CHUNKS), "bfloat16"
-    q = queries(total, 8, 128, dtype)
+    q = queries(total, 16, 128, dtype)
     given = {
         "page_table": table,
         "seq_lens": lengths,
@@ -125,8 +125,9 @@ def test_replays(torch: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_lengths_past_the_table(torch: Any, kind: str) -> None:
     """They are no valid input, and spoil no other sequence."""
-    cache, table, lengths = filled(kind, NUM_TOKENS, head_dim=128)
-    q = queries(sum(CHUNKS), 8, 128, "bfloat16")
+    cache, table, lengths = filled(kind, [1600, *NUM_TOKENS[1:]], head_dim=128)
+    assert table.shape[1] == 100, "as many pages as the first sequence has"
+    q = queries(sum(CHUNKS), 16, 128, "bfloat16")
     given = {
         "page_table": table,
         "seq_lens": lengths,
@@ -135,6 +136,6 @@ def test_lengths_past_the_table(torch: Any, kind: str) -> None:
     arrays = {name: to_gpu(torch, x) for name, x in given.items()} | on_gpu(torch, cache)
     arrays["max_seqlen_q"] = max(CHUNKS)
     expected = octavo.paged_attention(to_gpu(torch, q), **arrays)
-    arrays["seq_lens"][0] = table.shape[1] * 16 + 1000
+    arrays["seq_lens"][0] = 2600
     out = octavo.paged_attention(to_gpu(torch, q), **arrays)
     assert torch.equal(out[CHUNKS[0] :], expected[CHUNKS[0] :])
