@@ -193,9 +193,9 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
 
 namespace {
 
-// Octavo has a memory pool of its own, which keeps up to kKeptBytes of freed memory: what an ExpandedPlan takes
-// at most, and some for the kernels that run with it. The device's pool would give memory back whenever the
-// host waits, and then take longer to get it again than many a kernel takes.
+// Octavo has a memory pool of its own, which keeps up to kKeptBytes of freed memory: what an ExpandedPlan
+// takes at most, and some for the kernels that run with it. The device's pool would give memory back whenever
+// the host waits, and then take longer to get it again than many a kernel takes.
 cudaMemPool_t pool_of(int32_t device) {
     static PerDevice<cudaMemPool_t> pools;
     return pools.get(device, [](int32_t device) {

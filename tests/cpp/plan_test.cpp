@@ -339,6 +339,11 @@ TEST(Plan, MixedBatchesOverCodes) {
         }
     }
 
+    // Without a bound, where not all have room.
+    shape = Shape{64, 16384};
+    shape.queries = shape.total_q = 64 * 400;
+    EXPECT_EQ(field(explain(with_scales(over_codes(shape)), "h200"), "num_slots"), "8");
+
     // The parts of a batch that is too small for the SMs.
     shape = Shape{5, 1328, 2, 4};
     shape.queries = 500;

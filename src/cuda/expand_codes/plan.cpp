@@ -50,28 +50,33 @@ int64_t fewest_rows(const AttentionParams& p) {
     return 1536;
 }
 
+// How many sequences have room in the workspace.
+int64_t most_slots(const AttentionParams& p) {
+    return kMaxExpandedBytes / std::max<int64_t>(2 * tensor_bytes(p, 1, p.seqlen_k), 1);
+}
+
 // From how many queries on a sequence's codes become numbers, where others keep theirs. As many such
-// sequences as there may be must have room in the workspace.
+// sequences as there may be must have room.
 int32_t fewest_converted_queries(const AttentionParams& p) {
-    const int64_t most_slots = kMaxExpandedBytes / std::max<int64_t>(2 * tensor_bytes(p, 1, p.seqlen_k), 1);
     int64_t fewest = ceil_divide(fewest_rows(p), p.group_size());
-    if (p.batch > most_slots) fewest = std::max(fewest, p.total_q / (most_slots + 1) + 1);
+    if (p.batch > most_slots(p)) fewest = std::max(fewest, p.total_q / (most_slots(p) + 1) + 1);
     return static_cast<int32_t>(std::min<int64_t>(fewest, INT32_MAX));
 }
 
 // Whether the longest sequence of a packed batch has enough queries that its codes should become numbers,
 // while the others have far fewer in the mean, as where sequences decode beside chunks of prompts. (This
-// takes max_seqlen_q for the length of the longest. Where that bounds nothing, and there are rows enough for
-// all sequences to become numbers, they do: parts without sequences would cost their launches.) One launch
-// over codes is too slow then: 60 sequences of 2,048 tokens that decode beside four chunks of 512 over 4,096,
-// 32/8 heads of 128, took 373 (fp8) to 481 us (int8 with int4) on an H100, 356 and 351 in parts, and 331 to
-// 342 over bfloat16.
+// takes max_seqlen_q for the length of the longest. Where that bounds nothing, and there are rows and room
+// enough for all sequences to become numbers, they do: parts without sequences would cost launches.) One
+// launch over codes is too slow then: 60 sequences of 2,048 tokens that decode beside four chunks of 512 over
+// 4,096, 32/8 heads of 128, took 373 (fp8) to 481 us (int8 with int4) on an H100, 356 and 351 in parts, and
+// 331 to 342 over bfloat16.
 bool is_mixed_batch(const AttentionParams& p) {
     if (!p.cu_seqlens_q || p.batch < 2 || p.seqlen_q < fewest_converted_queries(p)) return false;
     int64_t seen = p.seqlen_q;
     if (p.window_left >= 0 && !p.prefix_lens) seen = std::min<int64_t>(seen, int64_t{1} + p.window_left);
     if (seen * p.group_size() < fewest_rows(p)) return false;
-    if (p.seqlen_q >= p.total_q && rows_of_a_key(p) >= fewest_rows(p)) return false;
+    if (p.seqlen_q >= p.total_q && p.batch <= most_slots(p) && rows_of_a_key(p) >= fewest_rows(p))
+        return false;
     const double others = static_cast<double>(p.total_q - p.seqlen_q) / (p.batch - 1);
     return 2 * others < p.seqlen_q;
 }
