@@ -175,10 +175,11 @@ __global__ void __launch_bounds__(kExpandThreads, 5)
     if (token == 0 && kv_head == 0 && lane == 0) plan.page_table[batch] = slot;
     const SequenceSlice sequence = SequenceSlice::make(p, batch);
     if (sequence.seqlen_q == 0) return;
+    // Behind the tokens that the table has room for lie the numbers of the next slot.
+    const int32_t seqlen_k = min(sequence.see.seqlen_k, p.seqlen_k);
     // Keys between the prefix and the first query's window may lie in pages that no longer belong to the
     // sequence.
-    // Behind a length that the table has no room for lie the numbers of the next slot.
-    const int32_t seqlen_k = min(sequence.see.seqlen_k, p.seqlen_k), prefix_len = sequence.see.prefix_len;
+    const int32_t prefix_len = sequence.see.prefix_len;
     const int32_t window_begin = sequence.see.window_begin(sequence.q_pos(0));
     const IndexArray page_ids = p.page_table.from(batch * p.page_table_stride);
     // The offset counts pieces: in kMaxExpandedBytes there are few enough of them for 32 bits.

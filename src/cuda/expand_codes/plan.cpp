@@ -218,7 +218,8 @@ std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const G
 std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu& gpu, int32_t many_queries,
                                             std::string* why_not) {
     if (!p.cu_seqlens_q) return refuse(why_not, "all sequences have equally many queries");
-    if (many_queries < 2) return refuse(why_not, "every sequence with queries has ", many_queries);
+    if (many_queries < 2)
+        return refuse(why_not, "sequences of one query decode, and many_queries is ", many_queries);
     const auto num_slots = static_cast<int32_t>(std::min<int64_t>(p.batch, p.total_q / many_queries));
     if (num_slots == 0) {
         return refuse(why_not, "no sequence can have ", many_queries, " queries, where ", p.total_q,
