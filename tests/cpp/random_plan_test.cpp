@@ -139,13 +139,13 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
     if (plan.codes == cuda::Codes::none) {
         EXPECT_EQ(plan.tiles().keys % plan.box_keys, 0);
     }
-    EXPECT_GE(plan.first_section, 1);
-    EXPECT_LE(plan.first_section, plan.section);
-    EXPECT_EQ((plan.num_units - plan.first_section) % plan.section, 0)
+    EXPECT_GE(plan.order.first_section, 1);
+    EXPECT_LE(plan.order.first_section, plan.order.section);
+    EXPECT_EQ((plan.order.num_units - plan.order.first_section) % plan.order.section, 0)
         << "sections after the first are whole";
     if (!p.cu_seqlens_q) {
-        const int64_t unit_rows = int64_t{plan.unit_row_tiles} * plan.tiles().row_blocks() * plan.tokens;
-        EXPECT_EQ(int64_t{plan.num_units} * plan.unit_row_tiles, plan.num_row_tiles);
+        const int64_t unit_rows = int64_t{plan.order.unit_row_tiles} * plan.tiles().row_blocks() * plan.tokens;
+        EXPECT_EQ(int64_t{plan.order.num_units} * plan.order.unit_row_tiles, plan.num_row_tiles);
         EXPECT_GE(unit_rows, p.seqlen_q) << "some queries have no row tile";
     }
     EXPECT_GE(plan.num_row_tiles * plan.tiles().row_blocks() * plan.tokens * plan.heads,

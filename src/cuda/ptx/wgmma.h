@@ -78,73 +78,74 @@ struct Wgmma;
 #define OCTAVO_D_256 OCTAVO_D_224 ", " OCTAVO_D14 ", " OCTAVO_D15
 #define OCTAVO_F_256(d) OCTAVO_F_224(d), OCTAVO_F8(d, 112), OCTAVO_F8(d, 120)
 
-// `n0` to `n4` number the operands behind d.
-#define OCTAVO_WGMMA(T, name, N, n0, n1, n2, n3, n4)                                                        \
-    template <>                                                                                             \
-    struct Wgmma<T, N> {                                                                                    \
-        /* Both operands in shared memory, K-major. */                                                      \
-        __device__ static __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b,                \
-                                                  bool accumulate) {                                        \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2                                           \
-                         ", 0;\n"                                                                           \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N  \
-                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 0;\n}"                                         \
-                         : OCTAVO_F_##N(d)                                                                  \
-                         : "l"(a), "l"(b), "r"(int{accumulate}));                                           \
-        }                                                                                                   \
-        /* a in registers; b in shared memory, N-major ("transposed"). */                                   \
-        __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b) {       \
-            asm volatile(                                                                                   \
-                "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                  \
-                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N           \
-                "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, 1;\n}"                     \
-                : OCTAVO_F_##N(d)                                                                           \
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
-        }                                                                                                   \
-        /* Both in shared memory, K-major and N-major. */                                                   \
-        __device__ static __forceinline__ void ss_values(float (&d)[N / 2], uint64_t a, uint64_t b) {       \
-            asm volatile(                                                                                   \
-                "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                  \
-                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N           \
-                "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 1;\n}"                                                  \
-                : OCTAVO_F_##N(d)                                                                           \
-                : "l"(a), "l"(b));                                                                          \
-        }                                                                                                   \
-        /* Both in shared memory, M-major and N-major. */                                                   \
-        __device__ static __forceinline__ void ss_transposed(float (&d)[N / 2], uint64_t a, uint64_t b,     \
-                                                             bool accumulate) {                             \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2                                           \
-                         ", 0;\n"                                                                           \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N  \
-                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 1, 1;\n}"                                         \
-                         : OCTAVO_F_##N(d)                                                                  \
-                         : "l"(a), "l"(b), "r"(int{accumulate}));                                           \
-        }                                                                                                   \
-        /* a in registers; b in shared memory, K-major. d is written, not added to. */                      \
-        __device__ static __forceinline__ void rs_first(float (&d)[N / 2], const uint32_t* a, uint64_t b) { \
-            asm volatile(                                                                                   \
-                "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"                                                  \
-                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N           \
-                "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, 0;\n}"                     \
-                : OCTAVO_F_##N(d)                                                                           \
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
-        }                                                                                                   \
+// `n0` to `n5` number the operands behind d.
+#define OCTAVO_WGMMA(T, name, N, n0, n1, n2, n3, n4, n5)                                                   \
+    template <>                                                                                            \
+    struct Wgmma<T, N> {                                                                                   \
+        /* Both operands in shared memory, K-major. */                                                     \
+        __device__ static __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b,               \
+                                                  bool accumulate) {                                       \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2                                          \
+                         ", 0;\n"                                                                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N \
+                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 0;\n}"                                        \
+                         : OCTAVO_F_##N(d)                                                                 \
+                         : "l"(a), "l"(b), "r"(int{accumulate}));                                          \
+        }                                                                                                  \
+        /* a in registers; b in shared memory, K-major. */                                                 \
+        __device__ static __forceinline__ void rs_keys(float (&d)[N / 2], const uint32_t* a, uint64_t b,   \
+                                                       bool accumulate) {                                  \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n5                                          \
+                         ", 0;\n"                                                                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N \
+                         "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, 0;\n}"           \
+                         : OCTAVO_F_##N(d)                                                                 \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));      \
+        }                                                                                                  \
+        /* a in registers; b in shared memory, N-major ("transposed"). */                                  \
+        __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b) {      \
+            asm volatile(                                                                                  \
+                "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                 \
+                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N          \
+                "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, 1;\n}"                    \
+                : OCTAVO_F_##N(d)                                                                          \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                     \
+        }                                                                                                  \
+        /* Both in shared memory, K-major and N-major. */                                                  \
+        __device__ static __forceinline__ void ss_values(float (&d)[N / 2], uint64_t a, uint64_t b) {      \
+            asm volatile(                                                                                  \
+                "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                 \
+                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N          \
+                "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 1;\n}"                                                 \
+                : OCTAVO_F_##N(d)                                                                          \
+                : "l"(a), "l"(b));                                                                         \
+        }                                                                                                  \
+        /* Both in shared memory, M-major and N-major. */                                                  \
+        __device__ static __forceinline__ void ss_transposed(float (&d)[N / 2], uint64_t a, uint64_t b,    \
+                                                             bool accumulate) {                            \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2                                          \
+                         ", 0;\n"                                                                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" OCTAVO_D_##N \
+                         "}, %" #n0 ", %" #n1 ", p, 1, 1, 1, 1;\n}"                                        \
+                         : OCTAVO_F_##N(d)                                                                 \
+                         : "l"(a), "l"(b), "r"(int{accumulate}));                                          \
+        }                                                                                                  \
     };
 #define OCTAVO_WGMMA_TYPES(...)              \
     OCTAVO_WGMMA(__half, "f16", __VA_ARGS__) \
     OCTAVO_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__)
 
-OCTAVO_WGMMA_TYPES(64, 32, 33, 34, 35, 36)
-OCTAVO_WGMMA_TYPES(80, 40, 41, 42, 43, 44)
-OCTAVO_WGMMA_TYPES(96, 48, 49, 50, 51, 52)
-OCTAVO_WGMMA_TYPES(112, 56, 57, 58, 59, 60)
-OCTAVO_WGMMA_TYPES(128, 64, 65, 66, 67, 68)
-OCTAVO_WGMMA_TYPES(144, 72, 73, 74, 75, 76)
-OCTAVO_WGMMA_TYPES(160, 80, 81, 82, 83, 84)
-OCTAVO_WGMMA_TYPES(176, 88, 89, 90, 91, 92)
-OCTAVO_WGMMA_TYPES(192, 96, 97, 98, 99, 100)
-OCTAVO_WGMMA_TYPES(224, 112, 113, 114, 115, 116)
-OCTAVO_WGMMA_TYPES(256, 128, 129, 130, 131, 132)
+OCTAVO_WGMMA_TYPES(64, 32, 33, 34, 35, 36, 37)
+OCTAVO_WGMMA_TYPES(80, 40, 41, 42, 43, 44, 45)
+OCTAVO_WGMMA_TYPES(96, 48, 49, 50, 51, 52, 53)
+OCTAVO_WGMMA_TYPES(112, 56, 57, 58, 59, 60, 61)
+OCTAVO_WGMMA_TYPES(128, 64, 65, 66, 67, 68, 69)
+OCTAVO_WGMMA_TYPES(144, 72, 73, 74, 75, 76, 77)
+OCTAVO_WGMMA_TYPES(160, 80, 81, 82, 83, 84, 85)
+OCTAVO_WGMMA_TYPES(176, 88, 89, 90, 91, 92, 93)
+OCTAVO_WGMMA_TYPES(192, 96, 97, 98, 99, 100, 101)
+OCTAVO_WGMMA_TYPES(224, 112, 113, 114, 115, 116, 117)
+OCTAVO_WGMMA_TYPES(256, 128, 129, 130, 131, 132, 133)
 
 #undef OCTAVO_WGMMA_TYPES
 #undef OCTAVO_WGMMA

@@ -1,7 +1,6 @@
 #include "cuda/sm90_attention/plan.h"
 
 #include "cuda/cache_arrays.h"
-#include "cuda/sm90_attention/operands.h"
 
 #include <algorithm>
 #include <iterator>
@@ -13,28 +12,6 @@ namespace {
 constexpr int32_t kGroupRows = kSm90GroupRows;
 constexpr int64_t kMaxIndex = (int64_t{1} << 31) - 1;
 
-// How many blocks of 64 rows one sequence of a dense batch takes over all heads, with `heads` heads side by
-// side.
-int64_t row_groups(const AttentionParams& p, int32_t heads) {
-    return p.num_q_heads / heads * ceil_divide(p.seqlen_q, kGroupRows / heads);
-}
-
-// Returns the largest divisor of the group size that wastes few rows: heads that lie side by side share K and
-// V and see the same keys. For a packed batch only the bound of the lengths is known here, and one row in 16
-// may be wasted. (The mean of the lengths is not used, so that a sequence's bits do not depend on its
-// neighbours.)
-int32_t choose_heads(const AttentionParams& p) {
-    int32_t best = 1;
-    const int32_t group_size = p.group_size();
-    for (int32_t heads = 2; heads <= std::min(group_size, kGroupRows); ++heads) {
-        if (group_size % heads != 0) continue;
-        const bool fits = p.cu_seqlens_q ? 16 * (kGroupRows % heads) <= kGroupRows
-                                         : row_groups(p, heads) <= row_groups(p, best);
-        if (fits) best = heads;
-    }
-    return best;
-}
-
 // Whether a packed batch may hold row tiles of few rows. Which of the two kernels a batch takes changes no
 // bits of sequences that have none: both compute full row tiles in the same way.
 bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t heads, bool has_codes) {
@@ -42,34 +19,6 @@ bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t
     const int32_t rest = p.seqlen_q % (tiles.row_blocks() * (kGroupRows / heads));
     return p.batch_invariant || p.total_q != int64_t{p.batch} * p.seqlen_q ||
            (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim, has_codes));
-}
-
-// The number of row tiles, each of `row_blocks` blocks of 64 rows, over the batch and all heads; for a packed
-// batch it is a bound.
-int64_t count_row_tiles(const AttentionParams& p, int32_t row_blocks, int32_t heads) {
-    const int64_t tile_tokens = int64_t{row_blocks} * (kGroupRows / heads);
-    int64_t row_tiles = p.batch * ceil_divide(p.seqlen_q, tile_tokens);
-    if (p.cu_seqlens_q) row_tiles = std::min(row_tiles, p.total_q / tile_tokens + p.batch);
-    return row_tiles * (p.num_q_heads / heads);
-}
-
-// How many units make a section (Sm90Launch). There should be few, so that row tiles that share K and V run
-// at the same time and find them in the L2 cache; but they must have enough row tiles that the SMs end
-// together, although the first row tiles take longest under a causal mask.
-int32_t choose_section(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& plan, int64_t clusters) {
-    // Two warpgroups read K and V again so often that it pays to run all row tiles of a short unit at the
-    // same time (32 sequences of 512 keys, causal, head dim 128, on an H100: 107 us, and 114 with more
-    // units); with three and four warpgroups, this takes longer (head dims 64 and 96: 1 and 6 %).
-    constexpr int32_t kShort = 4;  // row tiles
-    int64_t units = ceil_divide(gpu.num_sms, kShort);
-    if (plan.tiles().warpgroups > 2 || plan.unit_row_tiles > kShort)
-        units = ceil_divide((p.window_right >= 0 ? 4 : 2) * clusters, plan.unit_row_tiles);
-    // With more units than this, K and V are read from memory again and again: the units may fill half of the
-    // cache, or more if so few units run at a time that eight CTAs share each.
-    const int64_t unit_bytes =
-        int64_t{2} * p.seqlen_k * (p.head_dim + p.head_dim_v) * plan.heads / p.group_size();
-    const int64_t most = std::max(gpu.l2_bytes / 2 / std::max<int64_t>(unit_bytes, 1), clusters / 8);
-    return static_cast<int32_t>(std::clamp<int64_t>(std::min(units, most), 1, plan.num_units));
 }
 
 // How many blocks of 64 rows an instance works through, wasted ones included; instances are compared by it.
@@ -219,11 +168,8 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
 // Fills in how the work is cut, once the instance and its row tiles are chosen.
 void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
-    const int32_t sequence_units = p.num_q_heads / plan.heads, num_clusters = gpu.num_sms / tiles.ctas;
-    plan.num_units = p.batch * sequence_units;
-    plan.unit_row_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, tiles.row_blocks() * plan.tokens));
-    plan.section = choose_section(p, gpu, plan, num_clusters);
-    plan.first_section = (plan.num_units - 1) % plan.section + 1;
+    const int32_t num_clusters = gpu.num_sms / tiles.ctas;
+    plan.order = order_row_tiles(p, gpu, tiles.row_blocks(), tiles.ctas, plan.heads);
     if (plan.feature != Sm90Feature::beside && !plan.has_blocks()) {
         plan.few_rows = may_have_few_rows(p, tiles, plan.heads, plan.codes != Codes::none);
         choose_splits(p, gpu, plan);
@@ -236,24 +182,6 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     plan.partial_bytes = shared_out * plan.num_splits * plan.split_blocks * kGroupRows *
                          (tiles.value_dim + 2) * int64_t{sizeof(float)};
     plan.num_counters = 1 + shared_out * plan.split_blocks;
-}
-
-// Returns the reason why the copy engine cannot move an array.
-std::string why_not_movable(const char* name, const Sm90Operand& array, DType dtype) {
-    const auto address = reinterpret_cast<uintptr_t>(array.base);
-    if (address % 16 != 0) {
-        return text_of("the copy engine (TMA) takes arrays that begin on a multiple of 16 bytes, and ", name,
-                       " begins ", address % 16, " bytes behind one");
-    }
-    for (int64_t stride : {array.outer_stride, array.token_stride, array.head_stride}) {
-        if (is_movable_stride(stride, dtype)) continue;
-        return text_of(
-            "the copy engine (TMA) takes strides that are positive multiples of 16 bytes and less "
-            "than 1 TB, and ",
-            name, " has a stride of ", counted(stride, "element"));
-    }
-    return text_of("the copy engine (TMA) is shown ", counted(array.edge, "token"), " below the first of ",
-                   name, ", which begins too low in the address space");
 }
 
 // Whether the converters can load pages of codes.
@@ -297,31 +225,11 @@ const char* name_of(Sm90Feature feature) {
 // `beside`: plans for the instance that leaves room on its SM.
 std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std::string* why_not,
                                   bool beside) {
-    if (!gpu.has_sm90_kernels && gpu.compute_capability == 90)
-        return refuse(why_not, "this build has no code for sm_90a");
-    if (!gpu.has_sm90_kernels) {
-        return refuse(why_not, "it consists of instructions that only sm_90a has, and this GPU is sm_",
-                      gpu.compute_capability);
-    }
-    if (p.chosen_pages) return refuse(why_not, kReadsAllPages);
+    if (!suits_sm90(p, gpu, why_not)) return std::nullopt;
     if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
-    if (p.ranges) return refuse(why_not, kHasNoRanges);
     if (p.alibi_symmetric) return refuse(why_not, kOneSidedAlibi);
     if (p.has_tree_mask && p.alibi_slopes)
         return refuse(why_not, "no instance has both a tree mask and ALiBi");
-    if (p.batch_invariant && !p.cu_seqlens_q) {
-        return refuse(why_not,
-                      "with batch_invariant it takes packed queries alone, since whether the copy "
-                      "engine can move others depends on the stride of the batch");
-    }
-    if (p.num_splits != 0) {
-        return refuse(why_not, "num_splits (", p.num_splits,
-                      ") is given, and this kernel chooses its splits by itself");
-    }
-    if (!(p.softmax_scale > 0.0f))
-        return refuse(why_not, "it needs a positive softmax_scale, and this is ", p.softmax_scale);
-    if (p.seqlen_k == 0) return refuse(why_not, "there are no keys");
-
     const std::optional<Codes> codes = codes_of(p.k_dtype, p.v_dtype);
     if (!codes) {
         return refuse(why_not, "no instance reads keys of ", to_string(p.k_dtype), " with values of ",
@@ -385,15 +293,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     }
     if (plan.num_row_tiles + int64_t{p.num_q_heads} * p.batch >= kMaxIndex)
         return refuse(why_not, "it counts row tiles in 32 bits, and there are ", plan.num_row_tiles);
-    const Sm90Operands operands(p);
-    const std::pair<const char*, const Sm90Operand*> arrays[] = {
-        {"q", &operands.q}, {"out", &operands.out}, {"k", &operands.k}, {"v", &operands.v}};
-    for (const auto& [name, array] : arrays) {
-        if (has_codes && (array == &operands.k || array == &operands.v)) continue;
-        if (array->is_movable(p.dtype)) continue;
-        if (why_not) *why_not = why_not_movable(name, *array, p.dtype);
-        return std::nullopt;
-    }
+    if (!can_move_arrays(p, !has_codes, why_not)) return std::nullopt;
     if (has_codes && !can_convert(p, why_not)) return std::nullopt;
     cut_work(p, gpu, plan);
     return plan;
@@ -439,10 +339,10 @@ Explanation describe(const Sm90Plan& plan) {
         {"box_keys", plan.box_keys},
         {"few_rows", plan.few_rows},
         {"num_row_tiles", plan.num_row_tiles},
-        {"unit_row_tiles", plan.unit_row_tiles},
-        {"num_units", plan.num_units},
-        {"section", plan.section},
-        {"first_section", plan.first_section},
+        {"unit_row_tiles", plan.order.unit_row_tiles},
+        {"num_units", plan.order.num_units},
+        {"section", plan.order.section},
+        {"first_section", plan.order.first_section},
         {"num_whole", plan.num_whole},
         {"num_splits", plan.num_splits},
         {"split_blocks", plan.split_blocks},

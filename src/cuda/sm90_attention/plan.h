@@ -4,6 +4,7 @@
 #include "cuda/codes.h"
 #include "cuda/gpu.h"
 #include "cuda/plan.h"
+#include "cuda/sm90_attention/row_tiles.h"
 #include "cuda/sm90_attention/tiles.h"
 #include "params/attention_params.h"
 
@@ -27,10 +28,7 @@ struct Sm90Plan {
     bool few_rows;          // whether some row tiles may be of few rows
     int64_t num_row_tiles;  // over the batch and all heads; a bound when the queries are packed
 
-    // For dense arrays: the order of row tiles.
-    int32_t unit_row_tiles;  // row tiles of one unit: a sequence and `heads` heads
-    int32_t num_units;
-    int32_t section, first_section;  // units
+    Sm90Order order;
 
     // The keys of each row tile behind the first `num_whole` are cut into num_splits splits; 0: of none.
     int32_t num_whole, num_splits;

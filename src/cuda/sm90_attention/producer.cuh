@@ -45,12 +45,12 @@ class KeyLoader {
         return p_.page_table[work_.batch * p_.page_table_stride + plan_.page_size.quotient(key)];
     }
 
-    // Fills `tile` [kBlocks, keys, 64], which is kBlocks blocks of columns; its bytes count towards `full`.
-    // Boxes without a key are left out: a box that lay outside the tensor altogether ended in an illegal
-    // memory access.
+    // Fills `tile` [kBlocks, keys, 64], which is kBlocks blocks of columns from `first_column` on; its bytes
+    // count towards `full`. Boxes without a key are left out: a box that lay outside the tensor altogether
+    // ended in an illegal memory access.
     template <int kBlocks>
     __device__ void load(const CUtensorMap& map, unsigned char* tile, uint64_t* full, int32_t first_key,
-                         int32_t pages) const {
+                         int32_t pages, int first_column = 0) const {
         const bool elected = ptx::elect_one();
         const int32_t rows = loaded_rows(first_key);
         if (elected) ptx::mbarrier_arrive_expect(full, rows * kBlocks * Config::kRowBytes);
@@ -60,17 +60,18 @@ class KeyLoader {
                 const int32_t page = __shfl_sync(~0u, pages, box);
                 const int32_t used = min(work_.seqlen_k - (first_key + row - offset), p_.page_size);
                 if (elected) {
-                    load_box<kBlocks>(map, tile + row * Config::kRowBytes, full, p_.page_size - used + offset,
-                                      used, page);
+                    load_box<kBlocks>(map, tile + row * Config::kRowBytes, full, first_column,
+                                      p_.page_size - used + offset, used, page);
                 }
                 offset = offset + plan_.box_keys == p_.page_size ? 0 : offset + plan_.box_keys;
             }
         } else {
             // Each CTA of a pair loads one half, for both CTAs.
-            bool mine = elected && (Config::kCtas == 1 || ptx::cluster_rank() == 0);
-            for (int32_t row = 0; row < rows; row += Config::kKeys / Config::kCtas) {
+            constexpr int kBoxes = Config::kSharesColumns ? 1 : Config::kCtas;
+            bool mine = elected && (kBoxes == 1 || ptx::cluster_rank() == 0);
+            for (int32_t row = 0; row < rows; row += Config::kKeys / kBoxes) {
                 if (mine) {
-                    load_box<kBlocks>(map, tile + row * Config::kRowBytes, full,
+                    load_box<kBlocks>(map, tile + row * Config::kRowBytes, full, first_column,
                                       plan_.k_edge - work_.seqlen_k + first_key + row,
                                       work_.k_begin + work_.seqlen_k, p_.cu_seqlens_k ? 0 : work_.batch);
                 }
@@ -88,9 +89,10 @@ class KeyLoader {
             hole_begin_ < hole_end_ && first_key < hole_end_ && first_key + Config::kKeys > hole_begin_;
         return unseen || loaded_rows(first_key) < Config::kKeys;
     }
+    template <int kBlocks>
     __device__ void fill_holes(unsigned char* tile, int32_t first_key) const {
-        zero_rows(tile, max(hole_begin_ - first_key, 0), min(hole_end_ - first_key, Config::kKeys));
-        zero_rows(tile, loaded_rows(first_key), Config::kKeys);
+        zero_rows<kBlocks>(tile, max(hole_begin_ - first_key, 0), min(hole_end_ - first_key, Config::kKeys));
+        zero_rows<kBlocks>(tile, loaded_rows(first_key), Config::kKeys);
         ptx::fence_proxy_async();
         __syncwarp();
     }
@@ -106,19 +108,21 @@ class KeyLoader {
         while (rows < keys) rows += plan_.box_keys;
         return rows;
     }
+    template <int kBlocks>
     __device__ static void zero_rows(unsigned char* tile, int32_t begin, int32_t end) {
-        for (int block = 0; block < Config::kValueBlocks; ++block) {
+        for (int block = 0; block < kBlocks; ++block) {
             auto* const rows = reinterpret_cast<uint32_t*>(tile + block * Config::kKeyBlockBytes);
             for (int32_t row = begin; row < end; ++row) rows[row * 32 + threadIdx.x % 32] = 0;
         }
     }
     template <int kBlocks>
-    __device__ void load_box(const CUtensorMap& map, unsigned char* rows, uint64_t* full, int32_t place,
-                             int32_t shift, int32_t outer) const {
+    __device__ void load_box(const CUtensorMap& map, unsigned char* rows, uint64_t* full, int first_column,
+                             int32_t place, int32_t shift, int32_t outer) const {
+        const int first_block = Config::kSharesColumns ? ptx::cluster_rank() : 0;
 #pragma unroll(kBlocks <= 2 ? 2 : 1)
-        for (int block = 0; block < kBlocks; ++block) {
+        for (int block = first_block; block < kBlocks; block += Config::kSharesColumns ? Config::kCtas : 1) {
             unsigned char* const to = rows + block * Config::kKeyBlockBytes;
-            const int column = block * Config::kBlockColumns;
+            const int column = first_column + block * Config::kBlockColumns;
             if constexpr (Config::kCtas == 1) {
                 ptx::tma_load(to, &map, full, policy_, column, kv_head_, place, shift, outer);
             } else {
@@ -157,9 +161,8 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const Sm90Launc
 }
 
 // Puts work into the ring of each CTA of the cluster; every lane calls this.
-template <class Config>
-__device__ __forceinline__ void publish(const Sm90Work& work, Sm90Shared<Config>& shared,
-                                        Ring<kSm90WorkSlots>& ring) {
+template <class Config, class Shared>
+__device__ __forceinline__ void publish(const Sm90Work& work, Shared& shared, Ring<kSm90WorkSlots>& ring) {
     ptx::mbarrier_wait(&shared.work_empty[ring.slot], ring.parity ^ 1);
     Sm90Work* const slot = &shared.work[ring.slot];
     uint64_t* const full = &shared.work_full[ring.slot];
@@ -251,7 +254,7 @@ __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, S
                                                            pages);
                 ptx::mbarrier_wait(&shared.patch[ring.slot], patch_parities >> ring.slot & 1);
                 patch_parities ^= 1u << ring.slot;
-                loader.fill_holes(tile, first_key);
+                loader.template fill_holes<Config::kValueBlocks>(tile, first_key);
                 if (ptx::elect_one()) ptx::mbarrier_arrive(full);
             } else {
                 loader.template load<Config::kValueBlocks>(plan.v, tile, full, first_key, pages);

@@ -1,6 +1,7 @@
 // The rows of one consumer warpgroup: where they lie, and which keys they see.
 #pragma once
 
+#include "common/score.h"
 #include "cuda/sm90_attention/parameters.h"
 #include "cuda/sm90_attention/work.cuh"
 

@@ -1,5 +1,5 @@
 #include "cuda/attention/run.h"
-#include "cuda/sm90_attention/operand_map.h"
+#include "cuda/sm90_attention/launch_arguments.h"
 #include "cuda/sm90_attention/parameters.h"
 #include "cuda/sm90_attention/tiles.h"
 #include "cuda/types.h"
@@ -51,26 +51,9 @@ Launch find_launch(const Sm90Plan& plan) {
 }  // namespace
 
 void run(const AttentionParams& p, const Sm90Plan& plan, cudaStream_t stream) {
-    Sm90Launch arguments{};
-    const Sm90Operands operands(p);
-    arguments.q = map_of(operands.q, p.head_dim, plan.heads, plan.tokens);
-    arguments.out = map_of(operands.out, p.head_dim_v, plan.heads, plan.tokens);
+    Sm90Launch arguments = launch_arguments(p, plan);
     arguments.codes = plan.codes;
-    if (plan.codes == Codes::none) {
-        arguments.k = map_of(operands.k, p.head_dim, 1, plan.box_keys);
-        arguments.v = map_of(operands.v, p.head_dim_v, 1, plan.box_keys);
-    }
-    arguments.q_edge = operands.q.edge;
-    arguments.k_edge = operands.k.edge;
-    arguments.heads = plan.heads;
-    arguments.tokens = plan.tokens;
-    arguments.box_keys = plan.box_keys;
-    arguments.page_size = FastDivide::by(std::max(p.page_size, 1));
     arguments.few_rows = plan.few_rows;
-    arguments.num_row_tiles = plan.unit_row_tiles;
-    arguments.num_units = plan.num_units;
-    arguments.section = plan.section;
-    arguments.first_section = plan.first_section;
     arguments.num_whole = plan.num_splits > 0 ? plan.num_whole : INT32_MAX;
     arguments.num_splits = plan.num_splits;
     arguments.split_blocks = plan.split_blocks;

@@ -142,16 +142,17 @@ __device__ __forceinline__ void release_slot(uint64_t* empty, Ring<kSize>& ring)
 }
 
 // Takes the next row tile from the ring; every lane of a warp calls this. Lane 0 alone reads the slot, so
-// that its arrival at the barrier of the CTA whose scheduler fills the ring frees the slot.
-template <class Config>
-__device__ __forceinline__ Sm90Work take_work(Sm90Shared<Config>& shared, Ring<kSm90WorkSlots>& ring) {
+// that its arrival at the barrier of the CTA whose scheduler fills the ring frees the slot. Without kFrees,
+// the slot stays, and the next call gets the same row tile.
+template <class Config, bool kFrees = true, class Shared>
+__device__ __forceinline__ Sm90Work take_work(Shared& shared, Ring<kSm90WorkSlots>& ring) {
     ptx::mbarrier_wait(&shared.work_full[ring.slot], ring.parity);
     Sm90Work work{};
     if (threadIdx.x % 32 == 0) {
         work = shared.work[ring.slot];
-        arrive_at<Config>(&shared.work_empty[ring.slot], 0);
+        if (kFrees) arrive_at<Config>(&shared.work_empty[ring.slot], 0);
     }
-    ring.advance();
+    if (kFrees) ring.advance();
     return work.from_lane_0();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 
 namespace octavo::cuda {
 
@@ -43,6 +44,8 @@ constexpr Sm90Tiles kSm90Tiles[] = {
     {256, 256, 2, 1, 64, 2, 3, 1, false, 0},     //
     {256, 256, 2, 2, 80, 2, 2, 1, false, 512},
 };
+
+constexpr int kSm90MostHeadDim = std::rbegin(kSm90Tiles)->head_dim;
 
 // The same over pages of codes, which one more warpgroup turns into tiles of 16-bit numbers.
 constexpr Sm90Tiles kSm90CodeTiles[] = {
@@ -140,6 +143,7 @@ struct Sm90Config {
     static_assert(kValueDim <= kHeadDim, "a result lies where its queries were");
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kCtas = kCtas_;
+    static constexpr bool kSharesColumns = false;  // what a CTA of a pair loads: half of the keys
     static constexpr int kTileBlocks = kTiles.row_blocks();
     // In other kernels the code for tree masks would spill registers. This kernel may split keys, too.
     static constexpr bool kTree = kFeature_ == Sm90Feature::tree;

@@ -51,6 +51,11 @@ struct alignas(16) Sm90Work {
         const int64_t begin = p.cu_seqlens_q ? q_begin * p.lse_token_stride : batch * p.lse_batch_stride;
         return begin + token * p.lse_token_stride + (first_head + head) * p.lse_head_stride;
     }
+    // The same in p.out.
+    __device__ int64_t out_place(const AttentionParams& p, int32_t token, int32_t head) const {
+        const int64_t begin = p.cu_seqlens_q ? q_begin * p.out_token_stride : batch * p.out_batch_stride;
+        return begin + token * p.out_token_stride + (first_head + head) * p.out_head_stride;
+    }
     // How many rows the row tile has.
     template <class Config>
     __device__ int32_t rows(const Sm90Launch& plan) const {

@@ -59,8 +59,8 @@ class Sm90KeyRows {
             const uint32_t one = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u;
             uint32_t factors[4] = {one, one, 0, 0};
             if constexpr (Config::kAlibi) add_distances(factors, row());
-            ProductOfTerms::rs_first(results, factors,
-                                     ptx::wgmma_descriptor_plain(ptx::shared_address(statistics)));
+            ProductOfTerms::rs_keys(results, factors,
+                                    ptx::wgmma_descriptor_plain(ptx::shared_address(statistics)), false);
         }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
