@@ -183,6 +183,15 @@ KNOWN_RACES = (
         of_each=True,
     ),
     KnownRace(
+        "sm90_wide_attention_kernel",
+        "Read and Write",
+        10,
+        "Barriers weights_full and weights_empty order weights and their factors, and those of work slots "
+        "the factors of results, both ways: see racecheck in docs/notebook/sm90_attention.md.",
+        of_each=True,
+        places=2,
+    ),
+    KnownRace(
         "sm90_latent_attention_kernel",
         "Read and Write",
         10,

@@ -148,6 +148,41 @@ TEST(Plan, ManyQueries) {
     EXPECT_EQ(kind_of(paged(shape)), "sm80_attention");
 }
 
+TEST(Plan, ManyQueriesOfWideHeads) {
+    Shape shape{4, 2048};
+    shape.queries = 2048;
+    shape.head_dim = 512;
+    EXPECT_EQ(kind_of(dense(shape)), "sm90_wide_attention");
+    EXPECT_EQ(kind_of(packed(shape)), "sm90_wide_attention");
+    EXPECT_EQ(kind_of(paged(shape)), "sm90_wide_attention");
+    EXPECT_EQ(field(explain(paged(shape), "h100"), "num_ctas"), "132");
+    EXPECT_EQ(kind_of(dense(shape), "a100"), "sm80_attention");
+    EXPECT_EQ(kind_of(dense(shape), "b200"), "sm80_attention");
+    AttentionArgs args = dense(shape);
+    args.dropout_p = 0.5;
+    args.dropout_seed = 1;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    for (int64_t head_dim : {264, 448, 456}) {
+        shape.head_dim = head_dim;
+        EXPECT_EQ(kind_of(dense(shape)), head_dim < 456 ? "sm80_attention" : "sm90_wide_attention");
+    }
+    shape.head_dim = 512;
+    shape.value_dim = 256;
+    EXPECT_EQ(kind_of(dense(shape)), "sm80_attention");
+    shape.value_dim = 0;
+    shape.page_size = 5;
+    EXPECT_EQ(kind_of(paged(shape)), "sm80_attention");
+    shape.page_size = 16;
+    shape.queries = 1;  // decodes
+    EXPECT_EQ(kind_of(dense(shape)), "sm90_wide_attention");
+    shape.group_size = 16;
+    EXPECT_EQ(kind_of(paged(shape)), "sm80_attention");
+    shape.queries = 20;
+    EXPECT_EQ(kind_of(paged(shape)), "sm90_wide_attention");
+    shape.batch = shape.num_kv_heads = 1;  // three row tiles
+    EXPECT_EQ(kind_of(paged(shape)), "sm80_attention");
+}
+
 // Pages of int8 with one scale.
 PagedAttentionArgs over_codes(const Shape& shape) {
     PagedAttentionArgs args = paged(shape);

@@ -144,7 +144,8 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
     EXPECT_EQ((plan.order.num_units - plan.order.first_section) % plan.order.section, 0)
         << "sections after the first are whole";
     if (!p.cu_seqlens_q) {
-        const int64_t unit_rows = int64_t{plan.order.unit_row_tiles} * plan.tiles().row_blocks() * plan.tokens;
+        const int64_t unit_rows =
+            int64_t{plan.order.unit_row_tiles} * plan.tiles().row_blocks() * plan.tokens;
         EXPECT_EQ(int64_t{plan.order.num_units} * plan.order.unit_row_tiles, plan.num_row_tiles);
         EXPECT_GE(unit_rows, p.seqlen_q) << "some queries have no row tile";
     }
@@ -166,6 +167,29 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
     EXPECT_TRUE(p.paged() && !p.batch_invariant) << "only there may bits depend on the batch";
     EXPECT_EQ(plan.num_whole % gpu.num_sms, 0);
     EXPECT_LE((plan.num_row_tiles - plan.num_whole) * plan.num_splits, 4 * gpu.num_sms);
+}
+
+void expect_sound(const cuda::Sm90WidePlan& plan, const AttentionParams& p, const Gpu& gpu) {
+    using Config = cuda::Sm90WideConfig;
+    constexpr int64_t kBlocks = Config::kTileBlocks;
+    EXPECT_EQ(gpu.compute_capability, 90);
+    EXPECT_EQ(p.head_dim, p.head_dim_v);
+    EXPECT_EQ((p.head_dim + 63) / 64, Config::kHeadDim / 64) << "a copy of no column";
+    EXPECT_FALSE(p.alibi_slopes || p.ranges || p.has_tree_mask || p.block_mask || p.dropout.any());
+    EXPECT_EQ(p.group_size() % plan.heads, 0);
+    EXPECT_LE(plan.heads * plan.tokens, 64);
+    EXPECT_LE(plan.num_ctas, gpu.num_sms);
+    EXPECT_EQ(plan.num_ctas % Config::kCtas, 0);
+    EXPECT_EQ(Config::kKeys % plan.box_keys, 0);
+    const cuda::Sm90Order& order = plan.order;
+    EXPECT_GE(order.first_section, 1);
+    EXPECT_EQ((order.num_units - order.first_section) % order.section, 0);
+    if (!p.cu_seqlens_q) {
+        EXPECT_EQ(int64_t{order.num_units} * order.unit_row_tiles, plan.num_row_tiles);
+        EXPECT_GE(order.unit_row_tiles * kBlocks * plan.tokens, p.seqlen_q);
+    }
+    EXPECT_GE(plan.num_row_tiles * kBlocks * plan.tokens * plan.heads, p.total_q * p.num_q_heads)
+        << "some queries have no row tile";
 }
 
 void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, const Gpu& gpu) {
@@ -237,6 +261,7 @@ void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, const Gp
 // the batch.
 std::string family_of(const KernelPlan& plan) {
     if (std::holds_alternative<cuda::Sm90Plan>(plan)) return "sm90_attention";
+    if (std::holds_alternative<cuda::Sm90WidePlan>(plan)) return "sm90_wide_attention";
     if (std::holds_alternative<cuda::ExpandedPlan>(plan)) return "expand_codes";
     return std::holds_alternative<cuda::Sm80Plan>(plan) ? "sm80_attention" : "decode";
 }
@@ -321,6 +346,7 @@ std::set<std::string> all_kernels() {
     add_decode(cuda::Codes::int8, DType::float16);
     add_decode(cuda::Codes::int4, DType::float16);
     for (const std::string& name : cuda::expand_codes_instances()) names.insert(name);
+    for (const std::string& name : cuda::sm90_wide_attention_instances()) names.insert(name);
     for (DType dtype : cuda::kAttentionTypes) {
         add_decode(cuda::Codes::none, dtype);
         for (size_t row = 0; row < std::size(cuda::kSm90CodeTiles); ++row) {
@@ -400,6 +426,8 @@ std::string bits_of(const KernelPlan& plan) {
                std::to_string(split_kv->max_fixed_splits_log2);
     if (const auto* sm90 = std::get_if<cuda::Sm90Plan>(&plan))
         return "sm90 " + std::to_string(sm90->row) + " " + std::to_string(sm90->heads);
+    if (const auto* wide = std::get_if<cuda::Sm90WidePlan>(&plan))
+        return "wide " + std::to_string(wide->heads);
     const auto& sm80 = std::get<cuda::Sm80Plan>(plan);
     return "sm80 " + std::to_string(sm80.row) + " " + std::to_string(sm80.num_splits);
 }

@@ -170,7 +170,9 @@ def test_kernels_that_serve() -> None:
     assert kernels(160, 72, "h200").startswith("sm90_attention<bfloat16, head_dim 192, values of 128")
     assert kernels(128, 120, "h200").startswith("sm90_attention<bfloat16, head_dim 128, ")
     assert kernels(192, 192, "h200").startswith("sm90_attention<bfloat16, head_dim 192, 128 rows")
-    for dims in ((192, 64), (64, 128), (256, 192), (512, 512), (320, 64), (64, 512)):
+    for dims in ((456, 456), (512, 512)):
+        assert kernels(*dims, "h200") == "sm90_wide_attention<bfloat16, head_dim 512>"
+    for dims in ((192, 64), (64, 128), (256, 192), (448, 448), (512, 456), (320, 64), (64, 512)):
         instance = max(64, *(-(-dim // 64) * 64 for dim in dims))
         instance = 256 if instance == 192 else 512 if instance > 256 else instance
         assert kernels(*dims, "h200").startswith(f"sm80_attention<bfloat16, head_dim {instance}, 2 stages")
@@ -215,7 +217,7 @@ def test_kernels_that_serve_pages() -> None:
     assert kernel(64, 8192, batch_invariant=True).startswith("split_kv_decode<bfloat16, head_dim 512")
     many = {"cu_seqlens_q": Shape((5,), "int32"), "max_seqlen_q": 512}
     explanation = octavo.explain("paged_attention", *paged_shapes(4, 4096, 512), device="h200", **many)
-    assert explanation.kernel.startswith("sm80_attention<bfloat16, head_dim 512, 2 stages")
+    assert explanation.kernel.startswith("sm90_wide_attention<bfloat16, head_dim 512>")
     scales = {"k_scale": 1.0, "v_scale": 1.0}
     with pytest.raises(TypeError, match="no CUDA kernel reads codes of head_dim 512; it may be up to 256"):
         octavo.explain("paged_attention", *paged_shapes(4, 4096, 1, "int8"), device="h200", **scales)

@@ -6,13 +6,14 @@
 #include "cuda/gpu.h"
 #include "cuda/sm80_attention/plan.h"
 #include "cuda/sm90_attention/plan.h"
+#include "cuda/sm90_wide_attention/plan.h"
 #include "params/attention_params.h"
 
 #include <variant>
 
 namespace octavo::cuda {
 
-using KernelPlan = std::variant<SplitKvPlan, StreamKPlan, ExpandedPlan, Sm90Plan, Sm80Plan>;
+using KernelPlan = std::variant<SplitKvPlan, StreamKPlan, ExpandedPlan, Sm90Plan, Sm90WidePlan, Sm80Plan>;
 
 // Returns the plan of the first kernel that serves, in the order above. There must be at least one query.
 KernelPlan plan_kernel(const AttentionParams& params, const Gpu& gpu);

@@ -10,7 +10,8 @@ namespace {
 struct Kernel {
     const char* name;
     bool (*serves)(const AttentionParams& params, const Gpu& gpu, std::string* why_not);
-    bool of_codes = false;  // explanations leave it out unless the pages hold codes
+    // Explanations leave it out of other calls.
+    bool (*concerns)(const AttentionParams& params) = [](const AttentionParams&) { return true; };
 };
 template <auto kPlan>
 bool serves(const AttentionParams& params, const Gpu& gpu, std::string* why_not) {
@@ -19,8 +20,11 @@ bool serves(const AttentionParams& params, const Gpu& gpu, std::string* why_not)
 constexpr Kernel kKernels[] = {
     {"split_kv_decode", serves<plan_split_kv>},
     {"stream_k_decode", serves<plan_stream_k>},
-    {"expand_codes", serves<plan_expanded_attention>, true},
+    {"expand_codes", serves<plan_expanded_attention>,
+     [](const AttentionParams& params) { return is_code(params.k_dtype); }},
     {"sm90_attention", serves<plan_sm90_attention>},
+    {"sm90_wide_attention", serves<plan_sm90_wide_attention>,
+     [](const AttentionParams& params) { return params.head_dim > kSm90MostHeadDim; }},
     {"sm80_attention",
      [](const AttentionParams& params, const Gpu&, std::string* why_not) {
          if (params.chosen_pages) refuse(why_not, kReadsAllPages);
@@ -36,7 +40,7 @@ void add_why_not(Explanation& text, const AttentionParams& p, const Gpu& gpu) {
         text.why_not.emplace_back("shared_prefix", why_not);
     }
     for (const Kernel& kernel : kKernels) {
-        if (kernel.name == chosen || (kernel.of_codes && !is_code(p.k_dtype))) continue;
+        if (kernel.name == chosen || !kernel.concerns(p)) continue;
         std::string why_not;
         if (kernel.serves(p, gpu, &why_not))
             why_not = text_of("it could serve this call, but ", chosen, " is faster where both can");
@@ -66,7 +70,7 @@ Explanation explain(const AttentionParams& p, const Gpu& gpu) {
     } else if (const auto* shared = std::get_if<SharedPrefixPlan>(&plan)) {
         text = describe(*shared);
         for (const Kernel& kernel : kKernels) {
-            if (kernel.of_codes && !is_code(p.k_dtype)) continue;
+            if (!kernel.concerns(p)) continue;
             text.why_not.emplace_back(kernel.name,
                                       "by itself it would read the shared prefix once for each sequence");
         }
@@ -82,6 +86,7 @@ std::vector<std::string> attention_instances(bool with_sm90) {
     for (std::string& name : decode_instances()) names.push_back(std::move(name));
     if (!with_sm90) return names;
     for (std::string& name : sm90_attention_instances()) names.push_back(std::move(name));
+    for (std::string& name : sm90_wide_attention_instances()) names.push_back(std::move(name));
     for (std::string& name : expand_codes_instances()) names.push_back(std::move(name));
     return names;
 }

@@ -7,6 +7,7 @@
 #include "cuda/shared_prefix/plan.h"
 #include "cuda/sm80_attention/plan.h"
 #include "cuda/sm90_attention/plan.h"
+#include "cuda/sm90_wide_attention/plan.h"
 #include "params/attention_params.h"
 
 #include <cuda_runtime.h>
@@ -20,6 +21,7 @@ void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t st
 void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm90Plan& plan, cudaStream_t stream);
+void run(const AttentionParams& params, const Sm90WidePlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm80Plan& plan, cudaStream_t stream);
 
 void run(const AttentionParams& params, const SharedPrefixPlan& plan, cudaStream_t stream);
