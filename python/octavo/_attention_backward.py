@@ -137,7 +137,7 @@ def attention_backward(
         dropout_seed: from 0 to 2**63 - 1. Default: none; needed if dropout_p > 0.
         dropout_offset: from 0 to 2**63 - 1. Default: 0.
         deterministic: the same bits at every call. On the CPU they always are, whatever the number of
-            threads; on a Hopper GPU this takes longer. Default: False.
+            threads; on a GPU this takes longer. Default: False.
         sinks: float32 [num_q_heads], with which ``attention`` computed out and lse. Default: none.
         attention_chunk: the number of positions in a chunk. A query sees no key of an earlier chunk than
             its own. Needs causal. Default: 0, none.

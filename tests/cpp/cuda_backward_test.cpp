@@ -1,4 +1,8 @@
 // The gradients of attention: the GPU against the CPU, by the public operators.
+#include "checks/checks.h"
+#include "cuda/attention_backward/run.h"
+#include "cuda/backend.h"
+#include "cuda/sm80_backward/plan.h"
 #include "cuda_testing.h"
 
 #include <octavo/attention.h>
@@ -59,7 +63,14 @@ void expect_near(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& 
     EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size) + 1e-6) << name;
 }
 
-void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind kind, ArrayPlace place) {
+// Computes the gradients with the kernels for all GPUs, on whichever GPU there is.
+void run_sm80_backward(const AttentionBackwardArgs& args) {
+    const AttentionBackwardParams params = check_attention_backward(args);
+    cuda::run(params, cuda::plan_sm80_backward(params, cuda::gpu_of(0)), nullptr);
+}
+
+void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind kind, ArrayPlace place,
+                          void (*backward_on_gpu)(const AttentionBackwardArgs&) = attention_backward) {
     constexpr int64_t kHeads = 2, kGroup = 3, kBatch = 3;
     Random random(static_cast<unsigned>(head_dim) + static_cast<unsigned>(kind));
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
@@ -126,7 +137,7 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
         set(args, on);
         attention(args);
     };
-    auto backward = [&](auto on) {
+    auto backward = [&](auto on, auto run) {
         AttentionBackwardArgs args;
         set(args, on);
         args.deterministic = kind == Kind::deterministic;
@@ -136,15 +147,15 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
         args.dv = rows(on, dv, 140, kHeads, value_dim);
         if (has_alibi(kind)) args.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
         if (kind == Kind::sinks) args.dsinks = on(dsinks, DType::float32, {kHeads * kGroup});
-        attention_backward(args);
+        run(args);
     };
     forward(kOnHost);
-    forward(kOnGpu);
+    if (backward_on_gpu == attention_backward) forward(kOnGpu);
     // The gradients of the slopes weigh the rounding of out by distances, so both start from the same out.
     out.upload(out.host);
     lse.upload(lse.host);
-    backward(kOnHost);
-    backward(kOnGpu);
+    backward(kOnHost, attention_backward);
+    backward(kOnGpu, backward_on_gpu);
     expect_near(dq.fetch(), dq.host, dtype, "dq");
     expect_near(dk.fetch(), dk.host, dtype, "dk");
     expect_near(dv.fetch(), dv.host, dtype, "dv");
@@ -159,6 +170,11 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
 TEST_P(CudaBackwardTest, AgainstTheCpu) {
     const auto [head_dim, packed, kind] = GetParam();
     compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere);
+}
+
+TEST_P(CudaBackwardTest, KernelsForAllGpusAgainstTheCpu) {
+    const auto [head_dim, packed, kind] = GetParam();
+    compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run_sm80_backward);
 }
 
 // For a box of rows that lies outside an array altogether, the copy engine reads the address from which it

@@ -1,18 +1,24 @@
 // Computes dK and dV (sm_80 and newer). A CTA owns a tile of keys of one KV head and walks over the queries
 // of all heads of the group that see some of them. A warp's scores S^T = K Q^T and products V dO^T have its
 // keys as rows, so that weights and gradients of scores are operands of dV += P^T dO and dK += dS^T Q as they
-// lie in registers. Page: docs/kernels/attention_backward.md.
+// lie in registers. With kDqSums, gradients of scores also pass through shared memory, where all warps read
+// them for dQ += dS K. Page: docs/kernels/attention_backward.md.
 //
 // grid: x key tiles over the batch, y KV heads, z parts of the columns of dK and dV.
 #pragma once
 
 #include "common/query_range.h"
+#include "cuda/sm80_backward/query_sums.cuh"
 #include "cuda/sm80_backward/tile.cuh"
 #include "cuda/tile/kept_blocks.cuh"
 
+#include <type_traits>
+
 namespace octavo::cuda {
 
-template <class T, class Config, bool kDropout>
+struct NoScoreGradients {};
+
+template <class T, class Config, bool kDropout, bool kDqSums>
 struct KeyGradientsShared {
     alignas(16) T k[Config::kRows * Config::kRowStride];  // in the end each warp's dK and dV, in its own rows
     alignas(16) T v[Config::kRows * Config::kRowStride];
@@ -20,15 +26,17 @@ struct KeyGradientsShared {
     alignas(16) T dout[Config::kStages][Config::kKeys * Config::kRowStride];
     alignas(16) QueryStatistics statistics[Config::kStages][Config::kKeys];
     uint32_t kept[kDropout ? Config::kKeys * (Config::kRows / 32) : 1];
+    std::conditional_t<kDqSums, ScoreGradientTile<T, Config>, NoScoreGradients> ds;
 };
 
-template <class T, class Config, int kDimSplits, int kCtasPerSm, bool kDropout, bool kBlocks, bool kRanges>
+template <class T, class Config, int kDimSplits, int kCtasPerSm, bool kDropout, bool kBlocks, bool kRanges,
+          bool kDqSums>
 __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     key_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
                          const __grid_constant__ Sm80BackwardLaunch plan) {
     constexpr int kQueries = Config::kKeys, kDims = Config::kHeadDim / kDimSplits;
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    auto& shared = *reinterpret_cast<KeyGradientsShared<T, Config, kDropout>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<KeyGradientsShared<T, Config, kDropout, kDqSums>*>(shared_bytes);
 
     const SequenceTile tile =
         find_sequence_tile<Config::kRows>(p.cu_seqlens_k, p.batch, plan.key_tiles, blockIdx.x);
@@ -59,6 +67,8 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         return step;
     };
     const int32_t first_step = kept_from(0);
+    [[maybe_unused]] const int32_t first_sum_row =
+        kDqSums ? first_workspace_row<kQueries>(plan, p.cu_seqlens_q, tile.batch) : 0;
 
     auto load_step = [&](int32_t step, int32_t stage) {
         const int32_t head = kv_head * group_size + step / num_tiles;
@@ -96,7 +106,9 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             zero_columns<Config, Config::kRows>(shared.v, p.head_dim_v);
             zero_columns<Config, Config::kStages * kQueries>(shared.dout[0], p.head_dim_v);
         }
-        auto is_read = [&](int32_t row) { return row < seq.see.seqlen_k; };
+        // A key that no query of the sequence sees may be NaN, which would spoil dQ.
+        const KeyTiles seen(seq.see, seq.q_pos(0), seq.q_pos(seq.seqlen_q - 1), Config::kRows);
+        auto is_read = [&](int32_t row) { return row < seq.see.seqlen_k && (!kDqSums || seen.needed(row)); };
         load_tile<T, Config, Config::kRows>(
             shared.k,
             RowArray<T>{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
@@ -157,6 +169,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         const QueryStatistics* const statistics = shared.statistics[stage] + 2 * (threadIdx.x % 4);
         gradients.run(scores, products, first_key + warp_row, first_query, !is_whole,
                       [&](int, int i, int j) { return statistics[8 * i + j % 2]; });
+        if constexpr (kDqSums) shared.ds.put(products, warp_row);
         const uint32_t q_rows = rows_address<Config>(shared.q[stage] + first_dim);
         const uint32_t dout_rows = rows_address<Config>(shared.dout[stage] + first_dim);
         using Columns = BackwardConfig<kDims, Config::kWarps, Config::kRowTiles, kQueries, 1>;
@@ -168,6 +181,14 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             multiply_p_v<T, Columns>(dv, a, dout_rows + offset);
             pack_operand<T>(a, products, query / 8);
             multiply_p_v<T, Columns>(dk, a, q_rows + offset);
+        }
+        if constexpr (kDqSums) {
+            __syncthreads();  // gradients of scores of all keys are written
+            using Part = QuerySums<Config, kDims>;
+            typename Part::Sums dq;
+            multiply_ds_k<T, Config, kDims>(dq, Part(warp), shared.ds, shared.k + first_dim);
+            const int64_t row = head * plan.num_rows + first_sum_row + first_query;
+            Part::add(Part::place(plan.dq_sums + row * Config::kHeadDim, warp, blockIdx.z), dq);
         }
         if (Config::kStages == 1 && next < num_steps) {
             __syncthreads();  // every warp is done with this tile

@@ -11,28 +11,36 @@
 
 namespace octavo::cuda {
 
-// With kBlocks or kRanges, dropout is a branch in the kernels.
-template <class T, int kRow, bool kDropout, bool kBlocks, bool kRanges>
+// The kernels of the keys, and those of the queries unless these add up sums of dQ. With kBlocks or kRanges,
+// dropout is a branch in the kernels.
+template <class T, int kRow, bool kDropout, bool kBlocks, bool kRanges, bool kDqSums = false>
 void launch_sm80_gradients(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan,
                            const Sm80BackwardLaunch& arguments, cudaStream_t stream) {
     constexpr Sm80BackwardTiles kTiles = kSm80BackwardTiles[kRow];
+    constexpr Sm80BackwardSide kKeys = kTiles.keys, kQueries = kTiles.queries;
+    using KeyConfig =
+        BackwardConfig<kTiles.head_dim, kKeys.warps, kKeys.row_tiles, kKeys.columns, kKeys.stages>;
     if (plan.num_key_tiles > 0) {
-        constexpr Sm80BackwardSide kSide = kTiles.keys;
-        using Config =
-            BackwardConfig<kTiles.head_dim, kSide.warps, kSide.row_tiles, kSide.columns, kSide.stages>;
         const dim3 grid(plan.num_key_tiles, p.num_kv_heads, kTiles.dim_splits);
-        launch<
-            key_gradients_kernel<T, Config, kTiles.dim_splits, kSide.ctas_per_sm, kDropout, kBlocks, kRanges>,
-            sizeof(KeyGradientsShared<T, Config, kDropout>)>(p.op, p.device.index, stream,
-                                                             {grid, Config::kThreads}, p, arguments);
+        launch<key_gradients_kernel<T, KeyConfig, kTiles.dim_splits, kKeys.ctas_per_sm, kDropout, kBlocks,
+                                    kRanges, kDqSums>,
+               sizeof(KeyGradientsShared<T, KeyConfig, kDropout, kDqSums>)>(
+            p.op, p.device.index, stream, {grid, KeyConfig::kThreads}, p, arguments);
     }
     if (plan.num_query_tiles == 0) return;
-    constexpr Sm80BackwardSide kSide = kTiles.queries;
-    using Config = BackwardConfig<kTiles.head_dim, kSide.warps, kSide.row_tiles, kSide.columns, kSide.stages>;
-    const dim3 grid(plan.num_query_tiles, p.num_q_heads);
-    launch<query_gradients_kernel<T, Config, kSide.ctas_per_sm, kDropout, kBlocks, kRanges>,
-           sizeof(QueryGradientsShared<T, Config, kDropout>)>(p.op, p.device.index, stream,
-                                                              {grid, Config::kThreads}, p, arguments);
+    if constexpr (kDqSums) {
+        const dim3 grid(static_cast<unsigned>(plan.num_rows / KeyConfig::kKeys), p.num_q_heads,
+                        kTiles.dim_splits);
+        launch<convert_query_sums_kernel<T, KeyConfig, kTiles.dim_splits>>(
+            p.op, p.device.index, stream, {grid, KeyConfig::kThreads, true}, p, arguments);
+    } else {
+        using Config = BackwardConfig<kTiles.head_dim, kQueries.warps, kQueries.row_tiles, kQueries.columns,
+                                      kQueries.stages>;
+        const dim3 grid(plan.num_query_tiles, p.num_q_heads);
+        launch<query_gradients_kernel<T, Config, kQueries.ctas_per_sm, kDropout, kBlocks, kRanges>,
+               sizeof(QueryGradientsShared<T, Config, kDropout>)>(p.op, p.device.index, stream,
+                                                                  {grid, Config::kThreads}, p, arguments);
+    }
 }
 
 template <class T, int kRow>
@@ -50,9 +58,11 @@ void launch_sm80_backward(const AttentionBackwardParams& p, const Sm80BackwardPl
     } else if (plan.has_ranges) {
         launch_sm80_gradients<T, kRow, true, false, true>(p, plan, arguments, stream);
     } else if (plan.has_dropout) {
-        launch_sm80_gradients<T, kRow, true, false, false>(p, plan, arguments, stream);
+        (plan.sums_dq ? launch_sm80_gradients<T, kRow, true, false, false, true>
+                      : launch_sm80_gradients<T, kRow, true, false, false>)(p, plan, arguments, stream);
     } else {
-        launch_sm80_gradients<T, kRow, false, false, false>(p, plan, arguments, stream);
+        (plan.sums_dq ? launch_sm80_gradients<T, kRow, false, false, false, true>
+                      : launch_sm80_gradients<T, kRow, false, false, false>)(p, plan, arguments, stream);
     }
     if (!p.dalibi_slopes) return;
     launch_slope_gradients<false, kSm80BackwardTiles[kRow].queries.rows(), 1>(p, arguments.slopes, stream);

@@ -16,9 +16,14 @@ struct QueryStatistics {
 };
 
 struct Sm80BackwardLaunch {
-    QueryStatistics* statistics;     // [num_q_heads, total_q]
-    SlopeParts slopes;               // one for each tile of queries
-    SinkTerms sinks;                 // the terms of all total_q queries
+    QueryStatistics* statistics;  // [num_q_heads, total_q]
+    SlopeParts slopes;            // one for each tile of queries
+    SinkTerms sinks;              // the terms of all total_q queries
+    // Sums of dQ, [num_q_heads, num_rows / queries of a tile], as query_sums.cuh has them; null where
+    // query_gradients_kernel computes dQ. Dense arrays have sequence_rows rows for each sequence.
+    float* dq_sums;
+    int64_t num_rows;
+    int32_t sequence_rows;
     int32_t query_tiles, key_tiles;  // tiles of the longest sequence
     // Whether every row starts at a multiple of 16 bytes, so that it can move in pieces of 16 bytes.
     bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;

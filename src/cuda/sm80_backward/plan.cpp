@@ -15,8 +15,9 @@ static_assert(std::rbegin(kSm80BackwardTiles)->head_dim == kMaxCudaGradientHeadD
               "every head dim needs a row");
 
 int64_t shared_bytes(const Sm80BackwardTiles& tiles) {
-    return static_cast<int64_t>(std::max(sm80_backward_shared_bytes(tiles.head_dim, tiles.keys),
-                                         sm80_backward_shared_bytes(tiles.head_dim, tiles.queries)));
+    return static_cast<int64_t>(
+        std::max(sm80_backward_shared_bytes(tiles.head_dim, tiles.keys) + sm80_backward_ds_bytes(tiles.keys),
+                 sm80_backward_shared_bytes(tiles.head_dim, tiles.queries)));
 }
 
 // Among the rows for the smallest head dim that holds those of keys and of values, returns the last one for
@@ -69,6 +70,13 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     const int32_t key_rows = plan.tiles().keys.rows(), query_rows = plan.tiles().queries.rows();
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, key_rows));
     plan.query_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, query_rows));
+    plan.sums_dq = !p.deterministic && !p.dalibi_slopes && !plan.has_blocks && !plan.has_ranges;
+    const int32_t queries = plan.tiles().keys.columns;
+    const int64_t sequence_rows = ceil_divide(p.seqlen_q, queries) * queries;
+    plan.num_rows = p.cu_seqlens_q ? ceil_divide(p.total_q + int64_t{p.batch} * queries, queries) * queries
+                                   : p.batch * sequence_rows;
+    if (plan.num_rows > INT32_MAX) plan.sums_dq = false;  // they are counted in 32 bits
+    plan.sequence_rows = p.cu_seqlens_q || !plan.sums_dq ? 0 : static_cast<int32_t>(sequence_rows);
     plan.num_key_tiles = bound_tiles(p, "keys", plan.key_tiles, p.total_k, key_rows);
     plan.num_query_tiles = bound_tiles(p, "queries", plan.query_tiles, p.total_q, query_rows);
     plan.q_aligned = aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype);
@@ -96,8 +104,10 @@ Explanation describe(const Sm80BackwardPlan& plan) {
         text_of("query_statistics_kernel; key_gradients_kernel over ", counted(plan.num_key_tiles, "tile"),
                 " of ", tiles.keys.rows(), " keys x ", counted(plan.num_kv_heads, "KV head"),
                 tiles.dim_splits > 1 ? text_of(" x ", tiles.dim_splits, " parts of the columns") : "",
-                "; query_gradients_kernel over ", counted(plan.num_query_tiles, "tile"), " of ",
-                tiles.queries.rows(), " queries x ", counted(plan.num_q_heads, "query head"));
+                plan.sums_dq
+                    ? "; convert_query_sums_kernel"
+                    : text_of("; query_gradients_kernel over ", counted(plan.num_query_tiles, "tile"), " of ",
+                              tiles.queries.rows(), " queries x ", counted(plan.num_q_heads, "query head")));
     if (plan.has_blocks)
         text.summary += "; in the instances for a block_mask";
     else if (plan.has_ranges)
@@ -130,6 +140,8 @@ Explanation describe(const Sm80BackwardPlan& plan) {
         {"dv_aligned", plan.dv_aligned},
         {"workspace_bytes", plan.workspace_bytes()},
     };
+    text.plan.emplace_back("sums_dq", plan.sums_dq);
+    if (plan.sums_dq) text.plan.emplace_back("num_rows", plan.num_rows);
     return text;
 }
 

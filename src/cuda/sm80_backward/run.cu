@@ -1,4 +1,5 @@
 #include "cuda/attention_backward/run.h"
+#include "cuda/runtime.h"
 #include "cuda/sm80_backward/parameters.h"
 #include "cuda/types.h"
 #include "cuda/workspace.h"
@@ -32,15 +33,19 @@ constexpr auto kLaunchBfloat16 = launches<bfloat16>(Rows{});
 void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStream_t stream) {
     const Workspace workspace(p.device.index, plan.workspace_bytes(), stream);
     Sm80BackwardLaunch arguments{};
-    arguments.statistics = reinterpret_cast<QueryStatistics*>(workspace.bytes());
-    if (plan.slope_bytes > 0)
-        arguments.slopes = {reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes),
-                            plan.query_tiles};
-    if (p.dsinks) {
-        arguments.sinks = {
-            reinterpret_cast<float*>(workspace.bytes() + plan.statistics_bytes + plan.slope_bytes),
-            p.total_q};
+    char* next = workspace.bytes();
+    auto take = [&](int64_t bytes) { return reinterpret_cast<float*>(std::exchange(next, next + bytes)); };
+    arguments.statistics = reinterpret_cast<QueryStatistics*>(take(plan.statistics_bytes));
+    float* const dq_sums = take(plan.dq_bytes());
+    if (plan.sums_dq) {
+        arguments.dq_sums = dq_sums;
+        arguments.num_rows = plan.num_rows;
+        arguments.sequence_rows = plan.sequence_rows;
+        check(cudaMemsetAsync(dq_sums, 0, plan.dq_bytes(), stream), p.op);
     }
+    float* const slope_parts = take(plan.slope_bytes);
+    if (plan.slope_bytes > 0) arguments.slopes = {slope_parts, plan.query_tiles};
+    if (p.dsinks) arguments.sinks = {take(plan.sink_bytes), p.total_q};
     arguments.query_tiles = plan.query_tiles;
     arguments.key_tiles = plan.key_tiles;
     arguments.q_aligned = plan.q_aligned;

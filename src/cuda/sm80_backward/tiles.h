@@ -38,7 +38,11 @@ constexpr Sm80BackwardTiles kSm80BackwardTiles[] = {
 constexpr int sm80_backward_row_stride(int head_dim) { return head_dim + 8; }
 
 // The shared memory of a CTA of one of the kernels: two tiles of its rows, two tiles of its columns in each
-// stage, the statistics of queries, and which weights dropout keeps.
+// stage, the statistics of queries, and which weights dropout keeps. Where the keys' side adds to sums of dQ,
+// a tile of gradients of scores comes on top (ScoreGradientTile).
+constexpr size_t sm80_backward_ds_bytes(const Sm80BackwardSide& side) {
+    return 2 * side.rows() * (side.columns + 8);
+}
 constexpr size_t sm80_backward_shared_bytes(int head_dim, const Sm80BackwardSide& side) {
     const int elements = 2 * (side.rows() + side.stages * side.columns) * sm80_backward_row_stride(head_dim);
     return 2 * elements + 8 * side.stages * (side.rows() > side.columns ? side.rows() : side.columns) +

@@ -3,6 +3,7 @@
 
 #include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
+#include "cuda/attention_backward/workspace_rows.h"
 #include "cuda/sm90_backward/tile_order.h"
 #include "params/attention_backward_params.h"
 
@@ -33,14 +34,5 @@ struct Sm90BackwardLaunch {
     SlopeParts slopes;  // one part for each tile of keys and warp of consumers
     SinkTerms sinks;    // terms of num_rows rows
 };
-
-// The row in workspace of a sequence's first query. Packed sequences need no prefix sum, since there is a
-// tile to spare for each sequence before.
-template <int kQueries>
-OCTAVO_HD int32_t first_workspace_row(const Sm90BackwardLaunch& plan, const IndexArray& cu_seqlens_q,
-                                      int32_t batch) {
-    if (!cu_seqlens_q) return batch * plan.sequence_rows;
-    return (cu_seqlens_q[batch] + batch * kQueries) / kQueries * kQueries;
-}
 
 }  // namespace octavo::cuda

@@ -35,26 +35,6 @@ __device__ __forceinline__ float sum_of_terms(const BfloatTerms& row) {
     return term(0) + (term(1) + term(2));
 }
 
-// The query that a row of workspace belongs to; batch is -1 where there is none.
-struct WorkspaceRow {
-    int32_t batch, query;
-};
-template <int kQueries>
-__device__ __forceinline__ WorkspaceRow find_workspace_row(const AttentionBackwardParams& p,
-                                                           const Sm90BackwardLaunch& plan, int32_t row) {
-    if (!p.cu_seqlens_q) {
-        const int32_t batch = row / plan.sequence_rows, query = row - batch * plan.sequence_rows;
-        return {query < p.seqlen_q ? batch : -1, query};
-    }
-    int32_t low = 0, high = p.batch;  // the last sequence that begins at or before the row
-    while (high - low > 1) {
-        const int32_t middle = (low + high) / 2;
-        (first_workspace_row<kQueries>(plan, p.cu_seqlens_q, middle) <= row ? low : high) = middle;
-    }
-    const int32_t query = row - first_workspace_row<kQueries>(plan, p.cu_seqlens_q, low);
-    return {query < p.cu_seqlens_q[low + 1] - p.cu_seqlens_q[low] ? low : -1, query};
-}
-
 // The lanes of one row of workspace, eight elements each, and the rows that a warp works on at once.
 template <class Config>
 constexpr int kPreparedLanes = Config::kHeadDim > 128 ? 32 : Config::kHeadDim / 8;
