@@ -5,7 +5,7 @@ from __future__ import annotations
 from _picture import Picture
 from _schedule import Lanes, block, heading, legend, lines, paragraph
 
-END = 18.0
+END = 14.0
 
 
 def cached_vector(picture: Picture, y: float) -> None:
@@ -52,7 +52,10 @@ def every_gpu(picture: Picture, y: float) -> None:
 
 def hopper(picture: Picture, y: float) -> None:
     heading(
-        picture, 20, y, "sm90_latent_attention_kernel: 64 rows a CTA, one loading warp and two warpgroups"
+        picture,
+        20,
+        y,
+        "sm90_latent_attention_kernel: 64 rows a CTA, a loading warpgroup and two that multiply",
     )
     paragraph(
         picture,
@@ -61,17 +64,17 @@ def hopper(picture: Picture, y: float) -> None:
         "Tiles of 64 keys come in pairs. A warpgroup makes the scores of one tile of a pair, and sums up its "
         "half of the columns of the values for both tiles. Lengths are not to scale.",
     )
-    lanes = Lanes(picture, 176, 37)
+    lanes = Lanes(picture, 176, 47)
     lanes.lane(
         y + 58,
-        "copies: next even tile",
-        [(6, 8, "K2, half 0", "copy"), (12, 14, "half 1, rotary", "copy")],
+        "loads: next even tile",
+        [(6, 7.5, "K2, half 0", "copy"), (7.5, 9.5, "half 1, rotary", "copy")],
         END,
     )
     lanes.lane(
         y + 86,
         "next odd tile",
-        [(12, 14, "K3, half 1", "copy"), (14, 16, "half 0, rotary", "copy")],
+        [(9.5, 11, "K3, half 1", "copy"), (11, 13, "half 0, rotary", "copy")],
         END,
     )
     lanes.lane(
@@ -80,25 +83,25 @@ def hopper(picture: Picture, y: float) -> None:
         [
             (0, 2, "S0 = Q K0", "product"),
             (4, 6, "O0 += P0 V0", "product"),
-            (8, 10, "O0 += P1 V1", "product"),
-            (14, 16, "S2 = Q K2", "product"),
+            (7.5, 9.5, "O0 += P1 V1", "product"),
+            (9.5, 11.5, "S2 = Q K2", "product"),
         ],
         END,
     )
-    lanes.lane(y + 158, "weights", [(2, 4, "P0", "softmax"), (6, 8, "P0, rescaled", "softmax")], END)
+    lanes.lane(y + 158, "weights", [(2, 4, "P0", "softmax"), (11.5, 13.5, "P2", "softmax")], END)
     lanes.lane(
         y + 202,
         "warpgroup 1: products",
         [
-            (1, 3, "S1 = Q K1", "product"),
-            (6, 8, "O1 += P1 V1", "product"),
-            (10, 12, "O1 += P0 V0", "product"),
-            (16, 18, "S3 = Q K3", "product"),
+            (2, 4, "S1 = Q K1", "product"),
+            (4, 6.5, "O1 += P0 V0", "product"),
+            (7.5, 9.5, "O1 += P1 V1", "product"),
+            (11.5, 13.5, "S3 = Q K3", "product"),
         ],
         END,
     )
-    lanes.lane(y + 230, "weights", [(3, 6, "P1", "softmax")], END)
-    for time, words in ((3, "max"), (6, "P1"), (8, "P0")):
+    lanes.lane(y + 230, "weights", [(5, 7.5, "P1", "softmax")], END)
+    for time, words in ((4, "P0, max"), (7.5, "P1, max")):
         lanes.mark(time, y + 182, y + 202)
         picture.text(lanes.x_of(time) + 4, y + 196, words, 11, anchor="start")
     lanes.axis(y + 268, END)
@@ -107,9 +110,9 @@ def hopper(picture: Picture, y: float) -> None:
         20,
         y + 298,
         "max: the highest score of each row so far goes from tile to tile; whoever raises it hands on the "
-        "factor by which earlier sums and weights shrink. P0, P1: a warpgroup lays its weights where the "
-        "rotary part of its tile was, and the other multiplies them with its own half of that tile. A half "
-        "of a tile is loaded again, in the order of need, when its last reader has said that it may be.",
+        "factor by which earlier sums shrink. P0, P1: a warpgroup lays its weights where the rotary part of "
+        "its tile was, and the other multiplies them with its own half of that tile. A half of a tile is "
+        "loaded again, in the order of need, when its last reader has said that it may be.",
     )
 
 

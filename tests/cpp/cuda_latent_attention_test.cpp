@@ -51,8 +51,15 @@ TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
         codes[i] = static_cast<uint8_t>((random.engine()() & 0x80) | random.engine()() % 0x48);
         if (!is_used[i / row]) keys[i] = to_bits(NAN, dtype), codes[i] = 0x7f;
     }
-    Mirror<uint16_t> q(random.normal(total_q * heads * row, dtype)), kv(keys),
-        out(nans(total_q * heads * kVDim, dtype));
+    std::vector<uint16_t> queries = random.normal(total_q * heads * row, dtype);
+    if (random.one_in(2)) {  // queries of different magnitudes
+        for (int64_t r = 0; r < total_q * heads; ++r) {
+            const float factor = random.pick({0x1p-20f, 0.25f, 1.0f, 16.0f});
+            for (int64_t i = r * row; i < (r + 1) * row; ++i)
+                queries[i] = to_bits(factor * from_bits(queries[i], dtype), dtype);
+        }
+    }
+    Mirror<uint16_t> q(queries), kv(keys), out(nans(total_q * heads * kVDim, dtype));
     Mirror<uint8_t> fp8(codes);
     Mirror<float> lse(std::vector<float>(total_q * heads, NAN));
     Mirror<int32_t> page_table(table), seq_lens(lengths), cu_seqlens(offsets);
@@ -74,7 +81,8 @@ TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
         latent_attention(args);
     };
     run(kOnHost);
-    for (const std::optional<int64_t> splits : std::vector<std::optional<int64_t>>{std::nullopt, 1, 3, 40}) {
+    for (const std::optional<int64_t> splits :
+         std::vector<std::optional<int64_t>>{std::nullopt, 1, 2, 3, 40}) {
         args.num_splits = splits;
         out.upload(nans(out.host.size(), dtype));
         lse.upload(std::vector<float>(lse.host.size(), NAN));

@@ -30,6 +30,25 @@ TEST(LatentPlan, FillsTheGpu) {
     EXPECT_EQ(ctas(latent(32, 16, 4096), "h200"), "32 x 4");
     EXPECT_EQ(ctas(latent(128, 16, 4096), "h200"), "128 x 1");
     EXPECT_EQ(ctas(latent(1, 16, 64), "h200"), "1 x 1");
+    EXPECT_EQ(ctas(latent(1, 16, 4096), "h200"), "1 x 32");
+    EXPECT_EQ(ctas(latent(32, 128, 4096), "h200"), "64 x 2");
+}
+
+TEST(LatentPlan, TwoSplitsAreCombinedWithinAClusterOnHopper) {
+    LatentAttentionArgs args = latent(32, 128, 4096);
+    const auto cluster = [&](const char* gpu) { return field(explain(args, gpu), "cluster"); };
+    const auto workspace = [&](const char* gpu) { return field(explain(args, gpu), "workspace_bytes"); };
+    EXPECT_EQ(cluster("h200"), "2");
+    EXPECT_EQ(workspace("h200"), "0");
+    EXPECT_EQ(field(explain(args, "h200"), "num_ctas"), "128");
+    EXPECT_EQ(explain(args, "h200").summary.find("combine"), std::string::npos);
+    for (int64_t splits : {1, 3, 4}) {
+        args.num_splits = splits;
+        EXPECT_EQ(cluster("h200"), "1") << splits;
+    }
+    args.num_splits = 2;
+    EXPECT_EQ(cluster("a100"), "1");
+    EXPECT_NE(workspace("a100"), "0");
 }
 
 TEST(LatentPlan, SplitsStayWithinKeys) {
@@ -49,12 +68,14 @@ TEST(LatentPlan, TilesFitInSharedMemory) {
             EXPECT_LE(std::stoll(field(text, "shared_bytes")), room) << name;
         }
     }
-    EXPECT_EQ(field(explain(latent(8, 16, 4096), "h100"), "stages"), "3");
+    LatentAttentionArgs args = latent(8, 16, 4096);
+    args.softmax_scale = 0.0;  // which Hopper's own kernel does not serve
+    EXPECT_EQ(field(explain(args, "h100"), "stages"), "3");
     EXPECT_EQ(field(explain(latent(8, 16, 4096), "a100"), "stages"), "2");
     EXPECT_EQ(field(explain(latent(8, 16, 4096), "l40s"), "keys"), "32");
 }
 
-TEST(LatentPlan, ManyRowsRunOnHoppersOwnKernel) {
+TEST(LatentPlan, HopperHasItsOwnKernel) {
     const auto kernel = [](const LatentAttentionArgs& args, const char* gpu) {
         return explain(args, gpu).kernel.substr(0, explain(args, gpu).kernel.find('<'));
     };
@@ -63,8 +84,10 @@ TEST(LatentPlan, ManyRowsRunOnHoppersOwnKernel) {
     EXPECT_EQ(field(explain(args, "h200"), "stages"), "2");
     EXPECT_EQ(kernel(latent(1, 128, 64), "h200"), "sm90_latent_attention") << "one page";
     EXPECT_EQ(kernel(args, "a100"), "latent_attention");
-    EXPECT_EQ(kernel(latent(8, 16, 4096), "h200"), "latent_attention");
-    EXPECT_EQ(kernel(latent(8, 128, 4096, true), "h200"), "latent_attention") << "fp8";
+    EXPECT_EQ(kernel(latent(8, 16, 4096), "h200"), "sm90_latent_attention");
+    EXPECT_EQ(kernel(latent(8, 1, 4096), "h200"), "sm90_latent_attention");
+    EXPECT_EQ(kernel(latent(8, 128, 4096, true), "h200"), "sm90_latent_attention") << "fp8";
+    EXPECT_EQ(kernel(latent(8, 16, 4096, true), "h200"), "sm90_latent_attention") << "fp8";
     for (double scale : {0.0, -0.1}) {
         args.softmax_scale = scale;
         EXPECT_EQ(kernel(args, "h200"), "latent_attention") << "it scales scores that are masked";

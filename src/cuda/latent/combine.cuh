@@ -35,19 +35,19 @@ __global__ void __launch_bounds__(kCombineLatentThreads)
     const int lane = threadIdx.x % 32;
     if (threadIdx.x < 32) {
         float max = -INFINITY;
-        for (int split = lane; split < launch.num_splits; split += 32) {
+        for (int split = lane; split < launch.num_partials; split += 32) {
             weights[split] = launch.partial_lse[split * total_rows + row] * kLog2e;
             max = fmaxf(max, weights[split]);
         }
         max = warp_max(max);
         float sum = 0.0f;
-        for (int split = lane; split < launch.num_splits; split += 32) {
+        for (int split = lane; split < launch.num_partials; split += 32) {
             weights[split] = max == -INFINITY ? 0.0f : exp2f(weights[split] - max);
             sum += weights[split];
         }
         const SoftmaxState state{max, warp_sum(sum)};
         const float scale = state.inverse_sum() * p.out_scale;
-        for (int split = lane; split < launch.num_splits; split += 32) weights[split] *= scale;
+        for (int split = lane; split < launch.num_partials; split += 32) weights[split] *= scale;
         if (lane == 0 && p.lse) p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = state.lse();
     }
     __syncthreads();
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kCombineLatentThreads)
     const int group = threadIdx.x / (kLatentVDim / 4), piece = threadIdx.x % (kLatentVDim / 4);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
-    for (int split = group; split < launch.num_splits; split += kCombineLatentGroups) {
+    for (int split = group; split < launch.num_partials; split += kCombineLatentGroups) {
         const float weight = weights[split];
         const float4 part = reinterpret_cast<const float4*>(launch.partial_out +
                                                             (split * total_rows + row) * kLatentVDim)[piece];

@@ -10,11 +10,13 @@ namespace octavo::cuda {
 struct LatentLaunch {
     FastDivide tiles_per_sequence, num_q_heads, page_size;
     int32_t num_splits;
+    int32_t cluster;             // CTAs that share the keys of a row tile, and combine their results
+    int32_t num_partials;        // num_splits / cluster
     bool q_aligned, kv_aligned;  // whether rows move 16 bytes at a time
-    // Partial results, if there is more than one split: normalised results of every row of [total_q,
+    // Partial results, if there is more than one of each row: normalised results of every row of [total_q,
     // num_q_heads], and their log-sum-exps. Rows of padding are not written.
-    float* partial_out;  // [num_splits, total_rows, kLatentVDim]
-    float* partial_lse;  // [num_splits, total_rows]
+    float* partial_out;  // [num_partials, total_rows, kLatentVDim]
+    float* partial_lse;  // [num_partials, total_rows]
 };
 
 }  // namespace octavo::cuda

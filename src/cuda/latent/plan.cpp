@@ -10,15 +10,20 @@
 namespace octavo::cuda {
 namespace {
 
+// How many CTAs combine the results of their splits before they write them: two of sm90_latent, if there are
+// no more. Halving the partial results of more splits saves less time than a cluster takes.
+int32_t cluster_of(bool is_sm90, int64_t num_splits) { return is_sm90 && num_splits == 2 ? 2 : 1; }
+
 // Returns the number of splits with the least time. An SM holds one CTA, so that CTAs run in waves. A CTA
 // takes the time of its tiles of keys and of about two more. Combining takes the time of one tile, and of
-// another one for every 32 splits.
-int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_sms) {
+// another one for every 32 partial results; within a cluster that of half a tile.
+int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_sms, bool is_sm90) {
     constexpr int64_t kBegin = 2 * 32, kMaxSplits = 128;
     int64_t best = 1, least = 0;
     for (int64_t splits = 1; splits <= std::min(kMaxSplits, std::max<int64_t>(key_tiles, 1)); ++splits) {
         const int64_t waves = ceil_divide(num_row_tiles * splits, num_sms);
-        const int64_t combine = splits > 1 ? 32 + splits : 0;
+        const int64_t cluster = cluster_of(is_sm90, splits), partials = splits / cluster;
+        const int64_t combine = (partials > 1 ? 32 + partials : 0) + (cluster > 1 ? 16 : 0);
         const int64_t time = waves * (ceil_divide(key_tiles, splits) * 32 + kBegin) + combine;
         if (splits > 1 && time >= least) continue;
         best = splits;
@@ -27,19 +32,20 @@ int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_
     return static_cast<int32_t>(best);
 }
 
-// Whether sm90_latent serves the call. For up to 16 rows per sequence the other kernel wastes fewer products.
-// sm90_latent scales scores after it has masked them and found their maximum, so the scale has to be
-// positive.
+// Whether the copy engine can copy tiles of the pages.
+bool are_boxes(const LatentAttentionParams& p) {
+    constexpr int64_t kMostStride = int64_t{1} << 39;  // it takes no larger stride, in elements
+    return (p.page_size % kSm90LatentKeys == 0 ||
+            (p.page_size % 8 == 0 && kSm90LatentKeys % p.page_size == 0)) &&
+           p.num_pages > 0 && p.kv_slot_stride > 0 && (p.num_pages == 1 || p.kv_page_stride > 0) &&
+           p.kv_slot_stride < kMostStride && p.kv_page_stride < kMostStride;
+}
+
+// Whether sm90_latent serves the call. It scales scores after it has masked them and found their maximum, so
+// the scale has to be positive. Codes of fp8 are loaded by threads, not by the copy engine.
 bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
-    const bool are_boxes =
-        p.page_size % kSm90LatentKeys == 0 || (p.page_size % 8 == 0 && kSm90LatentKeys % p.page_size == 0);
-    constexpr int64_t kMostStride = int64_t{1} << 39;  // the copy engine takes no larger stride, in elements
-    return gpu.has_sm90_kernels && !plan.is_fp8() && are_boxes && plan.q_aligned && plan.kv_aligned &&
-           p.softmax_scale > 0.0f && p.num_pages > 0 && p.kv_slot_stride > 0 &&
-           (p.num_pages == 1 || p.kv_page_stride > 0) && p.kv_slot_stride < kMostStride &&
-           p.kv_page_stride < kMostStride &&
-           aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype) &&
-           int64_t{p.seqlen_q} * p.num_q_heads > kLatentRows;
+    return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned && (plan.is_fp8() || are_boxes(p)) &&
+           p.softmax_scale > 0.0f && aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
 std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
@@ -47,7 +53,9 @@ std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
                    tiles.keys, " keys, ", tiles.stages, " stages>");
 }
 
-std::string sm90_name_of(DType dtype) { return text_of("sm90_latent_attention<", to_string(dtype), ">"); }
+std::string sm90_name_of(DType dtype, bool is_fp8) {
+    return text_of("sm90_latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ">");
+}
 
 }  // namespace
 
@@ -66,25 +74,28 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
     plan.total_rows = p.total_q * p.num_q_heads;
     plan.tiles_per_sequence =
         static_cast<int32_t>(ceil_divide(int64_t{p.seqlen_q} * p.num_q_heads, plan.rows()));
+    plan.num_splits = p.num_splits > 0
+                          ? p.num_splits
+                          : choose_num_splits(plan.num_row_tiles(), ceil_divide(p.seqlen_k, plan.keys()),
+                                              gpu.num_sms, plan.is_sm90);
+    plan.cluster = cluster_of(plan.is_sm90, plan.num_splits);
     constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
-    if (std::max(plan.num_row_tiles(), plan.total_rows) > kMaxGridX) {
+    if (std::max(plan.grid().x, plan.total_rows) > kMaxGridX) {
         fail<ValueError>("latent_attention", "the batch has ", plan.total_rows, " rows in ",
                          plan.num_row_tiles(), " tiles; one launch takes at most ", kMaxGridX, " of either");
     }
-    plan.num_splits = p.num_splits > 0 ? p.num_splits
-                                       : choose_num_splits(plan.num_row_tiles(),
-                                                           ceil_divide(p.seqlen_k, plan.keys()), gpu.num_sms);
     return plan;
 }
 
 Explanation describe(const LatentPlan& plan) {
     Explanation text;
     text.file = plan.is_sm90 ? "src/cuda/sm90_latent/kernel.cuh" : "src/cuda/latent/kernel.cuh";
-    text.kernel = plan.is_sm90 ? sm90_name_of(plan.dtype) : name_of(plan.dtype, plan.is_fp8(), plan.tiles());
+    text.kernel = plan.is_sm90 ? sm90_name_of(plan.dtype, plan.is_fp8())
+                               : name_of(plan.dtype, plan.is_fp8(), plan.tiles());
     text.summary = text_of(counted(plan.num_row_tiles(), "tile"), " of ", plan.rows(), " rows x ",
                            counted(plan.num_splits, "split"), ": ", counted(plan.grid().size(), "CTA"),
                            " of ", plan.threads(), " threads");
-    if (plan.num_splits > 1) text.summary += "; then combine_latent_kernel";
+    if (plan.num_partials() > 1) text.summary += "; then combine_latent_kernel";
     text.plan = {
         {"dtype", to_string(plan.dtype)},
         {"kv_dtype", to_string(plan.kv_dtype)},
@@ -95,6 +106,7 @@ Explanation describe(const LatentPlan& plan) {
         {"num_q_heads", int64_t{plan.num_q_heads}},
         {"num_row_tiles", plan.num_row_tiles()},
         {"num_splits", int64_t{plan.num_splits}},
+        {"cluster", int64_t{plan.cluster}},
         {"q_aligned", plan.q_aligned},
         {"kv_aligned", plan.kv_aligned},
         {"num_ctas", plan.grid().size()},
@@ -112,8 +124,8 @@ Explanation explain(const LatentAttentionParams& p, const Gpu& gpu) {
 std::vector<std::string> latent_attention_instances() {
     std::vector<std::string> names;
     for (DType dtype : kAttentionTypes) {
-        names.push_back(sm90_name_of(dtype));
         for (bool is_fp8 : {false, true}) {
+            names.push_back(sm90_name_of(dtype, is_fp8));
             for (const LatentTiles& tiles : kLatentTiles) {
                 names.push_back(name_of(dtype, is_fp8, tiles));
             }

@@ -41,10 +41,10 @@ constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64;
 constexpr int32_t kSm90LatentThreads = 384;
 constexpr int32_t kSm90LatentStages = 2;
-// Room for queries and tiles of keys, five numbers for each row, and eight barriers (Sm90LatentShared).
+// Room for queries and tiles of keys, nine numbers for each row, and eight barriers (Sm90LatentShared).
 constexpr int64_t kSm90LatentSharedBytes =
     int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentStages * kSm90LatentKeys) +
-    5 * 4 * kSm90LatentRows + 8 * 8;
+    9 * 4 * kSm90LatentRows + 8 * 8;
 
 struct LatentPlan {
     DType dtype, kv_dtype;
@@ -53,6 +53,7 @@ struct LatentPlan {
     int32_t num_sequences, num_q_heads;
     int32_t tiles_per_sequence;  // tiles of rows; a bound when the queries are packed
     int32_t num_splits;
+    int32_t cluster;  // CTAs that combine the results of their splits themselves
     int64_t total_rows;
     bool q_aligned, kv_aligned;  // whether all rows start at multiples of 16 bytes
 
@@ -64,8 +65,9 @@ struct LatentPlan {
     int64_t shared_bytes() const { return is_sm90 ? kSm90LatentSharedBytes : tiles().shared_bytes(is_fp8()); }
     int32_t threads() const { return is_sm90 ? kSm90LatentThreads : kLatentThreads; }
     int64_t num_row_tiles() const { return int64_t{num_sequences} * tiles_per_sequence; }
-    Grid grid() const { return {num_row_tiles(), num_splits}; }
-    int64_t num_partial_rows() const { return num_splits > 1 ? num_splits * total_rows : 0; }
+    int32_t num_partials() const { return num_splits / cluster; }  // of each row
+    Grid grid() const { return {num_row_tiles() * cluster, num_partials()}; }
+    int64_t num_partial_rows() const { return num_partials() > 1 ? num_partials() * total_rows : 0; }
     int64_t workspace_bytes() const { return num_partial_rows() * (kLatentVDim + 1) * 4; }
 };
 

@@ -16,8 +16,8 @@ namespace octavo::cuda {
 template <class T, bool kIsFp8, int kRow>
 void launch_latent(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&, cudaStream_t);
 
-// Compiled from sm90_latent/instance.cu.in.
-template <class T>
+// Compiled from sm90_latent/instance.cu.in. Over fp8 there is no tensor map.
+template <class T, bool kIsFp8>
 void launch_sm90_latent(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&,
                         const CUtensorMap&, cudaStream_t);
 
@@ -44,11 +44,14 @@ template <class T>
 void run(const LatentAttentionParams& p, const LatentPlan& plan, const LatentLaunch& arguments,
          cudaStream_t stream) {
     if constexpr (OCTAVO_HAS_SM90_KERNELS) {
-        if (plan.is_sm90) launch_sm90_latent<T>(p, plan, arguments, map_of_pages(p), stream);
+        if (plan.is_sm90 && plan.is_fp8())
+            launch_sm90_latent<T, true>(p, plan, arguments, {}, stream);
+        else if (plan.is_sm90)
+            launch_sm90_latent<T, false>(p, plan, arguments, map_of_pages(p), stream);
     }
     if (!plan.is_sm90)
         (plan.is_fp8() ? kLaunches<T, true> : kLaunches<T, false>)[plan.row](p, plan, arguments, stream);
-    if (plan.num_splits == 1) return;
+    if (plan.num_partials() == 1) return;
     const LaunchShape shape{dim3(static_cast<unsigned>(plan.total_rows)), kCombineLatentThreads, true};
     launch<combine_latent_kernel<T>>("latent_attention", p.device.index, stream, shape, p, arguments);
 }
@@ -67,6 +70,8 @@ void latent_attention(const LatentAttentionParams& p, void* stream) {
     arguments.num_q_heads = FastDivide::by(p.num_q_heads);
     arguments.page_size = FastDivide::by(p.page_size);
     arguments.num_splits = plan.num_splits;
+    arguments.cluster = plan.cluster;
+    arguments.num_partials = plan.num_partials();
     arguments.q_aligned = plan.q_aligned;
     arguments.kv_aligned = plan.kv_aligned;
     arguments.partial_out = workspace.floats();

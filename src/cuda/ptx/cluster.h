@@ -65,6 +65,19 @@ __device__ __forceinline__ void store_cluster_async(uint32_t address, int4 x, ui
 #endif
 }
 
+__device__ __forceinline__ void store_cluster_float2(uint32_t address, float2 x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+#endif
+}
+__device__ __forceinline__ void store_cluster_float4(uint32_t address, float4 x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y),
+                 "f"(x.z), "f"(x.w)
+                 : "memory");
+#endif
+}
+
 __device__ __forceinline__ float load_cluster_float(uint32_t address) {
     float x = 0.0f;
 #if __CUDA_ARCH__ >= 900

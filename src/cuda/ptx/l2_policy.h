@@ -21,4 +21,9 @@ __device__ __forceinline__ void cp_async_16_evict_first(uint32_t shared, const v
                  : "memory");
 }
 
+// Starts to load the line of an address into the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 }  // namespace octavo::cuda::ptx

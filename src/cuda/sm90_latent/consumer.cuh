@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/online_softmax.h"
+#include "cuda/ptx/cluster.h"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/stmatrix.h"
@@ -17,28 +18,29 @@
 namespace octavo::cuda {
 
 // One of the two consumer warpgroups.
-template <class T, int kWarpgroup>
+template <class T, bool kIsFp8, int kWarpgroup>
 class Sm90LatentConsumer {
   public:
     __device__ Sm90LatentConsumer(const LatentAttentionParams& p, const LatentLaunch& launch,
                                   Sm90LatentShared& shared, const Sm90LatentWork& work)
-        : p_(p), launch_(launch), shared_(shared), work_(work), scale_log2_(p.softmax_scale * kLog2e) {
+        : p_(p), launch_(launch), shared_(shared), work_(work) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) end_keys_[i] = work.end_key_of(p, launch, work.first_row + row(i));
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+            scale_log2_[i] = p.softmax_scale * kLog2e;
+            if constexpr (kIsFp8) scale_log2_[i] *= shared.query_unit[row(i)];
+        }
     }
 
     __device__ void run() {
-        for (int32_t pair = 0; 2 * pair < work_.num_tiles; ++pair) {
-            const bool has_odd = 2 * pair + 1 < work_.num_tiles;
-            if constexpr (kWarpgroup == 0)
-                even_tile(pair, has_odd);
-            else
-                odd_tile(pair, has_odd);
-        }
+        for (int32_t pair = 0; pair < work_.num_tiles / 2; ++pair) multiply_pair<true>(pair);
+        if (work_.num_tiles % 2 != 0) multiply_pair<false>(work_.num_tiles / 2);
         finish();
     }
 
   private:
+    using Number = Sm90LatentNumber<T, kIsFp8>;
     using Block = Sm90LatentShared::Block;
     static constexpr int kBlocks = Sm90LatentShared::kBlocks, kHalfBlocks = Sm90LatentShared::kHalfBlocks;
     static constexpr int kOther = 1 - kWarpgroup;
@@ -46,88 +48,74 @@ class Sm90LatentConsumer {
     // A thread has two rows of the accumulators (wgmma.h).
     __device__ static int row(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
 
-    __device__ void even_tile(int32_t pair, bool has_odd) {
+    template <bool kHasOdd>
+    __device__ void multiply_pair(int32_t pair) {
+        if constexpr (kWarpgroup == 0)
+            even_tile<kHasOdd>(pair);
+        else
+            odd_tile<kHasOdd>(pair);
+    }
+
+    template <bool kHasOdd>
+    __device__ void even_tile(int32_t pair) {
         multiply_keys(pair);
         zero_unseen(2 * pair);
         mask(2 * pair);
         float max[2], factor[2];
         highest(max);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            max[i] = fmaxf(max[i], max_[i]);
-            factor[i] = factor_of(max_[i], max[i]);
-            max_[i] = max[i];
-            if (threadIdx.x % 4 == 0) {
-                shared_.max[row(i)] = max[i];
-                shared_.factor[0][row(i)] = factor[i];
-            }
-        }
-        ptx::named_barrier_arrive(kMaxOfEven, 256);
-        scale(factor);
+        raise_max(max, factor);
+        scale_sums(factor);
         weigh();
+        hand_over_weights();
+        ptx::named_barrier_arrive(kWeightsOfEven, 256);
+        scale_out(factor);
         multiply_own_values();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_results(out_);
         release(0, 0);
-        ptx::named_barrier_sync(kWeightsOfOdd, 256);  // all warps have multiplied the keys, too
-        if (has_odd) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                max_[i] = shared_.max[row(i)];
-                factor[i] = shared_.factor[1][row(i)];
-            }
-            scale_weights(factor);
-            hand_over_weights();
-            ptx::named_barrier_arrive(kWeightsOfEven, 256);
-            scale(factor);
+        if constexpr (kHasOdd) {
+            ptx::named_barrier_sync(kWeightsOfOdd, 256);
+            take_max(factor);
+            scale_sums(factor);
+            scale_out(factor);
             multiply_others_values(pair);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_results(out_);
             release(1, 0);
-        } else {
-            hand_over_weights();
-            ptx::named_barrier_arrive(kWeightsOfEven, 256);
         }
     }
 
-    __device__ void odd_tile(int32_t pair, bool has_odd) {
+    template <bool kHasOdd>
+    __device__ void odd_tile(int32_t pair) {
         float max[2], factor[2];
-        if (has_odd) {
+        if constexpr (kHasOdd) {
             multiply_keys(pair);
             zero_unseen(2 * pair + 1);
             mask(2 * pair + 1);
             highest(max);
         }
-        ptx::named_barrier_sync(kMaxOfEven, 256);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            max_[i] = shared_.max[row(i)];
-            factor[i] = shared_.factor[0][row(i)];
-        }
-        if (has_odd) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                max[i] = fmaxf(max[i], max_[i]);
-                const float of_odd = factor_of(max_[i], max[i]);
-                max_[i] = max[i];
-                factor[i] *= of_odd;
-                if (threadIdx.x % 4 == 0) shared_.factor[1][row(i)] = of_odd;
-            }
-            __syncwarp();  // all lanes of a row have read its maximum
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (threadIdx.x % 4 == 0) shared_.max[row(i)] = max[i];
-            }
+        ptx::named_barrier_sync(kWeightsOfEven, 256);
+        take_max(factor);
+        scale_sums(factor);
+        scale_out(factor);
+        multiply_others_values(pair);
+        if constexpr (kHasOdd) {  // while the tensor cores multiply the values of the even tile
+            raise_max(max, factor);
             scale_sums(factor);
             weigh();
             hand_over_weights();
             ptx::named_barrier_arrive(kWeightsOfOdd, 256);
+        }
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_results(out_);
+        release(0, 1);
+        if constexpr (kHasOdd) {
             scale_out(factor);
             multiply_own_values();
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_results(out_);
             release(1, 1);
-        } else {
-            ptx::named_barrier_arrive(kWeightsOfOdd, 256);
-            scale(factor);
         }
-        ptx::named_barrier_sync(kWeightsOfEven, 256);
-        multiply_others_values(pair);
-        release(0, 1);
     }
 
     // Computes the scores of this warpgroup's tile. Its own half of the columns is multiplied first, since
@@ -140,15 +128,15 @@ class Sm90LatentConsumer {
                 const uint64_t a = ptx::wgmma_descriptor(ptx::shared_address(&shared_.q[block]) + 32 * k, 1);
                 const uint64_t b =
                     ptx::wgmma_descriptor(ptx::shared_address(&shared_.keys[kWarpgroup][block]) + 32 * k, 1);
-                ptx::Wgmma<T, 64>::ss(scores_, a, b, accumulate || k > 0);
+                ptx::Wgmma<Number, 64>::ss(scores_, a, b, accumulate || k > 0);
             }
         };
-        ptx::mbarrier_wait(&shared_.full[kWarpgroup][kWarpgroup], parity);
+        wait_for_keys(kWarpgroup, parity);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kHalfBlocks; ++i) multiply_block(kWarpgroup * kHalfBlocks + i, i > 0);
         ptx::wgmma_commit();
-        ptx::mbarrier_wait(&shared_.full[kWarpgroup][kOther], parity);
+        wait_for_keys(kOther, parity);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kHalfBlocks; ++i) multiply_block(kOther * kHalfBlocks + i, true);
@@ -158,8 +146,17 @@ class Sm90LatentConsumer {
         ptx::wgmma_results(scores_);
     }
 
+    // Waits for half of this warpgroup's tile. What threads have converted needs a fence before wgmma reads
+    // it, on the other warpgroup's behalf, too. The converter would have to wait there for all of its loads.
+    __device__ void wait_for_keys(int half, uint32_t parity) {
+        ptx::mbarrier_wait(&shared_.full[kWarpgroup][half], parity);
+        if constexpr (kIsFp8) ptx::fence_proxy_async();
+    }
+
     // Zeroes the values of keys behind the last one, which may hold any number: 0 x NaN would spoil the sums.
+    // The converter has written zeros there.
     __device__ void zero_unseen(int32_t i) {
+        if constexpr (kIsFp8) return;
         const int32_t keys = work_.keys_of(i);
         if (keys >= kSm90LatentKeys) return;
         constexpr int kChunks = 2 * kHalfBlocks * 8;  // pieces of 16 bytes in a row
@@ -192,7 +189,30 @@ class Sm90LatentConsumer {
                 if (j / 2 % 2 == i) max[i] = fmaxf(max[i], scores_[j]);
             }
             max[i] = fmaxf(max[i], __shfl_xor_sync(~0u, max[i], 1));
-            max[i] = fmaxf(max[i], __shfl_xor_sync(~0u, max[i], 2)) * scale_log2_;
+            max[i] = fmaxf(max[i], __shfl_xor_sync(~0u, max[i], 2)) * scale_log2(i);
+        }
+    }
+
+    __device__ float scale_log2(int i) const { return scale_log2_[kUnits == 1 ? 0 : i]; }
+
+    // Raises the maximum of each row to that of this warpgroup's tile, and tells the other warpgroup.
+    __device__ void raise_max(const float (&max)[2], float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float raised = fmaxf(max[i], max_[i]);
+            factor[i] = factor_of(max_[i], raised);
+            max_[i] = raised;
+            if (threadIdx.x % 4 != 0) continue;
+            shared_.max[kWarpgroup][row(i)] = raised;
+            shared_.factor[kWarpgroup][row(i)] = factor[i];
+        }
+    }
+    // Takes over what the other warpgroup has raised.
+    __device__ void take_max(float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            max_[i] = shared_.max[kOther][row(i)];
+            factor[i] = shared_.factor[kOther][row(i)];
         }
     }
 
@@ -206,20 +226,11 @@ class Sm90LatentConsumer {
         const float max[2] = {safe(max_[0]), safe(max_[1])};
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
-            scores_[j] = ptx::exp2_approx(fmaf(scores_[j], scale_log2_, -max[j / 2 % 2]));
+            scores_[j] = ptx::exp2_approx(fmaf(scores_[j], scale_log2(j / 2 % 2), -max[j / 2 % 2]));
             sums_[j / 2 % 2] += scores_[j];
         }
-        pack_weights();
-    }
-    __device__ void pack_weights() {
 #pragma unroll
-        for (int j = 0; j < 16; ++j) weights_[j] = pack<T>(scores_[2 * j], scores_[2 * j + 1]);
-    }
-    __device__ void scale_weights(const float (&factor)[2]) {
-        if (are_ones(factor)) return;
-#pragma unroll
-        for (int j = 0; j < 32; ++j) scores_[j] *= factor[j / 2 % 2];
-        pack_weights();
+        for (int j = 0; j < 16; ++j) weights_[j] = pack<Number>(scores_[2 * j], scores_[2 * j + 1]);
     }
 
     __device__ static bool are_ones(const float (&factor)[2]) {
@@ -234,19 +245,15 @@ class Sm90LatentConsumer {
 #pragma unroll
         for (int j = 0; j < 128; ++j) out_[j] *= factor[j / 2 % 2];
     }
-    __device__ void scale(const float (&factor)[2]) {
-        scale_sums(factor);
-        scale_out(factor);
-    }
 
-    // Puts this tile's weights in the place of its rotary part, for the other warpgroup.
+    // Puts this tile's weights into shared memory, for the other warpgroup.
     __device__ void hand_over_weights() {
         const int lane = threadIdx.x % 32, matrix = lane / 8;
         const int r = threadIdx.x % 128 / 32 * 16 + lane % 8 + 8 * (matrix % 2);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int chunk = (2 * k + matrix / 2) ^ (r % 8);
-            ptx::stmatrix_x4(&shared_.rotary(kWarpgroup).rows[r][16 * chunk], weights_[4 * k],
+            ptx::stmatrix_x4(&shared_.weights(kWarpgroup).rows[r][16 * chunk], weights_[4 * k],
                              weights_[4 * k + 1], weights_[4 * k + 2], weights_[4 * k + 3]);
         }
         ptx::fence_proxy_async();
@@ -260,10 +267,9 @@ class Sm90LatentConsumer {
     __device__ void multiply_own_values() {
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) ptx::Wgmma<T, 256>::rs(out_, weights_ + 4 * k, values(kWarpgroup, k));
+        for (int k = 0; k < 4; ++k)
+            ptx::Wgmma<Number, 256>::rs(out_, weights_ + 4 * k, values(kWarpgroup, k));
         ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_results(out_);
     }
     __device__ void multiply_others_values(int32_t pair) {
         ptx::mbarrier_wait(&shared_.full[kOther][kWarpgroup], static_cast<uint32_t>(pair & 1));
@@ -271,12 +277,10 @@ class Sm90LatentConsumer {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint64_t a =
-                ptx::wgmma_descriptor(ptx::shared_address(&shared_.rotary(kOther)) + 32 * k, 1);
-            ptx::Wgmma<T, 256>::ss_values(out_, a, values(kOther, k));
+                ptx::wgmma_descriptor(ptx::shared_address(&shared_.weights(kOther)) + 32 * k, 1);
+            ptx::Wgmma<Number, 256>::ss_values(out_, a, values(kOther, k));
         }
         ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_results(out_);
     }
 
     // Tells the producer that this warp is done with half a tile.
@@ -293,11 +297,57 @@ class Sm90LatentConsumer {
             if (threadIdx.x % 4 == 0) shared_.sum[kWarpgroup][row(i)] = sums_[i];
         }
         ptx::named_barrier_sync(kSums, 256);
+        SoftmaxState states[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) states[i] = {max_[i], shared_.sum[0][row(i)] + shared_.sum[1][row(i)]};
+        if (launch_.cluster > 1 && !combine_with_peer(states)) return;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) store_row(i, states[i]);
+    }
+
+    // Combines the results with those of the other CTA of the cluster, which has other keys. CTA w of it gets
+    // those of both warpgroups w; true there.
+    __device__ bool combine_with_peer(SoftmaxState (&states)[2]) {
+        const auto rank = static_cast<int>(ptx::cluster_rank());
+        static_assert(sizeof(shared_.keys) >= 128 * sizeof(out_));
+        auto* const peers = reinterpret_cast<float4*>(&shared_.keys) + threadIdx.x % 128;
+        ptx::cluster_barrier();  // both have multiplied their last keys
+        const bool has_rows = work_.first_row + row(0) / 16 * 16 < work_.num_rows;  // this warp
+        if (rank != kWarpgroup && has_rows) {
+            const uint32_t to = ptx::cluster_address(ptx::shared_address(peers), kWarpgroup);
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+                ptx::store_cluster_float4(
+                    to + j * 128 * sizeof(float4),
+                    make_float4(out_[4 * j], out_[4 * j + 1], out_[4 * j + 2], out_[4 * j + 3]));
+            const uint32_t state = ptx::cluster_address(ptx::shared_address(shared_.peer_state), kWarpgroup);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (threadIdx.x % 4 == 0)
+                    ptx::store_cluster_float2(state + row(i) * sizeof(float2),
+                                              make_float2(states[i].max, states[i].sum));
+            }
+        }
+        ptx::cluster_barrier();  // results have arrived
+        if (rank != kWarpgroup || !has_rows) return false;
+        float factors[2], peer_factors[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const SoftmaxState state{max_[i], shared_.sum[0][row(i)] + shared_.sum[1][row(i)]};
-            store_row(i, state);
+            const float2 peer = shared_.peer_state[row(i)];
+            const float max = fmaxf(states[i].max, peer.x);
+            factors[i] = factor_of(states[i].max, max);
+            peer_factors[i] = factor_of(peer.x, max);
+            states[i] = {max, states[i].sum * factors[i] + peer.y * peer_factors[i]};
         }
+#pragma unroll
+        for (int j = 0; j < 32; ++j) {
+            const float4 peer = peers[128 * j];
+            const float of_peer[4] = {peer.x, peer.y, peer.z, peer.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                out_[4 * j + k] = out_[4 * j + k] * factors[k / 2] + of_peer[k] * peer_factors[k / 2];
+        }
+        return true;
     }
 
     __device__ void store_row(int i, const SoftmaxState& state) {
@@ -308,7 +358,7 @@ class Sm90LatentConsumer {
         const int64_t head = launch_.num_q_heads.remainder(r);
         const int column = kWarpgroup * kLatentVDim / 2 + 2 * static_cast<int>(threadIdx.x % 4);
         const bool writes_lse = kWarpgroup == 0 && threadIdx.x % 4 == 0;
-        if (launch_.num_splits > 1) {
+        if (launch_.num_partials > 1) {
             const int64_t total_rows = p_.total_q * p_.num_q_heads;
             const int64_t partial = blockIdx.y * total_rows + token * p_.num_q_heads + head;
             float* const to = launch_.partial_out + partial * kLatentVDim + column;
@@ -334,9 +384,10 @@ class Sm90LatentConsumer {
     const LatentLaunch& launch_;
     Sm90LatentShared& shared_;
     const Sm90LatentWork& work_;
-    float scale_log2_;
+    static constexpr int kUnits = kIsFp8 ? 2 : 1;
+    float scale_log2_[kUnits];
     int32_t end_keys_[2];
-    float scores_[32];  // scores, then the weights that are made of them
+    float scores_[32];
     uint32_t weights_[16];
     float max_[2] = {-INFINITY, -INFINITY}, sums_[2] = {0.0f, 0.0f};
     float out_[128] = {};

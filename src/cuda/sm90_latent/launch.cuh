@@ -1,4 +1,4 @@
-// Launches sm90_latent for one type.
+// Launches sm90_latent for one type of queries and kind of cache.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -6,15 +6,15 @@
 
 namespace octavo::cuda {
 
-template <class T>
+template <class T, bool kIsFp8>
 void launch_sm90_latent(const LatentAttentionParams& params, const LatentPlan& plan,
                         const LatentLaunch& arguments, const CUtensorMap& map, cudaStream_t stream) {
     constexpr size_t kSharedBytes = sizeof(Sm90LatentShared);
     static_assert(kSharedBytes == kSm90LatentSharedBytes && kSharedBytes <= 227 * 1024);
     const Grid grid = plan.grid();
-    const LaunchShape shape{dim3(grid.x, grid.y), kSm90LatentThreads, true};
-    launch<sm90_latent_attention_kernel<T>, kSharedBytes>("latent_attention", params.device.index, stream,
-                                                          shape, params, arguments, map);
+    const LaunchShape shape{dim3(grid.x, grid.y), kSm90LatentThreads, true, plan.cluster};
+    launch<sm90_latent_attention_kernel<T, kIsFp8>, kSharedBytes>("latent_attention", params.device.index,
+                                                                  stream, shape, params, arguments, map);
 }
 
 }  // namespace octavo::cuda

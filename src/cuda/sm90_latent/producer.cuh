@@ -1,5 +1,4 @@
-// Brings keys and queries to shared memory: one warp loads tiles of keys with the copy engine, and the
-// consumers' threads copy the queries before they begin.
+// The producer of a cache of 16 bits: one warp brings tiles of keys to shared memory with the copy engine.
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"
@@ -78,24 +77,5 @@ class Sm90LatentProducer {
     int32_t box_keys_;
     int lane_;
 };
-
-// Copies queries to shared memory, and zeros where the tile has more rows than there are.
-template <class T>
-__device__ void copy_sm90_latent_queries(const LatentAttentionParams& p, const LatentLaunch& launch,
-                                         const Sm90LatentWork& work, Sm90LatentShared& shared) {
-    constexpr int kChunks = kLatentQkDim / 8;
-    for (int i = threadIdx.x; i < kSm90LatentRows * kChunks; i += 256) {
-        const int r = i / kChunks, chunk = i % kChunks;
-        uint4 numbers = make_uint4(0, 0, 0, 0);
-        if (const int32_t row = work.first_row + r; row < work.num_rows) {
-            const int64_t token = work.sequence.first_q + launch.num_q_heads.quotient(row);
-            const int64_t head = launch.num_q_heads.remainder(row);
-            numbers = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + token * p.q_token_stride +
-                                                      head * p.q_head_stride + 8 * chunk);
-        }
-        *reinterpret_cast<uint4*>(&shared.q[chunk / 8].rows[r][(chunk % 8 ^ r % 8) * 16]) = numbers;
-    }
-    ptx::fence_proxy_async();
-}
 
 }  // namespace octavo::cuda

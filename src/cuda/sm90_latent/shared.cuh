@@ -3,18 +3,23 @@
 
 #include "cuda/latent/parameters.h"
 #include "cuda/latent/plan.h"
+#include "cuda/types.h"
 
 #include <cstdint>
+#include <type_traits>
 
 namespace octavo::cuda {
 
-// Named barriers. For each pair of tiles, warpgroup 0 arrives at the first and waits at the second, and
-// warpgroup 1 waits at the first and arrives at the second; then warpgroup 0 arrives at the third, where
-// warpgroup 1 waits. They do so even where there is no odd tile, so that neither arrives at a barrier twice
-// before the other has been there. kOfWarpgroup + w is for warpgroup w alone. compute-sanitizer's racecheck
-// does not know such barriers: it reports max, factor and sum of Sm90LatentShared, each of which is written
-// on one side of a barrier and read on the other.
-enum Sm90LatentBarrier : int { kMaxOfEven = 1, kWeightsOfOdd, kWeightsOfEven, kSums, kOfWarpgroup };
+// Named barriers. For each pair of tiles, warpgroup 0 arrives at the first, where warpgroup 1 waits, and then
+// warpgroup 1 arrives at the second, where warpgroup 0 waits, if there is an odd tile. kOfWarpgroup + w is
+// for warpgroup w alone. compute-sanitizer's racecheck does not know such barriers: it reports max, factor,
+// sum and query_unit of Sm90LatentShared, each of which is written on one side of a barrier and read on the
+// other, and keys that the converter wrote where results of the other CTA of the cluster come to lie later.
+enum Sm90LatentBarrier : int { kWeightsOfEven = 1, kWeightsOfOdd, kQueries, kSums, kOfWarpgroup };
+
+// The type in which products are computed: over codes float16, which has all numbers of fp8.
+template <class T, bool kIsFp8>
+using Sm90LatentNumber = std::conditional_t<kIsFp8, float16, T>;
 
 struct Sm90LatentShared {
     static constexpr int kBlocks = kLatentQkDim / 64, kHalfBlocks = kLatentVDim / 128;
@@ -23,12 +28,15 @@ struct Sm90LatentShared {
     };
     Block q[kBlocks];
     Block keys[2][kBlocks];
-    float max[64];
-    float factor[2][64];  // the factors that sums from before a tile are multiplied by
+    float max[2][64];
+    float factor[2][64];  // what sums from before a tile are multiplied by
     float sum[2][64];
+    float query_unit[64];              // what a row of q was divided by
+    float2 peer_state[64];             // the maximum and the sum of a row in the other CTA of the cluster
     uint64_t full[2][2], empty[2][2];  // barriers of a tile's halves
 
-    __device__ Block& rotary(int tile) { return keys[tile][kBlocks - 1]; }
+    // Weights lie where the rotary part of their tile was, since the rotary part is needed for scores alone.
+    __device__ Block& weights(int tile) { return keys[tile][kBlocks - 1]; }
 };
 
 // The rows and keys of one CTA.
@@ -41,16 +49,16 @@ struct Sm90LatentWork {
 
     __device__ static Sm90LatentWork make(const LatentAttentionParams& p, const LatentLaunch& launch) {
         Sm90LatentWork work;
-        work.b = launch.tiles_per_sequence.quotient(static_cast<int32_t>(blockIdx.x));
-        work.first_row =
-            launch.tiles_per_sequence.remainder(static_cast<int32_t>(blockIdx.x)) * kSm90LatentRows;
+        const auto row_tile = static_cast<int32_t>(blockIdx.x) / launch.cluster;
+        work.b = launch.tiles_per_sequence.quotient(row_tile);
+        work.first_row = launch.tiles_per_sequence.remainder(row_tile) * kSm90LatentRows;
         work.sequence = LatentSequence::make(p, work.b);
         work.num_rows = work.sequence.seqlen_q * p.num_q_heads;
         work.end_key = work.first_row < work.num_rows
                            ? work.end_key_of(p, launch, work.first_row + kSm90LatentRows - 1)
                            : 0;
         const int32_t all_tiles = (work.end_key + kSm90LatentKeys - 1) / kSm90LatentKeys;
-        const auto split = static_cast<int64_t>(blockIdx.y);
+        const int64_t split = blockIdx.y * launch.cluster + blockIdx.x % launch.cluster;
         work.begin_tile = static_cast<int32_t>(all_tiles * split / launch.num_splits);
         work.num_tiles = static_cast<int32_t>(all_tiles * (split + 1) / launch.num_splits) - work.begin_tile;
         return work;
