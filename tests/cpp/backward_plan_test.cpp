@@ -41,6 +41,11 @@ AttentionBackwardArgs backward_of(const AttentionArgs& forward) {
     return args;
 }
 
+AttentionBackwardArgs with_blocks(AttentionBackwardArgs args) {  // of the shape below
+    args.block_mask = Arrays().make(DType::uint8, {1, 8, 8});
+    return args;
+}
+
 Shape shape_of(int64_t head_dim) {
     Shape shape;
     shape.batch = 2;
@@ -160,7 +165,15 @@ TEST(BackwardPlan, TheOthersSayWhy) {
     args.softcap = 30.0;
     args.dropout_p = 0.1;
     args.dropout_seed = 1;
-    expect(args, "h100", "more than one of dropout, a softcap and ALiBi");
+    const std::string one_option = "more than one of dropout, a softcap, ALiBi and a block_mask";
+    expect(args, "h100", one_option);
+    args = with_blocks(plain);
+    args.softcap = 30.0;
+    expect(args, "h100", one_option);
+    args = with_blocks(plain);
+    args.deterministic = true;
+    expect(args, "h100", "no deterministic instance, and none of head_dim above 128, has blocks");
+    expect(with_blocks(backward_of(dense(shape_of(192)))), "h100", "above 128, has blocks");
     args = plain;
     args.alibi_slopes = Arrays().make(DType::float32, {32});
     args.alibi_symmetric = true;
@@ -193,6 +206,8 @@ TEST(BackwardPlan, HopperHasInstancesOfEachFeature) {
     args.dropout_p = 0.1;
     args.dropout_seed = 1;
     EXPECT_EQ(feature(args), "dropout");
+    EXPECT_EQ(feature(with_blocks(plain)), "blocks");
+    EXPECT_EQ(feature(with_blocks(backward_of(dense(shape_of(40))))), "blocks");
     Arrays arrays;
     args = plain;
     args.alibi_slopes = arrays.make(DType::float32, {32});

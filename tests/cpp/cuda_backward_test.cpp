@@ -50,19 +50,6 @@ bool has_ranges(Kind kind) {
 
 class CudaBackwardTest : public ::testing::TestWithParam<std::tuple<int64_t, bool, Kind>> {};
 
-// The norm of the difference is small beside that of what is wanted.
-void expect_near(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& cpu, DType dtype,
-                 const char* name) {
-    double error = 0.0, size = 0.0;
-    for (size_t i = 0; i < gpu.size(); ++i) {
-        const double want = from_bits(cpu[i], dtype), difference = from_bits(gpu[i], dtype) - want;
-        error += difference * difference;
-        size += want * want;
-    }
-    const double tolerance = dtype == DType::float16 ? 2e-3 : 1.2e-2;  // both round results
-    EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size) + 1e-6) << name;
-}
-
 // Computes the gradients with the kernels for all GPUs, on whichever GPU there is.
 void run_sm80_backward(const AttentionBackwardArgs& args) {
     const AttentionBackwardParams params = check_attention_backward(args);

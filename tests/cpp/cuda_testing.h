@@ -142,6 +142,19 @@ inline void expect_rows_close(const std::vector<uint16_t>& gpu, const std::vecto
     expect_close(gpu_rows, cpu_rows, dtype);
 }
 
+// The norm of the difference is small beside that of what is wanted.
+inline void expect_near(const std::vector<uint16_t>& gpu, const std::vector<uint16_t>& cpu, DType dtype,
+                        const char* name) {
+    double error = 0.0, size = 0.0;
+    for (size_t i = 0; i < gpu.size(); ++i) {
+        const double want = from_bits(cpu[i], dtype), difference = from_bits(gpu[i], dtype) - want;
+        error += difference * difference;
+        size += want * want;
+    }
+    const double tolerance = dtype == DType::float16 ? 2e-3 : 1.2e-2;  // both round results
+    EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size) + 1e-6) << name;
+}
+
 inline std::vector<int32_t> cumulative(const std::vector<int32_t>& lengths) {
     std::vector<int32_t> sums{0};
     for (int32_t length : lengths) sums.push_back(sums.back() + length);

@@ -255,6 +255,13 @@ def test_explain_says_which_kernel(dtype: str) -> None:
         assert explained.kernel.startswith(kernel)
         assert explained.plan["feature"] == "blocks"
     lse = Shape((1, 4096, 8), "float32")
-    backward = octavo.explain(*("attention_backward", q, q, q, q, q, lse), block_mask=mask, device="sm_90")
-    assert backward.kernel.startswith("sm80_backward")
-    assert "block_mask" in backward.why_not["sm90_backward"]
+    for device, options, kernel in [
+        ("sm_80", {}, "sm80_backward"),
+        ("sm_90", {}, "sm90_backward"),
+        ("sm_90", {"deterministic": True}, "sm80_backward"),
+        ("sm_90", {"softcap": 20.0}, "sm80_backward"),
+    ]:
+        backward = octavo.explain(
+            *("attention_backward", q, q, q, q, q, lse), block_mask=mask, device=device, **options
+        )
+        assert backward.kernel.startswith(kernel)

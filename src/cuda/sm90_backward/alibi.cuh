@@ -22,13 +22,16 @@ __device__ __forceinline__ void add_distances(uint32_t (&operand)[4], int row) {
 }
 
 // Returns the bias between the tile's first query and its first key, in units of log2(e).
-template <class Config>
+template <class Config, class Step>
 __device__ __forceinline__ float bias_between(const AttentionBackwardParams& p,
                                               const Sm90BackwardWork<Config>& work, const Sm90KeyTile& tile,
-                                              const Sm90BackwardStep<Config>& step) {
-    if constexpr (!Config::kAlibi) return 0.0f;
-    const float slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + step.head] * kLog2e;
-    return alibi_bias(slope, tile.first_q_pos + step.tile * Config::kQueries, tile.first_key);
+                                              const Step& step) {
+    if constexpr (!Config::kAlibi) {
+        return 0.0f;
+    } else {
+        const float slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + step.head] * kLog2e;
+        return alibi_bias(slope, tile.first_q_pos + step.tile * Config::kQueries, tile.first_key);
+    }
 }
 
 // A lane's part of the gradient of a head's slope: the sum of gradients of scores times the way from the

@@ -10,6 +10,7 @@
 #include "cuda/ptx/reduce.h"
 #include "cuda/sm90_backward/alibi.cuh"
 #include "cuda/sm90_backward/dropout.cuh"
+#include "cuda/sm90_backward/kept_steps.cuh"
 #include "cuda/sm90_backward/key_rows.cuh"
 #include "cuda/sm90_backward/softcap.cuh"
 
@@ -52,7 +53,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
         ptx::mbarrier_wait(&shared_.k_full, at_.parity());
-        if (work_.num_steps > 0) {
+        if (num_steps() > 0) {
             this->clear_unseen_keys();
             walk(dk, dv, rings);
         } else {
@@ -70,11 +71,28 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
 
   private:
     using ProductOfQueries = ptx::Wgmma<T, 64>;
+    using Step = std::conditional_t<Config::kBlocks, Sm90KeptWalk<Config>, Sm90BackwardStep<Config>>;
+
+    __device__ Step first_step(int32_t index) const {
+        if constexpr (Config::kBlocks) {
+            return Step(shared_, index);
+        } else {
+            return Step(work_, index);
+        }
+    }
+    // The number of steps, or where a mask hides blocks, whether there are some.
+    __device__ __forceinline__ int32_t num_steps() const {
+        if constexpr (Config::kBlocks) {
+            return shared_.kept.any[at_.slot()];
+        } else {
+            return work_.num_steps;
+        }
+    }
 
     __device__ __forceinline__ void walk(float (&dk)[kSums], float (&dv)[kSums], Rings& rings) {
-        Sm90BackwardStep<Config> step(work_, rings.step);
+        Step step = first_step(rings.step);
         DsSlot at = rings.ds;
-        int32_t dq_before = -1;  // the tile of the step before
+        int32_t dq_before = -1;  // where dQ of the step before goes
         [[maybe_unused]] SlopeGradient<Config> slope_gradient;
         if (Config::kTurns && group_ == 1) pass_turn();
 #pragma unroll 1
@@ -82,6 +100,16 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             const bool is_first = dq_before < 0;
             float scores[kScores], products[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
+            if constexpr (Config::kBlocks) {
+                step.read();
+                if (!step.keeps_any(group_)) {
+                    pass_by(step, at, dq_before);
+                    dq_before = step.place(plan_, work_, group_);
+                    at.advance();
+                    step.advance(work_);
+                    continue;
+                }
+            }
             if (Config::kTurns) wait_for_turn();
             this->template multiply<!Config::kSoftcap>(scores, shared_.k, shared_.q[step.stage()],
                                                        shared_.lse[step.stage()]);
@@ -104,6 +132,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                                                                 : scores[j] * plan_.scale_log2);
             }
             if constexpr (Config::kDropout) dropped.mark(weights, scores, shared_.delta[step.stage()]);
+            const bool masked = is_masked(step);
             if (Config::kHeld) {
                 // ptxas would move the wait for the products before the exponentials, but not past a branch.
                 ptx::wgmma_results(scores);
@@ -118,16 +147,16 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                 } else {
                     multiply_capped<T>(gradients, products);
                 }
-                if (is_masked(step.tile)) {
-                    mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
+                if (masked) {
+                    mask(step, [&](int j, bool sees_even, bool sees_odd) {
                         const uint32_t bits = (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
                         weights[j] &= bits;
                         gradients[j] &= bits;
                     });
                 }
             } else {
-                if (is_masked(step.tile)) {
-                    mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
+                if (masked) {
+                    mask(step, [&](int j, bool sees_even, bool sees_odd) {
                         scores[2 * j] = sees_even ? scores[2 * j] : 0.0f;
                         products[2 * j] = sees_even ? products[2 * j] : 0.0f;
                         scores[2 * j + 1] = sees_odd ? scores[2 * j + 1] : 0.0f;
@@ -141,8 +170,10 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                     weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
                 }
             }
-            if (Config::kAlibi && p_.dalibi_slopes)
-                slope_gradient.add(scores, products, p_, plan_, work_, this->key_tile(), step, row());
+            if constexpr (Config::kAlibi) {
+                if (p_.dalibi_slopes)
+                    slope_gradient.add(scores, products, p_, plan_, work_, this->key_tile(), step, row());
+            }
             if (!Config::kHeld) wait_for_ds_slot(at, is_first);
             store_gradients(gradients, shared_.ds_slot(at.slot));
             ptx::fence_proxy_async();
@@ -155,7 +186,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             float dq[32];
             if (!is_first) ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
             ptx::wgmma_fence();
-            multiply_ds_k(dq, shared_.ds_slot(before.slot));
+            multiply_ds_k(dq, shared_.ds_slot(before.slot), step);
             ptx::wgmma_commit();
             add_product(dv, weights, shared_.dout[step.stage()]);
             add_product(dk, gradients, shared_.q[step.stage()]);
@@ -170,23 +201,52 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             ptx::wgmma_results(dk);
             ptx::wgmma_results(dv);
             arrive(&shared_.q_empty[step.stage()]);
-            dq_before = step.head * plan_.num_tiles + work_.workspace_tile + step.tile;
+            dq_before = step.place(plan_, work_, group_);
             at.advance();
             step.advance(work_);
         }
         if (Config::kTurns && group_ == 0) wait_for_turn();
         const DsSlot before = at.before();
         float dq[32];
-        ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
-        ptx::wgmma_fence();
-        multiply_ds_k(dq, shared_.ds_slot(before.slot));
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_results(dq);
+        compute_dq(dq, step, before);
         arrive(&shared_.keys_empty);
         arrive(&shared_.ds_empty[before.slot]);
         add(dq, dq_before);
         rings = {step.index, at};
+    }
+
+    // A step none of whose queries looks at this warpgroup's keys: its dS is zero.
+    __device__ __forceinline__ void pass_by(const Step& step, const DsSlot& at, int32_t dq_before) const {
+        const bool is_first = dq_before < 0;
+        if (Config::kTurns) {
+            wait_for_turn();
+            pass_turn();
+        }
+        if (is_first) ptx::mbarrier_wait(&shared_.v_full, at_.parity());
+        wait_for_ds_slot(at, is_first);
+        constexpr uint32_t kZeros[kPairs] = {};
+        store_gradients(kZeros, shared_.ds_slot(at.slot));
+        ptx::fence_proxy_async();
+        arrive(&shared_.ds_full[at.slot]);
+        if (!is_first) {
+            const DsSlot before = at.before();
+            float dq[32];
+            compute_dq(dq, step, before);
+            arrive(&shared_.ds_empty[before.slot]);
+            add(dq, dq_before);
+        }
+        arrive(&shared_.q_empty[step.stage()]);
+    }
+
+    // Computes dQ of the step before.
+    __device__ __forceinline__ void compute_dq(float (&dq)[32], const Step& step,
+                                               const DsSlot& before) const {
+        ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
+        ptx::wgmma_fence();
+        multiply_ds_k(dq, shared_.ds_slot(before.slot), step);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_results(dq);
     }
 
     __device__ __forceinline__ void wait_for_ds_slot(const DsSlot& at, bool is_first) const {
@@ -199,7 +259,9 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     __device__ void pass_turn() const { ptx::named_barrier_arrive(2 - group_, 256); }
 
     // Computes this warpgroup's 64 x 64 of dQ: half of the columns at head dim 128, half of the rows at 64.
-    __device__ __forceinline__ void multiply_ds_k(float (&dq)[32], const unsigned char* ds) const {
+    // Keys at which no query of the step looks may be NaN, and their dS, zero, meets the others instead.
+    __device__ __forceinline__ void multiply_ds_k(float (&dq)[32], const unsigned char* ds,
+                                                  const Step& step) const {
         constexpr bool kByRows = Config::kHeadDim == 64;
         const uint64_t a =
             ptx::wgmma_descriptor(ptx::shared_address(ds) + (kByRows ? group_ * Config::kKeyBlockBytes : 0),
@@ -207,10 +269,15 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         const uint64_t b = ptx::wgmma_descriptor(
             ptx::shared_address(shared_.k) + (kByRows ? 0 : group_ * Config::kKeyBlockBytes),
             Config::kKeyBlockBytes);
+        constexpr int kKeyStep = 16 * Config::kRowBytes / 16;
 #pragma unroll
-        for (int step = 0; step < Config::kKeys / 16; ++step) {
-            ProductOfQueries::ss_transposed(dq, a + step * 16 * Config::kRowBytes / 16,
-                                            b + step * 16 * Config::kRowBytes / 16, step != 0);
+        for (int group = 0; group < Config::kConsumers; ++group) {
+            const uint64_t keys = b + (step.kept_any_before(group) ? group : 1 - group) * 4 * kKeyStep;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                ProductOfQueries::ss_transposed(dq, a + (4 * group + i) * kKeyStep, keys + i * kKeyStep,
+                                                group + i != 0);
+            }
         }
     }
 
@@ -227,9 +294,9 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     }
 
     // Adds dQ to its sums in workspace, which lie in the order of accumulators.
-    __device__ __forceinline__ void add(const float (&dq)[32], int32_t tile) const {
-        float* const to = plan_.dq_sums + int64_t{tile} * (Config::kQueries * Config::kHeadDim) +
-                          group_ * 64 * 64 + threadIdx.x % 128 * 4;
+    __device__ __forceinline__ void add(const float (&dq)[32], int32_t place) const {
+        float* const to = plan_.dq_sums + int64_t{place} * (Config::kPartQueries * Config::kHeadDim) +
+                          (Config::kParts > 1 ? 0 : group_ * 64 * 64) + threadIdx.x % 128 * 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             ptx::add_to_global(to + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);

@@ -58,9 +58,9 @@ class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
             for (int j = 0; j < kScores; ++j) scores[j] = ptx::exp2_approx(scores[j] * plan_.scale_log2);
             // This branch keeps the exponentials before the wait for the products: ptxas moves the wait up,
             // but not past a branch.
-            const bool masked = is_masked(step.tile);
+            const bool masked = is_masked(step);
             if (masked) {
-                mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
+                mask(step, [&](int j, bool sees_even, bool sees_odd) {
                     scores[2 * j] = sees_even ? scores[2 * j] : 0.0f;
                     scores[2 * j + 1] = sees_odd ? scores[2 * j + 1] : 0.0f;
                 });
@@ -75,7 +75,7 @@ class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
                 weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
             }
             if (masked) {  // products with keys that are not seen may be anything
-                mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
+                mask(step, [&](int j, bool sees_even, bool sees_odd) {
                     gradients[j] &= (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
                 });
             }

@@ -80,16 +80,25 @@ class Sm90KeyRows {
             ProductOfSums::rs(sums, &a[4 * step], b + step * 16 * Config::kRowBytes / 16);
     }
 
-    // Whether some query of the tile does not see some key of the CTA.
-    __device__ bool is_masked(int32_t tile) const {
-        return tile < work_.whole_begin || tile >= work_.whole_end;
+    // Whether some query of the step does not see some key.
+    template <class Step>
+    __device__ bool is_masked(const Step& step) const {
+        return step.is_masked(work_, group_);
     }
     // Calls `apply` for each pair of elements of this lane, and says which of the two queries see their key.
     // Queries past the last one have no weight anyway.
-    template <class Apply>
-    __device__ __forceinline__ void mask(int32_t tile, Apply apply) const {
+    template <class Step, class Apply>
+    __device__ __forceinline__ void mask(const Step& step, Apply apply) const {
+#pragma unroll
+        for (int part = 0; part < Config::kParts; ++part) mask_part(step, part, apply);
+    }
+    // The same for queries that follow one another.
+    template <class Step, class Apply>
+    __device__ __forceinline__ void mask_part(const Step& step, int part, Apply apply) const {
+        constexpr int kPartPairs = kPairs / Config::kParts;
         const Visibility see = key_tile().see;
-        const int32_t first_q_pos = key_tile().first_q_pos + tile * Config::kQueries + 2 * (lane() % 4);
+        const int32_t first_q_pos = key_tile().first_q_pos + step.first_query(part) + 2 * (lane() % 4);
+        const bool kept = step.keeps(part, group_);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             // The queries that see this lane's key, as columns from `begin` on.
@@ -101,10 +110,11 @@ class Sm90KeyRows {
                 if (see.window_left >= 0) end = min(key + see.window_left + 1 - first_q_pos, kMany);
                 if (see.has_chunks()) end = min(end, see.chunk_end(key) - first_q_pos);
             }
-            const uint32_t count = key < see.seqlen_k && begin < end ? end - begin : 0;
+            const uint32_t count = kept && key < see.seqlen_k && begin < end ? end - begin : 0;
             auto sees = [&](int column) { return static_cast<uint32_t>(column - begin) < count; };
 #pragma unroll
-            for (int j = half; j < kPairs; j += 2) apply(j, sees(4 * (j - half)), sees(4 * (j - half) + 1));
+            for (int j = half; j < kPartPairs; j += 2)
+                apply(part * kPartPairs + j, sees(4 * (j - half)), sees(4 * (j - half) + 1));
         }
     }
 

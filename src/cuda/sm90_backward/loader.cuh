@@ -3,17 +3,19 @@
 #pragma once
 
 #include "cuda/ptx/tma.h"
+#include "cuda/sm90_backward/kept_steps.cuh"
 #include "cuda/sm90_backward/shared.cuh"
 
 namespace octavo::cuda {
 
 // One thread brings everything of one tile of keys: first the first queries, whose slots are free while the
-// consumers still read the keys before. next_step: the number of its first step, and then of the next tile's.
-template <class Config>
+// consumers still read the keys before. Where a mask hides blocks, its warp finds the steps.
+template <class Config, class Steps>
 __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                                               const Sm90BackwardLaunch& plan,
-                                              const Sm90BackwardWork<Config>& work, int32_t& next_step,
+                                              const Sm90BackwardWork<Config>& work, Steps& step,
                                               Sm90TileCount at, Sm90BackwardShared<Config>& shared) {
+    const bool loads = !Config::kBlocks || threadIdx.x % 32 == 0;
     auto load_keys = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full) {
         const int32_t seqlen_k = work.seq.see.seqlen_k;
         ptx::mbarrier_arrive_expect(full, Config::kKeyTileBytes);
@@ -26,42 +28,56 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
     };
     // The first query of the sequence, in workspace and in the tensors.
     const int32_t q_outer = p.cu_seqlens_q ? 0 : work.batch,
-                  first_row = work.workspace_tile * Config::kQueries;
+                  first_row = work.workspace_tile * Config::kPartQueries;
     const int32_t first_place = plan.q_edge - work.seq.seqlen_q, shift = work.q_begin + work.seq.seqlen_q;
-    Sm90BackwardStep<Config> step(work, next_step);
+    const int32_t first_step = step.index;
 #pragma unroll 1
     do {
-        const bool is_first = step.index == next_step;
+        const bool is_first = step.index == first_step;
         if (step.is_left()) {
-            const int32_t first = step.tile * Config::kQueries, place = first_place + first;
-            const int32_t row = step.head * static_cast<int32_t>(plan.num_rows) + first_row + first;
-            ptx::mbarrier_wait(&shared.q_empty[step.stage()], step.parity() ^ 1);
+            if constexpr (Config::kBlocks) step.publish();
+            // Where each part lies in the tensors, and in workspace.
+            int32_t heads[Config::kParts], places[Config::kParts], rows[Config::kParts];
+#pragma unroll
+            for (int part = 0; part < Config::kParts; ++part) {
+                const int32_t first = step.first_query(part);
+                heads[part] = step.head_of(part);
+                places[part] = first_place + first;
+                rows[part] = heads[part] * static_cast<int32_t>(plan.num_rows) + first_row + first;
+            }
             auto load = [&](unsigned char* tile, const CUtensorMap& map, auto& statistics, const void* from,
                             uint64_t* full) {
                 constexpr uint32_t kBytes = sizeof(statistics);
                 ptx::mbarrier_arrive_expect(full, Config::kQueryTileBytes + kBytes);
-                ptx::bulk_load(statistics,
-                               static_cast<const char*>(from) + int64_t{row} * (kBytes / Config::kQueries),
-                               kBytes, full);
 #pragma unroll
-                for (int block = 0; block < Config::kColumnBlocks; ++block) {
-                    ptx::tma_load(tile + block * Config::kQueryBlockBytes, &map, full, 64 * block, step.head,
-                                  place, shift, q_outer);
+                for (int part = 0; part < Config::kParts; ++part) {
+                    ptx::bulk_load(
+                        statistics + part * Config::kPartQueries,
+                        static_cast<const char*>(from) + int64_t{rows[part]} * (kBytes / Config::kQueries),
+                        kBytes / Config::kParts, full);
+#pragma unroll
+                    for (int block = 0; block < Config::kColumnBlocks; ++block) {
+                        ptx::tma_load(tile + block * Config::kQueryBlockBytes +
+                                          part * Config::kPartQueries * Config::kRowBytes,
+                                      &map, full, 64 * block, heads[part], places[part], shift, q_outer);
+                    }
                 }
             };
-            load(shared.q[step.stage()], plan.q, shared.lse[step.stage()], plan.lse,
-                 &shared.q_full[step.stage()]);
-            load(shared.dout[step.stage()], plan.dout, shared.delta[step.stage()], plan.delta,
-                 &shared.dout_full[step.stage()]);
+            if (loads) {
+                ptx::mbarrier_wait(&shared.q_empty[step.stage()], step.parity() ^ 1);
+                load(shared.q[step.stage()], plan.q, shared.lse[step.stage()], plan.lse,
+                     &shared.q_full[step.stage()]);
+                load(shared.dout[step.stage()], plan.dout, shared.delta[step.stage()], plan.delta,
+                     &shared.dout_full[step.stage()]);
+            }
             step.advance(work);
         }
-        if (is_first) {
+        if (is_first && loads) {
             ptx::mbarrier_wait(&shared.keys_empty, at.parity() ^ 1);
             load_keys(shared.k, plan.k, &shared.k_full);
             load_keys(shared.v, plan.v, &shared.v_full);
         }
     } while (step.is_left());
-    next_step = step.index;
 }
 
 // A warp takes tiles as long as there are some: the first one by the CTA's number, the others in the order in
@@ -77,14 +93,23 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
     while (cta_tile < plan.key_order.num_ctas()) {
         const Sm90BackwardWork<Config> work(p, plan, cta_tile);
         if (work.num_keys > 0) {
+            auto step = [&] {
+                if constexpr (Config::kBlocks) {
+                    return Sm90KeptStepFinder<Config>(p, plan, work, shared, next_step);
+                } else {
+                    return Sm90BackwardStep<Config>(work, next_step);
+                }
+            }();
             if (leads) {
                 ptx::mbarrier_wait(&shared.tile_empty[at.slot()], at.slot_parity() ^ 1);
+                if constexpr (Config::kBlocks) shared.kept.any[at.slot()] = step.is_left();
                 shared.tiles[at.slot()] = {cta_tile,       work.seq.see, work.seq.q_pos(0),
                                            work.first_key, work.kv_head, p.cu_seqlens_k ? 0 : work.batch,
                                            work.k_begin};
                 ptx::mbarrier_arrive(&shared.tile_full[at.slot()]);
-                load_key_tile<Config>(p, plan, work, next_step, at, shared);
             }
+            if (Config::kBlocks || leads) load_key_tile<Config>(p, plan, work, step, at, shared);
+            next_step = step.index;
             __syncwarp();
             ++at.count;
         }

@@ -21,6 +21,7 @@ const char* to_string(Sm90BackwardFeature feature) {
         case Sm90BackwardFeature::alibi: return "alibi";
         case Sm90BackwardFeature::softcap: return "softcap";
         case Sm90BackwardFeature::dropout: return "dropout";
+        case Sm90BackwardFeature::blocks: return "blocks";
     }
     return "";
 }
@@ -85,7 +86,6 @@ AttentionParams with_gradients(const AttentionBackwardParams& p) {
 std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& p, const Gpu& gpu,
                                                    std::string* why_not) {
     if (!gpu.has_sm90_kernels) return refuse(why_not, "the GPU or the build has no sm_90a kernels");
-    if (p.block_mask) return refuse(why_not, "it has no instance for a block_mask");
     if (ceil_divide(p.head_dim, kSm90BlockColumns) != ceil_divide(p.head_dim_v, kSm90BlockColumns)) {
         return refuse(why_not,
                       "its instances have keys and values in equally many blocks of 64 columns, and these "
@@ -95,8 +95,9 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     if (p.ranges) return refuse(why_not, kHasNoRanges);
     if (p.alibi_symmetric) return refuse(why_not, kOneSidedAlibi);
     const bool dropout = p.dropout.any(), softcap = p.softcap > 0.0f, alibi = p.alibi_slopes != nullptr;
-    if (dropout + softcap + alibi > 1)
-        return refuse(why_not, "no instance has more than one of dropout, a softcap and ALiBi");
+    const bool blocks{p.block_mask};
+    if (dropout + softcap + alibi + blocks > 1)
+        return refuse(why_not, "no instance has more than one of dropout, a softcap, ALiBi and a block_mask");
     if (!(p.softmax_scale > 1e-6f))
         return refuse(why_not, "it divides by softmax_scale, which is ", p.softmax_scale);
     if (p.total_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0 || p.batch == 0)
@@ -106,6 +107,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     plan.feature = dropout   ? Sm90BackwardFeature::dropout
                    : softcap ? Sm90BackwardFeature::softcap
                    : alibi   ? Sm90BackwardFeature::alibi
+                   : blocks  ? Sm90BackwardFeature::blocks
                              : Sm90BackwardFeature::none;
     plan.row = find_tiles(std::max(p.head_dim, p.head_dim_v), p.deterministic);
     const Sm90BackwardTiles& tiles = plan.tiles();

@@ -58,8 +58,8 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
             ptx::wgmma_results(scores);
 #pragma unroll
             for (int j = 0; j < kScores; ++j) scores[j] = ptx::exp2_approx(scores[j] * plan_.scale_log2);
-            if (is_masked(step.tile)) {
-                mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
+            if (is_masked(step)) {
+                mask(step, [&](int j, bool sees_even, bool sees_odd) {
                     scores[2 * j] = sees_even ? scores[2 * j] : 0.0f;
                     scores[2 * j + 1] = sees_odd ? scores[2 * j + 1] : 0.0f;
                 });
@@ -110,8 +110,8 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
                 }
             }
             arrive(&shared_.weights_empty[step.stage()]);
-            if (is_masked(step.tile)) {  // products with keys that are not seen may be anything
-                mask(step.tile, [&](int j, bool sees_even, bool sees_odd) {
+            if (is_masked(step)) {  // products with keys that are not seen may be anything
+                mask(step, [&](int j, bool sees_even, bool sees_odd) {
                     gradients[j] &= (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
                 });
             }

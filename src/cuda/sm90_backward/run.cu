@@ -44,8 +44,9 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     const Sm90BackwardTiles& tiles = plan.tiles();
     Sm90BackwardLaunch arguments{};
     const Sm90Operands operands(p), gradients(with_gradients(p));
-    arguments.q = map_of(operands.q, p.head_dim, 1, tiles.queries);
-    arguments.dout = map_of(gradients.q, p.head_dim_v, 1, tiles.queries);
+    const int queries = part_queries(tiles, plan.feature);
+    arguments.q = map_of(operands.q, p.head_dim, 1, queries);
+    arguments.dout = map_of(gradients.q, p.head_dim_v, 1, queries);
     arguments.k = map_of(operands.k, p.head_dim, 1, tiles.keys());
     arguments.v = map_of(operands.v, p.head_dim_v, 1, tiles.keys());
     arguments.dk = map_of(gradients.k, p.head_dim, 1, tiles.keys());

@@ -21,6 +21,40 @@ struct Sm90KeyTile {
 
 constexpr int kTileSlots = 2;  // the slots of Sm90KeyTile
 
+// Some queries of a head that look at keys of a CTA: 64 of them, or what Config::kPartQueries says.
+struct alignas(16) Sm90KeptPart {
+    int32_t head, tile;
+    uint32_t kept;  // a bit for each warpgroup at some of whose keys they look
+};
+
+// Which queries a step has, and at which keys they look. The loader writes it before the queries arrive.
+template <class Config>
+struct Sm90KeptStep {
+    uint32_t flags;                       // Sm90StepFlags
+    int32_t place[Config::kParts];        // among the parts of that many queries in workspace
+    int32_t first_query[Config::kParts];  // of its sequence
+    int32_t head[Config::kParts];
+};
+
+// Steps are published where a mask hides blocks. The loader is up to two steps ahead of the consumers.
+template <class Config, bool kUsed = Config::kBlocks>
+struct Sm90KeptSteps {};
+template <class Config>
+struct Sm90KeptSteps<Config, true> {
+    bool any[kTileSlots];  // whether a tile of keys has steps
+    Sm90KeptStep<Config> steps[4];
+    // The loader's own: the tiles that see keys of each warpgroup, and the parts that it found and has yet to
+    // make steps of.
+    int32_t tiles_begin[Config::kConsumers], tiles_end[Config::kConsumers];
+    Sm90KeptPart parts[64];
+
+    __device__ Sm90KeptStep<Config>& step(int32_t index) { return steps[static_cast<uint32_t>(index) % 4]; }
+    __device__ const Sm90KeptStep<Config>& step(int32_t index) const {
+        return steps[static_cast<uint32_t>(index) % 4];
+    }
+    __device__ Sm90KeptPart& part(int32_t index) { return parts[static_cast<uint32_t>(index) % 64]; }
+};
+
 template <class Config>
 struct Sm90BackwardShared {
     // Statistics come first, since compute-sanitizer believes that a product with terms reads twice the
@@ -50,6 +84,7 @@ struct Sm90BackwardShared {
     uint64_t dropped_full[Config::kStages];
     uint64_t weights_full[Config::kStages], weights_empty[Config::kStages];
     uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
+    Sm90KeptSteps<Config> kept;
 
     __device__ unsigned char* ds_slot(int slot) { return ds + slot * Config::kDsTileBytes; }
     __device__ unsigned char* dv_out() { return Config::kPersistent ? ds : v; }
@@ -83,7 +118,8 @@ struct Sm90BackwardShared {
     }
 };
 
-// A tile of keys, and the tiles of queries that the CTA walks for it, one head of the group after the other.
+// A tile of keys, and the tiles of queries that the CTA walks for it, one head of the group after the other;
+// where a mask hides blocks, it walks some of the parts of kPartQueries, and tiles are these.
 template <class Config>
 struct Sm90BackwardWork {
     SequenceSlice seq;
@@ -112,16 +148,17 @@ struct Sm90BackwardWork {
         q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
         k_begin = p.cu_seqlens_k ? p.cu_seqlens_k[batch] : 0;
         const QueryRange queries(seq.see, seq.seqlen_q, first_key, first_key + num_keys);
-        first_tile = queries.begin / Config::kQueries;
-        num_tiles = (queries.end + Config::kQueries - 1) / Config::kQueries - first_tile;
+        first_tile = queries.begin / Config::kPartQueries;
+        num_tiles = (queries.end + Config::kPartQueries - 1) / Config::kPartQueries - first_tile;
         num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
         const QueryRange whole =
             QueryRange::that_see_all(seq.see, seq.seqlen_q, first_key, first_key + Config::kKeys);
-        whole_begin = (whole.begin + Config::kQueries - 1) / Config::kQueries;
+        whole_begin = (whole.begin + Config::kPartQueries - 1) / Config::kPartQueries;
         // Rows past the last query have no weight.
-        whole_end = (whole.end + (whole.end == seq.seqlen_q ? Config::kQueries - 1 : 0)) / Config::kQueries;
+        whole_end =
+            (whole.end + (whole.end == seq.seqlen_q ? Config::kPartQueries - 1 : 0)) / Config::kPartQueries;
         workspace_tile =
-            first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch) / Config::kQueries;
+            first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch) / Config::kPartQueries;
     }
 };
 
@@ -158,6 +195,20 @@ class Sm90BackwardStep {
     // The slot of its tiles, and the parity of the phase that fills it.
     __device__ uint32_t stage() const { return static_cast<uint32_t>(index) % Config::kStages; }
     __device__ uint32_t parity() const { return static_cast<uint32_t>(index) / Config::kStages % 2; }
+
+    __device__ int32_t head_of(int) const { return head; }
+    __device__ int32_t first_query(int) const { return tile * Config::kQueries; }
+    __device__ bool keeps(int, int) const { return true; }
+    __device__ bool kept_any_before(int) const { return true; }
+    // The tile in workspace.
+    __device__ int32_t place(const Sm90BackwardLaunch& plan, const Sm90BackwardWork<Config>& work,
+                             int) const {
+        return head * plan.num_tiles + work.workspace_tile + tile;
+    }
+    // Whether some query of the tile does not see some key of the CTA.
+    __device__ bool is_masked(const Sm90BackwardWork<Config>& work, int) const {
+        return tile < work.whole_begin || tile >= work.whole_end;
+    }
 };
 
 }  // namespace octavo::cuda

@@ -43,15 +43,21 @@ constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
 };
 
 // What an instance computes beside plain attention; of more than one there is none.
-enum class Sm90BackwardFeature : uint8_t { none, alibi, softcap, dropout };
+enum class Sm90BackwardFeature : uint8_t { none, alibi, softcap, dropout, blocks };
 // In the order of the enumeration.
 constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
     Sm90BackwardFeature::none, Sm90BackwardFeature::alibi, Sm90BackwardFeature::softcap,
-    Sm90BackwardFeature::dropout};
+    Sm90BackwardFeature::dropout, Sm90BackwardFeature::blocks};
 
 // Which instances there are.
 constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
     return !tiles.dq_apart() || feature == Sm90BackwardFeature::none;
+}
+
+// How many queries of a step follow one another. Where a mask hides blocks, a step takes such parts wherever
+// they are.
+constexpr int part_queries(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
+    return feature == Sm90BackwardFeature::blocks ? 64 : tiles.queries;
 }
 
 // Where the number of a query lies among those of a tile. A lane needs the numbers of its columns, 8 i + 2
@@ -71,13 +77,16 @@ struct Sm90BackwardConfig {
     static constexpr int kConsumerWarps = kTiles.consumer_warps();
     static constexpr int kKeys = kTiles.keys();
     static constexpr int kQueries = kTiles.queries;
-    static constexpr int kStages = 2;  // tiles of Q and of dO
+    static constexpr int kPartQueries = part_queries(kTiles, kFeature);
+    static constexpr int kParts = kQueries / kPartQueries;  // of a step
+    static constexpr int kStages = 2;                       // tiles of Q and of dO
     static constexpr bool kRoles = kTiles.roles, kDqApart = kTiles.dq_apart();
     static constexpr int kDsSlots = kDqApart ? 1 : kTiles.ds_slots;
-    static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns;
     static constexpr bool kAlibi = kFeature == Sm90BackwardFeature::alibi;
     static constexpr bool kSoftcap = kFeature == Sm90BackwardFeature::softcap;
     static constexpr bool kDropout = kFeature == Sm90BackwardFeature::dropout;
+    static constexpr bool kBlocks = kFeature == Sm90BackwardFeature::blocks;
+    static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns;
     static constexpr bool kPacked =
         kSoftcap || kDropout;  // weights are in 16 bits before the gradients are known
     // Warpgroups: the loader's, the consumers, and with dropout one that draws.
