@@ -218,10 +218,6 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     // A step none of whose queries looks at this warpgroup's keys: its dS is zero.
     __device__ __forceinline__ void pass_by(const Step& step, const DsSlot& at, int32_t dq_before) const {
         const bool is_first = dq_before < 0;
-        if (Config::kTurns) {
-            wait_for_turn();
-            pass_turn();
-        }
         if (is_first) ptx::mbarrier_wait(&shared_.v_full, at_.parity());
         wait_for_ds_slot(at, is_first);
         constexpr uint32_t kZeros[kPairs] = {};

@@ -7,23 +7,25 @@
 
 namespace octavo::cuda {
 
-// What consumers have to know of a step from its begin to its end, in one register.
-template <class Config>
-struct Sm90StepFlags {
-    // The bit of a part of the queries that looks at keys of a warpgroup, and all such bits of the warpgroup.
-    __device__ static uint32_t kept(int group, int part) { return 1u << (Config::kParts * group + part); }
-    __device__ static uint32_t kept(int group) {
-        return ((1u << Config::kParts) - 1) << (Config::kParts * group);
+// The bits of a part's flags: one for each warpgroup at some of whose keys its queries look, and whether some
+// of them do not see some of the CTA's keys for another reason.
+struct Sm90KeptFlags {
+    static constexpr uint8_t kMasked = 4;
+    __device__ static constexpr uint8_t kept(int group) { return static_cast<uint8_t>(1 << group); }
+    // The same bit of all parts, in the flags of a step.
+    template <class Config>
+    __device__ static constexpr uint32_t of_step(uint8_t flag) {
+        return flag * (Config::kParts > 1 ? 0x0101u : 1u);
     }
-    // Whether some queries do not see some keys of a warpgroup.
-    __device__ static uint32_t masked(int group) { return 1u << (8 + group); }
-    static constexpr uint32_t kLast = 1u << 16;  // the last step of its tile of keys
+    static constexpr uint32_t kLast = 1u << 24;
 };
 
 // Finds the steps; the loader's warp calls together. Where a step has two parts of queries, these lie
-// wherever some look at the keys, and most are alike in which warpgroups' keys they look at.
+// wherever some look at the keys, and most of them look at the keys of the same warpgroups.
 template <class Config>
 class Sm90KeptStepFinder {
+    using Flags = Sm90KeptFlags;
+
   public:
     int32_t index;
 
@@ -36,68 +38,54 @@ class Sm90KeptStepFinder {
           work_(work),
           shared_(shared),
           head_(work.num_steps > 0 ? work.kv_head * work.group_size : heads_end()),
-          tile_(work.first_tile) {
-#pragma unroll
-        for (int group = 0; group < Config::kConsumers; ++group) {
-            const int32_t first_key = work.first_key + 64 * group,
-                          num_keys = min(work.num_keys - 64 * group, 64);
-            const QueryRange queries(work.seq.see, work.seq.seqlen_q, first_key,
-                                     first_key + max(num_keys, 1));
-            const bool any = num_keys > 0 && queries.begin < queries.end;
-            shared.kept.tiles_begin[group] = queries.begin / Config::kPartQueries;
-            shared.kept.tiles_end[group] = any ? (queries.end - 1) / Config::kPartQueries + 1 : 0;
-        }
-        __syncwarp();
+          tile_(work.first_tile),
+          found_(begin * Config::kParts) {
+        const int32_t begin_of_keys = lane() % Config::kConsumers * 64;
+        const int32_t first_key = work.first_key + begin_of_keys,
+                      num_keys = min(work.num_keys - begin_of_keys, 64);
+        const QueryRange queries(work.seq.see, work.seq.seqlen_q, first_key, first_key + max(num_keys, 1));
+        const bool any = num_keys > 0 && queries.begin < queries.end;
+        tiles_begin_ = queries.begin / Config::kPartQueries;
+        tiles_end_ = any ? (queries.end - 1) / Config::kPartQueries + 1 : 0;
         find();
     }
 
     // Whether there is a step that was not published yet.
-    __device__ bool is_left() const { return next_ != end_; }
+    __device__ bool is_left() const { return index * Config::kParts < found_; }
 
-    // Writes the step to its place, and finds the next one. Then advance() follows.
+    // Completes what was found of this step, and finds the next one. Then advance() follows.
     __device__ void publish() {
-        using Flags = Sm90StepFlags<Config>;
         Sm90KeptStep<Config>& step = shared_.kept.step(index);
-        const bool leads = threadIdx.x % 32 == 0;
-        uint32_t flags = 0;
-        if (leads) {
-            bool masked = false;
-#pragma unroll
-            for (int i = 0; i < Config::kParts; ++i) {
-                const bool is_part = next_ + i < end_;
-                const Sm90KeptPart part = shared_.kept.part(is_part ? next_ + i : next_);
-                step.head[i] = part.head;
-                step.first_query[i] = part.tile * Config::kPartQueries;
-                step.place[i] = part.head * static_cast<int32_t>(plan_.num_rows / Config::kPartQueries) +
-                                work_.workspace_tile + part.tile;
-                masked |= part.tile < work_.whole_begin || part.tile >= work_.whole_end;
-#pragma unroll
-                for (int group = 0; group < Config::kConsumers; ++group)
-                    if (is_part && part.kept >> group & 1) flags |= Flags::kept(group, i);
+        if (Config::kParts > 1 && found_ == index * Config::kParts + 1) {  // it has no second part
+            if (lane() == 0) {
+                step.parts[1] = step.parts[0];
+                step.flags[1] = 0;
             }
-#pragma unroll
-            for (int group = 0; group < Config::kConsumers; ++group)
-                if (masked || (flags & Flags::kept(group)) != Flags::kept(group))
-                    flags |= Flags::masked(group);
+            ++found_;
         }
-        next_ = min(next_ + Config::kParts, end_);
+        ++index;
         find();
-        if (leads) step.flags = flags | (is_left() ? 0 : Flags::kLast);
+        --index;
+        if (lane() == 0) step.flags[3] = found_ <= (index + 1) * Config::kParts;
+        __syncwarp();
     }
     __device__ void advance(const Sm90BackwardWork<Config>&) { ++index; }
     __device__ uint32_t stage() const { return static_cast<uint32_t>(index) % Config::kStages; }
     __device__ uint32_t parity() const { return static_cast<uint32_t>(index) / Config::kStages % 2; }
 
     // Of the published step.
-    __device__ int32_t head_of(int part) const { return shared_.kept.step(index).head[part]; }
-    __device__ int32_t first_query(int part) const { return shared_.kept.step(index).first_query[part]; }
+    __device__ int32_t head_of(int part) const { return shared_.kept.step(index).parts[part].head; }
+    __device__ int32_t first_query(int part) const {
+        return shared_.kept.step(index).parts[part].first_query;
+    }
 
   private:
+    __device__ static int32_t lane() { return static_cast<int32_t>(threadIdx.x % 32); }
     __device__ int32_t heads_end() const { return (work_.kv_head + 1) * work_.group_size; }
 
-    // Finds the parts of a step, if there are as many.
+    // Finds the parts of the step `index`, if there are as many.
     __device__ void find() {
-        while (end_ - next_ < Config::kParts && head_ < heads_end()) {
+        while (found_ < (index + 1) * Config::kParts && head_ < heads_end()) {
             look();
             tile_ += 32;
             if (tile_ >= work_.first_tile + work_.num_tiles) {
@@ -108,21 +96,41 @@ class Sm90KeptStepFinder {
     }
     // Looks at 32 tiles of kPartQueries of a head, one a lane, and appends those that are kept.
     __device__ void look() {
-        const int32_t tile = tile_ + static_cast<int32_t>(threadIdx.x % 32);
-        uint32_t kept = 0;
+        const int32_t tile = tile_ + lane(), first_query = tile * Config::kPartQueries;
+        uint8_t kept = 0;
 #pragma unroll
         for (int group = 0; group < Config::kConsumers; ++group) {
-            if (tile >= shared_.kept.tiles_begin[group] && tile < shared_.kept.tiles_end[group] &&
-                p_.block_mask.sees(work_.batch, head_, tile * Config::kPartQueries,
-                                   work_.first_key + 64 * group))
-                kept |= 1u << group;
+            const int32_t begin = __shfl_sync(~0u, tiles_begin_, group);
+            const int32_t end = __shfl_sync(~0u, tiles_end_, group);
+            if (tile >= begin && tile < end &&
+                p_.block_mask.sees(work_.batch, head_, first_query, work_.first_key + 64 * group))
+                kept |= Flags::kept(group);
         }
-#pragma unroll
-        for (uint32_t kind = (1u << Config::kConsumers) - 1; kind > 0; --kind) {
-            const uint32_t alike = __ballot_sync(~0u, kept == kind);
-            const uint32_t before = alike & ((1u << threadIdx.x % 32) - 1);
-            if (kept == kind) shared_.kept.part(end_ + __popc(before)) = {head_, tile, kept};
-            end_ += __popc(alike);
+        // First those that both warpgroups take; then steps for one of them and for the other in turn, so
+        // that both have work.
+        static_assert(Config::kConsumers == 2);
+        const uint32_t of_first = __ballot_sync(~0u, kept == Flags::kept(0));
+        const uint32_t of_second = __ballot_sync(~0u, kept == Flags::kept(1));
+        const uint32_t of_both = __ballot_sync(~0u, kept == (Flags::kept(0) | Flags::kept(1)));
+        auto before = [](uint32_t lanes) { return __popc(lanes & ((1u << lane()) - 1)); };
+        const int32_t begin = found_ + __popc(of_both), is_open = begin % Config::kParts;
+        int32_t place = found_ + before(of_both);
+        if (kept == Flags::kept(0)) {
+            const int32_t i = before(of_first), step = (i + is_open) / Config::kParts;
+            place = begin + i + min(__popc(of_second), step * Config::kParts);
+        } else if (kept == Flags::kept(1)) {
+            const int32_t i = before(of_second), step = i / Config::kParts;
+            place = begin + i + min(__popc(of_first), (step + 1) * Config::kParts - is_open);
+        }
+        found_ = begin + __popc(of_first) + __popc(of_second);
+        if (kept != 0) {
+            Sm90KeptStep<Config>& step = shared_.kept.step(place / Config::kParts);
+            const bool masked = tile < work_.whole_begin || tile >= work_.whole_end;
+            step.parts[place % Config::kParts] = {
+                head_, first_query,
+                head_ * static_cast<int32_t>(plan_.num_rows / Config::kPartQueries) + work_.workspace_tile +
+                    tile};
+            step.flags[place % Config::kParts] = kept | (masked ? Flags::kMasked : 0);
         }
         __syncwarp();
     }
@@ -131,14 +139,15 @@ class Sm90KeptStepFinder {
     const Sm90BackwardLaunch& plan_;
     const Sm90BackwardWork<Config>& work_;
     Sm90BackwardShared<Config>& shared_;
-    int32_t head_, tile_;         // where it looks next
-    int32_t next_ = 0, end_ = 0;  // the parts that were found and are not in a step yet
+    int32_t head_, tile_;              // where it looks next
+    int32_t found_;                    // parts, counted as if all steps before had kParts
+    int32_t tiles_begin_, tiles_end_;  // the tiles that see keys of warpgroup lane() % kConsumers
 };
 
 // The steps as consumers read them.
 template <class Config>
 class Sm90KeptWalk {
-    using Flags = Sm90StepFlags<Config>;
+    using Flags = Sm90KeptFlags;
 
   public:
     int32_t index;
@@ -148,7 +157,7 @@ class Sm90KeptWalk {
 
     __device__ bool is_left() const { return !(before_ & Flags::kLast); }
     // Once its queries have arrived.
-    __device__ void read() { flags_ = step().flags; }
+    __device__ void read() { flags_ = *reinterpret_cast<const uint32_t*>(step().flags); }
     __device__ void advance(const Sm90BackwardWork<Config>&) {
         before_ = flags_;
         ++index;
@@ -156,25 +165,26 @@ class Sm90KeptWalk {
     __device__ uint32_t stage() const { return static_cast<uint32_t>(index) % Config::kStages; }
     __device__ uint32_t parity() const { return static_cast<uint32_t>(index) / Config::kStages % 2; }
 
-    __device__ int32_t first_query(int part) const { return step().first_query[part]; }
-    __device__ bool keeps(int part, int group) const { return flags_ & Flags::kept(group, part); }
+    __device__ int32_t first_query(int part) const { return step().parts[part].first_query; }
+    __device__ bool keeps(int part, int group) const { return flags_ >> (8 * part) & Flags::kept(group); }
     // Whether some of its queries look at keys of this warpgroup.
-    __device__ bool keeps_any(int group) const { return flags_ & Flags::kept(group); }
+    __device__ bool keeps_any(int group) const { return flags_ & kept(group); }
     __device__ bool is_masked(const Sm90BackwardWork<Config>&, int group) const {
-        return flags_ & Flags::masked(group);
+        return (flags_ & (kept(group) | Flags::of_step<Config>(Flags::kMasked))) != kept(group);
     }
     // Whether some queries of the step before looked at them.
-    __device__ bool kept_any_before(int group) const { return before_ & Flags::kept(group); }
+    __device__ bool kept_any_before(int group) const { return before_ & kept(group); }
     // Where dQ goes that this warpgroup computes: one of two parts, or its columns of the only one.
     __device__ int32_t place(const Sm90BackwardLaunch&, const Sm90BackwardWork<Config>&, int group) const {
-        return step().place[Config::kParts > 1 ? group : 0];
+        return step().parts[Config::kParts > 1 ? group : 0].place;
     }
 
   private:
+    __device__ static uint32_t kept(int group) { return Flags::of_step<Config>(Flags::kept(group)); }
     __device__ const Sm90KeptStep<Config>& step() const { return shared_.kept.step(index); }
 
     const Sm90BackwardShared<Config>& shared_;
-    uint32_t flags_ = 0, before_ = 0;  // of the step before, at the end those of the last step
+    uint32_t flags_ = 0, before_ = 0;  // of this step, and of the one before
 };
 
 }  // namespace octavo::cuda

@@ -9,13 +9,15 @@
 namespace octavo::cuda {
 
 // One thread brings everything of one tile of keys: first the first queries, whose slots are free while the
-// consumers still read the keys before. Where a mask hides blocks, its warp finds the steps.
+// consumers still read the keys before. Where a mask hides blocks, its warp finds the steps, and works with
+// it.
 template <class Config, class Steps>
 __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                                               const Sm90BackwardLaunch& plan,
                                               const Sm90BackwardWork<Config>& work, Steps& step,
                                               Sm90TileCount at, Sm90BackwardShared<Config>& shared) {
-    const bool loads = !Config::kBlocks || threadIdx.x % 32 == 0;
+    const bool leads = !Config::kBlocks || threadIdx.x % 32 == 0;
+    constexpr uint32_t kLoadingLanes = Config::kBlocks ? (1u << 2 * Config::kParts) - 1 : 1;
     auto load_keys = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full) {
         const int32_t seqlen_k = work.seq.see.seqlen_k;
         ptx::mbarrier_arrive_expect(full, Config::kKeyTileBytes);
@@ -36,43 +38,45 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
         const bool is_first = step.index == first_step;
         if (step.is_left()) {
             if constexpr (Config::kBlocks) step.publish();
-            // Where each part lies in the tensors, and in workspace.
-            int32_t heads[Config::kParts], places[Config::kParts], rows[Config::kParts];
-#pragma unroll
-            for (int part = 0; part < Config::kParts; ++part) {
-                const int32_t first = step.first_query(part);
-                heads[part] = step.head_of(part);
-                places[part] = first_place + first;
-                rows[part] = heads[part] * static_cast<int32_t>(plan.num_rows) + first_row + first;
-            }
-            auto load = [&](unsigned char* tile, const CUtensorMap& map, auto& statistics, const void* from,
+            // Where a mask hides blocks, a lane brings one part of Q or of dO.
+            const int lane = Config::kBlocks ? threadIdx.x % 32 : 0, part = lane % Config::kParts;
+            const int32_t first = step.first_query(part), place = first_place + first,
+                          head = step.head_of(part);
+            const int32_t row = head * static_cast<int32_t>(plan.num_rows) + first_row + first;
+            const uint32_t stage = step.stage();
+            auto load = [&](unsigned char* tile, const CUtensorMap& map, auto* statistics, const void* from,
                             uint64_t* full) {
-                constexpr uint32_t kBytes = sizeof(statistics);
-                ptx::mbarrier_arrive_expect(full, Config::kQueryTileBytes + kBytes);
+                constexpr uint32_t kBytes = sizeof(*statistics);
+                if (part == 0)
+                    ptx::mbarrier_arrive_expect(full, Config::kQueryTileBytes + Config::kQueries * kBytes);
+                if (Config::kParts > 1) __syncwarp(kLoadingLanes);
+                ptx::bulk_load(statistics + part * Config::kPartQueries,
+                               static_cast<const char*>(from) + int64_t{row} * kBytes,
+                               Config::kPartQueries * kBytes, full);
 #pragma unroll
-                for (int part = 0; part < Config::kParts; ++part) {
-                    ptx::bulk_load(
-                        statistics + part * Config::kPartQueries,
-                        static_cast<const char*>(from) + int64_t{rows[part]} * (kBytes / Config::kQueries),
-                        kBytes / Config::kParts, full);
-#pragma unroll
-                    for (int block = 0; block < Config::kColumnBlocks; ++block) {
-                        ptx::tma_load(tile + block * Config::kQueryBlockBytes +
-                                          part * Config::kPartQueries * Config::kRowBytes,
-                                      &map, full, 64 * block, heads[part], places[part], shift, q_outer);
-                    }
+                for (int block = 0; block < Config::kColumnBlocks; ++block) {
+                    ptx::tma_load(tile + block * Config::kQueryBlockBytes +
+                                      part * Config::kPartQueries * Config::kRowBytes,
+                                  &map, full, 64 * block, head, place, shift, q_outer);
                 }
             };
-            if (loads) {
-                ptx::mbarrier_wait(&shared.q_empty[step.stage()], step.parity() ^ 1);
-                load(shared.q[step.stage()], plan.q, shared.lse[step.stage()], plan.lse,
-                     &shared.q_full[step.stage()]);
-                load(shared.dout[step.stage()], plan.dout, shared.delta[step.stage()], plan.delta,
-                     &shared.dout_full[step.stage()]);
+            if (kLoadingLanes >> lane & 1) {
+                ptx::mbarrier_wait(&shared.q_empty[stage], step.parity() ^ 1);
+                if constexpr (Config::kBlocks) {
+                    const bool is_q = lane < Config::kParts;
+                    load(is_q ? shared.q[stage] : shared.dout[stage], is_q ? plan.q : plan.dout,
+                         is_q ? shared.lse[stage] : shared.delta[stage], is_q ? plan.lse : plan.delta,
+                         is_q ? &shared.q_full[stage] : &shared.dout_full[stage]);
+                } else {
+                    load(shared.q[stage], plan.q, shared.lse[stage], plan.lse, &shared.q_full[stage]);
+                    load(shared.dout[stage], plan.dout, shared.delta[stage], plan.delta,
+                         &shared.dout_full[stage]);
+                }
             }
+            if (Config::kBlocks) __syncwarp();
             step.advance(work);
         }
-        if (is_first && loads) {
+        if (is_first && leads) {
             ptx::mbarrier_wait(&shared.keys_empty, at.parity() ^ 1);
             load_keys(shared.k, plan.k, &shared.k_full);
             load_keys(shared.v, plan.v, &shared.v_full);

@@ -21,38 +21,34 @@ struct Sm90KeyTile {
 
 constexpr int kTileSlots = 2;  // the slots of Sm90KeyTile
 
-// Some queries of a head that look at keys of a CTA: 64 of them, or what Config::kPartQueries says.
-struct alignas(16) Sm90KeptPart {
-    int32_t head, tile;
-    uint32_t kept;  // a bit for each warpgroup at some of whose keys they look
-};
-
-// Which queries a step has, and at which keys they look. The loader writes it before the queries arrive.
+// A step where a mask hides blocks. The loader writes it before the queries arrive.
 template <class Config>
 struct Sm90KeptStep {
-    uint32_t flags;                       // Sm90StepFlags
-    int32_t place[Config::kParts];        // among the parts of that many queries in workspace
-    int32_t first_query[Config::kParts];  // of its sequence
-    int32_t head[Config::kParts];
+    // Queries of a head that look at keys of the CTA: the first of kPartQueries of them in their sequence,
+    // and their place among the parts of workspace.
+    struct alignas(16) Part {
+        int32_t head, first_query, place;
+    };
+    Part parts[Config::kParts];
+    // A byte for each part (Sm90KeptFlags), and at the end whether it is the last step of its tile of keys.
+    alignas(4) uint8_t flags[4];
 };
 
-// Steps are published where a mask hides blocks. The loader is up to two steps ahead of the consumers.
 template <class Config, bool kUsed = Config::kBlocks>
 struct Sm90KeptSteps {};
 template <class Config>
 struct Sm90KeptSteps<Config, true> {
+    // Up to 32 parts are found at once, and consumers may still read the four steps before.
+    static constexpr int kSteps = 64 / Config::kParts;
+    Sm90KeptStep<Config> steps[kSteps];
     bool any[kTileSlots];  // whether a tile of keys has steps
-    Sm90KeptStep<Config> steps[4];
-    // The loader's own: the tiles that see keys of each warpgroup, and the parts that it found and has yet to
-    // make steps of.
-    int32_t tiles_begin[Config::kConsumers], tiles_end[Config::kConsumers];
-    Sm90KeptPart parts[64];
 
-    __device__ Sm90KeptStep<Config>& step(int32_t index) { return steps[static_cast<uint32_t>(index) % 4]; }
-    __device__ const Sm90KeptStep<Config>& step(int32_t index) const {
-        return steps[static_cast<uint32_t>(index) % 4];
+    __device__ Sm90KeptStep<Config>& step(int32_t index) {
+        return steps[static_cast<uint32_t>(index) % kSteps];
     }
-    __device__ Sm90KeptPart& part(int32_t index) { return parts[static_cast<uint32_t>(index) % 64]; }
+    __device__ const Sm90KeptStep<Config>& step(int32_t index) const {
+        return steps[static_cast<uint32_t>(index) % kSteps];
+    }
 };
 
 template <class Config>

@@ -86,7 +86,8 @@ struct Sm90BackwardConfig {
     static constexpr bool kSoftcap = kFeature == Sm90BackwardFeature::softcap;
     static constexpr bool kDropout = kFeature == Sm90BackwardFeature::dropout;
     static constexpr bool kBlocks = kFeature == Sm90BackwardFeature::blocks;
-    static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns;
+    // Where a warpgroup passes steps by, turns would make it wait for the other one.
+    static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns && !kBlocks;
     static constexpr bool kPacked =
         kSoftcap || kDropout;  // weights are in 16 bits before the gradients are known
     // Warpgroups: the loader's, the consumers, and with dropout one that draws.
