@@ -24,26 +24,37 @@ struct BidirectionalRanges {
     }
 };
 
-// Visibility with ranges. As a query lies in its own window and in its range, it still sees one run of keys
-// beside the prefix, and neither end of that falls where q_pos rises.
-struct RangedVisibility : Visibility {
-    static constexpr bool kHasRanges = true;
+// The ranges of a sequence.
+struct RangeList {
     IndexArray bounds;  // [count, 2]; or null
     int32_t count;
-    bool keep_window_left;
 
     struct Range {
         int32_t begin, end;
+
+        OCTAVO_HD bool holds(int32_t pos) const { return begin <= pos && pos < end; }
+        OCTAVO_HD Range from_first_key() const { return {begin < 0 ? 0 : begin, end}; }
     };
     // The range that a position is in. Where there is none, it begins behind all keys, and ends before them.
     OCTAVO_HD Range range_of(int32_t pos) const {
         if (!bounds) return {INT32_MAX, 0};
         for (int32_t i = 0; i < count; ++i) {
-            const int32_t begin = bounds[2 * i], end = bounds[2 * i + 1];
-            if (begin <= pos && pos < end) return {begin < 0 ? 0 : begin, end};
+            const Range range{bounds[2 * i], bounds[2 * i + 1]};
+            if (range.holds(pos)) return range.from_first_key();
         }
         return {INT32_MAX, 0};
     }
+};
+
+// Visibility with ranges, which `Ranges` finds: a RangeList, or what is one besides. As a query lies in its
+// own window and in its range, it still sees one run of keys beside the prefix, and neither end of that falls
+// where q_pos rises.
+template <class Ranges>
+struct RangedVisibilityOf : Visibility, Ranges {
+    using Range = RangeList::Range;
+    using Ranges::range_of;
+    static constexpr bool kHasRanges = true;
+    bool keep_window_left;
 
     OCTAVO_HD int32_t window_begin(int32_t q_pos) const {
         const int32_t begin = Visibility::window_begin(q_pos);
@@ -74,5 +85,6 @@ struct RangedVisibility : Visibility {
         return range.end > q_pos ? range.end : q_pos;
     }
 };
+using RangedVisibility = RangedVisibilityOf<RangeList>;
 
 }  // namespace octavo

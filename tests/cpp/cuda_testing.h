@@ -174,13 +174,14 @@ inline std::vector<float> sinks_for(int64_t num_heads) {
     return sinks;
 }
 
-// Bidirectional ranges of sequences of these lengths, [batch, kNumRanges, 2]: some end behind the last key,
-// some have no key, and some touch.
+// Bidirectional ranges of sequences of these lengths, [batch, count, 2]: some end behind the last key, some
+// have no key, and some touch.
 constexpr int32_t kNumRanges = 3;
-inline std::vector<int32_t> random_ranges(Random& random, const std::vector<int32_t>& lengths) {
+inline std::vector<int32_t> random_ranges(Random& random, const std::vector<int32_t>& lengths,
+                                          int32_t count = kNumRanges) {
     std::vector<int32_t> bounds;
     for (const int32_t length : lengths) {
-        std::vector<int32_t> cuts(2 * kNumRanges);
+        std::vector<int32_t> cuts(2 * count);
         for (int32_t& cut : cuts) cut = static_cast<int32_t>(random.up_to(length + 20) - 1);
         std::sort(cuts.begin(), cuts.end());
         if (random.one_in(4)) cuts[2] = cuts[1];

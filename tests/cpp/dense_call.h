@@ -90,7 +90,10 @@ class DenseCall {
                 on(blocks_, DType::uint8, {mask_heads_, num_blocks(total_q), num_blocks(total_k)});
         }
         if (with_prefix) args.prefix_lens = on(prefix_lens, DType::int32, {batch()});
-        if (ranges) args.bidirectional_ranges = on(*ranges, DType::int32, {batch(), kNumRanges, 2});
+        if (ranges) {
+            const int64_t count = static_cast<int64_t>(ranges->host.size()) / 2 / batch();
+            args.bidirectional_ranges = on(*ranges, DType::int32, {batch(), count, 2});
+        }
     }
 
     void run_on_cpu() {

@@ -220,7 +220,10 @@ struct PagedCall {
         args.seq_lens = view(lengths, DType::int32, {batch});
         if (packed) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
         if (prefix_lens) args.prefix_lens = view(*prefix_lens, DType::int32, {batch});
-        if (ranges) args.bidirectional_ranges = view(*ranges, DType::int32, {batch, kNumRanges, 2});
+        if (ranges) {
+            const int64_t count = static_cast<int64_t>(ranges->host.size()) / 2 / batch;
+            args.bidirectional_ranges = view(*ranges, DType::int32, {batch, count, 2});
+        }
         if (with_alibi) args.alibi_slopes = view(slopes, DType::float32, {num_q_heads});
         args.alibi_symmetric = with_alibi && symmetric_alibi;
         if (with_sinks) args.sinks = view(sinks, DType::float32, {num_q_heads});

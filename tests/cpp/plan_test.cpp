@@ -475,45 +475,101 @@ TEST(Plan, SymmetricAlibi) {
               "past their own position");
 }
 
-// Where ranges change nothing any kernel serves, otherwise sm80_attention in instances of its own.
+// Where ranges change nothing any kernel serves, otherwise instances of their own.
 TEST(Plan, BidirectionalRanges) {
     Shape shape{2, 2048};
     shape.queries = 2048;
     AttentionArgs args = dense(shape);
     args.causal = true;
     args.bidirectional_ranges = Arrays().make(DType::int32, {2, 3, 2});
-    EXPECT_EQ(kind_of(args), "sm80_attention");
-    EXPECT_EQ(field(explain(args, "h200"), "feature"), "ranges");
+    auto expect = [&args](const char* kernel, const char* feature) {
+        EXPECT_EQ(kind_of(args), kernel);
+        EXPECT_EQ(field(explain(args, "h200"), "feature"), feature);
+    };
+    auto why_not = [](const auto& args, const char* kernel) {
+        for (const auto& [name, reason] : explain(args, "h200").why_not) {
+            if (name == kernel) return reason;
+        }
+        return std::string("it serves");
+    };
+    expect("sm90_attention", "ranges");
+    args.sinks = Arrays().make(DType::float32, {32});
+    args.softcap = 20.0;
+    expect("sm90_attention", "ranges");
+    args.sinks.reset();
     args.dropout_p = 0.1;
     args.dropout_seed = 1;
-    EXPECT_EQ(field(explain(args, "h200"), "feature"), "ranges");
+    expect("sm80_attention", "ranges");
+    EXPECT_EQ(why_not(args, "sm90_attention"), "no instance for bidirectional_ranges has dropout");
     args.dropout_p = 0.0;
+    args.alibi_slopes = Arrays().make(DType::float32, {32});
+    expect("sm80_attention", "ranges");
+    EXPECT_EQ(why_not(args, "sm90_attention"), "no instance for bidirectional_ranges has ALiBi");
+    args.alibi_slopes.reset();
     args.causal = false;
-    EXPECT_EQ(kind_of(args), "sm90_attention");
+    expect("sm90_attention", "none");
     args.window_left = 100;
-    EXPECT_EQ(kind_of(args), "sm80_attention");
+    expect("sm90_attention", "ranges");
     args.ranges_keep_window_left = true;
-    EXPECT_EQ(kind_of(args), "sm90_attention");
+    expect("sm90_attention", "none");
     args.bidirectional_ranges = Arrays().make(DType::int32, {2, 0, 2});
     args.causal = true;
-    EXPECT_EQ(kind_of(args), "sm90_attention");
+    expect("sm90_attention", "none");
     PagedAttentionArgs one = paged({4, 1024});
     one.bidirectional_ranges = Arrays().make(DType::int32, {4, 3, 2});
     EXPECT_EQ(kind_of(one), "split_kv_decode");
     one.window_left = 100;
-    EXPECT_EQ(kind_of(one), "sm80_attention");
+    EXPECT_EQ(kind_of(one), "sm90_attention");
     one.ranges_keep_window_left = true;
     EXPECT_EQ(kind_of(one), "split_kv_decode");
     shape = {4, 1024};
     shape.queries = 4;
     PagedAttentionArgs few = paged(shape);
     few.bidirectional_ranges = one.bidirectional_ranges;
-    EXPECT_EQ(kind_of(few), "sm80_attention");
-    for (const auto& [kernel, reason] : explain(few, "h200").why_not) {
-        if (kernel == "shared_prefix") continue;
-        EXPECT_NE(reason.find("no instance for bidirectional_ranges"), std::string::npos)
-            << kernel << ": " << reason;
+    EXPECT_EQ(kind_of(few), "sm90_attention");
+    for (const char* kernel : {"split_kv_decode", "stream_k_decode"})
+        EXPECT_NE(why_not(few, kernel).find("no instance for bidirectional_ranges"), std::string::npos);
+    few.batch_invariant = true;  // without splits, but whatever the batch
+    few.max_seqlen_q = 4;
+    EXPECT_EQ(field(explain(few, "h200"), "num_splits"), "0");
+    EXPECT_EQ(kind_of(few), "sm90_attention");
+}
+
+// Keys of 192 beside values of 128 have no instance for ranges; other head dims up to 256 have one, in the
+// first row of their tiles.
+TEST(Plan, BidirectionalRangesOfEveryHeadDim) {
+    for (const int64_t head_dim : {64, 80, 128, 192, 256, 512}) {
+        Shape shape{2, 2048};
+        shape.queries = 2048;
+        shape.head_dim = head_dim;
+        AttentionArgs args = dense(shape);
+        args.causal = true;
+        args.bidirectional_ranges = Arrays().make(DType::int32, {2, 3, 2});
+        EXPECT_EQ(kind_of(args), head_dim <= 256 ? "sm90_attention" : "sm80_attention");
+        if (head_dim == 192) {
+            shape.value_dim = 128;
+            args.v = dense(shape).v;
+            args.out = dense(shape).out;
+            EXPECT_EQ(kind_of(args), "sm80_attention");
+        }
     }
+}
+
+// Codes become numbers, unless keys before the windows are left out that ranges may show.
+TEST(Plan, BidirectionalRangesOverCodes) {
+    Shape shape{2, 2048};
+    shape.queries = 512;
+    PagedAttentionArgs args = paged(shape);
+    args.k_pages.dtype = args.v_pages.dtype = DType::float8_e4m3fn;
+    args.bidirectional_ranges = Arrays().make(DType::int32, {2, 3, 2});
+    EXPECT_EQ(kind_of(args), "expand_codes");
+    args.window_left = 1000;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    args.ranges_keep_window_left = true;
+    EXPECT_EQ(kind_of(args), "expand_codes");
+    args.batch_invariant = true;
+    args.max_seqlen_q = 512;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
 }
 
 TEST(Plan, NothingToDo) {

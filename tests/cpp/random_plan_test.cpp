@@ -127,7 +127,7 @@ void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const
 
 void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_EQ(gpu.compute_capability, 90);
-    EXPECT_FALSE(p.alibi_symmetric || p.ranges);
+    EXPECT_FALSE(p.alibi_symmetric);
     EXPECT_GE(plan.tiles().head_dim, p.head_dim);
     EXPECT_GE(plan.tiles().value_dim, p.head_dim_v);
     EXPECT_EQ((plan.tiles().head_dim + 63) / 64, (p.head_dim + 63) / 64) << "a copy of no column";
@@ -157,7 +157,10 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
         EXPECT_EQ(plan.heads, 1) << "a warpgroup's rows are of one block";
     }
     EXPECT_EQ(p.has_tree_mask, plan.feature == cuda::Sm90Feature::tree);
-    if (!p.has_tree_mask) {
+    if (p.ranges) {
+        EXPECT_EQ(plan.feature,
+                  plan.num_splits > 0 ? cuda::Sm90Feature::split_ranges : cuda::Sm90Feature::ranges);
+    } else if (!p.has_tree_mask) {
         EXPECT_EQ(plan.num_splits > 0, plan.feature == cuda::Sm90Feature::splits);
     }
     if (plan.num_splits == 0) {
@@ -363,15 +366,19 @@ std::set<std::string> all_kernels() {
             cuda::Sm90Plan plan{};
             for (auto feature :
                  {cuda::Sm90Feature::none, cuda::Sm90Feature::alibi, cuda::Sm90Feature::dropout,
-                  cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits, cuda::Sm90Feature::tree}) {
+                  cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits, cuda::Sm90Feature::tree,
+                  cuda::Sm90Feature::ranges, cuda::Sm90Feature::split_ranges}) {
                 if (feature == cuda::Sm90Feature::few_rows &&
                     !cuda::has_few_rows(tiles.warpgroups, tiles.ctas))
                     continue;
                 if (feature == cuda::Sm90Feature::splits &&
                     !cuda::has_splits(tiles.head_dim, tiles.value_dim, tiles.ctas))
                     continue;
-                if (feature == cuda::Sm90Feature::tree &&
-                    !cuda::has_tree(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas))
+                const bool of_first_row = feature == cuda::Sm90Feature::tree ||
+                                          feature == cuda::Sm90Feature::ranges ||
+                                          feature == cuda::Sm90Feature::split_ranges;
+                if (of_first_row &&
+                    !cuda::is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas))
                     continue;
                 plan.feature = feature;
                 add(plan, dtype, row);

@@ -43,9 +43,9 @@ int64_t rows_of_a_key(const AttentionParams& p) {
 // of some 300 rows: chunks of 512 over 8,192 tokens, which are 1,990 rows, have 0.81 to 0.93 of their speed
 // over 16 bits in two runs on an H100. In return, no converters delay the products. Their delay is least over
 // float8, where one instruction converts a pair of codes (0.88 to 0.93 there), and most where each key has a
-// scale (0.69 to 0.76). Above head dim 128, the alternative is sm80_attention.
+// scale (0.69 to 0.76). Above head dim 128, and with bidirectional ranges, the alternative is sm80_attention.
 int64_t fewest_rows(const AttentionParams& p) {
-    if (p.head_dim > kSm90CodeTiles[std::size(kSm90CodeTiles) - 1].head_dim) return 256;
+    if (p.ranges || p.head_dim > kSm90CodeTiles[std::size(kSm90CodeTiles) - 1].head_dim) return 256;
     if (has_scales_of_tokens(p)) return 768;
     return 1536;
 }
@@ -105,6 +105,11 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
                       "workspace for numbers depends on the batch");
     }
     if (p.chosen_pages) return refuse(why_not, kReadsAllPages);
+    if (p.ranges && p.window_left >= 0 && !p.ranges.keep_window_left) {
+        return refuse(why_not,
+                      "it leaves out keys before the windows of all queries, and bidirectional_ranges may "
+                      "show some of them");
+    }
     if (!can_load_codes(p, why_not)) return std::nullopt;
     if (p.head_dim > kMaxCudaCodeHeadDim || p.head_dim % kExpandColumns != 0) {
         return refuse(why_not, "it takes eight codes at a time, and multiples of 8 up to ",

@@ -164,7 +164,7 @@ class PrefillFewRows {
     static constexpr int kBlockKeys = 16;
     static constexpr int kBlocks = Config::kKeys / kBlockKeys;
     static constexpr int kBlockBytes = kBlockKeys * Config::kRowBytes;
-    static_assert(!Config::kAlibi && !Config::kDropout);
+    static_assert(!Config::kAlibi && !Config::kDropout && !Config::kRanges);
     static_assert(kBlocks * kBlockKeys == Config::kKeys && kBlocks <= kWarps);
     static constexpr bool kKeepQueries = kRowTiles * Config::kHeadDim <= 256;  // in registers
     static constexpr int kQueries = kKeepQueries ? Config::kHeadDim / 32 : 1;

@@ -38,10 +38,17 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
                 launch_sm90_kernel<T,
                                    Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::splits>>;
     }
-    if constexpr (has_tree(kHeadDim, kValueDim, kWarpgroups, kCtas)) {
+    if constexpr (is_first_row(kHeadDim, kValueDim, kWarpgroups, kCtas)) {
         if (plan.feature == Sm90Feature::tree)
             run =
                 launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::tree>>;
+        if (plan.feature == Sm90Feature::ranges)
+            run =
+                launch_sm90_kernel<T,
+                                   Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::ranges>>;
+        if (plan.feature == Sm90Feature::split_ranges)
+            run = launch_sm90_kernel<
+                T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::split_ranges>>;
     }
     if constexpr (has_beside(kHeadDim, kWarpgroups, kCtas)) {
         if (plan.feature == Sm90Feature::beside)

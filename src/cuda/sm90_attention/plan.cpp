@@ -12,10 +12,13 @@ namespace {
 constexpr int32_t kGroupRows = kSm90GroupRows;
 constexpr int64_t kMaxIndex = (int64_t{1} << 31) - 1;
 
+// Whether only the first row of each head dim has instances for the call.
+bool has_first_row_alone(const AttentionParams& p) { return p.has_tree_mask || p.ranges; }
+
 // Whether a packed batch may hold row tiles of few rows. Which of the two kernels a batch takes changes no
 // bits of sequences that have none: both compute full row tiles in the same way.
 bool may_have_few_rows(const AttentionParams& p, const Sm90Tiles& tiles, int32_t heads, bool has_codes) {
-    if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any() || p.has_tree_mask) return false;
+    if (!p.cu_seqlens_q || p.alibi_slopes || p.dropout.any() || has_first_row_alone(p)) return false;
     const int32_t rest = p.seqlen_q % (tiles.row_blocks() * (kGroupRows / heads));
     return p.batch_invariant || p.total_q != int64_t{p.batch} * p.seqlen_q ||
            (rest > 0 && rest * heads <= max_few_rows(tiles.head_dim, has_codes));
@@ -65,7 +68,7 @@ int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
         if (best >= 0 &&
             (tiles.head_dim != kSm90Tiles[best].head_dim || tiles.value_dim != kSm90Tiles[best].value_dim))
             break;
-        if (best < 0 || (!p.has_tree_mask && serve_better(p, gpu, tiles, kSm90Tiles[best], heads)))
+        if (best < 0 || (!has_first_row_alone(p) && serve_better(p, gpu, tiles, kSm90Tiles[best], heads)))
             best = row;
     }
     return best;
@@ -157,6 +160,7 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (p.dropout.any()) return Sm90Feature::dropout;
     if (p.alibi_slopes) return Sm90Feature::alibi;
     if (p.has_tree_mask) return Sm90Feature::tree;
+    if (p.ranges) return plan.num_splits > 0 ? Sm90Feature::split_ranges : Sm90Feature::ranges;
     if (plan.num_splits > 0) return Sm90Feature::splits;
     const Sm90Tiles& tiles = plan.tiles();
     if (plan.codes != Codes::none) return Sm90Feature::few_rows;  // over codes it serves all other calls
@@ -216,6 +220,8 @@ const char* name_of(Sm90Feature feature) {
         case Sm90Feature::splits: return "splits";
         case Sm90Feature::beside: return "beside";
         case Sm90Feature::tree: return "tree";
+        case Sm90Feature::ranges: return "ranges";
+        case Sm90Feature::split_ranges: return "split_ranges";
         case Sm90Feature::blocks:
         case Sm90Feature::small_blocks: return "blocks";
     }
@@ -227,6 +233,12 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                                   bool beside) {
     if (!suits_sm90(p, gpu, why_not)) return std::nullopt;
     if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
+    if (p.ranges && (p.alibi_slopes || p.dropout.any() || is_code(p.k_dtype))) {
+        return refuse(why_not, "no instance for bidirectional_ranges has ",
+                      p.alibi_slopes    ? "ALiBi"
+                      : p.dropout.any() ? "dropout"
+                                        : "caches of codes");
+    }
     if (p.alibi_symmetric) return refuse(why_not, kOneSidedAlibi);
     if (p.has_tree_mask && p.alibi_slopes)
         return refuse(why_not, "no instance has both a tree mask and ALiBi");
@@ -275,6 +287,10 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       "keys of 136 to 192 with values of 72 to 128");
     }
     const Sm90Tiles& tiles = plan.tiles();
+    if (p.ranges && !is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas)) {
+        return refuse(why_not, "no instance with keys of head_dim ", tiles.head_dim, " and values of ",
+                      tiles.value_dim, " has bidirectional_ranges");
+    }
     plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
     // If even with splits at most half of the SMs would have work, sm80_attention serves the call.
     const int32_t most_splits = may_split(p, tiles) ? kMaxSm90Splits : 1;

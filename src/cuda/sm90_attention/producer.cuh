@@ -33,7 +33,7 @@ class KeyLoader {
           work_(work),
           kv_head_(work.first_head / p.group_size()),
           hole_begin_(work.prefix_len),
-          hole_end_(work.visibility<Config>(p).window_begin(work.q_pos(0))),
+          hole_end_(work.visibility<Config>(p, 0, 1).window_begin(work.q_pos(0))),
           policy_(plan.heads == p.group_size() && work.seqlen_q <= Config::kTileBlocks * plan.tokens
                       ? ptx::kEvictFirst
                       : ptx::kEvictNormal) {}

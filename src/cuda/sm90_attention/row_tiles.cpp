@@ -71,7 +71,6 @@ bool suits_sm90(const AttentionParams& p, const Gpu& gpu, std::string* why_not) 
                        gpu.compute_capability);
     }
     if (p.chosen_pages) return refused(why_not, kReadsAllPages);
-    if (p.ranges) return refused(why_not, kHasNoRanges);
     if (p.batch_invariant && !p.cu_seqlens_q) {
         return refused(why_not,
                        "with batch_invariant it takes packed queries alone, since whether the copy "

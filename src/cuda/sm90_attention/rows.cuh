@@ -60,10 +60,11 @@ struct Sm90Rows {
     template <class Places>
     __device__ Sm90Rows(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
                         const Places& places, float scale) {
-        const Visibility see = work.visibility<Config>(p);
+        const Visibility windows = work.visibility<Config>(p);
         const int32_t first_token = work.first_token + block * plan.tokens;
         const int32_t first_q_pos = work.q_pos(first_token);
         const int32_t last_q_pos = work.q_pos(min(first_token + plan.tokens, work.seqlen_q) - 1);
+        const auto see = work.with_ranges<Config>(p, windows, first_q_pos, last_q_pos);
         any = first_token < work.seqlen_q;
         anchor = first_q_pos;
         has_window_left = p.window_left >= 0;

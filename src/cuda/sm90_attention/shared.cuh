@@ -219,8 +219,9 @@ template <class Config>
 __device__ __forceinline__ auto key_tiles(const AttentionParams& p, const Sm90Launch& plan,
                                           const Sm90Work& work) {
     const int32_t end = min(work.first_token + Config::kTileBlocks * plan.tokens, work.seqlen_q);
-    PrefillKeyTiles<Config::kSplits> tiles{KeyTiles(work.visibility<Config>(p), work.q_pos(work.first_token),
-                                                    work.q_pos(end - 1), Config::kKeys)};
+    PrefillKeyTiles<Config::kSplits> tiles{KeyTiles(work.visibility<Config>(p, work.first_token, end),
+                                                    work.q_pos(work.first_token), work.q_pos(end - 1),
+                                                    Config::kKeys)};
     if (Config::kSplits && work.split() >= 0) {
         const int32_t part = work.split() % plan.num_splits;
         tiles.first = tiles.count * part / plan.num_splits;

@@ -98,8 +98,8 @@ constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 &
 constexpr bool has_splits(int head_dim, int value_dim, int ctas) {
     return ctas == 1 && head_dim == value_dim;
 }
-// Tree masks have kernels of the first row of each head dim.
-constexpr bool has_tree(int head_dim, int value_dim, int warpgroups, int ctas) {
+// Tree masks and bidirectional ranges have kernels of the first row of each head dim.
+constexpr bool is_first_row(int head_dim, int value_dim, int warpgroups, int ctas) {
     for (const Sm90Tiles& tiles : kSm90Tiles) {
         if (tiles.head_dim == head_dim && tiles.value_dim == head_dim)
             return value_dim == head_dim && tiles.warpgroups == warpgroups && tiles.ctas == ctas;
@@ -117,8 +117,22 @@ constexpr bool has_blocks(int head_dim, int warpgroups, int ctas) {
 
 // Features that have kernels of their own. `beside` is for a shared prefix (SharedPrefixPlan): the kernel
 // over the keys behind the prefix, which waits for memory, runs beside this one, which multiplies. `sinks` is
-// for attention sinks and for chunks of positions (attention_chunk).
-enum class Sm90Feature { none, alibi, dropout, sinks, few_rows, splits, beside, tree, blocks, small_blocks };
+// for attention sinks and for chunks of positions (attention_chunk). `split_ranges` is `ranges` where the
+// keys of row tiles are split.
+enum class Sm90Feature {
+    none,
+    alibi,
+    dropout,
+    sinks,
+    few_rows,
+    splits,
+    beside,
+    tree,
+    ranges,
+    split_ranges,
+    blocks,
+    small_blocks
+};
 
 // What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token.
 enum class Sm90Cache { numbers, codes, codes_of_tokens };
@@ -145,9 +159,12 @@ struct Sm90Config {
     static constexpr int kCtas = kCtas_;
     static constexpr bool kSharesColumns = false;  // what a CTA of a pair loads: half of the keys
     static constexpr int kTileBlocks = kTiles.row_blocks();
-    // In other kernels the code for tree masks would spill registers. This kernel may split keys, too.
+    // In other kernels the code for tree masks would spill registers.
     static constexpr bool kTree = kFeature_ == Sm90Feature::tree;
-    static constexpr bool kSplits = kFeature_ == Sm90Feature::splits || kTree;
+    // Whether there are bidirectional ranges, which are looked up for every row tile.
+    static constexpr bool kSplitRanges = kFeature_ == Sm90Feature::split_ranges;
+    static constexpr bool kRanges = kFeature_ == Sm90Feature::ranges || kSplitRanges;
+    static constexpr bool kSplits = kFeature_ == Sm90Feature::splits || kTree || kSplitRanges;
     static constexpr bool kChained = kTiles.chained && !kSplits;
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
     static constexpr bool kAlibi = kFeature_ == Sm90Feature::alibi;

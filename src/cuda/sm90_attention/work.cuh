@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/ptx/cluster.h"
+#include "cuda/sm90_attention/near_ranges.cuh"
 #include "cuda/sm90_attention/parameters.h"
 #include "cuda/sm90_attention/tiles.h"
 #include "cuda/warp.cuh"
@@ -25,6 +26,27 @@ struct alignas(16) Sm90Work {
     __device__ Visibility visibility(const AttentionParams& p) const {
         return {seqlen_k, prefix_len, p.window_left, p.window_right,
                 Config::kSinksAndChunks ? p.attention_chunk : FastDivide{}};
+    }
+    // The same with the bidirectional ranges that matter to queries at positions [first_q_pos, last_q_pos].
+    // All lanes of a warp call this together.
+    template <class Config>
+    __device__ auto with_ranges(const AttentionParams& p, const Visibility& see, int32_t first_q_pos,
+                                int32_t last_q_pos) const {
+        if constexpr (Config::kRanges) {
+            return RangedVisibilityOf<NearRanges>{see, NearRanges(p.ranges, batch, first_q_pos, last_q_pos),
+                                                  p.ranges.keep_window_left};
+        } else {
+            return see;
+        }
+    }
+    // That of the queries from `begin` up to `end`, likewise.
+    template <class Config>
+    __device__ auto visibility(const AttentionParams& p, int32_t begin, int32_t end) const {
+        if constexpr (Config::kRanges) {
+            return with_ranges<Config>(p, visibility<Config>(p), q_pos(begin), q_pos(end - 1));
+        } else {
+            return visibility<Config>(p);
+        }
     }
     __device__ Sm90Work from_lane_0() const {
         auto get = [](int32_t x) { return __shfl_sync(~0u, x, 0); };

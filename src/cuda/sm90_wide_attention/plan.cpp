@@ -31,6 +31,7 @@ std::optional<Sm90WidePlan> plan_sm90_wide_attention(const AttentionParams& p, c
     if (p.alibi_slopes) return refuse(why_not, "it has no ALiBi");
     if (p.has_tree_mask) return refuse(why_not, "it has no tree masks");
     if (p.block_mask) return refuse(why_not, "it has no block masks");
+    if (p.ranges) return refuse(why_not, kHasNoRanges);
     if (p.k_dtype != p.dtype || p.v_dtype != p.dtype) {
         return refuse(why_not, "it reads keys and values of the type of q, and these are ",
                       to_string(p.k_dtype), " and ", to_string(p.v_dtype));
