@@ -183,6 +183,15 @@ KNOWN_RACES = (
         of_each=True,
     ),
     KnownRace(
+        "sm90_backward_kernel",
+        "Read and Write",
+        4,
+        "Barriers q_full and q_empty order the steps of a block mask, which lanes of the loader write, and "
+        "their reads, both ways: see racecheck in docs/notebook/attention_backward.md.",
+        instances="Config<\\(int\\)[01], \\([^)]*\\)4>",
+        of_each=True,
+    ),
+    KnownRace(
         "sm90_wide_attention_kernel",
         "Read and Write",
         10,
