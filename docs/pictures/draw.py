@@ -19,6 +19,7 @@ import _quantised_prefill
 import _shared_prefix
 import _sm80_attention
 import _sm90_attention
+import _sm90_wide_attention
 import _speeds
 from _picture import COLOURS, EMPTY, FAINT, INK, PAPER, RESERVED, SHARED, Picture
 
@@ -428,6 +429,7 @@ PICTURES = {
     "how_a_call_runs": _how_a_call_runs.draw,
     "decode": _decode.draw,
     "sm90_attention": _sm90_attention.draw,
+    "sm90_wide_attention": _sm90_wide_attention.draw,
     "sm80_attention": _sm80_attention.draw,
     "shared_prefix": _shared_prefix.draw,
     "quantised_decode": _quantised_decode.draw,
