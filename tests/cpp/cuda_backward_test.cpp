@@ -40,6 +40,7 @@ bool is_symmetric(Kind kind) {
     return kind == Kind::symmetric || kind == Kind::symmetric_dropout || kind == Kind::symmetric_blocks;
 }
 bool has_alibi(Kind kind) { return kind == Kind::alibi || is_symmetric(kind); }
+bool asks_for_slopes(Kind kind) { return has_alibi(kind) && kind != Kind::symmetric_dropout; }
 bool has_blocks(Kind kind) {
     return kind == Kind::blocks || kind == Kind::blocks_in_chunks || kind == Kind::symmetric_blocks;
 }
@@ -132,7 +133,7 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
         args.dq = rows(on, dq, 90, kHeads * kGroup, head_dim);
         args.dk = rows(on, dk, 140, kHeads, head_dim);
         args.dv = rows(on, dv, 140, kHeads, value_dim);
-        if (has_alibi(kind)) args.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
+        if (asks_for_slopes(kind)) args.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
         if (kind == Kind::sinks) args.dsinks = on(dsinks, DType::float32, {kHeads * kGroup});
         run(args);
     };
@@ -146,8 +147,8 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
     expect_near(dq.fetch(), dq.host, dtype, "dq");
     expect_near(dk.fetch(), dk.host, dtype, "dk");
     expect_near(dv.fetch(), dv.host, dtype, "dv");
-    if (!has_alibi(kind) && kind != Kind::sinks) return;
-    const Mirror<float>& of_heads = has_alibi(kind) ? dalibi : dsinks;
+    if (!asks_for_slopes(kind) && kind != Kind::sinks) return;
+    const Mirror<float>& of_heads = asks_for_slopes(kind) ? dalibi : dsinks;
     const std::vector<float> on_gpu = of_heads.fetch();
     float largest = 0.0f;
     for (float x : of_heads.host) largest = std::max(largest, std::fabs(x));

@@ -4,7 +4,7 @@
 // lie in registers. With kDqSums, gradients of scores also pass through shared memory, where all warps read
 // them for dQ += dS K. Page: docs/kernels/attention_backward.md.
 //
-// grid: x key tiles over the batch, y KV heads, z parts of the columns of dK and dV.
+// grid: x key tiles over the batch, y KV heads, z parts of the columns of dK and dV, and of dQ.
 #pragma once
 
 #include "common/query_range.h"

@@ -11,8 +11,8 @@
 
 namespace octavo::cuda {
 
-// The kernels of the keys, and those of the queries unless these add up sums of dQ. With kBlocks or kRanges,
-// dropout is a branch in the kernels.
+// The kernel of the keys; then the conversion of its sums of dQ, or the kernel of the queries. With kBlocks
+// or kRanges, dropout is a branch in the kernels.
 template <class T, int kRow, bool kDropout, bool kBlocks, bool kRanges, bool kDqSums = false>
 void launch_sm80_gradients(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan,
                            const Sm80BackwardLaunch& arguments, cudaStream_t stream) {

@@ -19,7 +19,8 @@ struct Sm80BackwardLaunch {
     QueryStatistics* statistics;  // [num_q_heads, total_q]
     SlopeParts slopes;            // one for each tile of queries
     SinkTerms sinks;              // the terms of all total_q queries
-    // Sums of dQ, [num_q_heads, num_rows / queries of a tile], as query_sums.cuh has them; null where
+    // Sums of dQ, [num_q_heads, num_rows / queries of a tile], in a tile by parts of the columns, by warps,
+    // and as accumulators lie, from sm_90 on four of a lane side by side (QuerySums::place); null where
     // query_gradients_kernel computes dQ. Dense arrays have sequence_rows rows for each sequence.
     float* dq_sums;
     int64_t num_rows;

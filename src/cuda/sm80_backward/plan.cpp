@@ -75,7 +75,9 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     const int64_t sequence_rows = ceil_divide(p.seqlen_q, queries) * queries;
     plan.num_rows = p.cu_seqlens_q ? ceil_divide(p.total_q + int64_t{p.batch} * queries, queries) * queries
                                    : p.batch * sequence_rows;
-    if (plan.num_rows > INT32_MAX) plan.sums_dq = false;  // they are counted in 32 bits
+    // They are counted in 32 bits, and short sequences would have tiles that are mostly empty.
+    constexpr int64_t kMostRows = 4;  // for each query
+    if (plan.num_rows > std::min<int64_t>(kMostRows * p.total_q, INT32_MAX)) plan.sums_dq = false;
     plan.sequence_rows = p.cu_seqlens_q || !plan.sums_dq ? 0 : static_cast<int32_t>(sequence_rows);
     plan.num_key_tiles = bound_tiles(p, "keys", plan.key_tiles, p.total_k, key_rows);
     plan.num_query_tiles = bound_tiles(p, "queries", plan.query_tiles, p.total_q, query_rows);

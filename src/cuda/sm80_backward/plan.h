@@ -22,7 +22,7 @@ struct Sm80BackwardPlan {
     int32_t num_key_tiles, num_query_tiles;  // over the batch; bounds where it is packed
     bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
     // Whether the kernel of the keys adds to sums of dQ, whose bits then depend on the order in which CTAs
-    // come. Otherwise a kernel computes dQ by itself, and the gradients of slopes.
+    // come. Otherwise a kernel of the queries computes dQ, and the gradients of slopes.
     bool sums_dq;
     int32_t sequence_rows;                              // dense arrays: rows of these sums for each sequence
     int64_t num_rows;                                   // rows of these sums for each head

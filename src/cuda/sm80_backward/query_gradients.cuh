@@ -1,6 +1,7 @@
-// Computes dQ, and the gradients of ALiBi's slopes (sm_80 and newer). A CTA owns a tile of queries of one
-// head and walks over the keys that some of them see, as the forward kernel does. Gradients of scores are
-// operands of dQ += dS K as they lie in registers. Page: docs/kernels/attention_backward.md.
+// Computes dQ where it is not summed, and the gradients of ALiBi's slopes (sm_80 and newer). A CTA owns a
+// tile of queries of one head and walks over the keys that some of them see, as the forward kernel does.
+// Gradients of scores are operands of dQ += dS K as they lie in registers. Page:
+// docs/kernels/attention_backward.md.
 //
 // grid: x query tiles over the batch, the last of a sequence first; y query heads.
 #pragma once

@@ -10,8 +10,8 @@
 
 namespace octavo::cuda {
 
-// How the warps of a CTA share a tile of dQ, or the columns [first_dim, first_dim + kDims) of it: a warp has
-// 16 queries and kColumns columns. `Config` is that of the keys' side, whose columns are queries.
+// How the warps of a CTA share a tile of dQ, or kDims of its columns: a warp has 16 queries and kColumns
+// columns. `Config` is that of the keys' side, whose columns are queries.
 template <class Config, int kDims>
 struct QuerySums {
     static constexpr int kQueryTiles = Config::kKeys / 16;
@@ -20,7 +20,7 @@ struct QuerySums {
     using Rows = BackwardConfig<kColumns, Config::kWarps, 1, Config::kKeys, 1>;
     using Sums = float[1][kColumns / 8][4];
 
-    int first_query, first_dim;  // of the warp, in the tile
+    int first_query, first_dim;  // of the warp, in the tile and among the CTA's columns
 
     __device__ __forceinline__ explicit QuerySums(int warp)
         : first_query(warp % kQueryTiles * 16), first_dim(warp / kQueryTiles * kColumns) {}

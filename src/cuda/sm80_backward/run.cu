@@ -37,7 +37,7 @@ void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStr
     auto take = [&](int64_t bytes) { return reinterpret_cast<float*>(std::exchange(next, next + bytes)); };
     arguments.statistics = reinterpret_cast<QueryStatistics*>(take(plan.statistics_bytes));
     float* const dq_sums = take(plan.dq_bytes());
-    if (plan.sums_dq) {
+    if (plan.dq_bytes() > 0) {
         arguments.dq_sums = dq_sums;
         arguments.num_rows = plan.num_rows;
         arguments.sequence_rows = plan.sequence_rows;

@@ -22,7 +22,7 @@ struct Sm80BackwardSide {
 // have.
 struct Sm80BackwardTiles {
     int head_dim;
-    int dim_splits;  // CTAs that divide the columns of dK and of dV, whose sums need registers
+    int dim_splits;  // CTAs that divide the columns of dK and dV, whose sums need registers, and those of dQ
     Sm80BackwardSide keys, queries;
 };
 

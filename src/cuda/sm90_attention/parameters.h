@@ -1,4 +1,4 @@
-// What a launch of sm90_attention hands to the kernel.
+// What a launch of sm90_attention or sm90_wide_attention hands to the kernel.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -23,8 +23,8 @@ struct Sm90Launch {
     // For each warpgroup, a row tile holds `heads` heads of one group (a divisor of the group size) at
     // `tokens` tokens: heads * tokens <= 64 rows. Rows run over the heads of a token first.
     int32_t heads, tokens;
-    // How many keys one copy brings: a tile of them, half a tile for a pair of CTAs, or a common divisor of
-    // the tile and the page size.
+    // How many keys one copy brings: a tile of them, half a tile for a pair of CTAs that share keys, or a
+    // common divisor of the tile and the page size.
     int32_t box_keys;
     FastDivide page_size;
     bool few_rows;  // whether some row tiles may be of few rows

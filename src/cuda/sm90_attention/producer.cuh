@@ -66,7 +66,7 @@ class KeyLoader {
                 offset = offset + plan_.box_keys == p_.page_size ? 0 : offset + plan_.box_keys;
             }
         } else {
-            // Each CTA of a pair loads one half, for both CTAs.
+            // Each CTA of a pair loads half of the keys, or of the columns, for both CTAs.
             constexpr int kBoxes = Config::kSharesColumns ? 1 : Config::kCtas;
             bool mine = elected && (kBoxes == 1 || ptx::cluster_rank() == 0);
             for (int32_t row = 0; row < rows; row += Config::kKeys / kBoxes) {

@@ -77,8 +77,7 @@ bool suits_sm90(const AttentionParams& p, const Gpu& gpu, std::string* why_not) 
                        "engine can move others depends on the stride of the batch");
     }
     if (p.num_splits != 0) {
-        return refused(why_not, "num_splits (", p.num_splits,
-                       ") is given, and this kernel chooses its splits by itself");
+        return refused(why_not, "num_splits (", p.num_splits, ") is given, and this kernel takes none");
     }
     if (!(p.softmax_scale > 0.0f))
         return refused(why_not, "it needs a positive softmax_scale, and this is ", p.softmax_scale);

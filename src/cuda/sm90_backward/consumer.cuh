@@ -215,7 +215,8 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         rings = {step.index, at};
     }
 
-    // A step none of whose queries looks at this warpgroup's keys: its dS is zero.
+    // A step none of whose queries looks at this warpgroup's keys: its dS is zero. This warpgroup need not
+    // wait for dO, for which the other one waits before the step's slots are free again.
     __device__ __forceinline__ void pass_by(const Step& step, const DsSlot& at, int32_t dq_before) const {
         const bool is_first = dq_before < 0;
         if (is_first) ptx::mbarrier_wait(&shared_.v_full, at_.parity());

@@ -38,7 +38,7 @@ template <class Config, bool kUsed = Config::kBlocks>
 struct Sm90KeptSteps {};
 template <class Config>
 struct Sm90KeptSteps<Config, true> {
-    // Up to 32 parts are found at once, and consumers may still read the four steps before.
+    // Up to 32 parts are found at once, and consumers may still read the three steps before.
     static constexpr int kSteps = 64 / Config::kParts;
     Sm90KeptStep<Config> steps[kSteps];
     bool any[kTileSlots];  // whether a tile of keys has steps

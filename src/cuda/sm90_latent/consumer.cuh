@@ -63,6 +63,8 @@ class Sm90LatentConsumer {
         mask(2 * pair);
         float max[2], factor[2];
         highest(max);
+        // All warps have multiplied the rotary part, where weights come to lie.
+        ptx::named_barrier_sync(kOfWarpgroup + kWarpgroup, 128);
         raise_max(max, factor);
         scale_sums(factor);
         weigh();

@@ -26,7 +26,8 @@ __device__ float round_to_float16(uint4 (&chunks)[kChunks]) {
     });
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const int32_t exponent = max(static_cast<int32_t>(__float_as_uint(largest) >> 23), 27) - 127;
+    constexpr int32_t kLeastExponent = -40;  // of rows below it, zeros among them
+    const int32_t exponent = max(static_cast<int32_t>(__float_as_uint(largest) >> 23) - 127, kLeastExponent);
     const float factor = power_of_two(10 - exponent);
     for_each_word([&](uint32_t& word) {
         const float2 pair = unpack<bfloat16>(word);
