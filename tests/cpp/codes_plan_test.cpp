@@ -1,0 +1,240 @@
+// What CUDA calls of many queries over caches of codes run: plans are pure functions, and need no GPU.
+#include "plan_testing.h"
+
+#include <string>
+
+namespace octavo {
+namespace {
+
+// Pages of int8 with one scale.
+PagedAttentionArgs over_codes(const Shape& shape) {
+    PagedAttentionArgs args = paged(shape);
+    args.k_pages.dtype = args.v_pages.dtype = DType::int8;
+    args.k_scale = args.v_scale = 0.5f;
+    return args;
+}
+
+TEST(Plan, ManyQueriesOverCodes) {
+    Shape shape{4, 2048};
+    shape.queries = 128;
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention");
+    EXPECT_EQ(kind_of(over_codes(shape), "a100"), "sm80_attention");
+    shape.page_size = 5;  // no copy engine is asked
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention");
+    PagedAttentionArgs args = over_codes(shape);
+    args.v_pages.data = static_cast<char*>(args.v_pages.data) + 8;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    args = over_codes(shape);  // int4 with one scale, by strides of zero, is scaled key by key
+    args.kv_dtype = DType::int4;
+    args.k_scale = args.v_scale = std::nullopt;
+    for (TensorView* pages : {&args.k_pages, &args.v_pages}) {
+        pages->dtype = DType::uint8;
+        pages->shape[3] /= 2;
+    }
+    args.k_scales = args.v_scales =
+        Arrays().make(DType::float16, {args.k_pages.shape[0], shape.page_size, shape.num_kv_heads, 2});
+    args.k_scales->strides = args.v_scales->strides = {0, 0, 0, 1};
+    EXPECT_EQ(field(explain(args, "h200"), "token_scales"), "true");
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "token_scales"), "false");
+    shape.head_dim = 120;
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm80_attention") << "rows that 16 bytes do not divide";
+}
+
+// The same with a scale of each token and head.
+PagedAttentionArgs with_scales(PagedAttentionArgs args) {
+    args.k_scale = args.v_scale = std::nullopt;
+    const auto& shape = args.k_pages.shape;
+    args.k_scales = args.v_scales = Arrays().make(DType::float32, {shape[0], shape[1], shape[2]});
+    return args;
+}
+
+// Codes become numbers once where so many rows are multiplied by each of them that this pays.
+TEST(Plan, ManyMoreQueriesOverCodes) {
+    auto reason = [](const PagedAttentionArgs& args) {
+        for (const auto& [kernel, why_not] : explain(args, "h200").why_not) {
+            if (kernel == "expand_codes") return why_not;
+        }
+        return std::string("none");
+    };
+    Shape shape{4, 4096};
+    shape.queries = 4096;
+    for (PagedAttentionArgs args : {over_codes(shape), with_scales(over_codes(shape))}) {
+        const Explanation text = explain(args, "h200");
+        EXPECT_EQ(text.kernel, "expand_codes<bfloat16, int8>");
+        EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 192 rows>");
+        EXPECT_NE(text.summary.find(
+                      "expand_codes_kernel: 4 sequences x 8 KV heads x 64 CTAs for runs of 64 tokens: "
+                      "2048 CTAs of 256 threads; then over the numbers "
+                      "sm90_attention<bfloat16, head_dim 128, 192 rows>: "),
+                  std::string::npos)
+            << text.summary;
+        EXPECT_EQ(field(text, "room"), "4160") << "whole tiles of 80 keys";
+        EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(4 * 4160 * 8 * 128 * 2 * 2 + 16));
+        EXPECT_EQ(kind_of(args, "a100"), "sm80_attention");
+        EXPECT_EQ(kind_of(args, "b200"), "sm80_attention");
+        args.batch_invariant = true;
+        EXPECT_EQ(kind_of(args), "sm90_attention");
+        EXPECT_NE(reason(args).find("with batch_invariant"), std::string::npos);
+    }
+
+    // Chunks: the more is saved with each row, the fewer do.
+    shape = {4, 8192};
+    shape.queries = 300;
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "expand_codes");
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention");
+    EXPECT_EQ(reason(over_codes(shape)),
+              "to turn codes into numbers once pays if each key is multiplied by at least 1536 rows, and "
+              "here these "
+              "are 1178 on average");
+    shape.total_q = 4 * 190;  // other sequences have fewer
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
+    shape = {32, 4096};  // drafts
+    shape.queries = 8;
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
+
+    // Above head dim 128, no kernel of Hopper's reads codes.
+    shape = {4, 4096};
+    shape.queries = 128;
+    for (int64_t head_dim : {192, 256}) {
+        shape.head_dim = head_dim;
+        EXPECT_EQ(kind_of(over_codes(shape)), "expand_codes") << head_dim;
+        shape.dtype = DType::float16;
+    }
+
+    // A window leaves few keys to each query, but all of those before it are left out, too.
+    shape = {2, 32768};
+    shape.queries = 1024;
+    PagedAttentionArgs windowed = with_scales(over_codes(shape));
+    windowed.window_left = 1023;
+    EXPECT_EQ(kind_of(windowed), "expand_codes");
+    windowed.window_left = 100;
+    EXPECT_EQ(kind_of(windowed), "sm90_attention");
+
+    // Workspace is for what the page table has room for.
+    shape = {4, 40000};
+    shape.queries = 4096;
+    EXPECT_EQ(reason(over_codes(shape)),
+              "it takes up to 512 MB of workspace, and 4 sequences x 40000 tokens of room in page_table x 8 "
+              "KV heads take 625");
+
+    // Products with the scales of heads have the range of float16; numbers without them are exact.
+    shape = {4, 4096};
+    shape.queries = 4096;
+    for (DType dtype : {DType::bfloat16, DType::float16}) {
+        shape.dtype = dtype;
+        PagedAttentionArgs args = over_codes(shape);
+        EXPECT_EQ(kind_of(args), "expand_codes");
+        args.k_scale = args.v_scale = std::nullopt;
+        args.k_scale_array = args.v_scale_array = Arrays().make(DType::float32, {8});
+        EXPECT_EQ(kind_of(args), dtype == DType::bfloat16 ? "expand_codes" : "sm90_attention");
+    }
+    PagedAttentionArgs moved = over_codes(shape);
+    moved.v_pages.data = static_cast<char*>(moved.v_pages.data) + 8;
+    EXPECT_EQ(kind_of(moved), "sm80_attention");
+    EXPECT_NE(reason(moved).find("it loads 16 bytes of codes at a time"), std::string::npos);
+    EXPECT_EQ(reason(paged(shape)), "none") << "not spoken of over other pages";
+}
+
+// Sequences that decode read codes beside others whose codes become numbers.
+TEST(Plan, MixedBatchesOverCodes) {
+    Shape shape{64, 4096};
+    shape.queries = 512;
+    shape.total_q = 4 * 512 + 60;
+    const Explanation text = explain(with_scales(over_codes(shape)), "h200");
+    EXPECT_EQ(text.kernel, "expand_codes<bfloat16, int8>");
+    EXPECT_EQ(field(text, "many_queries"), "192") << "768 rows";
+    EXPECT_EQ(field(text, "few_queries"), "2") << "8 rows";
+    EXPECT_EQ(field(text, "num_slots"), "10") << "that many times 192 queries";
+    EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 128 rows>");
+    EXPECT_EQ(field(text, "few").find("split_kv_decode<"), 0u);
+    EXPECT_EQ(field(text, "between").find("sm90_attention<bfloat16 over codes"), 0u);
+    for (const char* part : {"up to 10 sequences of at least 192 queries x 8 KV heads",
+                             "; then over the codes of sequences of up to 2 query tokens split_kv_decode<",
+                             "; then of the others sm90_attention<bfloat16 over codes"})
+        EXPECT_NE(text.summary.find(part), std::string::npos) << part << " in " << text.summary;
+
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "many_queries"), "384") << "1536 rows";
+    shape.queries = 383;
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm90_attention") << "no sequence has enough rows";
+    shape.queries = 512;
+    PagedAttentionArgs args = with_scales(over_codes(shape));
+    args.window_left = 100;
+    EXPECT_EQ(kind_of(args), "sm90_attention") << "no key is seen by enough rows";
+    args = with_scales(over_codes(shape));
+    args.batch_invariant = true;
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape)), "a100"), "sm80_attention");
+
+    // Where more sequences could be so long than the workspace has room for, only longer ones are converted.
+    shape.keys = 8192;
+    shape.queries = 2048;
+    shape.total_q = 16 * 1024 + 48;
+    const Explanation few_slots = explain(with_scales(over_codes(shape)), "h200");
+    EXPECT_EQ(field(few_slots, "num_slots"), "16");
+    EXPECT_EQ(field(few_slots, "many_queries"), std::to_string(shape.total_q / 17 + 1));
+
+    // Where there is room for all sequences, it bounds nothing.
+    shape.keys = 16384;
+    shape.batch = 8;
+    shape.queries = 4096;
+    shape.total_q = 4096 + 7 * 1000;
+    const Explanation all_have_room = explain(with_scales(over_codes(shape)), "h200");
+    EXPECT_EQ(field(all_have_room, "num_slots"), "8");
+    EXPECT_EQ(field(all_have_room, "many_queries"), "192") << "768 rows";
+    EXPECT_LE(std::stoll(field(all_have_room, "workspace_bytes")),
+              cuda::kMaxExpandedBytes + cuda::kMaxRoundingBytes);
+
+    // Lengths that are alike, or without a bound.
+    shape.keys = 4096;
+    shape.batch = 4;
+    for (int64_t total : {4 * 512, 4 * 400}) {
+        for (int64_t longest : {int64_t{512}, total}) {
+            shape.queries = longest;
+            shape.total_q = total;
+            const Explanation all = explain(with_scales(over_codes(shape)), "h200");
+            EXPECT_EQ(kind_of(all), "expand_codes");
+            EXPECT_EQ(field(all, "many_queries"), "0") << "all are converted";
+        }
+    }
+
+    // Without a bound, where not all have room.
+    shape = Shape{64, 16384};
+    shape.queries = shape.total_q = 64 * 400;
+    EXPECT_EQ(field(explain(with_scales(over_codes(shape)), "h200"), "num_slots"), "8");
+
+    // The parts of a batch that is too small for the SMs.
+    shape = Shape{5, 1328, 2, 4};
+    shape.queries = 500;
+    shape.total_q = 806;
+    args = with_scales(over_codes(shape));
+    args.alibi_slopes = Arrays().make(DType::float32, {8});
+    bool is_refused = false;
+    for (const auto& [kernel, reason] : explain(args, "h200").why_not) {
+        if (kernel != "expand_codes") continue;
+        is_refused = true;
+        EXPECT_NE(reason.find("; not for its long sequences alone, as it would leave most of the 132 SMs"),
+                  std::string::npos)
+            << reason;
+    }
+    EXPECT_TRUE(is_refused);
+}
+
+// Codes become numbers, unless keys before the windows are left out that ranges may show.
+TEST(Plan, BidirectionalRangesOverCodes) {
+    Shape shape{2, 2048};
+    shape.queries = 512;
+    PagedAttentionArgs args = paged(shape);
+    args.k_pages.dtype = args.v_pages.dtype = DType::float8_e4m3fn;
+    args.bidirectional_ranges = Arrays().make(DType::int32, {2, 3, 2});
+    EXPECT_EQ(kind_of(args), "expand_codes");
+    args.window_left = 1000;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+    args.ranges_keep_window_left = true;
+    EXPECT_EQ(kind_of(args), "expand_codes");
+    args.batch_invariant = true;
+    args.max_seqlen_q = 512;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+}
+
+}  // namespace
+}  // namespace octavo
