@@ -61,6 +61,10 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
             reinterpret_cast<float4*>(plan.dq_sums + (head * plan.num_rows + row) * Config::kHeadDim);
         dq[lane] = dq[kLanes + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
+    if constexpr (Config::kOrdered) {
+        if (row % Config::kQueries == 0 && lane < Config::kConsumers)
+            plan.turns[(head * plan.num_tiles + row / Config::kQueries) * Config::kConsumers + lane] = 0;
+    }
     const WorkspaceRow at = find_workspace_row<Config::kQueries>(p, plan, row);
     float lse = -INFINITY, delta = 0.0f;  // for a row without a query
     bool sees_nothing = true;
