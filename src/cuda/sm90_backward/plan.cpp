@@ -85,6 +85,9 @@ TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, cons
 std::optional<TurnOrder> find_turns(const AttentionBackwardParams& p, const Gpu& gpu,
                                     const Sm90BackwardTiles& tiles, bool even_if_short) {
     if (tiles.dq_apart() || !can_take_turns(bool{p.prefix_lens}, p.window_left)) return {};
+    const char* const e = getenv("OCTAVO_TURNS");
+    if (e && !atoi(e)) return {};
+    if (e) even_if_short = true;
     const TileOrder order = order_key_tiles(p, gpu, tiles);
     TurnOrder turns{order.tiles, order.pairs, 1, order.mixed, p.window_right >= 0};
     if (turns.falling_first) {
@@ -100,6 +103,15 @@ std::optional<TurnOrder> find_turns(const AttentionBackwardParams& p, const Gpu&
             std::clamp<int64_t>(std::min(ceil_divide(4 * gpu.num_sms, steps), in_cache), 1, order.pairs));
         turns.mixed = order.pairs % turns.grouped;
     }
+    if (const char* f = getenv("OCTAVO_ROUNDS")) turns.grouped = std::clamp(atoi(f), 1, order.pairs);
+    const char* const g = getenv("OCTAVO_MIXED");
+    if (turns.falling_first) {
+        const int least = g ? std::min(order.pairs, order.mixed * atoi(g)) : order.mixed;
+        turns.mixed = order.pairs - (order.pairs - least) / turns.grouped * turns.grouped;
+    } else {
+        turns.mixed = order.pairs % turns.grouped;
+    }
+    if (const char* f = getenv("OCTAVO_LAG")) turns.grouped |= atoi(f) << 20;
     return turns;
 }
 

@@ -57,8 +57,8 @@ struct TurnOrder {
     OCTAVO_HD TileOrder::Place of(int32_t cta) const {
         int32_t first_pair = pairs - mixed, of_block = mixed, place = cta - tiles_in_blocks();
         if (place < 0) {
-            of_block = grouped;
-            first_pair = cta / (grouped * tiles) * grouped;
+            of_block = grouped & 0xfffff;
+            first_pair = cta / (of_block * tiles) * of_block;
             place = cta - first_pair * tiles;
         }
         const int32_t tile = place / of_block;

@@ -19,6 +19,16 @@ __device__ __forceinline__ void keep_turns(const Sm90BackwardLaunch& plan,
     const int32_t own = work.first_key / Config::kKeys;
     const TurnBefore<Config::kKeys, Config::kQueries> before(work.seq.see, work.seq.seqlen_q, own,
                                                              work.rises);
+    const int32_t lag = plan.turn_order.grouped >> 20;
+    if (lag > 0) {
+        Sm90TurnStep<Config> ahead(work, index);
+        for (int32_t i = 0; i < lag && ahead.index + 1 < ahead.end; ++i) ahead.advance(work);
+        if (ahead.is_left() && before.walks(ahead.tile)) {
+            int32_t* const turn = plan.turns + ahead.place(plan, work, 0) * Config::kConsumers + group;
+            while (ptx::load_acquire(turn) != before.key_tile + 1) {
+            }
+        }
+    }
 #pragma unroll 1
     for (Sm90TurnStep<Config> step(work, index); step.is_left(); step.advance(work)) {
         int32_t* const turn = plan.turns + step.place(plan, work, 0) * Config::kConsumers + group;

@@ -20,6 +20,7 @@ struct TurnBefore {
         const int32_t key = key_tile * kKeys, keys_left = see.seqlen_k - key;
         if (key < 0 || keys_left <= 0) return;
         const QueryRange queries(see, seqlen_q, key, key + (keys_left < kKeys ? keys_left : kKeys));
+        if (queries.begin >= queries.end) return;
         begin = queries.begin / kQueries;
         end = (queries.end + kQueries - 1) / kQueries;
     }
