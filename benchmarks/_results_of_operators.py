@@ -94,16 +94,19 @@ def quantised_prefill(results: Path) -> str:
 
 
 def latent(results: Path) -> str:
-    """Latent attention beside the floor, and what its products come to."""
-    gpus = gpus_with(results, "latent")
-    cells: dict[str, list[str]] = {}
-    for gpu in gpus:
-        for row in load(results, "latent", gpu):
-            us, floor = row["us"][OCTAVO], row["floor_us"]
-            numbers = [f"{us:.1f}", f"{floor:.1f}", f"{us / floor:.2f}", f"{row['flops'] / us / 1e6:.0f}"]
-            cells.setdefault(row["case"], []).extend(numbers)
-    header = ["case", *(name for gpu in gpus for name in (gpu, "floor", "ratio", "TFLOP/s"))]
-    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
+    """Latent attention beside the peers and the floor, and what its products come to."""
+    rows = []
+    for gpu, row in rows_of(results, "latent"):
+        us, floor = row["us"], row["floor_us"]
+        own, by_peer = us[OCTAVO], {peer: time for peer, time in us.items() if peer in PEERS}
+        peers = []
+        for label in ("FlashMLA", "FlashInfer"):
+            best = min((time for peer, time in by_peer.items() if PEERS[peer] == label), default=None)
+            peers.append(f"{best:.1f}" if best else "")
+        numbers = [f"{floor:.1f}", f"{own / floor:.2f}", f"{row['flops'] / own / 1e6:.0f}"]
+        rows.append([row["case"], gpu, f"{own:.1f}", *peers, *numbers])
+    header = ["case", "GPU", "Octavo", "FlashMLA", "FlashInfer", "floor", "/ floor", "TFLOP/s"]
+    return format_table(header, rows, numbers=6)
 
 
 LINEAR_ROWS = (1, 8, 16, 64, 128)  # of x, that the table of shapes has; the files have more

@@ -19,6 +19,9 @@ PEERS = {
     "flashinfer_cuda_cores": "FlashInfer",
     "flashinfer_tensor_cores": "FlashInfer",
     "flashinfer_xqa": "XQA",
+    "flashinfer fa2": "FlashInfer",  # its backends of latent attention
+    "flashinfer fa3": "FlashInfer",
+    "flashmla": "FlashMLA",
 }
 
 Row = dict[str, Any]

@@ -4,7 +4,8 @@
 
 One query a sequence, pages of 64 tokens shuffled over the cache, rows of 576 numbers of which 512 are values.
 Times, and the check of every contestant's output against float64, are as in bench_decode.py. A peer that
-cannot be imported is left out: FlashInfer is the package flashinfer, FlashMLA the package flash_mla.
+cannot be imported is left out: FlashInfer is the package flashinfer, FlashMLA the package flash_mla
+(build_flashmla.py makes it).
 
 floor = 3 us + bytes / read bandwidth measured in the same run. With many heads a case is bound by products:
 for those the column TFLOP/s counts.
@@ -95,22 +96,22 @@ def max_error(case: LatentCase, inputs: LatentInputs, out: Tensor) -> float:
     return worst
 
 
-Prepare = Callable[[LatentCase, LatentInputs], Callable[[], Any]]
+Prepare = Callable[[LatentCase, LatentInputs], Callable[[], "Tensor"]]
 
 
-def octavo_call(_: LatentCase, inputs: LatentInputs) -> Callable[[], Any]:
+def octavo_call(_: LatentCase, inputs: LatentInputs) -> Callable[[], Tensor]:
     import octavo
 
     arrays = inputs.q, inputs.kv_pages, inputs.page_table, inputs.seq_lens
     return lambda: octavo.latent_attention(*arrays, softmax_scale=SCALE, out=inputs.out)
 
 
-def flashinfer_call(case: LatentCase, inputs: LatentInputs) -> Callable[[], Any]:
+def flashinfer_call(backend: str, case: LatentCase, inputs: LatentInputs) -> Callable[[], Tensor]:
     import torch
 
     mla: Any = importlib.import_module("flashinfer.mla")
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = mla.BatchMLAPagedAttentionWrapper(workspace)
+    wrapper = mla.BatchMLAPagedAttentionWrapper(workspace, backend=backend)
     steps = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
     wrapper.plan(
         qo_indptr=steps,
@@ -127,24 +128,27 @@ def flashinfer_call(case: LatentCase, inputs: LatentInputs) -> Callable[[], Any]
         kv_data_type=inputs.kv_pages.dtype,
     )
     q, kv = inputs.q.split([V_DIM, QK_DIM - V_DIM], -1), inputs.kv_pages.split([V_DIM, QK_DIM - V_DIM], -1)
-    return lambda: wrapper.run(*q, *kv, out=inputs.out)
+    scales = {} if inputs.kv_pages.dtype == inputs.q.dtype else {"ckv_scale": 1.0, "kpe_scale": 1.0}
+    return lambda: wrapper.run(*q, *kv, out=inputs.out, **scales)
 
 
-def flashmla_call(case: LatentCase, inputs: LatentInputs) -> Callable[[], Any]:
+def flashmla_call(case: LatentCase, inputs: LatentInputs) -> Callable[[], Tensor]:
     flash_mla: Any = importlib.import_module("flash_mla")
     schedule = flash_mla.get_mla_metadata(inputs.seq_lens, case.num_q_heads, 1)
     arrays = inputs.q[:, None], inputs.kv_pages[:, :, None], inputs.page_table, inputs.seq_lens
 
-    def call() -> None:
+    def call() -> Tensor:
+        out: Tensor
         out, _ = flash_mla.flash_mla_with_kvcache(*arrays, V_DIM, *schedule, softmax_scale=SCALE, causal=True)
-        inputs.out.copy_(out[:, 0])
+        return out[:, 0]
 
     return call
 
 
 CONTESTANTS: dict[str, Prepare] = {
     OCTAVO: octavo_call,
-    "flashinfer": flashinfer_call,
+    "flashinfer fa2": partial(flashinfer_call, "fa2"),
+    "flashinfer fa3": partial(flashinfer_call, "fa3"),
     "flashmla": flashmla_call,
 }
 
@@ -162,14 +166,14 @@ def measure_case(case: LatentCase, rounds: int, read_bandwidth: float) -> dict[s
         try:
             calls = [prepare(case, inputs) for inputs in copies]
             copies[0].out.fill_(float("nan"))
-            calls[0]()
+            result = calls[0]().clone()
             torch.cuda.synchronize()
         except Exception as error:
             if name == OCTAVO:
                 raise
             skipped[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:120]
             continue
-        errors[name] = max_error(case, copies[0], copies[0].out)
+        errors[name] = max_error(case, copies[0], result)
         if errors[name] > TOLERANCE:
             skipped[name] = f"WRONG: error {errors[name]:.3g}"
             continue

@@ -136,9 +136,13 @@ def quantised_prefill() -> list[str]:
 def latent_attention() -> list[str]:
     times = [{row["case"]: row for row in load(RESULTS, "latent", gpu)} for gpu in GPUS]
 
-    def cells(heads: str, number: Callable[[Row], str]) -> str:
-        of_gpus = [[number(rows[f"mla_b{batch}_s4096_{heads}"]) for batch in (32, 128)] for rows in times]
+    def cells(heads: str, number: Callable[[Row], str], batches: tuple[int, ...] = (32, 128)) -> str:
+        of_gpus = [[number(rows[f"mla_b{batch}_s4096_{heads}"]) for batch in batches] for rows in times]
         return f"| {', '.join(of_gpus[0])} | {', '.join(of_gpus[1])} |"
+
+    def speeds(row: Row) -> str:
+        peer = best_peer(row["us"])
+        return f"{row['us'][peer] / row['us'][OCTAVO]:.2f}" if peer else "-"
 
     def floors(row: Row) -> str:
         return f"{row['us'][OCTAVO] / row['floor_us']:.2f}"
@@ -150,6 +154,8 @@ def latent_attention() -> list[str]:
         f"| 16 heads, 32 and 128 sequences, time / floor {cells('h16', floors)}",
         f"| 128 heads, 32 and 128 sequences, TFLOP/s {cells('h128', tflops)}",
         f"| fp8, 16 heads, 32 and 128 sequences, time / floor {cells('h16_fp8', floors)}",
+        f"| 16 heads, 1, 32 and 128 sequences, best peer = 1 {cells('h16', speeds, (1, 32, 128))}",
+        f"| 128 heads, 1, 32 and 128 sequences, best peer = 1 {cells('h128', speeds, (1, 32, 128))}",
     ]
 
 
