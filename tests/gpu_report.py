@@ -201,7 +201,7 @@ KNOWN_RACES = (
         places=2,
     ),
     KnownRace(
-        "sm90_latent_attention_kernel",
+        "sm90_latent_fp8_attention_kernel",
         "Read and Write",
         10,
         "Two warpgroups hand on maxima, factors and sums of rows behind named barriers, at which one "

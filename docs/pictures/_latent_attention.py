@@ -55,64 +55,55 @@ def hopper(picture: Picture, y: float) -> None:
         picture,
         20,
         y,
-        "sm90_latent_attention_kernel: 64 rows a CTA, a loading warpgroup and two that multiply",
+        "sm90_latent_attention_kernel: 64 rows a CTA, a scoring warpgroup and two that multiply",
     )
     paragraph(
         picture,
         20,
         y + 20,
-        "Tiles of 64 keys come in pairs. A warpgroup makes the scores of one tile of a pair, and sums up its "
-        "half of the columns of the values for both tiles. Lengths are not to scale.",
+        "There are three places for tiles of 64 keys. The scorer has the queries in registers; each "
+        "multiplier has the sums of half of the columns, and loads that half of the keys. Lengths are not to "
+        "scale.",
     )
     lanes = Lanes(picture, 176, 47)
     lanes.lane(
         y + 58,
-        "loads: next even tile",
-        [(6, 7.5, "K2, half 0", "copy"), (7.5, 9.5, "half 1, rotary", "copy")],
+        "loads",
+        [(2.2, 4.4, "K3", "copy"), (6.3, 8.5, "K4", "copy"), (10.4, 12.6, "K5", "copy")],
         END,
     )
+    scores = [(0, 2.2), (4.1, 6.3), (8.2, 10.4)]
     lanes.lane(
-        y + 86,
-        "next odd tile",
-        [(9.5, 11, "K3, half 1", "copy"), (11, 13, "half 0, rotary", "copy")],
+        y + 102,
+        "scorer: products",
+        [(begin, end, f"S{i} = Q K{i}", "product") for i, (begin, end) in enumerate(scores, start=1)],
         END,
     )
     lanes.lane(
         y + 130,
-        "warpgroup 0: products",
-        [
-            (0, 2, "S0 = Q K0", "product"),
-            (4, 6, "O0 += P0 V0", "product"),
-            (7.5, 9.5, "O0 += P1 V1", "product"),
-            (9.5, 11.5, "S2 = Q K2", "product"),
-        ],
+        "weights",
+        [(end, end + 1.9, f"P{i}", "softmax") for i, (_, end) in enumerate(scores, start=1)],
         END,
     )
-    lanes.lane(y + 158, "weights", [(2, 4, "P0", "softmax"), (11.5, 13.5, "P2", "softmax")], END)
-    lanes.lane(
-        y + 202,
-        "warpgroup 1: products",
-        [
-            (2, 4, "S1 = Q K1", "product"),
-            (4, 6.5, "O1 += P0 V0", "product"),
-            (7.5, 9.5, "O1 += P1 V1", "product"),
-            (11.5, 13.5, "S3 = Q K3", "product"),
-        ],
-        END,
-    )
-    lanes.lane(y + 230, "weights", [(5, 7.5, "P1", "softmax")], END)
-    for time, words in ((4, "P0, max"), (7.5, "P1, max")):
-        lanes.mark(time, y + 182, y + 202)
-        picture.text(lanes.x_of(time) + 4, y + 196, words, 11, anchor="start")
-    lanes.axis(y + 268, END)
+    for half, top in ((0, 174), (1, 202)):
+        lanes.lane(
+            y + top,
+            f"multiplier {half}: products",
+            [(end, end + 1.9, f"O{half} += P{i} V{i}", "product") for i, (_, end) in enumerate(scores)],
+            END,
+        )
+    for i, (_, end) in enumerate(scores):
+        lanes.mark(end, y + 154, y + 174)
+        picture.text(lanes.x_of(end) + 4, y + 168, f"P{i}", 11, anchor="start")
+    lanes.axis(y + 240, END)
     paragraph(
         picture,
         20,
-        y + 298,
-        "max: the highest score of each row so far goes from tile to tile; whoever raises it hands on the "
-        "factor by which earlier sums shrink. P0, P1: a warpgroup lays its weights where the rotary part of "
-        "its tile was, and the other multiplies them with its own half of that tile. A half of a tile is "
-        "loaded again, in the order of need, when its last reader has said that it may be.",
+        y + 270,
+        "The scorer lays weights where the rotary part of their tile was, with the factors by which earlier "
+        "sums shrink, and hands them over when the next scores are nearly computed: then the tensor cores "
+        "multiply values while these become weights. A half of a tile is loaded again when its multiplier "
+        "has read it.",
     )
 
 

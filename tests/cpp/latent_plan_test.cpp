@@ -81,13 +81,14 @@ TEST(LatentPlan, HopperHasItsOwnKernel) {
     };
     LatentAttentionArgs args = latent(8, 128, 4096);
     EXPECT_EQ(kernel(args, "h200"), "sm90_latent_attention");
-    EXPECT_EQ(field(explain(args, "h200"), "stages"), "2");
+    EXPECT_EQ(field(explain(args, "h200"), "stages"), "3");
+    EXPECT_EQ(field(explain(latent(8, 128, 4096, true), "h200"), "stages"), "2") << "fp8";
     EXPECT_EQ(kernel(latent(1, 128, 64), "h200"), "sm90_latent_attention") << "one page";
     EXPECT_EQ(kernel(args, "a100"), "latent_attention");
     EXPECT_EQ(kernel(latent(8, 16, 4096), "h200"), "sm90_latent_attention");
     EXPECT_EQ(kernel(latent(8, 1, 4096), "h200"), "sm90_latent_attention");
-    EXPECT_EQ(kernel(latent(8, 128, 4096, true), "h200"), "sm90_latent_attention") << "fp8";
-    EXPECT_EQ(kernel(latent(8, 16, 4096, true), "h200"), "sm90_latent_attention") << "fp8";
+    EXPECT_EQ(kernel(latent(8, 128, 4096, true), "h200"), "sm90_latent_fp8_attention");
+    EXPECT_EQ(kernel(latent(8, 16, 4096, true), "h200"), "sm90_latent_fp8_attention");
     for (double scale : {0.0, -0.1}) {
         args.softmax_scale = scale;
         EXPECT_EQ(kernel(args, "h200"), "latent_attention") << "it scales scores that are masked";

@@ -54,7 +54,7 @@ std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
 }
 
 std::string sm90_name_of(DType dtype, bool is_fp8) {
-    return text_of("sm90_latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ">");
+    return text_of(is_fp8 ? "sm90_latent_fp8_attention<" : "sm90_latent_attention<", to_string(dtype), ">");
 }
 
 }  // namespace
@@ -89,7 +89,8 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
 
 Explanation describe(const LatentPlan& plan) {
     Explanation text;
-    text.file = plan.is_sm90 ? "src/cuda/sm90_latent/kernel.cuh" : "src/cuda/latent/kernel.cuh";
+    text.file = text_of("src/cuda/", plan.is_sm90 ? "sm90_latent/" : "latent/",
+                        plan.is_sm90 && plan.is_fp8() ? "fp8_kernel.cuh" : "kernel.cuh");
     text.kernel = plan.is_sm90 ? sm90_name_of(plan.dtype, plan.is_fp8())
                                : name_of(plan.dtype, plan.is_fp8(), plan.tiles());
     text.summary = text_of(counted(plan.num_row_tiles(), "tile"), " of ", plan.rows(), " rows x ",

@@ -37,13 +37,17 @@ struct LatentTiles {
 // The best row comes first. The first one that fits into shared memory is taken.
 constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 
-// The tiles of sm90_latent.
+// The tiles of sm90_latent, over 16 bits and over fp8.
 constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64;
 constexpr int32_t kSm90LatentThreads = 384;
-constexpr int32_t kSm90LatentStages = 2;
-// Room for queries and tiles of keys, nine numbers for each row, and eight barriers (Sm90LatentShared).
+constexpr int32_t kSm90LatentStages = 3, kSm90LatentFp8Stages = 2;
+// Room for tiles of keys, some of the queries, three numbers for each row and 15 barriers (Sm90LatentShared).
 constexpr int64_t kSm90LatentSharedBytes =
-    int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentStages * kSm90LatentKeys) +
+    int64_t{2} * (kLatentQkDim * kSm90LatentStages * kSm90LatentKeys + (64 + 16) * kSm90LatentRows) +
+    3 * 4 * kSm90LatentRows + 15 * 8;
+// Room for queries and tiles of keys, nine numbers for each row, and eight barriers (Sm90LatentFp8Shared).
+constexpr int64_t kSm90LatentFp8SharedBytes =
+    int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentFp8Stages * kSm90LatentKeys) +
     9 * 4 * kSm90LatentRows + 8 * 8;
 
 struct LatentPlan {
@@ -61,8 +65,12 @@ struct LatentPlan {
     const LatentTiles& tiles() const { return kLatentTiles[row]; }
     int32_t rows() const { return is_sm90 ? kSm90LatentRows : kLatentRows; }
     int32_t keys() const { return is_sm90 ? kSm90LatentKeys : tiles().keys; }
-    int32_t stages() const { return is_sm90 ? kSm90LatentStages : tiles().stages; }
-    int64_t shared_bytes() const { return is_sm90 ? kSm90LatentSharedBytes : tiles().shared_bytes(is_fp8()); }
+    int32_t stages() const { return is_sm90 ? sm90_stages() : tiles().stages; }
+    int32_t sm90_stages() const { return is_fp8() ? kSm90LatentFp8Stages : kSm90LatentStages; }
+    int64_t shared_bytes() const { return is_sm90 ? sm90_shared_bytes() : tiles().shared_bytes(is_fp8()); }
+    int64_t sm90_shared_bytes() const {
+        return is_fp8() ? kSm90LatentFp8SharedBytes : kSm90LatentSharedBytes;
+    }
     int32_t threads() const { return is_sm90 ? kSm90LatentThreads : kLatentThreads; }
     int64_t num_row_tiles() const { return int64_t{num_sequences} * tiles_per_sequence; }
     int32_t num_partials() const { return num_splits / cluster; }  // of each row

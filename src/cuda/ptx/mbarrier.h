@@ -36,6 +36,21 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32
                  : "memory");
 }
 
+// Whether the phase of this parity has completed.
+__device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // Waits until the phase of this parity has completed. A fresh barrier counts as having completed parity 1.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
     asm volatile(

@@ -167,4 +167,11 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_plain(uint32_t shared_addre
     return kEightRows | (shared_address & 0x3ffff) >> 4;
 }
 
+// Describes a K-major operand of 16 columns without swizzle, in pieces of eight columns: rows of 16 bytes lie
+// one behind the other, and the second piece `piece_bytes` behind the first.
+__device__ __forceinline__ uint64_t wgmma_descriptor_pieces(uint32_t shared_address, uint32_t piece_bytes) {
+    constexpr uint64_t kEightRows = uint64_t{128 >> 4} << 32;
+    return kEightRows | uint64_t{piece_bytes >> 4} << 16 | (shared_address & 0x3ffff) >> 4;
+}
+
 }  // namespace octavo::cuda::ptx

@@ -9,6 +9,7 @@
 #include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/sm90_latent/shared.cuh"
+#include "cuda/sm90_latent/work.cuh"
 #include "cuda/tile/code_numbers.cuh"
 
 #include <cstdint>
@@ -20,7 +21,7 @@ namespace octavo::cuda {
 class Sm90LatentConverter {
   public:
     __device__ Sm90LatentConverter(const LatentAttentionParams& p, const LatentLaunch& launch,
-                                   Sm90LatentShared& shared, const Sm90LatentWork& work)
+                                   Sm90LatentFp8Shared& shared, const Sm90LatentWork& work)
         : p_(p),
           launch_(launch),
           shared_(shared),
@@ -41,8 +42,8 @@ class Sm90LatentConverter {
     }
 
   private:
-    using Block = Sm90LatentShared::Block;
-    static constexpr int kHalfBlocks = Sm90LatentShared::kHalfBlocks;
+    using Block = Sm90LatentBlock;
+    static constexpr int kHalfBlocks = kSm90LatentHalfBlocks;
     static constexpr int kWarpKeys = kSm90LatentKeys / 4, kGroups = kWarpKeys / 8;
 
     __device__ static int lane() { return threadIdx.x % 32; }
@@ -146,7 +147,7 @@ class Sm90LatentConverter {
 
     const LatentAttentionParams& p_;
     const LatentLaunch& launch_;
-    Sm90LatentShared& shared_;
+    Sm90LatentFp8Shared& shared_;
     const Sm90LatentWork& work_;
     const IndexArray pages_;
     const int32_t end_key_;              // the CTA's keys are below this one

@@ -4,6 +4,7 @@
 #include "common/float_bits.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_latent/shared.cuh"
+#include "cuda/sm90_latent/work.cuh"
 #include "cuda/types.h"
 
 #include <cstdint>
@@ -37,10 +38,11 @@ __device__ float round_to_float16(uint4 (&chunks)[kChunks]) {
 }
 
 // Copies queries, four lanes each, and zeros where the tile has more rows than there are. The 256 threads of
-// the consumers call this.
-template <class T, bool kIsFp8>
+// warpgroups 0 and 1 call this.
+template <class T, class Shared>
 __device__ void copy_sm90_latent_queries(const LatentAttentionParams& p, const LatentLaunch& launch,
-                                         const Sm90LatentWork& work, Sm90LatentShared& shared) {
+                                         const Sm90LatentWork& work, Shared& shared) {
+    constexpr bool kIsFp8 = std::is_same_v<Shared, Sm90LatentFp8Shared>;
     constexpr int kChunks = kLatentQkDim / 8 / 4;
     const int r = threadIdx.x / 4, quarter = threadIdx.x % 4;
     uint4 chunks[kChunks] = {};
@@ -60,7 +62,11 @@ __device__ void copy_sm90_latent_queries(const LatentAttentionParams& p, const L
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
         const int chunk = 4 * i + quarter;
-        *reinterpret_cast<uint4*>(&shared.q[chunk / 8].rows[r][(chunk % 8 ^ r % 8) * 16]) = chunks[i];
+        if constexpr (!kIsFp8) {
+            if (chunk / 2 == kLatentVDim / 16 - 1)
+                *reinterpret_cast<uint4*>(shared.last_queries.pieces[chunk % 2][r]) = chunks[i];
+        }
+        *reinterpret_cast<uint4*>(&shared.queries(chunk / 8).rows[r][(chunk % 8 ^ r % 8) * 16]) = chunks[i];
     }
     ptx::fence_proxy_async();
 }
