@@ -169,7 +169,7 @@ KNOWN_RACES = (
         4,
         "Barriers weights_full and weights_empty order them, both ways: see racecheck in "
         "docs/notebook/attention_backward.md.",
-        instances="Config<\\(int\\)[45],",
+        instances="Config<\\(int\\)[56],",
         of_each=True,
         places=2,
     ),
@@ -179,7 +179,7 @@ KNOWN_RACES = (
         2,
         "Barriers q_full, dout_full, dropped_full and q_empty order bulk copies of statistics, and words of "
         "dropout, and their reads, both ways: see racecheck in docs/notebook/attention_backward.md.",
-        instances="Config<\\(int\\)[01], \\([^)]*\\)[23]>",
+        instances="Config<\\(int\\)[02], \\([^)]*\\)[23]>",
         of_each=True,
     ),
     KnownRace(
@@ -188,7 +188,7 @@ KNOWN_RACES = (
         4,
         "Barriers q_full and q_empty order the steps of a block mask, which lanes of the loader write, and "
         "their reads, both ways: see racecheck in docs/notebook/attention_backward.md.",
-        instances="Config<\\(int\\)[01], \\([^)]*\\)4>",
+        instances="Config<\\(int\\)[02], \\([^)]*\\)4>",
         of_each=True,
     ),
     KnownRace(

@@ -57,7 +57,9 @@ Shape shape_of(int64_t head_dim) {
 TEST(BackwardPlan, HopperServesPlainCalls) {
     for (const auto& [head_dim, of_instance] : {std::pair{8, "64"},
                                                 {64, "64"},
-                                                {72, "128"},
+                                                {72, "96"},
+                                                {96, "96"},
+                                                {104, "128"},
                                                 {128, "128"},
                                                 {136, "192"},
                                                 {192, "192"},
@@ -208,6 +210,15 @@ TEST(BackwardPlan, HopperHasInstancesOfEachFeature) {
     EXPECT_EQ(feature(args), "dropout");
     EXPECT_EQ(feature(with_blocks(plain)), "blocks");
     EXPECT_EQ(feature(with_blocks(backward_of(dense(shape_of(40))))), "blocks");
+    // Of head dim 96 there are none: they run as part of 128.
+    args = backward_of(dense(shape_of(96)));
+    EXPECT_EQ(field(explain(args, "h100"), "head_dim"), "96");
+    args.softcap = 30.0;
+    EXPECT_EQ(feature(args), "softcap");
+    EXPECT_EQ(field(explain(args, "h100"), "head_dim"), "128");
+    args.softcap = 0.0;
+    args.deterministic = true;
+    EXPECT_EQ(field(explain(args, "h100"), "head_dim"), "128");
     Arrays arrays;
     args = plain;
     args.alibi_slopes = arrays.make(DType::float32, {32});

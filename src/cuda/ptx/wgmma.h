@@ -55,8 +55,10 @@ struct Wgmma;
         "+f"(d[i + 6]), "+f"(d[i + 7])
 
 // The registers of d by name and as operands, for each N.
-#define OCTAVO_D_64 OCTAVO_D0 ", " OCTAVO_D1 ", " OCTAVO_D2 ", " OCTAVO_D3
-#define OCTAVO_F_64(d) OCTAVO_F8(d, 0), OCTAVO_F8(d, 8), OCTAVO_F8(d, 16), OCTAVO_F8(d, 24)
+#define OCTAVO_D_48 OCTAVO_D0 ", " OCTAVO_D1 ", " OCTAVO_D2
+#define OCTAVO_F_48(d) OCTAVO_F8(d, 0), OCTAVO_F8(d, 8), OCTAVO_F8(d, 16)
+#define OCTAVO_D_64 OCTAVO_D_48 ", " OCTAVO_D3
+#define OCTAVO_F_64(d) OCTAVO_F_48(d), OCTAVO_F8(d, 24)
 #define OCTAVO_D_80 OCTAVO_D_64 ", " OCTAVO_D4
 #define OCTAVO_F_80(d) OCTAVO_F_64(d), OCTAVO_F8(d, 32)
 #define OCTAVO_D_96 OCTAVO_D_80 ", " OCTAVO_D5
@@ -135,6 +137,7 @@ struct Wgmma;
     OCTAVO_WGMMA(__half, "f16", __VA_ARGS__) \
     OCTAVO_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__)
 
+OCTAVO_WGMMA_TYPES(48, 24, 25, 26, 27, 28, 29)
 OCTAVO_WGMMA_TYPES(64, 32, 33, 34, 35, 36, 37)
 OCTAVO_WGMMA_TYPES(80, 40, 41, 42, 43, 44, 45)
 OCTAVO_WGMMA_TYPES(96, 48, 49, 50, 51, 52, 53)
@@ -150,14 +153,15 @@ OCTAVO_WGMMA_TYPES(256, 128, 129, 130, 131, 132, 133)
 #undef OCTAVO_WGMMA_TYPES
 #undef OCTAVO_WGMMA
 
-// Describes where a K-major or N-major operand lies: in rows of 128 bytes with 128-byte swizzle, in blocks of
-// eight rows that start at multiples of 1024 bytes. `column_block_bytes` is the distance to the next 64
-// columns of an N-major operand.
+// Describes where a K-major or N-major operand lies: in rows of kRowBytes, 128 or 64, with a swizzle of as
+// many bytes, in blocks of eight rows that start at multiples of their size. `column_block_bytes` is the
+// distance to the columns of an N-major operand that follow those of a row.
+template <int kRowBytes = 128>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address, uint32_t column_block_bytes) {
-    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-    constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
-    return kSwizzle128 | kEightRows | uint64_t{column_block_bytes >> 4} << 16 |
-           (shared_address & 0x3ffff) >> 4;
+    static_assert(kRowBytes == 128 || kRowBytes == 64);
+    constexpr uint64_t kSwizzle = uint64_t{128 / kRowBytes} << 62;
+    constexpr uint64_t kEightRows = uint64_t{8 * kRowBytes >> 4} << 32;
+    return kSwizzle | kEightRows | uint64_t{column_block_bytes >> 4} << 16 | (shared_address & 0x3ffff) >> 4;
 }
 
 // Describes a K-major operand of 16 columns whose second eight equal the first, without swizzle: a row takes

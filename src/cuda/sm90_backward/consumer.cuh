@@ -70,7 +70,8 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     }
 
   private:
-    using ProductOfQueries = ptx::Wgmma<T, 64>;
+    using ProductOfQueries = ptx::Wgmma<T, Config::kDqColumns>;
+    static constexpr int kDqSums = Config::kDqColumns / 2;
     using Step = std::conditional_t<Config::kBlocks, Sm90KeptWalk<Config>, Sm90BackwardStep<Config>>;
 
     __device__ Step first_step(int32_t index) const {
@@ -183,7 +184,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             // multiplies whatever lies in the slot and drops the result. The product cannot be left out
             // there: behind a branch, ptxas would run the products one after the other.
             const DsSlot before = at.before();
-            float dq[32];
+            float dq[kDqSums];
             if (!is_first) ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
             ptx::wgmma_fence();
             multiply_ds_k(dq, shared_.ds_slot(before.slot), step);
@@ -207,7 +208,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         }
         if (Config::kTurns && group_ == 0) wait_for_turn();
         const DsSlot before = at.before();
-        float dq[32];
+        float dq[kDqSums];
         compute_dq(dq, step, before);
         arrive(&shared_.keys_empty);
         arrive(&shared_.ds_empty[before.slot]);
@@ -227,7 +228,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         arrive(&shared_.ds_full[at.slot]);
         if (!is_first) {
             const DsSlot before = at.before();
-            float dq[32];
+            float dq[kDqSums];
             compute_dq(dq, step, before);
             arrive(&shared_.ds_empty[before.slot]);
             add(dq, dq_before);
@@ -236,7 +237,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     }
 
     // Computes dQ of the step before.
-    __device__ __forceinline__ void compute_dq(float (&dq)[32], const Step& step,
+    __device__ __forceinline__ void compute_dq(float (&dq)[kDqSums], const Step& step,
                                                const DsSlot& before) const {
         ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
         ptx::wgmma_fence();
@@ -255,24 +256,27 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     __device__ void wait_for_turn() const { ptx::named_barrier_sync(1 + group_, 256); }
     __device__ void pass_turn() const { ptx::named_barrier_arrive(2 - group_, 256); }
 
-    // Computes this warpgroup's 64 x 64 of dQ: half of the columns at head dim 128, half of the rows at 64.
+    // Computes this warpgroup's part of dQ: half of the columns at head dims 128 and 96, half of the rows
+    // at 64. At 96, where tiles are three blocks of 32 columns, it has a block, and half of the last one.
     // Keys at which no query of the step looks may be NaN, and their dS, zero, meets the others instead.
-    __device__ __forceinline__ void multiply_ds_k(float (&dq)[32], const unsigned char* ds,
+    __device__ __forceinline__ void multiply_ds_k(float (&dq)[kDqSums], const unsigned char* ds,
                                                   const Step& step) const {
-        constexpr bool kByRows = Config::kHeadDim == 64;
-        const uint64_t a =
-            ptx::wgmma_descriptor(ptx::shared_address(ds) + (kByRows ? group_ * Config::kKeyBlockBytes : 0),
-                                  Config::kKeyBlockBytes);
-        const uint64_t b = ptx::wgmma_descriptor(
+        constexpr bool kByRows = Config::kDqByRows,
+                       kHalfBlocks = Config::kDqColumns % Config::kBlockColumns != 0;
+        const uint64_t a = ptx::wgmma_descriptor(
+            ptx::shared_address(ds) + (kByRows ? group_ * Config::kDsBlockBytes : 0), Config::kDsBlockBytes);
+        const uint64_t b = Base::descriptor(
             ptx::shared_address(shared_.k) + (kByRows ? 0 : group_ * Config::kKeyBlockBytes),
-            Config::kKeyBlockBytes);
-        constexpr int kKeyStep = 16 * Config::kRowBytes / 16;
+            kHalfBlocks
+                ? 2 * Config::kKeyBlockBytes - group_ * (Config::kKeyBlockBytes - Config::kRowBytes / 2)
+                : Config::kKeyBlockBytes);
+        constexpr int kDsStep = 16 * Config::kDsRowBytes / 16, kKeyStep = 16 * Config::kRowBytes / 16;
 #pragma unroll
         for (int group = 0; group < Config::kConsumers; ++group) {
             const uint64_t keys = b + (step.kept_any_before(group) ? group : 1 - group) * 4 * kKeyStep;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                ProductOfQueries::ss_transposed(dq, a + (4 * group + i) * kKeyStep, keys + i * kKeyStep,
+                ProductOfQueries::ss_transposed(dq, a + (4 * group + i) * kDsStep, keys + i * kKeyStep,
                                                 group + i != 0);
             }
         }
@@ -284,18 +288,18 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
 #pragma unroll
         for (int i = 0; i < Config::kQueries / 16; ++i) {
             const int column = (i % 4 * 2 + lane() / 16) ^ (lane() % 8);  // 16 bytes wide, swizzled
-            ptx::stmatrix_x4(ds + i / 4 * Config::kKeyBlockBytes + row * Config::kRowBytes + 16 * column,
+            ptx::stmatrix_x4(ds + i / 4 * Config::kDsBlockBytes + row * Config::kDsRowBytes + 16 * column,
                              gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2],
                              gradients[4 * i + 3]);
         }
     }
 
     // Adds dQ to its sums in workspace, which lie in the order of accumulators.
-    __device__ __forceinline__ void add(const float (&dq)[32], int32_t place) const {
+    __device__ __forceinline__ void add(const float (&dq)[kDqSums], int32_t place) const {
         float* const to = plan_.dq_sums + int64_t{place} * (Config::kPartQueries * Config::kHeadDim) +
-                          (Config::kParts > 1 ? 0 : group_ * 64 * 64) + threadIdx.x % 128 * 4;
+                          (Config::kParts > 1 ? 0 : group_ * 64 * Config::kDqColumns) + threadIdx.x % 128 * 4;
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
+        for (int i = 0; i < kDqSums / 4; ++i)
             ptx::add_to_global(to + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
 };

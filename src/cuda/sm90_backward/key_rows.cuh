@@ -39,6 +39,11 @@ class Sm90KeyRows {
     __device__ int matrix_row() const { return first_row() + warp() * 16 + lane() % 16; }
     __device__ int first_row() const { return Config::kRoles ? 0 : group_ * 64; }
 
+    // Describes a tile of keys or of queries.
+    __device__ static uint64_t descriptor(uint32_t tile, uint32_t block_bytes) {
+        return ptx::wgmma_descriptor<Config::kRowBytes>(tile, block_bytes);
+    }
+
     // Lane 0 arrives for the warp.
     __device__ static void arrive(uint64_t* barrier) {
         __syncwarp();
@@ -49,9 +54,8 @@ class Sm90KeyRows {
     __device__ __forceinline__ void multiply(float (&results)[kScores], const unsigned char* keys,
                                              const unsigned char* queries,
                                              const Statistics* statistics) const {
-        const uint64_t a =
-            ptx::wgmma_descriptor(ptx::shared_address(keys) + first_row() * Config::kRowBytes, 0);
-        const uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(queries), 0);
+        const uint64_t a = descriptor(ptx::shared_address(keys) + first_row() * Config::kRowBytes, 0);
+        const uint64_t b = descriptor(ptx::shared_address(queries), 0);
         ptx::wgmma_fence();
         if constexpr (kTerms) {
             // All rows have ones in columns 0 to 2, which meet the terms; columns 3 to 5 meet the factor.
@@ -64,7 +68,8 @@ class Sm90KeyRows {
         }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-            const int block = step / 4, offset = step % 4 * 32;
+            constexpr int kSteps = Config::kBlockColumns / 16;  // of a block
+            const int block = step / kSteps, offset = step % kSteps * 32;
             ProductOfKeys::ss(results, a + (block * Config::kKeyBlockBytes + offset) / 16,
                               b + (block * Config::kQueryBlockBytes + offset) / 16, kTerms || step != 0);
         }
@@ -74,7 +79,7 @@ class Sm90KeyRows {
     // sums += a times a tile of Q or dO.
     __device__ __forceinline__ void add_product(float (&sums)[kSums], const uint32_t (&a)[kPairs],
                                                 const unsigned char* queries) const {
-        const uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(queries), Config::kQueryBlockBytes);
+        const uint64_t b = descriptor(ptx::shared_address(queries), Config::kQueryBlockBytes);
 #pragma unroll
         for (int step = 0; step < Config::kQueries / 16; ++step)
             ProductOfSums::rs(sums, &a[4 * step], b + step * 16 * Config::kRowBytes / 16);
@@ -129,7 +134,7 @@ class Sm90KeyRows {
         if (all) return;
         ptx::mbarrier_wait(&shared_.v_full, at_.parity());
         for (int row = threadIdx.x / 32 - 4; row < work_.num_keys; row += 4 * Config::kConsumers) {
-            if (seen.needed(first_key + row)) continue;
+            if (seen.needed(first_key + row) || 4 * lane() >= Config::kRowBytes) continue;
 #pragma unroll
             for (int block = 0; block < Config::kColumnBlocks; ++block) {
                 const int place = block * Config::kKeyBlockBytes + row * Config::kRowBytes + 4 * lane();
@@ -147,8 +152,11 @@ class Sm90KeyRows {
     __device__ __forceinline__ void put(unsigned char* tile, const float (&sums)[kSums], float scale) const {
 #pragma unroll
         for (int i = 0; i < Config::kHeadDim / 16; ++i) {
-            const int column = (i % 4 * 2 + lane() / 16) ^ (lane() % 8);
-            const int place = i / 4 * Config::kKeyBlockBytes + matrix_row() * Config::kRowBytes + 16 * column;
+            constexpr int kSteps = Config::kBlockColumns / 16;      // of a block
+            constexpr int kSwizzledRows = 128 / Config::kRowBytes;  // rows that follow one another alike
+            const int column = (i % kSteps * 2 + lane() / 16) ^ (lane() % 8 / kSwizzledRows);
+            const int place =
+                i / kSteps * Config::kKeyBlockBytes + matrix_row() * Config::kRowBytes + 16 * column;
             auto pair = [&](int j) { return pack<T>(sums[8 * i + j] * scale, sums[8 * i + j + 1] * scale); };
             ptx::stmatrix_x4(tile + place, pair(0), pair(2), pair(4), pair(6));
         }

@@ -23,8 +23,8 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
         ptx::mbarrier_arrive_expect(full, Config::kKeyTileBytes);
 #pragma unroll
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
-            ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full, 64 * block, work.kv_head,
-                          plan.k_edge - seqlen_k + work.first_key, work.k_begin + seqlen_k,
+            ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full, Config::kBlockColumns * block,
+                          work.kv_head, plan.k_edge - seqlen_k + work.first_key, work.k_begin + seqlen_k,
                           p.cu_seqlens_k ? 0 : work.batch);
         }
     };
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                 for (int block = 0; block < Config::kColumnBlocks; ++block) {
                     ptx::tma_load(tile + block * Config::kQueryBlockBytes +
                                       part * Config::kPartQueries * Config::kRowBytes,
-                                  &map, full, 64 * block, head, place, shift, q_outer);
+                                  &map, full, Config::kBlockColumns * block, head, place, shift, q_outer);
                 }
             };
             if (kLoadingLanes >> lane & 1) {
@@ -141,10 +141,10 @@ __device__ __forceinline__ void run_backward_storer(const Sm90BackwardLaunch& pl
         const int32_t shift = tile.k_begin + tile.see.seqlen_k;
 #pragma unroll
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
-            ptx::tma_store(&plan.dv, shared.dv_out() + block * Config::kKeyBlockBytes, 64 * block,
-                           tile.kv_head, place, shift, tile.batch);
-            ptx::tma_store(&plan.dk, shared.dk_out() + block * Config::kKeyBlockBytes, 64 * block,
-                           tile.kv_head, place, shift, tile.batch);
+            ptx::tma_store(&plan.dv, shared.dv_out() + block * Config::kKeyBlockBytes,
+                           Config::kBlockColumns * block, tile.kv_head, place, shift, tile.batch);
+            ptx::tma_store(&plan.dk, shared.dk_out() + block * Config::kKeyBlockBytes,
+                           Config::kBlockColumns * block, tile.kv_head, place, shift, tile.batch);
         }
         ptx::tma_store_commit();
         ptx::mbarrier_arrive(&shared.tile_empty[at.slot()]);

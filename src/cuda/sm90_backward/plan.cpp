@@ -33,11 +33,14 @@ std::string name_of(DType dtype, const Sm90BackwardTiles& tiles, Sm90BackwardFea
     return name + ">";
 }
 
-// The first row that serves; the last serves every call.
-int32_t find_tiles(int32_t head_dim, bool deterministic) {
-    const Sm90BackwardTiles* tiles = kSm90BackwardTiles;
-    while (tiles->head_dim < head_dim || (deterministic && !tiles->dq_apart())) ++tiles;
-    return static_cast<int32_t>(tiles - kSm90BackwardTiles);
+// The first row that serves; the last serves every call without a feature. -1: no row has the feature.
+int32_t find_tiles(int32_t head_dim, bool deterministic, Sm90BackwardFeature feature) {
+    for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) {
+        if (tiles.head_dim >= head_dim && (tiles.dq_apart() || !deterministic) &&
+            has_instance(tiles, feature))
+            return static_cast<int32_t>(&tiles - kSm90BackwardTiles);
+    }
+    return -1;
 }
 static_assert(std::rbegin(kSm90BackwardTiles)->head_dim == kMaxCudaGradientHeadDim &&
               std::rbegin(kSm90BackwardTiles)->dq_apart());
@@ -109,11 +112,11 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                    : alibi   ? Sm90BackwardFeature::alibi
                    : blocks  ? Sm90BackwardFeature::blocks
                              : Sm90BackwardFeature::none;
-    plan.row = find_tiles(std::max(p.head_dim, p.head_dim_v), p.deterministic);
-    const Sm90BackwardTiles& tiles = plan.tiles();
-    if (!has_instance(tiles, plan.feature))
+    plan.row = find_tiles(std::max(p.head_dim, p.head_dim_v), p.deterministic, plan.feature);
+    if (plan.row < 0)
         return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",
                       to_string(plan.feature));
+    const Sm90BackwardTiles& tiles = plan.tiles();
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.keys()));

@@ -37,7 +37,9 @@ __device__ __forceinline__ float sum_of_terms(const BfloatTerms& row) {
 
 // The lanes of one row of workspace, eight elements each, and the rows that a warp works on at once.
 template <class Config>
-constexpr int kPreparedLanes = Config::kHeadDim > 128 ? 32 : Config::kHeadDim / 8;
+constexpr int kPreparedLanes = Config::kHeadDim > 128  ? 32
+                               : Config::kHeadDim > 64 ? 16
+                                                       : 8;
 template <class Config>
 constexpr int kPreparedRows = 32 / kPreparedLanes<Config>;
 
@@ -59,7 +61,10 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
     if constexpr (!Config::kDqApart) {
         auto* const dq =
             reinterpret_cast<float4*>(plan.dq_sums + (head * plan.num_rows + row) * Config::kHeadDim);
-        dq[lane] = dq[kLanes + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        constexpr bool kAllLanes = Config::kHeadDim == 8 * kLanes;
+        const float4 zeros = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (kAllLanes || kLanes + lane < Config::kHeadDim / 4) dq[kLanes + lane] = zeros;
+        dq[lane] = zeros;
     }
     const WorkspaceRow at = find_workspace_row<Config::kQueries>(p, plan, row);
     float lse = -INFINITY, delta = 0.0f;  // for a row without a query

@@ -27,6 +27,8 @@ struct Sm90BackwardTiles {
     bool turns;  // one warpgroup at a time issues scores and products, so that the others' exponentials run
     bool roles;  // two warpgroups share 64 keys: one has dV, the other dK
 
+    // Tiles lie in shared memory as blocks of these columns.
+    constexpr int block_columns() const { return head_dim % 64 == 0 ? 64 : 32; }
     constexpr int keys() const { return roles ? 64 : 64 * warpgroups; }
     constexpr bool dq_apart() const { return ds_slots == 0; }
     constexpr int consumer_warps() const { return 4 * warpgroups; }
@@ -35,6 +37,7 @@ struct Sm90BackwardTiles {
 
 constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
     {64, 2, 128, 2, false, true, false},   //
+    {96, 2, 64, 3, true, false, false},    //
     {128, 2, 64, 3, true, false, false},   //
     {64, 2, 128, 0, false, false, false},  // where bits are to be the same at every call
     {128, 2, 64, 0, false, false, false},  // likewise
@@ -49,9 +52,9 @@ constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
     Sm90BackwardFeature::none, Sm90BackwardFeature::alibi, Sm90BackwardFeature::softcap,
     Sm90BackwardFeature::dropout, Sm90BackwardFeature::blocks};
 
-// Which instances there are.
+// Which instances there are. Head dim 96 has them for plain calls alone: others take those of 128.
 constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
-    return !tiles.dq_apart() || feature == Sm90BackwardFeature::none;
+    return feature == Sm90BackwardFeature::none || (!tiles.dq_apart() && tiles.head_dim != 96);
 }
 
 // How many queries of a step follow one another. Where a mask hides blocks, a step takes such parts wherever
@@ -97,15 +100,18 @@ struct Sm90BackwardConfig {
     // gradients, numbers.
     using Lse = std::conditional_t<kSoftcap, float, BfloatTerms>;
     using Delta = std::conditional_t<kDropout, float, BfloatTerms>;
-    // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
-    static constexpr int kRowBytes = 128;
-    static constexpr int kColumnBlocks = kHeadDim / 64;
+    // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle, or
+    // of 32 columns, with rows and a swizzle of 64 bytes.
+    static constexpr int kBlockColumns = kTiles.block_columns();
+    static constexpr int kRowBytes = 2 * kBlockColumns;
+    static constexpr int kColumnBlocks = kHeadDim / kBlockColumns;
     static constexpr int kKeyBlockBytes = kKeys * kRowBytes;
     static constexpr int kQueryBlockBytes = kQueries * kRowBytes;
     static constexpr int kKeyTileBytes = kColumnBlocks * kKeyBlockBytes;
     static constexpr int kQueryTileBytes = kColumnBlocks * kQueryBlockBytes;
-    // [keys][queries]; where dQ has a kernel of its own, nothing lies there.
-    static constexpr int kDsTileBytes = kDqApart ? 16 : kQueries / 64 * kKeyBlockBytes;
+    // [keys][queries], as blocks of 64 queries; where dQ has a kernel of its own, nothing lies there.
+    static constexpr int kDsRowBytes = 128, kDsBlockBytes = kKeys * kDsRowBytes;
+    static constexpr int kDsTileBytes = kDqApart ? 16 : kQueries / 64 * kDsBlockBytes;
     // A CTA works through many tiles of keys, and dK and dV leave from where tiles of dS lie, so that the
     // next keys may come meanwhile. With roles there is no room for that: a CTA has one tile, and dK and dV
     // leave from where K and V were.
@@ -116,8 +122,20 @@ struct Sm90BackwardConfig {
     // What setmaxnreg leaves the other warpgroups, and gives the consumers.
     static constexpr int kLoaderRegisters = 24, kDrawingRegisters = 40;
     static constexpr int kConsumerRegisters = kDropout ? 224 : 240;
-    // A warpgroup's part of a tile of dQ: 64 x 64.
-    static_assert(kDqApart || kQueries * kHeadDim == 64 * 64 * kConsumers);
+    // A warpgroup's part of a tile of dQ has 64 queries, and half of the columns where a tile has no more.
+    static constexpr bool kDqByRows = kQueries == 64 * kConsumers;
+    static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kConsumers;
+    static_assert(kDqApart || kQueries * kHeadDim == 64 * kDqColumns * kConsumers);
+    // Which column of dQ is that column of a warpgroup's part: it has whole blocks, and half of the last one
+    // where their number is odd.
+    static constexpr int kDqWholeColumns = kDqColumns / kBlockColumns * kBlockColumns;
+    OCTAVO_HD static constexpr int dq_column(int group, int column) {
+        if (kDqByRows) return column;
+        if (kDqWholeColumns == kDqColumns || column < kDqWholeColumns)
+            return group * kDqWholeColumns + column;
+        return kConsumers * kDqWholeColumns + group * (kDqColumns - kDqWholeColumns) + column -
+               kDqWholeColumns;
+    }
 };
 
 // A CTA of sm90_query_gradients_kernel has two warpgroups of 64 queries each.

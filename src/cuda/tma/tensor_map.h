@@ -8,8 +8,8 @@
 namespace octavo::cuda {
 
 // A tensor of five axes of 16-bit elements, from the innermost axis on. One copy moves a box, whose rows are
-// 128 bytes; in shared memory they have a 128-byte swizzle. Strides are those of all axes but the first, in
-// elements.
+// 128 or 64 bytes; in shared memory they have a swizzle of as many bytes. Strides are those of all axes but
+// the first, in elements.
 struct TensorMapShape {
     int64_t size[5];
     int64_t stride[4];
