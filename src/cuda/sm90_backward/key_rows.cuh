@@ -2,6 +2,7 @@
 // over the gradients.
 #pragma once
 
+#include "cuda/ptx/reduce.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
@@ -24,6 +25,7 @@ class Sm90KeyRows {
     static constexpr int kScores = Config::kQueries / 2;
     static constexpr int kPairs = Config::kQueries / 4;  // registers, two 16-bit numbers each
     static constexpr int kSums = Config::kHeadDim / 2;
+    static constexpr int kDqSums = Config::kDqColumns / 2;
     using ProductOfKeys = ptx::Wgmma<T, Config::kQueries>;
     using ProductOfTerms = ptx::Wgmma<bfloat16, Config::kQueries>;
     using ProductOfSums = ptx::Wgmma<T, Config::kHeadDim>;
@@ -160,6 +162,31 @@ class Sm90KeyRows {
             auto pair = [&](int j) { return pack<T>(sums[8 * i + j] * scale, sums[8 * i + j + 1] * scale); };
             ptx::stmatrix_x4(tile + place, pair(0), pair(2), pair(4), pair(6));
         }
+    }
+    // Writes dS of this warpgroup's keys to a tile [keys][queries].
+    __device__ __forceinline__ void store_gradients(const uint32_t (&gradients)[kPairs],
+                                                    unsigned char* ds) const {
+        const int row = matrix_row();
+#pragma unroll
+        for (int i = 0; i < Config::kQueries / 16; ++i) {
+            const int column = (i % 4 * 2 + lane() / 16) ^ (lane() % 8);  // 16 bytes wide, swizzled
+            ptx::stmatrix_x4(ds + i / 4 * Config::kDsBlockBytes + row * Config::kDsRowBytes + 16 * column,
+                             gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2],
+                             gradients[4 * i + 3]);
+        }
+    }
+
+    // The sums of a tile of dQ in workspace.
+    __device__ float* sums_of(int32_t place) const {
+        return plan_.dq_sums + int64_t{place} * (Config::kPartQueries * Config::kHeadDim);
+    }
+    // Adds a part of a tile of dQ to its sums, which lie in the order of accumulators.
+    static constexpr int kPartSums = 64 * Config::kDqColumns;
+    __device__ __forceinline__ void add_to_sums(const float (&dq)[kDqSums], float* part) const {
+        float* const to = part + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int i = 0; i < kDqSums / 4; ++i)
+            ptx::add_to_global(to + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
     // Tells the storer that this warp's gradients are written, and the loader that the facts were read.
     __device__ __forceinline__ void hand_over() const {

@@ -2,6 +2,7 @@
 // statistics as far ahead of the consumers as the slots allow; the storer takes dK and dV away.
 #pragma once
 
+#include "cuda/ptx/cluster.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_backward/kept_steps.cuh"
 #include "cuda/sm90_backward/shared.cuh"
@@ -28,6 +29,29 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                           p.cu_seqlens_k ? 0 : work.batch);
         }
     };
+    auto load_columns = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full, int first_block,
+                            int blocks, int32_t first_key) {
+        const int32_t seqlen_k = work.seq.see.seqlen_k;
+#pragma unroll
+        for (int block = 0; block < blocks; ++block) {
+            ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full,
+                          Config::kBlockColumns * (first_block + block), work.kv_head,
+                          plan.k_edge - seqlen_k + first_key, work.k_begin + seqlen_k,
+                          p.cu_seqlens_k ? 0 : work.batch);
+        }
+    };
+    // In a cluster, keys of which there are none are not asked for (ptx/tma.h); consumers clear them.
+    auto load_keys_of_cluster = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full) {
+        const bool any = work.num_keys > 0;
+        const bool others = full == &shared.k_full && work.num_other_keys() > 0;
+        constexpr int kOtherBlocks = Config::kOtherKeyBlocks;
+        ptx::mbarrier_arrive_expect(
+            full, (any ? Config::kKeyTileBytes : 0) + (others ? kOtherBlocks * Config::kKeyBlockBytes : 0));
+        if (any) load_columns(tile, map, full, 0, Config::kColumnBlocks, work.first_key);
+        if (others)
+            load_columns(shared.other_keys(), map, full, ptx::cluster_rank() * kOtherBlocks, kOtherBlocks,
+                         work.first_other_key());
+    };
     // The first query of the sequence, in workspace and in the tensors.
     const int32_t q_outer = p.cu_seqlens_q ? 0 : work.batch,
                   first_row = work.workspace_tile * Config::kPartQueries;
@@ -53,11 +77,24 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                 ptx::bulk_load(statistics + part * Config::kPartQueries,
                                static_cast<const char*>(from) + int64_t{row} * kBytes,
                                Config::kPartQueries * kBytes, full);
+                // Each CTA of a cluster brings half of the columns for both.
+                if constexpr (Config::kCtas > 1) {
+                    constexpr int kBlocks = Config::kColumnBlocks / Config::kCtas;
+                    const int first_block = ptx::cluster_rank() * kBlocks;
 #pragma unroll
-                for (int block = 0; block < Config::kColumnBlocks; ++block) {
-                    ptx::tma_load(tile + block * Config::kQueryBlockBytes +
-                                      part * Config::kPartQueries * Config::kRowBytes,
-                                  &map, full, Config::kBlockColumns * block, head, place, shift, q_outer);
+                    for (int i = 0; i < kBlocks; ++i) {
+                        const int block = first_block + i;
+                        ptx::tma_load_multicast(tile + block * Config::kQueryBlockBytes, &map, full,
+                                                (1 << Config::kCtas) - 1, Config::kBlockColumns * block, head,
+                                                place, shift, q_outer);
+                    }
+                } else {
+#pragma unroll
+                    for (int block = 0; block < Config::kColumnBlocks; ++block) {
+                        ptx::tma_load(tile + block * Config::kQueryBlockBytes +
+                                          part * Config::kPartQueries * Config::kRowBytes,
+                                      &map, full, Config::kBlockColumns * block, head, place, shift, q_outer);
+                    }
                 }
             };
             if (kLoadingLanes >> lane & 1) {
@@ -78,8 +115,13 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
         }
         if (is_first && leads) {
             ptx::mbarrier_wait(&shared.keys_empty, at.parity() ^ 1);
-            load_keys(shared.k, plan.k, &shared.k_full);
-            load_keys(shared.v, plan.v, &shared.v_full);
+            if constexpr (Config::kCtas > 1) {
+                load_keys_of_cluster(shared.k, plan.k, &shared.k_full);
+                load_keys_of_cluster(shared.v, plan.v, &shared.v_full);
+            } else {
+                load_keys(shared.k, plan.k, &shared.k_full);
+                load_keys(shared.v, plan.v, &shared.v_full);
+            }
         }
     } while (step.is_left());
 }
@@ -94,9 +136,11 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
     Sm90TileCount at;
     int32_t cta_tile = blockIdx.x, next_step = 0;
 #pragma unroll 1
-    while (cta_tile < plan.key_order.num_ctas()) {
+    while (cta_tile < plan.key_order.num_ctas() * Config::kCtas) {
         const Sm90BackwardWork<Config> work(p, plan, cta_tile);
-        if (work.num_keys > 0) {
+        bool has_keys = work.num_keys > 0;
+        if constexpr (Config::kCtas > 1) has_keys = work.cluster_keys > 0;
+        if (has_keys) {
             auto step = [&] {
                 if constexpr (Config::kBlocks) {
                     return Sm90KeptStepFinder<Config>(p, plan, work, shared, next_step);
@@ -139,8 +183,9 @@ __device__ __forceinline__ void run_backward_storer(const Sm90BackwardLaunch& pl
         ptx::mbarrier_wait(&shared.gradients_full, at.parity());
         const int32_t place = plan.k_edge - tile.see.seqlen_k + tile.first_key;
         const int32_t shift = tile.k_begin + tile.see.seqlen_k;
+        const bool any = Config::kCtas == 1 || tile.first_key < tile.see.seqlen_k;
 #pragma unroll
-        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+        for (int block = 0; block < (any ? Config::kColumnBlocks : 0); ++block) {
             ptx::tma_store(&plan.dv, shared.dv_out() + block * Config::kKeyBlockBytes,
                            Config::kBlockColumns * block, tile.kv_head, place, shift, tile.batch);
             ptx::tma_store(&plan.dk, shared.dk_out() + block * Config::kKeyBlockBytes,

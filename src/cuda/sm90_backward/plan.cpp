@@ -33,11 +33,13 @@ std::string name_of(DType dtype, const Sm90BackwardTiles& tiles, Sm90BackwardFea
     return name + ">";
 }
 
-// The first row that serves; the last serves every call without a feature. -1: no row has the feature.
-int32_t find_tiles(int32_t head_dim, bool deterministic, Sm90BackwardFeature feature) {
+// The first row that serves; the last serves every call without a feature. -1: no row has the feature. Each
+// block of columns has some of either head dim, since no box may lie outside an array altogether (ptx/tma.h).
+int32_t find_tiles(const AttentionBackwardParams& p, Sm90BackwardFeature feature) {
     for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) {
-        if (tiles.head_dim >= head_dim && (tiles.dq_apart() || !deterministic) &&
-            has_instance(tiles, feature))
+        if (tiles.head_dim >= std::max(p.head_dim, p.head_dim_v) &&
+            tiles.head_dim - tiles.block_columns() < std::min(p.head_dim, p.head_dim_v) &&
+            (tiles.dq_apart() || !p.deterministic) && has_instance(tiles, feature))
             return static_cast<int32_t>(&tiles - kSm90BackwardTiles);
     }
     return -1;
@@ -112,16 +114,17 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                    : alibi   ? Sm90BackwardFeature::alibi
                    : blocks  ? Sm90BackwardFeature::blocks
                              : Sm90BackwardFeature::none;
-    plan.row = find_tiles(std::max(p.head_dim, p.head_dim_v), p.deterministic, plan.feature);
+    plan.row = find_tiles(p, plan.feature);
     if (plan.row < 0)
         return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",
                       to_string(plan.feature));
     const Sm90BackwardTiles& tiles = plan.tiles();
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
-    plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.keys()));
+    plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.cluster_keys()));
     int64_t num_key_tiles = int64_t{p.batch} * plan.key_tiles;
-    if (p.cu_seqlens_k) num_key_tiles = std::min<int64_t>(num_key_tiles, p.total_k / tiles.keys() + p.batch);
+    if (p.cu_seqlens_k)
+        num_key_tiles = std::min<int64_t>(num_key_tiles, p.total_k / tiles.cluster_keys() + p.batch);
     if (tiles.dq_apart()) {
         int64_t num_query_tiles = p.batch * ceil_divide(p.seqlen_q, kSm90GradientQueries);
         if (p.cu_seqlens_q)
@@ -144,7 +147,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     const int64_t query_bytes = int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim *
                                 (element_bytes + (tiles.dq_apart() ? 0 : sizeof(float)));
     plan.key_order = make_order(p, gpu, num_key_tiles, p.num_kv_heads, p.cu_seqlens_k, query_bytes, false);
-    const int64_t num_ctas = plan.key_order.num_ctas();
+    const int64_t num_ctas = tiles.ctas() * plan.key_order.num_ctas();
     plan.num_ctas =
         static_cast<int32_t>(tiles.persistent() ? std::min<int64_t>(num_ctas, gpu.num_sms) : num_ctas);
     if (tiles.dq_apart()) {
@@ -174,7 +177,7 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     const Sm90BackwardTiles& tiles = plan.tiles();
     Explanation text;
     text.kernel = name_of(plan.dtype, tiles, plan.feature);
-    text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.keys(), " keys x ",
+    text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.cluster_keys(), " keys x ",
                            counted(plan.num_kv_heads, "KV head"), ", between prepare_backward_kernel and ",
                            tiles.dq_apart() ? "sm90_query_gradients_kernel" : "convert_dq_kernel",
                            plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "",
