@@ -41,16 +41,22 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
         }
     };
     // In a cluster, keys of which there are none are not asked for (ptx/tma.h); consumers clear them.
-    auto load_keys_of_cluster = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full) {
-        const bool any = work.num_keys > 0;
-        const bool others = full == &shared.k_full && work.num_other_keys() > 0;
-        constexpr int kOtherBlocks = Config::kOtherKeyBlocks;
-        ptx::mbarrier_arrive_expect(
-            full, (any ? Config::kKeyTileBytes : 0) + (others ? kOtherBlocks * Config::kKeyBlockBytes : 0));
-        if (any) load_columns(tile, map, full, 0, Config::kColumnBlocks, work.first_key);
-        if (others)
-            load_columns(shared.other_keys(), map, full, ptx::cluster_rank() * kOtherBlocks, kOtherBlocks,
+    auto load_keys_of_cluster = [&] {
+        constexpr int kBlocks = Config::kOwnBlocks, kBytes = kBlocks * Config::kKeyBlockBytes;
+        const int first_block = ptx::cluster_rank() * kBlocks;
+        const bool own = work.num_keys > 0, other = work.num_other_keys() > 0;
+        ptx::mbarrier_arrive_expect(&shared.k_full,
+                                    (own ? Config::kKeyTileBytes + kBytes : 0) + (other ? kBytes : 0));
+        ptx::mbarrier_arrive_expect(&shared.v_full, own ? Config::kKeyTileBytes : 0);
+        if (own) {
+            load_columns(shared.k_rows(), plan.k, &shared.k_full, 0, Config::kColumnBlocks, work.first_key);
+            load_columns(shared.v_rows(), plan.v, &shared.v_full, 0, Config::kColumnBlocks, work.first_key);
+            load_columns(shared.own_keys(), plan.k, &shared.k_full, first_block, kBlocks, work.first_key);
+        }
+        if (other) {
+            load_columns(shared.other_keys(), plan.k, &shared.k_full, first_block, kBlocks,
                          work.first_other_key());
+        }
     };
     // The first query of the sequence, in workspace and in the tensors.
     const int32_t q_outer = p.cu_seqlens_q ? 0 : work.batch,
@@ -79,10 +85,9 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                                Config::kPartQueries * kBytes, full);
                 // Each CTA of a cluster brings half of the columns for both.
                 if constexpr (Config::kCtas > 1) {
-                    constexpr int kBlocks = Config::kColumnBlocks / Config::kCtas;
-                    const int first_block = ptx::cluster_rank() * kBlocks;
+                    const int first_block = ptx::cluster_rank() * Config::kOwnBlocks;
 #pragma unroll
-                    for (int i = 0; i < kBlocks; ++i) {
+                    for (int i = 0; i < Config::kOwnBlocks; ++i) {
                         const int block = first_block + i;
                         ptx::tma_load_multicast(tile + block * Config::kQueryBlockBytes, &map, full,
                                                 (1 << Config::kCtas) - 1, Config::kBlockColumns * block, head,
@@ -98,7 +103,10 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                 }
             };
             if (kLoadingLanes >> lane & 1) {
-                ptx::mbarrier_wait(&shared.q_empty[stage], step.parity() ^ 1);
+                // In a cluster, the last slots are free once K and V, which lie there first, are in
+                // registers.
+                const bool had_keys = Config::kCtas > 1 && stage == Config::kStages - 1;
+                ptx::mbarrier_wait(&shared.q_empty[stage], had_keys ? step.parity() : step.parity() ^ 1);
                 if constexpr (Config::kBlocks) {
                     const bool is_q = lane < Config::kParts;
                     load(is_q ? shared.q[stage] : shared.dout[stage], is_q ? plan.q : plan.dout,
@@ -116,8 +124,7 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
         if (is_first && leads) {
             ptx::mbarrier_wait(&shared.keys_empty, at.parity() ^ 1);
             if constexpr (Config::kCtas > 1) {
-                load_keys_of_cluster(shared.k, plan.k, &shared.k_full);
-                load_keys_of_cluster(shared.v, plan.v, &shared.v_full);
+                load_keys_of_cluster();
             } else {
                 load_keys(shared.k, plan.k, &shared.k_full);
                 load_keys(shared.v, plan.v, &shared.v_full);

@@ -5,14 +5,17 @@
 //                                      | P, by shared memory
 //     gradients   dP^T = V dO^T, dS = P * dP^T            dK += dS Q
 //                                      | dS, by shared memory, to both CTAs
-//     both        half of the columns of dQ of an earlier step, dS^T K over the keys of both CTAs
+//                 half of the columns of dQ of the step before, dS^T K over the keys of both CTAs
 //
 // So dQ is summed in global memory as rarely as if a CTA had all of these keys. Both CTAs walk the same
-// queries, and each loads half of their columns for both.
+// queries, and each loads half of their columns for both. K and V are operands of the first products in
+// registers, which halves what these read from shared memory, and makes room there for a third tile of
+// queries.
 #pragma once
 
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/exp2.h"
+#include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/load_shared.h"
 #include "cuda/sm90_backward/key_rows.cuh"
 
@@ -22,7 +25,7 @@ template <class T, class Config>
 class Sm90PairConsumer : Sm90KeyRows<T, Config> {
     using Base = Sm90KeyRows<T, Config>;
     using Base::arrive, Base::add_product, Base::is_masked, Base::mask, Base::lane, Base::warp;
-    using Base::kScores, Base::kPairs, Base::kSums, Base::kDqSums;
+    using Base::kScores, Base::kPairs, Base::kSums;
     using Base::p_, Base::plan_, Base::work_, Base::shared_, Base::group_, Base::at_;
 
   public:
@@ -36,57 +39,83 @@ class Sm90PairConsumer : Sm90KeyRows<T, Config> {
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
         ptx::mbarrier_wait(&shared_.k_full, at_.parity());
         ptx::mbarrier_wait(&shared_.v_full, at_.parity());
-        if (work_.num_steps > 0) clear_unseen_keys();
+        if (work_.num_steps > 0) {
+            clear_unseen_keys();
+            uint32_t keys[kKeyRegisters];
+            read_rows(keys, group_ == 0 ? shared_.k_rows() : shared_.v_rows());
+            arrive_in_cluster(&shared_.q_empty[Config::kStages - 1]);
+            if (group_ == 0) {
+                walk_weights(sums, keys);
+            } else {
+                walk_gradients(sums, keys);
+            }
+        }
+        this->sync_consumers();  // no warpgroup reads Q and dO any more
         if (group_ == 0) {
-            walk_weights(sums);
-            this->sync_consumers();  // no warpgroup reads K and V any more
             this->put(shared_.dv_out(), sums, p_.out_scale);
         } else {
-            walk_gradients(sums);
-            this->sync_consumers();
             this->put(shared_.dk_out(), sums, p_.softmax_scale * p_.out_scale);
         }
         this->hand_over();
     }
 
   private:
-    static_assert(Config::kCtas == 2 && Config::kQueries == 64 && Config::kDsSlots == 3);
-    using ProductOfQueries = ptx::Wgmma<T, Config::kDqColumns>;
+    static_assert(Config::kCtas == 2 && Config::kQueries == 64 && Config::kDsSlots == 2);
+    static constexpr int kDqColumns = Config::kHeadDim / Config::kCtas, kDqSums = kDqColumns / 2;
+    using ProductOfQueries = ptx::Wgmma<T, kDqColumns>;
     using Step = Sm90BackwardStep<Config>;
+    static constexpr int kKeyRegisters = Config::kHeadDim / 4;  // two 16-bit numbers each
 
-    // The steps whose dQ this warpgroup has not computed yet: dQ is kLag steps late. The warpgroup with the
-    // weights is ahead of the other one, and so its dQ is later.
-    template <int kLag>
-    struct LateSteps {
-        int32_t count = 0;  // of all steps so far
-        int32_t places[kLag];
-        int slot = 0;  // of the first one's dS, and the parity of the phase that fills it
-        uint32_t parity = 0;
+    // A slot of weights or of dS, and the parity of the phase that fills it.
+    struct Slot {
+        uint32_t index, parity;
+        __device__ explicit Slot(const Step& step)
+            : index(static_cast<uint32_t>(step.index) % 2),
+              parity(static_cast<uint32_t>(step.index) / 2 % 2) {}
+        __device__ Slot before() const { return {index ^ 1, index == 0 ? parity ^ 1 : parity}; }
 
-        __device__ bool any() const { return count >= kLag; }
-        __device__ void advance() {
-            if (++slot == Config::kDsSlots) {
-                slot = 0;
-                parity ^= 1;
-            }
-        }
-        __device__ void push(int32_t place) {
-#pragma unroll
-            for (int i = 0; i < kLag - 1; ++i) places[i] = places[i + 1];
-            places[kLag - 1] = place;
-            ++count;
-        }
+      private:
+        __device__ Slot(uint32_t index, uint32_t parity) : index(index), parity(parity) {}
     };
+    static_assert(Config::kWeightSlots == 2);
 
-    __device__ __forceinline__ void walk_weights(float (&dv)[kSums]) {
-        LateSteps<2> late;
+    // Reads this warp's rows of K or V, as an operand of products lies in registers.
+    __device__ __forceinline__ void read_rows(uint32_t (&keys)[kKeyRegisters],
+                                              const unsigned char* tile) const {
+#pragma unroll
+        for (int i = 0; i < Config::kHeadDim / 16; ++i) {
+            const int column = (i % 2 * 2 + lane() / 16) ^ (lane() % 8 / 2);  // 16 bytes wide, swizzled
+            uint32_t matrices[4];
+            ptx::ldmatrix_x4(matrices, ptx::shared_address(tile) + i / 2 * Config::kKeyBlockBytes +
+                                           this->matrix_row() * Config::kRowBytes + 16 * column);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) keys[4 * i + j] = matrices[j];
+        }
+    }
+    static_assert(Config::kRowBytes == 64);
+
+    // Multiplies this warpgroup's rows of K or V by a tile of Q or dO, and adds the terms of each query.
+    __device__ __forceinline__ void multiply(float (&results)[kScores], const uint32_t (&keys)[kKeyRegisters],
+                                             const unsigned char* queries,
+                                             const BfloatTerms* statistics) const {
+        const uint64_t b = Base::descriptor(ptx::shared_address(queries), 0);
+        ptx::wgmma_fence();
+        this->multiply_terms(results, statistics);
+#pragma unroll
+        for (int i = 0; i < Config::kHeadDim / 16; ++i) {
+            Base::ProductOfKeys::rs_keys(results, &keys[4 * i],
+                                         b + (i / 2 * Config::kQueryBlockBytes + i % 2 * 32) / 16, true);
+        }
+        ptx::wgmma_commit();
+    }
+
+    __device__ __forceinline__ void walk_weights(float (&dv)[kSums], const uint32_t (&keys)[kKeyRegisters]) {
         Step step(work_, 0);
 #pragma unroll 1
         for (; step.is_left(); step.advance(work_)) {
             float scores[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
-            this->template multiply<true>(scores, shared_.k, shared_.q[step.stage()],
-                                          shared_.lse[step.stage()]);
+            multiply(scores, keys, shared_.q[step.stage()], shared_.lse[step.stage()]);
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(scores);
 #pragma unroll
@@ -100,36 +129,40 @@ class Sm90PairConsumer : Sm90KeyRows<T, Config> {
             uint32_t weights[kPairs];
 #pragma unroll
             for (int j = 0; j < kPairs; ++j) weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
-            // Weights go to the lane of the other warpgroup that has the same elements. They use the slots of
-            // Q in turn.
-            ptx::mbarrier_wait(&shared_.weights_empty[step.stage()], step.parity() ^ 1);
-            uint4* const to = shared_.weights[step.stage()] + threadIdx.x % 128;
+            // Weights go to the lane of the other warpgroup that has the same elements.
+            const Slot slot(step);
+            ptx::mbarrier_wait(&shared_.weights_empty[slot.index], slot.parity ^ 1);
+            uint4* const to = shared_.weights[slot.index] + threadIdx.x % 128;
 #pragma unroll
             for (int j = 0; j < kPairs; j += 4)
                 to[j / 4 * 128] = make_uint4(weights[j], weights[j + 1], weights[j + 2], weights[j + 3]);
-            arrive(&shared_.weights_full[step.stage()]);
+            arrive(&shared_.weights_full[slot.index]);
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
-            finish_step(dv, weights, shared_.dout[step.stage()], step, late);
+            ptx::wgmma_fence();
+            add_product(dv, weights, shared_.dout[step.stage()]);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_results(dv);
+            arrive_in_cluster(&shared_.q_empty[step.stage()]);
         }
-        finish_late_steps(late);
     }
 
-    __device__ __forceinline__ void walk_gradients(float (&dk)[kSums]) {
-        LateSteps<1> late;
-        int slot = 0;  // where dS goes, and the parity of the phase that fills it
-        uint32_t parity = 0;
+    __device__ __forceinline__ void walk_gradients(float (&dk)[kSums],
+                                                   const uint32_t (&values)[kKeyRegisters]) {
+        int32_t dq_before = -1;  // where dQ of the step before goes
         Step step(work_, 0);
 #pragma unroll 1
         for (; step.is_left(); step.advance(work_)) {
+            const bool is_first = dq_before < 0;
             float products[kScores];
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
-            this->template multiply<true>(products, shared_.v, shared_.dout[step.stage()],
-                                          shared_.delta[step.stage()]);
+            multiply(products, values, shared_.dout[step.stage()], shared_.delta[step.stage()]);
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(products);
             uint32_t gradients[kPairs];
-            ptx::mbarrier_wait(&shared_.weights_full[step.stage()], step.parity());
-            const uint4* const from = shared_.weights[step.stage()] + threadIdx.x % 128;
+            const Slot slot(step);
+            ptx::mbarrier_wait(&shared_.weights_full[slot.index], slot.parity);
+            const uint4* const from = shared_.weights[slot.index] + threadIdx.x % 128;
 #pragma unroll
             for (int j = 0; j < kPairs; j += 4) {
                 const uint4 weights = from[j / 4 * 128];
@@ -141,88 +174,66 @@ class Sm90PairConsumer : Sm90KeyRows<T, Config> {
                         pack<T>(weight.x * products[2 * (j + k)], weight.y * products[2 * (j + k) + 1]);
                 }
             }
-            arrive(&shared_.weights_empty[step.stage()]);
+            arrive(&shared_.weights_empty[slot.index]);
             if (is_masked(step)) {  // products with keys that are not seen may be anything
                 mask(step, [&](int j, bool sees_even, bool sees_odd) {
                     gradients[j] &= (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
                 });
             }
-            ptx::mbarrier_wait(&shared_.ds_empty[slot], parity ^ 1);
-            send_gradients(gradients, slot);
-            if (++slot == Config::kDsSlots) {
-                slot = 0;
-                parity ^= 1;
-            }
+            ptx::mbarrier_wait(&shared_.ds_empty[slot.index], slot.parity ^ 1);
+            send_gradients(gradients, slot.index);
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
-            finish_step(dk, gradients, shared_.q[step.stage()], step, late);
-        }
-        finish_late_steps(late);
-    }
 
-    // sums += a times a tile of Q or dO, beside dQ of an earlier step. The first steps have none: they
-    // multiply whatever lies in the slot and drop the result. The product cannot be left out there: behind a
-    // branch, ptxas would run the products one after the other.
-    template <int kLag>
-    __device__ __forceinline__ void finish_step(float (&sums)[kSums], const uint32_t (&a)[kPairs],
-                                                const unsigned char* queries, const Step& step,
-                                                LateSteps<kLag>& late) const {
-        float dq[kDqSums];
-        if (late.any()) ptx::mbarrier_wait(&shared_.ds_full[late.slot], late.parity);
-        ptx::wgmma_fence();
-        multiply_ds_k(dq, late.slot);
-        ptx::wgmma_commit();
-        add_product(sums, a, queries);
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_results(dq);
-        if (late.any()) {
-            arrive_in_cluster(&shared_.ds_empty[late.slot]);
-            add(dq, late.places[0]);
-            late.advance();
-        }
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_results(sums);
-        arrive_in_cluster(&shared_.q_empty[step.stage()]);
-        late.push(step.place(plan_, work_, group_));
-    }
-
-    template <int kLag>
-    __device__ __forceinline__ void finish_late_steps(LateSteps<kLag>& late) const {
-#pragma unroll
-        for (int i = 0; i < kLag; ++i) {
-            if (i < kLag - late.count) continue;  // there were fewer steps
+            // dQ is computed a step late, so that no warpgroup waits for dS of the other CTA. The first step
+            // multiplies whatever lies in the slot and drops the result. The product cannot be left out
+            // there: behind a branch, ptxas would run the products one after the other.
+            const Slot before = slot.before();
             float dq[kDqSums];
-            ptx::mbarrier_wait(&shared_.ds_full[late.slot], late.parity);
+            if (!is_first) ptx::mbarrier_wait(&shared_.ds_full[before.index], before.parity);
             ptx::wgmma_fence();
-            multiply_ds_k(dq, late.slot);
+            multiply_ds_k(dq, before.index);
             ptx::wgmma_commit();
-            ptx::wgmma_wait<0>();
+            add_product(dk, gradients, shared_.q[step.stage()]);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<1>();
             ptx::wgmma_results(dq);
-            add(dq, late.places[i]);
-            late.advance();
+            if (!is_first) {
+                arrive_in_cluster(&shared_.ds_empty[before.index]);
+                add(dq, dq_before);
+            }
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_results(dk);
+            arrive_in_cluster(&shared_.q_empty[step.stage()]);
+            dq_before = step.place(plan_, work_, group_);
         }
+        const Slot last = Slot(step).before();
+        float dq[kDqSums];
+        ptx::mbarrier_wait(&shared_.ds_full[last.index], last.parity);
+        ptx::wgmma_fence();
+        multiply_ds_k(dq, last.index);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_results(dq);
+        add(dq, dq_before);
     }
 
-    // Adds this warpgroup's columns of dQ to their sums.
-    __device__ __forceinline__ void add(const float (&dq)[kDqSums], int32_t place) const {
-        const int part = rank() * Config::kConsumers + group_;
-        this->add_to_sums(dq, this->sums_of(place) + part * Base::kPartSums);
-    }
     __device__ static int rank() { return static_cast<int>(ptx::cluster_rank()); }
 
-    // Computes this warpgroup's columns of dQ: a block of 32 of those of the CTA, and half of the last one.
+    // Adds the columns of dQ that this CTA sums.
+    __device__ __forceinline__ void add(const float (&dq)[kDqSums], int32_t place) const {
+        this->add_to_sums(dq, this->sums_of(place) + rank() * (64 * kDqColumns));
+    }
+
+    // Computes these columns.
     __device__ __forceinline__ void multiply_ds_k(float (&dq)[kDqSums], int slot) const {
         const uint32_t ds = ptx::shared_address(shared_.ds_slot(slot));
-        const int block = group_ * Config::kKeyBlockBytes;
-        const uint32_t last_block = 2 * Config::kKeyBlockBytes - block + group_ * (Config::kRowBytes / 2);
-        const uint32_t keys[2] = {
-            ptx::shared_address(shared_.k) + rank() * (Config::kOtherKeyBlocks * Config::kKeyBlockBytes),
-            ptx::shared_address(shared_.other_keys())};
 #pragma unroll
         for (int other = 0; other < 2; ++other) {
             const uint64_t a =
                 ptx::wgmma_descriptor(ds + other * Config::kDsBlockBytes, Config::kDsBlockBytes);
-            const uint64_t b = Base::descriptor(keys[other] + block, last_block);
+            const uint64_t b =
+                Base::descriptor(ptx::shared_address(other == 0 ? shared_.own_keys() : shared_.other_keys()),
+                                 Config::kKeyBlockBytes);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 ProductOfQueries::ss_transposed(dq, a + i * 16 * Config::kDsRowBytes / 16,
@@ -270,18 +281,17 @@ class Sm90PairConsumer : Sm90KeyRows<T, Config> {
             const bool needed = row < work_.cluster_keys && seen.needed(first_key + row);
             if (needed || 4 * lane() >= Config::kRowBytes) continue;
             const int place = row % Config::kKeys * Config::kRowBytes + 4 * lane();
-            const bool own = row / Config::kKeys == rank();
+            auto clear = [&](unsigned char* tile, int blocks) {
 #pragma unroll
-            for (int block = 0; block < Config::kColumnBlocks; ++block) {
-                auto clear = [&](unsigned char* tile) {
+                for (int block = 0; block < blocks; ++block)
                     *reinterpret_cast<uint32_t*>(tile + block * Config::kKeyBlockBytes + place) = 0;
-                };
-                if (own) {
-                    clear(shared_.k);
-                    clear(shared_.v);
-                } else if (block < Config::kOtherKeyBlocks) {
-                    clear(shared_.other_keys());
-                }
+            };
+            if (row / Config::kKeys == rank()) {
+                clear(shared_.k_rows(), Config::kColumnBlocks);
+                clear(shared_.v_rows(), Config::kColumnBlocks);
+                clear(shared_.own_keys(), Config::kOwnBlocks);
+            } else {
+                clear(shared_.other_keys(), Config::kOwnBlocks);
             }
         }
         ptx::fence_proxy_async();

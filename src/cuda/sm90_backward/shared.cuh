@@ -53,20 +53,23 @@ struct Sm90KeptSteps<Config, true> {
 
 template <class Config>
 struct Sm90BackwardShared {
+    static constexpr bool kPairs = Config::kCtas > 1;
+
     // Statistics come first, since compute-sanitizer believes that a product with terms reads twice the
     // bytes: its second eight columns are the first ones again.
     alignas(1024) typename Config::Lse lse[Config::kStages][Config::kQueries];
     alignas(1024) typename Config::Delta delta[Config::kStages][Config::kQueries];
-    alignas(1024) unsigned char k[Config::kKeyTileBytes];  // unless persistent, dK at the end
-    alignas(1024) unsigned char v[Config::kKeyTileBytes];  // unless persistent, dV at the end
+    // In a cluster, `k` are own_keys() and other_keys().
+    alignas(1024) unsigned char k[Config::kKeyTileBytes];                // with roles, dK at the end
+    alignas(1024) unsigned char v[kPairs ? 16 : Config::kKeyTileBytes];  // with roles, dV at the end
     alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
     // Slots of kDsTileBytes: in a cluster, dS of this CTA's keys and of the other's. If persistent, dV and
     // behind it dK lie here at the end of a tile of keys.
-    alignas(1024) unsigned char ds[Config::kDsBytes + Config::kOtherKeyBlocks * Config::kKeyBlockBytes];
+    alignas(1024) unsigned char ds[Config::kDsBytes];
     // With roles, weights on their way from one warpgroup to the other, as its lanes hold them.
-    alignas(16)
-        uint4 weights[Config::kRoles ? Config::kStages : 1][Config::kRoles ? Config::kQueries / 16 * 128 : 1];
+    alignas(16) uint4
+        weights[Config::kRoles ? Config::kWeightSlots : 1][Config::kRoles ? Config::kQueries / 16 * 128 : 1];
     // Which weights dropout leaves out: each key has a bit for each query.
     alignas(
         16) uint32_t dropped[Config::kDropout ? Config::kStages : 1][Config::kKeys][Config::kQueries / 32];
@@ -79,15 +82,21 @@ struct Sm90BackwardShared {
     uint64_t k_full, v_full, keys_empty, gradients_full, gradients_empty;
     uint64_t q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dropped_full[Config::kStages];
-    uint64_t weights_full[Config::kStages], weights_empty[Config::kStages];
+    uint64_t weights_full[Config::kWeightSlots], weights_empty[Config::kWeightSlots];
     uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
     Sm90KeptSteps<Config> kept;
 
     __device__ unsigned char* ds_slot(int slot) { return ds + slot * Config::kDsTileBytes; }
-    // In a cluster: columns of the other CTA's keys, in kOtherKeyBlocks blocks.
-    __device__ unsigned char* other_keys() { return ds + Config::kDsBytes; }
-    __device__ unsigned char* dv_out() { return Config::kPersistent ? ds : v; }
-    __device__ unsigned char* dk_out() { return Config::kPersistent ? ds + Config::kKeyTileBytes : k; }
+    // In a cluster: the columns of dQ that the CTA sums, of its own keys and of the other's.
+    __device__ unsigned char* own_keys() { return k; }
+    __device__ unsigned char* other_keys() { return k + Config::kOwnBlocks * Config::kKeyBlockBytes; }
+    // From there K and V are read to registers.
+    __device__ unsigned char* k_rows() { return dout[Config::kStages - 1]; }
+    __device__ unsigned char* v_rows() { return q[Config::kStages - 1]; }
+    __device__ unsigned char* dv_out() { return Config::kPersistent ? ds : kPairs ? q[0] : v; }
+    __device__ unsigned char* dk_out() {
+        return Config::kPersistent ? ds + Config::kKeyTileBytes : kPairs ? dout[0] : k;
+    }
 
     __device__ void init() {
         for (int i = 0; i < kTileSlots; ++i) {
@@ -106,12 +115,14 @@ struct Sm90BackwardShared {
             ptx::mbarrier_init(&dout_full[i], 1);
             ptx::mbarrier_init(&q_empty[i], Config::kConsumerWarps * Config::kCtas);
             ptx::mbarrier_init(&dropped_full[i], Config::kDrawingWarps);
+            if (i >= Config::kWeightSlots) continue;
             ptx::mbarrier_init(&weights_full[i], 4);
             ptx::mbarrier_init(&weights_empty[i], 4);
         }
         for (int i = 0; i < Config::kDsSlots; ++i) {
-            ptx::mbarrier_init(&ds_full[i], Config::kCtas > 1 ? 4 : Config::kConsumerWarps);
-            ptx::mbarrier_init(&ds_empty[i], Config::kConsumerWarps * Config::kCtas);
+            // In a cluster, one warpgroup of each CTA arrives.
+            ptx::mbarrier_init(&ds_full[i], kPairs ? 4 : Config::kConsumerWarps);
+            ptx::mbarrier_init(&ds_empty[i], kPairs ? 4 * Config::kCtas : Config::kConsumerWarps);
         }
         ptx::mbarrier_init_fence();
     }

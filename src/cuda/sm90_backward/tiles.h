@@ -45,7 +45,7 @@ constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
     {128, 2, 64, 3, true, false, false},   //
     {64, 2, 128, 0, false, false, false},  // where bits are to be the same at every call
     {128, 2, 64, 0, false, false, false},  // likewise
-    {192, 2, 64, 3, false, false, true},   //
+    {192, 2, 64, 2, false, false, true},   //
     {192, 2, 64, 0, false, false, true},   // likewise, and up to head dim 160 (find_tiles, in plan.cpp)
     {256, 2, 64, 0, false, false, true},   //
 };
@@ -89,7 +89,9 @@ struct Sm90BackwardConfig {
     static constexpr int kQueries = kTiles.queries;
     static constexpr int kPartQueries = part_queries(kTiles, kFeature);
     static constexpr int kParts = kQueries / kPartQueries;  // of a step
-    static constexpr int kStages = 2;                       // tiles of Q and of dO
+    // Tiles of Q and of dO. In a cluster, K and V lie in the last ones until they are in registers.
+    static constexpr int kStages = kCtas > 1 ? 3 : 2;
+    static constexpr int kWeightSlots = 2;  // with roles: tiles of weights between the warpgroups
     static constexpr bool kRoles = kTiles.roles, kDqApart = kTiles.dq_apart();
     static constexpr int kDsSlots = kDqApart ? 1 : kTiles.ds_slots;
     static constexpr bool kAlibi = kFeature == Sm90BackwardFeature::alibi;
@@ -126,8 +128,8 @@ struct Sm90BackwardConfig {
     static constexpr int kDsBytes = kPersistent && kDsSlots * kDsTileBytes < 2 * kKeyTileBytes
                                         ? 2 * kKeyTileBytes
                                         : kDsSlots * kDsTileBytes;
-    // What a CTA of a cluster has of the other's keys: the columns of dQ that it sums.
-    static constexpr int kOtherKeyBlocks = kCtas > 1 ? kColumnBlocks / kCtas : 0;
+    // The blocks of columns of a CTA of a cluster: those of Q and dO that it loads, and of dQ that it sums.
+    static constexpr int kOwnBlocks = kColumnBlocks / kCtas;
     // What setmaxnreg leaves the other warpgroups, and gives the consumers.
     static constexpr int kLoaderRegisters = 24, kDrawingRegisters = 40;
     static constexpr int kConsumerRegisters = kDropout ? 224 : 240;
@@ -136,16 +138,14 @@ struct Sm90BackwardConfig {
     static constexpr int kDqParts = kConsumers * kCtas;
     static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kDqParts;
     static_assert(kDqApart || kQueries * kHeadDim == 64 * kDqColumns * kDqParts);
-    // Which column of dQ is that column of a warpgroup's part: of those of its CTA it has whole blocks, and
-    // half of the last one where their number is odd.
+    // Which column of dQ is that column of a part. In a cluster one warpgroup computes two parts; elsewhere a
+    // part has whole blocks, and half of the last one where their number is odd.
     static constexpr int kDqWholeColumns = kDqColumns / kBlockColumns * kBlockColumns;
     OCTAVO_HD static constexpr int dq_column(int part, int column) {
         if (kDqByRows) return column;
-        if (kDqWholeColumns == kDqColumns) return part * kDqColumns + column;
-        const int first = part / kConsumers * kConsumers * kDqColumns, group = part % kConsumers;
-        if (column < kDqWholeColumns) return first + group * kDqWholeColumns + column;
-        return first + kConsumers * kDqWholeColumns + group * (kDqColumns - kDqWholeColumns) + column -
-               kDqWholeColumns;
+        if (kCtas > 1 || kDqWholeColumns == kDqColumns) return part * kDqColumns + column;
+        if (column < kDqWholeColumns) return part * kDqWholeColumns + column;
+        return kDqParts * kDqWholeColumns + part * (kDqColumns - kDqWholeColumns) + column - kDqWholeColumns;
     }
 };
 
