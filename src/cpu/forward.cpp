@@ -77,8 +77,11 @@ SequencePlan make_plan(const AttentionParams& p, int32_t b, const ChosenKeys* ch
 // What the splits of one row tile leave for their merge, kept from the first that begins to the last that
 // ends. Items begin in order, so that few tiles keep anything at a time, however big the batch is.
 struct SplitResults {
+    struct alignas(64) Line {  // of the cache: no vector lies in two of them
+        float floats[16];
+    };
     std::once_flag begun;
-    std::unique_ptr<float[]> partials;  // [num_splits]
+    std::unique_ptr<Line[]> partials;  // [num_splits], each of whole lines
     std::atomic<int32_t> num_finished{0};
 };
 
@@ -159,10 +162,11 @@ class Forward {
 
     void run_split(const SequencePlan& plan, const HeadRun& heads, int32_t split, SplitResults& results) {
         const int64_t out_size = int64_t{heads.num_rows()} * row_stride(p_.head_dim_v);
-        const int64_t size = out_size + heads.num_rows();
-        std::call_once(results.begun, [&] { results.partials.reset(new float[plan.num_splits * size]); });
+        const int64_t size = divide_up(out_size + heads.num_rows(), 16);  // in lines
+        std::call_once(results.begun,
+                       [&] { results.partials.reset(new SplitResults::Line[plan.num_splits * size]); });
         auto partial = [&](int64_t s) {
-            float* out = &results.partials[s * size];
+            float* out = results.partials[s * size].floats;
             return Partial{out, out + out_size};
         };
         attend(heads, split, plan.num_splits, partial(split));

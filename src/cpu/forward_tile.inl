@@ -1,6 +1,6 @@
 // Attention of one tile of rows over a run of key tiles, in float32 (FlashAttention, Dao et al. 2022). The
-// dtype of the arrays only matters where rows are loaded and stored. Included after key_tile.inl,
-// panel.inl and kMaxStreamedRows, the rows of a KV head that read keys and values in place.
+// dtype of the arrays only matters where rows are loaded and stored. Included after key_tile.inl, panel.inl,
+// streamed_rows.inl and kMaxStreamedRows, the rows of a KV head that read keys and values in place.
 
 static void scale_row(float* row, int n, float factor) {
     for (int d = 0; d < n; d += kLanes) store(row + d, load(row + d) * factor);
@@ -100,40 +100,6 @@ static float weigh_row(float* row, const ScoreTransform& transform, Alibi alibi,
     state.sum += sum_of_lanes(sum);
     return factor;
 }
-
-// Up to kMaxStreamedRows rows of a KV head (decode) read keys and values where they lie, token by token: the
-// rows of a token's heads lie side by side, and the hardware foresees what comes next. More rows are worth a
-// copy of the tile as float32, of keys the transpose. Measured in docs/notebook/cpu.md.
-constexpr int kStreamedKeys = 16;  // values of this many tokens are added up, head after head
-constexpr int kAheadKeys = 16;     // the memory is asked for a row this many tokens before its use
-
-// The rows of the first head, behind which those of the others lie: of a tile, and of the first keys behind
-// it. In place of what no row sees stands a row that some see: the result for it is never used.
-template <class T>
-struct StreamedRows {
-    const T* k[kTileKeys + kAheadKeys];
-    const T* v[kTileKeys + kAheadKeys];
-
-    static StreamedRows make(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles,
-                             int32_t k_begin, int32_t next_k_begin) {
-        const VisibleKeys seen =
-            VisibleKeys::make(k_begin, tiles.prefix_end, tiles.window_begin, tiles.window_end);
-        const int some = seen.prefix_end > 0 ? 0 : seen.window_begin;
-        KeyRows<T, T> here, next;
-        find_keys(p, tile, tiles, k_begin, here);
-        find_keys(p, tile, tiles, next_k_begin, next);
-        StreamedRows rows;
-        for (int j = 0; j < kTileKeys + kAheadKeys; ++j) rows.k[j] = here.k[some], rows.v[j] = here.v[some];
-        seen.for_ranges([&](int begin, int end) {
-            for (int j = begin; j < end; ++j) rows.k[j] = here.k[j], rows.v[j] = here.v[j];
-        });
-        for (int j = 0; j < kAheadKeys; ++j) {
-            rows.k[kTileKeys + j] = next.k[j];
-            rows.v[kTileKeys + j] = next.v[j];
-        }
-        return rows;
-    }
-};
 
 // Attention over keys and values of these types. A tile of keys is done for all heads before the next one:
 // their rows lie side by side, and memory is fast along them.
@@ -247,22 +213,15 @@ class TileAttention {
                 else
                     body(of_first);
             };
-            const auto rows = StreamedRows<K>::make(p_, tile, tiles_, k_begin, next_k_begin);
-            for (int j = 0; j < kTileKeys; j += kPanelRows) {
-                Panel<K> panel;
-                for (int i = 0; i < kPanelRows; ++i) {
-                    panel.rows[i] = rows.k[j + i];
-                    panel.next[i] = rows.k[j + i + kAheadKeys];
-                }
-                for (int32_t h = 0; h < heads_.count; ++h) {
-                    constexpr int kOfFloat = sizeof(float) / sizeof(X);
-                    multiply_panel(panel.at(h * p_.k_head_stride), stride_, num_rows,
-                                   reinterpret_cast<const X*>(scratch_.queries + h * num_rows * stride_),
-                                   kOfFloat * stride_,
-                                   {scratch_.keys, scratch_.weights + h * num_rows * kTileKeys + j, kTileKeys,
-                                    true, true});
-                }
+            bool is_whole = true;  // whether all rows of all heads see all of the tile
+            for (int32_t h = 0; h < (p_.block_mask ? heads_.count : 1); ++h) {
+                with_mask(h, [&](const TileMask& mask) {
+                    is_whole = is_whole && mask.all_visible && !mask.has_hidden;
+                });
             }
+            if (is_whole) return stream_whole(of_first, next_k_begin);
+            const auto rows = StreamedRows<K>::make(p_, tile, tiles_, k_begin, next_k_begin);
+            multiply_keys<2>(rows, kAheadKeys);
             for (int32_t h = 0; h < heads_.count; ++h) {
                 with_mask(h, [&](const TileMask& mask) {
                     weigh(h, mask, scratch_.weights + h * num_rows * kTileKeys);
@@ -276,6 +235,51 @@ class TileAttention {
                                    result_.out + h * num_rows * v_stride_, j, j + kStreamedKeys);
                     });
                 }
+            }
+        }
+    }
+
+    // The same for a tile that all rows of all heads see whole.
+    void stream_whole(const TileMask& mask, int32_t next_k_begin) {
+        const RowTile& tile = heads_.tile;
+        const auto rows = StreamedRows<K>::in_streams(p_, tile, tiles_, mask.k_begin, next_k_begin);
+        multiply_keys<3>(rows, kStreams);
+        for (int32_t h = 0; h < heads_.count; ++h) {
+            float* const weights = scratch_.weights + h * tile.num_rows * kTileKeys;
+            for (int r = 0; r < tile.num_rows; ++r) from_streams(weights + r * kTileKeys);
+            weigh(h, mask, weights);
+            for (int r = 0; r < tile.num_rows; ++r) to_streams(weights + r * kTileKeys);
+        }
+        for (int j = 0; j < kTileKeys; j += kStreams) {
+            for (int32_t h = 0; h < heads_.count; ++h) {
+                StreamedValues<V> values;
+                for (int i = 0; i < kStreams; ++i) {
+                    values.rows[i] = rows.v[j + i] + h * p_.v_head_stride;
+                    values.next[i] = rows.v[j + i + kStreams] + h * p_.v_head_stride;
+                }
+                add_streamed(tile.num_rows, values, scratch_.weights + h * tile.num_rows * kTileKeys + j,
+                             result_.out + h * tile.num_rows * v_stride_, v_stride_);
+            }
+        }
+    }
+
+    // Multiplies the queries of all heads with the keys of a tile. `ahead`: how many rows before its use the
+    // memory is asked for a row, to which cache `locality` says.
+    template <int locality>
+    void multiply_keys(const StreamedRows<K>& rows, int ahead) {
+        const int num_rows = heads_.tile.num_rows;
+        for (int j = 0; j < kTileKeys; j += kPanelRows) {
+            Panel<K, locality> panel;
+            for (int i = 0; i < kPanelRows; ++i) {
+                panel.rows[i] = rows.k[j + i];
+                panel.next[i] = rows.k[j + i + ahead];
+            }
+            for (int32_t h = 0; h < heads_.count; ++h) {
+                constexpr int kOfFloat = sizeof(float) / sizeof(X);
+                multiply_panel(
+                    panel.at(h * p_.k_head_stride), stride_, num_rows,
+                    reinterpret_cast<const X*>(scratch_.queries + h * num_rows * stride_), kOfFloat * stride_,
+                    {scratch_.keys, scratch_.weights + h * num_rows * kTileKeys + j, kTileKeys, true, true});
             }
         }
     }

@@ -11,8 +11,9 @@
 template <class W>
 constexpr int kStepNumbers = kStepBytes / sizeof(W);  // of each row in a step
 
-// The rows of a panel, and of the one that is read next.
-template <class W>
+// The rows of a panel, and of the one that is read next: soon enough to go to the first-level cache
+// (`locality` 3), or later (2).
+template <class W, int locality = 2>
 struct Panel {
     const W* rows[kPanelRows];
     const W* next[kPanelRows];
@@ -120,8 +121,8 @@ OCTAVO_SIMD void multiply_step(Vec (&sum)[num_rows][kPanelRows], const W* const 
     }
 }
 
-template <class W, int num_rows, class X>
-static void multiply_block(const Panel<W>& panel, int64_t length, const X* x, int64_t x_stride,
+template <class W, int num_rows, class X, int locality>
+static void multiply_block(const Panel<W, locality>& panel, int64_t length, const X* x, int64_t x_stride,
                            const BlockSums& block) {
     Vec sum[num_rows][kPanelRows];
 #pragma GCC unroll 8
@@ -136,7 +137,7 @@ static void multiply_block(const Panel<W>& panel, int64_t length, const X* x, in
 #pragma GCC unroll 4
         for (int i = 0; i < kPanelRows; ++i) {
             w[i] = panel.rows[i] + k;
-            __builtin_prefetch(panel.next[i] + k, 0, 2);
+            __builtin_prefetch(panel.next[i] + k, 0, locality);
         }
         multiply_step<W, num_rows>(sum, w, x + k, x_stride);
     }
@@ -161,9 +162,9 @@ static void multiply_block(const Panel<W>& panel, int64_t length, const X* x, in
 }
 
 // Multiplies `num_rows` rows of x, from 1 to kPanelBlockRows.
-template <class W, int most_rows = kPanelBlockRows, class X>
-static void multiply_rows(int num_rows, const Panel<W>& panel, int64_t length, const X* x, int64_t x_stride,
-                          const BlockSums& block) {
+template <class W, int most_rows = kPanelBlockRows, class X, int locality>
+static void multiply_rows(int num_rows, const Panel<W, locality>& panel, int64_t length, const X* x,
+                          int64_t x_stride, const BlockSums& block) {
     if constexpr (most_rows > 0) {
         if (num_rows == most_rows)
             multiply_block<W, most_rows>(panel, length, x, x_stride, block);
@@ -173,11 +174,11 @@ static void multiply_rows(int num_rows, const Panel<W>& panel, int64_t length, c
 }
 
 // All rows of the tile, in blocks of nearly equal size. `lanes` and `sums` are those of the panel.
-template <class W, class X>
-static void multiply_panel(const Panel<W>& panel, int64_t length, int num_rows, const X* x, int64_t x_stride,
-                           BlockSums block) {
+template <class W, class X, int locality>
+static void multiply_panel(const Panel<W, locality>& panel, int64_t length, int num_rows, const X* x,
+                           int64_t x_stride, BlockSums block) {
     const int num_blocks = (num_rows + kPanelBlockRows - 1) / kPanelBlockRows;
-    Panel<W> reads = panel;
+    Panel<W, locality> reads = panel;
     for (int b = 0; b < num_blocks; ++b) {
         const int begin = num_rows * b / num_blocks, end = num_rows * (b + 1) / num_blocks;
         multiply_rows<W>(end - begin, reads, length, x + begin * x_stride, x_stride,

@@ -8,6 +8,8 @@
 
 #include "cpu/key_tile.inl"
 
+#include "cpu/streamed_rows.inl"
+
 #include "cpu/forward_tile.inl"
 
 #include "cpu/backward_tile.inl"
