@@ -261,9 +261,7 @@ static void key_gradients_typed(const AttentionBackwardParams& p, const RowTile&
                                  its_keys, v_stride, tile.num_rows, Into::added});
             multiply_transposed({scratch.dscores, kTileKeys, scratch.queries, stride, keys.dk, stride,
                                  its_keys, stride, tile.num_rows, Into::added});
-            if (dq)
-                add_values(mask, scratch.dscores, MatrixRows{keys.keys, stride}, stride,
-                           dq + int64_t{row} * stride);
+            if (dq) add_values(mask, scratch.dscores, keys.keys, stride, dq + int64_t{row} * stride);
         }
     }
     store_key_gradients<T>(p, all_rows, k_begin, num_keys, scratch);
@@ -291,7 +289,7 @@ static void query_gradients_typed(const AttentionBackwardParams& p, const RowTil
         load_key_tile<T>(p, tile, tiles, k_begin, keys);
         const TileMask mask = TileMask::make(p, tile, positions.q_pos, k_begin);
         differentiate(p, tile, keys, mask, terms, scratch, nullptr);
-        add_values(mask, scratch.dscores, MatrixRows{keys.keys, stride}, stride, dq);
+        add_values(mask, scratch.dscores, keys.keys, stride, dq);
     }
 }
 

@@ -198,14 +198,13 @@ class TileAttention {
                 scale_values<V>(scales, v_stride_, scratch_.values);
             }
         }
-        add_values(mask, scratch_.weights, MatrixRows{scratch_.values, v_stride_}, v_stride_, out);
+        add_values(mask, scratch_.weights, scratch_.values, v_stride_, out);
     }
 
     // Works on all heads and one tile of keys.
     void stream(int32_t k_begin, int32_t next_k_begin) {
         if constexpr (!kIsCode<K>) {
             const RowTile& tile = heads_.tile;
-            const int num_rows = tile.num_rows;
             const TileMask of_first = mask_of(tile, k_begin);
             const auto with_mask = [&](int32_t head, const auto& body) {  // block_mask may tell heads apart
                 if (head > 0 && p_.block_mask)
@@ -213,73 +212,65 @@ class TileAttention {
                 else
                     body(of_first);
             };
+            const auto rows = StreamedRows<K>::make(p_, tile, tiles_, k_begin, next_k_begin);
+            multiply_keys(rows);
             bool is_whole = true;  // whether all rows of all heads see all of the tile
-            for (int32_t h = 0; h < (p_.block_mask ? heads_.count : 1); ++h) {
+            for (int32_t h = 0; h < heads_.count; ++h) {
+                float* const weights = weights_of(h);
                 with_mask(h, [&](const TileMask& mask) {
+                    for (int r = 0; r < tile.num_rows; ++r) from_streams(weights + r * kTileKeys);
+                    weigh(h, mask, weights);
+                    for (int r = 0; r < tile.num_rows; ++r) to_streams(weights + r * kTileKeys);
                     is_whole = is_whole && mask.all_visible && !mask.has_hidden;
                 });
             }
-            if (is_whole) return stream_whole(of_first, next_k_begin);
-            const auto rows = StreamedRows<K>::make(p_, tile, tiles_, k_begin, next_k_begin);
-            multiply_keys<2>(rows, kAheadKeys);
+            if (is_whole) return add_whole(rows);
             for (int32_t h = 0; h < heads_.count; ++h) {
                 with_mask(h, [&](const TileMask& mask) {
-                    weigh(h, mask, scratch_.weights + h * num_rows * kTileKeys);
+                    add_seen(mask, rows.v, h * p_.v_head_stride, weights_of(h), v_stride_,
+                             result_.out + h * tile.num_rows * v_stride_);
                 });
-            }
-            for (int j = 0; j < kTileKeys; j += kStreamedKeys) {
-                for (int32_t h = 0; h < heads_.count; ++h) {
-                    with_mask(h, [&](const TileMask& mask) {
-                        add_values(mask, scratch_.weights + h * num_rows * kTileKeys,
-                                   ScatteredRows<V>{rows.v, h * p_.v_head_stride, kAheadKeys}, v_stride_,
-                                   result_.out + h * num_rows * v_stride_, j, j + kStreamedKeys);
-                    });
-                }
             }
         }
     }
 
-    // The same for a tile that all rows of all heads see whole.
-    void stream_whole(const TileMask& mask, int32_t next_k_begin) {
-        const RowTile& tile = heads_.tile;
-        const auto rows = StreamedRows<K>::in_streams(p_, tile, tiles_, mask.k_begin, next_k_begin);
-        multiply_keys<3>(rows, kStreams);
-        for (int32_t h = 0; h < heads_.count; ++h) {
-            float* const weights = scratch_.weights + h * tile.num_rows * kTileKeys;
-            for (int r = 0; r < tile.num_rows; ++r) from_streams(weights + r * kTileKeys);
-            weigh(h, mask, weights);
-            for (int r = 0; r < tile.num_rows; ++r) to_streams(weights + r * kTileKeys);
-        }
+    // The weights of a head's rows: [num_rows, kTileKeys].
+    float* weights_of(int32_t head) const {
+        return scratch_.weights + head * heads_.tile.num_rows * kTileKeys;
+    }
+
+    // Multiplies the queries of all heads with the keys of a tile.
+    void multiply_keys(const StreamedRows<K>& rows) {
+        const int num_rows = heads_.tile.num_rows;
         for (int j = 0; j < kTileKeys; j += kStreams) {
-            for (int32_t h = 0; h < heads_.count; ++h) {
+            RowAhead next(rows_ahead<K>(p_.head_dim, heads_.count), heads_.count);
+            for (int32_t h = 0; h < heads_.count; ++h, next.advance()) {
+                Panel<K, kNearest> panel;
+                for (int i = 0; i < kStreams; ++i) {
+                    panel.rows[i] = rows.k[j + i] + h * p_.k_head_stride;
+                    panel.next[i] = rows.k[j + i + next.place * kStreams] + next.head * p_.k_head_stride;
+                }
+                constexpr int kOfFloat = sizeof(float) / sizeof(X);
+                multiply_panel(panel, stride_, num_rows,
+                               reinterpret_cast<const X*>(scratch_.queries + h * num_rows * stride_),
+                               kOfFloat * stride_, {scratch_.keys, weights_of(h) + j, kTileKeys, true, true});
+            }
+        }
+    }
+
+    // Adds the values of a tile that all rows of all heads see whole.
+    void add_whole(const StreamedRows<V>& rows) {
+        const int num_rows = heads_.tile.num_rows;
+        for (int j = 0; j < kTileKeys; j += kStreams) {
+            RowAhead next(rows_ahead<V>(p_.head_dim_v, heads_.count), heads_.count);
+            for (int32_t h = 0; h < heads_.count; ++h, next.advance()) {
                 StreamedValues<V> values;
                 for (int i = 0; i < kStreams; ++i) {
                     values.rows[i] = rows.v[j + i] + h * p_.v_head_stride;
-                    values.next[i] = rows.v[j + i + kStreams] + h * p_.v_head_stride;
+                    values.next[i] = rows.v[j + i + next.place * kStreams] + next.head * p_.v_head_stride;
                 }
-                add_streamed(tile.num_rows, values, scratch_.weights + h * tile.num_rows * kTileKeys + j,
-                             result_.out + h * tile.num_rows * v_stride_, v_stride_);
-            }
-        }
-    }
-
-    // Multiplies the queries of all heads with the keys of a tile. `ahead`: how many rows before its use the
-    // memory is asked for a row, to which cache `locality` says.
-    template <int locality>
-    void multiply_keys(const StreamedRows<K>& rows, int ahead) {
-        const int num_rows = heads_.tile.num_rows;
-        for (int j = 0; j < kTileKeys; j += kPanelRows) {
-            Panel<K, locality> panel;
-            for (int i = 0; i < kPanelRows; ++i) {
-                panel.rows[i] = rows.k[j + i];
-                panel.next[i] = rows.k[j + i + ahead];
-            }
-            for (int32_t h = 0; h < heads_.count; ++h) {
-                constexpr int kOfFloat = sizeof(float) / sizeof(X);
-                multiply_panel(
-                    panel.at(h * p_.k_head_stride), stride_, num_rows,
-                    reinterpret_cast<const X*>(scratch_.queries + h * num_rows * stride_), kOfFloat * stride_,
-                    {scratch_.keys, scratch_.weights + h * num_rows * kTileKeys + j, kTileKeys, true, true});
+                add_streamed(num_rows, values, weights_of(h) + j, result_.out + h * num_rows * v_stride_,
+                             v_stride_);
             }
         }
     }

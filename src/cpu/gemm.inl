@@ -8,62 +8,22 @@
 // less where many products add up in it.
 enum class Into { replaced, chained, added };
 
-// What b is: a matrix of float32,
-struct MatrixRows {
-    const float* first;
-    int64_t stride;
-
-    const float* at(int k) const { return first + k * stride; }
-    MatrixRows from(int k) const { return {at(k), stride}; }
-    void prefetch_next(int, int, int) const {}
-    template <int vector>
-    static Vec load_vector(const float* row) {
-        return load(row + vector * kLanes);
-    }
-};
-
-// or rows of any type that lie anywhere, of which the memory is asked for one `ahead` of that in use. Of
-// bfloat16, c has the order of load_in_order().
-template <class T>
-struct ScatteredRows {
-    const T* const* rows;
-    int64_t offset;  // from there
-    int ahead;
-
-    const T* at(int k) const { return rows[k] + offset; }
-    ScatteredRows from(int k) const { return {rows + k, offset, ahead}; }
-    void prefetch_next(int k, int column, int count) const {
-        prefetch_numbers(at(k + ahead) + column, count);
-    }
-    template <int vector>
-    static Vec load_vector(const T* row) {
-        return load_in_order<vector>(row);
-    }
-};
-
-template <class Rows>
-struct GemmOf {
+struct Gemm {
     const float* a;
     int64_t a_stride;
-    Rows b;
+    const float* b;
+    int64_t b_stride;
     float* c;
     int64_t c_stride;
     int rows, columns, depth;
     Into into;
 };
-using Gemm = GemmOf<MatrixRows>;
 
 enum class A { as_it_is, transposed };
 
-template <class Rows, class T, int... vector>
-OCTAVO_SIMD void load_vectors(Vec (&to)[sizeof...(vector)], const T* row,
-                              std::integer_sequence<int, vector...>) {
-    ((to[vector] = Rows::template load_vector<vector>(row)), ...);
-}
-
 // The block of c that starts at (row, column), held in registers.
-template <A form, int num_rows, int num_vectors, class Rows>
-static void multiply_block(const GemmOf<Rows>& g, int row, int column) {
+template <A form, int num_rows, int num_vectors>
+static void multiply_block(const Gemm& g, int row, int column) {
     constexpr bool kTransposed = form == A::transposed;
     const float* a = g.a + (kTransposed ? row : row * g.a_stride);
     float* c = g.c + row * g.c_stride + column;
@@ -76,10 +36,10 @@ static void multiply_block(const GemmOf<Rows>& g, int row, int column) {
         }
     }
     for (int k = 0; k < g.depth; ++k) {
-        const auto* b = g.b.at(k) + column;
-        g.b.prefetch_next(k, column, num_vectors * kLanes);
+        const float* b = g.b + k * g.b_stride + column;
         Vec b_k[num_vectors];
-        load_vectors<Rows>(b_k, b, std::make_integer_sequence<int, num_vectors>{});
+#pragma GCC unroll 8
+        for (int v = 0; v < num_vectors; ++v) b_k[v] = load(b + v * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; ++r) {
             float a_rk = kTransposed ? a[k * g.a_stride + r] : a[r * g.a_stride + k];
@@ -98,8 +58,8 @@ static void multiply_block(const GemmOf<Rows>& g, int row, int column) {
 }
 
 // The last rows, fewer than a full block.
-template <A form, int num_rows, int num_vectors, class Rows>
-static void multiply_rest(const GemmOf<Rows>& g, int row, int column) {
+template <A form, int num_rows, int num_vectors>
+static void multiply_rest(const Gemm& g, int row, int column) {
     if constexpr (num_rows > 0) {
         if (g.rows - row == num_rows)
             multiply_block<form, num_rows, num_vectors>(g, row, column);
@@ -108,8 +68,8 @@ static void multiply_rest(const GemmOf<Rows>& g, int row, int column) {
     }
 }
 
-template <A form, int num_vectors, class Rows>
-static void multiply_columns(const GemmOf<Rows>& g, int column) {
+template <A form, int num_vectors>
+static void multiply_columns(const Gemm& g, int column) {
     for (; g.columns - column >= num_vectors * kLanes; column += num_vectors * kLanes) {
         int row = 0;
         for (; row + kBlockRows <= g.rows; row += kBlockRows) {
@@ -121,8 +81,4 @@ static void multiply_columns(const GemmOf<Rows>& g, int column) {
 }
 
 static void multiply(const Gemm& g) { multiply_columns<A::as_it_is, kBlockVectors>(g, 0); }
-template <class T>
-static void multiply(const GemmOf<ScatteredRows<T>>& g) {
-    multiply_columns<A::as_it_is, kBlockVectors>(g, 0);
-}
 static void multiply_transposed(const Gemm& g) { multiply_columns<A::transposed, kBlockVectors>(g, 0); }

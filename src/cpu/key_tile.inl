@@ -123,6 +123,14 @@ struct TileMask {
         if (has_hidden && hidden[r] != hidden[other]) return false;
         return all_visible || q_pos[r] == q_pos[other];
     }
+    // Calls body(begin, end) for the runs of rows that see the same keys: all, or those of one query token.
+    template <class Body>
+    void for_alike(const Body& body) const {
+        for (int r = 0, end; r < num_rows; r = end) {
+            for (end = r + 1; end < num_rows && alike(r, end);) ++end;
+            body(r, end);
+        }
+    }
     // The keys that the tree mask hides from row r, a bit each.
     uint64_t hidden_from(int32_t r) const {
         return tree_words ? hidden_by_tree(tree_words[r], tree_begin, see.prefix_len, k_begin) : 0;
@@ -154,24 +162,16 @@ struct TileMask {
     }
 };
 
-// out [num_rows, stride] += weights [num_rows, kTileKeys] * values [kTileKeys, stride], of the keys
-// [first_key, last_key). What a row does not see is left out, not multiplied by zero: it may hold NaN.
-template <class Rows>
-static void add_values(const TileMask& mask, const float* weights, const Rows& values, int stride, float* out,
-                       int first_key = 0, int last_key = kTileKeys) {
-    for (int r = 0; r < mask.num_rows;) {
-        int end = r + 1;  // rows that see the same keys go together: all, or those of one query token
-        while (end < mask.num_rows && mask.alike(r, end)) ++end;
+// out [num_rows, stride] += weights [num_rows, kTileKeys] * values [kTileKeys, stride]. What a row does not
+// see is left out, not multiplied by zero: it may hold NaN.
+static void add_values(const TileMask& mask, const float* weights, const float* values, int stride,
+                       float* out) {
+    mask.for_alike([&](int r, int end) {
         mask.for_ranges(r, [&](int begin, int visible_end) {
-            begin = begin < first_key ? first_key : begin;
-            visible_end = visible_end > last_key ? last_key : visible_end;
-            if (begin >= visible_end) return;
-            multiply(GemmOf<Rows>{weights + r * kTileKeys + begin, kTileKeys, values.from(begin),
-                                  out + r * stride, stride, end - r, stride, visible_end - begin,
-                                  Into::chained});
+            multiply({weights + r * kTileKeys + begin, kTileKeys, values + begin * stride, stride,
+                      out + r * stride, stride, end - r, stride, visible_end - begin, Into::chained});
         });
-        r = end;
-    }
+    });
 }
 
 OCTAVO_SIMD Vec transform_score(const ScoreTransform& t, Vec qk) {

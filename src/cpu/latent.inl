@@ -78,15 +78,8 @@ static void attend_latent_keys(const LatentAttentionParams& p, const LatentTile&
     for (int32_t begin = first_key; begin < last_key; begin += kLatentKeys) {
         const int count = last_key - begin < kLatentKeys ? last_key - begin : kLatentKeys;
         load_latent_keys<K>(p, tile.batch_index, begin, count, scratch.keys);
-        multiply(Gemm{scratch.keys,
-                      key_stride,
-                      {scratch.queries, kLatentRows},
-                      scratch.weights,
-                      kLatentRows,
-                      count,
-                      kLatentRows,
-                      p.qk_dim,
-                      Into::replaced});
+        multiply({scratch.keys, key_stride, scratch.queries, kLatentRows, scratch.weights, kLatentRows, count,
+                  kLatentRows, p.qk_dim, Into::replaced});
         float num_seen[kLatentRows] = {}, factors[kLatentRows];
         for (int r = 0; r < tile.num_rows; ++r) {
             const int32_t seen = tile.end_key(p, r) - begin;
@@ -99,15 +92,9 @@ static void attend_latent_keys(const LatentAttentionParams& p, const LatentTile&
                 if (factors[end] != 1.0f) scale_row(result.out + end * stride, stride, factors[end]);
             }
             if (num_seen[r] > 0.0f) {  // what a row does not see is left out: it may hold NaN
-                multiply_transposed({scratch.weights + r,
-                                     kLatentRows,
-                                     {scratch.keys, key_stride},
-                                     result.out + r * stride,
-                                     stride,
-                                     end - r,
-                                     stride,
-                                     static_cast<int>(num_seen[r]),
-                                     Into::chained});
+                multiply_transposed({scratch.weights + r, kLatentRows, scratch.keys, key_stride,
+                                     result.out + r * stride, stride, end - r, stride,
+                                     static_cast<int>(num_seen[r]), Into::chained});
             }
             r = end;
         }

@@ -11,9 +11,12 @@
 template <class W>
 constexpr int kStepNumbers = kStepBytes / sizeof(W);  // of each row in a step
 
-// The rows of a panel, and of the one that is read next: soon enough to go to the first-level cache
-// (`locality` 3), or later (2).
-template <class W, int locality = 2>
+// To which cache the memory is asked for what is read next: the second-level one, or, if it is read soon, the
+// first-level one.
+constexpr int kSecondLevel = 2, kNearest = 3;
+
+// The rows of a panel, and of the one that is read next.
+template <class W, int locality = kSecondLevel>
 struct Panel {
     const W* rows[kPanelRows];
     const W* next[kPanelRows];

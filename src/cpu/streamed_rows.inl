@@ -1,16 +1,40 @@
-// How few rows of a KV head (decode) read keys and values where they lie. Included after key_tile.inl,
-// gemm.inl and panel.inl.
+// How few rows of a KV head (decode) read keys and values where they lie. Included after key_tile.inl and
+// panel.inl.
 
 // Up to kMaxStreamedRows rows of a KV head (decode) read keys and values where they lie: the rows of a
 // token's heads lie side by side, and the hardware foresees what comes next. More rows are worth a copy of
 // the tile as float32, of keys the transpose. Measured in docs/notebook/cpu.md.
 //
-// A tile that all rows see whole is read in streams: the first keys of its four quarters, then the second
-// ones, and so on, and their values likewise. Of other tiles, a token comes after the other.
+// A tile is read in streams: the first keys of its four quarters, then the second ones, and so on, each place
+// for all heads, and their values likewise. That is the order in which values are added up, whatever a row
+// does not see.
 constexpr int kStreams = kPanelRows;
 constexpr int kStreamKeys = kTileKeys / kStreams;
-constexpr int kStreamedKeys = 16;  // of other tiles, values of this many tokens are added up, head after head
-constexpr int kAheadKeys = 16;     // and the memory is asked for a row this many tokens before its use
+constexpr int kAheadPlaces = 4;    // the memory is asked for a row at most this many places before its use,
+constexpr int kAheadBytes = 1536;  // and for what lies this far behind what a stream reads
+
+// How many rows before its use the memory is asked for a row of a stream.
+template <class T>
+static int rows_ahead(int head_dim, int num_heads) {
+    const int rows = kAheadBytes / (head_dim * static_cast<int>(sizeof(T)));
+    const int most = kAheadPlaces * num_heads;
+    return rows < 1 ? 1 : rows < most ? rows : most;
+}
+
+// The row to ask for beside that of head 0, `ahead` rows on, then those beside the heads that follow: of
+// which place, counted from the one that is read, and of which head.
+struct RowAhead {
+    int place, head, num_heads;
+
+    RowAhead(int ahead, int num_heads)
+        : place(ahead / num_heads), head(ahead % num_heads), num_heads(num_heads) {}
+    void advance() {
+        if (++head == num_heads) head = 0, ++place;
+    }
+};
+
+// Which key of a tile is the j-th in the order of streams.
+OCTAVO_SIMD int key_of_place(int j) { return j % kStreams * kStreamKeys + j / kStreams; }
 
 // A row of weights from the order of streams to that of keys: lanes `s` of every kStreams become neighbours.
 static void from_streams(float* row) {
@@ -58,6 +82,12 @@ struct StreamedValues {
 
 // out [num_rows, stride] += weights [num_rows, kTileKeys], of which the first kStreams count, times these
 // rows: every element is one chain of multiply-adds in the order of streams.
+template <class T, int... vector>
+OCTAVO_SIMD void load_vectors(Vec (&to)[sizeof...(vector)], const T* row,
+                              std::integer_sequence<int, vector...>) {
+    ((to[vector] = load_in_order<vector>(row)), ...);
+}
+
 template <class T, int num_rows, int num_vectors>
 OCTAVO_SIMD void add_streamed_block(const StreamedValues<T>& values, int column, const float* weights,
                                     float* out, int64_t stride) {
@@ -70,10 +100,9 @@ OCTAVO_SIMD void add_streamed_block(const StreamedValues<T>& values, int column,
 #pragma GCC unroll 4
     for (int i = 0; i < kStreams; ++i) {
         for (int d = 0; d < num_vectors * kLanes; d += 64 / static_cast<int>(sizeof(T)))
-            __builtin_prefetch(values.next[i] + column + d, 0, 3);
+            __builtin_prefetch(values.next[i] + column + d, 0, kNearest);
         Vec value[num_vectors];
-        load_vectors<ScatteredRows<T>>(value, values.rows[i] + column,
-                                       std::make_integer_sequence<int, num_vectors>{});
+        load_vectors(value, values.rows[i] + column, std::make_integer_sequence<int, num_vectors>{});
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; ++r) {
             const float weight = weights[r * kTileKeys + i];
@@ -115,28 +144,46 @@ static void add_streamed(int num_rows, const StreamedValues<T>& values, const fl
     }
 }
 
-// The rows of the first head, behind which those of the others lie: of a tile, and of the first keys behind
-// it. In place of what no row sees stands a row that some see: the result for it is never used.
+// The same of the values `rows`, in the order of streams, that rows of a tile see; the weights of others are
+// overwritten. Groups of kStreams are filled up with what changes no bit: minus zero is added.
+template <class T>
+static void add_seen(const TileMask& mask, const T* const* rows, int64_t offset, float* weights, int stride,
+                     float* out) {
+    static const T kZeros[kMaxHeadDim] = {};
+    mask.for_alike([&](int first, int end) {
+        uint64_t seen = 0;
+        mask.for_ranges(first, [&](int begin, int visible_end) {
+            seen |= ~uint64_t{0} >> (kTileKeys - (visible_end - begin)) << begin;
+        });
+        int places[kTileKeys], count = 0;
+        for (int j = 0; j < kTileKeys; ++j) {
+            places[count] = j;
+            count += seen >> key_of_place(j) & 1;
+        }
+        const T* kept[kTileKeys];
+        for (int i = 0; i < count; ++i) kept[i] = rows[places[i]] + offset;
+        for (int r = first; r < end; ++r) {
+            float* const row = weights + r * kTileKeys;
+            for (int i = 0; i < count; ++i) row[i] = row[places[i]];
+            for (int i = count; i % kStreams != 0; ++i) row[i] = -0.0f;
+        }
+        for (; count % kStreams != 0; ++count) kept[count] = kZeros;
+        for (int j = 0; j < count; j += kStreams) {
+            StreamedValues<T> values;
+            for (int i = 0; i < kStreams; ++i) values.rows[i] = values.next[i] = kept[j + i];
+            add_streamed(end - first, values, weights + first * kTileKeys + j, out + first * stride, stride);
+        }
+    });
+}
+
+// The rows of the first head, behind which those of the others lie, in the order of streams: of a tile, and
+// of the first places behind it. In place of what no row sees stands a row that some see: the result for it
+// is never used.
 template <class T>
 struct StreamedRows {
-    const T* k[kTileKeys + kAheadKeys];
-    const T* v[kTileKeys + kAheadKeys];
-
-    // In the order of streams, of a tile that all rows see whole.
-    static StreamedRows in_streams(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles,
-                                   int32_t k_begin, int32_t next_k_begin) {
-        KeyRows<T, T> here, next;
-        find_keys(p, tile, tiles, k_begin, here);
-        find_keys(p, tile, tiles, next_k_begin, next);
-        StreamedRows rows;
-        for (int j = 0; j < kTileKeys + kStreams; ++j) {
-            const KeyRows<T, T>& from = j < kTileKeys ? here : next;
-            const int key = j % kStreams * kStreamKeys + j / kStreams % kStreamKeys;
-            rows.k[j] = from.k[key];
-            rows.v[j] = from.v[key];
-        }
-        return rows;
-    }
+    static constexpr int kCount = kTileKeys + kStreams * kAheadPlaces;
+    const T* k[kCount];
+    const T* v[kCount];
 
     static StreamedRows make(const AttentionParams& p, const RowTile& tile, const KeyTiles& tiles,
                              int32_t k_begin, int32_t next_k_begin) {
@@ -146,14 +193,16 @@ struct StreamedRows {
         KeyRows<T, T> here, next;
         find_keys(p, tile, tiles, k_begin, here);
         find_keys(p, tile, tiles, next_k_begin, next);
+        const auto hide = [&, k = here.k[some], v = here.v[some]](int begin, int end) {
+            for (int j = begin; j < end; ++j) here.k[j] = k, here.v[j] = v;
+        };
+        hide(seen.prefix_end, seen.window_begin);
+        hide(seen.window_end, kTileKeys);
         StreamedRows rows;
-        for (int j = 0; j < kTileKeys + kAheadKeys; ++j) rows.k[j] = here.k[some], rows.v[j] = here.v[some];
-        seen.for_ranges([&](int begin, int end) {
-            for (int j = begin; j < end; ++j) rows.k[j] = here.k[j], rows.v[j] = here.v[j];
-        });
-        for (int j = 0; j < kAheadKeys; ++j) {
-            rows.k[kTileKeys + j] = next.k[j];
-            rows.v[kTileKeys + j] = next.v[j];
+        for (int j = 0; j < kCount; ++j) {
+            const KeyRows<T, T>& from = j < kTileKeys ? here : next;
+            rows.k[j] = from.k[key_of_place(j % kTileKeys)];
+            rows.v[j] = from.v[key_of_place(j % kTileKeys)];
         }
         return rows;
     }

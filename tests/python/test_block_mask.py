@@ -177,6 +177,28 @@ def test_threads_change_no_bit(target: Target, num_threads: int) -> None:
         assert x.tobytes() == y.tobytes()
 
 
+@cpu_target
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_threads_change_no_bit_of_few_queries(target: Target, query_len: int) -> None:
+    """A thread reads keys for as many heads as it has, of which a mask hides a tile from some."""
+    case = Case("few", (query_len,), (700,), num_q_heads=16, num_kv_heads=8)
+    mask = np.random.default_rng(0).random((16, 1, 11)) < 0.8
+    inputs = problems.make_inputs(case, target.dtype)
+    options = {"block_mask": target.library.boolean(mask), "block_size": 64}
+    before = octavo.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 7):
+            octavo.set_num_threads(num_threads)
+            results.append(calls.attention(target, case, inputs, **options))
+    finally:
+        octavo.set_num_threads(before)
+    masked = dataclasses.replace(inputs, block_mask=mask)
+    problems.make_reference(dataclasses.replace(case, block_size=64), masked, target.dtype).check(*results[0])
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
 Q = np.zeros((2, 200, 4, 16), np.float32)
 K = np.zeros((2, 300, 2, 16), np.float32)
 
