@@ -1,8 +1,9 @@
 // The activations of linear layers, on a float or on a vector of floats. Include this file inside the
 // namespace of the code that computes them, so that it is compiled for the same machine, after a definition
 // of
-//     T exp(T),
-// which has to be right for arguments within [-kMostExponent, kMostExponent], and to keep NaN.
+//     T exp(T), T divide(T, T),
+// of which exp has to be right for arguments within [-kMostExponent, kMostExponent], divide for divisors from
+// 1 to 1 + e^kMostExponent (a finite number divided by a larger one may be 0), and both have to keep NaN.
 
 constexpr float kMostExponent = 87.0f;
 
@@ -16,7 +17,7 @@ OCTAVO_HD T bounded_exp(T x) {
 // x / (1 + e^-x).
 template <class T>
 OCTAVO_HD T silu(T x) {
-    const T result = x / (1.0f + bounded_exp(-x));
+    const T result = divide(x, 1.0f + bounded_exp(-x));
     return x < -kMostExponent ? T{} : result;
 }
 
@@ -26,7 +27,7 @@ OCTAVO_HD T silu(T x) {
 template <class T>
 OCTAVO_HD T gelu(T x) {
     const T z = 0.70710678f * (x < 0.0f ? -x : x);
-    const T t = 1.0f / (1.0f + 0.5f * z);
+    const T t = divide(T{} + 1.0f, 1.0f + 0.5f * z);
     T p = T{} + 0.15790595f;
     p = p * t - 0.75146301f;
     p = p * t + 1.32281339f;

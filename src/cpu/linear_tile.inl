@@ -71,6 +71,7 @@ static void load_x(const LinearParams& p, const LinearPart& part, const Run& run
 }
 
 OCTAVO_SIMD Vec exp(Vec x) { return exp2(x * kLog2e); }
+OCTAVO_SIMD Vec divide(Vec x, Vec y) { return x / y; }
 
 #include "common/activation.inl"
 

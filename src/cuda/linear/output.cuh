@@ -19,6 +19,14 @@ OCTAVO_HD float exp(float x) {
 #endif
 }
 
+OCTAVO_HD float divide(float x, float y) {
+#ifdef __CUDA_ARCH__
+    return __fdividef(x, y);  // zero from y = 2^126 on, which is beyond 1 + e^kMostExponent
+#else
+    return x / y;
+#endif
+}
+
 #include "common/activation.inl"
 
 }  // namespace activation

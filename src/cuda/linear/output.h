@@ -25,6 +25,11 @@ struct LinearOutput {
         return !bias && !residual && activation == LinearActivation::none && in_pairs;
     }
     OCTAVO_HD bool is_gated() const { return activation == LinearActivation::silu_gate; }
+    // Whether a gate, or a residual, is all that is done to the sums.
+    OCTAVO_HD bool is_gate_alone() const { return !bias && !residual && is_gated(); }
+    OCTAVO_HD bool is_residual_alone() const {
+        return !bias && residual && activation == LinearActivation::none;
+    }
 };
 
 LinearOutput output_of(const LinearParams& params);

@@ -105,10 +105,10 @@ class WideProducts {
         const int lane = threadIdx.x % 32;
         const int32_t first_column = p.first_column(tile / p.x_tiles), column = first_column + lane % 4 * 2;
         const int32_t end = min(p.first_column(tile / p.x_tiles + 1), p.output.width);
-        // How many whole groups can be written as they are, without a test of each element; 0 unless the sums
-        // are the result.
-        const int32_t plain_groups =
-            p.output.is_plain() && p.output.width % 8 == 0 ? (end - first_column) / 8 : 0;
+        // How many groups can be written without a test of each element; 0 if not all of them can.
+        const int32_t whole_groups =
+            p.output.in_pairs && !p.output.bias && p.output.width % 8 == 0 ? (end - first_column) / 8 : 0;
+        auto is_own = [&](int pair) { return p.splits == 1 || (pair & (p.splits - 1)) == rank; };
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int32_t x_row = static_cast<int32_t>(threadIdx.x) / 32 * 16 + lane / 4 + 8 * half;
@@ -118,23 +118,56 @@ class WideProducts {
                 return float2{sums_[4 * group + 2 * half], sums_[4 * group + 2 * half + 1]};
             };
             T* const out = static_cast<T*>(p.output.out) + row * p.output.out_stride + column;
+            auto pair_of = [](T* at) -> uint32_t& { return *reinterpret_cast<uint32_t*>(at); };
+            if (whole_groups > 0 && p.output.is_plain()) {
 #pragma unroll
-            for (int pair = 0; pair < Config::kPairs; ++pair) {
-                if (p.splits > 1 && (pair & (p.splits - 1)) != rank) continue;
-                const float2 first = sums(pair), second = sums(pair + Config::kPairs);
-                if (plain_groups > 0) {
-                    if (pair < plain_groups)
-                        *reinterpret_cast<uint32_t*>(out + 8 * pair) = pack<T>(first.x, first.y);
-                    if (pair + Config::kPairs < plain_groups) {
-                        *reinterpret_cast<uint32_t*>(out + 8 * (pair + Config::kPairs)) =
-                            pack<T>(second.x, second.y);
+                for (int group = 0; group < Config::kGroups; ++group) {
+                    if (!is_own(group % Config::kPairs) || group >= whole_groups) continue;
+                    const float2 sum = sums(group);
+                    pair_of(out + 8 * group) = pack<T>(sum.x, sum.y);
+                }
+            } else if (whole_groups > 0 && p.output.is_gate_alone()) {
+#pragma unroll
+                for (int pair = 0; pair < Config::kPairs; ++pair) {
+                    if (!is_own(pair) || pair >= whole_groups) continue;
+                    const float2 gate = sums(pair), up = sums(pair + Config::kPairs);
+                    pair_of(out + 8 * pair) =
+                        pack<T>(activation::silu(gate.x) * up.x, activation::silu(gate.y) * up.y);
+                }
+            } else if (whole_groups > 0 && p.output.is_residual_alone()) {
+                const T* const residual =
+                    static_cast<const T*>(p.output.residual) + row * p.output.residual_stride + column;
+                constexpr int kAtOnce = 8;  // more would take too many registers
+#pragma unroll
+                for (int first = 0; first < Config::kGroups; first += kAtOnce) {
+                    float2 added[kAtOnce];
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        const int group = first + i;
+                        if (group < whole_groups && is_own(group % Config::kPairs))
+                            added[i] = unpack<T>(*reinterpret_cast<const uint32_t*>(residual + 8 * group));
                     }
-                } else if (p.output.is_gated()) {
-                    write_pair_of_many<T>(p.output, row, column + 8 * pair, end, first, second);
-                } else {
-                    write_pair_of_many<T>(p.output, row, column + 8 * pair, end, first, {});
-                    write_pair_of_many<T>(p.output, row, column + 8 * (pair + Config::kPairs), end, second,
-                                          {});
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        const int group = first + i;
+                        if (group >= Config::kGroups || group >= whole_groups) continue;
+                        if (!is_own(group % Config::kPairs)) continue;
+                        const float2 sum = sums(group);
+                        pair_of(out + 8 * group) = pack<T>(sum.x + added[i].x, sum.y + added[i].y);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int pair = 0; pair < Config::kPairs; ++pair) {
+                    if (!is_own(pair)) continue;
+                    const float2 first = sums(pair), second = sums(pair + Config::kPairs);
+                    if (p.output.is_gated()) {
+                        write_pair_of_many<T>(p.output, row, column + 8 * pair, end, first, second);
+                    } else {
+                        write_pair_of_many<T>(p.output, row, column + 8 * pair, end, first, {});
+                        write_pair_of_many<T>(p.output, row, column + 8 * (pair + Config::kPairs), end,
+                                              second, {});
+                    }
                 }
             }
         }
