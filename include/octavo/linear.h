@@ -53,9 +53,9 @@ LinearPlan linear_plan(int64_t num_rows, int64_t w_rows, int64_t depth, DType dt
                        const std::string& device = {}, std::optional<Activation> activation = {},
                        bool batch_invariant = false);
 
-// out = activation(x w^T + bias) + residual: x [..., K], up to five leading axes; w [N, K], as nn.Linear has
-// it; out [..., N]. With silu_gate w is [2 F, K], the rows of the gate first, and out [..., F]. Sums and
-// everything after them are float32; the result is rounded once.
+// out = activation(norm(x) w^T + bias) + residual: x [..., K], up to five leading axes; w [N, K], as
+// nn.Linear has it; out [..., N]. With silu_gate w is [2 F, K], the rows of the gate first, and out [..., F].
+// Sums and everything after them are float32; the result is rounded once.
 //
 // On the CPU each element of out is summed in an order that follows from K and the instruction set alone:
 // its bits depend neither on the other rows of x nor on the number of threads. On a GPU x and w are float16
@@ -69,8 +69,12 @@ struct LinearArgs {
     std::optional<TensorView> bias;      // like x, [N]; with silu_gate [2 F]
     std::optional<TensorView> residual;  // like out
     std::optional<Activation> activation;
-    // A promise that nothing which is still at work on the stream writes to w, so that the kernel may read it
-    // before what is in front of it has ended. No effect on the CPU.
+    // RMSNorm (rms_norm.h) of the rows of x, if norm_weight is given: x / sqrt(mean(x^2) + norm_eps) *
+    // norm_weight. Where one kernel on a GPU does both, the mean divides the sums of products instead.
+    std::optional<TensorView> norm_weight;  // [K], of x's dtype or float32
+    double norm_eps = 1e-6;
+    // A promise that nothing which is still at work on the stream writes to w or to norm_weight, so that the
+    // kernel may read them before what is in front of it has ended. No effect on the CPU.
     bool static_weight = false;
     bool batch_invariant = false;    // bits of a row must not depend on other rows; on the CPU they never do
     std::optional<LinearPlan> plan;  // in place of linear_plan()'s, on a GPU; any but the library

@@ -173,11 +173,12 @@ typedef struct octavo_attention_backward_args {
 typedef struct octavo_linear_args {
     size_t struct_size;
     octavo_tensor x, w, out;
-    octavo_tensor bias, residual; /* optional */
-    int32_t activation;           /* octavo_activation; default: -1, none */
-    int32_t static_weight;        /* default: 0 */
-    int32_t batch_invariant;      /* default: 0 */
-    void* stream;                 /* cudaStream_t; default: null */
+    octavo_tensor bias, residual, norm_weight; /* optional */
+    double norm_eps;                           /* default: 1e-6 */
+    int32_t activation;                        /* octavo_activation; default: -1, none */
+    int32_t static_weight;                     /* default: 0 */
+    int32_t batch_invariant;                   /* default: 0 */
+    void* stream;                              /* cudaStream_t; default: null */
 } octavo_linear_args;
 
 typedef struct octavo_rms_norm_args {

@@ -145,9 +145,9 @@ def _linear_results(arrays: _Arrays, options: Mapping[str, Option], _: _Asked) -
 
 
 def _linear_by_jax(arrays: _Arrays, options: Mapping[str, Option]) -> tuple[jax.Array]:
-    given: dict[str, Any] = {**arrays, **options}
-    arguments = (given.get(name) for name in ("x", "w", "bias", "activation", "residual"))
-    return (_linear_on_cuda.by_jax(*arguments),)
+    given: dict[str, Any] = {"bias": None, "activation": None, "residual": None, **arrays, **options}
+    names = ("x", "w", "bias", "activation", "residual", "norm_weight", "norm_eps")
+    return (_linear_on_cuda.by_jax(**{name: given[name] for name in names if name in given}),)
 
 
 ATTENTION = Operator(
@@ -169,7 +169,11 @@ ATTENTION_BACKWARD = Operator(
     "attention_backward", _gradients, _jax_batching.fold_attention, frozenset({"block_mask", "sinks"})
 )
 LINEAR = Operator(
-    "linear", _linear_results, _jax_batching.fold_linear, frozenset({"w", "bias"}), _linear_by_jax
+    "linear",
+    _linear_results,
+    _jax_batching.fold_linear,
+    frozenset({"w", "bias", "norm_weight"}),
+    _linear_by_jax,
 )
 LATENT_ATTENTION = Operator(
     "latent_attention", _latent_results, _jax_batching.fold_latent_attention, frozenset({"kv_pages"})

@@ -18,10 +18,12 @@ def linear(
     out: Array | None = None,
     static_weight: bool = False,
     batch_invariant: bool = False,
+    norm_weight: SupportsDLPack | None = None,
+    norm_eps: float = 1e-6,
     plan: LinearPlan | None = None,
     stream: Stream | None = None,
 ) -> Array:
-    """A linear layer, ``activation(x @ w.T + bias) + residual``, at the speed of reading its weights.
+    """A linear layer, ``activation(norm(x) @ w.T + bias) + residual``, at the speed of reading its weights.
 
     Decoding multiplies each weight with a few rows only, so that reading the weights is what takes the time.
     On the CPU Octavo's own threads read them, each a run of rows of ``w``: for up to some six rows of ``x``
@@ -49,13 +51,21 @@ def linear(
         out: an array like x [..., N], or [..., F], to write the result to; never read. It may be
             ``residual`` itself, with the same address and strides; otherwise its memory must be apart from
             that of all inputs. Default: a new array of the framework of ``x``.
-        static_weight: a promise that no work still under way on the stream writes to ``w``: not the kernel in
-            front of this one, nor those before it that may still be running. The GPU then reads weights while
-            that kernel ends, some 1 to 2 us earlier. No effect on the CPU. Default: False.
+        static_weight: a promise that no work still under way on the stream writes to ``w`` or to
+            ``norm_weight``: not the kernel in front of this one, nor those before it that may still be
+            running. The GPU then reads weights while that kernel ends, some 1 to 2 us earlier. No effect on
+            the CPU. Default: False.
         batch_invariant: the bits of a row of the result must not depend on how many other rows there are, or
             on what they hold. On the CPU they never do, nor on the number of threads. On a GPU Octavo then
             computes for any number of rows, in one order for all, and refuses what it has no kernel for; x
             and w have to be contiguous there, or to have rows that start on 16 bytes. Default: False.
+        norm_weight: like x, or float32, [K]: the rows of ``x`` are normalised first, as ``rms_norm`` does it,
+            to ``x / sqrt(mean(x**2) + norm_eps) * norm_weight`` (https://arxiv.org/abs/1910.07467). Then
+            ``x`` has at most three leading axes that do not lie behind one another. On a GPU ``rms_norm``
+            runs in a launch of its own, unless ``plan`` names "sm90_flat": for up to 16 rows of bfloat16,
+            with a weight of bfloat16 and without batch_invariant, one launch then does both. It multiplies
+            ``x * norm_weight``, rounded to bfloat16, with ``w``, and divides the sums. Default: none.
+        norm_eps: at least 0. Default: 1e-6.
         plan: which kernel computes on a GPU, in place of that of ``linear_plan``: one that was found faster
             here, or ``LinearPlan("library", dtype)``, which hands the product over. It must be for the dtype
             of ``x``; with batch_invariant it must add up in the same order. Default: that of ``linear_plan``.

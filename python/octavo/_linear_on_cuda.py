@@ -13,11 +13,24 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from octavo._rms_norm import rms_norm
+
 
 def linear(
-    x: Any, w: Any, bias: Any, activation: str | None, residual: Any, out: Any, stream: int | None
+    x: Any,
+    w: Any,
+    bias: Any,
+    activation: str | None,
+    residual: Any,
+    norm_weight: Any,
+    norm_eps: float,
+    out: Any,
+    stream: int | None,
 ) -> Any:
     """Compute it with the library of ``x``, and write it to ``out`` if there is one."""
+    if norm_weight is not None:
+        rows = rms_norm(x.reshape(-1, x.shape[-1]), norm_weight, norm_eps, stream=stream)
+        x = rows.reshape(x.shape)
     library = type(x).__module__.partition(".")[0]
     if library in ("jax", "jaxlib"):
         if stream is not None:
@@ -118,11 +131,23 @@ def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, ou
     return out
 
 
-def by_jax(x: Any, w: Any, bias: Any, activation: str | None, residual: Any) -> Any:
+def by_jax(
+    x: Any,
+    w: Any,
+    bias: Any,
+    activation: str | None,
+    residual: Any,
+    norm_weight: Any = None,
+    norm_eps: float = 1e-6,
+) -> Any:
     """The product of JAX's own arrays, also while JAX traces a program."""
     import jax
     import jax.numpy as jnp
 
+    if norm_weight is not None:
+        numbers = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(numbers), axis=-1, keepdims=True)
+        x = (numbers * jax.lax.rsqrt(mean + norm_eps) * norm_weight.astype(jnp.float32)).astype(x.dtype)
     result = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     if bias is not None:
         result += bias

@@ -352,8 +352,10 @@ def linear(
     residual: ArrayLike | None = None,
     static_weight: bool = False,
     batch_invariant: bool = False,
+    norm_weight: ArrayLike | None = None,
+    norm_eps: float = 1e-6,
 ) -> jax.Array:
-    """A linear layer, ``activation(x @ w.T + bias) + residual``: ``octavo.linear`` in a JAX program.
+    """A linear layer, ``activation(norm(x) @ w.T + bias) + residual``: ``octavo.linear`` in a JAX program.
 
     On a GPU, where there is no kernel of Octavo's yet, it is what ``jax.numpy.matmul`` computes.
 
@@ -366,6 +368,9 @@ def linear(
         residual: like the result: added at the end. Default: none.
         static_weight: as for ``octavo.linear``. Default: False.
         batch_invariant: as for ``octavo.linear``. Default: False.
+        norm_weight: like x, or float32, [K]: RMSNorm of the rows of ``x`` before the product, as for
+            ``octavo.linear``. Default: none.
+        norm_eps: at least 0. Default: 1e-6.
 
     Returns:
         out: [..., N] or [..., F], of the dtype of x.
@@ -382,6 +387,8 @@ def linear(
         "residual": residual,
         "static_weight": static_weight,
         "batch_invariant": batch_invariant,
+        "norm_weight": norm_weight,
+        "norm_eps": norm_eps,
     }
     return _jax_call.run(_jax_call.LINEAR, arguments)[0]
 

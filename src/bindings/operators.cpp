@@ -133,7 +133,8 @@ std::vector<ResultArray> make_results(Call& call, const Given<Operator>& given,
 // Checks a product on a GPU that the library of the arrays computes faster, or alone, and hands it over.
 // Returns nothing where Octavo computes it.
 std::optional<nb::object> hand_over_linear(Call& call, const Given<schema::Linear>& given, LinearArgs args) {
-    const auto& [x, w, bias, activation, residual, static_weight, batch_invariant, out, plan, stream] = given;
+    const auto& [x, w, bias, activation, residual, static_weight, batch_invariant, norm_weight, norm_eps, out,
+                 plan, stream] = given;
     args.out = shape_of_result(
         std::get<schema::kNumArguments<schema::Linear> - 1>(schema::Linear::kArguments), args);
     if (!out.is_none())
@@ -151,7 +152,7 @@ std::optional<nb::object> hand_over_linear(Call& call, const Given<schema::Linea
     if (!stream.is_none() && !call.is_of_dispatcher())
         address = nb::int_(reinterpret_cast<uintptr_t>(call.stream()));
     return nb::module_::import_("octavo._linear_on_cuda")
-        .attr("linear")(x, w, bias, activation, residual, out, address);
+        .attr("linear")(x, w, bias, activation, residual, norm_weight, norm_eps, out, address);
 }
 
 template <class Operator>

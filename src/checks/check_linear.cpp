@@ -1,5 +1,8 @@
 #include "checks/check.h"
 #include "checks/checks.h"
+#include "params/linear_norm.h"
+
+#include <cmath>
 
 namespace octavo {
 namespace {
@@ -46,6 +49,28 @@ void merge_axes(LinearParams& p, const LinearArgs& args) {
         for (const auto& [view, rows] : arrays) {
             if (view) rows->strides[p.num_axes - 1] = view->strides[axis];
         }
+    }
+}
+
+void check_norm(const Checker& check, const LinearArgs& args, LinearParams& p) {
+    if (!args.norm_weight) return;
+    const TensorView& weight = *args.norm_weight;
+    p.norm_weight_dtype = weight.dtype;
+    if (weight.dtype != DType::float32) {
+        check.dtype("norm_weight", weight, p.dtype,
+                    p.dtype == DType::float32 ? " like x" : " like x, or float32");
+    }
+    check.data("norm_weight", weight, 1, "[K]");
+    check.equal("K", "norm_weight", weight.shape[0], "x", p.depth);
+    p.norm_weight = weight.data;
+    p.norm_eps = static_cast<float>(args.norm_eps);
+    if (!std::isfinite(p.norm_eps) || p.norm_eps < 0.0f)
+        fail<ValueError>(check.op(), "norm_eps must be finite and at least 0; got ", args.norm_eps);
+    check.apart("out", args.out, "norm_weight", weight);
+    if (p.num_axes > kMaxNormAxes) {
+        fail<ValueError>(check.op(), "x must have at most ", kMaxNormAxes,
+                         " leading axes that do not lie behind one another where norm_weight is given; got ",
+                         p.num_axes, " of them in ", args.x.shape_string());
     }
 }
 
@@ -123,6 +148,7 @@ LinearParams check_linear(const LinearArgs& args) {
         check.length("the number of rows of x", p.num_rows);
     }
     merge_axes(p, args);
+    check_norm(check, args, p);
     if (args.plan) check_plan(op, *args.plan, p);
     p.plan = args.plan;
     p.x = args.x.data;

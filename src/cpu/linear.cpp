@@ -2,6 +2,7 @@
 #include "cpu/backend.h"
 #include "cpu/kernels.h"
 #include "cpu/thread_pool.h"
+#include "params/linear_norm.h"
 
 #include <octavo/build_info.h>
 
@@ -26,6 +27,12 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 void linear(const LinearParams& p) {
     if (p.num_rows == 0 || p.width == 0) return;
+    if (p.norm_weight) {
+        const std::unique_ptr<char[]> memory(new char[p.num_rows * p.depth * size_of(p.dtype)]);
+        const NormalisedRows rows{memory.get(), p.depth};
+        rms_norm(norm_of(p, rows));
+        return linear(behind_norm(p, rows));
+    }
     const int64_t products = std::max<int64_t>(1, p.num_rows * p.w_rows() * p.depth);
     const int64_t num_items =
         std::min(get_num_threads() * kItemsPerThread, divide_up(products, kGrainProducts));

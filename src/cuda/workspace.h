@@ -25,6 +25,7 @@ enum class WorkspaceUser {
     tickets,
     transformed_queries,
     expanded_codes,
+    normalised_rows,
 };
 
 // Returns at least this many bytes and counters, for launches on `stream` of the current device only:

@@ -355,6 +355,8 @@ struct Linear {
         input("residual", &Args::residual, &CArgs::residual),
         scalar("static_weight", &Args::static_weight, &CArgs::static_weight),
         scalar("batch_invariant", &Args::batch_invariant, &CArgs::batch_invariant),
+        input("norm_weight", &Args::norm_weight, &CArgs::norm_weight),
+        scalar("norm_eps", &Args::norm_eps, &CArgs::norm_eps),
         result_of_width("out", &Args::out, &Args::x, &CArgs::out, &linear_width));
 };
 

@@ -30,7 +30,10 @@ struct LinearParams {
     const void* w;                           // [w_rows(), depth]
     const void* bias;                        // [w_rows()], or null
     const void* residual;                    // [axes..., width], or null
-    void* out;                               // [axes..., width]
+    const void* norm_weight;                 // [depth], or null: x is taken as it is
+    DType norm_weight_dtype;                 // dtype, or float32
+    float norm_eps;
+    void* out;  // [axes..., width]
     int64_t w_stride;
     LinearRows x_rows, residual_rows, out_rows;
 

@@ -18,15 +18,17 @@ using cuda::Sm90LinearTile;
 constexpr std::optional<Activation> kActivations[] = {std::nullopt, Activation::silu, Activation::gelu,
                                                       Activation::silu_gate};
 
+enum class Norm : uint8_t { none, like_x, float32 };  // the type of its weights
+
 // A product on both devices.
 class Product {
   public:
     Product(Random& random, DType dtype, int64_t rows, int64_t width, int64_t depth, int64_t gap)
         : Product(random, dtype, rows, width, depth, gap, random.pick({0, 1, 2, 3}), random.one_in(2),
-                  random.one_in(2)) {}
+                  random.one_in(2), random.pick({Norm::none, Norm::like_x, Norm::float32})) {}
 
     Product(Random& random, DType dtype, int64_t rows, int64_t width, int64_t depth, int64_t gap,
-            int activation, bool has_bias, bool has_residual)
+            int activation, bool has_bias, bool has_residual, Norm norm = Norm::none)
         : dtype_(dtype),
           rows_(rows),
           width_(width),
@@ -36,11 +38,14 @@ class Product {
           activation_(kActivations[activation]),
           has_bias_(has_bias),
           has_residual_(has_residual),
+          norm_(norm),
           w_rows_(activation_ == Activation::silu_gate ? 2 * width : width),
           x_(with_gaps(random.normal(rows * depth, dtype), depth, row_)),
           w_(with_gaps(scaled(random.normal(w_rows_ * depth, dtype)), depth, row_)),
           bias_(random.normal(w_rows_, dtype)),
           residual_(with_gaps(random.normal(rows * width, dtype), width, out_row_)),
+          norm_weight_(random.normal(depth, dtype)),
+          float_norm_weight_(as_floats(norm_weight_.host)),
           out_(nans(rows * out_row_, dtype)) {
         LinearArgs on_host = args(kOnHost);
         linear(on_host);
@@ -60,6 +65,9 @@ class Product {
         if (has_bias_) args.bias = view(bias_, dtype_, {w_rows_});
         if (has_residual_) args.residual = rows_of(residual_, rows_, width_, out_row_);
         args.activation = activation_;
+        if (norm_ == Norm::like_x) args.norm_weight = view(norm_weight_, dtype_, {depth_});
+        if (norm_ == Norm::float32) args.norm_weight = view(float_norm_weight_, DType::float32, {depth_});
+        args.norm_eps = 1e-3;
         return args;
     }
 
@@ -68,22 +76,53 @@ class Product {
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         const std::vector<uint16_t> gpu = out_.fetch();
         const float spacing = dtype_ == DType::float16 ? 1.0f / 1024 : 1.0f / 128;
+        // A kernel that normalises x rounds other numbers than the CPU does: x times the weights.
+        const float rounding = norm_ == Norm::none ? spacing : 3.0f * spacing;
+        const float least = norm_ == Norm::none ? 3e-5f : rounding;
         for (size_t i = 0; i < gpu.size(); ++i) {
             const float got = from_bits(gpu[i], dtype_), want = from_bits(out_.host[i], dtype_);
             if (static_cast<int64_t>(i) % out_row_ >= width_) {
                 ASSERT_TRUE(std::isnan(got)) << "the gap at " << i << " was written";
             } else {  // the order of addition differs, so that a result may be rounded to the next number
-                ASSERT_LE(std::fabs(got - want), spacing * std::fabs(want) + 3e-5f)
+                ASSERT_LE(std::fabs(got - want), rounding * std::fabs(want) + least)
                     << "row " << i / out_row_ << ", column " << i % out_row_;
             }
         }
         out_.upload(nans(gpu.size(), dtype_));
     }
 
+    // The root of the mean square by which the GPU's result differs from the product of unrounded numbers.
+    double error() const {
+        const std::vector<uint16_t> gpu = out_.fetch();
+        auto at = [&](const Mirror<uint16_t>& mirror, int64_t i) -> double {
+            return from_bits(mirror.host[i], dtype_);
+        };
+        double squares = 0;
+        for (int64_t row = 0; row < rows_; ++row) {
+            double mean = 0;
+            for (int64_t k = 0; k < depth_; ++k)
+                mean += std::pow(at(x_, row * row_ + k), 2) / static_cast<double>(depth_);
+            const double factor = 1 / std::sqrt(mean + 1e-3);
+            for (int64_t column = 0; column < width_; ++column) {
+                double sum = 0;
+                for (int64_t k = 0; k < depth_; ++k) {
+                    sum += at(x_, row * row_ + k) * factor * at(norm_weight_, k) * at(w_, column * row_ + k);
+                }
+                squares += std::pow(from_bits(gpu[row * out_row_ + column], dtype_) - sum, 2);
+            }
+        }
+        return std::sqrt(squares / static_cast<double>(rows_ * width_));
+    }
+
     std::vector<uint16_t> result() const { return out_.fetch(); }
     int64_t out_row() const { return out_row_; }
 
   private:
+    std::vector<float> as_floats(const std::vector<uint16_t>& values) const {
+        std::vector<float> floats;
+        for (uint16_t x : values) floats.push_back(from_bits(x, dtype_));
+        return floats;
+    }
     std::vector<uint16_t> scaled(std::vector<uint16_t> values) const {
         const float scale = 1.0f / std::sqrt(static_cast<float>(std::max<int64_t>(depth_, 1)));
         for (uint16_t& x : values) x = to_bits(from_bits(x, dtype_) * scale, dtype_);
@@ -99,8 +138,11 @@ class Product {
     const int64_t rows_, width_, depth_, row_, out_row_;
     const std::optional<Activation> activation_;
     const bool has_bias_, has_residual_;
+    const Norm norm_;
     const int64_t w_rows_;
-    Mirror<uint16_t> x_, w_, bias_, residual_, out_;
+    Mirror<uint16_t> x_, w_, bias_, residual_, norm_weight_;
+    Mirror<float> float_norm_weight_;
+    Mirror<uint16_t> out_;
 };
 
 class CudaLinearTest : public ::testing::TestWithParam<unsigned> {};
@@ -119,7 +161,7 @@ TEST_P(CudaLinearTest, AgreesWithTheCpu) {
     product.expect_result();
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, CudaLinearTest, ::testing::Range(0u, 150u));
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaLinearTest, ::testing::Range(0u, 250u));
 
 // Without hitting a table's entry: the rows and the width follow from the tile.
 class CudaLinearTileTest : public ::testing::TestWithParam<Sm90LinearTile> {};
@@ -154,6 +196,42 @@ TEST_P(CudaLinearTileTest, AgreesWithTheCpu) {
     }
 }
 
+bool has_norm(const Sm90LinearTile& tile) {
+    return tile.kernel == Sm90LinearKernel::flat && tile.x_rows <= cuda::kMostNormalisedXRows;
+}
+
+class CudaLinearNormTest : public CudaLinearTileTest {};
+
+TEST_P(CudaLinearNormTest, AgreesWithTheCpu) {
+    if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
+    const Sm90LinearTile tile = GetParam();
+    Random random(static_cast<unsigned>(tile.w_rows * 1000 + tile.x_rows));
+    for (int64_t depth : {8, 64, 576, 1000, 2048, 4096}) {
+        const int64_t width = random.pick({3, 1}) * tile.w_rows + random.pick({0, 8, -5});
+        const int64_t rows = tile.x_rows - random.pick({0, 1, 3}) + random.pick({0, 0, 2}) * tile.x_rows;
+        const int activation = random.pick({0, 1, 3});
+        Product product(random, DType::bfloat16, rows, width, depth, 8, activation, random.one_in(2),
+                        random.one_in(2), Norm::like_x);
+        for (int32_t splits : {1, 2, 4, 8}) {
+            for (int32_t ctas_per_sm : {1, 2}) {
+                LinearArgs args = product.args(kOnGpu);
+                args.static_weight = ctas_per_sm == 1;
+                const LinearParams params = check_linear(args);
+                Sm90LinearTile launched = tile;
+                launched.splits = splits;
+                launched.ctas_per_sm = ctas_per_sm;
+                const auto plan = cuda::plan_sm90_linear({rows, params.w_rows(), depth}, DType::bfloat16,
+                                                         *cuda::find_gpu("h100"), launched, true);
+                if (!plan) continue;
+                SCOPED_TRACE(testing::Message() << cuda::describe(*plan).to_string() << ", K " << depth);
+                cuda::run(params, *plan, nullptr);
+                product.expect_result();
+                if (HasFatalFailure()) return;
+            }
+        }
+    }
+}
+
 std::vector<Sm90LinearTile> all_tiles() {
     std::vector<Sm90LinearTile> tiles;
     for (const cuda::FlatTile& tile : cuda::kFlatTiles) {
@@ -174,6 +252,40 @@ INSTANTIATE_TEST_SUITE_P(Tiles, CudaLinearTileTest, ::testing::ValuesIn(all_tile
     return std::string(tile.kernel == Sm90LinearKernel::flat ? "Flat" : "Wide") +
            std::to_string(tile.w_rows) + "x" + std::to_string(tile.x_rows);
 });
+
+std::vector<Sm90LinearTile> tiles_with_norm() {
+    std::vector<Sm90LinearTile> tiles;
+    for (const Sm90LinearTile& tile : all_tiles())
+        if (has_norm(tile)) tiles.push_back(tile);
+    return tiles;
+}
+
+INSTANTIATE_TEST_SUITE_P(Tiles, CudaLinearNormTest, ::testing::ValuesIn(tiles_with_norm()),
+                         [](const auto& info) {
+                             return std::to_string(info.param.w_rows) + "x" +
+                                    std::to_string(info.param.x_rows);
+                         });
+
+// rms_norm comes first, unless the plan names sm90_flat: then one kernel does both.
+TEST(CudaLinear, NormalisesAsExactlyAsInTwoSteps) {
+    if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
+    Random random(3);
+    for (int64_t rows : {1, 5, 16}) {
+        Product product(random, DType::bfloat16, rows, 96, 4096, 0, 0, false, false, Norm::like_x);
+        LinearArgs args = product.args(kOnGpu);
+        args.plan = {LinearKernel::sm90_flat, DType::bfloat16, 16, rows <= 8 ? 8 : 16, 1, 1};
+        ASSERT_TRUE(cuda::normalises(cuda::plan_linear(check_linear(args), *cuda::find_gpu("h100"))));
+        linear(args);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        const double at_once = product.error();
+        args.plan.reset();
+        ASSERT_FALSE(cuda::normalises(cuda::plan_linear(check_linear(args), *cuda::find_gpu("h100"))));
+        linear(args);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        EXPECT_LE(at_once, 1.2 * product.error()) << rows << " rows";
+        EXPECT_GT(at_once, 0.0);
+    }
+}
 
 TEST(CudaLinear, BitsOfARowDoNotDependOnTheOthers) {
     Random random(1);

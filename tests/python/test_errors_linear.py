@@ -44,6 +44,8 @@ CASES = [
     case(*L, TypeError, "bias must be float32 like x; got float16", bias=f16(5)),
     case(*L, TypeError, "residual must be float32 like x; got float16", residual=f16(2, 3, 5)),
     case(*L, TypeError, "out must be float32 like x; got float16", out=f16(2, 3, 5)),
+    case(*L, TypeError, "norm_weight must be float32 like x; got float16", norm_weight=f16(8)),
+    case(*L, TypeError, f"norm_weight {NO_ARRAY}; got float", norm_weight=1.0),
     case(*L, TypeError, "out must be float32 like x; got float16", w=f16(5, 8), out=f16(2, 3, 5)),
     # Shapes.
     case(*L, ValueError, "x must have shape [..., K] with up to 5 leading axes; got []", x=f32()),
@@ -53,6 +55,16 @@ CASES = [
     case(*L, ValueError, "w must have shape [2 F, K]; got [8]", w=f32(8), activation="silu_gate"),
     case(*L, ValueError, "K of w (7) must equal that of x (8)", w=f32(5, 7)),
     case(*L, ValueError, "N of bias (6) must equal that of w (5)", bias=f32(6)),
+    case(*L, ValueError, "K of norm_weight (7) must equal that of x (8)", norm_weight=f32(7)),
+    case(*L, ValueError, "norm_weight must have shape [K]; got [1, 8]", norm_weight=f32(1, 8)),
+    case(
+        *L,
+        ValueError,
+        "x must have at most 3 leading axes that do not lie behind one another where norm_weight is given; "
+        "got 4 of them in [2, 2, 2, 2, 8]",
+        x=f32(3, 3, 3, 3, 8)[:2, :2, :2, :2],
+        norm_weight=f32(8),
+    ),
     case(*L, ValueError, "bias must have shape [N]; got [1, 5]", bias=f32(1, 5)),
     case(
         *L,
@@ -124,12 +136,20 @@ CASES = [
             ("w", {"out": memory(39, 2, 3, 5), "w": memory(0, 5, 8)}),
             ("bias", {"out": memory(0, 2, 3, 5), "bias": memory(10, 5)}),
             ("residual", {"out": memory(0, 2, 3, 5), "residual": memory(5, 2, 3, 5)}),
+            ("norm_weight", {"out": memory(0, 2, 3, 5), "norm_weight": memory(5, 8)}),
         )
     ),
     # Options.
     case(*L, ValueError, "activation must be silu, gelu, silu_gate or None; got relu", activation="relu"),
     case(*L, TypeError, "activation must be a str; got bool", activation=True),
     case(*L, TypeError, "static_weight must be a bool; got int", static_weight=1),
+    case(
+        *L,
+        ValueError,
+        "norm_eps must be finite and at least 0; got -1",
+        norm_eps=-1.0,
+        norm_weight=f32(8),
+    ),
     case(*L, TypeError, "batch_invariant must be a bool; got NoneType", batch_invariant=None),
 ]
 

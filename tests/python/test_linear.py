@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ from numpy.typing import NDArray
 import octavo
 from octavo import _linear_on_cuda
 from support.linear import ACTIVATIONS, Problem, activate
+from support.oracle import NUMPY_DTYPES
 from support.targets import Target, cpu_target, every_target, writable_target
+
+BFLOAT16 = NUMPY_DTYPES["bfloat16"]
 
 
 def run(target: Target, problem: Problem, **options: Any) -> NDArray[np.float64]:
@@ -28,6 +32,8 @@ def run(target: Target, problem: Problem, **options: Any) -> NDArray[np.float64]
         array(problem.bias),
         activation=problem.activation,
         residual=array(problem.residual),
+        norm_weight=array(problem.norm_weight),
+        norm_eps=problem.norm_eps,
         **options,
     )
     assert isinstance(out, target.library.array_type)
@@ -75,10 +81,57 @@ def test_shapes(
     activation=st.sampled_from(ACTIVATIONS),
     has_bias=st.booleans(),
     has_residual=st.booleans(),
+    has_norm=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_any_shape(target: Target, rows: tuple[int, ...], width: int, depth: int, **options: Any) -> None:
     check(target, Problem.drawn(target.dtype, rows, width, depth, **options))
+
+
+@every_target
+@pytest.mark.parametrize("rows", [(), (1,), (16,), (2, 3), (3, 1, 2, 2, 5), (150,)])
+def test_norm(target: Target, rows: tuple[int, ...]) -> None:
+    for activation, depth in ((None, 576), ("silu_gate", 1000), ("gelu", 0)):
+        check(target, Problem.drawn(target.dtype, rows, 70, depth, activation, has_norm=True))
+
+
+@cpu_target
+def test_norm_has_the_bits_of_rms_norm(target: Target) -> None:
+    """And takes a weight of float32, and rows anywhere."""
+    problem = Problem.drawn(target.dtype, (5, 4, 3), 21, 77, "silu", has_norm=True)
+    x, w, bias = (problem.numpy(values) for values in (problem.x, problem.w, problem.bias))
+    assert problem.norm_weight is not None
+    for weight in (problem.numpy(problem.norm_weight), problem.norm_weight.astype(np.float32)):
+        for rows in (x, padded(x), x.transpose(2, 0, 1, 3)[::-1]):
+            normalised = octavo.rms_norm(np.ascontiguousarray(rows), weight, 0.25)
+            expected = octavo.linear(normalised, w, bias, activation="silu")
+            out = octavo.linear(rows, w, bias, activation="silu", norm_weight=weight, norm_eps=0.25)
+            np.testing.assert_array_equal(out, expected)
+
+
+def test_who_normalises_on_a_gpu() -> None:
+    x, w = np.zeros((4, 64), BFLOAT16), np.zeros((32, 64), BFLOAT16)
+    plan = octavo.LinearPlan("sm90_flat", "bfloat16", 16, 8, 1, 1)
+
+    def explained(x: NDArray[Any], **options: Any) -> Any:
+        given = {"norm_weight": np.zeros(64, x.dtype), "device": "h200", **options}
+        return octavo.explain("linear", x, w.astype(x.dtype), **given)
+
+    explanation = explained(x)
+    assert explanation.plan["norm"] == "rms_norm" and explanation.kernel == "sm90_flat<bfloat16, 16x8>"
+    assert explanation.summary.endswith("; rms_norm normalises x before")
+    explanation = explained(x, plan=plan)
+    assert explanation.plan["norm"] == "sm90_flat"
+    assert explanation.kernel == "sm90_flat<bfloat16, 16x8, normalises x>"
+    for why, options in (
+        ("norm_weight must be bfloat16 like x", {"norm_weight": np.zeros(64, np.float32)}),
+        ("with batch_invariant all numbers of rows", {"batch_invariant": True}),
+    ):
+        refused = explained(x, plan=plan, **options)
+        assert refused.plan["norm"] == "rms_norm"
+        assert why in refused.why_not["sm90_flat that normalises x"]
+    assert explained(np.zeros((129, 64), BFLOAT16)).summary.startswith("rms_norm, torch.nn.functional.linear")
+    assert explained(x, device="a100").plan["norm"] == "rms_norm"
 
 
 @every_target
@@ -259,6 +312,7 @@ def test_what_libraries_compute_on_a_gpu(library: str, activation: str | None) -
     pytest.importorskip(library)
     target = Target(library, "cpu", "float32")
     problem = Problem.drawn("float32", (3, 4), 20, 50, activation)
+    norm_weight = np.linspace(-1.0, 1.5, 50).astype(np.float32).astype(np.float64)
     x = target.array(problem.x)
     others = [problem.numpy(values) for values in (problem.w, problem.bias, problem.residual)]
     w, bias, residual = others if library == "torch" else map(target.library.from_numpy, others)
@@ -267,13 +321,19 @@ def test_what_libraries_compute_on_a_gpu(library: str, activation: str | None) -
     problem.check(target.library.to_float64(result))
     if library == "torch":
         out = np.empty((3, 4, 20), np.float32)
-        assert _linear_on_cuda.linear(x, w, bias, activation, residual, out, None) is out
+        no_norm = (None, 1e-6)
+        assert _linear_on_cuda.linear(x, w, bias, activation, residual, *no_norm, out, None) is out
         problem.check(out.astype(np.float64))
-        plain = _linear_on_cuda.linear(x, w, None, activation, None, None, None)
+        plain = _linear_on_cuda.linear(x, w, None, activation, None, *no_norm, None, None)
         Problem("float32", "float32", problem.x, problem.w, None, None, activation).check(plain.numpy())
+        norm = (problem.numpy(norm_weight), problem.norm_eps)
+        normalised = _linear_on_cuda.linear(x, w, bias, activation, residual, *norm, None, None)
     else:
         with pytest.raises(ValueError, match="linear: stream must be None for JAX arrays on a GPU"):
-            _linear_on_cuda.linear(x, w, bias, activation, residual, None, 1)
+            _linear_on_cuda.linear(x, w, bias, activation, residual, None, 1e-6, None, 1)
+        norm = (target.library.from_numpy(problem.numpy(norm_weight)), problem.norm_eps)
+        normalised = _linear_on_cuda.by_jax(x, w, bias, activation, residual, *norm)
+    replace(problem, norm_weight=norm_weight).check(target.library.to_float64(normalised))
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
@@ -317,7 +377,7 @@ def test_autocast_changes_no_dtype() -> None:
 def test_arrays_without_a_product_on_a_gpu() -> None:
     message = r"linear: x must be an array of PyTorch, CuPy or JAX on a GPU; got numpy\.ndarray"
     with pytest.raises(TypeError, match=message):
-        _linear_on_cuda.linear(np.ones(3), np.ones((2, 3)), None, None, None, None, None)
+        _linear_on_cuda.linear(np.ones(3), np.ones((2, 3)), None, None, None, None, 1e-6, None, None)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ struct FlatTileConfig {
 // One warp's products, over its columns of each stage.
 template <class T, class Config>
 class FlatProducts {
+  protected:
     static constexpr int kRowTiles = Config::kRowTiles, kColumnTiles = Config::kColumnTiles;
     static constexpr int kDepths = Config::kPanels / 2;  // products of 16 columns in a stage
     // Four matrices of x are loaded at once: two depths of eight rows, or one depth of sixteen.
@@ -78,9 +79,14 @@ class FlatProducts {
         return {d[0], d[1], d[2], d[3]};
     }
 
+  protected:
+    // The matrices of x, of eight rows and eight columns each: `i % 2` of depth i / 2 where two depths are
+    // loaded at once; otherwise `i % 2` of eight rows, then of the next eight.
+    uint32_t x_matrices_[kColumnTiles][kXLoads][4];
+
   private:
     uint32_t w_, w_step_, w_piece_[kDepths], x_, x_piece_[kXLoads];
-    uint32_t w_matrices_[kRowTiles][kDepths][4], x_matrices_[kColumnTiles][kXLoads][4];
+    uint32_t w_matrices_[kRowTiles][kDepths][4];
     float sums_[kRowTiles][kColumnTiles][4] = {};
 };
 

@@ -37,6 +37,20 @@ void require_invariant(const LinearParams& p, const Gpu& gpu) {
                      wanted.to_string(), ", with batch_invariant; got ", p.plan->to_string());
 }
 
+// The call behind rms_norm, whose result is in workspace.
+LinearParams behind_norm(const LinearParams& p) {
+    return octavo::behind_norm(p, {kSomeWorkspace, normalised_stride(p)});
+}
+
+// A plan that normalises x as well, which only a call asks for whose own plan names sm90_flat: which of both
+// is faster was not measured yet.
+std::optional<Sm90LinearPlan> plan_with_norm(const LinearParams& p, const Gpu& gpu,
+                                             std::string* why_not = nullptr) {
+    if (!p.plan || p.plan->kernel != LinearKernel::sm90_flat)
+        return refuse(why_not, "it serves calls whose plan names sm90_flat");
+    return plan_sm90_linear(p, gpu, why_not);
+}
+
 std::string why_library_by(const std::optional<FoundRow>& row, int64_t num_rows, int64_t most_rows) {
     if (row) {
         if (!row->row.library_is_faster) return {};
@@ -49,7 +63,21 @@ std::string why_library_by(const std::optional<FoundRow>& row, int64_t num_rows,
 
 }  // namespace
 
+bool normalises(const LinearKernelPlan& plan) {
+    const auto* const sm90 = std::get_if<Sm90LinearPlan>(&plan);
+    return sm90 && sm90->normalises;
+}
+
+int64_t normalised_stride(const LinearParams& p) {
+    const int64_t numbers = 16 / size_of(p.dtype);
+    return ceil_divide(p.depth, numbers) * numbers;
+}
+
 LinearKernelPlan plan_linear(const LinearParams& p, const Gpu& gpu) {
+    if (p.norm_weight) {
+        if (const auto plan = plan_with_norm(p, gpu)) return *plan;
+        return plan_linear(behind_norm(p), gpu);
+    }
     if (p.plan) {
         if (p.batch_invariant) require_invariant(p, gpu);
         return plan_given(p, gpu);
@@ -61,6 +89,7 @@ LinearKernelPlan plan_linear(const LinearParams& p, const Gpu& gpu) {
 std::string why_library(const LinearParams& p, const Gpu& gpu) {
     const std::string why_no_kernel = why_no_cuda_kernel(p);
     if (!why_no_kernel.empty()) return why_no_kernel;
+    if (p.norm_weight) return plan_with_norm(p, gpu) ? std::string() : why_library(behind_norm(p), gpu);
     if (p.plan) return p.plan->kernel == LinearKernel::library ? "the plan of the call says so" : "";
     if (p.batch_invariant) return {};
     const LinearProblem problem = linear_problem(p);
@@ -99,6 +128,15 @@ std::vector<std::pair<LinearPlan, double>> linear_candidates(const LinearProblem
 namespace {
 
 Explanation explain_kernel(const LinearParams& p, const Gpu& gpu) {
+    if (p.norm_weight) {
+        std::string why_not;
+        if (const auto plan = plan_with_norm(p, gpu, &why_not)) return describe(*plan);
+        Explanation text = explain_kernel(behind_norm(p), gpu);
+        text.summary += "; rms_norm normalises x before";
+        text.plan.emplace_back("norm", std::string("rms_norm"));
+        text.why_not.emplace_back("sm90_flat that normalises x", why_not);
+        return text;
+    }
     if (p.plan) {
         Explanation text = std::visit([](const auto& plan) { return describe(plan); }, plan_linear(p, gpu));
         text.why_not.emplace_back("other kernels", "the plan of the call says so");
@@ -124,6 +162,7 @@ Explanation explain(const LinearParams& p, const Gpu& gpu) {
     Explanation text;
     text.kernel = "matmul of the arrays' library<" + to_string(p.dtype) + ">";
     text.summary =
+        std::string(p.norm_weight ? "rms_norm, " : "") +
         "torch.nn.functional.linear, cupy.matmul or jax.numpy.matmul, then bias, activation and residual: " +
         why;
     text.file = "python/octavo/_linear_on_cuda.py";

@@ -11,12 +11,16 @@
 #include "cuda/linear/flat_tile.cuh"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90_linear/normalised.cuh"
 #include "cuda/sm90_linear/operand_copy.cuh"
+
+#include <type_traits>
 
 namespace octavo::cuda {
 
-template <int kWRows, int kXRows, int kPanels>
+template <int kWRows, int kXRows, int kPanels, bool kNormalises_>
 struct FlatConfig : FlatTileConfig<kWRows, kXRows, kPanels> {
+    static constexpr bool kNormalises = kNormalises_;
     static constexpr int kThreads = 32 * kFlatWarps + 32;
     static constexpr int kMinCtas = flat_fits_twice(kWRows, kXRows) ? 2 : 1;
 };
@@ -24,9 +28,9 @@ struct FlatConfig : FlatTileConfig<kWRows, kXRows, kPanels> {
 // Adds up the sums of all warps, and of the CTAs of the cluster. The CTAs divide the tiles: every splits-th
 // belongs to this CTA. As `splits` divides the number of warps, all tiles of a warp have the same owner: the
 // warp sends either all of its tiles or none, so that no two warps wait for each other.
-template <class T, class Config>
+template <class T, class Config, class Products>
 __device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int32_t tile, int32_t rank,
-                                                  const FlatProducts<T, Config>& products) {
+                                                  const Products& products) {
     constexpr int kTiles = Config::kTiles;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto* const of_warps = reinterpret_cast<float4*>(linear_stages());
@@ -36,10 +40,18 @@ __device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int
         return ((from < to ? from : from - 1) * shares + i / p.splits) * 32 + lane;
     };
 
+    char* const weights = linear_stages() + p.norm_offset;
+    const SquareSums<Config> squares{reinterpret_cast<float*>(weights),
+                                     landed + (p.splits - 1) * shares * 32};
+
     ptx::named_barrier_sync(1, Config::kConsumers);  // all warps have read the stages
-    share_sums(of_warps, products);
+    share_sums<T, Config>(of_warps, products);
+    if constexpr (Config::kNormalises) products.share_squares(squares);
     ptx::named_barrier_sync(1, Config::kConsumers);
     if (p.splits > 1) ptx::cluster_wait();  // the other CTAs have initialised their barriers
+    if constexpr (Config::kNormalises) {
+        if (p.splits > 1 && warp == 0) squares.send(p.splits, rank);
+    }
     const int32_t column = p.first_column(tile / p.x_tiles);
     const int32_t end = min(p.first_column(tile / p.x_tiles + 1), p.output.width);
     for (int i = warp; i < kTiles; i += kFlatWarps) {
@@ -59,6 +71,10 @@ __device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int
                 add(total, from == rank ? sum : landed[slot(from, rank, i)]);
             sum = total;
         }
+        if constexpr (Config::kNormalises) {
+            const float2 factors = squares.factors(p, rank, i % Config::kColumnTiles * 8 + lane % 4 * 2);
+            sum = {sum.x * factors.x, sum.y * factors.y, sum.z * factors.x, sum.w * factors.y};
+        }
         write_flat_tile<T, Config>(p.output, tile % p.x_tiles * Config::kXRows, column, end, i, sum);
     }
 }
@@ -71,24 +87,37 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
     const int32_t tile = static_cast<int32_t>(blockIdx.x) / p.splits;
     const StepRange range(p, rank);
     if (threadIdx.x == 0) {
-        const int32_t own = (Config::kTiles - rank + p.splits - 1) / p.splits;
-        init_linear_barriers(p, kFlatWarps, max(own, 0) * (p.splits - 1) * 32 * sizeof(float4));
+        const int32_t own = max((Config::kTiles - rank + p.splits - 1) / p.splits, 0);
+        int32_t landed_bytes = own * (p.splits - 1) * 32 * sizeof(float4);
+        if (Config::kNormalises && own > 0) landed_bytes += (p.splits - 1) * Config::kXRows * sizeof(float);
+        init_linear_barriers(p, kFlatWarps, landed_bytes);
     }
     __syncthreads();
     if (p.splits > 1) ptx::cluster_arrive_relaxed();
     if (warp == kFlatWarps) {
-        if (ptx::elect_one()) OperandCopy<Config::kWRows, Config::kXRows>(p, range, tile, p.num_tiles).run();
+        constexpr int kNormPanels = Config::kNormalises ? Config::kPanels : 0;
+        if (ptx::elect_one())
+            OperandCopy<Config::kWRows, Config::kXRows, kNormPanels>(p, range, tile, p.num_tiles).run();
         __syncwarp();
         if (p.splits > 1) ptx::cluster_wait();
         return;
     }
-    FlatProducts<T, Config> products(warp, threadIdx.x % 32, p.output.is_gated());
+    const int lane = threadIdx.x % 32;
+    auto products = [&] {
+        if constexpr (Config::kNormalises) {
+            return NormalisedProducts<T, Config>(warp, lane, p.output.is_gated(),
+                                                 ptx::shared_address(linear_stages() + p.norm_offset));
+        } else {
+            return FlatProducts<T, Config>(warp, lane, p.output.is_gated());
+        }
+    }();
     RingPosition at;
     for (int32_t step = range.begin; step < range.end; ++step) {
         ptx::mbarrier_wait(&linear_barriers().full[at.stage], at.parity);
         products.load(ptx::shared_address(linear_stages() + at.stage * Config::kStage.bytes()));
+        if constexpr (Config::kNormalises) products.normalise(at.stage);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&linear_barriers().empty[at.stage]);
+        if (lane == 0) ptx::mbarrier_arrive(&linear_barriers().empty[at.stage]);
         products.multiply();
         at.advance(p.stages);
     }

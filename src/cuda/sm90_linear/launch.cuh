@@ -25,11 +25,17 @@ void launch_sm90_flat(int32_t device, const Sm90LinearPlan& plan, const Sm90Line
     auto launch_if = [&](auto x_rows) {
         constexpr int32_t kXRows = decltype(x_rows)::value;
         if constexpr (kXRows <= kFlatTiles[kRow].max_x_rows) {
-            using Config = FlatConfig<kFlatTiles[kRow].w_rows, kXRows, kFlatTiles[kRow].panels>;
-            if (plan.tile.x_rows == kXRows) {
+            auto launch_with = [&](auto normalises) {
+                using Config = FlatConfig<kFlatTiles[kRow].w_rows, kXRows, kFlatTiles[kRow].panels,
+                                          decltype(normalises)::value>;
                 launch<sm90_flat_kernel<T, Config>, kLinearSharedBytes>(
                     "linear", device, stream, shape_of(plan, Config::kThreads), arguments);
+            };
+            if (plan.tile.x_rows != kXRows) return;
+            if constexpr (std::is_same_v<T, bfloat16> && kXRows <= kMostNormalisedXRows) {
+                if (plan.normalises) return launch_with(std::true_type{});
             }
+            launch_with(std::false_type{});
         }
     };
     launch_if(std::integral_constant<int32_t, kFlatXRows[0]>{});

@@ -59,7 +59,8 @@ __device__ __forceinline__ void init_linear_barriers(const Sm90LinearLaunch& p, 
     ptx::mbarrier_arrive_expect(&barriers.landed, landed_bytes);
 }
 
-template <int kWRows, int kXRows>
+// kNormPanels: of how many panels of a stage the weights of the norm are copied as well; 0: there is none.
+template <int kWRows, int kXRows, int kNormPanels = 0>
 class OperandCopy {
   public:
     // Copies every num_ctas-th tile from `tile` on.
@@ -111,8 +112,11 @@ class OperandCopy {
 
     // Copies the weights of a stage; its barrier expects the bytes of x, too.
     __device__ __forceinline__ void copy_weights(int32_t stage) {
-        ptx::mbarrier_arrive_expect(&linear_barriers().full[stage], p_.stage_bytes);
+        ptx::mbarrier_arrive_expect(&linear_barriers().full[stage], p_.stage_bytes + kNormPanels * 128);
         copy(stage, &p_.w, p_.panels * kXRows * 128, kWRows, w_row_, ptx::kEvictFirst);
+        if constexpr (kNormPanels > 0)
+            copy_to(linear_stages() + p_.norm_offset + stage * kNormPanels * 128, stage, &p_.norm_weight, 1,
+                    0, ptx::kEvictLast);
     }
     __device__ __forceinline__ void copy_x(int32_t stage) {
         copy(stage, &p_.x, 0, kXRows, x_row_, ptx::kEvictLast);
@@ -120,7 +124,10 @@ class OperandCopy {
 
     __device__ __forceinline__ void copy(int32_t stage, const CUtensorMap* map, int32_t offset, int32_t rows,
                                          int32_t first_row, uint64_t policy) {
-        char* const to = linear_stages() + stage * p_.stage_bytes + offset;
+        copy_to(linear_stages() + stage * p_.stage_bytes + offset, stage, map, rows, first_row, policy);
+    }
+    __device__ __forceinline__ void copy_to(char* to, int32_t stage, const CUtensorMap* map, int32_t rows,
+                                            int32_t first_row, uint64_t policy) {
         uint64_t* const full = &linear_barriers().full[stage];
         const int32_t panel = step_ * p_.panels;
         if (p_.copies_stages) {

@@ -22,6 +22,12 @@ struct Sm90LinearLaunch {
     int32_t w_tiles, column_groups;  // tiles of w; groups of eight columns of the result, which they share
     int32_t stages, stage_bytes, panels;  // stages of the ring; bytes and panels of a stage
     LinearOutput output;
+    // Of an instance that normalises x: the weights, as one row of x; where their panels lie behind the
+    // stages; what is added to the mean of squares; K.
+    CUtensorMap norm_weight;
+    int32_t norm_offset;
+    float norm_eps;
+    int32_t depth;
 
     // The first column of the result that belongs to a tile of w; it is defined for the tile behind the last,
     // too. All tiles have the same number of columns, give or take eight, so that none is nearly empty.

@@ -27,6 +27,28 @@ int32_t shared_bytes_of(const Sm90LinearTile& tile) {
     return tile.ctas_per_sm == 1 ? kSharedOfOne : kSharedOfTwo;
 }
 
+// The sums of squares that the CTAs of a cluster send each other.
+int32_t squares_bytes(const Sm90LinearTile& tile) {
+    return tile.splits == 1 ? 0 : static_cast<int32_t>(ceil_divide(tile.splits * tile.x_rows * 4, 128) * 128);
+}
+
+bool normalises_in(const Sm90LinearTile& tile, DType dtype) {
+    return dtype == DType::bfloat16 && tile.kernel == Sm90LinearKernel::flat &&
+           tile.x_rows <= kMostNormalisedXRows;
+}
+
+// Why no launch of sm90_linear normalises the x of this call as well; empty if one does.
+std::string why_no_norm(const LinearParams& p) {
+    if (p.batch_invariant) return "with batch_invariant all numbers of rows of x are rounded alike";
+    if (p.dtype != DType::bfloat16) return "x times norm_weight might not fit in float16";
+    if (p.norm_weight_dtype != p.dtype) return "norm_weight must be bfloat16 like x";
+    if (!aligned(p.norm_weight, 16, {}, p.dtype)) return "norm_weight must start on 16 bytes";
+    if (p.depth == 0) return "K is 0";
+    if (p.num_rows > kMostNormalisedXRows)
+        return text_of("it has instances for up to ", kMostNormalisedXRows, " rows of x");
+    return {};
+}
+
 bool has_instance(const Sm90LinearTile& tile) {
     auto is_compiled = [&](const auto* of_rows) { return of_rows && tile.x_rows <= of_rows->max_x_rows; };
     const bool is_one = tile.ctas_per_sm == 1;
@@ -64,9 +86,10 @@ int32_t landing_bytes(const Sm90LinearTile& tile) {
     return static_cast<int32_t>((tile.splits - 1) * ceil_divide(parts, tile.splits) * part_bytes);
 }
 
-std::string instance(DType dtype, Sm90LinearKernel kernel, int32_t w_rows, int32_t x_rows) {
+std::string instance(DType dtype, Sm90LinearKernel kernel, int32_t w_rows, int32_t x_rows,
+                     bool normalises = false) {
     return text_of(kernel == Sm90LinearKernel::flat ? "sm90_flat<" : "sm90_wide<", to_string(dtype), ", ",
-                   w_rows, "x", x_rows, ">");
+                   w_rows, "x", x_rows, normalises ? ", normalises x>" : ">");
 }
 
 }  // namespace
@@ -85,8 +108,8 @@ LinearStage Sm90LinearPlan::stage() const {
 }
 
 std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DType dtype, const Gpu& gpu,
-                                               const Sm90LinearTile& tile) {
-    if (!has_instance(tile)) return std::nullopt;
+                                               const Sm90LinearTile& tile, bool normalises) {
+    if (!has_instance(tile) || (normalises && !normalises_in(tile, dtype))) return std::nullopt;
     const int64_t w_tiles = ceil_divide(problem.w_rows, tile.w_rows);
     const int64_t x_tiles = ceil_divide(problem.num_rows, tile.x_rows);
     // The second bound is needed by Sm90LinearLaunch::first_column.
@@ -95,6 +118,7 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DTy
     Sm90LinearPlan plan{};
     plan.dtype = dtype;
     plan.tile = tile;
+    plan.normalises = normalises;
     plan.w_tiles = static_cast<int32_t>(w_tiles);
     plan.x_tiles = static_cast<int32_t>(x_tiles);
     const LinearStage stage = plan.stage();
@@ -106,8 +130,9 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DTy
     if (ctas > INT32_MAX) return std::nullopt;
     plan.num_ctas = static_cast<int32_t>(ctas);
 
-    const int32_t landing = landing_bytes(tile);
-    const int32_t room = (shared_bytes_of(tile) - kBarrierBytes - landing) / stage.bytes();
+    const int32_t landing = landing_bytes(tile) + (normalises ? squares_bytes(tile) : 0);
+    const int32_t norm_bytes = normalises ? stage.panels * 128 : 0;  // of a stage
+    const int32_t room = (shared_bytes_of(tile) - kBarrierBytes - landing) / (stage.bytes() + norm_bytes);
     int64_t least = 2;
     if (tile.kernel == Sm90LinearKernel::flat) {  // in the end the stages hold the sums of all warps
         const int32_t sums = kFlatWarps * (tile.w_rows / 16) * (tile.x_rows / 8) * 32 * 16;
@@ -118,7 +143,8 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DTy
         ceil_divide(plan.steps, tile.splits) * ceil_divide(tiles * tile.splits, ctas);
     plan.stages =
         static_cast<int32_t>(std::clamp<int64_t>(steps_of_cta, least, std::min(room, kMaxLinearStages)));
-    plan.shared_bytes = kBarrierBytes + plan.stages * stage.bytes() + landing;
+    plan.norm_offset = plan.stages * stage.bytes() + landing;
+    plan.shared_bytes = kBarrierBytes + plan.norm_offset + plan.stages * norm_bytes;
     return plan;
 }
 
@@ -131,6 +157,11 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& p, const Gpu&
     if (p.batch_invariant && p.depth % 8 != 0)
         return refuse(why_not, "rows of x and w must start on 16 bytes");
     if (p.w_stride < 0 || x_stride < 0) return refuse(why_not, "strides of x and w must not be negative");
+    const bool normalises = p.norm_weight != nullptr;
+    if (normalises) {
+        const std::string why = why_no_norm(p);
+        if (!why.empty()) return refuse(why_not, "it does not normalise x: ", why);
+    }
     const LinearProblem problem = linear_problem(p);
     LinearChoice choice;
     if (p.plan) {
@@ -139,8 +170,10 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& p, const Gpu&
     } else {
         choice = choose_tile(problem, p.dtype, gpu, p.batch_invariant);
     }
-    std::optional<Sm90LinearPlan> plan = plan_sm90_linear(problem, p.dtype, gpu, choice.tile);
+    std::optional<Sm90LinearPlan> plan = plan_sm90_linear(problem, p.dtype, gpu, choice.tile, normalises);
     if (!plan) {
+        if (normalises && !normalises_in(choice.tile, p.dtype))
+            return refuse(why_not, "it does not normalise x in this tile");
         return refuse(why_not, p.plan ? "an SM has no room for this many CTAs of this tile"
                                       : "x and w have too many rows");
     }
@@ -178,7 +211,7 @@ Explanation describe(const Sm90LinearPlan& plan) {
     const Sm90LinearTile& tile = plan.tile;
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
     Explanation text;
-    text.kernel = instance(plan.dtype, tile.kernel, tile.w_rows, tile.x_rows);
+    text.kernel = instance(plan.dtype, tile.kernel, tile.w_rows, tile.x_rows, plan.normalises);
     text.summary = text_of(counted(plan.num_ctas, "CTA"), ", tiles of ", tile.w_rows, " rows of w and ",
                            tile.x_rows, " of x, K in ", counted(tile.splits, "split"));
     text.file = is_flat ? "src/cuda/sm90_linear/flat.cuh" : "src/cuda/sm90_linear/wide.cuh";
@@ -194,6 +227,7 @@ Explanation describe(const Sm90LinearPlan& plan) {
         {"shared_bytes", int64_t{plan.shared_bytes}},
         {"source", to_string(plan.source)},
     };
+    if (plan.normalises) text.plan.emplace_back("norm", std::string("sm90_flat"));
     return text;
 }
 
@@ -202,8 +236,10 @@ std::vector<std::string> sm90_linear_instances() {
     for (DType dtype : kAttentionTypes) {
         for (const FlatTile& tile : kFlatTiles) {
             for (int32_t x_rows : kFlatXRows) {
-                if (x_rows <= tile.max_x_rows)
-                    all.push_back(instance(dtype, Sm90LinearKernel::flat, tile.w_rows, x_rows));
+                if (x_rows > tile.max_x_rows) continue;
+                all.push_back(instance(dtype, Sm90LinearKernel::flat, tile.w_rows, x_rows));
+                if (normalises_in({Sm90LinearKernel::flat, tile.w_rows, x_rows, 1, 1}, dtype))
+                    all.push_back(instance(dtype, Sm90LinearKernel::flat, tile.w_rows, x_rows, true));
             }
         }
         for (const WideTile& tile : kWideTiles) {

@@ -35,10 +35,12 @@ struct Sm90LinearPlan {
     Sm90LinearTile tile;
     LinearPlanSource source;  // where the tile comes from
     bool library_is_faster;   // according to the tables or, without one, to the number of rows of x
+    bool normalises;          // whether x is normalised in the same launch
     int32_t w_tiles, x_tiles;
     int32_t steps;  // the number of stages that K fills
     int32_t num_ctas;
-    int32_t stages;  // the stages that the ring has room for
+    int32_t stages;       // the stages that the ring has room for
+    int32_t norm_offset;  // where the weights of the norm lie, from the first stage on
     int32_t shared_bytes;
 
     LinearStage stage() const;
@@ -47,14 +49,15 @@ struct Sm90LinearPlan {
 // The problem that these parameters describe.
 LinearProblem linear_problem(const LinearParams& params);
 
-// Plans with the tile of params.plan if that is given; it must name a kernel of sm90_linear. Returns nothing
-// where sm90_linear does not serve; why_not, unless null, then gets the reason.
+// Plans with the tile of params.plan if that is given; it must name a kernel of sm90_linear. With a norm it
+// is a plan for both in one launch. Returns nothing where sm90_linear does not serve; why_not, unless null,
+// then gets the reason.
 std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& params, const Gpu& gpu,
                                                std::string* why_not = nullptr);
 
 // Plans with this tile. Returns nothing if the tile has no instance, or if there is no room for its stages.
 std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DType dtype, const Gpu& gpu,
-                                               const Sm90LinearTile& tile);
+                                               const Sm90LinearTile& tile, bool normalises = false);
 
 // The tiles that may be the fastest, and their estimated times in microseconds, the fastest first.
 std::vector<std::pair<LinearPlan, double>> sm90_linear_candidates(const LinearProblem& problem, DType dtype,

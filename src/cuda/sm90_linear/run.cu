@@ -81,6 +81,13 @@ void run(const LinearParams& p, const Sm90LinearPlan& plan, cudaStream_t stream)
     arguments.stage_bytes = stage.bytes();
     arguments.panels = stage.panels;
     arguments.output = output_of(p);
+    if (plan.normalises) {
+        arguments.norm_weight =
+            map_of_rows(p.norm_weight, 1, 1, p.depth, p.depth, 1, stage.panels, arguments.copies_stages);
+        arguments.norm_offset = plan.norm_offset;
+        arguments.norm_eps = p.norm_eps;
+        arguments.depth = static_cast<int32_t>(p.depth);
+    }
     (plan.dtype == DType::float16 ? launch_of<float16>(plan) : launch_of<bfloat16>(plan))(
         p.device.index, plan, arguments, stream);
 }

@@ -9,7 +9,7 @@ namespace octavo::cuda {
 
 // Raise it with each change of a kernel or tile that changes times, so that measurements that users made of
 // earlier kernels are no longer used.
-constexpr int32_t kLinearKernels = 1;
+constexpr int32_t kLinearKernels = 2;
 
 constexpr int32_t kMaxLinearStages = 32;
 constexpr int32_t kMaxLinearSplits = 8;
@@ -32,6 +32,8 @@ constexpr FlatTile kFlatTiles[] = {
 };
 // clang-format on
 constexpr int32_t kFlatXRows[] = {8, 16, 32, 64};
+// Tiles of sm90_flat with at most this many rows of x also have an instance that normalises x, of bfloat16.
+constexpr int32_t kMostNormalisedXRows = 16;
 
 // Tiles of sm90_wide by their rows of w, a multiple of 16 that wgmma can take.
 struct WideTile {

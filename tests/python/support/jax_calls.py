@@ -116,6 +116,7 @@ def make_calls(dtype="float32", seed=0):
         ),
         ("linear", layer, {}),
         ("linear", whole_layer, {"activation": "silu_gate", "static_weight": True}),
+        ("linear", {**layer, "norm_weight": make(HEAD_DIM)}, {"norm_eps": 0.01}),
         ("rms_norm", {"x": make(2, 3, HEAD_DIM), "weight": make(HEAD_DIM)}, {"eps": 0.01}),
         (
             "latent_attention",

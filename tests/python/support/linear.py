@@ -47,6 +47,8 @@ class Problem:
     bias: NDArray[np.float64] | None
     residual: NDArray[np.float64] | None
     activation: str | None
+    norm_weight: NDArray[np.float64] | None = None
+    norm_eps: float = 1e-3
 
     @classmethod
     def drawn(
@@ -59,6 +61,7 @@ class Problem:
         *,
         has_bias: bool = True,
         has_residual: bool = True,
+        has_norm: bool = False,
         w_dtype: str | None = None,
         seed: int = 0,
     ) -> Problem:
@@ -77,6 +80,7 @@ class Problem:
             normal(dtype, w_rows) if has_bias else None,
             normal(dtype, *rows, width) if has_residual else None,
             activation,
+            normal(dtype, depth) if has_norm else None,
         )
 
     def with_row(self, *index: int) -> Problem:
@@ -93,7 +97,13 @@ class Problem:
         def step(values: NDArray[Any]) -> NDArray[Any]:
             return values if rounded_to is None else round_to(values, rounded_to).astype(precision)
 
-        result = step(self.x.astype(precision) @ self.w.astype(precision).T)
+        x = self.x.astype(precision)
+        if self.norm_weight is not None:
+            mean = np.mean(x * x, axis=-1, keepdims=True) if x.shape[-1] else np.zeros((1,), precision)
+            x = x / np.sqrt(mean + precision.type(self.norm_eps)) * self.norm_weight.astype(precision)
+            if precision == np.float32:  # as rms_norm returns it
+                x = round_to(x, self.dtype).astype(precision)
+        result = step(x @ self.w.astype(precision).T)
         if self.bias is not None:
             result = step(result + self.bias.astype(precision))
         result = step(activate(result, self.activation))
