@@ -108,8 +108,8 @@ def roles(picture: Picture, y: float) -> None:
         picture,
         20,
         y + 100,
-        "dQ then has a kernel of its own, as for deterministic=True: a warpgroup owns 64 queries "
-        "and walks their keys, and nothing is summed in global memory.",
+        "dQ then has a kernel of its own, as for deterministic=True in short calls: a warpgroup owns 64 "
+        "queries and walks their keys, and nothing is summed in global memory.",
     )
 
 

@@ -1,8 +1,11 @@
 // Which kernels compute gradients, without a GPU.
 #include "cuda/attention_backward/plan.h"
 #include "cuda/sm90_backward/tile_order.h"
+#include "cuda/sm90_backward/turns.h"
 #include "plan_testing.h"
 
+#include <algorithm>
+#include <random>
 #include <set>
 #include <string>
 #include <tuple>
@@ -91,6 +94,43 @@ TEST(BackwardPlan, HopperComputesDqApartWhereBitsAreToBeTheSame) {
     }
 }
 
+TEST(BackwardPlan, SumsOfDqTakeTurnsInLongCalls) {
+    for (int64_t head_dim : {64, 128}) {
+        Shape shape = shape_of(head_dim);
+        shape.batch = 8;
+        shape.queries = shape.keys = 2048;
+        shape.num_kv_heads = 2048 / head_dim;
+        shape.group_size = 1;
+        AttentionBackwardArgs args = backward_of(dense(shape));
+        args.deterministic = true;
+        const std::string ordered =
+            "sm90_backward<bfloat16, head_dim " + std::to_string(head_dim) + ", deterministic, ordered>";
+        for (bool causal : {false, true}) {
+            args.causal = causal;
+            const Explanation text = explain(args, "h100");
+            EXPECT_EQ(text.kernel, ordered);
+            EXPECT_NE(text.summary.find("convert_dq_kernel"), std::string::npos) << text.summary;
+            // Enough pairs for four steps between CTAs that take turns, as far as the L2 cache has room.
+            EXPECT_EQ(field(text, "grouped_pairs"), causal ? "1" : head_dim == 64 ? "33" : "17");
+            args.deterministic = false;
+            const std::string plain = field(explain(args, "h100"), "workspace_bytes");
+            args.deterministic = true;
+            // And whose turn it is, for 64 x 64 sums each.
+            const int64_t sums = 8 * 2048 * 2048;
+            EXPECT_EQ(field(text, "workspace_bytes"),
+                      std::to_string(std::stoll(plain) + sums / (64 * 64) * 4));
+        }
+        args.window_left = 300;
+        EXPECT_EQ(explain(args, "h100").kernel, ordered);
+        args.prefix_lens = Arrays().make(DType::int32, {8});
+        EXPECT_NE(explain(args, "h100").kernel, ordered);  // others between the prefix and the window
+        args.window_left = -1;
+        EXPECT_EQ(explain(args, "h100").kernel, ordered);
+        args.softcap = 30.0;
+        EXPECT_EQ(kind_of(explain(args, "h100")), "sm80_backward");
+    }
+}
+
 TEST(BackwardPlan, ACtaAnSmTakesTilesOfKeys) {
     Shape shape = shape_of(128);
     shape.batch = 3;
@@ -108,13 +148,15 @@ TEST(BackwardPlan, TheLastPairsAreMixedUnderACausalMask) {
     shape.keys = shape.queries = 128 * 66;
     shape.group_size = 1;
     AttentionBackwardArgs args = backward_of(dense(shape));
+    shape.head_dim = 192;
+    const AttentionBackwardArgs with_head_dim_192 = backward_of(dense(shape));
     for (bool causal : {false, true}) {
-        args.causal = causal;
-        args.deterministic = false;
         // 66 tiles a pair; two rounds of 132 CTAs are 4 pairs, as far as the L2 cache has room for them.
+        args.causal = causal;
         EXPECT_EQ(field(explain(args, "h200"), "mixed_pairs"), causal ? "4" : "0");
-        args.deterministic = true;
-        EXPECT_EQ(field(explain(args, "h200"), "mixed_query_pairs"), causal ? "4" : "0");
+        AttentionBackwardArgs apart = with_head_dim_192;
+        apart.causal = causal;
+        EXPECT_EQ(field(explain(apart, "h200"), "mixed_query_pairs"), causal ? "4" : "0");
     }
 }
 
@@ -138,6 +180,78 @@ TEST(TileOrder, EachTileIsTakenOnce) {
                 }
             }
             EXPECT_EQ(static_cast<int64_t>(taken.size()), order.num_ctas());
+        }
+    }
+}
+
+// Whom a CTA waits for has taken its tile before.
+TEST(TurnOrder, TilesOfAPairFollowOneAnother) {
+    for (const auto& [tiles, pairs, grouped, mixed] : {std::tuple{3, 3, 1, 2},
+                                                       {1, 7, 2, 3},
+                                                       {5, 1, 1, 1},
+                                                       {5, 1, 1, 0},
+                                                       {4, 6, 3, 0},
+                                                       {4, 6, 1, 6},
+                                                       {128, 16, 2, 2}}) {
+        for (bool falling_first : {false, true}) {
+            const cuda::TurnOrder order{tiles, pairs, grouped, mixed, falling_first};
+            std::vector<int32_t> taken(pairs);
+            for (int32_t cta = 0; cta < tiles * pairs; ++cta) {
+                const cuda::TileOrder::Place at = order.of(cta);
+                ASSERT_TRUE(at.pair >= 0 && at.pair < pairs);
+                EXPECT_EQ(order.rises(cta), !falling_first || at.pair >= pairs - mixed);
+                EXPECT_EQ(at.tile, order.rises(cta) ? taken[at.pair] : tiles - 1 - taken[at.pair]);
+                ++taken[at.pair];
+                const int32_t block = at.pair < pairs - mixed ? at.pair / grouped : pairs / grouped;
+                EXPECT_EQ(block, cta < (pairs - mixed) * tiles ? cta / (grouped * tiles) : pairs / grouped);
+            }
+        }
+    }
+}
+
+// Each tile of keys that walks a tile of queries waits for the one that walked it last, and the first for
+// none.
+TEST(TurnBefore, IsTheLastToWalkTheSameQueries) {
+    constexpr int kKeys = 128, kQueries = 64;
+    using cuda::TurnBefore;
+    std::mt19937 random(1);
+    auto pick = [&](int32_t begin, int32_t end) {
+        return std::uniform_int_distribution(begin, end - 1)(random);
+    };
+    for (int i = 0; i < 20000; ++i) {
+        const int32_t seqlen_q = pick(1, 900), seqlen_k = pick(1, 1500);
+        Visibility see{};
+        see.seqlen_k = seqlen_k;
+        see.window_left = pick(0, 2) ? -1 : pick(0, 500);
+        see.window_right = pick(0, 3) == 0 ? -1 : pick(0, 2) ? 0 : pick(0, 300);
+        if (pick(0, 4) == 0) {
+            see.attention_chunk = FastDivide::by(pick(1, 400));
+            see.window_left = static_cast<int32_t>(see.attention_chunk.divisor) - 1;
+            see.window_right = 0;
+        }
+        const bool has_prefix = pick(0, 3) == 0;
+        if (has_prefix) see.prefix_len = pick(0, seqlen_k + 1);
+        if (!cuda::can_take_turns(has_prefix, see.window_left)) continue;
+        const int32_t key_tiles = (seqlen_k + kKeys - 1) / kKeys;
+        auto queries_of = [&](int32_t key_tile) {
+            const QueryRange queries(see, seqlen_q, key_tile * kKeys,
+                                     std::min((key_tile + 1) * kKeys, seqlen_k));
+            const bool any = queries.begin < queries.end;  // as Sm90BackwardWork
+            return std::pair{queries.begin / kQueries, any ? (queries.end + kQueries - 1) / kQueries : 0};
+        };
+        for (bool rises : {false, true}) {
+            for (int32_t tile = 0; tile * kQueries < seqlen_q; ++tile) {
+                int32_t last = -1;
+                for (int32_t j = 0; j < key_tiles; ++j) {
+                    const int32_t own = rises ? j : key_tiles - 1 - j;
+                    const auto [begin, end] = queries_of(own);
+                    if (tile < begin || tile >= end) continue;
+                    const TurnBefore<kKeys, kQueries> before(see, seqlen_q, own, rises);
+                    ASSERT_EQ(before.walks(tile), last >= 0) << i;
+                    ASSERT_TRUE(last < 0 || before.key_tile == last) << i;
+                    last = own;
+                }
+            }
         }
     }
 }

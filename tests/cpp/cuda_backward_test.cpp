@@ -3,11 +3,13 @@
 #include "cuda/attention_backward/run.h"
 #include "cuda/backend.h"
 #include "cuda/sm80_backward/plan.h"
+#include "cuda/sm90_backward/plan.h"
 #include "cuda_testing.h"
 
 #include <octavo/attention.h>
 
 #include <numeric>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -57,15 +59,34 @@ void run_sm80_backward(const AttentionBackwardArgs& args) {
     cuda::run(params, cuda::plan_sm80_backward(params, cuda::gpu_of(0)), nullptr);
 }
 
+// Sums of dQ in turns, in an order for each of which there are long calls.
+template <int32_t kMixed, bool kFallingFirst>
+void run_in_turns(const AttentionBackwardArgs& args) {
+    AttentionBackwardParams params = check_attention_backward(args);
+    params.deterministic = true;
+    std::optional<cuda::Sm90BackwardPlan> plan =
+        cuda::plan_sm90_backward(params, cuda::gpu_of(0), nullptr, true);
+    ASSERT_TRUE(plan && plan->feature == cuda::Sm90BackwardFeature::ordered);
+    cuda::TurnOrder& order = plan->turn_order;
+    order = {order.tiles, order.pairs, 1, kMixed, kFallingFirst};
+    cuda::run(params, *plan, nullptr);
+}
+
+// `longer`: how many times as long sequences are.
 void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind kind, ArrayPlace place,
-                          void (*backward_on_gpu)(const AttentionBackwardArgs&) = attention_backward) {
+                          void (*backward_on_gpu)(const AttentionBackwardArgs&) = attention_backward,
+                          int32_t longer = 1) {
     constexpr int64_t kHeads = 2, kGroup = 3, kBatch = 3;
     Random random(static_cast<unsigned>(head_dim) + static_cast<unsigned>(kind));
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
-    const std::vector<int32_t> lengths_q =
+    const int64_t length_q = 90 * longer, length_k = 140 * longer;
+    std::vector<int32_t> lengths_q =
         packed ? std::vector<int32_t>{130, 0, 41} : std::vector<int32_t>{90, 90, 90};
-    const std::vector<int32_t> lengths_k =
+    std::vector<int32_t> lengths_k =
         packed ? std::vector<int32_t>{200, 7, 60} : std::vector<int32_t>{140, 140, 140};
+    for (std::vector<int32_t>* lengths : {&lengths_q, &lengths_k}) {
+        for (int32_t& length : *lengths) length *= longer;
+    }
     const int64_t total_q = std::accumulate(lengths_q.begin(), lengths_q.end(), 0);
     const int64_t total_k = std::accumulate(lengths_k.begin(), lengths_k.end(), 0);
     const size_t q_size = total_q * kHeads * kGroup * head_dim, k_size = total_k * kHeads * head_dim;
@@ -88,12 +109,12 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
                       : on(x, dtype, {kBatch, length, heads, dim});
     };
     auto set = [&](auto& args, auto on) {
-        args.q = rows(on, q, 90, kHeads * kGroup, head_dim);
-        args.k = rows(on, k, 140, kHeads, head_dim);
-        args.v = rows(on, v, 140, kHeads, value_dim);
-        args.out = rows(on, out, 90, kHeads * kGroup, value_dim);
+        args.q = rows(on, q, length_q, kHeads * kGroup, head_dim);
+        args.k = rows(on, k, length_k, kHeads, head_dim);
+        args.v = rows(on, v, length_k, kHeads, value_dim);
+        args.out = rows(on, out, length_q, kHeads * kGroup, value_dim);
         const TensorView of_queries = packed ? on(lse, DType::float32, {total_q, kHeads * kGroup})
-                                             : on(lse, DType::float32, {kBatch, 90, kHeads * kGroup});
+                                             : on(lse, DType::float32, {kBatch, length_q, kHeads * kGroup});
         args.lse = of_queries;
         if (packed) {
             args.cu_seqlens_q = on(cu_q, DType::int32, {kBatch + 1});
@@ -129,10 +150,10 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
         AttentionBackwardArgs args;
         set(args, on);
         args.deterministic = kind == Kind::deterministic;
-        args.dout = rows(on, dout, 90, kHeads * kGroup, value_dim);
-        args.dq = rows(on, dq, 90, kHeads * kGroup, head_dim);
-        args.dk = rows(on, dk, 140, kHeads, head_dim);
-        args.dv = rows(on, dv, 140, kHeads, value_dim);
+        args.dout = rows(on, dout, length_q, kHeads * kGroup, value_dim);
+        args.dq = rows(on, dq, length_q, kHeads * kGroup, head_dim);
+        args.dk = rows(on, dk, length_k, kHeads, head_dim);
+        args.dv = rows(on, dv, length_k, kHeads, value_dim);
         if (asks_for_slopes(kind)) args.dalibi_slopes = on(dalibi, DType::float32, {kHeads * kGroup});
         if (kind == Kind::sinks) args.dsinks = on(dsinks, DType::float32, {kHeads * kGroup});
         run(args);
@@ -163,6 +184,14 @@ TEST_P(CudaBackwardTest, AgainstTheCpu) {
 TEST_P(CudaBackwardTest, KernelsForAllGpusAgainstTheCpu) {
     const auto [head_dim, packed, kind] = GetParam();
     compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run_sm80_backward);
+}
+
+TEST_P(CudaBackwardTest, InTurnsAgainstTheCpu) {
+    const auto [head_dim, packed, kind] = GetParam();
+    if (!cuda::gpu_of(0).has_sm90_kernels) GTEST_SKIP() << "Hopper alone takes turns";
+    if (head_dim > 128 || (kind > Kind::prefix && kind != Kind::sinks)) GTEST_SKIP() << "none take turns";
+    for (auto* run : {run_in_turns<0, true>, run_in_turns<1, true>, run_in_turns<0, false>})
+        compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run, 5);
 }
 
 // For a box of rows that lies outside an array altogether, the copy engine reads the address from which it

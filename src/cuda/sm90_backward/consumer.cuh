@@ -72,7 +72,9 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
   private:
     using ProductOfQueries = ptx::Wgmma<T, Config::kDqColumns>;
     static constexpr int kDqSums = Config::kDqColumns / 2;
-    using Step = std::conditional_t<Config::kBlocks, Sm90KeptWalk<Config>, Sm90BackwardStep<Config>>;
+    using Step = std::conditional_t<
+        Config::kBlocks, Sm90KeptWalk<Config>,
+        std::conditional_t<Config::kOrdered, Sm90TurnStep<Config>, Sm90BackwardStep<Config>>>;
 
     __device__ Step first_step(int32_t index) const {
         if constexpr (Config::kBlocks) {
@@ -196,7 +198,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             ptx::wgmma_results(dq);
             if (!is_first) {
                 arrive(&shared_.ds_empty[before.slot]);
-                add(dq, dq_before);
+                add_in_turn(dq, dq_before, step);
             }
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(dk);
@@ -212,7 +214,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         compute_dq(dq, step, before);
         arrive(&shared_.keys_empty);
         arrive(&shared_.ds_empty[before.slot]);
-        add(dq, dq_before);
+        add_in_turn(dq, dq_before, step);
         rings = {step.index, at};
     }
 
@@ -292,6 +294,15 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                              gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2],
                              gradients[4 * i + 3]);
         }
+    }
+
+    // Adds dQ of the step before.
+    __device__ __forceinline__ void add_in_turn(const float (&dq)[kDqSums], int32_t place,
+                                                const Step& step) const {
+        if constexpr (Config::kOrdered)
+            ptx::mbarrier_wait(&shared_.turns.come[group_], turn_parity(step.index - 1));
+        add(dq, place);
+        if constexpr (Config::kOrdered) arrive(&shared_.turns.added[group_]);
     }
 
     // Adds dQ to its sums in workspace, which lie in the order of accumulators.

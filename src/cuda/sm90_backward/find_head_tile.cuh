@@ -1,4 +1,4 @@
-// Finds the tile of a sequence and head that a place in a TileOrder stands for.
+// Finds the tile of a sequence and head that TileOrder::of or TurnOrder::of names.
 #pragma once
 
 #include "cuda/sequence_tile.cuh"
@@ -11,11 +11,10 @@ struct HeadTile {
     int32_t head;
 };
 
-// `cta_tile` is a place in the order. Every lane of a warp gets the answer.
+// Every lane of a warp gets the answer.
 template <int kRows>
-__device__ __forceinline__ HeadTile find_head_tile(const TileOrder& order, const IndexArray& cu_seqlens,
-                                                   int32_t batch, int32_t cta_tile) {
-    const TileOrder::Place at = order.of(cta_tile);
+__device__ __forceinline__ HeadTile find_head_tile(const TileOrder::Place& at, const IndexArray& cu_seqlens,
+                                                   int32_t batch) {
     if (cu_seqlens) return {find_sequence_tile<kRows>(cu_seqlens, batch, 0, at.tile), at.pair};
     const int32_t head = at.pair / batch;
     return {{at.pair - head * batch, at.tile}, head};

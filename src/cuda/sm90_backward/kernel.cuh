@@ -13,6 +13,7 @@
 #include "cuda/sm90_backward/key_consumer.cuh"
 #include "cuda/sm90_backward/loader.cuh"
 #include "cuda/sm90_backward/role_consumer.cuh"
+#include "cuda/sm90_backward/turns.cuh"
 
 namespace octavo::cuda {
 
@@ -47,6 +48,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == 0) run_backward_loader<Config>(p, plan, shared);
         if (threadIdx.x == 32) run_backward_storer<Config>(plan, shared);
+        if constexpr (Config::kOrdered) {
+            static_assert(Config::kConsumers == 2);
+            int32_t steps = 0;
+            if (warp >= 2) {
+                for_each_tile([&](const Sm90BackwardWork<Config>& work, Sm90TileCount at) {
+                    if (threadIdx.x % 32 == 0) keep_turns<Config>(plan, work, warp - 2, steps, shared);
+                    steps += work.num_steps;
+                    __syncwarp();
+                    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.tile_empty[at.slot()]);
+                });
+            }
+        }
     } else if (Config::kDropout && group > Config::kConsumers) {
         ptx::lower_registers<Config::kDrawingRegisters>();
         int32_t steps = 0;

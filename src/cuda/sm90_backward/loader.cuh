@@ -93,6 +93,13 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
     const bool leads = threadIdx.x % 32 == 0;
     Sm90TileCount at;
     int32_t cta_tile = blockIdx.x, next_step = 0;
+    auto take = [&](int32_t first) {
+        if (leads) cta_tile = first + atomicAdd(plan.tiles_taken, 1);
+        cta_tile = __shfl_sync(~0u, cta_tile, 0);
+    };
+    // With turns, a CTA waits for tiles before its own, which may be those of CTAs that never started if
+    // their number were that of the CTA.
+    if constexpr (Config::kOrdered) take(0);
 #pragma unroll 1
     while (cta_tile < plan.key_order.num_ctas()) {
         const Sm90BackwardWork<Config> work(p, plan, cta_tile);
@@ -100,6 +107,8 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
             auto step = [&] {
                 if constexpr (Config::kBlocks) {
                     return Sm90KeptStepFinder<Config>(p, plan, work, shared, next_step);
+                } else if constexpr (Config::kOrdered) {
+                    return Sm90TurnStep<Config>(work, next_step);
                 } else {
                     return Sm90BackwardStep<Config>(work, next_step);
                 }
@@ -118,8 +127,7 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
             ++at.count;
         }
         if (!Config::kPersistent) break;
-        if (leads) cta_tile = gridDim.x + atomicAdd(plan.tiles_taken, 1);
-        cta_tile = __shfl_sync(~0u, cta_tile, 0);
+        take(Config::kOrdered ? 0 : gridDim.x);
     }
     if (!leads) return;
     ptx::mbarrier_wait(&shared.tile_empty[at.slot()], at.slot_parity() ^ 1);

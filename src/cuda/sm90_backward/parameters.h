@@ -33,6 +33,10 @@ struct Sm90BackwardLaunch {
     bool dq_aligned;
     SlopeParts slopes;  // one part for each tile of keys and warp of consumers
     SinkTerms sinks;    // terms of num_rows rows
+    // Where sums take their parts in order: the order of tiles of keys, and for each tile of queries of
+    // dq_sums and each warpgroup, 1 and the number in its sequence of the tile of keys that added last, or 0.
+    TurnOrder turn_order;
+    int32_t* turns;
 };
 
 }  // namespace octavo::cuda

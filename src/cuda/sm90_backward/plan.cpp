@@ -5,6 +5,7 @@
 #include "cuda/attention_backward/slope_parts.h"
 #include "cuda/sm90_attention/operands.h"
 #include "cuda/sm90_attention/tiles.h"
+#include "cuda/sm90_backward/turns.h"
 
 #include <algorithm>
 #include <iterator>
@@ -22,13 +23,14 @@ const char* to_string(Sm90BackwardFeature feature) {
         case Sm90BackwardFeature::softcap: return "softcap";
         case Sm90BackwardFeature::dropout: return "dropout";
         case Sm90BackwardFeature::blocks: return "blocks";
+        case Sm90BackwardFeature::ordered: return "ordered";
     }
     return "";
 }
 
 std::string name_of(DType dtype, const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
     std::string name = text_of("sm90_backward<", to_string(dtype), ", head_dim ", tiles.head_dim);
-    if (tiles.dq_apart()) name += ", deterministic";
+    if (tiles.dq_apart() || feature == Sm90BackwardFeature::ordered) name += ", deterministic";
     if (feature != Sm90BackwardFeature::none) name += text_of(", ", to_string(feature));
     return name + ">";
 }
@@ -44,6 +46,12 @@ int32_t find_tiles(int32_t head_dim, bool deterministic, Sm90BackwardFeature fea
 }
 static_assert(std::rbegin(kSm90BackwardTiles)->head_dim == kMaxCudaGradientHeadDim &&
               std::rbegin(kSm90BackwardTiles)->dq_apart());
+
+// What the tiles of a pair of sequence and KV head read of queries and gradients of the output, and add to.
+int64_t query_bytes(const AttentionBackwardParams& p, const Sm90BackwardTiles& tiles) {
+    const int64_t element_bytes = 2 * size_of(p.dtype) + (tiles.dq_apart() ? 0 : sizeof(float));
+    return int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim * element_bytes;
+}
 
 // `num_tiles` over the batch, for each of `heads`; pair_bytes: what the tiles of a pair read and add to.
 TileOrder make_order(const AttentionBackwardParams& p, const Gpu& gpu, int64_t num_tiles, int32_t heads,
@@ -61,6 +69,41 @@ TileOrder make_order(const AttentionBackwardParams& p, const Gpu& gpu, int64_t n
             static_cast<int32_t>(std::clamp<int64_t>(std::min(two_rounds, in_cache), 0, order.pairs));
     }
     return order;
+}
+
+// Tiles of keys over the batch; a bound where it is packed.
+int64_t count_key_tiles(const AttentionBackwardParams& p, const Sm90BackwardTiles& tiles) {
+    const int64_t num_tiles = p.batch * ceil_divide(p.seqlen_k, tiles.keys());
+    return p.cu_seqlens_k ? std::min<int64_t>(num_tiles, p.total_k / tiles.keys() + p.batch) : num_tiles;
+}
+
+TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, const Sm90BackwardTiles& tiles) {
+    return make_order(p, gpu, count_key_tiles(p, tiles), p.num_kv_heads, p.cu_seqlens_k,
+                      query_bytes(p, tiles), false);
+}
+
+// The order where sums of dQ take their parts in turn, so that their bits are the same at every call; nothing
+// where a kernel of its own computes dQ instead, which short launches do in less time, unless
+// `even_if_short`.
+std::optional<TurnOrder> find_turns(const AttentionBackwardParams& p, const Gpu& gpu,
+                                    const Sm90BackwardTiles& tiles, bool even_if_short) {
+    if (tiles.dq_apart() || !can_take_turns(bool{p.prefix_lens}, p.window_left)) return {};
+    const TileOrder order = order_key_tiles(p, gpu, tiles);
+    TurnOrder turns{order.tiles, order.pairs, 1, order.mixed, p.window_right >= 0};
+    if (turns.falling_first) {
+        // CTAs at rising tiles wait for one another, and so these have to be few.
+        if (turns.pairs < 4 * turns.mixed && !even_if_short) return {};
+    } else {
+        // As many pairs are mixed as let the next CTA of a pair come four steps behind, if the L2 cache has
+        // room for them. The first CTAs come all at once, and wait.
+        if (order.num_ctas() < 8 * gpu.num_sms && !even_if_short) return {};
+        const int64_t steps = ceil_divide(p.seqlen_q, tiles.queries) * p.group_size();
+        const int64_t in_cache = gpu.l2_bytes * 4 / 5 / query_bytes(p, tiles);
+        turns.grouped = static_cast<int32_t>(
+            std::clamp<int64_t>(std::min(ceil_divide(4 * gpu.num_sms, steps), in_cache), 1, order.pairs));
+        turns.mixed = order.pairs % turns.grouped;
+    }
+    return turns;
 }
 
 }  // namespace
@@ -87,7 +130,7 @@ AttentionParams with_gradients(const AttentionBackwardParams& p) {
 }
 
 std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& p, const Gpu& gpu,
-                                                   std::string* why_not) {
+                                                   std::string* why_not, bool in_turns_even_if_short) {
     if (!gpu.has_sm90_kernels) return refuse(why_not, "the GPU or the build has no sm_90a kernels");
     if (ceil_divide(p.head_dim, kSm90BlockColumns) != ceil_divide(p.head_dim_v, kSm90BlockColumns)) {
         return refuse(why_not,
@@ -112,7 +155,18 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                    : alibi   ? Sm90BackwardFeature::alibi
                    : blocks  ? Sm90BackwardFeature::blocks
                              : Sm90BackwardFeature::none;
-    plan.row = find_tiles(std::max(p.head_dim, p.head_dim_v), p.deterministic, plan.feature);
+    const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
+    if (p.deterministic && plan.feature == Sm90BackwardFeature::none) {
+        plan.row = find_tiles(head_dim, false, Sm90BackwardFeature::ordered);
+        if (plan.row >= 0) {
+            if (const auto turns = find_turns(p, gpu, plan.tiles(), in_turns_even_if_short)) {
+                plan.feature = Sm90BackwardFeature::ordered;
+                plan.turn_order = *turns;
+            }
+        }
+    }
+    if (plan.feature != Sm90BackwardFeature::ordered)
+        plan.row = find_tiles(head_dim, p.deterministic, plan.feature);
     if (plan.row < 0)
         return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",
                       to_string(plan.feature));
@@ -120,8 +174,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.keys()));
-    int64_t num_key_tiles = int64_t{p.batch} * plan.key_tiles;
-    if (p.cu_seqlens_k) num_key_tiles = std::min<int64_t>(num_key_tiles, p.total_k / tiles.keys() + p.batch);
+    const int64_t num_key_tiles = count_key_tiles(p, tiles);
     if (tiles.dq_apart()) {
         int64_t num_query_tiles = p.batch * ceil_divide(p.seqlen_q, kSm90GradientQueries);
         if (p.cu_seqlens_q)
@@ -139,17 +192,15 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
         return refuse(why_not, "it counts rows in 32 bits, and there are ", plan.num_rows, " x ",
                       p.num_q_heads);
     plan.num_key_tiles = static_cast<int32_t>(num_key_tiles);
-    // Queries, gradients of the output and sums of dQ; then keys and values.
-    const int64_t element_bytes = 2 * size_of(p.dtype);
-    const int64_t query_bytes = int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim *
-                                (element_bytes + (tiles.dq_apart() ? 0 : sizeof(float)));
-    plan.key_order = make_order(p, gpu, num_key_tiles, p.num_kv_heads, p.cu_seqlens_k, query_bytes, false);
+    plan.key_order = order_key_tiles(p, gpu, tiles);
+    if (plan.feature == Sm90BackwardFeature::ordered)
+        plan.turn_bytes = plan.num_rows / tiles.queries * p.num_q_heads * tiles.warpgroups * sizeof(int32_t);
     const int64_t num_ctas = plan.key_order.num_ctas();
     plan.num_ctas =
         static_cast<int32_t>(tiles.persistent() ? std::min<int64_t>(num_ctas, gpu.num_sms) : num_ctas);
     if (tiles.dq_apart()) {
         plan.query_order = make_order(p, gpu, plan.num_query_tiles, p.num_q_heads, p.cu_seqlens_q,
-                                      int64_t{p.seqlen_k} * tiles.head_dim * element_bytes, true);
+                                      int64_t{p.seqlen_k} * tiles.head_dim * 2 * size_of(p.dtype), true);
     }
     plan.sequence_rows = p.cu_seqlens_q ? 0 : static_cast<int32_t>(sequence_rows);
     const Sm90Operands operands(p), gradients(with_gradients(p));
@@ -198,6 +249,9 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     if (tiles.dq_apart()) {
         text.plan.emplace_back("num_query_tiles", plan.num_query_tiles);
         text.plan.emplace_back("mixed_query_pairs", plan.query_order.mixed);
+    }
+    if (plan.feature == Sm90BackwardFeature::ordered) {
+        text.plan.emplace_back("grouped_pairs", plan.turn_order.grouped);
     }
     return text;
 }

@@ -22,11 +22,12 @@ struct Sm90BackwardPlan {
     int32_t num_key_tiles;    // over the batch; a bound where it is packed
     int32_t num_query_tiles;  // the same of queries where dQ has a kernel of its own; otherwise 0
     TileOrder key_order, query_order;
+    TurnOrder turn_order;   // in place of key_order where sums take their parts in order
     int32_t num_ctas;       // CTAs that share the tiles of keys
     int32_t sequence_rows;  // dense: the rows of workspace of each sequence
     int64_t num_rows;       // rows of the workspace, for each head
     bool dq_aligned;
-    int64_t slope_bytes, sink_bytes;
+    int64_t slope_bytes, sink_bytes, turn_bytes;
 
     const Sm90BackwardTiles& tiles() const { return kSm90BackwardTiles[row]; }
     int64_t term_bytes() const { return num_q_heads * num_rows * 16; }  // of the LSE, and as many of delta
@@ -38,13 +39,15 @@ struct Sm90BackwardPlan {
     // In this order.
     static constexpr int64_t kCounterBytes = 128;  // what follows is aligned to that
     int64_t workspace_bytes() const {
-        return kCounterBytes + 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes;
+        return kCounterBytes + 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes + turn_bytes;
     }
 };
 
-// Returns nothing where it does not serve; why_not, unless null, then gets the reason.
+// Returns nothing where it does not serve; why_not, unless null, then gets the reason. The last argument is
+// for tests, whose calls are short.
 std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& params, const Gpu& gpu,
-                                                   std::string* why_not = nullptr);
+                                                   std::string* why_not = nullptr,
+                                                   bool in_turns_even_if_short = false);
 
 Explanation describe(const Sm90BackwardPlan& plan);
 inline bool operator==(const Sm90BackwardPlan& a, const Sm90BackwardPlan& b) {

@@ -66,6 +66,10 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
         if (kAllLanes || kLanes + lane < Config::kHeadDim / 4) dq[kLanes + lane] = zeros;
         dq[lane] = zeros;
     }
+    if constexpr (Config::kOrdered) {
+        if (row % Config::kQueries == 0 && lane < Config::kConsumers)
+            plan.turns[(head * plan.num_tiles + row / Config::kQueries) * Config::kConsumers + lane] = 0;
+    }
     const WorkspaceRow at = find_workspace_row<Config::kQueries>(p, plan, row);
     float lse = -INFINITY, delta = 0.0f;  // for a row without a query
     bool sees_nothing = true;

@@ -66,7 +66,7 @@ struct Sm90QueryTile {
     // num_queries is 0 past the last tile.
     __device__ Sm90QueryTile(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan) {
         const HeadTile own =
-            find_head_tile<kSm90GradientQueries>(plan.query_order, p.cu_seqlens_q, p.batch, blockIdx.x);
+            find_head_tile<kSm90GradientQueries>(plan.query_order.of(blockIdx.x), p.cu_seqlens_q, p.batch);
         const SequenceTile& tile = own.tile;
         num_queries = 0;
         if (tile.batch < 0) return;

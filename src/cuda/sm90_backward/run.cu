@@ -55,6 +55,7 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.k_edge = operands.k.edge;
     arguments.key_order = plan.key_order;
     arguments.query_order = plan.query_order;
+    arguments.turn_order = plan.turn_order;
     if (tiles.dq_apart())
         arguments.dq = map_of(gradients.out, p.head_dim, 1, kSm90GradientQueries / kSm90GradientGroups);
     arguments.sequence_rows = plan.sequence_rows;
@@ -70,7 +71,9 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.dq_aligned = plan.dq_aligned;
     char* const slope_parts = take(plan.slope_bytes);
     if (plan.slope_bytes > 0) arguments.slopes = {reinterpret_cast<float*>(slope_parts), plan.slope_parts()};
-    if (p.dsinks) arguments.sinks = {reinterpret_cast<float*>(next), plan.num_rows};
+    char* const sink_terms = take(plan.sink_bytes);
+    if (p.dsinks) arguments.sinks = {reinterpret_cast<float*>(sink_terms), plan.num_rows};
+    arguments.turns = reinterpret_cast<int32_t*>(next);
     static constexpr auto kFloat16 = launches<float16>(Indices{});
     static constexpr auto kBfloat16 = launches<bfloat16>(Indices{});
     const size_t index = plan.row * std::size(kSm90BackwardFeatures) + static_cast<size_t>(plan.feature);

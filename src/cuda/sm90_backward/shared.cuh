@@ -51,6 +51,27 @@ struct Sm90KeptSteps<Config, true> {
     }
 };
 
+// Where sums of dQ take their parts in order (turns.cuh): a phase for each step and warpgroup. It completes
+// when the warpgroup may add its part, and when it has.
+template <class Config, bool kUsed = Config::kOrdered>
+struct Sm90TurnBarriers {
+    __device__ void init() {}
+};
+template <class Config>
+struct Sm90TurnBarriers<Config, true> {
+    uint64_t come[Config::kConsumers], added[Config::kConsumers];
+
+    __device__ void init() {
+        for (int group = 0; group < Config::kConsumers; ++group) {
+            ptx::mbarrier_init(&come[group], 1);
+            ptx::mbarrier_init(&added[group], 4);
+        }
+    }
+};
+
+// The parity of a step's phase.
+__device__ __forceinline__ uint32_t turn_parity(int32_t step) { return static_cast<uint32_t>(step) % 2; }
+
 template <class Config>
 struct Sm90BackwardShared {
     // Statistics come first, since compute-sanitizer believes that a product with terms reads twice the
@@ -81,6 +102,7 @@ struct Sm90BackwardShared {
     uint64_t weights_full[Config::kStages], weights_empty[Config::kStages];
     uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
     Sm90KeptSteps<Config> kept;
+    Sm90TurnBarriers<Config> turns;
 
     __device__ unsigned char* ds_slot(int slot) { return ds + slot * Config::kDsTileBytes; }
     __device__ unsigned char* dv_out() { return Config::kPersistent ? ds : v; }
@@ -89,9 +111,10 @@ struct Sm90BackwardShared {
     __device__ void init() {
         for (int i = 0; i < kTileSlots; ++i) {
             ptx::mbarrier_init(&tile_full[i], 1);
-            // The warps of consumers, those that draw, and the storer arrive.
-            ptx::mbarrier_init(&tile_empty[i],
-                               Config::kConsumerWarps + (Config::kDropout ? Config::kDrawingWarps : 0) + 1);
+            // The warps of consumers, those that draw or keep turns, and the storer arrive.
+            ptx::mbarrier_init(&tile_empty[i], Config::kConsumerWarps +
+                                                   (Config::kDropout ? Config::kDrawingWarps : 0) +
+                                                   (Config::kOrdered ? Config::kConsumers : 0) + 1);
         }
         ptx::mbarrier_init(&k_full, 1);
         ptx::mbarrier_init(&v_full, 1);
@@ -110,6 +133,7 @@ struct Sm90BackwardShared {
             ptx::mbarrier_init(&ds_full[i], Config::kConsumerWarps);
             ptx::mbarrier_init(&ds_empty[i], Config::kConsumerWarps);
         }
+        turns.init();
         ptx::mbarrier_init_fence();
     }
 };
@@ -126,12 +150,20 @@ struct Sm90BackwardWork {
     int32_t first_tile, num_tiles, num_steps;
     int32_t whole_begin, whole_end;  // the tiles all of whose queries see all keys of the CTA
     int32_t workspace_tile;          // the tile of the sequence's first query
+    bool rises;                      // with turns: whether TurnOrder's key tiles rise here
 
     // num_keys is 0 past the last tile. `cta_tile` is a place in plan.key_order.
     __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
                                 int32_t cta_tile) {
-        const auto [tile, head] =
-            find_head_tile<Config::kKeys>(plan.key_order, p.cu_seqlens_k, p.batch, cta_tile);
+        const TileOrder::Place place = [&] {
+            if constexpr (Config::kOrdered) {
+                rises = plan.turn_order.rises(cta_tile);
+                return plan.turn_order.of(cta_tile);
+            } else {
+                return plan.key_order.of(cta_tile);
+            }
+        }();
+        const auto [tile, head] = find_head_tile<Config::kKeys>(place, p.cu_seqlens_k, p.batch);
         num_keys = 0;
         if (tile.batch < 0) return;
         batch = tile.batch;
@@ -204,6 +236,34 @@ class Sm90BackwardStep {
     // Whether some query of the tile does not see some key of the CTA.
     __device__ bool is_masked(const Sm90BackwardWork<Config>& work, int) const {
         return tile < work.whole_begin || tile >= work.whole_end;
+    }
+};
+
+// The steps where sums take their parts in order: where tiles of keys rise, a head's tiles of queries come
+// from the last one on.
+template <class Config>
+class Sm90TurnStep : public Sm90BackwardStep<Config> {
+  public:
+    using Sm90BackwardStep<Config>::index, Sm90BackwardStep<Config>::head, Sm90BackwardStep<Config>::tile;
+
+    __device__ Sm90TurnStep(const Sm90BackwardWork<Config>& work, int32_t begin)
+        : Sm90BackwardStep<Config>(work, begin) {
+        if (work.rises) tile = last_tile(work);
+    }
+    __device__ void advance(const Sm90BackwardWork<Config>& work) {
+        const bool is_last = tile == (work.rises ? work.first_tile : last_tile(work));
+        if (is_last) {
+            tile = work.rises ? last_tile(work) : work.first_tile;
+            ++head;
+        } else {
+            tile += work.rises ? -1 : 1;
+        }
+        ++index;
+    }
+
+  private:
+    __device__ static int32_t last_tile(const Sm90BackwardWork<Config>& work) {
+        return work.first_tile + work.num_tiles - 1;
     }
 };
 

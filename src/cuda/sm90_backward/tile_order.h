@@ -39,4 +39,31 @@ struct TileOrder {
     }
 };
 
+// The order where sums of a tile of queries take their parts in the order of tiles of keys (turns.cuh): a CTA
+// has to find its turn come, so that CTAs which add to the same sums should come by one after the other.
+// Pairs are mixed in blocks of `grouped`, but for the last `mixed`. Tiles of keys rise within a pair, and
+// each is walked from its last tile of queries on. With falling_first they fall in all blocks but the last
+// one, and are walked from their first tile of queries on: under a causal mask that is the diagonal, and
+// none comes by where another one is. But the last tile of keys is then the longest one.
+struct TurnOrder {
+    int32_t tiles;    // of each pair
+    int32_t pairs;    // over the batch
+    int32_t grouped;  // pairs of a block, of which there are (pairs - mixed) / grouped
+    int32_t mixed;    // pairs of the last block
+    bool falling_first;
+
+    OCTAVO_HD int32_t tiles_in_blocks() const { return tiles * (pairs - mixed); }
+    OCTAVO_HD bool rises(int32_t cta) const { return !falling_first || cta >= tiles_in_blocks(); }
+    OCTAVO_HD TileOrder::Place of(int32_t cta) const {
+        int32_t first_pair = pairs - mixed, of_block = mixed, place = cta - tiles_in_blocks();
+        if (place < 0) {
+            of_block = grouped;
+            first_pair = cta / (grouped * tiles) * grouped;
+            place = cta - first_pair * tiles;
+        }
+        const int32_t tile = place / of_block;
+        return {rises(cta) ? tile : tiles - 1 - tile, first_pair + place - tile * of_block};
+    }
+};
+
 }  // namespace octavo::cuda

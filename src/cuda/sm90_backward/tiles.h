@@ -46,11 +46,11 @@ constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
 };
 
 // What an instance computes beside plain attention; of more than one there is none.
-enum class Sm90BackwardFeature : uint8_t { none, alibi, softcap, dropout, blocks };
+enum class Sm90BackwardFeature : uint8_t { none, alibi, softcap, dropout, blocks, ordered };
 // In the order of the enumeration.
 constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
-    Sm90BackwardFeature::none, Sm90BackwardFeature::alibi, Sm90BackwardFeature::softcap,
-    Sm90BackwardFeature::dropout, Sm90BackwardFeature::blocks};
+    Sm90BackwardFeature::none,    Sm90BackwardFeature::alibi,  Sm90BackwardFeature::softcap,
+    Sm90BackwardFeature::dropout, Sm90BackwardFeature::blocks, Sm90BackwardFeature::ordered};
 
 // Which instances there are. Head dim 96 has them for plain calls alone: others take those of 128.
 constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
@@ -89,6 +89,7 @@ struct Sm90BackwardConfig {
     static constexpr bool kSoftcap = kFeature == Sm90BackwardFeature::softcap;
     static constexpr bool kDropout = kFeature == Sm90BackwardFeature::dropout;
     static constexpr bool kBlocks = kFeature == Sm90BackwardFeature::blocks;
+    static constexpr bool kOrdered = kFeature == Sm90BackwardFeature::ordered;
     // Where a warpgroup passes steps by, turns would make it wait for the other one.
     static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns && !kBlocks;
     static constexpr bool kPacked =
