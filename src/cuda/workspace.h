@@ -17,11 +17,11 @@ struct PersistentWorkspace {
 
 // Every user has memory of its own, because they use it at the same time: attention with a shared prefix
 // keeps its results while the kernels that it launches use theirs, and so do transformed queries and
-// expanded codes; the kernel behind the prefix may run beside the one over it.
+// expanded codes; split_kv_decode may run beside the kernel before it (Beside).
 enum class WorkspaceUser {
     kernel,
     shared_prefix,
-    behind_prefix,
+    beside,
     tickets,
     transformed_queries,
     expanded_codes,

@@ -148,9 +148,10 @@ TEST(Plan, MixedBatchesOverCodes) {
     EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 128 rows>");
     EXPECT_EQ(field(text, "few").find("split_kv_decode<"), 0u);
     EXPECT_EQ(field(text, "between").find("sm90_attention<bfloat16 over codes"), 0u);
-    for (const char* part : {"up to 10 sequences of at least 192 queries x 8 KV heads",
-                             "; then over the codes of sequences of up to 2 query tokens split_kv_decode<",
-                             "; then of the others sm90_attention<bfloat16 over codes"})
+    for (const char* part :
+         {"up to 10 sequences of at least 192 queries x 8 KV heads",
+          " beside it over the codes of sequences of up to 2 query tokens split_kv_decode<",
+          "; then of the others sm90_attention<bfloat16 over codes"})
         EXPECT_NE(text.summary.find(part), std::string::npos) << part << " in " << text.summary;
 
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "many_queries"), "384") << "1536 rows";

@@ -66,7 +66,7 @@ void run(const AttentionParams& p, const SharedPrefixPlan& plan, cudaStream_t st
         behind_prefix.out = out + plan.num_runs * num_rows * p.head_dim * size_of(p.dtype);
         behind_prefix.out_head_stride = p.head_dim;
         behind_prefix.out_token_stride = behind_prefix.out_batch_stride = int64_t{p.num_q_heads} * p.head_dim;
-        run(behind_prefix, std::get<SplitKvPlan>(plan.behind_prefix), stream, true);
+        run(behind_prefix, std::get<SplitKvPlan>(plan.behind_prefix), stream, Beside::prefix);
     } else {
         run_kernels(behind_prefix, plan.behind_prefix, stream);
     }

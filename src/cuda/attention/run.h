@@ -14,10 +14,10 @@
 
 namespace octavo::cuda {
 
-// overlaps_prefix: the previous kernel on the stream works on the shared prefix. It lets this kernel start
-// early and may still be running, but this kernel will not complete before it.
+// beside: which kernel is the one before on the stream. It may still be running, but this kernel will not
+// complete before it.
 void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t stream,
-         bool overlaps_prefix = false);
+         Beside beside = Beside::nothing);
 void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm90Plan& plan, cudaStream_t stream);

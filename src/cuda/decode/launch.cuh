@@ -61,7 +61,7 @@ inline uint32_t first_that_waits(const SplitKvPlan& plan, int64_t block_bytes) {
 }
 
 template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
-void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& plan, bool overlaps_prefix,
+void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& plan, Beside beside,
                             cudaStream_t stream) {
     using Long = LongItems<kHeadDim, kRowTiles, kCodes>;
     using Short = ShortItems<kHeadDim, kRowTiles, kCodes>;
@@ -81,12 +81,13 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     arguments.policy = plan.policy;
     arguments.blocks_per_split = FastDivide::by(plan.blocks_per_split);
     arguments.length_first = plan.length_first;
-    arguments.overlaps_prefix = overlaps_prefix;
-    arguments.first_that_waits = first_that_waits(plan, Long::kBlockBytes);
+    arguments.beside = beside;
+    arguments.first_that_waits =
+        beside == Beside::prefix ? first_that_waits(plan, Long::kBlockBytes) : UINT32_MAX;
     arguments.serves_a_part = params.cu_seqlens_q && params.most_queries > 0;
     arguments.partial =
         partial_workspace(params, stream, plan.workspace_words(),
-                          overlaps_prefix ? WorkspaceUser::behind_prefix : WorkspaceUser::kernel);
+                          beside == Beside::nothing ? WorkspaceUser::kernel : WorkspaceUser::beside);
     arguments.partial_words = plan.partial_words;
 
     const bool is_short = plan.items == SplitKvItems::short_items;

@@ -88,8 +88,8 @@ struct SplitKvLaunch {
     SplitPolicy policy;
     FastDivide blocks_per_split;  // SplitPolicy::sized
     int32_t length_first;         // whether CTAs look at the length before all else
-    int32_t overlaps_prefix;      // whether the kernel before this one, over a shared prefix, may still run
-    uint32_t first_that_waits;    // CTAs of this sequence and later ones end only after that kernel
+    Beside beside;                // what may still run
+    uint32_t first_that_waits;    // beside a prefix: CTAs of this sequence and later ones end only after it
     int32_t serves_a_part;        // over codes: whether other launches serve some sequences (served_queries)
     // [batch, num_kv_heads, num_splits, rows of an item] rows; by length, [num_kv_heads, num_slots, ...].
     PartialWorkspace partial;

@@ -11,13 +11,13 @@ namespace octavo::cuda {
 template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
 void launch_stream_k_decode(const AttentionParams&, const StreamKPlan&, cudaStream_t);
 template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
-void launch_split_kv_decode(const AttentionParams&, const SplitKvPlan&, bool, cudaStream_t);
+void launch_split_kv_decode(const AttentionParams&, const SplitKvPlan&, Beside, cudaStream_t);
 
 namespace {
 
 struct Launches {
     void (*stream_k)(const AttentionParams&, const StreamKPlan&, cudaStream_t);
-    void (*split_kv)(const AttentionParams&, const SplitKvPlan&, bool, cudaStream_t);
+    void (*split_kv)(const AttentionParams&, const SplitKvPlan&, Beside, cudaStream_t);
 };
 
 template <class T, size_t kRow, Codes kCodes>
@@ -56,8 +56,8 @@ const Launches& launches_of(const Plan& plan) {
 
 }  // namespace
 
-void run(const AttentionParams& p, const SplitKvPlan& plan, cudaStream_t stream, bool overlaps_prefix) {
-    launches_of(plan).split_kv(p, plan, overlaps_prefix, stream);
+void run(const AttentionParams& p, const SplitKvPlan& plan, cudaStream_t stream, Beside beside) {
+    launches_of(plan).split_kv(p, plan, beside, stream);
 }
 
 void run(const AttentionParams& p, const StreamKPlan& plan, cudaStream_t stream) {

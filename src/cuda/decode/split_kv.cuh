@@ -95,6 +95,27 @@ struct ChosenSequence : SplitKvSequence {
     }
 };
 
+// Beside attention over numbers, the last CTA of the launch ends behind that kernel, whichever way it ends,
+// so that the launch does not complete before it. No CTA that comes later has to wait for this one's place.
+template <bool kUsed>
+struct EndBehindNumbers {
+    __device__ EndBehindNumbers(const SplitKvLaunch& launch, const uint3& index)
+        : waits_(OCTAVO_RARE(launch.beside == Beside::numbers) && index.x + 1 == gridDim.x &&
+                 index.y + 1 == gridDim.y && index.z + 1 == gridDim.z) {}
+    __device__ ~EndBehindNumbers() {
+        if (!OCTAVO_RARE(waits_)) return;
+        ptx::launch_dependents();  // it may have ended before it came to that
+        ptx::wait_for_previous_grid();
+    }
+
+  private:
+    const bool waits_;
+};
+template <>
+struct EndBehindNumbers<false> {
+    __device__ EndBehindNumbers(const SplitKvLaunch&, const uint3&) {}
+};
+
 template <class T, class Config, bool kFixed, bool kChosen>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     split_kv_decode_kernel(const __grid_constant__ AttentionParams p,
@@ -111,6 +132,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const bool combines =
         launch.policy == SplitPolicy::by_length ? sequence >= launch.num_slots : split >= launch.num_splits;
     const FixedSplits<Config> fixed_splits(launch.max_fixed_splits_log2);
+    [[maybe_unused]] const EndBehindNumbers<Config::kHasCodes && !kFixed> end(launch, index);
     VisibleBlocks& visible = shared.visible[warp];
     const bool length_first = kChosen || launch.length_first;
     int32_t length = 0;  // the value in seq_lens
@@ -149,7 +171,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     if constexpr (kFixed) {
         VisibleBlocks blocks = VisibleBlocks::all<Config::kBlockKeys>(p.seqlen_k);  // as if it were full
         if (length_first) {
-            if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
+            if (launch.beside == Beside::nothing) ptx::wait_for_previous_grid();
             length = ptx::load_relaxed(p.seq_lens.at(sequence));
             blocks = visible_blocks();
         }
@@ -176,8 +198,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     WarpAttention<T, Config, Sequence, kFixed, kChosen> state(p, launch.group_size, launch.codes, seq);
     const QueryRows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].blocks.tiles);
-    // The kernel over a shared prefix lets this one start only when all kernels before it are complete.
-    if (!launch.overlaps_prefix) ptx::wait_for_previous_grid();
+    // A kernel that this one runs beside lets it start only when what it reads is there.
+    if (launch.beside == Beside::nothing) ptx::wait_for_previous_grid();
     // Over 16 bits no launch serves a part; there this branch would cost the shortest calls 1.5 %.
     if constexpr (Config::kHasCodes && !kFixed) {
         if (OCTAVO_RARE(launch.serves_a_part) && p.served_queries(sequence) == 0) return;
@@ -305,7 +327,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     __syncthreads();  // all partial results are there
     const int num_warps = kFixed ? fixed.num_warps : Config::kWarps;
     combine.combine_warps(split, num_warps, num_splits == 1);
-    if (!kFixed && launch.overlaps_prefix && index.y >= launch.first_that_waits)
+    if (!kFixed && launch.beside != Beside::nothing && index.y >= launch.first_that_waits)
         ptx::wait_for_previous_grid();
 }
 

@@ -110,6 +110,11 @@ enum class SplitPolicy {
 };
 constexpr int kMaxSequencesByLength = 32;
 
+// What a launch of the split-KV kernel runs beside: the kernel before it on the stream, over a shared prefix
+// or over the numbers that codes became (ExpandedPlan). That kernel lets it start only when all earlier
+// kernels whose results it reads are complete.
+enum class Beside { nothing, prefix, numbers };
+
 // A configuration of the split-KV kernel. kCtas: CTAs per SM. It is one, with deeper queues, where a CTA has
 // much to read: with room for a second one, the next launch put two CTAs on some SMs and none on others. It
 // is two or more where CTAs have little to read.

@@ -29,6 +29,9 @@ struct ExpandLaunch {
     int32_t room;
     int32_t pieces;  // in a row
     FastDivide num_turns, num_kv_heads, page_size;
+    // Whether the next kernel starts only when all kernels before this one are complete: then the one behind
+    // it may run beside it without a wait of its own.
+    int32_t holds_next;
 };
 
 // Converts a byte n to float32, by its bits: it makes 2^23 + n, from which it subtracts `offset`.
@@ -160,7 +163,7 @@ template <class T, DType kKeys, DType kValues, int kLanes>
 __global__ void __launch_bounds__(kExpandThreads, 5)
     expand_codes_kernel(const __grid_constant__ AttentionParams p,
                         const __grid_constant__ ExpandLaunch plan) {
-    ptx::launch_dependents();
+    if (!plan.holds_next) ptx::launch_dependents();
     constexpr int32_t kRunTokens = kExpandThreads / kLanes;
     const int32_t index = static_cast<int32_t>(blockIdx.x);
     const int32_t turn = plan.num_kv_heads.quotient(index);
@@ -169,6 +172,7 @@ __global__ void __launch_bounds__(kExpandThreads, 5)
     const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % kLanes;
     int32_t token = plan.num_turns.remainder(turn) * kRunTokens + thread / kLanes;
     ptx::wait_for_previous_grid();
+    if (plan.holds_next) ptx::launch_dependents();
 
     const int32_t batch = sequence_of_slot(p, slot);
     if (batch < 0) return;
@@ -246,6 +250,7 @@ void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t s
     arguments.num_turns = FastDivide::by(plan.num_turns);
     arguments.num_kv_heads = FastDivide::by(plan.num_kv_heads);
     arguments.page_size = FastDivide::by(p.page_size);
+    arguments.holds_next = plan.sms_left > 0;
     if (p.dtype == DType::bfloat16) {
         expand<bfloat16>(p, plan, arguments, stream);
     } else {
@@ -255,7 +260,7 @@ void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t s
     if (plan.is_mixed()) {
         const AttentionParams few = with_queries(params, 1, plan.few_queries);
         if (const auto* split_kv = std::get_if<SplitKvPlan>(&*plan.few))
-            run(few, *split_kv, stream);
+            run(few, *split_kv, stream, plan.sms_left > 0 ? Beside::numbers : Beside::nothing);
         else
             run(few, std::get<StreamKPlan>(*plan.few), stream);
         run(with_queries(params, plan.few_queries + 1, plan.many_queries - 1), *plan.between, stream);

@@ -90,6 +90,41 @@ std::string instance_name(DType dtype, Codes codes) {
     return text_of("expand_codes<", to_string(dtype), ", ", name_of(dtype, codes), ">");
 }
 
+// How many SMs attention over the numbers should leave to the sequences of a mixed batch that decode: these
+// wait for memory, while the other SMs multiply. Row tiles are long, and come in rounds of one an SM; so this
+// weighs numbers of rounds against each other, and leaves the SMs that the best one does not need. What still
+// has to be decoded behind the last round has all SMs, and memory bounds it.
+int32_t choose_sms_left(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& attention) {
+    // What an SM does in a microsecond: flops, bytes of codes, and keys of one head.
+    constexpr double kFlops = 4.5e6, kBytes = 45e3, kKeys = 220;
+    // The host knows no lengths. It takes as many sequences for long as there may be beside others of one
+    // query, and these for half as long as the table has room for: if they are shorter, SMs will lack work.
+    const double queries = p.seqlen_q;
+    const double many =
+        std::clamp<double>(std::round(static_cast<double>(p.total_q - p.batch) / (queries - 1)), 1, p.batch);
+    const double keys = (p.batch - many) * p.num_kv_heads * p.seqlen_k / 2;  // to be decoded
+    const double bytes = keys * p.head_dim * (bits_of(p.k_dtype) + bits_of(p.v_dtype)) / 8;
+    const double sm_us = std::max(bytes / kBytes, keys / kKeys);
+    const double read_us = bytes / (0.9e3 * gpu.memory_gb_per_s);
+    const int64_t tile_tokens = int64_t{attention.tiles().row_blocks()} * attention.tokens;
+    const auto row_tiles =
+        static_cast<int64_t>(many) * ceil_divide(p.seqlen_q, tile_tokens) * (p.num_q_heads / attention.heads);
+    const double round_us =
+        4.0 * kSm90GroupRows * attention.tiles().row_blocks() * p.head_dim * p.seqlen_k / kFlops;
+    const int64_t sms = attention.num_ctas, least = ceil_divide(row_tiles, sms);
+    int32_t best = 0;
+    double shortest = static_cast<double>(least) * round_us + read_us;
+    for (int64_t rounds = least; static_cast<double>(rounds) * round_us < shortest; ++rounds) {
+        const int64_t left = sms - ceil_divide(row_tiles, rounds);
+        const double time = static_cast<double>(rounds) * round_us;
+        const double rest = std::max(1.0 - static_cast<double>(left) * time / sm_us, 0.0);
+        if (left == 0 || time + rest * read_us >= shortest) continue;
+        shortest = time + rest * read_us;
+        best = static_cast<int32_t>(left);
+    }
+    return best;
+}
+
 // Makes the plan of the sequences with at least many_queries queries, of which there are num_slots at most;
 // 0: of all.
 std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, int32_t many_queries,
@@ -239,6 +274,10 @@ std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu&
     if (!few) return std::nullopt;
     std::optional<ExpandedPlan> plan = make_plan(p, gpu, many_queries, num_slots, why_not);
     if (!plan) return std::nullopt;
+    if (std::holds_alternative<SplitKvPlan>(*few)) {
+        plan->sms_left = choose_sms_left(p, gpu, plan->attention);
+        plan->attention.num_ctas -= plan->sms_left;
+    }
     plan->few = few;
     plan->few_queries = few_queries;
     plan->between = plan_sm90_attention(with_queries(p, few_queries + 1, many_queries - 1), gpu, why_not);
@@ -276,9 +315,11 @@ Explanation describe(const ExpandedPlan& plan) {
                 " threads; then over the numbers ", attention.kernel, ": ", attention.summary);
     if (plan.is_mixed()) {
         const Explanation few = describe_few(plan), between = describe(*plan.between);
-        text.summary += text_of("; then over the codes of sequences of up to ",
-                                counted(plan.few_queries, "query token"), " ", few.kernel, ": ", few.summary,
-                                "; then of the others ", between.kernel, ": ", between.summary);
+        text.summary += text_of(
+            plan.sms_left > 0 ? text_of("; on ", counted(plan.sms_left, "SM"), " beside it")
+                              : std::string("; then"),
+            " over the codes of sequences of up to ", counted(plan.few_queries, "query token"), " ",
+            few.kernel, ": ", few.summary, "; then of the others ", between.kernel, ": ", between.summary);
     }
     text.file = "src/cuda/expand_codes/expand_codes.cu";
     text.plan = {
@@ -291,6 +332,7 @@ Explanation describe(const ExpandedPlan& plan) {
         {"many_queries", plan.many_queries},
         {"few_queries", plan.few_queries},
         {"num_slots", plan.num_slots},
+        {"sms_left", plan.sms_left},
         {"room", plan.room},
         {"lanes", plan.lanes},
         {"num_runs", plan.num_runs},

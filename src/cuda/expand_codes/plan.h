@@ -39,6 +39,9 @@ struct ExpandedPlan {
     // decodes. Otherwise all sequences are converted, and both are 0.
     int32_t many_queries, few_queries;
     int32_t num_slots;  // places in the workspace, each for one sequence
+    // A mixed batch: SMs that attention over the numbers leaves to split_kv_decode over the sequences with
+    // few queries, which then runs beside it; 0: they run one after the other.
+    int32_t sms_left;
     int32_t num_kv_heads, head_dim;
     int32_t room;          // tokens of a slot
     int32_t lanes;         // threads that share a row
