@@ -14,10 +14,11 @@ using cuda::Codes;
 // A batch of packed queries over codes, with masks, scales and a layout of any kind.
 class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsigned>> {
   protected:
-    // By sm90_attention; with splits, by the instance that shares out keys.
+    // By sm90_attention; with splits, by the instance that shares out keys. one_block: by that for row tiles
+    // of one block.
     void expect_right(Random& random, const std::vector<int32_t>& lengths_q,
                       const std::vector<int32_t>& lengths_k, int64_t num_kv_heads, int64_t group_size,
-                      bool splits) {
+                      bool splits, bool one_block = false) {
         const Codes codes = std::get<0>(GetParam());
         const bool has_int4 = cuda::type_of_values(codes) == DType::int4;
         const DType dtype = random.pick({DType::float16, DType::bfloat16});
@@ -28,7 +29,7 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
         if (splits && call.options.window_left >= 0) call.options.window_left += 1200;
         if (splits && call.options.attention_chunk > 0) call.options.attention_chunk += 1200;
         call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
-        call.with_alibi = !splits && random.one_in(4);
+        call.with_alibi = !splits && !one_block && random.one_in(4);
         if (random.one_in(4)) call.pick_prefix_lens(random);
         const Layout layout = pick_layout(random);
         const Scales scales = pick_scales(random, codes);
@@ -44,6 +45,8 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
                 if (splits) {
                     ASSERT_EQ(field(describe(*plan), "feature"), "splits");
                 }
+                ASSERT_EQ(field(describe(*plan), "warpgroups"), one_block ? "1" : "2");
+                if (one_block) return cuda::run(p, *plan, nullptr);
             }
             cuda::attention(p, nullptr);
         });
@@ -142,6 +145,32 @@ TEST_P(CudaSm90CodesTest, Splits) {
     expect_right(random, lengths_q, lengths_k, random.pick({2, 3}), random.pick({3, 4, 5, 8}), true);
 }
 
+// Drafts: sequences of one block of rows at most, with every number of tiles of keys from none on.
+TEST_P(CudaSm90CodesTest, Drafts) {
+    Random random(500 + std::get<1>(GetParam()));
+    const int64_t group_size = random.pick({1, 3, 4, 8});
+    const auto most = static_cast<int32_t>(group_size == 8 ? 8 : 16);
+    std::vector<int32_t> lengths_q, lengths_k;
+    for (int32_t i = 0; i < 70; ++i) {
+        lengths_q.push_back(i == 0 ? most : random.pick({0, 1, 2, 5, 7, 8, most}));
+        lengths_k.push_back(lengths_q.back() + random.pick({0, 1, 80, 96, 127, 191, 192, 300, 700}));
+    }
+    std::reverse(lengths_q.begin(), lengths_q.end());
+    std::reverse(lengths_k.begin(), lengths_k.end());
+    expect_right(random, lengths_q, lengths_k, random.pick({2, 3}), group_size, false, true);
+}
+
+// The same for a part of the SMs, which share out their keys.
+TEST_P(CudaSm90CodesTest, SplitDrafts) {
+    Random random(600 + std::get<1>(GetParam()));
+    std::vector<int32_t> lengths_q{8}, lengths_k{8 + random.pick({2501, 4000})};
+    for (int32_t i = random.pick({2, 3, 5}); i > 0; --i) {
+        lengths_q.push_back(random.pick({0, 1, 5, 8}));
+        lengths_k.push_back(lengths_q.back() + random.pick({0, 130, 1000, 2501, 4000}));
+    }
+    expect_right(random, lengths_q, lengths_k, random.pick({2, 3}), random.pick({3, 4, 8}), true, true);
+}
+
 TEST_P(CudaSm90CodesTest, ExpandedBatches) {
     Random random(100 + std::get<1>(GetParam()));
     std::vector<int32_t> lengths_q = mixed_lengths_q(random);
@@ -222,7 +251,7 @@ TEST(CudaSm90CodesFewRows, BehindRowTilesWithoutKeys) {
             Cache cache(random, batch.lengths_k, 16, batch.kKvHeads, head_dim, DType::bfloat16);
             PagedCall call(random, cache, batch.lengths_q, batch.kGroupSize * batch.kKvHeads,
                            DType::bfloat16);
-            call.options.max_seqlen_q = 16;
+            call.options.max_seqlen_q = 17;  // one block of rows would have an instance of its own
             const CodedCache coded(random, call, codes, Layout::token_major, pick_scales(random, codes));
             call.run_on_cpu();
             call.expect_right([&](const PagedAttentionArgs& args) {

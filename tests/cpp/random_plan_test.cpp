@@ -361,8 +361,12 @@ std::set<std::string> all_kernels() {
         for (size_t row = 0; row < std::size(cuda::kSm90CodeTiles); ++row) {
             cuda::Sm90Plan plan{};
             plan.codes = cuda::Codes::int8;  // one instance for all
-            for (auto feature : {cuda::Sm90Feature::alibi, cuda::Sm90Feature::few_rows,
-                                 cuda::Sm90Feature::splits, cuda::Sm90Feature::tree}) {
+            const bool one_block = cuda::kSm90CodeTiles[row].warpgroups == 1;
+            for (auto feature :
+                 {cuda::Sm90Feature::alibi, cuda::Sm90Feature::few_rows, cuda::Sm90Feature::sinks,
+                  cuda::Sm90Feature::splits, cuda::Sm90Feature::tree}) {
+                const bool is_sinks = feature == cuda::Sm90Feature::sinks;
+                if (feature != cuda::Sm90Feature::splits && is_sinks != one_block) continue;
                 plan.feature = feature;
                 add(plan, dtype, row);
             }

@@ -23,11 +23,12 @@ namespace octavo::cuda {
 // makes its own threads wait for one another.
 template <class Config>
 __device__ __forceinline__ void wait_for_turn(int group) {
-    ptx::named_barrier_sync(1 + group, 256);
+    if constexpr (Config::kConsumers > 1) ptx::named_barrier_sync(1 + group, 256);
 }
 template <class Config>
 __device__ __forceinline__ void pass_turn(int group) {
-    ptx::named_barrier_arrive(group + 1 == Config::kConsumers ? 1 : 2 + group, 256);
+    if constexpr (Config::kConsumers > 1)
+        ptx::named_barrier_arrive(group + 1 == Config::kConsumers ? 1 : 2 + group, 256);
 }
 
 // One consumer warpgroup: run() works through all row tiles of its CTA.
@@ -84,7 +85,7 @@ class Sm90Consumer {
 
             DropoutMask<2, Config::kKeys / 8> kept;
             if constexpr (Config::kDropout) draw(kept, work, tiles.start(tile));
-            ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
+            wait_for_tile(shared_.k_full, k_ring_);
             wait_for_turn<Config>(group_);
             multiply_q_k(scores, q_ring_.slot);
             pass_turn<Config>(group_);
@@ -125,10 +126,10 @@ class Sm90Consumer {
                     ptx::mbarrier_wait(&shared_.q_full[q_ring.slot][group_], q_ring.parity);
                 }
                 if constexpr (Config::kDropout) draw(kept, work, tiles.start(tile));
-                ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
+                wait_for_tile(shared_.k_full, k_ring_);
                 wait_for_turn<Config>(group_);
                 multiply_q_k(scores, q_ring.slot);
-                ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
+                wait_for_tile(shared_.v_full, v_ring_);
                 multiply_p_v(weights, out);
                 pass_turn<Config>(group_);
                 ptx::wgmma_wait<1>();
@@ -158,7 +159,7 @@ class Sm90Consumer {
                 pack_weights(scores, kept, weights);
                 tile = tiles.before(tile);
             }
-            ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
+            wait_for_tile(shared_.v_full, v_ring_);
             multiply_p_v(weights, out);
             end_p_v(out);
             store(work, out, out_scale);
@@ -241,6 +242,13 @@ class Sm90Consumer {
         release_slot<Config>(shared_.k_empty, k_ring_);
         ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
         release_slot<Config>(shared_.v_empty, v_ring_);
+    }
+
+    // Waits until the next tile of K or V is there for a product.
+    template <int kSize>
+    __device__ __forceinline__ void wait_for_tile(uint64_t* full, const Ring<kSize>& ring) {
+        ptx::mbarrier_wait(&full[ring.slot], ring.parity);
+        if constexpr (Config::kConsumersFence) ptx::fence_proxy_async();
     }
 
     // The operand that holds the slopes of the rows. Zeros if there is a softcap, since the bias is added

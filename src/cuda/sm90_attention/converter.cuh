@@ -179,7 +179,7 @@ __device__ __forceinline__ void convert_tile(const CodeTile<Config, kType>& code
                                              uint64_t* full, uint64_t* empty, Ring<kStages>& ring) {
     ptx::mbarrier_wait(&empty[ring.slot], ring.parity ^ 1);
     codes.store(slots[ring.slot]);
-    ptx::fence_proxy_async();
+    if constexpr (!Config::kConsumersFence) ptx::fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&full[ring.slot]);
     ring.advance();
@@ -208,20 +208,63 @@ __device__ __forceinline__ void convert_tiles(const AttentionParams& p, const Sm
     }
 }
 
+// One of two warpgroups, which converts K alone or V alone. Two tiles are on their way while a third one is
+// converted.
+template <class Config, DType kType, int kStages>
+__device__ __forceinline__ void convert_tiles_of(const CodePages& pages, KeyTileWalk<Config>&& tiles,
+                                                 unsigned char (&slots)[kStages][Config::kKeyTileBytes],
+                                                 uint64_t* full, uint64_t* empty) {
+    Ring<kStages> ring;
+    CodeTile<Config, kType> codes[2];
+    bool any[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        any[i] = (i == 0 || any[0]) && tiles.next();
+        if (any[i]) codes[i].load(pages, tiles.find_place());
+    }
+    while (true) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (!any[i]) return;
+            any[i] = any[i ^ 1] && tiles.next();
+            typename KeyTileWalk<Config>::Place place{};
+            if (any[i]) place = tiles.find_place();
+            convert_tile(codes[i], slots, full, empty, ring);
+            if (any[i]) codes[i].load(pages, place);
+        }
+    }
+}
+
+// `which`: the number of this warpgroup among those that convert.
+template <class Config, DType kKeys, DType kValues>
+__device__ __forceinline__ void convert(const AttentionParams& p, const Sm90Launch& plan,
+                                        Sm90Shared<Config>& shared, int which) {
+    if constexpr (Config::kConverters == 1) {
+        convert_tiles<Config, kKeys, kValues>(p, plan, shared);
+    } else if (which == 0) {
+        convert_tiles_of<Config, kKeys>(CodePages::keys(p), KeyTileWalk<Config>(p, plan, shared), shared.k,
+                                        shared.k_full, shared.k_empty);
+    } else {
+        convert_tiles_of<Config, kValues>(CodePages::values(p), KeyTileWalk<Config>(p, plan, shared),
+                                          shared.v, shared.v_full, shared.v_empty);
+    }
+}
+
 template <class Config>
-__device__ void run_converters(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
+__device__ void run_converters(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
+                               int which) {
     switch (plan.codes) {
         case Codes::none: break;
         case Codes::e4m3:
-            return convert_tiles<Config, DType::float8_e4m3fn, DType::float8_e4m3fn>(p, plan, shared);
+            return convert<Config, DType::float8_e4m3fn, DType::float8_e4m3fn>(p, plan, shared, which);
         case Codes::e5m2:
-            return convert_tiles<Config, DType::float8_e5m2, DType::float8_e5m2>(p, plan, shared);
-        case Codes::int8: return convert_tiles<Config, DType::int8, DType::int8>(p, plan, shared);
+            return convert<Config, DType::float8_e5m2, DType::float8_e5m2>(p, plan, shared, which);
+        case Codes::int8: return convert<Config, DType::int8, DType::int8>(p, plan, shared, which);
         default: break;
     }
     if constexpr (Config::kTokenScales) {
-        if (plan.codes == Codes::int4) convert_tiles<Config, DType::int4, DType::int4>(p, plan, shared);
-        if (plan.codes == Codes::int8_int4) convert_tiles<Config, DType::int8, DType::int4>(p, plan, shared);
+        if (plan.codes == Codes::int4) convert<Config, DType::int4, DType::int4>(p, plan, shared, which);
+        if (plan.codes == Codes::int8_int4) convert<Config, DType::int8, DType::int4>(p, plan, shared, which);
     } else {
         __trap();  // int4 always has a scale for each key: Sm90Plan::token_scales
     }

@@ -45,7 +45,8 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
         ptx::lower_registers<Config::kProducerRegisters>();
         if (warp == 0) run_q_k_loader<Config>(p, plan, shared);
         if constexpr (Config::kHasCodes) {
-            if (warp % 2 == 1) QueryConverter<Config>(p, plan, shared, warp / 2).run();
+            if (warp % 2 == 1 && warp / 2 < Config::kConsumers)
+                QueryConverter<Config>(p, plan, shared, warp / 2).run();
         } else {
             if (warp == 1) run_v_loader<Config>(p, plan, shared);
         }
@@ -53,7 +54,7 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
     } else if (warp < 4 * Config::kFirstConsumer) {
         if constexpr (Config::kHasCodes) {
             ptx::lower_registers<Config::kConverterRegisters>();
-            run_converters<Config>(p, plan, shared);
+            run_converters<Config>(p, plan, shared, warp / 4 - 1);
         }
     } else {
         ptx::raise_registers<Config::kConsumerRegisters>();

@@ -80,7 +80,7 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
 template <Sm90Cache kCache, int kHeadDim>
 void launch_sm90_attention_codes(const AttentionParams& params, const Sm90Plan& plan,
                                  const Sm90Launch& arguments, cudaStream_t stream) {
-    constexpr int kWarpgroups = sm90_code_tiles(kHeadDim).warpgroups;
+    constexpr int kWarpgroups = 2;
     auto run =
         launch_sm90_kernel<AnyFloat16,
                            Sm90Config<kHeadDim, kHeadDim, kWarpgroups, 1, Sm90Feature::few_rows, kCache>>;
@@ -93,6 +93,13 @@ void launch_sm90_attention_codes(const AttentionParams& params, const Sm90Plan& 
     if (plan.feature == Sm90Feature::alibi)
         run = launch_sm90_kernel<AnyFloat16,
                                  Sm90Config<kHeadDim, kHeadDim, kWarpgroups, 1, Sm90Feature::alibi, kCache>>;
+    if (plan.tiles().warpgroups == 1) {
+        run =
+            launch_sm90_kernel<AnyFloat16, Sm90Config<kHeadDim, kHeadDim, 1, 1, Sm90Feature::sinks, kCache>>;
+        if (plan.feature == Sm90Feature::splits)
+            run = launch_sm90_kernel<AnyFloat16,
+                                     Sm90Config<kHeadDim, kHeadDim, 1, 1, Sm90Feature::splits, kCache>>;
+    }
     run(params, plan, arguments, stream);
 }
 

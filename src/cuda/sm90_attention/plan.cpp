@@ -74,10 +74,13 @@ int32_t choose_tiles(const AttentionParams& p, const Gpu& gpu, int32_t heads) {
     return best;
 }
 
-// Returns the row of kSm90CodeTiles that serves the problem; -1 if there is none.
-int32_t find_code_tiles(const AttentionParams& p) {
+// Returns the row of kSm90CodeTiles that serves the problem; -1 if there is none. Instances for one block of
+// rows serve where no sequence has more.
+int32_t find_code_tiles(const AttentionParams& p, int32_t heads) {
+    const bool one_block = int64_t{p.seqlen_q} * heads <= kGroupRows && !p.alibi_slopes && !p.has_tree_mask;
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90CodeTiles)); ++row) {
-        if (kSm90CodeTiles[row].head_dim >= p.head_dim) return row;
+        const Sm90Tiles& tiles = kSm90CodeTiles[row];
+        if (tiles.head_dim >= p.head_dim && tiles.warpgroups == (one_block ? 1 : 2)) return row;
     }
     return -1;
 }
@@ -163,7 +166,8 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (p.ranges) return plan.num_splits > 0 ? Sm90Feature::split_ranges : Sm90Feature::ranges;
     if (plan.num_splits > 0) return Sm90Feature::splits;
     const Sm90Tiles& tiles = plan.tiles();
-    if (plan.codes != Codes::none) return Sm90Feature::few_rows;  // over codes it serves all other calls
+    // Over codes, one instance serves all other calls.
+    if (plan.codes != Codes::none) return tiles.warpgroups == 1 ? Sm90Feature::sinks : Sm90Feature::few_rows;
     if (plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas)) return Sm90Feature::few_rows;
     if (p.sinks || p.attention_chunk.divisor > 0) return Sm90Feature::sinks;
     return Sm90Feature::none;
@@ -175,7 +179,9 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const int32_t num_clusters = gpu.num_sms / tiles.ctas;
     plan.order = order_row_tiles(p, gpu, tiles.row_blocks(), tiles.ctas, plan.heads);
     if (plan.feature != Sm90Feature::beside && !plan.has_blocks()) {
-        plan.few_rows = may_have_few_rows(p, tiles, plan.heads, plan.codes != Codes::none);
+        const bool has_codes = plan.codes != Codes::none;
+        plan.few_rows =
+            !(has_codes && tiles.warpgroups == 1) && may_have_few_rows(p, tiles, plan.heads, has_codes);
         choose_splits(p, gpu, plan);
         plan.feature = choose_feature(p, plan);
     }
@@ -273,7 +279,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         plan.feature = p.block_mask.size == 128 ? Sm90Feature::blocks : Sm90Feature::small_blocks;
     } else {
         plan.row = beside      ? find_tiles_beside(p)
-                   : has_codes ? find_code_tiles(p)
+                   : has_codes ? find_code_tiles(p, plan.heads)
                                : choose_tiles(p, gpu, plan.heads);
     }
     if (plan.row < 0 && has_codes)

@@ -45,7 +45,7 @@ struct Sm90Plan {
     }
     bool has_blocks() const { return feature == Sm90Feature::blocks || feature == Sm90Feature::small_blocks; }
     Grid grid() const { return {num_ctas}; }
-    int32_t threads() const { return 128 * (tiles().warpgroups + 1 + (codes != Codes::none)); }
+    int32_t threads() const { return 128 * (codes != Codes::none ? 4 : tiles().warpgroups + 1); }
     int64_t workspace_bytes() const { return partial_bytes + num_counters * int64_t{sizeof(uint32_t)}; }
 };
 

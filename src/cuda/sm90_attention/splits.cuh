@@ -80,8 +80,8 @@ class Sm90Split {
 
   private:
     // How many splits and columns are loaded together: as many as registers allow.
-    static constexpr int kAtOnce = Config::kValueDim <= 128 && Config::kConsumers == 2 ? 4 : 2;
-    static constexpr int kColumns = Config::kConsumers == 2 ? 32 : 16;
+    static constexpr int kAtOnce = Config::kValueDim <= 128 && Config::kConsumers <= 2 ? 4 : 2;
+    static constexpr int kColumns = Config::kConsumers <= 2 ? 32 : 16;
 
     __device__ bool arrive() const {
         const uint32_t last = plan_.num_splits - 1;

@@ -47,10 +47,13 @@ constexpr Sm90Tiles kSm90Tiles[] = {
 
 constexpr int kSm90MostHeadDim = std::rbegin(kSm90Tiles)->head_dim;
 
-// The same over pages of codes, which one more warpgroup turns into tiles of 16-bit numbers.
+// The same over pages of codes, which one more warpgroup turns into tiles of 16-bit numbers. Where row tiles
+// have one block of rows, as drafts do, the registers of the second consumer serve a second such warpgroup.
 constexpr Sm90Tiles kSm90CodeTiles[] = {
     {64, 64, 2, 1, 128, 4, 4, 2, false, 0},
+    {64, 64, 1, 1, 128, 6, 6, 2, false, 0},
     {128, 128, 2, 1, 96, 3, 3, 2, true, 0},
+    {128, 128, 1, 1, 96, 4, 4, 2, true, 0},
 };
 
 // The tiles of the kernel that leaves part of its SM to CTAs of another kernel (Sm90Feature::beside): they
@@ -83,9 +86,9 @@ constexpr Sm90Tiles sm90_tiles(int head_dim, int value_dim, int warpgroups, int 
     return {};
 }
 
-constexpr Sm90Tiles sm90_code_tiles(int head_dim) {
+constexpr Sm90Tiles sm90_code_tiles(int head_dim, int warpgroups) {
     for (const Sm90Tiles& tiles : kSm90CodeTiles) {
-        if (tiles.head_dim == head_dim) return tiles;
+        if (tiles.head_dim == head_dim && tiles.warpgroups == warpgroups) return tiles;
     }
     return {};
 }
@@ -146,13 +149,13 @@ struct Sm90Config {
     static constexpr bool kBlocks = kFeature_ == Sm90Feature::blocks || kSmallBlocks;
     static constexpr bool kHasCodes = kCache_ != Sm90Cache::numbers;
     static constexpr bool kTokenScales = kCache_ == Sm90Cache::codes_of_tokens;
-    static constexpr Sm90Tiles kTiles = kHasCodes ? sm90_code_tiles(kHeadDim_)
+    static constexpr Sm90Tiles kTiles = kHasCodes ? sm90_code_tiles(kHeadDim_, kConsumers_)
                                         : kBeside ? kSm90TilesBeside
                                         : kBlocks ? sm90_block_tiles(kHeadDim_, kSmallBlocks ? 64 : 128)
                                                   : sm90_tiles(kHeadDim_, kValueDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
-    static_assert(!kHasCodes || (kConsumers_ == 2 && kCtas_ == 1), "a warp for the queries of each consumer");
+    static_assert(!kHasCodes || (kConsumers_ <= 2 && kCtas_ == 1), "a warp for the queries of each consumer");
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
     static_assert(kValueDim <= kHeadDim, "a result lies where its queries were");
     static constexpr int kConsumers = kConsumers_;
@@ -179,14 +182,20 @@ struct Sm90Config {
     static constexpr int kStages = kTiles.stages, kVStages = kTiles.v_stages;
     static constexpr int kQSlots = kTiles.q_slots;
     static constexpr int kGroupRows = kSm90GroupRows;
+    // Over codes: the warpgroups that convert. One converts K and V, and of two, each one of these.
+    static constexpr int kConverters = kHasCodes ? 3 - kConsumers : 0;
+    // Whether consumers order the numbers that converters wrote before their own products. The fence waits
+    // for loads that are under way: converters, of which one has two tiles on their way, would wait for
+    // these.
+    static constexpr bool kConsumersFence = kConverters == 2;
     // The order of warpgroups: the producer, over codes the converters, and the consumers.
-    static constexpr int kFirstConsumer = kHasCodes ? 2 : 1;
+    static constexpr int kFirstConsumer = 1 + kConverters;
     static constexpr int kThreads = 128 * (kFirstConsumer + kConsumers);
-    // How many warps hand on a tile of K or V: one of the producer, or all four converters.
+    // How many warps hand on a tile of K or V: one of the producer, or all four of a converter.
     static constexpr int kTileArrivals = kHasCodes ? 4 : 1;
-    // How many warps take work besides those of the consumers: all of each producer's but the one that hands
-    // it out, and those of the converters.
-    static constexpr int kOtherTakers = kHasCodes ? 3 + 4 : 3 * kCtas_ - 1;
+    // How many warps take work besides those of the consumers: the one that stores results, over codes those
+    // that convert queries, K and V, and otherwise all of each producer's but the one that hands it out.
+    static constexpr int kOtherTakers = kHasCodes ? 1 + kConsumers + 4 * kConverters : 3 * kCtas_ - 1;
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kBlockColumns = kSm90BlockColumns;
     static constexpr int kColumnBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;
@@ -200,15 +209,18 @@ struct Sm90Config {
     // How many registers a thread setmaxnreg leaves the producer and gives the consumers: out of the SM's 64
     // K, or (beside another kernel) out of those that the kernel starts with.
     static constexpr int kProducerRegisters = kBeside || kHasCodes ? 24 : kConsumers >= 3 ? 32 : 40;
-    static constexpr int kConverterRegisters = 88;
-    static constexpr int kConsumerRegisters = kBeside           ? 152
-                                              : kHasCodes       ? 200
-                                              : kConsumers == 4 ? 112
-                                              : kConsumers == 3 ? 160
-                                                                : 232;
+    static constexpr int kConverterRegisters = kConverters == 2 ? 128 : 88;
+    static constexpr int kConsumerRegisters = kBeside            ? 152
+                                              : kConverters == 2 ? 232
+                                              : kHasCodes        ? 200
+                                              : kConsumers == 4  ? 112
+                                              : kConsumers == 3  ? 160
+                                                                 : 232;
     static_assert(!kBeside || kProducerRegisters + kConsumers * kConsumerRegisters <=
                                   (kConsumers + 1) * kSm90RegistersBeside);
-    static_assert(!kHasCodes || kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters <= 512);
+    static_assert(!kHasCodes ||
+                  kProducerRegisters + kConverters * kConverterRegisters + kConsumers * kConsumerRegisters <=
+                      512);
     // Whether the code between two row tiles is kept short, at the cost of registers that other kernels lack.
     static constexpr bool kShortEnds = !kAlibi && !kDropout && !kSplits && kCtas == 1;
     static constexpr int kFewRowTiles =
