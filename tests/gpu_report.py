@@ -169,7 +169,7 @@ KNOWN_RACES = (
         4,
         "Barriers weights_full and weights_empty order them, both ways: see racecheck in "
         "docs/notebook/attention_backward.md.",
-        instances="Config<\\(int\\)[56],",
+        instances="Config<\\(int\\)[567],",
         of_each=True,
         places=2,
     ),

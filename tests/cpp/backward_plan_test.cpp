@@ -131,6 +131,21 @@ TEST(BackwardPlan, SumsOfDqTakeTurnsInLongCalls) {
     }
 }
 
+// Head dim 192: each block of 32 columns has some, and dQ is summed. Others have no such sums there.
+TEST(BackwardPlan, ClustersShareTheKeysOfHeadDim192) {
+    for (int64_t head_dim : {136, 160, 168, 192}) {
+        const Explanation text = explain(backward_of(dense(shape_of(head_dim))), "h100");
+        const bool pairs = head_dim > 160;
+        EXPECT_EQ(text.kernel, pairs ? "sm90_backward<bfloat16, head_dim 192>"
+                                     : "sm90_backward<bfloat16, head_dim 192, deterministic>");
+        EXPECT_EQ(field(text, "num_key_tiles"), pairs ? "16" : "32");  // of 128, or of 64
+        EXPECT_EQ(field(text, "num_ctas"), std::to_string(32 * 8));    // KV heads
+        const int64_t rows = std::stoll(field(text, "num_rows"));
+        EXPECT_EQ(field(text, "workspace_bytes"),
+                  std::to_string(128 + rows * 32 * (2 * 16 + (pairs ? 192 * 4 : 0))));
+    }
+}
+
 TEST(BackwardPlan, ACtaAnSmTakesTilesOfKeys) {
     Shape shape = shape_of(128);
     shape.batch = 3;

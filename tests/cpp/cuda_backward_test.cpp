@@ -197,7 +197,7 @@ TEST_P(CudaBackwardTest, InTurnsAgainstTheCpu) {
 // For a box of rows that lies outside an array altogether, the copy engine reads the address from which it
 // counts rows, and that lies before the array.
 TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
-    for (int64_t head_dim : {64, 96, 128, 160, 256}) {
+    for (int64_t head_dim : {64, 96, 128, 160, 168, 192, 256}) {
         for (Kind kind : {Kind::causal, Kind::deterministic})
             compare_with_the_cpu(head_dim, head_dim, true, kind, ArrayPlace::behind_a_gap);
     }
@@ -205,8 +205,8 @@ TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
 
 // By Hopper's kernel where both are equally many blocks of 64 columns.
 TEST(CudaBackward, ValuesHaveADimOfTheirOwn) {
-    constexpr std::pair<int64_t, int64_t> kDims[] = {{192, 128}, {128, 120}, {72, 40},  {80, 96},
-                                                     {96, 104},  {40, 64},   {96, 256}, {200, 248}};
+    constexpr std::pair<int64_t, int64_t> kDims[] = {{192, 128}, {128, 120}, {72, 40},  {80, 96},  {96, 104},
+                                                     {192, 168}, {40, 64},   {96, 256}, {200, 248}};
     for (const auto& [head_dim, value_dim] : kDims) {
         for (Kind kind : {Kind::full, Kind::causal, Kind::prefix, Kind::alibi, Kind::symmetric, Kind::dropout,
                           Kind::deterministic, Kind::sinks, Kind::blocks, Kind::ranges}) {
@@ -219,7 +219,7 @@ TEST(CudaBackward, ValuesHaveADimOfTheirOwn) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, CudaBackwardTest,
-    ::testing::Combine(::testing::Values(64, 96, 128, 160, 256), ::testing::Bool(),
+    ::testing::Combine(::testing::Values(64, 96, 128, 160, 192, 256), ::testing::Bool(),
                        ::testing::Values(Kind::full, Kind::causal, Kind::window, Kind::chunks, Kind::prefix,
                                          Kind::softcap, Kind::alibi, Kind::symmetric, Kind::symmetric_dropout,
                                          Kind::symmetric_blocks, Kind::dropout, Kind::deterministic,

@@ -65,6 +65,19 @@ __device__ __forceinline__ void store_cluster_async(uint32_t address, int4 x, ui
 #endif
 }
 
+// Copies contiguous bytes, a multiple of 16, of this CTA's shared memory to another CTA's; they count towards
+// `barrier`, in the same CTA as `address`.
+__device__ __forceinline__ void bulk_copy_cluster(uint32_t address, uint32_t shared, uint32_t bytes,
+                                                  uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            address),
+        "r"(shared), "r"(bytes), "r"(barrier)
+        : "memory");
+#endif
+}
+
 __device__ __forceinline__ void store_cluster_float2(uint32_t address, float2 x) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "cuda/ptx/exp2.h"
-#include "cuda/ptx/reduce.h"
 #include "cuda/sm90_backward/alibi.cuh"
 #include "cuda/sm90_backward/dropout.cuh"
 #include "cuda/sm90_backward/kept_steps.cuh"
@@ -19,7 +18,7 @@ namespace octavo::cuda {
 template <class T, class Config>
 class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     using Base = Sm90KeyRows<T, Config>;
-    using Base::kScores, Base::kPairs, Base::kSums;
+    using Base::kScores, Base::kPairs, Base::kSums, Base::kDqSums;
     using Base::p_, Base::plan_, Base::work_, Base::shared_, Base::group_, Base::at_;
     using Base::row, Base::lane, Base::arrive, Base::add_product, Base::is_masked, Base::mask;
 
@@ -71,7 +70,6 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
 
   private:
     using ProductOfQueries = ptx::Wgmma<T, Config::kDqColumns>;
-    static constexpr int kDqSums = Config::kDqColumns / 2;
     using Step = std::conditional_t<
         Config::kBlocks, Sm90KeptWalk<Config>,
         std::conditional_t<Config::kOrdered, Sm90TurnStep<Config>, Sm90BackwardStep<Config>>>;
@@ -178,7 +176,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                     slope_gradient.add(scores, products, p_, plan_, work_, this->key_tile(), step, row());
             }
             if (!Config::kHeld) wait_for_ds_slot(at, is_first);
-            store_gradients(gradients, shared_.ds_slot(at.slot));
+            this->store_gradients(gradients, shared_.ds_slot(at.slot));
             ptx::fence_proxy_async();
             arrive(&shared_.ds_full[at.slot]);
 
@@ -225,7 +223,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         if (is_first) ptx::mbarrier_wait(&shared_.v_full, at_.parity());
         wait_for_ds_slot(at, is_first);
         constexpr uint32_t kZeros[kPairs] = {};
-        store_gradients(kZeros, shared_.ds_slot(at.slot));
+        this->store_gradients(kZeros, shared_.ds_slot(at.slot));
         ptx::fence_proxy_async();
         arrive(&shared_.ds_full[at.slot]);
         if (!is_first) {
@@ -284,18 +282,6 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         }
     }
 
-    __device__ __forceinline__ void store_gradients(const uint32_t (&gradients)[kPairs],
-                                                    unsigned char* ds) const {
-        const int row = this->matrix_row();
-#pragma unroll
-        for (int i = 0; i < Config::kQueries / 16; ++i) {
-            const int column = (i % 4 * 2 + lane() / 16) ^ (lane() % 8);  // 16 bytes wide, swizzled
-            ptx::stmatrix_x4(ds + i / 4 * Config::kDsBlockBytes + row * Config::kDsRowBytes + 16 * column,
-                             gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2],
-                             gradients[4 * i + 3]);
-        }
-    }
-
     // Adds dQ of the step before.
     __device__ __forceinline__ void add_in_turn(const float (&dq)[kDqSums], int32_t place,
                                                 const Step& step) const {
@@ -305,13 +291,8 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         if constexpr (Config::kOrdered) arrive(&shared_.turns.added[group_]);
     }
 
-    // Adds dQ to its sums in workspace, which lie in the order of accumulators.
     __device__ __forceinline__ void add(const float (&dq)[kDqSums], int32_t place) const {
-        float* const to = plan_.dq_sums + int64_t{place} * (Config::kPartQueries * Config::kHeadDim) +
-                          (Config::kParts > 1 ? 0 : group_ * 64 * Config::kDqColumns) + threadIdx.x % 128 * 4;
-#pragma unroll
-        for (int i = 0; i < kDqSums / 4; ++i)
-            ptx::add_to_global(to + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+        this->add_to_sums(dq, this->sums_of(place) + (Config::kParts > 1 ? 0 : group_ * Base::kPartSums));
     }
 };
 

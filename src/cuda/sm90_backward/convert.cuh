@@ -13,13 +13,13 @@
 namespace octavo::cuda {
 
 template <class T, class Config>
-__global__ void __launch_bounds__(128 * Config::kConsumers)
+__global__ void __launch_bounds__(128 * Config::kDqParts)
     convert_dq_kernel(const __grid_constant__ AttentionBackwardParams p,
                       const __grid_constant__ Sm90BackwardLaunch plan) {
     constexpr int kColumns = Config::kDqColumns;
     constexpr int kStride = kColumns + 8;  // between rows in shared memory: eight lie in different banks
     constexpr bool kByRows = Config::kDqByRows;
-    __shared__ __align__(16) T shared_rows[Config::kConsumers][64 * kStride];
+    __shared__ __align__(16) T shared_rows[Config::kDqParts][64 * kStride];
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;

@@ -4,14 +4,16 @@
 // of its keys, of all heads of the group. dK and dV stay in registers; dQ is summed in workspace, in the L2
 // cache where it is small, or has a kernel of its own (query_gradients.cuh).
 //
-// grid: one CTA for each SM; with roles (tiles.h), one for each tile in plan.key_order. Schedule and
-// roofline: docs/kernels/attention_backward.md.
+// grid: one CTA for each SM; with roles (tiles.h), a CTA or a cluster for each tile in plan.key_order.
+// Schedule and roofline: docs/kernels/attention_backward.md.
 #pragma once
 
+#include "cuda/ptx/cluster.h"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/sm90_backward/consumer.cuh"
 #include "cuda/sm90_backward/key_consumer.cuh"
 #include "cuda/sm90_backward/loader.cuh"
+#include "cuda/sm90_backward/pair_consumer.cuh"
 #include "cuda/sm90_backward/role_consumer.cuh"
 #include "cuda/sm90_backward/turns.cuh"
 
@@ -30,6 +32,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             ptx::tma_prefetch_map(map);
     }
     __syncthreads();
+    if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
     // Calls `work_on` for each tile of keys of the CTA, as its loader publishes them. Each warpgroup computes
@@ -70,13 +73,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         });
     } else {
         ptx::raise_registers<Config::kConsumerRegisters>();
-        using Consumer = std::conditional_t<Config::kRoles, Sm90RoleConsumer<T, Config>,
-                                            std::conditional_t<Config::kDqApart, Sm90KeyConsumer<T, Config>,
-                                                               Sm90BackwardConsumer<T, Config>>>;
+        using WithRoles =
+            std::conditional_t<Config::kDqApart, Sm90RoleConsumer<T, Config>, Sm90PairConsumer<T, Config>>;
+        using WithKeys =
+            std::conditional_t<Config::kDqApart, Sm90KeyConsumer<T, Config>, Sm90BackwardConsumer<T, Config>>;
+        using Consumer = std::conditional_t<Config::kRoles, WithRoles, WithKeys>;
         typename Consumer::Rings rings;
         for_each_tile([&](const Sm90BackwardWork<Config>& work, Sm90TileCount at) {
             Consumer(p, plan, work, shared, group - 1, at).run(rings);
         });
+    }
+    if constexpr (Config::kCtas > 1) {
+        __syncwarp();
+        ptx::cluster_barrier_relaxed();  // the other CTA may still write here
     }
 }
 

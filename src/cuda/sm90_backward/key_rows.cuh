@@ -2,6 +2,7 @@
 // over the gradients.
 #pragma once
 
+#include "cuda/ptx/reduce.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
@@ -24,6 +25,7 @@ class Sm90KeyRows {
     static constexpr int kScores = Config::kQueries / 2;
     static constexpr int kPairs = Config::kQueries / 4;  // registers, two 16-bit numbers each
     static constexpr int kSums = Config::kHeadDim / 2;
+    static constexpr int kDqSums = Config::kDqColumns / 2;
     using ProductOfKeys = ptx::Wgmma<T, Config::kQueries>;
     using ProductOfTerms = ptx::Wgmma<bfloat16, Config::kQueries>;
     using ProductOfSums = ptx::Wgmma<T, Config::kHeadDim>;
@@ -49,6 +51,17 @@ class Sm90KeyRows {
         __syncwarp();
         if (lane() == 0) ptx::mbarrier_arrive(barrier);
     }
+    // Sets the results to the terms of each query.
+    __device__ __forceinline__ void multiply_terms(float (&results)[kScores],
+                                                   const BfloatTerms* statistics) const {
+        // All rows have ones in columns 0 to 2, which meet the terms; columns 3 to 5 meet the factor.
+        const int pair = lane() % 4;
+        const uint32_t one = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u;
+        uint32_t factors[4] = {one, one, 0, 0};
+        if constexpr (Config::kAlibi) add_distances(factors, row());
+        ProductOfTerms::rs_keys(results, factors,
+                                ptx::wgmma_descriptor_plain(ptx::shared_address(statistics)), false);
+    }
     // Multiplies this warpgroup's rows of K or V by a tile of Q or dO, and adds the terms of each query.
     template <bool kTerms, class Statistics>
     __device__ __forceinline__ void multiply(float (&results)[kScores], const unsigned char* keys,
@@ -57,15 +70,7 @@ class Sm90KeyRows {
         const uint64_t a = descriptor(ptx::shared_address(keys) + first_row() * Config::kRowBytes, 0);
         const uint64_t b = descriptor(ptx::shared_address(queries), 0);
         ptx::wgmma_fence();
-        if constexpr (kTerms) {
-            // All rows have ones in columns 0 to 2, which meet the terms; columns 3 to 5 meet the factor.
-            const int pair = lane() % 4;
-            const uint32_t one = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u;
-            uint32_t factors[4] = {one, one, 0, 0};
-            if constexpr (Config::kAlibi) add_distances(factors, row());
-            ProductOfTerms::rs_keys(results, factors,
-                                    ptx::wgmma_descriptor_plain(ptx::shared_address(statistics)), false);
-        }
+        if constexpr (kTerms) multiply_terms(results, statistics);
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
             constexpr int kSteps = Config::kBlockColumns / 16;  // of a block
@@ -160,6 +165,32 @@ class Sm90KeyRows {
             auto pair = [&](int j) { return pack<T>(sums[8 * i + j] * scale, sums[8 * i + j + 1] * scale); };
             ptx::stmatrix_x4(tile + place, pair(0), pair(2), pair(4), pair(6));
         }
+    }
+    // Writes dS of this warpgroup's keys to a tile [keys][queries].
+    __device__ __forceinline__ void store_gradients(const uint32_t (&gradients)[kPairs],
+                                                    unsigned char* ds) const {
+        const int row = matrix_row();
+#pragma unroll
+        for (int i = 0; i < Config::kQueries / 16; ++i) {
+            const int column = (i % 4 * 2 + lane() / 16) ^ (lane() % 8);  // 16 bytes wide, swizzled
+            ptx::stmatrix_x4(ds + i / 4 * Config::kDsBlockBytes + row * Config::kDsRowBytes + 16 * column,
+                             gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2],
+                             gradients[4 * i + 3]);
+        }
+    }
+
+    // The sums of a tile of dQ in workspace.
+    __device__ float* sums_of(int32_t place) const {
+        return plan_.dq_sums + int64_t{place} * (Config::kPartQueries * Config::kHeadDim);
+    }
+    // Adds parts of a tile of dQ to their sums, which lie in the order of accumulators.
+    static constexpr int kPartSums = 64 * Config::kDqColumns;
+    template <int kCount>
+    __device__ __forceinline__ void add_to_sums(const float (&dq)[kCount], float* part) const {
+        float* const to = part + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int i = 0; i < kCount / 4; ++i)
+            ptx::add_to_global(to + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
     // Tells the storer that this warp's gradients are written, and the loader that the facts were read.
     __device__ __forceinline__ void hand_over() const {

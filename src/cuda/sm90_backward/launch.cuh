@@ -24,7 +24,7 @@ void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPl
                            32 * kRowsPerBlock, true};
     launch<prepare_backward_kernel<T, Config>>(p.op, device, stream, rows, p, arguments);
     if (p.dsinks) launch_sink_gradients(p, arguments.sinks, stream);
-    const LaunchShape keys{dim3(plan.num_ctas), Config::kThreads, true};
+    const LaunchShape keys{dim3(plan.num_ctas), Config::kThreads, true, Config::kCtas};
     launch<sm90_backward_kernel<T, Config>, kSharedBytes>(p.op, device, stream, keys, p, arguments);
     if constexpr (Config::kDqApart) {
         const LaunchShape queries{dim3(static_cast<unsigned>(plan.query_order.num_ctas())),
@@ -33,7 +33,7 @@ void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPl
             p.op, device, stream, queries, p, arguments);
     } else {
         const LaunchShape tiles{dim3(static_cast<unsigned>(plan.num_rows / Config::kQueries), p.num_q_heads),
-                                128 * Config::kConsumers, true};
+                                128 * Config::kDqParts, true};
         launch<convert_dq_kernel<T, Config>>(p.op, device, stream, tiles, p, arguments);
     }
     if (Config::kAlibi && p.dalibi_slopes)

@@ -2,6 +2,7 @@
 // statistics as far ahead of the consumers as the slots allow; the storer takes dK and dV away.
 #pragma once
 
+#include "cuda/ptx/cluster.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_backward/kept_steps.cuh"
 #include "cuda/sm90_backward/shared.cuh"
@@ -26,6 +27,35 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
             ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full, Config::kBlockColumns * block,
                           work.kv_head, plan.k_edge - seqlen_k + work.first_key, work.k_begin + seqlen_k,
                           p.cu_seqlens_k ? 0 : work.batch);
+        }
+    };
+    auto load_columns = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full, int first_block,
+                            int blocks, int32_t first_key) {
+        const int32_t seqlen_k = work.seq.see.seqlen_k;
+#pragma unroll
+        for (int block = 0; block < blocks; ++block) {
+            ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full,
+                          Config::kBlockColumns * (first_block + block), work.kv_head,
+                          plan.k_edge - seqlen_k + first_key, work.k_begin + seqlen_k,
+                          p.cu_seqlens_k ? 0 : work.batch);
+        }
+    };
+    // In a cluster, keys of which there are none are not asked for (ptx/tma.h); consumers clear them.
+    auto load_keys_of_cluster = [&] {
+        constexpr int kBlocks = Config::kOwnBlocks, kBytes = kBlocks * Config::kKeyBlockBytes;
+        const int first_block = ptx::cluster_rank() * kBlocks;
+        const bool own = work.num_keys > 0, other = work.num_other_keys() > 0;
+        ptx::mbarrier_arrive_expect(&shared.k_full,
+                                    (own ? Config::kKeyTileBytes + kBytes : 0) + (other ? kBytes : 0));
+        ptx::mbarrier_arrive_expect(&shared.v_full, own ? Config::kKeyTileBytes : 0);
+        if (own) {
+            load_columns(shared.k_rows(), plan.k, &shared.k_full, 0, Config::kColumnBlocks, work.first_key);
+            load_columns(shared.v_rows(), plan.v, &shared.v_full, 0, Config::kColumnBlocks, work.first_key);
+            load_columns(shared.own_keys(), plan.k, &shared.k_full, first_block, kBlocks, work.first_key);
+        }
+        if (other) {
+            load_columns(shared.other_keys(), plan.k, &shared.k_full, first_block, kBlocks,
+                         work.first_other_key());
         }
     };
     // The first query of the sequence, in workspace and in the tensors.
@@ -53,15 +83,30 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                 ptx::bulk_load(statistics + part * Config::kPartQueries,
                                static_cast<const char*>(from) + int64_t{row} * kBytes,
                                Config::kPartQueries * kBytes, full);
+                // Each CTA of a cluster brings half of the columns for both.
+                if constexpr (Config::kCtas > 1) {
+                    const int first_block = ptx::cluster_rank() * Config::kOwnBlocks;
 #pragma unroll
-                for (int block = 0; block < Config::kColumnBlocks; ++block) {
-                    ptx::tma_load(tile + block * Config::kQueryBlockBytes +
-                                      part * Config::kPartQueries * Config::kRowBytes,
-                                  &map, full, Config::kBlockColumns * block, head, place, shift, q_outer);
+                    for (int i = 0; i < Config::kOwnBlocks; ++i) {
+                        const int block = first_block + i;
+                        ptx::tma_load_multicast(tile + block * Config::kQueryBlockBytes, &map, full,
+                                                (1 << Config::kCtas) - 1, Config::kBlockColumns * block, head,
+                                                place, shift, q_outer);
+                    }
+                } else {
+#pragma unroll
+                    for (int block = 0; block < Config::kColumnBlocks; ++block) {
+                        ptx::tma_load(tile + block * Config::kQueryBlockBytes +
+                                          part * Config::kPartQueries * Config::kRowBytes,
+                                      &map, full, Config::kBlockColumns * block, head, place, shift, q_outer);
+                    }
                 }
             };
             if (kLoadingLanes >> lane & 1) {
-                ptx::mbarrier_wait(&shared.q_empty[stage], step.parity() ^ 1);
+                // In a cluster, the last slots are free once K and V, which lie there first, are in
+                // registers.
+                const bool had_keys = Config::kCtas > 1 && stage == Config::kStages - 1;
+                ptx::mbarrier_wait(&shared.q_empty[stage], had_keys ? step.parity() : step.parity() ^ 1);
                 if constexpr (Config::kBlocks) {
                     const bool is_q = lane < Config::kParts;
                     load(is_q ? shared.q[stage] : shared.dout[stage], is_q ? plan.q : plan.dout,
@@ -78,8 +123,12 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
         }
         if (is_first && leads) {
             ptx::mbarrier_wait(&shared.keys_empty, at.parity() ^ 1);
-            load_keys(shared.k, plan.k, &shared.k_full);
-            load_keys(shared.v, plan.v, &shared.v_full);
+            if constexpr (Config::kCtas > 1) {
+                load_keys_of_cluster();
+            } else {
+                load_keys(shared.k, plan.k, &shared.k_full);
+                load_keys(shared.v, plan.v, &shared.v_full);
+            }
         }
     } while (step.is_left());
 }
@@ -101,9 +150,11 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
     // their number were that of the CTA.
     if constexpr (Config::kOrdered) take(0);
 #pragma unroll 1
-    while (cta_tile < plan.key_order.num_ctas()) {
+    while (cta_tile < plan.key_order.num_ctas() * Config::kCtas) {
         const Sm90BackwardWork<Config> work(p, plan, cta_tile);
-        if (work.num_keys > 0) {
+        bool has_keys = work.num_keys > 0;
+        if constexpr (Config::kCtas > 1) has_keys = work.cluster_keys > 0;
+        if (has_keys) {
             auto step = [&] {
                 if constexpr (Config::kBlocks) {
                     return Sm90KeptStepFinder<Config>(p, plan, work, shared, next_step);
@@ -147,8 +198,9 @@ __device__ __forceinline__ void run_backward_storer(const Sm90BackwardLaunch& pl
         ptx::mbarrier_wait(&shared.gradients_full, at.parity());
         const int32_t place = plan.k_edge - tile.see.seqlen_k + tile.first_key;
         const int32_t shift = tile.k_begin + tile.see.seqlen_k;
+        const bool any = Config::kCtas == 1 || tile.first_key < tile.see.seqlen_k;
 #pragma unroll
-        for (int block = 0; block < Config::kColumnBlocks; ++block) {
+        for (int block = 0; block < (any ? Config::kColumnBlocks : 0); ++block) {
             ptx::tma_store(&plan.dv, shared.dv_out() + block * Config::kKeyBlockBytes,
                            Config::kBlockColumns * block, tile.kv_head, place, shift, tile.batch);
             ptx::tma_store(&plan.dk, shared.dk_out() + block * Config::kKeyBlockBytes,

@@ -35,11 +35,13 @@ std::string name_of(DType dtype, const Sm90BackwardTiles& tiles, Sm90BackwardFea
     return name + ">";
 }
 
-// The first row that serves; the last serves every call without a feature. -1: no row has the feature.
-int32_t find_tiles(int32_t head_dim, bool deterministic, Sm90BackwardFeature feature) {
+// The first row that serves; the last serves every call without a feature. -1: no row has the feature. Each
+// block of columns has some of either head dim, since no box may lie outside an array altogether (ptx/tma.h).
+int32_t find_tiles(const AttentionBackwardParams& p, bool deterministic, Sm90BackwardFeature feature) {
     for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) {
-        if (tiles.head_dim >= head_dim && (tiles.dq_apart() || !deterministic) &&
-            has_instance(tiles, feature))
+        if (tiles.head_dim >= std::max(p.head_dim, p.head_dim_v) &&
+            tiles.head_dim - tiles.block_columns() < std::min(p.head_dim, p.head_dim_v) &&
+            (tiles.dq_apart() || !deterministic) && has_instance(tiles, feature))
             return static_cast<int32_t>(&tiles - kSm90BackwardTiles);
     }
     return -1;
@@ -73,8 +75,8 @@ TileOrder make_order(const AttentionBackwardParams& p, const Gpu& gpu, int64_t n
 
 // Tiles of keys over the batch; a bound where it is packed.
 int64_t count_key_tiles(const AttentionBackwardParams& p, const Sm90BackwardTiles& tiles) {
-    const int64_t num_tiles = p.batch * ceil_divide(p.seqlen_k, tiles.keys());
-    return p.cu_seqlens_k ? std::min<int64_t>(num_tiles, p.total_k / tiles.keys() + p.batch) : num_tiles;
+    const int64_t num_tiles = p.batch * ceil_divide(p.seqlen_k, tiles.cluster_keys());
+    return p.cu_seqlens_k ? std::min<int64_t>(num_tiles, p.total_k / tiles.cluster_keys() + p.batch) : num_tiles;
 }
 
 TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, const Sm90BackwardTiles& tiles) {
@@ -155,9 +157,8 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                    : alibi   ? Sm90BackwardFeature::alibi
                    : blocks  ? Sm90BackwardFeature::blocks
                              : Sm90BackwardFeature::none;
-    const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
     if (p.deterministic && plan.feature == Sm90BackwardFeature::none) {
-        plan.row = find_tiles(head_dim, false, Sm90BackwardFeature::ordered);
+        plan.row = find_tiles(p, false, Sm90BackwardFeature::ordered);
         if (plan.row >= 0) {
             if (const auto turns = find_turns(p, gpu, plan.tiles(), in_turns_even_if_short)) {
                 plan.feature = Sm90BackwardFeature::ordered;
@@ -166,14 +167,14 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
         }
     }
     if (plan.feature != Sm90BackwardFeature::ordered)
-        plan.row = find_tiles(head_dim, p.deterministic, plan.feature);
+        plan.row = find_tiles(p, p.deterministic, plan.feature);
     if (plan.row < 0)
         return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",
                       to_string(plan.feature));
     const Sm90BackwardTiles& tiles = plan.tiles();
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
-    plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.keys()));
+    plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.cluster_keys()));
     const int64_t num_key_tiles = count_key_tiles(p, tiles);
     if (tiles.dq_apart()) {
         int64_t num_query_tiles = p.batch * ceil_divide(p.seqlen_q, kSm90GradientQueries);
@@ -195,7 +196,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     plan.key_order = order_key_tiles(p, gpu, tiles);
     if (plan.feature == Sm90BackwardFeature::ordered)
         plan.turn_bytes = plan.num_rows / tiles.queries * p.num_q_heads * tiles.warpgroups * sizeof(int32_t);
-    const int64_t num_ctas = plan.key_order.num_ctas();
+    const int64_t num_ctas = tiles.ctas() * plan.key_order.num_ctas();
     plan.num_ctas =
         static_cast<int32_t>(tiles.persistent() ? std::min<int64_t>(num_ctas, gpu.num_sms) : num_ctas);
     if (tiles.dq_apart()) {
@@ -225,7 +226,7 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     const Sm90BackwardTiles& tiles = plan.tiles();
     Explanation text;
     text.kernel = name_of(plan.dtype, tiles, plan.feature);
-    text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.keys(), " keys x ",
+    text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.cluster_keys(), " keys x ",
                            counted(plan.num_kv_heads, "KV head"), ", between prepare_backward_kernel and ",
                            tiles.dq_apart() ? "sm90_query_gradients_kernel" : "convert_dq_kernel",
                            plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "",

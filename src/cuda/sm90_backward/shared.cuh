@@ -74,19 +74,23 @@ __device__ __forceinline__ uint32_t turn_parity(int32_t step) { return static_ca
 
 template <class Config>
 struct Sm90BackwardShared {
+    static constexpr bool kPairs = Config::kCtas > 1;
+
     // Statistics come first, since compute-sanitizer believes that a product with terms reads twice the
     // bytes: its second eight columns are the first ones again.
     alignas(1024) typename Config::Lse lse[Config::kStages][Config::kQueries];
     alignas(1024) typename Config::Delta delta[Config::kStages][Config::kQueries];
-    alignas(1024) unsigned char k[Config::kKeyTileBytes];  // unless persistent, dK at the end
-    alignas(1024) unsigned char v[Config::kKeyTileBytes];  // unless persistent, dV at the end
+    // In a cluster, `k` are own_keys() and other_keys().
+    alignas(1024) unsigned char k[Config::kKeyTileBytes];                // with roles, dK at the end
+    alignas(1024) unsigned char v[kPairs ? 16 : Config::kKeyTileBytes];  // with roles, dV at the end
     alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
-    // Slots of kDsTileBytes. If persistent, dV and behind it dK lie here at the end of a tile of keys.
+    // Slots of kDsTileBytes: in a cluster, dS of this CTA's keys and of the other's. If persistent, dV and
+    // behind it dK lie here at the end of a tile of keys.
     alignas(1024) unsigned char ds[Config::kDsBytes];
     // With roles, weights on their way from one warpgroup to the other, as its lanes hold them.
-    alignas(16)
-        uint4 weights[Config::kRoles ? Config::kStages : 1][Config::kRoles ? Config::kQueries / 16 * 128 : 1];
+    alignas(16) uint4
+        weights[Config::kRoles ? Config::kWeightSlots : 1][Config::kRoles ? Config::kQueries / 16 * 128 : 1];
     // Which weights dropout leaves out: each key has a bit for each query.
     alignas(
         16) uint32_t dropped[Config::kDropout ? Config::kStages : 1][Config::kKeys][Config::kQueries / 32];
@@ -99,14 +103,22 @@ struct Sm90BackwardShared {
     uint64_t k_full, v_full, keys_empty, gradients_full, gradients_empty;
     uint64_t q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dropped_full[Config::kStages];
-    uint64_t weights_full[Config::kStages], weights_empty[Config::kStages];
+    uint64_t weights_full[Config::kWeightSlots], weights_empty[Config::kWeightSlots];
     uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
     Sm90KeptSteps<Config> kept;
     Sm90TurnBarriers<Config> turns;
 
     __device__ unsigned char* ds_slot(int slot) { return ds + slot * Config::kDsTileBytes; }
-    __device__ unsigned char* dv_out() { return Config::kPersistent ? ds : v; }
-    __device__ unsigned char* dk_out() { return Config::kPersistent ? ds + Config::kKeyTileBytes : k; }
+    // In a cluster: the columns of dQ that the CTA sums, of its own keys and of the other's.
+    __device__ unsigned char* own_keys() { return k; }
+    __device__ unsigned char* other_keys() { return k + Config::kOwnBlocks * Config::kKeyBlockBytes; }
+    // From there K and V are read to registers.
+    __device__ unsigned char* k_rows() { return dout[Config::kStages - 1]; }
+    __device__ unsigned char* v_rows() { return q[Config::kStages - 1]; }
+    __device__ unsigned char* dv_out() { return Config::kPersistent ? ds : kPairs ? q[0] : v; }
+    __device__ unsigned char* dk_out() {
+        return Config::kPersistent ? ds + Config::kKeyTileBytes : kPairs ? dout[0] : k;
+    }
 
     __device__ void init() {
         for (int i = 0; i < kTileSlots; ++i) {
@@ -124,54 +136,67 @@ struct Sm90BackwardShared {
         for (int i = 0; i < Config::kStages; ++i) {
             ptx::mbarrier_init(&q_full[i], 1);
             ptx::mbarrier_init(&dout_full[i], 1);
-            ptx::mbarrier_init(&q_empty[i], Config::kConsumerWarps);
+            ptx::mbarrier_init(&q_empty[i], Config::kConsumerWarps * Config::kCtas);
             ptx::mbarrier_init(&dropped_full[i], Config::kDrawingWarps);
+            if (i >= Config::kWeightSlots) continue;
             ptx::mbarrier_init(&weights_full[i], 4);
             ptx::mbarrier_init(&weights_empty[i], 4);
         }
         for (int i = 0; i < Config::kDsSlots; ++i) {
-            ptx::mbarrier_init(&ds_full[i], Config::kConsumerWarps);
-            ptx::mbarrier_init(&ds_empty[i], Config::kConsumerWarps);
+            // In a cluster, one warpgroup of each CTA arrives.
+            ptx::mbarrier_init(&ds_full[i], kPairs ? 4 : Config::kConsumerWarps);
+            ptx::mbarrier_init(&ds_empty[i], kPairs ? 4 * Config::kCtas : Config::kConsumerWarps);
         }
         turns.init();
         ptx::mbarrier_init_fence();
     }
 };
 
+// What the CTAs of a cluster know of each other's keys.
+template <class Config, bool kUsed = (Config::kCtas > 1)>
+struct Sm90ClusterKeys {};
+template <class Config>
+struct Sm90ClusterKeys<Config, true> {
+    int32_t cluster_keys = 0;  // of both CTAs, of which the second may have none
+};
+
 // A tile of keys, and the tiles of queries that the CTA walks for it, one head of the group after the other;
 // where a mask hides blocks, it walks some of the parts of kPartQueries, and tiles are these.
 template <class Config>
-struct Sm90BackwardWork {
+struct Sm90BackwardWork : Sm90ClusterKeys<Config> {
     SequenceSlice seq;
     int32_t batch;
     int32_t kv_head, group_size;
-    int32_t first_key, num_keys;
-    int32_t q_begin, k_begin;  // packed: the sequence's first token; dense: 0
+    int32_t first_key, num_keys;  // of the CTA
+    int32_t q_begin, k_begin;     // packed: the sequence's first token; dense: 0
     int32_t first_tile, num_tiles, num_steps;
     int32_t whole_begin, whole_end;  // the tiles all of whose queries see all keys of the CTA
     int32_t workspace_tile;          // the tile of the sequence's first query
     bool rises;                      // with turns: whether TurnOrder's key tiles rise here
+    static constexpr int kClusterKeys = Config::kKeys * Config::kCtas;
 
-    // num_keys is 0 past the last tile. `cta_tile` is a place in plan.key_order.
+    // There are no keys past the last tile. `cta_tile` is a place in plan.key_order, for each CTA of a
+    // cluster.
     __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
                                 int32_t cta_tile) {
+        const int32_t index = cta_tile / Config::kCtas;
         const TileOrder::Place place = [&] {
             if constexpr (Config::kOrdered) {
-                rises = plan.turn_order.rises(cta_tile);
-                return plan.turn_order.of(cta_tile);
+                rises = plan.turn_order.rises(index);
+                return plan.turn_order.of(index);
             } else {
-                return plan.key_order.of(cta_tile);
+                return plan.key_order.of(index);
             }
         }();
-        const auto [tile, head] = find_head_tile<Config::kKeys>(place, p.cu_seqlens_k, p.batch);
+        const auto [tile, head] = find_head_tile<kClusterKeys>(place, p.cu_seqlens_k, p.batch);
         num_keys = 0;
         if (tile.batch < 0) return;
         batch = tile.batch;
         seq = SequenceSlice::make(p, batch);
         kv_head = head;
         group_size = p.group_size();
-        first_key = tile.index * Config::kKeys;
-        num_keys = max(min(seq.see.seqlen_k - first_key, Config::kKeys), 0);
+        first_key = tile.index * kClusterKeys;
+        num_keys = max(min(seq.see.seqlen_k - first_key, kClusterKeys), 0);
         if (num_keys == 0) return;
         q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
         k_begin = p.cu_seqlens_k ? p.cu_seqlens_k[batch] : 0;
@@ -179,6 +204,12 @@ struct Sm90BackwardWork {
         first_tile = queries.begin / Config::kPartQueries;
         num_tiles = (queries.end + Config::kPartQueries - 1) / Config::kPartQueries - first_tile;
         num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
+        if constexpr (Config::kCtas > 1) {
+            this->cluster_keys = num_keys;
+            const int32_t before = cta_tile % Config::kCtas * Config::kKeys;
+            first_key += before;
+            num_keys = max(min(num_keys - before, Config::kKeys), 0);
+        }
         const QueryRange whole =
             QueryRange::that_see_all(seq.see, seq.seqlen_q, first_key, first_key + Config::kKeys);
         whole_begin = (whole.begin + Config::kPartQueries - 1) / Config::kPartQueries;
@@ -187,6 +218,13 @@ struct Sm90BackwardWork {
             (whole.end + (whole.end == seq.seqlen_q ? Config::kPartQueries - 1 : 0)) / Config::kPartQueries;
         workspace_tile =
             first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch) / Config::kPartQueries;
+    }
+
+    // The keys of the other CTA of a cluster of two.
+    __device__ int32_t first_other_key() const { return first_key ^ Config::kKeys; }
+    __device__ int32_t num_other_keys() const {
+        if constexpr (Config::kCtas > 1) return this->cluster_keys - num_keys;
+        return 0;
     }
 };
 

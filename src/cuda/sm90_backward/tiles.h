@@ -27,9 +27,13 @@ struct Sm90BackwardTiles {
     bool turns;  // one warpgroup at a time issues scores and products, so that the others' exponentials run
     bool roles;  // two warpgroups share 64 keys: one has dV, the other dK
 
+    // A cluster of two CTAs has two such tiles of keys, and each sums half of the columns of dQ over both.
+    constexpr bool pairs() const { return roles && !dq_apart(); }
+    constexpr int ctas() const { return pairs() ? 2 : 1; }
+    constexpr int keys() const { return roles ? 64 : 64 * warpgroups; }  // of a CTA
+    constexpr int cluster_keys() const { return ctas() * keys(); }
     // Tiles lie in shared memory as blocks of these columns.
-    constexpr int block_columns() const { return head_dim % 64 == 0 ? 64 : 32; }
-    constexpr int keys() const { return roles ? 64 : 64 * warpgroups; }
+    constexpr int block_columns() const { return head_dim % 64 != 0 || pairs() ? 32 : 64; }
     constexpr bool dq_apart() const { return ds_slots == 0; }
     constexpr int consumer_warps() const { return 4 * warpgroups; }
     constexpr bool persistent() const { return !roles; }  // a CTA works through many tiles of keys
@@ -41,7 +45,8 @@ constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
     {128, 2, 64, 3, true, false, false},   //
     {64, 2, 128, 0, false, false, false},  // where bits are to be the same at every call
     {128, 2, 64, 0, false, false, false},  // likewise
-    {192, 2, 64, 0, false, false, true},   //
+    {192, 2, 64, 2, false, false, true},   //
+    {192, 2, 64, 0, false, false, true},   // likewise, and up to head dim 160 (find_tiles, in plan.cpp)
     {256, 2, 64, 0, false, false, true},   //
 };
 
@@ -54,7 +59,8 @@ constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
 
 // Which instances there are. Head dim 96 has them for plain calls alone: others take those of 128.
 constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
-    return feature == Sm90BackwardFeature::none || (!tiles.dq_apart() && tiles.head_dim != 96);
+    return feature == Sm90BackwardFeature::none ||
+           (!tiles.dq_apart() && !tiles.roles && tiles.head_dim != 96);
 }
 
 // How many queries of a step follow one another. Where a mask hides blocks, a step takes such parts wherever
@@ -78,11 +84,14 @@ struct Sm90BackwardConfig {
     static constexpr int kHeadDim = kTiles.head_dim;
     static constexpr int kConsumers = kTiles.warpgroups;
     static constexpr int kConsumerWarps = kTiles.consumer_warps();
+    static constexpr int kCtas = kTiles.ctas();  // of a cluster
     static constexpr int kKeys = kTiles.keys();
     static constexpr int kQueries = kTiles.queries;
     static constexpr int kPartQueries = part_queries(kTiles, kFeature);
     static constexpr int kParts = kQueries / kPartQueries;  // of a step
-    static constexpr int kStages = 2;                       // tiles of Q and of dO
+    // Tiles of Q and of dO. In a cluster, K and V lie in the last ones until they are in registers.
+    static constexpr int kStages = kCtas > 1 ? 3 : 2;
+    static constexpr int kWeightSlots = 2;  // with roles: tiles of weights between the warpgroups
     static constexpr bool kRoles = kTiles.roles, kDqApart = kTiles.dq_apart();
     static constexpr int kDsSlots = kDqApart ? 1 : kTiles.ds_slots;
     static constexpr bool kAlibi = kFeature == Sm90BackwardFeature::alibi;
@@ -112,7 +121,7 @@ struct Sm90BackwardConfig {
     static constexpr int kQueryTileBytes = kColumnBlocks * kQueryBlockBytes;
     // [keys][queries], as blocks of 64 queries; where dQ has a kernel of its own, nothing lies there.
     static constexpr int kDsRowBytes = 128, kDsBlockBytes = kKeys * kDsRowBytes;
-    static constexpr int kDsTileBytes = kDqApart ? 16 : kQueries / 64 * kDsBlockBytes;
+    static constexpr int kDsTileBytes = kDqApart ? 16 : kCtas * (kQueries / 64) * kDsBlockBytes;
     // A CTA works through many tiles of keys, and dK and dV leave from where tiles of dS lie, so that the
     // next keys may come meanwhile. With roles there is no room for that: a CTA has one tile, and dK and dV
     // leave from where K and V were.
@@ -120,22 +129,24 @@ struct Sm90BackwardConfig {
     static constexpr int kDsBytes = kPersistent && kDsSlots * kDsTileBytes < 2 * kKeyTileBytes
                                         ? 2 * kKeyTileBytes
                                         : kDsSlots * kDsTileBytes;
+    // The blocks of columns of a CTA of a cluster: those of Q and dO that it loads, and of dQ that it sums.
+    static constexpr int kOwnBlocks = kColumnBlocks / kCtas;
     // What setmaxnreg leaves the other warpgroups, and gives the consumers.
     static constexpr int kLoaderRegisters = 24, kDrawingRegisters = 40;
     static constexpr int kConsumerRegisters = kDropout ? 224 : 240;
-    // A warpgroup's part of a tile of dQ has 64 queries, and half of the columns where a tile has no more.
+    // A warpgroup's part of a tile of dQ has 64 queries, and where a tile has no more, part of the columns.
     static constexpr bool kDqByRows = kQueries == 64 * kConsumers;
-    static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kConsumers;
-    static_assert(kDqApart || kQueries * kHeadDim == 64 * kDqColumns * kConsumers);
-    // Which column of dQ is that column of a warpgroup's part: it has whole blocks, and half of the last one
-    // where their number is odd.
+    static constexpr int kDqParts = kConsumers * kCtas;
+    static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kDqParts;
+    static_assert(kDqApart || kQueries * kHeadDim == 64 * kDqColumns * kDqParts);
+    // Which column of dQ is that column of a part. In a cluster one warpgroup computes two parts; elsewhere a
+    // part has whole blocks, and half of the last one where their number is odd.
     static constexpr int kDqWholeColumns = kDqColumns / kBlockColumns * kBlockColumns;
-    OCTAVO_HD static constexpr int dq_column(int group, int column) {
+    OCTAVO_HD static constexpr int dq_column(int part, int column) {
         if (kDqByRows) return column;
-        if (kDqWholeColumns == kDqColumns || column < kDqWholeColumns)
-            return group * kDqWholeColumns + column;
-        return kConsumers * kDqWholeColumns + group * (kDqColumns - kDqWholeColumns) + column -
-               kDqWholeColumns;
+        if (kCtas > 1 || kDqWholeColumns == kDqColumns) return part * kDqColumns + column;
+        if (column < kDqWholeColumns) return part * kDqWholeColumns + column;
+        return kDqParts * kDqWholeColumns + part * (kDqColumns - kDqWholeColumns) + column - kDqWholeColumns;
     }
 };
 
