@@ -105,7 +105,7 @@ int32_t choose_sms_left(const AttentionParams& p, const Gpu& gpu, const Sm90Plan
     const double keys = (p.batch - many) * p.num_kv_heads * p.seqlen_k / 2;  // to be decoded
     const double bytes = keys * p.head_dim * (bits_of(p.k_dtype) + bits_of(p.v_dtype)) / 8;
     const double sm_us = std::max(bytes / kBytes, keys / kKeys);
-    const double read_us = bytes / (0.9e3 * gpu.memory_gb_per_s);
+    const double read_us = bytes / (0.7e3 * gpu.memory_gb_per_s);
     const int64_t tile_tokens = int64_t{attention.tiles().row_blocks()} * attention.tokens;
     const auto row_tiles =
         static_cast<int64_t>(many) * ceil_divide(p.seqlen_q, tile_tokens) * (p.num_q_heads / attention.heads);

@@ -76,7 +76,8 @@ TileOrder make_order(const AttentionBackwardParams& p, const Gpu& gpu, int64_t n
 // Tiles of keys over the batch; a bound where it is packed.
 int64_t count_key_tiles(const AttentionBackwardParams& p, const Sm90BackwardTiles& tiles) {
     const int64_t num_tiles = p.batch * ceil_divide(p.seqlen_k, tiles.cluster_keys());
-    return p.cu_seqlens_k ? std::min<int64_t>(num_tiles, p.total_k / tiles.cluster_keys() + p.batch) : num_tiles;
+    return p.cu_seqlens_k ? std::min<int64_t>(num_tiles, p.total_k / tiles.cluster_keys() + p.batch)
+                          : num_tiles;
 }
 
 TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, const Sm90BackwardTiles& tiles) {
@@ -85,26 +86,36 @@ TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, cons
 }
 
 // The order where sums of dQ take their parts in turn, so that their bits are the same at every call; nothing
-// where a kernel of its own computes dQ instead, which short launches do in less time, unless
-// `even_if_short`.
+// where a kernel of its own computes dQ instead, which short sequences and short launches do in less time,
+// unless `even_if_short`.
 std::optional<TurnOrder> find_turns(const AttentionBackwardParams& p, const Gpu& gpu,
                                     const Sm90BackwardTiles& tiles, bool even_if_short) {
     if (tiles.dq_apart() || !can_take_turns(bool{p.prefix_lens}, p.window_left)) return {};
+    constexpr int64_t kFewestTiles = 8;  // of a sequence
+    if (ceil_divide(p.seqlen_k, tiles.keys()) < kFewestTiles && !even_if_short) return {};
     const TileOrder order = order_key_tiles(p, gpu, tiles);
-    TurnOrder turns{order.tiles, order.pairs, 1, order.mixed, p.window_right >= 0};
+    TurnOrder turns{order.tiles, order.pairs, 1, 0, p.window_right >= 0};
+    // CTAs start at a steady rate, so that a pair's next one comes some steps behind if as many pairs are
+    // mixed as start meanwhile.
+    int64_t steps = ceil_divide(p.seqlen_q, tiles.queries) * p.group_size(), steps_behind = 0;
+    int32_t least = 0;
     if (turns.falling_first) {
+        // On its diagonal a CTA is as many steps behind the one before as queries fill a tile of keys; two
+        // do.
+        steps = ceil_divide(steps, 2);
+        steps_behind = std::max(2 - tiles.keys() / tiles.queries, 0);
         // CTAs at rising tiles wait for one another, and so these have to be few.
-        if (turns.pairs < 4 * turns.mixed && !even_if_short) return {};
+        if (turns.pairs < 4 * order.mixed && !even_if_short) return {};
+        least = order.mixed;
     } else {
-        // As many pairs are mixed as let the next CTA of a pair come four steps behind, if the L2 cache has
-        // room for them. The first CTAs come all at once, and wait.
+        // The first CTAs come all at once, and wait.
         if (order.num_ctas() < 8 * gpu.num_sms && !even_if_short) return {};
-        const int64_t steps = ceil_divide(p.seqlen_q, tiles.queries) * p.group_size();
-        const int64_t in_cache = gpu.l2_bytes * 4 / 5 / query_bytes(p, tiles);
-        turns.grouped = static_cast<int32_t>(
-            std::clamp<int64_t>(std::min(ceil_divide(4 * gpu.num_sms, steps), in_cache), 1, order.pairs));
-        turns.mixed = order.pairs % turns.grouped;
+        steps_behind = 4;
     }
+    const int64_t in_cache = gpu.l2_bytes * 4 / 5 / query_bytes(p, tiles);
+    turns.grouped = static_cast<int32_t>(std::clamp<int64_t>(
+        std::min(ceil_divide(steps_behind * gpu.num_sms, steps), in_cache), 1, order.pairs));
+    turns.mixed = least + (turns.pairs - least) % turns.grouped;
     return turns;
 }
 
@@ -166,8 +177,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
             }
         }
     }
-    if (plan.feature != Sm90BackwardFeature::ordered)
-        plan.row = find_tiles(p, p.deterministic, plan.feature);
+    if (plan.feature != Sm90BackwardFeature::ordered) plan.row = find_tiles(p, p.deterministic, plan.feature);
     if (plan.row < 0)
         return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",
                       to_string(plan.feature));
