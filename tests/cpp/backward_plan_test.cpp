@@ -124,6 +124,10 @@ TEST(BackwardPlan, SumsOfDqTakeTurnsInLongCalls) {
         }
         args.window_left = 300;
         EXPECT_EQ(explain(args, "h100").kernel, ordered);
+        shape.queries = 256;  // most tiles of keys begin with the same queries
+        AttentionBackwardArgs few_queries = backward_of(dense(shape));
+        few_queries.deterministic = few_queries.causal = true;
+        EXPECT_NE(explain(few_queries, "h100").kernel, ordered);
         args.prefix_lens = Arrays().make(DType::int32, {8});
         EXPECT_NE(explain(args, "h100").kernel, ordered);  // others between the prefix and the window
         args.window_left = -1;

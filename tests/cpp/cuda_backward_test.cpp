@@ -60,7 +60,7 @@ void run_sm80_backward(const AttentionBackwardArgs& args) {
 }
 
 // Sums of dQ in turns, in an order for each of which there are long calls.
-template <int32_t kMixed, bool kFallingFirst>
+template <int32_t kGrouped, int32_t kMixed, bool kFallingFirst>
 void run_in_turns(const AttentionBackwardArgs& args) {
     AttentionBackwardParams params = check_attention_backward(args);
     params.deterministic = true;
@@ -68,7 +68,7 @@ void run_in_turns(const AttentionBackwardArgs& args) {
         cuda::plan_sm90_backward(params, cuda::gpu_of(0), nullptr, true);
     ASSERT_TRUE(plan && plan->feature == cuda::Sm90BackwardFeature::ordered);
     cuda::TurnOrder& order = plan->turn_order;
-    order = {order.tiles, order.pairs, 1, kMixed, kFallingFirst};
+    order = {order.tiles, order.pairs, kGrouped, kMixed, kFallingFirst};
     cuda::run(params, *plan, nullptr);
 }
 
@@ -190,7 +190,8 @@ TEST_P(CudaBackwardTest, InTurnsAgainstTheCpu) {
     const auto [head_dim, packed, kind] = GetParam();
     if (!cuda::gpu_of(0).has_sm90_kernels) GTEST_SKIP() << "Hopper alone takes turns";
     if (head_dim > 128 || (kind > Kind::prefix && kind != Kind::sinks)) GTEST_SKIP() << "none take turns";
-    for (auto* run : {run_in_turns<0, true>, run_in_turns<1, true>, run_in_turns<0, false>})
+    for (auto* run : {run_in_turns<1, 0, true>, run_in_turns<1, 1, true>, run_in_turns<1, 0, false>,
+                      run_in_turns<2, 0, true>, run_in_turns<2, 0, false>})
         compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run, 5);
 }
 

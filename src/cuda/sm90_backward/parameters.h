@@ -28,7 +28,8 @@ struct Sm90BackwardLaunch {
     // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh).
     void* lse;
     void* delta;
-    int32_t* tiles_taken;  // tiles of keys that CTAs took after their first one
+    int32_t* tiles_taken;  // tiles of keys that CTAs took, in turns (below) all of them, otherwise after
+                           // their first one
     float* dq_sums;        // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
     bool dq_aligned;
     SlopeParts slopes;  // one part for each tile of keys and warp of consumers

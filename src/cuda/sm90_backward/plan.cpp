@@ -92,30 +92,33 @@ std::optional<TurnOrder> find_turns(const AttentionBackwardParams& p, const Gpu&
                                     const Sm90BackwardTiles& tiles, bool even_if_short) {
     if (tiles.dq_apart() || !can_take_turns(bool{p.prefix_lens}, p.window_left)) return {};
     constexpr int64_t kFewestTiles = 8;  // of a sequence
-    if (ceil_divide(p.seqlen_k, tiles.keys()) < kFewestTiles && !even_if_short) return {};
+    const int64_t key_tiles = ceil_divide(p.seqlen_k, tiles.keys());
+    if (key_tiles < kFewestTiles && !even_if_short) return {};
     const TileOrder order = order_key_tiles(p, gpu, tiles);
     TurnOrder turns{order.tiles, order.pairs, 1, 0, p.window_right >= 0};
+    if (turns.falling_first) {
+        // CTAs at rising tiles wait for one another, and so these have to be few.
+        if (turns.pairs < 4 * order.mixed && !even_if_short) return {};
+        turns.mixed = order.mixed;
+    } else if (order.num_ctas() < 8 * gpu.num_sms && !even_if_short) {
+        return {};  // the first CTAs come all at once, and wait
+    }
     // CTAs start at a steady rate, so that a pair's next one comes some steps behind if as many pairs are
     // mixed as start meanwhile.
-    int64_t steps = ceil_divide(p.seqlen_q, tiles.queries) * p.group_size(), steps_behind = 0;
-    int32_t least = 0;
-    if (turns.falling_first) {
-        // On its diagonal a CTA is as many steps behind the one before as queries fill a tile of keys; two
+    const int64_t query_tiles = ceil_divide(p.seqlen_q, tiles.queries);
+    int64_t steps = query_tiles * p.group_size(), steps_behind = 4;
+    if (turns.falling_first && p.seqlen_k <= p.seqlen_q) {
+        // On the diagonal a CTA is as many steps behind the one before as queries fill a tile of keys; two
         // do.
         steps = ceil_divide(steps, 2);
         steps_behind = std::max(2 - tiles.keys() / tiles.queries, 0);
-        // CTAs at rising tiles wait for one another, and so these have to be few.
-        if (turns.pairs < 4 * order.mixed && !even_if_short) return {};
-        least = order.mixed;
-    } else {
-        // The first CTAs come all at once, and wait.
-        if (order.num_ctas() < 8 * gpu.num_sms && !even_if_short) return {};
-        steps_behind = 4;
     }
+    const int64_t wanted = ceil_divide(steps_behind * gpu.num_sms, steps);
     const int64_t in_cache = gpu.l2_bytes * 4 / 5 / query_bytes(p, tiles);
-    turns.grouped = static_cast<int32_t>(std::clamp<int64_t>(
-        std::min(ceil_divide(steps_behind * gpu.num_sms, steps), in_cache), 1, order.pairs));
-    turns.mixed = least + (turns.pairs - least) % turns.grouped;
+    turns.grouped = static_cast<int32_t>(std::clamp<int64_t>(std::min(wanted, in_cache), 1, order.pairs));
+    // CTAs that wait for one another have little else to do if more of them are at a pair than it has steps.
+    if (turns.grouped < wanted && key_tiles > query_tiles && !even_if_short) return {};
+    turns.mixed += (turns.pairs - turns.mixed) % turns.grouped;
     return turns;
 }
 
@@ -263,6 +266,8 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     }
     if (plan.feature == Sm90BackwardFeature::ordered) {
         text.plan.emplace_back("grouped_pairs", plan.turn_order.grouped);
+        text.plan.emplace_back("last_pairs", plan.turn_order.mixed);
+        text.plan.emplace_back("falling_first", plan.turn_order.falling_first);
     }
     return text;
 }
