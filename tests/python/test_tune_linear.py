@@ -295,7 +295,7 @@ def test_the_version_of_the_kernels() -> None:
         for m in (8, 16, 32, 64, 128)
         for fields, _ in _core.linear_candidates(m, 4096, 4096, "bfloat16", DEVICE)
     }
-    assert (_core.LINEAR_KERNELS, len(tiles), sum(w * x for _, w, x in tiles)) == (1, 60, 373248)
+    assert (_core.LINEAR_KERNELS, len(tiles), sum(w * x for _, w, x in tiles)) == (2, 60, 373248)
 
 
 @pytest.mark.gpu
