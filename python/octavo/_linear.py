@@ -61,11 +61,12 @@ def linear(
             and w have to be contiguous there, or to have rows that start on 16 bytes. Default: False.
         norm_weight: like x, or float32, [K]: the rows of ``x`` are normalised first, as ``rms_norm`` does it,
             to ``x / sqrt(mean(x**2) + norm_eps) * norm_weight`` (https://arxiv.org/abs/1910.07467). Then
-            ``x`` has at most three leading axes that do not lie behind one another. On a GPU ``rms_norm``
-            runs in a launch of its own, unless ``plan`` names "sm90_flat": for up to 16 rows of bfloat16,
-            with a weight of bfloat16 and without batch_invariant, one launch then does both. It multiplies
-            ``x * norm_weight``, rounded to bfloat16, with ``w``, and divides the sums. Default: none.
-        norm_eps: at least 0. Default: 1e-6.
+            ``x`` has at most three leading axes that do not lie behind one another. On Hopper one launch does
+            both for up to 16 rows of bfloat16, with a weight of bfloat16, unless batch_invariant is set or
+            ``plan`` names another kernel than "sm90_flat". It multiplies ``x * norm_weight``, rounded to
+            bfloat16, with ``w``, and divides the sums. Otherwise ``rms_norm`` runs before, in a launch of its
+            own on a GPU. Default: none.
+        norm_eps: at least 0. Default: 1e-06.
         plan: which kernel computes on a GPU, in place of that of ``linear_plan``: one that was found faster
             here, or ``LinearPlan("library", dtype)``, which hands the product over. It must be for the dtype
             of ``x``; with batch_invariant it must add up in the same order. Default: that of ``linear_plan``.

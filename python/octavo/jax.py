@@ -370,7 +370,7 @@ def linear(
         batch_invariant: as for ``octavo.linear``. Default: False.
         norm_weight: like x, or float32, [K]: RMSNorm of the rows of ``x`` before the product, as for
             ``octavo.linear``. Default: none.
-        norm_eps: at least 0. Default: 1e-6.
+        norm_eps: at least 0. Default: 1e-06.
 
     Returns:
         out: [..., N] or [..., F], of the dtype of x.

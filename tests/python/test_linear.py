@@ -118,20 +118,30 @@ def test_who_normalises_on_a_gpu() -> None:
         return octavo.explain("linear", x, w.astype(x.dtype), **given)
 
     explanation = explained(x)
-    assert explanation.plan["norm"] == "rms_norm" and explanation.kernel == "sm90_flat<bfloat16, 16x8>"
-    assert explanation.summary.endswith("; rms_norm normalises x before")
-    explanation = explained(x, plan=plan)
     assert explanation.plan["norm"] == "sm90_flat"
     assert explanation.kernel == "sm90_flat<bfloat16, 16x8, normalises x>"
-    for why, options in (
-        ("norm_weight must be bfloat16 like x", {"norm_weight": np.zeros(64, np.float32)}),
-        ("with batch_invariant all numbers of rows", {"batch_invariant": True}),
+    assert explanation.summary.endswith("; it normalises x as well")
+    assert explained(x, plan=plan).kernel == explanation.kernel
+    assert explained(np.zeros((16, 64), BFLOAT16)).kernel == "sm90_flat<bfloat16, 16x16, normalises x>"
+    explanation = explained(x, norm_weight=None)
+    assert explanation.kernel == "sm90_flat<bfloat16, 16x8>" and "norm" not in explanation.plan
+    wide = octavo.LinearPlan("sm90_wide", "bfloat16", 64, 16, 1, 1)
+    for why, rows, options in (
+        ("up to 16 rows of x", np.zeros((17, 64), BFLOAT16), {}),
+        ("might not fit in float16", np.zeros((4, 64), np.float16), {}),
+        ("norm_weight must be bfloat16 like x", x, {"norm_weight": np.zeros(64, np.float32)}),
+        ("with batch_invariant all numbers of rows", x, {"batch_invariant": True}),
+        ("the plan of the call names another kernel", x, {"plan": wide}),
+        ("rows of x and w must start on 16 bytes", np.zeros((4, 66), BFLOAT16)[:, 1:-1], {}),
+        ("it is for Hopper", x, {"device": "a100"}),
     ):
-        refused = explained(x, plan=plan, **options)
-        assert refused.plan["norm"] == "rms_norm"
+        refused = explained(rows, **options)
+        assert refused.plan["norm"] == "rms_norm" and "normalises" not in refused.kernel
+        assert refused.summary.endswith("; rms_norm normalises x before")
         assert why in refused.why_not["sm90_flat that normalises x"]
     assert explained(np.zeros((129, 64), BFLOAT16)).summary.startswith("rms_norm, torch.nn.functional.linear")
-    assert explained(x, device="a100").plan["norm"] == "rms_norm"
+    library = octavo.LinearPlan("library", "bfloat16")
+    assert explained(x, plan=library).summary.startswith("rms_norm, torch.nn.functional.linear")
 
 
 @every_target

@@ -224,6 +224,26 @@ def test_the_shipped_table() -> None:
         octavo.linear_table("cpu")
 
 
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_a_norm_inside_of_the_product(device: str) -> None:
+    """It keeps the table's tile where that is of sm90_flat, and otherwise takes the best of those."""
+    others = set()
+    for row in octavo.linear_table(device).rows:
+        if row.M > 16 or row.plan.dtype != "bfloat16":
+            continue
+        x, w, norm_weight = (Shape(shape) for shape in ((row.M, row.K), (row.N, row.K), (row.K,)))
+        plan = octavo.explain("linear", x, w, norm_weight=norm_weight, device=device).plan
+        assert plan["norm"] == plan["kernel"] == "sm90_flat"
+        if row.plan.kernel == "sm90_flat":
+            names = ("w_rows", "x_rows", "splits", "ctas_per_sm", "source")
+            assert [plan[name] for name in names] == [getattr(row.plan, name) for name in names]
+        else:
+            assert plan["source"] == "estimated"
+            others.add((row.N, row.K))
+        assert octavo.linear_plan(row.M, row.N, row.K, "bfloat16", device) == row.plan
+    assert others == {(22016, 4096)}
+
+
 def test_library_from() -> None:
     """M2: behind the last number of rows for which a kernel of Octavo is the faster one."""
     table = octavo.linear_table("h100")

@@ -42,13 +42,14 @@ LinearParams behind_norm(const LinearParams& p) {
     return octavo::behind_norm(p, {kSomeWorkspace, normalised_stride(p)});
 }
 
-// A plan that normalises x as well, which only a call asks for whose own plan names sm90_flat: which of both
-// is faster was not measured yet.
-std::optional<Sm90LinearPlan> plan_with_norm(const LinearParams& p, const Gpu& gpu,
-                                             std::string* why_not = nullptr) {
-    if (!p.plan || p.plan->kernel != LinearKernel::sm90_flat)
-        return refuse(why_not, "it serves calls whose plan names sm90_flat");
-    return plan_sm90_linear(p, gpu, why_not);
+// Whether one launch does both, of a call that has x normalised; why_not, unless null, gets the reason if
+// not.
+bool normalises_at_once(const LinearParams& p, const Gpu& gpu, std::string* why_not = nullptr) {
+    if (p.plan && p.plan->kernel != LinearKernel::sm90_flat) {
+        refuse(why_not, "the plan of the call names another kernel");
+        return false;
+    }
+    return plan_sm90_linear(p, gpu, why_not).has_value();
 }
 
 std::string why_library_by(const std::optional<FoundRow>& row, int64_t num_rows, int64_t most_rows) {
@@ -74,10 +75,7 @@ int64_t normalised_stride(const LinearParams& p) {
 }
 
 LinearKernelPlan plan_linear(const LinearParams& p, const Gpu& gpu) {
-    if (p.norm_weight) {
-        if (const auto plan = plan_with_norm(p, gpu)) return *plan;
-        return plan_linear(behind_norm(p), gpu);
-    }
+    if (p.norm_weight && !normalises_at_once(p, gpu)) return plan_linear(behind_norm(p), gpu);
     if (p.plan) {
         if (p.batch_invariant) require_invariant(p, gpu);
         return plan_given(p, gpu);
@@ -89,7 +87,7 @@ LinearKernelPlan plan_linear(const LinearParams& p, const Gpu& gpu) {
 std::string why_library(const LinearParams& p, const Gpu& gpu) {
     const std::string why_no_kernel = why_no_cuda_kernel(p);
     if (!why_no_kernel.empty()) return why_no_kernel;
-    if (p.norm_weight) return plan_with_norm(p, gpu) ? std::string() : why_library(behind_norm(p), gpu);
+    if (p.norm_weight) return why_library(behind_norm(p), gpu);
     if (p.plan) return p.plan->kernel == LinearKernel::library ? "the plan of the call says so" : "";
     if (p.batch_invariant) return {};
     const LinearProblem problem = linear_problem(p);
@@ -128,9 +126,8 @@ std::vector<std::pair<LinearPlan, double>> linear_candidates(const LinearProblem
 namespace {
 
 Explanation explain_kernel(const LinearParams& p, const Gpu& gpu) {
-    if (p.norm_weight) {
-        std::string why_not;
-        if (const auto plan = plan_with_norm(p, gpu, &why_not)) return describe(*plan);
+    std::string why_not;
+    if (p.norm_weight && !normalises_at_once(p, gpu, &why_not)) {
         Explanation text = explain_kernel(behind_norm(p), gpu);
         text.summary += "; rms_norm normalises x before";
         text.plan.emplace_back("norm", std::string("rms_norm"));

@@ -27,16 +27,16 @@ std::optional<Sm90LinearTile> tile_of(const LinearTableRow& row, const LinearPro
                           row.ctas_per_sm};
 }
 
-// Returns the tile with the least estimated time among those that have an instance and that `is_wanted`
-// accepts.
+// Returns the tile with the least estimated time among those that have an instance, which normalises x if
+// that is asked for, and that `is_wanted` accepts.
 template <class Predicate>
-Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu,
+Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool normalises,
                               Predicate is_wanted) {
     Sm90LinearTile best{};
     double least = HUGE_VAL;
     for_each_tile(problem, [&](const Sm90LinearTile& tile) {
         if (!is_wanted(tile)) return;
-        const std::optional<Sm90LinearPlan> plan = plan_sm90_linear(problem, dtype, gpu, tile);
+        const std::optional<Sm90LinearPlan> plan = plan_sm90_linear(problem, dtype, gpu, tile, normalises);
         if (!plan || !may_be_fastest(problem, gpu, *plan)) return;
         const double time = estimated_time(problem, gpu, *plan);
         if (time >= least) return;
@@ -93,7 +93,9 @@ double add_limits(double a, double b) {
     return larger == 0 ? 0 : larger * std::pow(1 + std::pow(std::min(a, b) / larger, kNorm), 1 / kNorm);
 }
 
-LinearChoice choose(const LinearProblem& problem, DType dtype, const Gpu& gpu) {
+// The tables were measured without a norm. Inside of sm90_flat it takes less than a launch of its own, also
+// where a table names sm90_wide (docs/notebook/linear.md).
+LinearChoice choose(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool normalises) {
     LinearChoice choice{{}, LinearPlanSource::estimated, problem.num_rows > kSm90MostRows};
     std::optional<Sm90LinearTile> tile;
     if (const std::optional<FoundRow> found = find_table_row(problem, dtype, gpu)) {
@@ -101,8 +103,12 @@ LinearChoice choose(const LinearProblem& problem, DType dtype, const Gpu& gpu) {
         choice.library_is_faster = found->row.library_is_faster;
         tile = tile_of(found->row, problem);
     }
-    choice.tile =
-        tile ? *tile : estimated_tile(problem, dtype, gpu, [](const Sm90LinearTile&) { return true; });
+    if (tile && normalises && !plan_sm90_linear(problem, dtype, gpu, *tile, true)) {
+        choice.source = LinearPlanSource::estimated;
+        tile.reset();
+    }
+    auto any = [](const Sm90LinearTile&) { return true; };
+    choice.tile = tile ? *tile : estimated_tile(problem, dtype, gpu, normalises, any);
     return choice;
 }
 
@@ -118,7 +124,7 @@ LinearChoice choose_invariant(const LinearProblem& problem, DType dtype, const G
         return tile.kernel == Sm90LinearKernel::flat && tile.ctas_per_sm == 1 &&
                plan_sm90_linear(problem, dtype, gpu, largest);
     };
-    Sm90LinearTile tile = estimated_tile(few, dtype, gpu, serves_any);
+    Sm90LinearTile tile = estimated_tile(few, dtype, gpu, false, serves_any);
     tile.x_rows = x_rows_for(kFlatXRows, problem.num_rows);
     return {tile, LinearPlanSource::estimated, false};
 }
@@ -173,8 +179,9 @@ double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90Li
            exchanging + (on_sm > 1 ? costs.wave_of_several : costs.wave_of_one) * (waves - 1);
 }
 
-LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool batch_invariant) {
-    using Key = std::tuple<int64_t, int64_t, int64_t, const Gpu*, DType, bool>;
+LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool batch_invariant,
+                         bool normalises) {
+    using Key = std::tuple<int64_t, int64_t, int64_t, const Gpu*, DType, bool, bool>;
     struct Memory {
         std::map<Key, LinearChoice> choices;
         uint64_t version = 0;  // the version of the tables that the choices were made by
@@ -185,11 +192,11 @@ LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& g
     const uint64_t version = tables_version();
     if (memory.version != version || memory.choices.size() >= kMostRemembered) memory.choices.clear();
     memory.version = version;
-    const Key key{problem.num_rows, problem.w_rows, problem.depth, &gpu, dtype, batch_invariant};
+    const Key key{problem.num_rows, problem.w_rows, problem.depth, &gpu, dtype, batch_invariant, normalises};
     const auto found = memory.choices.find(key);
     if (found != memory.choices.end()) return found->second;
-    return memory.choices[key] =
-               batch_invariant ? choose_invariant(problem, dtype, gpu) : choose(problem, dtype, gpu);
+    return memory.choices[key] = batch_invariant ? choose_invariant(problem, dtype, gpu)
+                                                 : choose(problem, dtype, gpu, normalises);
 }
 
 }  // namespace octavo::cuda

@@ -12,9 +12,10 @@ namespace octavo::cuda {
 constexpr int64_t kSm90MostRows = 128;
 
 // Returns the tile of the tables (cuda/linear/table.h), or otherwise the one with the least estimated time;
-// with batch_invariant, one whose order of addition does not depend on the rows of x. Each thread remembers
-// its choices until a table changes.
-LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool batch_invariant);
+// with batch_invariant, one whose order of addition does not depend on the rows of x; with normalises, one
+// that normalises x as well. Each thread remembers its choices until a table changes.
+LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool batch_invariant,
+                         bool normalises);
 
 // The smallest number of rows of x in a tile that holds `num_rows`, or the largest there is.
 int32_t x_rows_for(Sm90LinearKernel kernel, int64_t num_rows);

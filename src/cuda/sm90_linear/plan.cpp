@@ -168,7 +168,7 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearParams& p, const Gpu&
         choice = {tile_of(*p.plan), p.plan->source, false};
         if (!has_tile(choice.tile)) return refuse(why_not, "it has no instance of this tile");
     } else {
-        choice = choose_tile(problem, p.dtype, gpu, p.batch_invariant);
+        choice = choose_tile(problem, p.dtype, gpu, p.batch_invariant, normalises);
     }
     std::optional<Sm90LinearPlan> plan = plan_sm90_linear(problem, p.dtype, gpu, choice.tile, normalises);
     if (!plan) {
@@ -213,7 +213,8 @@ Explanation describe(const Sm90LinearPlan& plan) {
     Explanation text;
     text.kernel = instance(plan.dtype, tile.kernel, tile.w_rows, tile.x_rows, plan.normalises);
     text.summary = text_of(counted(plan.num_ctas, "CTA"), ", tiles of ", tile.w_rows, " rows of w and ",
-                           tile.x_rows, " of x, K in ", counted(tile.splits, "split"));
+                           tile.x_rows, " of x, K in ", counted(tile.splits, "split"),
+                           plan.normalises ? "; it normalises x as well" : "");
     text.file = is_flat ? "src/cuda/sm90_linear/flat.cuh" : "src/cuda/sm90_linear/wide.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},

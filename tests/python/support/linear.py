@@ -91,19 +91,26 @@ class Problem:
     def exact(self) -> NDArray[np.float64]:
         return self._compute(np.dtype(np.float64), None)
 
-    def _compute(self, precision: np.dtype[Any], rounded_to: str | None) -> NDArray[np.float64]:
-        """In this precision throughout, with every step rounded to `rounded_to` if that is given."""
+    def _compute(
+        self, precision: np.dtype[Any], rounded_to: str | None, *, divides_sums: bool = False
+    ) -> NDArray[np.float64]:
+        """In this precision throughout, with every step rounded to `rounded_to` if that is given.
+
+        `divides_sums`: a norm's root divides the sums of products, in place of x.
+        """
 
         def step(values: NDArray[Any]) -> NDArray[Any]:
             return values if rounded_to is None else round_to(values, rounded_to).astype(precision)
 
-        x = self.x.astype(precision)
+        x, root = self.x.astype(precision), np.ones((1,), precision)
         if self.norm_weight is not None:
             mean = np.mean(x * x, axis=-1, keepdims=True) if x.shape[-1] else np.zeros((1,), precision)
-            x = x / np.sqrt(mean + precision.type(self.norm_eps)) * self.norm_weight.astype(precision)
-            if precision == np.float32:  # as rms_norm returns it
+            root = np.sqrt(mean + precision.type(self.norm_eps))
+            x = (x if divides_sums else x / root) * self.norm_weight.astype(precision)
+            if precision == np.float32:  # as rms_norm returns it, or as a kernel multiplies it
                 x = round_to(x, self.dtype).astype(precision)
-        result = step(x @ self.w.astype(precision).T)
+        result = x @ self.w.astype(precision).T
+        result = step(result / root if divides_sums else result)
         if self.bias is not None:
             result = step(result + self.bias.astype(precision))
         result = step(activate(result, self.activation))
@@ -114,14 +121,17 @@ class Problem:
     def check(self, result: NDArray[np.float64], *, every_step_rounds: bool = False) -> None:
         """At most twice the largest error of a plain product in float32, plus half a spacing of the result.
 
-        `every_step_rounds`: the plain one also rounds each step, as libraries on a GPU do.
+        `every_step_rounds`: the plain one also rounds each step, as libraries on a GPU do. With a norm there
+        are two plain ones, since a kernel may divide the sums in place of x, and the larger error counts.
         """
         exact = self.exact()
         assert result.shape == exact.shape
         if exact.size == 0:
             return
-        plain = self._compute(np.dtype(np.float32), self.dtype if every_step_rounds else None)
-        error_of_plain = np.abs(round_to(plain, self.dtype) - exact).max()
+        orders = (False,) if self.norm_weight is None else (False, True)
+        rounded_to = self.dtype if every_step_rounds else None
+        plain = [self._compute(np.dtype(np.float32), rounded_to, divides_sums=order) for order in orders]
+        error_of_plain = max(np.abs(round_to(values, self.dtype) - exact).max() for values in plain)
         tolerance = 2.0 * error_of_plain + EPSILON_OUT[self.dtype] * np.abs(exact).max()
         assert np.abs(result - exact).max() <= tolerance
 
