@@ -50,7 +50,7 @@ class Engine(ABC):
 
 
 class Octavo(Engine):
-    """examples/llama: eight launches a layer, and a step one CUDA graph. Pages lie anywhere in the cache."""
+    """examples/llama: six operators a layer, and a step one CUDA graph. Pages lie anywhere in the cache."""
 
     name = OCTAVO
     peer = False

@@ -22,7 +22,7 @@ time, and a wrong Octavo fails the run.
     compiled_flex         the same with FlexAttention, which compiles on GPUs only
     compiled_whole        compiled, the whole step at once; runs only where --engines names it, since that
                           takes minutes for 32 layers
-    octavo                examples/llama: eight launches a layer, and a step that is one CUDA graph
+    octavo                examples/llama: six operators a layer, and a step that is one CUDA graph
     octavo_static_weight  the same with static_weight=True
 
 transformers' models are called as they are, without what generate() does besides at each step.

@@ -1,4 +1,4 @@
-"""A Llama decodes a batch through Octavo: eight launches a layer, and each step one CUDA graph.
+"""A Llama decodes a batch through Octavo: six operators a layer, and each step one CUDA graph.
 
     python examples/llama_decode.py                                                # tiny, on any machine
     python examples/llama_decode.py --model llama-3-8b --batch 8 --context 2048    # on a GPU

@@ -1,4 +1,4 @@
-"""Llama as a stack of Octavo's operators, on a paged KV cache: eight launches a layer."""
+"""Llama as a stack of Octavo's operators, on a paged KV cache: six of them a layer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Llama:
                 cu_seqlens[b + 1]. Default: one token a sequence.
             max_seqlen: the most new tokens of a sequence; given with cu_seqlens.
         """
-        weights, eps = self.weights, self.config.rms_norm_eps
+        weights = self.weights
         tables = {"page_table": page_table, "seq_lens": seq_lens}
         to_append = {**tables, "cu_seqlens": cu_seqlens}
         to_attend = {**tables, "cu_seqlens_q": cu_seqlens, "max_seqlen_q": max_seqlen}
@@ -66,7 +66,7 @@ class Llama:
             hidden = self._ffn(hidden, layer)
         if cu_seqlens is not None:
             hidden = hidden[cu_seqlens[1:].long() - 1]
-        return self._linear(octavo.rms_norm(hidden, weights.norm, eps), weights.head)
+        return self._linear(hidden, weights.head, norm_weight=weights.norm)
 
     def _attention(
         self,
@@ -77,19 +77,32 @@ class Llama:
         to_attend: dict[str, Tensor | int | None],
     ) -> Tensor:
         config, pages = self.config, cache.arguments
-        x = octavo.rms_norm(hidden, layer.attention_norm, config.rms_norm_eps)
-        heads = self._linear(x, layer.qkv).unflatten(-1, (-1, config.head_dim))
+        qkv = self._linear(hidden, layer.qkv, norm_weight=layer.attention_norm)
+        heads = qkv.unflatten(-1, (-1, config.head_dim))
         q, k, v = heads.split((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         octavo.append_kv(k, v, q=q, q_out=q, **self._rotary, **to_append, **pages)  # rotates q in place
         attended = octavo.paged_attention(q, **to_attend, **pages)
         return self._linear(attended.flatten(1), layer.attention_out, residual=hidden)
 
     def _ffn(self, hidden: Tensor, layer: Layer) -> Tensor:
-        x = octavo.rms_norm(hidden, layer.ffn_norm, self.config.rms_norm_eps)
-        gated = self._linear(x, layer.gate_up, activation="silu_gate")
+        gated = self._linear(hidden, layer.gate_up, norm_weight=layer.ffn_norm, activation="silu_gate")
         return self._linear(gated, layer.down, residual=hidden)
 
     def _linear(
-        self, x: Tensor, w: Tensor, activation: str | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        w: Tensor,
+        *,
+        norm_weight: Tensor | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        return octavo.linear(x, w, activation=activation, residual=residual, static_weight=self.static_weight)
+        return octavo.linear(
+            x,
+            w,
+            activation=activation,
+            residual=residual,
+            static_weight=self.static_weight,
+            norm_weight=norm_weight,
+            norm_eps=self.config.rms_norm_eps,
+        )

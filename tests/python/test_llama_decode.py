@@ -126,7 +126,7 @@ def test_elements_are_those_of_the_tensors() -> None:
     assert 4 * TINY.elements_of_a_token == sum(cache.bytes_per_token for cache in caches)
 
 
-def test_a_layer_is_eight_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_six_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Llama(random_weights(), 64, static_weight=True)
     step = Generation(model, PROMPTS, num_new_tokens=3).step
     calls: list[tuple[str, dict[str, Any]]] = []
@@ -144,10 +144,12 @@ def test_a_layer_is_eight_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     octavo = llama_model.octavo
     monkeypatch.setattr(llama_model, "octavo", Counting())
     step()
-    attention = ["rms_norm", "linear", "append_kv", "paged_attention", "linear"]
-    layer = [*attention, "rms_norm", "linear", "linear"]
-    assert [name for name, _ in calls] == [*layer * TINY.num_layers, "rms_norm", "linear"]
-    assert all(options["static_weight"] for name, options in calls if name == "linear")
+    layer = ["linear", "append_kv", "paged_attention", "linear", "linear", "linear"]
+    assert [name for name, _ in calls] == [*layer * TINY.num_layers, "linear"]
+    products = [options for name, options in calls if name == "linear"]
+    assert all(options["static_weight"] for options in products)
+    normalising = [options["norm_weight"] is not None for options in products]
+    assert normalising == [*[True, False, True, False] * TINY.num_layers, True]
 
 
 def test_refuses_models_that_it_would_compute_wrongly() -> None:
