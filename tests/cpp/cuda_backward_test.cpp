@@ -186,10 +186,11 @@ TEST_P(CudaBackwardTest, KernelsForAllGpusAgainstTheCpu) {
     compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run_sm80_backward);
 }
 
-TEST_P(CudaBackwardTest, InTurnsAgainstTheCpu) {
+class CudaBackwardInTurnsTest : public CudaBackwardTest {};
+
+TEST_P(CudaBackwardInTurnsTest, AgainstTheCpu) {
     const auto [head_dim, packed, kind] = GetParam();
     if (!cuda::gpu_of(0).has_sm90_kernels) GTEST_SKIP() << "Hopper alone takes turns";
-    if (head_dim > 128 || (kind > Kind::prefix && kind != Kind::sinks)) GTEST_SKIP() << "none take turns";
     for (auto* run : {run_in_turns<1, 0, true>, run_in_turns<1, 1, true>, run_in_turns<1, 0, false>,
                       run_in_turns<2, 0, true>, run_in_turns<2, 0, false>})
         compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run, 5);
@@ -226,6 +227,11 @@ INSTANTIATE_TEST_SUITE_P(
                                          Kind::symmetric_blocks, Kind::dropout, Kind::deterministic,
                                          Kind::sinks, Kind::blocks, Kind::blocks_in_chunks, Kind::ranges,
                                          Kind::ranges_in_windows, Kind::ranges_dropout)));
+
+INSTANTIATE_TEST_SUITE_P(All, CudaBackwardInTurnsTest,
+                         ::testing::Combine(::testing::Values(64, 96, 128), ::testing::Bool(),
+                                            ::testing::Values(Kind::full, Kind::causal, Kind::window,
+                                                              Kind::chunks, Kind::prefix, Kind::sinks)));
 
 }  // namespace
 }  // namespace octavo

@@ -82,8 +82,10 @@ void run(const LinearParams& p, const Sm90LinearPlan& plan, cudaStream_t stream)
     arguments.panels = stage.panels;
     arguments.output = output_of(p);
     if (plan.normalises) {
+        constexpr int64_t kAnyStride =
+            kPanelColumns;  // there is one row; K might not be a stride of 16 bytes
         arguments.norm_weight =
-            map_of_rows(p.norm_weight, 1, 1, p.depth, p.depth, 1, stage.panels, arguments.copies_stages);
+            map_of_rows(p.norm_weight, 1, 1, kAnyStride, p.depth, 1, stage.panels, arguments.copies_stages);
         arguments.norm_offset = plan.norm_offset;
         arguments.norm_eps = p.norm_eps;
         arguments.depth = static_cast<int32_t>(p.depth);
