@@ -28,7 +28,7 @@ def linear(
     stream: int | None,
 ) -> Any:
     """Compute it with the library of ``x``, and write it to ``out`` if there is one."""
-    if norm_weight is not None:
+    if norm_weight is not None and x.shape[-1] > 0:
         rows = rms_norm(x.reshape(-1, x.shape[-1]), norm_weight, norm_eps, stream=stream)
         x = rows.reshape(x.shape)
     library = type(x).__module__.partition(".")[0]
