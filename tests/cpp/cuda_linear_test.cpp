@@ -205,6 +205,28 @@ TEST_P(CudaLinearTest, AgreesWithTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaLinearTest, ::testing::Range(0u, 250u));
 
+// Launches a product in one tile, with each number of splits and of CTAs on an SM that there is room for.
+void expect_right_in_all_splits(Product& product, const Sm90LinearTile& tile, bool normalises) {
+    for (int32_t splits : {1, 2, 4, 8}) {
+        for (int32_t ctas_per_sm : {1, 2}) {
+            LinearArgs args = product.args(kOnGpu);
+            args.static_weight = ctas_per_sm == 1;
+            const LinearParams params = check_linear(args);
+            Sm90LinearTile launched = tile;
+            launched.splits = splits;
+            launched.ctas_per_sm = ctas_per_sm;
+            const auto plan =
+                cuda::plan_sm90_linear({params.num_rows, params.w_rows(), params.depth}, params.dtype,
+                                       *cuda::find_gpu("h100"), launched, normalises);
+            if (!plan) continue;
+            SCOPED_TRACE(testing::Message() << cuda::describe(*plan).to_string() << ", K " << params.depth);
+            cuda::run(params, *plan, nullptr);
+            product.expect_result();
+            if (testing::Test::HasFatalFailure()) return;
+        }
+    }
+}
+
 // Without hitting a table's entry: the rows and the width follow from the tile.
 class CudaLinearTileTest : public ::testing::TestWithParam<Sm90LinearTile> {};
 
@@ -218,23 +240,8 @@ TEST_P(CudaLinearTileTest, AgreesWithTheCpu) {
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
     for (int activation : {0, 1, 3}) {
         Product product(random, dtype, rows, width, depth, 8, activation, activation > 0, activation > 1);
-        for (int32_t splits : {1, 2, 4, 8}) {
-            for (int32_t ctas_per_sm : {1, 2}) {
-                LinearArgs args = product.args(kOnGpu);
-                args.static_weight = ctas_per_sm == 1;
-                const LinearParams params = check_linear(args);
-                Sm90LinearTile launched = tile;
-                launched.splits = splits;
-                launched.ctas_per_sm = ctas_per_sm;
-                const auto plan = cuda::plan_sm90_linear({rows, params.w_rows(), depth}, dtype,
-                                                         *cuda::find_gpu("h100"), launched);
-                if (!plan) continue;
-                SCOPED_TRACE(testing::Message() << cuda::describe(*plan).to_string());
-                cuda::run(params, *plan, nullptr);
-                product.expect_result();
-                if (HasFatalFailure()) return;
-            }
-        }
+        expect_right_in_all_splits(product, tile, false);
+        if (HasFatalFailure()) return;
     }
 }
 
@@ -254,23 +261,8 @@ TEST_P(CudaLinearNormTest, AgreesWithTheCpu) {
         const int activation = random.pick({0, 1, 3});
         Product product(random, DType::bfloat16, rows, width, depth, 8, activation, random.one_in(2),
                         random.one_in(2), Norm::like_x);
-        for (int32_t splits : {1, 2, 4, 8}) {
-            for (int32_t ctas_per_sm : {1, 2}) {
-                LinearArgs args = product.args(kOnGpu);
-                args.static_weight = ctas_per_sm == 1;
-                const LinearParams params = check_linear(args);
-                Sm90LinearTile launched = tile;
-                launched.splits = splits;
-                launched.ctas_per_sm = ctas_per_sm;
-                const auto plan = cuda::plan_sm90_linear({rows, params.w_rows(), depth}, DType::bfloat16,
-                                                         *cuda::find_gpu("h100"), launched, true);
-                if (!plan) continue;
-                SCOPED_TRACE(testing::Message() << cuda::describe(*plan).to_string() << ", K " << depth);
-                cuda::run(params, *plan, nullptr);
-                product.expect_result();
-                if (HasFatalFailure()) return;
-            }
-        }
+        expect_right_in_all_splits(product, tile, true);
+        if (HasFatalFailure()) return;
     }
 }
 
