@@ -93,8 +93,8 @@ double add_limits(double a, double b) {
     return larger == 0 ? 0 : larger * std::pow(1 + std::pow(std::min(a, b) / larger, kNorm), 1 / kNorm);
 }
 
-// The tables were measured without a norm. Inside of sm90_flat it takes less than a launch of its own, also
-// where a table names sm90_wide (docs/notebook/linear.md).
+// The tables were measured without a norm. Inside of sm90_flat it mostly takes less than a launch of its own,
+// also where a table names sm90_wide (docs/notebook/linear.md).
 LinearChoice choose(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool normalises) {
     LinearChoice choice{{}, LinearPlanSource::estimated, problem.num_rows > kSm90MostRows};
     std::optional<Sm90LinearTile> tile;
