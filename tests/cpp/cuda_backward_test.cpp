@@ -72,6 +72,16 @@ void run_in_turns(const AttentionBackwardArgs& args) {
     cuda::run(params, *plan, nullptr);
 }
 
+// By a few CTAs, each of which works through many tiles of keys, and converts sums of dQ between them.
+template <int32_t kCtas>
+void run_with_few_ctas(const AttentionBackwardArgs& args) {
+    const AttentionBackwardParams params = check_attention_backward(args);
+    std::optional<cuda::Sm90BackwardPlan> plan = cuda::plan_sm90_backward(params, cuda::gpu_of(0));
+    ASSERT_TRUE(plan && plan->tiles().persistent());
+    plan->num_ctas = kCtas;
+    cuda::run(params, *plan, nullptr);
+}
+
 // `longer`: how many times as long sequences are.
 void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind kind, ArrayPlace place,
                           void (*backward_on_gpu)(const AttentionBackwardArgs&) = attention_backward,
@@ -101,7 +111,8 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
     Mirror<int32_t> cu_q(cumulative(lengths_q)), cu_k(cumulative(lengths_k)), prefix({20, 5, 60});
     Mirror<int32_t> ranges(random_ranges(random, lengths_k));
     // Blocks of 64 of the longest sequence, or of all tokens where none says what is the longest.
-    const int64_t q_blocks = packed ? (total_q + 63) / 64 : 2, k_blocks = packed ? (total_k + 63) / 64 : 3;
+    const int64_t q_blocks = ((packed ? total_q : length_q) + 63) / 64;
+    const int64_t k_blocks = ((packed ? total_k : length_k) + 63) / 64;
     Mirror<uint8_t> blocks(random.blocks(kHeads * kGroup * q_blocks * k_blocks));
 
     auto rows = [&](auto on, Mirror<uint16_t>& x, int64_t length, int64_t heads, int64_t dim) {
@@ -196,6 +207,15 @@ TEST_P(CudaBackwardInTurnsTest, AgainstTheCpu) {
         compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run, 5);
 }
 
+class CudaBackwardFewCtasTest : public CudaBackwardTest {};
+
+TEST_P(CudaBackwardFewCtasTest, AgainstTheCpu) {
+    const auto [head_dim, packed, kind] = GetParam();
+    if (!cuda::gpu_of(0).has_sm90_kernels) GTEST_SKIP() << "elsewhere a CTA has one tile";
+    for (auto* run : {run_with_few_ctas<1>, run_with_few_ctas<3>})
+        compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run, 4);
+}
+
 // For a box of rows that lies outside an array altogether, the copy engine reads the address from which it
 // counts rows, and that lies before the array.
 TEST(CudaBackward, NothingIsReadBeforeTheArrays) {
@@ -227,6 +247,13 @@ INSTANTIATE_TEST_SUITE_P(
                                          Kind::symmetric_blocks, Kind::dropout, Kind::deterministic,
                                          Kind::sinks, Kind::blocks, Kind::blocks_in_chunks, Kind::ranges,
                                          Kind::ranges_in_windows, Kind::ranges_dropout)));
+
+INSTANTIATE_TEST_SUITE_P(All, CudaBackwardFewCtasTest,
+                         ::testing::Combine(::testing::Values(64, 72, 96, 128), ::testing::Bool(),
+                                            ::testing::Values(Kind::full, Kind::causal, Kind::window,
+                                                              Kind::chunks, Kind::prefix, Kind::softcap,
+                                                              Kind::alibi, Kind::dropout, Kind::sinks,
+                                                              Kind::blocks)));
 
 INSTANTIATE_TEST_SUITE_P(All, CudaBackwardInTurnsTest,
                          ::testing::Combine(::testing::Values(64, 96, 128), ::testing::Bool(),

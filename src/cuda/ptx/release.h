@@ -15,4 +15,8 @@ __device__ __forceinline__ void store_release(int32_t* to, int32_t x) {
     asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void add_release(int32_t* to, int32_t x) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 }  // namespace octavo::cuda::ptx

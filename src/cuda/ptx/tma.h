@@ -64,6 +64,16 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* sh
         : "memory");
 }
 
+// The same, kept in the L2 cache as `policy` says (l2_policy.h).
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, uint64_t policy, int c0,
+                                          int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%3, %4, %5, %6, %7}], "
+        "[%1], %2;" ::"l"(map),
+        "r"(shared_address(shared)), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -77,6 +87,11 @@ __device__ __forceinline__ void tma_store_wait_read() {
 // Orders this thread's writes to shared memory before later reads of them by the copy engine or wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same of global memory, and of writes that this thread has waited for.
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 }  // namespace octavo::cuda::ptx

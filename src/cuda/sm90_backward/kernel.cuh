@@ -11,6 +11,7 @@
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/sm90_backward/consumer.cuh"
+#include "cuda/sm90_backward/finished_sums.cuh"
 #include "cuda/sm90_backward/key_consumer.cuh"
 #include "cuda/sm90_backward/loader.cuh"
 #include "cuda/sm90_backward/pair_consumer.cuh"
@@ -50,7 +51,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ptx::lower_registers<Config::kLoaderRegisters>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == 0) run_backward_loader<Config>(p, plan, shared);
-        if (threadIdx.x == 32) run_backward_storer<Config>(plan, shared);
+        if (threadIdx.x == 32) run_backward_storer<Config>(p, plan, shared);
+        if constexpr (Config::kBeside) {
+            if (warp >= 2) convert_beside<T, Config>(p, plan, shared.rooms.of_warp[warp - 2]);
+        }
         if constexpr (Config::kOrdered) {
             static_assert(Config::kConsumers == 2);
             int32_t steps = 0;
@@ -82,6 +86,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         for_each_tile([&](const Sm90BackwardWork<Config>& work, Sm90TileCount at) {
             Consumer(p, plan, work, shared, group - 1, at).run(rings);
         });
+        if constexpr (Config::kBeside) {
+            ptx::named_barrier_sync(3, 128 * Config::kConsumers);  // tiles of queries are needed no more
+            T* const rows = reinterpret_cast<T*>(group == 1 ? shared.q : shared.dout);
+            convert_rest<T, Config>(p, plan, rows + threadIdx.x % 128 / 32 * 16 * kConvertedStride<Config>);
+        }
     }
     if constexpr (Config::kCtas > 1) {
         __syncwarp();

@@ -31,7 +31,7 @@ void launch_sm90_backward(const AttentionBackwardParams& p, const Sm90BackwardPl
                                   128 * (1 + kSm90GradientGroups), true};
         launch<sm90_query_gradients_kernel<T, Config>, sizeof(Sm90QueryGradientsShared<Config>)>(
             p.op, device, stream, queries, p, arguments);
-    } else {
+    } else if constexpr (!Config::kBeside) {
         const LaunchShape tiles{dim3(static_cast<unsigned>(plan.num_rows / Config::kQueries), p.num_q_heads),
                                 128 * Config::kDqParts, true};
         launch<convert_dq_kernel<T, Config>>(p.op, device, stream, tiles, p, arguments);

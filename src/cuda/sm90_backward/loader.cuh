@@ -3,6 +3,8 @@
 #pragma once
 
 #include "cuda/ptx/cluster.h"
+#include "cuda/ptx/l2_policy.h"
+#include "cuda/ptx/release.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_backward/kept_steps.cuh"
 #include "cuda/sm90_backward/shared.cuh"
@@ -24,8 +26,9 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
         ptx::mbarrier_arrive_expect(full, Config::kKeyTileBytes);
 #pragma unroll
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
-            ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full, Config::kBlockColumns * block,
-                          work.kv_head, plan.k_edge - seqlen_k + work.first_key, work.k_begin + seqlen_k,
+            ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full, ptx::kEvictFirst,
+                          Config::kBlockColumns * block, work.kv_head,
+                          plan.k_edge - seqlen_k + work.first_key, work.k_begin + seqlen_k,
                           p.cu_seqlens_k ? 0 : work.batch);
         }
     };
@@ -146,9 +149,10 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
         if (leads) cta_tile = first + atomicAdd(plan.tiles_taken, 1);
         cta_tile = __shfl_sync(~0u, cta_tile, 0);
     };
-    // With turns, a CTA waits for tiles before its own, which may be those of CTAs that never started if
-    // their number were that of the CTA.
-    if constexpr (Config::kOrdered) take(0);
+    // With turns, or where sums are converted beside, a CTA waits for tiles before its own, which may be
+    // those of CTAs that never started if their number were that of the CTA.
+    constexpr bool kInOrder = Config::kOrdered || Config::kBeside;
+    if constexpr (kInOrder) take(0);
 #pragma unroll 1
     while (cta_tile < plan.key_order.num_ctas() * Config::kCtas) {
         const Sm90BackwardWork<Config> work(p, plan, cta_tile);
@@ -169,7 +173,7 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
                 if constexpr (Config::kBlocks) shared.kept.any[at.slot()] = step.is_left();
                 shared.tiles[at.slot()] = {cta_tile,       work.seq.see, work.seq.q_pos(0),
                                            work.first_key, work.kv_head, p.cu_seqlens_k ? 0 : work.batch,
-                                           work.k_begin};
+                                           work.k_begin,   work.batch};
                 ptx::mbarrier_arrive(&shared.tile_full[at.slot()]);
             }
             if (Config::kBlocks || leads) load_key_tile<Config>(p, plan, work, step, at, shared);
@@ -178,7 +182,7 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
             ++at.count;
         }
         if (!Config::kPersistent) break;
-        take(Config::kOrdered ? 0 : gridDim.x);
+        take(kInOrder ? 0 : gridDim.x);
     }
     if (!leads) return;
     ptx::mbarrier_wait(&shared.tile_empty[at.slot()], at.slot_parity() ^ 1);
@@ -188,28 +192,35 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
 
 // One thread. The copy engine leaves out what lies behind the last key.
 template <class Config>
-__device__ __forceinline__ void run_backward_storer(const Sm90BackwardLaunch& plan,
+__device__ __forceinline__ void run_backward_storer(const AttentionBackwardParams& p,
+                                                    const Sm90BackwardLaunch& plan,
                                                     Sm90BackwardShared<Config>& shared) {
 #pragma unroll 1
     for (Sm90TileCount at;; ++at.count) {
         ptx::mbarrier_wait(&shared.tile_full[at.slot()], at.slot_parity());
         const Sm90KeyTile& tile = shared.tiles[at.slot()];
-        if (tile.cta_tile < 0) return;
+        if (tile.cta_tile < 0) {
+            if constexpr (Config::kBeside) ptx::add_release(plan.sums.ctas, 1);
+            return;
+        }
         ptx::mbarrier_wait(&shared.gradients_full, at.parity());
         const int32_t place = plan.k_edge - tile.see.seqlen_k + tile.first_key;
         const int32_t shift = tile.k_begin + tile.see.seqlen_k;
         const bool any = Config::kCtas == 1 || tile.first_key < tile.see.seqlen_k;
 #pragma unroll
         for (int block = 0; block < (any ? Config::kColumnBlocks : 0); ++block) {
-            ptx::tma_store(&plan.dv, shared.dv_out() + block * Config::kKeyBlockBytes,
+            ptx::tma_store(&plan.dv, shared.dv_out() + block * Config::kKeyBlockBytes, ptx::kEvictFirst,
                            Config::kBlockColumns * block, tile.kv_head, place, shift, tile.batch);
-            ptx::tma_store(&plan.dk, shared.dk_out() + block * Config::kKeyBlockBytes,
+            ptx::tma_store(&plan.dk, shared.dk_out() + block * Config::kKeyBlockBytes, ptx::kEvictFirst,
                            Config::kBlockColumns * block, tile.kv_head, place, shift, tile.batch);
         }
         ptx::tma_store_commit();
+        const int32_t sequence_head = tile.kv_head * p.batch + tile.sequence;
         ptx::mbarrier_arrive(&shared.tile_empty[at.slot()]);
         ptx::tma_store_wait_read<0>();
         ptx::mbarrier_arrive(&shared.gradients_empty);
+        // Now, since it waits for all that the consumers added.
+        if constexpr (Config::kBeside) ptx::add_release(plan.sums.key_tiles + sequence_head, 1);
     }
 }
 

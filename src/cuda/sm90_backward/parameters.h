@@ -13,6 +13,14 @@
 
 namespace octavo::cuda {
 
+// What says which sums of dQ are complete, where the kernel that adds to them converts them
+// (finished_sums.cuh).
+struct FinishedCounts {
+    int32_t* ctas;         // that have no more tiles of keys
+    int32_t* parts_taken;  // that warps have taken to convert
+    int32_t* key_tiles;    // [num_kv_heads, batch], tiles of keys that were added
+};
+
 // Every array is a tensor of five axes with an edge, as Sm90Launch describes it.
 struct Sm90BackwardLaunch {
     CUtensorMap q, dout, k, v, dk, dv;
@@ -28,8 +36,10 @@ struct Sm90BackwardLaunch {
     // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh).
     void* lse;
     void* delta;
-    int32_t* tiles_taken;  // tiles of keys that CTAs took, in turns (below) all of them, otherwise after
-                           // their first one
+    int32_t* tiles_taken;  // tiles of keys that CTAs took: all of them in turns (below) or where sums are
+                           // converted beside, otherwise after their first one
+    FinishedCounts sums;
+    int32_t num_counters;  // tiles_taken and those behind it, which the first kernel sets to zero
     float* dq_sums;        // [num_q_heads, num_rows / queries of a tile], each as its accumulators lie
     bool dq_aligned;
     SlopeParts slopes;  // one part for each tile of keys and warp of consumers

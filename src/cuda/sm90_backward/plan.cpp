@@ -187,6 +187,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     const Sm90BackwardTiles& tiles = plan.tiles();
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
+    plan.num_sequence_heads = p.batch * p.num_kv_heads;
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.cluster_keys()));
     const int64_t num_key_tiles = count_key_tiles(p, tiles);
     if (tiles.dq_apart()) {
@@ -240,8 +241,10 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     Explanation text;
     text.kernel = name_of(plan.dtype, tiles, plan.feature);
     text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.cluster_keys(), " keys x ",
-                           counted(plan.num_kv_heads, "KV head"), ", between prepare_backward_kernel and ",
-                           tiles.dq_apart() ? "sm90_query_gradients_kernel" : "convert_dq_kernel",
+                           counted(plan.num_kv_heads, "KV head"), ", behind prepare_backward_kernel",
+                           tiles.dq_apart()                       ? "; sm90_query_gradients_kernel"
+                           : converts_beside(tiles, plan.feature) ? ""
+                                                                  : "; convert_dq_kernel",
                            plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "",
                            plan.sink_bytes > 0 ? "; sink_gradients_kernel" : "");
     text.file = "src/cuda/sm90_backward/kernel.cuh";

@@ -18,9 +18,10 @@ struct Sm90BackwardPlan {
     int32_t row;  // a row of kSm90BackwardTiles: with dtype and feature, the instance
     Sm90BackwardFeature feature;
     int32_t num_kv_heads, num_q_heads;
-    int32_t key_tiles;        // tiles of the longest sequence
-    int32_t num_key_tiles;    // over the batch; a bound where it is packed
-    int32_t num_query_tiles;  // the same of queries where dQ has a kernel of its own; otherwise 0
+    int32_t num_sequence_heads;  // sequences x KV heads
+    int32_t key_tiles;           // tiles of the longest sequence
+    int32_t num_key_tiles;       // over the batch; a bound where it is packed
+    int32_t num_query_tiles;     // the same of queries where dQ has a kernel of its own; otherwise 0
     TileOrder key_order, query_order;
     TurnOrder turn_order;   // in place of key_order where sums take their parts in order
     int32_t num_ctas;       // CTAs that share the tiles of keys
@@ -36,10 +37,13 @@ struct Sm90BackwardPlan {
     }
     // How many parts of the gradients of slopes there are for each sequence and head.
     int32_t slope_parts() const { return key_tiles * tiles().consumer_warps(); }
+    // Tiles of keys that were taken, and where sums are converted beside, FinishedCounts.
+    int64_t num_counters() const { return converts_beside(tiles(), feature) ? 3 + num_sequence_heads : 1; }
+    // What follows the counters is aligned to 128 bytes.
+    int64_t counter_bytes() const { return (num_counters() * 4 + 127) / 128 * 128; }
     // In this order.
-    static constexpr int64_t kCounterBytes = 128;  // what follows is aligned to that
     int64_t workspace_bytes() const {
-        return kCounterBytes + 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes + turn_bytes;
+        return counter_bytes() + 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes + turn_bytes;
     }
 };
 

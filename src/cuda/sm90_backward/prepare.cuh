@@ -50,7 +50,6 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
                                         const __grid_constant__ Sm90BackwardLaunch plan) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *plan.tiles_taken = 0;
     constexpr int kLanes = kPreparedLanes<Config>;
     const int lane = threadIdx.x % kLanes, dim = 8 * lane;
     static_assert(Config::kQueries % (kRowsPerBlock * kPreparedRows<Config>) ==
@@ -58,9 +57,10 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
     const auto row = static_cast<int32_t>(warp_row() * kPreparedRows<Config> + threadIdx.x % 32 / kLanes);
     // The first heads come last, since their sums are needed first and should still lie in the L2 cache.
     const int64_t head = p.num_q_heads - 1 - static_cast<int32_t>(blockIdx.y);
+    const int64_t place = head * plan.num_rows + row;
+    if (lane == 0 && place < plan.num_counters) plan.tiles_taken[place] = 0;  // there are more rows
     if constexpr (!Config::kDqApart) {
-        auto* const dq =
-            reinterpret_cast<float4*>(plan.dq_sums + (head * plan.num_rows + row) * Config::kHeadDim);
+        auto* const dq = reinterpret_cast<float4*>(plan.dq_sums + place * Config::kHeadDim);
         constexpr bool kAllLanes = Config::kHeadDim == 8 * kLanes;
         const float4 zeros = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (kAllLanes || kLanes + lane < Config::kHeadDim / 4) dq[kLanes + lane] = zeros;
@@ -104,7 +104,6 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
     if (lane != 0) return;
-    const int64_t place = head * plan.num_rows + row;
     [[maybe_unused]] const int64_t number_place =
         place - row % Config::kQueries + statistic_place<Config::kQueries>(row % Config::kQueries);
     // A query that sees nothing has no weight, whatever its scores.

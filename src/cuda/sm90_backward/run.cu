@@ -64,7 +64,9 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.scale_log2 = p.softmax_scale * kLog2e;
     char* next = workspace.bytes();
     auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
-    arguments.tiles_taken = reinterpret_cast<int32_t*>(take(Sm90BackwardPlan::kCounterBytes));
+    arguments.tiles_taken = reinterpret_cast<int32_t*>(take(plan.counter_bytes()));
+    arguments.sums = {arguments.tiles_taken + 1, arguments.tiles_taken + 2, arguments.tiles_taken + 3};
+    arguments.num_counters = static_cast<int32_t>(plan.num_counters());
     arguments.lse = take(plan.term_bytes());
     arguments.delta = take(plan.term_bytes());
     arguments.dq_sums = reinterpret_cast<float*>(take(plan.dq_bytes()));

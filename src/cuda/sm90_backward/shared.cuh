@@ -17,6 +17,7 @@ struct Sm90KeyTile {
     Visibility see;
     int32_t first_q_pos, first_key, kv_head;
     int32_t batch, k_begin;  // dense arrays: the batch entry and 0; packed ones: 0 and the first token
+    int32_t sequence;        // of the call
 };
 
 constexpr int kTileSlots = 2;  // the slots of Sm90KeyTile
@@ -69,6 +70,29 @@ struct Sm90TurnBarriers<Config, true> {
     }
 };
 
+// What a warp that converts sums of dQ works in (finished_sums.cuh): those of 16 queries in pieces of 16
+// bytes a lane, twice, since the next ones come meanwhile.
+template <class Config, bool kUsed = Config::kBeside>
+struct Sm90SumsRooms {
+    struct Room {};
+    __device__ void init() {}
+};
+template <class Config>
+struct Sm90SumsRooms<Config, true> {
+    struct Room {
+        alignas(128) float4 sums[2][Config::kDqColumns / 8][32];
+        alignas(16) uint16_t rows[16 * kConvertedStride<Config>];
+        uint64_t full[2];
+    };
+    Room of_warp[2];
+
+    __device__ void init() {
+        for (Room& room : of_warp) {
+            for (uint64_t& full : room.full) ptx::mbarrier_init(&full, 1);
+        }
+    }
+};
+
 // The parity of a step's phase.
 __device__ __forceinline__ uint32_t turn_parity(int32_t step) { return static_cast<uint32_t>(step) % 2; }
 
@@ -107,6 +131,7 @@ struct Sm90BackwardShared {
     uint64_t ds_full[Config::kDsSlots], ds_empty[Config::kDsSlots];
     Sm90KeptSteps<Config> kept;
     Sm90TurnBarriers<Config> turns;
+    Sm90SumsRooms<Config> rooms;
 
     __device__ unsigned char* ds_slot(int slot) { return ds + slot * Config::kDsTileBytes; }
     // In a cluster: the columns of dQ that the CTA sums, of its own keys and of the other's.
@@ -148,6 +173,7 @@ struct Sm90BackwardShared {
             ptx::mbarrier_init(&ds_empty[i], kPairs ? 4 * Config::kCtas : Config::kConsumerWarps);
         }
         turns.init();
+        rooms.init();
         ptx::mbarrier_init_fence();
     }
 };

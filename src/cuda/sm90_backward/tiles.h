@@ -63,6 +63,11 @@ constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature 
            (!tiles.dq_apart() && !tiles.roles && tiles.head_dim != 96);
 }
 
+// Whether sums of dQ are converted beside the products.
+constexpr bool converts_beside(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
+    return !tiles.dq_apart() && !tiles.roles && feature != Sm90BackwardFeature::ordered;
+}
+
 // How many queries of a step follow one another. Where a mask hides blocks, a step takes such parts wherever
 // they are.
 constexpr int part_queries(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
@@ -99,6 +104,8 @@ struct Sm90BackwardConfig {
     static constexpr bool kDropout = kFeature == Sm90BackwardFeature::dropout;
     static constexpr bool kBlocks = kFeature == Sm90BackwardFeature::blocks;
     static constexpr bool kOrdered = kFeature == Sm90BackwardFeature::ordered;
+    // Warps beside the loader convert sums of dQ (finished_sums.cuh); elsewhere a kernel does so in the end.
+    static constexpr bool kBeside = converts_beside(kTiles, kFeature);
     // Where a warpgroup passes steps by, turns would make it wait for the other one.
     static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns && !kBlocks;
     static constexpr bool kPacked =
@@ -149,6 +156,10 @@ struct Sm90BackwardConfig {
         return kDqParts * kDqWholeColumns + part * (kDqColumns - kDqWholeColumns) + column - kDqWholeColumns;
     }
 };
+
+// Between rows of 16 bits that a warp makes of sums of dQ: eight of them lie in different banks.
+template <class Config>
+constexpr int kConvertedStride = Config::kDqColumns + 8;
 
 // A CTA of sm90_query_gradients_kernel has two warpgroups of 64 queries each.
 constexpr int kSm90GradientGroups = 2, kSm90GradientQueries = 64 * kSm90GradientGroups;
