@@ -10,6 +10,7 @@
 
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/grid_dependency.h"
+#include "cuda/sm90_backward/cluster_consumer.cuh"
 #include "cuda/sm90_backward/consumer.cuh"
 #include "cuda/sm90_backward/finished_sums.cuh"
 #include "cuda/sm90_backward/key_consumer.cuh"
@@ -81,7 +82,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             std::conditional_t<Config::kDqApart, Sm90RoleConsumer<T, Config>, Sm90PairConsumer<T, Config>>;
         using WithKeys =
             std::conditional_t<Config::kDqApart, Sm90KeyConsumer<T, Config>, Sm90BackwardConsumer<T, Config>>;
-        using Consumer = std::conditional_t<Config::kRoles, WithRoles, WithKeys>;
+        using Alone = std::conditional_t<Config::kRoles, WithRoles, WithKeys>;
+        using Consumer =
+            std::conditional_t<(Config::kCtas > 1 && !Config::kRoles), Sm90ClusterConsumer<T, Config>, Alone>;
         typename Consumer::Rings rings;
         for_each_tile([&](const Sm90BackwardWork<Config>& work, Sm90TileCount at) {
             Consumer(p, plan, work, shared, group - 1, at).run(rings);

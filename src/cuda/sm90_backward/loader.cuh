@@ -45,20 +45,24 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
     };
     // In a cluster, keys of which there are none are not asked for (ptx/tma.h); consumers clear them.
     auto load_keys_of_cluster = [&] {
+        constexpr int kOwn = Config::kPairs ? 1 : 0;  // whether own columns lie apart from the rows
         constexpr int kBlocks = Config::kOwnBlocks, kBytes = kBlocks * Config::kKeyBlockBytes;
         const int first_block = ptx::cluster_rank() * kBlocks;
         const bool own = work.num_keys > 0, other = work.num_other_keys() > 0;
         ptx::mbarrier_arrive_expect(&shared.k_full,
-                                    (own ? Config::kKeyTileBytes + kBytes : 0) + (other ? kBytes : 0));
+                                    (own ? Config::kKeyTileBytes + kOwn * kBytes : 0) + (other ? kBytes : 0));
         ptx::mbarrier_arrive_expect(&shared.v_full, own ? Config::kKeyTileBytes : 0);
         if (own) {
-            load_columns(shared.k_rows(), plan.k, &shared.k_full, 0, Config::kColumnBlocks, work.first_key);
-            load_columns(shared.v_rows(), plan.v, &shared.v_full, 0, Config::kColumnBlocks, work.first_key);
-            load_columns(shared.own_keys(), plan.k, &shared.k_full, first_block, kBlocks, work.first_key);
+            load_columns(kOwn ? shared.k_rows() : shared.k, plan.k, &shared.k_full, 0, Config::kColumnBlocks,
+                         work.first_key);
+            load_columns(kOwn ? shared.v_rows() : shared.v, plan.v, &shared.v_full, 0, Config::kColumnBlocks,
+                         work.first_key);
+            if (kOwn)
+                load_columns(shared.own_keys(), plan.k, &shared.k_full, first_block, kBlocks, work.first_key);
         }
         if (other) {
-            load_columns(shared.other_keys(), plan.k, &shared.k_full, first_block, kBlocks,
-                         work.first_other_key());
+            load_columns(kOwn ? shared.other_keys() : shared.other_block, plan.k, &shared.k_full, first_block,
+                         kBlocks, work.first_other_key());
         }
     };
     // The first query of the sequence, in workspace and in the tensors.
@@ -108,7 +112,7 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
             if (kLoadingLanes >> lane & 1) {
                 // In a cluster, the last slots are free once K and V, which lie there first, are in
                 // registers.
-                const bool had_keys = Config::kCtas > 1 && stage == Config::kStages - 1;
+                const bool had_keys = Config::kPairs && stage == Config::kStages - 1;
                 ptx::mbarrier_wait(&shared.q_empty[stage], had_keys ? step.parity() : step.parity() ^ 1);
                 if constexpr (Config::kBlocks) {
                     const bool is_q = lane < Config::kParts;

@@ -8,6 +8,7 @@
 #include "cuda/sm90_backward/turns.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 #include <utility>
 
@@ -31,6 +32,7 @@ const char* to_string(Sm90BackwardFeature feature) {
 std::string name_of(DType dtype, const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
     std::string name = text_of("sm90_backward<", to_string(dtype), ", head_dim ", tiles.head_dim);
     if (tiles.dq_apart() || feature == Sm90BackwardFeature::ordered) name += ", deterministic";
+    if (tiles.clusters && !tiles.roles) name += ", clusters";
     if (feature != Sm90BackwardFeature::none) name += text_of(", ", to_string(feature));
     return name + ">";
 }
@@ -39,9 +41,24 @@ std::string name_of(DType dtype, const Sm90BackwardTiles& tiles, Sm90BackwardFea
 // block of columns has some of either head dim, since no box may lie outside an array altogether (ptx/tma.h).
 int32_t find_tiles(const AttentionBackwardParams& p, bool deterministic, Sm90BackwardFeature feature) {
     for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) {
+        if (tiles.clusters && !tiles.roles) continue;  // find_cluster_tiles
         if (tiles.head_dim >= std::max(p.head_dim, p.head_dim_v) &&
             tiles.head_dim - tiles.block_columns() < std::min(p.head_dim, p.head_dim_v) &&
             (tiles.dq_apart() || !deterministic) && has_instance(tiles, feature))
+            return static_cast<int32_t>(&tiles - kSm90BackwardTiles);
+    }
+    return -1;
+}
+// The row of clusters in place of one without, where calls are long enough; otherwise -1. A cluster has one
+// tile of keys, and loses some time before its first step and behind its last one.
+int32_t find_cluster_tiles(const AttentionBackwardParams& p, const Sm90BackwardTiles& alone) {
+    const char* const wanted = std::getenv("OCTAVO_CLUSTERS");  // to tune with
+    const int64_t fewest = wanted ? std::atoi(wanted) : 128;
+    if (alone.dq_apart() || alone.clusters ||
+        p.group_size() * ceil_divide(p.seqlen_q, alone.queries) < fewest)
+        return -1;
+    for (const Sm90BackwardTiles& tiles : kSm90BackwardTiles) {
+        if (tiles.clusters && !tiles.roles && tiles.head_dim == alone.head_dim)
             return static_cast<int32_t>(&tiles - kSm90BackwardTiles);
     }
     return -1;
@@ -181,6 +198,10 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
         }
     }
     if (plan.feature != Sm90BackwardFeature::ordered) plan.row = find_tiles(p, p.deterministic, plan.feature);
+    if (plan.feature == Sm90BackwardFeature::none && plan.row >= 0) {
+        const int32_t clusters = find_cluster_tiles(p, plan.tiles());
+        if (clusters >= 0) plan.row = clusters;
+    }
     if (plan.row < 0)
         return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",
                       to_string(plan.feature));

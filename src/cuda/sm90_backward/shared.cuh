@@ -98,7 +98,7 @@ __device__ __forceinline__ uint32_t turn_parity(int32_t step) { return static_ca
 
 template <class Config>
 struct Sm90BackwardShared {
-    static constexpr bool kPairs = Config::kCtas > 1;
+    static constexpr bool kPairs = Config::kPairs, kClusters = Config::kCtas > 1;
 
     // Statistics come first, since compute-sanitizer believes that a product with terms reads twice the
     // bytes: its second eight columns are the first ones again.
@@ -107,6 +107,9 @@ struct Sm90BackwardShared {
     // In a cluster, `k` are own_keys() and other_keys().
     alignas(1024) unsigned char k[Config::kKeyTileBytes];                // with roles, dK at the end
     alignas(1024) unsigned char v[kPairs ? 16 : Config::kKeyTileBytes];  // with roles, dV at the end
+    // Of the other CTA's keys, the columns of dQ that this one sums. In a pair they are part of k.
+    alignas(1024) unsigned char other_block[kClusters && !kPairs ? Config::kOwnBlocks * Config::kKeyBlockBytes
+                                                                 : 16];
     alignas(1024) unsigned char q[Config::kStages][Config::kQueryTileBytes];
     alignas(1024) unsigned char dout[Config::kStages][Config::kQueryTileBytes];
     // Slots of kDsTileBytes: in a cluster, dS of this CTA's keys and of the other's. If persistent, dV and
@@ -170,7 +173,7 @@ struct Sm90BackwardShared {
         for (int i = 0; i < Config::kDsSlots; ++i) {
             // In a cluster, one warpgroup of each CTA arrives.
             ptx::mbarrier_init(&ds_full[i], kPairs ? 4 : Config::kConsumerWarps);
-            ptx::mbarrier_init(&ds_empty[i], kPairs ? 4 * Config::kCtas : Config::kConsumerWarps);
+            ptx::mbarrier_init(&ds_empty[i], kClusters ? 4 * Config::kCtas : Config::kConsumerWarps);
         }
         turns.init();
         rooms.init();

@@ -26,28 +26,32 @@ struct Sm90BackwardTiles {
     bool held;   // exponentials stay before the wait for V dO^T
     bool turns;  // one warpgroup at a time issues scores and products, so that the others' exponentials run
     bool roles;  // two warpgroups share 64 keys: one has dV, the other dK
-
     // A cluster of two CTAs has two such tiles of keys, and each sums half of the columns of dQ over both.
-    constexpr bool pairs() const { return roles && !dq_apart(); }
-    constexpr int ctas() const { return pairs() ? 2 : 1; }
+    bool clusters;
+
+    constexpr bool pairs() const { return roles && clusters; }
+    constexpr int ctas() const { return clusters ? 2 : 1; }
     constexpr int keys() const { return roles ? 64 : 64 * warpgroups; }  // of a CTA
     constexpr int cluster_keys() const { return ctas() * keys(); }
     // Tiles lie in shared memory as blocks of these columns.
     constexpr int block_columns() const { return head_dim % 64 != 0 || pairs() ? 32 : 64; }
     constexpr bool dq_apart() const { return ds_slots == 0; }
     constexpr int consumer_warps() const { return 4 * warpgroups; }
-    constexpr bool persistent() const { return !roles; }  // a CTA works through many tiles of keys
+    constexpr bool persistent() const {
+        return !roles && !clusters;
+    }  // a CTA works through many tiles of keys
 };
 
 constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
-    {64, 2, 128, 2, false, true, false},   //
-    {96, 2, 64, 3, true, false, false},    //
-    {128, 2, 64, 3, true, false, false},   //
-    {64, 2, 128, 0, false, false, false},  // where bits are to be the same at every call
-    {128, 2, 64, 0, false, false, false},  // likewise
-    {192, 2, 64, 2, false, false, true},   //
-    {192, 2, 64, 0, false, false, true},   // likewise, and up to head dim 160 (find_tiles, in plan.cpp)
-    {256, 2, 64, 0, false, false, true},   //
+    {64, 2, 128, 2, false, true, false, false},   //
+    {96, 2, 64, 3, true, false, false, false},    //
+    {128, 2, 64, 3, true, false, false, false},   //
+    {64, 2, 128, 0, false, false, false, false},  // where bits are to be the same at every call
+    {128, 2, 64, 0, false, false, false, false},  // likewise
+    {192, 2, 64, 2, false, false, true, true},    //
+    {192, 2, 64, 0, false, false, true, false},  // likewise, and up to head dim 160 (find_tiles, in plan.cpp)
+    {128, 2, 64, 2, true, false, false, true},   // long calls (find_cluster_tiles, in plan.cpp)
+    {256, 2, 64, 0, false, false, true, false},  //
 };
 
 // What an instance computes beside plain attention; of more than one there is none.
@@ -60,12 +64,12 @@ constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
 // Which instances there are. Head dim 96 has them for plain calls alone: others take those of 128.
 constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
     return feature == Sm90BackwardFeature::none ||
-           (!tiles.dq_apart() && !tiles.roles && tiles.head_dim != 96);
+           (!tiles.dq_apart() && !tiles.roles && !tiles.clusters && tiles.head_dim != 96);
 }
 
 // Whether sums of dQ are converted beside the products.
 constexpr bool converts_beside(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
-    return !tiles.dq_apart() && !tiles.roles && feature != Sm90BackwardFeature::ordered;
+    return !tiles.dq_apart() && !tiles.roles && !tiles.clusters && feature != Sm90BackwardFeature::ordered;
 }
 
 // How many queries of a step follow one another. Where a mask hides blocks, a step takes such parts wherever
@@ -94,8 +98,9 @@ struct Sm90BackwardConfig {
     static constexpr int kQueries = kTiles.queries;
     static constexpr int kPartQueries = part_queries(kTiles, kFeature);
     static constexpr int kParts = kQueries / kPartQueries;  // of a step
-    // Tiles of Q and of dO. In a cluster, K and V lie in the last ones until they are in registers.
-    static constexpr int kStages = kCtas > 1 ? 3 : 2;
+    // Tiles of Q and of dO. In a pair, K and V lie in the last ones until they are in registers.
+    static constexpr bool kPairs = kTiles.pairs();
+    static constexpr int kStages = kPairs ? 3 : 2;
     static constexpr int kWeightSlots = 2;  // with roles: tiles of weights between the warpgroups
     static constexpr bool kRoles = kTiles.roles, kDqApart = kTiles.dq_apart();
     static constexpr int kDsSlots = kDqApart ? 1 : kTiles.ds_slots;
