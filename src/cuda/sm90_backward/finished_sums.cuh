@@ -1,6 +1,7 @@
 // The warps that make dQ of its sums as soon as these are complete, beside the products of other tiles: in
-// long launches a kernel of its own would have to read most of them from memory again. Whom they wait for has
-// taken its tile of keys before, so that some CTA always goes on, however few of them run.
+// long launches a kernel of its own would have to read most of them from memory again. Loaders and consumers
+// never wait for them, and consumers join them once all tiles of keys are taken, so that every tile is added
+// however few CTAs run.
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"
