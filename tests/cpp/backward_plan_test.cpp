@@ -76,7 +76,7 @@ TEST(BackwardPlan, HopperServesPlainCalls) {
     const Explanation text = explain(backward_of(dense(shape_of(128))), "h200");
     EXPECT_EQ(field(text, "num_key_tiles"), "16");
     EXPECT_EQ(field(text, "num_rows"), "2048");  // whole tiles of 64 for each sequence
-    EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(128 + 2048 * 32 * (128 * 4 + 2 * 16)));
+    EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(256 + 2048 * 32 * (128 * 4 + 2 * 16)));
 }
 
 TEST(BackwardPlan, HopperComputesDqApartWhereBitsAreToBeTheSame) {
@@ -119,7 +119,7 @@ TEST(BackwardPlan, SumsOfDqTakeTurnsInLongCalls) {
             args.deterministic = true;
             // And whose turn it is, for 64 x 64 sums each. Plain calls convert sums beside the products, and
             // count for each sequence and KV head which tiles of keys were added.
-            const int64_t sums = 8 * 2048 * 2048, counters = (3 + 8 * shape.num_kv_heads) * 4;
+            const int64_t sums = 8 * 2048 * 2048, counters = (32 + 8 * shape.num_kv_heads) * 4;
             EXPECT_EQ(field(text, "workspace_bytes"),
                       std::to_string(std::stoll(plain) - (counters + 127) / 128 * 128 + 128 +
                                      sums / (64 * 64) * 4));

@@ -82,20 +82,24 @@ void run_with_few_ctas(const AttentionBackwardArgs& args) {
     cuda::run(params, *plan, nullptr);
 }
 
+// Those of packed sequences.
+struct Lengths {
+    std::vector<int32_t> q{130, 0, 41}, k{200, 7, 60};
+};
+
 // `longer`: how many times as long sequences are.
 void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind kind, ArrayPlace place,
                           void (*backward_on_gpu)(const AttentionBackwardArgs&) = attention_backward,
-                          int32_t longer = 1) {
-    constexpr int64_t kHeads = 2, kGroup = 3, kBatch = 3;
+                          int32_t longer = 1, const Lengths& lengths = {}) {
+    constexpr int64_t kHeads = 2, kGroup = 3;
+    const auto batch = packed ? static_cast<int64_t>(lengths.q.size()) : 3;
     Random random(static_cast<unsigned>(head_dim) + static_cast<unsigned>(kind));
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
     const int64_t length_q = 90 * longer, length_k = 140 * longer;
-    std::vector<int32_t> lengths_q =
-        packed ? std::vector<int32_t>{130, 0, 41} : std::vector<int32_t>{90, 90, 90};
-    std::vector<int32_t> lengths_k =
-        packed ? std::vector<int32_t>{200, 7, 60} : std::vector<int32_t>{140, 140, 140};
-    for (std::vector<int32_t>* lengths : {&lengths_q, &lengths_k}) {
-        for (int32_t& length : *lengths) length *= longer;
+    std::vector<int32_t> lengths_q = packed ? lengths.q : std::vector<int32_t>{90, 90, 90};
+    std::vector<int32_t> lengths_k = packed ? lengths.k : std::vector<int32_t>{140, 140, 140};
+    for (std::vector<int32_t>* of : {&lengths_q, &lengths_k}) {
+        for (int32_t& length : *of) length *= longer;
     }
     const int64_t total_q = std::accumulate(lengths_q.begin(), lengths_q.end(), 0);
     const int64_t total_k = std::accumulate(lengths_k.begin(), lengths_k.end(), 0);
@@ -117,7 +121,7 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
 
     auto rows = [&](auto on, Mirror<uint16_t>& x, int64_t length, int64_t heads, int64_t dim) {
         return packed ? on(x, dtype, {static_cast<int64_t>(x.host.size()) / heads / dim, heads, dim})
-                      : on(x, dtype, {kBatch, length, heads, dim});
+                      : on(x, dtype, {batch, length, heads, dim});
     };
     auto set = [&](auto& args, auto on) {
         args.q = rows(on, q, length_q, kHeads * kGroup, head_dim);
@@ -125,16 +129,16 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
         args.v = rows(on, v, length_k, kHeads, value_dim);
         args.out = rows(on, out, length_q, kHeads * kGroup, value_dim);
         const TensorView of_queries = packed ? on(lse, DType::float32, {total_q, kHeads * kGroup})
-                                             : on(lse, DType::float32, {kBatch, length_q, kHeads * kGroup});
+                                             : on(lse, DType::float32, {batch, length_q, kHeads * kGroup});
         args.lse = of_queries;
         if (packed) {
-            args.cu_seqlens_q = on(cu_q, DType::int32, {kBatch + 1});
-            args.cu_seqlens_k = on(cu_k, DType::int32, {kBatch + 1});
+            args.cu_seqlens_q = on(cu_q, DType::int32, {batch + 1});
+            args.cu_seqlens_k = on(cu_k, DType::int32, {batch + 1});
         }
         args.causal = kind != Kind::full && kind != Kind::window && !is_symmetric(kind);
         if (kind == Kind::window) args.window_left = 30, args.window_right = 10;
         if (kind == Kind::chunks || kind == Kind::blocks_in_chunks) args.attention_chunk = packed ? 37 : 64;
-        if (kind == Kind::prefix) args.prefix_lens = on(prefix, DType::int32, {kBatch});
+        if (kind == Kind::prefix) args.prefix_lens = on(prefix, DType::int32, {batch});
         if (kind == Kind::softcap) args.softcap = 3.0;
         if (has_alibi(kind)) args.alibi_slopes = on(slopes, DType::float32, {kHeads * kGroup});
         args.alibi_symmetric = is_symmetric(kind);
@@ -143,7 +147,7 @@ void compare_with_the_cpu(int64_t head_dim, int64_t value_dim, bool packed, Kind
             args.block_mask = on(blocks, DType::uint8, {kHeads * kGroup, q_blocks, k_blocks});
             args.block_size = 64;
         }
-        if (has_ranges(kind)) args.bidirectional_ranges = on(ranges, DType::int32, {kBatch, kNumRanges, 2});
+        if (has_ranges(kind)) args.bidirectional_ranges = on(ranges, DType::int32, {batch, kNumRanges, 2});
         if (kind == Kind::ranges_in_windows) {
             args.window_left = 20;
             args.ranges_keep_window_left = packed;
@@ -214,6 +218,23 @@ TEST_P(CudaBackwardFewCtasTest, AgainstTheCpu) {
     if (!cuda::gpu_of(0).has_sm90_kernels) GTEST_SKIP() << "elsewhere a CTA has one tile";
     for (auto* run : {run_with_few_ctas<1>, run_with_few_ctas<3>})
         compare_with_the_cpu(head_dim, head_dim, packed, kind, ArrayPlace::anywhere, run, 4);
+}
+
+// Warps that convert sums find by counts which of them are complete.
+TEST(CudaBackward, SumsAreConvertedWhateverTheLengths) {
+    if (!cuda::gpu_of(0).has_sm90_kernels) GTEST_SKIP() << "elsewhere sums have a kernel of their own";
+    const Lengths kLengths[] = {{{130, 90, 41}, {0, 7, 0}},     // queries without keys
+                                {{130, 41, 0}, {200, 60, 30}},  // keys without queries
+                                {std::vector<int32_t>(50, 70), std::vector<int32_t>(50, 140)}};  // many sums
+    for (int64_t head_dim : {64, 96, 128}) {
+        for (const Lengths& lengths : kLengths) {
+            SCOPED_TRACE(testing::Message() << head_dim << ", " << &lengths - kLengths);
+            for (auto* run : {attention_backward, run_with_few_ctas<1>, run_with_few_ctas<3>}) {
+                compare_with_the_cpu(head_dim, head_dim, true, Kind::full, ArrayPlace::anywhere, run, 1,
+                                     lengths);
+            }
+        }
+    }
 }
 
 // For a box of rows that lies outside an array altogether, the copy engine reads the address from which it

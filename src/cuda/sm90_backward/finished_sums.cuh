@@ -47,17 +47,16 @@ class FinishedSums {
     // Whether the tile has queries.
     __device__ bool any() const { return first_.batch >= 0; }
 
-    // Waits until all tiles of keys have added to it, or all CTAs are done, where a sequence has more keys
-    // than the caller's bound says.
+    // Waits until all tiles of keys of its sequence have been added. Of a sequence with more keys than the
+    // caller's bound some tiles never come, but its first one ends the launch: dK and dV of it would begin
+    // before the edge, where the copy engine refuses to store (illegal instruction).
     __device__ void wait(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan) const {
         if (threadIdx.x % 32 == 0) {
             const int32_t seqlen_k =
                 p.cu_seqlens_k ? p.cu_seqlens_k[first_.batch + 1] - p.cu_seqlens_k[first_.batch] : p.seqlen_k;
             const int32_t key_tiles = (seqlen_k + Config::kKeys - 1) / Config::kKeys;
             const int32_t* const finished = plan.sums.key_tiles + kv_head_ * p.batch + first_.batch;
-            while (ptx::load_acquire(finished) < key_tiles &&
-                   ptx::load_acquire(plan.sums.ctas) < static_cast<int32_t>(gridDim.x)) {
-            }
+            while (ptx::load_acquire(finished) < key_tiles) __nanosleep(100);
         }
         __syncwarp();
     }

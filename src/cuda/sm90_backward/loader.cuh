@@ -149,8 +149,9 @@ __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParam
         if (leads) cta_tile = first + atomicAdd(plan.tiles_taken, 1);
         cta_tile = __shfl_sync(~0u, cta_tile, 0);
     };
-    // With turns, or where sums are converted beside, a CTA waits for tiles before its own, which may be
-    // those of CTAs that never started if their number were that of the CTA.
+    // With turns, a CTA waits for tiles before its own; where sums are converted beside, its spare warps wait
+    // for tiles that complete a sum. If a tile's number were that of a CTA, these could be tiles of CTAs that
+    // do not start before this one ends.
     constexpr bool kInOrder = Config::kOrdered || Config::kBeside;
     if constexpr (kInOrder) take(0);
 #pragma unroll 1
@@ -199,10 +200,7 @@ __device__ __forceinline__ void run_backward_storer(const AttentionBackwardParam
     for (Sm90TileCount at;; ++at.count) {
         ptx::mbarrier_wait(&shared.tile_full[at.slot()], at.slot_parity());
         const Sm90KeyTile& tile = shared.tiles[at.slot()];
-        if (tile.cta_tile < 0) {
-            if constexpr (Config::kBeside) ptx::add_release(plan.sums.ctas, 1);
-            return;
-        }
+        if (tile.cta_tile < 0) return;
         ptx::mbarrier_wait(&shared.gradients_full, at.parity());
         const int32_t place = plan.k_edge - tile.see.seqlen_k + tile.first_key;
         const int32_t shift = tile.k_begin + tile.see.seqlen_k;

@@ -4,6 +4,7 @@
 #include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 #include "cuda/attention_backward/workspace_rows.h"
+#include "cuda/sm90_backward/finished_counts.h"
 #include "cuda/sm90_backward/tile_order.h"
 #include "params/attention_backward_params.h"
 
@@ -12,14 +13,6 @@
 #include <cstdint>
 
 namespace octavo::cuda {
-
-// What says which sums of dQ are complete, where the kernel that adds to them converts them
-// (finished_sums.cuh).
-struct FinishedCounts {
-    int32_t* ctas;         // that have no more tiles of keys
-    int32_t* parts_taken;  // that warps have taken to convert
-    int32_t* key_tiles;    // [num_kv_heads, batch], tiles of keys that were added
-};
 
 // Every array is a tensor of five axes with an edge, as Sm90Launch describes it.
 struct Sm90BackwardLaunch {

@@ -55,9 +55,10 @@ int64_t query_bytes(const AttentionBackwardParams& p, const Sm90BackwardTiles& t
     return int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim * element_bytes;
 }
 
-// `num_tiles` over the batch, for each of `heads`; pair_bytes: what the tiles of a pair read and add to.
+// `num_tiles` over the batch, for each of `heads`, by `ctas` each; pair_bytes: what the tiles of a pair read
+// and add to.
 TileOrder make_order(const AttentionBackwardParams& p, const Gpu& gpu, int64_t num_tiles, int32_t heads,
-                     const IndexArray& packed, int64_t pair_bytes, bool of_queries) {
+                     const IndexArray& packed, int64_t pair_bytes, bool of_queries, int ctas) {
     TileOrder order{};
     order.pairs = packed ? heads : p.batch * heads;
     order.tiles = static_cast<int32_t>(packed ? num_tiles : num_tiles / p.batch);
@@ -65,7 +66,7 @@ TileOrder make_order(const AttentionBackwardParams& p, const Gpu& gpu, int64_t n
     // last queries most keys.
     if (p.window_right >= 0) {
         order.last_first = of_queries;
-        const int64_t two_rounds = ceil_divide(2 * gpu.num_sms, order.tiles);
+        const int64_t two_rounds = ceil_divide(2 * gpu.num_sms, int64_t{ctas} * order.tiles);
         const int64_t in_cache = gpu.l2_bytes * 4 / 5 / pair_bytes;
         order.mixed =
             static_cast<int32_t>(std::clamp<int64_t>(std::min(two_rounds, in_cache), 0, order.pairs));
@@ -82,7 +83,7 @@ int64_t count_key_tiles(const AttentionBackwardParams& p, const Sm90BackwardTile
 
 TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, const Sm90BackwardTiles& tiles) {
     return make_order(p, gpu, count_key_tiles(p, tiles), p.num_kv_heads, p.cu_seqlens_k,
-                      query_bytes(p, tiles), false);
+                      query_bytes(p, tiles), false, tiles.ctas());
 }
 
 // The order where sums of dQ take their parts in turn, so that their bits are the same at every call; nothing
@@ -187,7 +188,6 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     const Sm90BackwardTiles& tiles = plan.tiles();
     plan.num_kv_heads = p.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
-    plan.num_sequence_heads = p.batch * p.num_kv_heads;
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.cluster_keys()));
     const int64_t num_key_tiles = count_key_tiles(p, tiles);
     if (tiles.dq_apart()) {
@@ -207,6 +207,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
         return refuse(why_not, "it counts rows in 32 bits, and there are ", plan.num_rows, " x ",
                       p.num_q_heads);
     plan.num_key_tiles = static_cast<int32_t>(num_key_tiles);
+    plan.num_sequence_heads = p.batch * p.num_kv_heads;
     plan.key_order = order_key_tiles(p, gpu, tiles);
     if (plan.feature == Sm90BackwardFeature::ordered)
         plan.turn_bytes = plan.num_rows / tiles.queries * p.num_q_heads * tiles.warpgroups * sizeof(int32_t);
@@ -215,7 +216,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
         static_cast<int32_t>(tiles.persistent() ? std::min<int64_t>(num_ctas, gpu.num_sms) : num_ctas);
     if (tiles.dq_apart()) {
         plan.query_order = make_order(p, gpu, plan.num_query_tiles, p.num_q_heads, p.cu_seqlens_q,
-                                      int64_t{p.seqlen_k} * tiles.head_dim * 2 * size_of(p.dtype), true);
+                                      int64_t{p.seqlen_k} * tiles.head_dim * 2 * size_of(p.dtype), true, 1);
     }
     plan.sequence_rows = p.cu_seqlens_q ? 0 : static_cast<int32_t>(sequence_rows);
     const Sm90Operands operands(p), gradients(with_gradients(p));

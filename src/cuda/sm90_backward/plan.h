@@ -3,6 +3,7 @@
 
 #include "cuda/gpu.h"
 #include "cuda/plan.h"
+#include "cuda/sm90_backward/finished_counts.h"
 #include "cuda/sm90_backward/tile_order.h"
 #include "cuda/sm90_backward/tiles.h"
 #include "params/attention_backward_params.h"
@@ -38,7 +39,9 @@ struct Sm90BackwardPlan {
     // How many parts of the gradients of slopes there are for each sequence and head.
     int32_t slope_parts() const { return key_tiles * tiles().consumer_warps(); }
     // Tiles of keys that were taken, and where sums are converted beside, FinishedCounts.
-    int64_t num_counters() const { return converts_beside(tiles(), feature) ? 3 + num_sequence_heads : 1; }
+    int64_t num_counters() const {
+        return converts_beside(tiles(), feature) ? FinishedCounts::kKeyTiles + num_sequence_heads : 1;
+    }
     // What follows the counters is aligned to 128 bytes.
     int64_t counter_bytes() const { return (num_counters() * 4 + 127) / 128 * 128; }
     // In this order.

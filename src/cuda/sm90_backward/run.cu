@@ -65,7 +65,8 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     char* next = workspace.bytes();
     auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
     arguments.tiles_taken = reinterpret_cast<int32_t*>(take(plan.counter_bytes()));
-    arguments.sums = {arguments.tiles_taken + 1, arguments.tiles_taken + 2, arguments.tiles_taken + 3};
+    arguments.sums = {arguments.tiles_taken + FinishedCounts::kPartsTaken,
+                      arguments.tiles_taken + FinishedCounts::kKeyTiles};
     arguments.num_counters = static_cast<int32_t>(plan.num_counters());
     arguments.lse = take(plan.term_bytes());
     arguments.delta = take(plan.term_bytes());
