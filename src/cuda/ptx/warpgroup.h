@@ -24,6 +24,14 @@ __device__ __forceinline__ void lower_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// x, which is the same in all lanes of a converged warp, as the compiler then knows: what follows from it is
+// computed once for the warp, in uniform registers. wgmma takes its descriptors from there; others cost six
+// instructions a product on their way.
+template <class T>
+__device__ __forceinline__ T uniform(T x) {
+    return __shfl_sync(~0u, x, 0);
+}
+
 // True in one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
     uint32_t elected;

@@ -31,6 +31,14 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Makes these operands now: left alone, the compiler packs some of them between the products that take them,
+// and ptxas then has the products wait for one another (it says so: C7519, "warpgroup.arrive is injected").
+template <int kCount>
+__device__ __forceinline__ void wgmma_operands(uint32_t (&a)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i]));
+}
+
 template <class T, int N>
 struct Wgmma;
 

@@ -9,18 +9,6 @@
 
 namespace octavo::cuda {
 
-// Puts the distances of a lane's two keys from the first key of the tile into columns 3 to 5 of an operand.
-// These columns meet the terms of the slope (BfloatTerms); the operand's columns 0 to 2 are ones.
-__device__ __forceinline__ void add_distances(uint32_t (&operand)[4], int row) {
-    const int pair = threadIdx.x % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const uint32_t distance =
-            __float_as_uint(static_cast<float>(row + 8 * half)) >> 16;  // exact in bfloat16
-        operand[half] |= pair == 1 ? distance << 16 : pair == 2 ? distance << 16 | distance : 0;
-    }
-}
-
 // Returns the bias between the tile's first query and its first key, in units of log2(e).
 template <class Config, class Step>
 __device__ __forceinline__ float bias_between(const AttentionBackwardParams& p,

@@ -51,14 +51,15 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         float dk[kSums], dv[kSums];
 #pragma unroll
         for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
+        // Not within the loop, where instructions count.
         ptx::mbarrier_wait(&shared_.k_full, at_.parity());
+        ptx::mbarrier_wait(&shared_.v_full, at_.parity());
+        this->wait_for_place();
         if (num_steps() > 0) {
             this->clear_unseen_keys();
             walk(dk, dv, rings);
         } else {
-            ptx::mbarrier_wait(&shared_.v_full, at_.parity());
             arrive(&shared_.keys_empty);
-            this->wait_for_place();
             if (Config::kAlibi && p_.dalibi_slopes)
                 leave_no_slope_gradients<Config>(p_, plan_, work_, group_);
         }
@@ -99,6 +100,8 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
 #pragma unroll 1
         while (step.is_left()) {
             const bool is_first = dq_before < 0;
+            const uint32_t stage = ptx::uniform(step.stage());
+            const int slot_before = ptx::uniform(at.before().slot);
             float scores[kScores], products[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
             if constexpr (Config::kBlocks) {
@@ -112,19 +115,18 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                 }
             }
             if (Config::kTurns) wait_for_turn();
-            this->template multiply<!Config::kSoftcap>(scores, shared_.k, shared_.q[step.stage()],
-                                                       shared_.lse[step.stage()]);
-            if (is_first) ptx::mbarrier_wait(&shared_.v_full, at_.parity());
+            this->template multiply<!Config::kSoftcap>(scores, shared_.k, shared_.q[stage],
+                                                       shared_.lse[stage]);
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
-            this->template multiply<!Config::kDropout>(products, shared_.v, shared_.dout[step.stage()],
-                                                       shared_.delta[step.stage()]);
+            this->template multiply<!Config::kDropout>(products, shared_.v, shared_.dout[stage],
+                                                       shared_.delta[stage]);
             [[maybe_unused]] DroppedWeights<T, Config> dropped;
             if constexpr (Config::kDropout) dropped.read(shared_, step, row());
             ptx::wgmma_wait<1>();
             ptx::wgmma_results(scores);
             uint32_t weights[kPairs], gradients[kPairs];
             if constexpr (Config::kSoftcap) {
-                weigh_capped<T, Config>(weights, gradients, scores, p_, shared_.lse[step.stage()]);
+                weigh_capped<T, Config>(weights, gradients, scores, p_, shared_.lse[stage]);
             } else {
                 const float bias = bias_between<Config>(p_, work_, this->key_tile(), step);
 #pragma unroll
@@ -132,17 +134,15 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                     scores[j] = ptx::exp2_approx(Config::kAlibi ? fmaf(scores[j], plan_.scale_log2, bias)
                                                                 : scores[j] * plan_.scale_log2);
             }
-            if constexpr (Config::kDropout) dropped.mark(weights, scores, shared_.delta[step.stage()]);
+            if constexpr (Config::kDropout) dropped.mark(weights, scores, shared_.delta[stage]);
             const bool masked = is_masked(step);
-            if (Config::kHeld) {
-                // ptxas would move the wait for the products before the exponentials, but not past a branch.
-                ptx::wgmma_results(scores);
-                wait_for_ds_slot(at, is_first);
-            }
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_results(products);
-            if (Config::kTurns) pass_turn();
+            auto wait_for_products = [&] {
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_results(products);
+                if (Config::kTurns) pass_turn();
+            };
             if constexpr (Config::kPacked) {
+                wait_for_products();
                 if constexpr (Config::kDropout) {
                     dropped.drop(gradients, weights, products);
                 } else {
@@ -156,13 +156,18 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                     });
                 }
             } else {
+                // The exponentials are to run under the products. ptxas would move the wait in front of them,
+                // if it were not behind a branch that needs them.
                 if (masked) {
+                    wait_for_products();
                     mask(step, [&](int j, bool sees_even, bool sees_odd) {
                         scores[2 * j] = sees_even ? scores[2 * j] : 0.0f;
                         products[2 * j] = sees_even ? products[2 * j] : 0.0f;
                         scores[2 * j + 1] = sees_odd ? scores[2 * j + 1] : 0.0f;
                         products[2 * j + 1] = sees_odd ? products[2 * j + 1] : 0.0f;
                     });
+                } else {
+                    wait_for_products();
                 }
 #pragma unroll
                 for (int j = 0; j < kPairs; ++j) {
@@ -170,12 +175,17 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                         pack<T>(scores[2 * j] * products[2 * j], scores[2 * j + 1] * products[2 * j + 1]);
                     weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
                 }
+                // With 128 queries a tile, plain calls take 1 to 3 % more time with this.
+                if constexpr (Config::kQueries == 64 || Config::kBlocks) {
+                    ptx::wgmma_operands(weights);
+                    ptx::wgmma_operands(gradients);
+                }
             }
             if constexpr (Config::kAlibi) {
                 if (p_.dalibi_slopes)
                     slope_gradient.add(scores, products, p_, plan_, work_, this->key_tile(), step, row());
             }
-            if (!Config::kHeld) wait_for_ds_slot(at, is_first);
+            ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1);
             this->store_gradients(gradients, shared_.ds_slot(at.slot));
             ptx::fence_proxy_async();
             arrive(&shared_.ds_full[at.slot]);
@@ -187,10 +197,10 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             float dq[kDqSums];
             if (!is_first) ptx::mbarrier_wait(&shared_.ds_full[before.slot], before.parity);
             ptx::wgmma_fence();
-            multiply_ds_k(dq, shared_.ds_slot(before.slot), step);
+            multiply_ds_k(dq, shared_.ds_slot(slot_before), step);
             ptx::wgmma_commit();
-            add_product(dv, weights, shared_.dout[step.stage()]);
-            add_product(dk, gradients, shared_.q[step.stage()]);
+            add_product(dv, weights, shared_.dout[stage]);
+            add_product(dk, gradients, shared_.q[stage]);
             ptx::wgmma_commit();
             ptx::wgmma_wait<1>();
             ptx::wgmma_results(dq);
@@ -219,14 +229,12 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     // A step none of whose queries looks at this warpgroup's keys: its dS is zero. This warpgroup need not
     // wait for dO, for which the other one waits before the step's slots are free again.
     __device__ __forceinline__ void pass_by(const Step& step, const DsSlot& at, int32_t dq_before) const {
-        const bool is_first = dq_before < 0;
-        if (is_first) ptx::mbarrier_wait(&shared_.v_full, at_.parity());
-        wait_for_ds_slot(at, is_first);
+        ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1);
         constexpr uint32_t kZeros[kPairs] = {};
         this->store_gradients(kZeros, shared_.ds_slot(at.slot));
         ptx::fence_proxy_async();
         arrive(&shared_.ds_full[at.slot]);
-        if (!is_first) {
+        if (dq_before >= 0) {
             const DsSlot before = at.before();
             float dq[kDqSums];
             compute_dq(dq, step, before);
@@ -245,11 +253,6 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(dq);
-    }
-
-    __device__ __forceinline__ void wait_for_ds_slot(const DsSlot& at, bool is_first) const {
-        if (is_first) this->wait_for_place();
-        ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1);
     }
 
     // Turns of the two warpgroups at issuing scores and products.

@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         for (const CUtensorMap* map : {&plan.q, &plan.dout, &plan.k, &plan.v, &plan.dk, &plan.dv})
             ptx::tma_prefetch_map(map);
     }
+    shared.write_factors();
     __syncthreads();
     if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();
     ptx::launch_dependents();

@@ -45,13 +45,12 @@ class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
         Sm90BackwardStep<Config> step(work_, rings.step);
 #pragma unroll 1
         for (; step.is_left(); step.advance(work_)) {
+            const uint32_t stage = ptx::uniform(step.stage());
             float scores[kScores], products[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
-            this->template multiply<true>(scores, shared_.k, shared_.q[step.stage()],
-                                          shared_.lse[step.stage()]);
+            this->template multiply<true>(scores, shared_.k, shared_.q[stage], shared_.lse[stage]);
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
-            this->template multiply<true>(products, shared_.v, shared_.dout[step.stage()],
-                                          shared_.delta[step.stage()]);
+            this->template multiply<true>(products, shared_.v, shared_.dout[stage], shared_.delta[stage]);
             ptx::wgmma_wait<1>();
             ptx::wgmma_results(scores);
 #pragma unroll
@@ -79,9 +78,11 @@ class Sm90KeyConsumer : Sm90KeyRows<T, Config> {
                     gradients[j] &= (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
                 });
             }
+            ptx::wgmma_operands(weights);
+            ptx::wgmma_operands(gradients);
             ptx::wgmma_fence();
-            add_product(dv, weights, shared_.dout[step.stage()]);
-            add_product(dk, gradients, shared_.q[step.stage()]);
+            add_product(dv, weights, shared_.dout[stage]);
+            add_product(dk, gradients, shared_.q[stage]);
             ptx::wgmma_commit();
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(dk);

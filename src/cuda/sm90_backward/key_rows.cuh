@@ -51,16 +51,12 @@ class Sm90KeyRows {
         __syncwarp();
         if (lane() == 0) ptx::mbarrier_arrive(barrier);
     }
-    // Sets the results to the terms of each query.
+    // Sets the results to the sum of each query's terms.
     __device__ __forceinline__ void multiply_terms(float (&results)[kScores],
                                                    const BfloatTerms* statistics) const {
-        // All rows have ones in columns 0 to 2, which meet the terms; columns 3 to 5 meet the factor.
-        const int pair = lane() % 4;
-        const uint32_t one = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u;
-        uint32_t factors[4] = {one, one, 0, 0};
-        if constexpr (Config::kAlibi) add_distances(factors, row());
-        ProductOfTerms::rs_keys(results, factors,
-                                ptx::wgmma_descriptor_plain(ptx::shared_address(statistics)), false);
+        ProductOfTerms::ss(results,
+                           ptx::wgmma_descriptor_plain(ptx::shared_address(shared_.factors + first_row())),
+                           ptx::wgmma_descriptor_plain(ptx::shared_address(statistics)), false);
     }
     // Multiplies this warpgroup's rows of K or V by a tile of Q or dO, and adds the terms of each query.
     template <bool kTerms, class Statistics>
@@ -169,13 +165,12 @@ class Sm90KeyRows {
     // Writes dS of this warpgroup's keys to a tile [keys][queries].
     __device__ __forceinline__ void store_gradients(const uint32_t (&gradients)[kPairs],
                                                     unsigned char* ds) const {
-        const int row = matrix_row();
+        const uint32_t first = ptx::shared_address(ds) + matrix_row() * Config::kDsRowBytes +
+                               16 * ((lane() / 16) ^ (lane() % 8));  // pieces of 16 bytes, swizzled
 #pragma unroll
         for (int i = 0; i < Config::kQueries / 16; ++i) {
-            const int column = (i % 4 * 2 + lane() / 16) ^ (lane() % 8);  // 16 bytes wide, swizzled
-            ptx::stmatrix_x4(ds + i / 4 * Config::kDsBlockBytes + row * Config::kDsRowBytes + 16 * column,
-                             gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2],
-                             gradients[4 * i + 3]);
+            ptx::stmatrix_x4((first ^ (i % 4 * 32)) + i / 4 * Config::kDsBlockBytes, gradients[4 * i],
+                             gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3]);
         }
     }
 

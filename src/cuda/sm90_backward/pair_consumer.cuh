@@ -113,9 +113,10 @@ class Sm90PairConsumer : Sm90KeyRows<T, Config> {
         Step step(work_, 0);
 #pragma unroll 1
         for (; step.is_left(); step.advance(work_)) {
+            const uint32_t stage = ptx::uniform(step.stage());
             float scores[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
-            multiply(scores, keys, shared_.q[step.stage()], shared_.lse[step.stage()]);
+            multiply(scores, keys, shared_.q[stage], shared_.lse[stage]);
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(scores);
 #pragma unroll
@@ -139,7 +140,7 @@ class Sm90PairConsumer : Sm90KeyRows<T, Config> {
             arrive(&shared_.weights_full[slot.index]);
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
             ptx::wgmma_fence();
-            add_product(dv, weights, shared_.dout[step.stage()]);
+            add_product(dv, weights, shared_.dout[stage]);
             ptx::wgmma_commit();
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(dv);
@@ -153,10 +154,11 @@ class Sm90PairConsumer : Sm90KeyRows<T, Config> {
         Step step(work_, 0);
 #pragma unroll 1
         for (; step.is_left(); step.advance(work_)) {
+            const uint32_t stage = ptx::uniform(step.stage());
             const bool is_first = dq_before < 0;
             float products[kScores];
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
-            multiply(products, values, shared_.dout[step.stage()], shared_.delta[step.stage()]);
+            multiply(products, values, shared_.dout[stage], shared_.delta[stage]);
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(products);
             uint32_t gradients[kPairs];
@@ -188,12 +190,13 @@ class Sm90PairConsumer : Sm90KeyRows<T, Config> {
             // multiplies whatever lies in the slot and drops the result. The product cannot be left out
             // there: behind a branch, ptxas would run the products one after the other.
             const Slot before = slot.before();
+            const uint32_t slot_before = ptx::uniform(before.index);
             float dq[kDqSums];
             if (!is_first) ptx::mbarrier_wait(&shared_.ds_full[before.index], before.parity);
             ptx::wgmma_fence();
-            multiply_ds_k(dq, before.index);
+            multiply_ds_k(dq, slot_before);
             ptx::wgmma_commit();
-            add_product(dk, gradients, shared_.q[step.stage()]);
+            add_product(dk, gradients, shared_.q[stage]);
             ptx::wgmma_commit();
             ptx::wgmma_wait<1>();
             ptx::wgmma_results(dq);

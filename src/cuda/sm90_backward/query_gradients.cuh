@@ -150,12 +150,14 @@ class Sm90QueryConsumer {
             const int32_t first_key = tile_.keys.start(i);
             const RingSlot<Shared::kKStages> k_slot(i);
             const RingSlot<Shared::kVStages> v_slot(i);
+            unsigned char* const keys = shared_.k[ptx::uniform(k_slot.index)];
+            const unsigned char* const values = shared_.v[ptx::uniform(v_slot.index)];
             float scores[kScores], products[kScores];
             ptx::mbarrier_wait(&shared_.k_full[k_slot.index], k_slot.parity);
-            clear_unseen_keys(shared_.k[k_slot.index], first_key);
-            multiply(scores, rows_of(shared_.q), shared_.k[k_slot.index]);
+            clear_unseen_keys(keys, first_key);
+            multiply(scores, rows_of(shared_.q), keys);
             ptx::mbarrier_wait(&shared_.v_full[v_slot.index], v_slot.parity);
-            multiply(products, rows_of(shared_.dout), shared_.v[v_slot.index]);
+            multiply(products, rows_of(shared_.dout), values);
             ptx::wgmma_wait<1>();
             ptx::wgmma_results(scores);
 #pragma unroll
@@ -186,8 +188,7 @@ class Sm90QueryConsumer {
                 });
             }
             ptx::wgmma_fence();
-            const uint64_t b =
-                ptx::wgmma_descriptor(ptx::shared_address(shared_.k[k_slot.index]), Config::kKeyBlockBytes);
+            const uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(keys), Config::kKeyBlockBytes);
 #pragma unroll
             for (int step = 0; step < Config::kKeys / 16; ++step)
                 ptx::Wgmma<T, Config::kHeadDim>::rs(dq, &gradients[4 * step],

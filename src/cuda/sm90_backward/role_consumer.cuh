@@ -50,10 +50,10 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
         Sm90BackwardStep<Config> step(work_, 0);
 #pragma unroll 1
         for (; step.is_left(); step.advance(work_)) {
+            const uint32_t stage = ptx::uniform(step.stage());
             float scores[kScores];
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
-            this->template multiply<true>(scores, shared_.k, shared_.q[step.stage()],
-                                          shared_.lse[step.stage()]);
+            this->template multiply<true>(scores, shared_.k, shared_.q[stage], shared_.lse[stage]);
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(scores);
 #pragma unroll
@@ -70,14 +70,14 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
             // Weights go to the lane of the other warpgroup that has the same elements. They use the slots of
             // Q in turn.
             ptx::mbarrier_wait(&shared_.weights_empty[step.stage()], step.parity() ^ 1);
-            uint4* const to = shared_.weights[step.stage()] + threadIdx.x % 128;
+            uint4* const to = shared_.weights[stage] + threadIdx.x % 128;
 #pragma unroll
             for (int j = 0; j < kPairs; j += 4)
                 to[j / 4 * 128] = make_uint4(weights[j], weights[j + 1], weights[j + 2], weights[j + 3]);
             arrive(&shared_.weights_full[step.stage()]);
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
             ptx::wgmma_fence();
-            add_product(dv, weights, shared_.dout[step.stage()]);
+            add_product(dv, weights, shared_.dout[stage]);
             ptx::wgmma_commit();
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(dv);
@@ -89,15 +89,15 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
         Sm90BackwardStep<Config> step(work_, 0);
 #pragma unroll 1
         for (; step.is_left(); step.advance(work_)) {
+            const uint32_t stage = ptx::uniform(step.stage());
             float products[kScores];
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
-            this->template multiply<true>(products, shared_.v, shared_.dout[step.stage()],
-                                          shared_.delta[step.stage()]);
+            this->template multiply<true>(products, shared_.v, shared_.dout[stage], shared_.delta[stage]);
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(products);
             uint32_t gradients[kPairs];
             ptx::mbarrier_wait(&shared_.weights_full[step.stage()], step.parity());
-            const uint4* const from = shared_.weights[step.stage()] + threadIdx.x % 128;
+            const uint4* const from = shared_.weights[stage] + threadIdx.x % 128;
 #pragma unroll
             for (int j = 0; j < kPairs; j += 4) {
                 const uint4 weights = from[j / 4 * 128];
@@ -117,7 +117,7 @@ class Sm90RoleConsumer : Sm90KeyRows<T, Config> {
             }
             ptx::mbarrier_wait(&shared_.q_full[step.stage()], step.parity());
             ptx::wgmma_fence();
-            add_product(dk, gradients, shared_.q[step.stage()]);
+            add_product(dk, gradients, shared_.q[stage]);
             ptx::wgmma_commit();
             ptx::wgmma_wait<0>();
             ptx::wgmma_results(dk);

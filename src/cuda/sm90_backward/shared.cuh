@@ -3,6 +3,7 @@
 
 #include "common/query_range.h"
 #include "cuda/ptx/mbarrier.h"
+#include "cuda/ptx/tma.h"
 #include "cuda/sm90_backward/find_head_tile.cuh"
 #include "cuda/sm90_backward/parameters.h"
 #include "cuda/sm90_backward/tiles.h"
@@ -104,6 +105,7 @@ struct Sm90BackwardShared {
     // bytes: its second eight columns are the first ones again.
     alignas(1024) typename Config::Lse lse[Config::kStages][Config::kQueries];
     alignas(1024) typename Config::Delta delta[Config::kStages][Config::kQueries];
+    alignas(1024) BfloatTerms factors[Config::kKeys];  // what meets the terms of a query, for each key
     // In a cluster, `k` are own_keys() and other_keys().
     alignas(1024) unsigned char k[Config::kKeyTileBytes];                // with roles, dK at the end
     alignas(1024) unsigned char v[kPairs ? 16 : Config::kKeyTileBytes];  // with roles, dV at the end
@@ -143,6 +145,19 @@ struct Sm90BackwardShared {
     __device__ unsigned char* dv_out() { return Config::kPersistent ? ds : kPairs ? q[0] : v; }
     __device__ unsigned char* dk_out() {
         return Config::kPersistent ? ds + Config::kKeyTileBytes : kPairs ? dout[0] : k;
+    }
+
+    // Columns 0 to 2 meet the number, and the next three the slope with ALiBi, whose factor is the key's
+    // distance from the tile's first. A product reads the eight columns twice, so that they have half of
+    // each.
+    __device__ void write_factors() {
+        if (threadIdx.x >= Config::kKeys) return;
+        auto half = [](float factor) {  // exact in bfloat16
+            return static_cast<uint16_t>(__float_as_uint(0.5f * factor) >> 16);
+        };
+        const uint16_t one = half(1.0f), distance = half(Config::kAlibi ? threadIdx.x : 0.0f);
+        factors[threadIdx.x] = {{one, one, one, distance, distance, distance, 0, 0}};
+        ptx::fence_proxy_async();
     }
 
     __device__ void init() {

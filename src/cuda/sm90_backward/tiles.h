@@ -23,8 +23,6 @@ struct Sm90BackwardTiles {
     // Tiles of dS in shared memory, which products for dQ read a step late; 0: dQ has a kernel of its own,
     // and bits are the same at every call.
     int ds_slots;
-    bool held;   // exponentials stay before the wait for V dO^T
-    bool turns;  // one warpgroup at a time issues scores and products, so that the others' exponentials run
     bool roles;  // two warpgroups share 64 keys: one has dV, the other dK
 
     // A cluster of two CTAs has two such tiles of keys, and each sums half of the columns of dQ over both.
@@ -40,14 +38,14 @@ struct Sm90BackwardTiles {
 };
 
 constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
-    {64, 2, 128, 2, false, true, false},   //
-    {96, 2, 64, 3, true, false, false},    //
-    {128, 2, 64, 3, true, false, false},   //
-    {64, 2, 128, 0, false, false, false},  // where bits are to be the same at every call
-    {128, 2, 64, 0, false, false, false},  // likewise
-    {192, 2, 64, 2, false, false, true},   //
-    {192, 2, 64, 0, false, false, true},   // likewise, and up to head dim 160 (find_tiles, in plan.cpp)
-    {256, 2, 64, 0, false, false, true},   //
+    {64, 2, 128, 2, false},  //
+    {96, 2, 64, 3, false},   //
+    {128, 2, 64, 3, false},  //
+    {64, 2, 128, 0, false},  // where bits are to be the same at every call
+    {128, 2, 64, 0, false},  // likewise
+    {192, 2, 64, 2, true},   //
+    {192, 2, 64, 0, true},   // likewise, and up to head dim 160 (find_tiles, in plan.cpp)
+    {256, 2, 64, 0, true},   //
 };
 
 // What an instance computes beside plain attention; of more than one there is none.
@@ -106,8 +104,9 @@ struct Sm90BackwardConfig {
     static constexpr bool kOrdered = kFeature == Sm90BackwardFeature::ordered;
     // Warps beside the loader convert sums of dQ (finished_sums.cuh); elsewhere a kernel does so in the end.
     static constexpr bool kBeside = converts_beside(kTiles, kFeature);
-    // Where a warpgroup passes steps by, turns would make it wait for the other one.
-    static constexpr bool kHeld = kTiles.held, kTurns = kTiles.turns && !kBlocks;
+    // One warpgroup at a time issues scores and products, so that the other's exponentials run meanwhile.
+    // Elsewhere it takes less time that exponentials stay before the wait for V dO^T.
+    static constexpr bool kTurns = kQueries == 128 && (kAlibi || kDropout);
     static constexpr bool kPacked =
         kSoftcap || kDropout;  // weights are in 16 bits before the gradients are known
     // Warpgroups: the loader's, the consumers, and with dropout one that draws.
