@@ -245,7 +245,7 @@ class TileAttention {
         for (int j = 0; j < kTileKeys; j += kStreams) {
             RowAhead next(rows_ahead<K>(p_.head_dim, heads_.count), heads_.count);
             for (int32_t h = 0; h < heads_.count; ++h, next.advance()) {
-                Panel<K, kNearest> panel;
+                Panel<K> panel;
                 for (int i = 0; i < kStreams; ++i) {
                     panel.rows[i] = rows.k[j + i] + h * p_.k_head_stride;
                     panel.next[i] = rows.k[j + i + next.place * kStreams] + next.head * p_.k_head_stride;

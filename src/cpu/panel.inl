@@ -11,12 +11,12 @@
 template <class W>
 constexpr int kStepNumbers = kStepBytes / sizeof(W);  // of each row in a step
 
-// To which cache the memory is asked for what is read next: the second-level one, or, if it is read soon, the
-// first-level one.
-constexpr int kSecondLevel = 2, kNearest = 3;
+// To which cache the memory is asked for what is read next. Fewer requests of the first-level one may be
+// under way.
+constexpr int kSecondLevel = 2;
 
 // The rows of a panel, and of the one that is read next.
-template <class W, int locality = kSecondLevel>
+template <class W>
 struct Panel {
     const W* rows[kPanelRows];
     const W* next[kPanelRows];
@@ -124,8 +124,8 @@ OCTAVO_SIMD void multiply_step(Vec (&sum)[num_rows][kPanelRows], const W* const 
     }
 }
 
-template <class W, int num_rows, class X, int locality>
-static void multiply_block(const Panel<W, locality>& panel, int64_t length, const X* x, int64_t x_stride,
+template <class W, int num_rows, class X>
+static void multiply_block(const Panel<W>& panel, int64_t length, const X* x, int64_t x_stride,
                            const BlockSums& block) {
     Vec sum[num_rows][kPanelRows];
 #pragma GCC unroll 8
@@ -140,7 +140,7 @@ static void multiply_block(const Panel<W, locality>& panel, int64_t length, cons
 #pragma GCC unroll 4
         for (int i = 0; i < kPanelRows; ++i) {
             w[i] = panel.rows[i] + k;
-            __builtin_prefetch(panel.next[i] + k, 0, locality);
+            __builtin_prefetch(panel.next[i] + k, 0, kSecondLevel);
         }
         multiply_step<W, num_rows>(sum, w, x + k, x_stride);
     }
@@ -165,9 +165,9 @@ static void multiply_block(const Panel<W, locality>& panel, int64_t length, cons
 }
 
 // Multiplies `num_rows` rows of x, from 1 to kPanelBlockRows.
-template <class W, int most_rows = kPanelBlockRows, class X, int locality>
-static void multiply_rows(int num_rows, const Panel<W, locality>& panel, int64_t length, const X* x,
-                          int64_t x_stride, const BlockSums& block) {
+template <class W, int most_rows = kPanelBlockRows, class X>
+static void multiply_rows(int num_rows, const Panel<W>& panel, int64_t length, const X* x, int64_t x_stride,
+                          const BlockSums& block) {
     if constexpr (most_rows > 0) {
         if (num_rows == most_rows)
             multiply_block<W, most_rows>(panel, length, x, x_stride, block);
@@ -177,11 +177,11 @@ static void multiply_rows(int num_rows, const Panel<W, locality>& panel, int64_t
 }
 
 // All rows of the tile, in blocks of nearly equal size. `lanes` and `sums` are those of the panel.
-template <class W, class X, int locality>
-static void multiply_panel(const Panel<W, locality>& panel, int64_t length, int num_rows, const X* x,
-                           int64_t x_stride, BlockSums block) {
+template <class W, class X>
+static void multiply_panel(const Panel<W>& panel, int64_t length, int num_rows, const X* x, int64_t x_stride,
+                           BlockSums block) {
     const int num_blocks = (num_rows + kPanelBlockRows - 1) / kPanelBlockRows;
-    Panel<W, locality> reads = panel;
+    Panel<W> reads = panel;
     for (int b = 0; b < num_blocks; ++b) {
         const int begin = num_rows * b / num_blocks, end = num_rows * (b + 1) / num_blocks;
         multiply_rows<W>(end - begin, reads, length, x + begin * x_stride, x_stride,

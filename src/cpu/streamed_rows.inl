@@ -10,8 +10,8 @@
 // does not see.
 constexpr int kStreams = kPanelRows;
 constexpr int kStreamKeys = kTileKeys / kStreams;
-constexpr int kAheadPlaces = 4;    // the memory is asked for a row at most this many places before its use,
-constexpr int kAheadBytes = 1536;  // and for what lies this far behind what a stream reads
+constexpr int kAheadPlaces = 8;    // the memory is asked for a row at most this many places before its use,
+constexpr int kAheadBytes = 6144;  // and for what lies this far behind what a stream reads
 
 // How many rows before its use the memory is asked for a row of a stream.
 template <class T>
@@ -100,7 +100,7 @@ OCTAVO_SIMD void add_streamed_block(const StreamedValues<T>& values, int column,
 #pragma GCC unroll 4
     for (int i = 0; i < kStreams; ++i) {
         for (int d = 0; d < num_vectors * kLanes; d += 64 / static_cast<int>(sizeof(T)))
-            __builtin_prefetch(values.next[i] + column + d, 0, kNearest);
+            __builtin_prefetch(values.next[i] + column + d, 0, kSecondLevel);
         Vec value[num_vectors];
         load_vectors(value, values.rows[i] + column, std::make_integer_sequence<int, num_vectors>{});
 #pragma GCC unroll 8
