@@ -7,7 +7,6 @@
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
-#include "cuda/sm90_backward/alibi.cuh"
 #include "cuda/sm90_backward/shared.cuh"
 #include "cuda/types.h"
 

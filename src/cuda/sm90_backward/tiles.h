@@ -9,8 +9,8 @@
 namespace octavo::cuda {
 
 // A number as a sum of three bfloat16 numbers, exact to 24 bits. They are a row of a wgmma operand, whose
-// product with ones adds the number to a column of scores. Three more may hold a factor in the same way;
-// zeros follow.
+// product with another one (Sm90BackwardShared::write_factors) adds the number to a column of scores. Three
+// more may hold a slope in the same way; zeros follow.
 struct alignas(16) BfloatTerms {
     uint16_t terms[8];
 };
@@ -105,7 +105,8 @@ struct Sm90BackwardConfig {
     // Warps beside the loader convert sums of dQ (finished_sums.cuh); elsewhere a kernel does so in the end.
     static constexpr bool kBeside = converts_beside(kTiles, kFeature);
     // One warpgroup at a time issues scores and products, so that the other's exponentials run meanwhile.
-    // Elsewhere it takes less time that exponentials stay before the wait for V dO^T.
+    // Elsewhere it takes less time without; exponentials then stay before the wait for V dO^T, but for those
+    // of weights that are packed.
     static constexpr bool kTurns = kQueries == 128 && (kAlibi || kDropout);
     static constexpr bool kPacked =
         kSoftcap || kDropout;  // weights are in 16 bits before the gradients are known
