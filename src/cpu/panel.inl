@@ -11,8 +11,8 @@
 template <class W>
 constexpr int kStepNumbers = kStepBytes / sizeof(W);  // of each row in a step
 
-// To which cache the memory is asked for what is read next. Fewer requests of the first-level one may be
-// under way.
+// The cache into which the memory is asked to bring what is read next. Fewer requests of the first-level one
+// may be under way.
 constexpr int kSecondLevel = 2;
 
 // The rows of a panel, and of the one that is read next.

@@ -82,7 +82,7 @@ void run_with_few_ctas(const AttentionBackwardArgs& args) {
     cuda::run(params, *plan, nullptr);
 }
 
-// Those of packed sequences.
+// The lengths of packed sequences.
 struct Lengths {
     std::vector<int32_t> q{130, 0, 41}, k{200, 7, 60};
 };

@@ -25,8 +25,8 @@ __device__ __forceinline__ void lower_registers() {
 }
 
 // x, which is the same in all lanes of a converged warp, as the compiler then knows: what follows from it is
-// computed once for the warp, in uniform registers. wgmma takes its descriptors from there; others cost six
-// instructions a product on their way.
+// computed once for the warp, in uniform registers. wgmma takes its descriptors from there; on their way from
+// other registers they cost some four instructions a product.
 template <class T>
 __device__ __forceinline__ T uniform(T x) {
     return __shfl_sync(~0u, x, 0);

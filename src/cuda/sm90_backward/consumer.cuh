@@ -51,7 +51,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
         float dk[kSums], dv[kSums];
 #pragma unroll
         for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
-        // Not within the loop, where instructions count.
+        // These waits are not part of the loop, where each instruction costs time.
         ptx::mbarrier_wait(&shared_.k_full, at_.parity());
         ptx::mbarrier_wait(&shared_.v_full, at_.parity());
         this->wait_for_place();
@@ -100,6 +100,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
 #pragma unroll 1
         while (step.is_left()) {
             const bool is_first = dq_before < 0;
+            // The slots that descriptors name.
             const uint32_t stage = ptx::uniform(step.stage());
             const int slot_before = ptx::uniform(at.before().slot);
             float scores[kScores], products[kScores];

@@ -105,8 +105,7 @@ struct Sm90BackwardConfig {
     // Warps beside the loader convert sums of dQ (finished_sums.cuh); elsewhere a kernel does so in the end.
     static constexpr bool kBeside = converts_beside(kTiles, kFeature);
     // One warpgroup at a time issues scores and products, so that the other's exponentials run meanwhile.
-    // Elsewhere it takes less time without; exponentials then stay before the wait for V dO^T, but for those
-    // of weights that are packed.
+    // Other calls take less time without turns.
     static constexpr bool kTurns = kQueries == 128 && (kAlibi || kDropout);
     static constexpr bool kPacked =
         kSoftcap || kDropout;  // weights are in 16 bits before the gradients are known
