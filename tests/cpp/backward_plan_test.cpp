@@ -1,6 +1,6 @@
 // Which kernels compute gradients, without a GPU.
 #include "cuda/attention_backward/plan.h"
-#include "cuda/sm90_backward/tile_order.h"
+#include "cuda/attention_backward/tile_order.h"
 #include "cuda/sm90_backward/turns.h"
 #include "plan_testing.h"
 

@@ -1,14 +1,17 @@
-// The signs of two 16-bit numbers in one register.
+// Masks from bits of a register.
 #pragma once
 
 #include <cstdint>
 
 namespace octavo::cuda::ptx {
 
-// Sets all bits of each half whose sign bit is set, and clears the others.
-__device__ __forceinline__ uint32_t negative_halves(uint32_t pair) {
+// Sets all bits of the lower half where the highest bit of byte `kByte` of `low` is set, and those of the
+// upper half by the same bit of `high`. It clears the others.
+template <int kByte>
+__device__ __forceinline__ uint32_t spread_signs(uint32_t low, uint32_t high) {
+    constexpr int kOfLow = 8 + kByte, kOfHigh = 12 + kByte;  // 8: repeat the sign
     uint32_t mask;
-    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(mask) : "r"(pair));  // repeats the signs of bytes 1 and 3
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mask) : "r"(low), "r"(high), "n"(kOfLow * 0x11 + kOfHigh * 0x1100));
     return mask;
 }
 

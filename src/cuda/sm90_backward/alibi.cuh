@@ -9,16 +9,17 @@
 
 namespace octavo::cuda {
 
-// Returns the bias between the tile's first query and its first key, in units of log2(e).
+// Returns the bias between the tile's first query and its first key, in units of log2(e). `tile` is `work` in
+// shared memory, for what there are no registers to keep; below, too.
 template <class Config, class Step>
 __device__ __forceinline__ float bias_between(const AttentionBackwardParams& p,
-                                              const Sm90BackwardWork<Config>& work, const Sm90KeyTile& tile,
-                                              const Step& step) {
+                                              const Sm90BackwardWork<Config>& work,
+                                              const Sm90BackwardWork<Config>& tile, const Step& step) {
     if constexpr (!Config::kAlibi) {
         return 0.0f;
     } else {
         const float slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + step.head] * kLog2e;
-        return alibi_bias(slope, tile.first_q_pos + step.tile * Config::kQueries, tile.first_key);
+        return alibi_bias(slope, tile.seq.q_pos(0) + step.tile * Config::kQueries, tile.first_key);
     }
 }
 
@@ -32,7 +33,8 @@ class SlopeGradient {
     template <int kScores>
     __device__ __forceinline__ void add(const float (&weights)[kScores], const float (&products)[kScores],
                                         const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
-                                        const Sm90BackwardWork<Config>& work, const Sm90KeyTile& tile,
+                                        const Sm90BackwardWork<Config>& work,
+                                        const Sm90BackwardWork<Config>& tile,
                                         const Sm90BackwardStep<Config>& step, int row) {
         float sums[2] = {};     // a sum for each key
         float by_query = 0.0f;  // the sum of both, times the query's place in its tile
@@ -43,7 +45,7 @@ class SlopeGradient {
             by_query = fmaf(gradient, static_cast<float>(i / 4 * 8 + i % 2), by_query);
         }
         const int32_t key = tile.first_key + row;
-        const int32_t query = tile.first_q_pos + step.tile * Config::kQueries + 2 * (threadIdx.x % 4);
+        const int32_t query = tile.seq.q_pos(0) + step.tile * Config::kQueries + 2 * (threadIdx.x % 4);
         sum_ += static_cast<float>(key - query) * (sums[0] + sums[1]) + 8.0f * sums[1] - by_query;
         if (step.tile + 1 < work.first_tile + work.num_tiles) return;
         const float of_warp = warp_sum(sum_);

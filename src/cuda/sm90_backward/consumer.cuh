@@ -18,6 +18,7 @@ namespace octavo::cuda {
 template <class T, class Config>
 class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
     using Base = Sm90KeyRows<T, Config>;
+    using Base::first_gradient, Base::store_gradients_of_16;
     using Base::kScores, Base::kPairs, Base::kSums, Base::kDqSums;
     using Base::p_, Base::plan_, Base::work_, Base::shared_, Base::group_, Base::at_;
     using Base::row, Base::lane, Base::arrive, Base::add_product, Base::is_masked, Base::mask;
@@ -121,7 +122,7 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
             ptx::mbarrier_wait(&shared_.dout_full[step.stage()], step.parity());
             this->template multiply<!Config::kDropout>(products, shared_.v, shared_.dout[stage],
                                                        shared_.delta[stage]);
-            [[maybe_unused]] DroppedWeights<T, Config> dropped;
+            [[maybe_unused]] DroppedWeights<Config> dropped;
             if constexpr (Config::kDropout) dropped.read(shared_, step, row());
             ptx::wgmma_wait<1>();
             ptx::wgmma_results(scores);
@@ -135,27 +136,17 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                     scores[j] = ptx::exp2_approx(Config::kAlibi ? fmaf(scores[j], plan_.scale_log2, bias)
                                                                 : scores[j] * plan_.scale_log2);
             }
-            if constexpr (Config::kDropout) dropped.mark(weights, scores, shared_.delta[stage]);
             const bool masked = is_masked(step);
             auto wait_for_products = [&] {
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_results(products);
                 if (Config::kTurns) pass_turn();
             };
-            if constexpr (Config::kPacked) {
+            auto wait_for_ds = [&] { ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1); };
+            if constexpr (Config::kSoftcap) {
                 wait_for_products();
-                if constexpr (Config::kDropout) {
-                    dropped.drop(gradients, weights, products);
-                } else {
-                    multiply_capped<T>(gradients, products);
-                }
-                if (masked) {
-                    mask(step, [&](int j, bool sees_even, bool sees_odd) {
-                        const uint32_t bits = (sees_even ? 0xffffu : 0u) | (sees_odd ? 0xffff0000u : 0u);
-                        weights[j] &= bits;
-                        gradients[j] &= bits;
-                    });
-                }
+                multiply_capped<T, Config>(gradients, scores, products);
+                if (masked) this->mask_pairs(step, weights, gradients);
             } else {
                 // The exponentials are to run under the products. ptxas would move the wait in front of them,
                 // if it were not behind a branch that needs them.
@@ -170,24 +161,34 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                 } else {
                     wait_for_products();
                 }
+                if constexpr (Config::kDropout) {
+                    // Each part of dS goes at once, so that registers last for the statistics of others.
+                    wait_for_ds();
+                    const uint32_t ds = first_gradient(shared_.ds_slot(at.slot));
+                    dropped.template drop<T>(gradients, weights, scores, products, shared_.delta[stage],
+                                             [&](int j) { store_gradients_of_16(gradients, j, ds); });
+                } else {
 #pragma unroll
-                for (int j = 0; j < kPairs; ++j) {
-                    gradients[j] =
-                        pack<T>(scores[2 * j] * products[2 * j], scores[2 * j + 1] * products[2 * j + 1]);
-                    weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
+                    for (int j = 0; j < kPairs; ++j) {
+                        gradients[j] =
+                            pack<T>(scores[2 * j] * products[2 * j], scores[2 * j + 1] * products[2 * j + 1]);
+                        weights[j] = pack<T>(scores[2 * j], scores[2 * j + 1]);
+                    }
                 }
-                // With 128 queries a tile, plain calls take 1 to 3 % more time with this.
-                if constexpr (Config::kQueries == 64 || Config::kBlocks) {
-                    ptx::wgmma_operands(weights);
-                    ptx::wgmma_operands(gradients);
-                }
+            }
+            // With 128 queries a tile, plain calls take 1 to 3 % more time with this.
+            if constexpr (Config::kQueries == 64 || Config::kBlocks || Config::kSoftcap || Config::kDropout) {
+                ptx::wgmma_operands(weights);
+                ptx::wgmma_operands(gradients);
             }
             if constexpr (Config::kAlibi) {
                 if (p_.dalibi_slopes)
                     slope_gradient.add(scores, products, p_, plan_, work_, this->key_tile(), step, row());
             }
-            ptx::mbarrier_wait(&shared_.ds_empty[at.slot], at.parity ^ 1);
-            this->store_gradients(gradients, shared_.ds_slot(at.slot));
+            if constexpr (!Config::kDropout) {
+                wait_for_ds();
+                this->store_gradients(gradients, shared_.ds_slot(at.slot));
+            }
             ptx::fence_proxy_async();
             arrive(&shared_.ds_full[at.slot]);
 

@@ -53,6 +53,9 @@ class Sm90KeptStepFinder {
     // Whether there is a step that was not published yet.
     __device__ bool is_left() const { return index * Config::kParts < found_; }
 
+    // Whether there is one is all that is known.
+    __device__ int32_t left() const { return is_left() ? INT32_MAX : 0; }
+
     // Completes what was found of this step, and finds the next one. Then advance() follows.
     __device__ void publish() {
         Sm90KeptStep<Config>& step = shared_.kept.step(index);

@@ -16,6 +16,7 @@
 #include "cuda/sm90_backward/loader.cuh"
 #include "cuda/sm90_backward/pair_consumer.cuh"
 #include "cuda/sm90_backward/role_consumer.cuh"
+#include "cuda/sm90_backward/scheduler.cuh"
 #include "cuda/sm90_backward/turns.cuh"
 
 namespace octavo::cuda {
@@ -37,22 +38,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (Config::kCtas > 1) ptx::cluster_barrier_relaxed();
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    // Calls `work_on` for each tile of keys of the CTA, as its loader publishes them. Each warpgroup computes
-    // the facts of its work by itself: a shared result would take registers from each warpgroup.
+    // Calls `work_on` for each tile of keys of the CTA, as its scheduler publishes them.
     auto for_each_tile = [&](auto work_on) {
 #pragma unroll 1
         for (Sm90TileCount at;; ++at.count) {
             ptx::mbarrier_wait(&shared.tile_full[at.slot()], at.slot_parity());
-            const int32_t cta_tile = shared.tiles[at.slot()].cta_tile;
-            if (cta_tile < 0) return;
-            work_on(Sm90BackwardWork<Config>(p, plan, cta_tile), at);
+            const Sm90BackwardWork<Config>& work = shared.tiles[at.slot()];
+            if (work.cta_tile < 0) return;
+            work_on(work, at);
         }
     };
     if (group == 0) {
         ptx::lower_registers<Config::kLoaderRegisters>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        if (warp == 0) run_backward_loader<Config>(p, plan, shared);
-        if (threadIdx.x == 32) run_backward_storer<Config>(p, plan, shared);
+        if (warp == 0 && (Config::kBlocks || threadIdx.x == 0)) run_backward_loader<Config>(p, plan, shared);
+        if (warp == 1) run_backward_scheduler<Config>(p, plan, shared);
         if constexpr (Config::kBeside) {
             if (warp >= 2) convert_beside<T, Config>(p, plan, shared.rooms.of_warp[warp - 2]);
         }
@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         for_each_tile([&](const Sm90BackwardWork<Config>& work, Sm90TileCount at) {
             draw_dropped<Config>(p, work, steps, shared);
             steps += work.num_steps;
+            __syncwarp();
             if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.tile_empty[at.slot()]);
         });
     } else {
@@ -84,7 +85,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             std::conditional_t<Config::kDqApart, Sm90KeyConsumer<T, Config>, Sm90BackwardConsumer<T, Config>>;
         using Consumer = std::conditional_t<Config::kRoles, WithRoles, WithKeys>;
         typename Consumer::Rings rings;
-        for_each_tile([&](const Sm90BackwardWork<Config>& work, Sm90TileCount at) {
+        for_each_tile([&](const Sm90BackwardWork<Config>& tile, Sm90TileCount at) {
+            const Sm90BackwardWork<Config> work = tile;  // in registers
             Consumer(p, plan, work, shared, group - 1, at).run(rings);
         });
         if constexpr (Config::kBeside) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/ptx/reduce.h"
+#include "cuda/ptx/sign_bits.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
@@ -29,7 +30,8 @@ class Sm90KeyRows {
     using ProductOfTerms = ptx::Wgmma<bfloat16, Config::kQueries>;
     using ProductOfSums = ptx::Wgmma<T, Config::kHeadDim>;
 
-    __device__ const Sm90KeyTile& key_tile() const { return shared_.tiles[at_.slot()]; }
+    // For what there are no registers to keep.
+    __device__ const Sm90BackwardWork<Config>& key_tile() const { return shared_.tiles[at_.slot()]; }
 
     // The key of this lane's first scores, among those of the CTA. The other lies eight behind.
     __device__ int row() const { return first_row() + warp() * 16 + lane() / 4; }
@@ -101,25 +103,59 @@ class Sm90KeyRows {
     template <class Step, class Apply>
     __device__ __forceinline__ void mask_part(const Step& step, int part, Apply apply) const {
         constexpr int kPartPairs = kPairs / Config::kParts;
-        const Visibility see = key_tile().see;
-        const int32_t first_q_pos = key_tile().first_q_pos + step.first_query(part) + 2 * (lane() % 4);
-        const bool kept = step.keeps(part, group_);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            // The queries that see this lane's key, as columns from `begin` on.
-            const int32_t key = key_tile().first_key + row() + 8 * half;
-            constexpr int32_t kMany = 1 << 20;  // columns
-            int32_t begin = -kMany, end = kMany;
-            if (key >= see.prefix_len) {
-                if (see.window_right >= 0) begin = max(key - see.window_right - first_q_pos, -kMany);
-                if (see.window_left >= 0) end = min(key + see.window_left + 1 - first_q_pos, kMany);
-                if (see.has_chunks()) end = min(end, see.chunk_end(key) - first_q_pos);
-            }
-            const uint32_t count = kept && key < see.seqlen_k && begin < end ? end - begin : 0;
-            auto sees = [&](int column) { return static_cast<uint32_t>(column - begin) < count; };
+            const Columns seen = seen_columns(step, part, half);
+            const uint32_t count = seen.begin < seen.end ? seen.end - seen.begin : 0;
+            auto sees = [&](int column) { return static_cast<uint32_t>(column - seen.begin) < count; };
 #pragma unroll
             for (int j = half; j < kPartPairs; j += 2)
                 apply(part * kPartPairs + j, sees(4 * (j - half)), sees(4 * (j - half) + 1));
+        }
+    }
+    // The queries that see this lane's first key, or its second one, as columns from its first one on.
+    struct Columns {
+        int32_t begin, end;
+    };
+    template <class Step>
+    __device__ __forceinline__ Columns seen_columns(const Step& step, int part, int half) const {
+        const Visibility see = key_tile().seq.see;
+        const int32_t first_q_pos = key_tile().seq.q_pos(0) + step.first_query(part) + 2 * (lane() % 4);
+        const int32_t key = key_tile().first_key + row() + 8 * half;
+        constexpr int32_t kMany = 1 << 20;  // columns
+        int32_t begin = -kMany, end = kMany;
+        if (key >= see.prefix_len) {
+            if (see.window_right >= 0) begin = max(key - see.window_right - first_q_pos, -kMany);
+            if (see.window_left >= 0) end = min(key + see.window_left + 1 - first_q_pos, kMany);
+            if (see.has_chunks()) end = min(end, see.chunk_end(key) - first_q_pos);
+        }
+        if (!step.keeps(part, group_) || key >= see.seqlen_k) end = begin;
+        return {begin, end};
+    }
+    // Clears those of two arrays of pairs of elements whose query does not see its key.
+    template <class Step>
+    __device__ __forceinline__ void mask_pairs(const Step& step, uint32_t (&a)[kPairs],
+                                               uint32_t (&b)[kPairs]) const {
+        static_assert(Config::kParts == 1);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Columns seen = seen_columns(step, 0, half);
+            // Bits 2 i and 2 i + 1 are for columns 8 i and 8 i + 1.
+            auto columns_before = [](int32_t end) {
+                const int32_t column = min(max(end, 0), 4 * kPairs);
+                return __funnelshift_lc(~0u, 0, column / 8 * 2 + min(column % 8, 2));
+            };
+            const uint32_t bits = columns_before(seen.end) & ~columns_before(seen.begin);
+#pragma unroll
+            for (int i = 0; i < kPairs / 2; ++i) {
+                const uint32_t even = bits << (7 - i % 4 * 2), odd = bits << (6 - i % 4 * 2);
+                const uint32_t mask = i < 4    ? ptx::spread_signs<0>(even, odd)
+                                      : i < 8  ? ptx::spread_signs<1>(even, odd)
+                                      : i < 12 ? ptx::spread_signs<2>(even, odd)
+                                               : ptx::spread_signs<3>(even, odd);
+                a[2 * i + half] &= mask;
+                b[2 * i + half] &= mask;
+            }
         }
     }
 
@@ -132,7 +168,6 @@ class Sm90KeyRows {
         const bool all =
             last <= seen.prefix_end || (first_key >= seen.window_begin && last <= seen.window_end);
         if (all) return;
-        ptx::mbarrier_wait(&shared_.v_full, at_.parity());
         for (int row = threadIdx.x / 32 - 4; row < work_.num_keys; row += 4 * Config::kConsumers) {
             if (seen.needed(first_key + row) || 4 * lane() >= Config::kRowBytes) continue;
 #pragma unroll
@@ -148,7 +183,7 @@ class Sm90KeyRows {
 
     __device__ static void sync_consumers() { ptx::named_barrier_sync(3, 128 * Config::kConsumers); }
 
-    // Writes scaled sums to a tile that no warpgroup reads any more, from where the storer takes them.
+    // Writes scaled sums to a tile that no warpgroup reads any more, from where the scheduler takes them.
     __device__ __forceinline__ void put(unsigned char* tile, const float (&sums)[kSums], float scale) const {
 #pragma unroll
         for (int i = 0; i < Config::kHeadDim / 16; ++i) {
@@ -164,13 +199,20 @@ class Sm90KeyRows {
     // Writes dS of this warpgroup's keys to a tile [keys][queries].
     __device__ __forceinline__ void store_gradients(const uint32_t (&gradients)[kPairs],
                                                     unsigned char* ds) const {
-        const uint32_t first = ptx::shared_address(ds) + matrix_row() * Config::kDsRowBytes +
-                               16 * ((lane() / 16) ^ (lane() % 8));  // pieces of 16 bytes, swizzled
+        const uint32_t first = first_gradient(ds);
 #pragma unroll
-        for (int i = 0; i < Config::kQueries / 16; ++i) {
-            ptx::stmatrix_x4((first ^ (i % 4 * 32)) + i / 4 * Config::kDsBlockBytes, gradients[4 * i],
-                             gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3]);
-        }
+        for (int i = 0; i < kPairs; i += 4) store_gradients_of_16(gradients, i, first);
+    }
+    // The same for 16 queries, whose gradients are the four registers from `i` on.
+    __device__ __forceinline__ void store_gradients_of_16(const uint32_t (&gradients)[kPairs], int i,
+                                                          uint32_t first) const {
+        ptx::stmatrix_x4((first ^ (i / 4 % 4 * 32)) + i / 16 * Config::kDsBlockBytes, gradients[i],
+                         gradients[i + 1], gradients[i + 2], gradients[i + 3]);
+    }
+    // Where this lane's part of dS begins, in pieces of 16 bytes, swizzled.
+    __device__ __forceinline__ uint32_t first_gradient(unsigned char* ds) const {
+        return ptx::shared_address(ds) + matrix_row() * Config::kDsRowBytes +
+               16 * ((lane() / 16) ^ (lane() % 8));
     }
 
     // The sums of a tile of dQ in workspace.
@@ -186,7 +228,7 @@ class Sm90KeyRows {
         for (int i = 0; i < kCount / 4; ++i)
             ptx::add_to_global(to + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
-    // Tells the storer that this warp's gradients are written, and the loader that the facts were read.
+    // Tells the scheduler that this warp's gradients are written, and that it has read the facts.
     __device__ __forceinline__ void hand_over() const {
         ptx::fence_proxy_async();
         arrive(&shared_.gradients_full);

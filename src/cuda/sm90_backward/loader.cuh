@@ -1,15 +1,17 @@
-// The warps that move tiles. The loader brings K and V of a tile of keys, and tiles of Q and dO with their
-// statistics as far ahead of the consumers as the slots allow; the storer takes dK and dV away.
+// The warp that loads. It brings K and V of a tile of keys, and tiles of Q and dO with their statistics as
+// far ahead of the consumers as the slots allow.
 #pragma once
 
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/l2_policy.h"
-#include "cuda/ptx/release.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_backward/kept_steps.cuh"
 #include "cuda/sm90_backward/shared.cuh"
 
 namespace octavo::cuda {
+
+// How many steps are left to load when a CTA takes its next tile of keys. Its consumers have two more to go.
+constexpr int kStepsToTake = 2;
 
 // One thread brings everything of one tile of keys: first the first queries, whose slots are free while the
 // consumers still read the keys before. Where a mask hides blocks, its warp finds the steps, and works with
@@ -66,6 +68,7 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                   first_row = work.workspace_tile * Config::kPartQueries;
     const int32_t first_place = plan.q_edge - work.seq.seqlen_q, shift = work.q_begin + work.seq.seqlen_q;
     const int32_t first_step = step.index;
+    bool wants_next = true;
 #pragma unroll 1
     do {
         const bool is_first = step.index == first_step;
@@ -133,92 +136,43 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                 load_keys(shared.v, plan.v, &shared.v_full);
             }
         }
+        // In time for the next tile of keys to be known when the last queries of this one are loaded, but no
+        // sooner, since a CTA that is done earlier should take it.
+        if (wants_next && step.left() <= kStepsToTake && leads) {
+            wants_next = false;
+            ptx::mbarrier_arrive(&shared.tile_wanted);
+        }
     } while (step.is_left());
 }
 
-// A warp takes tiles as long as there are some: the first one by the CTA's number, the others in the order in
-// which CTAs come for them.
+// One thread; where a mask hides blocks, a warp.
 template <class Config>
 __device__ __forceinline__ void run_backward_loader(const AttentionBackwardParams& p,
                                                     const Sm90BackwardLaunch& plan,
                                                     Sm90BackwardShared<Config>& shared) {
-    const bool leads = threadIdx.x % 32 == 0;
-    Sm90TileCount at;
-    int32_t cta_tile = blockIdx.x, next_step = 0;
-    auto take = [&](int32_t first) {
-        if (leads) cta_tile = first + atomicAdd(plan.tiles_taken, 1);
-        cta_tile = __shfl_sync(~0u, cta_tile, 0);
-    };
-    // With turns, a CTA waits for tiles before its own; where sums are converted beside, its spare warps wait
-    // for tiles that complete a sum. If a tile's number were that of a CTA, these could be tiles of CTAs that
-    // do not start before this one ends.
-    constexpr bool kInOrder = Config::kOrdered || Config::kBeside;
-    if constexpr (kInOrder) take(0);
-#pragma unroll 1
-    while (cta_tile < plan.key_order.num_ctas() * Config::kCtas) {
-        const Sm90BackwardWork<Config> work(p, plan, cta_tile);
-        bool has_keys = work.num_keys > 0;
-        if constexpr (Config::kCtas > 1) has_keys = work.cluster_keys > 0;
-        if (has_keys) {
-            auto step = [&] {
-                if constexpr (Config::kBlocks) {
-                    return Sm90KeptStepFinder<Config>(p, plan, work, shared, next_step);
-                } else if constexpr (Config::kOrdered) {
-                    return Sm90TurnStep<Config>(work, next_step);
-                } else {
-                    return Sm90BackwardStep<Config>(work, next_step);
-                }
-            }();
-            if (leads) {
-                ptx::mbarrier_wait(&shared.tile_empty[at.slot()], at.slot_parity() ^ 1);
-                if constexpr (Config::kBlocks) shared.kept.any[at.slot()] = step.is_left();
-                shared.tiles[at.slot()] = {cta_tile,       work.seq.see, work.seq.q_pos(0),
-                                           work.first_key, work.kv_head, p.cu_seqlens_k ? 0 : work.batch,
-                                           work.k_begin,   work.batch};
-                ptx::mbarrier_arrive(&shared.tile_full[at.slot()]);
-            }
-            if (Config::kBlocks || leads) load_key_tile<Config>(p, plan, work, step, at, shared);
-            next_step = step.index;
-            __syncwarp();
-            ++at.count;
-        }
-        if (!Config::kPersistent) break;
-        take(kInOrder ? 0 : gridDim.x);
-    }
-    if (!leads) return;
-    ptx::mbarrier_wait(&shared.tile_empty[at.slot()], at.slot_parity() ^ 1);
-    shared.tiles[at.slot()].cta_tile = -1;
-    ptx::mbarrier_arrive(&shared.tile_full[at.slot()]);
-}
-
-// One thread. The copy engine leaves out what lies behind the last key.
-template <class Config>
-__device__ __forceinline__ void run_backward_storer(const AttentionBackwardParams& p,
-                                                    const Sm90BackwardLaunch& plan,
-                                                    Sm90BackwardShared<Config>& shared) {
+    int32_t next_step = 0;
 #pragma unroll 1
     for (Sm90TileCount at;; ++at.count) {
         ptx::mbarrier_wait(&shared.tile_full[at.slot()], at.slot_parity());
-        const Sm90KeyTile& tile = shared.tiles[at.slot()];
-        if (tile.cta_tile < 0) return;
-        ptx::mbarrier_wait(&shared.gradients_full, at.parity());
-        const int32_t place = plan.k_edge - tile.see.seqlen_k + tile.first_key;
-        const int32_t shift = tile.k_begin + tile.see.seqlen_k;
-        const bool any = Config::kCtas == 1 || tile.first_key < tile.see.seqlen_k;
-#pragma unroll
-        for (int block = 0; block < (any ? Config::kColumnBlocks : 0); ++block) {
-            ptx::tma_store(&plan.dv, shared.dv_out() + block * Config::kKeyBlockBytes, ptx::kEvictFirst,
-                           Config::kBlockColumns * block, tile.kv_head, place, shift, tile.batch);
-            ptx::tma_store(&plan.dk, shared.dk_out() + block * Config::kKeyBlockBytes, ptx::kEvictFirst,
-                           Config::kBlockColumns * block, tile.kv_head, place, shift, tile.batch);
+        const Sm90BackwardWork<Config>& work = shared.tiles[at.slot()];
+        if (work.cta_tile < 0) return;
+        auto step = [&] {
+            if constexpr (Config::kBlocks) {
+                return Sm90KeptStepFinder<Config>(p, plan, work, shared, next_step);
+            } else if constexpr (Config::kOrdered) {
+                return Sm90TurnStep<Config>(work, next_step);
+            } else {
+                return Sm90BackwardStep<Config>(work, next_step);
+            }
+        }();
+        // Consumers read it when the keys have come.
+        if constexpr (Config::kBlocks) {
+            if (threadIdx.x % 32 == 0) shared.kept.any[at.slot()] = step.is_left();
         }
-        ptx::tma_store_commit();
-        const int32_t sequence_head = tile.kv_head * p.batch + tile.sequence;
-        ptx::mbarrier_arrive(&shared.tile_empty[at.slot()]);
-        ptx::tma_store_wait_read<0>();
-        ptx::mbarrier_arrive(&shared.gradients_empty);
-        // Now, since it waits for all that the consumers added.
-        if constexpr (Config::kBeside) ptx::add_release(plan.sums.key_tiles + sequence_head, 1);
+        load_key_tile<Config>(p, plan, work, step, at, shared);
+        next_step = step.index;
+        if (Config::kBlocks) __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.tile_empty[at.slot()]);
     }
 }
 

@@ -3,9 +3,9 @@
 
 #include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
+#include "cuda/attention_backward/tile_order.h"
 #include "cuda/attention_backward/workspace_rows.h"
 #include "cuda/sm90_backward/finished_counts.h"
-#include "cuda/sm90_backward/tile_order.h"
 #include "params/attention_backward_params.h"
 
 #include <cuda.h>

@@ -66,10 +66,7 @@ TileOrder make_order(const AttentionBackwardParams& p, const Gpu& gpu, int64_t n
     // last queries most keys.
     if (p.window_right >= 0) {
         order.last_first = of_queries;
-        const int64_t two_rounds = ceil_divide(2 * gpu.num_sms, int64_t{ctas} * order.tiles);
-        const int64_t in_cache = gpu.l2_bytes * 4 / 5 / pair_bytes;
-        order.mixed =
-            static_cast<int32_t>(std::clamp<int64_t>(std::min(two_rounds, in_cache), 0, order.pairs));
+        order.mix(ceil_divide(2 * gpu.num_sms, int64_t{ctas}), gpu.l2_bytes, pair_bytes);  // two rounds
     }
     return order;
 }

@@ -1,10 +1,10 @@
 // How sm90_backward would work through a batch.
 #pragma once
 
+#include "cuda/attention_backward/tile_order.h"
 #include "cuda/gpu.h"
 #include "cuda/plan.h"
 #include "cuda/sm90_backward/finished_counts.h"
-#include "cuda/sm90_backward/tile_order.h"
 #include "cuda/sm90_backward/tiles.h"
 #include "params/attention_backward_params.h"
 

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "common/query_range.h"
+#include "cuda/attention_backward/find_head_tile.cuh"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/sm90_backward/find_head_tile.cuh"
 #include "cuda/sm90_backward/parameters.h"
 #include "cuda/sm90_backward/tiles.h"
 
@@ -12,16 +12,7 @@
 
 namespace octavo::cuda {
 
-// Facts about a tile of keys, which the loader writes for all other warps.
-struct Sm90KeyTile {
-    int32_t cta_tile;  // its place in plan.key_order; -1 behind the last tile of the CTA
-    Visibility see;
-    int32_t first_q_pos, first_key, kv_head;
-    int32_t batch, k_begin;  // dense arrays: the batch entry and 0; packed ones: 0 and the first token
-    int32_t sequence;        // of the call
-};
-
-constexpr int kTileSlots = 2;  // the slots of Sm90KeyTile
+constexpr int kTileSlots = 2;  // tiles of keys whose facts lie in shared memory
 
 // A step where a mask hides blocks. The loader writes it before the queries arrive.
 template <class Config>
@@ -97,6 +88,90 @@ struct Sm90SumsRooms<Config, true> {
 // The parity of a step's phase.
 __device__ __forceinline__ uint32_t turn_parity(int32_t step) { return static_cast<uint32_t>(step) % 2; }
 
+// What the CTAs of a cluster know of each other's keys.
+template <class Config, bool kUsed = (Config::kCtas > 1)>
+struct Sm90ClusterKeys {};
+template <class Config>
+struct Sm90ClusterKeys<Config, true> {
+    int32_t cluster_keys = 0;  // of both CTAs, of which the second may have none
+};
+
+// A tile of keys, and the tiles of queries that the CTA walks for it, one head of the group after the other;
+// where a mask hides blocks, it walks some of the parts of kPartQueries, and tiles are these. A warp
+// computes these facts while the CTA works on the tile before, and others read them from shared memory.
+template <class Config>
+struct Sm90BackwardWork : Sm90ClusterKeys<Config> {
+    struct Sequence {
+        int32_t seqlen_q;
+        Visibility see;
+        __device__ int32_t q_pos(int32_t query) const { return see.seqlen_k - seqlen_q + query; }
+    };
+    int32_t cta_tile;  // its place in plan.key_order, for each CTA of a cluster
+    Sequence seq;
+    int32_t batch;
+    int32_t kv_head, group_size;
+    int32_t first_key, num_keys;  // of the CTA
+    int32_t q_begin, k_begin;     // packed: the sequence's first token; dense: 0
+    int32_t first_tile, num_tiles, num_steps;
+    int32_t whole_begin, whole_end;  // the tiles all of whose queries see all keys of the CTA
+    int32_t workspace_tile;          // the tile of the sequence's first query
+    bool rises;                      // with turns: whether TurnOrder's key tiles rise here
+    static constexpr int kClusterKeys = Config::kKeys * Config::kCtas;
+
+    // There are no keys past the last tile.
+    __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
+                                int32_t cta_tile)
+        : cta_tile(cta_tile) {
+        const int32_t index = cta_tile / Config::kCtas;
+        const TileOrder::Place place = [&] {
+            if constexpr (Config::kOrdered) {
+                rises = plan.turn_order.rises(index);
+                return plan.turn_order.of(index);
+            } else {
+                return plan.key_order.of(index);
+            }
+        }();
+        const auto [tile, head] = find_head_tile<kClusterKeys>(place, p.cu_seqlens_k, p.batch);
+        num_keys = 0;
+        if (tile.batch < 0) return;
+        batch = tile.batch;
+        const SequenceSlice slice = SequenceSlice::make(p, batch);
+        seq = {slice.seqlen_q, slice.see};
+        kv_head = head;
+        group_size = p.group_size();
+        first_key = tile.index * kClusterKeys;
+        num_keys = max(min(seq.see.seqlen_k - first_key, kClusterKeys), 0);
+        if (num_keys == 0) return;
+        q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
+        k_begin = p.cu_seqlens_k ? p.cu_seqlens_k[batch] : 0;
+        const QueryRange queries(seq.see, seq.seqlen_q, first_key, first_key + num_keys);
+        first_tile = queries.begin / Config::kPartQueries;
+        num_tiles = (queries.end + Config::kPartQueries - 1) / Config::kPartQueries - first_tile;
+        num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
+        if constexpr (Config::kCtas > 1) {
+            this->cluster_keys = num_keys;
+            const int32_t before = cta_tile % Config::kCtas * Config::kKeys;
+            first_key += before;
+            num_keys = max(min(num_keys - before, Config::kKeys), 0);
+        }
+        const QueryRange whole =
+            QueryRange::that_see_all(seq.see, seq.seqlen_q, first_key, first_key + Config::kKeys);
+        whole_begin = (whole.begin + Config::kPartQueries - 1) / Config::kPartQueries;
+        // Rows past the last query have no weight.
+        whole_end =
+            (whole.end + (whole.end == seq.seqlen_q ? Config::kPartQueries - 1 : 0)) / Config::kPartQueries;
+        workspace_tile =
+            first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch) / Config::kPartQueries;
+    }
+
+    // The keys of the other CTA of a cluster of two.
+    __device__ int32_t first_other_key() const { return first_key ^ Config::kKeys; }
+    __device__ int32_t num_other_keys() const {
+        if constexpr (Config::kCtas > 1) return this->cluster_keys - num_keys;
+        return 0;
+    }
+};
+
 template <class Config>
 struct Sm90BackwardShared {
     static constexpr bool kPairs = Config::kCtas > 1;
@@ -120,12 +195,11 @@ struct Sm90BackwardShared {
     // Which weights dropout leaves out: each key has a bit for each query.
     alignas(
         16) uint32_t dropped[Config::kDropout ? Config::kStages : 1][Config::kKeys][Config::kQueries / 32];
-    // The facts about this tile of keys and the next one. Consumers read them here, since they have no
-    // registers to keep them in.
-    Sm90KeyTile tiles[kTileSlots];
+    // This tile of keys and the next one; cta_tile is negative behind the last tile of the CTA.
+    Sm90BackwardWork<Config> tiles[kTileSlots];
     // A slot is full when the phase of its `full` barrier completes, and free again when that of its `empty`
     // one does. q_empty serves dout and dropped, too. gradients_* serve dK and dV on their way out.
-    uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+    uint64_t tile_full[kTileSlots], tile_empty[kTileSlots], tile_wanted;
     uint64_t k_full, v_full, keys_empty, gradients_full, gradients_empty;
     uint64_t q_full[Config::kStages], dout_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dropped_full[Config::kStages];
@@ -163,11 +237,12 @@ struct Sm90BackwardShared {
     __device__ void init() {
         for (int i = 0; i < kTileSlots; ++i) {
             ptx::mbarrier_init(&tile_full[i], 1);
-            // The warps of consumers, those that draw or keep turns, and the storer arrive.
+            // The warps of consumers, those that draw or keep turns, the loader and the scheduler arrive.
             ptx::mbarrier_init(&tile_empty[i], Config::kConsumerWarps +
                                                    (Config::kDropout ? Config::kDrawingWarps : 0) +
-                                                   (Config::kOrdered ? Config::kConsumers : 0) + 1);
+                                                   (Config::kOrdered ? Config::kConsumers : 0) + 2);
         }
+        ptx::mbarrier_init(&tile_wanted, 1);
         ptx::mbarrier_init(&k_full, 1);
         ptx::mbarrier_init(&v_full, 1);
         ptx::mbarrier_init(&keys_empty, Config::kConsumerWarps);
@@ -190,82 +265,6 @@ struct Sm90BackwardShared {
         turns.init();
         rooms.init();
         ptx::mbarrier_init_fence();
-    }
-};
-
-// What the CTAs of a cluster know of each other's keys.
-template <class Config, bool kUsed = (Config::kCtas > 1)>
-struct Sm90ClusterKeys {};
-template <class Config>
-struct Sm90ClusterKeys<Config, true> {
-    int32_t cluster_keys = 0;  // of both CTAs, of which the second may have none
-};
-
-// A tile of keys, and the tiles of queries that the CTA walks for it, one head of the group after the other;
-// where a mask hides blocks, it walks some of the parts of kPartQueries, and tiles are these.
-template <class Config>
-struct Sm90BackwardWork : Sm90ClusterKeys<Config> {
-    SequenceSlice seq;
-    int32_t batch;
-    int32_t kv_head, group_size;
-    int32_t first_key, num_keys;  // of the CTA
-    int32_t q_begin, k_begin;     // packed: the sequence's first token; dense: 0
-    int32_t first_tile, num_tiles, num_steps;
-    int32_t whole_begin, whole_end;  // the tiles all of whose queries see all keys of the CTA
-    int32_t workspace_tile;          // the tile of the sequence's first query
-    bool rises;                      // with turns: whether TurnOrder's key tiles rise here
-    static constexpr int kClusterKeys = Config::kKeys * Config::kCtas;
-
-    // There are no keys past the last tile. `cta_tile` is a place in plan.key_order, for each CTA of a
-    // cluster.
-    __device__ Sm90BackwardWork(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan,
-                                int32_t cta_tile) {
-        const int32_t index = cta_tile / Config::kCtas;
-        const TileOrder::Place place = [&] {
-            if constexpr (Config::kOrdered) {
-                rises = plan.turn_order.rises(index);
-                return plan.turn_order.of(index);
-            } else {
-                return plan.key_order.of(index);
-            }
-        }();
-        const auto [tile, head] = find_head_tile<kClusterKeys>(place, p.cu_seqlens_k, p.batch);
-        num_keys = 0;
-        if (tile.batch < 0) return;
-        batch = tile.batch;
-        seq = SequenceSlice::make(p, batch);
-        kv_head = head;
-        group_size = p.group_size();
-        first_key = tile.index * kClusterKeys;
-        num_keys = max(min(seq.see.seqlen_k - first_key, kClusterKeys), 0);
-        if (num_keys == 0) return;
-        q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
-        k_begin = p.cu_seqlens_k ? p.cu_seqlens_k[batch] : 0;
-        const QueryRange queries(seq.see, seq.seqlen_q, first_key, first_key + num_keys);
-        first_tile = queries.begin / Config::kPartQueries;
-        num_tiles = (queries.end + Config::kPartQueries - 1) / Config::kPartQueries - first_tile;
-        num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
-        if constexpr (Config::kCtas > 1) {
-            this->cluster_keys = num_keys;
-            const int32_t before = cta_tile % Config::kCtas * Config::kKeys;
-            first_key += before;
-            num_keys = max(min(num_keys - before, Config::kKeys), 0);
-        }
-        const QueryRange whole =
-            QueryRange::that_see_all(seq.see, seq.seqlen_q, first_key, first_key + Config::kKeys);
-        whole_begin = (whole.begin + Config::kPartQueries - 1) / Config::kPartQueries;
-        // Rows past the last query have no weight.
-        whole_end =
-            (whole.end + (whole.end == seq.seqlen_q ? Config::kPartQueries - 1 : 0)) / Config::kPartQueries;
-        workspace_tile =
-            first_workspace_row<Config::kQueries>(plan, p.cu_seqlens_q, batch) / Config::kPartQueries;
-    }
-
-    // The keys of the other CTA of a cluster of two.
-    __device__ int32_t first_other_key() const { return first_key ^ Config::kKeys; }
-    __device__ int32_t num_other_keys() const {
-        if constexpr (Config::kCtas > 1) return this->cluster_keys - num_keys;
-        return 0;
     }
 };
 
@@ -292,6 +291,7 @@ class Sm90BackwardStep {
           tile(work.first_tile) {}
 
     __device__ bool is_left() const { return index < end; }
+    __device__ int32_t left() const { return end - index; }
     __device__ void advance(const Sm90BackwardWork<Config>& work) {
         if (++tile == work.first_tile + work.num_tiles) {
             tile = work.first_tile;

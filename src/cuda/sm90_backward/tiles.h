@@ -107,8 +107,8 @@ struct Sm90BackwardConfig {
     // One warpgroup at a time issues scores and products, so that the other's exponentials run meanwhile.
     // Other calls take less time without turns.
     static constexpr bool kTurns = kQueries == 128 && (kAlibi || kDropout);
-    static constexpr bool kPacked =
-        kSoftcap || kDropout;  // weights are in 16 bits before the gradients are known
+    // Weights times the derivative of a cap have 16 bits where there are no registers for more.
+    static constexpr bool kPacked = kSoftcap && kQueries == 128;
     // Warpgroups: the loader's, the consumers, and with dropout one that draws.
     static constexpr int kThreads = 128 * (1 + kConsumers + kDropout);
     static constexpr int kDrawingWarps = 4;
@@ -138,8 +138,8 @@ struct Sm90BackwardConfig {
     // The blocks of columns of a CTA of a cluster: those of Q and dO that it loads, and of dQ that it sums.
     static constexpr int kOwnBlocks = kColumnBlocks / kCtas;
     // What setmaxnreg leaves the other warpgroups, and gives the consumers.
-    static constexpr int kLoaderRegisters = 24, kDrawingRegisters = 40;
-    static constexpr int kConsumerRegisters = kDropout ? 224 : 240;
+    static constexpr int kLoaderRegisters = 24, kDrawingRegisters = 24;
+    static constexpr int kConsumerRegisters = kDropout ? 232 : 240;
     // A warpgroup's part of a tile of dQ has 64 queries, and where a tile has no more, part of the columns.
     static constexpr bool kDqByRows = kQueries == 64 * kConsumers;
     static constexpr int kDqParts = kConsumers * kCtas;

@@ -1,8 +1,8 @@
 // Finds the tile of a sequence and head that TileOrder::of or TurnOrder::of names.
 #pragma once
 
+#include "cuda/attention_backward/tile_order.h"
 #include "cuda/sequence_tile.cuh"
-#include "cuda/sm90_backward/tile_order.h"
 
 namespace octavo::cuda {
 

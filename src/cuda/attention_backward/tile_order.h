@@ -12,6 +12,7 @@
 
 #include "common/macros.h"
 
+#include <algorithm>
 #include <cstdint>
 
 namespace octavo::cuda {
@@ -27,6 +28,13 @@ struct TileOrder {
     };
 
     OCTAVO_HD int64_t num_ctas() const { return int64_t{tiles} * pairs; }
+    // Mixes as many of the last pairs as have `num_tiles`, while four fifths of the L2 cache hold what their
+    // tiles read and add to, pair_bytes each.
+    void mix(int64_t num_tiles, int64_t l2_bytes, int64_t pair_bytes) {
+        const int64_t wanted = (num_tiles + tiles - 1) / tiles;
+        const int64_t in_cache = l2_bytes * 4 / 5 / pair_bytes;
+        mixed = static_cast<int32_t>(std::min({wanted, in_cache, int64_t{pairs}}));
+    }
     OCTAVO_HD Place of(int32_t cta) const {
         int32_t pair = cta / tiles, tile = cta - pair * tiles;
         const int32_t in_order = pairs - mixed;
