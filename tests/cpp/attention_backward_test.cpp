@@ -298,5 +298,23 @@ TEST(Visibility, QueryRangeHasWhoSeesATile) {
     }
 }
 
+// Kernels ask who sees a key, and not for each score.
+TEST(Visibility, QueryRangeOfOneKeyIsExact) {
+    for (const Visibility& see :
+         {Visibility{90, 0, -1, -1, {}}, Visibility{90, 0, -1, 0, {}}, Visibility{90, 0, 7, 3, {}},
+          Visibility{90, 20, 7, 0, {}}, Visibility{90, 0, 15, 0, FastDivide::by(16)}}) {
+        for (int32_t seqlen_q : {40, 90, 130}) {
+            for (int32_t key = 0; key < see.seqlen_k; ++key) {
+                const QueryRange queries(see, seqlen_q, key, key + 1);
+                for (int32_t query = 0; query < seqlen_q; ++query) {
+                    EXPECT_EQ(query >= queries.begin && query < queries.end,
+                              see.visible(see.seqlen_k - seqlen_q + query, key))
+                        << key << ", " << query << " of " << seqlen_q << ", window " << see.window_left;
+                }
+            }
+        }
+    }
+}
+
 }  // namespace
 }  // namespace octavo

@@ -393,6 +393,21 @@ TEST(BackwardPlan, SumsOfQueryGradients) {
     EXPECT_EQ(sums(args), "false");
 }
 
+// Tiles of the last pairs of sequence and head are mixed only where some are longer than others.
+TEST(BackwardPlan, LongTilesOfKeysComeFirst) {
+    for (const char* gpu : {"a100", "h100", "sm_86"}) {
+        AttentionBackwardArgs args = backward_of(dense(shape_of(128)));
+        const auto order = [&] {
+            return cuda::plan_sm80_backward(check_attention_backward(args), *cuda::find_gpu(gpu)).key_order;
+        };
+        args.causal = true;
+        EXPECT_GT(order().mixed, 0) << gpu;
+        EXPECT_LE(order().mixed, order().pairs) << gpu;
+        args.causal = false;
+        EXPECT_EQ(order().mixed, 0) << gpu;
+    }
+}
+
 TEST(BackwardPlan, TilesFitTheGpu) {
     for (const char* gpu : {"a100", "h100", "sm_86", "sm_89"}) {
         const cuda::Gpu& found = *cuda::find_gpu(gpu);

@@ -1,13 +1,44 @@
 // Computes dK and dV (sm_80 and newer). A CTA owns a tile of keys of one KV head and walks over the queries
-// of all heads of the group that see some of them. A warp's scores S^T = K Q^T and products V dO^T have its
-// keys as rows, so that weights and gradients of scores are operands of dV += P^T dO and dK += dS^T Q as they
-// lie in registers. With kDqSums, gradients of scores also pass through shared memory, where all warps read
-// them for dQ += dS K. Page: docs/kernels/attention_backward.md.
+// of all heads of the group that see some of them. Scores S^T = K Q^T and products dP^T = V dO^T have keys as
+// rows, so that weights and gradients of scores are operands of dV += P^T dO and dK += dS^T Q as they lie in
+// registers. Page: docs/kernels/attention_backward.md.
 //
-// grid: x key tiles over the batch, y KV heads, z parts of the columns of dK and dV, and of dQ.
+// What bounds it is reading operands from shared memory, of which a warp with m x n results reads 1 / m + 1 /
+// n for each product. So some warps, kParts of them, share the same keys, of which each has more:
+//
+//     S, dP: queries ->       dV, dK: columns ->          dQ: columns ->
+//     +-------+-------+       +-----------+-----------+   +-----+-----+-----+-----+
+//     |   0   |   1   | keys  |   0: dV   |   1: dK   |   |  0  |  2  |  4  |  6  | queries
+//     +-------+-------+       +-----------+-----------+   +-----+-----+-----+-----+
+//     |   2   |   3   |       |   2: dV   |   3: dK   |   |  1  |  3  |  5  |  7  |
+//     +-------+-------+       +-----------+-----------+   +-----+-----+-----+-----+
+//       ...                     ...
+//
+//     8 warps, 2 parts. With 1 part, a warp has the scores of all queries, and dV and dK of its keys. With 4,
+//     two warps have dV, of half of the columns each, and two dK.
+//
+// In one step, for a tile of queries, a warp
+//   1. computes S and dP of its keys and its part of the queries, and P and dS of these;
+//   2. multiplies P with dO or dS with Q for its own part of the queries, out of registers;
+//   3. does the same for the other parts of the queries, which warps with the same keys left in shared memory
+//      (exchange.cuh);
+//   4. with kDqSums, multiplies dS of all keys with K and adds to sums of dQ (query_sums.cuh).
+//
+// With one slot of dS, all warps wait for each other before the fourth (with parts, before the third). With
+// two, a step multiplies dS of the step before, and only warps with the same keys wait for each other within
+// a step. Half of them then begin with that product, so that its tensor cores' work lies beside the
+// exponentials of the others on the same scheduler:
+//
+//     warps 0 to 3    S, dP | exponentials | own | dQ of the step before | others' parts
+//     warps 4 to 7    dQ of the step before | S, dP | exponentials | own | others' parts
+//
+// grid: x pairs of sequence and KV head x key tiles, in TileOrder.
 #pragma once
 
 #include "common/query_range.h"
+#include "cuda/attention_backward/find_head_tile.cuh"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/sm80_backward/exchange.cuh"
 #include "cuda/sm80_backward/query_sums.cuh"
 #include "cuda/sm80_backward/tile.cuh"
 #include "cuda/tile/kept_blocks.cuh"
@@ -16,36 +47,54 @@
 
 namespace octavo::cuda {
 
-struct NoScoreGradients {};
+struct NoExchange {};
 
 template <class T, class Config, bool kDropout, bool kDqSums>
 struct KeyGradientsShared {
-    alignas(16) T k[Config::kRows * Config::kRowStride];  // in the end each warp's dK and dV, in its own rows
-    alignas(16) T v[Config::kRows * Config::kRowStride];
-    alignas(16) T q[Config::kStages][Config::kKeys * Config::kRowStride];
-    alignas(16) T dout[Config::kStages][Config::kKeys * Config::kRowStride];
-    alignas(16) QueryStatistics statistics[Config::kStages][Config::kKeys];
-    uint32_t kept[kDropout ? Config::kKeys * (Config::kRows / 32) : 1];
-    std::conditional_t<kDqSums, ScoreGradientTile<T, Config>, NoScoreGradients> ds;
+    static constexpr int kKeyRows = Config::kRows, kQueries = Config::kKeys;
+    // Of which queries weights pass from warp to warp.
+    static constexpr int kFirstWeights = Config::kParts == 2 ? kQueries / 2 : 0;
+    using Gradients = ExchangeTile<T, kKeyRows, kQueries>;
+    using Weights = ExchangeTile<T, kKeyRows, kQueries - kFirstWeights>;
+
+    alignas(16) T k[kKeyRows * Config::kRowStride];  // in the end a place for dK and dV
+    alignas(16) T v[kKeyRows * Config::kRowStride];
+    alignas(16) T q[Config::kStages][kQueries * Config::kRowStride];
+    alignas(16) T dout[Config::kStages][kQueries * Config::kRowStride];
+    alignas(16) QueryStatistics statistics[Config::kStages][kQueries];
+    uint32_t kept[kDropout ? kQueries * (kKeyRows / 32) : 1];
+    // Whether a step multiplies the gradients of scores of the step before with keys.
+    static constexpr bool kLate = kDqSums && Config::kGradientSlots > 1;
+    std::conditional_t<kDqSums || (Config::kParts > 1), Gradients, NoExchange> ds[kLate ? 2 : 1];
+    std::conditional_t<(Config::kParts > 1), Weights, NoExchange> weights;
 };
 
-template <class T, class Config, int kDimSplits, int kCtasPerSm, bool kDropout, bool kBlocks, bool kRanges,
-          bool kDqSums>
+template <class T, class Config, int kCtasPerSm, bool kDropout, bool kBlocks, bool kRanges, bool kDqSums>
 __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     key_gradients_kernel(const __grid_constant__ AttentionBackwardParams p,
                          const __grid_constant__ Sm80BackwardLaunch plan) {
-    constexpr int kQueries = Config::kKeys, kDims = Config::kHeadDim / kDimSplits;
+    constexpr int kQueries = Config::kKeys, kParts = Config::kParts;
+    constexpr int kOwnQueries = kQueries / kParts;  // queries of a warp's scores
+    constexpr int kAtOnce = kOwnQueries < 64 / Config::kRowTiles ? kOwnQueries : 64 / Config::kRowTiles;
+    constexpr int kSums = kParts == 1 ? 2 : 1;  // which of dV and dK a warp has
+    constexpr int kDimParts = kParts > 2 ? kParts / 2 : 1, kDims = Config::kHeadDim / kDimParts;
+    static_assert(kParts == 1 || kParts % 2 == 0);
+    using Scores = BackwardConfig<Config::kHeadDim, Config::kWarps, Config::kRowTiles, kAtOnce, 1>;
+    using Columns = BackwardConfig<kDims, Config::kWarps, Config::kRowTiles, kQueries, 1>;
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    auto& shared = *reinterpret_cast<KeyGradientsShared<T, Config, kDropout, kDqSums>*>(shared_bytes);
+    using Shared = KeyGradientsShared<T, Config, kDropout, kDqSums>;
+    auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
 
-    const SequenceTile tile =
-        find_sequence_tile<Config::kRows>(p.cu_seqlens_k, p.batch, plan.key_tiles, blockIdx.x);
+    const HeadTile at = find_head_tile<Config::kRows>(plan.key_order.of(static_cast<int32_t>(blockIdx.x)),
+                                                      p.cu_seqlens_k, p.batch);
+    const SequenceTile tile = at.tile;
+    const int32_t kv_head = at.head;
     if (tile.batch < 0) return;
     const auto seq = sequence_of<kDropout, kRanges>(p, tile.batch);
     const int32_t first_key = tile.index * Config::kRows;
     const int32_t num_keys = min(seq.see.seqlen_k - first_key, Config::kRows);
     if (num_keys <= 0) return;
-    const int32_t kv_head = blockIdx.y, first_dim = blockIdx.z * kDims, group_size = p.group_size();
+    const int32_t group_size = p.group_size();
     const QueryRange queries(seq.see, seq.seqlen_q, first_key, first_key + num_keys);
     const int32_t first_tile = queries.begin / kQueries;
     const int32_t num_tiles = (queries.end + kQueries - 1) / kQueries - first_tile;
@@ -95,8 +144,12 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         }
     };
 
-    float dk[Config::kRowTiles][kDims / 8][4] = {}, dv[Config::kRowTiles][kDims / 8][4] = {};
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warp_row = warp * Config::kWarpRows;
+    float sums[kSums][Config::kRowTiles][kDims / 8][4] = {};
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const int part = warp % kParts, warp_row = warp / kParts * Config::kWarpRows, own = part * kOwnQueries;
+    const int first_dim = part % kDimParts * kDims;
+    // Whether sums of index i are those of dK.
+    const auto has_dk = [&](int i) { return kParts == 1 ? i == 1 : part >= kDimParts; };
     if (first_step < num_steps) {
         if (p.head_dim < Config::kHeadDim) {
             zero_columns<Config, Config::kRows>(shared.k, p.head_dim);
@@ -126,6 +179,17 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const uint32_t v_address = rows_address<Config>(shared.v + warp_row * Config::kRowStride);
     const auto ranges = RangesOfRows<2 * Config::kRowTiles, kRanges>::make(
         seq.see, first_key + warp_row + static_cast<int32_t>(threadIdx.x) % 32 / 4);
+    // Adds products of gradients of scores and keys to sums of dQ.
+    [[maybe_unused]] const auto add_dq = [&](const auto& ds, float* to) {
+        if constexpr (kDqSums) {
+            typename QuerySums<Config>::Sums dq;
+            multiply_ds_k<T, Config>(dq, QuerySums<Config>(warp), ds, shared.k);
+            QuerySums<Config>::add(to, dq);
+        }
+    };
+    constexpr bool kLate = Shared::kLate;
+    [[maybe_unused]] float* late_sums = nullptr;  // of the step before
+    const bool is_first_half = warp < Config::kWarps / 2;
     int32_t num_visited = 0;  // steps, with a block mask
     for (int32_t step = first_step, next; step < num_steps; step = next) {
         next = kept_from(step + 1);
@@ -151,50 +215,103 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
             KeyTiles::all_visible(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + kQueries - 1),
                                   first_key, Config::kRows) &&
             (!kBlocks || kept_at(step).all(first_key, last_key));
-        float scores[Config::kRowTiles][kQueries / 8][4], products[Config::kRowTiles][kQueries / 8][4];
-        multiply_q_k<T, Config>(scores, k_address, columns_address<Config>(shared.q[stage]));
-        multiply_q_k<T, Config>(products, v_address, columns_address<Config>(shared.dout[stage]));
-        const ScoreGradients<true, kDropout, kBlocks, Config::kRows, std::decay_t<decltype(seq)>> gradients{
-            seq,
-            ScoreTransform::make(p.softmax_scale, p.softcap),
-            p.alibi_slopes != nullptr,
-            p.alibi_symmetric,
-            slope,
-            p.out_scale,
-            (kBlocks || kRanges) && !p.dropout.any() ? nullptr : shared.kept,
-            warp_row,
-            kBlocks ? p.block_mask.row(tile.batch, head, 0) : nullptr,
-            &p.block_mask,
-            ranges.of_row};
-        const QueryStatistics* const statistics = shared.statistics[stage] + 2 * (threadIdx.x % 4);
-        gradients.run(scores, products, first_key + warp_row, first_query, !is_whole,
-                      [&](int, int i, int j) { return statistics[8 * i + j % 2]; });
-        if constexpr (kDqSums) shared.ds.put(products, warp_row);
-        const uint32_t q_rows = rows_address<Config>(shared.q[stage] + first_dim);
-        const uint32_t dout_rows = rows_address<Config>(shared.dout[stage] + first_dim);
-        using Columns = BackwardConfig<kDims, Config::kWarps, Config::kRowTiles, kQueries, 1>;
+        auto& ds = shared.ds[kLate ? step % 2 : 0];
+        [[maybe_unused]] const auto& late_ds = shared.ds[kLate ? (step + 1) % 2 : 0];
+        if (kLate && kParts > 1 && !is_first_half && late_sums) add_dq(late_ds, late_sums);
+        const auto rows_of = [&](int i, int query) {
+            const T* const rows = has_dk(i) ? shared.q[stage] : shared.dout[stage];
+            return rows_address<Config>(rows + query * Config::kRowStride + first_dim);
+        };
+        constexpr int kRowBytes = sizeof(T) * Config::kRowStride;
+#pragma unroll 1
+        for (int first = own; first < own + kOwnQueries; first += kAtOnce) {  // queries of the tile
+            float scores[Config::kRowTiles][kAtOnce / 8][4], products[Config::kRowTiles][kAtOnce / 8][4];
+            const int offset = first * Config::kRowStride;
+            multiply_q_k<T, Scores>(scores, k_address, columns_address<Config>(shared.q[stage] + offset));
+            multiply_q_k<T, Scores>(products, v_address,
+                                    columns_address<Config>(shared.dout[stage] + offset));
+            const ScoreGradients<true, kDropout, kBlocks, Config::kRows, std::decay_t<decltype(seq)>>
+                gradients{seq,
+                          ScoreTransform::make(p.softmax_scale, p.softcap),
+                          p.alibi_slopes != nullptr,
+                          p.alibi_symmetric,
+                          slope,
+                          p.out_scale,
+                          (kBlocks || kRanges) && !p.dropout.any()
+                              ? nullptr
+                              : shared.kept + first * (Config::kRows / 32),
+                          warp_row,
+                          kBlocks ? p.block_mask.row(tile.batch, head, 0) : nullptr,
+                          &p.block_mask,
+                          ranges.of_row};
+            const QueryStatistics* const statistics =
+                shared.statistics[stage] + first + 2 * (threadIdx.x % 4);
+            gradients.run(scores, products, first_key + warp_row, first_query + first, !is_whole,
+                          [&](int, int i, int j) { return statistics[8 * i + j % 2]; });
+            if constexpr (kDqSums || kParts > 1) ds.put(products, warp_row, first);
+            if constexpr (kParts > 1) {
+                if (first >= Shared::kFirstWeights)
+                    shared.weights.put(scores, warp_row, first - Shared::kFirstWeights);
 #pragma unroll
-        for (int query = 0; query < kQueries; query += 16) {
-            uint32_t a[Config::kRowTiles][4];
-            const uint32_t offset = sizeof(T) * query * Config::kRowStride;
-            pack_operand<T>(a, scores, query / 8);
-            multiply_p_v<T, Columns>(dv, a, dout_rows + offset);
-            pack_operand<T>(a, products, query / 8);
-            multiply_p_v<T, Columns>(dk, a, q_rows + offset);
+                for (int t = 0; t < Config::kRowTiles; ++t) {
+#pragma unroll
+                    for (int j = 0; j < kAtOnce / 2; ++j) {
+                        float& weight = scores[t][j / 4][j % 4];
+                        weight = has_dk(0) ? products[t][j / 4][j % 4] : weight;
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                const uint32_t rows = rows_of(i, first);
+#pragma unroll
+                for (int query = 0; query < kAtOnce; query += 16) {
+                    uint32_t a[Config::kRowTiles][4];
+                    pack_operand<T>(a, i == 1 ? products : scores, query / 8);
+                    multiply_p_v<T, Columns>(sums[i], a, rows + query * kRowBytes);
+                }
+            }
         }
-        if constexpr (kDqSums) {
-            __syncthreads();  // gradients of scores of all keys are written
-            using Part = QuerySums<Config, kDims>;
-            typename Part::Sums dq;
-            multiply_ds_k<T, Config, kDims>(dq, Part(warp), shared.ds, shared.k + first_dim);
-            const int64_t row = head * plan.num_rows + first_sum_row + first_query;
-            Part::add(Part::place(plan.dq_sums + row * Config::kHeadDim, warp, blockIdx.z), dq);
+        if (kLate && (kParts == 1 || is_first_half) && late_sums) add_dq(late_ds, late_sums);
+        if constexpr (kParts > 1) {
+            // Weights and gradients of the same keys are written, or those of all keys.
+            if constexpr (kLate)
+                ptx::named_barrier_sync(1 + warp / kParts, 32 * kParts);
+            else
+                __syncthreads();
+#pragma unroll
+            for (int other = 1; other < kParts; ++other) {
+                const int first = (part + other) % kParts * kOwnQueries;
+                const uint32_t rows = rows_of(0, first);
+#pragma unroll
+                for (int query = 0; query < kOwnQueries; query += 16) {
+                    uint32_t a[Config::kRowTiles][4];
+                    if (has_dk(0))
+                        ds.load_rows(a, warp_row, first + query);
+                    else
+                        shared.weights.load_rows(a, warp_row, first + query - Shared::kFirstWeights);
+                    multiply_p_v<T, Columns>(sums[0], a, rows + query * kRowBytes);
+                }
+            }
         }
+        if (kDqSums && !kLate && kParts == 1) __syncthreads();  // gradients of scores of all keys are written
         if (Config::kStages == 1 && next < num_steps) {
-            __syncthreads();  // every warp is done with this tile
+            if (!kDqSums || kParts > 1) __syncthreads();  // every warp is done with these queries
             load_step(next, 0);
             ptx::cp_async_commit();
         }
+        if constexpr (kDqSums) {
+            const int64_t row = head * plan.num_rows + first_sum_row + first_query;
+            float* const to = QuerySums<Config>::place(plan.dq_sums + row * Config::kHeadDim, warp);
+            if constexpr (kLate)
+                late_sums = to;
+            else
+                add_dq(ds, to);
+        }
+    }
+    if (kLate && late_sums) {
+        __syncthreads();  // gradients of scores of all keys are written
+        add_dq(shared.ds[(num_steps - 1) % 2], late_sums);
     }
 
     __syncthreads();  // every warp is done with K and V, and with what is in flight
@@ -207,13 +324,16 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         return static_cast<T*>(array) + begin + first_row * strides.token + kv_head * strides.head +
                first_dim;
     };
-    const int32_t num_dims = min(p.head_dim - first_dim, kDims);
-    const int32_t num_dims_v = min(p.head_dim_v - first_dim, kDims);
-    T* const rows = shared.k + warp_row * Config::kRowStride;
-    store_gradients<T, Config, kDims>(dk, p.softmax_scale, rows, target(p.dk, p.dk_strides),
-                                      p.dk_strides.token, plan.dk_aligned, warp_keys, num_dims);
-    store_gradients<T, Config, kDims>(dv, p.out_scale, rows, target(p.dv, p.dv_strides), p.dv_strides.token,
-                                      plan.dv_aligned, warp_keys, num_dims_v);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+        const bool dk = has_dk(i);
+        const GradientStrides strides = dk ? p.dk_strides : p.dv_strides;
+        T* const rows = (dk ? shared.k : shared.v) + warp_row * Config::kRowStride + first_dim;
+        store_gradients<T, Columns, kDims, Config::kRowStride>(
+            sums[i], dk ? p.softmax_scale : p.out_scale, rows, target(dk ? p.dk : p.dv, strides),
+            strides.token, dk ? plan.dk_aligned : plan.dv_aligned, warp_keys,
+            min((dk ? p.head_dim : p.head_dim_v) - first_dim, kDims));
+    }
 }
 
 }  // namespace octavo::cuda

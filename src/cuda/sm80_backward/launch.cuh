@@ -18,21 +18,21 @@ void launch_sm80_gradients(const AttentionBackwardParams& p, const Sm80BackwardP
                            const Sm80BackwardLaunch& arguments, cudaStream_t stream) {
     constexpr Sm80BackwardTiles kTiles = kSm80BackwardTiles[kRow];
     constexpr Sm80BackwardSide kKeys = kTiles.keys, kQueries = kTiles.queries;
-    using KeyConfig =
-        BackwardConfig<kTiles.head_dim, kKeys.warps, kKeys.row_tiles, kKeys.columns, kKeys.stages>;
+    using KeyConfig = BackwardConfig<kTiles.head_dim, kKeys.warps, kKeys.row_tiles, kKeys.columns,
+                                     kKeys.stages, kKeys.parts, kKeys.ds_slots>;
+    using KeyShared = KeyGradientsShared<T, KeyConfig, kDropout, kDqSums>;
+    static_assert(sizeof(KeyShared) <=
+                  sm80_backward_shared_bytes(kTiles.head_dim, kKeys) + sm80_backward_ds_bytes(kKeys));
     if (plan.num_key_tiles > 0) {
-        const dim3 grid(plan.num_key_tiles, p.num_kv_heads, kTiles.dim_splits);
-        launch<key_gradients_kernel<T, KeyConfig, kTiles.dim_splits, kKeys.ctas_per_sm, kDropout, kBlocks,
-                                    kRanges, kDqSums>,
-               sizeof(KeyGradientsShared<T, KeyConfig, kDropout, kDqSums>)>(
-            p.op, p.device.index, stream, {grid, KeyConfig::kThreads}, p, arguments);
+        const dim3 grid(static_cast<unsigned>(plan.key_order.num_ctas()));
+        launch<key_gradients_kernel<T, KeyConfig, kKeys.ctas_per_sm, kDropout, kBlocks, kRanges, kDqSums>,
+               sizeof(KeyShared)>(p.op, p.device.index, stream, {grid, KeyConfig::kThreads}, p, arguments);
     }
     if (plan.num_query_tiles == 0) return;
     if constexpr (kDqSums) {
-        const dim3 grid(static_cast<unsigned>(plan.num_rows / KeyConfig::kKeys), p.num_q_heads,
-                        kTiles.dim_splits);
-        launch<convert_query_sums_kernel<T, KeyConfig, kTiles.dim_splits>>(
-            p.op, p.device.index, stream, {grid, KeyConfig::kThreads, true}, p, arguments);
+        const dim3 grid(static_cast<unsigned>(plan.num_rows / KeyConfig::kKeys), p.num_q_heads);
+        launch<convert_query_sums_kernel<T, KeyConfig>>(p.op, p.device.index, stream,
+                                                        {grid, KeyConfig::kThreads, true}, p, arguments);
     } else {
         using Config = BackwardConfig<kTiles.head_dim, kQueries.warps, kQueries.row_tiles, kQueries.columns,
                                       kQueries.stages>;
@@ -48,9 +48,9 @@ void launch_sm80_backward(const AttentionBackwardParams& p, const Sm80BackwardPl
                           const Sm80BackwardLaunch& arguments, cudaStream_t stream) {
     const int64_t num_rows = p.total_q * p.num_q_heads;
     if (num_rows > 0) {
-        const LaunchShape shape{dim3(blocks_for_rows(num_rows)), 32 * kRowsPerBlock, true};
-        launch<query_statistics_kernel<T>>(p.op, p.device.index, stream, shape, p, arguments.statistics,
-                                           arguments.sinks);
+        const LaunchShape shape{dim3(static_cast<unsigned>(ceil_divide(num_rows, kStatisticsRows))),
+                                kStatisticsLanes * kStatisticsRows, true};
+        launch<query_statistics_kernel<T>>(p.op, p.device.index, stream, shape, p, arguments);
     }
     if (p.dsinks) launch_sink_gradients(p, arguments.sinks, stream);
     if (plan.has_blocks) {

@@ -47,9 +47,28 @@ int32_t bound_tiles(const AttentionBackwardParams& p, const char* what, int64_t 
     return static_cast<int32_t>(count);
 }
 
+// Under a causal mask the first keys have most queries, so that the last pairs are mixed, for two rounds of
+// all SMs.
+TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, const Sm80BackwardTiles& tiles,
+                          int32_t num_tiles) {
+    TileOrder order{};
+    order.pairs = p.cu_seqlens_k ? p.num_kv_heads : p.batch * p.num_kv_heads;
+    order.tiles = p.cu_seqlens_k ? num_tiles : num_tiles / std::max(p.batch, 1);
+    if (order.num_ctas() > INT32_MAX) {
+        fail<ValueError>(p.op, num_tiles, " tiles of keys and ", p.num_kv_heads,
+                         " KV heads are too many for one launch");
+    }
+    if (p.window_right < 0 || order.tiles == 0 || p.seqlen_q == 0) return order;
+    const int64_t pair_bytes = int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim *
+                               (2 * size_of(p.dtype) + int64_t{sizeof(float)});
+    order.mix(int64_t{2} * gpu.num_sms * tiles.keys.ctas_per_sm, gpu.l2_bytes, pair_bytes);
+    return order;
+}
+
 std::string name_of(DType dtype, const Sm80BackwardTiles& tiles) {
     return text_of("sm80_backward<", to_string(dtype), ", head_dim ", tiles.head_dim, ", ", tiles.keys.rows(),
-                   " keys x ", tiles.keys.columns, " queries>");
+                   " keys x ", tiles.keys.columns, " queries",
+                   tiles.keys.ds_slots > 1 ? ", dQ a step late>" : ">");
 }
 
 }  // namespace
@@ -81,6 +100,9 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     plan.sequence_rows = p.cu_seqlens_q || !plan.sums_dq ? 0 : static_cast<int32_t>(sequence_rows);
     plan.num_key_tiles = bound_tiles(p, "keys", plan.key_tiles, p.total_k, key_rows);
     plan.num_query_tiles = bound_tiles(p, "queries", plan.query_tiles, p.total_q, query_rows);
+    plan.key_order = order_key_tiles(p, gpu, plan.tiles(), plan.num_key_tiles);
+    plan.out_aligned =
+        aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
     plan.q_aligned = aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype);
     plan.k_aligned = aligned(p.k, 16, {p.k_outer_stride, p.k_token_stride, p.k_head_stride}, p.dtype);
     plan.v_aligned = aligned(p.v, 16, {p.v_outer_stride, p.v_token_stride, p.v_head_stride}, p.dtype);
@@ -105,7 +127,6 @@ Explanation describe(const Sm80BackwardPlan& plan) {
     text.summary =
         text_of("query_statistics_kernel; key_gradients_kernel over ", counted(plan.num_key_tiles, "tile"),
                 " of ", tiles.keys.rows(), " keys x ", counted(plan.num_kv_heads, "KV head"),
-                tiles.dim_splits > 1 ? text_of(" x ", tiles.dim_splits, " parts of the columns") : "",
                 plan.sums_dq
                     ? "; convert_query_sums_kernel"
                     : text_of("; query_gradients_kernel over ", counted(plan.num_query_tiles, "tile"), " of ",
@@ -133,9 +154,11 @@ Explanation describe(const Sm80BackwardPlan& plan) {
         {"query_tiles", plan.query_tiles},
         {"num_key_tiles", plan.num_key_tiles},
         {"num_query_tiles", plan.num_query_tiles},
+        {"mixed_pairs", plan.key_order.mixed},
         {"q_aligned", plan.q_aligned},
         {"k_aligned", plan.k_aligned},
         {"v_aligned", plan.v_aligned},
+        {"out_aligned", plan.out_aligned},
         {"dout_aligned", plan.dout_aligned},
         {"dq_aligned", plan.dq_aligned},
         {"dk_aligned", plan.dk_aligned},

@@ -1,6 +1,7 @@
 // How sm80_backward would work through a batch.
 #pragma once
 
+#include "cuda/attention_backward/tile_order.h"
 #include "cuda/gpu.h"
 #include "cuda/plan.h"
 #include "cuda/sm80_backward/tiles.h"
@@ -20,7 +21,8 @@ struct Sm80BackwardPlan {
     int32_t num_q_heads, num_kv_heads;
     int32_t key_tiles, query_tiles;          // tiles of the longest sequence
     int32_t num_key_tiles, num_query_tiles;  // over the batch; bounds where it is packed
-    bool q_aligned, k_aligned, v_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
+    TileOrder key_order;                     // of the kernel of the keys
+    bool q_aligned, k_aligned, v_aligned, out_aligned, dout_aligned, dq_aligned, dk_aligned, dv_aligned;
     // Whether the kernel of the keys adds to sums of dQ, whose bits then depend on the order in which CTAs
     // come. Otherwise a kernel of the queries computes dQ, and the gradients of slopes.
     bool sums_dq;

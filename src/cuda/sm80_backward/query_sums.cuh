@@ -10,30 +10,33 @@
 
 namespace octavo::cuda {
 
-// How the warps of a CTA share a tile of dQ, or kDims of its columns: a warp has 16 queries and kColumns
-// columns. `Config` is that of the keys' side, whose columns are queries.
-template <class Config, int kDims>
+// How the warps of a CTA share a tile of dQ: a warp has 16 or 32 queries, and kColumns columns. `Config` is
+// that of the keys' side, whose columns are queries.
+template <class Config>
 struct QuerySums {
-    static constexpr int kQueryTiles = Config::kKeys / 16;
-    static constexpr int kColumns = kDims / (Config::kWarps / kQueryTiles);
-    static_assert(Config::kWarps % kQueryTiles == 0 && kColumns % 16 == 0);
-    using Rows = BackwardConfig<kColumns, Config::kWarps, 1, Config::kKeys, 1>;
-    using Sums = float[1][kColumns / 8][4];
+    // The columns of a warp with 32 queries; with 16 it has twice as many.
+    static constexpr int kNarrow =
+        Config::kKeys % 32 == 0 ? Config::kHeadDim * (Config::kKeys / 32) / Config::kWarps : 0;
+    static constexpr int kRowTiles = kNarrow >= 32 && kNarrow % 16 == 0 ? 2 : 1;
+    static constexpr int kWarpRows = 16 * kRowTiles, kTilesOfRows = Config::kKeys / kWarpRows;
+    static constexpr int kColumns = Config::kHeadDim * kTilesOfRows / Config::kWarps;
+    static_assert(Config::kWarps % kTilesOfRows == 0 && kColumns % 16 == 0);
+    using Rows = BackwardConfig<kColumns, Config::kWarps, kRowTiles, Config::kKeys, 1>;
+    using Sums = float[kRowTiles][kColumns / 8][4];
 
-    int first_query, first_dim;  // of the warp, in the tile and among the CTA's columns
+    int first_query, first_dim;  // of the warp, in the tile
 
     __device__ __forceinline__ explicit QuerySums(int warp)
-        : first_query(warp % kQueryTiles * 16), first_dim(warp / kQueryTiles * kColumns) {}
+        : first_query(warp % kTilesOfRows * kWarpRows), first_dim(warp / kTilesOfRows * kColumns) {}
 
-    // The place of this lane's first sum; `tile` is that of a tile of all columns. One instruction of a warp
-    // reaches neighbouring sums.
-    __device__ __forceinline__ static float* place(float* tile, int warp, int part) {
-        return tile + part * Config::kKeys * kDims + warp * 16 * kColumns + threadIdx.x % 32 * kNeighbours;
+    // The place of this lane's first sum in a tile. One instruction of a warp reaches neighbouring sums.
+    __device__ __forceinline__ static float* place(float* tile, int warp) {
+        return tile + warp * kWarpRows * kColumns + threadIdx.x % 32 * kNeighbours;
     }
     __device__ __forceinline__ static void add(float* sums, const Sums& products) {
 #pragma unroll
-        for (int i = 0; i < kColumns / 8; ++i) {
-            const float* const d = products[0][i];
+        for (int i = 0; i < kRowTiles * kColumns / 8; ++i) {
+            const float* const d = products[i / (kColumns / 8)][i % (kColumns / 8)];
 #if __CUDA_ARCH__ >= 900
             ptx::add_to_global(sums + i * 128, d[0], d[1], d[2], d[3]);
 #else
@@ -44,9 +47,10 @@ struct QuerySums {
     }
     __device__ __forceinline__ static void read(const float* sums, Sums& products) {
 #pragma unroll
-        for (int i = 0; i < kColumns / 8; ++i) {
+        for (int i = 0; i < kRowTiles * kColumns / 8; ++i) {
+            float* const d = products[i / (kColumns / 8)][i % (kColumns / 8)];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) products[0][i][j] = sums[i * 128 + j * (kNeighbours == 4 ? 1 : 32)];
+            for (int j = 0; j < 4; ++j) d[j] = sums[i * 128 + j * (kNeighbours == 4 ? 1 : 32)];
         }
     }
 
@@ -58,62 +62,38 @@ struct QuerySums {
 #endif
 };
 
-// Gradients of scores on their way to the product with keys: [keys][queries] in shared memory.
-template <class T, class Config>
-struct ScoreGradientTile {
-    static constexpr int kRowStride = Config::kKeys + 8;
-    alignas(16) T rows[Config::kRows * kRowStride];
-
-    // A warp writes its keys, from `first_key` of the tile on.
-    __device__ __forceinline__ void put(const float (&gradients)[Config::kRowTiles][Config::kKeys / 8][4],
-                                        int first_key) {
-        const int lane = threadIdx.x % 32;
-        T* const to = rows + (first_key + lane / 4) * kRowStride + 2 * (lane % 4);
+// products = dS K of the warp's queries and columns, over all keys of the CTA.
+template <class T, class Config, class Gradients>
+__device__ __forceinline__ void multiply_ds_k(typename QuerySums<Config>::Sums& products,
+                                              const QuerySums<Config>& part, const Gradients& ds,
+                                              const T* k) {
+    using Part = QuerySums<Config>;
 #pragma unroll
-        for (int t = 0; t < Config::kRowTiles; ++t) {
+    for (int i = 0; i < Part::kRowTiles * Part::kColumns / 8; ++i) {
 #pragma unroll
-            for (int i = 0; i < Config::kKeys / 8; ++i) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float* const pair = gradients[t][i] + 2 * half;
-                    *reinterpret_cast<uint32_t*>(to + (16 * t + 8 * half) * kRowStride + 8 * i) =
-                        pack<T>(pair[0], pair[1]);
-                }
-            }
-        }
+        for (int j = 0; j < 4; ++j) products[i / (Part::kColumns / 8)][i % (Part::kColumns / 8)][j] = 0.0f;
     }
-};
-
-// products = dS K of the warp's queries and columns, over all keys of the CTA. `k`: the first key, at the
-// first column of the CTA.
-template <class T, class Config, int kDims>
-__device__ __forceinline__ void multiply_ds_k(typename QuerySums<Config, kDims>::Sums& products,
-                                              const QuerySums<Config, kDims>& part,
-                                              const ScoreGradientTile<T, Config>& ds, const T* k) {
-    using Part = QuerySums<Config, kDims>;
+    uint32_t ds_address[Part::kRowTiles];
 #pragma unroll
-    for (int i = 0; i < Part::kColumns / 8; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) products[0][i][j] = 0.0f;
-    }
-    const uint32_t ds_address = columns_address<ScoreGradientTile<T, Config>>(ds.rows + part.first_query);
+    for (int t = 0; t < Part::kRowTiles; ++t) ds_address[t] = ds.columns(part.first_query + 16 * t);
     const uint32_t k_address = rows_address<Config>(k + part.first_dim);
 #pragma unroll
     for (int key = 0; key < Config::kRows; key += 16) {
-        uint32_t a[1][4];
-        ptx::ldmatrix_x4_trans(a[0], ds_address + sizeof(T) * key * ScoreGradientTile<T, Config>::kRowStride);
+        uint32_t a[Part::kRowTiles][4];
+#pragma unroll
+        for (int t = 0; t < Part::kRowTiles; ++t)
+            ptx::ldmatrix_x4_trans(a[t], ds_address[t] + key * Gradients::kRowBytes);
         multiply_p_v<T, typename Part::Rows>(products, a, k_address + sizeof(T) * key * Config::kRowStride);
     }
 }
 
-// grid: x tiles of queries in workspace, y query heads, z parts of the columns.
-template <class T, class Config, int kDimSplits>
+// grid: x tiles of queries in workspace, y query heads.
+template <class T, class Config>
 __global__ void __launch_bounds__(Config::kThreads)
     convert_query_sums_kernel(const __grid_constant__ AttentionBackwardParams p,
                               const __grid_constant__ Sm80BackwardLaunch plan) {
-    constexpr int kDims = Config::kHeadDim / kDimSplits;
-    using Part = QuerySums<Config, kDims>;
-    __shared__ __align__(16) T rows[Config::kWarps][16 * Part::Rows::kRowStride];
+    using Part = QuerySums<Config>;
+    __shared__ __align__(16) T rows[Config::kWarps][Part::kWarpRows * Part::Rows::kRowStride];
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -123,20 +103,17 @@ __global__ void __launch_bounds__(Config::kThreads)
         find_workspace_row<Config::kKeys>(p, plan, static_cast<int32_t>(first_row) + part.first_query);
     if (first.batch < 0) return;
     typename Part::Sums sums;
-    Part::read(
-        Part::place(plan.dq_sums + (head * plan.num_rows + first_row) * Config::kHeadDim, warp, blockIdx.z),
-        sums);
+    Part::read(Part::place(plan.dq_sums + (head * plan.num_rows + first_row) * Config::kHeadDim, warp), sums);
     const int32_t seqlen_q =
         p.cu_seqlens_q ? p.cu_seqlens_q[first.batch + 1] - p.cu_seqlens_q[first.batch] : p.seqlen_q;
-    const int32_t first_dim = static_cast<int32_t>(blockIdx.z) * kDims + part.first_dim;
     const int64_t begin =
         p.cu_seqlens_q ? p.cu_seqlens_q[first.batch] * p.dq_strides.token : first.batch * p.dq_strides.batch;
     store_gradients<T, typename Part::Rows, Part::kColumns>(
         sums, p.softmax_scale, rows[warp],
         static_cast<T*>(p.dq) + begin + first.query * p.dq_strides.token + head * p.dq_strides.head +
-            first_dim,
+            part.first_dim,
         p.dq_strides.token, plan.dq_aligned, seqlen_q - first.query,
-        min(p.head_dim - first_dim, Part::kColumns));
+        min(p.head_dim - part.first_dim, Part::kColumns));
 }
 
 }  // namespace octavo::cuda

@@ -46,11 +46,13 @@ void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStr
     float* const slope_parts = take(plan.slope_bytes);
     if (plan.slope_bytes > 0) arguments.slopes = {slope_parts, plan.query_tiles};
     if (p.dsinks) arguments.sinks = {take(plan.sink_bytes), p.total_q};
+    arguments.key_order = plan.key_order;
     arguments.query_tiles = plan.query_tiles;
     arguments.key_tiles = plan.key_tiles;
     arguments.q_aligned = plan.q_aligned;
     arguments.k_aligned = plan.k_aligned;
     arguments.v_aligned = plan.v_aligned;
+    arguments.out_aligned = plan.out_aligned;
     arguments.dout_aligned = plan.dout_aligned;
     arguments.dq_aligned = plan.dq_aligned;
     arguments.dk_aligned = plan.dk_aligned;

@@ -2,6 +2,7 @@
 // products into softmax weights and gradients of scores.
 #pragma once
 
+#include "common/query_range.h"
 #include "common/score.h"
 #include "cuda/ptx/exp2.h"
 #include "cuda/sequence_tile.cuh"
@@ -18,17 +19,19 @@
 namespace octavo::cuda {
 
 // The configuration of one of the two kernels at a head dim, as tile/load.cuh and tile/multiply.cuh expect
-// it.
-template <int kHeadDim_, int kWarps_, int kRowTiles_, int kColumns_, int kStages_>
+// it. kParts warps share the same rows.
+template <int kHeadDim_, int kWarps_, int kRowTiles_, int kColumns_, int kStages_, int kParts_ = 1,
+          int kGradientSlots_ = 1>
 struct BackwardConfig {
     static constexpr int kHeadDim = kHeadDim_, kWarpColumns = kHeadDim;
-    static constexpr int kWarps = kWarps_;
+    static constexpr int kWarps = kWarps_, kParts = kParts_;
+    static constexpr int kGradientSlots = kGradientSlots_;
     static constexpr int kRowTiles = kRowTiles_;
     static constexpr int kKeys = kColumns_;  // columns, be they keys or queries
     static constexpr int kStages = kStages_;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles;
-    static constexpr int kRows = kWarps * kWarpRows;
+    static constexpr int kRows = kWarps / kParts * kWarpRows;
     static constexpr int kRowStride = sm80_backward_row_stride(kHeadDim);
     static constexpr int kLanesPerRow = kHeadDim % 64 == 0 ? 8 : 4;
 };
@@ -61,8 +64,8 @@ __device__ __forceinline__ void load_tile(T* tile, const RowArray<T>& array, int
 }
 
 // Writes a warp's gradients, times `scale`, to the rows of an array. `rows` is room for them in shared
-// memory, which no other warp uses.
-template <class T, class Config, int kDims>
+// memory, kRowStride apart, which no other warp uses.
+template <class T, class Config, int kDims, int kRowStride = Config::kRowStride>
 __device__ __forceinline__ void store_gradients(const float (&gradients)[Config::kRowTiles][kDims / 8][4],
                                                 float scale, T* rows, T* target, int64_t stride, bool aligned,
                                                 int32_t num_rows, int32_t num_dims) {
@@ -74,8 +77,7 @@ __device__ __forceinline__ void store_gradients(const float (&gradients)[Config:
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float* const pair = gradients[t][i] + 2 * half;
-                T* const to =
-                    rows + (16 * t + 8 * half + lane / 4) * Config::kRowStride + 8 * i + 2 * (lane % 4);
+                T* const to = rows + (16 * t + 8 * half + lane / 4) * kRowStride + 8 * i + 2 * (lane % 4);
                 *reinterpret_cast<uint32_t*>(to) = pack<T>(pair[0] * scale, pair[1] * scale);
             }
         }
@@ -83,7 +85,7 @@ __device__ __forceinline__ void store_gradients(const float (&gradients)[Config:
     __syncwarp();
     constexpr int kLanes = kDims / 8 < 16 ? 8 : 16;
     for (int row = lane / kLanes; row < min(num_rows, Config::kWarpRows); row += 32 / kLanes) {
-        const T* const from = rows + row * Config::kRowStride;
+        const T* const from = rows + row * kRowStride;
         T* const to = target + row * stride;
         for (int d = 8 * (lane % kLanes); d < num_dims; d += 8 * kLanes) {
             if (aligned) {
@@ -186,19 +188,39 @@ struct ScoreGradients {
         return true;
     }
 
-    // `row`: of the lane, as for_each_row counts them.
-    __device__ __forceinline__ bool sees(int32_t q_pos, int32_t key, int row) const {
+    // The columns that a row of this lane sees, counted from the tile's first.
+    struct SeenColumns {
+        int32_t begin;
+        uint32_t count;
+        int32_t prefix_end;  // where queries are rows; columns before it are seen, too
+
+        __device__ __forceinline__ bool has(int32_t column) const {
+            return static_cast<uint32_t>(column - begin) < count || (!kKeysAreRows && column < prefix_end);
+        }
+    };
+    __device__ __forceinline__ SeenColumns seen_by(int32_t row, int32_t first_column) const {
+        const Visibility& see = seq.see;
+        int32_t begin = 0, end = 0;
+        if constexpr (kKeysAreRows) {
+            const QueryRange queries(see, seq.seqlen_q, row, row + 1);
+            if (row < see.seqlen_k) begin = queries.begin, end = queries.end;
+        } else if (row < seq.seqlen_q) {
+            begin = see.window_begin(seq.q_pos(row));
+            end = see.window_end(seq.q_pos(row));
+        }
+        return {begin - first_column, static_cast<uint32_t>(max(end - begin, 0)),
+                see.prefix_len - first_column};
+    }
+
+    // What a row sees besides, in its range. `row`: of the lane, as RangesOfRows counts them.
+    __device__ __forceinline__ bool sees_in_range(int32_t query, int32_t key, int row) const {
         if constexpr (kRanges) {
             const Visibility& see = seq.see;
-            const int32_t other = kKeysAreRows ? q_pos : key;
-            const bool is_in_range = ranges[row].begin <= other && other < ranges[row].end;
-            if (is_in_range && key < see.seqlen_k &&
-                (!seq.see.keep_window_left || key >= see.window_begin(q_pos)))
-                return true;
-            return see.visible(q_pos, key);
-        } else {
-            return seq.see.visible(q_pos, key);
+            const int32_t q_pos = seq.q_pos(query), other = kKeysAreRows ? q_pos : key;
+            return ranges[row].begin <= other && other < ranges[row].end && query < seq.seqlen_q &&
+                   key < see.seqlen_k && (!seq.see.keep_window_left || key >= see.window_begin(q_pos));
         }
+        return false;
     }
 
     template <bool kPlain, bool kMasked, int kRowTiles, int kTiles, class Statistics>
@@ -207,6 +229,12 @@ struct ScoreGradients {
                                           int32_t first_column, Statistics statistics) const {
         const int lane = threadIdx.x % 32;
         float slope_gradient = 0.0f;
+        SeenColumns seen[2 * kRowTiles];
+        if constexpr (kMasked) {
+#pragma unroll
+            for (int r = 0; r < 2 * kRowTiles; ++r)
+                seen[r] = seen_by(first_row + 8 * r + lane / 4, first_column);
+        }
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -214,8 +242,10 @@ struct ScoreGradients {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int row = 16 * t + 8 * (j / 2) + lane / 4, column = 8 * i + 2 * (lane % 4) + j % 2;
-                    const int32_t query = kKeysAreRows ? first_column + column : first_row + row;
-                    const int32_t key = kKeysAreRows ? first_row + row : first_column + column;
+                    [[maybe_unused]] const int32_t query =
+                        kKeysAreRows ? first_column + column : first_row + row;
+                    [[maybe_unused]] const int32_t key =
+                        kKeysAreRows ? first_row + row : first_column + column;
                     const QueryStatistics of_query = statistics(t, i, j);
                     float score = scores[t][i][j] * transform.inner, slack = 1.0f;
                     if (!kPlain) {
@@ -238,8 +268,9 @@ struct ScoreGradients {
                         product = is_kept ? product * out_scale : 0.0f;
                     }
                     float gradient = weight * (product - of_query.delta);
-                    if (kMasked && !(query < seq.seqlen_q && sees(seq.q_pos(query), key, 2 * t + j / 2) &&
-                                     looks_at(query, key))) {
+                    if (kMasked &&
+                        !((seen[2 * t + j / 2].has(column) || sees_in_range(query, key, 2 * t + j / 2)) &&
+                          looks_at(query, key))) {
                         weight = gradient = 0.0f;
                         slack = 1.0f;  // for a key that no query sees, it may be NaN
                     }
