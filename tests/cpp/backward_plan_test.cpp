@@ -393,18 +393,28 @@ TEST(BackwardPlan, SumsOfQueryGradients) {
     EXPECT_EQ(sums(args), "false");
 }
 
-// Tiles of the last pairs of sequence and head are mixed only where some are longer than others.
+// Tiles of the last pairs of sequence and head are mixed only where some are longer than others. Of packed
+// sequences a pair is a head.
 TEST(BackwardPlan, LongTilesOfKeysComeFirst) {
     for (const char* gpu : {"a100", "h100", "sm_86"}) {
-        AttentionBackwardArgs args = backward_of(dense(shape_of(128)));
-        const auto order = [&] {
-            return cuda::plan_sm80_backward(check_attention_backward(args), *cuda::find_gpu(gpu)).key_order;
-        };
-        args.causal = true;
-        EXPECT_GT(order().mixed, 0) << gpu;
-        EXPECT_LE(order().mixed, order().pairs) << gpu;
-        args.causal = false;
-        EXPECT_EQ(order().mixed, 0) << gpu;
+        for (const AttentionArgs& call : {dense(shape_of(128)), packed(shape_of(128))}) {
+            AttentionBackwardArgs args = backward_of(call);
+            args.causal = true;
+            const auto plan = [&] {
+                return cuda::plan_sm80_backward(check_attention_backward(args), *cuda::find_gpu(gpu));
+            };
+            const cuda::Sm80BackwardPlan causal = plan();
+            const cuda::TileOrder order = causal.key_order;
+            const bool is_packed = static_cast<bool>(args.cu_seqlens_k);
+            EXPECT_EQ(order.tiles, is_packed ? causal.num_key_tiles : causal.key_tiles) << gpu;
+            EXPECT_EQ(order.num_ctas(), int64_t{causal.num_key_tiles} * causal.num_kv_heads) << gpu;
+            EXPECT_GT(order.mixed, 0) << gpu;
+            EXPECT_LE(order.mixed, order.pairs) << gpu;
+            args.deterministic = true;  // without sums, the L2 cache holds more pairs
+            EXPECT_GE(plan().key_order.mixed, order.mixed) << gpu;
+            args.deterministic = args.causal = false;
+            EXPECT_EQ(plan().key_order.mixed, 0) << gpu;
+        }
     }
 }
 

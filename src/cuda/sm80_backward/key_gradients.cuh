@@ -64,7 +64,7 @@ struct KeyGradientsShared {
     alignas(16) QueryStatistics statistics[Config::kStages][kQueries];
     uint32_t kept[kDropout ? kQueries * (kKeyRows / 32) : 1];
     // Whether a step multiplies the gradients of scores of the step before with keys.
-    static constexpr bool kLate = kDqSums && Config::kGradientSlots > 1;
+    static constexpr bool kLate = kDqSums && Config::kDsSlots > 1;
     std::conditional_t<kDqSums || (Config::kParts > 1), Gradients, NoExchange> ds[kLate ? 2 : 1];
     std::conditional_t<(Config::kParts > 1), Weights, NoExchange> weights;
 };

@@ -11,6 +11,8 @@
 namespace octavo::cuda {
 namespace {
 
+constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
+
 static_assert(std::rbegin(kSm80BackwardTiles)->head_dim == kMaxCudaGradientHeadDim,
               "every head dim needs a row");
 
@@ -37,7 +39,6 @@ int32_t choose_tiles(const AttentionBackwardParams& p, const Gpu& gpu) {
 // lengths.
 int32_t bound_tiles(const AttentionBackwardParams& p, const char* what, int64_t tiles, int64_t total,
                     int32_t rows) {
-    constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
     int64_t count = p.batch * tiles;
     if (p.cu_seqlens_q) count = std::min(count, total / rows + p.batch);
     if (count > kMaxGridX) {
@@ -49,18 +50,21 @@ int32_t bound_tiles(const AttentionBackwardParams& p, const char* what, int64_t 
 
 // Under a causal mask the first keys have most queries, so that the last pairs are mixed, for two rounds of
 // all SMs.
-TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, const Sm80BackwardTiles& tiles,
-                          int32_t num_tiles) {
-    TileOrder order{};
-    order.pairs = p.cu_seqlens_k ? p.num_kv_heads : p.batch * p.num_kv_heads;
-    order.tiles = p.cu_seqlens_k ? num_tiles : num_tiles / std::max(p.batch, 1);
-    if (order.num_ctas() > INT32_MAX) {
-        fail<ValueError>(p.op, num_tiles, " tiles of keys and ", p.num_kv_heads,
-                         " KV heads are too many for one launch");
+TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, const Sm80BackwardPlan& plan) {
+    const Sm80BackwardTiles& tiles = plan.tiles();
+    const int64_t pairs = p.cu_seqlens_k ? p.num_kv_heads : int64_t{p.batch} * p.num_kv_heads;
+    const int64_t tiles_of_pair = p.cu_seqlens_k ? plan.num_key_tiles : plan.key_tiles;
+    if (pairs * tiles_of_pair > kMaxGridX) {
+        fail<ValueError>(p.op, "the batch has ", plan.num_key_tiles, " tiles of ", tiles.keys.rows(),
+                         " keys, with ", p.num_kv_heads, " KV heads each; one launch takes at most ",
+                         kMaxGridX, " in all");
     }
+    TileOrder order{};
+    order.tiles = static_cast<int32_t>(tiles_of_pair);
+    order.pairs = tiles_of_pair > 0 ? static_cast<int32_t>(pairs) : 0;
     if (p.window_right < 0 || order.tiles == 0 || p.seqlen_q == 0) return order;
-    const int64_t pair_bytes = int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim *
-                               (2 * size_of(p.dtype) + int64_t{sizeof(float)});
+    const int64_t element_bytes = 2 * size_of(p.dtype) + (plan.sums_dq ? int64_t{sizeof(float)} : 0);
+    const int64_t pair_bytes = int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim * element_bytes;
     order.mix(int64_t{2} * gpu.num_sms * tiles.keys.ctas_per_sm, gpu.l2_bytes, pair_bytes);
     return order;
 }
@@ -100,7 +104,7 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     plan.sequence_rows = p.cu_seqlens_q || !plan.sums_dq ? 0 : static_cast<int32_t>(sequence_rows);
     plan.num_key_tiles = bound_tiles(p, "keys", plan.key_tiles, p.total_k, key_rows);
     plan.num_query_tiles = bound_tiles(p, "queries", plan.query_tiles, p.total_q, query_rows);
-    plan.key_order = order_key_tiles(p, gpu, plan.tiles(), plan.num_key_tiles);
+    plan.key_order = order_key_tiles(p, gpu, plan);
     plan.out_aligned =
         aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
     plan.q_aligned = aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype);

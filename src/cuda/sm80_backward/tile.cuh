@@ -21,11 +21,11 @@ namespace octavo::cuda {
 // The configuration of one of the two kernels at a head dim, as tile/load.cuh and tile/multiply.cuh expect
 // it. kParts warps share the same rows.
 template <int kHeadDim_, int kWarps_, int kRowTiles_, int kColumns_, int kStages_, int kParts_ = 1,
-          int kGradientSlots_ = 1>
+          int kDsSlots_ = 1>
 struct BackwardConfig {
     static constexpr int kHeadDim = kHeadDim_, kWarpColumns = kHeadDim;
     static constexpr int kWarps = kWarps_, kParts = kParts_;
-    static constexpr int kGradientSlots = kGradientSlots_;
+    static constexpr int kDsSlots = kDsSlots_;
     static constexpr int kRowTiles = kRowTiles_;
     static constexpr int kKeys = kColumns_;  // columns, be they keys or queries
     static constexpr int kStages = kStages_;

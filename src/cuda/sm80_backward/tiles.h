@@ -48,14 +48,14 @@ constexpr int sm80_backward_shared_weights(const Sm80BackwardSide& keys) {
 }
 
 // The shared memory of a CTA of one of the kernels: two tiles of its rows, two tiles of its columns in each
-// stage, the statistics of queries, and which weights dropout keeps. On the keys' side, gradients of scores
-// and weights that warps hand to each other come on top.
-constexpr size_t sm80_backward_ds_bytes(const Sm80BackwardSide& keys) {
-    return 2 * keys.rows() * (keys.ds_slots * keys.columns + sm80_backward_shared_weights(keys));
-}
+// stage, the statistics of queries, and which weights dropout keeps.
 constexpr size_t sm80_backward_shared_bytes(int head_dim, const Sm80BackwardSide& side) {
     const int elements = 2 * (side.rows() + side.stages * side.columns) * sm80_backward_row_stride(head_dim);
     return 2 * elements + 8 * side.stages * side.columns + 4 * ((side.rows() * side.columns + 31) / 32) + 64;
+}
+// On the keys' side, gradients of scores and weights that warps hand to each other come on top.
+constexpr size_t sm80_backward_ds_bytes(const Sm80BackwardSide& keys) {
+    return 2 * keys.rows() * (keys.ds_slots * keys.columns + sm80_backward_shared_weights(keys));
 }
 
 }  // namespace octavo::cuda

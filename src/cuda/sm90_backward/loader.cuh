@@ -11,6 +11,7 @@
 namespace octavo::cuda {
 
 // How many steps are left to load when a CTA takes its next tile of keys. Its consumers have two more to go.
+// Where a mask hides blocks, none is left, since their number is not known before.
 constexpr int kStepsToTake = 2;
 
 // One thread brings everything of one tile of keys: first the first queries, whose slots are free while the

@@ -1,4 +1,4 @@
-// The shared memory of a CTA, and the facts about its work that every warpgroup computes.
+// The shared memory of a CTA, and the facts about its work, which the scheduler computes.
 #pragma once
 
 #include "common/query_range.h"
