@@ -46,7 +46,7 @@ class FarCappedScores {
 };
 
 // Multiplies two pairs of bfloat16 numbers.
-__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t multiply_bfloat16_pairs(uint32_t a, uint32_t b) {
     uint32_t product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply_capped(uint32_t (&gradients)[kPairs],
             gradients[j] = pack<T>(weights[2 * j] * even, weights[2 * j + 1] * odd);
         } else if constexpr (std::is_same_v<T, bfloat16>) {
             // Products of 16 bits cost three instructions less of five. In float16 they might overflow.
-            gradients[j] = multiply_pairs(gradients[j], pack<T>(even, odd));
+            gradients[j] = multiply_bfloat16_pairs(gradients[j], pack<T>(even, odd));
         } else {
             const float2 weight = unpack<T>(gradients[j]);
             gradients[j] = pack<T>(weight.x * even, weight.y * odd);
