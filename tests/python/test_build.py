@@ -100,7 +100,7 @@ def test_import_is_quick_and_brings_nothing_else():
         seconds, *modules = python("-c", IMPORT).stdout.split()
         times.append(float(seconds))
         assert set(modules) <= {"octavo", "nanobind_backend"}  # not even NumPy
-    assert min(times) < 0.05
+    assert min(times) < 0.1  # 0.03 to 0.05 s, as the machine is
 
 
 # C++ programs
