@@ -5,6 +5,7 @@ constexpr int kBlockRows = 6;  // 24 of 32 registers hold the block of c
 constexpr int kBlockVectors = 4;
 constexpr int kPanelBlockRows = 6;  // 24 of 32 registers hold sums, 4 weights
 constexpr int kMaxStreamedRows = 3 * kPanelBlockRows;
+constexpr int kMaxDirectRows = kLinearTileRows;
 
 #include "cpu/simd.inl"
 

@@ -13,13 +13,14 @@ constexpr int kPanelRows = 4;        // of w: those that registers hold sums of
 constexpr int kMaxLanes = 16;
 constexpr int kStepBytes = 64;                       // of a row of w: a line of the cache
 constexpr int kXNumbers = kLinearTileRows << 10;     // of x in scratch
-constexpr int kPanelNumbers = 1 << 10;               // of a row of w as float32 in scratch
+constexpr int kPartBytes = 2 << 10;                  // of a row of w, beside which rows of x are cached
+constexpr int kWidenedNumbers = kPartBytes / 2;      // of 16 bits in them, as float32 in scratch
 constexpr int kSumsStride = kStripRows + kMaxLanes;  // whole vectors may be read from any column
 
 // Scratch of one thread: what stays in its second-level cache.
 struct alignas(64) LinearScratch {
     float x[kXNumbers];                                     // [row, k], a run of K
-    float panel[kPanelRows * kPanelNumbers];                // [row of w, k], a part of that run
+    float panel[kPanelRows * kWidenedNumbers];              // [row of w, k], a part of that run
     float lanes[kStripRows * kLinearTileRows * kMaxLanes];  // [panel, row of x, row of w, lane]
     float sums[kLinearTileRows * kSumsStride];              // [row of x, row of w]
     float bias[kSumsStride], residual[kSumsStride], finished[kSumsStride];  // [column]

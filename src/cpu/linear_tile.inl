@@ -1,4 +1,5 @@
-// Products with weights, in the order of addition of panel.inl, after which this is included.
+// Products with weights, in the order of addition of panel.inl. Included after it and kMaxDirectRows, the
+// most rows of x beside which weights of 16 bits are read as they are, and not widened first.
 
 constexpr int kXPadding = kStepBytes / sizeof(uint16_t);  // rows of x are padded to whole steps with zeros
 
@@ -32,22 +33,25 @@ static void widen_row(const W* from, const W* next, int64_t length, float* to) {
 }
 
 // One panel over a run of K, of which x holds the tile's rows. Where several blocks of x need the weights,
-// these are taken in parts that stay in the first-level cache, and widened once where x is float32.
+// these are taken in parts that stay in the first-level cache, and where more than kMaxDirectRows rows do,
+// widened once.
 template <class W, class X>
 static void multiply_run(const Panel<W>& panel, int64_t length, int num_rows, const X* x, int64_t x_stride,
                          BlockSums block, float* widened) {
     if (num_rows <= kPanelBlockRows) return multiply_panel(panel, length, num_rows, x, x_stride, block);
+    constexpr int64_t kPartNumbers = kPartBytes / sizeof(W);
+    constexpr bool kMayWiden = sizeof(W) < sizeof(X) && kMaxDirectRows < kLinearTileRows;
     const bool run_is_last = block.is_last;
-    for (int64_t k = 0; k < length; k += kPanelNumbers) {
-        const int64_t part = length - k < kPanelNumbers ? length - k : kPanelNumbers;
+    for (int64_t k = 0; k < length; k += kPartNumbers) {
+        const int64_t part = length - k < kPartNumbers ? length - k : kPartNumbers;
         block.is_last = run_is_last && k + part == length;
-        if constexpr (sizeof(W) == sizeof(X)) {
+        if (!kMayWiden || num_rows <= kMaxDirectRows) {
             multiply_panel(panel.at(k), part, num_rows, x + k, x_stride, block);
-        } else {
+        } else if constexpr (kMayWiden) {
             Panel<float> floats;
             for (int i = 0; i < kPanelRows; ++i) {
-                floats.rows[i] = floats.next[i] = widened + i * kPanelNumbers;
-                widen_row(panel.rows[i] + k, panel.next[i] + k, part, widened + i * kPanelNumbers);
+                floats.rows[i] = floats.next[i] = widened + i * kPartNumbers;
+                widen_row(panel.rows[i] + k, panel.next[i] + k, part, widened + i * kPartNumbers);
             }
             multiply_panel(floats, padded(part), num_rows, x + k, x_stride, block);
         }

@@ -183,10 +183,14 @@ static void multiply_panel(const Panel<W>& panel, int64_t length, int num_rows, 
     const int num_blocks = (num_rows + kPanelBlockRows - 1) / kPanelBlockRows;
     Panel<W> reads = panel;
     for (int b = 0; b < num_blocks; ++b) {
+        // A block asks for its share of the next rows: asked for by the first one alone, they keep it
+        // waiting, and the memory has nothing to do during the others. In place of the rest stands what is
+        // cached.
+        for (int i = 0; i < kPanelRows; ++i)
+            reads.next[i] = i * num_blocks / kPanelRows == b ? panel.next[i] : panel.rows[i];
         const int begin = num_rows * b / num_blocks, end = num_rows * (b + 1) / num_blocks;
         multiply_rows<W>(end - begin, reads, length, x + begin * x_stride, x_stride,
                          {block.lanes + begin * kPanelRows * kLanes, block.sums + begin * block.sums_stride,
                           block.sums_stride, block.is_first, block.is_last});
-        for (int i = 0; i < kPanelRows; ++i) reads.next[i] = panel.rows[i];  // is in the cache already
     }
 }

@@ -26,6 +26,7 @@ constexpr int kBlockRows = 6;  // 12 of 16 registers hold the block of c
 constexpr int kBlockVectors = 2;
 constexpr int kPanelBlockRows = 3;  // 12 of 16 registers hold sums, 4 weights
 constexpr int kMaxStreamedRows = 3 * kPanelBlockRows;
+constexpr int kMaxDirectRows = kMaxStreamedRows;
 
 #include "cpu/simd.inl"
 

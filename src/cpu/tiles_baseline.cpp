@@ -19,6 +19,7 @@ constexpr int kBlockVectors = 2;
 constexpr int kPanelBlockRows = 2;  // 8 of 16 registers hold sums, 4 weights; there is no multiply-add
 constexpr int kMaxStreamedRows =
     kPanelBlockRows;  // 16 bits are widened in many steps, which pays off once a key
+constexpr int kMaxDirectRows = kPanelBlockRows;
 
 #include "cpu/simd.inl"
 
