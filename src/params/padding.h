@@ -35,13 +35,13 @@ inline Padding padding_of(const AttentionBackwardParams& p) {
     if (!p.cu_seqlens_q) return padding;
     const int64_t size = size_of(p.dtype);
     auto add = [&](void* data, const GradientStrides& strides, int64_t total, int32_t num_heads,
-                   const IndexArray& cu_seqlens) {
+                   int32_t head_dim, const IndexArray& cu_seqlens) {
         padding.add({data, strides.token * size, strides.head * size, total, num_heads,
-                     static_cast<int32_t>(p.head_dim * size), 0, cu_seqlens, p.batch});
+                     static_cast<int32_t>(head_dim * size), 0, cu_seqlens, p.batch});
     };
-    add(p.dq, p.dq_strides, p.total_q, p.num_q_heads, p.cu_seqlens_q);
-    add(p.dk, p.dk_strides, p.total_k, p.num_kv_heads, p.cu_seqlens_k);
-    add(p.dv, p.dv_strides, p.total_k, p.num_kv_heads, p.cu_seqlens_k);
+    add(p.dq, p.dq_strides, p.total_q, p.num_q_heads, p.head_dim, p.cu_seqlens_q);
+    add(p.dk, p.dk_strides, p.total_k, p.num_kv_heads, p.head_dim, p.cu_seqlens_k);
+    add(p.dv, p.dv_strides, p.total_k, p.num_kv_heads, p.head_dim_v, p.cu_seqlens_k);
     return padding;
 }
 

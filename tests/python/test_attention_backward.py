@@ -157,6 +157,34 @@ def test_gradients_are_written_and_nothing_around_them(target: Target, case: Cas
 
 
 @writable_target
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 8), (8, 64), (40, 40)])
+def test_gradients_of_padding_are_zeros(target: Target, head_dim: int, value_dim: int) -> None:
+    """Rows past the last sequence, whatever the arrays held; nothing is written beside them."""
+    num_tokens, num_rows, num_q_heads, num_kv_heads = 3, 5, 4, 2
+    q, k, v, dout = (
+        target.array(np.ones((num_rows, num_heads, dim)))
+        for num_heads, dim in (
+            (num_q_heads, head_dim),
+            (num_kv_heads, head_dim),
+            (num_kv_heads, value_dim),
+            (num_q_heads, value_dim),
+        )
+    )
+    packed = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), target.int32([0, num_tokens]))
+    packed |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), num_tokens)
+    out, lse = octavo.attention(q, k, v, return_lse=True, **packed)
+    shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+    guarded = {name: GuardedArray(target, *shape) for name, shape in shapes.items()}
+    octavo.attention_backward(
+        dout, q, k, v, out, lse, **packed, **{name: array.array for name, array in guarded.items()}
+    )
+    for array in guarded.values():
+        gradient = target.library.to_float64(array.array)
+        assert np.isfinite(gradient).all() and (gradient[num_tokens:] == 0).all()
+        array.check_margins()
+
+
+@writable_target
 def test_gradients_may_be_views_of_one_array(target: Target) -> None:
     """As of one projection to q, k and v: [batch, seqlen, heads of all three, head_dim]."""
     case = Case("one_projection", (70, 70), (70, 70), num_q_heads=6, num_kv_heads=2, head_dim=40)
