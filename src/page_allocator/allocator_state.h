@@ -46,10 +46,13 @@ struct PageAllocator::State {
     // gets its pages, so that a plan's num_free may fall below zero, and nothing can be committed.
     void plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count,
               bool is_question = false);
+    // Fills plans, and adds to unfit the sequences that do not fit beside those that fit.
+    void plan_pages(const int32_t* n, bool has_returns, bool is_question) noexcept;
     // What lies behind the group's window when planned sequence i grows.
     PageLists::Behind pages_behind(size_t group, size_t i, const int32_t* n) const;
-    // How many pages all of these free. From then on pages that others hold too have a holder less, until the
-    // plan is made: left_pages. Needs room there, in last_holders and in dropped_copies.
+    // How many pages all of these free, but for those that are unfit. From then on pages that others hold too
+    // have a holder less, until the plan is made: left_pages. Needs room there, in last_holders and in
+    // dropped_copies.
     int64_t plan_returns(size_t group, const int32_t* n) noexcept;
     // What was planned last, when all fit. `tokens` [sum of n] or null: for the prefix cache.
     void commit(const int32_t* n, const int32_t* tokens) noexcept;
@@ -131,6 +134,7 @@ struct PageAllocator::State {
     std::vector<size_t> planned;   // entries
     std::vector<GroupPlan> plans;  // one a group
     std::vector<int64_t> unfit;    // positions among the sequences planned
+    std::vector<char> is_unfit;    // for each of these
     struct NewPages {
         size_t group, entry, num_pages;
     };

@@ -13,8 +13,7 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     ++num_plans;
     planned.clear();
     unfit.clear();
-    growing.clear();
-    left_pages.clear();
+    is_unfit.assign(static_cast<size_t>(count), false);
     planned.reserve(static_cast<size_t>(count));
     unfit.reserve(static_cast<size_t>(count));
     growing.reserve(static_cast<size_t>(count) * num_groups);
@@ -45,20 +44,39 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     left_pages.reserve(static_cast<size_t>(count) * num_groups + num_returns);
     last_holders.reserve(num_returns);
     dropped_copies.reserve(num_returns);
+    // A sequence that does not fit returns no pages either, on which others may have counted.
+    size_t num_unfit = 0;
+    do {
+        num_unfit = unfit.size();
+        plan_pages(n, num_returns > 0, is_question);
+    } while (num_returns > 0 && unfit.size() > num_unfit && unfit.size() < planned.size());
+    std::sort(unfit.begin(), unfit.end());
+    if (!unfit.empty() || is_question) return;
+    for (NewPages grown : growing) groups[grown.group].reserve(grown.entry, grown.num_pages);
+    for (size_t g = 0; g < num_groups; ++g) groups[g].pool.reserve_copies(plans[g].num_copies);
+}
+
+void PageAllocator::State::plan_pages(const int32_t* n, bool has_returns, bool is_question) noexcept {
+    const size_t num_groups = groups.size();
+    growing.clear();
+    left_pages.clear();
     for (size_t g = 0; g < num_groups; ++g) {
-        const int64_t num_behind = num_returns > 0 ? plan_returns(g, n) : 0;
+        const int64_t num_behind = has_returns ? plan_returns(g, n) : 0;
         plans[g] = {groups[g].pool.num_free() + num_behind, num_behind, 0, 0, 0};
     }
-    for (int64_t i = 0; i < count; ++i) {
+    for (size_t i = 0; i < planned.size(); ++i) {
         const size_t index = planned[i];
         const int32_t length = sequences.entries()[index].length;
         const int32_t num_new = n ? n[i] : 1;
-        bool fits = true;
+        bool fits = !is_unfit[i];
         for (size_t g = 0; g < num_groups; ++g) {
             fits = fits && groups[g].plan(index, length, num_new).num_pages() <= plans[g].num_free;
         }
         fits = fits || is_question;
-        if (!fits) unfit.push_back(i);
+        if (!fits && !is_unfit[i]) {
+            is_unfit[i] = true;
+            unfit.push_back(static_cast<int64_t>(i));
+        }
         for (size_t g = 0; g < num_groups; ++g) {
             PageLists& lists = groups[g];
             const PageLists::Growth growth = lists.plan(index, length, num_new);
@@ -80,9 +98,6 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
         }
     }
     for (auto [g, page] : left_pages) groups[g].pool.hold(page);
-    if (!unfit.empty() || is_question) return;
-    for (NewPages grown : growing) groups[grown.group].reserve(grown.entry, grown.num_pages);
-    for (size_t g = 0; g < num_groups; ++g) groups[g].pool.reserve_copies(plans[g].num_copies);
 }
 
 PageLists::Behind PageAllocator::State::pages_behind(size_t group, size_t i, const int32_t* n) const {
@@ -98,6 +113,7 @@ int64_t PageAllocator::State::plan_returns(size_t group, const int32_t* n) noexc
     last_holders.clear();
     dropped_copies.clear();
     for (size_t i = 0; i < planned.size(); ++i) {
+        if (is_unfit[i]) continue;
         const PageLists::Behind behind = pages_behind(group, i, n);
         for (size_t position = behind.begin; position < behind.end; ++position) {
             const int32_t page = lists[planned[i]].pages[position];

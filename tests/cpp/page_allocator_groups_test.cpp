@@ -122,7 +122,7 @@ TEST(PageGroups, AStepReturnsBeforeItTakes) {
     const int32_t more[] = {20, 1};
     EXPECT_EQ(message_of<OutOfPages>([&] { shared.step(both.data(), more, 2, arrays); }),
               "step: 1 of 2 sequences needs pages that are not free: seqs[0] needs 5, 9 of the 10 free pages "
-              "are left in group 0; it needs 5, 1 of the 2 free pages are left in group 1");
+              "are left in group 0; it needs 5, 0 of the 1 free pages are left in group 1");
 }
 
 class HybridSimulation {
@@ -234,10 +234,17 @@ class HybridSimulation {
         try {
             allocator_.step(batch.data(), n.data(), count, arrays_);
             ASSERT_TRUE(fits);
-        } catch (const OutOfPages&) {
+        } catch (const OutOfPages& error) {
             ASSERT_FALSE(fits);
-            for (int64_t g = 0; g < allocator_.num_groups(); ++g)
+            for (auto i = error.indices.rbegin(); i != error.indices.rend(); ++i) {
+                batch.erase(batch.begin() + *i);
+                n.erase(n.begin() + *i);
+            }
+            const auto rest = static_cast<int64_t>(batch.size());  // these fit without the others
+            for (int64_t g = 0; g < allocator_.num_groups(); ++g) {
                 ASSERT_EQ(allocator_.num_free_pages(g), num_free[g]);
+                ASSERT_LE(allocator_.needed(batch.data(), n.data(), rest, g), num_free[g]);
+            }
             return;
         }
         for (int64_t g = 0; g < allocator_.num_groups(); ++g)

@@ -256,6 +256,23 @@ TEST(Step, SaysWhichDoNotFit) {
     EXPECT_EQ(allocator.num_free_pages(), 0);
 }
 
+TEST(Step, FitsWithoutThoseThatDoNot) {
+    PageAllocator allocator({{5, 1, 0}});  // a window of the last token alone
+    Caller caller;
+    Sequence a = allocator.create(), b = allocator.create(), c = allocator.create();
+    caller.step(allocator, {a}, {4});
+    const std::string before = dump(allocator, {a, b, c});
+    try {  // a would return its pages if it grew; 100 more tokens do not fit
+        caller.step(allocator, {b, a, c}, {3, 100, 1});
+        FAIL();
+    } catch (const OutOfPages& error) {
+        EXPECT_EQ(error.indices, std::vector<int64_t>({0, 1}));
+    }
+    EXPECT_EQ(dump(allocator, {a, b, c}), before);
+    caller.step(allocator, {c}, {1});
+    EXPECT_EQ(allocator.length(c), 1);
+}
+
 TEST(Step, RefusesAndChangesNothing) {
     PageAllocator allocator(8, 4);
     Caller caller;
