@@ -151,7 +151,10 @@ class Arguments {
     template <class Argument>
     TensorView import(const Argument& argument, const char* name, nb::handle array) {
         TensorView view;
-        if (!lends_memory(array)) {
+        const bool is_list = PyList_Check(array.ptr()) || PyTuple_Check(array.ptr());
+        if (is_list && argument.accept == schema::Accept::integer && argument.access != Access::write) {
+            view = call_.input(name, array, argument.accept);
+        } else if (!lends_memory(array)) {
             view = view_of_shape(Operator::kName, name, array, argument.accept);
             has_shapes_alone_ = true;
         } else {

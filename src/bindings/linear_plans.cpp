@@ -62,12 +62,24 @@ nb::dict to_python(const LinearPlan& plan) {
     return fields;
 }
 
+DType float_dtype(const char* op, nb::handle dtype) {
+    const std::string_view name = str_argument(op, "dtype", dtype);
+    for (DType type : {DType::float32, DType::float16, DType::bfloat16}) {
+        if (name == to_string(type)) return type;
+    }
+    for (DType type : kDTypes) {
+        if (name == to_string(type))
+            fail<TypeError>(op, "dtype must be float32, float16 or bfloat16; got ", name);
+    }
+    fail<ValueError>(op, "dtype must be float32, float16 or bfloat16; got ", name);
+}
+
 nb::dict linear_plan(nb::handle num_rows, nb::handle w_rows, nb::handle depth, nb::handle dtype,
                      const std::string& device, nb::handle activation, nb::handle batch_invariant) {
     constexpr const char* op = "linear_plan";
     const int64_t m = int_argument(op, "M", num_rows), n = int_argument(op, "N", w_rows);
     const int64_t k = int_argument(op, "K", depth);
-    const auto of_dtype = scalar_argument<DType>(op, "dtype", dtype);
+    const auto of_dtype = float_dtype(op, dtype);
     const auto of_activation = scalar_argument<std::optional<Activation>>(op, "activation", activation);
     const bool is_invariant = bool_argument(op, "batch_invariant", batch_invariant);
     gpu_argument(op, device);
@@ -80,7 +92,7 @@ nb::list linear_candidates(int64_t num_rows, int64_t w_rows, int64_t depth, nb::
     const cuda::Gpu& gpu = gpu_argument(op, device);
     nb::list candidates;
     for (const auto& [plan, us] :
-         cuda::linear_candidates({num_rows, w_rows, depth}, scalar_argument<DType>(op, "dtype", dtype), gpu))
+         cuda::linear_candidates({num_rows, w_rows, depth}, float_dtype(op, dtype), gpu))
         candidates.append(nb::make_tuple(to_python(plan), us));
     return candidates;
 }
@@ -124,7 +136,7 @@ void set_tuned_linear(const std::string& device, nb::handle dtype, nb::list rows
     constexpr const char* op = "tune_linear";
     const cuda::Gpu* const gpu = find_device(op, device);
     if (!gpu) fail<ValueError>(op, "device must be a GPU; got ", device);
-    const auto of_dtype = scalar_argument<DType>(op, "dtype", dtype);
+    const auto of_dtype = float_dtype(op, dtype);
     if (of_dtype != DType::float16 && of_dtype != DType::bfloat16)
         fail<ValueError>(op, "dtype must be float16 or bfloat16; got ", to_string(of_dtype));
     std::vector<cuda::LinearTableRow> all;

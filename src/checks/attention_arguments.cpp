@@ -14,7 +14,7 @@ namespace {
 
 int32_t check_window(const char* op, const char* name, int64_t window) {
     if (window < -1) fail<ValueError>(op, name, " must be -1 (unbounded) or at least 0; got ", window);
-    return window > kMaxLength ? -1 : static_cast<int32_t>(window);
+    return window >= kMaxLength ? -1 : static_cast<int32_t>(window);  // positions are less far apart
 }
 
 // A query sees keys of its own chunk alone, so that window_left may be bounded as well.

@@ -322,6 +322,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
             check.equal(axes[axis - 1], "to_k_pages", to.k_pages.shape[axis], "k_pages",
                         from.k_pages.shape[axis]);
         }
+        check.no_shared_elements("to_v_pages", to.v_pages, "to_k_pages", to.k_pages);
         check.apart("k_pages", from.k_pages, "to_k_pages", to.k_pages);
         check.apart("k_pages", from.k_pages, "to_v_pages", to.v_pages);
         check.apart("v_pages", from.v_pages, "to_k_pages", to.k_pages);

@@ -1,5 +1,7 @@
 // The operators through the public C++ headers, on the CPU, in float32. The Python tests cover the rest.
 #include "allocator_testing.h"
+#include "checks/check.h"
+#include "checks/checks.h"
 #include "common/dropout.h"
 #include "common/score.h"
 #include "host_arrays.h"
@@ -100,6 +102,22 @@ TEST(Attention, SymmetricAlibi) {
     args.alibi_slopes.reset();
     EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
               "attention: alibi_symmetric needs alibi_slopes; got none");
+}
+
+// The position of the last query and such a window have a sum that 32 bits do not hold.
+TEST(Attention, AWindowOfTheGreatestLengthIsUnbounded) {
+    Floats q(8), k(8), v(8), out(8);
+    AttentionArgs args;
+    args.q = view(q, {1, 1, 1, 8});
+    args.k = view(k, {1, 1, 1, 8});
+    args.v = view(v, {1, 1, 1, 8});
+    args.out = view(out, {1, 1, 1, 8});
+    for (int64_t window : {kMaxLength - 1, kMaxLength, int64_t{1} << 40}) {
+        args.window_left = args.window_right = window;
+        const AttentionParams p = check_attention(args);
+        EXPECT_EQ(p.window_right, window < kMaxLength ? kMaxLength - 1 : -1);
+        EXPECT_EQ(p.window_left, p.window_right);
+    }
 }
 
 // Scores of 0, so that a query's result says which keys it sees: each has a value of its own.

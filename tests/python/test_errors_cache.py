@@ -157,6 +157,13 @@ CASES = [
     case(
         *B,
         ValueError,
+        "to_v_pages must not share elements with to_k_pages; both may be views of one array, but not of the "
+        "same part",
+        **dict.fromkeys(("to_k_pages", "to_v_pages"), f32(5, 4, 2, 8)),
+    ),
+    case(
+        *B,
+        ValueError,
         "to_v_pages must have the shape of to_k_pages [5, 4, 2, 8]; got [6, 4, 2, 8]",
         to_v_pages=f32(6, 4, 2, 8),
     ),

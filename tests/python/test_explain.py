@@ -221,6 +221,16 @@ def test_on_the_cpu():
     assert octavo.explain("attention", *float32).kernel == f"cpu_attention<float32, {isa}>"
 
 
+def test_lists_count_as_in_the_call():
+    pages, q = np.zeros((2, 4, 2, 8), np.float32), np.zeros((1, 4, 8), np.float32)
+    lists, arrays = ([[0]], [1]), (np.array([[0]]), np.array([1]))
+    expected = octavo.explain("paged_attention", q, pages, pages, *arrays)
+    assert octavo.explain("paged_attention", q, pages, pages, *lists) == expected
+    assert octavo.explain("paged_attention", q, pages, pages, *lists, device="cpu") == expected
+    with pytest.raises(ValueError, match=r"paged_attention: page_table\[0, 0\]"):
+        octavo.explain("paged_attention", q, pages, pages, [[7]], [1])
+
+
 def test_refuses_what_the_call_refuses():
     q, k, v = dense_arrays(2, 8, make_numpy)
     with pytest.raises(ValueError, match=r"attention: head_dim of k \(64\) must equal that of q \(128\)"):
