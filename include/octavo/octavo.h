@@ -8,8 +8,8 @@
  * Functions return OCTAVO_OK or what went wrong; octavo_last_error() then has the message. No C++ exception
  * leaves them. Every function may be called from any thread.
  *
- * Link liboctavo.a and the C++ runtime (find_package(octavo) knows how), or load the Python package's
- * extension module (octavo._core.__file__) into a Python process. */
+ * Link liboctavo.so, or liboctavo.a and the C++ runtime (find_package(octavo) knows how), or load the Python
+ * package's extension module (octavo._core.__file__) into a Python process. */
 #ifndef OCTAVO_OCTAVO_H
 #define OCTAVO_OCTAVO_H
 

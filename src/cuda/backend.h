@@ -33,7 +33,9 @@ void attention_backward(const AttentionBackwardParams& params, void* stream);
 void linear(const LinearParams& params, void* stream);
 void rms_norm(const RmsNormParams& params, void* stream);
 void latent_attention(const LatentAttentionParams& params, void* stream);
-void clear_padding(const Padding& padding, int32_t device, void* stream);
+// A shared library shows it to the Python extension, though CUDA sources hide what they define.
+__attribute__((visibility("default"))) void clear_padding(const Padding& padding, int32_t device,
+                                                          void* stream);
 
 // Explain what each would run on a GPU, which need not be one of this machine.
 Explanation explain(const AttentionParams& params, const Gpu& gpu);

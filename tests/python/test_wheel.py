@@ -24,7 +24,7 @@ from support.programs import find_program
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = os.environ.get("OCTAVO_WHEEL", "")
-MAX_BYTES = 40 << 20
+MAX_BYTES = 20 << 20
 VERSIONS = [f"3.{minor}{t}" for minor in range(10, 15) for t in ("", "t")]
 
 pytestmark = pytest.mark.skipif(not WHEEL, reason="OCTAVO_WHEEL names no wheel")
@@ -82,9 +82,9 @@ def test_file() -> None:
     assert wheel.stat().st_size <= MAX_BYTES
     assert "-manylinux_" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
-    libraries = [name for name in names if ".so" in name]
-    assert len(libraries) == 1 and libraries[0].startswith("octavo/_core.")  # nothing was bundled
-    assert {"octavo/_core.pyi", "octavo/py.typed", "octavo/lib/liboctavo.a"} <= set(names)
+    extension, library = sorted(name for name in names if name.endswith((".so", ".a")))  # nothing was bundled
+    assert extension.startswith("octavo/_core.") and library == "octavo/lib/liboctavo.so"
+    assert {"octavo/_core.pyi", "octavo/py.typed"} <= set(names)
     assert {f"octavo/serving/server/page.{kind}" for kind in ("css", "html", "js")} <= set(names)
 
 
