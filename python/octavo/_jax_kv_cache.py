@@ -241,6 +241,7 @@ class KVCacheStep:
         tree_mask: ArrayLike | None = None,
         bidirectional_ranges: ArrayLike | None = None,
         ranges_keep_window_left: bool = False,
+        chosen_pages: ArrayLike | None = None,
         rotary_cos: ArrayLike | None = None,
         rotary_sin: ArrayLike | None = None,
         rotary_interleaved: bool = False,
@@ -256,7 +257,7 @@ class KVCacheStep:
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
             softmax_scale: as for ``paged_attention``, as are causal and the following up to
-                ranges_keep_window_left.
+                chosen_pages.
             causal: Default: True.
             window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
                 -1, unbounded.
@@ -273,6 +274,8 @@ class KVCacheStep:
                 must not reach behind the window of the first of them, unless ranges_keep_window_left is set:
                 those pages are gone, and the result is unspecified. Default: none.
             ranges_keep_window_left: Default: False.
+            chosen_pages: a list for each sequence of the step, or for each KV head of it; among the pages
+                that it names is the newest one. Default: none, all pages.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions. Default: no rotation.
             rotary_sin: given together with rotary_cos.
@@ -336,6 +339,7 @@ class KVCacheStep:
             tree_mask=tree_mask,
             bidirectional_ranges=bidirectional_ranges,
             ranges_keep_window_left=ranges_keep_window_left,
+            chosen_pages=chosen_pages,
             **cache.arguments,
         )
         return out, [cache if i == layer else x for i, x in enumerate(pages)]

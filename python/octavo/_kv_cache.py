@@ -342,6 +342,7 @@ class KVCacheStep:
         tree_mask: Any = None,
         bidirectional_ranges: Any = None,
         ranges_keep_window_left: bool = False,
+        chosen_pages: Any = None,
         rotary_cos: Any = None,
         rotary_sin: Any = None,
         rotary_interleaved: bool = False,
@@ -358,7 +359,7 @@ class KVCacheStep:
             k: like q, [T, num_kv_heads, head_dim].
             v: like k.
             softmax_scale: as for ``paged_attention``, as are causal and the following up to
-                ranges_keep_window_left.
+                chosen_pages.
             causal: Default: True.
             window_right: keys past its own that a query sees, of those there are; ignored if causal. Default:
                 -1, unbounded.
@@ -375,6 +376,8 @@ class KVCacheStep:
                 window of the first of them, unless ranges_keep_window_left is set: those pages are gone. On
                 the CPU that is checked; on a GPU the result is unspecified. Default: none.
             ranges_keep_window_left: Default: False.
+            chosen_pages: a list for each sequence of the step, or for each KV head of it; among the pages
+                that it names is the newest one. Default: none, all pages.
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions; q itself stays as it is, unless it is `out`. Default: no
                 rotation.
@@ -443,6 +446,7 @@ class KVCacheStep:
             tree_mask=tree_mask,
             bidirectional_ranges=bidirectional_ranges,
             ranges_keep_window_left=ranges_keep_window_left,
+            chosen_pages=chosen_pages,
             out=out,
             **others,
         )

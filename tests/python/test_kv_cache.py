@@ -101,6 +101,20 @@ def test_softmax_phi_is_that_of_the_operator(on_cpu: ArrayLibrary) -> None:
         assert (out != plain).any()
 
 
+def test_chosen_pages_are_those_of_the_operator(on_cpu: ArrayLibrary) -> None:
+    cache = make_cache(on_cpu)
+    seqs = [cache.create(), cache.create()]
+    cache.step(seqs, [17, 6]).attend(0, *random_tokens(on_cpu, 23))
+    step = cache.step(seqs)
+    q, k, v = random_tokens(on_cpu, 2)
+    chosen = on_cpu.int32([[[0, 4], [3, 4]], [[1, -1], [0, 1]]])
+    out = on_cpu.to_numpy(step.attend(0, q, k, v, chosen_pages=chosen))
+    of_batch = {"page_table": step.page_tables[0], "seq_lens": step.seq_lens, **cache.layers[0].arguments}
+    expected = octavo.paged_attention(q, chosen_pages=chosen, **of_batch)
+    np.testing.assert_array_equal(out, on_cpu.to_numpy(expected))
+    assert (out != on_cpu.to_numpy(octavo.paged_attention(q, **of_batch))).any(axis=(1, 2)).all()
+
+
 def test_layers_that_are_not_causal(on_cpu: ArrayLibrary) -> None:
     """New tokens see each other: all of them, or as far as a window reaches."""
     cache = make_cache(on_cpu, windows=[None, 4])

@@ -110,6 +110,21 @@ def test_sinks_and_softmax_phi_are_those_of_numpy(phi: Any) -> None:
     assert (expected != without).any()
 
 
+def test_chosen_pages_are_those_of_numpy() -> None:
+    ours, other = make_caches()
+    options = {"chosen_pages": np.int32([[[0, 2], [1, 2]], [[-1, -1], [0, 1]]])}
+    q, k, v = random_tokens(14)
+    seqs, others = ([cache.create() for _ in range(2)] for cache in (ours, other))
+    step, expected = ours.step(seqs, [9, 5]), other.step(others, [9, 5])
+    out, ours.pages, _ = make_program(**options)(ours.pages, step, q, k, v)
+    without = q
+    for layer in range(2):
+        without = expected.attend(layer, without, k, v)
+        q = expected.attend(layer, q, k, v, **options)
+    np.testing.assert_array_equal(out, q)
+    assert (q != without).any()
+
+
 def test_padded_batches_share_a_program() -> None:
     ours, other = make_caches()
     forward = make_program()
