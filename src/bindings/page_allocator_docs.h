@@ -302,8 +302,9 @@ constexpr const char* kFromGroupsDoc =
 Each group of layers has pages, caches and page tables of its own; a sequence grows in all of them or in none.
 StepArrays take a list of tables, other calls the number of a group.
 
-With a prefix cache, create(tokens) finds the longest prefix of which every group still has the pages that its layers
-see: a group with a window needs those of the last window alone. Group 0 must have no window, and all groups must have
+With a prefix cache, create(tokens) finds the longest prefix that group 0 has, less as many pages from its end as it
+takes until every group still has what its layers see: a group with a window needs the pages of the last window
+alone. Group 0 must have no window, and all groups must have
 one page size. Events and cache_stats() speak of group 0.
 
 Args:
