@@ -36,6 +36,11 @@ def activate(sums: NDArray[Any], activation: str | None) -> NDArray[Any]:
     return sums
 
 
+def sum_in_order(x: NDArray[Any], w: NDArray[Any]) -> NDArray[Any]:
+    """``x @ w.T`` as a loop over K adds it up."""
+    return np.cumsum(x[..., None, :] * w, axis=-1, dtype=x.dtype)[..., -1]
+
+
 @dataclass(frozen=True)
 class Problem:
     """A call, with numbers that its dtypes can hold, as float64."""
@@ -92,11 +97,17 @@ class Problem:
         return self._compute(np.dtype(np.float64), None)
 
     def _compute(
-        self, precision: np.dtype[Any], rounded_to: str | None, *, divides_sums: bool = False
+        self,
+        precision: np.dtype[Any],
+        rounded_to: str | None,
+        *,
+        divides_sums: bool = False,
+        in_order: bool = False,
     ) -> NDArray[np.float64]:
         """In this precision throughout, with every step rounded to `rounded_to` if that is given.
 
-        `divides_sums`: a norm's root divides the sums of products, in place of x.
+        `divides_sums`: a norm's root divides the sums of products, in place of x. `in_order`: products are
+        added up one after another.
         """
 
         def step(values: NDArray[Any]) -> NDArray[Any]:
@@ -109,7 +120,8 @@ class Problem:
             x = (x if divides_sums else x / root) * self.norm_weight.astype(precision)
             if precision == np.float32:  # as rms_norm returns it, or as a kernel multiplies it
                 x = round_to(x, self.dtype).astype(precision)
-        result = x @ self.w.astype(precision).T
+        w = self.w.astype(precision)
+        result = sum_in_order(x, w) if in_order else x @ w.T
         result = step(result / root if divides_sums else result)
         if self.bias is not None:
             result = step(result + self.bias.astype(precision))
@@ -122,7 +134,8 @@ class Problem:
         """At most twice the largest error of a plain product in float32, plus half a spacing of the result.
 
         `every_step_rounds`: the plain one also rounds each step, as libraries on a GPU do. With a norm there
-        are two plain ones, since a kernel may divide the sums in place of x, and the larger error counts.
+        are two plain ones, since a kernel may divide the sums in place of x, and the larger error counts. So
+        there are for a long K, since vectors of few lanes add up longer runs than BLAS does.
         """
         exact = self.exact()
         assert result.shape == exact.shape
@@ -131,6 +144,8 @@ class Problem:
         orders = (False,) if self.norm_weight is None else (False, True)
         rounded_to = self.dtype if every_step_rounds else None
         plain = [self._compute(np.dtype(np.float32), rounded_to, divides_sums=order) for order in orders]
+        if self.x.shape[-1] > 1 << 13:
+            plain.append(self._compute(np.dtype(np.float32), rounded_to, in_order=True))
         error_of_plain = max(np.abs(round_to(values, self.dtype) - exact).max() for values in plain)
         tolerance = 2.0 * error_of_plain + EPSILON_OUT[self.dtype] * np.abs(exact).max()
         assert np.abs(result - exact).max() <= tolerance
