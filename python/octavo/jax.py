@@ -357,7 +357,8 @@ def linear(
 ) -> jax.Array:
     """A linear layer, ``activation(norm(x) @ w.T + bias) + residual``: ``octavo.linear`` in a JAX program.
 
-    On a GPU, where there is no kernel of Octavo's yet, it is what ``jax.numpy.matmul`` computes.
+    On a GPU, where Octavo has no kernel or the tables name the library, it is what ``jax.numpy.matmul``
+    computes.
 
     Args:
         x: float32, float16 or bfloat16 [..., K], with up to five leading axes.
@@ -377,7 +378,8 @@ def linear(
 
     Raises:
         ValueError: a shape or number that does not fit.
-        TypeError: a wrong dtype, a traced number, differentiation; batch_invariant on a GPU.
+        TypeError: a wrong dtype, a traced number, differentiation; batch_invariant on a GPU where Octavo has
+            no kernel.
     """
     arguments = {
         "x": x,
