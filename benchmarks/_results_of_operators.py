@@ -78,6 +78,34 @@ def quantised(results: Path) -> str:
     return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
 
 
+# Bytes of a token in Llama-3-8B, and the case of `decode-extra` or `quantised` that was measured.
+CACHES = {
+    "float16, bfloat16": (131072, "head_major_b32_s2048"),
+    "int8, float8_e4m3fn, float8_e5m2": (67584, "int8_b32_s2048"),
+    "the same with one scale for all tokens": (65536, "fp8_b32_s2048"),
+    "int8_int4": (51200, "int8_int4_b32_s2048"),
+    "int4": (34816, "int4_b32_s2048"),
+}
+
+
+def quantised_cache(results: Path) -> str:
+    """What a token takes in caches of each type, and what a decode call over it takes."""
+    gpus = gpus_with(results, "quantised")
+    times = {
+        (gpu, row["case"]): f"{row['us'][OCTAVO]:.1f}"
+        for gpu in gpus
+        for benchmark in ("decode-extra", "quantised")
+        for row in load(results, benchmark, gpu)
+        if OCTAVO in row["us"]
+    }
+    rows = []
+    for label, (num_bytes, case) in CACHES.items():
+        us = [times.get((gpu, case), "") for gpu in gpus]
+        rows.append([label, str(num_bytes), str(64 * 10**9 // num_bytes), *us])
+    header = ["type", "bytes a token", "tokens in 64 GB", *(f"a call on an {gpu}, us" for gpu in gpus)]
+    return format_table(header, rows, numbers=len(header) - 1)
+
+
 def quantised_prefill(results: Path) -> str:
     """Batches of many queries over caches of codes, beside the same ones over bfloat16."""
     kinds = {"fp8": "fp8, one scale", "int8": "int8", "int8_int4": "int8 / int4", "int4": "int4"}

@@ -23,6 +23,7 @@ from results_table import (  # noqa: E402
     generate,
     jax,
     one_case,
+    quantised_cache,
     summary,
 )
 
@@ -176,6 +177,17 @@ def test_forward_and_backward_together(tmp_path: Path) -> None:
     assert found["case"][1:4] == ["Octavo", "FlashAttention-3", "eager"]
     assert found["long"] == ["H200", "1200", "1100", "", "", ""]
     assert found["short_standard"] == ["H200", "400", "", "4400", "3", "400"]
+
+
+def test_a_call_over_caches_of_each_type(tmp_path: Path) -> None:
+    write(tmp_path, "decode-extra-h100.jsonl", {"case": "head_major_b32_s2048", "us": {"octavo": 90.04}})
+    times = {"int8_b32_s2048": {"octavo": 45.0, "fa3": 1.0}, "int4_b32_s2048": {"fa3": 2.0}}
+    write(tmp_path, "quantised-h100.jsonl", *({"case": case, "us": us} for case, us in times.items()))
+    found = cells_of(quantised_cache(tmp_path))
+    assert found["type"] == ["bytes a token", "tokens in 64 GB", "a call on an H100, us"]
+    assert found["float16, bfloat16"] == ["131072", "488281", "90.0"]
+    assert found["int8, float8_e4m3fn, float8_e5m2"] == ["67584", "946969", "45.0"]
+    assert found["int4"] == ["34816", "1838235", ""]
 
 
 def test_a_table_without_a_mark_is_an_error() -> None:
