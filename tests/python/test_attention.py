@@ -11,7 +11,7 @@ from hypothesis import given
 
 import octavo
 from support import calls, cases, problems
-from support.calls import GuardedArray, assert_same_bits
+from support.calls import GuardedArray, assert_same_bits, rows_of
 from support.case import Case
 from support.oracle import Reference
 from support.problems import Inputs
@@ -251,6 +251,23 @@ def test_prefix_of_everything_is_not_causal(target: Target) -> None:
     prefix_lens = target.int32([max(case.seqlens_k)] * case.batch)
     reference.check(*calls.attention(target, case, inputs, prefix_lens=prefix_lens))
     reference.check(*calls.attention(target, case, inputs, prefix_lens=prefix_lens, window_left=3))
+
+
+@every_target
+def test_prefix_lens_are_a_causal_flag_of_each_sequence(target: Target) -> None:
+    """Bit for bit on the CPU, and by the formula on GPUs, whose kernels may split otherwise."""
+    case = Case("flags", (70, 70, 70), (113, 113, 113), num_q_heads=4, num_kv_heads=2)
+    flags = np.array([False, True, False])
+    flagged = dataclasses.replace(case, prefix_lens=tuple(int(n) for n in np.where(flags, 0, 113)))
+    inputs, reference = problem(flagged, target.dtype)
+    for call in (calls.attention, calls.packed_attention):
+        found = call(target, flagged, inputs)
+        reference.check(*found)
+        if target.on_cpu:
+            causal, full = (call(target, case, inputs, causal=c, prefix_lens=None) for c in (True, False))
+            rows = flags if call is calls.attention else np.repeat(flags, 70)
+            assert_same_bits(rows_of(found, rows), rows_of(causal, rows))
+            assert_same_bits(rows_of(found, ~rows), rows_of(full, ~rows))
 
 
 @every_target

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import octavo
 from support import calls, cases, oracle, problems
-from support.calls import GuardedArray, assert_same_bits
+from support.calls import GuardedArray, assert_same_bits, rows_of
 from support.case import Case
 from support.oracle import Reference
 from support.problems import Cache, Inputs
@@ -245,6 +245,32 @@ def test_what_a_window_leaves_out_may_be_nan(target: Target) -> None:
     k[:100] = v[:100] = np.nan
     cache = problems.make_cache(case, dataclasses.replace(inputs, k=k, v=v))
     reference.check(*calls.paged_attention(target, case, inputs, cache))
+
+
+@every_target
+@pytest.mark.parametrize("with_trees", [False, True])
+def test_prefix_lens_are_a_causal_flag_of_each_sequence(target: Target, with_trees: bool) -> None:
+    """Bit for bit on the CPU, and by the formula on GPUs, whose kernels may split otherwise.
+
+    A tree hides keys of the sequences that are causal alone.
+    """
+    case = Case("flags", (40, 1, 30, 33), (600, 100, 30, 33), num_q_heads=4, num_kv_heads=2)
+    flags = np.array([False, False, True, False])
+    flagged = dataclasses.replace(case, prefix_lens=tuple(int(n) for n in np.where(flags, 0, case.seqlens_k)))
+    words = np.random.default_rng(0).integers(0, 2**63, sum(case.seqlens_q)) if with_trees else None
+    inputs = problems.make_inputs(flagged, target.dtype)
+    tree = None if words is None else words.tolist()
+    reference = problems.make_reference(flagged, inputs, target.dtype, paged=True, tree_mask=tree)
+    cache = problems.make_cache(flagged, inputs)
+    mask = None if words is None else target.int32(words.view(np.int32).reshape(-1, 2))
+    found = calls.paged_attention(target, flagged, inputs, cache, tree_mask=mask)
+    reference.check(*found)
+    if target.on_cpu:
+        causal = calls.paged_attention(target, case, inputs, cache, tree_mask=mask, prefix_lens=None)
+        full = calls.paged_attention(target, case, inputs, cache, causal=False, prefix_lens=None)
+        rows = np.repeat(flags, case.seqlens_q)
+        assert_same_bits(rows_of(found, rows), rows_of(causal, rows))
+        assert_same_bits(rows_of(found, ~rows), rows_of(full, ~rows))
 
 
 @every_target

@@ -154,6 +154,11 @@ def assert_same_bits(a: Result, b: Result) -> None:
         assert x.tobytes() == y.tobytes(), f"{np.count_nonzero(x != y)} of {x.size} elements differ"
 
 
+def rows_of(result: Result, which: NDArray[np.bool_]) -> Result:
+    out, lse = result
+    return out[which], lse[which]
+
+
 GUARD = 64  # elements on either side
 SENTINEL = -7.0
 
