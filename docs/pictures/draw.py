@@ -21,11 +21,12 @@ import _sm80_attention
 import _sm90_attention
 import _sm90_wide_attention
 import _speeds
+import _training_memory
 from _picture import COLOURS, EMPTY, FAINT, INK, PAPER, RESERVED, SHARED, Picture
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ACCURACY = RESULTS / "kv-accuracy.json"
-TRAINING = sorted(RESULTS.glob("training-*.jsonl"))  # of each device
+TRAINING = sorted(RESULTS.glob("training-[!m]*.jsonl"))  # the losses of each device
 GENERATE = sorted(RESULTS.glob("generate-*.jsonl"))  # likewise
 LINEAR = sorted(RESULTS.glob("linear-*.jsonl"))
 SLOT = 22  # the side of a token's cell
@@ -438,6 +439,7 @@ PICTURES = {
     "latent_attention": _latent_attention.draw,
     "linear": _linear.draw,
     "speeds": _speeds.draw,
+    "training_memory": _training_memory.draw,
 }
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from support.small_gpt import SHORT, Processes, get_text, trained  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-FILES = sorted((ROOT / "benchmarks" / "results").glob("training-*.jsonl"))
+FILES = sorted((ROOT / "benchmarks" / "results").glob("training-[!m]*.jsonl"))
 RUNS = [(attention, seed) for seed in training_curve.SEEDS for attention in training_curve.ATTENTIONS]
 
 
