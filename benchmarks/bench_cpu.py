@@ -6,7 +6,8 @@ Decode: one token a sequence over a paged cache (pages of 16 tokens, shuffled), 
 scaled_dot_product_attention on the same keys and values laid out contiguously, called in three ways: with
 enable_gqa, with the KV heads repeated beforehand (not timed), and with the heads of a group passed as query
 tokens of their KV head; the inputs rotate over more than the last-level cache, as the layers of a model do.
-Beside them PyTorch adds up as many bytes, on the same threads: the rate of that read is in each row.
+Beside them PyTorch adds up as many bytes, on the same threads: the rate of that read is in each row, and so
+it is with linear layers.
 Prefill: one causal sequence. Training: the same, forward and backward. Linear layers: a few rows times
 weights that rotate likewise, against PyTorch and, in float32, NumPy. Every output is compared with the tests'
 oracle, in float64, and so are the gradients of one KV head.
@@ -58,7 +59,8 @@ class Row:
     max_error: float  # against float64; of gradients relative to the largest number of each
     threads: int
     isa: str
-    read_rate: float | None = None  # GB/s of a sum over as many bytes, in the same turns; decode alone has it
+    # GB/s of a sum over as many bytes, in the same turns; decode and linear layers have it.
+    read_rate: float | None = None
 
 
 def time_all(calls: Mapping[str, Sequence[Callable[[], object]]], rounds: int) -> dict[str, list[float]]:
@@ -110,9 +112,9 @@ def torch_group_as_tokens(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch
     return lambda: scaled_dot_product_attention(q, k, v)
 
 
-def read_call(_: torch.Tensor, *caches: torch.Tensor) -> Call:
-    """Adds up the bytes of keys and values as numbers of float32, whatever they are."""
-    numbers = [cache.view(torch.float32) for cache in caches]
+def read_call(*arrays: torch.Tensor) -> Call:
+    """Adds up the bytes of keys and values, or of weights, as numbers of float32, whatever they are."""
+    numbers = [array.view(torch.float32) for array in arrays]
     return lambda: sum(x.sum() for x in numbers)
 
 
@@ -128,7 +130,7 @@ def bench(case: Case, rounds: int) -> list[Row]:
         calls["torch repeated heads"] = [torch_repeated(case, *arrays) for arrays in contiguous[:2]]
         calls["torch group as tokens"] = [torch_group_as_tokens(case, *arrays) for arrays in contiguous]
     sample = Sample(case, copies[0])
-    reads = {"read": [read_call(*arrays) for arrays in contiguous]} if case.is_decode else {}
+    reads = {"read": [read_call(k, v) for _, k, v in contiguous]} if case.is_decode else {}
     times = time_all({**reads, **calls}, rounds if case.is_decode else max(3, rounds // 3))
     read_rate = round(case.kv_bytes / 1e6 / min(times["read"]), 1) if reads else None
     rows = [make_row(case, name, times[name], error_of(case, sample, calls[name][0]())) for name in calls]
@@ -210,7 +212,8 @@ def bench_layer(width: int, depth: int, num_rows: int, dtype: str, rounds: int) 
     if dtype == "float32":
         calls["numpy"] = [lambda w=w: torch.from_numpy(x.numpy() @ w.numpy().T) for w in weights]
     exact = x.double() @ weights[0].double().T
-    times = time_all(calls, rounds)
+    times = time_all({"read": [read_call(w) for w in weights], **calls}, rounds)
+    read_rate = round(num_bytes / 1e6 / min(times["read"]), 1)
     return [
         Row(
             f"linear {width}x{depth}, {num_rows} rows",
@@ -223,6 +226,7 @@ def bench_layer(width: int, depth: int, num_rows: int, dtype: str, rounds: int) 
             float((copies[0]().double() - exact).abs().max()),
             octavo.get_num_threads(),
             _core.cpu_info()["isa"],
+            read_rate,
         )
         for name, copies in calls.items()
     ]
