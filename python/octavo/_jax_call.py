@@ -225,14 +225,14 @@ def _call_xla(
     attributes = {name: _ATTRIBUTE_TYPES[type(value)](value) for name, value in options.items()}
 
     def by_octavo(arrays: _Arrays) -> tuple[jax.Array, ...]:
-        return tuple(call(*arrays.values(), arrays=" ".join([*names, *results]), **attributes))
+        outs = call(*arrays.values(), arrays=" ".join([*names, *results]), **attributes)
+        return tuple(_vary(out, arrays) for out in outs)
 
     on_cuda = op.on_cuda
     if on_cuda is None or not _core.jax_multiplies(*arguments):
-        outs = by_octavo(arrays)
-    else:
-        outs = jax.lax.platform_dependent(arrays, cpu=by_octavo, default=lambda x: on_cuda(x, options))
-    return tuple(_vary(out, arrays) for out in outs)
+        return by_octavo(arrays)
+    outs = jax.lax.platform_dependent(arrays, cpu=by_octavo, default=lambda x: on_cuda(x, options))
+    return cast("tuple[jax.Array, ...]", outs)
 
 
 @dataclass(frozen=True)

@@ -395,6 +395,34 @@ def test_results_vary_inside_shard_map():
     assert (written[0, 0] == 1).all()
 
 
+@pytest.mark.parametrize("rows", [2, 600])  # of 600 in 16 bits, a GPU's library computes the product
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("split", ["x", "w", "K"])
+def test_linear_inside_shard_map(split, dtype, rows):
+    """Its program has a branch for GPUs, which has to vary over the same axes of the mesh."""
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("JAX before 0.6")
+    cpu, axis_types = jax.devices("cpu")[:1], (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("m",), axis_types=axis_types, devices=cpu)
+    whole, by_rows, by_columns = (jax.sharding.PartitionSpec(*axes) for axes in ((), ("m",), (None, "m")))
+    in_specs, out_spec = {
+        "x": ((by_rows, whole), by_rows),
+        "w": ((whole, by_rows), by_columns),
+        "K": ((by_columns, by_columns), whole),
+    }[split]
+
+    def layer(x, w):
+        out = octavo.jax.linear(x, w)
+        return jax.lax.psum(out, "m") if split == "K" else out
+
+    x, w = jax.device_put((normal(rows, 32, dtype=dtype), normal(24, 32, dtype=dtype, seed=1)), cpu[0])
+    out = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=in_specs, out_specs=out_spec))(x, w)
+    assert_same([out], [octavo.jax.linear(x, w)])
+    if split != "K":
+        with pytest.raises(ValueError, match=r"(?i)replicat|vma|var"):
+            jax.shard_map(layer, mesh=mesh, in_specs=in_specs, out_specs=whole)(x, w)
+
+
 def test_none_is_no_mask():
     q = jnp.ones((1, 3, 2, 16))
     with pytest.raises(TypeError, match="attention: causal must be a bool; got NoneType"):
