@@ -370,7 +370,7 @@ class KVCacheStep:
             alibi_symmetric: Default: False.
             sinks: Default: none.
             softmax_phi: Default: none.
-            tree_mask: one word for each row of q. Default: none.
+            tree_mask: for each row of q one word, or a row of bools. Default: none.
             bidirectional_ranges: a row of ranges for each sequence of the step, by positions in the sequence,
                 past and new. In a layer with a window, one that holds new tokens must not reach behind the
                 window of the first of them, unless ranges_keep_window_left is set: those pages are gone. On

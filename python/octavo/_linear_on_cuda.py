@@ -7,12 +7,11 @@ write to ``out``, it adds a residual alone in one step with the product.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from octavo._cuda_streams import on_stream
 from octavo._rms_norm import rms_norm
 
 
@@ -44,8 +43,8 @@ def linear(
     if library not in ("torch", "cupy"):
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise TypeError(f"linear: x must be an array of PyTorch, CuPy or JAX on a GPU; got {kind}")
-    compute, on_stream = (by_torch, _torch_stream) if library == "torch" else (by_cupy, _cupy_stream)
-    with contextlib.nullcontext() if stream is None else on_stream(x, stream):
+    compute = by_torch if library == "torch" else by_cupy
+    with on_stream(library, x, stream):
         return compute(x, w, bias, activation, residual, out)
 
 
@@ -169,23 +168,3 @@ def _program_of_jax() -> Any:
     import jax
 
     return jax.jit(by_jax, static_argnames="activation")
-
-
-@contextlib.contextmanager
-def _torch_stream(x: Any, address: int) -> Iterator[None]:
-    import torch
-
-    stream = torch.cuda.ExternalStream(address, x.device)
-    stream.wait_stream(torch.cuda.current_stream(x.device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-@contextlib.contextmanager
-def _cupy_stream(x: Any, address: int) -> Iterator[None]:
-    cupy = import_module("cupy")
-    with x.device:
-        stream = cupy.cuda.ExternalStream(address, x.device.id)
-        stream.wait_event(cupy.cuda.get_current_stream().record())
-        with stream:
-            yield

@@ -129,13 +129,15 @@ def paged_attention(
         attention_chunk: the number of positions in a chunk. A query sees no key of an earlier chunk than
             its own, as in Llama 4. Needs causal. Default: 0, none.
         tree_mask: a word of 64 bits for each row of q, as ``octavo.tree_mask`` makes them: int64 or uint64
-            [total_q], or pairs of int32 or uint32 [total_q, 2], the lower half first, all in C order. Bit j
-            says whether the query sees the j-th of the keys that came with its sequence's queries, which are
-            the newest ones: in a tree of drafts its own key and those of its ancestors. The mask only hides:
-            causal, which it needs, and window_left hold as ever. It hides neither earlier keys nor those
-            before prefix_lens, and positions, those of alibi_slopes too, stay places in the sequence. -1 is
-            plainly causal. So is a sequence of more than 64 queries, whose words are not looked at. On a GPU
-            the keys and values that it hides have to be finite. Default: none.
+            [total_q], or pairs of int32 or uint32 [total_q, 2], the lower half first, all in C order. Or bool
+            [total_q, n], n at most 64, of NumPy, PyTorch, JAX or CuPy, of which each call makes the words, on
+            the array's device, as ``octavo.pack_tree_mask`` does. Bit, or column, j says whether the query
+            sees the j-th of the keys that came with its sequence's queries, which are the newest ones: in a
+            tree of drafts its own key and those of its ancestors. Columns that are not there count as False.
+            The mask only hides: causal, which it needs, and window_left hold as ever. It hides neither
+            earlier keys nor those before prefix_lens, and positions, those of alibi_slopes too, stay places
+            in the sequence. -1 is plainly causal. So is a sequence of more than 64 queries, whose words are
+            not looked at. On a GPU the keys and values that it hides have to be finite. Default: none.
         chosen_pages: the pages that are read, for sparse decoding over those that a score chooses (Quest,
             Tang et al. 2024, arXiv:2406.10774): int32 or int64 [batch, num_chosen], or
             [batch, num_kv_heads, num_chosen] where each KV head has a choice of its own. A page is named by

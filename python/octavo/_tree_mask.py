@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from octavo._cache import library_of
+from octavo._cuda_streams import on_stream
 
 _MAX_TOKENS = 64  # the bits of a word
 
@@ -92,6 +93,28 @@ def pack_tree_mask(mask: Any) -> Any:
         return bits.sum(axis=-1, dtype=xp.uint32)
     bits = rows.to(xp.int64) if library == "torch" else rows.astype(xp.int64)
     return (bits << _arange(library, xp, columns, mask, xp.int64)).sum(-1)
+
+
+def check_bools(call: str, name: str, mask: Any) -> None:
+    """Refuse the shape of a mask that is an argument of a call."""
+    shape = list(mask.shape)
+    if len(shape) != 2 or shape[1] > _MAX_TOKENS:
+        raise ValueError(
+            f"{call}: {name} of bool must have shape [total_q, n] with n at most {_MAX_TOKENS}, the bits of "
+            f"a word; got {shape}"
+        )
+
+
+def words_of_bools(call: str, name: str, mask: Any, stream: int | None = None) -> Any:
+    """What ``pack_tree_mask`` makes of a mask that is an argument of a call.
+
+    It works on the CUDA stream at this address, or on the current one of the mask's library.
+    """
+    check_bools(call, name, mask)
+    library = library_of(call, mask)
+    is_on_gpu = library == "cupy" or (library == "torch" and mask.device.type == "cuda")
+    with on_stream(library, mask, stream if is_on_gpu else None):
+        return pack_tree_mask(mask)
 
 
 def tree_mask(parents: Any) -> Any:

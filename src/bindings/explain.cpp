@@ -42,6 +42,18 @@ std::string dtype_name(nb::handle dtype) {
     return name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name;
 }
 
+// The words that octavo.pack_tree_mask would make of bools.
+TensorView view_of_words(const char* op, const char* name, nb::handle bools) {
+    nb::module_::import_("octavo._tree_mask").attr("check_bools")(op, name, bools);
+    TensorView view;
+    view.dtype = DType::int64;
+    view.device = {DeviceType::meta, 0};
+    view.ndim = 1;
+    view.shape[0] = int_argument(op, name, bools.attr("shape")[0]);
+    set_c_order(view);
+    return view;
+}
+
 // The layout that shape and dtype say, and a torch tensor's strides: on the device meta, at no address.
 TensorView view_of_shape(const char* op, const char* name, nb::handle array, schema::Accept accept) {
     if (!nb::hasattr(array, "shape") || !nb::hasattr(array, "dtype")) {
@@ -49,6 +61,7 @@ TensorView view_of_shape(const char* op, const char* name, nb::handle array, sch
                         bindings::type_name(array));
     }
     const std::string wanted = dtype_name(array.attr("dtype"));
+    if (accept == schema::Accept::words && wanted == "bool") return view_of_words(op, name, array);
     const std::optional<DType> dtype = dtype_named(wanted, accept);
     if (!dtype || !may_be(*dtype, accept)) refuse_dtype(op, name, accept, wanted);
     TensorView view;

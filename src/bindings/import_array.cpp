@@ -89,6 +89,12 @@ bool is_deleted(nb::handle array) {
     return !method.is_none() && method().equal(nb::bool_(true));
 }
 
+bool has_bools(nb::handle array, const ArrayType& type) {
+    if (type.framework == Framework::other) return false;
+    const std::string dtype = nb::str(nb::getattr(array, "dtype", nb::none())).c_str();
+    return dtype == "bool" || dtype == "torch.bool";
+}
+
 bool is_name_of_int4(std::string_view dtype) { return dtype == "int4" || dtype == "uint4"; }
 
 // Raises `type`, chained to the Python error being handled. KeyboardInterrupt and its like pass unchanged.
@@ -284,7 +290,14 @@ void refuse_dtype(const char* op, std::string_view name, Accept accept, const st
     switch (accept) {
         case Accept::int32: wanted = "int32"; break;
         case Accept::integer: wanted = "int32 or int64"; break;
-        case Accept::words: wanted = "int64 or uint64, or pairs of int32 or uint32"; break;
+        case Accept::words:
+            wanted = "int64 or uint64, pairs of int32 or uint32, or bool";
+            if (got == "bool") {
+                hint =
+                    " of a library that octavo.pack_tree_mask does not know, which takes arrays of NumPy, "
+                    "PyTorch, JAX and CuPy";
+            }
+            break;
         case Accept::float32: wanted = "float32"; break;
         case Accept::scales: wanted = "float32 or float16"; break;
         case Accept::mask: wanted = "bool or uint8"; break;
@@ -375,6 +388,8 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
     if (is_of_dispatcher_ && type.has_torch_dispatch) {
         fail<TypeError>(op_, name, " (", bindings::type_name(array), ") must be an ordinary tensor here");
     }
+    if (accept == Accept::words && has_bools(array, type))
+        return import(name, words_of_bools(name, array), accept, writes, may_be_on_host);
     if (writes && type.framework == Framework::jax) {
         // Before jax 0.12 nothing in the exchange says that the memory must not be written.
         fail<TypeError>(op_, name, " is written to and cannot be a JAX array, which is immutable");
@@ -433,6 +448,22 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         first_view_ = view;
     }
     return view;
+}
+
+// What octavo.pack_tree_mask makes of them: on their own device, and on the stream of the work where the
+// caller wants another one than their library's, whose memory would be used again too early.
+nb::object Call::words_of_bools(const char* name, nb::handle bools) {
+    nb::object stream = nb::none();
+    if (wanted_stream_ && device_.value_or(Device{}).type == DeviceType::cuda)
+        stream = nb::int_(reinterpret_cast<uintptr_t>(*wanted_stream_));
+    try {
+        const nb::module_ module = nb::module_::import_("octavo._tree_mask");
+        made_.push_back(module.attr("words_of_bools")(op_, name, bools, stream));
+    } catch (nb::python_error& error) {
+        if (is_deleted(bools)) refuse(error, PyExc_RuntimeError, op_, name, bools, Accept::words);
+        throw;
+    }
+    return made_.back();
 }
 
 void Call::refuse_device(const char* name, Device device) const {

@@ -105,6 +105,7 @@ class Call {
                       bool may_be_on_host = false);
     TensorView with_unit_stride(const char* name, const TensorView& wide);
     nb::object array_of_list(const char* name, nb::handle list);
+    nb::object words_of_bools(const char* name, nb::handle bools);
     [[noreturn]] void refuse_device(const char* name, Device device) const;
     std::optional<int64_t> enter_device(const char* name, const ArrayType& type, Device device,
                                         bool may_be_on_host);
@@ -126,7 +127,7 @@ class Call {
     bool wait_for_work_ = false;
     std::optional<bool> has_tangents_;  // any of torch's tensors; unknown before the first
     std::vector<Loan> loans_;
-    std::vector<nb::object> lists_;                   // as arrays
+    std::vector<nb::object> made_;                    // arrays, of lists and of bools
     std::vector<std::unique_ptr<int64_t[]>> copied_;  // integers that lay apart
 };
 

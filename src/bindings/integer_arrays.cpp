@@ -19,7 +19,7 @@ nb::object Call::array_of_list(const char* name, nb::handle list) {
         nb::raise_from(error, PyExc_ValueError,
                        "%s: %s must be an array or a list of ints, rows of one length", op_, name);
     }
-    lists_.push_back(array);
+    made_.push_back(array);
     return array;
 }
 

@@ -24,7 +24,8 @@ namespace octavo::schema {
 
 // The dtypes that an array may have: data is float32, float16 or bfloat16, cache is that or one of 8 bits,
 // scales is float32 or float16, integer is int32 or int64, words have 64 bits: int64 or uint64, or pairs of
-// int32 or uint32; mask is bool or uint8, which the operators get as uint8. The checks go further.
+// int32 or uint32, and Python makes them of bools, too; mask is bool or uint8, which the operators get as
+// uint8. The checks go further.
 enum class Accept : uint8_t { data, cache, scales, int32, float32, integer, words, mask };
 
 // What the operator does to an array: reads it, writes to it in place, or writes a result to it.

@@ -113,6 +113,7 @@ def make_calls():
                 many_each,
                 {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "tree_mask": tree, "return_lse": True},
             ),
+            (many_each, {"cu_seqlens_q": CU_SEQLENS, "tree_mask": normal(8, 5) > 0}),
             (one_each, {"chosen_pages": CHOSEN_PAGES, "window_left": 30, "return_lse": True}),
             (many_each, {"cu_seqlens_q": CU_SEQLENS, "max_seqlen_q": 5, "chosen_pages": CHOSEN_PAGES[:, 0]}),
         ],

@@ -15,6 +15,8 @@ import octavo
 from support import calls, problems
 from support.calls import assert_same_bits
 from support.case import Case
+from support.libraries import get_library
+from support.producers import Producer
 from support.strategies import drawn_cases
 from support.targets import Target, cpu_target, every_target
 
@@ -72,6 +74,10 @@ def pairs(words: Words) -> NDArray[np.int32]:
     return words.view(np.int32).reshape(-1, 2)
 
 
+def bools(words: Words, n: int = 64) -> NDArray[np.bool_]:
+    return (words[:, None] >> np.arange(n, dtype=np.uint64) & np.uint64(1)).astype(bool)
+
+
 def check(target: Target, case: Case, words: Words, **options: Any) -> calls.Result:
     inputs = problems.make_inputs(case, target.dtype)
     tree = [int(word) for word in words]
@@ -111,6 +117,23 @@ def test_agrees_with_the_formula(target: Target, case: Case, kind: str) -> None:
 @pytest.mark.parametrize("num_splits", [1, 2, 7])
 def test_splits(target: Target, num_splits: int) -> None:
     check(target, TREES, make_words("random", TREES.seqlens_q), num_splits=num_splits)
+
+
+@every_target
+@pytest.mark.parametrize("n", [64, 33, 5, 0])
+def test_bools_are_their_words(target: Target, n: int) -> None:
+    """Columns that are not there count as False."""
+    words = make_words("random", TREES.seqlens_q)
+    kept = words & np.uint64((1 << n) - 1)
+    expected = check(target, TREES, kept)
+    inputs = problems.make_inputs(TREES, target.dtype)
+    cache = problems.make_cache(TREES, inputs)
+    for of_rows in (bools(words, n), np.asfortranarray(bools(words, n))):
+        mask = target.library.boolean(of_rows)
+        assert_same_bits(calls.paged_attention(target, TREES, inputs, cache, tree_mask=mask), expected)
+    if target.library.has_views:
+        mask = target.library.swap_axes(target.library.boolean(bools(words, n).T), 0, 1)
+        assert_same_bits(calls.paged_attention(target, TREES, inputs, cache, tree_mask=mask), expected)
 
 
 @every_target
@@ -221,6 +244,55 @@ def test_every_kind_of_words() -> None:
     assert not np.array_equal(octavo.paged_attention(**call), expected)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_bools_of_every_library(library: str) -> None:
+    """Beside NumPy's other arrays."""
+    pytest.importorskip(library)
+    call, words = paged_call(), make_words("random", (12, 5))
+    mask = get_library(library, "cpu").boolean(bools(words, 12))
+    expected = octavo.paged_attention(**call, tree_mask=words)
+    np.testing.assert_array_equal(octavo.paged_attention(**call, tree_mask=mask), expected)
+    np.testing.assert_array_equal(octavo.paged_attention(**call, tree_mask=mask, stream=1), expected)
+
+
+def test_bools_that_octavo_jax_makes_an_array_of() -> None:
+    octavo_jax = pytest.importorskip("octavo.jax")
+    call, words = paged_call(), make_words("random", (12, 5))
+    expected = octavo_jax.paged_attention(**call, tree_mask=pairs(words))
+    for mask in (bools(words, 12), bools(words, 12).tolist()):
+        np.testing.assert_array_equal(octavo_jax.paged_attention(**call, tree_mask=mask), expected)
+    with pytest.raises(ValueError, match=r"paged_attention: tree_mask of bool must have .*; got \[17\]"):
+        octavo_jax.paged_attention(**call, tree_mask=np.zeros(17, bool))
+
+
+@pytest.mark.gpu
+def test_bools_on_a_stream_of_the_callers() -> None:
+    """The words live as long as the work, and nothing is read back: a graph holds how they are made."""
+    torch = pytest.importorskip("torch")
+    words = [make_words("random", (12, 5), seed) for seed in range(2)]
+    call = {name: torch.from_numpy(x).cuda() for name, x in paged_call().items()}
+    for name in ("q", "k_pages", "v_pages"):
+        call[name] = call[name].half()
+    masks = [torch.from_numpy(bools(x, 12)).cuda() for x in words]
+    of_words = [torch.from_numpy(x.view(np.int64)).cuda() for x in words]
+    expected = [octavo.paged_attention(**call, tree_mask=x) for x in of_words]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for mask, wanted in zip(masks, expected, strict=True):
+        out = octavo.paged_attention(**call, tree_mask=mask, stream=stream)
+        for _ in range(16):
+            torch.zeros(17, dtype=torch.int64, device="cuda")  # memory that the words no longer need
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted)
+    graph, mask = torch.cuda.CUDAGraph(), masks[0].clone()
+    with torch.cuda.graph(graph):
+        out = octavo.paged_attention(**call, tree_mask=mask)
+    for new, wanted in zip(masks, expected, strict=True):
+        mask.copy_(new)
+        graph.replay()
+        assert torch.equal(out, wanted)
+
+
 def test_one_query_a_sequence() -> None:
     call = paged_call()
     del call["cu_seqlens_q"]
@@ -229,6 +301,9 @@ def test_one_query_a_sequence() -> None:
     out, lse_of_tree = octavo.paged_attention(**call, tree_mask=np.array([-1, 0]), return_lse=True)
     np.testing.assert_array_equal(out[0], plain[0])
     assert (lse_of_tree[1] < lse[1]).all()
+
+
+BOOL_SHAPE = r"tree_mask of bool must have shape \[total_q, n\] with n at most 64, the bits of a word; got "
 
 
 @pytest.mark.parametrize(
@@ -253,9 +328,20 @@ def test_one_query_a_sequence() -> None:
             np.zeros(17, np.int16),
             {},
             TypeError,
-            "must be int64 or uint64, or pairs of int32 or uint32; got int16",
+            "must be int64 or uint64, pairs of int32 or uint32, or bool; got int16",
         ),
-        (np.zeros(17, bool), {}, TypeError, "must be int64 or uint64, or pairs of int32 or uint32; got bool"),
+        (
+            Producer(np.zeros((17, 5), np.uint8), code=6),  # DLPack's bool
+            {},
+            TypeError,
+            r"or bool; got bool of a library that octavo\.pack_tree_mask does not know",
+        ),
+        (np.ma.zeros((17, 5), bool), {}, TypeError, "tree_mask is a masked array"),
+        (np.zeros(17, bool), {}, ValueError, BOOL_SHAPE + r"\[17\]"),
+        (np.zeros((17, 65), bool), {}, ValueError, BOOL_SHAPE + r"\[17, 65\]"),
+        (np.zeros((1, 17, 17), bool), {}, ValueError, BOOL_SHAPE + r"\[1, 17, 17\]"),
+        (np.zeros((3, 5), bool), {}, ValueError, r"total_q of tree_mask \(3\) must equal that of q \(17\)"),
+        (np.zeros((17, 5), bool), {"causal": False}, ValueError, "tree_mask needs causal"),
         (np.zeros(17, np.int64), {"causal": False}, ValueError, "tree_mask needs causal"),
     ],
 )
@@ -266,10 +352,13 @@ def test_refusals(mask: Any, options: dict[str, Any], kind: type[Exception], mes
 
 def test_explain() -> None:
     call = {name: octavo_shape(x) for name, x in paged_call().items()}
-    for tree in (Shape((17,), "int64"), Shape((17,), "uint64"), Shape((17, 2), "uint32")):
+    shapes = {"int64": (17,), "uint64": (17,), "uint32": (17, 2), "bool": (17, 5), "torch.bool": (17, 64)}
+    for tree in (Shape(shape, dtype) for dtype, shape in shapes.items()):
         assert octavo.explain("paged_attention", **call, tree_mask=tree, device="h100").kernel
     with pytest.raises(ValueError, match="total_q of tree_mask"):
         octavo.explain("paged_attention", **call, tree_mask=Shape((3,), "int64"), device="h100")
+    with pytest.raises(ValueError, match=BOOL_SHAPE + r"\[17, 65\]"):
+        octavo.explain("paged_attention", **call, tree_mask=Shape((17, 65), "bool"), device="h100")
 
 
 @dataclasses.dataclass
@@ -358,6 +447,8 @@ def test_kv_cache(target: Target) -> None:
     tree = octavo.tree_mask([-1, 0, 0, 1, 1, 2, 5])
     parts = [target.array(random.standard_normal((7, heads, 64))) for heads in (4, 2, 2)]
     out = step.attend(0, *parts, tree_mask=tree)
+    of_bools = step.attend(0, *parts, tree_mask=bools(tree.view(np.uint64), 7))
+    np.testing.assert_array_equal(np.asarray(of_bools, np.float32), np.asarray(out, np.float32))
     chain_out = step.attend(0, *parts, tree_mask=np.full(7, -1))
     plain_out = step.attend(0, *parts)
     np.testing.assert_array_equal(np.asarray(chain_out, np.float32), np.asarray(plain_out, np.float32))

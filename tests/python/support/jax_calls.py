@@ -199,6 +199,16 @@ def make_calls(dtype="float32", seed=0):
         ("attention", {**packed, **batch_blocks}, {"block_size": 64}),
         ("attention_backward", backward({**dense, **batch_blocks}, {}), {}),
         ("attention_backward", backward({**packed, **blocks}, {"block_size": 64}), {"block_size": 64}),
+        (
+            "paged_attention",
+            {
+                **paged,
+                "q": packed["q"],
+                "cu_seqlens_q": index(CU_SEQLENS),
+                "tree_mask": normal(8, 5, seed=seed) > 0,
+            },
+            {"max_seqlen_q": 5, "return_lse": True},
+        ),
     ]
 
 
