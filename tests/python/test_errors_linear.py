@@ -102,6 +102,13 @@ CASES = [
         for name in ("residual", "out")
     ),
     case(*L, ValueError, f"out {LIKE_OUT} [2, 3, 8]", out=f32(2, 3, 8)),
+    case(
+        *L,
+        ValueError,
+        f"K {LENGTHS}; got {2**30 + 1}",
+        x=as_strided(f32(1), (2, 3, 2**30 + 1), (0, 0, 4)),
+        w=as_strided(f32(1), (5, 2**30 + 1), (0, 4)),
+    ),
     case(*L, ValueError, f"N {LENGTHS}; got {2**30 + 1}", w=long(2**30 + 1, 8), out=long(2, 3, 8)),
     # Strides.
     case(

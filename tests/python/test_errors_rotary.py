@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from support.refusals import (
+    LENGTHS,
     NO_ARRAY,
     Arguments,
     K,
@@ -13,6 +14,7 @@ from support.refusals import (
     case,
     f32,
     i32,
+    long,
     memory,
     read_only,
     refused,
@@ -90,6 +92,13 @@ CASES = [
     case(
         *R,
         ValueError,
+        f"max_positions {LENGTHS}; got {2**30 + 1}",
+        rotary_cos=long(2**30 + 1, 3),
+        rotary_sin=long(2**30 + 1, 3),
+    ),
+    case(
+        *R,
+        ValueError,
         "rotary_cos must have a unit stride along its last axis; got stride 2",
         rotary_cos=f32(6, 6)[:, ::2],
     ),
@@ -116,6 +125,13 @@ CASES = [
     case(*Q, ValueError, "batch of q (3) must equal that of k (2)", q=f32(3, 4, 8)),
     case(
         *Q, ValueError, "total of q (3) must equal that of k (2)", q=f32(3, 4, 8), cu_seqlens=i32([0, 1, 2])
+    ),
+    case(
+        *Q,
+        ValueError,
+        f"num_q_heads {LENGTHS}; got {2**30 + 1}",
+        q=long(2, 2**30 + 1, 8),
+        q_out=long(2, 2**30 + 1, 8),
     ),
     case(*Q, ValueError, "head_dim of q (16) must equal that of k (8)", q=f32(2, 4, 16)),
     case(*Q, TypeError, "q_out must be float32 like q; got float16", q_out=f16(2, 4, 8)),
