@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo import _core
 from octavo._linear_plan import dtype_name
@@ -47,6 +47,19 @@ def _best_shift(low: NDArray[np.float64], high: NDArray[np.float64], below: floa
     return float(shifts[starts[longest]] + shifts[stops[longest]]) / 2.0
 
 
+def _array(name: str, given: ArrayLike, wanted: str, kinds: str) -> NDArray[Any]:
+    """What NumPy reads, of a dtype of one of these kinds; an empty list is of any."""
+    import numpy as np
+
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_OPERATOR}: {name} must be an array of {wanted}: {error}") from None
+    if array.dtype.kind not in kinds and array.size > 0:
+        raise TypeError(f"{_OPERATOR}: {name} must be of {wanted}; got {array.dtype}")
+    return array
+
+
 def calibrate_softmax_phi(
     lse: ArrayLike, seq_lens: ArrayLike, dtype: object
 ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
@@ -75,16 +88,17 @@ def calibrate_softmax_phi(
     Raises:
         ValueError: shapes that do not fit, an unknown dtype, a log-sum-exp that is NaN or inf, a row with
             a log-sum-exp but no key.
+        TypeError: lse is not of numbers, or seq_lens not of integers.
     """
     import numpy as np
 
     name = dtype_name(dtype)
     if name not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"{_OPERATOR}: dtype must be float16, bfloat16 or float32; got {name}")
-    values = np.asarray(lse, np.float64)
+    values = _array("lse", lse, "numbers", "iufV").astype(np.float64)  # V: what ml_dtypes adds
     if values.ndim < 1 or values.shape[-1] == 0:
         raise ValueError(f"{_OPERATOR}: lse must have shape [..., num_q_heads]; got {list(values.shape)}")
-    lengths = np.asarray(seq_lens)
+    lengths = _array("seq_lens", seq_lens, "integers", "iu")
     try:
         lengths = np.broadcast_to(lengths, values.shape[:-1])
     except ValueError:

@@ -26,6 +26,7 @@ _MOST_WEIGHTS = 200  # of one graph
 _MAX_LENGTH = 2**30  # of arrays that linear takes
 
 _Choice = TypeVar("_Choice")
+_Item = TypeVar("_Item")
 
 
 class Problem(NamedTuple):
@@ -70,7 +71,7 @@ def tune_linear(
     shapes: Iterable[tuple[int, int]],
     *,
     dtype: object,
-    rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    rows: Iterable[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256),
     save: bool = True,
     device: str | None = None,
 ) -> LinearTable:
@@ -138,17 +139,25 @@ def tune(problems: Sequence[Problem], device: str, measure: Measure, *, save: bo
     return linear_table(device)
 
 
-def _problems(shapes: Iterable[tuple[int, int]], dtype: object, rows: Sequence[int]) -> list[Problem]:
+def _listed(what: str, given: Iterable[_Item], wanted: str) -> list[_Item]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"tune_linear: {what} must be {wanted}; got {given!r}")
+    return list(given)
+
+
+def _problems(shapes: Iterable[tuple[int, int]], dtype: object, rows: Iterable[int]) -> list[Problem]:
     name = dtype_name(dtype)
     if name not in ("float16", "bfloat16"):
         raise ValueError(f"tune_linear: dtype must be float16 or bfloat16; got {name}")
+    wanted = "an iterable of pairs (N, K), such as [(4096, 4096)]"
+    all_shapes, all_rows = _listed("shapes", shapes, wanted), _listed("rows", rows, "an iterable of ints")
     problems = []
-    for shape in shapes:
+    for shape in all_shapes:
         try:
             n, k = shape
         except (TypeError, ValueError):
             raise TypeError(f"tune_linear: shapes must be pairs (N, K); got {shape!r}") from None
-        for what, length in (("N", n), ("K", k), *(("rows", m) for m in rows)):
+        for what, length in (("N", n), ("K", k), *(("rows", m) for m in all_rows)):
             if not isinstance(length, int):
                 raise TypeError(f"tune_linear: {what} must be an int; got {type(length).__name__}")
             if not 1 <= length <= _MAX_LENGTH:
@@ -157,7 +166,7 @@ def _problems(shapes: Iterable[tuple[int, int]], dtype: object, rows: Sequence[i
             raise ValueError(
                 f"tune_linear: K ({k}) must be a multiple of 8; a library computes other products"
             )
-        problems += [Problem(n, k, m, str(name)) for m in sorted(set(rows))]
+        problems += [Problem(n, k, m, str(name)) for m in sorted(set(all_rows))]
     if not problems:
         raise ValueError("tune_linear: shapes and rows must not be empty")
     return problems

@@ -106,6 +106,8 @@ def test_shapes_and_dtypes() -> None:
         for x, y in zip(octavo.calibrate_softmax_phi(lse, seq_lens, dtype), expected, strict=True):
             np.testing.assert_array_equal(x, y)
     octavo.calibrate_softmax_phi(lse, seq_lens[0], ml_dtypes.bfloat16)  # broadcast
+    octavo.calibrate_softmax_phi(lse.astype(ml_dtypes.bfloat16), seq_lens.astype(np.uint16), "bfloat16")
+    assert octavo.calibrate_softmax_phi(np.zeros((0, 2)), [], "float16")[0].shape == (2,)
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     of_torch = octavo.calibrate_softmax_phi(torch.tensor(lse), torch.tensor(seq_lens), torch.float16)
     np.testing.assert_array_equal(of_torch[0], expected[0])
@@ -131,6 +133,29 @@ def test_shapes_and_dtypes() -> None:
 def test_errors(lse: Any, seq_lens: Any, dtype: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"calibrate_softmax_phi: {message}")):
         octavo.calibrate_softmax_phi(lse, seq_lens, dtype)
+
+
+@pytest.mark.parametrize(
+    ("lse", "seq_lens", "error", "message"),
+    [
+        (np.zeros((3, 2)), 5.5, TypeError, "seq_lens must be of integers; got float64"),
+        (np.zeros((3, 2)), [5.0, 6.0, 7.0], TypeError, "seq_lens must be of integers; got float64"),
+        (np.zeros((3, 2)), True, TypeError, "seq_lens must be of integers; got bool"),
+        (np.zeros((3, 2)), "5", TypeError, "seq_lens must be of integers; got <U1"),
+        (np.zeros((3, 2)), None, TypeError, "seq_lens must be of integers; got object"),
+        (np.zeros((3, 2)), [[5], [6, 7]], ValueError, "seq_lens must be an array of integers: "),
+        ("lse", 5, TypeError, "lse must be of numbers; got <U3"),
+        (["1", "2"], 5, TypeError, "lse must be of numbers; got <U1"),
+        (None, 5, TypeError, "lse must be of numbers; got object"),
+        ([[1.0], [2.0, 3.0]], 5, ValueError, "lse must be an array of numbers: "),
+        (np.zeros((3, 2), complex), 5, TypeError, "lse must be of numbers; got complex128"),
+    ],
+)
+def test_what_numpy_does_not_read_as_numbers(
+    lse: Any, seq_lens: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(f"calibrate_softmax_phi: {message}")):
+        octavo.calibrate_softmax_phi(lse, seq_lens, "float16")
 
 
 @every_dtype

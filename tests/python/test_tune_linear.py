@@ -262,6 +262,11 @@ def test_progress_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         ([(8, 8)], {"dtype": "float32"}, ValueError, "dtype must be float16 or bfloat16; got float32"),
         ([8], {}, TypeError, r"shapes must be pairs \(N, K\); got 8"),
         ([(8, 8, 8)], {}, TypeError, r"shapes must be pairs \(N, K\); got \(8, 8, 8\)"),
+        (None, {}, TypeError, r"shapes must be an iterable of pairs \(N, K\), such as .*; got None"),
+        (4096, {}, TypeError, r"shapes must be an iterable of pairs \(N, K\), such as .*; got 4096"),
+        ([(8, 8)], {"rows": 5}, TypeError, "rows must be an iterable of ints; got 5"),
+        ([(8, 8)], {"rows": None}, TypeError, "rows must be an iterable of ints; got None"),
+        ([(8, 8)], {"rows": "8"}, TypeError, "rows must be an int; got str"),
         ([(0, 8)], {}, ValueError, r"N must lie in \[1, 1073741824\]; got 0"),
         ([(8, 8.0)], {}, TypeError, "K must be an int; got float"),
         ([(8, 12)], {}, ValueError, r"K \(12\) must be a multiple of 8"),
@@ -280,6 +285,14 @@ def test_progress_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_refusals(shapes: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^tune_linear: {message}"):
         octavo.tune_linear(shapes, **{"dtype": "float16", **options})
+
+
+def test_rows_may_come_from_a_generator() -> None:
+    """Which only one of several shapes could read."""
+    problems = _tune_linear._problems(
+        (shape for shape in ((8, 8), (16, 8))), "float16", (rows for rows in (2, 1))
+    )
+    assert [(problem.N, problem.M) for problem in problems] == [(8, 1), (8, 2), (16, 1), (16, 2)]
 
 
 @pytest.mark.skipif(gpu_count() > 0, reason="there is a GPU")
