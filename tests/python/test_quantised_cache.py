@@ -160,6 +160,31 @@ def test_what_is_appended_is_attended(codes: str) -> None:
     assert error < {"int8": 0.02, "float8_e4m3fn": 0.05, "float8_e5m2": 0.2}[codes]
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("page_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("codes", CODES)
+def test_unused_slots_may_hold_any_code(codes: str, page_size: int, code: int) -> None:
+    """Those of NaN, 0x7f and 0xff in float8_e4m3fn, too."""
+    rng = np.random.default_rng(page_size)
+    k, v = rng.standard_normal((2, 41, 2, 64)).astype(np.float32)
+    q = rng.standard_normal((1, 4, 64)).astype(np.float32)
+    num_pages = -(-41 // page_size)
+    table, lengths = np.arange(1, num_pages + 1, dtype=np.int32)[None, ::-1].copy(), np.array([41], np.int32)
+    scales = {"k_scale": 4.0 / LARGEST[codes], "v_scale": 4.0 / LARGEST[codes]}
+    results = []
+    for filling in (0, code):
+        shape = (num_pages + 2, page_size, 2, 64)
+        pages = [np.full(shape, filling, np.uint8).view(CODES[codes]) for _ in range(2)]
+        cu_seqlens = np.array([0, 41], np.int32)
+        octavo.append_kv(k, v, *pages, table, lengths, cu_seqlens=cu_seqlens, **scales)
+        for count in (1, 41):
+            queries = {"cu_seqlens_q": np.array([0, count], np.int32)}
+            rows = np.repeat(q, count, 0)
+            results.append(octavo.paged_attention(rows, *pages, table, lengths, **scales, **queries))
+    for of_zeros, spoilt in zip(results[:2], results[2:], strict=True):
+        assert np.isfinite(of_zeros).all() and of_zeros.tobytes() == spoilt.tobytes()
+
+
 @pytest.mark.parametrize("codes", CODES)
 def test_torch_and_jax_arrays(codes: str) -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")

@@ -202,11 +202,17 @@ def filled(
     return cache, table, np.array(lengths, np.int32)
 
 
-def spoil_unused_scales(cache: Cache, table: NDArray[Any], lengths: NDArray[Any]) -> None:
-    """Scales of slots that no sequence uses become NaN."""
+def unused_slots(cache: Cache, table: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.bool_]:
+    """Of each page and slot, whether no sequence uses it."""
     page_size = cache.k_pages.shape[1]
     unused = np.ones(cache.k_scales.shape[:2], bool)
     for row, length in zip(table, lengths, strict=True):
         positions = np.arange(length)
         unused[row[positions // page_size], positions % page_size] = False
+    return unused
+
+
+def spoil_unused_scales(cache: Cache, table: NDArray[Any], lengths: NDArray[Any]) -> None:
+    """Scales of slots that no sequence uses become NaN."""
+    unused = unused_slots(cache, table, lengths)
     cache.k_scales[unused], cache.v_scales[unused] = np.nan, np.nan
