@@ -146,7 +146,13 @@ def fold_append_kv(arrays: Arrays, shared: frozenset[str]) -> Folded:
 
 def fold_copy_pages(arrays: Arrays, _: frozenset[str]) -> Folded:
     folded = {name: _fold(array) for name, array in arrays.items()}
-    folded["copies"] = _fold_pages(arrays["copies"], arrays["k_pages"].shape[1])
+    copies, num_pages = arrays["copies"], arrays["k_pages"].shape[1]
+    if "to_k_pages" in arrays and copies.shape[2:] == (2,):  # or else it will be refused
+        counts = num_pages, arrays["to_k_pages"].shape[1]
+        columns = [_fold_pages(copies[..., i], count) for i, count in enumerate(counts)]
+        folded["copies"] = jnp.stack(columns, axis=-1)
+    else:
+        folded["copies"] = _fold_pages(copies, num_pages)
     return folded, {}
 
 

@@ -169,7 +169,16 @@ def append_kv(
 
 @overload
 def copy_pages(
-    k_pages: ArrayLike, v_pages: ArrayLike, copies: ArrayLike, *, k_scales: None = None, v_scales: None = None
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    copies: ArrayLike,
+    *,
+    to_k_pages: ArrayLike | None = None,
+    to_v_pages: ArrayLike | None = None,
+    k_scales: None = None,
+    v_scales: None = None,
+    to_k_scales: None = None,
+    to_v_scales: None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def copy_pages(
@@ -177,8 +186,12 @@ def copy_pages(
     v_pages: ArrayLike,
     copies: ArrayLike,
     *,
+    to_k_pages: ArrayLike | None = None,
+    to_v_pages: ArrayLike | None = None,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
+    to_k_scales: ArrayLike | None = None,
+    to_v_scales: ArrayLike | None = None,
 ) -> tuple[jax.Array, ...]: ...
 @like(octavo.copy_pages)
 def copy_pages(
@@ -186,10 +199,16 @@ def copy_pages(
     v_pages: ArrayLike,
     copies: ArrayLike,
     *,
+    to_k_pages: ArrayLike | None = None,
+    to_v_pages: ArrayLike | None = None,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
+    to_k_scales: ArrayLike | None = None,
+    to_v_scales: ArrayLike | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Copy whole pages inside a cache: ``octavo.copy_pages`` in a JAX program.
+    """Copy whole pages inside a cache, or from it to another one: ``octavo.copy_pages`` in a JAX program.
+
+    Both caches are on the device of the program.
 
     Args:
         k_pages: float32, float16 or bfloat16, or codes of 8 bits [num_pages, page_size, num_kv_heads,
@@ -197,14 +216,20 @@ def copy_pages(
         v_pages: like k_pages: the cache of values.
         copies: int32 or int64 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them. No
             page is both read and written, and none is written twice.
+        to_k_pages: the other cache of keys, [any number of pages, page_size, num_kv_heads, head_dim], of the
+            dtype of k_pages. Default: k_pages.
+        to_v_pages: like to_k_pages, and given together with it: the other cache of values.
         k_scales: the scales of each token and KV head that belong to k_pages, as for ``append_kv``, which are
             copied with the pages. Default: none.
         v_scales: likewise for v_pages.
+        to_k_scales: those of to_k_pages; given if k_scales is and there is another cache.
+        to_v_scales: likewise for to_v_pages.
 
     Returns:
-        k_pages: the cache of keys after the copies; in place of the argument where that was given up.
+        k_pages: the cache of keys after the copies, the other one if there is one; in place of the argument
+            where that was given up.
         v_pages: the cache of values after the copies, likewise.
-        k_scales, v_scales: those that were given, after the copies, likewise.
+        k_scales, v_scales: those that were given, of the same cache after the copies, likewise.
 
     Raises:
         ValueError: a shape that does not fit.
@@ -215,7 +240,11 @@ def copy_pages(
         "k_pages": k_pages,
         "v_pages": v_pages,
         "copies": copies,
+        "to_k_pages": to_k_pages,
+        "to_v_pages": to_v_pages,
         "k_scales": k_scales,
         "v_scales": v_scales,
+        "to_k_scales": to_k_scales,
+        "to_v_scales": to_v_scales,
     }
     return _jax_call.run(_jax_call.COPY_PAGES, arrays)

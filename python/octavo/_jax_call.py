@@ -104,6 +104,14 @@ def _cache_results(arrays: _Arrays, _: Mapping[str, Option], __: _Asked) -> _Res
     }
 
 
+def _copied_results(arrays: _Arrays, options: Mapping[str, Option], asked: _Asked) -> _Results:
+    """The cache that is written: another one, where there is one."""
+    to = [f"to_{name}" for name in CACHE if f"to_{name}" in arrays]
+    if not to:
+        return _cache_results(arrays, options, asked)
+    return {name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in to}
+
+
 def _merged_results(arrays: _Arrays, _: Mapping[str, Option], __: _Asked) -> _Results:
     out = arrays["out_a"]
     return {
@@ -163,7 +171,7 @@ PAGED_ATTENTION = Operator(
     frozenset({*CACHE, "alibi_slopes", *_OF_ALL_TOKENS, *_OF_HEADS}),
 )
 APPEND_KV = Operator("append_kv", _cache_results, _jax_batching.fold_append_kv, _OF_ALL_TOKENS | _TABLES)
-COPY_PAGES = Operator("copy_pages", _cache_results, _jax_batching.fold_copy_pages)
+COPY_PAGES = Operator("copy_pages", _copied_results, _jax_batching.fold_copy_pages)
 MERGE_STATES = Operator("merge_states", _merged_results, _jax_batching.fold_merge_states)
 ATTENTION_BACKWARD = Operator(
     "attention_backward", _gradients, _jax_batching.fold_attention, frozenset({"block_mask", "sinks"})

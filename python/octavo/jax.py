@@ -21,7 +21,7 @@ gathers whole arrays around a function that it does not know. ``jax.vmap`` maps 
 the operators have; with dropout it calls them one by one, since the results are those of single calls, and
 so it does for mapped sinks and for gradients of sinks.
 ``attention`` is differentiable in reverse mode (``jax.grad``), and once; ``attention_backward`` computes its
-gradients. All other derivatives raise TypeError. There is no copy between two caches.
+gradients. All other derivatives raise TypeError.
 """
 
 from __future__ import annotations

@@ -73,11 +73,8 @@ def test_equals_octavo(call, dtype):
     assert all(np.array(x).tobytes() == before[key].tobytes() for key, x in arrays.items())
 
 
-# Results are values and streams XLA's; one cache at a time.
-NOT_IN_JAX = (
-    *("stream", "dq", "dk", "dv", "to_k_pages", "to_v_pages", "to_k_scales", "to_v_scales"),
-    *("residual_out", "q_out", "plan"),
-)
+# Results are values and streams XLA's.
+NOT_IN_JAX = ("stream", "dq", "dk", "dv", "residual_out", "q_out", "plan")
 ONLY_IN_JAX = ("deterministic_backward",)  # what PyTorch has a switch for
 
 
@@ -219,7 +216,41 @@ def test_replayed_programs():
             assert_same((out, *jax.tree.leaves(caches)), (wanted, *jax.tree.leaves(expected)))
 
 
+def test_a_donated_cache_is_copied_to_in_place(one_dtype):
+    """From one with another number of pages, which stays as it is."""
+    k_pages, v_pages = cache(one_dtype).values()
+    to = {name: x[:4] + 0 for name, x in cache(one_dtype, seed=5).items()}
+    copies = jnp.array([[4, 2], [0, 3]], jnp.int32)
+    before = [np.array(x) for x in (k_pages, v_pages)]
+    expected = [x.at[copies[:, 1]].set(y[copies[:, 0]]) for x, y in zip(to.values(), before, strict=True)]
+    addresses = [x.unsafe_buffer_pointer() for x in to.values()]
+
+    @partial(jax.jit, donate_argnums=0)
+    def copy(to, k_pages, v_pages):
+        to = {f"to_{name}": x for name, x in to.items()}
+        return octavo.jax.copy_pages(k_pages, v_pages, copies, **to)
+
+    copied = copy(to, k_pages, v_pages)
+    assert_same(copied, expected)
+    assert [x.unsafe_buffer_pointer() for x in copied] == addresses
+    assert [np.array(x).tobytes() for x in (k_pages, v_pages)] == [x.tobytes() for x in before]
+
+
 # What is refused
+
+
+def test_other_caches_that_do_not_fit():
+    pages, copies = cache(), jnp.array([[4, 2]], jnp.int32)
+    with pytest.raises(ValueError, match=r"copy_pages: to_k_pages and to_v_pages must be given together"):
+        octavo.jax.copy_pages(**pages, copies=copies, to_k_pages=pages["k_pages"])
+    with pytest.raises(ValueError, match=r"copy_pages: to_k_scales belong to another cache"):
+        octavo.jax.copy_pages(**pages, copies=copies, to_k_scales=jnp.ones((NUM_KV_HEADS,)))
+    smaller = {f"to_{name}": x[:2] for name, x in pages.items()}
+    with jax.default_device(jax.devices("cpu")[0]):
+        arrays = {name: np.array(x) for name, x in {**pages, **smaller, "copies": copies}.items()}
+        message = r"copy_pages: copies\[0, 1\] must lie in \[0, num_pages = 2\)"
+        with pytest.raises(RUNTIME_ERRORS, match=message):
+            jax.block_until_ready(octavo.jax.copy_pages(**arrays))
 
 
 def test_wrong_shapes_and_numbers_are_found_by_the_trace():

@@ -63,6 +63,28 @@ def test_vmap(call, which):
             )  # num_splits=None may depend on the batch
 
 
+@pytest.mark.parametrize("mapped", ["all", "to", "copies"])
+def test_vmap_of_copies_to_another_cache(mapped):
+    """With numbers of pages of their own."""
+    rng = np.random.default_rng(2)
+    caches = {
+        name: rng.standard_normal((2, 5, 4, 1, 8)).astype(np.float32) for name in ("k_pages", "v_pages")
+    }
+    to = {f"to_{name}": rng.standard_normal((2, 3, 4, 1, 8)).astype(np.float32) for name in caches}
+    arrays = {**caches, **to, "copies": np.array([[[4, 0], [1, 2]], [[0, 1], [2, 0]]], np.int32)}
+    names = {"all": list(arrays), "to": list(to), "copies": ["copies"]}[mapped]
+    axes = {name: 0 if name in names else None for name in arrays}
+    given = {name: x if name in names else x[0] for name, x in arrays.items()}
+    results = jax.vmap(lambda arrays: octavo.jax.copy_pages(**arrays), in_axes=(axes,))(given)
+    for i in range(2):
+        one = {name: x[i] if name in names else x for name, x in given.items()}
+        for x, y in zip(results, octavo.jax.copy_pages(**one), strict=True):
+            np.testing.assert_array_equal(x[i], y)
+    wrong = {**given, "copies": np.zeros((2, 2, 3), np.int32)}
+    with pytest.raises(ValueError, match=r"copy_pages: copies must have shape \[num_copies, 2\]"):
+        jax.vmap(lambda arrays: octavo.jax.copy_pages(**arrays), in_axes=({**axes, "copies": 0},))(wrong)
+
+
 def test_vmap_of_different_tables():
     paged = make_calls()[5][1]
     tables = np.stack([PAGE_TABLE, np.roll(PAGE_TABLE, 1, axis=0)])

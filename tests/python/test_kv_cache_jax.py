@@ -69,6 +69,24 @@ def test_ranges_are_those_of_numpy(keeps_window: bool) -> None:
     assert (q != without).any()
 
 
+def test_tree_masks_are_those_of_numpy() -> None:
+    """Rows of bools, and words."""
+    ours, other = make_caches()
+    seqs, others = ([cache.create() for _ in range(2)] for cache in (ours, other))
+    q, k, v = random_tokens(14)
+    mask = np.random.default_rng(1).random((14, 9)) < 0.5
+    words = octavo.pack_tree_mask(mask)
+    step, expected = ours.step(seqs, [5, 9]), other.step(others, [5, 9])
+    without = of_words = q
+    for layer in range(2):
+        without = expected.attend(layer, without, k, v)
+        of_words = expected.attend(layer, of_words, k, v, tree_mask=words)
+    assert (of_words != without).any()
+    for given in (mask, words.view(np.uint32).reshape(-1, 2)):
+        out, ours.pages, _ = make_program(tree_mask=given)(ours.pages, step, q, k, v)
+        np.testing.assert_array_equal(out, of_words)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_programs_are_those_of_numpy(dtype: str, rotates: bool) -> None:

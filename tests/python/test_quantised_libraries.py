@@ -152,6 +152,13 @@ def test_jax(kind: str, octavo_jax: ModuleType) -> None:
         assert [bytes_of(x) for x in results] == [bytes_of(x) for x in expected]
         for name, x in zip(names, copied, strict=True):
             assert bytes_of(x) == bytes_of(getattr(cache, name)), name
+    to = {f"to_{name}": jax.numpy.zeros_like(x[:2]) for name, x in given().items()}
+    appended = octavo_jax.append_kv(k, v, cu_seqlens=CU_SEQLENS, **TABLES, **given(), kv_dtype=kv_dtype)
+    copy = jax.jit(lambda arrays, to: octavo_jax.copy_pages(copies=COPIES, **arrays, **to))
+    elsewhere = copy(dict(zip(names, appended, strict=True)), to)
+    for name, x in zip(names, elsewhere, strict=True):
+        assert bytes_of(x[0]) == bytes_of(getattr(cache, name)[3]), name
+        assert x.shape[0] == 2 and not np.asarray(x[1]).view(np.uint8).any()
     donated = given()
     addresses = {x.unsafe_buffer_pointer() for x in donated.values()}
     _, copied = jax.jit(step, donate_argnames=names)(**donated)
