@@ -245,11 +245,23 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0)
     parser.add_argument("--turnover", type=float, default=0.02, help="of a beam; see saved_by_sharing")
     args = parser.parse_args()
+    if args.pages * args.page_size < args.max_length:
+        parser.error(
+            f"--pages ({args.pages}) of --page-size ({args.page_size}) must hold --max-length "
+            f"({args.max_length})"
+        )
+    if args.rate <= 0:
+        parser.error(f"--rate ({args.rate}) must be greater than 0")
     if args.requests:
         lines = args.requests.read_text().splitlines()
-        requests = [Request(**json.loads(line)) for line in lines]
+        try:
+            requests = [Request(**json.loads(line)) for line in lines]
+        except (TypeError, ValueError) as error:
+            parser.error(f"--requests must have an object with the fields of a request in each line: {error}")
     else:
         requests = make_requests(args)
+    if not requests:
+        parser.error("there must be at least one request")
     if args.save_requests:
         args.save_requests.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
 

@@ -44,10 +44,39 @@ def from_slots(
                 f"slots at a stride of {x.stride(1)}, and rows at one of {x.stride(0)}"
             )
     slots = torch.arange(num_slots, dtype=torch.int32, device=page_table.device)
-    # Entries past the end of a sequence, which name slots of the next row, are never used.
-    table = page_table * num_slots + first.unsqueeze(1) + slots
+    columns = first.unsqueeze(1) + slots
+    # Past the end of a row come the slots of the next one; check_padding sees that no sequence reaches them.
+    table = page_table * num_slots + columns
+    if table.device.type == "cpu":  # the operator refuses -1, also where check_padding cannot read numbers
+        table = torch.where((columns < 0) | (columns >= num_slots), -1, table)
     k_slots, v_slots = (x.view(-1, 1, *x.shape[2:]) for x in (k_cache, v_cache))
     return k_slots, v_slots, table
+
+
+def check_padding(first: Tensor, seq_lens: Tensor, num_slots: int) -> None:
+    """Refuse, on the CPU, sequences that leave their row of a dense cache.
+
+    Tensors of a compiler have no numbers, and pass.
+
+    Args:
+        first: int32 [batch], the padding of each sequence.
+        seq_lens: int32 [batch], padding and new tokens included.
+        num_slots: of a row.
+    """
+    is_readable = all(type(x) is Tensor and x.device.type == "cpu" for x in (first, seq_lens))
+    if not is_readable or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return
+    for b, (padding, length) in enumerate(zip(first.tolist(), seq_lens.tolist(), strict=True)):
+        if length > num_slots:
+            raise ValueError(
+                f"{NAME}: sequence {b} must end within the {num_slots} slots of its row of k_cache; "
+                f"its padding and tokens are {length}"
+            )
+        if not 0 <= padding <= max(length, 0):
+            raise ValueError(
+                f"{NAME}: cache_leftpad[{b}] must be from 0 to the sequence's length ({length}); "
+                f"got {padding}"
+            )
 
 
 def tokens_before(batch: int, k_cache: Tensor, cache_seqlens: int | Tensor | None, capacity: int) -> Tensor:

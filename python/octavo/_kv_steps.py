@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -215,6 +216,10 @@ def _total_and_longest(num_new_tokens: Any, batch: int) -> tuple[int, int]:
 def _padded(name: str, padded: int | None, number: int, most: int) -> int:
     if padded is None:
         return number
+    try:
+        padded = operator.index(padded)
+    except TypeError:
+        raise TypeError(f"step: {name} must be an int; got {type(padded).__name__}") from None
     if not number <= padded <= most:
         raise ValueError(
             f"step: {name} ({padded}) must be at least the {number} of the step and at most {most}"

@@ -76,7 +76,14 @@ def _below_autograd() -> Iterator[None]:
         yield
 
 
-class _Attention(_SingleLevelFunction):
+class _Function(_SingleLevelFunction):
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        """As torch.autograd.Function has it, for PyTorch's compiled autograd."""
+        return (ctx._autograd_function_id,)
+
+
+class _Attention(_Function):
     @staticmethod
     def forward(ctx: Any, return_lse: bool, deterministic: bool, *args: Any) -> Any:
         with _below_autograd():
@@ -116,7 +123,7 @@ def _readable(gradient: Tensor) -> Tensor:
     return gradient.contiguous() if strides[-1] != 1 or 0 in strides else gradient
 
 
-class _AttentionBackward(_SingleLevelFunction):
+class _AttentionBackward(_Function):
     @staticmethod
     def forward(_: Any, overload: str, *args: Any) -> Any:
         with _below_autograd():

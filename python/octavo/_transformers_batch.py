@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -277,6 +278,19 @@ def _scheduler(
     )
 
 
+def _tokens_of(i: int, prompt: Sequence[int] | Tensor) -> list[int]:
+    try:
+        if isinstance(prompt, str):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        given = repr(prompt) if isinstance(prompt, str) else f"a {type(prompt).__name__}"
+        raise TypeError(
+            f"generate_batch: prompts[{i}] must be the tokens of a prompt, integers in a list or a tensor of "
+            f"one axis; got {given}"
+        ) from None
+
+
 def _default_batch(sizes: dict[str, Any], token_budget: int | None) -> int:
     """The cache's default, or as many sequences as have a token each in a batch."""
     numbers = (sizes.get("max_tokens"), token_budget)
@@ -353,8 +367,9 @@ def generate_batch(
     Raises:
         ValueError: the model cannot be served, and which it is; a number out of range; a prompt that the
             model or the cache has no room for.
+        TypeError: a prompt is not of integers.
     """
-    texts = [[int(token) for token in prompt] for prompt in prompts]
+    texts = [_tokens_of(i, prompt) for i, prompt in enumerate(prompts)]
     if not {"num_pages", "memory", "memory_fraction"} & sizes.keys() and texts:
         longest = max(map(len, texts)) + max_new_tokens
         sizes.setdefault("max_batch", _default_batch(sizes, token_budget))

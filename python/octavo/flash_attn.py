@@ -32,7 +32,7 @@ from octavo._flash_attn import (
     their_lse,
     their_results,
 )
-from octavo._flash_attn_cache import append, from_slots, packing, page_table_of, tokens_before
+from octavo._flash_attn_cache import append, check_padding, from_slots, packing, page_table_of, tokens_before
 from octavo._torch_autograd import refuse_gradients
 
 __all__ = [
@@ -330,6 +330,8 @@ def flash_attn_with_kvcache(
         attended = from_slots(cache_leftpad, k_cache, v_cache, page_table)
     capacity = page_table.shape[1] * k_cache.shape[1]
     seq_lens = tokens_before(batch, k_cache, cache_seqlens, capacity)
+    if cache_leftpad is not None:
+        check_padding(cache_leftpad, seq_lens + (0 if k is None else k.shape[1]), capacity)
 
     if k is not None and v is not None:
         if cache_seqlens is None:

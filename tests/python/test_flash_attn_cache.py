@@ -379,6 +379,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no lengths": ({"cache_seqlens": None}, "k needs cache_seqlens; got none"),
     "lengths": ({"cache_seqlens": int32(1, 2, 3)}, r"cache_seqlens must be \[batch\] = \[2\]; got \[3\]"),
     "index": ({"cache_batch_idx": int32(1)}, r"cache_batch_idx must be \[batch\] = \[2\]; got \[1\]"),
+    "lengths and leftpad": (
+        {"cache_seqlens": int32(5, 32), "cache_leftpad": int32(0, 3)},
+        r"sequence 1 must end within the 32 slots of its row of k_cache; its padding and tokens are 33",
+    ),
+    "leftpad below 0": (
+        {"cache_seqlens": int32(5, 9), "cache_leftpad": int32(0, -1)},
+        r"cache_leftpad\[1\] must be from 0 to the sequence's length \(10\); got -1",
+    ),
     "leftpad": ({"cache_leftpad": int32(1)}, r"cache_leftpad must be \[batch\] = \[2\]; got \[1\]"),
     "table": (
         {"block_table": int32(1, 0)},

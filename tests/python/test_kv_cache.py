@@ -481,6 +481,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "step: pad_batch (1) must be at least the 2 of the step and at most 2",
     ),
+    "pad_batch of float": (
+        lambda: of_a_step(pad_batch=1.0),
+        TypeError,
+        "step: pad_batch must be an int; got float",
+    ),
     "pad_tokens": (
         lambda: of_a_step(num_new_tokens=3, pad_tokens=9),
         ValueError,
@@ -494,6 +499,16 @@ def test_what_is_refused(name: str) -> None:
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         call()
+
+
+def test_a_refused_step_leaves_the_last_one() -> None:
+    cache = make_cache()
+    seqs = [cache.create()]
+    step = cache.step(seqs, 2)
+    with pytest.raises(TypeError, match="pad_tokens must be an int; got float"):
+        cache.step(seqs, 1, pad_tokens=4.0)
+    assert cache.length(seqs[0]) == 2
+    step.attend(0, *random_tokens(get_library("numpy", "cpu"), 2))
 
 
 def test_numbers_of_tokens_may_be_iterators() -> None:

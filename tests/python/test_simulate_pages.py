@@ -11,9 +11,13 @@ import pytest
 SIMULATE = Path(__file__).resolve().parents[2] / "examples" / "simulate_pages.py"
 
 
-def simulate(*arguments):
+def run(*arguments):
     command = [sys.executable, str(SIMULATE), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+
+
+def simulate(*arguments):
+    result = run(*arguments)
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
     return {
@@ -56,3 +60,27 @@ def test_a_given_trace(tmp_path):
     assert percent(rows["pages, prefix cache"][rows["memory"].index("prompt tokens found")]) == pytest.approx(
         48.5
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--pages", 127), "--pages (127) of --page-size (16) must hold --max-length (2048)"),
+        (("--rate", 0), "--rate (0.0) must be greater than 0"),
+        (("--num-requests", 0), "there must be at least one request"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    result = run(*arguments)
+    assert result.returncode == 2 and message in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "there must be at least one request"), ('{"arrival": 0}\n', "--requests must have an object with")],
+)
+def test_a_wrong_trace(tmp_path, text, message):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(text)
+    result = run("--requests", requests)
+    assert result.returncode == 2 and message in result.stderr, result.stderr

@@ -205,6 +205,21 @@ def test_only_what_is_needed() -> None:
     assert not octavo.torch.attention(q, k, v.detach()).requires_grad
 
 
+def test_compiled_autograd() -> None:
+    """A backward pass that PyTorch compiles, of an eager forward pass."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 3, 4, 16, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return octavo.torch.attention(*x.unbind(2), causal=True).square().sum()
+
+    (expected,) = torch.autograd.grad(loss(), x)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda loss: loss.backward(), backend="eager")(loss())
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_deterministic_algorithms(is_compiled: bool) -> None:
     """As they are switched when the backward pass runs; in compiled code, when its forward pass does."""

@@ -1,5 +1,7 @@
 """octavo.transformers.generate_batch: models served from pages, against their own generate()."""
 
+import re
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -204,6 +206,25 @@ def test_a_batch_has_no_more_sequences_than_tokens(llama, prompts, sizes):
     requests = generate_batch(llama, [prompts[0]] * 7, max_new_tokens=3, **sizes)
     assert [request.tokens() for request in requests] == generated(llama, prompts[0], 3) * 7
     assert make_scheduler(llama, num_pages=8).cache.max_batch == 64
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (
+            ["12"],
+            "prompts[0] must be the tokens of a prompt, integers in a list or a tensor of one axis; got '12'",
+        ),
+        ([[1, 2], [1.9]], "prompts[1] must be the tokens of a prompt"),
+        (
+            [1, 2],
+            "integers in a list or a tensor of one axis; got a int",
+        ),
+    ],
+)
+def test_prompts_that_are_no_tokens_are_refused(llama, prompts, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        generate_batch(llama, prompts, max_new_tokens=2)
 
 
 def test_no_prompts(llama):
