@@ -397,6 +397,8 @@ def run(
         if name in in_place and isinstance(value, (jax.Array, np.ndarray)) != is_array:
             continue
         if value is None and default is None:
+            if is_array and argument["required"]:
+                raise TypeError(f"{op.name}: {name} must be an array; got None")
             continue
         if is_array:
             arrays[name] = jnp.asarray(value)

@@ -97,6 +97,8 @@ def look_at_layers(model: Any, text: Tensor) -> tuple[Tensor, Layers]:
     layers = Layers(model)
     try:
         logits: Tensor = model(text, use_cache=False, octavo_step=layers).logits[0]
+    except RefusalError:
+        raise
     except ValueError as error:  # from Octavo's attention, or from the mask
         raise refusal(model, str(error)) from error
     if not layers.all:
@@ -104,9 +106,12 @@ def look_at_layers(model: Any, text: Tensor) -> tuple[Tensor, Layers]:
     return logits, layers
 
 
-def refusal(model: PreTrainedModel, why: str) -> ValueError:
+class RefusalError(ValueError):
     """What says that a model cannot be served."""
-    return ValueError(f"octavo.transformers: generate_batch cannot serve {type(model).__name__}: {why}")
+
+
+def refusal(model: PreTrainedModel, why: str) -> RefusalError:
+    return RefusalError(f"octavo.transformers: generate_batch cannot serve {type(model).__name__}: {why}")
 
 
 # BLOOM, whose attention is its own

@@ -308,7 +308,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: a shape or value that does not fit, or what Octavo lacks, as the module says; on the CPU,
-            lengths and tables too, among them a sequence with fewer tokens than queries.
+            lengths and tables too, among them, under a causal mask, a window or ALiBi, a sequence with fewer
+            tokens than queries.
         TypeError: a wrong dtype; a tensor that requires grad, unless gradients are off.
     """
     name = "flash_attn_with_kvcache"

@@ -466,3 +466,11 @@ def test_symbolic_shapes_are_refused():
     shape = jax.ShapeDtypeStruct((batch, 3, 2, 16), jnp.float32)
     with pytest.raises(TypeError, match=r"attention: \w+ must have a known shape; got"):
         export.export(jax.jit(octavo.jax.attention))(shape, shape, shape)
+
+
+def test_none_in_place_of_an_array() -> None:
+    x = jnp.zeros((1, 2, 2, 8))
+    with pytest.raises(TypeError, match=r"^attention: q must be an array; got None$"):
+        octavo.jax.attention(None, x, x)
+    with pytest.raises(TypeError, match=r"^linear: w must be an array; got None$"):
+        octavo.jax.linear(x, None)
