@@ -1,6 +1,7 @@
 """Measure linear's tiles beside cuBLAS, and write the table of src/cuda/linear/tables that follows.
 
     python benchmarks/linear_table.py sweep build/tiles-h100.jsonl
+    python benchmarks/linear_table.py confirm build/tiles-h100.jsonl build/linear-h100.jsonl
     python benchmarks/linear_table.py table H100 build/tiles-h100.jsonl > src/cuda/linear/tables/h100.inc
 
 The sweep needs a GPU and PyTorch. It writes the machine in the first line, and then a line for each product
@@ -8,6 +9,11 @@ of x [M, K] with w [N, K] in bfloat16: `library_us`, of torch.mm, and the `tiles
 splits, ctas_per_sm, us, us with static_weight]. All are microseconds of a call in a CUDA graph whose weights
 rotate over more than twice the L2 cache. A sweep that was cut off goes on with the products that its file
 lacks.
+
+`confirm` adds to those lines what bench_linear.py measured later, beside each other, with 128 rows of x and
+more: `benchmark`, [us, us with static_weight, us of torch.mm]. Whether the library is the faster one follows
+from these times where there are any, and otherwise from the sweep's. A benchmark in which the library
+computed the product says nothing of the tile, so that what was confirmed before stays.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ SHAPES = [
 ]
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 ROUNDS = 5  # graphs of which the median counts
+LEAST_CONFIRMED_ROWS = 128  # with fewer, static_weight may gain far more than the default is behind
 MOST_OVER_ESTIMATE = 2.0  # tiles that are estimated to take longer than that times the least are left out
 
 
@@ -50,6 +57,16 @@ class Measured(NamedTuple):
     M: int
     library_us: float
     tiles: dict[Tile, Times]
+    benchmark: tuple[float, float, float] | None = None
+
+    @property
+    def library_is_faster(self) -> bool:
+        """By more than LIBRARY_LEAD, without static_weight, than the tile that the table names."""
+        if self.benchmark:
+            us, _, library_us = self.benchmark
+        else:
+            us, library_us = self.tiles[fastest(self.tiles)].plain, self.library_us
+        return us > LIBRARY_LEAD * library_us
 
 
 def estimates(n: int, k: int, m: int, device: str) -> dict[Tile, float]:
@@ -115,17 +132,40 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Measured]]:
         Measured(
             *(row[key] for key in ("N", "K", "M", "library_us")),
             tiles={Tile(*tile[:4]): Times(*tile[4:]) for tile in row["tiles"]},
+            benchmark=tuple(row["benchmark"]) if "benchmark" in row else None,
         )
         for row in rows
     ]
 
 
+def confirm(path: Path, benchmark: Path) -> None:
+    """Adds the times of the benchmark to the products of which it ran the tile that the table names."""
+    times: dict[tuple[int, int, int], tuple[str, list[float]]] = {}
+    for row in map(json.loads, benchmark.read_text().splitlines()):
+        (product, *others), us = row["shape"]["products"], row["us"]
+        if others or product["gated"] or product["residual"] or row["dtype"] != DTYPE:
+            continue
+        ours_and_library = [round(us[name], 2) for name in ("octavo", "octavo_static_weight", "cublas")]
+        key = (product["w_rows"], product["depth"], row["shape"]["num_rows"])
+        times[key] = (row["kernels"][0], ours_and_library)
+    machine_line, *lines = path.read_text().splitlines()
+    for i, product in enumerate(read_sweep(path)[1]):
+        kernel, ours_and_library = times.get(product[:3], ("", []))
+        best = fastest(product.tiles)
+        is_the_tile = kernel.startswith(f"sm90_{best.kernel}<{DTYPE}, {best.w_rows}x")
+        if is_the_tile and product.M >= LEAST_CONFIRMED_ROWS:
+            row = {**json.loads(lines[i]), "benchmark": ours_and_library}
+            lines[i] = json.dumps(row, separators=(",", ":"))
+    path.write_text("".join(f"{line}\n" for line in (machine_line, *lines)))
+
+
 def write_table(name: str, machine: Mapping[str, Any], measured: Iterable[Measured]) -> str:
     """The file in C++."""
     rows, read = [], 0.0
-    for n, k, m, library_us, tiles in measured:
+    for product in measured:
+        n, k, m, _, tiles, _ = product
         best = fastest(tiles)
-        library = "library" if tiles[best].plain > LIBRARY_LEAD * library_us else "!library"
+        library = "library" if product.library_is_faster else "!library"
         rows.append(f"    {{{', '.join(map(str, (n, k, m, *best)))}, {library}}},")
         read = max(read, *(n * k * 2 / min(us) / 1e3 for us in tiles.values()))
     gpu, driver, date = machine["gpu"], machine["driver"], machine["date"]
@@ -151,6 +191,9 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, dest="command")
     to_sweep = commands.add_parser("sweep", help="measure on this machine")
     to_sweep.add_argument("measured", type=Path, help="the file to write, or to complete")
+    to_confirm = commands.add_parser("confirm", help="add what bench_linear.py measured later")
+    to_confirm.add_argument("measured", type=Path)
+    to_confirm.add_argument("benchmark", type=Path, help="rows that bench_linear.py wrote")
     to_table = commands.add_parser("table", help="print the table in C++")
     to_table.add_argument("name", help="in C++, such as H100")
     to_table.add_argument("measured", type=Path)
@@ -160,6 +203,8 @@ def main() -> None:
 
         problems = (Problem(n, k, m, DTYPE) for (n, k), m in itertools.product(SHAPES, ROWS))
         sweep(arguments.measured, problems, "cuda:0", _tune_by_torch.Measure(0))
+    elif arguments.command == "confirm":
+        confirm(arguments.measured, arguments.benchmark)
     else:
         print(write_table(arguments.name, *read_sweep(arguments.measured)))
 

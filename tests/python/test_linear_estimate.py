@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo._tune_linear import Problem, Times
+from octavo._tune_linear import LIBRARY_LEAD, Problem, Times
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -55,10 +56,17 @@ def test_the_table_is_what_was_measured(gpu: str) -> None:
 
 @pytest.mark.parametrize(("gpu", "most"), [("h100", 0.041), ("h200", 0.062)])
 def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
-    """What is best in both modes, without static_weight; the library where it is faster."""
+    """What is best in both modes, without static_weight; the library where it is faster.
+
+    With the times of the benchmark, in place of the sweep's, where there are any.
+    """
     _, products = linear_table.read_sweep(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
     for product in products:
         plan = octavo.linear_plan(product.M, product.N, product.K, "bfloat16", gpu)
+        if product.benchmark:
+            us, _, library_us = product.benchmark
+            assert (plan.kernel == "library") == (us > LIBRARY_LEAD * library_us), product[:3]
+            continue
         if plan.kernel == "library":
             us = product.library_us
         else:
@@ -101,6 +109,40 @@ def test_estimates_are_times(gpu: str) -> None:
                 )
                 compared += 1
     assert compared > 200
+
+
+def test_the_benchmark_decides_what_the_library_computes(tmp_path: Path) -> None:
+    """From 128 rows of x on, where it ran the table's tile; what was confirmed before stays otherwise."""
+    sweep, benchmark = tmp_path / "tiles.jsonl", tmp_path / "linear.jsonl"
+    tiles = [["wide", 64, 1, 1, 10.0, 9.0], ["wide", 96, 1, 1, 11.0, 10.0]]
+    lines = [{"N": 64, "K": 512, "M": m, "library_us": 10.0, "tiles": tiles} for m in (64, 128, 256)]
+    sweep.write_text("".join(f"{json.dumps(line)}\n" for line in ({"gpu": "h200"}, *lines)))
+
+    def confirm(kernel: str, us: float, gated: bool = False) -> list[tuple[bool, object]]:
+        product = {"w_rows": 64, "depth": 512, "gated": gated, "residual": False}
+        times = {"octavo": us, "octavo_static_weight": 9.5, "cublas": 10.004}
+        rows = [
+            {
+                "shape": {"num_rows": m, "products": [product]},
+                "dtype": "bfloat16",
+                "us": times,
+                "kernels": [f"sm90_wide<bfloat16, 64x{m}>" if m == 64 else kernel],
+            }
+            for m in (64, 128)
+        ]
+        benchmark.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        linear_table.confirm(sweep, benchmark)
+        _, products = linear_table.read_sweep(sweep)
+        return [(product.library_is_faster, product.benchmark) for product in products]
+
+    untouched = (False, None)
+    assert confirm("sm90_wide<bfloat16, 96x128>", 12.0) == [untouched] * 3
+    assert confirm("sm90_wide<bfloat16, 64x128>", 12.0, gated=True) == [untouched] * 3
+    slower = [untouched, (True, (10.3, 9.5, 10.0)), untouched]
+    assert confirm("sm90_wide<bfloat16, 64x128>", 10.3) == slower
+    assert confirm("matmul of the arrays' library<bfloat16>", 10.0) == slower
+    level = (False, (10.1, 9.5, 10.0))
+    assert confirm("sm90_wide<bfloat16, 64x128>", 10.1) == [untouched, level, untouched]
 
 
 def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:

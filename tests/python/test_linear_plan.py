@@ -47,9 +47,10 @@ def test_library() -> None:
     library = LinearPlan("library", "bfloat16")
     assert octavo.linear_plan(128, 576, 576, "bfloat16", "h100") == library
     assert octavo.linear_plan(64, 576, 576, "bfloat16", "h100") != library
-    assert octavo.linear_plan(256, 4096, 4096, "bfloat16", "h100").source == "measured"
-    assert octavo.linear_plan(256, 4096, 4096, "bfloat16", "h100") != library
-    assert octavo.linear_plan(257, 4096, 4096, "bfloat16", "h100") == library
+    assert octavo.linear_plan(256, 4096, 11008, "bfloat16", "h100").source == "measured"
+    assert octavo.linear_plan(256, 4096, 11008, "bfloat16", "h100") != library
+    assert octavo.linear_plan(257, 4096, 11008, "bfloat16", "h100") == library
+    assert octavo.linear_plan(65, 4096, 4096, "bfloat16", "h100") == library
     assert octavo.linear_plan(129, 4104, 4096, "bfloat16", "h100") == library
     assert octavo.linear_plan(17, 4096, 4096, "bfloat16", "a100") == library
     assert octavo.linear_plan(1, 4096, 4095, "bfloat16", "h100") == library  # rows not on 16 bytes
@@ -252,7 +253,7 @@ def test_a_norm_inside_of_the_product(device: str) -> None:
 def test_library_from() -> None:
     """M2: behind the last number of rows for which a kernel of Octavo is the faster one."""
     table = octavo.linear_table("h100")
-    expected = {(576, 576): 65, (11008, 4096): 129, (4096, 4096): 257, (123, 456): 129}
+    expected = {(576, 576): 65, (28672, 4096): 129, (4096, 11008): 257, (123, 456): 129}
     for (n, k), first in expected.items():
         assert table.library_from(n, k) == table.library_from(n, k, "float16") == first
         assert octavo.linear_plan(first, n, k, "bfloat16", "h100").kernel == "library"

@@ -7,8 +7,8 @@
 namespace octavo::cuda {
 
 // With more rows of x than this, a library's product is taken as the faster one where no table says
-// otherwise: it was the faster one for 13 of 17 layers with 256 rows, and for 2 of them with 128
-// (benchmarks/results/tiles-h100.jsonl).
+// otherwise: it is the faster one for 16 of 17 layers with 256 rows, and for 7 of them with 128
+// (cuda/linear/tables/h100.inc).
 constexpr int64_t kSm90MostRows = 128;
 
 // Returns the tile of the tables (cuda/linear/table.h), or otherwise the one with the least estimated time;
