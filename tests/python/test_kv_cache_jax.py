@@ -52,14 +52,12 @@ def test_layers_that_are_not_causal() -> None:
         np.testing.assert_array_equal(out, q)
 
 
-@pytest.mark.parametrize("keeps_window", [False, True])
-def test_ranges_are_those_of_numpy(keeps_window: bool) -> None:
+def check_options(counts: list[int], **options: Any) -> None:
+    """One step of two sequences, whose results these options change."""
     ours, other = make_caches()
-    ranges = np.int32([[[1, 5]], [[0, 9]]])
-    options = {"bidirectional_ranges": ranges, "ranges_keep_window_left": keeps_window}
     seqs, others = ([cache.create() for _ in range(2)] for cache in (ours, other))
-    q, k, v = random_tokens(14)
-    step, expected = ours.step(seqs, [5, 9]), other.step(others, [5, 9])
+    q, k, v = random_tokens(sum(counts))
+    step, expected = ours.step(seqs, counts), other.step(others, counts)
     out, ours.pages, _ = make_program(**options)(ours.pages, step, q, k, v)
     without = q
     for layer in range(2):
@@ -67,6 +65,12 @@ def test_ranges_are_those_of_numpy(keeps_window: bool) -> None:
         q = expected.attend(layer, q, k, v, **options)
     np.testing.assert_array_equal(out, q)
     assert (q != without).any()
+
+
+@pytest.mark.parametrize("keeps_window", [False, True])
+def test_ranges_are_those_of_numpy(keeps_window: bool) -> None:
+    ranges = np.int32([[[1, 5]], [[0, 9]]])
+    check_options([5, 9], bidirectional_ranges=ranges, ranges_keep_window_left=keeps_window)
 
 
 def test_tree_masks_are_those_of_numpy() -> None:
@@ -129,18 +133,7 @@ def test_sinks_and_softmax_phi_are_those_of_numpy(phi: Any) -> None:
 
 
 def test_chosen_pages_are_those_of_numpy() -> None:
-    ours, other = make_caches()
-    options = {"chosen_pages": np.int32([[[0, 2], [1, 2]], [[-1, -1], [0, 1]]])}
-    q, k, v = random_tokens(14)
-    seqs, others = ([cache.create() for _ in range(2)] for cache in (ours, other))
-    step, expected = ours.step(seqs, [9, 5]), other.step(others, [9, 5])
-    out, ours.pages, _ = make_program(**options)(ours.pages, step, q, k, v)
-    without = q
-    for layer in range(2):
-        without = expected.attend(layer, without, k, v)
-        q = expected.attend(layer, q, k, v, **options)
-    np.testing.assert_array_equal(out, q)
-    assert (q != without).any()
+    check_options([9, 5], chosen_pages=np.int32([[[0, 2], [1, 2]], [[-1, -1], [0, 1]]]))
 
 
 def test_padded_batches_share_a_program() -> None:
