@@ -280,14 +280,11 @@ def _scheduler(
 
 def _tokens_of(i: int, prompt: Sequence[int] | Tensor) -> list[int]:
     try:
-        if isinstance(prompt, str):
-            raise TypeError
         return [operator.index(token) for token in prompt]
     except TypeError:
-        given = repr(prompt) if isinstance(prompt, str) else f"a {type(prompt).__name__}"
         raise TypeError(
             f"generate_batch: prompts[{i}] must be the tokens of a prompt, integers in a list or a tensor of "
-            f"one axis; got {given}"
+            f"one axis; got {prompt!r:.60}"
         ) from None
 
 

@@ -67,11 +67,11 @@ DType float_dtype(const char* op, nb::handle dtype) {
     for (DType type : {DType::float32, DType::float16, DType::bfloat16}) {
         if (name == to_string(type)) return type;
     }
+    constexpr const char* wanted = "dtype must be float32, float16 or bfloat16; got ";
     for (DType type : kDTypes) {
-        if (name == to_string(type))
-            fail<TypeError>(op, "dtype must be float32, float16 or bfloat16; got ", name);
+        if (name == to_string(type)) fail<TypeError>(op, wanted, name);
     }
-    fail<ValueError>(op, "dtype must be float32, float16 or bfloat16; got ", name);
+    fail<ValueError>(op, wanted, name);
 }
 
 nb::dict linear_plan(nb::handle num_rows, nb::handle w_rows, nb::handle depth, nb::handle dtype,

@@ -215,11 +215,13 @@ def test_a_batch_has_no_more_sequences_than_tokens(llama, prompts, sizes):
             ["12"],
             "prompts[0] must be the tokens of a prompt, integers in a list or a tensor of one axis; got '12'",
         ),
-        ([[1, 2], [1.9]], "prompts[1] must be the tokens of a prompt"),
         (
-            [1, 2],
-            "integers in a list or a tensor of one axis; got a int",
+            [[1, 2], [1.9]],
+            "prompts[1] must be the tokens of a prompt, integers in a list or a tensor of one axis",
         ),
+        ([[1, 2], [1.9]], "got [1.9]"),
+        ([torch.tensor([1.9])], "got tensor([1.9000])"),
+        ([1, 2], "integers in a list or a tensor of one axis; got 1"),
     ],
 )
 def test_prompts_that_are_no_tokens_are_refused(llama, prompts, message):
