@@ -16,8 +16,8 @@ struct PersistentWorkspace {
 };
 
 // Every user has memory of its own, because they use it at the same time: attention with a shared prefix
-// keeps its results while the kernels that it launches use theirs, and so do transformed queries and
-// expanded codes; split_kv_decode may run beside the kernel before it (Beside).
+// keeps its results while the kernels that it launches use theirs, and so do transformed queries, expanded
+// codes and parts of sequences; split_kv_decode may run beside the kernel before it (Beside).
 enum class WorkspaceUser {
     kernel,
     shared_prefix,
@@ -25,6 +25,7 @@ enum class WorkspaceUser {
     tickets,
     transformed_queries,
     expanded_codes,
+    divided_queries,
     normalised_rows,
 };
 

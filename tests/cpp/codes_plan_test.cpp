@@ -48,6 +48,83 @@ PagedAttentionArgs with_scales(PagedAttentionArgs args) {
     return args;
 }
 
+// Drafts are decoded in parts, where the decode kernels do not take all rows of a KV head at once.
+TEST(Plan, DraftsOverCodes) {
+    auto reason = [](const PagedAttentionArgs& args) {
+        for (const auto& [kernel, why_not] : explain(args, "h100").why_not) {
+            if (kernel == "divide_queries") return why_not;
+        }
+        return std::string("none");
+    };
+    auto float8 = [](PagedAttentionArgs args) {
+        args.k_pages.dtype = args.v_pages.dtype = DType::float8_e4m3fn;
+        return args;
+    };
+    Shape shape{32, 4096};
+    shape.queries = 7;
+    const PagedAttentionArgs args = with_scales(over_codes(shape));
+    const Explanation text = explain(args, "h100");
+    EXPECT_EQ(text.kernel, "divide_queries");
+    EXPECT_EQ(text.summary.substr(0, text.summary.find(": ", 25)),
+              "divide_queries_kernel: 32 CTAs of 128 threads, which make 2 parts of up to 4 query tokens of "
+              "each sequence; then over these parts split_kv_decode<int8, head_dim 128, 16 rows>");
+    EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(4 * (64 * 2 + 1 + 64 * 256)));
+    shape.queries = 4;
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "split_kv_decode") << "all rows at once";
+    shape.queries = 9;
+    EXPECT_EQ(reason(with_scales(over_codes(shape))),
+              "up to head dim 128 more than two parts do not pay, and 9 query tokens make 3");
+    shape.head_dim = 256;
+    EXPECT_EQ(kind_of(over_codes(shape)), "divide_queries");
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "parts"), "5");
+    shape.queries = 63;
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "parts"), "32");
+    shape.batch = 600;  // as many at a time as have a number each in the schedule of the decode kernels
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "num_sequences"), "32");
+    EXPECT_EQ(kind_of(over_codes(shape), "a100"), "sm80_attention");
+
+    // Where converters are fast, it depends on how many SMs they keep busy.
+    shape = {32, 4096};
+    shape.queries = 8;
+    EXPECT_EQ(kind_of(float8(with_scales(over_codes(shape)))), "divide_queries");
+    EXPECT_EQ(kind_of(over_codes(shape)), "divide_queries");
+    EXPECT_EQ(reason(float8(over_codes(shape))),
+              "over float8_e4m3fn with static scales, where items are split, it pays for up to 132 KV heads "
+              "of sequences, and these are 256");
+    shape.batch = 16;
+    EXPECT_EQ(kind_of(float8(over_codes(shape))), "divide_queries");
+    shape.batch = 64;
+    EXPECT_EQ(kind_of(float8(with_scales(over_codes(shape)))), "sm90_attention");
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
+    shape.keys = 2048;
+    EXPECT_EQ(kind_of(float8(over_codes(shape))), "divide_queries") << "an item has one split";
+    shape.keys = 4096;
+    shape.head_dim = 64;
+    EXPECT_EQ(kind_of(float8(over_codes(shape))), "divide_queries");
+
+    // What a query sees has to follow from its position.
+    PagedAttentionArgs other = args;
+    other.causal = false;
+    EXPECT_NE(reason(other).find("not causal"), std::string::npos);
+    other = args;
+    other.batch_invariant = true;
+    EXPECT_NE(reason(other).find("with batch_invariant"), std::string::npos);
+    other = args;
+    other.prefix_lens = Arrays().make(DType::int32, {32});
+    EXPECT_NE(reason(other).find("with prefix_lens"), std::string::npos);
+    other = args;
+    other.alibi_slopes = Arrays().make(DType::float32, {32, 32});
+    EXPECT_EQ(reason(other), "each sequence has alibi_slopes of its own");
+    other.alibi_slopes = Arrays().make(DType::float32, {32});
+    EXPECT_EQ(kind_of(other), "divide_queries");
+    shape = {2, 1 << 23};  // of pages of 16
+    shape.queries = 8;
+    shape.batch = 64;
+    EXPECT_NE(reason(with_scales(over_codes(shape))).find("2 copies of page_table take "), std::string::npos)
+        << reason(with_scales(over_codes(shape)));
+    EXPECT_EQ(reason(paged(shape)), "none") << "not spoken of over other pages";
+}
+
 // Codes become numbers once where so many rows are multiplied by each of them that this pays.
 TEST(Plan, ManyMoreQueriesOverCodes) {
     auto reason = [](const PagedAttentionArgs& args) {
@@ -89,7 +166,7 @@ TEST(Plan, ManyMoreQueriesOverCodes) {
     shape.total_q = 4 * 190;  // other sequences have fewer
     EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
     shape = {32, 4096};  // drafts
-    shape.queries = 8;
+    shape.queries = 9;
     EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
 
     // Above head dim 128, no kernel of Hopper's reads codes.

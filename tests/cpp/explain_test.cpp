@@ -23,7 +23,7 @@ TEST(Explain, NamesOneKernelAndWhyNotTheOthers) {
         }
         std::set<std::string> expected{"shared_prefix", "split_kv_decode", "stream_k_decode",
                                        "sm90_attention", "sm80_attention"};
-        if (is_code(args.k_pages.dtype)) expected.insert("expand_codes");
+        if (is_code(args.k_pages.dtype)) expected.insert({"expand_codes", "divide_queries"});
         if (args.q.shape[2] > 256) expected.insert("sm90_wide_attention");
         EXPECT_EQ(kernels, expected);
     }

@@ -251,6 +251,34 @@ void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, cons
     expect_sound(attention, over_numbers, gpu);
 }
 
+void expect_sound(const cuda::DividedPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+    EXPECT_TRUE(is_code(p.k_dtype) && is_code(p.v_dtype));
+    EXPECT_FALSE(p.batch_invariant) << "whether parts pay depends on the batch";
+    ASSERT_TRUE(p.cu_seqlens_q && p.seq_lens);
+    EXPECT_TRUE(p.window_right == 0 && !p.prefix_lens && !p.has_tree_mask && !p.chosen_pages && !p.ranges)
+        << "what a query sees does not follow from its position alone";
+    EXPECT_GE(plan.parts, 2);
+    EXPECT_LE(plan.parts, p.head_dim > 128 ? cuda::kMostParts : 2);
+    EXPECT_GE(plan.parts * plan.part_queries, p.seqlen_q) << "some queries are in no part";
+    EXPECT_LT((plan.parts - 1) * plan.part_queries, p.seqlen_q) << "some parts are empty in all sequences";
+    EXPECT_LE(plan.workspace_bytes(), cuda::kMaxDividedBytes);
+    AttentionParams served = p;
+    served.batch = plan.num_sequences;
+    const AttentionParams parts =
+        cuda::over_parts(served, plan.parts, plan.part_queries, cuda::kSomeWorkspace);
+    EXPECT_EQ(parts.page_table_stride * p.page_size, p.seqlen_k);
+    const int32_t* const end = parts.page_table.data + parts.batch * parts.page_table_stride;
+    EXPECT_EQ(4 * (end - static_cast<const int32_t*>(cuda::kSomeWorkspace)), plan.workspace_bytes());
+    if (const auto* split_kv = std::get_if<cuda::SplitKvPlan>(&plan.decode)) {
+        EXPECT_EQ(split_kv->num_sequences, parts.batch) << "in one launch";
+        expect_sound(*split_kv, parts, gpu);
+    } else {
+        const auto& stream_k = std::get<cuda::StreamKPlan>(plan.decode);
+        EXPECT_EQ(stream_k.num_sequences, parts.batch) << "in one launch";
+        expect_sound_alone(stream_k, parts, gpu);
+    }
+}
+
 void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_GE(plan.tiles().head_dim, std::max(p.head_dim, p.head_dim_v));
     EXPECT_GE(int64_t{plan.num_row_tiles} * plan.tiles().rows(), p.total_q * p.group_size())
@@ -272,6 +300,7 @@ std::string family_of(const KernelPlan& plan) {
     if (std::holds_alternative<cuda::Sm90Plan>(plan)) return "sm90_attention";
     if (std::holds_alternative<cuda::Sm90WidePlan>(plan)) return "sm90_wide_attention";
     if (std::holds_alternative<cuda::ExpandedPlan>(plan)) return "expand_codes";
+    if (std::holds_alternative<cuda::DividedPlan>(plan)) return "divide_queries";
     return std::holds_alternative<cuda::Sm80Plan>(plan) ? "sm80_attention" : "decode";
 }
 
@@ -292,6 +321,7 @@ std::vector<KernelPlan> launches_of(const AttentionParams& params, const Gpu& gp
     }
     if (std::holds_alternative<cuda::NothingToDo>(plan)) return {};
     for (AttentionParams p = params; p.batch > 0; p.batch -= cuda::num_sequences(plans.back())) {
+        p.total_q = std::min(p.total_q, int64_t{p.batch} * p.seqlen_q);
         plans.push_back(cuda::plan_kernel(p, gpu));
         expect_launchable(plans.back(), p, gpu);
         std::visit([&](const auto& plan) { expect_sound(plan, p, gpu); }, plans.back());
@@ -355,6 +385,7 @@ std::set<std::string> all_kernels() {
     add_decode(cuda::Codes::int8, DType::float16);
     add_decode(cuda::Codes::int4, DType::float16);
     for (const std::string& name : cuda::expand_codes_instances()) names.insert(name);
+    names.insert("divide_queries");
     for (const std::string& name : cuda::sm90_wide_attention_instances()) names.insert(name);
     for (DType dtype : cuda::kAttentionTypes) {
         add_decode(cuda::Codes::none, dtype);

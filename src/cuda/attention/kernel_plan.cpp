@@ -15,6 +15,7 @@ KernelPlan plan_kernel(const AttentionParams& p, const Gpu& gpu) {
     }
     if (auto plan = plan_stream_k(p, gpu)) return *plan;
     if (auto plan = plan_expanded_attention(p, gpu)) return *plan;
+    if (auto plan = plan_divided_queries(p, gpu)) return *plan;
     if (auto plan = plan_sm90_attention(p, gpu)) return *plan;
     if (auto plan = plan_sm90_wide_attention(p, gpu)) return *plan;
     return plan_sm80_attention(p, gpu);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/decode/plan.h"
+#include "cuda/divide_queries/plan.h"
 #include "cuda/expand_codes/plan.h"
 #include "cuda/gpu.h"
 #include "cuda/sm80_attention/plan.h"
@@ -13,7 +14,8 @@
 
 namespace octavo::cuda {
 
-using KernelPlan = std::variant<SplitKvPlan, StreamKPlan, ExpandedPlan, Sm90Plan, Sm90WidePlan, Sm80Plan>;
+using KernelPlan =
+    std::variant<SplitKvPlan, StreamKPlan, ExpandedPlan, DividedPlan, Sm90Plan, Sm90WidePlan, Sm80Plan>;
 
 // Returns the plan of the first kernel that serves, in the order above. There must be at least one query.
 KernelPlan plan_kernel(const AttentionParams& params, const Gpu& gpu);

@@ -22,6 +22,8 @@ constexpr Kernel kKernels[] = {
     {"stream_k_decode", serves<plan_stream_k>},
     {"expand_codes", serves<plan_expanded_attention>,
      [](const AttentionParams& params) { return is_code(params.k_dtype); }},
+    {"divide_queries", serves<plan_divided_queries>,
+     [](const AttentionParams& params) { return is_code(params.k_dtype); }},
     {"sm90_attention", serves<plan_sm90_attention>},
     {"sm90_wide_attention", serves<plan_sm90_wide_attention>,
      [](const AttentionParams& params) { return params.head_dim > kSm90MostHeadDim; }},
@@ -84,6 +86,7 @@ Explanation explain(const AttentionParams& p, const Gpu& gpu) {
 std::vector<std::string> attention_instances(bool with_sm90) {
     std::vector<std::string> names = sm80_attention_instances();
     for (std::string& name : decode_instances()) names.push_back(std::move(name));
+    names.emplace_back("divide_queries");
     if (!with_sm90) return names;
     for (std::string& name : sm90_attention_instances()) names.push_back(std::move(name));
     for (std::string& name : sm90_wide_attention_instances()) names.push_back(std::move(name));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/decode/plan.h"
+#include "cuda/divide_queries/plan.h"
 #include "cuda/expand_codes/plan.h"
 #include "cuda/shared_prefix/plan.h"
 #include "cuda/sm80_attention/plan.h"
@@ -20,6 +21,7 @@ void run(const AttentionParams& params, const SplitKvPlan& plan, cudaStream_t st
          Beside beside = Beside::nothing);
 void run(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t stream);
+void run(const AttentionParams& params, const DividedPlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm90Plan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm90WidePlan& plan, cudaStream_t stream);
 void run(const AttentionParams& params, const Sm80Plan& plan, cudaStream_t stream);

@@ -1,0 +1,162 @@
+#include "cuda/divide_queries/plan.h"
+
+#include "cuda/cache_arrays.h"
+
+#include <algorithm>
+
+namespace octavo::cuda {
+namespace {
+
+// The most rows of a KV head that a decode kernel over codes takes.
+int32_t most_rows(const AttentionParams& p) {
+    int32_t rows = 0;
+    for (const DecodeTiles& tiles : kDecodeTiles) {
+        if (tiles.has_codes && tiles.head_dim >= p.head_dim) rows = std::max(rows, tiles.rows());
+    }
+    return rows;
+}
+
+int64_t bytes_for(int64_t num_parts, int64_t max_pages) {
+    return (num_parts * (2 + max_pages) + 1) * int64_t{sizeof(int32_t)};
+}
+
+// Whether it pays to read and multiply a key once for each of two parts, instead of converting it once for
+// all rows, as sm90_attention does. Its converters take the longer the more instructions a code has. Where
+// these are few, it pays while parts find SMs without work, or where an item has one split: CTAs of two parts
+// then read the same keys at the same time. (8 queries, 32/8 heads of 128, H100, microseconds before and in
+// parts: float8 with static scales 16 x 4096 tokens 65 and 60, 32 x 4096 121 and 128, 128 x 2048 239 and 229;
+// int8 with scales of tokens 76 and 57, 140 and 134, 300 and 263, but 64 x 4096 280 and 297.)
+bool two_parts_pay(const AttentionParams& p, const Gpu& gpu, const DividedPlan& plan, std::string* why_not) {
+    if (p.head_dim <= 64 || p.k_dtype == DType::int4 || p.v_dtype == DType::int4) return true;
+    const auto* const split_kv = std::get_if<SplitKvPlan>(&plan.decode);
+    const int32_t rounds = p.k_dtype == DType::int8 || has_token_scales(p) ? 2 : 1;
+    const int64_t items = int64_t{p.batch} * p.num_kv_heads, most = int64_t{rounds} * gpu.num_sms;
+    if (items <= most || (split_kv && split_kv->num_splits == 1)) return true;
+    refuse(why_not, "over ", to_string(p.k_dtype), has_token_scales(p) ? "" : " with static scales",
+           ", where items are split, it pays for up to ", most, " KV heads of sequences, and these are ",
+           items);
+    return false;
+}
+
+}  // namespace
+
+int64_t DividedPlan::workspace_bytes() const { return bytes_for(int64_t{num_sequences} * parts, max_pages); }
+
+AttentionParams over_parts(const AttentionParams& params, int32_t parts, int32_t part_queries,
+                           void* workspace) {
+    AttentionParams p = params;
+    p.batch *= parts;
+    p.seqlen_q = part_queries;
+    auto* const numbers = static_cast<const int32_t*>(workspace);
+    p.seq_lens = {numbers};
+    p.cu_seqlens_q = {numbers + p.batch};
+    p.page_table = {numbers + 2 * p.batch + 1};
+    p.page_table_stride = p.seqlen_k / p.page_size;
+    return p;
+}
+
+std::optional<DividedPlan> make_divided_plan(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
+    const std::optional<Codes> codes = codes_of(p.k_dtype, p.v_dtype);
+    if (!codes || *codes == Codes::none || !p.paged() || !p.seq_lens)
+        return refuse(why_not, "it divides the queries of sequences whose pages hold codes");
+    if (!p.cu_seqlens_q) return refuse(why_not, "it takes packed queries, and cu_seqlens_q is not given");
+    if (p.batch_invariant) {
+        return refuse(why_not,
+                      "with batch_invariant the kernels that take all queries at once serve alone: whether "
+                      "parts pay depends on the batch");
+    }
+    if (p.window_right != 0)
+        return refuse(why_not, "a part ends with its last query's own key, and the call is not causal");
+    if (p.has_tree_mask) {
+        return refuse(why_not,
+                      "a word of tree_mask has a bit for each of a sequence's queries, and parts have some");
+    }
+    if (p.chosen_pages) return refuse(why_not, "each sequence has chosen_pages of its own");
+    if (p.prefix_lens)
+        return refuse(why_not, "with prefix_lens a query may see keys past the last query of its part");
+    if (p.alibi_slopes && p.alibi_batch_stride != 0)
+        return refuse(why_not, "each sequence has alibi_slopes of its own");
+    const int32_t group_size = p.group_size(), rows = most_rows(p);
+    if (group_size > rows) {
+        return refuse(why_not, "its decode kernel takes up to ", rows,
+                      " rows per KV head, and one query token has ", group_size);
+    }
+    DividedPlan plan{};
+    plan.dtype = p.dtype;
+    plan.codes = *codes;
+    const int64_t parts = ceil_divide(p.seqlen_q, rows / group_size);
+    if (parts < 2 || parts > kMostParts) {
+        return refuse(why_not, "it makes from 2 to ", kMostParts, " parts of a sequence, and ",
+                      counted(p.seqlen_q, "query token"), " of ", counted(group_size, "query head"), " make ",
+                      counted(parts, "part"), " of up to ", rows, " rows");
+    }
+    plan.parts = static_cast<int32_t>(parts);
+    plan.part_queries = static_cast<int32_t>(ceil_divide(p.seqlen_q, parts));
+    plan.max_pages = p.seqlen_k / p.page_size;
+    plan.num_sequences = std::min(p.batch, kMaxDecodeBatch / plan.parts);
+    if (plan.workspace_bytes() > kMaxDividedBytes) {
+        return refuse(why_not, "it takes up to ", kMaxDividedBytes >> 20, " MB of workspace, and ",
+                      plan.parts, " copies of page_table take ",
+                      ceil_divide(plan.workspace_bytes(), 1 << 20));
+    }
+    AttentionParams served = p;
+    served.batch = plan.num_sequences;
+    const AttentionParams parts_of = over_parts(served, plan.parts, plan.part_queries, kSomeWorkspace);
+    const auto split_kv = plan_split_kv(parts_of, gpu, why_not);
+    if (split_kv && split_kv->num_sequences == parts_of.batch) {
+        plan.decode = *split_kv;
+        return plan;
+    }
+    const auto stream_k = plan_stream_k(parts_of, gpu, why_not);
+    if (!stream_k) return std::nullopt;
+    if (stream_k->num_sequences < parts_of.batch) {
+        return refuse(why_not, "stream_k_decode serves ", stream_k->num_sequences,
+                      " parts in a launch, and these are ", parts_of.batch);
+    }
+    plan.decode = *stream_k;
+    return plan;
+}
+
+std::optional<DividedPlan> plan_divided_queries(const AttentionParams& p, const Gpu& gpu,
+                                                std::string* why_not) {
+    // The cheapest test comes first, since calls of other kinds ask too.
+    if (!is_code(p.k_dtype)) return refuse(why_not, "the pages hold numbers, not codes");
+    auto plan = make_divided_plan(p, gpu, why_not);
+    // Above this head dim others would run in sm80_attention, which takes 7 to 11 times as long (16 sequences
+    // of 16 rows over 4096 tokens, head dim 256, H200).
+    constexpr int32_t kMostConvertedHeadDim = 128;
+    if (!plan || p.head_dim > kMostConvertedHeadDim) return plan;
+    if (plan->parts > 2) {
+        return refuse(why_not, "up to head dim ", kMostConvertedHeadDim,
+                      " more than two parts do not pay, and ", counted(p.seqlen_q, "query token"), " make ",
+                      plan->parts);
+    }
+    if (!two_parts_pay(p, gpu, *plan, why_not)) return std::nullopt;
+    return plan;
+}
+
+Explanation describe(const DividedPlan& plan) {
+    const Explanation decode = std::visit([](const auto& decode) { return describe(decode); }, plan.decode);
+    Explanation text;
+    text.kernel = "divide_queries";
+    text.summary = text_of("divide_queries_kernel: ", counted(plan.grid().size(), "CTA"), " of ",
+                           plan.threads(), " threads, which make ", plan.parts, " parts of up to ",
+                           counted(plan.part_queries, "query token"),
+                           " of each sequence; then over these parts ", decode.kernel, ": ", decode.summary);
+    text.file = "src/cuda/divide_queries/divide_queries.cu";
+    text.plan = {
+        {"dtype", to_string(plan.dtype)},
+        {"cache", name_of(plan.dtype, plan.codes)},
+        {"num_sequences", plan.num_sequences},
+        {"parts", plan.parts},
+        {"part_queries", plan.part_queries},
+        {"max_pages", plan.max_pages},
+        {"num_ctas", plan.grid().size()},
+        {"threads", plan.threads()},
+        {"workspace_bytes", plan.workspace_bytes()},
+        {"decode", decode.kernel},
+    };
+    return text;
+}
+
+}  // namespace octavo::cuda
