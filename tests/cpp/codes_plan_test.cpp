@@ -100,7 +100,7 @@ TEST(Plan, DraftsOverCodes) {
     EXPECT_EQ(kind_of(float8(over_codes(shape))), "divide_queries") << "an item has one split";
     shape.keys = 4096;
     shape.head_dim = 64;
-    EXPECT_EQ(kind_of(float8(over_codes(shape))), "divide_queries");
+    EXPECT_EQ(kind_of(float8(over_codes(shape))), "divide_queries") << "likewise";
 
     // What a query sees has to follow from its position.
     PagedAttentionArgs other = args;
@@ -117,11 +117,18 @@ TEST(Plan, DraftsOverCodes) {
     EXPECT_EQ(reason(other), "each sequence has alibi_slopes of its own");
     other.alibi_slopes = Arrays().make(DType::float32, {32});
     EXPECT_EQ(kind_of(other), "divide_queries");
-    shape = {2, 1 << 23};  // of pages of 16
+
+    // Workspace is for what the page table has room for.
+    shape = {32, 1 << 18};
     shape.queries = 8;
-    shape.batch = 64;
-    EXPECT_NE(reason(with_scales(over_codes(shape))).find("2 copies of page_table take "), std::string::npos)
-        << reason(with_scales(over_codes(shape)));
+    shape.page_size = 1;
+    EXPECT_EQ(field(explain(with_scales(over_codes(shape)), "h100"), "num_sequences"), "31");
+    shape.batch = 1;
+    shape.keys = 1 << 23;
+    EXPECT_EQ(reason(with_scales(over_codes(shape))),
+              "it takes up to 64 MB of workspace, and 2 copies of a row of page_table take 65");
+    shape = {2, 4096};
+    shape.queries = 8;
     EXPECT_EQ(reason(paged(shape)), "none") << "not spoken of over other pages";
 }
 

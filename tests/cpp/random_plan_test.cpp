@@ -266,7 +266,7 @@ void expect_sound(const cuda::DividedPlan& plan, const AttentionParams& p, const
     served.batch = plan.num_sequences;
     const AttentionParams parts =
         cuda::over_parts(served, plan.parts, plan.part_queries, cuda::kSomeWorkspace);
-    EXPECT_EQ(parts.page_table_stride * p.page_size, p.seqlen_k);
+    EXPECT_GE(parts.page_table_stride * p.page_size, p.seqlen_k);
     const int32_t* const end = parts.page_table.data + parts.batch * parts.page_table_stride;
     EXPECT_EQ(4 * (end - static_cast<const int32_t*>(cuda::kSomeWorkspace)), plan.workspace_bytes());
     if (const auto* split_kv = std::get_if<cuda::SplitKvPlan>(&plan.decode)) {

@@ -31,11 +31,24 @@ __global__ void __launch_bounds__(kDivideThreads)
     divide_queries_kernel(const __grid_constant__ AttentionParams p,
                           const __grid_constant__ DivideLaunch plan) {
     const auto sequence = static_cast<int32_t>(blockIdx.x), thread = static_cast<int32_t>(threadIdx.x);
+    const int32_t first_part = sequence * plan.parts;
+    const IndexArray pages = p.page_table.from(sequence * p.page_table_stride);
+    auto copy = [&](int32_t column, int32_t page) {
+        int32_t* const to = plan.page_table + int64_t{first_part} * plan.max_pages + column;
+        for (int32_t part = 0; part < plan.parts; ++part) to[int64_t{part} * plan.max_pages] = page;
+    };
     ptx::wait_for_previous_grid();
     ptx::launch_dependents();
+    // The first pages are asked for together with the length, whether the sequence has them or not.
+    constexpr int32_t kAhead = 4;
+    int32_t ahead[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+        const int32_t column = thread + i * kDivideThreads;
+        ahead[i] = column < plan.max_pages ? pages[column] : 0;
+    }
     const int32_t first = p.cu_seqlens_q[sequence], end = p.cu_seqlens_q[sequence + 1];
     const int32_t length = p.seq_lens[sequence];
-    const int32_t first_part = sequence * plan.parts;
     if (thread < plan.parts) {
         const int32_t begin = min(first + thread * plan.part_queries, end);
         const int32_t part_end = min(begin + plan.part_queries, end);
@@ -45,14 +58,15 @@ __global__ void __launch_bounds__(kDivideThreads)
             length == 0 || begin == part_end ? 0 : max(length - (end - part_end), 0);
     }
     if (thread == 0 && blockIdx.x + 1 == gridDim.x) plan.cu_seqlens_q[first_part + plan.parts] = end;
-    const int32_t keys = max(length - p.num_skipped_keys, 0);
-    const int32_t pages = min(plan.page_size.quotient(keys + p.page_size - 1), plan.max_pages);
-    const IndexArray from = p.page_table.from(sequence * p.page_table_stride);
-    int32_t* const to = plan.page_table + int64_t{first_part} * plan.max_pages;
-    for (int32_t i = thread; i < pages; i += kDivideThreads) {
-        const int32_t page = from[i];
-        for (int32_t part = 0; part < plan.parts; ++part) to[int64_t{part} * plan.max_pages + i] = page;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+        const int32_t column = thread + i * kDivideThreads;
+        if (column < plan.max_pages) copy(column, ahead[i]);
     }
+    const int32_t keys = max(length - p.num_skipped_keys, 0);
+    const int32_t num_pages = min(plan.page_size.quotient(keys + p.page_size - 1), plan.max_pages);
+    for (int32_t column = thread + kAhead * kDivideThreads; column < num_pages; column += kDivideThreads)
+        copy(column, pages[column]);
 }
 static_assert(kMostParts <= kDivideThreads);
 

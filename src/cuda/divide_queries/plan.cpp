@@ -16,6 +16,11 @@ int32_t most_rows(const AttentionParams& p) {
     return rows;
 }
 
+// Columns of page_table that a sequence may need.
+int32_t max_pages(const AttentionParams& p) {
+    return static_cast<int32_t>(ceil_divide(p.seqlen_k, p.page_size));
+}
+
 int64_t bytes_for(int64_t num_parts, int64_t max_pages) {
     return (num_parts * (2 + max_pages) + 1) * int64_t{sizeof(int32_t)};
 }
@@ -27,7 +32,7 @@ int64_t bytes_for(int64_t num_parts, int64_t max_pages) {
 // parts: float8 with static scales 16 x 4096 tokens 65 and 60, 32 x 4096 121 and 128, 128 x 2048 239 and 229;
 // int8 with scales of tokens 76 and 57, 140 and 134, 300 and 263, but 64 x 4096 280 and 297.)
 bool two_parts_pay(const AttentionParams& p, const Gpu& gpu, const DividedPlan& plan, std::string* why_not) {
-    if (p.head_dim <= 64 || p.k_dtype == DType::int4 || p.v_dtype == DType::int4) return true;
+    if (p.k_dtype == DType::int4 || p.v_dtype == DType::int4) return true;
     const auto* const split_kv = std::get_if<SplitKvPlan>(&plan.decode);
     const int32_t rounds = p.k_dtype == DType::int8 || has_token_scales(p) ? 2 : 1;
     const int64_t items = int64_t{p.batch} * p.num_kv_heads, most = int64_t{rounds} * gpu.num_sms;
@@ -51,7 +56,7 @@ AttentionParams over_parts(const AttentionParams& params, int32_t parts, int32_t
     p.seq_lens = {numbers};
     p.cu_seqlens_q = {numbers + p.batch};
     p.page_table = {numbers + 2 * p.batch + 1};
-    p.page_table_stride = p.seqlen_k / p.page_size;
+    p.page_table_stride = max_pages(p);
     return p;
 }
 
@@ -92,13 +97,14 @@ std::optional<DividedPlan> make_divided_plan(const AttentionParams& p, const Gpu
     }
     plan.parts = static_cast<int32_t>(parts);
     plan.part_queries = static_cast<int32_t>(ceil_divide(p.seqlen_q, parts));
-    plan.max_pages = p.seqlen_k / p.page_size;
-    plan.num_sequences = std::min(p.batch, kMaxDecodeBatch / plan.parts);
-    if (plan.workspace_bytes() > kMaxDividedBytes) {
+    plan.max_pages = max_pages(p);
+    const int64_t bytes_of_one = bytes_for(parts, plan.max_pages);
+    if (bytes_of_one > kMaxDividedBytes) {
         return refuse(why_not, "it takes up to ", kMaxDividedBytes >> 20, " MB of workspace, and ",
-                      plan.parts, " copies of page_table take ",
-                      ceil_divide(plan.workspace_bytes(), 1 << 20));
+                      plan.parts, " copies of a row of page_table take ", ceil_divide(bytes_of_one, 1 << 20));
     }
+    plan.num_sequences = static_cast<int32_t>(
+        std::min<int64_t>({p.batch, kMaxDecodeBatch / plan.parts, kMaxDividedBytes / bytes_of_one}));
     AttentionParams served = p;
     served.batch = plan.num_sequences;
     const AttentionParams parts_of = over_parts(served, plan.parts, plan.part_queries, kSomeWorkspace);
@@ -122,8 +128,8 @@ std::optional<DividedPlan> plan_divided_queries(const AttentionParams& p, const 
     // The cheapest test comes first, since calls of other kinds ask too.
     if (!is_code(p.k_dtype)) return refuse(why_not, "the pages hold numbers, not codes");
     auto plan = make_divided_plan(p, gpu, why_not);
-    // Above this head dim others would run in sm80_attention, which takes 7 to 11 times as long (16 sequences
-    // of 16 rows over 4096 tokens, head dim 256, H200).
+    // Above this head dim others would run in sm80_attention, which takes 8 to 12 times as long (16 sequences
+    // of 16 rows over 4096 tokens, head dim 256, an H100).
     constexpr int32_t kMostConvertedHeadDim = 128;
     if (!plan || p.head_dim > kMostConvertedHeadDim) return plan;
     if (plan->parts > 2) {
