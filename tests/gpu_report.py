@@ -350,11 +350,12 @@ def run_cuda_test(
     small_scale: bool = False,
     seconds: float | None = None,
 ) -> dict[str, Any]:
+    expected = count_tests(binary, tests)
+    jobs = max(min(jobs, expected), 1)  # a tool reports a process without a test as an error
     sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(REPORTED)] if tool else []
     if tool == "racecheck":  # else each process would have as many threads as there are CPUs
         sanitizer += ["--racecheck-num-workers", str(max((os.cpu_count() or 1) // jobs, 1))]
     environment = {"OCTAVO_SMALL_SCALE": "1"} if small_scale else {}
-    expected = count_tests(binary, tests)
     start = time.monotonic()
     deadline = None if seconds is None else start + seconds
     command = [*sanitizer, str(binary), f"--gtest_filter={tests}"]

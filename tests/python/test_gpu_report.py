@@ -330,6 +330,8 @@ def test_all_tests_of_a_filter_have_to_run(tmp_path: Path) -> None:
     found = gpu_report.run_cuda_test(program(tmp_path, listed=3), 2, None)
     assert not found["ok"] and (found["found"], found["passed"]) == (3, 2)
     assert found["slowest"] == {"Cuda.Test0": 1.5, "Cuda.Test1": 1.5}
+    found = gpu_report.run_cuda_test(program(tmp_path, listed=1), 2, None)
+    assert found["ok"] and found["passed"] == 1, "no more processes than tests"
 
 
 def test_processes_end_in_time(tmp_path: Path) -> None:
