@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/codes.h"
+#include "cuda/workspace.h"
 #include "paged_call.h"
 
 #include <cmath>
@@ -183,6 +184,12 @@ class CodedCache {
     Strides k_strides_{}, v_strides_{}, word_strides_{};
     int64_t v_offset_ = -1;
 };
+
+// Fills the workspace that this user gets next with NaN.
+inline void poison_workspace(int64_t bytes, cuda::WorkspaceUser user) {
+    const cuda::Workspace workspace(0, bytes, nullptr, user);
+    ASSERT_EQ(cudaMemsetAsync(workspace.bytes(), 0xff, bytes, nullptr), cudaSuccess);
+}
 
 inline constexpr const char* kCodesNames[] = {"none", "e4m3", "e5m2", "int8", "int4", "int8_int4"};
 

@@ -2,7 +2,6 @@
 // for.
 #include "coded_cache.h"
 #include "cuda/divide_queries/plan.h"
-#include "cuda/workspace.h"
 
 #include <algorithm>
 #include <string>
@@ -27,12 +26,7 @@ class CudaDivideQueriesTest : public ::testing::TestWithParam<std::tuple<Codes, 
         const auto plan = cuda::make_divided_plan(p, cuda::gpu_of(0), &why_not);
         ASSERT_TRUE(plan) << why_not;
         ASSERT_EQ(plan->num_sequences, p.batch);
-        {
-            const cuda::Workspace workspace(0, plan->workspace_bytes(), nullptr,
-                                            cuda::WorkspaceUser::divided_queries);
-            ASSERT_EQ(cudaMemsetAsync(workspace.bytes(), 0xff, plan->workspace_bytes(), nullptr),
-                      cudaSuccess);
-        }
+        poison_workspace(plan->workspace_bytes(), cuda::WorkspaceUser::divided_queries);
         cuda::run(p, *plan, nullptr);
     }
 };

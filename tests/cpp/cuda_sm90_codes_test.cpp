@@ -1,6 +1,5 @@
 // Prefill over caches of codes on Hopper, against the CPU over the numbers that the codes stand for.
 #include "coded_cache.h"
-#include "cuda/workspace.h"
 
 #include <algorithm>
 #include <string>
@@ -116,12 +115,7 @@ class CudaSm90CodesTest : public ::testing::TestWithParam<std::tuple<Codes, unsi
         const auto plan = many_queries > 0 ? cuda::make_mixed_plan(p, gpu, many_queries, &why_not)
                                            : cuda::make_expanded_plan(p, gpu, &why_not);
         ASSERT_TRUE(plan) << why_not;
-        {
-            const cuda::Workspace workspace(0, plan->workspace_bytes(), nullptr,
-                                            cuda::WorkspaceUser::expanded_codes);
-            ASSERT_EQ(cudaMemsetAsync(workspace.bytes(), 0xff, plan->workspace_bytes(), nullptr),
-                      cudaSuccess);
-        }
+        poison_workspace(plan->workspace_bytes(), cuda::WorkspaceUser::expanded_codes);
         cuda::run(p, *plan, nullptr);
     }
 };

@@ -267,6 +267,7 @@ void expect_sound(const cuda::DividedPlan& plan, const AttentionParams& p, const
     const AttentionParams parts =
         cuda::over_parts(served, plan.parts, plan.part_queries, cuda::kSomeWorkspace);
     EXPECT_GE(parts.page_table_stride * p.page_size, p.seqlen_k);
+    EXPECT_LT((parts.page_table_stride - 1) * p.page_size, p.seqlen_k) << "a column that no key is in";
     const int32_t* const end = parts.page_table.data + parts.batch * parts.page_table_stride;
     EXPECT_EQ(4 * (end - static_cast<const int32_t*>(cuda::kSomeWorkspace)), plan.workspace_bytes());
     if (const auto* split_kv = std::get_if<cuda::SplitKvPlan>(&plan.decode)) {

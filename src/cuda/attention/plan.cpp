@@ -17,13 +17,12 @@ template <auto kPlan>
 bool serves(const AttentionParams& params, const Gpu& gpu, std::string* why_not) {
     return kPlan(params, gpu, why_not).has_value();
 }
+bool reads_codes(const AttentionParams& params) { return is_code(params.k_dtype); }
 constexpr Kernel kKernels[] = {
     {"split_kv_decode", serves<plan_split_kv>},
     {"stream_k_decode", serves<plan_stream_k>},
-    {"expand_codes", serves<plan_expanded_attention>,
-     [](const AttentionParams& params) { return is_code(params.k_dtype); }},
-    {"divide_queries", serves<plan_divided_queries>,
-     [](const AttentionParams& params) { return is_code(params.k_dtype); }},
+    {"expand_codes", serves<plan_expanded_attention>, reads_codes},
+    {"divide_queries", serves<plan_divided_queries>, reads_codes},
     {"sm90_attention", serves<plan_sm90_attention>},
     {"sm90_wide_attention", serves<plan_sm90_wide_attention>,
      [](const AttentionParams& params) { return params.head_dim > kSm90MostHeadDim; }},

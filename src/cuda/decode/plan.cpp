@@ -419,4 +419,18 @@ std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gp
     return plan;
 }
 
+std::optional<DecodePlan> plan_decode_at_once(const AttentionParams& p, const Gpu& gpu,
+                                              std::string* why_not) {
+    const bool serves_a_part = p.most_queries > 0;  // of which CTAs by length know nothing
+    const auto split_kv = plan_split_kv(p, gpu);
+    if (split_kv && split_kv->num_sequences == p.batch &&
+        !(serves_a_part && split_kv->policy == SplitPolicy::by_length))
+        return *split_kv;
+    const auto stream_k = plan_stream_k(p, gpu, why_not);
+    if (stream_k && stream_k->num_sequences == p.batch) return *stream_k;
+    if (stream_k)
+        refuse(why_not, "stream_k_decode serves ", stream_k->num_sequences, " sequences in a launch");
+    return std::nullopt;
+}
+
 }  // namespace octavo::cuda

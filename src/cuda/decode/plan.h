@@ -10,6 +10,7 @@
 
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 namespace octavo::cuda {
@@ -61,14 +62,23 @@ struct StreamKPlan {
     int64_t workspace_bytes() const { return workspace_words() * int64_t{sizeof(uint32_t)}; }
 };
 
+using DecodePlan = std::variant<SplitKvPlan, StreamKPlan>;
+
 // Returns nothing where the kernel does not serve; why_not, unless null, then gets the reason.
 std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& params, const Gpu& gpu,
                                          std::string* why_not = nullptr);
 std::optional<StreamKPlan> plan_stream_k(const AttentionParams& params, const Gpu& gpu,
                                          std::string* why_not = nullptr);
+// The plan of whichever kernel works through all sequences of the batch in one launch, or through those of
+// them that `params` says a launch serves.
+std::optional<DecodePlan> plan_decode_at_once(const AttentionParams& params, const Gpu& gpu,
+                                              std::string* why_not = nullptr);
 
 Explanation describe(const SplitKvPlan& plan);
 Explanation describe(const StreamKPlan& plan);
+inline Explanation describe(const DecodePlan& plan) {
+    return std::visit([](const auto& plan) { return describe(plan); }, plan);
+}
 inline bool operator==(const SplitKvPlan& a, const SplitKvPlan& b) {
     return describe(a).plan == describe(b).plan;
 }

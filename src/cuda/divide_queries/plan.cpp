@@ -1,8 +1,10 @@
 #include "cuda/divide_queries/plan.h"
 
 #include "cuda/cache_arrays.h"
+#include "cuda/codes.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace octavo::cuda {
 namespace {
@@ -30,7 +32,7 @@ int64_t bytes_for(int64_t num_parts, int64_t max_pages) {
 // these are few, it pays while parts find SMs without work, or where an item has one split: CTAs of two parts
 // then read the same keys at the same time. (8 queries, 32/8 heads of 128, H100, microseconds before and in
 // parts: float8 with static scales 16 x 4096 tokens 65 and 60, 32 x 4096 121 and 128, 128 x 2048 239 and 229;
-// int8 with scales of tokens 76 and 57, 140 and 134, 300 and 263, but 64 x 4096 280 and 297.)
+// int8 with scales of tokens 76 and 57, 140 and 134, 300 and 263, but 64 x 4096 280 and 299.)
 bool two_parts_pay(const AttentionParams& p, const Gpu& gpu, const DividedPlan& plan, std::string* why_not) {
     if (p.k_dtype == DType::int4 || p.v_dtype == DType::int4) return true;
     const auto* const split_kv = std::get_if<SplitKvPlan>(&plan.decode);
@@ -87,8 +89,6 @@ std::optional<DividedPlan> make_divided_plan(const AttentionParams& p, const Gpu
                       " rows per KV head, and one query token has ", group_size);
     }
     DividedPlan plan{};
-    plan.dtype = p.dtype;
-    plan.codes = *codes;
     const int64_t parts = ceil_divide(p.seqlen_q, rows / group_size);
     if (parts < 2 || parts > kMostParts) {
         return refuse(why_not, "it makes from 2 to ", kMostParts, " parts of a sequence, and ",
@@ -108,18 +108,9 @@ std::optional<DividedPlan> make_divided_plan(const AttentionParams& p, const Gpu
     AttentionParams served = p;
     served.batch = plan.num_sequences;
     const AttentionParams parts_of = over_parts(served, plan.parts, plan.part_queries, kSomeWorkspace);
-    const auto split_kv = plan_split_kv(parts_of, gpu, why_not);
-    if (split_kv && split_kv->num_sequences == parts_of.batch) {
-        plan.decode = *split_kv;
-        return plan;
-    }
-    const auto stream_k = plan_stream_k(parts_of, gpu, why_not);
-    if (!stream_k) return std::nullopt;
-    if (stream_k->num_sequences < parts_of.batch) {
-        return refuse(why_not, "stream_k_decode serves ", stream_k->num_sequences,
-                      " parts in a launch, and these are ", parts_of.batch);
-    }
-    plan.decode = *stream_k;
+    const auto decode = plan_decode_at_once(parts_of, gpu, why_not);
+    if (!decode) return std::nullopt;
+    plan.decode = *decode;
     return plan;
 }
 
@@ -142,7 +133,9 @@ std::optional<DividedPlan> plan_divided_queries(const AttentionParams& p, const 
 }
 
 Explanation describe(const DividedPlan& plan) {
-    const Explanation decode = std::visit([](const auto& decode) { return describe(decode); }, plan.decode);
+    const Explanation decode = describe(plan.decode);
+    const auto [dtype, codes] =
+        std::visit([](const auto& decode) { return std::pair(decode.dtype, decode.codes); }, plan.decode);
     Explanation text;
     text.kernel = "divide_queries";
     text.summary = text_of("divide_queries_kernel: ", counted(plan.grid().size(), "CTA"), " of ",
@@ -151,8 +144,8 @@ Explanation describe(const DividedPlan& plan) {
                            " of each sequence; then over these parts ", decode.kernel, ": ", decode.summary);
     text.file = "src/cuda/divide_queries/divide_queries.cu";
     text.plan = {
-        {"dtype", to_string(plan.dtype)},
-        {"cache", name_of(plan.dtype, plan.codes)},
+        {"dtype", to_string(dtype)},
+        {"cache", name_of(dtype, codes)},
         {"num_sequences", plan.num_sequences},
         {"parts", plan.parts},
         {"part_queries", plan.part_queries},

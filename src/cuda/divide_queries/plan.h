@@ -3,7 +3,6 @@
 // one decodes these as sequences of their own.
 #pragma once
 
-#include "cuda/codes.h"
 #include "cuda/decode/plan.h"
 #include "cuda/gpu.h"
 #include "cuda/plan.h"
@@ -11,7 +10,6 @@
 
 #include <optional>
 #include <string>
-#include <variant>
 
 namespace octavo::cuda {
 
@@ -21,13 +19,11 @@ constexpr int32_t kMostParts = 32;       // of a sequence
 constexpr int64_t kMaxDividedBytes = int64_t{64} << 20;
 
 struct DividedPlan {
-    DType dtype;
-    Codes codes;
     int32_t num_sequences;  // the first sequences of the batch; another plan is made for the others
     int32_t parts;          // of each sequence
     int32_t part_queries;   // the most queries of a part
     int32_t max_pages;      // columns of page_table
-    std::variant<SplitKvPlan, StreamKPlan> decode;  // the plan of attention over the parts
+    DecodePlan decode;      // the plan of attention over the parts
 
     Grid grid() const { return {num_sequences}; }
     int32_t threads() const { return kDivideThreads; }

@@ -205,23 +205,6 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
     return plan;
 }
 
-// The plan of the sequences with few queries, in one launch.
-std::optional<std::variant<SplitKvPlan, StreamKPlan>> plan_few(const AttentionParams& p, const Gpu& gpu,
-                                                               std::string* why_not) {
-    const auto split_kv = plan_split_kv(p, gpu);
-    if (split_kv && split_kv->num_sequences == p.batch && split_kv->policy != SplitPolicy::by_length)
-        return *split_kv;
-    const auto stream_k = plan_stream_k(p, gpu, why_not);
-    if (stream_k && stream_k->num_sequences == p.batch) return *stream_k;
-    if (stream_k)
-        refuse(why_not, "stream_k_decode serves ", stream_k->num_sequences, " sequences in a launch");
-    return std::nullopt;
-}
-
-Explanation describe_few(const ExpandedPlan& plan) {
-    return std::visit([](const auto& few) { return describe(few); }, *plan.few);
-}
-
 }  // namespace
 
 AttentionParams with_queries(AttentionParams p, int32_t fewest, int32_t most) {
@@ -265,10 +248,10 @@ std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu&
         return refuse(why_not, "no sequence can have ", many_queries, " queries, where ", p.total_q,
                       " are in all");
     }
-    std::optional<std::variant<SplitKvPlan, StreamKPlan>> few;
+    std::optional<DecodePlan> few;
     int32_t few_queries = std::min(std::max(kDecodeRows / p.group_size(), 1), many_queries - 1);
     for (; few_queries > 0; few_queries /= 2) {
-        few = plan_few(with_queries(p, 1, few_queries), gpu, why_not);
+        few = plan_decode_at_once(with_queries(p, 1, few_queries), gpu, why_not);
         if (few) break;
     }
     if (!few) return std::nullopt;
@@ -314,7 +297,7 @@ Explanation describe(const ExpandedPlan& plan) {
                 plan.run_tokens(), " tokens: ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(),
                 " threads; then over the numbers ", attention.kernel, ": ", attention.summary);
     if (plan.is_mixed()) {
-        const Explanation few = describe_few(plan), between = describe(*plan.between);
+        const Explanation few = describe(*plan.few), between = describe(*plan.between);
         text.summary += text_of(
             plan.sms_left > 0 ? text_of("; on ", counted(plan.sms_left, "SM"), " beside it")
                               : std::string("; then"),
@@ -343,7 +326,7 @@ Explanation describe(const ExpandedPlan& plan) {
         {"table_bytes", plan.table_bytes},
         {"workspace_bytes", plan.workspace_bytes()},
         {"attention", attention.kernel},
-        {"few", plan.is_mixed() ? describe_few(plan).kernel : ""},
+        {"few", plan.is_mixed() ? describe(*plan.few).kernel : ""},
         {"between", plan.is_mixed() ? describe(*plan.between).kernel : ""},
     };
     return text;

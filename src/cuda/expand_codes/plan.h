@@ -13,7 +13,6 @@
 
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
 namespace octavo::cuda {
@@ -52,7 +51,7 @@ struct ExpandedPlan {
     Sm90Plan attention;    // the plan of attention over the numbers
     // A mixed batch: the plans of attention over the codes of sequences with few queries, and of those with
     // more, but not many.
-    std::optional<std::variant<SplitKvPlan, StreamKPlan>> few;
+    std::optional<DecodePlan> few;
     std::optional<Sm90Plan> between;
 
     bool is_mixed() const { return many_queries > 0; }
