@@ -24,6 +24,9 @@ class Measure:
         self._device = torch.device("cuda", device)
         self._stream = torch.cuda.Stream(self._device)
         self._weights: Any = torch.empty(0)
+        # Results of all graphs have the same memory. It stays as long as one of the graphs is left.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: Any = None
 
     def __call__(self, problem: Problem, plans: Sequence[LinearPlan], rounds: int, /) -> list[Times]:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
@@ -47,10 +50,11 @@ class Measure:
 
         call(self._weights[0])  # what a kernel or library does once is not captured
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
+        graph.capture_begin(pool=self._pool)
         for w in self._weights:
             call(w)
         graph.capture_end()
+        self._graph = graph
         times: list[float] = []
         for _ in range(rounds + 1):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -146,13 +146,21 @@ def test_the_benchmark_decides_what_the_library_computes(tmp_path: Path) -> None
 
 
 def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
-    """With invented times, of a GPU that need not be here; the lines are those that tables are made of."""
+    """With invented times, of a GPU that need not be here; the lines are those that tables are made of.
+
+    The library, and what is within 6 % of the fastest tile in either mode, is measured again.
+    """
     asked: list[Problem] = []
+    finalists: list[int] = []
 
     def measure(problem: Problem, plans: Sequence[octavo.LinearPlan], rounds: int) -> list[Times]:
-        asked.append(problem)
-        assert rounds > 1 and plans[-1].kernel == "library"
-        return [Times(problem.M + i, 0.5) for i in range(len(plans))]
+        if plans[-1].kernel != "library":
+            assert rounds == linear_table.ROUNDS
+            asked.append(problem)
+            return [Times(100 * problem.M + i, 50 + abs(4 - i)) for i in range(len(plans))]
+        assert rounds == linear_table.FINAL_ROUNDS
+        finalists.append(len(plans) - 1)
+        return [Times(200 * problem.M + i, 0.5) for i in range(len(plans))]
 
     problems = [Problem(64, 512, m, "bfloat16") for m in (8, 1)]
     path = tmp_path / "tiles.jsonl"
@@ -167,6 +175,11 @@ def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
         fastest = linear_table.Tile(
             plans[0][0]["kernel"][5:], *(plans[0][0][x] for x in ("w_rows", "splits", "ctas_per_sm"))
         )
-        assert product.tiles[fastest] == (product.M, 0.5)
-        assert product.library_us == product.M + len(product.tiles)
-    assert "LinearTable kH200{" in linear_table.write_table("H200", machine, products)
+        assert product.tiles[fastest] == (200 * product.M, 0.5)
+        measured_again = sum(us.static_weight == 0.5 for us in product.tiles.values())
+        assert 8 <= measured_again < len(product.tiles) and measured_again in finalists
+        assert product.library_us == 200 * product.M + measured_again
+    table = linear_table.write_table("H200", machine, products)
+    assert "LinearTable kH200{" in table and "{64, 512, 8, " in table
+    held_out = [product._replace(N=2048, K=2048) for product in products]
+    assert "{2048, 2048" not in linear_table.write_table("H200", machine, held_out)
