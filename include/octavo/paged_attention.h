@@ -1,7 +1,8 @@
 // Attention over a paged KV cache, and what keeps the cache (PagedAttention, Kwon et al. 2023,
 // arXiv:2309.06180).
 //
-// k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], any strides with a unit last one.
+// k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], any strides with a unit last one. The
+// head_dim of v_pages, and so that of v and of the result, may be another one.
 // page_table: int32 or int64 [batch, max_pages]; entries past a sequence's last page are never used.
 // seq_lens: int32 or int64 [batch]; slots past a sequence's length are never used, whatever they hold.
 // Pages have the dtype of the queries and new tokens, or hold codes of 8 or 4 bits, both pages the same, or
@@ -40,7 +41,7 @@ namespace octavo {
 // wait for, and would hang.
 struct PagedAttentionArgs {
     TensorView q, k_pages, v_pages, page_table, seq_lens;
-    TensorView out;                 // like q; see AttentionArgs
+    TensorView out;                 // like q, with the head_dim of v_pages; see AttentionArgs
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis
     std::optional<TensorView> cu_seqlens_q;
     std::optional<TensorView> prefix_lens;  // int32 or int64 [batch]
@@ -96,8 +97,9 @@ struct PagedAttentionArgs {
 
 void paged_attention(const PagedAttentionArgs& args);
 
-// Writes each sequence's newest tokens to the end of its pages. k, v [batch, num_kv_heads, head_dim]: one
-// token a sequence; or packed [total, num_kv_heads, head_dim] with cu_seqlens int32 or int64 [batch + 1].
+// Writes each sequence's newest tokens to the end of its pages. k, v [batch, num_kv_heads, head_dim], each
+// with the head_dim of its pages: one token a sequence; or packed [total, num_kv_heads, head_dim] with
+// cu_seqlens int32 or int64 [batch + 1].
 // seq_lens counts the new tokens. A sequence of length 0 is padding: nothing is written for it. Two tokens of
 // one call must not go to one slot: sequences that share their last page need copy-on-write first. k and v
 // must not overlap the pages in memory, and k_pages and v_pages must have no element in common. Packed rows

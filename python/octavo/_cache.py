@@ -40,7 +40,7 @@ class PagedCache(NamedTuple):
     k_pages: Any
     """The keys: [num_pages, page_size, num_kv_heads, head_dim]; for int4 the last axis is head_dim / 2."""
     v_pages: Any
-    """The values."""
+    """The values: likewise, with a head_dim of their own."""
     k_scales: Any = None
     """The scales of each token and KV head, in the shape of the pages without the last axis; int4 has two."""
     v_scales: Any = None
@@ -133,24 +133,29 @@ def _name_of(dtype: Any) -> str:
     return str(name).removeprefix("torch.")
 
 
-def _kind_of(call: str, dtype: Any, head_dim: int, token_scales: bool) -> str:
+def _kind_of(call: str, dtype: Any, head_dims: tuple[int, int], token_scales: bool) -> str:
     """The name of a cache's dtype; refuses what there is no cache of."""
     kind = _name_of(dtype)
     if kind not in _KINDS:
         raise ValueError(f"{call}: dtype must be one of {', '.join(_KINDS)}; got {kind}")
     has_int4 = "int4" in _KINDS[kind]
-    if has_int4 and head_dim % 2 != 0:
-        raise ValueError(f"{call}: head_dim ({head_dim}) must be even for int4, two numbers in a byte")
+    for name, head_dim, stored in zip(("head_dim", "head_dim_v"), head_dims, _KINDS[kind], strict=True):
+        if stored == "int4" and head_dim % 2 != 0:
+            raise ValueError(f"{call}: {name} ({head_dim}) must be even for int4, two numbers in a byte")
     if has_int4 and not token_scales:
         raise ValueError(f"{call}: token_scales must be True for int4, whose scales are those of tokens")
     return kind
 
 
-def bytes_per_token(call: str, num_kv_heads: int, head_dim: int, dtype: Any, token_scales: bool) -> int:
+def bytes_per_token(
+    call: str, num_kv_heads: int, head_dim: int, dtype: Any, token_scales: bool, head_dim_v: int | None = None
+) -> int:
     """What a token takes in a cache of empty_cache (PagedCache.bytes_per_token), without making one."""
-    kind = _kind_of(call, dtype, head_dim, token_scales)
+    head_dims = head_dim, head_dim if head_dim_v is None else head_dim_v
+    kind = _kind_of(call, dtype, head_dims, token_scales)
     scale_bytes = _SCALE_BYTES if token_scales and kind not in _FLOATS else 0
-    return sum(num_kv_heads * (int(head_dim * _NUMBER_BYTES[x]) + scale_bytes) for x in _KINDS[kind])
+    rows = zip(head_dims, _KINDS[kind], strict=True)
+    return sum(num_kv_heads * (int(length * _NUMBER_BYTES[stored]) + scale_bytes) for length, stored in rows)
 
 
 def empty_cache(
@@ -165,6 +170,7 @@ def empty_cache(
     k_channel_offset: Any = None,
     k_channel_scale: Any = None,
     rotate_keys: bool = False,
+    head_dim_v: int | None = None,
 ) -> PagedCache:
     """Make the arrays of a KV cache for one layer, with no tokens in it.
 
@@ -190,6 +196,7 @@ def empty_cache(
             says; the cache passes it on to the operators. Default: none.
         k_channel_scale: for codes: what keys are divided by, of the same dtype and shape. Default: none.
         rotate_keys: for codes: whether keys are rotated. Default: False.
+        head_dim_v: the head_dim of values, where it is another. Default: head_dim.
 
     Returns:
         cache: with pages that hold anything (JAX: zeros).
@@ -204,12 +211,14 @@ def empty_cache(
         "page_size": page_size,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
+        **({} if head_dim_v is None else {"head_dim_v": head_dim_v}),
     }
     for name, number in numbers.items():
         least = 0 if name == "num_pages" else 1
         if operator.index(number) < least:
             raise ValueError(f"empty_cache: {name} ({number}) must be at least {least}")
-    kind = _kind_of("empty_cache", dtype, head_dim, token_scales)
+    head_dims = head_dim, head_dim if head_dim_v is None else head_dim_v
+    kind = _kind_of("empty_cache", dtype, head_dims, token_scales)
     transform: dict[str, Any] = {
         "k_channel_offset": k_channel_offset,
         "k_channel_scale": k_channel_scale,
@@ -230,11 +239,11 @@ def empty_cache(
 
     kv_dtype = "int4" if "int4" in _KINDS[kind] else None
     pages = []
-    for stored in _KINDS[kind]:
+    for length, stored in zip(head_dims, _KINDS[kind], strict=True):
         element = "uint8" if stored == "int4" else stored
         if library == "cupy" and stored in _FLOAT8:  # which CuPy lacks
             element, kv_dtype = "uint8", stored
-        pages.append(make_views((head_dim // 2 if stored == "int4" else head_dim,), element))
+        pages.append(make_views((length // 2 if stored == "int4" else length,), element))
     k_pages, v_pages = pages
     if kind in _FLOATS or not token_scales:
         return PagedCache(k_pages, v_pages, kv_dtype=kv_dtype, **transform)

@@ -109,11 +109,11 @@ def attend_to_pages(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """The results of ``octavo.paged_attention`` with these options."""
-    padded, k_pages, v_pages = (_padded(x) for x in (with_unit_stride(q), k_pages, v_pages))
+    padded, keys, values = (_padded(x) for x in (with_unit_stride(q), k_pages, v_pages))
     out, lse = octavo.torch.paged_attention(
-        padded, k_pages, v_pages, page_table, seq_lens, return_lse=True, **options
+        padded, keys, values, page_table, seq_lens, return_lse=True, **options
     )
-    return _like(q, out), lse
+    return _like(v_pages, out), lse
 
 
 def require_shape(function: str, name: str, x: Tensor, axes: str, *sizes: int | None) -> None:

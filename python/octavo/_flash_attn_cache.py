@@ -109,7 +109,7 @@ def append(
     Args:
         q: [batch, seqlen_q, num_heads, head_dim].
         k: [batch, seqlen_new, num_kv_heads, head_dim].
-        v: like k.
+        v: like k, with the head_dim of v_cache.
         k_cache: pages of keys.
         v_cache: pages of values.
         page_table: int32 [batch, max_pages].

@@ -103,9 +103,9 @@ def append_kv(
     Args:
         k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
             [total, num_kv_heads, head_dim].
-        v: like k.
+        v: like k, with the head_dim of v_pages.
         k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys.
-        v_pages: like k_pages: the cache of values.
+        v_pages: like k_pages: the cache of values; its head_dim may be another one.
         page_table: int32, or int64 in JAX's x64 mode, [batch, max_pages].
         seq_lens: likewise [batch]: the length of each sequence in tokens, new ones included; 0: padding.
         cu_seqlens: likewise [batch + 1], for packed k and v: sequence b has the tokens from cu_seqlens[b] up
@@ -213,7 +213,7 @@ def copy_pages(
     Args:
         k_pages: float32, float16 or bfloat16, or codes of 8 bits [num_pages, page_size, num_kv_heads,
             head_dim]: the cache of keys.
-        v_pages: like k_pages: the cache of values.
+        v_pages: like k_pages: the cache of values, with a head_dim of its own.
         copies: int32 or int64 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them. No
             page is both read and written, and none is written twice.
         to_k_pages: the other cache of keys, [any number of pages, page_size, num_kv_heads, head_dim], of the

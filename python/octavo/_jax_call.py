@@ -95,6 +95,14 @@ def _attention_results(arrays: _Arrays, options: Mapping[str, Option], asked: _A
     return {**results, "out": jax.ShapeDtypeStruct((*out.shape[:-1], *v.shape[-1:]), out.dtype)}
 
 
+def _paged_results(arrays: _Arrays, options: Mapping[str, Option], asked: _Asked) -> _Results:
+    results = _queries_results(arrays, options, asked)
+    out, v_pages = results["out"], arrays["v_pages"]
+    is_int4 = v_pages.dtype == jnp.uint8 and options.get("kv_dtype") == "int4"
+    width = (length * (2 if is_int4 else 1) for length in v_pages.shape[-1:])
+    return {**results, "out": jax.ShapeDtypeStruct((*out.shape[:-1], *width), out.dtype)}
+
+
 def _cache_results(arrays: _Arrays, _: Mapping[str, Option], __: _Asked) -> _Results:
     like = {**{name: name for name in CACHE}, "q_out": "q"}
     return {
@@ -166,7 +174,7 @@ ATTENTION = Operator(
 )
 PAGED_ATTENTION = Operator(
     "paged_attention",
-    _queries_results,
+    _paged_results,
     _jax_batching.fold_paged_attention,
     frozenset({*CACHE, "alibi_slopes", *_OF_ALL_TOKENS, *_OF_HEADS}),
 )

@@ -60,6 +60,7 @@ class KVCache(KVSequences):
         like: jax.Array | None = None,
         windows: Sequence[int | None] | None = None,
         prefix_cache: bool = False,
+        head_dim_v: int | None = None,
     ) -> None:
         if like is None:
             like = jax.numpy.zeros((), jax.numpy.float32)  # with jax_enable_x64 the default is float64
@@ -87,6 +88,7 @@ class KVCache(KVSequences):
             windows=windows,
             prefix_cache=prefix_cache,
             num_host_pages=0,
+            head_dim_v=head_dim_v,
             free_bytes=self._free_bytes,
         )
         self.pages: list[PagedCache] = self._make_layers(like)
@@ -255,7 +257,7 @@ class KVCacheStep:
             layer: from 0 to num_layers - 1.
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
-            v: like k.
+            v: like k, with the head_dim of values.
             softmax_scale: as for ``paged_attention``, as are causal and the following up to
                 chosen_pages.
             causal: Default: True.
@@ -282,7 +284,7 @@ class KVCacheStep:
             rotary_interleaved: Default: False.
 
         Returns:
-            out: like q.
+            out: like q, with the head_dim of v.
             pages: of all layers, those of this one with the new tokens.
 
         Raises:

@@ -53,6 +53,7 @@ class KVCache(KVSequences):
         prefix_cache: whether pages are found again by their tokens; then at least one layer has no window.
             Default: False.
         num_host_pages: pages of each layer in host memory, for ``preempt``. Default: 0.
+        head_dim_v: the head_dim of values, where it is another. Default: head_dim.
 
     Raises:
         ValueError: a number out of range, none or several of num_pages, memory and memory_fraction, memory
@@ -79,6 +80,7 @@ class KVCache(KVSequences):
         windows: Sequence[int | None] | None = None,
         prefix_cache: bool = False,
         num_host_pages: int = 0,
+        head_dim_v: int | None = None,
     ) -> None:
         from octavo._kv_memory import memory_of  # here, since these import NumPy
         from octavo._kv_steps import DeviceStep, StepLayout
@@ -105,6 +107,7 @@ class KVCache(KVSequences):
             windows=windows,
             prefix_cache=prefix_cache,
             num_host_pages=num_host_pages,
+            head_dim_v=head_dim_v,
             free_bytes=self._memory.free_bytes,
         )
         self.layers: list[PagedCache] = self._make_layers(like)
@@ -357,7 +360,7 @@ class KVCacheStep:
             layer: from 0 to num_layers - 1.
             q: [T, num_q_heads, head_dim]: queries of the new tokens, packed, in the order of the sequences.
             k: like q, [T, num_kv_heads, head_dim].
-            v: like k.
+            v: like k, with the head_dim of values.
             softmax_scale: as for ``paged_attention``, as are causal and the following up to
                 chosen_pages.
             causal: Default: True.
@@ -383,10 +386,10 @@ class KVCacheStep:
                 rotation.
             rotary_sin: given together with rotary_cos.
             rotary_interleaved: Default: False.
-            out: an array like q for the result; may be q. Default: a new array.
+            out: an array for the result; may be q, where values have its head_dim. Default: a new array.
 
         Returns:
-            out: like q.
+            out: like q, with the head_dim of v.
 
         Raises:
             RuntimeError: another step of the cache has begun.

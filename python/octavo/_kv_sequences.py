@@ -37,6 +37,7 @@ class KVSequences:
         windows: Sequence[int | None] | None,
         prefix_cache: bool,
         num_host_pages: int,
+        head_dim_v: int | None,
         free_bytes: Callable[[], int],
     ) -> None:
         numbers = {
@@ -47,6 +48,7 @@ class KVSequences:
             "max_batch": max_batch,
             "max_tokens": max_tokens,
             **({} if max_length is None else {"max_length": max_length}),
+            **({} if head_dim_v is None else {"head_dim_v": head_dim_v}),
         }
         for name, number in numbers.items():
             if operator.index(number) < 1:
@@ -58,7 +60,10 @@ class KVSequences:
             )
         if dtype is None:
             dtype = "float32" if like is None else like.dtype
-        self.bytes_per_token = num_layers * bytes_per_token("KVCache", num_kv_heads, head_dim, dtype, True)
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        self.bytes_per_token = num_layers * bytes_per_token(
+            "KVCache", num_kv_heads, head_dim, dtype, True, head_dim_v
+        )
         """In all layers, scales counted."""
         most = [
             most_pages_of_window(group.window_left, page_size, max_batch, max_tokens)
@@ -77,6 +82,8 @@ class KVSequences:
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.head_dim_v = head_dim_v
+        """Of values."""
         self.page_size = page_size
         self.max_batch = max_batch
         """The most sequences in a step."""
@@ -93,7 +100,9 @@ class KVSequences:
 
     def _make_layers(self, like: Any) -> list[PagedCache]:
         return [
-            empty_cache(self.page_groups[group].num_pages, *self._shape, like=like)
+            empty_cache(
+                self.page_groups[group].num_pages, *self._shape, like=like, head_dim_v=self.head_dim_v
+            )
             for group in self._group_of_layer
         ]
 

@@ -71,7 +71,8 @@ def paged_attention(
             Pages may hold codes as well: int8, float8_e4m3fn or float8_e5m2, or uint8, whose contents
             ``kv_dtype`` names. int4 has two numbers in a byte: the last axis is head_dim / 2, and the even
             dim is in the lower half.
-        v_pages: like k_pages: the cache of values. It may be int4 where k_pages is int8, too.
+        v_pages: like k_pages: the cache of values. It may be int4 where k_pages is int8, too, and its
+            head_dim, and so that of the result, may be another one.
         page_table: int32 or int64 [batch, max_pages]: page_table[b, i] is the page with the tokens of
             sequence b from ``i * page_size`` on. On the CPU it may be a list, as may the lengths and offsets
             below. A GPU reads the lower 32 bits of int64.
@@ -160,13 +161,14 @@ def paged_attention(
         ranges_keep_window_left: windows and chunks hide a range's earlier keys, too, as for ``attention``.
             Needs bidirectional_ranges. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
-        out: an array like q to write the result to; never read. It may be q itself, with the same address
-            and strides; otherwise its memory must be apart from that of q, as from that of the cache.
+        out: an array like q, with the head_dim of v_pages, to write the result to; never read. It may be q
+            itself, with the same address and strides; otherwise its memory must be apart from that of q, as
+            from that of the cache.
             Default: a new array of the framework of q.
         stream: a CUDA stream to work on instead of the current one, as for ``attention``.
 
     Returns:
-        out: like q; the very object given as ``out``, if any.
+        out: like q, with the head_dim of v_pages; the very object given as ``out``, if any.
         lse: only with return_lse: float32, the shape of q without its last axis; the natural logarithm of the
             sum of ``exp(score)``, every bias and the sink included.
 
@@ -274,14 +276,15 @@ def append_kv(
     Args:
         k: float32, float16 or bfloat16 [batch, num_kv_heads, head_dim], one token a sequence; packed:
             [total, num_kv_heads, head_dim]. Any strides, with a unit last one; not inside the cache's memory.
-        v: like k.
+        v: like k, with the head_dim of v_pages.
         k_pages: like k, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written. Pages may
             be of int8, float8_e4m3fn or float8_e5m2 as well: the nearest code is stored, ties to even; what
             is too large becomes the largest (int8: 127), NaN stays NaN (int8: 0). Or they are of uint8, whose
             contents ``kv_dtype`` names; int4 has a last axis of head_dim / 2, with the even dim in the lower
             half of its byte.
-        v_pages: like k_pages: the cache of values; written. It may be int4 where k_pages is int8, too. Both
-            may be views of one array, as of ``cache.unbind()``, but have no element in common.
+        v_pages: like k_pages: the cache of values; written. It may be int4 where k_pages is int8, too, and
+            its head_dim may be another one. Both may be views of one array, as of ``cache.unbind()``, but
+            have no element in common.
         page_table: int32 or int64 [batch, max_pages]; on the CPU it may be a list, here and below. Entries
             past a sequence's last page are never used. A GPU reads the lower 32 bits of int64.
         seq_lens: int32 or int64 [batch]: the length of each sequence in tokens, new ones included: at least
@@ -364,7 +367,7 @@ def copy_pages(
         k_pages: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 or uint8,
             [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written, unless another one
             is. Any strides, with a unit last one.
-        v_pages: like k_pages: the cache of values.
+        v_pages: like k_pages: the cache of values, with a head_dim of its own.
         copies: int32 or int64 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; rows
             at any stride. No page is both read and written, and none is written twice. They are on the GPU if
             either cache is, which then reads the lower 32 bits of int64.

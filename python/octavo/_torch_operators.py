@@ -108,15 +108,21 @@ def _out_like(name: str) -> Callable[..., Tensor]:
     if name == "attention":
         return lambda q, _, v, *__: q.new_empty((*q.shape[:-1], v.shape[-1]))
     described = ARGUMENTS[name]
-    place = next((i for i, argument in enumerate(described) if argument["name"] == "v_dim"), None)
-    if place is None:
-        return lambda q, *_: q.new_empty(q.shape)
+    place = [argument["name"] for argument in described].index(
+        "kv_dtype" if name == "paged_attention" else "v_dim"
+    )
+
+    def given(others: tuple[Any, ...]) -> Any:
+        return others[place - 1] if len(others) >= place else described[place]["default"]
+
+    def like_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, *others: Any) -> Tensor:
+        is_int4 = v_pages.dtype == torch.uint8 and given((k_pages, v_pages, *others)) == "int4"
+        return q.new_empty((*q.shape[:-1], v_pages.shape[-1] * (2 if is_int4 else 1)))
 
     def of_width(q: Tensor, *others: Any) -> Tensor:
-        v_dim: Any = others[place - 1] if len(others) >= place else described[place]["default"]
-        return q.new_empty((*q.shape[:-1], v_dim))
+        return q.new_empty((*q.shape[:-1], given(others)))
 
-    return of_width
+    return like_pages if name == "paged_attention" else of_width
 
 
 def _lse_like(q: Tensor) -> Tensor:

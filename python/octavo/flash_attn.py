@@ -156,7 +156,7 @@ def flash_attn_varlen_func(
         q: as for ``flash_attn_func``, but packed: [total_q, num_heads, head_dim].
         k: like q, [total_k, num_kv_heads, head_dim]; with block_table: pages,
             [num_pages, page_size, num_kv_heads, head_dim], of any size.
-        v: like k; its head_dim, and so that of the result, may be another, but in pages.
+        v: like k; its head_dim, and so that of the result, may be another.
         cu_seqlens_q: int32 [batch + 1]: sequence b has the queries from cu_seqlens_q[b] up to
             cu_seqlens_q[b + 1].
         cu_seqlens_k: int32 [batch + 1], the same for keys and values; with block_table its differences are
@@ -175,7 +175,7 @@ def flash_attn_varlen_func(
             ``i * page_size`` on. Default: none.
 
     Returns:
-        out: like q.
+        out: like q, with the head_dim of v.
         softmax_lse: only with return_attn_probs: float32 [num_heads, total_q], as for ``flash_attn_func``.
         S_dmask: likewise: an empty tensor.
 
@@ -273,7 +273,7 @@ def flash_attn_with_kvcache(
             to 512; one that is no multiple of 8 is padded, which copies the whole cache at every call.
         k_cache: like q, [batch_cache, seqlen_cache, num_kv_heads, head_dim]; with block_table: pages,
             [num_pages, page_size, num_kv_heads, head_dim], of any size. Written if k is given.
-        v_cache: like k_cache.
+        v_cache: like k_cache; its head_dim, and so that of the result, may be another.
         k: the keys of new tokens, [batch, seqlen_new, num_kv_heads, head_dim], which are written behind the
             first cache_seqlens tokens. Default: none.
         v: their values, given together with k.
@@ -302,7 +302,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse: whether to return the log-sum-exp as well. Default: False.
 
     Returns:
-        out: like q; 0 for a query that sees no key.
+        out: like q, with the head_dim of v_cache; 0 for a query that sees no key.
         softmax_lse: only with return_softmax_lse: float32 [batch, num_heads, seqlen_q], as for
             ``flash_attn_func``.
 
@@ -319,7 +319,7 @@ def flash_attn_with_kvcache(
     pages = "[batch_cache, seqlen_cache, " if block_table is None else "[num_pages, page_size, "
     axes = pages + "num_kv_heads, head_dim]"
     require_shape(name, "k_cache", k_cache, axes, None, None, None, head_dim)
-    require_shape(name, "v_cache", v_cache, axes, *k_cache.shape)
+    require_shape(name, "v_cache", v_cache, axes, *k_cache.shape[:3], None)
     scores = softmax_scale, causal, window_size, softcap, alibi_slopes
     options = score_options(name, q, seqlen_q, *scores)
 
@@ -339,7 +339,7 @@ def flash_attn_with_kvcache(
             raise ValueError(f"{name}: k needs cache_seqlens; got none")
         new_axes = "[batch, seqlen_new, num_kv_heads, head_dim]"
         require_shape(name, "k", k, new_axes, batch, None, *k_cache.shape[2:])
-        require_shape(name, "v", v, new_axes, *k.shape)
+        require_shape(name, "v", v, new_axes, *k.shape[:3], v_cache.shape[3])
         seq_lens = seq_lens + k.shape[1]
         queries_differ = options["window_left"] >= 0 or options["window_right"] >= 0
         rotary = {
@@ -361,5 +361,5 @@ def flash_attn_with_kvcache(
     if num_splits > 0:
         options |= {"num_splits": num_splits}
     out, lse = attend_to_pages(q.flatten(0, 1), *attended, seq_lens, options)
-    out = out.view(q.shape)
+    out = out.view(*q.shape[:-1], out.shape[-1])
     return (out, their_lse(lse.view(q.shape[:-1]))) if return_softmax_lse else out

@@ -296,14 +296,14 @@ def paged_attention(
         q: float32, float16 or bfloat16 [batch, num_q_heads, head_dim], one token a sequence; packed:
             [total_q, num_q_heads, head_dim].
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys.
-        v_pages: like k_pages: the cache of values.
+        v_pages: like k_pages: the cache of values; its head_dim, and so that of the result, may be another.
         page_table: int32, or int64 in JAX's x64 mode, [batch, max_pages]; entries past a sequence's last page
             are never used.
         seq_lens: of the same dtypes, [batch]: the length of each sequence in tokens, new ones included.
         return_lse: return the log-sum-exp too. Default: False.
 
     Returns:
-        out: like q.
+        out: like q, with the head_dim of v_pages.
         lse: only with return_lse: float32, the shape of q without its last axis.
 
     Raises:

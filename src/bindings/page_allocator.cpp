@@ -237,10 +237,10 @@ void bind_page_allocator(nb::module_& m) {
             [](nb::handle num_bytes, nb::handle page_size, nb::handle num_layers, nb::handle num_kv_heads,
                nb::handle head_dim, nb::handle dtype, nb::handle token_scales, nb::handle window_left,
                nb::handle num_host_pages, nb::handle prefix_cache, nb::handle hash_key, nb::handle hash_bits,
-               nb::handle event_capacity) {
+               nb::handle event_capacity, nb::handle head_dim_v) {
                 nb::module_::import_("numpy");
                 const nb::int_ num_pages(pages_in_memory(num_bytes, page_size, num_layers, num_kv_heads,
-                                                         head_dim, dtype, token_scales));
+                                                         head_dim, head_dim_v, dtype, token_scales));
                 return PageAllocator(
                     {page_group(kAllocator, num_pages, page_size, window_left, num_host_pages)},
                     prefix_cache_options(prefix_cache, hash_key, hash_bits, event_capacity));
@@ -251,10 +251,12 @@ void bind_page_allocator(nb::module_& m) {
             nb::arg("window_left").none() = -1, nb::arg("num_host_pages").none() = 0,
             nb::arg("prefix_cache").none() = false, nb::arg("hash_key").none() = nb::none(),
             nb::arg("hash_bits").none() = 128, nb::arg("event_capacity").none() = 0,
+            nb::arg("head_dim_v").none() = nb::none(),
             nb::sig("def from_memory(num_bytes: int, *, page_size: int, num_layers: int, num_kv_heads: int, "
                     "head_dim: int, dtype: typing.Any, token_scales: bool = True, window_left: int = -1, "
                     "num_host_pages: int = 0, prefix_cache: bool = False, hash_key: bytes | None = None, "
-                    "hash_bits: int = 128, event_capacity: int = 0) -> PageAllocator"),
+                    "hash_bits: int = 128, event_capacity: int = 0, head_dim_v: int | None = None) -> "
+                    "PageAllocator"),
             kFromMemoryDoc)
         .def_static(
             "from_groups",

@@ -284,6 +284,7 @@ Args:
     hash_key: as for PageAllocator.
     hash_bits: as for PageAllocator.
     event_capacity: as for PageAllocator.
+    head_dim_v: as for octavo.empty_cache.
 
 Raises:
     TypeError, ValueError: an argument of another kind or out of range, or too few bytes for one page.)";

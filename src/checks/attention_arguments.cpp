@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 
 namespace octavo {
 namespace {
@@ -63,14 +64,13 @@ void check_head_dim(const char* op, const char* name, int64_t head_dim) {
 }
 
 // There are as many values as keys, in as many heads; only their head dim may differ.
-void set_values(AttentionParams& p, const TensorView& k, const TensorView& v) {
+void set_values(const Checker& check, AttentionParams& p, const TensorView& k, const TensorView& v) {
     const int last = k.ndim - 1;
     if (!std::equal(k.shape.begin(), k.shape.begin() + last, v.shape.begin())) {
         fail<ValueError>(p.op, "v must have the shape of k ", k.shape_string(), ", but for head_dim; got ",
                          v.shape_string());
     }
-    check_head_dim(p.op, "head_dim of v", v.shape[last]);
-    p.head_dim_v = static_cast<int32_t>(v.shape[last]);
+    set_value_dim(check, p, "v", v.shape[last]);
 }
 
 }  // namespace
@@ -80,7 +80,8 @@ void check_like_out(const Checker& check, const AttentionParams& p, const char* 
     if (p.head_dim_v == p.head_dim) return check.same_shape(name, t, "q", q);
     TensorView like = q;
     like.shape[q.ndim - 1] = p.head_dim_v;
-    check.same_shape(name, t, "q with the head_dim of v", like);
+    check.same_shape(name, t, p.paged() ? "q with the head_dim of v_pages" : "q with the head_dim of v",
+                     like);
 }
 
 Layout dense_or_packed_q(bool packed) {
@@ -117,6 +118,11 @@ void set_heads(const Checker& check, AttentionParams& p, const char* k_name, con
     p.num_q_heads = static_cast<int32_t>(num_q_heads);
     p.num_kv_heads = static_cast<int32_t>(num_kv_heads);
     p.head_dim = p.head_dim_v = static_cast<int32_t>(head_dim);
+}
+
+void set_value_dim(const Checker& check, AttentionParams& p, const char* v_name, int64_t head_dim_v) {
+    check_head_dim(check.op(), (std::string("head_dim of ") + v_name).c_str(), head_dim_v);
+    p.head_dim_v = static_cast<int32_t>(head_dim_v);
 }
 
 int32_t check_max_seqlen(const Checker& check, const char* name, std::optional<int64_t> bound,
@@ -163,7 +169,7 @@ void set_dense_or_packed(const Checker& check, AttentionParams& p, const Args& a
     check.dtype("v", args.v, args.q.dtype, " like q");
     p.k_dtype = p.v_dtype = args.k.dtype;
     set_heads(check, p, "k", args.q, args.k);
-    set_values(p, args.k, args.v);
+    set_values(check, p, args.k, args.v);
 
     p.k = args.k.data;
     p.v = args.v.data;

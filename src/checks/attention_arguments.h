@@ -31,9 +31,12 @@ void check_like_out(const Checker& check, const AttentionParams& p, const char* 
                     const TensorView& q);
 
 // Checks and sets the head counts and head_dim of queries and of keys named `k_name`; head_dim_v becomes the
-// same as head_dim.
+// same as head_dim until set_value_dim() sets it.
 void set_heads(const Checker& check, AttentionParams& p, const char* k_name, const TensorView& q,
                const TensorView& k);
+
+// Checks and sets the head dim of values named `v_name`.
+void set_value_dim(const Checker& check, AttentionParams& p, const char* v_name, int64_t head_dim_v);
 
 // Checks dense or packed q, k and v: arrays, lengths and strides. Args is AttentionArgs or
 // AttentionBackwardArgs.

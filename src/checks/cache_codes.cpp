@@ -1,5 +1,6 @@
 #include "checks/cache_codes.h"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -75,15 +76,11 @@ StoredDtypes stored_dtypes(const Checker& check, const CacheArrays& cache, std::
                     to_string(stored.v));
 }
 
-void check_same_cache_shape(const Checker& check, const CacheArrays& cache, StoredDtypes stored) {
+void check_same_cache_shape(const Checker& check, const CacheArrays& cache) {
     const auto& [k_name, k_pages, v_name, v_pages] = cache;
-    if (stored.k == stored.v) return check.same_shape(v_name, v_pages, k_name, k_pages);
-    TensorView wanted = k_pages;
-    wanted.shape[3] = k_pages.shape[3] / 2;
-    if (k_pages.shape[3] % 2 == 0 && v_pages.shape == wanted.shape) return;
-    fail<ValueError>(check.op(), v_name, " (int4) must have the shape of ", k_name, " ",
-                     k_pages.shape_string(), " with half the last axis, two numbers in a byte; got ",
-                     v_pages.shape_string());
+    if (std::equal(k_pages.shape.begin(), k_pages.shape.begin() + 3, v_pages.shape.begin())) return;
+    fail<ValueError>(check.op(), v_name, " must have the shape of ", k_name, " ", k_pages.shape_string(),
+                     ", but for head_dim; got ", v_pages.shape_string());
 }
 
 CacheScales check_token_scales(const Checker& check, const char* name, const TensorView& scales, bool is_int4,

@@ -32,8 +32,8 @@ constexpr int64_t numbers_in(DType stored, int64_t length) {
     return stored == DType::int4 ? 2 * length : length;
 }
 
-// Checks that v_pages has the shape of k_pages; rows of int4 have half the length.
-void check_same_cache_shape(const Checker& check, const CacheArrays& cache, StoredDtypes stored);
+// Checks that v_pages has the shape of k_pages, but for the last axis.
+void check_same_cache_shape(const Checker& check, const CacheArrays& cache);
 
 // The three ways in which scales of keys, or of values, may be given.
 struct ScaleArguments {

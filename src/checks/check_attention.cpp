@@ -171,10 +171,15 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
 }  // namespace
 
 std::string why_no_cuda_kernel(const AttentionParams& p) {
+    if (p.paged() && p.head_dim_v != p.head_dim) {
+        return "no CUDA kernel for pages of keys of head_dim " + std::to_string(p.head_dim) +
+               " and of values of head_dim " + std::to_string(p.head_dim_v);
+    }
     const auto& types = cuda::kAttentionTypes;
     if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) {
-        if (!is_code(p.k_dtype) || p.head_dim <= kMaxCudaCodeHeadDim) return {};
-        return "no CUDA kernel reads codes of head_dim " + std::to_string(p.head_dim) + "; it may be up to " +
+        const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
+        if (!is_code(p.k_dtype) || head_dim <= kMaxCudaCodeHeadDim) return {};
+        return "no CUDA kernel reads codes of head_dim " + std::to_string(head_dim) + "; it may be up to " +
                std::to_string(kMaxCudaCodeHeadDim);
     }
     std::string names;
@@ -185,6 +190,12 @@ std::string why_no_cuda_kernel(const AttentionParams& p) {
 
 int64_t attention_width(const AttentionArgs& args) {
     return args.v.ndim > 0 ? args.v.shape[args.v.ndim - 1] : 0;
+}
+
+int64_t paged_attention_width(const PagedAttentionArgs& args) {
+    if (args.v_pages.ndim < 1) return 0;
+    const bool is_int4 = args.v_pages.dtype == DType::uint8 && args.kv_dtype == DType::int4;
+    return numbers_in(is_int4 ? DType::int4 : args.v_pages.dtype, args.v_pages.shape[args.v_pages.ndim - 1]);
 }
 
 AttentionParams check_attention(const AttentionArgs& args) {
@@ -225,8 +236,9 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     const StoredDtypes stored = stored_dtypes(check, cache, args.kv_dtype);
     p.k_dtype = stored.k;
     p.v_dtype = stored.v;
-    check_same_cache_shape(check, cache, stored);
+    check_same_cache_shape(check, cache);
     set_heads(check, p, "k_pages", args.q, args.k_pages);
+    set_value_dim(check, p, "v_pages", numbers_in(stored.v, args.v_pages.shape[3]));
     const ScaleArguments k_given{"k_pages",          "k_scale",  args.k_scale,
                                  args.k_scale_array, "k_scales", args.k_scales};
     const ScaleArguments v_given{"v_pages",          "v_scale",  args.v_scale,

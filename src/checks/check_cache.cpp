@@ -5,6 +5,7 @@
 #include "checks/rotary.h"
 #include "cuda/backend.h"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -12,20 +13,20 @@
 namespace octavo {
 namespace {
 
-void check_cache(const Checker& check, const CacheArrays& cache, StoredDtypes stored,
-                 bool is_written = true) {
+void check_cache(const Checker& check, const CacheArrays& cache, bool is_written = true) {
     const auto& [k_name, k_pages, v_name, v_pages] = cache;
     check.data(k_name, k_pages, 4, kPages);
     if (is_written) check.writable(k_name, k_pages);
     check.data(v_name, v_pages, 4, kPages);
     if (is_written) check.writable(v_name, v_pages);
-    check_same_cache_shape(check, cache, stored);
+    check_same_cache_shape(check, cache);
     if (k_pages.shape[1] < 1) {
         fail<ValueError>(check.op(), "page_size (", k_pages.shape[1], ") must be at least 1");
     }
     check.length("page_size", k_pages.shape[1]);
     check.length("num_kv_heads", k_pages.shape[2]);
     check.length("head_dim", k_pages.shape[3]);
+    check.length((std::string("head_dim of ") + v_name).c_str(), v_pages.shape[3]);
 }
 
 // Checks a number that keys or values are divided by.
@@ -121,8 +122,9 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
 }  // namespace
 
 std::string why_no_cuda_kernel(const AppendKvParams& p) {
-    if (!is_code(p.k_dtype) || p.head_dim <= kMaxCudaCodeHeadDim) return {};
-    return "no CUDA kernel makes codes of head_dim " + std::to_string(p.head_dim) + "; it may be up to " +
+    const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
+    if (!is_code(p.k_dtype) || head_dim <= kMaxCudaCodeHeadDim) return {};
+    return "no CUDA kernel makes codes of head_dim " + std::to_string(head_dim) + "; it may be up to " +
            std::to_string(kMaxCudaCodeHeadDim);
 }
 
@@ -208,21 +210,31 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     const StoredDtypes stored = stored_dtypes(check, cache, args.kv_dtype);
     p.k_dtype = stored.k;
     p.v_dtype = stored.v;
-    check_cache(check, cache, stored);
+    check_cache(check, cache);
     check.no_shared_elements("v_pages", args.v_pages, "k_pages", args.k_pages);
     if (has_codes) check.float_dtype("k", args.k);
     const char* const like = has_codes ? " like k" : " like k_pages";
     check.dtype("k", args.k, p.dtype, like);
     check.dtype("v", args.v, p.dtype, like);
-    check.same_shape("v", args.v, "k", args.k);
+    if (!std::equal(args.k.shape.begin(), args.k.shape.begin() + 2, args.v.shape.begin())) {
+        fail<ValueError>(op, "v must have the shape of k ", args.k.shape_string(), ", but for head_dim; got ",
+                         args.v.shape_string());
+    }
     check.apart("k", args.k, "k_pages", args.k_pages);
     check.apart("k", args.k, "v_pages", args.v_pages);
     check.apart("v", args.v, "k_pages", args.k_pages);
     check.apart("v", args.v, "v_pages", args.v_pages);
     check.equal("num_kv_heads", "k", args.k.shape[1], "k_pages", args.k_pages.shape[2]);
-    if (stored.v == DType::int4 && args.k.shape[2] % 2 != 0)
-        fail<ValueError>(op, "head_dim (", args.k.shape[2], ") must be even for int4, two numbers in a byte");
-    check.equal("head_dim", "k", args.k.shape[2], "k_pages", numbers_in(stored.k, args.k_pages.shape[3]));
+    auto check_dim = [&](const char* name, const TensorView& rows, DType held, const char* pages_name,
+                         const TensorView& pages) {
+        if (held == DType::int4 && rows.shape[2] % 2 != 0) {
+            fail<ValueError>(op, "head_dim of ", name, " (", rows.shape[2],
+                             ") must be even for int4, two numbers in a byte");
+        }
+        check.equal("head_dim", name, rows.shape[2], pages_name, numbers_in(held, pages.shape[3]));
+    };
+    check_dim("k", args.k, stored.k, "k_pages", args.k_pages);
+    check_dim("v", args.v, stored.v, "v_pages", args.v_pages);
     const CheckedScales k_scales = check_scales(
         check, {"k_pages", "k_scale", args.k_scale, args.k_scale_array, "k_scales", args.k_scales}, stored.k,
         args.k_pages);
@@ -261,6 +273,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k.shape[1]);
     p.head_dim = static_cast<int32_t>(args.k.shape[2]);
+    p.head_dim_v = static_cast<int32_t>(args.v.shape[2]);
     p.k_scale = check_divisor(op, "k_scale", k_scales.number);
     p.v_scale = check_divisor(op, "v_scale", v_scales.number);
     p.k_static_scales = k_scales.in_memory;
@@ -307,9 +320,10 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     p.dtype = args.k_pages.dtype;
     const Checker check_from(op, from_device), check_to(op, to_device);
     const StoredDtypes stored = copied_dtypes(check_from, from);
-    check_cache(check_from, from, stored, is_within);
+    check_cache(check_from, from, is_within);
     if (!is_within) {
-        check_cache(check_to, to, copied_dtypes(check_to, to));
+        copied_dtypes(check_to, to);
+        check_cache(check_to, to);
         if (to_device.type == DeviceType::cuda && to_device != p.device) {
             fail<DeviceError>(op, "two caches on GPUs must be on the same one; to_k_pages is on ",
                               to_string(to_device), ", k_pages on ", to_string(from_device));
@@ -322,6 +336,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
             check.equal(axes[axis - 1], "to_k_pages", to.k_pages.shape[axis], "k_pages",
                         from.k_pages.shape[axis]);
         }
+        check.equal("head_dim", "to_v_pages", to.v_pages.shape[3], "v_pages", from.v_pages.shape[3]);
         check.no_shared_elements("to_v_pages", to.v_pages, "to_k_pages", to.k_pages);
         check.apart("k_pages", from.k_pages, "to_k_pages", to.k_pages);
         check.apart("k_pages", from.k_pages, "to_v_pages", to.v_pages);
@@ -393,7 +408,6 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     p.num_copies = args.copies.shape[0];
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k_pages.shape[2]);
-    p.head_dim = static_cast<int32_t>(args.k_pages.shape[3]);
     p.k_row_bytes = static_cast<int32_t>(size_of(args.k_pages.dtype) * args.k_pages.shape[3]);
     p.v_row_bytes = static_cast<int32_t>(size_of(args.v_pages.dtype) * args.v_pages.shape[3]);
     require_kernel(op, p);

@@ -35,6 +35,7 @@ LatentAttentionParams check_latent_attention(const LatentAttentionArgs& args);
 
 // The length of the last axis of the result. Arguments that do not fit give any number; the check finds them.
 int64_t attention_width(const AttentionArgs& args);
+int64_t paged_attention_width(const PagedAttentionArgs& args);
 int64_t linear_width(const LinearArgs& args);
 int64_t latent_attention_width(const LatentAttentionArgs& args);
 

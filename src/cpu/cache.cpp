@@ -124,16 +124,17 @@ struct Rows {
     CacheScales static_scales, scales;
     KeyTransform transform;
     Rotary rotary;
+    int32_t head_dim;
 
     void append(const AppendKvParams& p, int64_t token, const Slot& at) const {
         for (int32_t h = 0; h < p.num_kv_heads; ++h) {
             const T* row = from + token * from_token_stride + h * from_head_stride;
             if (rotary.dim > 0) {
-                float* const rotated = row_of_floats(p.head_dim);
-                apply_rotary(rotary, at.position, row, p.head_dim, rotated);
-                store(rotated, p.head_dim, at, h);
+                float* const rotated = row_of_floats(head_dim);
+                apply_rotary(rotary, at.position, row, head_dim, rotated);
+                store(rotated, head_dim, at, h);
             } else {
-                store(row, p.head_dim, at, h);
+                store(row, head_dim, at, h);
             }
         }
     }
@@ -174,7 +175,8 @@ void append_typed(const AppendKvParams& p) {
                                 p.k_static_scales,
                                 p.k_scales,
                                 p.key_transform,
-                                p.rotary};
+                                p.rotary,
+                                p.head_dim};
     const Rows<T, StoredV> values{static_cast<const T*>(p.v),
                                   p.v_token_stride,
                                   p.v_head_stride,
@@ -186,7 +188,8 @@ void append_typed(const AppendKvParams& p) {
                                   p.v_static_scales,
                                   p.v_scales,
                                   {},
-                                  {}};
+                                  {},
+                                  p.head_dim_v};
     auto append_token = [&](int32_t b, int64_t token, int64_t from_end) {  // 1: the last token
         const auto position = static_cast<int32_t>(p.seq_lens[b] - from_end);
         apply_rotary_to_queries<T>(p, token, position);
@@ -196,8 +199,9 @@ void append_typed(const AppendKvParams& p) {
         keys.append(p, token, at);
         values.append(p, token, at);
     };
-    const int64_t heads = 2 * int64_t{p.num_kv_heads} + p.num_q_heads;
-    const int64_t grain = grain_for(heads * p.head_dim * static_cast<int64_t>(sizeof(T)));
+    const int64_t numbers =
+        int64_t{p.num_kv_heads + p.num_q_heads} * p.head_dim + int64_t{p.num_kv_heads} * p.head_dim_v;
+    const int64_t grain = grain_for(numbers * static_cast<int64_t>(sizeof(T)));
     if (p.slot_mapping) {
         parallel_for_ranges(p.total, grain, [&](int64_t begin, int64_t end) {
             for (int64_t token = begin; token < end; ++token) {

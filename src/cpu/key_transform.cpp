@@ -58,7 +58,7 @@ void paged_attention(const PagedAttentionParams& p) {
         with_type(p.dtype, [&](auto type) {
             auto* const row =
                 static_cast<decltype(type)*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-            for (int32_t d = 0; d < p.head_dim; ++d)
+            for (int32_t d = 0; d < p.head_dim_v; ++d)
                 from_float(weights.merge(to_float(row[d]), 0.0f), row[d]);
         });
     }

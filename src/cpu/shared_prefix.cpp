@@ -10,7 +10,7 @@ namespace octavo::cpu {
 
 void shared_prefix_attention(const AttentionParams& p) {
     const int64_t rows = p.total_q * p.num_q_heads;
-    const std::unique_ptr<char[]> prefix_out(new char[rows * p.head_dim * size_of(p.dtype)]);
+    const std::unique_ptr<char[]> prefix_out(new char[rows * p.head_dim_v * size_of(p.dtype)]);
     const std::unique_ptr<float[]> prefix_lse(new float[rows]), lse(new float[rows]);
     AttentionParams prefix = over_shared_prefix(p, p.shared_prefix_len, prefix_out.get(), prefix_lse.get());
     prefix.sinks = p.sinks;
@@ -22,7 +22,7 @@ void shared_prefix_attention(const AttentionParams& p) {
         if (p.seq_lens[b] > 0) continue;  // else there is no prefix either
         for (int64_t token = p.first_token(b); token < p.first_token(b + 1); ++token) {
             for (int32_t head = 0; head < p.num_q_heads; ++head) {
-                const int64_t row = token * p.num_q_heads + head, row_bytes = p.head_dim * size_of(p.dtype);
+                const int64_t row = token * p.num_q_heads + head, row_bytes = p.head_dim_v * size_of(p.dtype);
                 prefix_lse[row] = p.sinks ? p.sinks[head] : -INFINITY;
                 std::memset(&prefix_out[row * row_bytes], 0, row_bytes);
             }
@@ -31,7 +31,7 @@ void shared_prefix_attention(const AttentionParams& p) {
     MergeStatesParams merge{};
     merge.dtype = p.dtype;
     merge.device = p.device;
-    merge.head_dim = p.head_dim;
+    merge.head_dim = p.head_dim_v;
     auto set = [](int64_t (&strides)[3], int64_t token, int64_t head) {
         strides[1] = token;
         strides[2] = head;

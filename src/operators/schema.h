@@ -230,7 +230,7 @@ struct PagedAttention {
         scalar("alibi_symmetric", &Args::alibi_symmetric, &CArgs::alibi_symmetric),
         input<Accept::integer>("bidirectional_ranges", &Args::bidirectional_ranges, &CArgs::bidirectional_ranges),
         scalar("ranges_keep_window_left", &Args::ranges_keep_window_left, &CArgs::ranges_keep_window_left),
-        result("out", &Args::out, &Args::q, &CArgs::out),
+        result_of_width("out", &Args::out, &Args::q, &CArgs::out, &paged_attention_width),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
 

@@ -74,7 +74,7 @@ struct AttentionParams {
     int32_t has_softmax_phi;            // whether there is one: see below
     int32_t has_head_numbers;           // whether alibi_slopes, softmax_phi_of_heads or tree_mask is given
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
-    int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
+    int32_t head_dim_v;                 // of v and out
     bool batch_invariant;               // bits must follow from the sequence alone, as without splits
     FastDivide attention_chunk;         // see Visibility
     bool has_tree_mask;                 // see tree_mask
@@ -87,7 +87,7 @@ struct AttentionParams {
     const uint32_t* tree_mask;          // [total_q, 2]: a word for each query, its lower half first; or null
     const char* op;                     // "attention" or "paged_attention", for messages
     BlockMask block_mask;               // dense and packed attention only
-    int32_t head_dim_v;                 // equals head_dim where keys and values are paged
+    int32_t num_splits;                 // runs of keys for each row; 0: the backend chooses
     ChosenPages chosen_pages;           // paged attention only
     BidirectionalRanges ranges;         // null also where they change nothing
     // Which sequences of a packed batch a launch serves, by their numbers of queries; most_queries = 0: all.

@@ -20,7 +20,7 @@ struct AppendKvParams {
     Device device;
     const void* k;  // [total, num_kv_heads, head_dim]
     int64_t k_token_stride, k_head_stride;
-    const void* v;
+    const void* v;  // like k, but head_dim_v long; likewise v_pages
     int64_t v_token_stride, v_head_stride;
     void* k_pages;  // [num_pages, page_size, num_kv_heads, head_dim]
     int64_t k_page_stride, k_slot_stride, k_pages_head_stride;
@@ -33,7 +33,7 @@ struct AppendKvParams {
     const void* slot_mapping;  // [total], int64 or int32: page * page_size + slot, negative: none; or null
     bool has_wide_slots;       // whether slot_mapping is of int64
     int64_t total;             // rows of k and v: the new tokens over all sequences, and padding
-    int32_t batch, num_kv_heads, head_dim, page_size;
+    int32_t batch, num_kv_heads, head_dim, head_dim_v, page_size;
     float k_scale, v_scale;                        // what is stored is the value divided by its scale
     CacheScales k_static_scales, v_static_scales;  // the same factors, given in memory
     CacheScales k_scales, v_scales;                // scales that are written, one for each token and KV head
@@ -65,8 +65,7 @@ struct CopyPagesParams {
     int64_t copies_stride;
     int64_t num_copies;
     int32_t page_size, num_kv_heads;
-    int32_t head_dim;                  // the length of the last axis of k_pages
-    int32_t k_row_bytes, v_row_bytes;  // bytes of one token and KV head; int4 has half of those of int8
+    int32_t k_row_bytes, v_row_bytes;  // bytes of one token and KV head
 };
 
 }  // namespace octavo

@@ -27,7 +27,7 @@ inline AttentionParams over_shared_prefix(AttentionParams p, int32_t run_len, vo
     p.window_right = -1;
     p.shared_prefix_len = 0;
     p.out = out;
-    p.out_head_stride = p.head_dim;
+    p.out_head_stride = p.head_dim_v;
     p.out_token_stride = p.num_q_heads * p.out_head_stride;
     p.out_batch_stride = p.seqlen_q * p.out_token_stride;
     p.lse = lse;

@@ -29,13 +29,14 @@ class MutableCache:
     v: NDArray
     k_pages: Any = None
     v_pages: Any = None
-    wide: Any = None  # padded: the array around both
+    wide: Any = None  # padded: the arrays around each
 
     @classmethod
     def make(cls, target: Target, case: Case, num_pages: int, layout: str) -> MutableCache:
-        shape = (num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+        shape = (num_pages, case.page_size, case.num_kv_heads)
         random = np.random.default_rng(7)
-        cache = cls(target, *(oracle.round_to(random.standard_normal(shape), target.dtype) for _ in "kv"))
+        shapes = ((*shape, case.head_dim), (*shape, case.head_dim_v))
+        cache = cls(target, *(oracle.round_to(random.standard_normal(x), target.dtype) for x in shapes))
         swap_axes = target.library.swap_axes
         if layout == "contiguous":
             cache.k_pages, cache.v_pages = target.array(cache.k), target.array(cache.v)
@@ -44,15 +45,21 @@ class MutableCache:
                 swap_axes(target.array(x.swapaxes(1, 2)), 1, 2) for x in (cache.k, cache.v)
             )
         elif layout == "side_by_side":
-            both = target.array(np.stack([cache.k, cache.v], axis=1))
-            cache.k_pages, cache.v_pages = both[:, 0], both[:, 1]
+            if case.head_dim_v == case.head_dim:
+                both = target.array(np.stack([cache.k, cache.v], axis=1))
+                cache.k_pages, cache.v_pages = both[:, 0], both[:, 1]
+            else:
+                both = target.array(np.concatenate([cache.k, cache.v], axis=-1))
+                cache.k_pages, cache.v_pages = both[..., : case.head_dim], both[..., case.head_dim :]
         else:
-            wide = np.full(
-                (2, num_pages + 1, case.page_size + 2, case.num_kv_heads + 1, case.head_dim + 3), -7.0
-            )
-            wide[:, 1:, 1:-1, 1:, 1:-2] = (cache.k, cache.v)
-            cache.wide = target.array(wide)
-            cache.k_pages, cache.v_pages = (cache.wide[i][1:, 1:-1, 1:, 1:-2] for i in range(2))
+            cache.wide = []
+            for x in (cache.k, cache.v):
+                wide = np.full(
+                    (num_pages + 1, case.page_size + 2, case.num_kv_heads + 1, x.shape[-1] + 3), -7.0
+                )
+                wide[1:, 1:-1, 1:, 1:-2] = x
+                cache.wide.append(target.array(wide))
+            cache.k_pages, cache.v_pages = (x[1:, 1:-1, 1:, 1:-2] for x in cache.wide)
         return cache
 
     def append(self, case: Case, table: NDArray, k: Any, v: Any, cu_seqlens: Any, **options: Any) -> Any:
@@ -79,9 +86,10 @@ class MutableCache:
         for pages, expected in ((self.k_pages, k), (self.v_pages, v)):
             np.testing.assert_array_equal(self.target.library.to_float64(pages), expected)
         if self.wide is not None:
-            wide = self.target.library.to_float64(self.wide)
-            wide[:, 1:, 1:-1, 1:, 1:-2] = -7.0
-            assert (wide == -7.0).all(), "written outside the cache"
+            for array in self.wide:
+                wide = self.target.library.to_float64(array)
+                wide[1:, 1:-1, 1:, 1:-2] = -7.0
+                assert (wide == -7.0).all(), "written outside the cache"
 
 
 def check_append(target: Target, case: Case, layout: str, *, packed: bool = True) -> None:
@@ -90,8 +98,12 @@ def check_append(target: Target, case: Case, layout: str, *, packed: bool = True
     cache = MutableCache.make(target, case, num_pages, layout)
     # The newest tokens of a sequence are as many as its queries; a sequence of length 0 may hand in padding.
     random = np.random.default_rng(3)
-    shape = (sum(case.seqlens_q), case.num_kv_heads, case.head_dim)
-    k, v = (oracle.round_to(random.standard_normal(shape), target.dtype) for _ in "kv")
+    k, v = (
+        oracle.round_to(
+            random.standard_normal((sum(case.seqlens_q), case.num_kv_heads, head_dim)), target.dtype
+        )
+        for head_dim in (case.head_dim, case.head_dim_v)
+    )
     cu_seqlens = inputs.cu_seqlens_q if packed else None
     cache.append(case, table, target.array(k), target.array(v), cu_seqlens)
     cache.check_append(case, table, k, v)
@@ -107,6 +119,9 @@ APPENDS = (
     Case("append_page_size_256", (300, 1), (300, 257), page_size=256, num_kv_heads=1, head_dim=8),
     Case("append_head_dim_256", (4, 1), (19, 16), num_kv_heads=2, head_dim=256),
     Case("append_head_dim_512", (4, 1), (19, 16), num_kv_heads=2, head_dim=512),
+    Case("append_192_128", (33, 0, 1), (33, 5, 17), num_kv_heads=2, head_dim=192, value_dim=128),
+    Case("append_64_128", (1, 1, 1), (1, 16, 17), num_kv_heads=3, head_dim=64, value_dim=128),
+    Case("append_8_512", (4, 1), (19, 16), num_kv_heads=2, head_dim=8, value_dim=512),
     Case("append_nothing", (0, 0), (0, 7)),
     Case("append_2000_pages", (5, 1), (31_990, 17), num_kv_heads=1, head_dim=8),
 )
@@ -131,6 +146,7 @@ def append_cases(draw: st.DrawFn) -> Case:
         tuple(draw(st.one_of(st.just(0), st.integers(n, n + 60))) for n in counts),
         num_kv_heads=draw(st.integers(1, 5)),
         head_dim=8 * draw(st.integers(1, 32)),
+        value_dim=draw(st.one_of(st.just(0), st.integers(1, 300))),
         page_size=draw(st.sampled_from((1, 2, 3, 8, 16, 17, 64))),
     )
 
@@ -146,6 +162,18 @@ def test_append_of_any_shape(target: Target, case: Case, layout: str) -> None:
 def test_append_of_no_elements(target: Target, heads: int, head_dim: int) -> None:
     pages, new = target.array(np.zeros((3, 4, heads, head_dim))), target.array(np.zeros((1, heads, head_dim)))
     octavo.append_kv(new, new, pages, pages, target.int32([[1]]), target.int32([2]))
+
+
+@writable_target
+@pytest.mark.parametrize("dims", [(0, 8), (8, 0)])
+def test_append_of_keys_or_values_alone(target: Target, dims: tuple[int, int]) -> None:
+    pages = [target.array(np.zeros((3, 4, 2, dim))) for dim in dims]
+    new = [target.array(np.ones((1, 2, dim))) for dim in dims]
+    octavo.append_kv(*new, *pages, target.int32([[1]]), target.int32([2]))
+    for array, dim in zip(pages, dims, strict=True):
+        expected = np.zeros((3, 4, 2, dim))
+        expected[1, 1] = 1
+        np.testing.assert_array_equal(target.library.to_float64(array), expected)
 
 
 @writable_target
@@ -225,6 +253,8 @@ def test_append_then_attend(target: Target) -> None:
         Case("copy_page_size_1", (), (), page_size=1, num_kv_heads=3, head_dim=80),
         Case("copy_page_size_17", (), (), page_size=17, num_kv_heads=1, head_dim=8),
         Case("copy_page_size_256", (), (), page_size=256, num_kv_heads=2, head_dim=128),
+        Case("copy_192_128", (), (), num_kv_heads=2, head_dim=192, value_dim=128),
+        Case("copy_7_130", (), (), num_kv_heads=2, head_dim=7, value_dim=130),
     ],
     ids=str,
 )
@@ -272,6 +302,7 @@ def test_copies_may_be_columns_of_a_wider_array(target: Target) -> None:
         Case("copy_between", (), (), num_kv_heads=2),
         Case("copy_between_page_size_1", (), (), page_size=1, num_kv_heads=3, head_dim=80),
         Case("copy_between_page_size_17", (), (), page_size=17, num_kv_heads=1, head_dim=7),
+        Case("copy_between_64_128", (), (), num_kv_heads=2, head_dim=64, value_dim=128),
     ],
     ids=str,
 )

@@ -176,7 +176,7 @@ class Shape:
 
 @cpu_target
 @settings(deadline=None)
-@given(drawn_cases(paged=True), st.integers(0, 2**16), st.sampled_from(KINDS))
+@given(drawn_cases(paged=True, value_dims=True), st.integers(0, 2**16), st.sampled_from(KINDS))
 def test_drawn(target: Target, case: Case, seed: int, kind: str) -> None:
     case = dataclasses.replace(case, attention_chunk=0, prefix_lens=None)
     check(target, case, make_lists(case, kind, seed))
@@ -185,7 +185,9 @@ def test_drawn(target: Target, case: Case, seed: int, kind: str) -> None:
 @pytest.mark.gpu
 @settings(deadline=None, max_examples=60)
 @given(
-    drawn_cases(paged=True, max_seqlen_q=2, max_seqlen_k=900), st.integers(0, 2**16), st.sampled_from(KINDS)
+    drawn_cases(paged=True, value_dims=True, max_seqlen_q=2, max_seqlen_k=900),
+    st.integers(0, 2**16),
+    st.sampled_from(KINDS),
 )
 def test_drawn_on_a_gpu(case: Case, seed: int, kind: str) -> None:
     case = dataclasses.replace(case, attention_chunk=0, prefix_lens=None)

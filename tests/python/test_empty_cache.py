@@ -29,20 +29,33 @@ def array_of(library: str) -> Any:
 
 
 @pytest.mark.parametrize("library", ["none", "numpy", "torch", "jax"])
+@pytest.mark.parametrize("head_dim_v", [None, 40])
 @pytest.mark.parametrize("kind", KINDS)
-def test_appended_and_attended(kind: str, library: str) -> None:
+def test_appended_and_attended(kind: str, head_dim_v: int | None, library: str) -> None:
     like = None if library == "none" else array_of(library)
-    cache = octavo.empty_cache(*SHAPE, kind, like=like)
+    cache = octavo.empty_cache(*SHAPE, kind, like=like, head_dim_v=head_dim_v)
+    of_values = head_dim_v or 64
     assert cache.k_pages.shape == (5, 16, 2, 32 if kind == "int4" else 64)
-    assert cache.v_pages.shape == (5, 16, 2, 32 if kind.endswith("int4") else 64)
-    assert cache.bytes_per_token == BYTES_PER_TOKEN[kind]
+    assert cache.v_pages.shape == (5, 16, 2, of_values // 2 if kind.endswith("int4") else of_values)
+    if head_dim_v is None:
+        assert cache.bytes_per_token == BYTES_PER_TOKEN[kind]
+    pages = octavo.PageAllocator.from_memory(
+        1000 * cache.bytes_per_token,
+        page_size=1,
+        num_layers=1,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=kind,
+        head_dim_v=head_dim_v,
+    )
+    assert pages.num_pages == 1000
     assert (cache.k_scales is None) == (kind in KINDS[:3])
     assert (cache.kv_dtype is None) == (not kind.endswith("int4"))
     if like is not None:
         assert {type(x) for x in cache.arrays.values()} == {type(like)}
     new = kind if kind in KINDS[1:3] else "float32"
     rng = np.random.default_rng(0)
-    k, v = rng.standard_normal((2, 40, 2, 64)).astype(oracle.NUMPY_DTYPES[new])
+    k, v = (rng.standard_normal((40, 2, dim)).astype(oracle.NUMPY_DTYPES[new]) for dim in (64, of_values))
     q = rng.standard_normal((1, 4, 64)).astype(np.float32).astype(oracle.NUMPY_DTYPES[new])
     exact = oracle.attention(q.astype(float), k.astype(float), v.astype(float), [1], [40], dtype=new).out
     table, moved = np.array([[4, 2, 1]], np.int32), np.array([[4, 2, 0]], np.int32)
@@ -67,7 +80,7 @@ def test_appended_and_attended(kind: str, library: str) -> None:
         out = octavo_jax.paged_attention(q, page_table=moved, seq_lens=lengths, **cache.arguments)
     else:
         octavo.append_kv(k, v, page_table=table, seq_lens=lengths, cu_seqlens=cu_seqlens, **cache.arguments)
-        other = octavo.empty_cache(*SHAPE, kind, like=like)
+        other = octavo.empty_cache(*SHAPE, kind, like=like, head_dim_v=head_dim_v)
         octavo.copy_pages(copies=copies, **cache.arrays)
         out = octavo.paged_attention(q, page_table=moved, seq_lens=lengths, **cache.arguments)
         all_pages = (
@@ -76,6 +89,7 @@ def test_appended_and_attended(kind: str, library: str) -> None:
         octavo.copy_pages(copies=all_pages, **cache.arrays, **other.to_arrays)
         again = octavo.paged_attention(q, page_table=table, seq_lens=lengths, **other.arguments)
         assert bool((out == again).all())
+    assert tuple(out.shape) == (1, 4, of_values)
     out = out.float().numpy() if library == "torch" else np.asarray(out).astype(np.float32)
     assert np.abs(out - exact).max() < ERRORS[kind] * np.abs(exact).max()
 
@@ -160,6 +174,12 @@ def test_on_a_gpu(kind: str, library: str) -> None:
             "empty_cache: dtype must be one of float32, float16, bfloat16, int8, ",
         ),
         ({"dtype": "int4", "head_dim": 65}, ValueError, "empty_cache: head_dim (65) must be even for int4"),
+        ({"head_dim_v": 0}, ValueError, "empty_cache: head_dim_v (0) must be at least 1"),
+        (
+            {"dtype": "int8_int4", "head_dim_v": 31},
+            ValueError,
+            "empty_cache: head_dim_v (31) must be even for int4, two numbers in a byte",
+        ),
         ({"dtype": "int4", "token_scales": False}, ValueError, "token_scales must be True for int4"),
         (
             {"like": [1]},

@@ -50,14 +50,21 @@ CASES = [
     case(
         *K,
         ValueError,
-        "v_pages must have the shape of k_pages [3, 4, 2, 8]; got [4, 4, 2, 8]",
+        "v_pages must have the shape of k_pages [3, 4, 2, 8], but for head_dim; got [4, 4, 2, 8]",
         v_pages=f32(4, 4, 2, 8),
     ),
     case(
         *K, ValueError, "page_size (0) must be at least 1", k_pages=f32(3, 0, 2, 8), v_pages=f32(3, 0, 2, 8)
     ),
     case(*K, TypeError, "k must be float32 like k_pages; got float16", k=np.ones((2, 2, 8), np.float16)),
-    case(*K, ValueError, "v must have the shape of k [2, 2, 8]; got [2, 2, 16]", v=f32(2, 2, 16)),
+    case(
+        *K,
+        ValueError,
+        "v must have the shape of k [2, 2, 8], but for head_dim; got [2, 4, 8]",
+        v=f32(2, 4, 8),
+    ),
+    case(*K, ValueError, "head_dim of v (16) must equal that of v_pages (8)", v=f32(2, 2, 16)),
+    case(*K, ValueError, "head_dim of v (8) must equal that of v_pages (16)", v_pages=f32(3, 4, 2, 16)),
     case(
         *K, ValueError, "num_kv_heads of k (4) must equal that of k_pages (2)", k=f32(2, 4, 8), v=f32(2, 4, 8)
     ),
@@ -164,7 +171,7 @@ CASES = [
     case(
         *B,
         ValueError,
-        "to_v_pages must have the shape of to_k_pages [5, 4, 2, 8]; got [6, 4, 2, 8]",
+        "to_v_pages must have the shape of to_k_pages [5, 4, 2, 8], but for head_dim; got [6, 4, 2, 8]",
         to_v_pages=f32(6, 4, 2, 8),
     ),
     case(
@@ -193,6 +200,12 @@ CASES = [
             ("num_kv_heads", 1, 2, (5, 4, 1, 8)),
             ("head_dim", 16, 8, (5, 4, 2, 16)),
         )
+    ),
+    case(
+        *B,
+        ValueError,
+        "head_dim of to_v_pages (16) must equal that of v_pages (8)",
+        to_v_pages=f32(5, 4, 2, 16),
     ),
     case(
         *B,

@@ -43,8 +43,24 @@ CASES = [
     case(
         *P,
         ValueError,
-        "v_pages must have the shape of k_pages [3, 4, 2, 8]; got [2, 4, 2, 8]",
+        "v_pages must have the shape of k_pages [3, 4, 2, 8], but for head_dim; got [2, 4, 2, 8]",
         v_pages=f32(2, 4, 2, 8),
+    ),
+    *(
+        case(
+            *P,
+            ValueError,
+            f"head_dim of v_pages ({d}) must be a multiple of 8 from 8 to 512",
+            v_pages=f32(3, 4, 2, d),
+        )
+        for d in (0, 4, 12, 520)
+    ),
+    case(
+        *P,
+        ValueError,
+        "out must have the shape of q with the head_dim of v_pages [2, 4, 16]; got [2, 4, 8]",
+        v_pages=f32(3, 4, 2, 16),
+        out=f32(2, 4, 8),
     ),
     case(*P, ValueError, "num_q_heads (3) must be a multiple of num_kv_heads (2)", q=f32(2, 3, 8)),
     case(

@@ -72,10 +72,9 @@ BOTH = (
     ),
     (
         int4,
-        {"k_pages": pages(), "v_pages": pages(np.uint8), "k_scales": scales()},
+        {"k_pages": pages(), "v_pages": pages(np.uint8)[:, 1:], "k_scales": scales()},
         ValueError,
-        "v_pages (int4) must have the shape of k_pages [6, 16, 8, 32] with half the last axis, two numbers "
-        "in a byte; got [6, 16, 8, 32]",
+        "v_pages must have the shape of k_pages [6, 16, 8, 32], but for head_dim; got [6, 15, 8, 32]",
     ),
     # kv_dtype
     (
@@ -245,10 +244,16 @@ def test_what_both_refuse(
 
 
 def test_head_dims() -> None:
-    with pytest.raises(ValueError, match=r"append_kv: head_dim \(31\) must be even for int4"):
+    with pytest.raises(ValueError, match=r"append_kv: head_dim of k \(31\) must be even for int4"):
         call("append_kv", int4(), head_dim=31)
     with pytest.raises(ValueError, match=r"head_dim of k \(64\) must equal that of k_pages \(32\)"):
         call("append_kv", int4(), head_dim=64)
+    wide = {**int4(), "v_pages": pages(np.uint8)}
+    with pytest.raises(ValueError, match=r"head_dim of v \(32\) must equal that of v_pages \(64\)"):
+        call("append_kv", wide)
+    mixed = {**wide, "k_pages": pages(), "k_scales": scales()}
+    with pytest.raises(ValueError, match=r"append_kv: head_dim of v \(31\) must be even for int4"):
+        call("append_kv", {**mixed, "k_pages": pages(head_dim=31)}, head_dim=31)
     with pytest.raises(ValueError, match=r"head_dim of k_pages \(32\) must equal that of q \(16\)"):
         call("paged_attention", int4(), head_dim=16)
 

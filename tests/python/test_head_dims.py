@@ -292,13 +292,6 @@ def test_flash_attn_takes_values_of_another_dim(dims: tuple[int, int]) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_refuses_pages_of_values_of_another_dim() -> None:
-    k, v = np.zeros((4, 16, 2, 64), np.float32), np.zeros((4, 16, 2, 32), np.float32)
-    q, table, lengths = np.zeros((1, 4, 64), np.float32), np.zeros((1, 4), np.int32), np.ones(1, np.int32)
-    with pytest.raises(ValueError, match=r"v_pages must have the shape of k_pages \[4, 16, 2, 64\]"):
-        octavo.paged_attention(q, k, v, table, lengths)
-
-
 def test_kv_cache_of_512() -> None:
     random = np.random.default_rng(0)
     cache = octavo.KVCache(1, 2, 512, num_pages=8, page_size=4, max_batch=2, dtype="float32")

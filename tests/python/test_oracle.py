@@ -154,7 +154,9 @@ def test_yardstick_rejects_wrong_empty_rows() -> None:
         reference.check_out(out)
 
 
-@pytest.mark.parametrize("case", (*cases.PACKED, *cases.PAGED, *cases.DECODE), ids=str)
+@pytest.mark.parametrize(
+    "case", (*cases.PACKED, *cases.PAGED, *cases.PAGED_VALUE_DIMS, *cases.DECODE), ids=str
+)
 def test_pages_hold_the_keys(case: Case) -> None:
     inputs = problems.make_inputs(case, "float16")
     cache = problems.make_cache(case, inputs)
@@ -224,9 +226,10 @@ def test_work_of_a_case(case: Case) -> None:
         assert case.num_visible(b) == np.count_nonzero(mask)
         assert case.num_seen_keys(b) == np.count_nonzero(mask.any(axis=0))
     unseen = problems.unseen_keys(case)
-    assert case.kv_bytes == 2 * np.count_nonzero(~unseen) * case.num_kv_heads * case.head_dim * 2
+    dims = case.head_dim + case.head_dim_v
+    assert case.kv_bytes == np.count_nonzero(~unseen) * case.num_kv_heads * dims * 2
     if case.window_left >= 0 or not case.causal:
-        flops = 4 * sum(map(np.count_nonzero, masks)) * case.num_q_heads * case.head_dim
+        flops = 2 * sum(map(np.count_nonzero, masks)) * case.num_q_heads * dims
         assert case.flops == flops
 
 

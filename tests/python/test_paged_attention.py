@@ -20,7 +20,8 @@ from support.problems import Cache, Inputs
 from support.strategies import WIDE_HEAD_DIMS, drawn_cases
 from support.targets import Target, cpu_target, every_target, writable_target
 
-ALL = (*cases.DECODE, *cases.PACKED, *cases.PAGED)
+ALL = (*cases.DECODE, *cases.PACKED, *cases.PAGED, *cases.PAGED_VALUE_DIMS)
+ANY_DIMS: dict[str, Any] = {"head_dims": WIDE_HEAD_DIMS, "value_dims": True}
 
 
 @functools.lru_cache(maxsize=8)
@@ -49,9 +50,7 @@ def test_packed_queries(target: Target, case: Case) -> None:
 
 
 @every_target
-@given(
-    case=drawn_cases(decode=True, paged=True, max_seqlen_k=600, head_dims=WIDE_HEAD_DIMS, with_ranges=True)
-)
+@given(case=drawn_cases(decode=True, paged=True, max_seqlen_k=600, with_ranges=True, **ANY_DIMS))
 def test_decode_of_any_shape(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype, paged=True)
@@ -61,7 +60,7 @@ def test_decode_of_any_shape(target: Target, case: Case) -> None:
 
 @every_target
 @given(
-    case=drawn_cases(paged=True, head_dims=WIDE_HEAD_DIMS, with_ranges=True),
+    case=drawn_cases(paged=True, with_ranges=True, **ANY_DIMS),
     num_splits=st.one_of(st.none(), st.integers(1, 20)),
 )
 def test_packed_queries_of_any_shape(target: Target, case: Case, num_splits: int | None) -> None:

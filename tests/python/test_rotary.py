@@ -63,9 +63,13 @@ class Problem:
         cls, case: Case, dtype: str, rotary_dim: int, table_dtype: str, *, interleaved: bool = False
     ) -> Problem:
         random = np.random.default_rng(3)
-        heads = (case.num_kv_heads, case.num_kv_heads, case.num_q_heads)
+        rows = (
+            (case.num_kv_heads, case.head_dim),
+            (case.num_kv_heads, case.head_dim_v),
+            (case.num_q_heads, case.head_dim),
+        )
         total = sum(case.seqlens_q)
-        k, v, q = (oracle.round_to(random.standard_normal((total, h, case.head_dim)), dtype) for h in heads)
+        k, v, q = (oracle.round_to(random.standard_normal((total, *row)), dtype) for row in rows)
         positions = positions_of(case)
         cos, sin = tables_for(positions, rotary_dim, table_dtype)
         is_token = positions >= 0
@@ -136,6 +140,11 @@ CASES = (
     (Case("rotary_pairs", (4, 1), (19, 16), num_q_heads=1, num_kv_heads=1, head_dim=8), 2),
     (Case("rotary_head_dim_7", (4, 1), (19, 16), num_q_heads=2, num_kv_heads=1, head_dim=7), 6),
     (Case("rotary_gptj", (2, 1), (7, 16), num_q_heads=2, num_kv_heads=2, head_dim=256), 64),
+    (
+        Case("rotary_192_128", (33, 0, 1), (33, 5, 17), num_kv_heads=2, head_dim=192, value_dim=128),
+        64,
+    ),
+    (Case("rotary_64_128", (5, 1), (5, 70), num_q_heads=6, num_kv_heads=2, head_dim=64, value_dim=128), 64),
     (Case("rotary_nothing", (0, 0), (0, 7)), 16),
 )
 every_case = pytest.mark.parametrize(("case", "rotary_dim"), CASES, ids=[str(case) for case, _ in CASES])
@@ -172,6 +181,7 @@ def rotated_cases(draw: st.DrawFn) -> tuple[Case, int]:
         num_q_heads=draw(st.integers(0, 9)),
         num_kv_heads=draw(st.integers(0, 5)),
         head_dim=head_dim,
+        value_dim=draw(st.one_of(st.just(0), st.integers(1, 260))),
         page_size=draw(st.sampled_from((1, 2, 3, 16, 17, 64))),
     )
     return case, 2 * draw(st.integers(1, head_dim // 2))
@@ -261,11 +271,20 @@ def bytes_of(target: Target, array: Any) -> NDArray[np.uint8]:
 
 @writable_target
 @pytest.mark.parametrize("transform", ["", *TRANSFORMS])
+@pytest.mark.parametrize("head_dim_v", [80, 48, 128])
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes(target: Target, kind: str, transform: str) -> None:
+def test_codes(target: Target, kind: str, head_dim_v: int, transform: str) -> None:
     """Those of keys rotated beforehand, in float32, whatever is done to keys then; queries as ever."""
     head_dim, interleaved = 80, transform == "rotated"
-    case = Case("rotary_codes", (5, 1, 0, 2), (21, 9, 4, 0), num_q_heads=3, num_kv_heads=2, head_dim=head_dim)
+    case = Case(
+        "rotary_codes",
+        (5, 1, 0, 2),
+        (21, 9, 4, 0),
+        num_q_heads=3,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        value_dim=head_dim_v,
+    )
     problem = Problem.make(case, target.dtype, 48, "float32", interleaved=interleaved)
     table, num_pages = problems.make_page_table(case)
     transforms = {
@@ -280,7 +299,14 @@ def test_codes(target: Target, kind: str, transform: str) -> None:
 
     def empty() -> octavo.PagedCache:
         cache = octavo.empty_cache(
-            num_pages, case.page_size, 2, head_dim, kind, like=arrays["page_table"], **transforms
+            num_pages,
+            case.page_size,
+            2,
+            head_dim,
+            kind,
+            like=arrays["page_table"],
+            head_dim_v=head_dim_v,
+            **transforms,
         )
         for array in cache.arrays.values():
             array[...] = 0

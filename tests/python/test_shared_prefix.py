@@ -128,7 +128,7 @@ def test_same_attention(target: Target, case: Case, prefix: int) -> None:
 
 @st.composite
 def drawn_problems(draw: st.DrawFn) -> tuple[Case, int]:
-    case = draw(drawn_cases(paged=True, decode=draw(st.booleans())))
+    case = draw(drawn_cases(paged=True, value_dims=True, decode=draw(st.booleans())))
     prefix = case.page_size * draw(st.integers(1, max(1, 600 // case.page_size)))
     padded = draw(st.sets(st.integers(0, case.batch - 1), max_size=case.batch - 1))
     lengths = [

@@ -88,6 +88,40 @@ def test_attention_over_appended_tokens(kind: str, head_dim: int) -> None:
     check_against_oracle(cache, q, table, lengths)
 
 
+VALUE_DIMS = ((192, 128), (128, 64), (72, 40), (8, 256), (264, 512))
+
+
+@pytest.mark.parametrize("new", NEW)
+@pytest.mark.parametrize("dims", VALUE_DIMS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_of_values_of_another_dim(kind: str, dims: tuple[int, int], new: str) -> None:
+    with np.errstate(over="ignore"):
+        k, v = (awkward_rows(dim).astype(oracle.NUMPY_DTYPES[new]) for dim in dims)
+    cache = Cache.empty(kind, 1, len(k), 2, dims[0], head_dim_v=dims[1])
+    keys, values = np.stack([k, k[::-1]], 1), np.stack([-v, v], 1)
+    append_packed(cache, keys, values, np.zeros((1, 1), np.int32), len(k))
+    for codes, new_rows, pages, scales in zip(
+        split(kind),
+        (keys, values),
+        (cache.k_pages, cache.v_pages),
+        (cache.k_scales, cache.v_scales),
+        strict=True,
+    ):
+        wanted_codes, wanted_scales = quantise(new_rows, codes)
+        assert scales[0].tobytes() == wanted_scales.tobytes()
+        assert pages[0].tobytes() == wanted_codes.tobytes()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
+@pytest.mark.parametrize("dims", VALUE_DIMS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_another_dim(kind: str, dims: tuple[int, int], options: dict[str, Any]) -> None:
+    cache, table, lengths = filled(kind, [190, 140, 150, 629], head_dim=dims[0], head_dim_v=dims[1])
+    num_queries = options.get("cu_seqlens_q", [4])[-1]
+    q = np.random.default_rng(5).standard_normal((num_queries, 8, dims[0])).astype(np.float32)
+    check_against_oracle(cache, q, table, lengths, **options)
+
+
 @pytest.mark.parametrize("group_size", [1, 4, 8, 16])
 @pytest.mark.parametrize("page_size", [1, 5, 16, 256])
 @pytest.mark.parametrize("kind", KINDS)

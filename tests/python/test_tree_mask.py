@@ -197,7 +197,11 @@ def test_shared_prefix(target: Target, seqlen_q: int) -> None:
 
 @cpu_target
 @settings(deadline=None)
-@given(drawn_cases(paged=True), st.integers(0, 2**16), st.sampled_from(["random", "star", "alone", "any"]))
+@given(
+    drawn_cases(paged=True, value_dims=True),
+    st.integers(0, 2**16),
+    st.sampled_from(["random", "star", "alone", "any"]),
+)
 def test_drawn(target: Target, case: Case, seed: int, kind: str) -> None:
     case = dataclasses.replace(case, causal=True)
     check(target, case, make_words(kind, case.seqlens_q, seed))

@@ -97,8 +97,8 @@ __global__ void append_codes_kernel(const __grid_constant__ AppendKvParams p, Fa
         return rotate_query<T>(p, page_size, token, head - p.num_kv_heads);
     const T* const k_from = static_cast<const T*>(p.k) + token * p.k_token_stride + head * p.k_head_stride;
     Row k = load_row(k_from, p.head_dim);
-    const Row v =
-        load_row(static_cast<const T*>(p.v) + token * p.v_token_stride + head * p.v_head_stride, p.head_dim);
+    const Row v = load_row(static_cast<const T*>(p.v) + token * p.v_token_stride + head * p.v_head_stride,
+                           p.head_dim_v);
     const Place place = find_place(p, page_size, token);
     if (!place.exists) return;
     if constexpr (kHasRotary) apply_rotary(p.rotary, k_from, place.position, k);
@@ -111,7 +111,7 @@ __global__ void append_codes_kernel(const __grid_constant__ AppendKvParams p, Fa
     store_codes(k, p.head_dim,
                 {p.k_dtype, k_codes, static_scale_of(p.k_static_scales, p.k_scale, head),
                  word_at(p.k_scales, place, head)});
-    store_codes(v, p.head_dim,
+    store_codes(v, p.head_dim_v,
                 {p.v_dtype, v_codes, static_scale_of(p.v_static_scales, p.v_scale, head),
                  word_at(p.v_scales, place, head)});
 }

@@ -11,6 +11,8 @@
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/rows.cuh"
 
+#include <type_traits>
+
 namespace octavo::cuda {
 namespace {
 
@@ -54,19 +56,69 @@ __device__ __forceinline__ void move_token(const AppendKvParams& p, const FastDi
     }
 }
 
-template <class T>
+// The same where a row of K and one of V differ in length: a head has the pieces of both, `per_key` of which
+// are those of K.
+template <class Piece, class T, class Convert>
+__device__ __forceinline__ void move_unlike_rows(const AppendKvParams& p, const FastDivide& page_size,
+                                                 const FastDivide& per_head, int32_t per_key, int64_t token,
+                                                 Convert convert) {
+    constexpr int kAtOnce = 8, kLanes = 32;
+    constexpr auto kNumbers = static_cast<int64_t>(sizeof(Piece) / sizeof(T));
+    const T* const k_from = static_cast<const T*>(p.k) + token * p.k_token_stride;
+    const T* const v_from = static_cast<const T*>(p.v) + token * p.v_token_stride;
+    const Place place = find_place(p, page_size, token);
+    if (!place.exists) return;
+    T* const k_to = static_cast<T*>(p.k_pages) + place.page * p.k_page_stride + place.slot * p.k_slot_stride;
+    T* const v_to = static_cast<T*>(p.v_pages) + place.page * p.v_page_stride + place.slot * p.v_slot_stride;
+    const int32_t lane = threadIdx.x % kLanes,
+                  pieces = p.num_kv_heads * static_cast<int32_t>(per_head.divisor);
+    for (int32_t first = 0; first < pieces; first += kAtOnce * kLanes) {
+        Piece read[kAtOnce];
+        T* to[kAtOnce];
+        bool is_key[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            const int32_t i = first + j * kLanes + lane;
+            if (i >= pieces) break;
+            const int64_t head = per_head.quotient(i);
+            const auto place_in_head = static_cast<int32_t>(i - head * per_head.divisor);
+            is_key[j] = place_in_head < per_key;
+            const int64_t column = (is_key[j] ? place_in_head : place_in_head - per_key) * kNumbers;
+            const T* const from =
+                is_key[j] ? k_from + head * p.k_head_stride : v_from + head * p.v_head_stride;
+            to[j] = (is_key[j] ? k_to + head * p.k_pages_head_stride : v_to + head * p.v_pages_head_stride) +
+                    column;
+            read[j] = *reinterpret_cast<const Piece*>(from + column);
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            if (first + j * kLanes + lane >= pieces) break;
+            *reinterpret_cast<Piece*>(to[j]) = convert(read[j], is_key[j] ? p.k_scale : p.v_scale);
+        }
+    }
+}
+
+// A head has `pieces_per_head` of K and as many of V; with kUnlikeRows it has so many of both, `per_key` of
+// which are those of K.
+template <class T, bool kUnlikeRows>
 __global__ void append_kv_kernel(const __grid_constant__ AppendKvParams p, FastDivide page_size,
-                                 FastDivide pieces_per_head, bool in_chunks) {
+                                 FastDivide pieces_per_head, int32_t per_key, bool in_chunks) {
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
     const int64_t token = warp_row();
     if (token >= p.total) return;
-    if (in_chunks) {
-        move_token<uint4, T>(p, page_size, pieces_per_head, token, [](uint4 x, float) { return x; });
+    auto copy = [](uint4 x, float) { return x; };
+    auto divide = [](T x, float scale) { return scale == 1.0f ? x : from_float<T>(to_float(x) / scale); };
+    if constexpr (kUnlikeRows) {
+        if (in_chunks)
+            move_unlike_rows<uint4, T>(p, page_size, pieces_per_head, per_key, token, copy);
+        else
+            move_unlike_rows<T, T>(p, page_size, pieces_per_head, per_key, token, divide);
     } else {
-        move_token<T, T>(p, page_size, pieces_per_head, token, [](T x, float scale) {
-            return scale == 1.0f ? x : from_float<T>(to_float(x) / scale);
-        });
+        if (in_chunks)
+            move_token<uint4, T>(p, page_size, pieces_per_head, token, copy);
+        else
+            move_token<T, T>(p, page_size, pieces_per_head, token, divide);
     }
 }
 
@@ -79,13 +131,19 @@ void append_kv(const AppendKvParams& p, void* stream) {
     const DeviceGuard guard(p.device.index);
     if (plan.has_codes()) return append_codes(p, plan, static_cast<cudaStream_t>(stream));
     if (plan.has_rotary) return append_rotary(p, plan, static_cast<cudaStream_t>(stream));
-    const int32_t per_chunk = static_cast<int32_t>(16 / size_of(p.dtype));
-    const FastDivide pieces_per_head = FastDivide::by(plan.in_chunks ? p.head_dim / per_chunk : p.head_dim);
+    const int32_t per_piece = plan.in_chunks ? static_cast<int32_t>(16 / size_of(p.dtype)) : 1;
+    const int32_t per_key = p.head_dim / per_piece, per_value = p.head_dim_v / per_piece;
     const LaunchShape shape{dim3(blocks_for_rows(plan.num_rows)), 32 * kRowsPerBlock, true};
-    with_type(p.dtype, [&](auto type) {
-        launch<append_kv_kernel<decltype(type)>>(
+    auto run = [&](auto type, auto unlike_rows) {
+        constexpr bool kUnlikeRows = decltype(unlike_rows)::value;
+        launch<append_kv_kernel<decltype(type), kUnlikeRows>>(
             "append_kv", p.device.index, static_cast<cudaStream_t>(stream), shape, p,
-            FastDivide::by(p.page_size), pieces_per_head, plan.in_chunks);
+            FastDivide::by(p.page_size), FastDivide::by(kUnlikeRows ? per_key + per_value : per_key), per_key,
+            plan.in_chunks);
+    };
+    with_type(p.dtype, [&](auto type) {
+        if (per_key != per_value) return run(type, std::true_type{});
+        run(type, std::false_type{});
     });
 }
 

@@ -46,13 +46,14 @@ __global__ void append_rotary_kernel(const __grid_constant__ AppendKvParams p, F
     const int32_t unit = index - row * static_cast<int32_t>(units_per_row.divisor);
     const bool is_key = row < p.num_kv_heads, is_query = row >= 2 * p.num_kv_heads;
     const int32_t head = row - (is_query ? 2 * p.num_kv_heads : (is_key ? 0 : p.num_kv_heads));
-    const bool exists = row < 2 * p.num_kv_heads + p.num_q_heads;
 
     const int32_t rotated_units = is_key || is_query ? p.rotary.dim / 2 / kWide : 0;
     const bool are_halves = unit < rotated_units && !p.rotary.interleaved;
     const int32_t first = are_halves ? unit : 2 * unit,
                   second = are_halves ? unit + rotated_units : first + 1;
-    const bool has_second = second < p.head_dim / kWide;
+    const int32_t pieces_of_row = (is_key || is_query ? p.head_dim : p.head_dim_v) / kWide;
+    const bool exists = row < 2 * p.num_kv_heads + p.num_q_heads && first < pieces_of_row;
+    const bool has_second = second < pieces_of_row;
     Piece pieces[2] = {};
     if (exists) {
         const T* const from =

@@ -4,6 +4,8 @@
 #include "cuda/backend.h"
 #include "cuda/warp_rows.h"
 
+#include <algorithm>
+
 namespace octavo::cuda {
 namespace {
 
@@ -30,12 +32,14 @@ Explanation describe_rotary(const AppendKvPlan& plan) {
 AppendKvPlan plan_append_kv(const AppendKvParams& p) {
     AppendKvPlan plan{p.dtype, p.k_dtype, p.v_dtype, 0, false, p.has_rotary(), 0, 0};
     const int64_t heads = int64_t{p.num_kv_heads} + p.num_q_heads;
-    if (heads == 0 || p.head_dim == 0) return plan;
+    const int32_t longest_row = std::max(p.head_dim, p.head_dim_v);
+    if (heads == 0 || longest_row == 0) return plan;
     plan.num_rows = plan.has_codes() ? p.total * heads : p.total;
     if (plan.has_codes()) return plan;
     const auto wide = static_cast<int32_t>(16 / size_of(p.dtype));
     plan.in_chunks =
-        p.head_dim % wide == 0 && aligned(p.k, 16, {p.k_token_stride, p.k_head_stride}, p.dtype) &&
+        p.head_dim % wide == 0 && p.head_dim_v % wide == 0 &&
+        aligned(p.k, 16, {p.k_token_stride, p.k_head_stride}, p.dtype) &&
         aligned(p.k_pages, 16, {p.k_page_stride, p.k_slot_stride, p.k_pages_head_stride}, p.dtype) &&
         aligned(p.v, 16, {p.v_token_stride, p.v_head_stride}, p.dtype) &&
         aligned(p.v_pages, 16, {p.v_page_stride, p.v_slot_stride, p.v_pages_head_stride}, p.dtype);
@@ -49,7 +53,7 @@ AppendKvPlan plan_append_kv(const AppendKvParams& p) {
                      aligned(p.rotary.sin, angle_bytes, {p.rotary.sin_stride}, p.rotary.dtype) &&
                      aligned(p.q, 16, {p.q_token_stride, p.q_head_stride}, p.dtype) &&
                      aligned(p.q_out, 16, {p.q_out_token_stride, p.q_out_head_stride}, p.dtype);
-    plan.units_per_row = static_cast<int32_t>(ceil_divide(p.head_dim, 2 * (plan.in_chunks ? wide : 1)));
+    plan.units_per_row = static_cast<int32_t>(ceil_divide(longest_row, 2 * (plan.in_chunks ? wide : 1)));
     plan.ctas_per_token =
         static_cast<int32_t>(ceil_divide((p.num_kv_heads + heads) * plan.units_per_row, kRotaryThreads));
     return plan;

@@ -113,7 +113,7 @@ DENSE = (
     replace(EVERYTHING, name="everything_sinks", sinks="normal"),
 )
 
-# Values with a head dim of their own, in dense arrays.
+# Values with a head dim of their own, in dense and packed arrays.
 VALUE_DIMS = (
     Case("dims_192_128", (65,), (129,), head_dim=192, value_dim=128, num_kv_heads=2),
     Case("dims_192_128_full", (200, 200), (331, 331), head_dim=192, value_dim=128, causal=False),
@@ -288,6 +288,28 @@ PAGED = (
     Case("wide_512_page_size_17", (33, 1), (33, 300), head_dim=512, page_size=17, window_left=50),
 )
 
+# Values with a head dim of their own, in pages.
+PAGED_VALUE_DIMS = (
+    Case("pages_192_128", (65, 1, 0, 300), (129, 700, 9, 300), head_dim=192, value_dim=128, num_kv_heads=2),
+    Case("pages_192_128_full", (200, 31), (331, 31), head_dim=192, value_dim=128, causal=False),
+    Case("pages_192_128_window", (97, 5), (211, 1500), head_dim=192, value_dim=128, window_left=37),
+    Case("pages_192_128_alibi", (71, 1), (113, 90), head_dim=192, value_dim=128, alibi="batch"),
+    Case("pages_192_128_symmetric", (71,), (113,), head_dim=192, value_dim=128, **BOTH_WAYS),
+    Case("pages_192_128_sinks", (71, 2), (113, 9), head_dim=192, value_dim=128, sinks="extreme"),
+    Case("pages_192_128_size_17", (33, 3), (240, 71), head_dim=192, value_dim=128, page_size=17),
+    Case("pages_192_128_size_1", (5, 1, 17), (67, 130, 17), head_dim=192, value_dim=128, page_size=1),
+    Case("pages_160_72", (83, 9), (483, 9), head_dim=160, value_dim=72, prefix_lens=(29, 83)),
+    Case("pages_128_64", (33, 3), (240, 71), head_dim=128, value_dim=64, num_q_heads=8, num_kv_heads=2),
+    Case("pages_64_128", (33, 3), (240, 71), head_dim=64, value_dim=128, num_q_heads=8, num_kv_heads=2),
+    Case("pages_128_120", (131, 4), (257, 900), head_dim=128, value_dim=120, num_q_heads=8, num_kv_heads=1),
+    Case("pages_8_64", (31, 1), (77, 90), head_dim=8, value_dim=64, num_kv_heads=1),
+    Case("pages_96_256", (65, 1), (129, 90), head_dim=96, value_dim=256, num_kv_heads=2),
+    Case("pages_256_16", (41, 7), (90, 1007), head_dim=256, value_dim=16, softcap=8.0),
+    Case("pages_512_264", (70, 1, 5), (240, 571, 90), head_dim=512, value_dim=264, num_kv_heads=1),
+    Case("pages_64_512", (40, 1), (90, 311), head_dim=64, value_dim=512, num_kv_heads=2),
+    replace(EVERYTHING, name="pages_80_48_everything", value_dim=48, sinks="normal", v_scale=1.5),
+)
+
 # One query a sequence.
 DECODE = (
     Case("decode", (1,) * 5, (1, 17, 64, 131, 1021), num_q_heads=8, num_kv_heads=2, head_dim=128),
@@ -369,9 +391,46 @@ DECODE = (
     ),
     Case("decode_batch_64", (1,) * 64, tuple(range(3, 67)), num_q_heads=2, num_kv_heads=1),
     Case("decode_pages_2000", (1,) * 3, (31_990, 257, 3), num_kv_heads=2),
+    *(
+        Case(
+            f"decode_dims_{head_dim}_{value_dim}{suffix}",
+            (1,) * 4,
+            (41, 3000, 0, 511),
+            head_dim=head_dim,
+            value_dim=value_dim,
+            num_kv_heads=2,
+            **options,
+        )
+        for head_dim, value_dim in ((192, 128), (128, 64), (64, 128), (72, 40), (8, 256), (512, 64))
+        for suffix, options in {
+            "": {"num_q_heads": 8},
+            "_group_16": {"num_q_heads": 32},
+            "_group_64": {"num_q_heads": 128},
+            "_masks": {"window_left": 900, "sinks": "normal", "alibi": "batch", "softcap": 20.0},
+            "_scales": {"k_scale": 0.5, "v_scale": 1.5, "page_size": 17, "prefix_lens": (3, 100, 0, 600)},
+        }.items()
+    ),
+    Case(
+        "decode_dims_192_128_batch",
+        (1,) * 40,
+        tuple(range(7, 327, 8)),
+        head_dim=192,
+        value_dim=128,
+        num_kv_heads=2,
+    ),
+    Case("decode_dims_192_128_long", (1,), (12_000,), head_dim=192, value_dim=128, num_kv_heads=1),
+    Case(
+        "decode_dims_128_64_many",
+        (1,) * 64,
+        tuple(range(900, 2500, 25)),
+        head_dim=128,
+        value_dim=64,
+        num_q_heads=8,
+        num_kv_heads=2,
+    ),
 )
 
-ALL = (*DENSE, *VALUE_DIMS, *WIDE, *PACKED, *BACKWARD, *PAGED, *DECODE, *ROWS)
+ALL = (*DENSE, *VALUE_DIMS, *WIDE, *PACKED, *BACKWARD, *PAGED, *PAGED_VALUE_DIMS, *DECODE, *ROWS)
 _BY_NAME = {case.name: case for case in ALL}
 
 

@@ -66,6 +66,7 @@ def make_calls(dtype="float32", seed=0):
     batch_slopes = {"alibi_slopes": jnp.stack([masks["alibi_slopes"], 2 * masks["alibi_slopes"]])}
     new = {"k": make(8, NUM_KV_HEADS, HEAD_DIM), "v": make(8, NUM_KV_HEADS, HEAD_DIM) + 1}
     one_each = {name: x[:2] for name, x in new.items()}
+    of_values = make(NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, 24)
     many = {**new, **cache(dtype, seed), **tables, "cu_seqlens": index(CU_SEQLENS)}
     rotary = {name: normal(60, HEAD_DIM // 4, seed=seed) for name in ("rotary_cos", "rotary_sin")}
     state = {"out_a": make(2, 4, HEAD_DIM), "lse_a": normal(2, 4, seed=seed)}
@@ -209,6 +210,12 @@ def make_calls(dtype="float32", seed=0):
             },
             {"max_seqlen_q": 5, "return_lse": True},
         ),
+        (
+            "paged_attention",
+            {**paged, "v_pages": of_values, "q": packed["q"], "cu_seqlens_q": index(CU_SEQLENS)},
+            {"return_lse": True},
+        ),
+        ("append_kv", {**many, "v": make(8, NUM_KV_HEADS, 24), "v_pages": of_values}, {}),
     ]
 
 

@@ -39,7 +39,7 @@ class Cache:
     keys that no query sees. Table entries past a sequence's last page are far out of range."""
 
     k_pages: NDArray[np.float64]  # [num_pages, page_size, num_kv_heads, head_dim]
-    v_pages: NDArray[np.float64]
+    v_pages: NDArray[np.float64]  # with head_dim_v
     page_table: NDArray[np.int32]  # [batch, max_pages]
     seq_lens: NDArray[np.int32]  # [batch]
 
@@ -177,9 +177,16 @@ def make_cache(case: Case, inputs: Inputs, *, shuffle: int = 0) -> Cache:
     table, num_pages = make_page_table(case, shuffle=shuffle)
     seq_lens = np.array(case.seqlens_k, np.int32)
     k, v = poisoned(case, inputs)
-    empty = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan)
-    k_pages = oracle.append_kv(k, empty, table, case.seqlens_k, case.seqlens_k)
-    v_pages = oracle.append_kv(v, empty, table, case.seqlens_k, case.seqlens_k)
+    k_pages, v_pages = (
+        oracle.append_kv(
+            new,
+            np.full((num_pages, case.page_size, *new.shape[1:]), np.nan),
+            table,
+            case.seqlens_k,
+            case.seqlens_k,
+        )
+        for new in (k, v)
+    )
     return Cache(k_pages, v_pages, table, seq_lens)
 
 

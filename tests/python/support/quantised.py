@@ -103,11 +103,11 @@ class Cache:
     v_scales: NDArray[Any]
 
     @classmethod
-    def empty(cls, kind: str, *shape: int) -> Cache:
+    def empty(cls, kind: str, *shape: int, head_dim_v: int = 0) -> Cache:
         num_pages, page_size, num_kv_heads, head_dim = shape
-        (k_pages, k_scales), (v_pages, v_scales) = (
-            empty_pages((num_pages, page_size, num_kv_heads, head_dim), codes) for codes in split(kind)
-        )
+        k, v = split(kind)
+        k_pages, k_scales = empty_pages((num_pages, page_size, num_kv_heads, head_dim), k)
+        v_pages, v_scales = empty_pages((num_pages, page_size, num_kv_heads, head_dim_v or head_dim), v)
         return cls(kind, k_pages, v_pages, k_scales, v_scales)
 
     @property
@@ -187,17 +187,19 @@ def filled(
     head_dim: int = 64,
     factors: NDArray[Any] | float = 1.0,
     num_pages: int = 0,
+    head_dim_v: int = 0,  # 0: head_dim
 ) -> tuple[Cache, NDArray[np.int32], NDArray[np.int32]]:
     """A cache with sequences of these lengths in scattered pages, their table and lengths."""
+    head_dim_v = head_dim_v or head_dim
     rng = np.random.default_rng([page_size, head_dim])
     columns = [-(-n // page_size) for n in lengths]
     num_pages = max(num_pages, sum(columns) + 2)
-    cache = Cache.empty(kind, num_pages, page_size, num_kv_heads, head_dim)
+    cache = Cache.empty(kind, num_pages, page_size, num_kv_heads, head_dim, head_dim_v=head_dim_v)
     pages = iter(rng.permutation(num_pages).tolist())
     table = np.full((len(lengths), max(columns)), 2**30, np.int32)
     for row, count in zip(table, columns, strict=True):
         row[:count] = [next(pages) for _ in range(count)]
-    k, v = rng.standard_normal((2, sum(lengths), num_kv_heads, head_dim))
+    k, v = (rng.standard_normal((sum(lengths), num_kv_heads, dim)) for dim in (head_dim, head_dim_v))
     append_packed(cache, k.astype(np.float32), (v * factors).astype(np.float32), table, *lengths)
     return cache, table, np.array(lengths, np.int32)
 
