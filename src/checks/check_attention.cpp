@@ -171,10 +171,6 @@ void set_shared_prefix(const Checker& check, AttentionParams& p, const PagedAtte
 }  // namespace
 
 std::string why_no_cuda_kernel(const AttentionParams& p) {
-    if (p.paged() && p.head_dim_v != p.head_dim) {
-        return "no CUDA kernel for pages of keys of head_dim " + std::to_string(p.head_dim) +
-               " and of values of head_dim " + std::to_string(p.head_dim_v);
-    }
     const auto& types = cuda::kAttentionTypes;
     if (std::find(std::begin(types), std::end(types), p.dtype) != std::end(types)) {
         const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);

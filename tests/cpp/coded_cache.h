@@ -99,7 +99,7 @@ class CodedCache {
         : codes_(codes),
           scales_(scales),
           k_(cuda::type_of_keys(codes), call.head_dim, scales),
-          v_(cuda::type_of_values(codes), call.head_dim, scales) {
+          v_(cuda::type_of_values(codes), call.head_dim_v, scales) {
         const int64_t pages = call.pages_shape[0], size = call.page_size(), heads = call.num_kv_heads();
         const bool is_beside = layout == Layout::keys_beside_values;
         const int64_t k_row = is_beside ? k_.row_bytes() + v_.row_bytes() : k_.row_bytes();
@@ -118,12 +118,12 @@ class CodedCache {
             for (int64_t i = 0; i < call.lengths.host[b]; ++i) {
                 const int64_t page = call.table.host[b * call.max_pages + i / size], slot = i % size;
                 for (int64_t h = 0; h < heads; ++h) {
-                    const int64_t values = ((page * size + slot) * heads + h) * call.head_dim;
+                    const int64_t row = (page * size + slot) * heads + h;
                     const int64_t word = word_strides_.at(page, slot, h);
                     k_.make_row(random, k.data() + k_strides_.at(page, slot, h), k_words[word], h,
-                                call.k.host.data() + values, call.dtype);
+                                call.k.host.data() + row * call.head_dim, call.dtype);
                     v_.make_row(random, v_first + v_strides_.at(page, slot, h), v_words[word], h,
-                                call.v.host.data() + values, call.dtype);
+                                call.v.host.data() + row * call.head_dim_v, call.dtype);
                     k_heads[h] = k_words[word];
                     v_heads[h] = v_words[word];
                 }

@@ -59,9 +59,14 @@ struct FewRowsBehindPadding {
 
 // A paged cache of random lengths on shuffled pages.
 struct Cache {
+    // `value_dim`: the head dim of values; 0: head_dim.
     Cache(Random& random, std::vector<int32_t> lengths, int64_t page_size, int64_t num_kv_heads,
-          int64_t head_dim, DType dtype)
-        : lengths(std::move(lengths)), page_size(page_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
+          int64_t head_dim, DType dtype, int64_t value_dim = 0)
+        : lengths(std::move(lengths)),
+          page_size(page_size),
+          num_kv_heads(num_kv_heads),
+          head_dim(head_dim),
+          head_dim_v(value_dim > 0 ? value_dim : head_dim) {
         batch = static_cast<int64_t>(this->lengths.size());
         int64_t used = 0;
         max_pages = 1;
@@ -75,18 +80,18 @@ struct Cache {
         std::iota(ids.begin(), ids.end(), 0);
         std::shuffle(ids.begin(), ids.end(), random.engine());
         table.assign(batch * max_pages, kNoPage);
-        const int64_t slot_size = num_kv_heads * head_dim;
-        k = nans(num_pages * page_size * slot_size, dtype);
-        v = k;
+        const int64_t k_slot = num_kv_heads * head_dim, v_slot = num_kv_heads * head_dim_v;
+        k = nans(num_pages * page_size * k_slot, dtype);
+        v = nans(num_pages * page_size * v_slot, dtype);
         size_t next = 0;
         for (int64_t b = 0; b < batch; ++b) {
             for (int64_t position = 0; position < this->lengths[b]; ++position) {
                 int32_t& page = table[b * max_pages + position / page_size];
                 if (position % page_size == 0) page = ids[next++];
-                const int64_t at = (page * page_size + position % page_size) * slot_size;
-                const auto new_k = random.normal(slot_size, dtype), new_v = random.normal(slot_size, dtype);
-                std::copy(new_k.begin(), new_k.end(), k.begin() + at);
-                std::copy(new_v.begin(), new_v.end(), v.begin() + at);
+                const int64_t slot = page * page_size + position % page_size;
+                const auto new_k = random.normal(k_slot, dtype), new_v = random.normal(v_slot, dtype);
+                std::copy(new_k.begin(), new_k.end(), k.begin() + slot * k_slot);
+                std::copy(new_v.begin(), new_v.end(), v.begin() + slot * v_slot);
             }
         }
     }
@@ -95,10 +100,11 @@ struct Cache {
     // each behind them, or -1 for padding, a sequence of length 0. Padding names no page, but the first row
     // of the table always has the prefix.
     static Cache with_shared_prefix(Random& random, int32_t prefix, const std::vector<int32_t>& own,
-                                    int64_t page_size, int64_t num_kv_heads, int64_t head_dim, DType dtype) {
+                                    int64_t page_size, int64_t num_kv_heads, int64_t head_dim, DType dtype,
+                                    int64_t value_dim = 0) {
         std::vector<int32_t> lengths{prefix};
         for (int32_t length : own) lengths.push_back(std::max(length, 0));
-        Cache cache(random, lengths, page_size, num_kv_heads, head_dim, dtype);
+        Cache cache(random, lengths, page_size, num_kv_heads, head_dim, dtype, value_dim);
         const std::vector<int32_t> apart = cache.table;
         const int64_t columns = cache.max_pages, num_shared = prefix / page_size;
         cache.batch = static_cast<int64_t>(own.size());
@@ -125,7 +131,7 @@ struct Cache {
 
     static constexpr int32_t kNoPage = 1 << 30;
     std::vector<int32_t> lengths, table;
-    int64_t page_size, num_kv_heads, head_dim;
+    int64_t page_size, num_kv_heads, head_dim, head_dim_v;
     int64_t batch = 0, max_pages = 0, num_pages = 0;
     std::vector<uint16_t> k, v;
 };
@@ -178,6 +184,7 @@ struct PagedCall {
           batch(cache.batch),
           num_q_heads(num_q_heads),
           head_dim(cache.head_dim),
+          head_dim_v(cache.head_dim_v),
           begins(cumulative(lengths_q)),
           pages_shape{cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim},
           max_pages(cache.max_pages),
@@ -187,7 +194,7 @@ struct PagedCall {
           q(random.normal(total_q() * num_q_heads * head_dim, dtype)),
           k(cache.k),
           v(cache.v),
-          out(nans(q.host.size(), dtype)),
+          out(nans(total_q() * num_q_heads * head_dim_v, dtype)),
           lse(std::vector<float>(total_q() * num_q_heads, NAN)),
           slopes(slopes_for(num_q_heads)),
           sinks(sinks_for(num_q_heads)) {
@@ -212,10 +219,10 @@ struct PagedCall {
         const auto [num_pages, page_size, num_kv_heads, head_dim] = pages_shape;
         PagedAttentionArgs args = options;
         args.q = view(q, dtype, {total_q(), num_q_heads, head_dim});
-        args.out = view(out, dtype, {total_q(), num_q_heads, head_dim});
+        args.out = view(out, dtype, {total_q(), num_q_heads, head_dim_v});
         if (with_lse) args.lse = view(lse, DType::float32, {total_q(), num_q_heads});
         args.k_pages = view(k, dtype, {num_pages, page_size, num_kv_heads, head_dim});
-        args.v_pages = view(v, dtype, {num_pages, page_size, num_kv_heads, head_dim});
+        args.v_pages = view(v, dtype, {num_pages, page_size, num_kv_heads, head_dim_v});
         args.page_table = view(table, DType::int32, {batch, max_pages});
         args.seq_lens = view(lengths, DType::int32, {batch});
         if (packed) args.cu_seqlens_q = view(cu_seqlens_q, DType::int32, {batch + 1});
@@ -291,7 +298,6 @@ struct PagedCall {
                 std::sort(all.begin(), all.begin() + count);
                 std::copy_n(all.begin(), count, lists.begin() + (b * heads + h) * num_chosen);
             }
-            const int64_t slot_size = num_kv_heads() * head_dim;
             for (int32_t page = 0; page < pages; ++page) {
                 bool is_chosen = false;
                 int32_t& id = table.host[b * max_pages + page];
@@ -301,9 +307,9 @@ struct PagedCall {
                         continue;
                     }
                     for (int64_t slot = 0; slot < page_size(); ++slot) {
-                        const int64_t at = (id * page_size() + slot) * slot_size + h * head_dim;
-                        std::fill_n(k.host.begin() + at, head_dim, to_bits(NAN, dtype));
-                        std::fill_n(v.host.begin() + at, head_dim, to_bits(NAN, dtype));
+                        const int64_t row = (id * page_size() + slot) * num_kv_heads() + h;
+                        std::fill_n(k.host.begin() + row * head_dim, head_dim, to_bits(NAN, dtype));
+                        std::fill_n(v.host.begin() + row * head_dim_v, head_dim_v, to_bits(NAN, dtype));
                     }
                 }
                 if (!is_chosen) id = Cache::kNoPage;
@@ -411,7 +417,7 @@ struct PagedCall {
                 }
                 return int64_t{-1};
             };
-            ASSERT_EQ(first_other(alone.out, in_batch.out, num_q_heads * head_dim), -1)
+            ASSERT_EQ(first_other(alone.out, in_batch.out, num_q_heads * head_dim_v), -1)
                 << "element of the outputs of sequence " << b << ", " << name();
             if (!with_lse) continue;
             ASSERT_EQ(first_other(alone.lse, in_batch.lse, num_q_heads), -1)
@@ -430,6 +436,7 @@ struct PagedCall {
         add("heads", num_q_heads);
         add("KV heads", num_kv_heads());
         add("head_dim", head_dim);
+        add("head_dim_v", head_dim_v);
         add("page_size", page_size());
         add("columns", max_pages);
         add("causal", options.causal);
@@ -451,7 +458,7 @@ struct PagedCall {
     PagedAttentionArgs options;  // without arrays
     bool packed = true, with_alibi = false, symmetric_alibi = false, with_sinks = false, with_lse = true;
     const DType dtype;
-    const int64_t batch, num_q_heads, head_dim;
+    const int64_t batch, num_q_heads, head_dim, head_dim_v;
     const std::vector<int32_t> begins;  // of each sequence's queries
     const std::array<int64_t, 4> pages_shape;
     const int64_t max_pages;

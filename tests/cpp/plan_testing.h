@@ -41,7 +41,7 @@ struct Shape {
     int64_t queries = 1;     // of each sequence at most; more than one are packed where keys are paged
     int64_t total_q = 0;     // packed; 0: batch * queries
     DType dtype = DType::bfloat16;
-    int64_t value_dim = 0;  // the head dim of values that are not paged; 0: head_dim
+    int64_t value_dim = 0;  // the head dim of values; 0: head_dim
 
     int64_t head_dim_v() const { return value_dim > 0 ? value_dim : head_dim; }
 };
@@ -53,11 +53,13 @@ inline PagedAttentionArgs paged(const Shape& shape) {
     const int64_t num_q_heads = shape.num_kv_heads * shape.group_size;
     PagedAttentionArgs args;
     args.q = arrays.make(shape.dtype, {total_q, num_q_heads, shape.head_dim});
-    args.out = arrays.make(shape.dtype, {total_q, num_q_heads, shape.head_dim});
-    for (TensorView* pages : {&args.k_pages, &args.v_pages}) {
-        *pages = arrays.make(shape.dtype,
-                             {shape.batch * max_pages, shape.page_size, shape.num_kv_heads, shape.head_dim});
-    }
+    args.out = arrays.make(shape.dtype, {total_q, num_q_heads, shape.head_dim_v()});
+    auto pages_of = [&](int64_t head_dim) {
+        return arrays.make(shape.dtype,
+                           {shape.batch * max_pages, shape.page_size, shape.num_kv_heads, head_dim});
+    };
+    args.k_pages = pages_of(shape.head_dim);
+    args.v_pages = pages_of(shape.head_dim_v());
     args.page_table = arrays.make(DType::int32, {shape.batch, max_pages});
     args.seq_lens = arrays.make(DType::int32, {shape.batch});
     if (shape.queries > 1 || shape.total_q > 0) {
@@ -171,6 +173,7 @@ void set_random_ranges(Random& random, Args& args, int64_t batch) {
 
 inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     Shape shape = random_shape(random);
+    if (random.one_in(4)) shape.value_dim = random.pick({40, 64, 72, 128, 128, 256, 512});
     if (random.one_in(2)) {
         shape.queries = random.one_in(2) ? random.up_to(16) : random.pick({64, 128, 200, 500, 2048});
         if (shape.queries > 16) shape.batch = std::min<int64_t>(shape.batch, 64);
@@ -192,7 +195,8 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     if (!args.causal && random.one_in(3)) args.window_right = random.pick({0, 3, 1000});
     if (args.causal && args.shared_prefix_len == 0 && random.one_in(16))
         args.attention_chunk = random.pick({1, 100, 8192});
-    if (shape.head_dim <= kMaxCudaCodeHeadDim && random.one_in(2)) set_random_codes(random, args);
+    if (std::max(shape.head_dim, shape.head_dim_v()) <= kMaxCudaCodeHeadDim && random.one_in(2))
+        set_random_codes(random, args);
     if (args.causal && random.one_in(4)) {
         args.tree_mask = Arrays().make(DType::int64, {args.q.shape[0]});
     } else if (args.shared_prefix_len == 0 && random.one_in(8)) {

@@ -45,7 +45,18 @@ int64_t partial_row(const cuda::DecodeTiles& tiles, int32_t threads) {
     return tiles.head_dim + 2 * (threads / 32);
 }
 
+// That the instance of a decode kernel has room for rows of keys and of values, and for codes that it can
+// move 16 bytes of them at a time.
+template <class Plan>
+void expect_holds(const Plan& plan, const AttentionParams& p) {
+    EXPECT_GE(plan.tiles().head_dim, std::max(p.head_dim, p.head_dim_v));
+    if (plan.codes == cuda::Codes::none) return;
+    EXPECT_EQ(p.head_dim * cuda::bits_of(p.k_dtype) % 128, 0);
+    EXPECT_EQ(p.head_dim_v * cuda::bits_of(p.v_dtype) % 128, 0);
+}
+
 void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+    expect_holds(plan, p);
     const int64_t rows = int64_t{p.seqlen_q} * p.group_size(), splits = plan.num_splits;
     const int64_t block_keys = plan.codes == cuda::Codes::none ? 16 : 32;
     const int64_t blocks = (int64_t{p.seqlen_k} + block_keys - 1) / block_keys, warps = plan.threads / 32;
@@ -116,6 +127,7 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
 
 void expect_sound_alone(const cuda::StreamKPlan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_FALSE(p.batch_invariant || p.alibi_symmetric || p.ranges);
+    expect_holds(plan, p);
     EXPECT_EQ(plan.num_ctas, std::min(gpu.num_sms, cuda::kMaxDecodeCtas));
     EXPECT_EQ(plan.partial_words, p.seqlen_q * p.group_size() * partial_row(plan.tiles(), plan.threads));
     EXPECT_EQ(plan.workspace_bytes(), int64_t{plan.num_ctas} * plan.partial_words * 4);
@@ -157,6 +169,16 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
         EXPECT_EQ(plan.heads, 1) << "a warpgroup's rows are of one block";
     }
     EXPECT_EQ(p.has_tree_mask, plan.feature == cuda::Sm90Feature::tree);
+    if (plan.codes != cuda::Codes::none) {
+        EXPECT_EQ(p.head_dim, p.head_dim_v) << "its tiles are of one head dim";
+    } else if (p.has_tree_mask || p.ranges) {
+        const cuda::Sm90Tiles& tiles = plan.tiles();
+        EXPECT_TRUE(cuda::is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas))
+            << "no other row has these instances";
+    }
+    if (plan.num_splits > 0 && plan.codes == cuda::Codes::none) {
+        EXPECT_TRUE(cuda::has_splits(plan.tiles().head_dim, plan.tiles().value_dim, plan.tiles().ctas));
+    }
     if (p.ranges) {
         EXPECT_EQ(plan.feature,
                   plan.num_splits > 0 ? cuda::Sm90Feature::split_ranges : cuda::Sm90Feature::ranges);
@@ -197,6 +219,7 @@ void expect_sound(const cuda::Sm90WidePlan& plan, const AttentionParams& p, cons
 
 void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_TRUE(is_code(p.k_dtype) && is_code(p.v_dtype));
+    EXPECT_EQ(p.head_dim, p.head_dim_v);
     EXPECT_FALSE(p.batch_invariant) << "whether there is workspace depends on the batch";
     EXPECT_LE(p.head_dim, cuda::kExpandColumns * cuda::kExpandPasses * plan.lanes);
     EXPECT_GE(int64_t{plan.num_runs} * plan.run_tokens(), p.seqlen_k) << "some keys stay codes";

@@ -361,12 +361,15 @@ def test_on_this_gpu(library):
     assert f"octavo: {str(explanation).splitlines()[0]}" in done.stderr.splitlines()
 
 
-def paged_call(q_heads: int, kv_heads: int, head_dim: int, tokens: int = 1, **options: Any) -> Any:
+def paged_call(
+    q_heads: int, kv_heads: int, head_dim: int, tokens: int = 1, head_dim_v: int = 0, **options: Any
+) -> Any:
     """A call for 32 sequences of up to 4096 keys with this many new tokens each."""
-    pages, q = Shape((8192, 16, kv_heads, head_dim)), Shape((32 * tokens, q_heads, head_dim))
+    k_pages, v_pages = (Shape((8192, 16, kv_heads, dim)) for dim in (head_dim, head_dim_v or head_dim))
+    q = Shape((32 * tokens, q_heads, head_dim))
     packed = {"cu_seqlens_q": Shape((33,), "int32"), "max_seqlen_q": tokens} if tokens > 1 else {}
     table = Shape((32, 256), "int32"), Shape((32,), "int32")
-    return ("paged_attention", q, pages, pages, *table), packed | options
+    return ("paged_attention", q, k_pages, v_pages, *table), packed | options
 
 
 def latent_call(heads: int) -> Any:
@@ -385,6 +388,7 @@ DOCUMENTED = {
     "a token, 32/8 heads of 128": paged_call(32, 8, 128),
     "a token, 64/2 heads of 128": paged_call(64, 2, 128),
     "a token, 8/1 heads of 512": paged_call(8, 1, 512),
+    "a token, 32/8 heads, keys of 192, values of 128": paged_call(32, 8, 192, head_dim_v=128),
     "a token, 16/1 heads of 512": paged_call(16, 1, 512),
     "3 drafts in a tree, 32/8 heads of 128": paged_call(32, 8, 128, 3, tree_mask=Shape((96,), "int64")),
     "3 drafts in a tree, 32/4 heads of 128": paged_call(32, 4, 128, 3, tree_mask=Shape((96,), "int64")),

@@ -18,6 +18,7 @@ from support.calls import GuardedArray, assert_same_bits
 from support.case import Case
 from support.quantised import KINDS, filled
 from support.targets import Target, cpu_target, writable_target
+from test_explain import Shape
 
 ONE_EACH = cases.named("decode_dims_192_128", "decode_dims_64_128", "decode_dims_72_40_masks")
 SEVERAL = cases.named("pages_192_128", "pages_8_64", "pages_80_48_everything")
@@ -241,3 +242,115 @@ def test_traced_by_jax(kind: str) -> None:
     octavo.append_kv(k[0], v[0], **tables, **here.arguments)
     expected = octavo.paged_attention(q[0], **tables, **here.arguments)
     np.testing.assert_allclose(own[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def shapes(
+    dims: tuple[int, int], *, batch: int = 64, queries: int = 1, heads: int = 32, kv_dtype: str = "bfloat16"
+) -> tuple[list[Any], dict[str, Any]]:
+    """A call over sequences of up to 8192 tokens with 4 KV heads, of shapes alone."""
+    rows = [dim // 2 if kv_dtype == "int4" else dim for dim in dims]
+    element = "uint8" if kv_dtype == "int4" else kv_dtype
+    pages = [Shape((batch * 512, 16, 4, row), element) for row in rows]
+    arrays = [Shape((batch * queries, heads, dims[0])), *pages]
+    arrays += [Shape((batch, 512), "int32"), Shape((batch,), "int32")]
+    options: dict[str, Any] = {}
+    if queries > 1:
+        options |= {"cu_seqlens_q": Shape((batch + 1,), "int32"), "max_seqlen_q": queries}
+    if kv_dtype == "int4":
+        scales = Shape((batch * 512, 16, 4, 2), "float16")
+        options |= {"k_scales": scales, "v_scales": scales, "kv_dtype": "int4"}
+    elif kv_dtype != "bfloat16":
+        options |= {"k_scale": 1.0, "v_scale": 1.0}
+    return arrays, options
+
+
+def explained(dims: tuple[int, int], device: str = "h200", **given: Any) -> Any:
+    ours = {name: given.pop(name) for name in ("batch", "queries", "heads", "kv_dtype") if name in given}
+    arrays, options = shapes(dims, **ours)
+    return octavo.explain("paged_attention", *arrays, device=device, **options, **given)
+
+
+@pytest.mark.parametrize(
+    ("dims", "instance"),
+    [
+        ((192, 128), 192),
+        ((128, 64), 128),
+        ((64, 128), 128),
+        ((80, 96), 96),
+        ((8, 256), 256),
+        ((512, 64), 512),
+    ],
+    ids=str,
+)
+def test_decode_kernels_hold_the_larger_dim(dims: tuple[int, int], instance: int) -> None:
+    for options in ({}, {"batch_invariant": True}, {"chosen_pages": Shape((64, 16), "int32")}):
+        name, _, of = explained(dims, **options).kernel.partition("<")
+        assert name == "split_kv_decode" or (name == "stream_k_decode" and not options)
+        assert of == f"bfloat16, head_dim {instance}, 8 rows>"
+    assert "head_dim" in explained(dims, heads=256).why_not["split_kv_decode"]
+    tiles = 256 if instance == 192 else instance
+    assert explained(dims, "a100").kernel.startswith(f"sm80_attention<bfloat16, head_dim {tiles}, ")
+
+
+def test_decode_kernels_over_codes() -> None:
+    for dtype, name in (("int8", "int8"), ("float8_e4m3fn", "e4m3"), ("int4", "int4")):
+        kernel = explained((192, 128), kv_dtype=dtype).kernel
+        assert name in kernel and "head_dim 256, 8 rows" in kernel
+    for dims in ((128, 72), (72, 128)):
+        explanation = explained(dims, kv_dtype="int4")
+        assert explanation.kernel.startswith("sm80_attention<bfloat16, head_dim 128")
+        assert "it moves 16 bytes at a time" in explanation.why_not["split_kv_decode"]
+    with pytest.raises(TypeError, match="no CUDA kernel reads codes of head_dim 264; it may be up to 256"):
+        explained((64, 264), kv_dtype="int8")
+
+
+def test_kernels_that_serve_prompts() -> None:
+    prompts: dict[str, Any] = {"batch": 8, "queries": 512}
+    assert explained((192, 128), **prompts).kernel.startswith(
+        "sm90_attention<bfloat16, head_dim 192, values of"
+    )
+    assert explained((128, 72), **prompts).kernel.startswith("sm90_attention<bfloat16, head_dim 128, ")
+    assert explained((128, 64), **prompts).kernel.startswith("sm80_attention<bfloat16, head_dim 128, ")
+    tree = explained((192, 128), **prompts, tree_mask=Shape((4096,), "int64"))
+    assert tree.kernel.startswith("sm80_attention<bfloat16, head_dim 256, ")
+    assert "values of 128 has tree masks" in tree.why_not["sm90_attention"]
+    ranges = explained((192, 128), **prompts, bidirectional_ranges=Shape((8, 2, 2), "int32"))
+    assert "values of 128 has bidirectional_ranges" in ranges.why_not["sm90_attention"]
+    wide = explained((512, 264), **prompts)
+    assert wide.kernel.startswith("sm80_attention<bfloat16, head_dim 512, ")
+    assert "of both keys and values, and these have 512 and 264" in wide.why_not["sm90_wide_attention"]
+    codes = explained((128, 64), **prompts, kv_dtype="int8")
+    assert codes.kernel.startswith("sm80_attention<bfloat16, head_dim 128, ")
+    assert codes.plan["feature"] == "codes"
+    assert "values of another, 64" in codes.why_not["sm90_attention"]
+    assert "keys and values of one head_dim" in codes.why_not["expand_codes"]
+
+
+def test_kernels_that_serve_a_shared_prefix() -> None:
+    explanation = explained((192, 128), shared_prefix_len=4096, queries=4, heads=4)
+    assert explanation.kernel.startswith("shared_prefix<bfloat16>"), explanation
+    rows, num_runs = 64 * 4 * 4, explanation.plan["num_runs"]
+    out_bytes = (num_runs + explanation.plan["overlaps"]) * rows * 128 * 2
+    assert explanation.plan["workspace_bytes"] == out_bytes + (num_runs + 1) * rows * 4
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (64, 128)], ids=str)
+def test_kernels_that_write_pages(dims: tuple[int, int]) -> None:
+    new = [Shape((64, 4, dim)) for dim in dims]
+    _, *tables = shapes(dims)[0]
+    plain = octavo.explain("append_kv", *new, *tables, device="h200")
+    assert plain.kernel.startswith("append_kv_kernel<bfloat16>") and plain.plan["in_chunks"]
+    angles = Shape((8192, 32), "float32")
+    rotated = octavo.explain("append_kv", *new, *tables, rotary_cos=angles, rotary_sin=angles, device="h200")
+    assert rotated.kernel.startswith("append_rotary_kernel") and rotated.plan["in_chunks"]
+    # A thread has 16 numbers of a row, of which each head of keys and of values has as many as the longer.
+    assert rotated.plan["num_ctas"] == 64 * -(-2 * 4 * max(dims) // 16 // 128)
+    arrays, options = shapes(dims, kv_dtype="int8")
+    codes = octavo.explain("append_kv", *new, *arrays[1:], device="h200", **options)
+    assert codes.kernel.startswith("append_codes_kernel")
+    arrays, options = shapes((64, 264), kv_dtype="int8")
+    wide = [Shape((64, 4, dim)) for dim in (64, 264)]
+    with pytest.raises(TypeError, match="no CUDA kernel makes codes of head_dim 264; it may be up to 256"):
+        octavo.explain("append_kv", *wide, *arrays[1:], device="h200", **options)
+    copies = octavo.explain("copy_pages", *tables[:2], Shape((3, 2), "int32"), device="h200")
+    assert copies.plan["k_aligned"] and copies.plan["v_aligned"]

@@ -63,9 +63,10 @@ void run(const AttentionParams& p, const SharedPrefixPlan& plan, cudaStream_t st
     AttentionParams behind_prefix = after_shared_prefix(p, lse + plan.num_runs * num_rows);
     run_kernels(over_prefix, plan.over_prefix, stream);  // it comes first, since `out` may be q
     if (plan.overlaps) {
-        behind_prefix.out = out + plan.num_runs * num_rows * p.head_dim * size_of(p.dtype);
-        behind_prefix.out_head_stride = p.head_dim;
-        behind_prefix.out_token_stride = behind_prefix.out_batch_stride = int64_t{p.num_q_heads} * p.head_dim;
+        behind_prefix.out = out + plan.num_runs * num_rows * p.head_dim_v * size_of(p.dtype);
+        behind_prefix.out_head_stride = p.head_dim_v;
+        behind_prefix.out_token_stride = behind_prefix.out_batch_stride =
+            int64_t{p.num_q_heads} * p.head_dim_v;
         run(behind_prefix, std::get<SplitKvPlan>(plan.behind_prefix), stream, Beside::prefix);
     } else {
         run_kernels(behind_prefix, plan.behind_prefix, stream);

@@ -22,9 +22,11 @@ class RowCopier : public QueryRowCopier<T, Config> {
 
     __device__ RowCopier(const AttentionParams& p, const CodeLayout&) : Base(p) {
         const int lane = threadIdx.x % 32;
-        // Copies of columns from head_dim on write zeros; their address only has to be mapped.
+        // Of keys, copies of columns from head_dim on write zeros; their address only has to be mapped. Of
+        // values, those from head_dim_v on, of which nobody reads the results, repeat the first one, which
+        // takes no condition.
         k_ = static_cast<const uint4*>(p.k) + (8 * column_ < p.head_dim ? column_ : 0);
-        v_ = static_cast<const uint4*>(p.v) + (8 * column_ < p.head_dim ? column_ : 0);
+        v_ = static_cast<const uint4*>(p.v) + (8 * column_ < p.head_dim_v ? column_ : 0);
         page_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_outer_stride : p.v_outer_stride) / kPerChunk);
         token_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_token_stride : p.v_token_stride) / kPerChunk);
         head_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_head_stride : p.v_head_stride) / kPerChunk);
@@ -45,39 +47,45 @@ class RowCopier : public QueryRowCopier<T, Config> {
     __device__ void copy(KeyRows<Config> k, ValueRows<Config> v, uint32_t, Place offset) const {
 #pragma unroll
         for (int row = 0; row < Config::kBlockKeys; row += kRowsPerCopy) {
-            copy_rows(k.address + place_, row, k_, __shfl_sync(~0u, offset, lane_row_ + row));
-            copy_rows(v.address + place_, row, v_, __shfl_sync(~0u, offset, lane_row_ + 16 + row));
+            copy_rows<Of::keys>(k.address + place_, row, __shfl_sync(~0u, offset, lane_row_ + row));
+            copy_rows<Of::values>(v.address + place_, row, __shfl_sync(~0u, offset, lane_row_ + 16 + row));
         }
     }
     // Start the copies of keys or of values alone, to a multiple of 512 bytes.
     __device__ void copy_keys(KeyRows<Config> k, uint32_t, Place offset) const {
-        copy_half(k, k_, offset, 0);
+        copy_half<Of::keys>(k, offset);
     }
-    __device__ void copy_values(ValueRows<Config> v, Place offset) const { copy_half(v, v_, offset, 16); }
+    __device__ void copy_values(ValueRows<Config> v, Place offset) const { copy_half<Of::values>(v, offset); }
 
   private:
-    __device__ void copy_half(KeyRows<Config> to, const uint4* chunks, uint32_t offset,
-                              int first_lane) const {
+    enum class Of { keys, values };
+
+    template <Of kOf>
+    __device__ void copy_half(KeyRows<Config> to, uint32_t offset) const {
         // This is an exclusive or instead of a sum: ptxas 13.0 would leave the uniform part of a sum to the
         // copy instruction, which it encodes as an illegal instruction where there is a cache policy.
         const uint32_t place = to.address ^ place_;
         static_assert(16 * kLanesPerRow * kRowsPerCopy <= 512);
+        constexpr int kFirstLane = kOf == Of::keys ? 0 : 16;
 #pragma unroll
         for (int row = 0; row < Config::kBlockKeys; row += kRowsPerCopy) {
-            copy_rows(place, row, chunks, __shfl_sync(~0u, offset, lane_row_ + first_lane + row));
+            copy_rows<kOf>(place, row, __shfl_sync(~0u, offset, lane_row_ + kFirstLane + row));
         }
     }
 
     // Copies one row or several, from `row` on: this lane copies its chunk of its row, from `offset`.
-    __device__ void copy_rows(uint32_t place, int row, const uint4* chunks, uint32_t offset) const {
+    template <Of kOf>
+    __device__ void copy_rows(uint32_t place, int row, uint32_t offset) const {
+        constexpr bool kKeys = kOf == Of::keys;
+        const uint4* const chunks = kKeys ? k_ : v_;
         if (kChunks > 1 || column_ < Config::kHeadDim / 8) {
             const uint32_t to = KeyRows<Config>::advance_rows(place, row);
-            ptx::cp_async_16_evict_first(to, chunk_at(chunks, offset), 8 * column_ < p_.head_dim);
+            ptx::cp_async_16_evict_first(to, chunk_at(chunks, offset), !kKeys || 8 * column_ < p_.head_dim);
 #pragma unroll
             for (int chunk = kLanesPerRow; chunk < kChunks * kLanesPerRow; chunk += kLanesPerRow) {
-                const bool exists = 8 * (column_ + chunk) < p_.head_dim;
+                const bool exists = 8 * (column_ + chunk) < (kKeys ? p_.head_dim : p_.head_dim_v);
                 ptx::cp_async_16_evict_first(to + 16 * chunk, chunk_at(chunks + (exists ? chunk : 0), offset),
-                                             exists);
+                                             !kKeys || exists);
             }
         }
     }

@@ -48,7 +48,7 @@ class OutputWriter {
     // registers (133 instead of 128 where a CTA has long items).
     __device__ void store(const Target& target, const Item& item, int row, int column, SoftmaxState state,
                           float4 out) const {
-        if (!target.out || column >= p_.head_dim) return;
+        if (!target.out || column >= p_.head_dim_v) return;
         float factor = p_.out_scale;
         if (OCTAVO_RARE(p_.sinks != nullptr)) {
             const int32_t head =

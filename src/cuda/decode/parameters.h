@@ -54,8 +54,8 @@ struct CodeLayout {
             if (from.data == nullptr) return Scales{one, {0, 0, 0}};
             return Scales{from.data, strides(from.page_stride, from.token_stride, from.head_stride)};
         };
-        auto in_order = [&](DType dtype, int64_t token_stride) {
-            return p.head_dim == head_dim && token_stride == head_dim * bits_of(dtype) / 8 &&
+        auto in_order = [&](int32_t own_dim, DType dtype, int64_t token_stride) {
+            return own_dim == head_dim && token_stride == head_dim * bits_of(dtype) / 8 &&
                    p.page_size % kStepKeys == 0;
         };
         return {strides(p.k_outer_stride / 16, p.k_token_stride / 16, p.k_head_stride / 16),
@@ -63,8 +63,8 @@ struct CodeLayout {
                 scales(p.k_scales),
                 scales(p.v_scales),
                 p.k_scales.data != nullptr || p.v_scales.data != nullptr,
-                in_order(p.k_dtype, p.k_token_stride),
-                in_order(p.v_dtype, p.v_token_stride)};
+                in_order(p.head_dim, p.k_dtype, p.k_token_stride),
+                in_order(p.head_dim_v, p.v_dtype, p.v_token_stride)};
     }
 };
 

@@ -97,9 +97,12 @@ struct Instance {
 };
 
 // How many bits a head's row of keys and its row of values have together.
-int32_t row_bits(const AttentionParams& p) { return p.head_dim * (bits_of(p.k_dtype) + bits_of(p.v_dtype)); }
+int32_t row_bits(const AttentionParams& p) {
+    return p.head_dim * bits_of(p.k_dtype) + p.head_dim_v * bits_of(p.v_dtype);
+}
 
-// The smallest row of kDecodeTiles that holds the problem, if the decode kernels can serve it.
+// The smallest row of kDecodeTiles that holds the larger head dim of the problem, if the decode kernels can
+// serve it.
 std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
     if (!p.paged())
         return refuse(why_not,
@@ -124,15 +127,16 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
                       to_string(p.v_dtype));
     }
     const int64_t rows = int64_t{p.seqlen_q} * p.group_size();
+    const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
     int32_t row = 0, most_rows = 0;
     for (; row < static_cast<int32_t>(std::size(kDecodeTiles)); ++row) {
-        if (kDecodeTiles[row].head_dim < p.head_dim) continue;
+        if (kDecodeTiles[row].head_dim < head_dim) continue;
         if (*codes != Codes::none && !kDecodeTiles[row].has_codes) continue;
         most_rows = std::max(most_rows, kDecodeTiles[row].rows());
         if (kDecodeTiles[row].rows() >= rows) break;
     }
     if (row == static_cast<int32_t>(std::size(kDecodeTiles))) {
-        return refuse(why_not, "it takes at most ", most_rows, " rows per KV head for head_dim ", p.head_dim,
+        return refuse(why_not, "it takes at most ", most_rows, " rows per KV head for head_dim ", head_dim,
                       ", and these are ", rows, ": ", counted(p.seqlen_q, "query token"), " of ",
                       counted(p.group_size(), "query head"));
     }
@@ -164,10 +168,12 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
                       "it moves 16 bytes at a time, and some row of q, k_pages, v_pages or out does "
                       "not begin on a multiple of 16 bytes");
     }
-    const int32_t least_bits = std::min(bits_of(p.k_dtype), bits_of(p.v_dtype));
-    if (*codes != Codes::none && p.head_dim * least_bits % 128 != 0) {
-        return refuse(why_not, "it moves 16 bytes at a time, and rows of head_dim ", p.head_dim, " have ",
-                      p.head_dim * least_bits / 8, " bytes with ", least_bits, " bits for a number");
+    for (const auto& [row_dim, dtype] :
+         {std::pair(p.head_dim, p.k_dtype), std::pair(p.head_dim_v, p.v_dtype)}) {
+        const int32_t bits = bits_of(dtype);
+        if (*codes == Codes::none || row_dim * bits % 128 == 0) continue;
+        return refuse(why_not, "it moves 16 bytes at a time, and rows of head_dim ", row_dim, " have ",
+                      row_dim * bits / 8, " bytes with ", bits, " bits for a number");
     }
     return Instance{row, *codes};
 }
@@ -287,7 +293,7 @@ SplitKvPlan plan_splits_by_length(SplitKvPlan plan, const SplitKvProblem& proble
 
 // How many splits of about one size an item of full length has.
 int64_t sized_splits(const SplitKvProblem& problem) {
-    const int64_t split_bytes = (problem.p.head_dim <= 64 ? 768 : 512) * 1024;
+    const int64_t split_bytes = (std::max(problem.p.head_dim, problem.p.head_dim_v) <= 64 ? 768 : 512) * 1024;
     return (problem.item_bytes() + split_bytes / 2) / split_bytes;
 }
 

@@ -139,7 +139,7 @@ class WarpAttention {
                 const DecodeRow row(seq, group_size_, item_.kv_head, row_of(r, i));
                 T* const target = static_cast<T*>(p_.out) + seq.out_begin + row.token * p_.out_token_stride +
                                   row.head * p_.out_head_stride;
-                if (row.valid && dim < p_.head_dim)
+                if (row.valid && dim < p_.head_dim_v)
                     *reinterpret_cast<uint32_t*>(target + dim) = pack_output<T>(p_.dtype, low, high);
             });
         } else {
@@ -155,7 +155,8 @@ class WarpAttention {
                         const uint32_t pair = ptx::transpose_8x8(pack_output<T>(
                             p_.dtype, softmax_.out[r][d][2 * half], softmax_.out[r][d][2 * half + 1]));
                         const int dim = 16 * d + 8 * half;
-                        if (row.valid && dim < p_.head_dim) *reinterpret_cast<uint32_t*>(target + dim) = pair;
+                        if (row.valid && dim < p_.head_dim_v)
+                            *reinterpret_cast<uint32_t*>(target + dim) = pair;
                     }
                 }
             }

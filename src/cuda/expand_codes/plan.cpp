@@ -134,6 +134,10 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
         return refuse(why_not, "it turns pages of codes into numbers, and keys are ", to_string(p.k_dtype),
                       ", values ", to_string(p.v_dtype));
     }
+    if (p.head_dim_v != p.head_dim) {
+        return refuse(why_not, "it takes keys and values of one head_dim, and these have ", p.head_dim,
+                      " and ", p.head_dim_v);
+    }
     if (p.batch_invariant) {
         return refuse(why_not,
                       "with batch_invariant the kernels that read codes serve alone: whether there is "

@@ -66,7 +66,7 @@ __global__ void add_sinks_kernel(const __grid_constant__ PagedAttentionParams p,
     __syncwarp();  // all lanes have read the LSE
     if (threadIdx.x % 32 == 0) row_lse = weights.lse;
     T* const out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-    for (int32_t d = threadIdx.x % 32; d < p.head_dim; d += 32)
+    for (int32_t d = threadIdx.x % 32; d < p.head_dim_v; d += 32)
         out[d] = from_float<T>(weights.merge(to_float(out[d]), 0.0f));
 }
 

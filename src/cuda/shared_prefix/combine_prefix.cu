@@ -28,7 +28,7 @@ __device__ int32_t length_of_sequence(const AttentionParams& p, int64_t token) {
     return p.seq_lens[first];
 }
 
-// Combines the results over the runs of the prefix, [num_runs, rows, head_dim] and [num_runs, rows], with
+// Combines the results over the runs of the prefix, [num_runs, rows, head_dim_v] and [num_runs, rows], with
 // those behind the prefix, which are the out and lse of `behind`, into p's out and lse. Both may be the same
 // arrays.
 //
@@ -62,9 +62,9 @@ __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
         static_cast<const T*>(behind.out) + token * behind.out_token_stride + head * behind.out_head_stride);
     auto* const out = reinterpret_cast<Wide*>(static_cast<T*>(p.out) + token * p.out_token_stride +
                                               head * p.out_head_stride);
-    for (int32_t first = 0; first < p.head_dim; first += 32 * kWide) {  // all lanes take every turn
+    for (int32_t first = 0; first < p.head_dim_v; first += 32 * kWide) {  // all lanes take every turn
         const int32_t column = first + kWide * lane;
-        const int32_t at = column < p.head_dim ? column / kWide : 0;
+        const int32_t at = column < p.head_dim_v ? column / kWide : 0;
         Wide result = rest[at];
         float merged[kWide];
 #pragma unroll
@@ -73,13 +73,13 @@ __global__ void combine_prefix_kernel(const __grid_constant__ AttentionParams p,
         for (int32_t run = 0; run < (empty ? 0 : num_runs); ++run) {
             const float run_weight = __shfl_sync(~0u, weight, run);
             const Wide from =
-                reinterpret_cast<const Wide*>(prefix_out + (run * num_rows + row) * p.head_dim)[at];
+                reinterpret_cast<const Wide*>(prefix_out + (run * num_rows + row) * p.head_dim_v)[at];
 #pragma unroll
             for (int j = 0; j < kWide; ++j) merged[j] += run_weight * to_float(from.at[j]);
         }
 #pragma unroll
         for (int j = 0; j < kWide; ++j) result.at[j] = from_float<T>(merged[j]);
-        if (column < p.head_dim) out[at] = result;
+        if (column < p.head_dim_v) out[at] = result;
     }
     if (lane == 0 && p.lse)
         p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = (max + log2f(sum)) * kLn2;

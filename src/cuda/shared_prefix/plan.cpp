@@ -43,9 +43,10 @@ struct Cost {
     Cost(const AttentionParams& p, const Gpu& gpu) : gpu(gpu) {
         // Behind the prefix a page table may have much more room than keys.
         const double prefix = p.shared_prefix_len, own = std::min(p.seqlen_k - prefix, prefix);
-        const int32_t bits = bits_of(p.k_dtype) + bits_of(p.v_dtype);
-        const double token_bytes = p.num_kv_heads * (p.head_dim * bits / 8.0 + (has_token_scales(p) ? 8 : 0));
-        prefix_flops = 4.0 * static_cast<double>(p.total_q) * p.num_q_heads * prefix * p.head_dim;
+        const int32_t bits = p.head_dim * bits_of(p.k_dtype) + p.head_dim_v * bits_of(p.v_dtype);
+        const double token_bytes = p.num_kv_heads * (bits / 8.0 + (has_token_scales(p) ? 8 : 0));
+        prefix_flops =
+            2.0 * static_cast<double>(p.total_q) * p.num_q_heads * prefix * (p.head_dim + p.head_dim_v);
         different_bytes = token_bytes * (prefix + p.batch * own);
         all_bytes = token_bytes * p.batch * (prefix + own);
     }
@@ -88,7 +89,7 @@ SharedPrefixPlan make_shared_prefix_plan(const AttentionParams& p, const Gpu& gp
     }
     plan.num_runs = static_cast<int32_t>(ceil_divide(p.shared_prefix_len, plan.run_len));
     const int64_t rows = p.total_q * p.num_q_heads;
-    plan.out_bytes = (plan.num_runs + plan.overlaps) * rows * p.head_dim * size_of(p.dtype);
+    plan.out_bytes = (plan.num_runs + plan.overlaps) * rows * p.head_dim_v * size_of(p.dtype);
     plan.lse_bytes = (plan.num_runs + 1) * rows * int64_t{sizeof(float)};
     return plan;
 }

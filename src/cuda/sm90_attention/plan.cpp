@@ -254,6 +254,10 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       to_string(p.v_dtype));
     }
     const bool has_codes = *codes != Codes::none;
+    if (has_codes && p.head_dim_v != p.head_dim) {
+        return refuse(why_not, "no instance over codes has keys of head_dim ", p.head_dim,
+                      " and values of another, ", p.head_dim_v);
+    }
     if (has_codes && beside) return refuse(why_not, "no instance over codes leaves room on its SM");
 
     Sm90Plan plan{};
@@ -293,9 +297,10 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       "keys of 136 to 192 with values of 72 to 128");
     }
     const Sm90Tiles& tiles = plan.tiles();
-    if (p.ranges && !is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas)) {
+    if (!has_codes && has_first_row_alone(p) &&
+        !is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas)) {
         return refuse(why_not, "no instance with keys of head_dim ", tiles.head_dim, " and values of ",
-                      tiles.value_dim, " has bidirectional_ranges");
+                      tiles.value_dim, " has ", p.ranges ? "bidirectional_ranges" : "tree masks");
     }
     plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
     // If even with splits at most half of the SMs would have work, sm80_attention serves the call.

@@ -97,7 +97,7 @@ constexpr Sm90Tiles sm90_code_tiles(int head_dim, int warpgroups) {
 // splits the keys of row tiles. (For few rows, three warpgroups have no registers to spare, and four gain
 // nothing at head dim 64.)
 constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
-// Keys and values in pages have one head dim.
+// Values of another head dim have no kernel with splits.
 constexpr bool has_splits(int head_dim, int value_dim, int ctas) {
     return ctas == 1 && head_dim == value_dim;
 }
