@@ -204,6 +204,32 @@ TEST(Attention, ValuesMayHaveAHeadDimOfTheirOwn) {
         for (int64_t d = 0; d < value_dim; ++d) ASSERT_NEAR(out[d], wanted[d], 1e-5) << d;
         args.out.shape[3] = head_dim;
         EXPECT_THROW(attention(args), ValueError);
+
+        // The same in pages of five tokens, the first of them last.
+        constexpr int64_t kPageSize = 5, kPages = 8;
+        Floats k_pages(kPages * kPageSize * head_dim, NAN), v_pages(kPages * kPageSize * value_dim, NAN);
+        std::vector<int32_t> table{7, 6, 5, 4, 3, 2, 1, 0}, length{kSeqlenK}, begins{0, kSeqlenK};
+        AppendKvArgs append;
+        append.k = TensorView(const_cast<float*>(k.data()), DType::float32, {kSeqlenK, 1, head_dim});
+        append.v = TensorView(const_cast<float*>(v.data()), DType::float32, {kSeqlenK, 1, value_dim});
+        append.k_pages = TensorView(k_pages.data(), DType::float32, {kPages, kPageSize, 1, head_dim});
+        append.v_pages = TensorView(v_pages.data(), DType::float32, {kPages, kPageSize, 1, value_dim});
+        append.page_table = TensorView(table.data(), DType::int32, {1, kPages});
+        append.seq_lens = TensorView(length.data(), DType::int32, {1});
+        append.cu_seqlens = TensorView(begins.data(), DType::int32, {2});
+        append_kv(append);
+        std::fill(out.begin(), out.end(), NAN);
+        PagedAttentionArgs paged;
+        paged.q = TensorView(const_cast<float*>(q.data()), DType::float32, {1, 1, head_dim});
+        paged.out = TensorView(out.data(), DType::float32, {1, 1, value_dim});
+        paged.k_pages = append.k_pages;
+        paged.v_pages = append.v_pages;
+        paged.page_table = *append.page_table;
+        paged.seq_lens = *append.seq_lens;
+        paged_attention(paged);
+        for (int64_t d = 0; d < value_dim; ++d) ASSERT_NEAR(out[d], wanted[d], 1e-5) << d;
+        append.v.shape[2] = head_dim;
+        EXPECT_THROW(append_kv(append), ValueError);
     }
 }
 

@@ -109,6 +109,23 @@ def test_tree_mask(library):
     assert not np.array_equal(out, octavo.paged_attention(**arrays))
 
 
+def test_pages_of_values_of_another_head_dim(library):
+    k, v, q = normal(20, 2, 48), normal(20, 2, 24) + 1, normal(2, 4, 48)
+    pages = {"k_pages": np.zeros((6, 4, 2, 48), np.float32), "v_pages": np.zeros((6, 4, 2, 24), np.float32)}
+    tables = {"page_table": np.array([[3, 0, 1], [4, 2, 5]], np.int32), "seq_lens": np.int32([9, 11])}
+    library.append_kv(k=k, v=v, cu_seqlens=np.array([0, 9, 20], np.int32), **pages, **tables)
+    other = {name: np.zeros((9, *x.shape[1:]), np.float32) for name, x in pages.items()}
+    copies = np.array([[i, 8 - i] for i in range(6)], np.int32)
+    library.copy_pages(copies=copies, **pages, **{f"to_{name}": x for name, x in other.items()})
+    out = np.full((2, 4, 24), np.nan, np.float32)
+    library.paged_attention(q=q, out=out, **other, **{**tables, "page_table": 8 - tables["page_table"]})
+    for sample, (begin, end) in enumerate(((0, 9), (9, 20))):
+        expected = octavo.attention(q[sample][None, None], k[None, begin:end], v[None, begin:end])
+        np.testing.assert_allclose(out[sample], expected[0, 0], rtol=2e-5, atol=2e-6)
+    with pytest.raises(OctavoError, match="out must have the shape of q with the head_dim of v_pages"):
+        library.paged_attention(q=q, out=np.zeros_like(q), **pages, **tables)
+
+
 def test_bidirectional_ranges(library):
     q, k, v = normal(2, 9, 4, 32), normal(2, 9, 2, 32), normal(2, 9, 2, 32) + 1
     ranges = np.array([[[0, 3], [4, 9]], [[1, 6], [0, 0]]], np.int32)
