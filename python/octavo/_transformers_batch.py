@@ -67,11 +67,16 @@ class ServedModel:
         """Make the cache that the model needs: its layers, heads, windows, dtype and device."""
         first, *others = self._layers.all
         for layer in others:
-            if layer[1:3] != first[1:3] or layer[5:] != first[5:]:
-                raise refusal(self._model, "its layers differ in their KV heads, head dim, dtype or device")
+            if layer[1:4] != first[1:4] or layer[6:] != first[6:]:
+                raise refusal(self._model, "its layers differ in their KV heads, head dims, dtype or device")
         sizes.setdefault("like", torch.empty(0, dtype=first.dtype, device=first.device))
         return KVCache(
-            len(self._layers.all), first.num_kv_heads, first.head_dim, windows=self.windows, **sizes
+            len(self._layers.all),
+            first.num_kv_heads,
+            first.head_dim,
+            windows=self.windows,
+            head_dim_v=first.head_dim_v,
+            **sizes,
         )
 
     @property

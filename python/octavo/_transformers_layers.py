@@ -20,6 +20,7 @@ class Layer(NamedTuple):
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    head_dim_v: int
     window_left: int
     attention_chunk: int
     dtype: torch.dtype
@@ -49,12 +50,8 @@ class Layers:
             raise refusal(self._model, "its attention is not causal")
         if module in self.numbers:
             raise refusal(self._model, f"{type(module).__name__} attends twice in a forward pass")
-        if k.shape != v.shape:
-            raise refusal(
-                self._model, f"its values have another head dim ({v.shape[-1]}) than its keys ({k.shape[-1]})"
-            )
         self.numbers[module] = len(self.all)
-        heads = q.shape[2], k.shape[2], k.shape[3]
+        heads = q.shape[2], k.shape[2], k.shape[3], v.shape[3]
         self.all.append(Layer(*heads, window_left, attention_chunk, k.dtype, k.device))
 
     def number(self, module: torch.nn.Module) -> int:

@@ -11,7 +11,6 @@ import octavo.torch
 from octavo._flash_attn_cache import packing, page_table_of
 from octavo._transformers_hiding import HIDING_COLUMNS
 from octavo._transformers_mask import Mask
-from octavo._transformers_refusals import refuse
 
 
 def describe_static_mask(
@@ -43,8 +42,6 @@ def over_static_cache(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **arguments: 
     """Attention to the front of a static cache, each row of which is a page: arrays [batch, seqlen, ...]."""
     batch, seqlen = q.shape[:2]
     value_dim = v.shape[-1]
-    if k.shape[-1] - (0 if mask.hidden is None else HIDING_COLUMNS) != value_dim:
-        refuse("values of another head dim than keys are not supported with a static cache")
     if mask.hidden is not None:
         v = torch.nn.functional.pad(v, (0, HIDING_COLUMNS))
     if mask.first_keys is not None:
@@ -63,4 +60,4 @@ def over_static_cache(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **arguments: 
         **mask.range_arguments,
         **arguments,
     )
-    return cast(Tensor, out).view(q.shape)[..., :value_dim]
+    return cast(Tensor, out).view(*q.shape[:-1], v.shape[-1])[..., :value_dim]

@@ -11,9 +11,9 @@ each of them sees itself alone; tokens of images that see each other both ways (
 mask is not made in a compiled graph; and windows to both sides (ModernBERT). Padding inside a sequence under
 a window takes a copy of queries and keys. What else a model asks for is refused with a ValueError, never
 approximated: other masks, position biases, attention weights. So are models whose attention is their own,
-outside of transformers' AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values with a head dim
-of their own (DeepSeek-V3) need a growing cache. ``generate_batch`` wants one head dim for all layers, keys
-and values, and refuses DeepSeek-V3 and Gemma 4.
+outside of transformers' AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values may have a head
+dim of their own (DeepSeek-V3). ``generate_batch`` wants the same head dims in all layers, and refuses
+Gemma 4.
 
 ``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come. The
 models' own ``model.generate_batch`` runs on Octavo, too, over the pages of transformers.

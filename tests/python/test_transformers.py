@@ -92,17 +92,6 @@ def calls(monkeypatch):
     return made
 
 
-def test_static_cache_of_values_of_another_dim_is_refused():
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["deepseek_v3"]()).eval()
-    model.set_attn_implementation("octavo")
-    ids = torch.tensor([[3, 4, 5]])
-    with pytest.raises(ValueError, match="another head dim than keys are not supported with a static cache"):
-        model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="static")
-    with pytest.raises(ValueError, match=r"its values have another head dim \(16\) than its keys \(24\)"):
-        octavo.transformers.generate_batch(model, [[3, 4, 5]], max_new_tokens=2)
-
-
 @pytest.fixture(params=CONFIGS)
 def models(request, tmp_path):
     """A model with random weights on both implementations, loaded as a user would."""
