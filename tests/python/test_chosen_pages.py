@@ -100,6 +100,8 @@ CASES = [
     Case("chosen_80", (1, 1), (1000, 65), num_q_heads=6, num_kv_heads=2, head_dim=80, page_size=64),
     Case("chosen_odd_pages", (1, 1), (1000, 290), num_q_heads=15, num_kv_heads=3, head_dim=96, page_size=7),
     Case("chosen_group_16", (1, 1), (1300, 90), num_q_heads=16, num_kv_heads=1, head_dim=128, page_size=32),
+    Case("chosen_192_128", (1, 1), (900, 320), num_q_heads=8, num_kv_heads=2, head_dim=192, value_dim=128),
+    Case("chosen_64_128", (1, 1), (900, 320), num_q_heads=16, num_kv_heads=1, value_dim=128, page_size=7),
     Case("chosen_window", (1, 1, 1), (700, 130, 41), window_left=200, num_q_heads=8, num_kv_heads=2),
     Case("chosen_alibi", (1, 1, 1), (700, 41, 2000), alibi="batch", num_q_heads=8, num_kv_heads=2),
     Case(
@@ -157,7 +159,7 @@ def explained(case: Case, device: str) -> Any:
     shapes = {
         "q": Shape((sum(case.seqlens_q), case.num_q_heads, case.head_dim), "bfloat16"),
         "k_pages": Shape((9, case.page_size, case.num_kv_heads, case.head_dim), "bfloat16"),
-        "v_pages": Shape((9, case.page_size, case.num_kv_heads, case.head_dim), "bfloat16"),
+        "v_pages": Shape((9, case.page_size, case.num_kv_heads, case.head_dim_v), "bfloat16"),
         "page_table": Shape((case.batch, max(num_pages_of(case, b) for b in range(case.batch))), "int32"),
         "seq_lens": Shape((case.batch,), "int32"),
         "cu_seqlens_q": Shape((case.batch + 1,), "int32"),
@@ -193,7 +195,7 @@ def test_drawn_on_a_gpu(case: Case, seed: int, kind: str) -> None:
     case = dataclasses.replace(case, attention_chunk=0, prefix_lens=None)
     if not case.causal and case.window_right != 0:
         case = dataclasses.replace(case, alibi_symmetric=False)  # which the kernel does not serve there
-    if 2 * case.group_size > (16 if case.head_dim <= 128 else 8):
+    if 2 * case.group_size > (16 if max(case.head_dim, case.head_dim_v) <= 128 else 8):
         case = dataclasses.replace(case, num_q_heads=case.num_kv_heads)
     check(Target("torch", "cuda", "bfloat16"), case, make_lists(case, kind, seed), max_seqlen_q=2)
 

@@ -29,16 +29,20 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("new", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(8, 8), (80, 80), (128, 128), (256, 256), (192, 128), (8, 256), (72, 40)]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes_and_scales_are_those_of_the_cpu(torch: Any, kind: str, head_dim: int, new: str) -> None:
+def test_codes_and_scales_are_those_of_the_cpu(
+    torch: Any, kind: str, head_dim: int, head_dim_v: int, new: str
+) -> None:
     with np.errstate(over="ignore"):
-        rows = awkward_rows(head_dim).astype(oracle.NUMPY_DTYPES[new])
-    rows = np.concatenate([rows, rows[:1]])
-    rows[-1, 3] = np.nan
-    k, v = np.stack([rows, rows[::-1]], 1), np.stack([-rows, rows], 1)
+        rows, values = (awkward_rows(dim).astype(oracle.NUMPY_DTYPES[new]) for dim in (head_dim, head_dim_v))
+    rows, values = (np.concatenate([x, x[:1]]) for x in (rows, values))
+    rows[-1, 3] = values[-1, 3] = np.nan
+    k, v = np.stack([rows, rows[::-1]], 1), np.stack([-values, values], 1)
     table, lengths = np.array([[1]], np.int32), np.array([len(rows)], np.int32)
-    cache = Cache.empty(kind, 2, len(rows), 2, head_dim)
+    cache = Cache.empty(kind, 2, len(rows), 2, head_dim, head_dim_v=head_dim_v)
     gpu = on_gpu(torch, cache, is_head_major=head_dim != 80)
     append_packed(cache, k, v, table, len(rows))
     octavo.append_kv(
@@ -54,10 +58,16 @@ def test_codes_and_scales_are_those_of_the_cpu(torch: Any, kind: str, head_dim: 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [
+        *((dim, dim) for dim in (8, 64, 80, 96, 128, 192, 256)),
+        *((192, 128), (128, 64), (64, 128), (256, 32), (72, 40), (8, 256)),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_head_dims(torch: Any, kind: str, head_dim: int, dtype: str) -> None:
-    cache, table, lengths = filled(kind, [70, 1, 333], head_dim=head_dim)
+def test_head_dims(torch: Any, kind: str, head_dim: int, head_dim_v: int, dtype: str) -> None:
+    cache, table, lengths = filled(kind, [70, 1, 333], head_dim=head_dim, head_dim_v=head_dim_v)
     check_attention(torch, cache, queries(3, 8, head_dim, dtype), table, lengths)
 
 

@@ -56,6 +56,9 @@ CASES = (
         640,
     ),
     (Case("decode_head_dim_40", (1,) * 3, (97, 100, 98), num_q_heads=6, num_kv_heads=2, head_dim=40), 96),
+    (Case("decode_192_128", (1,) * 4, (641, 700, 0, 650), head_dim=192, value_dim=128), 640),
+    (Case("decode_64_128", (1,) * 9, tuple(range(515, 551, 4)), value_dim=128, sinks="normal"), 512),
+    (Case("chunks_128_64", (0, 33, 7, 1), (600, 640, 0, 300), head_dim=128, value_dim=64), 256),
     (Case("decode_group_64", (1,) * 2, (66, 311), num_q_heads=64, num_kv_heads=1), 64),
     (Case("chunks", (64, 1, 1, 37, 5), (640, 577, 600, 1009, 600), num_q_heads=8, num_kv_heads=2), 512),
     (Case("chunks_with_padding", (0, 33, 7, 1), (600, 640, 0, 300), num_kv_heads=2, head_dim=96), 256),
@@ -173,10 +176,10 @@ def test_permuting_pages_changes_no_bit(target: Target, case: Case, prefix: int)
 
 
 @writable_target
-@named("decode", "decode_padding", "chunks", "decode_head_dim_40")
+@named("decode", "decode_padding", "chunks", "decode_head_dim_40", "decode_192_128", "decode_64_128")
 def test_out_is_written_and_nothing_around_it(target: Target, case: Case, prefix: int) -> None:
     inputs, cache, reference = problem(case, prefix, target.dtype)
-    guarded = GuardedArray(target, *inputs.q.shape)
+    guarded = GuardedArray(target, *inputs.q.shape[:-1], case.head_dim_v)
     result = calls.paged_attention(target, case, inputs, cache, out=guarded.array, shared_prefix_len=prefix)
     reference.check(*result)
     reference.check_out(target.library.to_float64(guarded.array))

@@ -100,6 +100,8 @@ CASES = [
     Case("tree_behind_prefix", (30, 30, 8), (200, 40, 300), prefix_lens=(50, 25, 500), window_left=90),
     Case("tree_with_biases", (20, 3), (150, 90), alibi="head", softcap=8.0, sinks="normal"),
     Case("tree_wide", (64, 64, 64), (1100, 1800, 900), num_q_heads=16, num_kv_heads=2, head_dim=256),
+    Case("tree_192_128", (40, 9, 1), (900, 90, 70), num_kv_heads=2, head_dim=192, value_dim=128),
+    Case("tree_of_few_64_128", (4, 2, 1), (400, 90, 70), num_kv_heads=2, value_dim=128),
     Case("tree_of_many", (6,) * 40, tuple(range(6, 46)), num_q_heads=4, num_kv_heads=4, page_size=7),
 ]
 
