@@ -22,7 +22,7 @@ int64_t grain_for(int64_t item_bytes) {
 template <class Number, class T>
 void store_scaled(const Number* from, T* to, int32_t n, float scale) {
     if (std::is_same_v<Number, T> && scale == 1.0f) {
-        std::memcpy(to, from, n * sizeof(T));
+        if (n > 0) std::memcpy(to, from, n * sizeof(T));  // arrays without numbers may be null
     } else {
         for (int32_t d = 0; d < n; ++d) from_float(to_float(from[d]) / scale, to[d]);
     }
