@@ -141,6 +141,8 @@ def _kind_of(call: str, dtype: Any, head_dims: tuple[int, int], token_scales: bo
     has_int4 = "int4" in _KINDS[kind]
     for name, head_dim, stored in zip(("head_dim", "head_dim_v"), head_dims, _KINDS[kind], strict=True):
         if stored == "int4" and head_dim % 2 != 0:
+            if head_dims[0] == head_dims[1]:
+                name = "head_dim"
             raise ValueError(f"{call}: {name} ({head_dim}) must be even for int4, two numbers in a byte")
     if has_int4 and not token_scales:
         raise ValueError(f"{call}: token_scales must be True for int4, whose scales are those of tokens")

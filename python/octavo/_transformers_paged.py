@@ -144,7 +144,11 @@ def _require_servable(model: Any) -> None:
         kind = types.get(getattr(module, "layer_idx", -1))
         if kind is None:
             raise refusal(model, f"{type(module).__name__} {number} has no layer of the cache (layer_idx)")
-        window = layers.all[number].window_left + 1
+        layer = layers.all[number]
+        if layer.head_dim_v != layer.head_dim:  # its pages have one head dim
+            dims = f"({layer.head_dim_v}) than its keys ({layer.head_dim})"
+            raise refusal(model, f"its values have another head dim {dims}, and transformers' cache has one")
+        window = layer.window_left + 1
         if window != (config.sliding_window if kind == "sliding_attention" else 0):
             raise refusal(model, f"layer {number} has a sliding window of {window}, and a cache for {kind}")
 

@@ -118,6 +118,14 @@ TEST(Plan, DraftsOverCodes) {
     other.alibi_slopes = Arrays().make(DType::float32, {32});
     EXPECT_EQ(kind_of(other), "divide_queries");
 
+    // Keys and values of unlike head dims have no converter.
+    shape = {64, 4096};
+    shape.queries = 9;
+    shape.value_dim = 64;
+    EXPECT_EQ(field(explain(float8(over_codes(shape)), "h100"), "parts"), "3");
+    shape.value_dim = 256;
+    EXPECT_EQ(field(explain(over_codes(shape), "h100"), "part_queries"), "2") << "rows of the larger one";
+
     // Workspace is for what the page table has room for.
     shape = {32, 1 << 18};
     shape.queries = 8;

@@ -230,6 +230,10 @@ def wide_heads():
             "MistralForCausalLM: layer 0 has a sliding window of 6, and a cache for full_attention",
         ),
         (wide_heads, "LlamaForCausalLM: .*head_dim .520. must be"),
+        (
+            lambda: make_model("deepseek_v3", attn_implementation="octavo"),
+            r"DeepseekV3ForCausalLM: its values have another head dim \(16\) than its keys \(24\)",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_a_request(make, message):

@@ -9,11 +9,13 @@
 namespace octavo::cuda {
 namespace {
 
+int32_t larger_head_dim(const AttentionParams& p) { return std::max(p.head_dim, p.head_dim_v); }
+
 // The most rows of a KV head that a decode kernel over codes takes.
 int32_t most_rows(const AttentionParams& p) {
     int32_t rows = 0;
     for (const DecodeTiles& tiles : kDecodeTiles) {
-        if (tiles.has_codes && tiles.head_dim >= p.head_dim) rows = std::max(rows, tiles.rows());
+        if (tiles.has_codes && tiles.head_dim >= larger_head_dim(p)) rows = std::max(rows, tiles.rows());
     }
     return rows;
 }
@@ -119,10 +121,10 @@ std::optional<DividedPlan> plan_divided_queries(const AttentionParams& p, const 
     // The cheapest test comes first, since calls of other kinds ask too.
     if (!is_code(p.k_dtype)) return refuse(why_not, "the pages hold numbers, not codes");
     auto plan = make_divided_plan(p, gpu, why_not);
-    // Above this head dim others would run in sm80_attention, which takes 8 to 12 times as long (16 sequences
-    // of 16 rows over 4096 tokens, head dim 256, an H100).
+    // What sm90_attention over codes does not serve would run in sm80_attention, which takes 8 to 12 times as
+    // long (16 sequences of 16 rows over 4096 tokens, head dim 256, an H100).
     constexpr int32_t kMostConvertedHeadDim = 128;
-    if (!plan || p.head_dim > kMostConvertedHeadDim) return plan;
+    if (!plan || larger_head_dim(p) > kMostConvertedHeadDim || p.head_dim != p.head_dim_v) return plan;
     if (plan->parts > 2) {
         return refuse(why_not, "up to head dim ", kMostConvertedHeadDim,
                       " more than two parts do not pay, and ", counted(p.seqlen_q, "query token"), " make ",
