@@ -25,12 +25,12 @@ class CodeCopier : public QueryRowCopier<T, Config> {
     __device__ CodeCopier(const AttentionParams& p, const CodeLayout& layout)
         : Base(p), layout_(layout), scale_place_(StepScales::place(threadIdx.x % 32)) {
         const int k_column = k_.column, v_column = v_.column;
-        // Of keys, copies of columns from head_dim on write zeros; their address only has to be mapped. Of
-        // values, those from head_dim_v on repeat the first one, as in RowCopier.
+        // Copies of columns from head_dim on, of values from head_dim_v on, write zeros; their address only
+        // has to be mapped.
         k_.has_column = 128 * k_column < p.head_dim * Config::kKeyBits;
+        v_.has_column = 128 * v_column < p.head_dim_v * Config::kValueBits;
         k_.chunks = static_cast<const uint4*>(p.k) + (k_.has_column ? k_column : 0);
-        v_.chunks = static_cast<const uint4*>(p.v) +
-                    (128 * v_column < p.head_dim_v * Config::kValueBits ? v_column : 0);
+        v_.chunks = static_cast<const uint4*>(p.v) + (v_.has_column ? v_column : 0);
         pin_in_register(k_.chunks);
         pin_in_register(v_.chunks);
         pin_in_register(scale_place_);

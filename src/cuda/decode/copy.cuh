@@ -22,9 +22,8 @@ class RowCopier : public QueryRowCopier<T, Config> {
 
     __device__ RowCopier(const AttentionParams& p, const CodeLayout&) : Base(p) {
         const int lane = threadIdx.x % 32;
-        // Of keys, copies of columns from head_dim on write zeros; their address only has to be mapped. Of
-        // values, those from head_dim_v on, of which nobody reads the results, repeat the first one, which
-        // takes no condition.
+        // Copies of columns from head_dim on, of values from head_dim_v on, write zeros; their address only
+        // has to be mapped.
         k_ = static_cast<const uint4*>(p.k) + (8 * column_ < p.head_dim ? column_ : 0);
         v_ = static_cast<const uint4*>(p.v) + (8 * column_ < p.head_dim_v ? column_ : 0);
         page_stride_ = static_cast<uint32_t>((lane < 16 ? p.k_outer_stride : p.v_outer_stride) / kPerChunk);
@@ -76,16 +75,16 @@ class RowCopier : public QueryRowCopier<T, Config> {
     // Copies one row or several, from `row` on: this lane copies its chunk of its row, from `offset`.
     template <Of kOf>
     __device__ void copy_rows(uint32_t place, int row, uint32_t offset) const {
-        constexpr bool kKeys = kOf == Of::keys;
-        const uint4* const chunks = kKeys ? k_ : v_;
+        const uint4* const chunks = kOf == Of::keys ? k_ : v_;
+        const int32_t head_dim = kOf == Of::keys ? p_.head_dim : p_.head_dim_v;
         if (kChunks > 1 || column_ < Config::kHeadDim / 8) {
             const uint32_t to = KeyRows<Config>::advance_rows(place, row);
-            ptx::cp_async_16_evict_first(to, chunk_at(chunks, offset), !kKeys || 8 * column_ < p_.head_dim);
+            ptx::cp_async_16_evict_first(to, chunk_at(chunks, offset), 8 * column_ < head_dim);
 #pragma unroll
             for (int chunk = kLanesPerRow; chunk < kChunks * kLanesPerRow; chunk += kLanesPerRow) {
-                const bool exists = 8 * (column_ + chunk) < (kKeys ? p_.head_dim : p_.head_dim_v);
+                const bool exists = 8 * (column_ + chunk) < head_dim;
                 ptx::cp_async_16_evict_first(to + 16 * chunk, chunk_at(chunks + (exists ? chunk : 0), offset),
-                                             !kKeys || exists);
+                                             exists);
             }
         }
     }
