@@ -127,9 +127,8 @@ class Sm90LatentConsumer {
         auto multiply_block = [&](int block, bool accumulate) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const uint64_t a = ptx::wgmma_descriptor(ptx::shared_address(&shared_.q[block]) + 32 * k, 1);
-                const uint64_t b =
-                    ptx::wgmma_descriptor(ptx::shared_address(&shared_.keys[kWarpgroup][block]) + 32 * k, 1);
+                const uint64_t a = descriptor(&shared_.q[0], 0, block, 32 * k);
+                const uint64_t b = descriptor(&shared_.keys[kWarpgroup][0], 0, block, 32 * k);
                 ptx::Wgmma<Number, 64>::ss(scores_, a, b, accumulate || k > 0);
             }
         };
@@ -261,10 +260,17 @@ class Sm90LatentConsumer {
         ptx::fence_proxy_async();
     }
 
+    // The descriptor of what lies `bytes` behind the start of a block, counted from block `first` on. It is
+    // that of `first` plus a constant. If each were made of an address, that would take as long as a product
+    // of 64 columns.
+    __device__ static uint64_t descriptor(const Block* first, uint32_t column_block_bytes, int block,
+                                          int bytes) {
+        return ptx::wgmma_descriptor(ptx::shared_address(first), column_block_bytes) +
+               ((block * sizeof(Block) + bytes) >> 4);
+    }
     // The descriptor of this warpgroup's columns of a tile's values, for 16 keys from key 16 k on.
     __device__ uint64_t values(int tile, int k) {
-        return ptx::wgmma_descriptor(
-            ptx::shared_address(&shared_.keys[tile][kWarpgroup * kHalfBlocks]) + 16 * 128 * k, sizeof(Block));
+        return descriptor(&shared_.keys[tile][0], sizeof(Block), kWarpgroup * kHalfBlocks, 16 * 128 * k);
     }
     __device__ void multiply_own_values() {
         ptx::wgmma_fence();
@@ -278,8 +284,7 @@ class Sm90LatentConsumer {
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const uint64_t a =
-                ptx::wgmma_descriptor(ptx::shared_address(&shared_.weights(kOther)) + 32 * k, 1);
+            const uint64_t a = descriptor(&shared_.weights(kOther), 0, 0, 32 * k);
             ptx::Wgmma<Number, 256>::ss_values(out_, a, values(kOther, k));
         }
         ptx::wgmma_commit();

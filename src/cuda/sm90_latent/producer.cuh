@@ -1,6 +1,7 @@
 // The producer of a cache of 16 bits: one warp brings tiles of keys to shared memory with the copy engine.
 #pragma once
 
+#include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_latent/shared.cuh"
@@ -22,6 +23,7 @@ class Sm90LatentProducer {
           map_(map),
           shared_(shared),
           work_(work),
+          policy_(work.num_rows <= kSm90LatentRows ? ptx::kEvictFirst : ptx::kEvictNormal),
           box_keys_(min(p.page_size, kSm90LatentKeys)),
           lane_(threadIdx.x % 32) {}
 
@@ -65,7 +67,7 @@ class Sm90LatentProducer {
             if (copy >= blocks * boxes) continue;
             const int block = place < kHalfBlocks ? half * kHalfBlocks + place : 2 * kHalfBlocks;
             ptx::tma_load(shared_.keys[tile][block].rows[box * box_keys_], &map_, &shared_.full[tile][half],
-                          64 * block, slot, page, 0, 0);
+                          policy_, 64 * block, slot, page, 0, 0);
         }
     }
 
@@ -74,6 +76,7 @@ class Sm90LatentProducer {
     const CUtensorMap& map_;
     Sm90LatentShared& shared_;
     const Sm90LatentWork& work_;
+    const uint64_t policy_;  // keys that no other CTA reads need not stay in the L2 cache
     int32_t box_keys_;
     int lane_;
 };
