@@ -122,7 +122,7 @@ def test_who_normalises_on_a_gpu() -> None:
     assert explanation.kernel == "sm90_flat<bfloat16, 16x8, normalises x>"
     assert explanation.summary.endswith("; it normalises x as well")
     assert explained(x, plan=plan).kernel == explanation.kernel
-    assert explained(np.zeros((16, 64), BFLOAT16)).kernel == "sm90_flat<bfloat16, 16x16, normalises x>"
+    assert explained(np.zeros((16, 64), BFLOAT16)).kernel == "sm90_flat<bfloat16, 32x16, normalises x>"
     explanation = explained(x, norm_weight=None)
     assert explanation.kernel == "sm90_flat<bfloat16, 16x8>" and "norm" not in explanation.plan
     wide = octavo.LinearPlan("sm90_wide", "bfloat16", 64, 16, 1, 1)

@@ -22,19 +22,23 @@ PRODUCTS = {
     gpu: linear_table.read_sweep(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")[1]
     for gpu in ("h100", "h200")
 }
-# By more than 3 %: N, K and M. Two of them are noise: of 576 x 576 with M = 1 on the H200 the same launch was
-# recorded with 2.96 and 2.80 us, and what is picked for 22016 x 4096 with M = 8 on the H100 takes 8 % less
-# with M = 1. The others are listed in docs/notebook/linear.md.
+# By more than 3 %: N, K and M; docs/notebook/linear.md has their times, and what is known of the reasons.
 SLOWER = {
     "h100": {
-        *((576, 576, 128), (576, 1536, 16), (4096, 14336, 32), (6144, 4096, 64), (6144, 4096, 128)),
-        *((22016, 4096, 8), (128256, 4096, 8)),
+        *((1280, 8192, 128), (1536, 576, 16), (1536, 576, 32), (1536, 576, 128), (4096, 11008, 32)),
+        *((5120, 5120, 16), (128256, 4096, 8), (128256, 4096, 32)),
+        *((2048, 2048, 8), (2560, 9728, 1)),  # held out
     },
     "h200": {
-        *((576, 576, 1), (576, 576, 128), (576, 1536, 1), (576, 1536, 8), (1280, 8192, 32)),
-        *((4096, 11008, 32), (8192, 1024, 32), (12288, 4096, 32), (22016, 4096, 128), (128256, 4096, 32)),
+        *((576, 1536, 1), (576, 1536, 8), (1280, 8192, 128), (1536, 576, 16), (1536, 576, 32)),
+        *((8192, 1024, 1), (8192, 1024, 32), (22016, 4096, 64), (128256, 4096, 128)),
+        (2048, 2048, 128),  # held out
     },
 }
+
+
+def is_held_out(product: linear_table.Measured) -> bool:
+    return (product.N, product.K) in linear_table.HELD_OUT
 
 
 def losses(gpu: str) -> Iterator[tuple[float, linear_table.Measured]]:
@@ -54,7 +58,7 @@ def test_the_table_is_what_was_measured(gpu: str) -> None:
     assert linear_table.write_table(gpu.upper(), *measured) + "\n" == table.read_text()
 
 
-@pytest.mark.parametrize(("gpu", "most"), [("h100", 0.041), ("h200", 0.062)])
+@pytest.mark.parametrize(("gpu", "most"), [("h100", 0.076), ("h200", 0.028)])
 def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
     """What is best in both modes, without static_weight; the library where it is faster.
 
@@ -62,6 +66,8 @@ def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
     """
     _, products = linear_table.read_sweep(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
     for product in products:
+        if is_held_out(product):
+            continue
         plan = octavo.linear_plan(product.M, product.N, product.K, "bfloat16", gpu)
         if product.benchmark:
             us, _, library_us = product.benchmark
@@ -76,21 +82,34 @@ def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
         assert us / fastest - 1 < most, product[:3]
 
 
-@pytest.mark.parametrize(("gpu", "mean", "most"), [("h100", 0.0083, 0.064), ("h200", 0.0089, 0.082)])
-def test_the_estimate_picks_fast_tiles(gpu: str, mean: float, most: float) -> None:
-    """What the estimate reaches for the products that were measured, as if there were no table."""
-    of_few = [(loss, product) for loss, product in losses(gpu) if product.M <= 128]
-    assert len(of_few) == 102
-    assert {product[:3] for loss, product in of_few if loss > 0.03} == SLOWER[gpu]
+@pytest.mark.parametrize(
+    ("gpu", "held_out", "count", "mean", "most"),
+    [
+        ("h100", False, 102, 0.0102, 0.098),
+        ("h200", False, 102, 0.0088, 0.073),
+        ("h100", True, 23, 0.0099, 0.046),  # 15360 x 5120 with 128 rows of x was not measured
+        ("h200", True, 24, 0.0089, 0.035),
+    ],
+)
+def test_the_estimate_picks_fast_tiles(
+    gpu: str, held_out: bool, count: int, mean: float, most: float
+) -> None:
+    """What the estimate reaches, as if there were no table, and for layers that are in none."""
+    of_few = [(loss, p) for loss, p in losses(gpu) if p.M <= 128 and is_held_out(p) == held_out]
+    assert len(of_few) == count
+    slower = {product[:3] for loss, product in of_few if loss > 0.03}
+    assert slower == {(n, k, m) for n, k, m in SLOWER[gpu] if ((n, k) in linear_table.HELD_OUT) == held_out}
     assert max(loss for loss, _ in of_few) < most
     assert statistics.mean(loss for loss, _ in of_few) < mean
 
 
-@pytest.mark.parametrize(("gpu", "mean", "most"), [("h100", 0.0175, 0.104), ("h200", 0.0081, 0.069)])
-def test_the_estimate_of_many_rows(gpu: str, mean: float, most: float) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "count", "mean", "most"), [("h100", 20, 0.0062, 0.051), ("h200", 21, 0.0055, 0.051)]
+)
+def test_the_estimate_of_many_rows(gpu: str, count: int, mean: float, most: float) -> None:
     """Which C++ and C alone ask for: Python hands these products to a library where there is no table."""
     of_many = [loss for loss, product in losses(gpu) if product.M > 128]
-    assert len(of_many) == 17 and max(of_many) < most and statistics.mean(of_many) < mean
+    assert len(of_many) == count and max(of_many) < most and statistics.mean(of_many) < mean
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
@@ -103,7 +122,7 @@ def test_estimates_are_times(gpu: str) -> None:
         estimates = linear_table.estimates(*product[:3], gpu)
         for tile in sorted(estimates, key=estimates.__getitem__)[:3]:
             if tile in product.tiles:
-                assert estimates[tile] == pytest.approx(product.tiles[tile].plain, rel=0.29), (
+                assert estimates[tile] == pytest.approx(product.tiles[tile].plain, rel=0.17), (
                     product[:3],
                     tile,
                 )

@@ -47,32 +47,36 @@ Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const G
 }
 
 // Constants of the estimate, fitted to the times of benchmarks/results/tiles-h100.jsonl and tiles-h200.jsonl
-// (docs/notebook/linear.md); they are the same for both GPUs. The costs of a kernel, in microseconds: to
-// launch and end; for a product of 8 rows of w with 16 columns of K; for each stage; for each further CTA
-// that has to wait for a place on an SM, where the SM has room for one and where it has room for several.
+// (docs/notebook/linear.md); they are the same for both GPUs. Times are in microseconds.
 struct Costs {
-    double launch, product, stage, wave_of_one, wave_of_several;
+    double launch;    // to launch and end
+    double result;    // for each number that a CTA writes
+    double exchange;  // for each number that a CTA of a cluster gets or sends
 };
-constexpr Costs kFlatCosts{1.91, 0.42e-3, 0.242, 0.95, 0.52};
-constexpr Costs kWideCosts{2.53, 2.79e-3, 0.051, 1.42, 1.42};
-constexpr double kResultCost = 0.16e-3;    // for each number that a CTA writes
-constexpr double kSplitCost = 0.204;       // for each further CTA of a cluster
-constexpr double kExchangeCost = 0.64e-3;  // for each number that a CTA of sm90_flat gets or sends
-constexpr double kLatency = 1.25;          // the latency of a copy, while the memory is busy
-// The share of the memory's bandwidth that an even load reaches; the power of the evenness by which it falls;
-// by how much copies of 128 bytes of a row take longer than longer ones; the most that a CTA alone reads.
-constexpr double kShareOfBandwidth = 0.923, kFalls = 0.14, kMoreOfOnePanel = 0.06, kMostOfCta = 171;  // GB/s
-constexpr double kNorm = 2.6;  // the norm by which limits that bind at once are combined
+constexpr Costs kFlatCosts{1.99, 1.36e-3, 0.29e-3};
+constexpr Costs kWideCosts{3.15, 0.085e-3, 0.24e-3};
+constexpr double kStartCost = 2.9e-3;     // for each CTA of the first wave
+constexpr double kWaveCost = 6.7;         // between two tiles in the same place on an SM
+constexpr double kProductCost = 1.00e-3;  // of sm90_wide, for 8 rows of w and 16 columns of K
+constexpr double kLatency = 0.78;         // of a copy, while the memory is busy
+// 16 rows of w with 16 of x take longer than 16 with 8 or 32, and 32 with 16; why was not found.
+constexpr double kCostOf16x16 = 0.66;
+// The share of the memory's bandwidth that CTAs on all SMs reach; by how much copies of 128 bytes of a row
+// take longer than longer ones; how fast a CTA copies that has the memory to itself; by how much reading
+// takes longer on SMs that have unlike numbers of CTAs, for each TB/s of the memory.
+constexpr double kShareOfBandwidth = 0.975, kMoreOfOnePanel = 0.12, kMostOfCta = 490 /* GB/s */,
+                 kUneven = 0.084;
+constexpr double kNorm = 2.1;  // the norm by which limits that bind at once are combined
 
 // How many SMs clusters of this size can occupy together: some SMs of a GPC are left over.
-double num_usable_sms(const Gpu& gpu, int32_t splits) {
-    if (splits == 8) return gpu.num_sms * (112.0 / 132);
-    return splits == 4 ? gpu.num_sms * (120.0 / 132) : gpu.num_sms;
+int32_t num_usable_sms(const Gpu& gpu, int32_t splits) {
+    const int32_t of_132 = splits == 8 ? 112 : splits == 4 ? 120 : 132;
+    return std::max(gpu.num_sms * of_132 / 132, 1);
 }
 
 // How many CTAs an SM has room for. It is more than the tile says where K, and with it the ring, is short.
 // Registers are roughly those of the compiled kernels.
-double ctas_on_sm(const Sm90LinearPlan& plan) {
+int32_t ctas_on_sm(const Sm90LinearPlan& plan) {
     const Sm90LinearTile& tile = plan.tile;
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
     if (!is_flat && tile.splits == 1) return tile.ctas_per_sm;  // the grid has no more CTAs
@@ -81,11 +85,20 @@ double ctas_on_sm(const Sm90LinearPlan& plan) {
     const double registers = is_flat ? 56 + tile.w_rows * tile.x_rows / 28.0 : 40 + tile.w_rows / 2.0;
     const double fit = std::floor(std::min(kSharedOfSm / (plan.shared_bytes + kSharedOfSystem),
                                            kRegistersOfSm / (threads * registers)));
-    return std::max<double>(fit, tile.ctas_per_sm);
+    return std::max(static_cast<int32_t>(fit), tile.ctas_per_sm);
 }
 
-// How evenly `parts` fill `places`: the average number in a place over the largest number.
-double evenness(double parts, double places) { return parts / places / std::ceil(parts / places); }
+// By which factor reading takes longer where `parts` CTAs have `places` on the SMs. As many launches as fit
+// wait there for the one in front (programmatic dependent launch), and the next of them has some of its CTAs
+// in the places left over and the others where a launch ends. That is even where launches fill all places, or
+// nearly so with one more; otherwise some parts of the GPU presumably get more of its CTAs than others do.
+double unevenness(int64_t parts, int64_t places, const Gpu& gpu) {
+    const int64_t launches = places / parts;
+    if (launches == 0) return 1;
+    const double left = static_cast<double>(places % parts) / static_cast<double>(parts);
+    const double tb_per_s = gpu.memory_gb_per_s / 1e3;
+    return 1 + kUneven * tb_per_s * std::min(left, 2 * (1 - left)) / static_cast<double>(launches);
+}
 
 // The larger of the two, or somewhat more if both are large.
 double add_limits(double a, double b) {
@@ -148,35 +161,34 @@ double estimated_time(const LinearProblem& problem, const Gpu& gpu, const Sm90Li
     const bool is_flat = tile.kernel == Sm90LinearKernel::flat;
     const Costs& costs = is_flat ? kFlatCosts : kWideCosts;
     const auto depth = static_cast<double>(problem.depth) / tile.splits;  // columns of K for a CTA
-    const double num_sms = num_usable_sms(gpu, tile.splits), on_sm = ctas_on_sm(plan);
-    const double places = num_sms * on_sm;
-    const double parts = static_cast<double>(plan.w_tiles) * plan.x_tiles * tile.splits;
-    const double waves = std::ceil(parts / places), rest = parts - std::floor(parts / places) * places;
+    const int32_t num_sms = num_usable_sms(gpu, tile.splits), on_sm = ctas_on_sm(plan);
+    const int64_t places = int64_t{num_sms} * on_sm;
+    const int64_t parts = int64_t{plan.w_tiles} * plan.x_tiles * tile.splits;
+    const auto waves = static_cast<double>(ceil_divide(parts, places));
 
-    // Full waves read at the bandwidth of the memory. The last wave is slower: SMs, and pairs of SMs, with
-    // more CTAs than others end last, and few CTAs cannot draw the whole bandwidth. Tiles of x share the
-    // weights in L2.
-    const double bytes =
-        2.0 * tile.w_rows * depth / plan.x_tiles * (plan.stage().panels == 1 ? 1 + kMoreOfOnePanel : 1);
+    // What the memory takes. Tiles of x share the weights in L2.
+    const double more = plan.stage().panels == 1 ? 1 + kMoreOfOnePanel : 1;
+    const double w_bytes = 2 * tile.w_rows * depth / plan.x_tiles * more;
     const double bytes_per_us = kShareOfBandwidth * std::max(gpu.memory_gb_per_s, 1) * 1e3;
-    double reading = (parts - rest) * bytes / bytes_per_us;
-    if (rest > 0) {
-        const double evenly = evenness(rest, gpu.num_sms / 2.0) * evenness(rest, gpu.num_sms);
-        reading +=
-            add_limits(rest * bytes / bytes_per_us * std::pow(evenly, -kFalls), bytes / (kMostOfCta * 1e3));
-    }
-    // Stages that do not fit in the ring have to wait until it has gone round.
+    const double reading =
+        static_cast<double>(parts) * w_bytes / bytes_per_us * unevenness(parts, places, gpu);
+    // What a place on an SM takes for its CTAs, one after the other. Stages that do not fit in the ring have
+    // to wait until it has gone round, and the CTAs of an SM share its tensor cores.
+    const double copying = (w_bytes + 2 * tile.x_rows * depth) / (kMostOfCta * 1e3);
     const double stages = static_cast<double>(ceil_divide(plan.steps, tile.splits));
-    const double waiting = waves * std::max(stages / plan.stages - 1, 0.0) * kLatency;
-    const double x_columns = is_flat ? tile.x_rows / 8.0 : 1.0;  // two warpgroups multiply at once
-    const double products = std::ceil(parts / num_sms) * (tile.w_rows / 8.0) * x_columns * depth / 16;
-    const double multiplying = costs.product * products + costs.stage * waves * stages;
+    const double waiting = std::max(stages / plan.stages - 1, 0.0) * kLatency;
+    const auto at_once = static_cast<double>(std::min<int64_t>(on_sm, ceil_divide(parts, num_sms)));
+    const double multiplying = is_flat ? 0 : kProductCost * at_once * (tile.w_rows / 8.0) * depth / 16;
+    const double of_place = waves * (copying + waiting + multiplying) + kWaveCost * (waves - 1);
 
+    // A CTA of sm90_flat adds up sums of all its warps; one of sm90_wide exchanges 64 rows of x in any case.
     const double results = static_cast<double>(tile.w_rows) * tile.x_rows;
-    const double exchanging = kSplitCost * (tile.splits - 1) +
-                              (is_flat ? kExchangeCost * results * (tile.splits - 1) / tile.splits : 0.0);
-    return costs.launch + add_limits(add_limits(reading, waiting), multiplying) + kResultCost * results +
-           exchanging + (on_sm > 1 ? costs.wave_of_several : costs.wave_of_one) * (waves - 1);
+    const double written = is_flat ? results : results / tile.splits;
+    const double exchanged = (is_flat ? results : tile.w_rows * 64.0) * (tile.splits - 1) / tile.splits;
+    const bool is_16x16 = is_flat && tile.w_rows == 16 && tile.x_rows == 16;
+    return costs.launch + kStartCost * static_cast<double>(std::min(parts, places)) +
+           add_limits(reading, of_place) + costs.result * written + costs.exchange * exchanged +
+           (is_16x16 ? kCostOf16x16 : 0);
 }
 
 LinearChoice choose_tile(const LinearProblem& problem, DType dtype, const Gpu& gpu, bool batch_invariant,
