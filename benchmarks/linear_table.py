@@ -11,10 +11,10 @@ rotate over more than twice the L2 cache, and those of the tiles that may be the
 longer measurement. A sweep that was cut off goes on with the products that its file lacks. The weights of
 HELD_OUT are measured as well, and in no table: with them, tests judge the estimate that stands in for one.
 
-`confirm` adds to those lines what bench_linear.py measured later, beside each other, with 128 rows of x and
-more: `benchmark`, [us, us with static_weight, us of torch.mm]. Whether the library is the faster one follows
-from these times where there are any, and otherwise from the sweep's. A benchmark in which the library
-computed the product says nothing of the tile, so that what was confirmed before stays.
+`confirm` adds to those lines what bench_linear.py measured later, beside each other: `benchmark`, [us, us
+with static_weight, us of torch.mm]. Whether the library is the faster one follows from these times where
+there are any, and otherwise from the sweep's. A benchmark in which the library computed the product says
+nothing of the tile, so that what was confirmed before stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo import LinearPlan, _core, _linear_cache
-from octavo._tune_linear import LIBRARY_LEAD, Measure, Problem, Times, driver_version, fastest
+from octavo._tune_linear import Measure, Problem, Times, driver_version, fastest, library_is_faster
 
 DTYPE = "bfloat16"
 # Layers of Llama-2-7B, Llama-3-8B and -70B on one GPU of eight, SmolLM2 and others: [N, K].
@@ -41,7 +41,6 @@ HELD_OUT = [(2048, 2048), (2560, 9728), (3584, 18944), (15360, 5120)]
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 ROUNDS, FINAL_ROUNDS = 5, 25  # graphs of which the median counts
 FINALISTS_WITHIN = 1.06  # times the fastest one, in either mode
-LEAST_CONFIRMED_ROWS = 128  # with fewer, static_weight may gain far more than the default is behind
 MOST_OVER_ESTIMATE = 2.0  # tiles that are estimated to take longer than that times the least are left out
 
 
@@ -64,12 +63,12 @@ class Measured(NamedTuple):
 
     @property
     def library_is_faster(self) -> bool:
-        """By more than LIBRARY_LEAD, without static_weight, than the tile that the table names."""
+        """Than the tile that the table names."""
+        us, library_us = self.tiles[fastest(self.tiles)], self.library_us
         if self.benchmark:
-            us, _, library_us = self.benchmark
-        else:
-            us, library_us = self.tiles[fastest(self.tiles)].plain, self.library_us
-        return us > LIBRARY_LEAD * library_us
+            *of_both_modes, library_us = self.benchmark
+            us = Times(*of_both_modes)
+        return library_is_faster(us, library_us, self.M)
 
 
 def estimates(n: int, k: int, m: int, device: str) -> dict[Tile, float]:
@@ -160,7 +159,7 @@ def confirm(path: Path, benchmark: Path) -> None:
         kernel, ours_and_library = times.get(product[:3], ("", []))
         best = fastest(product.tiles)
         is_the_tile = kernel.startswith(f"sm90_{best.kernel}<{DTYPE}, {best.w_rows}x")
-        if is_the_tile and product.M >= LEAST_CONFIRMED_ROWS:
+        if is_the_tile:
             row = {**json.loads(lines[i]), "benchmark": ours_and_library}
             lines[i] = json.dumps(row, separators=(",", ":"))
     path.write_text("".join(f"{line}\n" for line in (machine_line, *lines)))
@@ -183,7 +182,7 @@ def write_table(name: str, machine: Mapping[str, Any], measured: Iterable[Measur
         "// graphs whose weights rotate over more than twice the L2 cache (benchmarks/linear_table.py wrote",
         f"// this). The fastest of these products read its weights at {read:.0f} GB/s.",
         "// Rows of w, K, up to that many rows of x; kernel, rows of w in a tile, splits, CTAs per SM;",
-        f"// library: whether cuBLAS is faster by more than {LIBRARY_LEAD - 1:.0%}.",
+        "// library: whether cuBLAS is faster by more than 2 %, with few rows of x than static weights, too.",
         f"constexpr LinearTableRow k{name}Rows[] = {{",
         *rows,
         "};",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo._tune_linear import LIBRARY_LEAD, Problem, Times
+from octavo._tune_linear import Problem, Times
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -58,9 +58,9 @@ def test_the_table_is_what_was_measured(gpu: str) -> None:
     assert linear_table.write_table(gpu.upper(), *measured) + "\n" == table.read_text()
 
 
-@pytest.mark.parametrize(("gpu", "most"), [("h100", 0.076), ("h200", 0.028)])
+@pytest.mark.parametrize(("gpu", "most"), [("h100", 0.054), ("h200", 0.018)])
 def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
-    """What is best in both modes, without static_weight; the library where it is faster.
+    """What is best in both modes, without static_weight; the library where it is faster, with few rows in both.
 
     With the times of the benchmark, in place of the sweep's, where there are any.
     """
@@ -70,15 +70,18 @@ def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
             continue
         plan = octavo.linear_plan(product.M, product.N, product.K, "bfloat16", gpu)
         if product.benchmark:
-            us, _, library_us = product.benchmark
-            assert (plan.kernel == "library") == (us > LIBRARY_LEAD * library_us), product[:3]
+            us, static_us, library_us = product.benchmark
+            leads = us > 1.02 * library_us and (product.M >= 128 or static_us > library_us)
+            assert (plan.kernel == "library") == leads, product[:3]
             continue
         if plan.kernel == "library":
             us = product.library_us
         else:
             tile = linear_table.Tile(plan.kernel[5:], plan.w_rows, plan.splits, plan.ctas_per_sm)
             us = product.tiles[tile].plain
-        fastest = min(product.library_us, *(us.plain for us in product.tiles.values()))
+        fastest = min(us.plain for us in product.tiles.values())
+        if product.M >= 128:
+            fastest = min(fastest, product.library_us)
         assert us / fastest - 1 < most, product[:3]
 
 
@@ -87,7 +90,7 @@ def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
     [
         ("h100", False, 102, 0.0102, 0.098),
         ("h200", False, 102, 0.0088, 0.073),
-        ("h100", True, 23, 0.0099, 0.046),  # 15360 x 5120 with 128 rows of x was not measured
+        ("h100", True, 24, 0.0095, 0.046),
         ("h200", True, 24, 0.0089, 0.035),
     ],
 )
@@ -104,7 +107,7 @@ def test_the_estimate_picks_fast_tiles(
 
 
 @pytest.mark.parametrize(
-    ("gpu", "count", "mean", "most"), [("h100", 20, 0.0062, 0.051), ("h200", 21, 0.0055, 0.051)]
+    ("gpu", "count", "mean", "most"), [("h100", 21, 0.0059, 0.051), ("h200", 21, 0.0055, 0.051)]
 )
 def test_the_estimate_of_many_rows(gpu: str, count: int, mean: float, most: float) -> None:
     """Which C++ and C alone ask for: Python hands these products to a library where there is no table."""
@@ -131,10 +134,29 @@ def test_estimates_are_times(gpu: str) -> None:
 
 
 def test_the_benchmark_decides_what_the_library_computes(tmp_path: Path) -> None:
-    """From 128 rows of x on, where it ran the table's tile; what was confirmed before stays otherwise."""
+    """Where it ran the table's tile; what was confirmed before stays otherwise.
+
+    With fewer than 128 rows, the library has to be faster than static weights, too.
+    """
     sweep, benchmark = tmp_path / "tiles.jsonl", tmp_path / "linear.jsonl"
     tiles = [["wide", 64, 1, 1, 10.0, 9.0], ["wide", 96, 1, 1, 11.0, 10.0]]
     lines = [{"N": 64, "K": 512, "M": m, "library_us": 10.0, "tiles": tiles} for m in (64, 128, 256)]
+
+    def confirm_few(us: float, static_us: float) -> bool:
+        product = {"w_rows": 64, "depth": 512, "gated": False, "residual": False}
+        row = {
+            "shape": {"num_rows": 64, "products": [product]},
+            "dtype": "bfloat16",
+            "us": {"octavo": us, "octavo_static_weight": static_us, "cublas": 10.0},
+            "kernels": ["sm90_wide<bfloat16, 64x64>"],
+        }
+        benchmark.write_text(f"{json.dumps(row)}\n")
+        linear_table.confirm(sweep, benchmark)
+        return linear_table.read_sweep(sweep)[1][0].library_is_faster
+
+    for us, static_us, leads in ((10.3, 9.9, False), (10.3, 10.1, True), (10.1, 10.1, False)):
+        sweep.write_text("".join(f"{json.dumps(line)}\n" for line in ({"gpu": "h200"}, *lines)))
+        assert confirm_few(us, static_us) == leads
     sweep.write_text("".join(f"{json.dumps(line)}\n" for line in ({"gpu": "h200"}, *lines)))
 
     def confirm(kernel: str, us: float, gated: bool = False) -> list[tuple[bool, object]]:
@@ -145,7 +167,7 @@ def test_the_benchmark_decides_what_the_library_computes(tmp_path: Path) -> None
                 "shape": {"num_rows": m, "products": [product]},
                 "dtype": "bfloat16",
                 "us": times,
-                "kernels": [f"sm90_wide<bfloat16, 64x{m}>" if m == 64 else kernel],
+                "kernels": ["sm90_wide<bfloat16, 96x64>" if m == 64 else kernel],
             }
             for m in (64, 128)
         ]
