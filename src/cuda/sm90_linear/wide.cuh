@@ -47,13 +47,14 @@ class WideProducts {
         ptx::wgmma_results(sums_);
 #pragma unroll 1
         for (int panel = 0; panel < panels; ++panel) {
-            const uint32_t x = stage + panel * Config::kXRows * 128 + warpgroup * 64 * 128;
-            const uint32_t w = stage + (panels * Config::kXRows + panel * Config::kWRows) * 128;
+            const uint32_t x_address = stage + panel * Config::kXRows * 128 + warpgroup * 64 * 128;
+            const uint32_t w_address = stage + (panels * Config::kXRows + panel * Config::kWRows) * 128;
+            const uint64_t x = ptx::wgmma_descriptor(x_address, 16);
+            const uint64_t w = ptx::wgmma_descriptor(w_address, 16);
             ptx::wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kPanelColumns / 16; ++i)
-                ptx::Wgmma<T, Config::kWRows>::ss(sums_, ptx::wgmma_descriptor(x + 32 * i, 16),
-                                                  ptx::wgmma_descriptor(w + 32 * i, 16), true);
+                ptx::Wgmma<T, Config::kWRows>::ss(sums_, x + (32 * i >> 4), w + (32 * i >> 4), true);
             ptx::wgmma_commit();
         }
         ptx::wgmma_wait<0>();
