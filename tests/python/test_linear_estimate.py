@@ -60,9 +60,10 @@ def test_the_table_is_what_was_measured(gpu: str) -> None:
 
 @pytest.mark.parametrize(("gpu", "most"), [("h100", 0.054), ("h200", 0.018)])
 def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
-    """What is best in both modes, without static_weight; the library where it is faster, with few rows in both.
+    """What is best in both modes, without static_weight; the library where it is faster.
 
-    With the times of the benchmark, in place of the sweep's, where there are any.
+    With few rows, it has to be faster than static weights, too. The times are the benchmark's where there are
+    any, and otherwise the sweep's.
     """
     _, products = linear_table.read_sweep(ROOT / "benchmarks" / "results" / f"tiles-{gpu}.jsonl")
     for product in products:
