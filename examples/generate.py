@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import math
 import sys
 import time
 
@@ -180,8 +181,8 @@ def not_negative_int(text: str) -> int:
 
 
 def not_negative(text: str) -> float:
-    if not float(text) >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
     return float(text)
 
 

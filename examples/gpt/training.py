@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -139,7 +140,12 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Go on where a checkpoint was written. ValueError where it is of other settings or another text."""
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (EOFError, LookupError, RuntimeError, ValueError, pickle.UnpicklingError):
+            raise ValueError(f"{path}: torch.load cannot read it; a checkpoint is expected") from None
+        if not isinstance(state, dict) or "settings" not in state:
+            raise ValueError(f"{path}: a checkpoint of this program is expected, and this is something else")
         for name, here in self._described().items():
             if (there := state["settings"].get(name)) != here:
                 raise ValueError(f"{path}: the checkpoint has {name} {there!r}, and this run {here!r}")

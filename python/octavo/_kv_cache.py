@@ -404,7 +404,10 @@ class KVCacheStep:
             )
         if not 0 <= layer < cache.num_layers:
             raise ValueError(f"attend: layer ({layer}) must be from 0 to {cache.num_layers - 1}")
-        k_pages, v_pages, others, group, window_left = cache._of_layer[layer]
+        try:
+            k_pages, v_pages, others, group, window_left = cache._of_layer[layer]
+        except TypeError:
+            raise TypeError(f"attend: layer must be an int; got {type(layer).__name__}") from None
         if self._cu_seqlens is not None:
             check_rows(q, self._num_rows)
         page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens

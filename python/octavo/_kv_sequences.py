@@ -51,7 +51,7 @@ class KVSequences:
             **({} if head_dim_v is None else {"head_dim_v": head_dim_v}),
         }
         for name, number in numbers.items():
-            if operator.index(number) < 1:
+            if _int(name, number) < 1:
                 raise ValueError(f"KVCache: {name} ({number}) must be at least 1")
         self._groups = group_layers(num_layers, windows)
         if prefix_cache and self._groups[0].window_left >= 0:
@@ -200,6 +200,13 @@ def listed(numbers: Any) -> Any:
     return list(numbers) if isinstance(numbers, Iterable) else numbers
 
 
+def _int(name: str, number: object) -> int:
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"KVCache: {name} must be an int; got {type(number).__name__}") from None
+
+
 def _num_pages(
     num_pages: int | None,
     memory: int | None,
@@ -216,13 +223,13 @@ def _num_pages(
             + (" and ".join(names) or "none")
         )
     if num_pages is not None:
-        return operator.index(num_pages)
+        return _int("num_pages", num_pages)
     if memory_fraction is not None:
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"KVCache: memory_fraction ({memory_fraction}) must be above 0 and at most 1")
         memory = int(memory_fraction * free_bytes())
     assert memory is not None
-    fitting = pages_within(operator.index(memory), page_bytes, most)
+    fitting = pages_within(_int("memory", memory), page_bytes, most)
     if fitting < 1:
         raise ValueError(
             f"KVCache: memory ({memory} bytes) must hold a page of every layer, {sum(page_bytes)} bytes"

@@ -124,7 +124,12 @@ class HostStep:
     ) -> StepCounts:
         """Extend the sequences, all or nothing: ``KVCache.step`` as far as it is the host's."""
         num_new_tokens = listed(num_new_tokens)
-        batch = len(seqs)
+        try:
+            batch = len(seqs)
+        except TypeError:
+            raise TypeError(
+                f"step: seqs must be a sequence of handles, such as a list; got {type(seqs).__name__}"
+            ) from None
         total, longest = _total_and_longest(num_new_tokens, batch)
         rows = _padded("pad_batch", pad_batch, batch, self._layout.max_batch)
         one_each = longest == 1 and total == batch

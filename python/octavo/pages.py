@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import colorsys
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -108,8 +109,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.output.suffix not in (".svg", ".png"):
         parser.error(f"output must end in .svg or .png; got {args.output}")
-    with np.load(args.trace) as trace:
-        page_map = trace["page_map"]
+    try:
+        with np.load(args.trace) as trace:
+            page_map = trace["page_map"]
+    except (OSError, EOFError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        parser.error(f"{args.trace} must be a file that Trace.save() wrote ({error})")
     if page_map.size == 0:
         parser.error(f"{args.trace} has no steps")
     try:

@@ -364,3 +364,5 @@ def test_script_says_what_does_not_go_together():
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "generate.py: CuPy has no CPU arrays: use numpy or torch"
     assert "0 is not positive" in script("--n", "0", "Hi").stderr
+    for temperature in ("inf", "nan", "-1"):
+        assert f"{temperature} is not a finite number" in script(f"--temperature={temperature}", "Hi").stderr

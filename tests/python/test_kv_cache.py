@@ -436,6 +436,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "KVCache: memory_fraction (1.5) must be above 0 and at most 1",
     ),
+    "pages": (lambda: kv_cache(num_pages=16.0), TypeError, "KVCache: num_pages must be an int; got float"),
+    "heads of a float": (
+        lambda: kv_cache(num_kv_heads=2.0),
+        TypeError,
+        "KVCache: num_kv_heads must be an int; got float",
+    ),
+    "a layer of a float": (
+        lambda: of_a_step().attend(1.0, *[np.zeros((1, 2, 8), np.float32)] * 3),
+        TypeError,
+        "attend: layer must be an int; got float",
+    ),
+    "handles": (
+        lambda: kv_cache().step(x for x in [0]),
+        TypeError,
+        "step: seqs must be a sequence of handles, such as a list; got generator",
+    ),
     "layers": (lambda: kv_cache(num_layers=0), ValueError, "KVCache: num_layers (0) must be at least 1"),
     "heads": (lambda: kv_cache(num_kv_heads=0), ValueError, "KVCache: num_kv_heads (0) must be at least 1"),
     "batch": (lambda: kv_cache(max_batch=0), ValueError, "KVCache: max_batch (0) must be at least 1"),

@@ -71,3 +71,10 @@ def test_the_command_refuses(trace, tmp_path, capsys):
     with pytest.raises(SystemExit):
         pages.main([str(tmp_path / "trace.npz"), "-o", "map.gif"])
     assert "output must end in .svg or .png; got map.gif" in capsys.readouterr().err
+    (tmp_path / "text.npz").write_text("no trace")
+    np.savez(tmp_path / "other.npz", something=np.zeros(3))
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for name in ("missing.npz", "text.npz", "other.npz", "array.npy"):
+        with pytest.raises(SystemExit):
+            pages.main([str(tmp_path / name)])
+        assert f"{name} must be a file that Trace.save() wrote (" in capsys.readouterr().err

@@ -128,11 +128,20 @@ def test_what_the_page_tables_have_no_room_for_is_refused(plain):
 
 
 @pytest.mark.parametrize(
-    "options", [{"prompt": [0.5]}, {"prompt": ["a"]}, {"max_tokens": 1.5}, {"priority": 0.5}]
+    ("options", "message"),
+    [
+        ({"prompt": [0.5]}, "a token of prompt must be an int; got float"),
+        ({"prompt": "abc"}, "a token of prompt must be an int; got str"),
+        ({"prompt": 5}, "prompt must be iterable; got int"),
+        ({"max_tokens": 1.5}, "max_tokens must be an int; got float"),
+        ({"priority": 0.5}, "priority must be an int; got float"),
+        ({"stop_sequences": 3}, "stop_sequences must be iterable; got int"),
+        ({"stop_sequences": [3]}, "stop_sequences must be iterable; got int"),
+    ],
 )
-def test_what_is_no_int_is_refused(plain, options):
+def test_what_is_no_int_is_refused(plain, options, message):
     scheduler = Scheduler(make_cache(plain), plain.forward)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=f"^Scheduler.submit: {message}$"):
         scheduler.submit(**{"prompt": [1, 2, 3], "max_tokens": 4, **options})
 
 

@@ -184,6 +184,22 @@ def test_a_checkpoint_is_written_at_once_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_no_checkpoint_is_refused(text: Text, tmp_path: Path) -> None:
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    (tmp_path / "half.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:100])
+    trainer = Trainer(SHORT, text, Processes("cpu"))
+    for name, message in (
+        ("empty.pt", "torch.load cannot read it"),
+        ("text.pt", "torch.load cannot read it"),
+        ("half.pt", "torch.load cannot read it"),
+        ("other.pt", "a checkpoint of this program is expected"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
+            trainer.load(tmp_path / name)
+
+
 def test_other_runs_checkpoints_are_refused(text: Text, tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     Trainer(SHORT, text, Processes("cpu")).save(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -113,9 +113,25 @@ class Request:
         return "length" if len(generated) + 1 == self.max_tokens else None
 
 
+def int_of(what: str, value: Any) -> int:
+    """Return an int argument of submit()."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"Scheduler.submit: {what} must be an int; got {type(value).__name__}") from None
+
+
+def _iterator(what: str, value: Any) -> Iterator[Any]:
+    try:
+        return iter(value)
+    except TypeError:
+        raise TypeError(f"Scheduler.submit: {what} must be iterable; got {type(value).__name__}") from None
+
+
 def token_list(what: str, tokens: Any) -> list[int]:
     """Return tokens as ints, each of them at least 0 and below 2**31."""
-    numbers = [operator.index(token) for token in tokens]
+    name = f"a token of {what}"
+    numbers = [int_of(name, token) for token in _iterator(what, tokens)]
     for token in numbers:
         if not 0 <= token <= np.iinfo(np.int32).max:
             raise ValueError(f"Scheduler.submit: {what} must hold tokens from 0 to 2**31 - 1; got {token}")
@@ -124,7 +140,9 @@ def token_list(what: str, tokens: Any) -> list[int]:
 
 def stop_sequences_of(given: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Return stop sequences as tuples; none may be empty."""
-    sequences = tuple(tuple(token_list("stop_sequences", sequence)) for sequence in given)
+    sequences = tuple(
+        tuple(token_list("stop_sequences", sequence)) for sequence in _iterator("stop_sequences", given)
+    )
     if not all(sequences):
         raise ValueError("Scheduler.submit: stop_sequences must not hold an empty one")
     return sequences
@@ -132,7 +150,7 @@ def stop_sequences_of(given: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], 
 
 def at_least(what: str, value: Any, least: int) -> int:
     """Return an int argument of submit() that is large enough."""
-    number = operator.index(value)
+    number = int_of(what, value)
     if number < least:
         raise ValueError(f"Scheduler.submit: {what} ({number}) must be at least {least}")
     return number
