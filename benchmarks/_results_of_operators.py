@@ -63,6 +63,20 @@ def jax(results: Path) -> str:
     return format_table(header, rows, numbers=len(columns))
 
 
+def decode(results: Path) -> str:
+    """Paged decode, beside the batch-invariant mode, the best peer and the floor."""
+    gpus = gpus_with(results, "decode")
+    cells: dict[str, list[str]] = {}
+    for gpu in gpus:
+        for row in load(results, "decode", gpu):
+            us, peer = row["us"], best_peer(row["us"])
+            floor = floor_us(row["num_bytes"], row["machine"]["read_bandwidth"])
+            times = (us[OCTAVO], us["octavo_batch_invariant"], us[peer] if peer else None, floor)
+            cells.setdefault(row["case"], []).extend("" if x is None else f"{x:.1f}" for x in times)
+    header = ["case", *(name for gpu in gpus for name in (gpu, "invariant", "best peer", "floor"))]
+    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
+
+
 def quantised(results: Path) -> str:
     """Decode over caches of codes, beside the floor and the best peer."""
     gpus = gpus_with(results, "quantised")

@@ -28,7 +28,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo import LinearPlan, _core, _linear_cache
-from octavo._tune_linear import Measure, Problem, Times, driver_version, fastest, library_is_faster
+from octavo._tune_linear import (
+    LIBRARY_LEAD,
+    MANY_ROWS,
+    Measure,
+    Problem,
+    Times,
+    driver_version,
+    fastest,
+    library_is_faster,
+)
 
 DTYPE = "bfloat16"
 # Layers of Llama-2-7B, Llama-3-8B and -70B on one GPU of eight, SmolLM2 and others: [N, K].
@@ -182,7 +191,8 @@ def write_table(name: str, machine: Mapping[str, Any], measured: Iterable[Measur
         "// graphs whose weights rotate over more than twice the L2 cache (benchmarks/linear_table.py wrote",
         f"// this). The fastest of these products read its weights at {read:.0f} GB/s.",
         "// Rows of w, K, up to that many rows of x; kernel, rows of w in a tile, splits, CTAs per SM;",
-        "// library: whether cuBLAS is faster by more than 2 %, with few rows of x than static weights, too.",
+        f"// library: whether cuBLAS is faster by more than {LIBRARY_LEAD - 1:.0%}, and with fewer than",
+        f"// {MANY_ROWS} rows of x than static weights, too.",
         f"constexpr LinearTableRow k{name}Rows[] = {{",
         *rows,
         "};",

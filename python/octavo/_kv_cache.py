@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -402,12 +403,13 @@ class KVCacheStep:
             raise RuntimeError(
                 "attend: this step is over, since another one has begun; its arrays hold that one"
             )
-        if not 0 <= layer < cache.num_layers:
-            raise ValueError(f"attend: layer ({layer}) must be from 0 to {cache.num_layers - 1}")
         try:
-            k_pages, v_pages, others, group, window_left = cache._of_layer[layer]
+            layer = operator.index(layer)
         except TypeError:
             raise TypeError(f"attend: layer must be an int; got {type(layer).__name__}") from None
+        if not 0 <= layer < cache.num_layers:
+            raise ValueError(f"attend: layer ({layer}) must be from 0 to {cache.num_layers - 1}")
+        k_pages, v_pages, others, group, window_left = cache._of_layer[layer]
         if self._cu_seqlens is not None:
             check_rows(q, self._num_rows)
         page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens

@@ -17,8 +17,10 @@ from octavo._linear_cache import Row, Tuned
 from octavo._linear_plan import LinearPlan, device_name, dtype_name
 from octavo._linear_table import LinearTable, linear_table
 
-_LIBRARY_LEAD = 1.02  # what two runs differ by
-_MANY_ROWS = 128
+LIBRARY_LEAD = 1.02
+"""By which the library must be faster: what two runs differ by."""
+MANY_ROWS = 128
+"""With fewer, the library must be faster than weights that are read ahead, too."""
 _MOST_OVER_ESTIMATE = 1.7  # tiles that are estimated to take longer than that times the least are left out
 _MOST_TILES, _FINALISTS = 32, 4
 _ROUNDS, _FINAL_ROUNDS = 5, 25
@@ -61,11 +63,8 @@ class Measure(Protocol):
 
 
 def library_is_faster(us: Times, library_us: float, rows: int) -> bool:
-    """Whether the library computes a product with so many rows of ``x`` that takes Octavo these times.
-
-    With few rows it has to be faster than weights that are read ahead, too, which no library does.
-    """
-    return us.plain > _LIBRARY_LEAD * library_us and (rows >= _MANY_ROWS or us.static_weight > library_us)
+    """Whether the library should compute a product that takes Octavo these times."""
+    return us.plain > LIBRARY_LEAD * library_us and (rows >= MANY_ROWS or us.static_weight > library_us)
 
 
 def fastest(times: Mapping[_Choice, Times]) -> _Choice:

@@ -11,6 +11,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
 #include <utility>
@@ -90,6 +91,8 @@ nb::list linear_candidates(int64_t num_rows, int64_t w_rows, int64_t depth, nb::
                            const std::string& device) {
     constexpr const char* op = "tune_linear";
     const cuda::Gpu& gpu = gpu_argument(op, device);
+    if (std::min({num_rows, w_rows, depth}) < 1)
+        fail<ValueError>(op, "M, N and K must be at least 1; got ", num_rows, ", ", w_rows, " and ", depth);
     nb::list candidates;
     for (const auto& [plan, us] :
          cuda::linear_candidates({num_rows, w_rows, depth}, float_dtype(op, dtype), gpu))

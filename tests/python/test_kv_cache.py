@@ -442,6 +442,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "KVCache: num_kv_heads must be an int; got float",
     ),
+    "a layer of text": (
+        lambda: of_a_step().attend("0", *[np.zeros((1, 2, 8), np.float32)] * 3),
+        TypeError,
+        "attend: layer must be an int; got str",
+    ),
     "a layer of a float": (
         lambda: of_a_step().attend(1.0, *[np.zeros((1, 2, 8), np.float32)] * 3),
         TypeError,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo._tune_linear import Problem, Times
+from octavo._tune_linear import LIBRARY_LEAD, MANY_ROWS, Problem, Times
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -72,7 +72,8 @@ def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
         plan = octavo.linear_plan(product.M, product.N, product.K, "bfloat16", gpu)
         if product.benchmark:
             us, static_us, library_us = product.benchmark
-            leads = us > 1.02 * library_us and (product.M >= 128 or static_us > library_us)
+            few = product.M < MANY_ROWS
+            leads = us > LIBRARY_LEAD * library_us and not (few and static_us <= library_us)
             assert (plan.kernel == "library") == leads, product[:3]
             continue
         if plan.kernel == "library":
@@ -81,7 +82,7 @@ def test_tables_hold_the_fastest(gpu: str, most: float) -> None:
             tile = linear_table.Tile(plan.kernel[5:], plan.w_rows, plan.splits, plan.ctas_per_sm)
             us = product.tiles[tile].plain
         fastest = min(us.plain for us in product.tiles.values())
-        if product.M >= 128:
+        if product.M >= MANY_ROWS:
             fastest = min(fastest, product.library_us)
         assert us / fastest - 1 < most, product[:3]
 
@@ -114,6 +115,12 @@ def test_the_estimate_of_many_rows(gpu: str, count: int, mean: float, most: floa
     """Which C++ and C alone ask for: Python hands these products to a library where there is no table."""
     of_many = [loss for loss, product in losses(gpu) if product.M > 128]
     assert len(of_many) == count and max(of_many) < most and statistics.mean(of_many) < mean
+
+
+def test_candidates_of_empty_products_are_refused() -> None:
+    for lengths in ((0, 64, 64), (1, 0, 64), (1, 64, 0)):
+        with pytest.raises(ValueError, match="tune_linear: M, N and K must be at least 1; got"):
+            octavo._core.linear_candidates(*lengths, "bfloat16", "h200")
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])

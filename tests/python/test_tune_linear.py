@@ -87,6 +87,20 @@ def test_the_library_has_to_lead() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("us", "rows", "leads"),
+    [
+        (Times(10.3, 10.1), 64, True),
+        (Times(10.3, 9.9), 64, False),  # static weights are faster
+        (Times(10.3, 9.9), 128, True),
+        (Times(10.1, 10.1), 64, False),  # two runs differ by that
+        (Times(10.1, 10.1), 128, False),
+    ],
+)
+def test_when_the_library_computes(us: Times, rows: int, leads: bool) -> None:
+    assert _tune_linear.library_is_faster(us, 10.0, rows) == leads
+
+
 def test_the_best_of_both_modes_wins() -> None:
     times = {"a": Times(10.0, 10.0), "b": Times(9.9, 12.0), "c": Times(12.0, 9.0)}
     assert _tune_linear.fastest(times) == "a"

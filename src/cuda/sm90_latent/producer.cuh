@@ -76,7 +76,7 @@ class Sm90LatentProducer {
     const CUtensorMap& map_;
     Sm90LatentShared& shared_;
     const Sm90LatentWork& work_;
-    const uint64_t policy_;  // keys that no other CTA reads need not stay in the L2 cache
+    const uint64_t policy_;  // keys that no other CTA of this sequence reads leave the L2 cache first
     int32_t box_keys_;
     int lane_;
 };

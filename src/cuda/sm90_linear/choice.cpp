@@ -47,7 +47,8 @@ Sm90LinearTile estimated_tile(const LinearProblem& problem, DType dtype, const G
 }
 
 // Constants of the estimate, fitted to the times of benchmarks/results/tiles-h100.jsonl and tiles-h200.jsonl
-// (docs/notebook/linear.md); they are the same for both GPUs. Times are in microseconds.
+// (docs/notebook/linear.md); they are the same for both GPUs. Times are in microseconds, of up to 256 rows of
+// x; with more, estimates only rank tiles.
 struct Costs {
     double launch;    // to launch and end
     double result;    // for each number that a CTA writes

@@ -7,7 +7,7 @@
 namespace octavo::cuda {
 
 // With more rows of x than this, a library's product is taken as the faster one where no table says
-// otherwise: it is the faster one for 15 of 17 layers with 256 rows, and for 8 of them with 128
+// otherwise: it is the faster one for 16 of 17 layers with 256 rows, and for 8 of them with 128
 // (cuda/linear/tables/h100.inc).
 constexpr int64_t kSm90MostRows = 128;
 
