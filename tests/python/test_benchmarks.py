@@ -471,13 +471,19 @@ def test_what_a_kv_cache_costs_a_layer(name):
     octavo.set_num_threads(1)
     contestants = list(bench_call.with_a_cache(name, "", (1, 1), 64, "float32", convert))
     assert [contestant.name for contestant in contestants] == [f"{name} both", f"{name} KVCache"]
-    for _ in range(60):  # in turns, by the time of the processor: other programs may run
+
+    def is_cheap() -> bool:
+        both, attend = best
+        return attend - both <= max(2.0, both / 4)
+
+    for turn in range(240):  # in turns, by the time of the processor: other programs may run
         for i, contestant in enumerate(contestants):
             took = timeit.timeit(contestant.call, number=number, timer=time.thread_time)
             best[i] = min(best[i], took / number * 1e6)
+        if turn >= 60 and is_cheap():
+            break
     octavo.set_num_threads(num_threads)
-    both, attend = best
-    assert attend - both <= max(2.0, both / 4), best
+    assert is_cheap(), best
 
 
 def test_jax_benchmark(monkeypatch):
