@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from _linear_report import MODES, RATIOS, TRITON, best_cublas, is_alone, number, summarise
@@ -63,33 +64,40 @@ def jax(results: Path) -> str:
     return format_table(header, rows, numbers=len(columns))
 
 
-def decode(results: Path) -> str:
-    """Paged decode, beside the batch-invariant mode, the best peer and the floor."""
-    gpus = gpus_with(results, "decode")
+def _beside_the_floor(
+    results: Path, benchmark: str, names: tuple[str, ...], texts: Callable[[Row, float], list[str]]
+) -> str:
+    """A line a case: of each GPU the texts of its row and floor, of which the first one is Octavo's time."""
+    gpus = gpus_with(results, benchmark)
     cells: dict[str, list[str]] = {}
     for gpu in gpus:
-        for row in load(results, "decode", gpu):
-            us, peer = row["us"], best_peer(row["us"])
+        for row in load(results, benchmark, gpu):
             floor = floor_us(row["num_bytes"], row["machine"]["read_bandwidth"])
-            times = (us[OCTAVO], us["octavo_batch_invariant"], us[peer] if peer else None, floor)
-            cells.setdefault(row["case"], []).extend("" if x is None else f"{x:.1f}" for x in times)
-    header = ["case", *(name for gpu in gpus for name in (gpu, "invariant", "best peer", "floor"))]
-    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
+            cells.setdefault(row["case"], []).extend(texts(row, floor))
+    header = ["case", *(name for gpu in gpus for name in (gpu, *names))]
+    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=len(header) - 1)
+
+
+def decode(results: Path) -> str:
+    """Paged decode, beside the batch-invariant mode, the best peer and the floor."""
+
+    def texts(row: Row, floor: float) -> list[str]:
+        us, peer = row["us"], best_peer(row["us"])
+        times = (us[OCTAVO], us["octavo_batch_invariant"], us[peer] if peer else None, floor)
+        return ["" if x is None else f"{x:.1f}" for x in times]
+
+    return _beside_the_floor(results, "decode", ("invariant", "best peer", "floor"), texts)
 
 
 def quantised(results: Path) -> str:
     """Decode over caches of codes, beside the floor and the best peer."""
-    gpus = gpus_with(results, "quantised")
-    cells: dict[str, list[str]] = {}
-    for gpu in gpus:
-        for row in load(results, "quantised", gpu):
-            us, peer = row["us"], best_peer(row["us"])
-            floor = floor_us(row["num_bytes"], row["machine"]["read_bandwidth"])
-            theirs = f"{us[peer]:.1f} {PEERS[peer]}" if peer else ""
-            times = [f"{us[OCTAVO]:.1f}", f"{floor:.1f}", f"{us[OCTAVO] / floor:.2f}", theirs]
-            cells.setdefault(row["case"], []).extend(times)
-    header = ["case", *(name for gpu in gpus for name in (gpu, "floor", "ratio", "best peer"))]
-    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=4 * len(gpus))
+
+    def texts(row: Row, floor: float) -> list[str]:
+        us, peer = row["us"], best_peer(row["us"])
+        theirs = f"{us[peer]:.1f} {PEERS[peer]}" if peer else ""
+        return [f"{us[OCTAVO]:.1f}", f"{floor:.1f}", f"{us[OCTAVO] / floor:.2f}", theirs]
+
+    return _beside_the_floor(results, "quantised", ("floor", "ratio", "best peer"), texts)
 
 
 # Bytes of a token in Llama-3-8B, and the case of `decode-extra` or `quantised` that was measured.

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import octavo.torch  # noqa: E402
 import octavo.transformers  # noqa: E402
-from support.tiny_models import make_model  # noqa: E402
+from support.tiny_models import DEEPSEEK_V3, make_model  # noqa: E402
 
 WINDOW = 6
 SIZES = {
@@ -42,21 +42,7 @@ CONFIGS = {
         no_rope_layers=[1, 0],
         attention_chunk_size=WINDOW,
     ),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(  # values have a head dim of their own
-        **{**SIZES, "num_key_value_heads": 4, "head_dim": 8},
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        first_k_dense_replace=1,
-    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**SIZES, **DEEPSEEK_V3}),
 }
 if hasattr(transformers, "Gemma4TextConfig"):
     CONFIGS["gemma4"] = lambda: transformers.Gemma4TextConfig(  # the last layer's head dim is 512

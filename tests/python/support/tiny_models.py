@@ -15,6 +15,22 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
+DEEPSEEK_V3 = {  # values have a head dim of their own
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
@@ -40,21 +56,7 @@ CONFIGS = {
         attention_chunk_size=WINDOW,
         attn_temperature_tuning=False,
     ),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(  # values have a head dim of their own
-        **{**SIZES, "num_key_value_heads": 4, "head_dim": 8},
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        first_k_dense_replace=1,
-    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**SIZES, **DEEPSEEK_V3}),
     "gpt2": lambda: transformers.GPT2Config(**TOKENS, n_embd=64, n_layer=3, n_head=4, n_positions=128),
     "bloom": lambda: transformers.BloomConfig(**TOKENS, hidden_size=64, n_layer=3, n_head=4),
 }
