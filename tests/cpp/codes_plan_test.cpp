@@ -1,4 +1,5 @@
 // What CUDA calls of many queries over caches of codes run: plans are pure functions, and need no GPU.
+#include "cuda/decode/plain_calls.h"
 #include "plan_testing.h"
 
 #include <string>
@@ -12,6 +13,70 @@ PagedAttentionArgs over_codes(const Shape& shape) {
     args.k_pages.dtype = args.v_pages.dtype = DType::int8;
     args.k_scale = args.v_scale = 0.5f;
     return args;
+}
+
+// The same over int4, which has a scale and a minimum for each token and head.
+PagedAttentionArgs over_int4(const Shape& shape) {
+    PagedAttentionArgs args = paged(shape);
+    for (auto [pages, scales] : {std::pair(&args.k_pages, &args.k_scales), {&args.v_pages, &args.v_scales}}) {
+        pages->dtype = DType::uint8;
+        pages->shape[3] /= 2;
+        *scales = Arrays().make(DType::float16, {pages->shape[0], pages->shape[1], pages->shape[2], 2});
+    }
+    args.kv_dtype = DType::int4;
+    return args;
+}
+
+// A split of int4 has as many blocks at least as one of int8, and CTAs have eight warps for sixteen rows,
+// too.
+TEST(Plan, OneSequenceOverCodes) {
+    Shape shape{1, 1024};
+    for (const PagedAttentionArgs& args : {over_codes(shape), over_int4(shape)})
+        EXPECT_EQ(field(explain(args, "h200"), "num_splits"), "4");
+    shape.keys = 8192;
+    shape.num_kv_heads = 2;
+    for (int64_t group_size : {4, 16}) {
+        shape.group_size = group_size;
+        for (const PagedAttentionArgs& args : {over_codes(shape), over_int4(shape)}) {
+            const Explanation text = explain(args, "h200");
+            EXPECT_EQ(field(text, "policy"), "even");
+            EXPECT_EQ(field(text, "items"), "long");
+            EXPECT_EQ(field(text, "num_splits"), "32");
+            EXPECT_EQ(field(text, "threads"), "256");
+        }
+    }
+}
+
+// Sixteen rows are short up to two blocks for each of four warps.
+TEST(Plan, ShortItemsOfSixteenRowsOverCodes) {
+    Shape shape{8, 256, 2, 16};
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "policy"), "even");
+    shape.keys = 512;
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "policy"), "by_length");
+}
+
+TEST(Plan, CallsOverCodesWithoutOptionsArePlain) {
+    const Shape shape{2, 256};
+    auto plain = [&](auto change) {
+        PagedAttentionArgs args = over_codes(shape);
+        change(args);
+        return cuda::is_plain(checked(args));
+    };
+    const TensorView of_heads = Arrays().make(DType::float32, {32}),
+                     of_batch = Arrays().make(DType::int32, {2});
+    EXPECT_TRUE(plain([](auto&) {}));
+    EXPECT_FALSE(plain([](auto& args) { args.window_left = 100; }));
+    EXPECT_FALSE(plain([](auto& args) { args.attention_chunk = 128; }));
+    EXPECT_FALSE(plain([](auto& args) { args.softcap = 30.0; }));
+    EXPECT_FALSE(plain([](auto& args) { args.softmax_phi = 1.0; }));
+    EXPECT_FALSE(plain([&](auto& args) { args.softmax_phi_array = of_heads; }));
+    EXPECT_FALSE(plain([&](auto& args) { args.alibi_slopes = of_heads; }));
+    EXPECT_FALSE(plain([&](auto& args) { args.sinks = of_heads; }));
+    EXPECT_FALSE(plain([&](auto& args) { args.prefix_lens = of_batch; }));
+    EXPECT_FALSE(plain([](auto& args) { args.tree_mask = Arrays().make(DType::int32, {2, 2}); }));
+    AttentionParams part = checked(over_codes(shape));
+    part.most_queries = 4;
+    EXPECT_FALSE(cuda::is_plain(part));
 }
 
 TEST(Plan, ManyQueriesOverCodes) {

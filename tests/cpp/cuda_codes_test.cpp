@@ -1,5 +1,6 @@
 // Decoding over caches of codes on CUDA, against the CPU over the numbers that the codes stand for.
 #include "coded_cache.h"
+#include "cuda/decode/plain_calls.h"
 
 #include <octavo/paged_attention.h>
 
@@ -103,6 +104,17 @@ TEST_P(CudaCodesTest, AgreesWithTheCpu) {
             call.expect_right(batch_invariant);
         }
         if (HasFatalFailure()) return;
+        {
+            SCOPED_TRACE("without options, which has instances of its own");
+            call.options.window_left = -1;
+            call.options.softcap = 0.0;
+            call.with_alibi = call.with_sinks = false;
+            call.prefix_lens.reset();
+            ASSERT_TRUE(cuda::is_plain(coded.params(call.arguments(kOnGpu))));
+            call.run_on_cpu();
+            call.expect_right(as_chosen);
+        }
+        if (HasFatalFailure()) return;
     }
 }
 
@@ -116,10 +128,12 @@ const CodesCase kCases[] = {
     {"one_short", {37}, 2, 4},
     {"one_long", {5003}, 2, 4},
     {"one_head", {3000}, 1, 8},
+    {"one_of_sixteen_rows", {5003}, 2, 16},
     {"few_by_length", {3001, 40, 900}, 2, 2},
     {"many_short", spread(80, 300), 4, 1},
     {"ragged", spread(40, 2000), 4, 4},
     {"sixteen_rows", spread(12, 1500), 2, 16},
+    {"short_sixteen_rows", spread(8, 500), 2, 16},
     {"drafts", spread(10, 1500), 2, 2, 4},
     {"prefill", spread(7, 700), 2, 3, 90},
     {"room", std::vector<int32_t>(20, 600), 8, 4, 1, 40000},

@@ -1,5 +1,6 @@
 // What holds for the plans of all problems, on thousands of random ones.
 #include "cuda/backend.h"
+#include "cuda/decode/plain_calls.h"
 #include "plan_testing.h"
 
 #include <algorithm>
@@ -62,6 +63,11 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
     const int64_t blocks = (int64_t{p.seqlen_k} + block_keys - 1) / block_keys, warps = plan.threads / 32;
     EXPECT_LE(rows, plan.tiles().rows());
     EXPECT_FALSE(p.alibi_symmetric || p.ranges);
+    if (cuda::is_plain(p)) {
+        EXPECT_FALSE(p.attention_chunk.divisor > 0 || p.has_head_numbers || p.softmax_phi_of_heads ||
+                     p.tree_mask)
+            << "its instance leaves these out";
+    }
     EXPECT_GE(splits, 1);
     EXPECT_EQ(plan.policy == cuda::SplitPolicy::fixed, p.batch_invariant);
     EXPECT_TRUE(p.batch_invariant || p.window_left < 0 || !p.prefix_lens)

@@ -35,6 +35,8 @@ class CodeProducts {
     static constexpr int kSteps = Config::kBlockKeys / kStepKeys;
     static constexpr DType kKeys = type_of_keys(Config::kCodes), kValues = type_of_values(Config::kCodes);
     static constexpr bool kHasMinima = kKeys == DType::int4;
+    // Whether codes of keys have an offset or a minimum, which is multiplied by the sum of a row's elements.
+    static constexpr bool kHasSums = kKeys == DType::int8 || kHasMinima;
 
   public:
     using Weight = float16;
@@ -58,39 +60,35 @@ class CodeProducts {
         for (int r = 0; r < kRowTiles; ++r) {
             uint32_t words[kQueryWords];
             load_row(words, q, 8 * r + lane / 4);
-            float largest = 0.0f;
+            // Without their signs, numbers of either dtype are in the order of their bits.
+            uint32_t largest = 0;
 #pragma unroll
-            for (uint32_t word : words) {
-                const float2 pair = is_bfloat16 ? unpack<bfloat16>(word) : unpack<float16>(word);
-                largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-            }
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            const int32_t exponent = max(static_cast<int32_t>(__float_as_uint(largest) >> 23), 27) - 127;
+            for (uint32_t word : words) largest = __vmaxu2(largest, word & 0x7fff7fffu);
+            largest = max(largest & 0xffffu, largest >> 16);
+            largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+            const float magnitude = is_bfloat16 ? unpack<bfloat16>(largest).x : unpack<float16>(largest).x;
+            const int32_t exponent = max(static_cast<int32_t>(__float_as_uint(magnitude) >> 23), 27) - 127;
             const float factor = power_of_two(10 - exponent);
-            float sum = 0.0f;
-#pragma unroll
-            for (uint32_t& word : words) {
-                const float2 pair = is_bfloat16 ? unpack<bfloat16>(word) : unpack<float16>(word);
-                word = pack<float16>(pair.x * factor, pair.y * factor);
-                const float2 rounded = unpack<float16>(word);
-                sum += rounded.x + rounded.y;
+            if (is_bfloat16) {
+                scale<bfloat16>(words, factor);
+            } else {
+                scale<float16>(words, factor);
             }
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
             arrange(queries_[r], words);
             const float inverse = power_of_two(exponent - 10) * inner;
+            float sums[4] = {};  // sums[i]: of the elements of row_of(lane, 0, i)
+            if constexpr (kHasSums) add_up(sums, queries_[r]);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int from = 4 * Softmax::row_of(lane, 0, i);  // a lane that loaded this row
                 const float row_inverse = __shfl_sync(~0u, inverse, from);
-                const float row_sum = __shfl_sync(~0u, sum, from);
                 if constexpr (kKeys == DType::int4) {
                     factors_[r][i] = CodePairs<kKeys>::kUpperUnit * row_inverse;
-                    offsets_[r][i] = row_sum * row_inverse;
+                    offsets_[r][i] = sums[i] * row_inverse;
                 } else {
                     factors_[r][i] = CodePairs<kKeys>::kUnit * row_inverse;
-                    offsets_[r][i] = -CodePairs<kKeys>::kOffset / CodePairs<kKeys>::kUnit * row_sum;
+                    offsets_[r][i] = -CodePairs<kKeys>::kOffset / CodePairs<kKeys>::kUnit * sums[i];
                 }
             }
         }
@@ -290,6 +288,26 @@ class CodeProducts {
         terms.minimum_by_scale[i] = minimum * terms.inverse_scale[i];
     }
 
+    // Makes float16 of the numbers of type X, each multiplied by `factor`.
+    template <class X>
+    __device__ static void scale(uint32_t (&words)[kQueryWords], float factor) {
+#pragma unroll
+        for (uint32_t& word : words) {
+            const float2 pair = unpack<X>(word);
+            word = pack<float16>(pair.x * factor, pair.y * factor);
+        }
+    }
+    // Adds up the elements of each row by a product with ones, or with sixteenths where arrange() has
+    // multiplied by 16.
+    __device__ static void add_up(float (&sums)[4], const uint32_t (&queries)[kQueryWords]) {
+        constexpr uint32_t kOnes = 0x3c003c00, kSixteenths = 0x2c002c00;
+        constexpr uint32_t kFirst = kKeys == DType::int4 ? kSixteenths : kOnes;
+#pragma unroll
+        for (int i = 0; i < kQueryWords; i += 2) {
+            ptx::mma_m16n8k16<float16>(sums, {kFirst, kFirst, kOnes, kOnes}, queries[i], queries[i + 1]);
+        }
+    }
+
     // Loads this lane's dims of a row, in their order.
     __device__ static void load_row(uint32_t (&words)[kQueryWords], QueryRows<Config> q, int row) {
         const int t = threadIdx.x % 4;
@@ -308,7 +326,8 @@ class CodeProducts {
             }
         }
     }
-    // Arranges words as operands b, whose dims are in the same order as those of keys.
+    // Arranges words as operands b, whose dims are in the same order as those of keys. For int4 the first of
+    // two words is multiplied by 16, which makes up for the smaller unit of its codes.
     __device__ static void arrange(uint32_t (&operands)[kQueryWords], const uint32_t (&words)[kQueryWords]) {
         constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
 #pragma unroll

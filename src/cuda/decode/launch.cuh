@@ -1,6 +1,7 @@
 // Launches the instances of the decode kernels of one row of kDecodeTiles.
 #pragma once
 
+#include "cuda/decode/plain_calls.h"
 #include "cuda/decode/plan.h"
 #include "cuda/decode/split_kv.cuh"
 #include "cuda/decode/stream_k.cuh"
@@ -37,7 +38,7 @@ inline const float* one_scale(const AttentionParams& p) {
     return static_cast<const float*>(address);
 }
 
-template <class T, class Config, bool kFixed, bool kChosen = false>
+template <class T, class Config, SplitKvCalls kCalls>
 void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& plan,
                             const SplitKvLaunch& arguments, cudaStream_t stream) {
     constexpr size_t kSharedBytes = sizeof(SplitKvShared<Config>);
@@ -45,8 +46,17 @@ void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& pl
     static_assert(Config::kCtas * (kSharedBytes + 1024) <= 228 * 1024, "1 KB of each CTA is the system's");
     const Grid grid = plan.grid();
     const LaunchShape shape{dim3(grid.x, grid.y, grid.z), Config::kThreads, true};
-    launch<split_kv_decode_kernel<T, Config, kFixed, kChosen>, kSharedBytes>(
-        params.op, params.device.index, stream, shape, params, arguments);
+    launch<split_kv_decode_kernel<T, Config, kCalls>, kSharedBytes>(params.op, params.device.index, stream,
+                                                                    shape, params, arguments);
+}
+
+// What launches the instance of a configuration for calls without fixed splits.
+template <class T, class Config>
+constexpr auto split_kv_launcher([[maybe_unused]] bool plain) {
+    if constexpr (has_plain_calls(Config::kHeadDim, Config::kCodes)) {
+        if (plain) return launch_split_kv_kernel<T, Config, SplitKvCalls::plain>;
+    }
+    return launch_split_kv_kernel<T, Config, SplitKvCalls::all>;
 }
 
 // Behind a shared prefix, this grid must not complete before the kernel over the prefix does. It is enough
@@ -91,18 +101,21 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     arguments.partial_words = plan.partial_words;
 
     const bool is_short = plan.items == SplitKvItems::short_items;
-    auto run = launch_split_kv_kernel<T, Long, false>;
+    const bool plain = is_plain(params) && beside != Beside::numbers;  // where others serve a part, anyway
+    auto run = split_kv_launcher<T, Long>(plain);
     if (params.chosen_pages) {
-        run = launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, true, true>;
+        run = launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, SplitKvCalls::chosen>;
     } else if (plan.policy == SplitPolicy::fixed) {
-        run = is_short ? launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, true>
-                       : launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 1, kCodes>, true>;
+        run =
+            is_short
+                ? launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, SplitKvCalls::fixed>
+                : launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 1, kCodes>, SplitKvCalls::fixed>;
     } else if (plan.policy == SplitPolicy::by_length) {
-        run = launch_split_kv_kernel<T, ByLength<kHeadDim, kRowTiles, kCodes>, false>;
+        run = split_kv_launcher<T, ByLength<kHeadDim, kRowTiles, kCodes>>(plain);
     } else if (plan.items == SplitKvItems::many_items) {
-        run = launch_split_kv_kernel<T, Many, false>;
+        run = split_kv_launcher<T, Many>(plain);
     } else if (is_short) {
-        run = launch_split_kv_kernel<T, ShortOrMany, false>;
+        run = split_kv_launcher<T, ShortOrMany>(plain);
     }
     run(params, plan, arguments, stream);
 }

@@ -37,7 +37,7 @@ struct DecodeShape {
     int32_t block_keys;
     SplitKvShape long_items, short_items, many_items, by_length, fixed;
     bool has_short_items;  // otherwise many_items serves short items
-    int32_t short_keys;    // the most keys of a short item
+    int32_t short_keys;    // the most keys of a short item: two blocks for each warp
     int32_t (*max_fixed_splits_log2)(int32_t num_kv_heads);
     int32_t (*most_fixed_splits)(int32_t max_log2, int64_t blocks);
     int32_t stream_k_threads, stream_k_row_words;
@@ -54,7 +54,7 @@ struct DecodeShape {
                 SplitKvShape::of<ByLength<kHeadDim, kRowTiles, kCodes>>(),
                 SplitKvShape::of<Fixed>(),
                 cuda::has_short_items<kHeadDim, kRowTiles, kCodes>(),
-                Long::kShortKeys,
+                2 * decode_warps(kHeadDim, kRowTiles) * Long::kBlockKeys,
                 FixedSplits<Fixed>::max_log2,
                 cuda::most_fixed_splits<Fixed>,
                 StreamK::kThreads,

@@ -20,6 +20,8 @@
 // length; at first, a CTA assumes the length that the page table has room for. Where many CTAs may have
 // nothing to do, each looks at the length first.
 //
+// Plain calls (plain_calls.h) over codes have instances of their own, without code for what they do not use.
+//
 // Chosen pages (chosen_list.cuh): keys are numbered in an item's own list of pages, which is loaded together
 // with the length. These calls have instances of their own, with fixed splits.
 //
@@ -31,6 +33,7 @@
 
 #include "cuda/decode/chosen_list.cuh"
 #include "cuda/decode/page_ids.cuh"
+#include "cuda/decode/plain_calls.h"
 #include "cuda/decode/prefetch.cuh"
 #include "cuda/decode/split_kv_combine.cuh"
 #include "cuda/decode/split_shares.cuh"
@@ -116,13 +119,19 @@ struct EndBehindNumbers<false> {
     __device__ EndBehindNumbers(const SplitKvLaunch&, const uint3&) {}
 };
 
-template <class T, class Config, bool kFixed, bool kChosen>
+template <class T, class Config, SplitKvCalls kCalls>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
-    split_kv_decode_kernel(const __grid_constant__ AttentionParams p,
+    split_kv_decode_kernel(const __grid_constant__ AttentionParams params,
                            const __grid_constant__ SplitKvLaunch launch) {
     extern __shared__ __align__(512) unsigned char split_kv_shared_bytes[];
-    static_assert(kFixed || !kChosen);
+    constexpr bool kChosen = kCalls == SplitKvCalls::chosen,
+                   kFixed = kCalls == SplitKvCalls::fixed || kChosen;
+    // Whether a launch may serve a part of a batch, beside another one over numbers. Over 16 bits none does;
+    // there the branch for it would cost the shortest calls 1.5 %.
+    constexpr bool kServesParts = Config::kHasCodes && kCalls == SplitKvCalls::all;
     constexpr bool kGaps = kFixed && !kChosen;
+    const KnownParams<kCalls == SplitKvCalls::plain> known(params);
+    const AttentionParams& p = known.params;
     auto& shared = *reinterpret_cast<SplitKvShared<Config>*>(split_kv_shared_bytes);
     const int warp =
         __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows it to be warp-uniform
@@ -132,7 +141,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const bool combines =
         launch.policy == SplitPolicy::by_length ? sequence >= launch.num_slots : split >= launch.num_splits;
     const FixedSplits<Config> fixed_splits(launch.max_fixed_splits_log2);
-    [[maybe_unused]] const EndBehindNumbers<Config::kHasCodes && !kFixed> end(launch, index);
+    [[maybe_unused]] const EndBehindNumbers<kServesParts> end(launch, index);
     VisibleBlocks& visible = shared.visible[warp];
     const bool length_first = kChosen || launch.length_first;
     int32_t length = 0;  // the value in seq_lens
@@ -188,7 +197,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     // Combiners let the next kernel start now. Other CTAs do so after their last read: if released earlier,
     // the next kernel's CTAs pile up, two on some SMs and none on others.
     if (combines) ptx::launch_dependents();
-    prefetch_params<Config>(p);
+    prefetch_params<Config>(params);
     const BlockCopier<T, Config> rows(p, launch.codes);
     const QueryCopier<T, Config> query_copier(p, launch.group_size, rows, kv_head, warp);
     PageIds<T, Config, kGaps, kChosen> page_ids(p, launch.pages, rows);
@@ -200,8 +209,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].blocks.tiles);
     // A kernel that this one runs beside lets it start only when what it reads is there.
     if (launch.beside == Beside::nothing) ptx::wait_for_previous_grid();
-    // Over 16 bits no launch serves a part; there this branch would cost the shortest calls 1.5 %.
-    if constexpr (Config::kHasCodes && !kFixed) {
+    if constexpr (kServesParts) {
         if (OCTAVO_RARE(launch.serves_a_part) && p.served_queries(sequence) == 0) return;
     }
 

@@ -76,6 +76,7 @@ class SplitKvCombine {
     // Finds where the results of this warp's rows go. It is done early, since at the end all would wait for
     // it.
     __device__ void prepare() const {
+#pragma unroll 1  // most warps have one row, and code that does not run has to be fetched all the same
         for (int row = threadIdx.x / 32; row < writer_.num_rows(); row += Config::kWarps) {
             const auto target = writer_.target(item_, row);
             if (threadIdx.x % 32 == 0) shared_.targets[row] = {target.out, target.lse};

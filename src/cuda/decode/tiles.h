@@ -110,6 +110,18 @@ enum class SplitPolicy {
 };
 constexpr int kMaxSequencesByLength = 32;
 
+// The calls that an instance of the split-KV kernel serves.
+enum class SplitKvCalls {
+    plain,   // without options, of whole batches (plain_calls.h)
+    all,     // with any options but the next two
+    fixed,   // batch-invariant
+    chosen,  // of chosen pages
+};
+
+// Whether plain calls have instances of their own. Over 16 bits, reads hide what options cost; head dim 256
+// has none so far.
+constexpr bool has_plain_calls(int head_dim, Codes codes) { return codes != Codes::none && head_dim <= 128; }
+
 // What a launch of the split-KV kernel runs beside: the kernel before it on the stream, over a shared prefix
 // or over the numbers that codes became (ExpandedPlan). That kernel lets it start only when all earlier
 // kernels whose results it reads are complete.
@@ -133,19 +145,21 @@ struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
         ((kRoomBytes - 16 * kWarps * Base::kScaleChunks) / (kWarps * kTileRoomBytes) - 1) / 2 * 2 + 1;
     static_assert(kTiles >= 3);
     static constexpr int kScaleTiles = (kTiles + 1) / 2;
-    // Items of up to this many keys are short: two blocks for each warp.
-    static constexpr int kShortKeys = 2 * kWarps * Base::kBlockKeys;
-    // The least number of blocks in a split: one for each warp, and 64 KB or little less in all. Up to twice
-    // as many blocks are faster as one split than as two splits that have to be combined.
-    static constexpr int kMinBlocks = std::max(64 * 1024 / Base::kBlockBytes, kWarps);
+    // The least number of blocks in a split: one for each warp, and 64 KB or little less in all, or as many
+    // blocks of int4 as of 8-bit codes, since a warp takes as long for them. Up to twice as many blocks are
+    // faster as one split than as two splits that have to be combined.
+    static constexpr int kMinBlocks =
+        std::max(64 * 1024 / (Base::kHasCodes ? 2 * Base::kBlockKeys * kHeadDim : Base::kBlockBytes), kWarps);
     OCTAVO_HD static int32_t splits_of(int32_t blocks) {
         return blocks <= 2 * kMinBlocks ? 1 : (blocks + kMinBlocks - 1) / kMinBlocks;
     }
 };
 
-// The configuration for long items.
+// The configuration for long items. Codes take a warp longer, so that two tiles of rows have as many warps as
+// one, and the configuration is that of ByLength.
 template <int kHeadDim, int kRowTiles, Codes kCodes>
-using LongItems = SplitKvConfig<kHeadDim, kRowTiles, 1, decode_warps(kHeadDim, kRowTiles), kCodes>;
+using LongItems = SplitKvConfig<kHeadDim, kRowTiles, 1,
+                                decode_warps(kHeadDim, kCodes == Codes::none ? kRowTiles : 1), kCodes>;
 
 // The number of CTAs on an SM that is wanted, or 1 where there is no room for more.
 constexpr int fitting_ctas(int head_dim, int wanted) { return head_dim > 256 ? 1 : wanted; }

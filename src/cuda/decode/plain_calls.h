@@ -1,0 +1,39 @@
+// Decode calls without options, for which the split-KV kernel over codes has instances of its own
+// (has_plain_calls, in tiles.h).
+#pragma once
+
+#include "params/attention_params.h"
+
+namespace octavo::cuda {
+
+// Whether a call has none of the options that KnownParams leaves out, and serves all sequences. (Chunks come
+// with a window, and numbers of heads with ALiBi, softmax_phi or a tree mask.)
+inline bool is_plain(const AttentionParams& p) {
+    return p.window_left < 0 && p.softcap == 0.0f && !p.prefix_lens && !p.alibi_slopes && !p.sinks &&
+           !p.has_softmax_phi && !p.has_tree_mask && p.most_queries == 0;
+}
+
+// The parameters of a plain call, of which the compiler knows what is not given: it leaves out all code for
+// it. Otherwise, an option that is not given costs what it takes to see that, in each block of keys.
+template <bool kPlain>
+struct KnownParams {
+    const AttentionParams& params;
+    OCTAVO_HD explicit KnownParams(const AttentionParams& p) : params(p) {}
+};
+template <>
+struct KnownParams<true> {
+    AttentionParams params;
+    OCTAVO_HD explicit KnownParams(const AttentionParams& p) : params(p) {
+        params.window_left = -1;
+        params.attention_chunk = {};
+        params.softcap = 0.0f;
+        params.prefix_lens = {};
+        params.alibi_slopes = params.sinks = params.softmax_phi_of_heads = nullptr;
+        params.tree_mask = nullptr;
+        params.has_softmax_phi = params.has_head_numbers = 0;
+        params.has_tree_mask = false;
+        params.most_queries = 0;
+    }
+};
+
+}  // namespace octavo::cuda
