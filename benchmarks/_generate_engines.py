@@ -15,6 +15,7 @@ from llama.decoding import DecodeStep
 from llama.model import Llama
 from llama.weights import Weights
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import octavo
 
@@ -173,10 +174,18 @@ class TransformersEager(Engine):
 
 
 class TransformersSdpa(TransformersEager):
-    """With PyTorch's scaled_dot_product_attention."""
+    """With PyTorch's scaled_dot_product_attention.
+
+    It may not choose cuDNN's kernel, for which a new plan is made at each length of the cache: with four
+    layers of Llama-2-7B on an H200, a step took 39.6 ms with it and 3.5 ms without (PyTorch 2.11).
+    """
 
     name = "hf_sdpa"
     attention = "sdpa"
+
+    def _compute(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return super()._compute(tokens)
 
 
 class TransformersStatic(TransformersEager):

@@ -15,7 +15,7 @@ of the same weights: whose largest error is more than twice that of a plain impl
 time, and a wrong Octavo fails the run.
 
     hf_eager              transformers, eager attention, DynamicCache: what FlashDecoding++ was compared with
-    hf_sdpa               the same with PyTorch's scaled_dot_product_attention
+    hf_sdpa               the same with PyTorch's scaled_dot_product_attention, without cuDNN's kernel
     hf_static             transformers, StaticCache, torch.compile(mode="reduce-overhead")
     compiled              plain PyTorch as in gpt-fast: a static cache, layers that are compiled with tuned
                           kernels, and a step that is one CUDA graph
