@@ -89,15 +89,7 @@ TEST(Plan, ManyQueriesOverCodes) {
     PagedAttentionArgs args = over_codes(shape);
     args.v_pages.data = static_cast<char*>(args.v_pages.data) + 8;
     EXPECT_EQ(kind_of(args), "sm80_attention");
-    args = over_codes(shape);  // int4 with one scale, by strides of zero, is scaled key by key
-    args.kv_dtype = DType::int4;
-    args.k_scale = args.v_scale = std::nullopt;
-    for (TensorView* pages : {&args.k_pages, &args.v_pages}) {
-        pages->dtype = DType::uint8;
-        pages->shape[3] /= 2;
-    }
-    args.k_scales = args.v_scales =
-        Arrays().make(DType::float16, {args.k_pages.shape[0], shape.page_size, shape.num_kv_heads, 2});
+    args = over_int4(shape);  // int4 with one scale, by strides of zero, is scaled key by key
     args.k_scales->strides = args.v_scales->strides = {0, 0, 0, 1};
     EXPECT_EQ(field(explain(args, "h200"), "token_scales"), "true");
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "token_scales"), "false");

@@ -101,7 +101,8 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     arguments.partial_words = plan.partial_words;
 
     const bool is_short = plan.items == SplitKvItems::short_items;
-    const bool plain = is_plain(params) && beside != Beside::numbers;  // where others serve a part, anyway
+    // A launch beside numbers has to end behind them, which plain instances do not.
+    const bool plain = is_plain(params) && beside != Beside::numbers;
     auto run = split_kv_launcher<T, Long>(plain);
     if (params.chosen_pages) {
         run = launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, SplitKvCalls::chosen>;

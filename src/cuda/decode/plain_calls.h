@@ -1,10 +1,13 @@
-// Decode calls without options, for which the split-KV kernel over codes has instances of its own
-// (has_plain_calls, in tiles.h).
+// Decode calls without options, for which the split-KV kernel over codes has instances of their own.
 #pragma once
 
+#include "cuda/codes.h"
 #include "params/attention_params.h"
 
 namespace octavo::cuda {
+
+// Whether there are such instances. Over 16 bits, reads hide what options cost; head dim 256 has none so far.
+constexpr bool has_plain_calls(int head_dim, Codes codes) { return codes != Codes::none && head_dim <= 128; }
 
 // Whether a call has none of the options that KnownParams leaves out, and serves all sequences. (Chunks come
 // with a window, and numbers of heads with ALiBi, softmax_phi or a tree mask.)

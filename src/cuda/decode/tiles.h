@@ -118,10 +118,6 @@ enum class SplitKvCalls {
     chosen,  // of chosen pages
 };
 
-// Whether plain calls have instances of their own. Over 16 bits, reads hide what options cost; head dim 256
-// has none so far.
-constexpr bool has_plain_calls(int head_dim, Codes codes) { return codes != Codes::none && head_dim <= 128; }
-
 // What a launch of the split-KV kernel runs beside: the kernel before it on the stream, over a shared prefix
 // or over the numbers that codes became (ExpandedPlan). That kernel lets it start only when all earlier
 // kernels whose results it reads are complete.
