@@ -234,8 +234,8 @@ class Scheduler:
             sample: from 0 to num_samples - 1; not of beam search. Default: all of them.
 
         Raises:
-            ValueError: the request is another scheduler's, and not finished; sample is out of range, or one of
-                beam search.
+            ValueError: the request is another scheduler's, and not finished; sample is out of range, or is
+                given for beam search.
         """
         if sample is not None and (request.num_beams > 1 or not 0 <= sample < request.num_samples):
             raise ValueError(
