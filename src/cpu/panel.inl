@@ -15,17 +15,19 @@ constexpr int kStepNumbers = kStepBytes / sizeof(W);  // of each row in a step
 // may be under way.
 constexpr int kSecondLevel = 2;
 
-// The rows of a panel, and of the one that is read next.
+// The rows of a panel, and where what is read next lies: at each step the memory is asked for a line of the
+// cache at each of these places, which then move on by `next_step` numbers.
 template <class W>
 struct Panel {
     const W* rows[kPanelRows];
     const W* next[kPanelRows];
+    int64_t next_step = kStepNumbers<W>;
 
     Panel at(int64_t k) const {
         Panel moved = *this;
         for (int i = 0; i < kPanelRows; ++i) {
             moved.rows[i] += k;
-            moved.next[i] += k;
+            moved.next[i] += k / kStepNumbers<W> * next_step;
         }
         return moved;
     }
@@ -134,13 +136,13 @@ static void multiply_block(const Panel<W>& panel, int64_t length, const X* x, in
         for (int i = 0; i < kPanelRows; ++i)
             sum[r][i] = block.is_first ? Vec{} : load(block.lanes + (r * kPanelRows + i) * kLanes);
     }
-    int64_t k = 0;
-    for (; k + kStepNumbers<W> <= length; k += kStepNumbers<W>) {
+    int64_t k = 0, ahead = 0;
+    for (; k + kStepNumbers<W> <= length; k += kStepNumbers<W>, ahead += panel.next_step) {
         const W* w[kPanelRows];
 #pragma GCC unroll 4
         for (int i = 0; i < kPanelRows; ++i) {
             w[i] = panel.rows[i] + k;
-            __builtin_prefetch(panel.next[i] + k, 0, kSecondLevel);
+            __builtin_prefetch(panel.next[i] + ahead, 0, kSecondLevel);
         }
         multiply_step<W, num_rows>(sum, w, x + k, x_stride);
     }

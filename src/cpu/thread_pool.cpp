@@ -3,13 +3,15 @@
 #include <octavo/build_info.h>
 #include <octavo/error.h>
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/resource.h>
+#include <unistd.h>
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <mutex>
 #include <string>
@@ -78,27 +80,40 @@ int default_num_threads() {
 }
 
 // Whether other programs want the cores as well. Then a thread's spin is taken from its own share, and beside
-// a busy process on each core a model's layer takes a fifth longer. It shows when the system takes this
-// thread off its core, and is remembered for a while.
+// a busy process a model's layers take a fifth longer. It shows in the time for which this thread could have
+// run and had no core: nearly none on an idle machine, where only the system's own work takes one now and
+// then, and a third and more beside busy processes.
 class Contention {
   public:
-    // Called by one thread, after each of its jobs.
+    // Called by the one thread whose time is counted.
     bool seen() {
-#ifdef __linux__
-        rusage usage;
-        if (getrusage(RUSAGE_THREAD, &usage) == 0 && usage.ru_nivcsw != num_preemptions_) {
-            num_preemptions_ = usage.ru_nivcsw;
-            jobs_left_ = kJobs;
+        const auto now = std::chrono::steady_clock::now();
+        if (now - begin_ >= kWindow) {
+            const std::chrono::nanoseconds waited = time_without_core();
+            is_seen_ = waited - waited_ > (now - begin_) / kMostWaited;
+            begin_ = now, waited_ = waited;
         }
-#endif
-        if (jobs_left_ > 0) --jobs_left_;
-        return jobs_left_ > 0;
+        return is_seen_;
     }
 
   private:
-    static constexpr int kJobs = 1000;  // about ten tokens of a small model
-    long num_preemptions_ = 0;
-    int jobs_left_ = 0;
+    static constexpr std::chrono::milliseconds kWindow{50};  // several turns of processes that share a core
+    static constexpr int kMostWaited = 20;                   // of the window, one part in so many
+
+    // Of this thread, as Linux counts it; 0 where nobody does.
+    static std::chrono::nanoseconds time_without_core() {
+        char text[64] = {};  // of numbers: the time with a core, and without
+        const int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+        if (file < 0) return {};
+        const ssize_t length = read(file, text, sizeof text - 1);
+        close(file);
+        const char* const behind_first = length > 0 ? std::strchr(text, ' ') : nullptr;
+        return std::chrono::nanoseconds(behind_first ? std::strtoll(behind_first, nullptr, 10) : 0);
+    }
+
+    std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+    std::chrono::nanoseconds waited_ = time_without_core();
+    bool is_seen_ = false;
 };
 
 std::atomic<int> g_num_threads{0};  // 0: not asked for yet
@@ -122,7 +137,7 @@ class ThreadPool {
         remove(job);
         if (job.num_helpers == 0) return;
         lock.unlock();
-        spin_until([&] { return job.num_helpers.load(std::memory_order_relaxed) == 0; });
+        if (spin_until([&] { return job.num_helpers.load(std::memory_order_acquire) == 0; })) return;
         lock.lock();
         while (job.num_helpers > 0) done_.wait(lock);
     }
@@ -169,7 +184,9 @@ class ThreadPool {
             lock.lock();
             remove(job);
             if (--job.num_helpers == 0) done_.notify_all();
+            lock.unlock();
             expects_work = !contention.seen();
+            lock.lock();
         }
         --num_workers_;
     }

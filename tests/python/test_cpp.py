@@ -36,18 +36,22 @@ def missing():
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("sanitizers", "target", "tests"),
+    ("sanitizers", "targets", "tests"),
     [
-        ("address,undefined", "all", "."),
-        ("thread", "page_allocator_threads_test", "^PageAllocatorThreads[.]"),
+        ("address,undefined", ["all"], "."),
+        (
+            "thread",
+            ["page_allocator_threads_test", "thread_pool_test"],
+            "^(PageAllocatorThreads|ThreadPool)[.]",
+        ),
     ],
 )
-def test_cpp_under_sanitizers(tmp_path, sanitizers, target, tests):
+def test_cpp_under_sanitizers(tmp_path, sanitizers, targets, tests):
     if lacks := missing():
         pytest.skip(f"the C++ tests need {lacks}")
     generator = ["-G", "Ninja"] if find_program("ninja") else []
     options = [f"-DOCTAVO_SANITIZE={sanitizers}", f"-DOCTAVO_CPU_ISA={_core.cpu_info()['isa']}"]
     run("cmake", "-S", SOURCE, "-B", tmp_path, *generator, *options)
-    run("cmake", "--build", tmp_path, "--parallel", "2", "--target", target)
+    run("cmake", "--build", tmp_path, "--parallel", "2", "--target", *targets)
     command = ["ctest", "--test-dir", tmp_path, "--output-on-failure", "--no-tests=error", "--parallel", "2"]
     run(*command, "--tests-regex", tests)
