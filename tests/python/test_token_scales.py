@@ -64,6 +64,26 @@ def decode(
     return out, lse
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize("group_size", [1, 4, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_query_with_nan_or_infinity_spoils_no_other(kind: str, group_size: int, num_tokens: int) -> None:
+    """Queries of a KV head share its tiles, and spoil only their own result."""
+    cache, table, lengths = filled(kind, [70, 333], head_dim=64)
+    num_heads = 2 * group_size
+    q = np.random.default_rng(0).standard_normal((2 * num_tokens, num_heads, 64)).astype(np.float16)
+    options = {"cu_seqlens_q": np.array([0, num_tokens, 2 * num_tokens], np.int32)}
+    clean, clean_lse = decode(cache, q, table, lengths, **options)
+    spoilt = np.zeros(q.shape[:2], bool)
+    for value, row, head in [(np.nan, 0, group_size - 1), (np.inf, num_tokens, num_heads - 1)]:
+        q[row, head, 5] = value
+        spoilt[row, head] = True
+    out, lse = decode(cache, q, table, lengths, **options)
+    assert np.isnan(out[spoilt]).all() and np.isnan(lse[spoilt]).all()
+    assert out[~spoilt].tobytes() == clean[~spoilt].tobytes()
+    assert lse[~spoilt].tobytes() == clean_lse[~spoilt].tobytes()
+
+
 def check_against_oracle(
     cache: Cache, q: NDArray[Any], table: NDArray[Any], lengths: NDArray[Any], **options: Any
 ) -> None:
