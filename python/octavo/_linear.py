@@ -27,12 +27,12 @@ def linear(
 
     Decoding multiplies each weight with a few rows only, so that reading the weights is what takes the time.
     On the CPU Octavo's own threads read them, each a run of rows of ``w``: for up to some six rows of ``x``
-    at the memory's speed, with more at that of the arithmetic. They sleep while there is nothing to do, so
-    that products, attention and other programs do not fight over cores. On a GPU Octavo's kernels compute
-    float16 and bfloat16 with up to 128 rows of ``x`` on Hopper, 16 elsewhere (the flat GEMM and the heuristic
-    dataflow of FlashDecoding++, https://arxiv.org/abs/2311.01282), or with as many as the tables of what was
-    measured say (``linear_table``). Other products are handed over to the library of ``x`` (PyTorch, CuPy or
-    JAX), which is faster with more rows. ``explain`` and ``linear_plan`` say which it is.
+    at the memory's speed, with more at that of the arithmetic. They soon sleep while there is nothing to do,
+    so that products, attention and other programs do not fight over cores. On a GPU Octavo's kernels compute
+    float16 and bfloat16 with up to 128 rows of ``x`` on Hopper, 16 elsewhere (the flat GEMM and the
+    heuristic dataflow of FlashDecoding++, https://arxiv.org/abs/2311.01282), or with as many as the tables
+    of what was measured say (``linear_table``). Other products are handed over to the library of ``x``
+    (PyTorch, CuPy or JAX), which is faster with more rows. ``explain`` and ``linear_plan`` say which it is.
 
     Sums are float32, and so is everything up to the result, which is rounded once; where PyTorch or CuPy
     computes, they round at each step. On the CPU ``x`` of float32 may have weights of 16 bits: half the

@@ -118,11 +118,12 @@ static void finish(const LinearParams& p, const LinearPart& part, LinearScratch&
 template <class W>
 class Strip {
   public:
-    Strip(const LinearParams& p, const LinearPart& part, const LinearPart& next) {
-        // Short rows that lie one behind the other are asked for in the order of their addresses: four at a
-        // time they share pages, and the hardware then foresees nothing. Measured in docs/notebook/cpu.md.
+    Strip(const LinearParams& p, const LinearPart& part, const LinearPart& next) : depth_(p.depth) {
+        // Short rows that lie one behind the other are asked for in the order of their addresses, which is
+        // faster than at four places of a page (docs/notebook/cpu.md). Only beside one block of x: several
+        // ask for a row or two each (multiply_panel).
         const bool rows_are_short = p.depth * int64_t{sizeof(W)} <= kShortRowBytes;
-        if (rows_are_short && p.w_stride == p.depth && part.num_rows <= kPanelBlockRows) run_ = p.depth;
+        in_order_ = rows_are_short && p.w_stride == p.depth && part.num_rows <= kPanelBlockRows;
         num_panels_ = add_rows(p, part, 0) / kPanelRows;
         add_rows(p, next.num_columns > 0 ? next : part, num_panels_ * kPanelRows);
     }
@@ -132,7 +133,7 @@ class Strip {
     Panel<W> panel(int index) const {
         const W* const* const rows = rows_ + index * kPanelRows;
         const W* const* const next = rows + kPanelRows;
-        const bool in_order = run_ > 0 && next[kPanelRows - 1] - next[0] == (kPanelRows - 1) * run_;
+        const bool in_order = in_order_ && next[kPanelRows - 1] - next[0] == (kPanelRows - 1) * depth_;
         Panel<W> panel;
         for (int i = 0; i < kPanelRows; ++i) {
             panel.rows[i] = rows[i];
@@ -157,7 +158,8 @@ class Strip {
     }
 
     int num_panels_;
-    int64_t run_ = 0;  // numbers of a row, where rows are asked for in the order of their addresses
+    int64_t depth_;
+    bool in_order_;
     const W* rows_[2 * kStripRows];
 };
 

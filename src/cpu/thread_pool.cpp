@@ -14,6 +14,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -40,7 +41,7 @@ struct Job {
     const int64_t count;
     std::atomic<int64_t> next{0};
     std::atomic<int> num_helpers{0};  // pool threads inside; changed under the pool's mutex
-    std::exception_ptr error{};       // guarded by it
+    std::exception_ptr error{};       // set under it, and read when no thread is inside
 };
 
 // Waits for what is about to happen, but no longer than it takes to fall asleep and to be woken: in a virtual
@@ -80,39 +81,43 @@ int default_num_threads() {
 }
 
 // Whether other programs want the cores as well. Then a thread's spin is taken from its own share, and beside
-// a busy process a model's layers take a fifth longer. It shows in the time for which this thread could have
-// run and had no core: nearly none on an idle machine, where only the system's own work takes one now and
-// then, and a third and more beside busy processes.
+// a busy process on each core a model's layers take a fifth longer. It shows in the time for which a thread
+// that spins could run and has no core: nearly none on an idle machine, where only the system's own work
+// takes one now and then, and nearly half beside busy processes. Of threads that sleep it would count
+// wake-ups as well, so the question is asked again while they spin, after a pause.
 class Contention {
   public:
     // Called by the one thread whose time is counted.
     bool seen() {
         const auto now = std::chrono::steady_clock::now();
-        if (now - begin_ >= kWindow) {
-            const std::chrono::nanoseconds waited = time_without_core();
-            is_seen_ = waited - waited_ > (now - begin_) / kMostWaited;
-            begin_ = now, waited_ = waited;
-        }
+        if (now < end_) return is_seen_;
+        const std::optional<std::chrono::nanoseconds> waited = time_without_core();
+        is_seen_ = !is_seen_ && waited && waited_ && *waited - *waited_ > kLeastShare * (now - begin_);
+        waited_ = waited;
+        begin_ = now;
+        end_ = is_seen_ ? now + kPause : now + kWindow;
         return is_seen_;
     }
 
   private:
     static constexpr std::chrono::milliseconds kWindow{50};  // several turns of processes that share a core
-    static constexpr int kMostWaited = 20;                   // of the window, one part in so many
+    static constexpr std::chrono::seconds kPause{1};
+    static constexpr double kLeastShare = 0.05;
 
-    // Of this thread, as Linux counts it; 0 where nobody does.
-    static std::chrono::nanoseconds time_without_core() {
-        char text[64] = {};  // of numbers: the time with a core, and without
+    // Of this thread, as Linux counts it. Where it is not to be had, threads spin.
+    static std::optional<std::chrono::nanoseconds> time_without_core() {
+        char text[64] = {};  // the time with a core, that without one, and another number
         const int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
         if (file < 0) return {};
         const ssize_t length = read(file, text, sizeof text - 1);
         close(file);
         const char* const behind_first = length > 0 ? std::strchr(text, ' ') : nullptr;
-        return std::chrono::nanoseconds(behind_first ? std::strtoll(behind_first, nullptr, 10) : 0);
+        if (!behind_first) return {};
+        return std::chrono::nanoseconds(std::strtoll(behind_first, nullptr, 10));
     }
 
-    std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-    std::chrono::nanoseconds waited_ = time_without_core();
+    std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now(), end_ = begin_ + kWindow;
+    std::optional<std::chrono::nanoseconds> waited_ = time_without_core();
     bool is_seen_ = false;
 };
 
@@ -137,6 +142,7 @@ class ThreadPool {
         remove(job);
         if (job.num_helpers == 0) return;
         lock.unlock();
+        // A helper touches the job for the last time when it leaves, so that nobody needs it after this.
         if (spin_until([&] { return job.num_helpers.load(std::memory_order_acquire) == 0; })) return;
         lock.lock();
         while (job.num_helpers > 0) done_.wait(lock);
@@ -158,8 +164,8 @@ class ThreadPool {
     }
 
     void work() {
-        std::unique_lock lock(mutex_);
         Contention contention;
+        std::unique_lock lock(mutex_);
         bool expects_work = true;
         for (;;) {
             if (num_workers_ > get_num_threads() - 1) break;
@@ -168,7 +174,8 @@ class ThreadPool {
                     const uint64_t seen = num_queued_.load(std::memory_order_relaxed);
                     lock.unlock();
                     expects_work =
-                        spin_until([&] { return num_queued_.load(std::memory_order_acquire) != seen; });
+                        spin_until([&] { return num_queued_.load(std::memory_order_acquire) != seen; }) &&
+                        !contention.seen();
                     lock.lock();
                 } else {
                     ++num_sleepers_;

@@ -1,7 +1,8 @@
 """The C++ tests (tests/cpp), built and run under sanitizers.
 
 All of them under AddressSanitizer and UndefinedBehaviorSanitizer; those in which several threads call the
-page allocator under ThreadSanitizer too, which has no race to find in the others.
+page allocator, or share the CPU operators' work, under ThreadSanitizer too, which has no race to find in the
+others.
 
 The CPU kernels are compiled for the instruction set that runs here alone, since each of the four takes 40
 seconds under the first two sanitizers.
