@@ -142,7 +142,7 @@ class ThreadPool {
         remove(job);
         if (job.num_helpers == 0) return;
         lock.unlock();
-        // A helper touches the job for the last time when it leaves, so that nobody needs it after this.
+        // A helper that has left does not touch the job again, so that the job may go.
         if (spin_until([&] { return job.num_helpers.load(std::memory_order_acquire) == 0; })) return;
         lock.lock();
         while (job.num_helpers > 0) done_.wait(lock);
