@@ -14,7 +14,7 @@ constexpr int kMaxLanes = 16;
 constexpr int kStepBytes = 64;                       // of a row of w: a line of the cache
 constexpr int kXNumbers = kLinearTileRows << 10;     // of x in scratch
 constexpr int kPartBytes = 2 << 10;                  // of a row of w, beside which rows of x are cached
-constexpr int kShortRowBytes = 2560;                 // of a row of w, at most, if asked for in order
+constexpr int kShortRowBytes = 2560;                 // of the longest rows of w that are asked for in order
 constexpr int kWidenedNumbers = kPartBytes / 2;      // of 16 bits in them, as float32 in scratch
 constexpr int kSumsStride = kStripRows + kMaxLanes;  // whole vectors may be read from any column
 

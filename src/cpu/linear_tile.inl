@@ -120,8 +120,8 @@ class Strip {
   public:
     Strip(const LinearParams& p, const LinearPart& part, const LinearPart& next) : depth_(p.depth) {
         // Short rows that lie one behind the other are asked for in the order of their addresses, which is
-        // faster than at four places of a page (docs/notebook/cpu.md). Only beside one block of x: several
-        // ask for a row or two each (multiply_panel).
+        // faster than at four places of a page (docs/notebook/cpu.md). Only beside one block of x: of
+        // several, each asks for some of the rows (multiply_panel).
         const bool rows_are_short = p.depth * int64_t{sizeof(W)} <= kShortRowBytes;
         in_order_ = rows_are_short && p.w_stride == p.depth && part.num_rows <= kPanelBlockRows;
         num_panels_ = add_rows(p, part, 0) / kPanelRows;

@@ -104,7 +104,7 @@ class Contention {
     static constexpr std::chrono::seconds kPause{1};
     static constexpr double kLeastShare = 0.05;
 
-    // Of this thread, as Linux counts it. Where it is not to be had, threads spin.
+    // Of this thread, as Linux counts it. Nothing where /proc does not tell: then threads always spin.
     static std::optional<std::chrono::nanoseconds> time_without_core() {
         char text[64] = {};  // the time with a core, that without one, and another number
         const int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
