@@ -12,7 +12,17 @@ from numpy.typing import NDArray
 
 import octavo
 from support import oracle
-from support.quantised import KINDS, OPTIONS, Cache, append_packed, awkward_rows, filled
+from support.quantised import (
+    DTYPES,
+    KINDS,
+    LARGEST,
+    OPTIONS,
+    Cache,
+    append_packed,
+    awkward_rows,
+    check_spoilt_queries,
+    filled,
+)
 from support.quantised_gpu import (
     ARRAYS,
     PREFILL,
@@ -149,6 +159,43 @@ def test_queries_of_any_size(torch: Any, kind: str, size: float) -> None:
     cache, table, lengths = filled(kind, [120])
     q = (queries(1, 4, 64, "float16").astype(np.float32) * size).clip(-6e4, 6e4)
     check_attention(torch, cache, q.astype(np.float16), table, lengths, softmax_scale=0.1 / size)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16"), (256, "float16")])
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (4, 3), (40, 40), (1, 300)], ids=str)
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("kind", "is_static"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in DTYPES)]
+)
+def test_a_query_with_nan_or_infinity_spoils_no_other(
+    torch: Any,
+    kind: str,
+    is_static: bool,
+    group_size: int,
+    counts: tuple[int, int],
+    head_dim: int,
+    dtype: str,
+) -> None:
+    """Queries of a KV head share its tiles where sequences decode, draft or have chunks of a prompt."""
+    cache, table, lengths = filled(kind, [70, 333], head_dim=head_dim)
+    tables = {
+        "page_table": table,
+        "seq_lens": lengths,
+        "cu_seqlens_q": np.cumsum([0, *counts], dtype=np.int32),
+    }
+    arguments = {name: to_gpu(torch, x) for name, x in tables.items()} | on_gpu(torch, cache)
+    if is_static:  # These numbers have about the size of the scales of each token.
+        for name in ("k_scale", "v_scale"):
+            arguments[name] = 2.5 / LARGEST[kind]
+            del arguments[f"{name}s"]
+
+    def attend(q: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        out, lse = octavo.paged_attention(
+            to_gpu(torch, q), return_lse=True, max_seqlen_q=max(counts), **arguments
+        )
+        return out.float().cpu().numpy(), lse.cpu().numpy()
+
+    check_spoilt_queries(attend, queries(sum(counts), 2 * group_size, head_dim, dtype), counts)
 
 
 def test_codes_made_elsewhere(torch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,3 +219,24 @@ def spoil_unused_scales(cache: Cache, table: NDArray[Any], lengths: NDArray[Any]
     """Scales of slots that no sequence uses become NaN."""
     unused = unused_slots(cache, table, lengths)
     cache.k_scales[unused], cache.v_scales[unused] = np.nan, np.nan
+
+
+def check_spoilt_queries(
+    attend: Callable[[NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]],
+    q: NDArray[Any],
+    counts: tuple[int, int],
+) -> None:
+    """NaN or infinity in a head of one query spoils its own result, and leaves the bits of all others.
+
+    attend(q) gives the results and LSE of two sequences, which have `counts` queries, with two KV heads.
+    """
+    clean = attend(q)
+    assert all(np.isfinite(x).all() for x in clean)
+    num_heads = q.shape[1]
+    for value, row, head in [(np.nan, 0, num_heads // 2 - 1), (np.inf, counts[0], num_heads - 1)]:
+        with_value, spoilt = q.copy(), np.zeros(q.shape[:2], bool)
+        with_value[row, head, 5] = value
+        spoilt[row, head] = True
+        for x, expected in zip(attend(with_value), clean, strict=True):
+            assert np.isnan(x[spoilt]).all()
+            assert x[~spoilt].tobytes() == expected[~spoilt].tobytes()
