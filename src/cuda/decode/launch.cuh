@@ -6,26 +6,11 @@
 #include "cuda/decode/split_kv.cuh"
 #include "cuda/decode/stream_k.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/workspace.h"
+#include "cuda/partial_workspace.h"
 
 #include <type_traits>
 
 namespace octavo::cuda {
-
-// The workspace of at least `num_words` words for launches on `stream`.
-inline PartialWorkspace partial_workspace(const AttentionParams& p, cudaStream_t stream, int64_t num_words,
-                                          WorkspaceUser user = WorkspaceUser::kernel) {
-#ifdef OCTAVO_TICKETS
-    // CTAs draw tickets while the kernel before this one may still be running, so tickets have words of their
-    // own.
-    uint32_t* const tickets =
-        persistent_workspace(p.device.index, stream, 0, 1, WorkspaceUser::tickets).counters;
-    return {persistent_workspace(p.device.index, stream, 0, num_words, user).counters, tickets};
-#else
-    if (num_words == 0) return {nullptr};
-    return {persistent_workspace(p.device.index, stream, 0, num_words, user).counters};
-#endif
-}
 
 static __device__ const float kOneScale = 1.0f;
 
@@ -96,7 +81,7 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
         beside == Beside::prefix ? first_that_waits(plan, Long::kBlockBytes) : UINT32_MAX;
     arguments.serves_a_part = params.cu_seqlens_q && params.most_queries > 0;
     arguments.partial =
-        partial_workspace(params, stream, plan.workspace_words(),
+        partial_workspace(params.device.index, stream, plan.workspace_words(),
                           beside == Beside::nothing ? WorkspaceUser::kernel : WorkspaceUser::beside);
     arguments.partial_words = plan.partial_words;
 
@@ -130,7 +115,7 @@ void launch_stream_k_decode(const AttentionParams& params, const StreamKPlan& pl
     arguments.group_size = FastDivide::by(params.group_size());
     arguments.pages = PageLayout::of(params, Config::kBlockKeys);
     arguments.codes = CodeLayout::of(params, kHeadDim, one_scale(params));
-    arguments.partial = partial_workspace(params, stream, plan.workspace_words());
+    arguments.partial = partial_workspace(params.device.index, stream, plan.workspace_words());
     arguments.partial_words = plan.partial_words;
     const LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true};
     launch<stream_k_decode_kernel<T, Config>, kSharedBytes>(params.op, params.device.index, stream, shape,

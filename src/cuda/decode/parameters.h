@@ -3,6 +3,7 @@
 
 #include "common/fast_divide.h"
 #include "cuda/decode/tiles.h"
+#include "cuda/partial_words.cuh"
 #include "params/attention_params.h"
 
 #include <cstdint>
@@ -66,14 +67,6 @@ struct CodeLayout {
                 in_order(p.head_dim, p.k_dtype, p.k_token_stride),
                 in_order(p.head_dim_v, p.v_dtype, p.v_token_stride)};
     }
-};
-
-// The workspace of partial results (partial.cuh), which is zero between launches.
-struct PartialWorkspace {
-    uint32_t* words;
-#ifdef OCTAVO_TICKETS
-    uint32_t* tickets;  // counts the CTAs that have started
-#endif
 };
 
 struct SplitKvLaunch {

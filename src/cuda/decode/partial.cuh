@@ -1,14 +1,7 @@
 // How partial results come from CTAs that share an item to the one that combines them.
 //
-// A CTA pushes the rows of its partial result to a workspace, where the CTA that combines them waits for them
-// as soon as it has nothing else to do. There is no fence and no counter: the workspace is zero between
-// launches and no pushed word is zero, so that every 16 bytes show by themselves whether they have arrived.
-// The reader of a row sets it to zero again.
-//
-// Waiting relies on one assumption: the GPU starts the CTAs of a grid in the order of their index, so that a
-// CTA which waits for lower ones never holds the place of one that it waits for. This holds on every GPU
-// known, but CUDA does not promise it. A build with OCTAVO_TICKETS does without it: there, a CTA's index is
-// the number that it draws from a counter when it starts (grid_index).
+// A CTA pushes the rows of its partial result to a workspace (partial_words.cuh), where the CTA that combines
+// them waits for them as soon as it has nothing else to do. The reader of a row sets it to zero again.
 #pragma once
 
 #include "common/online_softmax.h"
@@ -18,27 +11,6 @@
 #include <cstdint>
 
 namespace octavo::cuda {
-
-// Returns this CTA's index in the grid, in the order in which CTAs start. All threads call it together, once.
-__device__ __forceinline__ uint3 grid_index([[maybe_unused]] const PartialWorkspace& workspace) {
-#ifdef OCTAVO_TICKETS
-    __shared__ uint32_t ticket;
-    if (threadIdx.x == 0) {
-        const uint32_t num_ctas = gridDim.x * gridDim.y * gridDim.z;
-        ticket = atomicInc(workspace.tickets, num_ctas - 1);  // the last CTA sets the counter to zero
-    }
-    __syncthreads();
-    return make_uint3(ticket % gridDim.x, ticket / gridDim.x % gridDim.y, ticket / gridDim.x / gridDim.y);
-#else
-    return make_uint3(blockIdx.x, blockIdx.y, blockIdx.z);
-#endif
-}
-
-// A number as a word that is never zero.
-struct NonZero {
-    __device__ static uint32_t encode(float x) { return max(~__float_as_uint(x), 1u); }
-    __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
-};
 
 // One row in the workspace: the sums of kHeadDim columns, then the softmax state, one copy for each warp of a
 // CTA that may read the row (a reader clears its copy).
